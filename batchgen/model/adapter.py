@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from batchgen.kernels.decoder_layers import fuse_layers, last_layer
 from batchgen.kernels.fusion import ExactPacking, fuse_linear, fuse_small_parts
 from batchgen.model.architectures import INDEXED, RECURRENT, VERIFIED_ON
 from batchgen.model.loaded_model import AttentionKind, LoadedModel, logits_at
-from batchgen.model.own_attention import hand_over
+from batchgen.model.own_attention import StepInputs, hand_over
 from batchgen.prompts.tokenizer import quiet, text_config
 from batchgen.state.mixers import RecurrentLayers, StateProbe, install
 from batchgen.state.sizes import num_states
@@ -99,51 +100,33 @@ def _check_layers(module: Any, probe: _Probe, states: StateProbe) -> None:
 
 
 def _scale_by_position(module: torch.nn.Module) -> None:
-    """Llama 4 scales queries by their position, which it would count from the start of the batch. Makes `attention_forward` scale them by
-    their position in the text instead."""
-    for part in module.modules():
-        attention: Any = getattr(part, "self_attn", None)
-        if getattr(attention, "attn_temperature_tuning", False) and hasattr(attention, "floor_scale"):
-            attention.attn_temperature_tuning = False
-            if not attention.use_rope:
-                attention.query_scale = _QueryScale(attention.floor_scale, attention.attn_scale)
-                part.register_forward_pre_hook(attention.query_scale.note, with_kwargs=True)
+    """Llama 4 scales queries by their position (https://arxiv.org/abs/2501.19399), which it would count from the start of the batch. Makes
+    `attention_forward` scale them by their position in the text instead, in layers without rotary embeddings."""
+    parts = (part for part in module.modules() if hasattr(part, "floor_scale"))
+    found: list[Any] = [part for part in parts if getattr(part, "attn_temperature_tuning", False)]
+    if found:
+        step = StepInputs(module)
+    for attention in found:
+        attention.attn_temperature_tuning = False
+        if not attention.use_rope:
+            attention.query_scale = partial(_scaled, step, attention.floor_scale, attention.attn_scale)
 
 
-class _QueryScale:
-    """The factors of the queries of a layer without rotary embeddings (https://arxiv.org/abs/2501.19399)."""
-
-    def __init__(self, floor: float, scale: float) -> None:
-        self._floor = floor
-        self._scale = scale
-        self._positions = torch.empty(0)
-
-    def note(self, _: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Hook before the layer runs: keeps the positions of its tokens."""
-        self._positions = kwargs["position_ids"]
-
-    def __call__(self, query: torch.Tensor) -> torch.Tensor:
-        """Returns queries [1, H, T, D], scaled in float32, in their own type."""
-        positions = self._positions.to(query.device).float()
-        factors = torch.log1p(torch.floor((positions + 1.0) / self._floor)) * self._scale + 1.0
-        return (query * factors[:, None, :, None]).to(query.dtype)
+def _scaled(step: StepInputs, floor: float, scale: float, query: torch.Tensor) -> torch.Tensor:
+    """Returns queries [1, H, T, D], scaled in float32, in their own type."""
+    positions = step.positions.to(query.device).float()
+    factors = torch.log1p(torch.floor((positions + 1.0) / floor)) * scale + 1.0
+    return (query * factors[:, None, :, None]).to(query.dtype)
 
 
 def _pass_on_to_attention(module: torch.nn.Module) -> None:
-    """The layers of Nemotron and StableLM pass only arguments that they know to their attention. Hooks hand it the step's attention."""
-    layer: Any
-    for layer in module.modules():
-        if type(layer).__name__ in ("NemotronDecoderLayer", "StableLmDecoderLayer"):
-            step: list[Any] = []
-
-            def note(_: Any, args: Any, kwargs: dict[str, Any], step: list[Any] = step) -> None:
-                step[:] = [kwargs.get("step_attention")]
-
-            def give(_: Any, args: Any, kwargs: dict[str, Any], step: list[Any] = step) -> tuple[Any, dict[str, Any]]:
-                return args, kwargs | {"step_attention": step.pop()}
-
-            layer.register_forward_pre_hook(note, with_kwargs=True)
-            layer.self_attn.register_forward_pre_hook(give, with_kwargs=True)
+    """The layers of Nemotron and StableLM pass only arguments that they know to their attention. A hook hands it the step's attention."""
+    names = ("NemotronDecoderLayer", "StableLmDecoderLayer")
+    found: list[Any] = [part for part in module.modules() if type(part).__name__ in names]
+    if found:
+        step = StepInputs(module)
+    for layer in found:
+        layer.self_attn.register_forward_pre_hook(step.pass_on, with_kwargs=True)
 
 
 def _see_every_key(module: torch.nn.Module) -> None:
@@ -193,17 +176,6 @@ class _ChoosesAll(torch.nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> EveryKey:
         return EVERY_KEY
-
-
-def _keep_chosen(module: Any) -> None:
-    """Makes the head run only on the wanted tokens, for a model that ignores `logits_to_keep`."""
-    chosen: list[Any] = []
-
-    def note(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        chosen[:] = [kwargs.get("logits_to_keep", slice(None))]
-
-    module.register_forward_pre_hook(note, with_kwargs=True)
-    module.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0][:, chosen[0]], *args[1:]))
 
 
 def _number_shared_attention(module: torch.nn.Module) -> None:
@@ -279,5 +251,5 @@ def _probe(
         if output.logits.shape[:2] == (1, 1):
             return probe, states, output.logits.shape[-1]
         if again:
-            _keep_chosen(module)
+            module.get_output_embeddings().register_forward_pre_hook(StepInputs(module).choose)
     raise ModelError(f"{type(module).__name__} cannot give the logits of chosen tokens alone")

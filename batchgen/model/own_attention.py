@@ -19,15 +19,25 @@ from batchgen.state.mixers import set_forward
 
 
 class StepInputs:
-    """What attention needs to know of the present step, because these models do not pass it on to their layers."""
+    """The arguments of the model's present forward, for parts to which the layers above do not pass them on."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self.attention: Any = None
         self.positions = torch.empty(0)
+        self.logits_to_keep: Any = slice(None)
+        model.register_forward_pre_hook(self._note, with_kwargs=True)
 
-    def note(self, _: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Hook before the model runs."""
+    def _note(self, _: Any, args: Any, kwargs: dict[str, Any]) -> None:
         self.attention, self.positions = kwargs.get("step_attention"), kwargs["position_ids"]
+        self.logits_to_keep = kwargs.get("logits_to_keep", slice(None))
+
+    def pass_on(self, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Hook before an attention module runs: gives it the step's attention."""
+        return args, kwargs | {"step_attention": self.attention}
+
+    def choose(self, _: Any, args: Any) -> Any:
+        """Hook before the head of a model that ignores `logits_to_keep` runs: gives it the wanted tokens alone."""
+        return args[0][:, self.logits_to_keep], *args[1:]
 
 
 def hand_over(module: Any) -> bool:
@@ -35,10 +45,9 @@ def hand_over(module: Any) -> bool:
     found = {part: name for part in module.modules() if (name := type(part).__name__) in _MODULES}
     if not found:
         return False
-    step = StepInputs()
+    step = StepInputs(module)
     for part, name in found.items():
         _MODULES[name](part, step)
-    module.register_forward_pre_hook(step.note, with_kwargs=True)
     if "MptAttention" not in found.values():  # whose code needs a mask, although nothing reads it
         module.config._attn_implementation = NAME  # no masks are made then
     return True
