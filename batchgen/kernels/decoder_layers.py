@@ -336,11 +336,7 @@ def _fuse_gate(attention: Any) -> None:
     plain = getattr(attention.__dict__.get("forward"), "__func__", None)
     names = getattr(plain, "__globals__", {})
     rotary = names.get("apply_rotary_pos_emb")
-    if (
-        plain is None
-        or not isinstance(rotary, FusedRotary)
-        or not is_written_as(plain, forwards.GatedAttention.forward)
-    ):
+    if plain is None or not isinstance(rotary, FusedRotary) or not is_written_as(plain, forwards.gated_attention()):
         return
 
     def forward(

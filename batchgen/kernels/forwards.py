@@ -18,9 +18,6 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-# Imported, since Python calls a method of an imported name by other bytecode than that of a name it does not know.
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
 
 def is_written_as(function: Any, known: Callable[..., Any]) -> bool:
     """Whether two functions are equal except for their names, annotations and docstrings."""
@@ -292,6 +289,7 @@ class GraniteMLP:
 
 
 _ATTENTION = """
+import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs):
@@ -313,12 +311,13 @@ def forward(self, hidden_states, position_embeddings, attention_mask, past_key_v
     )
 
     attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+    {gate}
     attn_output = self.o_proj(attn_output)
     return attn_output, attn_weights
 """
 """The attention of most models. It differs in how queries, keys and values are made, and in what it asks of the attention function.
 
-It is text, so that every way can be combined with every other. The import is there because Python compiles a call of a method of an
+It is text, so that every way can be combined with every other. The imports are there because Python compiles a call of a method of an
 imported name to other bytecode than that of an unknown name.
 """
 
@@ -390,41 +389,41 @@ def is_usual_attention(forward: Any) -> bool:
 @cache
 def _attention_forwards():
     """Returns a forward for each way to make queries, keys and values, and each set of options."""
-    found = []
-    for projections in _PROJECTIONS:
-        for options in _OPTIONS:
-            names = {}
-            exec(_ATTENTION.format(projections=projections.strip(), options=options), names)
-            found.append(names["forward"])
-    return found
+    return [_attention(projections, options) for projections in _PROJECTIONS for options in _OPTIONS]
 
 
+def _attention(projections, options, gate=""):
+    names = {}
+    exec(_ATTENTION.format(projections=projections.strip(), options=options, gate=gate), names)
+    return names["forward"]
+
+
+@cache
+def gated_attention():
+    """Returns the attention of Qwen3-Next and Qwen 3.5: half of what the projection of queries gives is a gate of the output."""
+    projections = """
+    query_states, gate = torch.chunk(self.q_proj(hidden_states).view(*input_shape, -1, self.head_dim * 2), 2, dim=-1)
+    gate = gate.reshape(*input_shape, -1)
+
+    query_states = self.q_norm(query_states.view(hidden_shape)).transpose(1, 2)
+    key_states = self.k_norm(self.k_proj(hidden_states).view(hidden_shape)).transpose(1, 2)
+    value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+    """
+    return _attention(projections, _OPTIONS[0], gate="attn_output = attn_output * torch.sigmoid(gate)")
+
+
+# fmt: off
 class LlamaLayer:
     """The decoder layers of Llama, Mistral, Qwen 2 and 3 and their mixtures of experts, SmolLM 3, OLMo and others."""
 
-    def forward(
-        self,
-        hidden_states,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        use_cache=False,
-        position_embeddings=None,
-        **kwargs,
-    ):
+    def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
+                position_embeddings=None, **kwargs):
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
         hidden_states, _ = self.self_attn(
-            hidden_states=hidden_states,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
+            hidden_states=hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+            use_cache=use_cache, position_embeddings=position_embeddings, **kwargs)
         hidden_states = residual + hidden_states
-
         residual = hidden_states
         hidden_states = self.post_attention_layernorm(hidden_states)
         hidden_states = self.mlp(hidden_states)
@@ -435,30 +434,14 @@ class LlamaLayer:
 class PhiLayer:
     """Phi-3. Its dropouts do nothing when a model is used."""
 
-    def forward(
-        self,
-        hidden_states,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        use_cache=False,
-        position_embeddings=None,
-        **kwargs,
-    ):
+    def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
+                position_embeddings=None, **kwargs):
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
-
         hidden_states, self_attn_weights = self.self_attn(
-            hidden_states=hidden_states,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
+            hidden_states=hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+            use_cache=use_cache, position_embeddings=position_embeddings, **kwargs)
         hidden_states = residual + self.resid_attn_dropout(hidden_states)
-
         residual = hidden_states
         hidden_states = self.post_attention_layernorm(hidden_states)
         hidden_states = self.mlp(hidden_states)
@@ -469,65 +452,33 @@ class PhiLayer:
 class GemmaLayer:
     """Gemma 2 and 3: norms before and after attention and the MLP."""
 
-    def forward(
-        self,
-        hidden_states,
-        position_embeddings=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        **kwargs,
-    ):
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
         residual = hidden_states
-
         hidden_states = self.input_layernorm(hidden_states)
-
         hidden_states, _ = self.self_attn(
-            hidden_states=hidden_states,
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            **kwargs,
-        )
+            hidden_states=hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask,
+            position_ids=position_ids, past_key_values=past_key_values, **kwargs)
         hidden_states = self.post_attention_layernorm(hidden_states)
         hidden_states = residual + hidden_states
-
         residual = hidden_states
         hidden_states = self.pre_feedforward_layernorm(hidden_states)
         hidden_states = self.mlp(hidden_states)
         hidden_states = self.post_feedforward_layernorm(hidden_states)
         hidden_states = residual + hidden_states
-
         return hidden_states
 
 
 class OlmoLayer:
     """OLMo 2 and 3: norms after attention and the MLP."""
 
-    def forward(
-        self,
-        hidden_states,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        use_cache=False,
-        position_embeddings=None,
-        **kwargs,
-    ):
+    def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
+                position_embeddings=None, **kwargs):
         residual = hidden_states
         hidden_states, _ = self.self_attn(
-            hidden_states=hidden_states,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
+            hidden_states=hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+            use_cache=use_cache, position_embeddings=position_embeddings, **kwargs)
         hidden_states = self.post_attention_layernorm(hidden_states)
         hidden_states = residual + hidden_states
-
         residual = hidden_states
         hidden_states = self.mlp(hidden_states)
         hidden_states = self.post_feedforward_layernorm(hidden_states)
@@ -538,183 +489,67 @@ class OlmoLayer:
 class Qwen35Layer:
     """Qwen 3.5."""
 
-    def forward(
-        self,
-        hidden_states,
-        position_embeddings,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        **kwargs,
-    ):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
         residual = hidden_states
-
         hidden_states = self.input_layernorm(hidden_states)
-
         if self.block_type == "linear_attention":
             hidden_states = self.linear_attn(
-                hidden_states=hidden_states,
-                cache_params=past_key_values,
-                attention_mask=attention_mask,
-                **kwargs,
-            )
+                hidden_states=hidden_states, cache_params=past_key_values, attention_mask=attention_mask, **kwargs)
         elif self.block_type == "full_attention":
             hidden_states, _ = self.self_attn(
-                hidden_states=hidden_states,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                position_embeddings=position_embeddings,
-                **kwargs,
-            )
-
+                hidden_states=hidden_states, attention_mask=attention_mask, position_ids=position_ids,
+                past_key_values=past_key_values, position_embeddings=position_embeddings, **kwargs)
         hidden_states = residual + hidden_states
-
         residual = hidden_states
         hidden_states = self.post_attention_layernorm(hidden_states)
         hidden_states = self.mlp(hidden_states)
         hidden_states = residual + hidden_states
-
         return hidden_states
 
 
 class Qwen3NextLayer:
     """Qwen3-Next, and Qwen 3.5 with experts."""
 
-    def forward(
-        self,
-        hidden_states,
-        position_embeddings,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        **kwargs,
-    ):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
         residual = hidden_states
-
         hidden_states = self.input_layernorm(hidden_states)
-
         if self.block_type == "linear_attention":
             hidden_states = self.linear_attn(
-                hidden_states=hidden_states,
-                cache_params=past_key_values,
-                attention_mask=attention_mask,
-                **kwargs,
-            )
+                hidden_states=hidden_states, cache_params=past_key_values, attention_mask=attention_mask, **kwargs)
         elif self.block_type == "full_attention":
             hidden_states, _ = self.self_attn(
-                hidden_states=hidden_states,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                position_embeddings=position_embeddings,
-                **kwargs,
-            )
-
+                hidden_states=hidden_states, attention_mask=attention_mask, position_ids=position_ids,
+                past_key_values=past_key_values, position_embeddings=position_embeddings, **kwargs)
         hidden_states = residual + hidden_states
-
         residual = hidden_states
         hidden_states = self.post_attention_layernorm(hidden_states)
         hidden_states = self.mlp(hidden_states)
         if isinstance(hidden_states, tuple):
             hidden_states, _ = hidden_states
         hidden_states = residual + hidden_states
-
         return hidden_states
 
 
 class GraniteHybridLayer:
     """Granite 4 H."""
 
-    def forward(
-        self,
-        hidden_states,
-        attention_mask=None,
-        past_key_values=None,
-        use_cache=False,
-        position_embeddings=None,
-        **kwargs,
-    ):
+    def forward(self, hidden_states, attention_mask=None, past_key_values=None, use_cache=False, position_embeddings=None, **kwargs):
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
-
         if self.mamba is not None:
             hidden_states = self.mamba(
-                hidden_states=hidden_states,
-                cache_params=past_key_values,
-                attention_mask=attention_mask,
-                **kwargs,
-            )
+                hidden_states=hidden_states, cache_params=past_key_values, attention_mask=attention_mask, **kwargs)
         else:
             hidden_states, _ = self.self_attn(
-                hidden_states=hidden_states,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                use_cache=use_cache,
-                position_embeddings=position_embeddings,
-                **kwargs,
-            )
-
+                hidden_states=hidden_states, attention_mask=attention_mask, past_key_values=past_key_values,
+                use_cache=use_cache, position_embeddings=position_embeddings, **kwargs)
         hidden_states = residual + hidden_states * self.residual_multiplier
         residual = hidden_states
         hidden_states = self.post_attention_layernorm(hidden_states)
-
         if self.has_experts:
             moe_hidden_states = self.block_sparse_moe(hidden_states)
             hidden_states = moe_hidden_states + self.shared_mlp(hidden_states)
         else:
             hidden_states = self.shared_mlp(hidden_states)
-
         hidden_states = residual + hidden_states * self.residual_multiplier
         return hidden_states
-
-
-class GatedAttention:
-    """Qwen3-Next and Qwen 3.5: half of what the projection of queries gives is a gate of the output."""
-
-    def forward(
-        self,
-        hidden_states,
-        position_embeddings,
-        attention_mask,
-        past_key_values=None,
-        **kwargs,
-    ):
-        input_shape = hidden_states.shape[:-1]
-        hidden_shape = (*input_shape, -1, self.head_dim)
-
-        query_states, gate = torch.chunk(
-            self.q_proj(hidden_states).view(*input_shape, -1, self.head_dim * 2), 2, dim=-1
-        )
-        gate = gate.reshape(*input_shape, -1)
-
-        query_states = self.q_norm(query_states.view(hidden_shape)).transpose(1, 2)
-        key_states = self.k_norm(self.k_proj(hidden_states).view(hidden_shape)).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-
-        cos, sin = position_embeddings
-        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
-
-        if past_key_values is not None:
-            key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
-
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-
-        attn_output, attn_weights = attention_interface(
-            self,
-            query_states,
-            key_states,
-            value_states,
-            attention_mask,
-            dropout=0.0 if not self.training else self.attention_dropout,
-            scaling=self.scaling,
-            **kwargs,
-        )
-
-        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-        attn_output = attn_output * torch.sigmoid(gate)
-
-        attn_output = self.o_proj(attn_output)
-        return attn_output, attn_weights
