@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +12,21 @@ from batchgen.kernels.ops import Activation
 
 ACTIVATIONS = {None: Activation.NONE, "silu": Activation.SILU, "swish": Activation.SILU}
 """By the names of transformers."""
+
+
+class SpanPlaces(NamedTuple):
+    """Where the spans of a step lie, int64 [N] each: their tokens in the packed batch, and their states in the slots."""
+
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    read: torch.Tensor
+    """The slot of the state before each span."""
+    write: torch.Tensor
+    """The slot for the state after it."""
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(x.data_ptr() for x in self)
 
 
 class _Convolution(ctypes.Structure):
@@ -81,27 +97,16 @@ def can_convolve(
 
 
 def convolve(
-    x_TC: torch.Tensor,
-    weight_KC: torch.Tensor,
-    bias_C: torch.Tensor | None,
-    activation: str | None,
-    states: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    read: torch.Tensor,
-    write: torch.Tensor,
-) -> torch.Tensor:
-    """The causal convolution [T, C] of the spans at `starts` with `lengths`, and their last inputs into `states` [slots, K-1, C].
-
-    Those before a span are read from its slot `read`, its last ones written to `write`. `weight_KC` is contiguous.
-    """
+    x_TC: torch.Tensor, weight_KC: torch.Tensor, bias_C: torch.Tensor | None, activation: str | None, states: torch.Tensor, spans: SpanPlaces
+) -> torch.Tensor:  # fmt: skip
+    """The causal convolution [T, C] of the spans; `states` [slots, K-1, C], their last inputs, change in place. `weight_KC` is contiguous."""
     x_TC = x_TC if x_TC.stride(1) == 1 else x_TC.contiguous()
     out = torch.empty(x_TC.shape, dtype=x_TC.dtype)
     bias_C = None if bias_C is None else bias_C.contiguous()
     what = _Convolution(
-        len(starts), x_TC.shape[1], weight_KC.shape[0] - 1, x_TC.stride(0), ACTIVATIONS[activation], torch.get_num_threads(),
-        starts.data_ptr(), lengths.data_ptr(), read.data_ptr(), write.data_ptr(), x_TC.data_ptr(), weight_KC.data_ptr(),
-        None if bias_C is None else bias_C.data_ptr(), states.data_ptr(), out.data_ptr(),
+        len(spans.starts), x_TC.shape[1], weight_KC.shape[0] - 1, x_TC.stride(0), ACTIVATIONS[activation], torch.get_num_threads(),
+        *spans.addresses, x_TC.data_ptr(), weight_KC.data_ptr(), None if bias_C is None else bias_C.data_ptr(), states.data_ptr(),
+        out.data_ptr(),
     )  # fmt: skip
     kernel("convolve", x_TC.dtype)(ctypes.byref(what))
     return out
@@ -114,59 +119,42 @@ def can_run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 def delta_rule(
     q_TGK: torch.Tensor, k_TGK: torch.Tensor, v_THV: torch.Tensor, decay: torch.Tensor, beta_TH: torch.Tensor, scale: float,
-    normalize: bool, states: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, read: torch.Tensor, write: torch.Tensor,
+    normalize: bool, states: torch.Tensor, spans: SpanPlaces,
 ) -> torch.Tensor:  # fmt: skip
-    """The gated delta rule [T, H, V] of the spans at `starts` with `lengths`, token after token; `states` [slots, H, K, V] change in place.
+    """The gated delta rule [T, H, V] of the spans, token after token; `states` [slots, H, K, V] change in place.
 
     `decay` is float32 [T, H], or [T, H, K] where each row of a state has its own. Groups of heads share queries and keys, which are
     brought to length one with `normalize`; queries are scaled.
     """
     out = torch.empty(v_THV.shape, dtype=v_THV.dtype)
-    _run(
-        "delta_rule",
-        q_TGK,
-        k_TGK,
-        v_THV,
-        decay,
-        beta_TH,
-        None,
-        scale,
-        normalize,
-        out,
-        states,
-        starts,
-        lengths,
-        read,
-        write,
-    )
+    _run("delta_rule", q_TGK, k_TGK, v_THV, decay, beta_TH, None, scale, normalize, out, states, spans)
     return out
 
 
 def mamba2(
     x_THP: torch.Tensor, dt_TH: torch.Tensor, decay_TH: torch.Tensor, b_TGN: torch.Tensor, c_TGN: torch.Tensor,
-    skip_H: torch.Tensor | None, states: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, read: torch.Tensor, write: torch.Tensor,
+    skip_H: torch.Tensor | None, states: torch.Tensor, spans: SpanPlaces,
 ) -> torch.Tensor:  # fmt: skip
-    """Mamba2's recurrence, float32 [T, H, P], of the spans at `starts` with `lengths`, token after token; `states` [slots, H, N, P] change in place.
+    """Mamba2's recurrence, float32 [T, H, P], of the spans, token after token; `states` [slots, H, N, P] change in place.
 
     Groups of heads share B and C. `skip_H` (D) times x is added to the outputs.
     """
     out = torch.empty(x_THP.shape, dtype=torch.float32)
-    _run("mamba2", c_TGN, b_TGN, x_THP, decay_TH, dt_TH, skip_H, 1.0, False, out, states, starts, lengths, read, write)
+    _run("mamba2", c_TGN, b_TGN, x_THP, decay_TH, dt_TH, skip_H, 1.0, False, out, states, spans)
     return out
 
 
 def _run(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, strength: torch.Tensor,
-    skip: torch.Tensor | None, scale: float, normalize: bool, out: torch.Tensor, states: torch.Tensor,
-    starts: torch.Tensor, lengths: torch.Tensor, read: torch.Tensor, write: torch.Tensor,
+    skip: torch.Tensor | None, scale: float, normalize: bool, out: torch.Tensor, states: torch.Tensor, spans: SpanPlaces,
 ) -> None:  # fmt: skip
     q, k, v = (_by_token(x) for x in (q, k, v))
     decay, strength = decay.float().contiguous(), strength.float().contiguous()
     skip = None if skip is None else skip.float().contiguous()
     what = _Rule(
-        len(starts), v.shape[1], q.shape[1], *states.shape[2:], decay.dim() == 3, normalize,
+        len(spans.starts), v.shape[1], q.shape[1], *states.shape[2:], decay.dim() == 3, normalize,
         q.stride(0), k.stride(0), v.stride(0), torch.get_num_threads(),
-        *(x.data_ptr() for x in (starts, lengths, read, write, decay, strength)), None if skip is None else skip.data_ptr(),
+        *spans.addresses, decay.data_ptr(), strength.data_ptr(), None if skip is None else skip.data_ptr(),
         *(x.data_ptr() for x in (q, k, v, out, states)), scale,
     )  # fmt: skip
     kernel(name, v.dtype)(ctypes.byref(what))
@@ -179,30 +167,25 @@ def _by_token(x: torch.Tensor) -> torch.Tensor:
 
 def mamba(
     x_TD: torch.Tensor, dt_TD: torch.Tensor, a_DN: torch.Tensor, b_TN: torch.Tensor, c_TN: torch.Tensor, states: torch.Tensor,
-    starts: torch.Tensor, lengths: torch.Tensor, read: torch.Tensor, write: torch.Tensor,
+    spans: SpanPlaces,
 ) -> torch.Tensor:  # fmt: skip
-    """Mamba's scan [T, D] of the spans at `starts` with `lengths`, all float32; `states` [slots, N, D] change in place."""
-    return _scan(x_TD, dt_TD, (a_DN.t(), b_TN, c_TN), states, starts, lengths, read, write)
+    """Mamba's scan [T, D] of the spans, all float32; `states` [slots, N, D] change in place."""
+    return _scan(x_TD, dt_TD, (a_DN.t(), b_TN, c_TN), states, spans)
 
 
-def linear_scan(
-    x_TD: torch.Tensor, decay_TD: torch.Tensor, states: torch.Tensor,
-    starts: torch.Tensor, lengths: torch.Tensor, read: torch.Tensor, write: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+def linear_scan(x_TD: torch.Tensor, decay_TD: torch.Tensor, states: torch.Tensor, spans: SpanPlaces) -> torch.Tensor:
     """States [T, D] after each token of the spans, which decay and take up x, all float32; `states` [slots, D] change in place."""
-    return _scan(x_TD, decay_TD, (None, None, None), states.unsqueeze(1), starts, lengths, read, write)
+    return _scan(x_TD, decay_TD, (None, None, None), states.unsqueeze(1), spans)
 
 
 def _scan(
-    x: torch.Tensor, dt: torch.Tensor, parts: tuple[torch.Tensor | None, ...], states: torch.Tensor,
-    starts: torch.Tensor, lengths: torch.Tensor, read: torch.Tensor, write: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor, dt: torch.Tensor, parts: tuple[torch.Tensor | None, ...], states: torch.Tensor, spans: SpanPlaces
+) -> torch.Tensor:
     x, dt = x.contiguous(), dt.contiguous()
     parts = tuple(None if part is None else part.contiguous() for part in parts)
     out = torch.empty_like(x)
     what = _Scan(
-        len(starts), x.shape[1], states.shape[1], torch.get_num_threads(),
-        *(of.data_ptr() for of in (starts, lengths, read, write, x, dt)),
+        len(spans.starts), x.shape[1], states.shape[1], torch.get_num_threads(), *spans.addresses, x.data_ptr(), dt.data_ptr(),
         *(None if part is None else part.data_ptr() for part in parts), out.data_ptr(), states.data_ptr(),
     )  # fmt: skip
     kernel("scan", torch.float32)(ctypes.byref(what))

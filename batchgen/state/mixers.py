@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any, cast
@@ -23,8 +23,8 @@ from batchgen.state.step import StateStep
 class RecurrentLayers:
     """The recurrent layers of a model that `install` has changed. They only run inside `running`."""
 
-    def __init__(self, kinds: Iterable[str] = ()) -> None:
-        self.kinds = set(kinds)
+    def __init__(self) -> None:
+        self.kinds: set[str] = set()
         """The kinds of mixers in them."""
         self._step: StateStep | StateProbe | None = None
 

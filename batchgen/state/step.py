@@ -62,15 +62,21 @@ class StateStep:
     ) -> torch.Tensor:
         """Returns the causal convolution [T, C] of the packed tokens; each span continues its own earlier inputs."""
         at, states = self._layout(x_TC.device), self._cache.convolution[layer]
+        spans = at.spans
         if self._kernels and recurrent.can_convolve(x_TC, weight_CK, bias_C, activation, states):
             weight_KC = weight_CK.t().contiguous()
-            return recurrent.convolve(
-                x_TC, weight_KC, bias_C, activation, states, at.starts, at.lengths, at.read, at.write
-            )
+            return recurrent.convolve(x_TC, weight_KC, bias_C, activation, states, spans)
         out, after = convolve_spans(
-            x_TC, weight_CK, bias_C, activation, states.index_select(0, at.read), at.starts, at.lengths, at.owners
+            x_TC,
+            weight_CK,
+            bias_C,
+            activation,
+            states.index_select(0, spans.read),
+            spans.starts,
+            spans.lengths,
+            at.owners,
         )
-        states.index_copy_(0, at.write, after.to(states.dtype))
+        states.index_copy_(0, spans.write, after.to(states.dtype))
         return out.to(x_TC.dtype)
 
     def delta_rule(
@@ -84,9 +90,7 @@ class StateStep:
         at, states = self._layout(v.device), self._cache.recurrent[layer]
         scale = q.shape[-1] ** -0.5
         if self._kernels and recurrent.can_run(q, k, v):
-            return recurrent.delta_rule(
-                q, k, v, g.exp(), beta, scale, normalize, states, at.starts, at.lengths, at.read, at.write
-            )
+            return recurrent.delta_rule(q, k, v, g.exp(), beta, scale, normalize, states, at.spans)
         dtype = v.dtype
         q, k, v, beta = (x.float() for x in (q, k, v, beta))
         if normalize:
@@ -114,7 +118,7 @@ class StateStep:
             dt = torch.where(at.prompt[:, None], dt.clamp(*limit), dt)
         if self._kernels and recurrent.can_run(c, b, x):
             decay = (dt * a_H).exp()
-            return recurrent.mamba2(x, dt, decay, b, c, skip_H, states, at.starts, at.lengths, at.read, at.write)
+            return recurrent.mamba2(x, dt, decay, b, c, skip_H, states, at.spans)
         x, b, c = (of.float() for of in (x, b, c))
         out = _run_spans(
             at, states, (x, dt, b, c), torch.empty_like(x),
@@ -129,7 +133,7 @@ class StateStep:
         """Returns the outputs [T, D] of Mamba's recurrence without D x, for x and dt [T, D], b and c [T, N], all float32."""
         at, states = self._layout(x.device), self._cache.recurrent[layer]
         if self._kernels:
-            return recurrent.mamba(x, dt, a_DN, b, c, states, at.starts, at.lengths, at.read, at.write)
+            return recurrent.mamba(x, dt, a_DN, b, c, states, at.spans)
         return _run_spans(
             at, states, (x, dt, b, c), torch.empty_like(x),
             lambda x1, dt1, b1, c1, before: mamba.mamba_token(x1, dt1, a_DN, b1, c1, before),
@@ -140,7 +144,7 @@ class StateStep:
         """Returns the states [T, D] after each token, which decay and take up x: x and decay [T, D] are float32."""
         at, states = self._layout(x.device), self._cache.recurrent[layer]
         if self._kernels:
-            return recurrent.linear_scan(x, decay, states, at.starts, at.lengths, at.read, at.write)
+            return recurrent.linear_scan(x, decay, states, at.spans)
         return _run_spans(
             at, states, (x, decay), torch.empty_like(x), mamba.linear_step,
             lambda chunks, ends: mamba.run_linear(chunks, x, decay, ends),
@@ -152,9 +156,9 @@ class StateStep:
         The state keeps inputs in the model's dtype, or with `exact` in float32.
         """
         at, kept = self._layout(x_TC.device), self._cache.recurrent if exact else self._cache.convolution
-        before = kept[layer].index_select(0, at.read)
-        out, after = unfold_spans(x_TC, before, at.starts, at.lengths, at.owners)
-        kept[layer].index_copy_(0, at.write, after.to(before.dtype))
+        before = kept[layer].index_select(0, at.spans.read)
+        out, after = unfold_spans(x_TC, before, at.spans.starts, at.spans.lengths, at.owners)
+        kept[layer].index_copy_(0, at.spans.write, after.to(before.dtype))
         return out
 
     def _layout(self, device: torch.device) -> _Layout:
@@ -182,9 +186,9 @@ def _run_spans(
         states.index_copy_(0, at.single_write, after)
         out.index_copy_(0, at.single, y)
     for chunks in at.chunks:
-        ends = states.index_select(0, at.read.index_select(0, chunks.spans))
+        ends = states.index_select(0, at.spans.read.index_select(0, chunks.spans))
         chunks.put(out, chunked(chunks, ends))
-        states.index_copy_(0, at.write.index_select(0, chunks.spans), ends)
+        states.index_copy_(0, at.spans.write.index_select(0, chunks.spans), ends)
     return out
 
 
@@ -206,7 +210,7 @@ class _Layout:
             return torch.from_numpy(x).to(device)
 
         starts, lengths, read, write, prompt = spans
-        self.starts, self.lengths, self.read, self.write = put(starts), put(lengths), put(read), put(write)
+        self.spans = recurrent.SpanPlaces(put(starts), put(lengths), put(read), put(write))
         self.owners = put(np.repeat(np.arange(len(lengths)), lengths))
         self.prompt = torch.from_numpy(prompt).to(device)
         single, longer = np.flatnonzero(lengths == 1), np.flatnonzero(lengths > 1)

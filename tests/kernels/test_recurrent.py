@@ -118,7 +118,7 @@ def test_a_convolution_is_that_of_torch_and_the_same_however_it_is_cut(dtype, ta
 
     def run(states, starts, sizes, state_slots):
         places = [torch.tensor(of) for of in (starts, sizes, state_slots, state_slots)]
-        return recurrent.convolve(x, weight.t().contiguous(), bias, activation, states, *places)
+        return recurrent.convolve(x, weight.t().contiguous(), bias, activation, states, recurrent.SpanPlaces(*places))
 
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     whole, cut = before.clone(), before.clone()
@@ -155,8 +155,8 @@ def test_a_rule_is_that_of_torch_and_the_same_however_it_is_cut(dtype, rule, len
         decay = (rates * strength).exp()
         places = [torch.tensor(of) for of in (starts, sizes, state_slots, state_slots)]
         if rule == "mamba2":
-            return recurrent.mamba2(v, strength, decay, k, q, skip, states, *places)
-        return recurrent.delta_rule(q, k, v, decay, strength, 0.5, True, states, *places)
+            return recurrent.mamba2(v, strength, decay, k, q, skip, states, recurrent.SpanPlaces(*places))
+        return recurrent.delta_rule(q, k, v, decay, strength, 0.5, True, states, recurrent.SpanPlaces(*places))
 
     def token(t, states):
         """In plain torch."""
