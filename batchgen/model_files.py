@@ -36,7 +36,7 @@ _HEADS = {
     "ForAudioClassification": "an audio classifier",
 }
 """Models that do not write text, by the end of their architecture's name."""
-QUANTIZERS = {
+_QUANTIZERS = {
     "fbgemm_fp8": "FP8 (fbgemm)", "aqlm": "AQLM", "eetq": "EETQ",
     "hqq": "HQQ", "quanto": "quanto", "higgs": "HIGGS", "vptq": "VPTQ", "spqr": "SpQR",
     "auto-round": "AutoRound", "quark": "Quark",
@@ -358,10 +358,14 @@ def _check_quantization(folder: Path, settings: Mapping[str, Any]) -> None:
         )
     if not isinstance(quantization, dict):
         return
-    method = str(quantization.get("quant_method", ""))
-    if method in QUANTIZERS:
+    check_quantizer(f"in {str(folder)!r}", str(quantization.get("quant_method", "")))
+
+
+def check_quantizer(model: str, method: str | None) -> None:
+    """Raises `ModelError` for a quantization that batchgen does not read, by its `quant_method`. `model` says which model."""
+    if method in _QUANTIZERS:
         raise ModelError(
-            f"the model in {str(folder)!r} is quantized with {QUANTIZERS[method]}, which batchgen does not read",
+            f"the model {model} is quantized with {_QUANTIZERS[method]}, which batchgen does not read",
             "give the original model, or one quantized in a way that docs/quantized.md lists",
         )
 

@@ -64,7 +64,7 @@ class ExactPacking:
     """Packs weights in their own type."""
 
     def can_pack(self, layer: torch.nn.Linear) -> bool:
-        return fits(layer.weight) and is_fast(layer.weight.dtype)
+        return fits(layer.weight) and is_fast()
 
     def pack(
         self,
@@ -296,7 +296,7 @@ def _linear(part: Any, shared: Counter[int], packing: Packing, own_kernels: bool
         return None
     dtype = part.weight.dtype
     if shared[id(part.weight)] > 1:
-        if not (own_kernels and part.weight.is_contiguous() and fits(part.weight) and is_fast(dtype)):
+        if not (own_kernels and part.weight.is_contiguous() and fits(part.weight) and is_fast()):
             return None
         fused: torch.nn.Module = SharedLinear(part.weight, part.bias)
         return fused if _agree(part, fused, part.in_features, dtype, NEAR[dtype]) else None

@@ -257,8 +257,8 @@ class Product(ctypes.Structure):
     )
 
 
-def is_fast(dtype: torch.dtype) -> bool:
-    """Whether packed layers of this type, float32 or bfloat16, are faster on this processor than torch's own."""
+def is_fast() -> bool:
+    """Whether packed layers are faster on this processor than torch's own."""
     return instruction_set() in X86[1:]
 
 

@@ -15,7 +15,7 @@ import torch
 
 from batchgen.errors import ModelError
 from batchgen.model.packed import PACKED
-from batchgen.model_files import QUANTIZERS
+from batchgen.model_files import check_quantizer
 from batchgen.prompts.gguf import METHOD
 from batchgen.prompts.tokenizer import language_config, text_config
 from batchgen.stats import size_text
@@ -61,11 +61,7 @@ def _has(arguments: dict[str, Any] | None, **wanted: Any) -> bool:
 def check_quantization(model: str, hf_config: Any) -> None:
     """Raises `ModelError` for a format that batchgen does not read, or that needs a package that is not installed."""
     method = quant_method(hf_config)
-    if method in QUANTIZERS:
-        raise ModelError(
-            f"the model {model!r} is quantized with {QUANTIZERS[method]}, which batchgen does not read",
-            "give the original model, or one quantized in a way that docs/quantized.md lists",
-        )
+    check_quantizer(repr(model), method)
     package = _PACKAGES.get(method or "")
     if package is not None and find_spec(package) is None:
         raise ModelError(

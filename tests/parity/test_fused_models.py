@@ -51,7 +51,7 @@ def _logits(model: torch.nn.Module, count: int = 50) -> torch.Tensor:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     if kernels() is None:
         pytest.skip("the kernels cannot be compiled here")
-    monkeypatch.setattr(fusion, "is_fast", lambda dtype: True)  # also where torch's own layers are faster
+    monkeypatch.setattr(fusion, "is_fast", lambda: True)  # also where torch's own layers are faster
 
 
 @pytest.mark.parametrize("name", _params())
