@@ -1,4 +1,4 @@
-"""`--classify`: a model's own classification or reward head, with the labels and numbers that transformers gives."""
+"""`--classify` gives the labels and numbers of a model's classification or reward head, equal to those of transformers."""
 
 import json
 
@@ -28,7 +28,7 @@ def reward_model(tmp_path_factory):
 
 
 def logits_of(folder, texts, *, special=True, dtype="float32"):
-    """[texts, labels] by transformers alone, in float64."""
+    """The logits [texts, labels] that transformers gives, in float64."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype)
     with torch.inference_mode():
@@ -44,7 +44,7 @@ def softmax(logits):
     return weights / weights.sum(-1, keepdims=True)
 
 
-def test_rows_are_labelled_as_choices_are(cli, classifier, write_jsonl, read_jsonl, tmp_path):
+def test_rows_get_the_label_and_the_probabilities_of_the_head(cli, classifier, write_jsonl, read_jsonl, tmp_path):
     path, stats = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "stats.json"
     assert cli("run", path, "-m", classifier, "--classify", "--stats", stats, "-q").code == 0
     rows = read_jsonl(tmp_path / "prompts.out.jsonl")
@@ -72,7 +72,7 @@ def test_a_head_with_one_number_gives_a_reward(cli, reward_model, write_jsonl, r
     assert f"1 done, {len(PROMPTS)} kept from an earlier run" in again.err
 
 
-def test_labels_that_do_not_exclude_each_other_have_probabilities_of_their_own(tmp_path):
+def test_multi_label_probabilities_are_independent(tmp_path):
     folder = save_classifier(tmp_path / "m", problem_type="multi_label_classification")
     with LLM(folder, task="classify") as llm:
         results = llm.classify(PROMPTS)
@@ -83,7 +83,7 @@ def test_labels_that_do_not_exclude_each_other_have_probabilities_of_their_own(t
 
 
 @pytest.mark.parametrize("model", ["classifier", "reward_model"])
-def test_parquet_has_the_columns(cli, request, model, write_jsonl, tmp_path):
+def test_parquet_has_the_columns_of_the_head(cli, request, model, write_jsonl, tmp_path):
     path, folder = write_jsonl([{"prompt": p} for p in PROMPTS]), request.getfixturevalue(model)
     assert cli("run", path, "-m", folder, "--classify", "-o", tmp_path / "o.parquet", "-q").code == 0
     table, logits = pq.read_table(tmp_path / "o.parquet"), logits_of(folder, PROMPTS)
@@ -97,7 +97,7 @@ def test_parquet_has_the_columns(cli, request, model, write_jsonl, tmp_path):
         assert "reward" not in table.schema.names
 
 
-def test_a_conversation_is_judged_as_the_chat_template_writes_it(reward_model):
+def test_a_conversation_goes_through_the_chat_template(reward_model):
     talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"}]
     tokenizer = AutoTokenizer.from_pretrained(reward_model)
     text = tokenizer.apply_chat_template(talk, tokenize=False)
@@ -108,7 +108,9 @@ def test_a_conversation_is_judged_as_the_chat_template_writes_it(reward_model):
 
 
 @pytest.mark.slow
-def test_several_devices_shards_and_bfloat16(cli, classifier, write_jsonl, read_jsonl, tmp_path):
+def test_classes_are_the_same_on_several_devices_in_shards_and_in_bfloat16(
+    cli, classifier, write_jsonl, read_jsonl, tmp_path
+):
     path, out = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "o.jsonl"
 
     def probs():
@@ -126,7 +128,7 @@ def test_several_devices_shards_and_bfloat16(cli, classifier, write_jsonl, read_
     np.testing.assert_allclose(probs(), want, atol=1e-5)
 
 
-def test_a_model_and_a_command_that_do_not_fit_are_refused(cli, classifier, tiny_model_dir, write_jsonl):
+def test_a_model_without_the_head_that_the_command_needs_is_refused(cli, classifier, tiny_model_dir, write_jsonl):
     path = write_jsonl([{"prompt": "a"}])
     for command in ("run", "plan"):
         plain = cli(command, path, "-m", classifier)

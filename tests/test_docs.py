@@ -1,4 +1,4 @@
-"""The documents name files that exist, and the site shows every page."""
+"""The docs name only files and functions that exist, and the site shows every page."""
 
 import ast
 import re
@@ -25,7 +25,7 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
 
 
 def defined_in(path: Path) -> set[str]:
-    """What a module defines: `function`, `Class`, and the methods of a class as `Class.method` and `method`."""
+    """The names that a module defines: functions, classes, and methods both as `Class.method` and as `method`."""
     tree = ast.parse(path.read_text("utf-8"))
     found = set()
     for node in tree.body:
@@ -37,7 +37,7 @@ def defined_in(path: Path) -> set[str]:
     return found
 
 
-def test_the_way_of_a_row_leads_through_functions_that_exist() -> None:
+def test_the_functions_that_the_architecture_page_names_exist() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     rows = re.findall(r"^\| `([\w/]+\.py)` \| (.*) \|$", page, re.MULTILINE)
     assert len({file for file, _ in rows}) == 14

@@ -1,4 +1,4 @@
-"""What a job would share and cost."""
+"""A plan tells what a job would share and cost."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def config_of(model: Path, source: Path, **options: Any) -> JobConfig:
     return JobConfig(inputs=(str(source),), model=ModelConfig(model=str(model)), **options)
 
 
-def test_a_plan_names_the_tree_and_what_sharing_saves(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_a_plan_shows_the_prefix_tree_and_what_sharing_saves(tiny_model_dir: Path, write_jsonl: Write) -> None:
     plan = plan_job(config_of(tiny_model_dir, write_jsonl(rows())))
     root = 1 + len(ROOT) + len("The ")
     rest = [len(group) - len("The ") for group in GROUPS]
@@ -48,15 +48,13 @@ def test_a_plan_names_the_tree_and_what_sharing_saves(tiny_model_dir: Path, writ
     assert plan.figures.kv_bytes_shared < plan.figures.kv_bytes_unshared / 2
 
 
-def test_a_plan_foretells_the_prefill_of_the_run(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_a_plan_predicts_the_prefill_of_the_run(tiny_model_dir: Path, write_jsonl: Write) -> None:
     for window in (None, 3):
         config = config_of(tiny_model_dir, write_jsonl(rows()), window=window, output=None, overwrite=True)
         assert plan_job(config).figures.prefill_tokens_min == run_job(config).stats["prefill_tokens"]
 
 
-def test_a_plan_touches_no_output_and_loads_no_weights(
-    tiny_model_dir: Path, write_jsonl: Write, tmp_path: Path
-) -> None:
+def test_a_plan_writes_nothing_and_loads_no_weights(tiny_model_dir: Path, write_jsonl: Write, tmp_path: Path) -> None:
     model = tmp_path / "without-weights"
     model.mkdir()
     for path in tiny_model_dir.iterdir():
@@ -73,7 +71,9 @@ def test_rows_that_cannot_be_run_are_counted(tiny_model_dir: Path, write_jsonl: 
     assert (plan.rows, plan.rows_failed) == (10, 2)
 
 
-def test_completions_and_labels_need_memory_and_are_no_prompts(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_completions_and_labels_take_memory_but_do_not_count_as_prompts(
+    tiny_model_dir: Path, write_jsonl: Write
+) -> None:
     source = write_jsonl({"prompt": "x" * 31, "completion": "y" * 16} for _ in range(2))  # with <s> a block of 32
 
     def figures(**options: Any) -> dict[str, Any]:
@@ -85,17 +85,17 @@ def test_completions_and_labels_need_memory_and_are_no_prompts(tiny_model_dir: P
         block = report.bytes_per_token * report.block_size
         return {name: plan[f"kv_bytes_{name}"] // block for name in ("unshared", "shared", "least")}
 
-    def drawn(n: int) -> SamplingParams:
+    def sampled(n: int) -> SamplingParams:
         return SamplingParams(max_tokens=16, n=n)
 
-    assert figures(sampling=drawn(1)) == {"unshared": 4, "shared": 3, "least": 2}
-    assert figures(sampling=drawn(3)) == {"unshared": 12, "shared": 7, "least": 2}
+    assert figures(sampling=sampled(1)) == {"unshared": 4, "shared": 3, "least": 2}
+    assert figures(sampling=sampled(3)) == {"unshared": 12, "shared": 7, "least": 2}
     labels = SamplingParams(choices=("a" * 17, "b" * 2))  # 16 and 1 tokens to run
     assert figures(sampling=labels) == {"unshared": 8, "shared": 5, "least": 2}
-    assert figures(sampling=drawn(1), prompts=PromptConfig(score=True)) == {"unshared": 4, "shared": 3, "least": 2}
+    assert figures(sampling=sampled(1), prompts=PromptConfig(score=True)) == {"unshared": 4, "shared": 3, "least": 2}
 
 
-def test_rows_with_nothing_to_score_need_nothing(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_rows_with_nothing_to_score_add_no_prompt_tokens(tiny_model_dir: Path, write_jsonl: Write) -> None:
     source = write_jsonl([{"prompt": "a", "completion": ""}, {"prompt": "a"}, {"prompt": "a", "completion": "b"}])
     plan = plan_job(config_of(tiny_model_dir, source, prompts=PromptConfig(score=True)))
     assert (plan.rows, plan.rows_failed, plan.figures.prompt_tokens) == (3, 1, 2)
@@ -106,7 +106,7 @@ def test_an_empty_input_has_an_empty_plan(tiny_model_dir: Path, write_jsonl: Wri
     assert (plan.rows, plan.figures.prompt_tokens, plan.tree, plan.groups) == (0, 0, (), ())
 
 
-def test_a_column_that_is_not_there_is_wrong_use(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_a_missing_prompt_column_is_a_usage_error(tiny_model_dir: Path, write_jsonl: Write) -> None:
     with pytest.raises(UsageError, match="no row has a column 'prompt'"):
         plan_job(config_of(tiny_model_dir, write_jsonl([{"text": "x"}])))
 
@@ -139,7 +139,7 @@ def test_kv_bytes_per_token_come_from_the_configuration(config: dict[str, int], 
     assert kv_bytes_per_token(SimpleNamespace(text_config=SimpleNamespace(**config)), dtype) == expected
 
 
-def test_kv_bytes_per_token_are_those_of_the_engine(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_kv_bytes_per_token_equal_those_of_the_engine(tiny_model_dir: Path, write_jsonl: Write) -> None:
     from batchgen import LLM
 
     plan = plan_job(config_of(tiny_model_dir, write_jsonl(rows())))
@@ -148,7 +148,7 @@ def test_kv_bytes_per_token_are_those_of_the_engine(tiny_model_dir: Path, write_
 
 
 @pytest.mark.parametrize(("fast", "dtype"), [(True, "bfloat16"), (False, "float32")])
-def test_the_plan_counts_the_kv_in_the_type_that_a_run_computes_in(
+def test_the_plan_counts_the_kv_cache_in_the_dtype_of_the_run(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, dtype: str
 ) -> None:
     folder = tmp_path / "model"

@@ -1,4 +1,4 @@
-"""`--embed`: the model's own pooling, the same plan as any job's, and vectors that a job keeps, reuses and writes in every format."""
+"""`--embed` uses the model's own pooling, and jobs store, reuse and write embeddings in every format."""
 
 import json
 
@@ -28,7 +28,7 @@ def mean(tmp_path_factory):
 
 
 def expected(folder, texts, *, mean=False, normalize=True, dtype="float32"):
-    """The embeddings by transformers alone."""
+    """The embeddings that transformers gives."""
     import torch
     from transformers import AutoModel, AutoTokenizer
 
@@ -46,7 +46,7 @@ def embeddings(rows):
     return np.array([row["embedding"] for row in rows])
 
 
-def test_rows_have_the_normalised_hidden_state_after_their_last_token(cli, last, write_jsonl, read_jsonl, tmp_path):
+def test_an_embedding_is_the_normalised_hidden_state_of_the_last_token(cli, last, write_jsonl, read_jsonl, tmp_path):
     path, stats = write_jsonl([{"prompt": p, "embedding": "mine"} for p in PROMPTS]), tmp_path / "stats.json"
     assert cli("run", path, "-m", last, "--embed", "--stats", stats, "-q").code == 0
     rows = read_jsonl(tmp_path / "prompts.out.jsonl")
@@ -62,7 +62,7 @@ def test_rows_have_the_normalised_hidden_state_after_their_last_token(cli, last,
 
 
 @pytest.mark.parametrize("options", [(), ("--window", "5"), ("--batch-size", "2", "--max-batch-tokens", "16")])
-def test_the_mean_is_added_up_along_the_prefixes(cli, mean, write_jsonl, read_jsonl, tmp_path, options):
+def test_mean_pooling_is_exact_with_shared_prefixes(cli, mean, write_jsonl, read_jsonl, tmp_path, options):
     path, stats = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "stats.json"
     assert cli("run", path, "-m", mean, "--embed", "--stats", stats, "-q", "--debug", *options).code == 0
     rows = read_jsonl(tmp_path / "prompts.out.jsonl")
@@ -74,7 +74,7 @@ def test_the_mean_is_added_up_along_the_prefixes(cli, mean, write_jsonl, read_js
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_parquet_has_lists_of_float32(cli, last, write_jsonl, tmp_path, kind):
+def test_embeddings_in_parquet_are_lists_of_float32(cli, last, write_jsonl, tmp_path, kind):
     if kind == "jsonl":
         path = write_jsonl([{"prompt": p} for p in PROMPTS])
     else:
@@ -108,7 +108,7 @@ def test_a_finished_output_is_reused_and_new_rows_are_added(cli, last, write_jso
     assert read()[:8] == first
 
 
-def test_what_changes_embeddings_belongs_to_the_job(cli, last, write_jsonl):
+def test_resuming_with_other_options_of_embeddings_is_refused(cli, last, write_jsonl):
     path = write_jsonl([{"prompt": p} for p in PROMPTS[:3]])
     assert cli("run", path, "-m", last, "--embed", "-q").code == 0
     for options, said in (
@@ -121,14 +121,14 @@ def test_what_changes_embeddings_belongs_to_the_job(cli, last, write_jsonl):
         assert said in refused.err
 
 
-def test_the_models_own_files_belong_to_the_job(cli, write_jsonl, tmp_path):
+def test_resuming_after_the_models_pooling_has_changed_is_refused(cli, write_jsonl, tmp_path):
     model, path = save_embedder(tmp_path / "m"), write_jsonl([{"prompt": "a"}])
     assert cli("run", path, "-m", model, "--embed", "-q").code == 0
     (model / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
     assert cli("run", path, "-m", model, "--embed", "-q").code == 2
 
 
-def test_a_prompt_of_the_model_is_named_or_its_default(cli, last, mean, write_jsonl, read_jsonl, tmp_path):
+def test_prompt_name_selects_one_of_the_models_prompts(cli, last, mean, write_jsonl, read_jsonl, tmp_path):
     path, out = write_jsonl([{"prompt": p} for p in PROMPTS[:3]]), tmp_path / "prompts.out.jsonl"
     assert cli("run", path, "-m", last, "--embed", "--prompt-name", "query", "-q").code == 0
     want = expected(last, [QUERY + p for p in PROMPTS[:3]])
@@ -141,7 +141,7 @@ def test_a_prompt_of_the_model_is_named_or_its_default(cli, last, mean, write_js
     assert "--prompt-name 'passage': the model has no prompt of this name; it has document, query" in unknown.err
 
 
-def test_a_model_without_such_files_gives_the_last_token_normalised_unless_told(tiny_model_dir, tmp_path):
+def test_a_model_without_pooling_files_normalises_the_last_token_by_default(tiny_model_dir, tmp_path):
     with LLM(tiny_model_dir, task="embed") as llm:
         results = llm.embed(PROMPTS)
     np.testing.assert_allclose([r.embedding for r in results], expected(tiny_model_dir, PROMPTS), atol=1e-5)
@@ -155,7 +155,7 @@ def test_a_model_without_such_files_gives_the_last_token_normalised_unless_told(
 
 
 @pytest.mark.parametrize("options", [(), ("--system", "Be brief."), ("--no-chat",), ("--prompt-name", "query")])
-def test_a_text_in_a_request_for_embeddings_is_the_same_prompt_as_a_text_in_a_row(
+def test_an_embeddings_request_and_a_row_with_the_same_text_give_the_same_embedding(
     cli, write_jsonl, read_jsonl, tmp_path, options
 ):
     folder = save_embedder(tmp_path / "m", chat=True)
@@ -168,7 +168,7 @@ def test_a_text_in_a_request_for_embeddings_is_the_same_prompt_as_a_text_in_a_ro
     assert batch["embedding"] == row["embedding"]
 
 
-def test_conversations_go_through_the_chat_template_as_they_are_and_texts_do_not(tmp_path):
+def test_conversations_go_through_the_chat_template_and_texts_do_not(tmp_path):
     folder = save_embedder(tmp_path / "m", chat=True)
     talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"}]
     with LLM(folder, task="embed") as llm:
@@ -185,7 +185,7 @@ def test_conversations_go_through_the_chat_template_as_they_are_and_texts_do_not
     np.testing.assert_allclose([results[1].embedding, asked.embedding], want, atol=1e-5)
 
 
-def test_several_devices_give_the_embeddings_of_one(cli, last, write_jsonl, read_jsonl, tmp_path):
+def test_several_devices_give_the_same_embeddings_as_one(cli, last, write_jsonl, read_jsonl, tmp_path):
     path, out = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "prompts.out.jsonl"
     with threads_as_processes() as devices:
         assert cli("run", path, "-m", last, "--embed", "--device", "cpu:0,1", "-q").code == 0
@@ -193,7 +193,7 @@ def test_several_devices_give_the_embeddings_of_one(cli, last, write_jsonl, read
     np.testing.assert_allclose(embeddings(read_jsonl(out)), expected(last, PROMPTS), atol=1e-5)
 
 
-def test_embeddings_of_a_model_in_bfloat16_are_near_those_of_transformers(cli, mean, write_jsonl, read_jsonl, tmp_path):
+def test_embeddings_in_bfloat16_are_close_to_those_of_transformers(cli, mean, write_jsonl, read_jsonl, tmp_path):
     path, out = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "prompts.out.jsonl"
     assert cli("run", path, "-m", mean, "--embed", "--dtype", "bfloat16", "--prefix", "", "-q").code == 0
     want = expected(mean, PROMPTS, mean=True, normalize=False, dtype="bfloat16")
@@ -202,7 +202,7 @@ def test_embeddings_of_a_model_in_bfloat16_are_near_those_of_transformers(cli, m
     assert np.abs(embeddings(read_jsonl(out)) - exact).max() > 1e-4  # it was bfloat16
 
 
-def test_shards_are_merged(cli, mean, write_jsonl, read_jsonl, tmp_path):
+def test_shards_of_embeddings_are_merged(cli, mean, write_jsonl, read_jsonl, tmp_path):
     path, out = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "o.jsonl"
     for shard in ("1/2", "2/2"):
         assert cli("run", path, "-m", mean, "--embed", "-o", out, "--shard", shard, "-q").code == 0
@@ -229,7 +229,7 @@ def test_a_prompt_may_fill_the_context_and_a_longer_one_fails_alone(last):
     np.testing.assert_allclose(cut.embedding, whole.embedding, atol=1e-6)
 
 
-def test_texts_are_as_long_as_sentence_transformers_cuts_them(tmp_path):
+def test_the_longest_text_is_that_of_sentence_transformers(tmp_path):
     folder = save_embedder(tmp_path / "m")
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 20, "do_lower_case": False}))
     with LLM(folder, task="embed") as llm:
@@ -266,7 +266,7 @@ BAD_MODULES = [{"path": "", "type": "x.Transformer"}, {"path": "1_Pooling", "typ
         ("modules.json", {"a": 1}, "modules.json holds no list of objects"),
     ],
 )
-def test_a_configuration_that_would_be_followed_in_part_only_is_refused(cli, write_jsonl, tmp_path, file, content, why):
+def test_a_configuration_with_an_unsupported_setting_is_refused(cli, write_jsonl, tmp_path, file, content, why):
     folder = save_embedder(tmp_path / "m")
     (folder / file).write_text(json.dumps(content))
     refused = cli("run", write_jsonl([{"prompt": "a"}]), "-m", folder, "--embed")
@@ -296,7 +296,7 @@ def test_options_that_contradict_each_other_are_refused(cli, last, write_jsonl, 
     assert said in refused.err
 
 
-def test_a_model_whose_tokens_see_those_after_them_is_refused(cli, write_jsonl, tmp_path):
+def test_an_encoder_is_refused(cli, write_jsonl, tmp_path):
     folder = save_embedder(tmp_path / "m")
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"is_causal": False}))
@@ -306,7 +306,7 @@ def test_a_model_whose_tokens_see_those_after_them_is_refused(cli, write_jsonl, 
         assert "they are encoders, in which a token also sees the tokens after it" in refused.err
 
 
-def test_a_row_with_parameters_of_a_completion_fails_alone(last):
+def test_a_row_with_an_unsupported_sampling_parameter_fails_alone(last):
     rows = [{"prompt": "a", "sampling_params": {"n": 2}}, {"prompt": "a", "sampling_params": {"temperature": 1.0}}]
     with LLM(last, task="embed") as llm:
         bad, good = llm.embed(rows)
@@ -314,7 +314,7 @@ def test_a_row_with_parameters_of_a_completion_fails_alone(last):
     assert good.error_type is None
 
 
-def test_the_models_own_text_cannot_be_put_before_token_ids(tmp_path, write_jsonl, read_jsonl, cli):
+def test_a_prompt_of_the_model_cannot_be_put_before_token_ids(tmp_path, write_jsonl, read_jsonl, cli):
     folder = save_embedder(tmp_path / "m", prompt_name="query")
     rows = write_jsonl([{"prompt": [5, 6, 7]}, {"prompt": "abc"}])
     refused = cli("run", rows, "-m", folder, "--embed", "--prompt-name", "query", "-o", tmp_path / "a.jsonl")
@@ -358,7 +358,7 @@ def test_a_cached_model_whose_pooling_was_never_fetched_is_refused_offline(
         assert cli(*words, "--overwrite").code == 0
 
 
-def test_a_cache_that_cannot_be_written_to_does_not_hide_that_the_hub_has_no_pooling(
+def test_the_hubs_answer_that_there_is_no_pooling_counts_without_a_writable_cache(
     tmp_path, write_jsonl, cli, monkeypatch
 ):
     import huggingface_hub
@@ -385,7 +385,7 @@ def test_a_cache_that_cannot_be_written_to_does_not_hide_that_the_hub_has_no_poo
 
 
 @pytest.mark.parametrize("task", ["embed", "classify"])
-def test_the_plan_is_that_of_the_run(cli, last, write_jsonl, tmp_path, task):
+def test_a_plan_for_embeddings_or_classes_equals_the_run(cli, last, write_jsonl, tmp_path, task):
     model = last if task == "embed" else save_classifier(tmp_path / "classifier")
     path, stats = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "stats.json"
     plan = json.loads(cli("plan", path, "-m", model, f"--{task}", "--json").out)
@@ -400,7 +400,7 @@ def test_the_plan_is_that_of_the_run(cli, last, write_jsonl, tmp_path, task):
 @pytest.mark.parametrize("mode", ["lasttoken", "mean"])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("chat", [True, False])
-def test_embeddings_are_those_of_sentence_transformers(
+def test_embeddings_equal_those_of_sentence_transformers(
     tmp_path, tiny_model_dir, tiny_chat_model_dir, mode, normalize, chat
 ):
     pytest.importorskip("sentence_transformers")

@@ -1,7 +1,7 @@
-"""Every example of the README and of docs/ runs, and prints what the page says it prints.
+"""Every example of the README and of docs/ runs and prints what the page says.
 
-A page's examples run in order, in one folder that has the repository's `sample_data` and small files of the names that examples use. The sample
-model stands in for every other model. Numbers with a fraction may differ: they are another machine's.
+The examples of a page run in order, in one folder that contains the repository's `sample_data` and small files with the names that the examples
+use. The sample model replaces every other model. Numbers with a fraction may differ, because they come from another machine.
 """
 
 import json
@@ -24,7 +24,7 @@ PAGES = [
 ]
 OTHER_MODELS = re.compile(r"Qwen/Qwen3-0\.6B|\./model\b|(?<=--model )MODEL\b|/models/m\b")
 NOT_RUN = re.compile(r"s3://|hf://|--push|/my-dataset|/data/|INPUT\.\.\.|^batchgen (status|merge)|--shard|--ray|cuda")
-"""Other places, a job that runs meanwhile, other machines."""
+"""Commands that need a store, the Hub, a running job or other machines."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def commands(block: Block) -> Iterator[tuple[str, list[str]]]:
-    """The commands of a block, each with the lines that it is said to print."""
+    """The commands of a block, each with the lines that the page says it prints."""
     if block.language == "console":
         for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
             command = re.match(r"(?:[^\n]*\\\n)*[^\n]*", part)
@@ -55,7 +55,7 @@ def commands(block: Block) -> Iterator[tuple[str, list[str]]]:
 
 
 def pattern(line: str) -> str:
-    """What a line that is said to be printed may look like."""
+    """A regular expression for a line that the page shows."""
     escaped = re.sub(r"(\\ )?…(\\ )?", ".*", re.escape(line))
     return re.sub(r"\\?-?\d+\\\.\d+(e\\-\d+)?", lambda _: r"-?[0-9.]+(e-?[0-9]+)?", escaped)
 
@@ -65,9 +65,9 @@ def check(command: str, said: list[str], done: "subprocess.CompletedProcess[str]
     assert (done.returncode != 0) == failing, f"{command}\n{done.stdout}{done.stderr}"
     printed = [" ".join(line.split()) for line in (done.stdout + done.stderr).splitlines()]
     wanted = [" ".join(line.split()) for line in said if line.strip(" …")]
-    if re.match(r"batchgen run", command):  # of a summary, what is the same on every machine
+    if re.match(r"batchgen run", command):  # the lines of a summary that are the same on every machine
         wanted = [line for line in wanted if re.match(r"rows |batchgen: error", line)]
-    if re.fullmatch(pattern(" ".join(wanted)), " ".join(printed)):  # a long line, shown as several
+    if re.fullmatch(pattern(" ".join(wanted)), " ".join(printed)):  # the page may break a long line
         return
     for line in wanted:
         assert any(re.fullmatch(pattern(line), p) for p in printed), f"{command}\n{line}\nis not in\n{printed}"
@@ -75,7 +75,7 @@ def check(command: str, said: list[str], done: "subprocess.CompletedProcess[str]
 
 @pytest.fixture
 def workplace(tmp_path: Path, command_environment: dict[str, str]) -> dict[str, str]:
-    """A folder with the files that the examples name; the environment in which `batchgen` and `python` are found."""
+    """Makes the files that the examples name. Returns an environment in which `batchgen` and `python` are found."""
     (tmp_path / "sample_data").symlink_to(ROOT / "sample_data")
     lines = (ROOT / "sample_data" / "prompts.jsonl").read_text("utf-8").splitlines(keepends=True)
     for name in ("prompts.jsonl", "rows.jsonl"):
@@ -130,4 +130,4 @@ def test_every_example_runs_and_prints_what_the_page_says(
             )
             if re.match(r"batchgen run", command):
                 sampled = "--temperature" in command
-            check(command, [] if sampled else said, done)  # a sampled text may differ between kinds of processors
+            check(command, [] if sampled else said, done)  # sampled text may differ between processors

@@ -1,4 +1,4 @@
-"""The house rules that a program can check: short functions, one meaning for a name, folders that one can look through."""
+"""The house rules that a program can check: short functions, unique names, small folders."""
 
 import ast
 import sys
@@ -18,7 +18,7 @@ FOLDER_FILES = 20
 ONE_KERNEL = {"attend_kernel"}
 """A kernel for a GPU is compiled as one function."""
 ENTRY_POINTS = {"main"}
-"""What a process begins with: the command, a worker, the trials of a device."""
+"""Where a process starts: the command, a worker, the check of a device."""
 
 
 @cache
@@ -42,7 +42,7 @@ def test_functions_fit_on_a_screen() -> None:
     assert long == set()
 
 
-def test_a_class_and_a_public_function_have_a_name_of_their_own() -> None:
+def test_classes_and_public_functions_have_unique_names() -> None:
     homes = defaultdict(list)
     for path, tree in modules().items():
         for node in tree.body:
@@ -53,7 +53,7 @@ def test_a_class_and_a_public_function_have_a_name_of_their_own() -> None:
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
-def test_a_private_class_is_not_called_like_another() -> None:
+def test_a_private_class_does_not_share_the_name_of_another_class() -> None:
     homes = defaultdict(list)
     for path, tree in modules().items():
         for node in tree.body:
@@ -70,8 +70,8 @@ def test_a_private_name_means_one_thing_in_its_package() -> None:
     assert {where: files for where, files in homes.items() if len(files) > 1} == {}
 
 
-def test_a_slot_is_a_place_for_recurrent_state() -> None:
-    """Outside of `state/` it is a `state_slot`. A sequence's place in the sampler is a `sampler_index`, a token's place in the KV a `kv_index`."""
+def test_the_word_slot_is_used_only_for_state_slots() -> None:
+    """Outside `state/` it is a `state_slot`. A sequence has a `sampler_index` in the sampler, and a token a `kv_index` in the KV pool."""
     found = {
         f"{path} {name}"
         for path, tree in modules().items()
@@ -82,7 +82,7 @@ def test_a_slot_is_a_place_for_recurrent_state() -> None:
     assert found == set()
 
 
-def test_a_window_is_planned_together_and_that_of_attention_slides() -> None:
+def test_attention_windows_are_called_sliding_windows() -> None:
     found = {
         f"{path} {name}"
         for path, tree in modules().items()
@@ -113,18 +113,18 @@ def private_names(tree: ast.Module) -> set[str]:
     return {name for name in names if name.startswith("_") and not name.startswith("__")}
 
 
-def test_a_folder_can_be_looked_through() -> None:
+def test_no_folder_has_too_many_files() -> None:
     files = Counter(path.parent for path in modules() if not path.stem.startswith("__"))
     assert {str(folder): count for folder, count in files.items() if count > FOLDER_FILES} == {}
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_has_a_docstring() -> None:
     assert [str(path) for path, tree in modules().items() if not ast.get_docstring(tree)] == []
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain torch", "with kernels"])
 def test_a_decode_step_passes_at_most_twenty_files(compiled: bool) -> None:
-    """A newcomer who follows a step reads these."""
+    """A newcomer who follows a step reads these files."""
     if compiled and kernels() is None:
         pytest.skip("the kernels cannot be compiled here")
     engine = engine_for(packed_model("llama", compiled=compiled), debug=False)

@@ -1,4 +1,4 @@
-"""A job whose input is a dataset of the Hub, from the command line; the Hub is a server of this process."""
+"""Jobs on the command line whose input is a dataset of the Hub. A server in this process stands in for the Hub."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lines(*prompts: str) -> bytes:
     return "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts).encode()
 
 
-def test_a_job_over_a_dataset_is_finished_until_its_files_change(hub, cli, tmp_path, tiny_model_dir, read_jsonl):
+def test_a_job_on_a_dataset_is_complete_until_the_files_change(hub, cli, tmp_path, tiny_model_dir, read_jsonl):
     repo = hub.repos["user/rows"] = FakeRepo({"train.jsonl": lines("one", "two"), "test.jsonl": lines("three")})
     output = tmp_path / "out.jsonl"
     command = [
@@ -57,7 +57,7 @@ def test_a_job_over_a_dataset_is_finished_until_its_files_change(hub, cli, tmp_p
     assert [row["prompt"] for row in read_jsonl(output)] == ["one", "two", "four"]
 
 
-def test_a_plan_of_a_dataset_and_a_refused_choice(hub, cli, tiny_model_dir):
+def test_a_dataset_can_be_planned_and_an_unclear_split_is_refused(hub, cli, tiny_model_dir):
     hub.repos["user/rows"] = FakeRepo({"train.jsonl": lines("one", "two"), "test.jsonl": lines("three")})
     plan = cli("plan", "hf://datasets/user/rows", "--split", "test+train", "-m", tiny_model_dir)
     assert (plan.code, plan.out.splitlines()[0]) == (0, "rows               3, as raw text")
@@ -98,7 +98,7 @@ def features():
 
 @pytest.fixture
 def layout(tmp_path) -> Path:
-    """A dataset on disk as the Hub has it: two configurations, the splits of one in Parquet files."""
+    """A dataset on disk with the layout of the Hub: two configurations, one of which has its splits in Parquet files."""
     folder = tmp_path / "dataset"
     (folder / "data").mkdir(parents=True)
     rows = datasets.Dataset.from_dict(COLUMNS, features=features())
@@ -113,9 +113,7 @@ def layout(tmp_path) -> Path:
     return folder
 
 
-def test_a_dataset_on_disk_goes_through_a_job_with_nested_columns_nulls_and_types(
-    layout, cli, tmp_path, tiny_model_dir
-):
+def test_a_job_keeps_nested_columns_nulls_and_types_of_a_dataset(layout, cli, tmp_path, tiny_model_dir):
     output = tmp_path / "out.parquet"
     done = cli(
         "run",

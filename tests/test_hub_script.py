@@ -1,4 +1,4 @@
-"""docs/hub_job.py: the script for `hf jobs uv run`."""
+"""The script for `hf jobs uv run`, docs/hub_job.py."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from support.hub import TOKEN, FakeRepo, fake_hub
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "docs" / "hub_job.py"
 HEADER = r"(?m)^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$"
-"""The expression by which PEP 723 defines such a header."""
+"""The regular expression of PEP 723 for such a header."""
 
 
 def command_of(*arguments: str) -> list[str]:
     return runpy.run_path(str(SCRIPT))["command_of"](list(arguments))
 
 
-def test_its_header_names_this_distribution_with_extras_and_versions_that_it_has() -> None:
+def test_the_scripts_header_names_this_distribution_and_one_of_its_extras() -> None:
     (found,) = re.finditer(HEADER, SCRIPT.read_text(encoding="utf-8"))
     lines = found["content"].splitlines(keepends=True)
     header = tomllib.loads("".join(line.removeprefix("# ").removeprefix("#") for line in lines))
@@ -43,7 +43,7 @@ def test_its_header_names_this_distribution_with_extras_and_versions_that_it_has
         (["s3://b/a.jsonl", "o.jsonl.gz", "-n", "2"], ["run", "s3://b/a.jsonl", "-o", "o.jsonl.gz", "-n", "2"]),
     ],
 )  # fmt: skip
-def test_its_arguments_become_those_of_run(given: list[str], command: list[str]) -> None:
+def test_the_scripts_arguments_become_those_of_run(given: list[str], command: list[str]) -> None:
     assert command_of(*given) == command
 
 
@@ -54,7 +54,7 @@ def test_options_before_the_two_names_are_refused(capsys) -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_with_paths_of_this_machine(tiny_model_dir, write_jsonl, tmp_path, command_environment) -> None:
+def test_the_script_runs_with_local_paths(tiny_model_dir, write_jsonl, tmp_path, command_environment) -> None:
     rows = write_jsonl([{"prompt": "one"}, {"prompt": "two"}])
     command = [sys.executable, SCRIPT, rows, tmp_path / "out.parquet", "--model", tiny_model_dir, "--max-tokens", "2"]
     done = subprocess.run(command, env=command_environment, capture_output=True, text=True, timeout=300)
@@ -62,7 +62,7 @@ def test_it_runs_with_paths_of_this_machine(tiny_model_dir, write_jsonl, tmp_pat
     assert pq.read_table(tmp_path / "out.parquet")["prompt"].to_pylist() == ["one", "two"]
 
 
-def test_it_reads_a_dataset_and_pushes_another(tiny_model_dir, tmp_path, monkeypatch, cli) -> None:
+def test_the_script_reads_a_dataset_and_pushes_another(tiny_model_dir, tmp_path, monkeypatch, cli) -> None:
     monkeypatch.chdir(tmp_path)
     with fake_hub(monkeypatch) as hub:
         monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -1,4 +1,4 @@
-"""The story of a job, on a tiny model: what is written, counted, kept and gone on with."""
+"""Jobs on a tiny model: what they write, count and keep, and how they resume."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def texts(rows: Rows) -> list[str]:
 
 
 class Recorder(Silent):
-    """Remembers what it was told, and does something at a given number of rows done."""
+    """Records notes and phases, and calls `action` when `at` rows are done."""
 
     def __init__(self, at: int = -1, action: Callable[[], None] = lambda: None) -> None:
         self.notes: list[str] = []
@@ -58,7 +58,7 @@ class Recorder(Silent):
             self._action()
 
 
-def test_a_job_has_an_input() -> None:
+def test_a_job_needs_an_input() -> None:
     with pytest.raises(UsageError, match=r"^no input; name a file, a folder, a glob or - for standard input$"):
         JobConfig(inputs=(), model=ModelConfig(model="m"))
 
@@ -85,13 +85,13 @@ def test_every_row_has_a_completion_in_input_order(tiny_model_dir: Path, write_j
     assert all(row["usage"]["completion_tokens"] <= 4 and row["error"] is None for row in rows)
 
 
-def test_figures_count_what_was_run(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_the_figures_count_rows_tokens_and_phases(tiny_model_dir: Path, write_jsonl: Write) -> None:
     progress = Recorder()
     stats = run_job(config_of(tiny_model_dir, write_jsonl(prompts(6))), progress).stats
     assert (stats["rows"], stats["rows_ok"], stats["rows_failed"], stats["rows_resumed"]) == (6, 6, 0, 0)
-    length = len(f"{SHARED}a question 0") + 1  # a byte each, and the begin token
+    length = len(f"{SHARED}a question 0") + 1  # one token for each byte, and the begin token
     assert stats["prompt_tokens"] == 6 * length
-    # Once: what all share; 'a'/'b' and ' question ' for both groups; a digit for each row.
+    # Run once: the prefix of all rows, 'a' or 'b' and ' question ' for each group, and a digit for each row.
     assert stats["prefill_tokens"] == stats["prefill_tokens_min"] == (1 + len(SHARED)) + 2 * 11 + 6
     assert stats["prefill_efficiency"] == 1.0
     assert stats["completion_tokens"] == progress.spent[1] == stats["job"]["completion_tokens"]
@@ -110,17 +110,17 @@ def test_figures_count_what_was_run(tiny_model_dir: Path, write_jsonl: Write) ->
     assert (stats["dtype"], stats["device"], stats["groups"], stats["prefix_nodes"]) == ("float32", "cpu", 2, 3)
 
 
-def test_windows_give_the_same_rows_and_run_a_common_prefix_once(
+def test_windows_give_the_same_rows_and_run_a_shared_prefix_once(
     tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read, whole: Rows
 ) -> None:
     report = run_job(config_of(tiny_model_dir, write_jsonl(prompts(12)), window=5))
     assert texts(read_jsonl(Path(report.output))) == texts(whole)
     assert report.stats["prefill_tokens"] == report.stats["prefill_tokens_min"]
-    # What all share and the two groups, and each row's own digits ('10' and '11' share their first with '1').
+    # The prefix of all rows, the two groups, and the digits of each row ('10' and '11' share their first with '1').
     assert report.stats["prefill_tokens"] <= (1 + len(SHARED)) + 2 * 11 + 14
 
 
-def test_without_sharing_the_texts_are_the_same_and_every_prompt_is_run_whole(
+def test_without_sharing_the_texts_are_the_same_and_whole_prompts_run(
     tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read, whole: Rows
 ) -> None:
     engine = EngineConfig(share=False)
@@ -130,19 +130,19 @@ def test_without_sharing_the_texts_are_the_same_and_every_prompt_is_run_whole(
     assert report.stats["prefill_tokens_min"] < report.stats["prompt_tokens"] / 2
 
 
-def test_equal_rows_at_a_temperature_get_numbers_of_their_own(
+def test_equal_rows_above_temperature_0_are_sampled_differently(
     tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
 ) -> None:
     sampling = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)
     source = write_jsonl([{"prompt": "same"}] * 6)
     report = run_job(config_of(tiny_model_dir, source, sampling=sampling, token_ids=True))
-    drawn = [tuple(row["token_ids"]) for row in read_jsonl(Path(report.output))]
-    assert len(set(drawn)) == 6
-    # And the same ones whatever the windows are.
+    token_ids = [tuple(row["token_ids"]) for row in read_jsonl(Path(report.output))]
+    assert len(set(token_ids)) == 6
+    # Other windows give the same tokens.
     other = config_of(
         tiny_model_dir, source, sampling=sampling, token_ids=True, window=4, output=str(source) + ".2.jsonl"
     )
-    assert [tuple(row["token_ids"]) for row in read_jsonl(Path(run_job(other).output))] == drawn
+    assert [tuple(row["token_ids"]) for row in read_jsonl(Path(run_job(other).output))] == token_ids
 
 
 def test_a_second_run_finds_nothing_to_do(tiny_model_dir: Path, write_jsonl: Write) -> None:
@@ -157,7 +157,7 @@ def test_a_second_run_finds_nothing_to_do(tiny_model_dir: Path, write_jsonl: Wri
     assert "loading model" not in progress.phases
 
 
-def test_rows_that_are_added_are_generated_and_the_others_kept(
+def test_added_rows_are_generated_and_the_others_kept(
     tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read, whole: Rows
 ) -> None:
     config = config_of(tiny_model_dir, write_jsonl(prompts(9)))
@@ -171,7 +171,7 @@ def test_rows_that_are_added_are_generated_and_the_others_kept(
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_job_keeps_what_is_done_and_goes_on_from_there(
+def test_an_interrupted_job_keeps_its_results_and_resumes(
     signum: int, tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read, whole: Rows, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"engine": EngineConfig(batch_size=2), "stats": str(tmp_path / "stats.json")}
@@ -194,7 +194,7 @@ def test_an_interrupted_job_keeps_what_is_done_and_goes_on_from_there(
     ("signum", "grace", "done"),
     [(signal.SIGTERM, 60.0, 2), (signal.SIGHUP, 60.0, 2), (signal.SIGTERM, 0.0, 1), (signal.SIGINT, 60.0, 1)],
 )
-def test_running_rows_may_finish_within_the_grace_after_sigterm_and_not_after_sigint(
+def test_running_rows_may_finish_within_the_grace_period_after_sigterm_but_not_after_sigint(
     signum: int, grace: float, done: int, tiny_model_dir: Path, write_jsonl: Write, tmp_path: Path
 ) -> None:
     lengths = [2, 30, 30, 30]
@@ -213,7 +213,7 @@ def test_running_rows_may_finish_within_the_grace_after_sigterm_and_not_after_si
     assert json.loads((tmp_path / "stats.json").read_text())["rows"] == done
 
 
-def test_an_interrupted_job_on_standard_output_writes_what_is_finished(
+def test_an_interrupted_job_on_standard_output_writes_its_finished_rows(
     tiny_model_dir: Path, write_jsonl: Write, whole: Rows, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options: dict[str, Any] = {"engine": EngineConfig(batch_size=2), "output": "-", "window": 5}
@@ -226,7 +226,7 @@ def test_an_interrupted_job_on_standard_output_writes_what_is_finished(
     assert len({row["id"] for row in rows}) == len(rows)
 
 
-def test_a_signal_while_rows_are_planned_ends_the_job_before_the_model_is_loaded(
+def test_a_signal_during_planning_ends_the_job_before_the_model_is_loaded(
     tiny_model_dir: Path, write_jsonl: Write
 ) -> None:
     source = write_jsonl([{"prompt": 5}, *prompts(3)])  # the first row fails while it is planned
@@ -237,7 +237,9 @@ def test_a_signal_while_rows_are_planned_ends_the_job_before_the_model_is_loaded
     assert "loading model" not in progress.phases
 
 
-def test_failed_rows_are_told_and_the_others_go_on(tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read) -> None:
+def test_failed_rows_are_reported_and_the_others_run(
+    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
+) -> None:
     source = write_jsonl([{"prompt": "fine"}, "{not json", {"prompt": 7}, {"prompt": "x" * 600}])
     report = run_job(config_of(tiny_model_dir, source))
     rows = read_jsonl(Path(report.output))
@@ -257,7 +259,7 @@ def test_failed_rows_are_told_and_the_others_go_on(tiny_model_dir: Path, write_j
 
 
 @pytest.mark.parametrize("window", [None, 2])
-def test_a_row_that_cannot_fit_the_memory_fails_alone_and_its_place_is_named(
+def test_a_row_that_does_not_fit_in_memory_fails_alone_with_its_place(
     tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read, window: int | None
 ) -> None:
     source = write_jsonl([{"prompt": "x" * 400}, {"prompt": "short"}])
@@ -269,7 +271,7 @@ def test_a_row_that_cannot_fit_the_memory_fails_alone_and_its_place_is_named(
     assert [line.partition(" prompt (")[0] for line in report.failures] == [f"{source}:1: does_not_fit:"]
 
 
-def test_max_errors_ends_the_job_and_keeps_what_is_finished(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_max_errors_ends_the_job_and_keeps_finished_rows(tiny_model_dir: Path, write_jsonl: Write) -> None:
     source = write_jsonl([*prompts(3), {"prompt": 1}, {"prompt": 2}])
     with pytest.raises(TooManyErrors, match=r"2 rows failed of 5 done so far, more than --max-errors 1 allows"):
         run_job(config_of(tiny_model_dir, source, max_errors="1", window=3))
@@ -295,7 +297,7 @@ def test_an_empty_input_gives_an_empty_output_without_loading_a_model(tiny_model
     assert "loading model" not in progress.phases
 
 
-def test_rows_before_a_break_of_the_input_are_generated_and_kept(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_rows_before_a_broken_place_of_the_input_are_generated_and_kept(tiny_model_dir: Path, tmp_path: Path) -> None:
     import gzip
 
     whole = gzip.compress("".join(json.dumps(row) + "\n" for row in prompts(800)).encode())
@@ -314,7 +316,7 @@ def test_rows_before_a_break_of_the_input_are_generated_and_kept(tiny_model_dir:
     assert report.stats["rows_resumed"] + report.stats["rows"] == 800
 
 
-def test_other_settings_are_refused_in_words(
+def test_resuming_with_other_settings_is_refused_and_names_them(
     tiny_model_dir: Path, tiny_chat_model_dir: Path, write_jsonl: Write
 ) -> None:
     source = write_jsonl(prompts(2))
@@ -330,7 +332,7 @@ def test_other_settings_are_refused_in_words(
     assert again.stats["rows"] == 2
 
 
-def test_two_runs_on_one_output_are_refused(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_a_second_run_on_the_same_output_is_refused(tiny_model_dir: Path, write_jsonl: Write) -> None:
     config = config_of(tiny_model_dir, write_jsonl(prompts(4)))
     seen: list[Exception] = []
 
@@ -344,7 +346,7 @@ def test_two_runs_on_one_output_are_refused(tiny_model_dir: Path, write_jsonl: W
     assert str(seen[0]).startswith(f"another run holds {config.output} (process {os.getpid()} on ")
 
 
-def test_prompts_go_through_the_chat_template_where_there_is_one(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
+def test_prompts_go_through_the_models_chat_template(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
     source = write_jsonl([{"prompt": "hi"}])
     report = run_job(config_of(tiny_chat_model_dir, source, prompts=PromptConfig(system="be brief")))
     assert report.chat
@@ -352,7 +354,7 @@ def test_prompts_go_through_the_chat_template_where_there_is_one(tiny_chat_model
     assert report.stats["prompt_tokens"] == 1 + 1 + 8 + 1 + 1 + 2 + 1 + 1
 
 
-def test_a_note_is_told_once(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_a_note_is_shown_once(tiny_model_dir: Path, write_jsonl: Write) -> None:
     progress = Recorder()
     source = write_jsonl([{"prompt": f"p{i}", "temperature": 0.5} for i in range(6)])
     run_job(config_of(tiny_model_dir, source, window=2), progress)
@@ -361,13 +363,13 @@ def test_a_note_is_told_once(tiny_model_dir: Path, write_jsonl: Write) -> None:
     ]
 
 
-def test_the_report_is_what_is_in_the_job_folder(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_the_report_equals_the_figures_in_the_job_folder(tiny_model_dir: Path, write_jsonl: Write) -> None:
     report: JobReport = run_job(config_of(tiny_model_dir, write_jsonl(prompts(2))))
     assert json.loads(Path(f"{report.output}.job", "stats.json").read_text()) == report.stats
 
 
 @pytest.mark.parametrize("window", [None, 2])
-def test_rows_with_the_id_of_an_earlier_row_are_counted_in_one_note_and_all_run(
+def test_rows_with_a_repeated_id_are_counted_in_one_note_and_all_run(
     window: int | None, tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
 ) -> None:
     ids = ["a", "b", "a", 7, "7", None, None, "a"]
@@ -386,13 +388,13 @@ def test_rows_with_the_id_of_an_earlier_row_are_counted_in_one_note_and_all_run(
 @pytest.mark.parametrize(
     ("ids", "same", "first"),
     [
-        ([None, None, None, None, "3", 1, "01", 4], 2, "'3', {}:5"),  # of the first rows, none has an id
+        ([None, None, None, None, "3", 1, "01", 4], 2, "'3', {}:5"),  # the first rows have no id
         (["x", None, "1", "3", None], 1, "'1', {}:3"),
         (["2", "x", None], 1, "'2', {}:3"),
         ([None] * 5, 0, ""),
     ],
 )
-def test_a_row_number_that_stands_in_for_an_id_counts_as_one(
+def test_a_row_number_that_replaces_a_missing_id_counts_as_an_id(
     ids: list[Any], same: int, first: str, window: int | None, tiny_model_dir: Path, write_jsonl: Write
 ) -> None:
     source = write_jsonl([{"id": own, "prompt": f"{i}"} for i, own in enumerate(ids)])

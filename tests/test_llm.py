@@ -1,4 +1,4 @@
-"""A model in a Python program."""
+"""`LLM`: a model in a Python program."""
 
 import gc
 import json
@@ -15,7 +15,7 @@ from batchgen.errors import ModelError
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
 
 
-def test_results_come_in_the_order_of_the_prompts(tiny_model_dir: Path) -> None:
+def test_results_are_in_the_order_of_the_prompts(tiny_model_dir: Path) -> None:
     llm = LLM(str(tiny_model_dir))
     prompts = [f"{SHARED}{i}" for i in (3, 1, 2)]
     params = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -25,7 +25,7 @@ def test_results_come_in_the_order_of_the_prompts(tiny_model_dir: Path) -> None:
     assert [llm.generate([p], params)[0].text for p in prompts] == [r.text for r in results]
 
 
-def test_the_greedy_text_is_that_of_transformers(tiny_model_dir: Path) -> None:
+def test_greedy_tokens_equal_those_of_transformers(tiny_model_dir: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -66,7 +66,7 @@ def test_no_prompts_give_no_results(tiny_model_dir: Path) -> None:
     assert LLM(str(tiny_model_dir)).generate([]) == []
 
 
-def test_a_model_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_model_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
         LLM(str(tmp_path / "nothing"))
 
@@ -74,7 +74,7 @@ def test_a_model_that_is_not_there_is_told(tmp_path: Path) -> None:
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
-def test_prompts_can_be_added_while_it_runs_and_share_what_is_there(tiny_model_dir: Path) -> None:
+def test_prompts_can_be_added_while_the_model_runs_and_share_prefixes(tiny_model_dir: Path) -> None:
     llm = LLM(str(tiny_model_dir))
     results, tokens = {}, []
 
@@ -84,7 +84,7 @@ def test_prompts_can_be_added_while_it_runs_and_share_what_is_there(tiny_model_d
             llm.add([f"{SHARED}c", f"{SHARED}d"], PARAMS, on_result=lambda r: results.__setitem__(r.row, r))
 
     numbers = llm.add(
-        [f"{SHARED}a", f"{SHARED}b"], PARAMS, on_result=more, on_token=lambda *drawn: tokens.append(drawn)
+        [f"{SHARED}a", f"{SHARED}b"], PARAMS, on_result=more, on_token=lambda *sampled: tokens.append(sampled)
     )
     assert llm.unfinished == 2
     llm.run()
@@ -119,7 +119,7 @@ def test_another_thread_may_add_and_cancel(tiny_model_dir: Path) -> None:
     assert 6 < results[first].completion_tokens < 400
 
 
-def test_a_callback_that_fails_drops_the_rest_and_the_model_can_be_used_again(tiny_model_dir: Path) -> None:
+def test_after_a_failed_callback_the_other_prompts_are_dropped_and_the_model_is_usable(tiny_model_dir: Path) -> None:
     llm = LLM(str(tiny_model_dir))
 
     def broken(result: Result) -> None:
@@ -132,7 +132,7 @@ def test_a_callback_that_fails_drops_the_rest_and_the_model_can_be_used_again(ti
     assert len(llm.generate(["a", "b"], PARAMS)) == 2
 
 
-def test_a_loop_is_not_started_inside_itself(tiny_model_dir: Path) -> None:
+def test_run_cannot_be_called_from_a_callback(tiny_model_dir: Path) -> None:
     llm = LLM(str(tiny_model_dir))
     llm.add(["a"], PARAMS, on_result=lambda r: llm.generate(["b"]))
     with pytest.raises(
@@ -141,7 +141,7 @@ def test_a_loop_is_not_started_inside_itself(tiny_model_dir: Path) -> None:
         llm.run()
 
 
-def test_a_second_thread_is_refused_and_leaves_nothing_behind(tiny_model_dir: Path) -> None:
+def test_a_second_thread_is_refused_and_adds_no_prompts(tiny_model_dir: Path) -> None:
     llm = LLM(str(tiny_model_dir))
     want = llm.generate(["a"], PARAMS)
     before = llm.stats.completion_tokens
@@ -166,7 +166,7 @@ def test_a_second_thread_is_refused_and_leaves_nothing_behind(tiny_model_dir: Pa
     assert llm.generate(["a"], PARAMS) == want
 
 
-def test_a_model_that_runs_is_not_closed(tiny_model_dir: Path) -> None:
+def test_a_running_model_cannot_be_closed(tiny_model_dir: Path) -> None:
     llm = LLM(str(tiny_model_dir))
     llm.add(["a"], PARAMS, on_result=lambda r: llm.close())
     with pytest.raises(
@@ -176,7 +176,7 @@ def test_a_model_that_runs_is_not_closed(tiny_model_dir: Path) -> None:
     llm.close()
 
 
-def test_several_completions_and_their_log_probabilities(tiny_model_dir: Path) -> None:
+def test_several_completions_have_their_own_logprobs(tiny_model_dir: Path) -> None:
     llm = LLM(str(tiny_model_dir))
     params = SamplingParams(max_tokens=5, n=3, temperature=1.0, logprobs=2, ignore_eos=True)
     (result,) = llm.generate([SHARED], params)
@@ -191,13 +191,13 @@ def test_several_completions_and_their_log_probabilities(tiny_model_dir: Path) -
             assert token.logprob <= token.top[0].logprob
 
 
-def test_a_score_adds_up_the_log_probabilities_of_the_text(tiny_model_dir: Path) -> None:
+def test_a_score_is_the_sum_of_the_texts_logprobs(tiny_model_dir: Path) -> None:
     llm = LLM(str(tiny_model_dir))
     (written,) = llm.generate([SHARED], SamplingParams(max_tokens=5, logprobs=0, ignore_eos=True))
     first, second = llm.score([SHARED, SHARED], [str(written.text), "zq!"])
     assert first.score is not None
     assert second.score is not None
-    if first.score.tokens == 5:  # the text has the tokens that were drawn
+    if first.score.tokens == 5:  # the text has the tokens that were sampled
         assert first.score.greedy
         logprobs = written.completions[0].logprobs
         assert first.score.logprob == pytest.approx(sum(t.logprob for t in logprobs or ()), abs=1e-3)
@@ -215,12 +215,12 @@ def test_labels_have_probabilities(tiny_model_dir: Path) -> None:
         assert result.choice_probs[str(result.text)] == max(result.choice_probs.values())
 
 
-def test_completions_under_a_grammar_match_it_beside_others_that_are_free(tiny_model_dir: Path) -> None:
+def test_completions_with_a_grammar_match_it_beside_others_without_one(tiny_model_dir: Path) -> None:
     pytest.importorskip("llguidance")
     llm = LLM(str(tiny_model_dir), engine=EngineConfig(debug=True))
-    drawn = {"temperature": 1.0, "max_tokens": 40}
-    free = llm.generate([SHARED], SamplingParams(**drawn))
-    dates = llm.generate([f"{SHARED}{i}" for i in range(6)], SamplingParams(regex="[0-9]{4}-[0-9]{2}", n=2, **drawn))
+    warm = {"temperature": 1.0, "max_tokens": 40}
+    free = llm.generate([SHARED], SamplingParams(**warm))
+    dates = llm.generate([f"{SHARED}{i}" for i in range(6)], SamplingParams(regex="[0-9]{4}-[0-9]{2}", n=2, **warm))
     for result in dates:
         for completion in result.completions:
             assert (completion.finish_reason, bool(re.fullmatch("[0-9]{4}-[0-9]{2}", completion.text))) == (
@@ -230,18 +230,18 @@ def test_completions_under_a_grammar_match_it_beside_others_that_are_free(tiny_m
     schema = (
         '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": false}'
     )
-    (found,) = llm.generate(["x"], SamplingParams(json_schema=schema, **drawn))
+    (found,) = llm.generate(["x"], SamplingParams(json_schema=schema, **warm))
     if found.finish_reason == "stop":
         assert isinstance(json.loads(str(found.text))["a"], bool)
     results: dict[int, Result] = {}
-    llm.add([SHARED], SamplingParams(**drawn), on_result=lambda r: results.__setitem__(0, r))
-    llm.add(["x"], SamplingParams(regex="ab|cd", **drawn), on_result=lambda r: results.__setitem__(1, r))
+    llm.add([SHARED], SamplingParams(**warm), on_result=lambda r: results.__setitem__(0, r))
+    llm.add(["x"], SamplingParams(regex="ab|cd", **warm), on_result=lambda r: results.__setitem__(1, r))
     llm.run()
     assert results[0].text == free[0].text
     assert results[1].text in ("ab", "cd")
 
 
-def test_a_completion_under_a_grammar_is_the_same_after_preemption(tiny_model_dir: Path) -> None:
+def test_a_completion_with_a_grammar_is_the_same_after_preemption(tiny_model_dir: Path) -> None:
     pytest.importorskip("llguidance")
     params = SamplingParams(regex="([a-z]{3} ){20}", temperature=1.0, max_tokens=90)
     prompts = [f"{i}" * 30 for i in range(4)]
@@ -266,7 +266,7 @@ def test_a_closed_model_is_freed_at_once(tiny_model_dir: Path) -> None:
     llm = LLM(str(tiny_model_dir))
     llm.generate(["a"], SamplingParams(max_tokens=1))
     parts = {name: weakref.ref(part) for name, part in llm.engine.runner.model.module.named_modules()}
-    gc.disable()  # else a collection that happens to run now could free it
+    gc.disable()  # a collection could free it otherwise
     try:
         llm.close()
     finally:

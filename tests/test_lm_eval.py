@@ -1,4 +1,4 @@
-"""The harness's own model `hf` is the reference: the same tokens, the same likelihoods, the same texts, the same metrics."""
+"""batchgen in lm-evaluation-harness gives the same tokens, likelihoods, texts and metrics as the harness's own model `hf`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.tiny_model import CONTEXT_LENGTH, save_tiny_llama
 pytest.importorskip("lm_eval")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # the harness's own, of its libraries
+    pytest.mark.filterwarnings("ignore"),  # warnings of the harness and its libraries
 ]
 SAMPLE_MODEL = Path(__file__).parents[1] / "sample_data" / "model"
 WORDS = ("river", "stone", "lamp", "the old bridge", "a song", "winter")
@@ -101,7 +101,7 @@ def evaluated(model: Any, tasks: Path, names: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("folder", ["tiny", "sample"])
-def test_three_tasks_have_the_results_of_the_models_of_transformers(
+def test_three_tasks_give_the_same_results_as_the_hf_model(
     folder: str, model_dir: Path, tasks: Path, models: tuple[Any, Any]
 ) -> None:
     from lm_eval.models.huggingface import HFLM
@@ -153,7 +153,7 @@ PAIRS = [
 ]
 
 
-def test_likelihoods_are_those_of_the_same_tokens(models: tuple[Any, Any]) -> None:
+def test_likelihoods_equal_those_of_the_hf_model(models: tuple[Any, Any]) -> None:
     theirs, ours = models
     for context, continuation in PAIRS:
         if context.strip():
@@ -174,7 +174,7 @@ def test_a_continuation_that_greedy_decoding_writes_is_greedy(models: tuple[Any,
     assert [greedy for _, greedy in theirs._loglikelihood_tokens(pairs)] == [True, False]
 
 
-def test_long_texts_are_scored_in_pieces(models: tuple[Any, Any]) -> None:
+def test_long_texts_are_scored_as_by_the_hf_model(models: tuple[Any, Any]) -> None:
     theirs, ours = models
     lengths = (0, 1, CONTEXT_LENGTH - 2, CONTEXT_LENGTH - 1, CONTEXT_LENGTH, 3 * CONTEXT_LENGTH + 5)
     of = requests("loglikelihood_rolling", *((("abcdefg " * 300)[:length],) for length in lengths))
@@ -192,23 +192,23 @@ def test_long_texts_are_scored_in_pieces(models: tuple[Any, Any]) -> None:
         {"max_gen_toks": 300, "repetition_penalty": 1.3, "do_sample": False},
     ],
 )  # fmt: skip
-def test_generated_texts_end_at_the_same_place(given: dict[str, Any], models: tuple[Any, Any]) -> None:
+def test_generated_texts_end_where_those_of_the_hf_model_do(given: dict[str, Any], models: tuple[Any, Any]) -> None:
     theirs, ours = models
     contexts = ("Once", "Once upon a time ", "<|begin|><|user|>hi<|end|><|assistant|>", "w" * 600)
     of = requests("generate_until", *((context, given) for context in contexts))
     assert ours.generate_until(of) == theirs.generate_until(of)
 
 
-def test_all_requests_of_a_call_share_their_prefixes(models: tuple[Any, Any]) -> None:
+def test_the_requests_of_a_call_share_prefixes(models: tuple[Any, Any]) -> None:
     _, ours = models
     shared = "one two three four five six seven eight nine ten " * 6
     before = ours.llm.stats.prefill_tokens
     ours.loglikelihood(requests("loglikelihood", *((f"{shared}{n}", f" {k}") for n in range(8) for k in "abcd")))
-    own = 8 + 8  # of each document its number, and the blank before its four answers
+    own = 8 + 8  # for each document, its number and the blank before its four answers
     assert ours.llm.stats.prefill_tokens - before <= 1 + len(shared) + own
 
 
-def test_a_conversation_is_written_as_by_the_models_of_transformers(models: tuple[Any, Any]) -> None:
+def test_the_chat_template_is_applied_as_by_the_hf_model(models: tuple[Any, Any]) -> None:
     theirs, ours = models
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     assert ours.apply_chat_template(talk) == theirs.apply_chat_template(talk)
@@ -220,7 +220,7 @@ def test_a_conversation_is_written_as_by_the_models_of_transformers(models: tupl
     assert ours.tokenizer_name == theirs.tokenizer_name
 
 
-def test_answers_are_kept_by_the_harnesss_cache(
+def test_the_harness_can_cache_answers(
     models: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lm_eval.api.model import CacheHook, CachingLM
@@ -236,7 +236,7 @@ def test_answers_are_kept_by_the_harnesss_cache(
         ours.set_cache_hook(CacheHook(None))
 
 
-def test_what_cannot_be_run_is_one_clear_error(models: tuple[Any, Any], model_dir: Path) -> None:
+def test_requests_that_cannot_run_raise_one_clear_error(models: tuple[Any, Any], model_dir: Path) -> None:
     from batchgen.lm_eval import BatchgenLM
 
     _, ours = models
@@ -250,7 +250,7 @@ def test_what_cannot_be_run_is_one_clear_error(models: tuple[Any, Any], model_di
         BatchgenLM(str(model_dir), max_length=513, device="cpu")
 
 
-def test_thoughts_are_taken_off_the_answer(models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thoughts_are_removed_from_the_answer(models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     _, ours = models
     ids = ours.tok_encode("well|no| yes\n", add_special_tokens=False)
     (mark,) = ours.tok_encode("|", add_special_tokens=False)

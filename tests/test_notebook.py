@@ -1,4 +1,4 @@
-"""A model and a job in a notebook: bars, short results, an interrupt that keeps what is done. The last test runs a notebook in a kernel."""
+"""A model and a job in a notebook: progress bars, short reprs, and interrupts. The last test runs a notebook in a kernel."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def interrupt_when(is_time: Any) -> threading.Thread:
     return thread
 
 
-def test_an_interrupt_keeps_the_results_that_are_done_and_the_texts_of_the_others(
+def test_an_interrupt_keeps_finished_results_and_unfinished_texts(
     tiny_model_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     llm = LLM(tiny_model_dir, progress=True)
@@ -58,16 +58,14 @@ def test_an_interrupt_keeps_the_results_that_are_done_and_the_texts_of_the_other
     assert llm.interrupted == []
 
 
-def test_a_bar_is_shown_where_it_is_wanted_and_nowhere_else(
-    tiny_model_dir: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_progress_bar_is_shown_only_on_request(tiny_model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     LLM(tiny_model_dir).generate(["a", "b"], {"max_tokens": 2})
     assert "prompts" not in capfd.readouterr().err
     LLM(tiny_model_dir, progress=True).generate(["a", "b"], {"max_tokens": 2})
     assert "2/2 prompts, " in capfd.readouterr().err
 
 
-def test_a_job_in_a_notebook_shows_a_bar_unless_it_is_given_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_in_a_notebook_shows_a_bar_unless_it_is_given_another_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     given = Silent()
     with shown_progress(None) as outside:
         assert type(outside) is Silent
@@ -78,7 +76,7 @@ def test_a_job_in_a_notebook_shows_a_bar_unless_it_is_given_something_else(monke
         assert other is given
 
 
-def test_the_bar_of_a_job_says_what_it_does_how_far_it_is_and_how_fast(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_of_a_job_shows_phase_rows_time_left_and_speed(capfd: pytest.CaptureFixture[str]) -> None:
     bar = JobBar()
     bar.note("a {note}")
     bar.update(Snapshot(phase="loading model"))
@@ -99,7 +97,7 @@ def test_the_bar_of_a_job_says_what_it_does_how_far_it_is_and_how_fast(capfd: py
     assert "8/8 rows, 60 tokens/s" in shown[-1]
 
 
-def test_results_are_written_in_one_short_line() -> None:
+def test_the_repr_of_a_result_is_one_short_line() -> None:
     result = Result(
         row=3,
         text="word " * 100,
@@ -122,7 +120,7 @@ def test_results_are_written_in_one_short_line() -> None:
     )
 
 
-def test_a_model_and_a_report_are_written_in_one_short_line(
+def test_the_repr_of_a_model_and_of_a_report_is_one_short_line(
     tiny_model_dir: Path, tmp_path: Path, write_jsonl: Any
 ) -> None:
     with LLM(tiny_model_dir) as llm:

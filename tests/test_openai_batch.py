@@ -1,4 +1,4 @@
-"""Request files as the documentation of OpenAI's Batch API and of vLLM's run_batch has them, run as they are and answered in that form."""
+"""Request files from the documentation of OpenAI's Batch API and vLLM's run_batch run unchanged and are answered in OpenAI's format."""
 
 import json
 import os
@@ -26,12 +26,12 @@ def talk(system: str, user: str) -> Rows:
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
-# As in OpenAI's guide: two chats of a system and a user message, with max_tokens.
+# Like OpenAI's guide: two chats with a system and a user message, and max_tokens.
 GUIDE = [
     ask("request-1", CHAT, messages=talk("You are a friendly clerk.", "Good morning!"), max_tokens=1000),
     ask("request-2", CHAT, messages=talk("You are a grumpy clerk.", "Good morning!"), max_tokens=1000),
 ]
-# As in its examples: a temperature and an object as the format of the answer; and a picture, which cannot be sent here.
+# Like its examples: a temperature and a JSON object as response format; and a picture, which is not supported.
 EXAMPLES = [
     ask(
         "task-0",
@@ -58,7 +58,7 @@ EXAMPLES = [
         ],
     ),
 ]
-# As in vLLM's: max_completion_tokens; embeddings and scores, which are not served here.
+# Like vLLM's: max_completion_tokens; and embeddings and scores, which this job does not support.
 VLLM = [
     ask("request-1", CHAT, messages=talk("You are a friendly clerk.", "Good morning!"), max_completion_tokens=6),
     ask("request-2", CHAT, messages=talk("You are a grumpy clerk.", "Good morning!"), max_completion_tokens=6),
@@ -96,7 +96,7 @@ def bodies(report: JobReport) -> Rows:
 
 
 def check_form(record: dict[str, Any], request: dict[str, Any]) -> None:
-    """All that the form asks for is there, and nothing else."""
+    """Checks that a record has exactly the fields of OpenAI's format."""
     assert list(record) == ["id", "custom_id", "response", "error"]
     assert record["custom_id"] == request["custom_id"]
     if record["error"] is not None:
@@ -116,7 +116,7 @@ def check_form(record: dict[str, Any], request: dict[str, Any]) -> None:
             assert list(choice["message"]) == ["role", "content", "refusal"]
 
 
-def test_the_file_of_the_guide_is_answered_as_it_is(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
+def test_the_file_of_openais_guide_is_answered_unchanged(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
     progress = Notes()
     report = run(tiny_chat_model_dir, write_jsonl(GUIDE), progress)
     answers = records(report)
@@ -128,7 +128,7 @@ def test_the_file_of_the_guide_is_answered_as_it_is(tiny_chat_model_dir: Path, w
     assert progress.notes == [f"rows ask for model 'some-model-8b'; all rows are run on {str(tiny_chat_model_dir)!r}"]
 
 
-def test_what_the_examples_have_and_is_not_served_fails_by_row(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
+def test_unsupported_requests_of_the_examples_fail_row_by_row(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
     report = run(tiny_chat_model_dir, write_jsonl([*EXAMPLES, *VLLM]))
     answers = records(report)
     assert report.exit_code == 3
@@ -146,7 +146,7 @@ def test_what_the_examples_have_and_is_not_served_fails_by_row(tiny_chat_model_d
     assert answers[0]["response"]["body"]["choices"][0]["message"]["content"].startswith("{")
 
 
-def test_a_file_that_has_nothing_that_can_be_served_is_answered_without_the_model(
+def test_a_file_of_unsupported_requests_is_answered_without_the_model(
     tiny_chat_model_dir: Path, write_jsonl: Write
 ) -> None:
     report = run(tiny_chat_model_dir, write_jsonl(VLLM[2:]))
@@ -154,7 +154,7 @@ def test_a_file_that_has_nothing_that_can_be_served_is_answered_without_the_mode
     assert [record["response"] for record in records(report)] == [None, None]
 
 
-def test_chats_and_completions_with_parameters_of_their_own_share_a_file_and_a_custom_id(
+def test_chats_and_completions_with_their_own_parameters_can_share_a_file_and_a_custom_id(
     tiny_chat_model_dir: Path, write_jsonl: Write
 ) -> None:
     rows = [
@@ -177,13 +177,13 @@ def test_chats_and_completions_with_parameters_of_their_own_share_a_file_and_a_c
     assert {len(entries[n]) for n in entries} == {raw["usage"]["completion_tokens"]}
     content = chat["choices"][0]["logprobs"]["content"]
     assert len(content) == chat["usage"]["completion_tokens"]
-    # Greedy: what was drawn is the likeliest, and it is told alike.
+    # Greedy: the sampled token is the likeliest one.
     assert all(e["top_logprobs"] == [{k: e[k] for k in ("token", "logprob", "bytes")}] for e in content)
     assert label["choices"][0]["text"] in ("yes", "no")
     assert sum(label["choice_probs"].values()) == pytest.approx(1.0)
 
 
-def test_answers_say_what_batchgens_own_rows_say(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
+def test_answers_contain_the_same_results_as_the_rows_format(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
     rows = [*VLLM, ask("raw", RAW, prompt="Once", temperature=1, n=2)]
     source = write_jsonl(rows)
     ours = records(run(tiny_chat_model_dir, source, output_format="rows", output=str(source.with_name("rows.jsonl"))))
@@ -198,7 +198,7 @@ def test_answers_say_what_batchgens_own_rows_say(tiny_chat_model_dir: Path, writ
         assert {n: body["usage"][n] for n in row["usage"]} == row["usage"]
 
 
-def test_plain_rows_are_answered_in_the_form_too(
+def test_plain_rows_are_answered_in_the_openai_format(
     tiny_model_dir: Path, tiny_chat_model_dir: Path, write_jsonl: Write
 ) -> None:
     source = write_jsonl([{"prompt": "a", "id": 7}, "{", {"prompt": "b", "n": 1}])
@@ -209,7 +209,7 @@ def test_plain_rows_are_answered_in_the_form_too(
         assert broken["error"]["code"] == "invalid_row"
 
 
-def test_an_interrupted_run_ends_in_the_same_bytes(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
+def test_a_resumed_run_writes_the_same_bytes(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
     rows = [ask(f"r{i}", (CHAT, RAW)[i % 2], messages=talk("Hm.", f"{i}"), prompt=f"{i}", temperature=1, n=1 + i % 3) for i in range(12)]  # fmt: skip
     source = write_jsonl([*rows, ask("e", "/v1/embeddings", input="x"), rows[0]])
     whole = run(tiny_chat_model_dir, source, output=str(source.with_name("whole.jsonl")))
@@ -220,7 +220,9 @@ def test_an_interrupted_run_ends_in_the_same_bytes(tiny_chat_model_dir: Path, wr
     assert Path(resumed.output).read_bytes() == Path(whole.output).read_bytes()
 
 
-def test_a_finished_output_changes_its_form_without_the_model(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
+def test_a_finished_output_is_converted_to_another_format_without_the_model(
+    tiny_chat_model_dir: Path, write_jsonl: Write
+) -> None:
     source = write_jsonl([*VLLM, ask("raw", RAW, prompt="Once", temperature=1, n=2)])
     first = run(tiny_chat_model_dir, source)
     answers = Path(first.output).read_bytes()
@@ -235,20 +237,20 @@ def test_a_finished_output_changes_its_form_without_the_model(tiny_chat_model_di
     assert Path(back.output).read_bytes() == answers
 
 
-def test_rows_added_to_a_finished_output_are_generated_and_the_others_kept(
+def test_rows_added_after_an_openai_output_are_generated_and_the_others_kept(
     tiny_chat_model_dir: Path, write_jsonl: Write
 ) -> None:
     with_logprobs = ask("l", CHAT, messages=talk("Hm.", "Hello"), logprobs=True)
     first = run(tiny_chat_model_dir, write_jsonl([*VLLM, with_logprobs]))
     before = records(first)
     report = run(tiny_chat_model_dir, write_jsonl([*VLLM, with_logprobs, ask("new", RAW, prompt="Once")]))
-    assert (report.stats["rows"], report.stats["rows_resumed"]) == (3, 3)  # new, and the two that are not served
+    assert (report.stats["rows"], report.stats["rows_resumed"]) == (3, 3)  # the new row, and the two unsupported ones
     after = records(report)
-    assert after[:5] == before[:5]  # the one with log-probabilities, which the form does not hold whole, too
+    assert after[:5] == before[:5]  # also the row with logprobs, although the format does not hold all of them
     assert after[5]["custom_id"] == "new"
 
 
-def test_parquet_by_the_inputs_suffix_is_refused_before_anything_is_there(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_parquet_output_is_refused_before_anything_is_written(tiny_model_dir: Path, tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -261,7 +263,7 @@ def test_parquet_by_the_inputs_suffix_is_refused_before_anything_is_there(tiny_m
     assert [path.name for path in tmp_path.iterdir()] == ["in.parquet"]
 
 
-def test_the_option_works_on_the_command_line(
+def test_output_format_openai_works_on_the_command_line(
     cli: Callable[..., Any], tiny_chat_model_dir: Path, write_jsonl: Write
 ) -> None:
     source = write_jsonl(VLLM)

@@ -1,4 +1,4 @@
-"""Batch files of /v1/embeddings and /v1/responses: what is read, what is refused by row, what is answered, and what is read back."""
+"""Batch files of /v1/embeddings and /v1/responses: how requests are read or refused, answered, and read back."""
 
 import base64
 import json
@@ -34,7 +34,7 @@ def refused(columns):
     return e.value.type, e.value.message
 
 
-def test_an_embedding_is_answered_as_a_list_of_one():
+def test_an_embeddings_request_is_answered_with_a_list_of_one():
     result = Result(row=4, text=None, finish_reason=None, prompt_tokens=7, embedding=VECTOR)
     body = record(ask(EMBEDDINGS, input="a"), result, embed=True)["response"]["body"]
     assert body == {
@@ -67,11 +67,11 @@ def test_an_embedding_is_answered_as_a_list_of_one():
         (ask(RESPONSES, input=[{"type": "function_call_output", "output": "x"}]), ("unsupported_content", "body.input[0] has type 'function_call_output'; only messages can be sent")),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_is_refused_with_its_name(columns, error):
+def test_an_unsupported_field_is_refused_by_name(columns, error):
     assert refused(columns) == error
 
 
-def test_a_response_is_asked_for_as_a_chat_is():
+def test_a_responses_request_becomes_a_chat():
     body = read_body(
         ask(
             RESPONSES,
@@ -140,7 +140,7 @@ def test_a_response_has_its_message_its_status_and_its_usage():
         (Result(row=-1, text="a", finish_reason="stop", choice_probs={"a": 0.75, "b": 0.25}), "completed", ["message"]),
     ],
 )  # fmt: skip
-def test_a_response_is_read_back_as_it_was(result, status, kinds):
+def test_a_response_is_read_back_unchanged(result, status, kinds):
     answer = record(ask(RESPONSES, input="a"), result)
     body = answer["response"]["body"]
     assert (body["status"], [item["type"] for item in body["output"]]) == (status, kinds)
@@ -148,7 +148,7 @@ def test_a_response_is_read_back_as_it_was(result, status, kinds):
     assert result_of(json.loads(json.dumps(answer))) == result
 
 
-def test_a_file_of_embeddings_is_answered_in_its_form(cli, write_jsonl, read_jsonl, tmp_path):
+def test_a_file_of_embeddings_requests_is_answered(cli, write_jsonl, read_jsonl, tmp_path):
     model = save_embedder(tmp_path / "m")
     rows = [
         ask(EMBEDDINGS, "a", input="Hello"),
@@ -179,7 +179,7 @@ def test_a_file_of_embeddings_is_answered_in_its_form(cli, write_jsonl, read_jso
     assert "o.jsonl was finished: 3 of its results are used again" in cli(*command).err
 
 
-def test_a_file_of_responses_is_answered_in_its_form(cli, tiny_chat_model_dir, write_jsonl, read_jsonl, tmp_path):
+def test_a_file_of_responses_requests_is_answered(cli, tiny_chat_model_dir, write_jsonl, read_jsonl, tmp_path):
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     rows = [
         ask(RESPONSES, "a", input="Hello", instructions="Be brief.", max_output_tokens=6),
@@ -196,7 +196,7 @@ def test_a_file_of_responses_is_answered_in_its_form(cli, tiny_chat_model_dir, w
     assert several["error"]["message"] == "n and logprobs cannot be combined with /v1/responses"
 
 
-def test_prompt_options_of_embedding_rows_are_those_of_the_command(tmp_path):
+def test_embeddings_requests_use_the_prompt_options_of_the_command(tmp_path):
     model = save_embedder(tmp_path / "m", prompts={"query": "Q: "}, prompt_name="query")
     with LLM(model, task="embed") as llm:
         row, text = llm.embed([ask(EMBEDDINGS, input="Hello") | {"prompt": ""}, "Hello"])

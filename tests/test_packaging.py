@@ -1,4 +1,4 @@
-"""What is shipped, and the layers that the packages keep."""
+"""The contents of the wheel and the source distribution, and the layers of the packages."""
 
 import subprocess
 import sys
@@ -35,14 +35,14 @@ def test_the_wheel_has_exactly_two_top_level_packages(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_source_distribution_has_the_tests_and_the_sample(tmp_path: Path) -> None:
+def test_the_source_distribution_contains_the_tests(tmp_path: Path) -> None:
     with tarfile.open(build("sdist", tmp_path)) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "LICENSE", "Makefile", "tests/conftest.py", "cli/batchgen_cli/app.py"} <= names
     assert not [name for name in names if name.startswith((".venv", ".git/", "build/")) or "__pycache__" in name]
 
 
-def test_modules_import_only_from_those_before_them(command_environment: dict[str, str]) -> None:
+def test_imports_follow_the_layers(command_environment: dict[str, str]) -> None:
     done = subprocess.run(
         [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"],
         cwd=ROOT,
@@ -54,7 +54,7 @@ def test_modules_import_only_from_those_before_them(command_environment: dict[st
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_another_projects_package_of_the_same_name_is_told_in_one_line(
+def test_another_projects_package_of_the_same_name_is_a_one_line_error(
     tmp_path: Path, command: list[str], command_environment: dict[str, str]
 ) -> None:
     other = tmp_path / "batchgen" / "__init__.py"
