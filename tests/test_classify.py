@@ -203,8 +203,6 @@ def test_a_multimodal_classifier_is_refused():
 def test_a_head_with_more_classes_than_labels_is_refused():
     from types import SimpleNamespace
 
-    import torch
-
     from batchgen.errors import ModelError
     from batchgen.model.heads import without_language_head
     from batchgen.parsers.heads import OutputHead

@@ -28,7 +28,7 @@ class Heard:
 
 
 class Job:
-    """A run that is told what happens."""
+    """A tracker with a fake clock, whose figures a test sets."""
 
     def __init__(self, *, done: int = 0, kept: int = 0, total: int | None = 100, expected: float = 0.0) -> None:
         self.clock, self.shown, self.run = Clock(), Heard(), RunFigures()
@@ -42,7 +42,7 @@ class Job:
     def after(
         self, seconds: float, *, done: int, completion: int, kept: int = 0, tokens: int | None = None, running: int = 0
     ) -> Snapshot:
-        """`completion` tokens of rows that are done, `tokens` of all rows of this run."""
+        """Lets time pass. `completion` counts the tokens of finished rows, `tokens` those of all rows of this run."""
         self.clock.now += seconds
         self.run.rows_resumed, self.run.rows_ok, self.run.completion_tokens = kept, done - kept, completion
         self.tracker.generated(completion if tokens is None else tokens, running)
@@ -54,17 +54,17 @@ def test_time_left_comes_from_the_rows_that_this_run_has_generated() -> None:
     assert (now.rows_per_s, now.completion_tokens_per_s, now.seconds_left) == (2.0, 100.0, 40.0)
 
 
-def test_rows_kept_from_earlier_runs_do_not_make_it_look_fast() -> None:
+def test_rows_kept_from_earlier_runs_do_not_count_as_speed() -> None:
     now = Job(done=60, kept=60).after(10, done=70, kept=60, completion=500)
     assert (now.rows_per_s, now.seconds_left) == (1.0, 30.0)
 
 
-def test_rows_that_fail_before_they_are_requests_do_not_either() -> None:
+def test_rows_that_fail_during_planning_do_not_count_as_speed() -> None:
     now = Job(done=50).after(10, done=60, completion=500)
     assert (now.rows_per_s, now.seconds_left) == (1.0, 40.0)
 
 
-def test_what_unfinished_rows_have_is_counted_in_rows_of_the_mean_length() -> None:
+def test_tokens_of_unfinished_rows_count_as_rows_of_the_mean_length() -> None:
     job = Job()
     job.after(10, done=20, completion=1000)
     now = job.after(10, done=20, completion=1000, tokens=1500, running=20)
@@ -78,20 +78,20 @@ def test_a_first_short_row_does_not_promise_an_early_end() -> None:
     assert now.seconds_left == 98 * 10 / 2
 
 
-def test_before_a_row_is_finished_the_longest_completions_are_expected() -> None:
+def test_before_the_first_finished_row_the_maximum_length_is_expected() -> None:
     job = Job(expected=200.0)
     now = job.after(10, done=0, completion=0, tokens=1000, running=50)
     assert (now.rows_under_way, now.seconds_left, now.share) == (5.0, 95 * 10 / 5, 0.05)
 
 
-def test_tokens_of_earlier_runs_count_as_done_and_not_as_speed() -> None:
+def test_tokens_of_earlier_runs_count_as_done_but_not_as_speed() -> None:
     job = Job(expected=200.0)
     job.tracker.begun_tokens = 3000
     now = job.after(10, done=0, completion=0, tokens=1000, running=50)
     assert (now.completion_tokens, now.completion_tokens_per_s, now.rows_under_way) == (4000, 100.0, 20.0)
 
 
-def test_time_left_is_not_known_without_a_total_nor_after_generating() -> None:
+def test_time_left_is_unknown_without_a_total_and_after_generating() -> None:
     assert Job(total=None).after(10, done=20, completion=1000).seconds_left is None
     job = Job()
     assert job.after(10, done=100, completion=5000).seconds_left == 0.0
@@ -99,7 +99,7 @@ def test_time_left_is_not_known_without_a_total_nor_after_generating() -> None:
     assert job.tracker.snapshot().seconds_left is None
 
 
-def test_time_after_the_last_step_does_not_slow_the_speed_and_time_between_steps_does() -> None:
+def test_time_between_steps_counts_for_the_speed_and_time_after_the_last_step_does_not() -> None:
     job = Job()
     job.after(10, done=20, completion=1000)
     job.tracker.phase("planning rows 21–40")
@@ -110,7 +110,7 @@ def test_time_after_the_last_step_does_not_slow_the_speed_and_time_between_steps
     assert job.tracker.snapshot().completion_tokens_per_s == 1000 / 30
 
 
-def test_rows_that_only_pass_have_a_speed_of_their_own() -> None:
+def test_rows_that_are_only_read_or_written_have_their_own_speed() -> None:
     job = Job()
     job.tracker.phase("writing")
     job.clock.now += 4
@@ -121,7 +121,7 @@ def test_rows_that_only_pass_have_a_speed_of_their_own() -> None:
     assert (job.tracker.snapshot().rows_passed, job.tracker.snapshot().rows_per_s) == (None, 0.0)
 
 
-def test_the_figures_are_plain_values() -> None:
+def test_the_figures_of_a_snapshot_are_plain_values() -> None:
     job = Job(done=10, kept=10)
     job.run.prompt_tokens, job.run.rows_failed = 4000, 2
     job.run.finish_reasons.update({"stop": 17, "length": 1, "error": 2})
@@ -142,10 +142,12 @@ def test_the_figures_are_plain_values() -> None:
         "eta_seconds": 30.9,
         "finish_reasons": {"stop": 27, "length": 1, "error": 2},
     }
-    assert list(now.figures()["finish_reasons"]) == ["stop", "length", "error"], "as in the summary and the statistics"
+    assert list(now.figures()["finish_reasons"]) == ["stop", "length", "error"], (
+        "the order of the summary and the statistics"
+    )
 
 
-def test_every_change_is_shown_and_one_a_second_is_kept_and_the_first_of_each_phase() -> None:
+def test_every_change_is_shown_and_one_per_second_and_phase_is_recorded() -> None:
     clock, shown, kept = Clock(), Heard(), list[Snapshot]()
     run = RunFigures()
     tracker = Tracker(shown, run, clock)
@@ -170,7 +172,7 @@ def test_every_change_is_shown_and_one_a_second_is_kept_and_the_first_of_each_ph
     assert [s.rows_done for s in shown.seen] == [0, 0, 0, *range(1, 25)]
 
 
-def test_a_run_that_stops_tells_what_came_after_the_last_second() -> None:
+def test_a_stopped_run_records_its_last_changes() -> None:
     job, told = Job(total=10), []
     job.tracker.tell = told.append
     job.after(0.5, done=4, completion=8)
@@ -180,5 +182,5 @@ def test_a_run_that_stops_tells_what_came_after_the_last_second() -> None:
 
 
 @pytest.mark.parametrize(("total", "share"), [(None, None), (0, 1.0)])
-def test_the_share_of_no_rows(total: int | None, share: float | None) -> None:
+def test_the_share_is_none_without_a_total_and_one_without_rows(total: int | None, share: float | None) -> None:
     assert Snapshot(rows_total=total).share == share

@@ -1,4 +1,4 @@
-"""`--prompt-logprobs`: the log-probability of every token of a completion that is scored, or of the prompt, each run once."""
+"""`--prompt-logprobs` gives the log-probability of every token of a prompt or a scored completion. Shared tokens run once."""
 
 import json
 import math
@@ -14,7 +14,7 @@ ROWS += [{"prompt": SHARED, "completion": "x"}, {"prompt": "", "completion": ""}
 
 
 def teacher(folder, text):
-    """Tokens of a text and their log-probabilities by transformers; None for the first."""
+    """The tokens of a text and their log-probabilities from transformers. The first is None."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer(text, return_tensors="pt").input_ids
     with torch.inference_mode():
@@ -22,7 +22,7 @@ def teacher(folder, text):
     return ids[0].tolist(), [None, *logprobs]
 
 
-def test_each_token_of_a_completion_has_its_own(cli, tiny_model_dir, write_jsonl, read_jsonl, tmp_path):
+def test_each_token_of_a_completion_has_its_logprob(cli, tiny_model_dir, write_jsonl, read_jsonl, tmp_path):
     path = write_jsonl(ROWS)
     assert cli("run", path, "-m", tiny_model_dir, "--score", "--prompt-logprobs", "-q").code == 0
     for row, given in zip(read_jsonl(tmp_path / "prompts.out.jsonl"), ROWS, strict=True):
@@ -36,7 +36,7 @@ def test_each_token_of_a_completion_has_its_own(cli, tiny_model_dir, write_jsonl
 
 
 @pytest.mark.parametrize("options", [(), ("--max-batch-tokens", "9"), ("--window", "2")])
-def test_each_token_of_a_prompt_has_its_own_and_the_first_has_none(
+def test_each_token_of_a_prompt_except_the_first_has_its_logprob(
     cli, tiny_model_dir, write_jsonl, read_jsonl, tmp_path, options
 ):
     path, stats = write_jsonl(ROWS), tmp_path / "stats.json"
@@ -78,7 +78,7 @@ def test_parquet_has_null_for_the_first_token(cli, tiny_model_dir, write_jsonl, 
     assert pq.read_table(tmp_path / "o.parquet")["prompt_logprobs"].to_pylist()[: len(ROWS)] == first
 
 
-def test_it_generates_nothing_and_says_what_it_cannot_be_combined_with(cli, tiny_model_dir, write_jsonl):
+def test_prompt_logprobs_cannot_be_combined_with_generation(cli, tiny_model_dir, write_jsonl):
     path = write_jsonl(ROWS)
     for options, said in (
         (["--choices", "a,b"], "--prompt-logprobs cannot be combined with --choices"),

@@ -9,7 +9,7 @@ import batchgen
 from support.params import slow_but
 
 
-def test_all_names_are_exported_and_no_others() -> None:
+def test_exactly_the_public_names_are_exported() -> None:
     assert sorted(batchgen.__all__) == sorted(batchgen._HOMES)
     for name in batchgen.__all__:
         assert getattr(batchgen, name).__name__ == name
@@ -32,7 +32,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         ],
     ),
 )
-def test_importing_it_imports_neither_torch_nor_transformers(
+def test_importing_batchgen_imports_neither_torch_nor_transformers(
     statement: str, command_environment: dict[str, str]
 ) -> None:
     check = "import sys; print(sorted({'torch', 'transformers'} & set(sys.modules)))"

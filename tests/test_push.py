@@ -1,4 +1,4 @@
-"""`--push`: the output of a job as a dataset of the Hub, which is a server of this process."""
+"""`--push` uploads the output of a job as a dataset of the Hub. A server in this process stands in for the Hub."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_finished_job_is_pushed_as_parquet_with_a_card_in_one_commit(hub, run)
     assert str(run.output.parent) not in card
 
 
-def test_the_same_command_does_not_push_twice_and_a_changed_output_replaces_the_first(hub, run, write_jsonl):
+def test_an_output_is_pushed_once_and_a_changed_output_replaces_it(hub, run, write_jsonl):
     assert run().code == 0
     repo = hub.repos["me/answers"]
     again = run()
@@ -90,7 +90,7 @@ def test_the_same_command_does_not_push_twice_and_a_changed_output_replaces_the_
     assert "data/train-00007-of-00008.parquet" in repo.files
 
 
-def test_an_output_that_another_process_pushes_is_left_to_it(hub, run):
+def test_an_output_that_another_process_is_pushing_is_refused(hub, run):
     assert run().code == 0
     job = run.output.parent / f"{run.output.name}.job"
     on_its_way = job / "push" / "0.parquet"
@@ -106,7 +106,7 @@ def test_an_output_that_another_process_pushes_is_left_to_it(hub, run):
 
 
 @pytest.mark.parametrize("failing", ["/api/repos/create", "/preupload/", "/info/lfs/", "/store/", "/commit/"])
-def test_a_push_that_fails_keeps_the_output_and_the_same_command_makes_up_for_it(hub, run, failing):
+def test_after_a_failed_push_the_same_command_pushes_the_output(hub, run, failing):
     hub.failing = failing
     failed = run()
     assert failed.code == 1
@@ -136,7 +136,7 @@ def test_a_push_that_fails_keeps_the_output_and_the_same_command_makes_up_for_it
         (["--push", "you/theirs"], TOKEN, "dataset you/theirs has files that batchgen did not push (README.md, rows.csv); use another name with --push, or delete them there; --overwrite replaces them, but also starts the job again"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_pushed_is_refused_before_anything_runs(hub, run, monkeypatch, options, token, message):
+def test_an_impossible_push_is_refused_before_anything_runs(hub, run, monkeypatch, options, token, message):
     monkeypatch.setenv("HF_TOKEN", token)
     hub.repos["you/theirs"] = FakeRepo({"rows.csv": b"a", "README.md": b"# Mine"})
     refused = run(*options)
@@ -145,7 +145,7 @@ def test_what_cannot_be_pushed_is_refused_before_anything_runs(hub, run, monkeyp
     assert "me/answers" not in hub.repos
 
 
-def test_overwrite_replaces_the_data_of_a_strangers_dataset_and_leaves_its_other_files(hub, run):
+def test_overwrite_replaces_only_the_data_files_of_an_existing_dataset(hub, run):
     hub.repos["me/answers"] = FakeRepo(
         {"data/train-00000-of-00002.parquet": b"old", "README.md": b"# Mine", "notes.txt": b"n"}
     )
@@ -154,7 +154,7 @@ def test_overwrite_replaces_the_data_of_a_strangers_dataset_and_leaves_its_other
     assert set(repo.files) == {SHARD, "README.md", "notes.txt", ".batchgen.json"}
 
 
-def test_after_a_push_with_overwrite_that_fails_the_command_without_it_pushes_and_generates_nothing(hub, run):
+def test_after_a_failed_push_with_overwrite_the_command_without_it_only_pushes(hub, run):
     hub.failing = "/commit/"
     failed = run("--overwrite")
     assert failed.code == 1
@@ -166,19 +166,19 @@ def test_after_a_push_with_overwrite_that_fails_the_command_without_it_pushes_an
     assert table_of(hub.repos["me/answers"]).num_rows == 3
 
 
-def test_of_a_job_in_shards_the_run_that_merges_pushes(hub, run):
+def test_the_shard_that_merges_pushes_the_output(hub, run):
     assert run("--shard", "1/2", "--merge").code == 0
     assert "me/answers" not in hub.repos
     assert run("--shard", "2/2", "--merge").code == 0
     assert table_of(hub.repos["me/answers"]).column("prompt").to_pylist() == ["row 0", "row 1", "row 2"]
 
 
-def test_a_public_dataset_is_asked_for(hub, run):
+def test_push_public_creates_a_public_dataset(hub, run):
     assert run("--push-public").code == 0
     assert hub.repos["me/answers"].private is False
 
 
-def test_labels_arrive_as_datasets_can_load_them(hub, run, tmp_path):
+def test_pushed_labels_can_be_loaded_by_datasets(hub, run, tmp_path):
     import datasets
 
     assert run("--choices", "yes,no").code == 0
@@ -196,7 +196,7 @@ def test_labels_arrive_as_datasets_can_load_them(hub, run, tmp_path):
     assert [row["kind"] for row in loaded] == [row["kind"] for row in ROWS]
 
 
-def test_a_large_output_is_pushed_in_files_whose_rows_are_those_of_the_output(tmp_path):
+def test_a_large_output_is_pushed_in_several_files(tmp_path):
     maps = pa.array([[("a", 0.5)], None, [], [("b", None)]] * 250, pa.map_(pa.string(), pa.float64()))
     table = pa.table({"n": range(1000), "m": maps, "text": [f"{i:x}" * 50 for i in range(1000)]})
     pq.write_table(table, tmp_path / "o.parquet", row_group_size=100)
@@ -230,7 +230,7 @@ STATS = {
 }  # fmt: skip
 
 
-def test_the_card_states_model_settings_counts_and_figures_and_of_inputs_no_folder_and_no_signature():
+def test_the_card_shows_settings_and_figures_but_no_folders_or_signatures_of_inputs():
     config = JobConfig(
         inputs=[
             "hf://datasets/user/rows",

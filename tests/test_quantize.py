@@ -1,4 +1,4 @@
-"""A job with `--quantize int8`: its figures say what that changes, it goes on where it stopped, and it is another job than one without."""
+"""Jobs with `--quantize int8` report what it changes, resume, and cannot be continued without it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def written(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_figures_say_what_it_changes(
+def test_the_figures_say_what_quantization_changes(
     tiny_model_dir: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
 ) -> None:
     found = job(tiny_model_dir, write_jsonl(ROWS), tmp_path / "o.jsonl").stats["quantization"]
@@ -53,7 +53,7 @@ def test_the_figures_say_what_it_changes(
     assert json.loads((tmp_path / "o.jsonl.job" / "stats.json").read_text())["quantization"] == found
 
 
-def test_it_goes_on_where_it_stopped(tiny_model_dir: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
+def test_a_quantized_job_resumes(tiny_model_dir: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
     rows = write_jsonl(ROWS)
     job(tiny_model_dir, rows, tmp_path / "whole.jsonl")
     job(tiny_model_dir, rows, tmp_path / "parts.jsonl", limit=3)
@@ -62,14 +62,16 @@ def test_it_goes_on_where_it_stopped(tiny_model_dir: Path, tmp_path: Path, write
     assert written(tmp_path / "parts.jsonl") == written(tmp_path / "whole.jsonl")
 
 
-def test_without_it_the_job_is_another(tiny_model_dir: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
+def test_resuming_without_quantization_is_refused(
+    tiny_model_dir: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
     rows = write_jsonl(ROWS)
     job(tiny_model_dir, rows, tmp_path / "o.jsonl", limit=1)
     with pytest.raises(UsageError, match='quantize was "int8", is "none"'):
         job(tiny_model_dir, rows, tmp_path / "o.jsonl", quantize="none")
 
 
-def test_plan_and_models_know_what_the_weights_take(tiny_model_dir: Path) -> None:
+def test_plan_and_models_know_the_size_of_the_weights(tiny_model_dir: Path) -> None:
     model = ModelConfig(model=str(tiny_model_dir))
     with safe_open(tiny_model_dir / "model.safetensors", framework="pt") as file:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is no mapping

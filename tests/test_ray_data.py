@@ -1,4 +1,4 @@
-"""Ray Data on this machine: a folder of Parquet files in, the same with completions out."""
+"""Ray Data on this machine reads a folder of Parquet files and writes it with completions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchgen import LLM, SamplingParams
 ray = pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # Ray's own, of its processes and sockets
+    pytest.mark.filterwarnings("ignore"),  # Ray's own warnings about processes and sockets
 ]
 ONE = SamplingParams(max_tokens=1)
 FILES, ROWS = 4, 500
@@ -32,7 +32,7 @@ def local_ray() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Short rows whose topics come in turn, so that neighbours share nothing."""
+    """Short rows whose topics alternate, so that neighbours share nothing."""
     (tmp_path / "in").mkdir()
     for file in range(FILES):
         numbers = range(file * ROWS, (file + 1) * ROWS)
@@ -41,9 +41,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_rows_come_in_prefix_order_and_each_has_the_completion_that_it_has_alone(
-    local_ray: None, folder: Path, tiny_model_dir: Path
-) -> None:
+def test_each_row_has_the_same_completion_as_alone(local_ray: None, folder: Path, tiny_model_dir: Path) -> None:
     from batchgen.ray_data import Generate, in_prefix_order
 
     rows = in_prefix_order(ray.data.read_parquet(str(folder / "in")), tiny_model_dir, blocks=4)
@@ -66,7 +64,7 @@ def test_rows_come_in_prefix_order_and_each_has_the_completion_that_it_has_alone
     assert [result.text for result in alone] == [texts[n] for n in chosen]
 
 
-def test_the_order_is_that_of_the_tokens_in_every_block(local_ray: None, folder: Path, tiny_model_dir: Path) -> None:
+def test_rows_of_a_topic_are_together_in_prefix_order(local_ray: None, folder: Path, tiny_model_dir: Path) -> None:
     from batchgen.ray_data import KEY, in_prefix_order
 
     rows = in_prefix_order(ray.data.read_parquet(str(folder / "in")), tiny_model_dir, blocks=3)

@@ -1,4 +1,4 @@
-"""Thoughts in output rows: a job with a model that marks them, in every form of output, and back."""
+"""Jobs with a thinking model separate thoughts from answers in every output format, and read them back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def thinking_model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a chat template that opens thoughts; its end mark is the byte `A`, which it writes soon enough."""
+    """The tiny model with a chat template that opens thoughts with `<think>`."""
     import shutil
 
     folder = tmp_path_factory.mktemp("models") / "thinking"
@@ -31,7 +31,7 @@ def thinking_model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def test_a_model_is_known_to_think_by_its_template(thinking_model: Path, tiny_chat_model_dir: Path) -> None:
+def test_a_thinking_model_is_recognised_by_its_template(thinking_model: Path, tiny_chat_model_dir: Path) -> None:
     thinking = load_tokenizer(ModelConfig(model=thinking_model)).thinking
     assert thinking is not None
     assert (thinking.open, thinking.close) == ("<think>", "</think>")
@@ -48,7 +48,7 @@ def job(model: Path, rows: list[dict[str, Any]], output: Path, **options: Any) -
 ROWS = [{"prompt": "a"}, {"prompt": "b", "reasoning": "the input's own"}]
 
 
-def test_a_row_that_is_cut_inside_of_its_thoughts_has_no_text(thinking_model: Path, tmp_path: Path) -> None:
+def test_a_row_cut_inside_its_thoughts_has_no_text(thinking_model: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     job(thinking_model, ROWS, output)
     first, second = map(json.loads, output.read_text().splitlines())
@@ -64,7 +64,7 @@ def test_a_row_that_is_cut_inside_of_its_thoughts_has_no_text(thinking_model: Pa
     assert keys.index("reasoning") == keys.index("finish_reason") + 1
 
 
-def test_off_is_as_if_there_were_no_marks(thinking_model: Path, tmp_path: Path) -> None:
+def test_with_reasoning_off_the_thoughts_stay_in_the_text(thinking_model: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     job(thinking_model, ROWS, output, sampling={"reasoning": "off"})
     first, second = map(json.loads, output.read_text().splitlines())
@@ -74,7 +74,7 @@ def test_off_is_as_if_there_were_no_marks(thinking_model: Path, tmp_path: Path) 
     assert second["reasoning"] == "the input's own"
 
 
-def test_parquet_has_columns_for_them(thinking_model: Path, tmp_path: Path) -> None:
+def test_parquet_has_columns_for_thoughts(thinking_model: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.parquet"
     job(thinking_model, ROWS[:1], output, sampling={"n": 2, "temperature": 1.0})
     (row,) = pq.read_table(output).to_pylist()
@@ -84,7 +84,7 @@ def test_parquet_has_columns_for_them(thinking_model: Path, tmp_path: Path) -> N
     assert isinstance(row["choices"][1]["reasoning"], str)
 
 
-def test_openais_form_has_them_in_the_message(thinking_model: Path, tmp_path: Path) -> None:
+def test_the_openai_format_has_thoughts_in_the_message(thinking_model: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     job(thinking_model, ROWS[:1], output, output_format="openai")
     body = json.loads(output.read_text())["response"]["body"]
@@ -95,7 +95,7 @@ def test_openais_form_has_them_in_the_message(thinking_model: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("options", [{}, {"output_format": "openai"}])
-def test_rows_that_were_cut_inside_are_kept_when_the_input_grows(
+def test_rows_cut_inside_their_thoughts_are_kept_when_the_input_grows(
     thinking_model: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     output = tmp_path / "out.jsonl"
@@ -107,7 +107,7 @@ def test_rows_that_were_cut_inside_are_kept_when_the_input_grows(
     assert (stats["rows"], stats["rows_resumed"]) == (1, 1)
 
 
-def test_labels_and_scores_are_those_of_the_prompt_with_thinking_switched_off(thinking_model: Path) -> None:
+def test_labels_and_scores_use_the_prompt_with_thinking_off(thinking_model: Path) -> None:
     from batchgen import PromptConfig
 
     llm = LLM(thinking_model, dtype="float32")
@@ -127,14 +127,14 @@ def test_labels_and_scores_are_those_of_the_prompt_with_thinking_switched_off(th
     assert (thought.text, thought.reasoning_tokens) == (None, 3)
 
 
-DRAWN = {"temperature": 1.0, "max_tokens": 60}
+SAMPLED = {"temperature": 1.0, "max_tokens": 60}
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_grammar_holds_for_the_answer_and_leaves_the_thoughts_free(thinking_model: Path, n: int) -> None:
+def test_a_regex_applies_to_the_answer_and_not_to_the_thoughts(thinking_model: Path, n: int) -> None:
     pytest.importorskip("llguidance")
     llm = LLM(thinking_model, engine=EngineConfig(debug=True))
-    params = SamplingParams(regex="[ab]{3}", reasoning_budget=5, n=n, **DRAWN)
+    params = SamplingParams(regex="[ab]{3}", reasoning_budget=5, n=n, **SAMPLED)
     for result in llm.generate(["x", "y", "z"], params):
         for completion in result.completions or (result,):
             assert (completion.finish_reason, bool(re.fullmatch("[ab]{3}", str(completion.text)))) == ("stop", True)
@@ -142,7 +142,7 @@ def test_a_grammar_holds_for_the_answer_and_leaves_the_thoughts_free(thinking_mo
         assert result.completion_tokens == n * (5 + len("</think>") + 3)
 
 
-def test_a_schema_holds_for_the_answer_of_a_model_that_thinks(thinking_model: Path) -> None:
+def test_a_schema_applies_to_the_answer_of_a_thinking_model(thinking_model: Path) -> None:
     pytest.importorskip("llguidance")
     schema = {
         "type": "object",
@@ -150,18 +150,18 @@ def test_a_schema_holds_for_the_answer_of_a_model_that_thinks(thinking_model: Pa
         "required": ["a"],
         "additionalProperties": False,
     }
-    (result,) = LLM(thinking_model).generate("x", SamplingParams(json_schema=schema, reasoning_budget=9, **DRAWN))
+    (result,) = LLM(thinking_model).generate("x", SamplingParams(json_schema=schema, reasoning_budget=9, **SAMPLED))
     assert isinstance(json.loads(str(result.text))["a"], bool)
     assert result.reasoning_tokens == 9 + len("</think>")
 
 
-def test_thoughts_under_a_grammar_that_do_not_end_have_no_text(thinking_model: Path) -> None:
+def test_a_completion_with_a_grammar_whose_thoughts_do_not_end_has_no_text(thinking_model: Path) -> None:
     pytest.importorskip("llguidance")
     (result,) = LLM(thinking_model).generate("x", SamplingParams(regex="[ab]{3}", max_tokens=20))
     assert (result.text, result.finish_reason, result.reasoning_tokens) == (None, "length", 20)
 
 
-def test_a_budget_of_thoughts_needs_no_grammar_and_0_is_none_at_all(thinking_model: Path) -> None:
+def test_a_reasoning_budget_works_without_a_grammar_and_0_means_no_thoughts(thinking_model: Path) -> None:
     llm = LLM(thinking_model)
     for budget in (0, 4):
         params = SamplingParams(reasoning_budget=budget, max_tokens=30, ignore_eos=True)
@@ -173,7 +173,7 @@ def test_a_budget_of_thoughts_needs_no_grammar_and_0_is_none_at_all(thinking_mod
     assert free == llm.generate(["x", "y"], SamplingParams(max_tokens=12, ignore_eos=True, reasoning_budget=12))
 
 
-def test_an_ended_completion_with_empty_thoughts_is_not_kept_for_another_run(thinking_model: Path) -> None:
+def test_a_finished_completion_with_empty_thoughts_is_not_kept_for_a_resume(thinking_model: Path) -> None:
     llm, lengths, kept = LLM(thinking_model), {}, []
     params = SamplingParams(reasoning_budget=0, n=4, temperature=1.0, max_tokens=60, stop=tuple("abcdefgh"))
 
@@ -184,10 +184,10 @@ def test_an_ended_completion_with_empty_thoughts_is_not_kept_for_another_run(thi
     llm.run()
     assert len({len(c.token_ids) for c in lengths.values()}) > 1, "all ended together"
     assert {c.reasoning for c in lengths.values()} == {None}
-    assert {part.finish_reason for part in kept} == {""}  # the tokens of their marks would not be counted
+    assert {part.finish_reason for part in kept} == {""}  # else the tokens of the marks would not be counted
 
 
-def test_a_model_without_marks_is_not_touched_by_a_budget(tiny_chat_model_dir: Path) -> None:
+def test_a_reasoning_budget_changes_nothing_for_a_model_that_does_not_think(tiny_chat_model_dir: Path) -> None:
     llm = LLM(tiny_chat_model_dir)
     plain = llm.generate("x", SamplingParams(max_tokens=8, ignore_eos=True))
     assert llm.generate("x", SamplingParams(max_tokens=8, ignore_eos=True, reasoning_budget=2)) == plain

@@ -1,4 +1,4 @@
-"""A job on a model with recurrent layers, from its folder to its rows: loaded from safetensors, resumed, and on two devices."""
+"""Jobs on models with recurrent layers: loaded from safetensors, resumed, and on two devices."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def prompts() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT_SHAPES)
-def test_a_job_is_resumed_and_runs_on_two_devices_with_the_rows_of_generate(
+def test_a_resumed_job_on_two_devices_equals_generate(
     name: str,
     tmp_path: Path,
     write_jsonl: Callable[..., Path],
@@ -72,12 +72,12 @@ def test_a_job_is_resumed_and_runs_on_two_devices_with_the_rows_of_generate(
     assert [row["choices"] for row in read_jsonl(part)] == [row["choices"] for row in rows]
 
 
-def under_nodes(depth: int, text: str = "") -> list[str]:
-    """Prompts at the ends of a tree that is so deep, and at some of its branches."""
+def prefix_tree_prompts(depth: int, text: str = "") -> list[str]:
+    """Prompts of a tree of this depth, at its leaves and at some branches."""
     if depth == 0:
         return [f"{text}{word} is it?" for word in ("who", "what", "where")]
-    ways = [f"{text}{word} and so on and on, {depth}. " for word in ("red", "green", "blue")]
-    return [ways[0], *(prompt for way in ways for prompt in under_nodes(depth - 1, way))]
+    branches = [f"{text}{word} and so on and on, {depth}. " for word in ("red", "green", "blue")]
+    return [branches[0], *(prompt for branch in branches for prompt in prefix_tree_prompts(depth - 1, branch))]
 
 
 def strangers(count: int) -> list[str]:
@@ -91,17 +91,17 @@ TREES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         {},
         {"batch_size": 64},
     ),
-    "nested, all of them at once": (under_nodes(3), {}, {}),
-    "nested, few at once": (under_nodes(4), {"max_tokens": 5}, {"batch_size": 6}),
-    "nested, in the order of the input": (under_nodes(3), {}, {"batch_size": 6, "policy": "fifo"}),
+    "nested, all of them at once": (prefix_tree_prompts(3), {}, {}),
+    "nested, few at once": (prefix_tree_prompts(4), {"max_tokens": 5}, {"batch_size": 6}),
+    "nested, in the order of the input": (prefix_tree_prompts(3), {}, {"batch_size": 6, "policy": "fifo"}),
     "nothing shared, short steps": (strangers(60), {"max_tokens": 3}, {"batch_size": 40, "max_batch_tokens": 64}),
-    "several completions of a prompt": (under_nodes(2), {"n": 3, "temperature": 1.0}, {"batch_size": 16}),
-    "little memory": (under_nodes(3), {}, {"batch_size": 24, "kv_memory": "600KiB"}),
+    "several completions of a prompt": (prefix_tree_prompts(2), {"n": 3, "temperature": 1.0}, {"batch_size": 16}),
+    "little memory": (prefix_tree_prompts(3), {}, {"batch_size": 24, "kv_memory": "600KiB"}),
 }
 
 
 @pytest.mark.parametrize("tree", slow_but(("nested, few at once", "little memory"), TREES))
-def test_the_memory_of_states_is_that_which_the_plan_says(
+def test_the_plan_predicts_the_memory_of_states(
     tree: str, folder: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
 ) -> None:
     prompts, params, engine = TREES[tree]

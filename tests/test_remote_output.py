@@ -1,4 +1,4 @@
-"""Whole jobs from a store into a store: the command, its exit codes and lines, and a kill during the upload."""
+"""Whole jobs that read from an object store and write to it: exit codes, messages, and a kill during the upload."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rows(s3, name="bucket/o.jsonl"):
     return [json.loads(line) for line in s3.cat_file(name).splitlines()]
 
 
-def test_a_job_from_a_store_to_a_store_gives_what_one_on_a_disk_gives_and_is_done_once(store, run, tmp_path):
+def test_a_job_in_a_store_writes_the_same_output_as_on_disk_and_runs_once(store, run, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(store.cat_file("bucket/in/a.jsonl"))
     assert run(tmp_path / "a.jsonl", output=tmp_path / "o.jsonl").code == 0
     assert run("s3://bucket/in/a.jsonl", output="s3://bucket/o.jsonl").code == 0
@@ -59,7 +59,7 @@ def test_a_job_from_a_store_to_a_store_gives_what_one_on_a_disk_gives_and_is_don
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "cache", "o.jsonl", "o.jsonl.job"]
 
 
-def test_an_input_that_changed_in_its_store_has_only_its_new_rows_generated(store, run):
+def test_new_rows_of_a_changed_input_in_a_store_are_generated(store, run):
     run("s3://bucket/in/a.jsonl", output="s3://bucket/o.jsonl")
     store.pipe_file("bucket/in/a.jsonl", store.cat_file("bucket/in/a.jsonl") + b'{"prompt": "four"}\n')
     said = run("s3://bucket/in/a.jsonl", output="s3://bucket/o.jsonl")
@@ -67,7 +67,7 @@ def test_an_input_that_changed_in_its_store_has_only_its_new_rows_generated(stor
     assert [row["prompt"] for row in rows(store)] == [*PROMPTS, "four"]
 
 
-def test_a_folder_of_parquet_in_a_store_becomes_parquet_there_with_the_file_of_each_row(store, run):
+def test_a_folder_of_parquet_in_a_store_becomes_parquet_with_the_file_of_each_row(store, run):
     for name in "xy":
         stream = io.BytesIO()
         pq.write_table(pa.table({"prompt": [name], "at": pa.array([1], pa.timestamp("ns", "UTC"))}), stream)
@@ -76,12 +76,14 @@ def test_a_folder_of_parquet_in_a_store_becomes_parquet_there_with_the_file_of_e
     table = pq.read_table(io.BytesIO(store.cat_file("bucket/parquet/out.parquet")))
     assert table["input_file"].to_pylist() == ["s3://bucket/parquet/x.parquet", "s3://bucket/parquet/y.parquet"]
     assert table.schema.field("at").type == pa.timestamp("ns", "UTC")
-    assert run("s3://bucket/parquet", output="s3://bucket/parquet/out.parquet").code == 0  # and is no input of itself
+    assert (
+        run("s3://bucket/parquet", output="s3://bucket/parquet/out.parquet").code == 0
+    )  # the output is not read as an input
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.slow
-def test_a_job_killed_while_it_uploads_is_finished_by_the_next_run_without_the_model(
+def test_after_a_kill_during_the_upload_the_next_run_finishes_without_the_model(
     store, run, when, tiny_model_dir, command_environment, tmp_path
 ):
     command = ["run", "s3://bucket/in/a.jsonl", "-m", str(tiny_model_dir), "--max-tokens", "4", "-o", "s3://bucket/o.jsonl"]  # fmt: skip
@@ -107,7 +109,7 @@ def test_a_job_killed_while_it_uploads_is_finished_by_the_next_run_without_the_m
         ("s3://bucket/mine.jsonl", "s3://bucket/mine.jsonl exists and has no job folder, so batchgen does not know whether it may replace it; use --overwrite to replace it, or another -o"),
     ],
 )  # fmt: skip
-def test_what_a_store_refuses_is_wrong_use_and_one_line(store, run, output, message):
+def test_an_output_that_a_store_refuses_is_a_one_line_usage_error(store, run, output, message):
     store.pipe_file("bucket/mine.jsonl", b"mine")
     said = run("s3://bucket/in/a.jsonl", output=output)
     assert said.code == 2
@@ -115,7 +117,7 @@ def test_what_a_store_refuses_is_wrong_use_and_one_line(store, run, output, mess
     assert store.cat_file("bucket/mine.jsonl") == b"mine"
 
 
-def test_a_remote_input_needs_an_output_named(cli, store, tiny_model_dir):
+def test_a_remote_input_needs_a_named_output(cli, store, tiny_model_dir):
     said = cli("run", "s3://bucket/in/a.jsonl", "-m", tiny_model_dir)
     assert said.code == 2
     assert "the remote input s3://bucket/in/a.jsonl needs an output; name it with -o" in said.err

@@ -1,4 +1,4 @@
-"""The recipe of docs/embed-classify.md for rerankers that answer yes or no: their score is the probability of `yes` against `no`."""
+"""The recipe of docs/embed-classify.md for rerankers that answer yes or no: the score is the probability of yes against no."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ PAIRS = [
 ]
 
 
-def test_the_score_is_the_probability_of_yes_as_the_model_cards_compute_it(tiny_model_dir):
+def test_the_score_equals_that_of_the_model_cards(tiny_model_dir):
     template = re.search(r'^```jinja title="rerank.jinja"\n(.*?)^```$', PAGE.read_text("utf-8"), re.M | re.S)[1]
     options = PromptConfig(template=template, chat=False)
     with LLM(tiny_model_dir) as llm:

@@ -1,4 +1,4 @@
-"""What the program never does: run data as code, or write where nobody asked it to."""
+"""The program never runs data as code and writes only where it was asked to."""
 
 from __future__ import annotations
 
@@ -37,25 +37,24 @@ def forbidden(source: str) -> list[str]:
     return found
 
 
-# The compiler; and the processes of several devices and the one that tries the kernels on a GPU, which batchgen starts itself and talks to over a socket that nobody else has.
+# The compiler, and processes that batchgen starts itself: one for each device, and one that checks the kernels on a GPU.
+# It talks to them over sockets that no other process has.
 ALLOWED = {
     "batchgen/kernels/build.py": ["subprocess.Popen", "subprocess.Popen", "subprocess.run", "subprocess.run"],
-    "batchgen/kernels/forwards.py": [
-        "exec"
-    ],  # of text in the same file: one function, written in each way that transformers writes it
+    "batchgen/kernels/forwards.py": ["exec"],  # of text in the same file: the variants of a function in transformers
     "batchgen/model/child_process.py": ["subprocess.Popen"],
     "batchgen/devices/transport.py": ["pickle"],
-    "batchgen/devices/ray_cluster.py": ["pickle"],  # Ray sends everything so; a cluster runs whatever it is given
+    "batchgen/devices/ray_cluster.py": ["pickle"],  # Ray pickles everything, and a cluster runs any code it is given
 }
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_source_unpickles_evaluates_or_starts_a_program_but_the_compiler_and_its_own_processes(path: Path) -> None:
+def test_only_the_listed_sources_unpickle_evaluate_or_start_programs(path: Path) -> None:
     allowed = ALLOWED.get(path.relative_to(ROOT).as_posix(), [])
     assert sorted(forbidden(path.read_text("utf-8"))) == allowed
 
 
-def test_the_search_finds_what_it_looks_for() -> None:
+def test_the_search_finds_forbidden_calls() -> None:
     source = (
         "import pickle\nfrom yaml import load\neval('1')\ntorch.load(x)\nnp.load(x, allow_pickle=True)\nre.compile('a')"
     )
@@ -67,7 +66,7 @@ def there(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_job_writes_beside_its_output_and_nowhere_else(
+def test_a_job_writes_only_beside_its_output_and_to_the_users_cache(
     tmp_path: Path, tiny_chat_model_dir: Path, command: list[str], command_environment: dict[str, str]
 ) -> None:
     folders = {name: tmp_path / name for name in ("home", "tmp", "cwd", "out", "in", "cache")}
@@ -108,7 +107,7 @@ def test_a_job_writes_beside_its_output_and_nowhere_else(
     assert there(tiny_chat_model_dir) == model_before
 
 
-def test_plan_and_status_write_nothing_at_all(
+def test_plan_and_status_write_nothing(
     tmp_path: Path, tiny_model_dir: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n' * 20)

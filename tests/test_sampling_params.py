@@ -1,4 +1,4 @@
-"""The parameters of a row: checked, merged, digested."""
+"""The sampling parameters of a row are checked, merged and digested."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refused(values: dict[str, Any]) -> str:
         {"json_schema": "{}", "stop_token_ids": (1,)}, {"choices": ("a", "b"), "temperature": 1.0},
     ],
 )  # fmt: skip
-def test_values_at_their_limits_and_what_goes_together_is_taken(values: dict[str, Any]) -> None:
+def test_values_at_their_limits_and_allowed_combinations_are_accepted(values: dict[str, Any]) -> None:
     params = SamplingParams(**values)
     assert {name: getattr(params, name) for name in values} == values
 
@@ -103,7 +103,7 @@ def test_a_value_out_of_range_is_refused_by_name(values: dict[str, Any], message
         ({"top_k": -1}, {"top_k": 0}),
     ],
 )  # fmt: skip
-def test_values_of_natural_types_are_kept_in_one_type_and_have_one_digest(
+def test_values_of_natural_types_are_converted_and_have_the_same_digest(
     values: dict[str, Any], kept: dict[str, Any]
 ) -> None:
     params, same = SamplingParams(**values), SamplingParams(**kept)
@@ -131,12 +131,12 @@ def test_parameters_that_contradict_each_other_are_refused(names: tuple[str, ...
     assert refused({name: OTHERS[name] for name in names}) == message
 
 
-def test_constrained_is_what_a_grammar_says_not_what_is_scored() -> None:
+def test_only_a_regex_and_a_schema_are_constraints() -> None:
     constrained = {name for name, value in OTHERS.items() if SamplingParams(**{name: value}).constrained}
     assert constrained == {"regex", "json_schema"}
 
 
-def test_the_row_wins_and_its_nulls_are_the_defaults() -> None:
+def test_a_rows_values_replace_the_commands_except_nulls() -> None:
     command = SamplingParams(max_tokens=9, temperature=0.5, n=2, logprobs=1)
     merged = command.merged({"max_tokens": 3, "temperature": None, "n": 4.0, "logprobs": 0, "top_p": 1, "stop": "x"})
     assert merged == SamplingParams(max_tokens=3, temperature=0.5, n=4, logprobs=0, top_p=1.0, stop=("x",))
@@ -145,7 +145,7 @@ def test_the_row_wins_and_its_nulls_are_the_defaults() -> None:
     assert command.merged({}) == command
 
 
-def test_a_list_may_be_a_single_value_and_stop_token_id_is_known() -> None:
+def test_a_single_value_is_accepted_as_a_list_and_stop_token_id_as_a_name() -> None:
     merged = SamplingParams().merged({"stop_token_id": 5, "stop": ["a", "b"]})
     assert (merged.stop_token_ids, merged.stop) == ((5,), ("a", "b"))
 
@@ -181,7 +181,7 @@ def test_a_schema_given_as_an_object_keeps_its_order() -> None:
         ({"stop": ("x",)}, {"regex": "a"}, "regex cannot be combined with stop"),
     ],
 )
-def test_what_a_row_may_not_ask_for_fails_the_row(command: dict[str, Any], row: dict[str, Any], message: str) -> None:
+def test_an_unsupported_parameter_fails_its_row(command: dict[str, Any], row: dict[str, Any], message: str) -> None:
     with pytest.raises(RowError) as caught:
         SamplingParams(**command).merged(row)
     assert (caught.value.type, caught.value.message) == ("unsupported_parameter", message)
@@ -196,7 +196,7 @@ def test_the_digest_differs_with_every_parameter_and_with_nothing_else() -> None
     assert len(SamplingParams().digest()) == 16
 
 
-def test_what_was_given_is_known_whatever_its_value_and_goes_before_the_models_own() -> None:
+def test_given_values_take_precedence_over_the_models_defaults() -> None:
     model = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 16_384}
     assert SamplingParams().completed(model) == SamplingParams(**model)
     assert SamplingParams(temperature=0.0).completed(model) == SamplingParams(**model | {"temperature": 0.0})

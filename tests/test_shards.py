@@ -1,4 +1,4 @@
-"""A job in shards on a tiny model: the merged output is that of one run, whatever order and fate the shards have."""
+"""The merged output of a job in shards equals that of one run, in whatever order the shards run and whatever happens to them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ GROUPS = ("The reports of the northern region begin alike and differ", "Southern
 
 def rows(count: int = 24) -> Rows:
     found: Rows = [{"prompt": f"{GROUPS[i * 7 % 2]} {i * 5 % 11} {i}", "n": i} for i in range(count)]
-    found[4]["prompt"] = 7  # no text: the row fails
-    found[5]["prompt"] = found[6]["prompt"]  # equal prompts, with keys of their own
+    found[4]["prompt"] = 7  # not text, so the row fails
+    found[5]["prompt"] = found[6]["prompt"]  # equal prompts with different keys
     return found
 
 
@@ -59,7 +59,7 @@ def whole(model: Path, **options: Any) -> bytes:
     return Path("whole.jsonl").read_bytes()
 
 
-def test_shards_in_any_order_write_what_one_run_writes(tiny_model_dir: Path, source: Path) -> None:
+def test_shards_in_any_order_write_the_output_of_one_run(tiny_model_dir: Path, source: Path) -> None:
     assert [shard(tiny_model_dir, name).shard for name in ("2/3", "3/3", "1/3")] == ["2/3", "3/3", "1/3"]
     assert not Path("o.jsonl").exists()
     report = merge_job("o.jsonl")
@@ -68,14 +68,14 @@ def test_shards_in_any_order_write_what_one_run_writes(tiny_model_dir: Path, sou
     entries = report.stats["shards"]
     assert [(entry["shard"], entry["device"]) for entry in entries] == [("1/3", "cpu"), ("2/3", "cpu"), ("3/3", "cpu")]
     assert sum(entry["rows"] for entry in entries) == 23
-    assert report.stats["job"]["runs"] == 3  # the merge is none
+    assert report.stats["job"]["runs"] == 3  # the merge is not a run
     assert report.stats["job"]["prefill_tokens"] == sum(entry["prefill_tokens"] for entry in entries)
     assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == [
         "claims", "keys", "lock", "manifest.json", "report.json", "stats.json",
     ]  # fmt: skip
 
 
-def test_a_merge_that_failed_at_its_end_counts_every_run_once(
+def test_a_merge_that_is_repeated_after_a_failure_counts_every_run_once(
     tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = run_job(config_of(tiny_model_dir)).stats["job"]
@@ -93,7 +93,7 @@ def test_a_merge_that_failed_at_its_end_counts_every_run_once(
     assert (found["runs"], found["prefill_tokens"]) == (3, before["prefill_tokens"] + sum(done))
 
 
-def test_a_run_without_shards_counts_the_runs_of_the_shards_before_it(tiny_model_dir: Path, source: Path) -> None:
+def test_a_run_without_shards_counts_the_earlier_runs_of_shards(tiny_model_dir: Path, source: Path) -> None:
     first = shard(tiny_model_dir, "1/2").stats
     last = run_job(config_of(tiny_model_dir)).stats
     assert last["job"]["runs"] == 2
@@ -102,7 +102,7 @@ def test_a_run_without_shards_counts_the_runs_of_the_shards_before_it(tiny_model
 
 
 @pytest.mark.slow
-def test_after_the_merge_any_of_the_commands_has_nothing_to_do(tiny_model_dir: Path, source: Path) -> None:
+def test_after_the_merge_every_command_has_nothing_to_do(tiny_model_dir: Path, source: Path) -> None:
     for name in ("1/2", "2/2"):
         shard(tiny_model_dir, name)
     merge_job("o.jsonl")
@@ -113,27 +113,27 @@ def test_after_the_merge_any_of_the_commands_has_nothing_to_do(tiny_model_dir: P
 
 
 @pytest.mark.slow
-def test_a_shard_that_is_done_has_nothing_to_do(tiny_model_dir: Path, source: Path) -> None:
+def test_a_finished_shard_has_nothing_to_do(tiny_model_dir: Path, source: Path) -> None:
     first = shard(tiny_model_dir, "1/2")
     again = shard(tiny_model_dir, "1/2")
     assert (again.already_finished, again.stats["rows"]) == (True, first.stats["rows"])
 
 
-def test_the_last_shard_merges_when_it_is_asked_to(tiny_model_dir: Path, source: Path) -> None:
+def test_the_last_shard_merges_with_the_option_merge(tiny_model_dir: Path, source: Path) -> None:
     assert shard(tiny_model_dir, "2/2", merge=True).shard == "2/2"
     assert not Path("o.jsonl").exists()
     assert shard(tiny_model_dir, "1/2", merge=True).shard == ""
     assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
 
 
-def test_another_number_of_shards_is_refused_while_some_are_under_way(tiny_model_dir: Path, source: Path) -> None:
+def test_another_number_of_shards_is_refused_before_the_merge(tiny_model_dir: Path, source: Path) -> None:
     shard(tiny_model_dir, "1/3")
     with pytest.raises(UsageError, match=r"o\.jsonl is under way in 3 shards, not in 4; use --shard 2/3"):
         shard(tiny_model_dir, "2/4")
 
 
 @pytest.mark.slow
-def test_shards_that_are_not_done_are_named_by_the_merge(tiny_model_dir: Path, source: Path) -> None:
+def test_the_merge_names_unfinished_shards(tiny_model_dir: Path, source: Path) -> None:
     shard(tiny_model_dir, "2/3")
     with pytest.raises(UsageError, match=r"shards of o\.jsonl are not done: 1/3, 3/3; run each of them again"):
         merge_job("o.jsonl")
@@ -150,7 +150,7 @@ class Interrupting(Silent):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_job_that_was_never_in_shards_has_nothing_to_merge(tiny_model_dir: Path, source: Path) -> None:
+def test_a_job_without_shards_has_nothing_to_merge(tiny_model_dir: Path, source: Path) -> None:
     with pytest.raises(UsageError, match=r"there is no job of o\.jsonl"):
         merge_job("o.jsonl")
     run_job(config_of(tiny_model_dir))
@@ -162,7 +162,7 @@ def test_a_job_that_was_never_in_shards_has_nothing_to_merge(tiny_model_dir: Pat
         merge_job("o.jsonl")
 
 
-def test_a_shard_that_runs_is_held(tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_shard_is_locked(tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard(tiny_model_dir, "1/2")
     plan = load_plan(Path("o.jsonl.job"))
     assert plan is not None
@@ -173,7 +173,7 @@ def test_a_shard_that_runs_is_held(tiny_model_dir: Path, source: Path, monkeypat
         with pytest.raises(OutputLocked, match=r"shard 2/2 of o\.jsonl runs"):
             merge_job("o.jsonl")
         with monkeypatch.context() as patch, pytest.raises(OutputLocked, match="another run holds shard 2/2"):
-            patch.setattr("batchgen.job_setup.load_tokenizer", None)  # it is seen before anything is loaded
+            patch.setattr("batchgen.job_setup.load_tokenizer", None)  # the lock is noticed before anything is loaded
             shard(tiny_model_dir, "2/2")
         with pytest.raises(OutputLocked, match=r"another run holds shard 2/2 of o\.jsonl"):
             run_job(config_of(tiny_model_dir))
@@ -184,7 +184,7 @@ def test_a_shard_that_runs_is_held(tiny_model_dir: Path, source: Path, monkeypat
         lease.release()
 
 
-def test_what_is_known_of_a_shard_on_another_machine_is_told_by_the_merge(tiny_model_dir: Path, source: Path) -> None:
+def test_the_merge_names_the_holder_of_a_shard_on_another_machine(tiny_model_dir: Path, source: Path) -> None:
     shard(tiny_model_dir, "1/2")
     plan = load_plan(Path("o.jsonl.job"))
     assert plan is not None
@@ -204,10 +204,10 @@ def test_what_is_known_of_a_shard_on_another_machine_is_told_by_the_merge(tiny_m
     assert job_status("o.jsonl")["shards"][1]["state"] == "silent"
 
 
-def test_a_shard_is_not_begun_while_a_run_without_shards_holds_the_job(tiny_model_dir: Path, source: Path) -> None:
+def test_a_shard_is_refused_while_a_run_without_shards_holds_the_job(tiny_model_dir: Path, source: Path) -> None:
     shard(tiny_model_dir, "1/2")
     folder = Path("o.jsonl.job")
-    lock = Lock(folder / "lock", "o.jsonl")  # of a run that has not yet taken over what the shards have done
+    lock = Lock(folder / "lock", "o.jsonl")  # held by a run that has not yet taken over the results of the shards
     try:
         with pytest.raises(OutputLocked, match=r"a run without --shard holds o\.jsonl \(process"):
             shard(tiny_model_dir, "2/2")
@@ -216,7 +216,7 @@ def test_a_shard_is_not_begun_while_a_run_without_shards_holds_the_job(tiny_mode
     assert shard(tiny_model_dir, "2/2", merge=True).shard == ""
 
 
-def test_a_shard_whose_plan_is_removed_as_it_begins_makes_a_new_one(
+def test_a_shard_makes_a_new_plan_if_its_plan_is_removed_as_it_starts(
     tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard(tiny_model_dir, "1/2")
@@ -233,12 +233,12 @@ def test_a_shard_whose_plan_is_removed_as_it_begins_makes_a_new_one(
     assert removed
 
 
-def test_a_shard_that_ends_while_another_one_merges_leaves_it_to_that(
+def test_a_shard_that_ends_during_a_merge_does_not_merge(
     tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard(tiny_model_dir, "1/2")
     shard(tiny_model_dir, "2/2")
-    monkeypatch.setattr("batchgen.job.is_last_shard", lambda *_: True)  # both have seen that they are the last
+    monkeypatch.setattr("batchgen.job.is_last_shard", lambda *_: True)  # both shards have found that they are the last
     merging = Lease(Path("o.jsonl.job") / CLAIMS, "the merge of o.jsonl")
     try:
         assert shard(tiny_model_dir, "2/2", merge=True).shard == "2/2"
@@ -246,14 +246,14 @@ def test_a_shard_that_ends_while_another_one_merges_leaves_it_to_that(
         merging.release()
 
 
-def test_other_columns_in_the_output_are_not_ignored(tiny_model_dir: Path, source: Path) -> None:
+def test_a_shard_with_other_output_columns_sets_those_of_the_output(tiny_model_dir: Path, source: Path) -> None:
     shard(tiny_model_dir, "1/2", keep=("n",))
-    shard(tiny_model_dir, "2/2")  # the input is read again, and the results stay
+    shard(tiny_model_dir, "2/2")  # the input is read again, and results are kept
     shard(tiny_model_dir, "1/2", merge=True)
     assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
 
 
-def test_other_settings_are_refused(tiny_model_dir: Path, source: Path) -> None:
+def test_a_shard_with_other_settings_is_refused(tiny_model_dir: Path, source: Path) -> None:
     shard(tiny_model_dir, "1/2")
     with pytest.raises(
         UsageError, match=r"o\.jsonl was made with other settings: seed was 5, is 6; delete o\.jsonl\.job "
@@ -262,7 +262,7 @@ def test_other_settings_are_refused(tiny_model_dir: Path, source: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_without_shards_goes_on_from_what_they_have_done(tiny_model_dir: Path, source: Path) -> None:
+def test_a_run_without_shards_continues_from_their_results(tiny_model_dir: Path, source: Path) -> None:
     done = shard(tiny_model_dir, "2/3").stats["rows"]
     report = run_job(config_of(tiny_model_dir))
     assert (report.stats["rows_resumed"], report.stats["rows"]) == (done, 24 - done)
@@ -270,7 +270,7 @@ def test_a_run_without_shards_goes_on_from_what_they_have_done(tiny_model_dir: P
 
 
 @pytest.mark.slow
-def test_shards_go_on_from_what_a_run_without_them_has_done(tiny_model_dir: Path, source: Path) -> None:
+def test_shards_continue_from_the_results_of_a_run_without_them(tiny_model_dir: Path, source: Path) -> None:
     run_job(config_of(tiny_model_dir, limit=9))
     generated = sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2"))
     assert generated == 24 - 9
@@ -279,7 +279,7 @@ def test_shards_go_on_from_what_a_run_without_them_has_done(tiny_model_dir: Path
 
 
 @pytest.mark.slow
-def test_rows_that_are_added_are_generated_and_the_others_are_kept(tiny_model_dir: Path, source: Path) -> None:
+def test_rows_added_between_runs_of_shards_are_generated(tiny_model_dir: Path, source: Path) -> None:
     done = shard(tiny_model_dir, "1/2").stats["rows"]
     write(rows(30))
     generated = sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2"))
@@ -301,7 +301,7 @@ def test_an_input_that_changes_before_the_merge_is_noticed(tiny_model_dir: Path,
 
 
 @pytest.mark.slow
-def test_rows_of_a_shard_that_were_cut_run_again_with_retry(tiny_model_dir: Path, source: Path) -> None:
+def test_rows_that_ended_with_length_run_again_with_retry(tiny_model_dir: Path, source: Path) -> None:
     cut = [shard(tiny_model_dir, name).stats["finish_reasons"]["length"] for name in ("1/2", "2/2")]
     assert min(cut) > 0
     again = [shard(tiny_model_dir, name, retry=("length",)).stats["rows"] for name in ("1/2", "2/2")]
@@ -311,7 +311,7 @@ def test_rows_of_a_shard_that_were_cut_run_again_with_retry(tiny_model_dir: Path
 
 
 @pytest.mark.slow
-def test_results_that_are_damaged_are_generated_again(tiny_model_dir: Path, source: Path) -> None:
+def test_damaged_results_of_a_shard_are_generated_again(tiny_model_dir: Path, source: Path) -> None:
     for name in ("1/2", "2/2"):
         shard(tiny_model_dir, name)
     plan = load_plan(Path("o.jsonl.job"))
@@ -328,7 +328,7 @@ def test_results_that_are_damaged_are_generated_again(tiny_model_dir: Path, sour
     assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
 
 
-def test_a_merge_killed_while_it_removes_what_the_shards_left_ends_as_if_not(
+def test_a_merge_killed_while_it_removes_the_shards_is_complete(
     tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard(tiny_model_dir, "1/2")
@@ -336,7 +336,7 @@ def test_a_merge_killed_while_it_removes_what_the_shards_left_ends_as_if_not(
 
     def removing(path: Path, **options: Any) -> None:
         for inside in Path(path).glob("*/*/*"):
-            inside.unlink()  # the plan may come last
+            inside.unlink()  # everything except the plan
         raise Killed
 
     with monkeypatch.context() as killing:
@@ -349,7 +349,7 @@ def test_a_merge_killed_while_it_removes_what_the_shards_left_ends_as_if_not(
     assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
 
 
-def test_a_plan_that_is_damaged_may_be_deleted_and_no_result_is_lost(tiny_model_dir: Path, source: Path) -> None:
+def test_a_damaged_plan_can_be_deleted_without_losing_results(tiny_model_dir: Path, source: Path) -> None:
     plan = Path("o.jsonl.job/shards/plan.json")
     generated = shard(tiny_model_dir, "1/2").stats["rows"]
     plan.write_text("{")
@@ -365,7 +365,7 @@ def test_a_plan_that_is_damaged_may_be_deleted_and_no_result_is_lost(tiny_model_
     assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
 
 
-def test_results_of_shards_whose_settings_are_not_known_are_not_dropped(tiny_model_dir: Path, source: Path) -> None:
+def test_results_of_shards_without_a_manifest_are_kept(tiny_model_dir: Path, source: Path) -> None:
     shard(tiny_model_dir, "1/2")
     Path("o.jsonl.job/manifest.json").unlink()
     with pytest.raises(UsageError, match=r"results but no manifest\.json"):
@@ -388,7 +388,7 @@ def test_several_relative_inputs_are_merged_from_another_folder(
 
 
 @pytest.mark.slow
-def test_more_shards_than_rows_and_an_empty_input_are_no_trouble(tiny_model_dir: Path, source: Path) -> None:
+def test_there_may_be_more_shards_than_rows_and_no_rows_at_all(tiny_model_dir: Path, source: Path) -> None:
     write(rows()[:2])
     for number in range(1, 6):
         shard(tiny_model_dir, f"{number}/5")
@@ -401,9 +401,7 @@ def test_more_shards_than_rows_and_an_empty_input_are_no_trouble(tiny_model_dir:
     assert Path("empty.jsonl").read_bytes() == b""
 
 
-def test_the_first_reading_tells_how_far_it_is_and_the_status_names_every_shard(
-    tiny_model_dir: Path, source: Path
-) -> None:
+def test_notes_and_status_name_finished_and_missing_shards(tiny_model_dir: Path, source: Path) -> None:
     class Recorder(Silent):
         def __init__(self) -> None:
             self.notes: list[str] = []
@@ -422,7 +420,7 @@ def test_the_first_reading_tells_how_far_it_is_and_the_status_names_every_shard(
     assert recorder.notes[-1] == "all 2 shards are done: batchgen merge o.jsonl writes the output"
 
 
-def test_a_shard_that_merges_does_not_ask_for_a_merge(tiny_model_dir: Path, source: Path) -> None:
+def test_a_shard_that_merges_does_not_suggest_a_merge(tiny_model_dir: Path, source: Path) -> None:
     shard(tiny_model_dir, "1/2")
     notes: list[str] = []
     recorder = Silent()
@@ -443,12 +441,14 @@ def test_a_shard_that_merges_does_not_ask_for_a_merge(tiny_model_dir: Path, sour
         ({"merge": True}, "--merge is for a run with --shard"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(tiny_model_dir: Path, source: Path, options: dict[str, Any], said: str) -> None:
+def test_options_that_do_not_work_with_shards_are_refused(
+    tiny_model_dir: Path, source: Path, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UsageError, match=said):
         config_of(tiny_model_dir, **options)
 
 
-def test_standard_streams_have_no_shards(tiny_model_dir: Path, source: Path) -> None:
+def test_standard_streams_and_remote_outputs_cannot_have_shards(tiny_model_dir: Path, source: Path) -> None:
     config = config_of(tiny_model_dir, shard="1/2")
     with pytest.raises(UsageError, match="--shard reads the input twice, which <stdin> does not allow; use a file"):
         run_job(replace(config, inputs=("-",)))
@@ -458,7 +458,7 @@ def test_standard_streams_have_no_shards(tiny_model_dir: Path, source: Path) -> 
         run_job(replace(config, output="s3://b/o.jsonl"))
 
 
-def test_a_folder_on_an_object_store_is_refused_before_anything_is_made(
+def test_shards_in_a_folder_on_an_object_store_are_refused_before_anything_is_written(
     tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("batchgen.jobs.lease.file_system", lambda folder: "fuse.s3fs")

@@ -1,4 +1,4 @@
-"""What signals ask of a job."""
+"""How signals end a job."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ def send(signum: int) -> None:
     time.sleep(0)  # let Python run the handler
 
 
-def test_without_a_signal_the_job_goes_on() -> None:
+def test_without_a_signal_the_job_continues() -> None:
     with Signals(grace=5) as signals:
         assert signals.stop() is None
         signals.check()
@@ -34,7 +34,7 @@ def test_sigint_stops_at_the_next_step() -> None:
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_sigterm_and_sighup_drain_for_the_grace_and_then_stop(signum: int, code: int) -> None:
+def test_sigterm_and_sighup_drain_for_the_grace_period_and_then_stop(signum: int, code: int) -> None:
     with Signals(grace=0.05) as signals:
         send(signum)
         assert signals.stop() == "drain"
@@ -65,26 +65,26 @@ def test_a_signal_ignored_from_the_start_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_handlers_are_put_back() -> None:
+def test_signal_handlers_are_restored() -> None:
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     with Signals(grace=5):
         assert signal.getsignal(signal.SIGTERM) != before[1]
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
-def test_what_has_nothing_to_lose_ends_at_the_first_signal_even_while_it_waits() -> None:
+def test_interruptible_work_ends_at_the_first_signal_even_while_it_waits() -> None:
     reader, writer = os.pipe()
     timer = threading.Timer(0.05, send, [signal.SIGTERM])
     with Signals(grace=60) as signals:
         timer.start()
         with pytest.raises(Interrupted) as error, signals.interruptible():
-            os.read(reader, 1)  # nothing ever comes
+            os.read(reader, 1)  # never returns
     os.close(reader)
     os.close(writer)
     assert error.value.exit_code == 143
 
 
-def test_a_library_that_turns_the_interruption_into_its_own_error_does_not_hide_it() -> None:
+def test_a_library_that_raises_its_own_error_does_not_hide_the_interruption() -> None:
     with Signals(grace=60) as signals, pytest.raises(Interrupted), signals.interruptible():
         try:
             send(signal.SIGINT)
@@ -92,7 +92,7 @@ def test_a_library_that_turns_the_interruption_into_its_own_error_does_not_hide_
             raise ValueError("cannot load") from e
 
 
-def test_outside_the_main_thread_nothing_is_installed() -> None:
+def test_outside_the_main_thread_no_handlers_are_installed() -> None:
     seen = []
 
     def work() -> None:
@@ -106,7 +106,7 @@ def test_outside_the_main_thread_nothing_is_installed() -> None:
     assert seen == [(None, before)]
 
 
-def test_a_library_that_catches_errors_and_prints_them_does_not_meet_the_signal(
+def test_a_library_that_catches_exceptions_does_not_catch_the_signal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with Signals(grace=5) as signals, pytest.raises(Interrupted), signals.interruptible():
@@ -122,7 +122,7 @@ class _SendsWhenDeleted:
         send(signal.SIGINT)
 
 
-def test_a_signal_in_a_finalizer_where_python_drops_exceptions_comes_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_that_python_drops_in_a_finalizer_is_sent_again(capsys: pytest.CaptureFixture[str]) -> None:
     with Signals(grace=60) as signals, pytest.raises(Interrupted) as error, signals.interruptible():
         _SendsWhenDeleted()
         time.sleep(60)
@@ -130,14 +130,14 @@ def test_a_signal_in_a_finalizer_where_python_drops_exceptions_comes_again(capsy
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_signal_that_comes_again_while_python_still_drops_the_first_comes_once_more(
+def test_a_signal_is_sent_again_until_it_is_no_longer_dropped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start = threading.Timer.start
 
     def start_and_wait(timer: threading.Timer) -> None:
         start(timer)
-        time.sleep(0.1)  # as on a busy machine: the timer has run out before this returns
+        time.sleep(0.1)  # like a busy machine: the timer fires before this returns
 
     monkeypatch.setattr(threading.Timer, "start", start_and_wait)
     with Signals(grace=60) as signals, pytest.raises(Interrupted), signals.interruptible():
@@ -146,7 +146,7 @@ def test_a_signal_that_comes_again_while_python_still_drops_the_first_comes_once
     assert capsys.readouterr() == ("", "")
 
 
-def test_no_signal_comes_again_after_the_work_that_it_was_to_end() -> None:
+def test_no_signal_is_sent_again_after_the_interrupted_work_has_ended() -> None:
     came: list[int] = []
     before = signal.signal(signal.SIGINT, lambda signum, frame: came.append(signum))
     try:
@@ -161,7 +161,7 @@ def test_no_signal_comes_again_after_the_work_that_it_was_to_end() -> None:
     assert came == []
 
 
-def test_after_a_dropped_signal_the_next_one_is_the_second() -> None:
+def test_a_dropped_signal_counts_as_the_first() -> None:
     with Signals(grace=60) as signals:
         with pytest.raises(Interrupted), signals.interruptible():
             _SendsWhenDeleted()
@@ -169,7 +169,7 @@ def test_after_a_dropped_signal_the_next_one_is_the_second() -> None:
             send(signal.SIGINT)
 
 
-def test_jobs_in_other_threads_leave_python_s_hook_as_it_is() -> None:
+def test_jobs_in_other_threads_do_not_change_pythons_hook() -> None:
     hooks = []
 
     def work() -> None:

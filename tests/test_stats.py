@@ -1,4 +1,4 @@
-"""Figures: exact values of a small run, and sums over a job's runs."""
+"""The figures of a run, and their sums over the runs of a job."""
 
 import json
 import re
@@ -64,7 +64,7 @@ def test_figures_have_the_documented_names_in_the_documented_order() -> None:
     assert list(figures(run_of(10), engine_of(), SETTING)) == NAMES
 
 
-def test_the_page_of_results_has_every_figure_in_the_order_of_the_file() -> None:
+def test_the_page_of_results_documents_every_figure_in_order() -> None:
     page = (Path(__file__).parent.parent / "docs" / "reference" / "results.md").read_text("utf-8")
     table = page.partition("## Figures")[2]
     first, meanings = zip(*(line.split(" | ", 1) for line in table.splitlines() if line.startswith("| `")), strict=True)
@@ -80,7 +80,7 @@ def test_figures_of_a_run_are_exact() -> None:
     assert stats["schema"] == "batchgen.stats/1"
     assert (stats["rows"], stats["rows_ok"], stats["rows_failed"], stats["rows_resumed"]) == (12, 10, 2, 0)
     assert stats["finish_reasons"] == {"stop": 10, "length": 0, "timeout": 0, "error": 2}
-    assert stats["prompt_tokens"] == 200  # those of failed rows were never run
+    assert stats["prompt_tokens"] == 200  # without those of failed rows, which never ran
     assert stats["prefill_efficiency"] == 0.8
     assert stats["shared_fraction"] == 0.75
     assert stats["completion_tokens_per_s"] == 25.0
@@ -93,21 +93,21 @@ def test_figures_of_a_run_are_exact() -> None:
     assert stats["memory_bytes_peak"] > 10_000_000
 
 
-def test_a_run_that_did_nothing_has_figures_without_a_division_by_zero() -> None:
+def test_the_figures_of_an_empty_run_do_not_divide_by_zero() -> None:
     stats = figures(RunFigures(), EngineStats(), SETTING)
     assert stats["prefill_efficiency"] == 1.0
     assert stats["shared_fraction"] == 0.0
     assert stats["completion_tokens_per_s"] == stats["mean_decode_batch"] == 0.0
 
 
-def test_the_least_prefill_is_never_more_than_what_was_run() -> None:
+def test_prefill_tokens_min_never_exceeds_what_was_run() -> None:
     run = run_of(10)
-    run.prefill_tokens_min = 5000  # planned, and stopped before most of it ran
+    run.prefill_tokens_min = 5000  # planned, but stopped before most of it ran
     stats = figures(run, engine_of(), SETTING)
     assert (stats["prefill_tokens_min"], stats["prefill_efficiency"]) == (50, 1.0)
 
 
-def test_job_holds_the_sums_over_all_runs() -> None:
+def test_the_job_figures_sum_all_runs() -> None:
     first = figures(run_of(4, failed=1), engine_of(20), SETTING)
     second_run = run_of(6)
     for _ in range(4):
@@ -125,7 +125,7 @@ def test_job_holds_the_sums_over_all_runs() -> None:
     assert job["kv_bytes_peak"] == 1000
 
 
-def test_memory_peak_is_that_of_this_process_in_bytes() -> None:
+def test_the_memory_peak_is_in_bytes() -> None:
     before = memory_bytes_peak()
     block = bytearray(64 << 20)
     block[::4096] = b"x" * len(block[::4096])
@@ -140,7 +140,7 @@ def test_figures_are_written_as_json(tmp_path: Path) -> None:
     write_stats(None, {"rows": 3})
 
 
-def test_a_stats_file_in_no_folder_is_wrong_use(tmp_path: Path) -> None:
+def test_a_stats_file_in_a_missing_folder_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "nowhere" / "stats.json"
     with pytest.raises(UsageError) as error:
         check_stats_file(str(path))
@@ -152,6 +152,6 @@ def test_a_stats_file_in_no_folder_is_wrong_use(tmp_path: Path) -> None:
     check_stats_file(None)
 
 
-def test_a_package_that_is_not_there_has_no_version() -> None:
+def test_a_missing_package_has_no_version() -> None:
     assert version_of("no-such-package-anywhere") == "not installed"
     assert version_of("pytest") == pytest.__version__

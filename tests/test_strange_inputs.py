@@ -1,4 +1,4 @@
-"""Strange inputs, from the file to the output: each has its result (docs/safety.md), none a traceback, and no row is lost."""
+"""Jobs on strange inputs: each has the documented result (docs/safety.md), none ends in a traceback, and no row is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Run = Callable[..., list[Row]]
 
 @pytest.fixture
 def run(tiny_model_dir: Path, tmp_path: Path) -> Run:
-    """Runs a job over a file of these bytes and gives the rows of its output, one token each."""
+    """Runs a job over a file of these bytes with one token for each row. Returns the output rows."""
 
     def job(name: str, data: bytes, *, output: str = "out.jsonl", code: int | None = None, **options: Any) -> list[Row]:
         (tmp_path / name).write_bytes(data)
@@ -56,7 +56,7 @@ def run(tiny_model_dir: Path, tmp_path: Path) -> Run:
 
 
 def errors(rows: list[Row]) -> list[tuple[str, str] | None]:
-    """Type and message, the place left out."""
+    """The type and the message of each error, without the place."""
     return [row["error"] and (row["error"]["type"], row["error"]["message"].split(": ", 1)[-1]) for row in rows]
 
 
@@ -103,8 +103,8 @@ LINES: list[tuple[str, bytes, tuple[str, str] | None]] = [
 ]  # fmt: skip
 
 
-def test_every_strange_line_has_its_result_and_the_lines_beside_it_theirs(run):
-    """Each between two good ones, in one file, with blank lines, and no line end at the last."""
+def test_every_strange_line_has_its_result_and_does_not_affect_other_lines(run):
+    """Each one is between two good lines of the same file, with blank lines around it. The last line has no line end."""
     good = b'{"prompt": "good"}\n'
     data = b"".join(good + line + b"\n \t\r\n\n" for _, line, _ in LINES) + good.rstrip()
     rows = run("x.jsonl", data, code=3)
@@ -123,7 +123,7 @@ def test_every_strange_line_has_its_result_and_the_lines_beside_it_theirs(run):
     assert by_name["a NUL in text, escaped"]["prompt"] == "a\x00b"
 
 
-def test_the_same_lines_into_parquet_lose_no_row_either(run):
+def test_no_strange_line_is_lost_in_parquet(run):
     data = b"".join(line + b"\n" for name, line, _ in LINES if name != "endlessly deep")
     rows = run("x.jsonl", data, output="out.parquet", code=3)
     assert errors(rows) == [error for name, _, error in LINES if name != "endlessly deep"]
@@ -135,7 +135,7 @@ def test_an_empty_file_gives_an_empty_output(run, name):
 
 
 @pytest.mark.parametrize("data", [b"\n\n", b" \r\n\t\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n"])
-def test_blank_lines_alone_are_no_rows(run, data):
+def test_blank_lines_are_not_rows(run, data):
     assert run("x.jsonl", data, code=0) == []
 
 
@@ -146,7 +146,7 @@ def test_a_parquet_file_without_rows_gives_an_empty_output(run):
 
 
 @pytest.mark.parametrize("rows", [3, 0])
-def test_parquet_on_standard_input_keeps_its_types_as_a_file_does(run, rows, tmp_path, tiny_model_dir, monkeypatch):
+def test_parquet_on_standard_input_keeps_its_types(run, rows, tmp_path, tiny_model_dir, monkeypatch):
     table = pa.table(
         {
             "prompt": pa.array(["a", "b", "c"]),
@@ -174,7 +174,7 @@ def test_parquet_on_standard_input_keeps_its_types_as_a_file_does(run, rows, tmp
 def test_ids_may_be_equal_and_of_any_kind(run):
     ids = ["a", "a", 1, 1, None, True, 1.5, {"b": [1]}, "9" * 1000]
     rows = run("x.jsonl", b"".join(json.dumps({"prompt": "p", "id": i}).encode() + b"\n" for i in ids), code=0)
-    assert [row["id"] for row in rows] == [*ids[:4], 4, *ids[5:]]  # null is no id: its number stands for it
+    assert [row["id"] for row in rows] == [*ids[:4], 4, *ids[5:]]  # null is not an id: the row number replaces it
 
 
 COLUMNS = 10_000
@@ -202,7 +202,7 @@ def test_ten_thousand_columns_are_carried(run, name, output):
     assert all(columns.items() <= row.items() for row in rows)
 
 
-def test_a_column_of_mixed_types_has_one_type_in_parquet_and_loses_nothing(run):
+def test_a_column_of_mixed_types_becomes_text_in_parquet_and_loses_nothing(run):
     values = [1, "two", [3], {"four": 4}, None, 2**80, 0.5, True]
     data = b"".join(json.dumps({"prompt": "p", "x": x}).encode() + b"\n" for x in values)
     assert [row["x"] for row in run("x.jsonl", data, code=0)] == values
@@ -210,7 +210,7 @@ def test_a_column_of_mixed_types_has_one_type_in_parquet_and_loses_nothing(run):
     assert [row["x"] for row in rows] == ["1", '"two"', "[3]", '{"four": 4}', None, str(2**80), "0.5", "true"]
 
 
-def test_csv_with_everything_wrong_keeps_a_row_for_each(run):
+def test_every_malformed_csv_record_is_a_failed_row(run):
     data = b'\xef\xbb\xbfid,prompt,\r\n1,a,\r\n2\r\n\r\n3,\xff,\r\n4,"x"y,\r\n5,\x00,z\r\n6,  ,\r\n7,"open'
     rows = run("x.csv", data, code=3)
     assert errors(rows) == [
@@ -233,21 +233,21 @@ def test_csv_with_everything_wrong_keeps_a_row_for_each(run):
         ("x.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 3, mtime=0)[:-6], "breaks off after line 3: "),
     ],
 )
-def test_what_is_no_file_of_its_kind_is_said_in_one_line(run, name, data, said):
+def test_a_corrupt_file_is_a_one_line_error(run, name, data, said):
     with pytest.raises(InputCorrupt) as e:
         run(name, data)
     assert said in str(e.value)
     assert "\n" not in str(e.value)
 
 
-def test_a_file_without_a_prompt_in_any_row_is_wrong_use(run):
+def test_a_file_without_any_prompt_is_refused(run):
     with pytest.raises(UsageError) as e:
         run("x.jsonl", b'{"text": "a"}\n' * 3)
     assert str(e.value).startswith("no row has a column 'prompt'; the input has 'text'")
 
 
-def test_a_line_that_is_a_bomb_is_an_error_row_and_the_rest_is_generated(run, monkeypatch):
-    """2,000 times as long as its file. The real limit is 256 MiB."""
+def test_a_decompression_bomb_in_one_line_fails_only_its_row(run, monkeypatch):
+    """The line is far larger than its file. The limit outside this test is 256 MiB."""
     monkeypatch.setattr("batchgen.records.inputs.read_jsonl", partial(read_jsonl, max_line=1_000_000))
     bomb = b'{"prompt": "' + b"x" * 20_000_000 + b'"}\n'
     rows = run("x.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' + bomb + b'{"prompt": "a"}\n'), code=3)
@@ -255,20 +255,20 @@ def test_a_line_that_is_a_bomb_is_an_error_row_and_the_rest_is_generated(run, mo
 
 
 def long_lines(length: int) -> bytes:
-    """Three rows that carry that many bytes, and one of which they are the prompt."""
+    """Three rows with a column of `length` bytes, and one whose prompt has that length."""
     carried = json.dumps({"prompt": "p", "carried": "x" * length}) + "\n"
     return (carried * 3 + json.dumps({"prompt": "y " * (length // 2)}) + "\n").encode()
 
 
-def test_long_lines_have_their_results(run):
+def test_long_lines_are_carried_or_fail_as_too_long(run):
     rows = run("x.jsonl", long_lines(1_000_000), code=3)
     assert [len(row.get("carried", "")) for row in rows] == [1_000_000] * 3 + [0]
     assert [row["error"] and row["error"]["type"] for row in rows] == [None] * 3 + ["prompt_too_long"]
     assert len(rows[3]["prompt"]) == 1_000_000
 
 
-def test_a_prompt_longer_than_any_model_takes_is_not_tokenized(run, monkeypatch):
-    """That of 100,000,000 characters would need 25 GB. The real limit is 10,000,000."""
+def test_a_prompt_above_the_limit_of_characters_is_not_tokenized(run, monkeypatch):
+    """A prompt of 100,000,000 characters would need 25 GB. The limit outside this test is 10,000,000."""
     monkeypatch.setattr(encoding, "DEFAULT_LIMITS", encoding.EncoderLimits(longest_text=100, batch_characters=20))
     rows = run("x.jsonl", b"".join(b'{"prompt": "%s"}\n' % (b"x" * n) for n in (100, 101, 5)), code=3)
     error = ("prompt_too_long", "the prompt has 101 characters; more than 100 are never tokenized")
@@ -276,10 +276,10 @@ def test_a_prompt_longer_than_any_model_takes_is_not_tokenized(run, monkeypatch)
 
 
 @pytest.mark.slow
-def test_lines_of_100_mb_take_at_most_fifteen_times_their_length_of_memory(
+def test_lines_of_100_mb_take_at_most_fifteen_times_their_size_in_memory(
     tiny_model_dir: Path, tmp_path: Path, command: list[str], command_environment: dict[str, str]
 ) -> None:
-    """Whole process against whole process: what lines of ten bytes take is no part of it."""
+    """Compares whole processes: the memory that lines of ten bytes need is subtracted."""
     peaks = []
     size = 100_000_000
     for length in (10, size):

@@ -1,4 +1,4 @@
-"""Files that batchgen keeps between runs are replaced whole, and one process at a time makes them."""
+"""Files in the user's cache are replaced as a whole, and one process at a time makes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from batchgen.process.user_cache import locked, replaced
 
 
-def test_a_file_is_replaced_when_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_a_file_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -> None:
     file = tmp_path / "verdict.json"
     file.write_text("old")
     with replaced(file) as new:
@@ -20,7 +20,7 @@ def test_a_file_is_replaced_when_the_new_one_is_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_file_stays_as_it_is_when_the_new_one_fails(tmp_path: Path) -> None:
+def test_a_file_is_unchanged_if_writing_the_new_one_fails(tmp_path: Path) -> None:
     file = tmp_path / "verdict.json"
     file.write_text("old")
     with pytest.raises(ZeroDivisionError), replaced(file) as new:
@@ -30,7 +30,7 @@ def test_a_file_stays_as_it_is_when_the_new_one_fails(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_lock_is_made_with_its_folder_and_held_by_one_at_a_time(tmp_path: Path) -> None:
+def test_a_lock_creates_its_folder_and_has_one_holder_at_a_time(tmp_path: Path) -> None:
     file = tmp_path / "cache" / "lock"
     order: list[str] = []
     begun = threading.Event()

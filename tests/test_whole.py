@@ -1,4 +1,4 @@
-"""A job in the prefix order of its whole input, with windows so small that its requests are sorted on disk."""
+"""Jobs in the prefix order of the whole input, with windows so small that requests are sorted on disk."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def config_of(model: Path, source: Path, name: str = "out.jsonl", **options: Any
 
 
 class StopAt(Silent):
-    """Has the process told to stop when so many rows are done."""
+    """Interrupts the process when `done` rows are done. Records the phases and the rows read."""
 
     def __init__(self, done: int) -> None:
         self._done = done
@@ -65,13 +65,13 @@ class StopAt(Silent):
 
 
 def stored_keys(folder: Path) -> list[bytes]:
-    """Of the results in a job's folder, in the order in which they came."""
+    """The keys of the results in a job's folder, in the order in which they were stored."""
     with closing(sqlite3.connect(folder / "results.sqlite")) as db:
         return [key for (key,) in db.execute("SELECT key FROM results ORDER BY rowid")]
 
 
 def stopped(config: JobConfig, done: int) -> Path:
-    """The job's folder, after a run that was stopped when so many rows were done."""
+    """Runs the job and interrupts it when `done` rows are done. Returns the job's folder."""
     with pytest.raises(Interrupted):
         run_job(config, StopAt(done))
     return Path(f"{config.output}.job")
@@ -81,7 +81,7 @@ GREEDY, FORKS = SamplingParams(max_tokens=4), SamplingParams(max_tokens=6, tempe
 
 
 @pytest.mark.parametrize("sampling", slow_but([FORKS], [GREEDY, FORKS]))
-def test_the_output_is_that_of_one_window_and_so_is_what_is_run(
+def test_several_windows_give_the_output_and_the_prefill_of_one(
     sampling: SamplingParams, tiny_model_dir: Path, write_jsonl: Write
 ) -> None:
     source = write_jsonl(shuffled(95))
@@ -94,14 +94,14 @@ def test_the_output_is_that_of_one_window_and_so_is_what_is_run(
     assert (whole["rows"], whole["rows_ok"], whole["rows_resumed"]) == (95, 95, 0)
 
 
-def test_nothing_is_left_but_what_knows_the_rows_again(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_a_finished_job_keeps_only_keys_settings_and_figures(tiny_model_dir: Path, write_jsonl: Write) -> None:
     config = config_of(tiny_model_dir, write_jsonl(shuffled(30)))
     run_job(config)
     assert sorted(os.listdir(f"{config.output}.job")) == ["keys", "lock", "manifest.json", "report.json", "stats.json"]
     assert run_job(config).already_finished
 
 
-def test_a_run_that_was_stopped_goes_on_without_reading_again(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_a_stopped_run_resumes_without_sorting_again(tiny_model_dir: Path, write_jsonl: Write) -> None:
     source = write_jsonl([*shuffled(60), {"prompt": ""}, {"other": 1}])
     expected = config_of(tiny_model_dir, source, "expected.jsonl")
     run_job(expected)
@@ -110,7 +110,7 @@ def test_a_run_that_was_stopped_goes_on_without_reading_again(tiny_model_dir: Pa
     assert list((folder / "sorted").iterdir())
     progress = StopAt(-1)
     stats = run_job(config, progress).stats
-    assert progress.read == [*range(4, 62, 4), 62]  # the second reading, and no other
+    assert progress.read == [*range(4, 62, 4), 62]  # only the second reading
     assert stats["rows_resumed"] >= 20
     assert stats["job"] | {"seconds": 0} == stats["job"] | {
         "seconds": 0,
@@ -123,7 +123,7 @@ def test_a_run_that_was_stopped_goes_on_without_reading_again(tiny_model_dir: Pa
 
 
 @pytest.mark.parametrize("damage", slow_but(["flipped"], ["gone", "cut", "flipped"]))
-def test_a_first_reading_that_is_not_whole_is_done_again(damage: str, tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_damaged_sorted_requests_are_made_again(damage: str, tiny_model_dir: Path, write_jsonl: Write) -> None:
     source = write_jsonl([*shuffled(40), {"other": 1}])
     expected = config_of(tiny_model_dir, source, "expected.jsonl")
     run_job(expected)
@@ -144,7 +144,7 @@ def test_a_first_reading_that_is_not_whole_is_done_again(damage: str, tiny_model
 @pytest.mark.parametrize(
     "change", [{"limit": 39}, {"prompts": PromptConfig(priority_column="n")}], ids=["limit", "priority"]
 )
-def test_a_first_reading_of_something_else_is_done_again(
+def test_sorted_requests_of_another_input_are_made_again(
     change: dict[str, Any], tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
 ) -> None:
     source = write_jsonl(shuffled(40))
@@ -155,16 +155,16 @@ def test_a_first_reading_of_something_else_is_done_again(
     assert len(progress.read) >= 20  # both readings, of four rows at a time
 
 
-def test_the_end_of_a_window_runs_with_the_beginning_of_the_next(
+def test_the_end_of_a_window_runs_together_with_the_next(
     tiny_model_dir: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One long row in each window of ten: left to itself it would decode alone."""
+    """Each window of ten has one long row, which would otherwise decode alone."""
     rows = [row | {"sampling_params": {"max_tokens": 40 if i % 10 == 0 else 4}} for i, row in enumerate(shuffled(60))]
     source = write_jsonl(rows)
     sampling = SamplingParams(ignore_eos=True)
     engine = EngineConfig(batch_size=4)
-    # Whether the next window is planned by the time it could run is a matter of threads: here it always is.
-    monkeypatch.setattr(PlannedWindows, "next_if_ready", _waiting_for_it)
+    # Whether the next window is planned in time depends on threads. Here it always is.
+    monkeypatch.setattr(PlannedWindows, "next_if_ready", _next_when_planned)
     together = run_job(config_of(tiny_model_dir, source, "together.jsonl", sampling=sampling, engine=engine))
     monkeypatch.setattr(PlannedWindows, "next_if_ready", lambda self, waiting: None)
     apart = run_job(config_of(tiny_model_dir, source, "apart.jsonl", sampling=sampling, engine=engine))
@@ -174,18 +174,18 @@ def test_the_end_of_a_window_runs_with_the_beginning_of_the_next(
         assert together.stats[figure] == apart.stats[figure]
 
 
-def _waiting_for_it(windows: Any, waiting: int) -> Any:
-    found = more(windows, waiting)
+def _next_when_planned(windows: Any, waiting: int) -> Any:
+    found = next_if_ready(windows, waiting)
     if found is None and windows._ahead is not None and not waiting:
         wait([windows._ahead])
-        found = more(windows, waiting)
+        found = next_if_ready(windows, waiting)
     return found
 
 
-more = PlannedWindows.next_if_ready
+next_if_ready = PlannedWindows.next_if_ready
 
 
-def test_a_window_that_cannot_be_read_is_an_error_when_the_one_before_is_done(
+def test_a_window_that_cannot_be_read_fails_after_the_previous_one_is_done(
     tiny_model_dir: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Any) -> Iterator[Any]:
@@ -202,10 +202,10 @@ def test_a_window_that_cannot_be_read_is_an_error_when_the_one_before_is_done(
     assert stats["rows_resumed"] == 10
 
 
-def test_a_first_reading_with_other_settings_is_done_again(
+def test_sorted_requests_with_other_settings_are_made_again(
     tiny_model_dir: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that ended before its first result binds nobody, and so must not leave its parameters behind."""
+    """A run that ended before its first result does not fix the settings, so its sorted requests must not be used."""
     source = write_jsonl(shuffled(40))
 
     class BeforeTheFirst(Silent):
@@ -222,7 +222,7 @@ def test_a_first_reading_with_other_settings_is_done_again(
     assert Path(got.output).read_bytes() == Path(expected.output).read_bytes()
 
 
-def test_rows_that_were_added_or_changed_are_generated_and_the_others_kept(
+def test_added_and_changed_rows_are_generated_and_the_others_kept(
     tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
 ) -> None:
     rows = shuffled(50)
@@ -237,7 +237,7 @@ def test_rows_that_were_added_or_changed_are_generated_and_the_others_kept(
     assert read_jsonl(Path(str(config.output))) == read_jsonl(Path(str(expected.output)))
 
 
-def test_lower_priorities_are_done_first(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_rows_with_lower_priority_values_finish_first(tiny_model_dir: Path, write_jsonl: Write) -> None:
     source = write_jsonl(row | {"p": row["n"] % 2} for row in shuffled(60))
     config = config_of(tiny_model_dir, source, prompts=PromptConfig(priority_column="p"))
     folder = stopped(config, 28)
@@ -248,7 +248,7 @@ def test_lower_priorities_are_done_first(tiny_model_dir: Path, write_jsonl: Writ
     assert not set(stored_keys(folder)) & set(done)
 
 
-def test_parquet_keeps_its_types_through_the_second_reading(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_parquet_keeps_its_types_in_a_sorted_job(tiny_model_dir: Path, tmp_path: Path) -> None:
     table = pa.table(
         {
             "prompt": [f"Group {i % 3} and {i}" for i in range(40)],
@@ -264,7 +264,7 @@ def test_parquet_keeps_its_types_through_the_second_reading(tiny_model_dir: Path
     assert out["id"].to_pylist() == list(range(40))
 
 
-def test_an_input_that_breaks_off_is_generated_so_far_and_kept(
+def test_rows_before_the_broken_place_of_a_sorted_input_are_kept(
     tiny_model_dir: Path, tmp_path: Path, write_jsonl: Write
 ) -> None:
     import gzip
@@ -285,7 +285,7 @@ def test_an_input_that_breaks_off_is_generated_so_far_and_kept(
 
 
 @pytest.mark.parametrize("change", ["longer", "gone"])
-def test_an_input_that_changes_meanwhile_ends_the_job_and_loses_nothing(
+def test_an_input_that_changes_during_the_job_ends_it_and_no_result_is_lost(
     change: str, tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
 ) -> None:
     source = write_jsonl(shuffled(30))
@@ -310,7 +310,7 @@ def test_an_input_that_changes_meanwhile_ends_the_job_and_loses_nothing(
     assert len(read_jsonl(Path(str(config.output)))) == 31
 
 
-def test_a_result_lost_from_the_database_is_missed_and_generated_again(
+def test_a_damaged_result_in_the_database_is_noticed_and_generated_again(
     tiny_model_dir: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(tiny_model_dir, write_jsonl(shuffled(30)))
@@ -336,11 +336,7 @@ def test_a_result_lost_from_the_database_is_missed_and_generated_again(
     assert (stats["rows"], stats["rows_resumed"]) == (1, 29)
 
 
-def test_failed_rows_run_again_when_that_is_asked_for(
-    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
-) -> None:
-    from batchgen import EngineConfig
-
+def test_failed_rows_run_again_with_retry_errors(tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read) -> None:
     source = write_jsonl([*shuffled(30), {"prompt": "x" * 400}])
     tight = EngineConfig(kv_memory="64KB")
     report = run_job(config_of(tiny_model_dir, source, engine=tight))
@@ -353,7 +349,7 @@ def test_failed_rows_run_again_when_that_is_asked_for(
     assert run_job(config_of(tiny_model_dir, source, retry_errors=True)).already_finished
 
 
-def test_the_plan_is_that_of_the_whole_input(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_the_plan_covers_the_whole_input(tiny_model_dir: Path, write_jsonl: Write) -> None:
     source = write_jsonl([*shuffled(80), {"other": 1}])
     whole = plan_job(config_of(tiny_model_dir, source)).as_dict()
     one = plan_job(config_of(tiny_model_dir, source, window=100)).as_dict()

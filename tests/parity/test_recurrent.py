@@ -11,7 +11,7 @@ Each property holds for every family of `RECURRENT_SHAPES` (`make test` runs one
 | logits | `test_every_architecture.py`: `test_tokens_and_logits_equal_those_of_generate` |
 | several completions of a prompt | `test_policies.py`: `test_every_fork_equals_the_completion_of_the_prompt_alone` |
 | scored texts, labels | `test_scores.py`: `test_a_score_equals_that_of_one_forward_over_prompt_and_text`, `test_the_probabilities_of_choices_are_those_of_their_tokens` |
-| a job from its folder to its rows, resumed, on two devices | `../test_recurrent_job.py`: `test_a_job_is_resumed_and_runs_on_two_devices_with_the_rows_of_generate` |
+| a job from its folder to its rows, resumed, on two devices | `../test_recurrent_job.py`: `test_a_resumed_job_on_two_devices_equals_generate` |
 | memory of states | `../state/test_sizes.py`: `test_the_plan_of_a_models_memory_is_exact` |
 | multimodal wrappers, such as that of Qwen 3.5 | `test_wrappers.py`: `test_text_equals_that_of_the_wrappers_own_generate` |
 """
