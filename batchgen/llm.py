@@ -228,8 +228,7 @@ class LLM:
         self._check_task("generate")
         options = replace(_prompt_options(prompt_options), score=True)
         rows = [_columns(prompt, options) for prompt in _listed(prompts)]
-        _check_order("completions", completions)
-        texts = [_checked_completion(one) for one in ([completions] if isinstance(completions, str) else completions)]
+        texts = [_checked_completion(one) for one in _listed_completions(completions)]
         if len(texts) != len(rows):
             raise ValueError(
                 f"there are {len(rows)} prompts and {len(texts)} completions; give one completion for each prompt"
@@ -251,6 +250,9 @@ class LLM:
         `run` calls `on_result(result)` for each prompt, with its number in `result.row`, and `on_token(number, completion, token)` for
         each sampled token; `completion` is the index of the completion among those of the prompt.
         """
+        _check_callable("on_result", on_result)
+        if on_token is not None:
+            _check_callable("on_token", on_token)
         options = _prompt_options(prompt_options)
         rows = _rows_of([_columns(prompt, options) for prompt in _listed(prompts)])
         return self._add(rows, _params_of(params, len(rows)), options, on_result, on_token)
@@ -405,6 +407,21 @@ def _listed(prompts: Any) -> list[Any]:
     return list(prompts)
 
 
+def _listed_completions(given: Any) -> list[Any]:
+    """Returns the completions of a call of `score` as a list."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, bytes | bytearray | Mapping) or not isinstance(given, Iterable):
+        raise TypeError(f"completions must be a text or a list of completions, not {_shortened(given)}")
+    _check_order("completions", given)
+    return list(given)
+
+
+def _check_callable(name: str, given: Any) -> None:
+    if not callable(given):
+        raise TypeError(f"{name} must be a function, not {_shortened(given)}")
+
+
 def _check_order(name: str, given: Any) -> None:
     """Raises `TypeError` for a set: its order differs between processes, so nobody could tell which result is whose."""
     if isinstance(given, set | frozenset):
@@ -463,18 +480,26 @@ def _params_of(given: Any, prompts: int) -> SamplingParams | list[SamplingParams
         raise ValueError(
             f"there are {prompts} prompts and {len(given)} params; give one for each prompt, or one for all"
         )
-    return [SamplingParams() if one is None else _one_params(one) for one in given]
+    return [
+        SamplingParams() if one is None else _one_params(one, f"params[{place}]") for place, one in enumerate(given)
+    ]
 
 
-def _one_params(given: Any) -> SamplingParams:
+def _one_params(given: Any, place: str = "") -> SamplingParams:
+    """Returns the parameters as `SamplingParams`. `place` is their name in messages, if they are those of one prompt of several."""
     if isinstance(given, SamplingParams):
         return given
     if not isinstance(given, Mapping):
-        raise TypeError(f"params must be SamplingParams, a dict, or a list of them, not {_shortened(given)}")
+        wanted = (
+            f"{place} must be SamplingParams or a dict"
+            if place
+            else "params must be SamplingParams, a dict, or a list of them"
+        )
+        raise TypeError(f"{wanted}, not {_shortened(given)}")
     try:
         return SamplingParams().merged(translated(given))
     except RowError as e:
-        raise ValueError(e.message) from None
+        raise ValueError(f"{place}: {e.message}" if place else e.message) from None
 
 
 def _prompt_options(given: Any) -> PromptConfig:

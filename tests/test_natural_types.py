@@ -126,7 +126,7 @@ def test_a_completion_given_as_token_ids_has_the_score_of_its_text(llm: LLM) -> 
         ((["a", None],), "a prompt must be text, a list of messages (objects with role and content), a list of token ids, or an object with prompt or messages, not None"),
         (([{"text": "a"}],), "a prompt must be text, a list of messages (objects with role and content), a list of token ids, or an object with prompt or messages, not {'text': 'a'}"),
         ((["a"], 5), "params must be SamplingParams, a dict, or a list of them, not 5"),
-        ((["a"], ["x"]), "params must be SamplingParams, a dict, or a list of them, not 'x'"),
+        ((["a"], ["x"]), "params[0] must be SamplingParams or a dict, not 'x'"),
     ],
 )  # fmt: skip
 def test_other_types_raise_a_type_error_at_the_call(llm: LLM, arguments: Any, message: str) -> None:
@@ -156,6 +156,22 @@ def test_lists_of_different_lengths_and_wrong_types_are_refused(llm: LLM) -> Non
         llm.generate("a", prompt_options={})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^unknown parameter 'temprature'$"):
         llm.generate("a", {"temprature": 1})
+    with pytest.raises(ValueError, match=r"^params\[1\]: temperature must be at least 0, not -1\.0$"):
+        llm.generate(["a", "b"], [None, {"temperature": -1}])
+
+
+@pytest.mark.parametrize("given", [None, 5, {"a": 1}, b"a"])
+def test_completions_that_are_no_list_raise_a_type_error(llm: LLM, given: Any) -> None:
+    with pytest.raises(TypeError, match=r"^completions must be a text or a list of completions, not "):
+        llm.score("a", given)
+
+
+def test_a_callback_that_cannot_be_called_is_refused_before_its_prompts_are_added(llm: LLM) -> None:
+    with pytest.raises(TypeError, match=r"^on_result must be a function, not None$"):
+        llm.add("a", on_result=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^on_token must be a function, not 5$"):
+        llm.add("a", on_result=print, on_token=5)  # type: ignore[arg-type]
+    assert llm.unfinished == 0
 
 
 def test_a_model_is_closed_after_its_with_block_and_later_calls_say_so(tiny_model_dir: Path) -> None:
