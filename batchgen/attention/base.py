@@ -1,19 +1,16 @@
-"""The interface of all attention backends, and the registration with transformers.
+"""The function that transformers' layers call for attention, and its registration with transformers.
 
 Shapes: T packed tokens, H query heads, K key/value heads, G = H/K query heads a key/value head, D key size, V value size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
-from batchgen.attention.kv_cache import KVCache
-from batchgen.attention.plan import AttentionPlan
 from batchgen.attention.sizes import BIAS_WIDTH
 from batchgen.errors import ModelError
 
@@ -31,44 +28,6 @@ class LayerOptions:
     """Scores s become softcap * tanh(s / softcap)."""
     sinks: torch.Tensor | None = None
     """[H] an extra score for each head, which takes probability and has no value."""
-
-
-class Backend(Protocol):
-    """Attention of one step. Made for each step's plan, and called once for each layer."""
-
-    def attend(
-        self, q_KTGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: LayerOptions
-    ) -> torch.Tensor:
-        """Returns the attention output [T, K, G, V] in the queries' dtype.
-
-        `keys` [K, S, D] and `values` [K, S, V] are a layer's whole pool of S tokens, which already has this step's tokens.
-        """
-        ...
-
-
-class StepAttention:
-    """The attention of a step as the model's layers call it: writes their KV, then attends by the plan."""
-
-    def __init__(self, plan: AttentionPlan, backends: Mapping[torch.device, Backend], cache: KVCache) -> None:
-        """`backends` has a backend for each of the cache's devices: a layer's attention runs on the device of its KV."""
-        self._kv_indices = {device: torch.from_numpy(plan.kv_indices).to(device) for device in backends}
-        self._backends = backends
-        self._cache = cache
-        self.positions = plan.positions
-        self.num_parts = len(plan.shared) + len(plan.causal) + (plan.paged is not None)
-        self.layers_run = 0
-
-    def __call__(
-        self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: LayerOptions
-    ) -> torch.Tensor:
-        """Returns the layer's attention output [T, H, V]."""
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        self._cache.write(layer, self._kv_indices[keys.device], k_KTD, v_KTV)
-        kv_heads, size = k_KTD.shape[0], q_HTD.shape[1]
-        q_KTGD = q_HTD.view(kv_heads, -1, size, q_HTD.shape[2]).transpose(1, 2)
-        out = self._backends[keys.device].attend(q_KTGD, keys, values, options)
-        self.layers_run += 1
-        return out.reshape(size, q_HTD.shape[0], -1)
 
 
 def register() -> None:
@@ -119,7 +78,7 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    step_attention: StepAttention | Any = None,
+    step_attention: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers' layers call. Takes query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, V].

@@ -13,12 +13,35 @@ import torch
 from numpy.typing import NDArray
 
 from batchgen.attention.base import LayerOptions
+from batchgen.attention.kv_cache import KVCache
 from batchgen.attention.plan import AttentionPlan, CausalPart, PagedPart, SharedPart
 
 MAX_SCORES = 1 << 21
 """Maximum number of scores of one matrix product. More would not fit the cache."""
 DENSE = 0.6
 """If at least this share of a stretch of the pool is read, reading it in place is faster than gathering its blocks."""
+
+
+class StepAttention:
+    """The attention of a step as the model's layers call it: writes their KV, then attends by the plan on the device of the layer's KV."""
+
+    def __init__(self, plan: AttentionPlan, cache: KVCache) -> None:
+        self._kv_indices = {device: torch.from_numpy(plan.kv_indices).to(device) for device in cache.devices}
+        self._cascades = {device: Cascade(plan, device) for device in cache.devices}
+        self._cache = cache
+        self.positions = plan.positions
+        self.num_parts = len(plan.shared) + len(plan.causal) + (plan.paged is not None)
+
+    def __call__(
+        self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: LayerOptions
+    ) -> torch.Tensor:
+        """Returns the layer's attention output [T, H, V]."""
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        self._cache.write(layer, self._kv_indices[keys.device], k_KTD, v_KTV)
+        kv_heads, size = k_KTD.shape[0], q_HTD.shape[1]
+        q_KTGD = q_HTD.view(kv_heads, -1, size, q_HTD.shape[2]).transpose(1, 2)
+        out = self._cascades[keys.device].attend(q_KTGD, keys, values, options)
+        return out.reshape(size, q_HTD.shape[0], -1)
 
 
 class Cascade:
@@ -37,7 +60,11 @@ class Cascade:
     def attend(
         self, q_KTGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: LayerOptions
     ) -> torch.Tensor:
-        """Implements `Backend.attend`. Each query is written once by its paged or causal part; shared parts are merged into that."""
+        """Returns the attention output [T, K, G, V] in the queries' dtype.
+
+        `keys` [K, S, D] and `values` [K, S, V] are a layer's whole pool of S tokens, which already has this step's tokens. Each query is
+        written once by its paged or causal part; shared parts are merged into that.
+        """
         K, T, G, _ = q_KTGD.shape
         q_KTGD = q_KTGD.contiguous()
         if (

@@ -22,10 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchgen.attention.base import StepAttention
 from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import plan_attention
-from batchgen.attention.torch_backend import Cascade
+from batchgen.attention.torch_backend import StepAttention
 from batchgen.attention.triton_backend import DeviceAttention
 from batchgen.errors import in_one_line, is_out_of_memory
 from batchgen.kernels.transfer import Readback, put
@@ -406,9 +405,7 @@ class _AttentionSteps:
         plan = plan_attention(batch.spans, self._cache.block_size)
         exact, of_k, of_v = (x[:, :count].to(self._dtype).float() for x in (q, k, v))
         want, scale = (
-            StepAttention(plan, {self._device: Cascade(plan, self._device)}, cache)(
-                0, exact, of_k, values, self._options
-            )
+            StepAttention(plan, cache)(0, exact, of_k, values, self._options)
             for cache, values in ((self._plain, of_v), (self._magnitudes, of_v.abs()))
         )
         self._compare(got[:count].float(), want, scale)

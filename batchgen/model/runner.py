@@ -9,11 +9,10 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from batchgen.attention.base import StepAttention
 from batchgen.attention.cpu_backend import PackedAttention
 from batchgen.attention.kv_cache import KVCache
 from batchgen.attention.plan import plan_attention
-from batchgen.attention.torch_backend import Cascade
+from batchgen.attention.torch_backend import StepAttention
 from batchgen.errors import ModelError, OutOfMemory, is_out_of_memory
 from batchgen.kernels.transfer import put
 from batchgen.model.cuda_runner import DeviceStep, device_step
@@ -156,7 +155,7 @@ class Runner:
             narrowed = None if last is None or _all_wanted(packed) else (last, packed.logits_places)
             return PackedAttention(self.model.kernels, packed.spans, self.cache, narrowed)
         plan = plan_attention(packed.spans, self.cache.block_size)
-        return StepAttention(plan, {on: Cascade(plan, on) for on in self.cache.devices}, self.cache)
+        return StepAttention(plan, self.cache)
 
 
 def _all_wanted(packed: PackedSpans) -> bool:

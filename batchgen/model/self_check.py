@@ -21,10 +21,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING,
 )
 
-from batchgen.attention.base import StepAttention
 from batchgen.attention.kv_cache import KVCache
 from batchgen.attention.plan import plan_attention
-from batchgen.attention.torch_backend import Cascade
+from batchgen.attention.torch_backend import StepAttention
 from batchgen.errors import ModelError
 from batchgen.model.adapter import prepare
 from batchgen.model.loaded_model import LoadedModel, logits_at
@@ -208,7 +207,7 @@ def _packed_difference(model: LoadedModel, spans: list[_TreeSpan]) -> float:
             input_ids=torch.tensor([[token for part in parts for token in part.span.tokens[part.start : part.stop]]]),
             position_ids=torch.from_numpy(plan.positions)[None],
             use_cache=False,
-            step_attention=StepAttention(plan, {on: Cascade(plan, on) for on in cache.devices}, cache),
+            step_attention=StepAttention(plan, cache),
             logits_to_keep=logits_at(np.arange(plan.num_tokens), model.device, model.spread),
         )
         want = torch.cat([_expected(part, spans) for part in parts])

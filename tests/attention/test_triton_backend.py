@@ -9,10 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchgen.attention.base import LayerOptions, StepAttention
+from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import plan_attention
-from batchgen.attention.torch_backend import Cascade
+from batchgen.attention.torch_backend import StepAttention
 from batchgen.attention.triton_backend import DEFAULT_TUNING, DeviceAttention, Tuning, obstacle
 from batchgen.scheduling.batch import CopyBlock, ScheduledSpan, pack
 from support import simulation as sim
@@ -393,7 +393,7 @@ def test_a_model_gives_the_same_logits_as_with_the_cascade(device):
         attention.plan(step.spans, T + T % 4)
         got = logits_of(model, step.spans, attention, attention.positions[: T + T % 4])[:T]
         plan = plan_attention(step.spans, 16, 1)
-        cascade = StepAttention(plan, {device: Cascade(plan, device)}, caches[1])
+        cascade = StepAttention(plan, caches[1])
         want = logits_of(model, step.spans, cascade, torch.from_numpy(plan.positions).to(device))
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
         steps.append((T, attention.num_parts))

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batchgen import LLM, SamplingParams
-from batchgen.attention.base import LayerOptions, StepAttention
+from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import plan_attention
-from batchgen.attention.torch_backend import Cascade
+from batchgen.attention.torch_backend import StepAttention
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.errors import ModelError, UsageError
 from batchgen.model import loader
@@ -103,11 +103,11 @@ def test_a_step_s_plan_is_on_each_layer_s_device(tiny_model_dir, completions, mo
     seen = []
 
     class Both(StepAttention):
-        def __init__(self, plan, backends, cache):
-            super().__init__(plan, backends, cache)
+        def __init__(self, plan, cache):
+            super().__init__(plan, cache)
             layers = {0: LayerShape(2, 16, 16), 1: LayerShape(2, 16, 16, META)}
             spread = KVCache(layers, cache.num_blocks, cache.block_size, torch.float32)
-            both = StepAttention(plan, {on: Cascade(plan, on) for on in spread.devices}, spread)
+            both = StepAttention(plan, spread)
             for layer, on in ((0, CPU), (1, META)):
                 q, kv = torch.ones(4, plan.num_tokens, 16, device=on), torch.ones(2, plan.num_tokens, 16, device=on)
                 out = both(layer, q, kv, kv, LayerOptions(0.5, 5))

@@ -11,7 +11,8 @@ import pytest
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from batchgen.attention.base import LayerOptions, StepAttention
+from batchgen.attention.base import LayerOptions
+from batchgen.attention.torch_backend import StepAttention
 from batchgen.errors import ModelError
 from batchgen.model.architectures import REFUSED, VERIFIED, VERIFIED_ON, check_architecture, is_verified, refusal
 from support.features import candidates

@@ -18,7 +18,7 @@ class Reference:
     def attend(
         self, q_KTGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: LayerOptions
     ) -> torch.Tensor:
-        """See `Backend`."""
+        """Does what `Cascade.attend` does."""
         rows: list[torch.Tensor] = []
         for scheduled in self.spans:
             table = torch.tensor(scheduled.span.table, device=keys.device)
