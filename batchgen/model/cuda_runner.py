@@ -16,7 +16,7 @@ from torch.fx.experimental import _config as shapes
 from batchgen.attention.kv_cache import KVCache
 from batchgen.errors import in_one_line, is_out_of_memory
 from batchgen.kernels.transfer import staged
-from batchgen.model.cuda_graphs import Capture, CudaCapture, Graphs, Shape
+from batchgen.model.cuda_graphs import CAPTURE_AFTER, Capture, CudaCapture, Graphs, Shape
 from batchgen.model.loaded_model import LoadedModel
 from batchgen.scheduling.batch import Limits, PackedSpans
 
@@ -92,16 +92,13 @@ class DeviceStep:
         """`new_capture`: see `Graphs`. Messages for the user are added to `notes`."""
         self.attention = attention
         self._device = model.device
-        self._model = model.module
-        self._smallest = 0
+        compiled = model.compile == "on" and limits.max_batch_tokens > 1
+        self._model = Compiled(model.module, notes) if compiled else model.module
+        self._smallest = 2 if compiled else 0
         self._graphs: Graphs | None = None
         if model.compile != "off" and model.verdict.uses("graphs"):
-            self._graphs = Graphs(new_capture, limits.max_batch_tokens, limits.batch_size, notes)
-        if model.compile == "on" and limits.max_batch_tokens > 1:
-            self._model = Compiled(model.module, notes)
-            self._smallest = 2
-            if self._graphs is not None:
-                self._graphs = Graphs(new_capture, limits.max_batch_tokens, max(2, limits.batch_size), notes, after=0)
+            max_logits, after = max(self._smallest, limits.batch_size), 0 if compiled else CAPTURE_AFTER
+            self._graphs = Graphs(new_capture, limits.max_batch_tokens, max_logits, notes, after=after)
         # A step's token ids, the places of its wanted logits, and, of tokens that only the device knows, their places and sampler indices.
         self._inputs = torch.zeros(4 * limits.max_batch_tokens + 1, dtype=torch.int64, device=model.device)
         self._logits: torch.Tensor | None = None

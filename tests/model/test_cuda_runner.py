@@ -113,7 +113,7 @@ def test_decode_steps_are_padded_to_buckets_and_no_others_are_met(model, monkeyp
 
 def eager_graphs(graphs):
     """Every shape is captured when it is first met, and replays run the module again: what it sees can be watched."""
-    return lambda new_capture, *args: graphs(lambda: plain_capture, *args, after=0)
+    return lambda new_capture, *args, after: graphs(lambda: plain_capture, *args, after=0)
 
 
 def plain_capture(forward):
