@@ -48,7 +48,8 @@ def self_check(config: Any, *, trust_remote_code: bool = False, revision: str | 
     """Raises `ModelError`, in one line, unless a small model of this kind gives transformers' logits. Takes about a second on the CPU."""
     name = getattr(config, "model_type", "unknown")
     kind = type(language_config(config))
-    if not trust_remote_code and kind in MODEL_MAPPING and not _generates(kind):
+    generates = kind in MODEL_FOR_CAUSAL_LM_MAPPING or kind in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    if not trust_remote_code and kind in MODEL_MAPPING and not generates:
         raise _refused(name, "transformers has no class for them that generates text")
     try:
         small = shrink(language_config(config))
@@ -63,11 +64,6 @@ def self_check(config: Any, *, trust_remote_code: bool = False, revision: str | 
         raise _refused(name, f"a small model of this type does not run: {what[:200]}") from e
     if reason:
         raise _refused(name, reason)
-
-
-def _generates(kind: type) -> bool:
-    """Whether transformers has a class for models with this kind of configuration that writes text."""
-    return kind in MODEL_FOR_CAUSAL_LM_MAPPING or kind in MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 
 def _refused(name: str, reason: str) -> ModelError:

@@ -56,7 +56,7 @@ class Detokenizer:
         """How the model marks its thoughts."""
         self.tool_format = tool_format
         """How the model writes calls of tools."""
-        self._decode = _rust_decoder(tokenizer) or _python_decoder(tokenizer)
+        self._decode = _decoder(tokenizer)
         self._pieces: dict[int, str] = {}
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         found = zip(names, tokenizer.convert_tokens_to_ids(names), strict=True)
@@ -77,11 +77,7 @@ class Detokenizer:
         """Returns the text of a token, special or not, as it is in the middle of a text."""
         if token not in self._pieces:
             # Tokenizers of the sentencepiece family drop the space at the beginning of a text.
-            once, twice = (
-                str(self._tokenizer.decode([token] * n, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-                for n in (1, 2)
-            )
-            self._pieces[token] = _added(once, twice)
+            self._pieces[token] = _added(self.marked([token]), self.marked([token, token]))
         return self._pieces[token]
 
     def context(self, prompt: TokenArray) -> list[int]:
@@ -96,23 +92,18 @@ class Detokenizer:
         return _added(self.decode([*context]), self.decode([*context, *tokens]))
 
 
-def _rust_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str] | None:
-    """Returns the decoder of the tokenizers library, in a fifth of the time; None if the tokenizer's class overrides decoding."""
+def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """Returns the decoder of the tokenizers library, in a fifth of the time, or the tokenizer's own if its class overrides decoding."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
     if (
-        not isinstance(tokenizer, PreTrainedTokenizerFast)
-        or kind._decode is not PreTrainedTokenizerFast._decode
-        or kind.decode is not PreTrainedTokenizerBase.decode
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind._decode is PreTrainedTokenizerFast._decode
+        and kind.decode is PreTrainedTokenizerBase.decode
     ):
-        return None
-    decode = tokenizer.backend_tokenizer.decode
-    return lambda tokens: str(decode(tokens, skip_special_tokens=True))
-
-
-def _python_decoder(tokenizer: HFTokenizer) -> Callable[[Sequence[int]], str]:
-    """Returns the tokenizer's own `decode`, for tokenizers written in Python or with Python around the library."""
+        decode = tokenizer.backend_tokenizer.decode
+        return lambda tokens: str(decode(tokens, skip_special_tokens=True))
     return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
