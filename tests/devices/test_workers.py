@@ -110,7 +110,7 @@ def test_no_process_is_given_more_than_two_batches_at_a_time(fleet: Fleet) -> No
     workers = fleet.workers()
     run(workers, [request(i, [i]) for i in range(200)])
     pieces = 200 // 16 + 1
-    assert all(4 <= e.most_unfinished <= 8 + pieces for e in fleet.engines.values())
+    assert all(4 <= e.max_unfinished <= 8 + pieces for e in fleet.engines.values())
 
 
 def test_one_that_is_slow_leaves_groups_to_the_others(fleet: Fleet) -> None:

@@ -1,1 +1,1 @@
-"""What tests share: a tiny model, a simulated engine, fake devices, runs of the command."""
+"""Helpers that tests share: tiny models, a simulated engine, fake devices, runs of the command."""

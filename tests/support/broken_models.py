@@ -1,4 +1,4 @@
-"""Model folders that are broken or of another kind, each made from a good one, and what the command says of them."""
+"""Broken and unsuitable model folders, each made from a good one, and the command's message for each."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def renamed(old: str, new: str) -> Break:
 
 
 def cut(name: str, size: int) -> Break:
-    """Cuts a file to a size; from its end where it is negative."""
+    """Truncates a file to `size` bytes; a negative size is the number of bytes to cut off."""
 
     def change(folder: Path) -> None:
         path = folder / name
@@ -61,7 +61,7 @@ def cut(name: str, size: int) -> Break:
 
 
 def sharded(*, lose: str = "", index: bool = True) -> Break:
-    """Two shards of the weights and their index."""
+    """Divides the weights into two shards, and writes their index."""
 
     def change(folder: Path) -> None:
         from safetensors.torch import load_file, save_file
@@ -313,11 +313,11 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "the configuration of model 'M' does not say how long its context is; add max_position_embeddings to its config.json",
     ),
 }  # fmt: skip
-"""Of each: what breaks it, and the message, with M for the folder."""
+"""By name: the function that breaks the folder, and the message, with M for the folder."""
 
 
 def broken_model(name: str, good: Path, folder: Path) -> Path:
-    """A copy of a good model, broken so."""
+    """Copies a good model and breaks the copy. Returns its folder."""
     made = Path(shutil.copytree(good, folder))
     BROKEN[name][0](made)
     return made

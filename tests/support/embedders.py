@@ -1,4 +1,4 @@
-"""Models with a sentence-transformers configuration, and with classification heads, made of the tiny Llama."""
+"""Tiny Llamas with a sentence-transformers configuration or a classification head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def save_embedder(
     prompt_name: str | None = None,
     chat: bool = False,
 ) -> Path:
-    """A tiny Llama with the files that sentence-transformers writes. `pooling` is the configuration of the pooling module."""
+    """Saves a tiny Llama with the files that sentence-transformers writes. `pooling` is the configuration of the pooling module."""
     save_tiny_llama(folder, chat=chat)
     places = [place for place in _MODULES if normalize or place != "2_Normalize"]
     modules = [{"idx": i, "name": str(i), "path": place, "type": _MODULES[place]} for i, place in enumerate(places)]
@@ -39,7 +39,7 @@ def save_embedder(
 
 
 def save_classifier(folder: Path, labels: tuple[str, ...] = ("red", "green", "blue"), **config: Any) -> Path:
-    """A tiny random Llama with a classification head, and a chat template."""
+    """Saves a tiny random Llama with a classification head and a chat template."""
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
 

@@ -1,4 +1,4 @@
-"""What a CUDA device has, on the CPU: attention whose plan lies behind one operator, and graphs that replay operators on the tensors they were captured with."""
+"""A fake CUDA device on the CPU: attention behind one operator, and graphs that replay operators on the tensors they were captured with."""
 
 import os
 from itertools import count
@@ -20,7 +20,7 @@ _attentions = {}
 
 
 class FakeAttention:
-    """As `DeviceAttention`, by the plain cascade. Its plan is looked up when the operator runs, as the device reads a static buffer."""
+    """Replaces `DeviceAttention` by the plain cascade. The operator looks up the plan when it runs, as a device reads a static buffer."""
 
     def __init__(self, cache, max_tokens):
         self.cache = cache
@@ -55,7 +55,7 @@ def attend(
     self = _attentions[number]
     H, padded, D = q_HTD.shape
     K, T = len(k_KTD), len(self.kv_indices)
-    assert padded == self.sizes[-1], "the batch is not padded as its plan is"
+    assert padded == self.sizes[-1], "the batch and its plan are padded differently"
     keys.index_copy_(1, self.kv_indices, k_KTD[:, :T])
     values.index_copy_(1, self.kv_indices, v_KTV[:, :T])
     q_KTGD = q_HTD[:, :T].reshape(K, H // K, T, D).transpose(1, 2)
@@ -69,7 +69,7 @@ def _(q_HTD, k_KTD, v_KTV, keys, values, scale, sliding_window, softcap, sinks, 
 
 
 class Capture:
-    """A replay runs the forward again, on the tensors that lie where they lay when it was captured."""
+    """Replays by running the forward again, on the same tensors."""
 
     def __init__(self):
         self.replays = 0
@@ -89,14 +89,14 @@ class Capture:
 
 
 class Recording(Capture):
-    """A replay runs what operators a forward ran, on the tensors that they read then, and no other code. Takes a second to capture."""
+    """Replays only the operators that the forward ran, on the same tensors. A capture takes a second."""
 
     def recorded(self, forward):
         return make_fx(forward)()
 
 
 def use_fake_device(monkeypatch, capture=Capture, attention=FakeAttention):
-    """Engines made from now on run their steps as on a CUDA device. Returns the list of their `DeviceStep`s."""
+    """Makes new engines run their steps as on a CUDA device. Returns the list of their `DeviceStep`s."""
     steps = []
 
     def device_step(model, cache, limits, notes):
@@ -124,12 +124,12 @@ def faulty(fault):
 
 
 class ThreadOfTrials:
-    """In place of the process of trials (`device_check.start_trials`): a thread of this process tries `model`."""
+    """Replaces the process of trials (`device_check.start_trials`) by a thread that tries `model`."""
 
     def __init__(self, model):
         self.model = model
         self.started = []
-        """By process: the parts that it was to try."""
+        """For each process, the parts that it was asked to try."""
 
     def __call__(self, connection, said):
         end = Connection(os.dup(connection.fileno()))
@@ -151,7 +151,7 @@ class ThreadOfTrials:
 
 
 def check_as_on_a_gpu(monkeypatch, start, name="Fake GPU"):
-    """`check_device` takes the CPU for a GPU of this name, and `start` starts its trials."""
+    """Makes `check_device` treat the CPU as a GPU of this name and start its trials with `start`."""
     monkeypatch.setattr("batchgen.model.device_check.parts_on", lambda device: tuple(PARTS))
     monkeypatch.setattr("batchgen.model.device_check.device_identity", lambda device: (name, "driver 1"))
     monkeypatch.setattr("batchgen.model.device_check.start_trials", start)

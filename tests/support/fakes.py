@@ -1,4 +1,4 @@
-"""Processes of devices as threads of this one, with engines that draw a token a step for each row and need no model."""
+"""Device processes replaced by threads, with fake engines that sample one token per row and step and need no model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from batchgen.stats import EngineStats
 
 
 class FakeEngine:
-    """Rows in the order they came, `batch_size` at a time; a row's tokens are its number, its text says which engine wrote it."""
+    """Runs rows in the order of arrival, `batch_size` at a time. A row's tokens are its number, and its text is the engine's name."""
 
     dtype = "float32"
     attention = "fake"
@@ -43,13 +43,13 @@ class FakeEngine:
         self.waiting: list[tuple[Request, Any, Any]] = []
         self.running: dict[Request, list[Any]] = {}
         self.cancelled: set[Request] = set()
-        self.most_unfinished = 0
+        self.max_unfinished = 0
         self.failing: Exception | None = None
 
     def add(self, leaves: Any, plan: Any, on_result: Any, on_token: Any = None) -> None:
         assert sorted(plan.order.tolist()) == list(range(len(leaves)))
         self.waiting += [(r, on_result, on_token) for r in dict.fromkeys(leaf.request for leaf in leaves)]
-        self.most_unfinished = max(self.most_unfinished, len(self.waiting) + len(self.running))
+        self.max_unfinished = max(self.max_unfinished, len(self.waiting) + len(self.running))
 
     def run(self, stop: Callable[[], str | None]) -> None:
         while self.waiting or self.running:
@@ -94,7 +94,7 @@ class FakeEngine:
 
 
 class ThreadProcess:
-    """Looks like a process; `kill` cuts its connection, so that it ends before its next step."""
+    """A thread with the methods of a process. `kill` closes its connection, so that it ends before its next step."""
 
     def __init__(self, connection: Connection[Any, Any], said: IO[bytes], load: Callable[[WorkerSetup], Any]) -> None:
         self.pid = 0
@@ -108,7 +108,7 @@ class ThreadProcess:
         self._thread.start()
 
     def kill(self) -> None:
-        """Nothing where it has been waited for."""
+        """Does nothing after `wait`."""
         self._code = self._code if self._socket.fileno() < 0 else -9
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -126,14 +126,14 @@ _loading = threading.Lock()
 
 
 def _load_in_turn(setup: WorkerSetup) -> Any:
-    """transformers patches its classes while it loads, and two threads would put each other's patches back: processes do not meet."""
+    """Loads one model at a time: transformers patches its classes during a load, and two threads would undo each other's patches."""
     with _loading:
         return worker.load(setup)
 
 
 @contextmanager
 def threads_as_processes() -> Iterator[list[ThreadProcess]]:
-    """The processes of devices are threads, with engines and models of their own; yields those that were started."""
+    """Runs device processes as threads with their own engines and models. Yields the list of those that were started."""
     started: list[ThreadProcess] = []
 
     def start(connection: Connection[Any, Any], said: IO[bytes]) -> ThreadProcess:
@@ -149,7 +149,7 @@ def threads_as_processes() -> Iterator[list[ThreadProcess]]:
 
 
 class PacedProcesses(Processes):
-    """Processes that tell what is under way as often as they are told to."""
+    """Processes that report unfinished completions at the interval that a test sets."""
 
     under_way_seconds: tuple[float, float] | None = None
 
@@ -161,7 +161,7 @@ class PacedProcesses(Processes):
 
 @dataclass
 class Fleet:
-    """Starts workers with fake engines, and keeps them at hand by their devices."""
+    """Starts workers with fake engines, which tests find by device."""
 
     make: Callable[[str], Any] = FakeEngine
     engines: dict[str, Any] = field(default_factory=dict)
@@ -196,11 +196,11 @@ def request(row: int, tokens: list[int], max_tokens: int = 3, **fields: Any) -> 
 
 
 def planned(requests: list[Request], *, share: bool = True) -> tuple[list[Any], Any]:
-    """What an engine's `add` takes first."""
+    """The first two arguments of an engine's `add`."""
     leaves = leaves_of(requests)
     return leaves, plan_prefixes([leaf.tokens for leaf in leaves], 16, share=share)
 
 
 def grouped(groups: int, rows: int, prefix: int = 50, **options: Any) -> list[Request]:
-    """Rows of several groups, each with a prefix of its own, shuffled."""
+    """Rows of several groups, each with its own prefix, in alternating order."""
     return [request(row, [row % groups] * prefix + [1000 + row], **options) for row in range(groups * rows)]

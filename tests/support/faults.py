@@ -1,14 +1,14 @@
-"""Every call with which a process changes the files under one folder, counted; at a chosen one the process dies, or the call fails.
+"""Counts the calls with which a process changes files in one folder. At a chosen call the process dies or the call fails.
 
-Calls are numbered from 1. Seen are Python's: files opened for writing (open, write, truncate), what `os` does by name, and SQLite's
-statements. `Plan.how`:
+Calls are numbered from 1. Counted are Python's writes to files (open, write, truncate), the functions of `os` that change files, and
+SQLite's statements. `Plan.how`:
 
     kill          SIGKILL before the call
     torn          half of a write is done, then SIGKILL
-    cut           a power cut before the call: of every file and folder only what was synced is left, then SIGKILL
-    SIGTERM …     that signal comes before the call
-    short         half of a write is done, as any write may
-    ENOSPC, EIO … the call fails so (SQLite in its own words); with `lasting`, every later one too
+    cut           a power cut before the call: only the synced contents of files and folders remain, then SIGKILL
+    SIGTERM …     this signal before the call
+    short         half of a write is done, which any write may do
+    ENOSPC, EIO … the call fails with this error (SQLite with its own message); with `lasting`, every later call too
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 BY_TIME = ("progress", "under_way")
-"""Statements that have these in them come by time: not counted, or the numbers would not be the same twice."""
+"""Statements that contain these words run at intervals of time. They are not counted, so that numbers are the same in every run."""
 _SQLITE = {"ENOSPC": "database or disk is full", "EROFS": "attempt to write a readonly database"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens at which call; `only`: calls whose line of the log has this in it are counted, no others."""
+    """What happens at which call. Only calls whose line in the log contains `only` are counted."""
 
     how: str = ""
     at: int = 0
@@ -42,7 +42,7 @@ class Plan:
 
 
 class Watch:
-    """Stands between the program and `os` once `install`ed. Writes a line `name path` for each call to the file `log`, where there is one."""
+    """Wraps `os`, `open` and SQLite after `install`. Writes a line `name path` to the file `log` for each call, if there is one."""
 
     def __init__(self, folder: Path, plan: Plan, log: Path | None) -> None:
         self._folder = os.path.realpath(folder)
@@ -56,7 +56,7 @@ class Watch:
         for name in ("mkdir", "unlink", "rmdir", "truncate"):
             self._wrap(os, name)
         for name in ("rename", "replace", "link", "symlink"):
-            self._wrap(os, name, at=1)  # what the call makes
+            self._wrap(os, name, at=1)  # the path that the call creates
         for name in ("fsync", "fdatasync", "ftruncate", "pwrite"):
             self._wrap(os, name)
         self._wrap(fcntl, "flock")
@@ -65,7 +65,7 @@ class Watch:
         self._wrap_sqlite()
 
     def call(self, name: str, path: Any, act: Callable[[], Any], half: Callable[[], Any] | None = None) -> Any:
-        """One call: what happens to it, or it itself."""
+        """Counts a call, and runs it or what the plan says."""
         where = self._where(path)
         if where is None:
             return act()
@@ -103,7 +103,7 @@ class Watch:
         return act()
 
     def _where(self, path: Any) -> str | None:
-        """The path below the folder, None for what is elsewhere."""
+        """The path relative to the folder; None if it is elsewhere."""
         if isinstance(path, int):
             path = self._paths.get(path)
             if path is None:
@@ -205,7 +205,7 @@ class Watch:
 
 
 def _named(statement: str, args: tuple[Any, ...]) -> str:
-    """`sqlite INSERT results`: what a statement does, and to which table or fact."""
+    """The name of a statement in the log, such as `sqlite INSERT results`: its verb, and its table or fact."""
     words = statement.replace("(", " ").split()
     tables = [word for word in words if word in ("results", "under_way", "rows", "facts", "run.counts", "run.finished")]
     fact = args[0][0] if args and tables == ["facts"] and "?" in statement else ""
@@ -213,18 +213,18 @@ def _named(statement: str, args: tuple[Any, ...]) -> str:
 
 
 class Disk:
-    """What a power cut would leave of a folder, at its worst: file contents and folder entries as they were last synced.
+    """What a power cut leaves of a folder at worst: file contents and folder entries as they were last synced.
 
-    What was there at the start is taken as synced. SQLite's log of `results.sqlite` is synced by the program; the database itself is
-    taken as it was then, for SQLite brings to it only what is synced.
+    Files that exist at the start count as synced. When the write-ahead log of `results.sqlite` is synced, the database counts as synced
+    too, because SQLite copies only synced pages into it.
     """
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._contents: dict[int, tuple[bytes, int]] = {}
-        """By inode: what is on disk of a file, and its time of change."""
+        """By inode of a file: its content on disk and its time of change."""
         self._entries: dict[int, dict[str, int]] = {}
-        """By inode of a folder: the names in it on disk, and their inodes."""
+        """By inode of a folder: the names in it on disk and their inodes."""
         self._folders: set[int] = set()
         for place, _, files in os.walk(folder):
             self._sync_folder(place)
@@ -240,7 +240,7 @@ class Disk:
             self._sync_database(there.st_ino)
 
     def _sync_database(self, log: int) -> None:
-        """The database of a log that was synced, and its name in the folder, which SQLite syncs with a new log."""
+        """Records the database of a synced log, and its name in the folder, which SQLite syncs with a new log."""
         for place, _, files in os.walk(self._folder):
             if "results.sqlite-wal" in files and os.stat(os.path.join(place, "results.sqlite-wal")).st_ino == log:
                 path = os.path.join(place, "results.sqlite")
@@ -268,7 +268,7 @@ class Disk:
         self._entries[inode] = entries
 
     def power_cut(self) -> None:
-        """Make the folder what the disk holds."""
+        """Replaces the folder's contents by those on disk."""
         after = self._folder + ".after"
         self._restore(os.stat(self._folder).st_ino, after)
         for place, folders, files in os.walk(self._folder, topdown=False):
@@ -294,14 +294,14 @@ class Disk:
                 os.utime(path, ns=(changed, changed))
 
 
-# The real ones, for this module's own use.
+# The unwrapped functions, for this module.
 _open, _close, _write, _mkdir, _rmdir, _rename, _unlink = (
     os.open, os.close, os.write, os.mkdir, os.rmdir, os.rename, os.unlink,
 )  # fmt: skip
 
 
 def _content(fd: int, size: int) -> bytes:
-    """Of a file that may be open for writing only."""
+    """The content of a file that may be open only for writing."""
     copy = _open(f"/proc/self/fd/{fd}", os.O_RDONLY)
     try:
         return os.pread(copy, size, 0)

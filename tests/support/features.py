@@ -1,4 +1,4 @@
-"""What the tested shapes of an architecture ask of attention, seen by running two tokens."""
+"""The features that the tested shapes of an architecture use, found by running two tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROPES = {
 
 
 class _Asked:
-    """Stands in for a step's attention and notes what each layer asks for."""
+    """Replaces the attention of a step and records the options of each layer."""
 
     def __init__(self) -> None:
         self.options: list[LayerOptions] = []
@@ -58,7 +58,7 @@ def features_of(shape: str) -> set[str]:
         )  # fmt: skip
     config = model.config
     alibi = config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False)
-    biased = alibi or config.model_type == "doge"  # with wider keys, in which the bias is
+    biased = alibi or config.model_type == "doge"  # their bias is part of wider keys
     sliding = [o.sliding_window is not None for o in asked.options]
     found = {
         "alternating sliding windows": any(sliding) and not all(sliding),
@@ -93,7 +93,7 @@ def _positions(config: Any) -> set[str]:
 
 
 def features_of_all() -> dict[str, list[str]]:
-    """By `model_type`, what its shapes cover together, sorted."""
+    """By `model_type`, the features of all its shapes, sorted."""
     found: dict[str, set[str]] = {}
     for shape in sorted(SHAPES):
         found.setdefault(shape.split("/")[0], set()).update(features_of(shape))
@@ -111,4 +111,4 @@ def _declares_support(name: str) -> bool:
 
 def _is_text(name: str) -> bool:
     parts = set(CONFIG_MAPPING[name].sub_configs) - {"text_config", "attn_config", "ffn_config"}
-    return not parts and name != "fuyu"  # which reads images without an encoder
+    return not parts and name != "fuyu"  # fuyu reads images without an encoder

@@ -1,4 +1,4 @@
-"""The processes of devices forked instead of started, so that they have torch already. For runs that `zygote.py` starts."""
+"""Device processes that are forked instead of started, so that they have torch already. For runs that `zygote.py` starts."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def start_forked(connection: Connection[Any, Any], said: IO[bytes]) -> Forked:
 
     code = 70
     try:
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # as in a program that is started
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # like a new program
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, signal.SIG_DFL)
         os.dup2(connection.fileno(), 3)
         for fd in (1, 2):
             os.dup2(said.fileno(), fd)
-        os.closerange(4, 4096)  # the lock of the job's folder, the connections of others
+        os.closerange(4, 4096)  # the lock of the job's folder, and the connections of other processes
         sys.argv = ["worker", "3"]
         worker.main()
         code = 0

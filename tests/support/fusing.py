@@ -1,4 +1,4 @@
-"""A model with all of our kernels for the CPU in it."""
+"""Puts all of our CPU kernels into a model."""
 
 import torch
 
@@ -8,7 +8,7 @@ from batchgen.kernels.fusion import ExactPacking, fuse_linear, fuse_small_parts
 
 @torch.inference_mode()
 def fuse(model, packing=None):
-    """Replaces what can be replaced, in place. Returns how many parts of each kind."""
+    """Replaces parts of a model by kernels, in place. Returns the number of replaced parts by kind."""
     count = fuse_small_parts(model)
     count.update(fuse_linear(model, packing or ExactPacking()))
     count["decoder layers"] = fuse_layers(model)

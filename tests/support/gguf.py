@@ -1,4 +1,4 @@
-"""A Llama of transformers with its tokenizer as a GGUF file. Needs the package gguf."""
+"""Writes a Llama of transformers and its tokenizer as a GGUF file. Needs the package gguf."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.tiny_model import save_tiny_llama
 
 
 def save_tiny_llama_with_merges(folder: Path) -> Path:
-    """Writes the tiny chat model, its tokenizer with two merges: transformers reads no vocabulary of GGUF without any. Returns the folder."""
+    """Writes the tiny chat model with two merges in its tokenizer, because transformers reads no GGUF vocabulary without merges. Returns the folder."""
     save_tiny_llama(folder, chat=True)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = {token: number for token, number in tokenizer["model"]["vocab"].items() if number < 254}
@@ -23,7 +23,7 @@ def save_tiny_llama_with_merges(folder: Path) -> Path:
 
 
 def write_gguf(folder: Path, to: Path, kind: str) -> dict[str, torch.Tensor]:
-    """Writes the model of a folder with its matrices as `kind` (Q8_0, Q4_0, F16, …). Returns what they stand for, by their names in transformers."""
+    """Writes the model of a folder with matrices of type `kind` (Q8_0, Q4_0, F16, …). Returns the dequantized weights by their names in transformers."""
     from gguf import GGUFReader, dequantize
 
     from benchmarks.engines import gguf_file

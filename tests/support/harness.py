@@ -1,6 +1,6 @@
-"""Runs of the command that can be killed, each in a fraction of a second (`zygote.py`); for what can happen to one see `faults.py`.
+"""Runs the command in child processes that start in a fraction of a second (`zygote.py`) and can be killed or made to fail (`faults.py`).
 
-And jobs to kill, their inputs, and what is compared of their outputs.
+Also the jobs to kill, their inputs, and the comparison of their outputs.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import Any
 SHARED = "The reports of this region begin alike, and differ in what comes after. "
 TINY_SPOOL = {
     "batchgen.config:INPUT_LIMITS": {"read_rows": 5, "run_rows": 6, "window_rows": 6, "batch_rows": 2},
-    "batchgen.assembly:INPUT_LIMITS": {"read_rows": 5},  # of a merge, which has no configuration
+    "batchgen.assembly:INPUT_LIMITS": {"read_rows": 5},  # for a merge, which has no configuration
 }
-"""Windows of six rows, several files of sorted requests: what a job of millions of rows is like."""
+"""Windows of six rows and several files of sorted requests, like a job of millions of rows."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What a run left behind."""
+    """The outcome of a run."""
 
     code: int
-    """Minus the signal's number where one killed it."""
+    """The exit code; minus the number of the signal that killed the run."""
     out: str
     err: str
     calls: tuple[str, ...]
-    """`name path` of what it did to the files of its folder, in order; the one that killed it is the last."""
+    """The calls that changed files of its folder, in order, as `name path`. If one killed the run, it is the last."""
     seconds: float
 
     @property
     def error(self) -> str:
-        """The one line of a failure, without its beginning."""
+        """The one-line error message, without `batchgen: error: `."""
         lines = [line for line in self.err.splitlines() if line.startswith("batchgen: error: ")]
         assert len(lines) == 1, self.err
         return lines[0].removeprefix("batchgen: error: ")
@@ -48,7 +48,7 @@ class Ended:
 
 @dataclass
 class Running:
-    """A run that is under way."""
+    """A run that has not ended."""
 
     pid: int
     _wait: Callable[..., int | None]
@@ -62,16 +62,16 @@ class Running:
         return self._status is not None
 
     def kill(self, signum: int) -> None:
-        """Nothing happens where it has ended: until it is waited for, its process id is nobody else's."""
+        """Sends a signal, unless the run has ended. Its process id is not reused before `wait`."""
         if self._status is None:
             os.kill(self.pid, signum)
 
     def calls(self) -> int:
-        """How many calls it has made so far."""
+        """The number of calls so far."""
         return self._files.with_suffix(".log").read_bytes().count(b"\n")
 
     def workers(self) -> list[int]:
-        """The processes of its devices."""
+        """The ids of its device processes."""
         found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
@@ -80,13 +80,13 @@ class Running:
         return sorted(found)
 
     def until_stopped(self) -> None:
-        """Waits for it to stop itself (`how="SIGSTOP"`)."""
+        """Waits until the run has stopped itself (`how="SIGSTOP"`)."""
         while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             assert not self.ended(), self.wait().err
             time.sleep(0.002)
 
     def until_said(self, text: str) -> None:
-        """Waits for a text on its standard error."""
+        """Waits until its standard error contains a text."""
         while text not in self._files.with_suffix(".err").read_text():
             assert not self.ended(), self.wait().err
             time.sleep(0.01)
@@ -102,13 +102,13 @@ class Running:
 
 
 class Runs:
-    """Starts runs of `batchgen` in a folder, whose files are the only ones that are watched."""
+    """Starts runs of `batchgen` in a folder. Only the files of that folder are watched."""
 
     def __init__(self, zygote: subprocess.Popen[str], model: Path, scratch: Path) -> None:
         self._zygote, self._model, self._scratch = zygote, model, scratch
         self._count = 0
         self.uninterrupted: dict[str, tuple[Ended, Any]] = {}
-        """By case: its run that nothing happens to, and the output. Jobs of one case share them."""
+        """By case: its uninterrupted run and the output. Jobs of one case share them."""
 
     def start(
         self,
@@ -120,8 +120,8 @@ class Runs:
         stdout: str | None = None,
         **plan: Any,
     ) -> Running:
-        """`settings`: constants of modules (`module:NAME`) that are others in this run. `file_size`: no file may grow beyond it.
-        `plan`: fields of `faults.Plan`.
+        """Starts a run. `settings` replaces constants of modules (`module:NAME`), `file_size` limits the size of files, and `plan` has the
+        fields of `faults.Plan`.
         """
         self._count += 1
         files = self._scratch / f"{self._count:05d}"
@@ -155,14 +155,14 @@ class Runs:
 
 @dataclass(frozen=True)
 class Case:
-    """A job: what it reads, and how it is run. All names are relative to a folder of its own."""
+    """The inputs and options of a job. All names are relative to the job's own folder."""
 
     inputs: tuple[str, ...] = ("in.jsonl",)
     output: str = "out.jsonl"
     options: tuple[str, ...] = ()
     settings: Mapping[str, int] = field(default_factory=dict)
     code: int = 3
-    """Of an uninterrupted run: the common input has rows that fail."""
+    """The exit code of an uninterrupted run. The common input has rows that fail."""
 
     @property
     def arguments(self) -> list[str]:
@@ -189,7 +189,7 @@ CASES = {
 
 
 def common_rows(count: int) -> list[str]:
-    """Lines of JSON: shuffled groups of shared prefixes, equal prompts, parameters of rows' own, and rows that fail."""
+    """Lines of JSON: shuffled groups with shared prefixes, equal prompts, rows with their own parameters, and rows that fail."""
     lines = []
     for i in range(count):
         region = ("north", "south", "east")[i * 7 % 3]
@@ -208,7 +208,7 @@ def write_common_input(folder: Path, count: int = 26) -> None:
 
 
 class Nearly(float):
-    """A probability or a number of an embedding: what rows run together with this one changes its last digits."""
+    """A probability or a number of an embedding. Its last digits depend on which rows run together."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, float) and abs(self - other) < 1e-5
@@ -217,7 +217,7 @@ class Nearly(float):
 
 
 def read_output(path: Path) -> Any:
-    """What two equal outputs have in common: the bytes of JSONL, compressed or not (rows, where it has probabilities); the table of Parquet."""
+    """The content that equal outputs share: a Parquet table, the bytes of JSONL, or its rows if they contain probabilities or embeddings."""
     if path.suffix == ".parquet":
         import pyarrow.parquet as pq
 
@@ -229,12 +229,12 @@ def read_output(path: Path) -> Any:
 
 
 def stored_keys(folder: Path) -> list[bytes]:
-    """Of the results in a job's folder, in the order in which they came. Changes nothing: it reads a copy."""
+    """The keys of the results in a job's folder, in the order in which they were stored. Reads a copy, so that the folder is not changed."""
     with tempfile.TemporaryDirectory() as copy:
         try:
             for path in folder.glob("results.sqlite*"):
                 shutil.copyfile(path, Path(copy) / path.name)
-        except FileNotFoundError:  # a journal that was there for a moment
+        except FileNotFoundError:  # a journal that existed for a moment
             return stored_keys(folder)
         if not (Path(copy) / "results.sqlite").exists():
             return []
@@ -246,7 +246,7 @@ def stored_keys(folder: Path) -> list[bytes]:
 
 
 class Job:
-    """A case in a folder of its own, which holds its input, and what its output is when nothing happens."""
+    """A case in its own folder with its input, and the output of an uninterrupted run."""
 
     def __init__(self, runs: Runs, case: Case, folder: Path) -> None:
         self.runs, self.case, self.folder = runs, case, folder
@@ -254,7 +254,7 @@ class Job:
         self.job_folder = folder / ("work" if "--work-dir" in case.options else "") / f"{case.output}.job"
         self.partial = str((self.job_folder / "output.partial").relative_to(folder))
         self.results = f"sqlite INSERT results {(self.job_folder / 'results.sqlite').relative_to(folder)}"
-        """What the log says when a result is kept."""
+        """The line of the log when a result is stored."""
         self.prepare()
         if str(case) not in runs.uninterrupted:
             ended = self.run()
@@ -264,7 +264,7 @@ class Job:
         self.whole, self.expected = runs.uninterrupted[str(case)]
 
     def set_up(self, state: str) -> None:
-        """`new`, `generated`, `changed` or `raised`: what a run of the test starts from (`reset`)."""
+        """Prepares the state from which runs start after `reset`: `new`, `generated`, `changed` or `raised`."""
         {
             "new": self.prepare,
             "generated": self.prepare_generated,
@@ -273,9 +273,9 @@ class Job:
         }[state]()
 
     def prepare(self) -> None:
-        """The folder as it was before the first run."""
+        """Makes the folder of a new job."""
         self.old: Any = None
-        """The output that stands until the new one is there."""
+        """The output that exists until the new one replaces it."""
         self._state: Path | None = None
         shutil.rmtree(self.folder, ignore_errors=True)
         write_common_input(self.folder)
@@ -283,13 +283,13 @@ class Job:
         (self.folder / "work").mkdir()
 
     def prepare_generated(self) -> None:
-        """The folder of a job whose process died when all was generated and nothing written."""
+        """Makes the folder of a job whose process died after generating everything and before writing the output."""
         self.prepare()
         assert self.run(how="kill", at=1, only="write " + self.partial).code == -9
         self.keep_state()
 
     def prepare_changed(self) -> None:
-        """A finished output, whose input has got more rows since: most of what is there is to be kept."""
+        """Makes a finished output whose input has more rows since then. Most results are to be kept."""
         self.prepare()
         self.run()
         self.old = self.expected
@@ -300,7 +300,7 @@ class Job:
         assert self.expected != self.old
 
     def prepare_raised(self) -> None:
-        """A finished output, to be continued with a larger `--max-tokens`."""
+        """Makes a finished output that is to be continued with a larger `--max-tokens`."""
         self.prepare()
         self.run()
         self.old = self.expected
@@ -315,7 +315,7 @@ class Job:
         shutil.copytree(self.folder, self._state)
 
     def reset(self) -> None:
-        """To the state that was kept, times of change and all."""
+        """Restores the state that was kept, with the files' times of change."""
         if self._state is None:
             self.prepare()
         else:
@@ -323,11 +323,11 @@ class Job:
             shutil.copytree(self._state, self.folder)
 
     def run(self, *more: str | Path, **plan: Any) -> Ended:
-        """`more`: options beyond the case's."""
+        """Runs the job to its end. `more` are options beyond the case's."""
         return self.start(*more, **plan).wait()
 
     def calls(self) -> tuple[str, ...]:
-        """What a run from its state to its end does."""
+        """The calls of a run from the kept state to the end."""
         if self._state is None:
             return self.whole.calls
         self.reset()
@@ -338,7 +338,7 @@ class Job:
         return self.runs.start(self.folder, arguments, settings=self.case.settings, **plan)
 
     def check_output(self, *, finished: bool) -> None:
-        """Absent or old, or else whole."""
+        """Checks that the output is absent, old or complete; complete if `finished`."""
         there = read_output(self.output) if self.output.exists() else None
         if finished or (there is not None and there != self.old):
             assert there == self.expected
@@ -346,11 +346,11 @@ class Job:
             assert there is None or there == self.old
 
     def is_in_place(self) -> bool:
-        """Whether the new output is there: all that is left to do is to clean up."""
+        """Whether the new output is written, so that only the clean-up is left."""
         return self.output.exists() and read_output(self.output) != self.old
 
     def go_on(self) -> Ended:
-        """The same command to its end."""
+        """Runs the same command again to its end, and checks the output and the files that are left."""
         ended = self.run()
         assert ended.code == self.case.code, ended.err
         self.check_output(finished=True)

@@ -1,7 +1,7 @@
-"""A server that imitates the requests of the Hub which reading and pushing a dataset need.
+"""A server that answers the requests to the Hub that reading and pushing a dataset need.
 
-Large files (Parquet) are uploaded through Git LFS, as huggingface_hub does without the package hf_xet: it asks where to, puts them there, has that
-verified, and then makes a commit that names them by their digests.
+Large files (Parquet) are uploaded through Git LFS, as huggingface_hub does without the package hf_xet: it asks for an address, uploads the file,
+has the upload verified, and makes a commit that names the file by its digest.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class FakeRepo:
 class FakeHub:
     repos: dict[str, FakeRepo] = field(default_factory=dict)
     failing: str = ""
-    """Requests whose path has this text get the answer 400."""
+    """Requests whose path contains this text are answered with 400."""
     requests: list[str] = field(default_factory=list)
     """Method and path of each request."""
     endpoint: str = ""
     uploaded: dict[str, bytes] = field(default_factory=dict)
-    """Large files that were put to the store, by their SHA-256."""
+    """Uploaded large files by their SHA-256."""
 
 
 @contextmanager
@@ -95,17 +95,17 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(self.path.partition("?")[0])
         self.hub.requests.append(f"{self.command} {path}")
         if self.hub.failing and self.hub.failing in path:
-            return self._send(b'{"error": "the server is on fire"}', 400)  # 500 would be tried again for half a minute
+            return self._send(b'{"error": "the server is on fire"}', 400)  # 500 would be retried for half a minute
         if path == "/api/whoami-v2":
             return self._whoami()
-        if path == "/api/validate-yaml":  # of a card, before it is committed
+        if path == "/api/validate-yaml":  # checks a card before its commit
             return self._json({"errors": [], "warnings": []})
         if path == "/api/repos/create":
             return self._create(json.loads(body))
         if found := re.fullmatch(r"/(store|verify)/(\w+)", path):
             return self._large_file(found[1], found[2], body)
         if found := re.fullmatch(r"/datasets/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
-            return self._tell_where_to(json.loads(body)) if self._role == "write" else self._send(b"", 403)
+            return self._give_addresses(json.loads(body)) if self._role == "write" else self._send(b"", 403)
         match = re.fullmatch(r"(?:/api)?/datasets/([^/]+/[^/]+)(/.*)?", path)
         repo = self.hub.repos.get(match[1]) if match else None
         if match is None or repo is None or (repo.private and self._role is None):
@@ -127,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json(info)
         if rest == "tree":
             return self._json(_listing(repo, path, recursive="recursive=true" in self.path.lower()))
-        if rest == "paths-info":  # asked by huggingface_hub 1
+        if rest == "paths-info":  # huggingface_hub 1 asks this
             everything = _listing(repo, "", recursive=True)
             return self._json([entry for entry in everything if entry["path"] in parse_qs(body.decode())["paths"]])
         if rest == "resolve":
@@ -148,8 +148,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json({"files": files})
         return self._commit(name, repo, body)
 
-    def _tell_where_to(self, asked: dict[str, Any]) -> None:
-        """Says for each large file where to put it and who verifies that; nothing for one that is there already."""
+    def _give_addresses(self, asked: dict[str, Any]) -> None:
+        """Answers with the addresses to upload and verify each large file; none for a file that is already there."""
         objects = []
         for file in asked["objects"]:
             digest = file["oid"]
@@ -161,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"transfer": "basic", "objects": objects})
 
     def _large_file(self, what: str, digest: str, body: bytes) -> None:
-        if what == "store":  # the address is signed: it needs no token
+        if what == "store":  # the address is signed and needs no token
             assert hashlib.sha256(body).hexdigest() == digest
             self.hub.uploaded[digest] = body
             return self._send(b"")

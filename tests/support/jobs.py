@@ -1,4 +1,4 @@
-"""Jobs without a model: for the tests of the job's folder and of what it reads and writes."""
+"""Jobs without a model, for tests of the job's folder, inputs and outputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def key_of(row) -> bytes:
 
 
 def answer(row) -> Result:
-    """What a model might say; a prompt of `fail` fails in the engine."""
+    """A fake answer to a row. The prompt `fail` fails."""
     prompt = row.columns["prompt"]
     if prompt == "fail":
         return Result.failed(row.number, RowError("does_not_fit", "too big"), prompt_tokens=7)
@@ -47,7 +47,7 @@ def answer(row) -> Result:
 
 
 def job_run(output="o.jsonl", *, stop_after=None, stats=None, answer=answer, **options):
-    """A job as `job.py` runs it. Returns the job and the prompts that were generated; stops without finishing after `stop_after`."""
+    """Runs a job like `job.py`. Returns the job and the generated prompts. Stops without finishing after `stop_after` prompts."""
     job, source = job_open(output, **options)
     generated = []
     with job:
@@ -62,7 +62,7 @@ def job_run(output="o.jsonl", *, stop_after=None, stats=None, answer=answer, **o
         job.check_dropped(prune=options.get("prune", False))
         results = {n: replace(stored[k], row=n) for n, k in keys.items() if k in stored}
         results |= {r.number: Result.failed(r.number, r.error) for r in rows if r.error is not None}
-        for row in reversed(rows):  # as an engine would, in an order of its own
+        for row in reversed(rows):  # like an engine, in another order
             if row.number not in results:
                 if len(generated) == stop_after:
                     return job, generated

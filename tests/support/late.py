@@ -1,4 +1,4 @@
-"""Packages that only a few tests need: each is imported when a test first uses it, not in every process that collects the tests."""
+"""Imports packages that only a few tests need when a test first uses them, not in every process that collects tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Late:
 
 
 def late(name: str) -> Any:
-    """Returns what stands for a module. Skips the tests of the calling module if the module's package is not installed."""
+    """Returns an object that imports the module when it is first used. Skips the calling test module if the package is not installed."""
     if find_spec(name.partition(".")[0]) is None:
         pytest.skip(f"{name} is not installed", allow_module_level=True)
     return _Late(name)

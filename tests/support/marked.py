@@ -1,4 +1,4 @@
-"""Tokenizers of one token a byte whose marks (of thoughts, of calls) are tokens of a chosen kind, and completions that come token by token."""
+"""Byte tokenizers whose marks of thoughts and calls are tokens of a chosen kind, and completions that are read token by token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|const
 
 
 def make(special: tuple[str, ...] = (), plain: tuple[str, ...] = (), template: str | None = None) -> Any:
-    """One token a byte; `special` and `plain` are tokens of their own, the first kind left out of texts."""
+    """A tokenizer with one token for each byte. `special` and `plain` are additional tokens; special ones do not appear in texts."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -29,7 +29,7 @@ def make(special: tuple[str, ...] = (), plain: tuple[str, ...] = (), template: s
 
 
 def run(tokenizer: Any, prompt: str, completion: str, **options: Any) -> Any:
-    """(text, reasoning, tokens of it, reason) of a completion that comes token by token."""
+    """The text, the reasoning, its number of tokens and the finish reason of a completion that is read token by token."""
     stopper = complete(tokenizer, prompt, completion, **options)
     return stopper.text, stopper.reasoning, stopper.reasoning_tokens, stopper.finish_reason
 
@@ -44,7 +44,7 @@ def complete(
     tools: str = "",
     **params: Any,
 ) -> Stopper:
-    """The stopper after the tokens of a completion, up to where it ended."""
+    """The stopper after it has read the tokens of a completion up to its end."""
     ids = tokenizer.encode(prompt, add_special_tokens=False)
     detokenizer = Detokenizer(tokenizer, thinking_format(tokenizer), tool_format(tokenizer))
     eos = frozenset(

@@ -1,6 +1,6 @@
-"""Sixty ways to misuse the command, each with its exit code and message. All show before a tokenizer is loaded.
+"""Ways to misuse the command, each with its exit code and message. All are reported before a tokenizer is loaded.
 
-In arguments and messages R is a file with one row, {"prompt": "x"}, M a good model without a chat template, D an empty folder to work in.
+In arguments and messages, R is a file with one row, {"prompt": "x"}, and M a good model without a chat template.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SIZE = "use auto, a size such as 8GiB, or a share such as 80%"
 
 
 def make_files(folder: Path) -> None:
-    """The files that the cases name."""
+    """Writes the files that the cases name."""
     (folder / "rows.jsonl").write_text('{"prompt": "x"}\n')
     (folder / "others.jsonl").write_text('{"prompt": "y"}\n')
     (folder / "mine.jsonl").write_text("mine\n")

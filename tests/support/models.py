@@ -1,4 +1,4 @@
-"""Tiny random models of every verified architecture, and the two sides that parity compares."""
+"""Tiny random models of every verified architecture, run by transformers and by batchgen."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from support.shapes import COMMON, SHAPES, VOCAB
 
 
 class Numbers:
-    """A tokenizer whose text is the token ids."""
+    """A tokenizer that writes token ids as text."""
 
     def decode(self, ids: Any, **_: Any) -> str:
         return " ".join(map(str, ids))
@@ -46,13 +46,13 @@ def random_tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def build(model_type: str, **changes: Any) -> Any:
-    """A random float32 model; the same for the same arguments."""
-    settings = COMMON | copy.deepcopy(SHAPES[model_type]) | changes  # transformers writes into dicts of a configuration
-    if model_type.split("/")[0] == "falcon":  # whose width of a head cannot be set
+    """A random float32 model. Equal arguments give equal weights."""
+    settings = COMMON | copy.deepcopy(SHAPES[model_type]) | changes  # transformers changes dicts of a configuration
+    if model_type.split("/")[0] == "falcon":  # its head size cannot be set
         del settings["head_dim"]
     config = AutoConfig.for_model(model_type.split("/")[0], **settings)
     torch.manual_seed(0)
-    # Falcon's own attention adds ALiBi twice when it is eager.
+    # Falcon's eager attention adds ALiBi twice.
     attention = "sdpa" if model_type.startswith("falcon/alibi") else "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
     return randomize(model)
@@ -60,7 +60,7 @@ def build(model_type: str, **changes: Any) -> Any:
 
 @torch.no_grad()
 def randomize(model: Any) -> Any:
-    """Random numbers wherever training would leave its mark: a bias, norm or sink that stays neutral proves nothing."""
+    """Adds random numbers to everything that training changes: a neutral bias, norm or sink would hide a mistake."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.1
@@ -77,7 +77,7 @@ def reference_model(model_type: str) -> Any:
 
 
 def kernels() -> ctypes.CDLL | None:
-    """Our kernels, where this machine can compile them: what a user runs there by default."""
+    """Our kernels, which users run by default; None if this machine cannot compile them."""
     try:
         return library()
     except NoKernels:
@@ -109,7 +109,7 @@ def make_requests(prompts: list[list[int]], max_tokens: list[int], **params: Any
 
 
 def engine_for(model: Any, eos: tuple[int, ...] = (), ahead: bool = False, **config: Any) -> Engine:
-    """`ahead`: a step is launched before the tokens of the one before it are known, as on CUDA."""
+    """`ahead`: whether a step is launched before the tokens of the previous one are known, as on CUDA."""
     options = {"kv_memory": "64MiB", "debug": True} | config
     engine = Engine(model, tiny_tokenizer(eos=eos), EngineConfig(**options))
     engine.loop.ahead = ahead
@@ -117,7 +117,7 @@ def engine_for(model: Any, eos: tuple[int, ...] = (), ahead: bool = False, **con
 
 
 def memory_for(engine: Engine, blocks: int) -> str:
-    """The `kv_memory` that holds so many blocks, and beside them as many state slots as take no memory left than they do."""
+    """The `kv_memory` for `blocks` blocks and for state slots that take about as much memory as the blocks."""
     sizes = engine.sizes
     block = sizes.block_size * sizes.bytes_per_token
     if not sizes.num_state_slots:
@@ -139,7 +139,7 @@ def run(engine: Engine, requests: list[Request], share: bool = True) -> list[Res
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """What transformers generates for a prompt by itself, and the logits that it chose from."""
+    """The tokens that transformers generates for a prompt, and their logits."""
 
     prompt: list[int]
     tokens: list[int]
@@ -149,10 +149,10 @@ class Expected:
 
 @torch.inference_mode()
 def expect(model: Any, prompt: list[int], max_tokens: int, eos: tuple[int, ...] = ()) -> Expected:
-    """transformers' greedy `generate` on one prompt, the mask given so that no token passes for padding."""
+    """Runs transformers' greedy `generate` on one prompt, with a mask so that no token counts as padding."""
     ids = torch.tensor([prompt])
     for module in model.modules():
-        if hasattr(module, "conv1d_state"):  # where RecurrentGemma leaves the end of the prompt before
+        if hasattr(module, "conv1d_state"):  # RecurrentGemma keeps the end of the previous prompt here
             module.conv1d_state = None
     model.generation_config.eos_token_id = list(eos) or None
     out = model.generate(
@@ -167,7 +167,7 @@ def generate(model: Any, prompt: list[int], max_tokens: int, eos: tuple[int, ...
 
 
 class Seen:
-    """The logits that a packed model gave, with the position and the token that each stands behind."""
+    """The logits of a packed model, each with the position and the token that it follows."""
 
     def __init__(self) -> None:
         self.places: list[tuple[int, int]] = []
@@ -180,9 +180,9 @@ class Seen:
         self.logits += output.logits[0]
 
     def furthest(self, expected: list[Expected]) -> float:
-        """The largest difference of a logit from the nearest of those expected behind the same token at the same position.
+        """The largest difference of a logit from the nearest expected one after the same token at the same position.
 
-        Infinite where none is expected there.
+        Infinite if none is expected there.
         """
         rows: dict[tuple[int, int], list[torch.Tensor]] = {}
         for e in expected:
@@ -198,7 +198,7 @@ class Seen:
 
 @contextmanager
 def watched(model: Any) -> Iterator[Seen]:
-    """Notes the logits of a loaded model in the block."""
+    """Records the logits of a loaded model inside the block."""
     seen = Seen()
     handle = model.module.register_forward_hook(seen.note, with_kwargs=True)
     try:

@@ -1,4 +1,4 @@
-"""How much of a test runs: `make test` is quick, and `make test-slow` runs every parameter and many more random cases."""
+"""Decides how much of a test runs: `make test` is quick, and `make test-slow` runs every parameter and many more random cases."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ FULL = os.environ.get("BATCHGEN_TESTS") == "full"
 
 
 def examples(quick: int, full: int) -> int:
-    """How many random cases a property test tries: `quick` of them in `make test`, `full` in `make test-slow`."""
+    """The number of random cases that a property test tries: `quick` in `make test`, `full` in `make test-slow`."""
     return full if FULL else quick
 
 
 def some_of(quick: Iterable[K], values: Mapping[K, V]) -> Mapping[K, V]:
-    """What a test loops over: `values` in `make test-slow`, those called `quick` in `make test`."""
+    """The values that a test loops over: all in `make test-slow`, those named in `quick` in `make test`."""
     return values if FULL else {name: values[name] for name in quick}
 
 
 def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
-    """`values` as parameters; tuples are several parameters each. Those that are not in `quick` are marked slow: `make test-slow` runs them."""
+    """Returns `values` as parameters of a test, where those that are not in `quick` are marked slow. A tuple has several parameters."""
     chosen = list(quick)
     return [
         value

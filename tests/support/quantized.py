@@ -1,4 +1,4 @@
-"""Small quantized checkpoints, made on a CPU: by their own library where it can, else by the format's definition."""
+"""Small quantized checkpoints, made on a CPU by their own library if it can, otherwise from the definition of the format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 32
 
 
 def original(name: str) -> Any:
-    """The bfloat16 model that a checkpoint is made of."""
+    """The bfloat16 model from which a checkpoint is made."""
     if name == "mxfp4":
         return build("gpt_oss/yarn", intermediate_size=64).bfloat16()
     if name.endswith(" experts"):
@@ -30,7 +30,7 @@ def original(name: str) -> Any:
 
 
 def make(name: str, folder: Path) -> Any:
-    """Writes the checkpoint and returns the model that it was made of."""
+    """Writes a checkpoint. Returns the model from which it was made."""
     model = original(name)
     if name in PACKED:
         if name.startswith("bitsandbytes"):
@@ -57,7 +57,7 @@ PACKED = (
 
 
 def dequantized(name: str, folder: Path) -> Any:
-    """The float32 model of the exact weights that a checkpoint of `PACKED` stands for: by its own library, or as they were written."""
+    """The float32 model with the exact dequantized weights of a checkpoint of `PACKED`, from its own library or from the folder `exact`."""
     from transformers import AutoModelForCausalLM
 
     if name.startswith("bitsandbytes"):
@@ -80,7 +80,7 @@ def _write(model: Any, folder: Path, state: dict[str, torch.Tensor], settings: d
 
 
 def _fp8(model: Any, folder: Path) -> None:
-    """DeepSeek's: float8_e4m3fn, with a float32 scale for each square block of a weight."""
+    """DeepSeek's format: float8_e4m3fn, with a float32 scale for each square block of a weight."""
     model.save_pretrained(folder)  # experts as the hub has them, one by one
     from safetensors.torch import load_file
 
@@ -102,7 +102,7 @@ def _fp8(model: Any, folder: Path) -> None:
 
 
 def _mxfp4(model: Any, folder: Path) -> None:
-    """OpenAI's for the experts of gpt-oss: two numbers of 4 bits in a byte, a power of two for each 32."""
+    """OpenAI's format for the experts of gpt-oss: two 4-bit numbers in a byte, and a power of two for each 32 numbers."""
     state: dict[str, torch.Tensor] = {}
     for name, weight in model.state_dict().items():
         if name.endswith(("gate_up_proj", "down_proj")):
@@ -119,7 +119,7 @@ def _mxfp4(model: Any, folder: Path) -> None:
 
 
 def _compressed_tensors(model: Any, preset: str, folder: Path) -> None:
-    """By the library itself, scales from the largest numbers."""
+    """Uses the library itself, with scales from the largest weights."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationConfig,
@@ -153,7 +153,7 @@ def _compressed_tensors(model: Any, preset: str, folder: Path) -> None:
 
 
 def _packed(model: Any, name: str, folder: Path) -> None:
-    """By the format's definition; what the numbers stand for exactly is written to the folder `exact`, in float32."""
+    """Follows the definition of the format. Also writes the exact dequantized weights to the folder `exact`, in float32."""
     from safetensors.torch import load_file
 
     model.save_pretrained(folder)  # experts as the hub has them, one by one
@@ -195,7 +195,7 @@ def _by_groups(weight: torch.Tensor, groups: torch.Tensor, bits: int) -> tuple[t
 
 
 def _words(codes: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """The last dimension packed into int32 words, the first number lowest, or by `order`: which number of a word is in each place."""
+    """Packs the last dimension into int32 words, lowest bits first. `order` gives the index of the number in each place of a word."""
     per_word = 32 // bits
     blocks = codes.long().unflatten(-1, (-1, per_word))[..., list(order or range(per_word))]
     words = (blocks << (torch.arange(per_word) * bits)).sum(-1)
@@ -211,7 +211,7 @@ def _awq(weight: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], torc
 
 
 def _gptq(weight: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """AutoGPTQ's QuantLinear; with its inputs sorted by their activations (`desc_act`) but for `in order`."""
+    """AutoGPTQ's QuantLinear. Except for `in order`, inputs are sorted by their activations (`desc_act`)."""
     bits = 8 if "8 bits" in name else 4
     groups = torch.arange(weight.shape[1]) // BLOCK
     if "in order" not in name:
@@ -245,7 +245,7 @@ def _modelopt(weight: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor],
 
 
 def _bitsandbytes(model: Any, name: str, folder: Path) -> None:
-    """By the library itself, through transformers."""
+    """Uses the library itself, through transformers."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     model.save_pretrained(folder / "plain")

@@ -1,4 +1,4 @@
-"""The oracle: each query by itself, its keys gathered by its block table, softmax in float32. Slow, and plainly right."""
+"""Reference attention: each query alone, with keys gathered by its block table and softmax in float32. Slow, but easy to verify."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from batchgen.scheduling.batch import ScheduledSpan
 
 
 class Reference:
-    """Attention of a step straight from its works, no plan involved."""
+    """Computes the attention of a step from its spans, without a plan."""
 
     def __init__(self, spans: tuple[ScheduledSpan, ...], block_size: int) -> None:
         self.spans = spans

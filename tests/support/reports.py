@@ -1,4 +1,4 @@
-"""Data of a report, and what a reader finds in its page."""
+"""The data of a small report, and a parser for its page."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Parsed(HTMLParser):
 
 
 def parsed(page: str) -> Parsed:
-    """Reads a page. Fails if its elements are not nested."""
+    """Parses a page. Fails if its elements are not nested."""
     found = Parsed()
     found.feed(page)
     assert found._open == []

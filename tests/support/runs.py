@@ -1,4 +1,4 @@
-"""Whole jobs with the real tokenizer and no model: what answers is a digest of the prompt and of its own weights."""
+"""Whole jobs with the real tokenizer and a fake engine, whose answers are the name of its model and the prompt."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from batchgen.stats import EngineStats
 
 
 class Killed(BaseException):
-    """The process is no more."""
+    """Stands for the death of the process."""
 
 
 class Oracle:
-    """In the engine's place. Dies after `most` answers; remembers what it was asked."""
+    """Replaces the engine. Raises `Killed` after `most` answers, and remembers the prompts."""
 
     dtype = device = attention = "none"
     waiting = unfinished = 0
@@ -64,7 +64,7 @@ class Oracle:
 
 
 class Runs:
-    """Runs of one output, with one of several models of the same shapes."""
+    """Runs of one output, with one of two models of the same shapes."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder, self.output = folder, folder / "o.jsonl"
@@ -78,7 +78,7 @@ class Runs:
         self.reason: Callable[[str], str] = lambda prompt: "stop"
         self.engine = Oracle
         self.loaded = 0
-        """How often the tokenizer was loaded."""
+        """The number of times the tokenizer was loaded."""
 
     def run(
         self,
@@ -88,7 +88,10 @@ class Runs:
         most: int | None = None,
         **options: Any,
     ) -> tuple[list[str], JobReport | None]:
-        """The prompts that were answered, and the report; None if the run was killed after `most` answers. None in `rows` is a malformed row, a text a prompt."""
+        """Runs a job. Returns the answered prompts and the report, which is None if the run was killed after `most` answers.
+
+        In `rows`, None is a malformed row, and a text is a prompt.
+        """
         lines = (
             "[]" if row is None else json.dumps({"prompt": row} if isinstance(row, str) else dict(row)) for row in rows
         )

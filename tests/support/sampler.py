@@ -1,4 +1,4 @@
-"""A sampler that returns its tokens at once, and the probabilities that it samples from."""
+"""A sampler whose `sample` returns the tokens themselves, and that can return the probabilities that it samples from."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The configurations that parity is shown for: tiny, random, and with every kind of layer that their architecture has.
+"""The configurations of the parity tests: tiny, with every kind of layer that the architecture has.
 
-By `model_type`; what follows a slash is another shape of the same. Sliding windows are shorter than the prompts of the tests.
+They are listed by `model_type`. A name after a slash is another shape of the same type. Sliding windows are shorter than the tests' prompts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.1,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    "tie_word_embeddings": False,  # tied, such a model repeats its last token whatever its attention gives
+    "tie_word_embeddings": False,  # with tied embeddings, such a model repeats its last token whatever its attention returns
 }  # fmt: skip
-TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}  # where None is not allowed; `generate` gets its own
+TOKENS = {
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}  # for types that do not allow None; `generate` gets its own
 LAYERS = ["sliding_attention", "full_attention"]
 SLIDING_WINDOW = {"sliding_window": 24, "layer_types": LAYERS}
 FOUR = {"num_hidden_layers": 4}
@@ -32,7 +36,7 @@ MLA = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 12, "head_dim": 8,
 }  # fmt: skip
-INDEXER = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 256}  # which is all keys of the tests' texts
+INDEXER = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 256}  # more than the keys of any test prompt
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 TWO_ROPES = {
@@ -330,7 +334,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def prompts_and_lengths() -> tuple[list[list[int]], list[int]]:
-    """A root of 40 tokens, two groups and a document under it, ends at a node, and strangers; some completions over two blocks."""
+    """A root of 40 tokens, two groups and a document below it, prompts that end at a node, and unrelated prompts. Some completions span two blocks."""
     rng = random.Random(3)
 
     def text(count: int) -> list[int]:
@@ -350,7 +354,7 @@ CORE = {"deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama"}
 """Shapes that together have every kind of layer. They run in `make test`; the others are slow tests."""
 
 FULLEST = {"granitemoehybrid": "granitemoehybrid/recurrent", "qwen4_exp_text": "qwen4_exp_text/n-grams"}
-"""Of families with several shapes, the one with every kind of state."""
+"""For families with several shapes, the shape that has every kind of state."""
 
 RECURRENT_SHAPES = sorted(FULLEST.get(name, name) for name in RECURRENT - INNER if name in CONFIG_MAPPING)
-"""A shape of each family with recurrent layers that the installed transformers has."""
+"""One shape for each family with recurrent layers in the installed transformers."""

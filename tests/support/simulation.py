@@ -1,4 +1,4 @@
-"""The engine without a model: the scheduler's steps carried out on a pool that remembers what each place of the KV holds."""
+"""The engine without a model: runs the scheduler's steps on a pool that records the tokens behind each place of the KV cache."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_leaves(
     priorities: Iterable[float] = (),
     first: int = 0,
 ) -> list[Leaf]:
-    """Leaves of requests that draw exactly so many tokens, `n` times each; those that have texts score them instead.
+    """Leaves of requests that sample exactly `lengths` tokens, `n` times each. Requests with texts score them instead.
 
     Rows are numbered from `first`.
     """
@@ -69,15 +69,15 @@ def kv_index(span: Span, position: int, block_size: int) -> int:
 
 
 def score(path: tuple[int, ...], token: int) -> TokenScore:
-    """What a model might say of `token` after `path`."""
+    """A fake score of `token` after `path`."""
     return TokenScore(-float(hash((path, token)) % 1000), hash((path, token)) % 3 == 0)
 
 
 class Simulation:
-    """A scheduler whose steps are carried out on paper, every step checked.
+    """A scheduler whose steps are simulated and checked.
 
-    Each place in the KV holds the tokens from the start of its path to its own: the KV is right if and only if they are. `ahead`: the tokens and scores of a
-    step are told when the next one is under way, as on a device. Tokens in `ends` end a completion.
+    Each place in the KV cache records the tokens from the start of its path to its own. The cache is right if and only if these are.
+    With `ahead`, the tokens and scores of a step arrive after the next step has been launched, as on a device. Tokens in `ends` end a completion.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Simulation:
             BlockPool(blocks), block_size, sliding_window, host_blocks, BlockPool(state_slots) if state_slots else None
         )
         self.states: dict[int, tuple[int, ...]] = {}
-        """By state slot, the tokens that its state stands for."""
+        """By state slot, the tokens whose state it contains."""
         self.limits = Limits(batch_size, tokens, prefill, scored, kv_read)
         self.scheduler = Scheduler(
             self.block_manager, self.limits, lambda r: Length(r.max_tokens, ends), POLICIES[policy]
@@ -104,19 +104,19 @@ class Simulation:
         self.every_step = every_step
         self.held: dict[int, tuple[int, ...]] = {}
         self.done: dict[tuple[int, int], list[Any]] = {}
-        """By row and number: the tokens drawn, or the scores of the text."""
+        """By row and choice: the sampled tokens, or the scores of the text."""
         self.loaded = 0
         self.steps = 0
         self.loop = StepLoop(self.scheduler, self, int(ahead))
         self.batch: ScheduledBatch | None = None
-        """What was launched last."""
+        """The last batch that was launched."""
         self.sampled: dict[GenerationSequence, list[int]] = {}
         """The tokens sampled for each sequence, on the host or not."""
         self.last: dict[int, int] = {}
         """By sampler index, the token sampled last."""
         self.node_logits: dict[PrefixNodeSpan, tuple[int, ...]] = {}
         self.late = 0
-        """Tokens sampled for sequences that had ended."""
+        """The number of tokens sampled for sequences that had already ended."""
 
     @property
     def prefilled(self) -> int:
@@ -128,12 +128,12 @@ class Simulation:
 
     @property
     def rows(self) -> list[int]:
-        """Rows that are done."""
+        """The rows that are done."""
         return sorted({row for row, _ in self.done})
 
     @property
     def busy(self) -> bool:
-        """Whether something is still to come."""
+        """Whether any leaf is unfinished or any step is in flight."""
         return bool(self.scheduler.unfinished or self.loop.in_flight)
 
     def load(
@@ -153,7 +153,7 @@ class Simulation:
         before = self.steps
         while self.scheduler.unfinished:
             self.step()
-            assert self.steps - before < max_steps, "no end in sight"
+            assert self.steps - before < max_steps, "the job does not end"
         self.settle()
         assert not self.scheduler.running
         assert not self.scheduler.prefilling
@@ -165,7 +165,7 @@ class Simulation:
         self.batch = None
         while self.batch is None:
             updates = list(self.loop.step(admit))
-            assert self.batch is not None or self.loop.ahead, "all is known, and no step can be made"
+            assert self.batch is not None or self.loop.ahead, "no step can be made although all tokens are known"
             self._update(updates)
             self.check()
         return self.batch
@@ -215,7 +215,7 @@ class Simulation:
             self.node_logits.pop(node_span, None)
 
     def sample(self, batch: ScheduledBatch) -> None:
-        """Samples: the token says which row, which of its completions and which place it is for."""
+        """Samples a token that depends on the row, the choice and the position."""
         self.check()
         for seq, sampler_index, position in batch.samples:
             token = 1000 + (7 * seq.request.row + position + 3 * seq.leaf.choice) % 11
@@ -237,17 +237,17 @@ class Simulation:
         )  # fmt: skip
 
     def _rows(self, batch: ScheduledBatch) -> list[tuple[int, ...]]:
-        """By row of the logits: the tokens that it comes after."""
+        """The tokens before each row of the logits."""
         ends = [self._prefix(w.span, position + 1) for w in batch.spans for position in range(w.start, w.stop)]
         return [ends[place] for place in batch.packed.logits_places.tolist()]
 
     def cancel(self, index: int) -> None:
-        """Cancels the leaf at this depth-first place of the last window."""
+        """Cancels the leaf with this depth-first index in the last window."""
         self.scheduler.cancel(self.window, index)
         self.check()
 
     def check(self) -> None:
-        """Raises `AssertionError` unless the scheduler's own accounts add up, and blocks and state slots hold what they stand for."""
+        """Raises `AssertionError` unless the scheduler's counts add up and blocks and state slots contain the right tokens."""
         self.scheduler.check()
         for span in [*self.scheduler.running, *self.block_manager.live, *self.block_manager.cached]:
             if span.read_state_slot >= 0:
@@ -258,7 +258,7 @@ class Simulation:
                 assert self.held[kv_index(span, position, self.block_size)] == self._prefix(span, position + 1)
 
     def _prefix(self, span: Span, count: int) -> tuple[int, ...]:
-        """The first `count` tokens of the span's path: what the KV of the last of them depends on."""
+        """The first `count` tokens of the span's path, on which the KV of the last of them depends."""
         if isinstance(span, GenerationSequence):
             return (*span.leaf.tokens.tolist(), *self.sampled.get(span, ()))[:count]
         return tuple(span.tokens(0, count).tolist())
@@ -279,7 +279,9 @@ class Simulation:
         assert not len(packed.pending_places) or self.loop.ahead
         tokens[packed.pending_places] = [self.last[index] for index in packed.pending_sampler_indices.tolist()]
         want = [self._prefix(w.span, w.stop)[w.start :] for w in step.spans]
-        assert tokens.tolist() == [token for some in want for token in some], "other tokens are run than were drawn"
+        assert tokens.tolist() == [token for some in want for token in some], (
+            "the tokens of the batch differ from those that were sampled"
+        )
 
     def _block(self, block: int) -> list[tuple[int, ...]]:
         return [self.held.get(block * self.block_size + offset, ()) for offset in range(self.block_size)]
@@ -352,7 +354,7 @@ class Simulation:
 
 
 def reads_of(plan: AttentionPlan) -> list[list[tuple[int, int]]]:
-    """By query: the (position, KV index) of each key that it attends to, in all parts."""
+    """For each query, the (position, KV index) of the keys that it attends to, in all parts."""
     size = plan.block_size
     reads: list[list[tuple[int, int]]] = [[] for _ in range(plan.num_tokens)]
     for part in plan.shared:
@@ -376,7 +378,7 @@ def random_steps(
     seed: int, check: Callable[[ScheduledBatch, AttentionPlan], None], *, longest: int, steps: int, tokens: int,
     attention: dict[str, int] | None = None, **options: Any,
 ) -> None:  # fmt: skip
-    """Checks some steps of a random tree of prompts, prefill in slices and decode mixed.
+    """Checks some steps of a random tree of prompts, with slices of prefill and decode mixed.
 
     `attention` are options of `plan_attention`, `options` those of `Simulation`.
     """

@@ -16,13 +16,12 @@ from support.models import Numbers
 VOCAB = 97
 BLOCK = 32
 TOKEN = 256  # bytes of KV
-AHEAD = (
-    None  # whether engines launch a step before the tokens of the one before it are known; None: as the device has it
-)
+AHEAD = None
+"""Whether engines launch a step before the tokens of the previous one are known. None is the default of the device."""
 
 
 def build(poison=None, layers=2):
-    """A random Llama; the token `poison` is embedded as NaN."""
+    """A random Llama. The embedding of the token `poison` is NaN."""
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.1, bos_token_id=None,
@@ -60,7 +59,7 @@ def requests_of(prompts, lengths, priorities=None, **params):
 
 
 def run(engine, requests, stop=None):
-    """Results by row; each row once."""
+    """Runs requests. Returns the results by row, and checks that each row has one."""
     results = {}
 
     def on_result(result):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 BYTE_COUNT = 256
-"""Ids 0..255 of the tiny tokenizer are the bytes of UTF-8 in the order of its alphabet; the special tokens follow."""
+"""Ids 0 to 255 of the tiny tokenizer are bytes, in the order of its alphabet. The special tokens follow."""
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>")
 BOS_ID, EOS_ID, PAD_ID = BYTE_COUNT, BYTE_COUNT + 1, BYTE_COUNT + 2
 CONTEXT_LENGTH = 512
@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
 
 
 def save_tiny_tokenizer(folder: Path, *, chat: bool) -> None:
-    """One token a byte, no merges; a prompt gets the begin token, as Llama's does."""
+    """Saves a tokenizer with one token for each byte and no merges. Like Llama's, it puts a begin token before a prompt."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -44,7 +44,7 @@ def save_tiny_tokenizer(folder: Path, *, chat: bool) -> None:
 
 
 def save_tiny_llama(folder: Path, *, chat: bool = False, seed: int = 0, **config: Any) -> Path:
-    """A random Llama (hidden 64, 2 layers) and its tokenizer. `initializer_range` keeps greedy margins far above float noise."""
+    """Saves a random Llama of one layer and its tokenizer. `initializer_range` keeps greedy margins far above rounding errors."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""Tiny tokenizers, made on the fly, whose ids can be told by hand."""
+"""Tiny tokenizers whose ids can be worked out by hand, and prompt builders that use them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHATML = (
 
 
 def byte_ids(text: str) -> list[int]:
-    """The ids of `byte_tokenizer`, by hand: 0 to 3 for the special tokens, 4 + byte for all else."""
+    """The ids that `byte_tokenizer` gives a text: 0 to 3 for the special tokens, 4 + byte for everything else."""
     out: list[int] = []
     while text:
         for i, token in enumerate(SPECIAL):
@@ -39,7 +39,7 @@ def byte_ids(text: str) -> list[int]:
 
 
 def byte_tokenizer(*, bos: bool = True, eos: bool = False, chat_template: Any = None, **options: Any) -> Any:
-    """Byte-level BPE without merges. `bos`, `eos`: whether it puts them around a text."""
+    """Byte-level BPE without merges. `bos` and `eos` say whether these tokens are put around a text."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     character = {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(others)}
@@ -59,7 +59,7 @@ def byte_tokenizer(*, bos: bool = True, eos: bool = False, chat_template: Any = 
 
 
 def metaspace_tokenizer() -> Any:
-    """As SentencePiece makes them: a blank is put before a text, blanks are ▁, unknown characters are bytes."""
+    """Like a SentencePiece tokenizer: a blank is put before a text, blanks are ▁, and unknown characters are spelled in bytes."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "h", "i", "▁h", "▁hi"]
     tokenizer = Tokenizer(
         models.BPE(
@@ -95,7 +95,7 @@ def builder(
     sampling: SamplingParams | None = None,
     **prompts: Any,
 ) -> PromptBuilder:
-    """Over the byte tokenizer; `chat_template` is the model's own, `prompts` are the user's options."""
+    """A prompt builder for the byte tokenizer. `chat_template` is the model's own, and `prompts` are the user's options."""
     tokenizer = loaded(byte_tokenizer(bos=bos, chat_template=chat_template), context=context)
     return PromptBuilder(tokenizer, PromptConfig(**prompts), sampling or SamplingParams())
 
@@ -105,19 +105,19 @@ def rows(*columns: dict[str, Any]) -> list[Row]:
 
 
 def one(columns: dict[str, Any], **options: Any) -> Any:
-    """Returns what `builder(**options)` makes of one row."""
+    """The request or result that `builder(**options)` makes from one row."""
     (out,) = builder(**options).build(rows(columns))
     return out
 
 
-def text_of(draft: Any) -> str:
-    """The prompt of a draft as text, special tokens written out."""
-    assert not hasattr(draft, "error_type"), draft
-    return str(byte_tokenizer().decode(draft.tokens.tolist(), skip_special_tokens=False))
+def text_of(request: Any) -> str:
+    """The prompt of a request as text, with its special tokens."""
+    assert not hasattr(request, "error_type"), request
+    return str(byte_tokenizer().decode(request.tokens.tolist(), skip_special_tokens=False))
 
 
 def error_of(result: Any) -> tuple[str, str]:
-    """Type and message of a row that failed."""
+    """The error type and message of a failed row."""
     assert hasattr(result, "error_type"), result
     assert result.finish_reason == "error"
     return result.error_type, result.error_message
@@ -126,7 +126,7 @@ def error_of(result: Any) -> tuple[str, str]:
 def save_model(
     folder: Path, *, tokenizer: Any = None, config: dict[str, Any] | None = None, generation: Any = None
 ) -> str:
-    """A model's folder without weights. A configuration of another type is left its own default of positions."""
+    """Saves a model folder without weights. For another `model_type`, `max_position_embeddings` is left at its default."""
     folder.mkdir(parents=True, exist_ok=True)
     (tokenizer or byte_tokenizer()).save_pretrained(folder)
     values = {"model_type": "llama", "max_position_embeddings": 64, "vocab_size": VOCAB_SIZE, "eos_token_id": 1}

@@ -1,4 +1,4 @@
-"""Whether batchgen's kernels for GPUs can run on Triton's interpreter, on the CPU. Import it where triton is there."""
+"""Tells whether batchgen's GPU kernels can run on Triton's interpreter, on the CPU. Needs triton."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def count_kernel(end: Any, out: Any) -> None:
 
 
 def skip_unless_interpreted() -> None:
-    """Skips the test where the kernels are compiled (`-m gpu`), and where the interpreter cannot run a loop."""
+    """Skips the test if the kernels are compiled (`-m gpu`) or the interpreter cannot run a loop."""
     if not triton_kernels.INTERPRETED:
         pytest.skip("the kernels are compiled")
     why = _failure()
@@ -30,7 +30,7 @@ def skip_unless_interpreted() -> None:
 
 @cache
 def _failure() -> str:
-    """What goes wrong in a loop of three rounds: that of triton 3.6 fails beside numpy 2.4 and newer."""
+    """The error of a loop of three iterations, or "". The interpreter of triton 3.6 fails with numpy 2.4 and newer."""
     out = torch.zeros(3, dtype=torch.int32)
     try:
         count_kernel[(1,)](torch.tensor([3], dtype=torch.int32), out)

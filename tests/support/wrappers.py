@@ -1,6 +1,6 @@
-"""The multimodal checkpoints that parity is shown for: a tiny language model inside, everything else as large as transformers has it by default.
+"""The multimodal checkpoints of the parity tests: a tiny language model, and everything else as large as transformers' defaults.
 
-By the wrapper's `model_type`: the language model's `model_type` and settings, and settings of the wrapper itself.
+`TEXTS` has the `model_type` and the settings of the language model by the wrapper's `model_type`, `OWN` the settings of the wrapper itself.
 """
 
 from __future__ import annotations
@@ -184,22 +184,22 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_thinker": {"vision_start_token_id": 151652},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 151652},
 }  # fmt: skip
-"""As published checkpoints have it where the defaults of the classes do not work."""
+"""Settings from published checkpoints, for classes whose defaults do not work."""
 
 
 ASK_FOR_DEVICE = {"granite_docling", "idefics3"}
-"""Their path of text asks where the first parameter lies, which is one of the vision part's."""
+"""Their code for text reads the device of the first parameter, which belongs to the vision part."""
 
 
 def with_text_config() -> set[str]:
-    """The multimodal classes of the installed transformers that have a language model with a configuration of its own."""
+    """The multimodal types of the installed transformers whose language model has its own configuration."""
     names = (name for name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING)
     return {name for name in names if "text_config" in CONFIG_MAPPING[name].sub_configs}
 
 
 def config_of(name: str) -> Any:
-    """The configuration of a checkpoint; of one that also speaks, the part that writes."""
-    inner, settings = copy.deepcopy(TEXTS[name])  # transformers writes into dicts of a configuration
+    """The configuration of a checkpoint. For one that also speaks, that of the part that writes text."""
+    inner, settings = copy.deepcopy(TEXTS[name])  # transformers changes dicts of a configuration
     if not inner:  # the language model's settings are the checkpoint's own
         return AutoConfig.for_model(name, **(COMMON | settings | OWN.get(name, {})))
     text = {"model_type": inner} | COMMON | settings
@@ -207,7 +207,7 @@ def config_of(name: str) -> Any:
 
 
 def text_model(name: str) -> PreTrainedModel:
-    """The random language model of a wrapper, as batchgen makes it, with transformers' own attention."""
+    """The random language model of a wrapper as batchgen loads it, with transformers' own attention."""
     config = config_of(name)
     torch.manual_seed(0)
     kind = model_class(config)
@@ -218,7 +218,7 @@ def text_model(name: str) -> PreTrainedModel:
 
 
 def whole_model(text: PreTrainedModel) -> Any:
-    """The wrapper itself around the same language model: nothing is left out, and what text must not reach has no memory."""
+    """The whole wrapper around the same language model. Parts that text does not need are on the meta device."""
     config = copy.deepcopy(text.config)
     with torch.device("meta"), without_timm():
         whole = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]._from_config(

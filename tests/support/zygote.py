@@ -1,8 +1,8 @@
-"""A process that has imported everything and forks a child for each run of the command, so that a run takes a fraction of a second.
+"""A process that has imported everything and forks a child for each run of the command, so that a run starts in a fraction of a second.
 
-Its argument is the folder of the model that will be run. It takes orders on standard input, a JSON object a line, and answers each with one:
-`{"start": {...}}` with the child's process id, `{"wait": pid, "block": …}` with its wait status (null: it still runs). It ends at the end of
-its input. It has one thread, because only that thread exists in a forked process.
+Its argument is the model's folder. It reads orders from standard input, one JSON object per line, and answers each with one line:
+`{"start": {...}}` with the child's process id, `{"wait": pid, "block": …}` with its wait status (null while it runs). It ends at the end
+of its input. It has one thread, because a fork copies only the calling thread.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _import_everything(model: str) -> None:
-    """As the command does that runs `model`."""
+    """Imports what the command imports to run `model`."""
     from batchgen.config import ModelConfig
     from batchgen.process.lean_imports import allow_lean_imports, import_transformers
 
@@ -67,7 +67,7 @@ def _import_everything(model: str) -> None:
 
     batchgen.devices.transport.start_process = start_forked
     batchgen.stats.versions()
-    pyarrow.array([0])  # imports pandas, where it is installed
+    pyarrow.array([0])  # imports pandas, if it is installed
     _ = (batchgen, batchgen_cli, transformers.AutoModelForCausalLM, transformers.AutoTokenizer)
 
 
@@ -77,7 +77,7 @@ def _answer(answers: Any, value: Any) -> None:
 
 
 def _child(order: dict[str, Any]) -> None:
-    """The run itself; does not return."""
+    """Runs the command. Does not return."""
     code = 70
     try:
         os.chdir(order["folder"])
