@@ -161,7 +161,7 @@ def test_lists_of_different_lengths_and_wrong_types_are_refused(llm: LLM) -> Non
 
 
 @pytest.mark.parametrize("given", [None, 5, {"a": 1}, b"a"])
-def test_completions_that_are_no_list_raise_a_type_error(llm: LLM, given: Any) -> None:
+def test_completions_that_are_not_a_list_raise_a_type_error(llm: LLM, given: Any) -> None:
     with pytest.raises(TypeError, match=r"^completions must be a text or a list of completions, not "):
         llm.score("a", given)
 

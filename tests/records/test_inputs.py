@@ -289,7 +289,7 @@ def test_an_input_without_permission_to_read_it_is_refused(folder, monkeypatch):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs a file whose first byte cannot be read")
-def test_a_file_whose_disk_cannot_be_read_breaks_off_where_it_fails(folder):
+def test_a_file_on_a_failing_disk_gives_the_rows_before_the_failure(folder):
     (folder / "x.jsonl").symlink_to("/proc/self/mem")
     with pytest.raises(InputCorrupt, match=r"^x\.jsonl breaks off at its start: Input/output error; "):
         columns("x.jsonl")
