@@ -246,7 +246,7 @@ def test_a_shard_that_ends_during_a_merge_does_not_merge(
         merging.release()
 
 
-def test_a_shard_with_other_output_columns_sets_those_of_the_output(tiny_model_dir: Path, source: Path) -> None:
+def test_the_output_has_the_columns_that_the_merging_shard_names(tiny_model_dir: Path, source: Path) -> None:
     shard(tiny_model_dir, "1/2", keep=("n",))
     shard(tiny_model_dir, "2/2")  # the input is read again, and results are kept
     shard(tiny_model_dir, "1/2", merge=True)

@@ -101,7 +101,7 @@ def test_the_language_model_inside_decides_whether_a_wrapper_is_verified() -> No
     assert not is_verified(alone)
 
 
-def test_of_a_checkpoint_that_speaks_only_the_text_part_is_loaded(tmp_path: Path) -> None:
+def test_only_the_text_part_of_a_checkpoint_that_speaks_is_loaded(tmp_path: Path) -> None:
     written = text_model("qwen2_5_omni_thinker")
     config = AutoConfig.for_model("qwen2_5_omni", thinker_config=written.config.to_dict())
     assert is_verified(config)

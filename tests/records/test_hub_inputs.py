@@ -182,7 +182,7 @@ def test_a_private_dataset_needs_the_token(hub, monkeypatch):
         ("user/broken", {}, "the configs of hf://datasets/user/broken/README.md cannot be read: data_files is 7; correct that file"),
     ],
 )  # fmt: skip
-def test_an_unclear_or_unknown_choice_is_refused_with_what_exists(hub, name, options, message):
+def test_an_unclear_or_unknown_choice_is_refused_with_the_possible_ones(hub, name, options, message):
     hub.repos |= {
         "user/rows": with_configs(),
         "user/mixed": FakeRepo({"a.jsonl": JSONL, "b.parquet": parquet()}),

@@ -160,7 +160,7 @@ def test_an_output_that_is_named_is_read_and_brackets_in_its_name_are_not_a_glob
         ),
     ],
 )  # fmt: skip
-def test_an_unusable_input_is_refused_with_what_to_do(folder, inputs, options, message):
+def test_an_unusable_input_is_refused_with_a_hint(folder, inputs, options, message):
     (folder / "prompts.jsonl").write_bytes(JSONL)
     (folder / "x.txt").write_bytes(JSONL)
     (folder / "array.jsonl").write_text("\n" + json.dumps([{"a": 1}], indent=1))
@@ -274,7 +274,7 @@ def test_a_zstandard_file_may_begin_with_a_skippable_frame(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.csv.gz", "x.parquet", "x.parquet.gz"])
-def test_a_file_of_junk_after_the_right_first_bytes_is_corrupt(folder, name):
+def test_junk_after_the_right_first_bytes_is_corrupt(folder, name):
     first = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}.get(name[name.rindex(".") :], b"PAR1")
     (folder / name).write_bytes(first + b"this is not what its suffix says")
     with pytest.raises(InputCorrupt, match=f"^{name} breaks off at its start: "):
@@ -354,7 +354,7 @@ def test_fsspec_reads_files_folders_and_globs_of_urls():
     assert str(caught.value) == "no such file: memory://bucket/c.jsonl; check the address and your access to it"
 
 
-def test_a_url_without_fsspec_or_with_an_unknown_scheme_is_refused_with_what_to_do(monkeypatch):
+def test_a_url_without_fsspec_or_with_an_unknown_scheme_is_refused(monkeypatch):
     with pytest.raises(UsageError) as caught:
         opened("nosuch://x/y.jsonl")
     assert caught.value.message == "nosuch://x/y.jsonl cannot be read: Protocol not known: nosuch"

@@ -86,7 +86,7 @@ def test_an_existing_key_with_brackets_or_a_question_mark_is_not_a_glob(s3):
         ("s3://bucket/texts/x.txt", "s3://bucket/texts/x.txt has an unknown suffix; say what it is with --input-format jsonl, parquet, csv or tsv"),
     ],
 )  # fmt: skip
-def test_an_unusable_input_is_refused_with_what_to_do(s3, url, message):
+def test_an_unusable_input_is_refused_with_a_hint(s3, url, message):
     s3.pipe_file("bucket/texts/x.txt", b"x")
     with pytest.raises(UsageError) as caught:
         opened(url)

@@ -41,9 +41,7 @@ def test_thoughts_and_answer_are_split_for_any_kind_of_marks(format: Any, kind: 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", TAGS, ids=lambda f: f.close)
-def test_a_completion_cut_inside_its_thoughts_has_no_text_and_one_cut_later_has_the_beginning_of_its_answer(
-    format: Any, kind: str
-) -> None:
+def test_a_cut_completion_has_text_only_after_the_end_of_its_thoughts(format: Any, kind: str) -> None:
     if kind == "none" and not format.open.isascii():
         return
     tokenizer = of_kind(format, kind)

@@ -14,7 +14,7 @@ def test_runs_come_from_the_low_end_and_single_blocks_from_the_high_end():
     assert (pool.num_used, pool.num_free) == (7, 1)
 
 
-def test_a_run_is_contiguous_where_one_fits_and_is_collected_from_gaps_otherwise():
+def test_a_run_is_contiguous_if_possible_and_otherwise_collected_from_gaps():
     pool = BlockPool(7)
     pool.allocate_run(7)
     pool.release([0, 2, 3, 5])
@@ -30,7 +30,7 @@ def test_single_blocks_fill_gaps_from_the_high_end():
     assert pool.allocate(2) == [3, 1]
 
 
-def test_allocating_zero_blocks_returns_none():
+def test_allocating_zero_blocks_returns_an_empty_list():
     pool = BlockPool(1)
     pool.allocate(1)
     assert pool.allocate(0) == pool.allocate_run(0) == []
