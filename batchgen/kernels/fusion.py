@@ -9,7 +9,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,27 +41,8 @@ MIN_POSITIONS = 2048
 ROTARIES = (forwards.rotary, forwards.rotary_kept, forwards.rotary_partial, forwards.rotary_phi)
 
 
-class Packing(Protocol):
-    """A way to pack linear layers."""
-
-    def can_pack(self, layer: torch.nn.Linear) -> bool: ...
-    def pack(
-        self,
-        layers: list[torch.nn.Linear],
-        weights: list[torch.Tensor],
-        biases: list[torch.Tensor | None],
-        activation: Activation = Activation.NONE,
-    ) -> torch.nn.Module:
-        """Packs one layer, or gate and up, which may be halves of one layer. The weights come from `layers`."""
-        ...
-
-    def tolerance(self, dtype: torch.dtype) -> float:
-        """Returns the largest allowed difference from the plain layers, relative to the largest number."""
-        ...
-
-
-class ExactPacking:
-    """Packs weights in their own type."""
+class Packing:
+    """Packs the weights of linear layers in their own type. `quantization.Int8Packing` packs them in 8 bits."""
 
     def can_pack(self, layer: torch.nn.Linear) -> bool:
         return fits(layer.weight) and is_fast()
@@ -73,9 +54,11 @@ class ExactPacking:
         biases: list[torch.Tensor | None],
         activation: Activation = Activation.NONE,
     ) -> torch.nn.Module:
+        """Packs one layer, or gate and up, which may be halves of one layer. The weights come from `layers`."""
         return PackedLinear(weights, biases, activation)
 
     def tolerance(self, dtype: torch.dtype) -> float:
+        """Returns the largest allowed difference from the plain layers, relative to the largest number."""
         return NEAR[dtype]
 
 

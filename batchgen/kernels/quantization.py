@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from batchgen.kernels.decoder_layers import fuse_layers
-from batchgen.kernels.fusion import ExactPacking, FusedNorm, fuse_linear
+from batchgen.kernels.fusion import FusedNorm, Packing, fuse_linear
 from batchgen.kernels.int8 import Int8Linear, QuantizingNorm, quantize_weight
 from batchgen.kernels.onednn import OneDnnInt8Linear
 from batchgen.kernels.ops import Activation, PackedLinear
@@ -45,7 +45,7 @@ def quantize_linear(
     packing = Int8Packing(model, scales or {}, own_kernels=own_kernels)
     fuse_linear(model, packing, own_kernels=own_kernels)
     if own_kernels:
-        fuse_linear(model, ExactPacking())  # the rest
+        fuse_linear(model, Packing())  # the rest
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if isinstance(child, FusedNorm):
@@ -58,8 +58,8 @@ def quantize_linear(
     return Quantized(packing.layers, packing.weights, all_weights, rest + packed)
 
 
-class Int8Packing:
-    """Packs the decoder layers' linear layers (`fusion.Packing`)."""
+class Int8Packing(Packing):
+    """Packs the decoder layers' linear layers in 8 bits."""
 
     def __init__(self, model: torch.nn.Module, scales: Mapping[str, torch.Tensor], *, own_kernels: bool) -> None:
         named = {id(m): name for name, m in model.named_modules() if type(m) is torch.nn.Linear}

@@ -18,7 +18,7 @@ from batchgen.attention.base import EVERY_KEY, NAME, EveryKey, LayerOptions, reg
 from batchgen.attention.kv_cache import LayerShape
 from batchgen.errors import ModelError
 from batchgen.kernels.decoder_layers import fuse_layers, last_layer
-from batchgen.kernels.fusion import ExactPacking, fuse_linear, fuse_small_parts
+from batchgen.kernels.fusion import Packing, fuse_linear, fuse_small_parts
 from batchgen.model.architectures import INDEXED, RECURRENT, VERIFIED_ON
 from batchgen.model.loaded_model import AttentionKind, LoadedModel, logits_at
 from batchgen.model.own_attention import StepInputs, hand_over
@@ -76,7 +76,7 @@ def _change_parts(module: Any, *, fuse: bool, pack_linear: bool) -> None:
     if fuse:
         fuse_small_parts(module)
         if pack_linear:
-            fuse_linear(module, ExactPacking())
+            fuse_linear(module, Packing())
     _scale_by_position(module)
     _pass_on_to_attention(module)
     _see_every_key(module)

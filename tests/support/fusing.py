@@ -3,13 +3,13 @@
 import torch
 
 from batchgen.kernels.decoder_layers import fuse_layers
-from batchgen.kernels.fusion import ExactPacking, fuse_linear, fuse_small_parts
+from batchgen.kernels.fusion import Packing, fuse_linear, fuse_small_parts
 
 
 @torch.inference_mode()
 def fuse(model, packing=None):
     """Replaces parts of a model by kernels, in place. Returns the number of replaced parts by kind."""
     count = fuse_small_parts(model)
-    count.update(fuse_linear(model, packing or ExactPacking()))
+    count.update(fuse_linear(model, packing or Packing()))
     count["decoder layers"] = fuse_layers(model)
     return +count
