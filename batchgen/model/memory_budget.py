@@ -34,23 +34,19 @@ from batchgen.stats import counted, size_text
 def step_bytes(model: LoadedModel, limits: Limits, block_size: int) -> dict[torch.device, int] | None:
     """Runs the largest step within the limits. Returns the most bytes that it held at once on each CUDA device, without the pool; None if it
     does not fit."""
+    spans = largest_spans(limits, block_size)
     try:
-        return _step_bytes(model, limits, block_size)
+        cache = KVCache(model.layers, sum(len(scheduled.span.table) for scheduled in spans), block_size, model.dtype)
+        states = StateCache(model.states, len(spans), model.dtype) if model.states else None
+        runner = Runner(replace(model, compile="off"), cache, limits, [], states)
+        before = {device: torch.cuda.memory_allocated(device) for device in model.devices}
+        for device in model.devices:
+            torch.cuda.reset_peak_memory_stats(device)
+        runner.run(ScheduledBatch.of(spans))
     except (MemoryError, RuntimeError) as e:
         if not is_out_of_memory(e):
             raise
-    return None
-
-
-def _step_bytes(model: LoadedModel, limits: Limits, block_size: int) -> dict[torch.device, int] | None:
-    spans = largest_spans(limits, block_size)
-    cache = KVCache(model.layers, sum(len(scheduled.span.table) for scheduled in spans), block_size, model.dtype)
-    states = StateCache(model.states, len(spans), model.dtype) if model.states else None
-    runner = Runner(replace(model, compile="off"), cache, limits, [], states)
-    before = {device: torch.cuda.memory_allocated(device) for device in model.devices}
-    for device in model.devices:
-        torch.cuda.reset_peak_memory_stats(device)
-    runner.run(ScheduledBatch.of(spans))
+        return None
     if runner.max_forward_tokens is not None:
         return None
     return {device: torch.cuda.max_memory_allocated(device) - before[device] for device in model.devices}
