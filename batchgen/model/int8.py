@@ -116,7 +116,8 @@ def quantize(model: LoadedModel, texts: Sequence[TokenArray], scales: dict[str, 
 def _continued(model: LoadedModel, texts: Sequence[TokenArray]) -> tuple[list[TokenArray], list[torch.Tensor]]:
     """Returns the texts, each with the likeliest `COMPARED_TOKENS` tokens after it, and for each the logits [N, V] at the compared positions."""
     steps = _Steps(model, [len(text) + COMPARED_TOKENS for text in texts])
-    found = [[rows] for rows in steps.run(texts, [0] * len(texts), [_first_compared(text) for text in texts])]
+    first = [max(0, len(text) - COMPARED_TOKENS) for text in texts]
+    found = [[rows] for rows in steps.run(texts, [0] * len(texts), first)]
     for _ in range(COMPARED_TOKENS):
         starts = [len(text) for text in texts]
         tokens = [int(rows[-1][-1].argmax()) for rows in found]
@@ -124,10 +125,6 @@ def _continued(model: LoadedModel, texts: Sequence[TokenArray]) -> tuple[list[To
         for rows, more in zip(found, steps.run(texts, starts, starts), strict=True):
             rows.append(more)
     return list(texts), [torch.cat(rows) for rows in found]
-
-
-def _first_compared(text: TokenArray) -> int:
-    return max(0, len(text) - COMPARED_TOKENS)
 
 
 def _logits(model: LoadedModel, texts: Sequence[TokenArray]) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class StateStep:
         generated = np.array([s.generated for s in spans], dtype=np.int64)
         # Distance of each token from the end of its span, from 1. A token is generated if it is not farther than the number of those.
         left = np.repeat(starts + lengths, lengths) - np.arange(lengths.sum())
-        self._arrays = _Arrays(starts, lengths, read, write, left > np.repeat(generated, lengths))
+        self._arrays = starts, lengths, read, write, left > np.repeat(generated, lengths)
         self._on: dict[torch.device, _Layout] = {}
 
     def convolve(
@@ -192,34 +192,22 @@ def _run_spans(
     return out
 
 
-class _Arrays(NamedTuple):
-    """By span: its start, its length and its slots. By token: whether it belongs to a prompt."""
-
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    read: NDArray[np.int64]
-    write: NDArray[np.int64]
-    prompt: NDArray[np.bool_]
-
-
 class _Layout:
     """The spans of a step as tensors on one device."""
 
-    def __init__(self, spans: _Arrays, device: torch.device) -> None:
-        def put(x: NDArray[np.int64]) -> torch.Tensor:
+    def __init__(self, arrays: tuple[NDArray[Any], ...], device: torch.device) -> None:
+        """`arrays`: by span its start, its length and its two slots; by token whether it belongs to a prompt."""
+
+        def put(x: NDArray[Any]) -> torch.Tensor:
             return torch.from_numpy(x).to(device)
 
-        starts, lengths, read, write, prompt = spans
+        starts, lengths, read, write, prompt = arrays
         self.spans = recurrent.SpanPlaces(put(starts), put(lengths), put(read), put(write))
         self.owners = put(np.repeat(np.arange(len(lengths)), lengths))
-        self.prompt = torch.from_numpy(prompt).to(device)
+        self.prompt = put(prompt)
         single, longer = np.flatnonzero(lengths == 1), np.flatnonzero(lengths > 1)
         self.single: torch.Tensor | None = None
         """The places of the tokens whose span has one token; None without such spans."""
         if len(single):
-            self.single, self.single_read, self.single_write = (
-                put(starts[single]),
-                put(read[single]),
-                put(write[single]),
-            )
+            self.single, self.single_read, self.single_write = (put(x[single]) for x in (starts, read, write))
         self.chunks: list[Chunks] = chunks_of(starts[longer], lengths[longer], longer, device) if len(longer) else []
