@@ -73,7 +73,7 @@ def last_layer(model: torch.nn.Module) -> int | None:
 def _can_narrow(layer: Any) -> bool:
     """Whether a module is a decoder layer that leaves out the tokens that `PackedAttention.wanted` does not name."""
     forward = getattr(layer.__dict__.get("forward"), "__func__", None)
-    return hasattr(layer, "self_attn") and ("dense" in layer.__dict__ or forward in (_llama_layer, _qwen_hybrid_layer))
+    return hasattr(layer, "self_attn") and ("dense" in layer.__dict__ or forward is _plain_layer)
 
 
 def _kind_of(forward: Callable[..., Any]) -> _Kind | None:
@@ -281,54 +281,34 @@ def _asked_of_attention(
     return asked.given
 
 
-def _llama_layer(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    mixed, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+def _plain_layer(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    mixed = _mixed(self, hidden_states, kwargs)
     return _after_mixing(self, hidden_states, mixed, _wanted(self, kwargs))
 
 
-def _qwen_hybrid_layer(
-    self: Any,
-    hidden_states: torch.Tensor,
-    position_embeddings: Any,
-    attention_mask: Any = None,
-    position_ids: Any = None,
-    past_key_values: Any = None,
-    **kwargs: Any,
-) -> torch.Tensor:
-    y = self.input_layernorm(hidden_states)
-    kwargs |= {"hidden_states": y, "attention_mask": attention_mask}
-    if self.block_type == "linear_attention":
-        mixed = self.linear_attn(cache_params=past_key_values, **kwargs)
-    else:
-        mixed, _ = self.self_attn(
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
-    return _after_mixing(self, hidden_states, mixed, _wanted(self, kwargs))
-
-
-def _granite_hybrid_layer(
-    self: Any,
-    hidden_states: torch.Tensor,
-    attention_mask: Any = None,
-    past_key_values: Any = None,
-    use_cache: Any = False,
-    position_embeddings: Any = None,
-    **kwargs: Any,
-) -> torch.Tensor:
-    kwargs |= {"hidden_states": self.input_layernorm(hidden_states), "attention_mask": attention_mask}
-    if self.mamba is not None:
-        mixed = self.mamba(cache_params=past_key_values, **kwargs)
-    else:
-        mixed, _ = self.self_attn(
-            past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings, **kwargs
-        )
+def _granite_hybrid_layer(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    mixed = _mixed(self, hidden_states, kwargs)
     mlp = self.shared_mlp
     if self.has_experts:
         mlp = lambda y: self.block_sparse_moe(y) + self.shared_mlp(y)  # noqa: E731
     return _after_mixing(self, hidden_states, mixed, None, mlp, self.residual_multiplier)
+
+
+def _mixed(layer: Any, hidden_states: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    """Returns the output of a layer's attention, or of its recurrent mixer. `given`: the arguments of the layer's forward."""
+    y = layer.input_layernorm(hidden_states)
+    recurrent: Any = layer._modules.get("linear_attn", layer._modules.get("mamba"))
+    mixed: torch.Tensor
+    if recurrent is None:
+        mixed, _ = layer.self_attn(hidden_states=y, **given)
+    else:
+        rest = {name: value for name, value in given.items() if name not in _FOR_ATTENTION}
+        mixed = recurrent(hidden_states=y, cache_params=given.get("past_key_values"), **rest)
+    return mixed
+
+
+_FOR_ATTENTION = frozenset({"past_key_values", "position_ids", "position_embeddings", "use_cache"})
+"""The arguments of a decoder layer that its recurrent mixer does not get."""
 
 
 def _fuse_gate(attention: Any) -> None:
@@ -416,7 +396,7 @@ _KINDS = (
     _Kind(
         forwards.LlamaLayer,
         LayerNorms(before_attention="input_layernorm", before_mlp="post_attention_layernorm"),
-        _llama_layer,
+        _plain_layer,
     ),
     _Kind(forwards.PhiLayer, LayerNorms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")),
     _Kind(
@@ -429,7 +409,7 @@ _KINDS = (
         forwards.OlmoLayer,
         LayerNorms(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm"),
     ),
-    _Kind(forwards.Qwen35Layer, None, _qwen_hybrid_layer),
-    _Kind(forwards.Qwen3NextLayer, None, _qwen_hybrid_layer),
+    _Kind(forwards.Qwen35Layer, None, _plain_layer),
+    _Kind(forwards.Qwen3NextLayer, None, _plain_layer),
     _Kind(forwards.GraniteHybridLayer, None, _granite_hybrid_layer),
 )
