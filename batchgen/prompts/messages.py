@@ -163,10 +163,16 @@ def _clock(now: datetime) -> str:
 
     transformers passes plain data alone to a template, no function. The line end after the macro is not part of the output.
     """
-    values = {f"%{mark}{d}": now.strftime(f"%{mark}{d}") for d in ascii_letters for mark in ("", "-")}
-    values = {"%%": "\0", **values, "\0": "%"}  # a doubled percent sign begins no directive
-    replaced = "".join(f"|replace({name!r},{value!r})" for name, value in values.items() if value != name)
-    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"
+    values = {mark + d: now.strftime(f"%{mark}{d}") for d in ascii_letters for mark in ("", "-")}
+    return (
+        "{% macro strftime_now(format) %}{% set values = " + repr(values) + " %}{% set at = namespace(text=true) %}"
+        "{% for part in format.split('%') %}"
+        "{% if at.text %}{{ part }}{% set at.text = false %}"
+        "{% elif not part %}%{% set at.text = true %}"  # of two percent signs, which begin no directive
+        "{% else %}{% set end = 2 if part[0] == '-' else 1 %}"
+        "{{ values.get(part[:end], '%' ~ part[:end]) }}{{ part[end:] }}{% endif %}"
+        "{% endfor %}{% endmacro %}\n"
+    )
 
 
 class ChatTemplate:

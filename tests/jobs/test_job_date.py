@@ -108,7 +108,7 @@ def test_shards_that_start_together_are_one_job(
 
 def test_a_templates_clock_formats_as_python_does() -> None:
     now = datetime(2026, 3, 1, 9, 5, 7)
-    asked = "%Y-%m-%d %-d %B %b %H:%M:%S %I %p %A %a %y %j %f %G-W%V-%u %R %s 100%% %%d %%%d"
+    asked = "%Y-%m-%d %-d %B %b %H:%M:%S %I %p %A %a %y %j %f %G-W%V-%u %R %s 100%% %%d %%%d %"
     source = "\n {% if true %}{{ strftime_now(" + repr(asked) + ") }}{% endif %}\n{{ messages[0].content }}"
     template = ChatTemplate(byte_tokenizer(), source, {}, now=now)
     assert (
