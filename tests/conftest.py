@@ -26,6 +26,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from batchgen.prompts.tokenizer import TALKATIVE
 from support.params import FULL, examples
 from support.tiny_model import save_tiny_llama
 
@@ -70,6 +71,10 @@ _frozen_modules = 0
 
 def pytest_collection_finish() -> None:
     """Imported modules stay, so the garbage collector need not look at them again and again."""
+    for name in (
+        TALKATIVE
+    ):  # else `quiet` would change the level of each again and again, which is slow among thousands of loggers
+        logging.getLogger(name).setLevel(logging.ERROR)
     _freeze()
     gc.set_threshold(5_000, 20, 20)
     gc.enable()

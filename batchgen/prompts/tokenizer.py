@@ -137,7 +137,7 @@ def _hub_options(config: ModelConfig) -> dict[str, Any]:
 
 
 # transformers imports torchao if it is installed, which logs about its own build.
-_TALKATIVE = ("transformers", "huggingface_hub", "torchao", "bitsandbytes", "torch.utils._pytree")
+TALKATIVE = ("transformers", "huggingface_hub", "torchao", "bitsandbytes", "torch.utils._pytree")
 
 
 @contextmanager
@@ -169,7 +169,8 @@ class _Quiet:
             self._depth += 1
             if self._depth > 1:
                 return
-            self._levels = [(logger, logger.level) for logger in map(logging.getLogger, _TALKATIVE)]
+            loggers = map(logging.getLogger, TALKATIVE)
+            self._levels = [(logger, logger.level) for logger in loggers if logger.isEnabledFor(logging.WARNING)]
             for logger, _ in self._levels:
                 logger.setLevel(logging.ERROR)
             self._bars = _show_bars(False)
