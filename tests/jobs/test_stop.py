@@ -75,10 +75,10 @@ def test_signals_at_random_moments_one_after_the_other_lose_no_row(job: Job) -> 
 def test_a_second_signal_stops_at_once_and_loses_no_row(job: Job) -> None:
     job.case = replace(job.case, options=(*job.case.options, "--grace", "600", "--max-tokens", "80", "--ignore-eos"))
     job.prepare()
-    running = job.start()
-    while not stored_keys(job.job_folder) and not running.ended():
-        time.sleep(0.0005)
+    running = job.start(how="SIGSTOP", at=1, only=job.results)
+    running.until_stopped()
     running.kill(signal.SIGTERM)
+    running.kill(signal.SIGCONT)
     time.sleep(0.1)  # of two that are pending Python handles the one with the lower number first
     running.kill(signal.SIGHUP)
     ended = running.wait()
