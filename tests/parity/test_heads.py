@@ -98,8 +98,12 @@ FAMILIES = ["llama", "qwen2", "qwen3", "mistral/sliding_window", "gemma2", "phi3
 RECURRENT = ["qwen3_5_text", "nemotron_h", "lfm2", "mamba2"]
 
 
-@pytest.mark.parametrize("head", [LAST, MEAN], ids=["last", "mean"])
-@pytest.mark.parametrize("name", slow_but({"llama", "lfm2"}, FAMILIES + RECURRENT))
+@pytest.mark.parametrize(
+    ("name", "head"),
+    slow_but(
+        [("llama", LAST), ("lfm2", MEAN)], [(name, head) for name in FAMILIES + RECURRENT for head in (LAST, MEAN)]
+    ),
+)
 def test_an_embedding_equals_that_of_the_prompt_run_alone(name, head):
     want = [embedding(reference(name, AutoModel), head, prompt) for prompt in PROMPTS]
     for how, options in ENGINES.items():
