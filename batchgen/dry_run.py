@@ -377,7 +377,7 @@ class _PlanBuilder:
         return TreeLine(line.level, len(line.tokens), line.rows, line.saved_tokens, text)
 
 
-def computed_dtype(config: ModelConfig, hf_config: Any, processes: int = 1) -> str:
+def computed_dtype(config: ModelConfig, hf_config: Any) -> str:
     """Returns the dtype that a run computes in: on a CPU it may be float32 for a 16-bit checkpoint (`model.loader.cpu_dtype`)."""
     own = dtype_name(config, hf_config)
     fast = {"bfloat16": isa.has_bfloat16, "float16": isa.has_float16}.get(own)
@@ -387,7 +387,7 @@ def computed_dtype(config: ModelConfig, hf_config: Any, processes: int = 1) -> s
 
     if pick_device(config.device).type != "cpu":
         return own
-    return str(cpu_dtype(config, hf_config, processes)).removeprefix("torch.")
+    return str(cpu_dtype(config, hf_config)).removeprefix("torch.")
 
 
 def kv_bytes_per_token(hf_config: Any, dtype: str) -> int:

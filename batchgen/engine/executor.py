@@ -21,7 +21,7 @@ from batchgen.model.runner import Runner
 from batchgen.parsers.heads import OutputHead
 from batchgen.sampling.constraints import Constraints
 from batchgen.sampling.pooling import last_outputs, mean_outputs
-from batchgen.sampling.sampler import Sampler, SamplerOutput
+from batchgen.sampling.sampler import SampledTokens, Sampler, SamplerOutput
 from batchgen.sampling.scoring import score_targets
 from batchgen.sampling.stopping import Stopper
 from batchgen.scheduling.batch import Freed, Sample, ScheduledBatch, StepOutput
@@ -148,20 +148,13 @@ class StepExecutor:
         with self._on_device():
             numbers = step.readback.lists()
         logprobs, likeliest = numbers[:2] if step.scores else ([], [])
-        tokens: Sequence[int] = ()
-        valid: Sequence[bool] = ()
-        token_logprobs = None
-        if step.sampled is not None:
-            sampled = step.sampled.read(numbers[len(step.scores) :])
-            tokens, valid, token_logprobs = sampled.tokens, sampled.valid, sampled.logprobs
+        sampled = SampledTokens([], [], []) if step.sampled is None else step.sampled.read(numbers[len(step.scores) :])
         sequences = [sample.sequence for sample in step.samples]
         if self._runner.attention == "triton" and self.doubts_numbers:
-            rows = {seq.request.row for seq, number in zip(sequences, valid, strict=True) if not number}
+            rows = {seq.request.row for seq, number in zip(sequences, sampled.valid, strict=True) if not number}
             if rows:
                 raise KernelsFailed(NO_NUMBERS, frozenset(rows))
-        return StepOutput(
-            step.batch, sequences, tokens, valid, token_logprobs or [None] * len(sequences), logprobs, likeliest
-        )
+        return StepOutput(step.batch, sequences, sampled.tokens, sampled.valid, sampled.logprobs, logprobs, likeliest)
 
     def free(self, freed: Freed) -> None:
         """Forgets the parameters of sampler indices, the grammars and node logits that are not needed any more."""

@@ -44,8 +44,8 @@ class SampledTokens:
     tokens: list[int]
     valid: list[bool]
     """False where the row's logits are not numbers: a NaN, +inf, or nothing but -inf. Its token means nothing."""
-    logprobs: list[TokenLogprobs | None] | None = None
-    """By row, None for rows that do not want them; None if no row does."""
+    logprobs: list[TokenLogprobs | None]
+    """By row, None for rows that do not want them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,12 @@ class SamplerOutput:
     def read(self, numbers: Sequence[Sequence[float]]) -> SampledTokens:
         """Returns the sampled tokens. `numbers` are the numbers of `tensors`, each flat."""
         tokens, valid = [int(t) for t in numbers[0]], [bool(v) for v in numbers[1]]
-        if self.measured is None:
-            return SampledTokens(tokens, valid)
-        width = self.measured.shape[1]
-        rows = [numbers[2][i : i + width] for i in range(0, len(numbers[2]), width)]
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
-        for row, found in zip(self.wanted, read(rows, list(self.wanted.values())), strict=True):
-            logprobs[row] = found
+        if self.measured is not None:
+            width = self.measured.shape[1]
+            rows = [numbers[2][i : i + width] for i in range(0, len(numbers[2]), width)]
+            for row, found in zip(self.wanted, read(rows, list(self.wanted.values())), strict=True):
+                logprobs[row] = found
         return SampledTokens(tokens, valid, logprobs)
 
 

@@ -56,7 +56,7 @@ def test_logprobs_are_those_of_the_raw_logits_whatever_the_sampling_parameters(d
 
 def test_without_logprobs_nothing_is_measured():
     sampled = sampler_of(SamplingParams(), SamplingParams(temperature=1.0)).sample(random_logits(2), range(2), [0, 0])
-    assert sampled.logprobs is None
+    assert sampled.logprobs == [None] * len(sampled.tokens)
 
 
 def test_asking_for_more_logprobs_than_the_vocabulary_has_gives_all_of_them():
