@@ -38,17 +38,12 @@ class RunningSet:
         self.queue = Queue()
         """What may start next."""
         self.running: dict[GenerationSequence, None] = {}  # in the order of admission: the newest is preempted first
-        self.prefilling: dict[Span, None] = {}
+        self.prefilling: dict[Span, None] = {}  # nodes and sequences whose prompts are not yet run to their end
         self.unfinished = 0  # leaves that have something to run
         self.held_tokens = 0  # what the running sequences would hold without sharing
         self._free_sampler_indices = list(range(batch_size))
         self._freed_sampler_indices: list[int] = []
         self._ended: list[GenerationSequence] = []
-
-    @property
-    def full(self) -> bool:
-        """Whether no further sequence may start."""
-        return not self._free_sampler_indices
 
     @property
     def num_startable(self) -> int:
@@ -269,7 +264,7 @@ class Admission:
         return node_span
 
     def _start_leaf(self, w: Window, i: int, parent: PrefixNodeSpan | None) -> GenerationSequence | None:
-        if self._running.full:
+        if not self._running.num_startable:
             return None
         seq = w.sequence(i) or self._sequence(w, i)
         alone = not self._running.running and not self._running.prefilling
@@ -290,7 +285,7 @@ class Admission:
         return int(self._policy.margin * self._block_manager.pool.num_blocks)
 
 
-class Scheduler:
+class Scheduler(RunningSet):
     """Turns windows of leaves into steps. The only one that changes a sequence's state."""
 
     def __init__(
@@ -300,30 +295,14 @@ class Scheduler:
         stops: Callable[[Request], Stops],
         policy: Policy = POLICIES["prefix"],
     ) -> None:
-        self.block_manager = block_manager
+        super().__init__(block_manager, limits.batch_size)
         self.limits = limits
         self.policy = policy
         self.counts = TokenCounts()
         self.preemptions = 0
         self.peak_held_tokens = 0
-        self._running = RunningSet(block_manager, limits.batch_size)
-        self._admission = Admission(self._running, policy, stops)
+        self._admission = Admission(self, policy, stops)
         self._num_windows = self._num_leaves = 0  # so far
-
-    @property
-    def running(self) -> dict[GenerationSequence, None]:
-        """In the order of admission."""
-        return self._running.running
-
-    @property
-    def prefilling(self) -> dict[Span, None]:
-        """Nodes and sequences whose prompts are not yet run to their end."""
-        return self._running.prefilling
-
-    @property
-    def unfinished(self) -> int:
-        """Number of leaves that have something to run."""
-        return self._running.unfinished
 
     # -- windows come and go
 
@@ -335,24 +314,16 @@ class Scheduler:
         w = Window(leaves, plan, self.policy, self._num_windows, self._num_leaves)
         self._num_windows += 1
         self._num_leaves += len(leaves)
-        self._running.unfinished += len(leaves)
+        self.unfinished += len(leaves)
         self.block_manager.add_window(w)
         for i in ended:
-            self._running.end_leaf(w, i)
+            self.end_leaf(w, i)
         for i, leaf in enumerate(leaves):
             if leaf.choice in leaf.request.begun and not w.has_ended(i):
                 self._admission.bring_back(w, i, leaf.request.begun[leaf.choice].token_ids)
         if w.left:
-            self._running.queue.push(w.root)
+            self.queue.push(w.root)
         return w
-
-    def abandon(self) -> None:
-        """Drops everything that runs or waits: the job is being interrupted."""
-        self._running.abandon()
-
-    def cancel(self, w: Window, i: int) -> GenerationSequence | None:
-        """Ends leaf i in any state. Returns its sequence if it had begun and was not done."""
-        return self._running.cancel(w, i)
 
     def shrink(self, max_batch_tokens: int) -> None:
         """Limits steps to this many tokens from now on."""
@@ -394,7 +365,7 @@ class Scheduler:
         if not self.policy.decode_first:
             self._decode(decoding, budget)
         spans = sorted(budget.spans, key=lambda scheduled: scheduled.span.place)
-        held = self._running.held_tokens + sum(seq.end for seq in scored)
+        held = self.held_tokens + sum(seq.end for seq in scored)
         self.peak_held_tokens = max(self.peak_held_tokens, held)
         batch = ScheduledBatch.of(
             spans, self.block_manager.take_moves(), preempted, tuple(started), tuple(scored), self.take_freed()
@@ -411,12 +382,12 @@ class Scheduler:
                 continue
             if isinstance(span, PrefixNodeSpan):
                 del self.prefilling[span]
-                self._running.complete(span)
+                self.complete(span)
             elif isinstance(span, GenerationSequence) and span.state is State.PREFILLING:
                 del self.prefilling[span]
                 if span.scoring:
                     span.gather()
-                    self._running.start_finishing(span)
+                    self.start_finishing(span)
                 else:
                     span.become(State.DECODING)
         if self.block_manager.sliding_window is not None:
@@ -426,9 +397,9 @@ class Scheduler:
         for sample in batch.samples:
             seq = sample.sequence
             seq.num_pending_tokens += 1
-            self._running.held_tokens += 1
+            self.held_tokens += 1
             if seq.num_sampled >= seq.request.max_tokens:
-                self._running.start_finishing(seq)
+                self.start_finishing(seq)
 
     def apply(self, output: StepOutput) -> Iterator[SequenceUpdate]:
         """Applies what a step has computed. Steps are applied in the order of their batches; tokens of sequences that have ended since are dropped.
@@ -444,7 +415,7 @@ class Scheduler:
                 entry.logprob, entry.likeliest = logprob, bool(likeliest)
         for seq in output.batch.scored:
             if seq.running:
-                self._running.end(seq, State.FINISHED)
+                self.end(seq, State.FINISHED)
                 yield SequenceUpdate(seq, reason="scored")
         sampled = zip(output.sequences, output.tokens, output.valid, output.logprobs, strict=True)
         for seq, token, valid, logprobs in sampled:
@@ -463,19 +434,15 @@ class Scheduler:
                 seq.logprobs.append(logprobs)
             reason = seq.stops.append(token)
         except RowError as e:
-            self._running.end(seq, State.FAILED)
+            self.end(seq, State.FAILED)
             return SequenceUpdate(seq, error=e)
         seq.generated.append(token)
         seq.num_pending_tokens -= 1
         self.counts.completion_tokens += 1
         if reason is not None:
-            self._running.end(seq, State.FINISHED)
+            self.end(seq, State.FINISHED)
         assert seq.num_pending_tokens or seq.state is not State.FINISHING, "a completion passes its length"
         return SequenceUpdate(seq, token, reason)
-
-    def take_freed(self) -> Freed:
-        """Returns what was freed since the last call."""
-        return self._running.take_freed()
 
     def check(self) -> None:
         """Raises `AssertionError` unless blocks, state slots, tables and running sequences add up."""
@@ -486,7 +453,7 @@ class Scheduler:
             manager.state_slots.check(manager.state_slots_of(span) for span in spans)
         for span in spans:
             assert len(span.table) * manager.block_size >= span.computed, "KV outside of the block table"
-        assert self._running.held_tokens == sum(seq.end for seq in self.running), "held tokens do not add up"
+        assert self.held_tokens == sum(seq.end for seq in self.running), "held tokens do not add up"
 
     # -- running
 
@@ -513,11 +480,11 @@ class Scheduler:
                 if newest is seq and len(self.running) == 1:
                     self.block_manager.evict_all()
                     for span in [s for s in self.prefilling if isinstance(s, PrefixNodeSpan)]:
-                        self._running.drop_node(span)
+                        self.drop_node(span)
                     if self.block_manager.grow(seq):
                         break
                 self.preemptions += 1
-                self._running.preempt(newest)
+                self.preempt(newest)
                 preempted.append(newest)
         return tuple(preempted)
 

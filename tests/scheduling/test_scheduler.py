@@ -142,8 +142,8 @@ def test_an_unfinished_node_is_dropped_if_the_only_running_sequence_needs_its_bl
     s = sim.Simulation(blocks=20, block_size=1, tokens=2, batch_size=3, prefill=3)
     shared, alone = list(range(50, 59)), list(range(8))
     dropped = []
-    drop = s.scheduler._running.drop_node
-    s.scheduler._running.drop_node = lambda span: (dropped.append((span.end, span.computed)), drop(span))
+    drop = s.scheduler.drop_node
+    s.scheduler.drop_node = lambda span: (dropped.append((span.end, span.computed)), drop(span))
     s.load([shared, alone, [*shared, 1]], [1, 10, 7])
     s.finish()
     assert dropped == [(9, 3)]
@@ -274,7 +274,7 @@ def heap_calls(monkeypatch, waiting, steps):
         patch.setattr(waiting_module, "heapq", fake)
         for _ in range(steps):
             s.step()
-    return len(calls), len(s.scheduler._running.queue)
+    return len(calls), len(s.scheduler.queue)
 
 
 def test_the_cost_of_a_step_does_not_depend_on_how_many_requests_wait(monkeypatch):
