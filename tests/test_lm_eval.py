@@ -259,6 +259,23 @@ def test_thoughts_are_removed_from_the_answer(models: tuple[Any, Any], monkeypat
         assert ours._answer(ids, ["\n"]) == answer
 
 
+def test_a_model_that_cannot_be_loaded_ends_the_command_with_one_line(tasks: Path, command_environment: Any) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "batchgen.lm_eval", "--model", "batchgen", "--model_args", "pretrained=/nowhere"),
+            *("--tasks", "local_choice", "--include_path", str(tasks)),
+        ],
+        capture_output=True,
+        text=True,
+        env={**command_environment, "HF_DATASETS_OFFLINE": "1"},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("batchgen: error: model folder '/nowhere' does not exist; ")
+
+
 def test_the_command_runs_a_task(tasks: Path, model_dir: Path, tmp_path: Path, command_environment: Any) -> None:
     done = subprocess.run(
         [

@@ -69,7 +69,9 @@ def _compiled() -> Path:
                 with replaced(target) as made:
                     _compile(made)
     except OSError as e:
-        raise NoKernels(f"compiled kernels cannot be kept in {target.parent}: {e.strerror or e}") from e
+        raise NoKernels(
+            f"compiled kernels cannot be kept in {target.parent}: {e.strerror or e}; set XDG_CACHE_HOME"
+        ) from e
     return target
 
 

@@ -201,6 +201,8 @@ class InputFile:
     @contextmanager
     def _raw(self) -> Iterator[BinaryIO]:
         if self.name == "-":
+            if sys.stdin is None:  # the shell's <&-
+                raise UsageError("standard input is closed", "give it rows, or name a file")
             yield sys.stdin.buffer  # and leave it open
             return
         with self._opened() as raw:

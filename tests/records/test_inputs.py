@@ -281,6 +281,12 @@ def test_junk_after_the_right_first_bytes_is_corrupt(folder, name):
         columns(name)
 
 
+def test_a_closed_standard_input_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(UsageError, match=r"^standard input is closed; give it rows, or name a file$"):
+        columns("-")
+
+
 def test_an_input_without_permission_to_read_it_is_refused(folder, monkeypatch):
     (folder / "x.jsonl").write_text('{"prompt": "a"}\n')
     monkeypatch.setattr(os, "access", lambda name, mode: False)  # root may read every file
