@@ -48,8 +48,7 @@ def prepare(
     probe, states, vocab_size = _probe(module, recurrent, device, spread)
     _settle_frequencies(module)
     _check_layers(module, probe, states)
-    sizes = [size for size in probe.sliding_windows if size is not None]
-    sliding_window = max(sizes) if sizes and len(sizes) == len(probe.sliding_windows) else None
+    sizes = [kind.sliding_window for kind in probe.kinds if kind.sliding_window is not None]
     last = None if kernels is None else last_layer(module)
     return LoadedModel(
         module=module,
@@ -59,9 +58,9 @@ def prepare(
         vocab_size=vocab_size,
         states=states.layers,
         recurrent=recurrent,
-        group=probe.group,
+        group=max((kind.group for kind in probe.kinds), default=1),
         kinds=tuple(probe.kinds),
-        sliding_window=sliding_window,
+        sliding_window=max(sizes) if sizes and len(sizes) == len(probe.kinds) else None,
         spread=spread,
         kernels=kernels,
         last_layer=last if last in probe.layers and last == max([*probe.layers, *states.layers]) else None,
@@ -210,9 +209,7 @@ class _Probe:
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
-        self.sliding_windows: list[int | None] = []
         self.kinds: dict[AttentionKind, None] = {}
-        self.group = 1
         self.dtype = torch.float32
 
     def __call__(
@@ -221,10 +218,8 @@ class _Probe:
         if layer in self.layers:
             raise ModelError(f"the model runs attention twice in layer {layer}, which is not supported")
         self.layers[layer] = LayerShape(k_KTD.shape[0], k_KTD.shape[2], v_KTV.shape[2], v_KTV.device)
-        self.sliding_windows.append(options.sliding_window)
         self.dtype = v_KTV.dtype
         group = q_HTD.shape[0] // k_KTD.shape[0]
-        self.group = max(self.group, group)
         kind = AttentionKind(
             k_KTD.shape[0], group, k_KTD.shape[2], v_KTV.shape[2], q_HTD.dtype, options.scale, options.sliding_window, options.softcap,
             None if options.sinks is None else options.sinks.dtype,
