@@ -9,5 +9,5 @@ from support import tokenizers_by_hand
 
 @pytest.fixture
 def tools() -> ModuleType:
-    """Tiny tokenizers and what is built with them, as the tests of this folder use them."""
+    """Tiny tokenizers, and helpers that build prompts with them."""
     return tokenizers_by_hand

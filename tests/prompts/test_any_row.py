@@ -1,4 +1,4 @@
-"""Whatever a row holds, it becomes one draft or one error row, and says nothing of the others."""
+"""Any row becomes one draft or one error row, and does not affect other rows."""
 
 from __future__ import annotations
 

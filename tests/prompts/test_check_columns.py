@@ -34,7 +34,7 @@ def refusal(tools, *columns, **options):
         ([{f"c{i}": 1 for i in range(22)}], {"template": "{{ b }}"}, "no row has the column 'b' of --template; the input has " + ", ".join(f"'c{i}'" for i in range(20)) + " and 2 more"),
     ],
 )  # fmt: skip
-def test_the_refusal_names_what_is_missing_and_what_there_is(tools, columns, options, message):
+def test_the_refusal_names_the_missing_column_and_the_columns_there_are(tools, columns, options, message):
     assert refusal(tools, *columns, **options) == message
 
 
@@ -55,10 +55,10 @@ def test_the_refusal_names_what_is_missing_and_what_there_is(tools, columns, opt
         ([], {}),
     ],
 )
-def test_an_input_with_a_prompt_somewhere_is_let_pass(tools, columns, options):
+def test_an_input_in_which_some_row_has_a_prompt_is_accepted(tools, columns, options):
     tools.builder(**options).check_columns(tools.rows(*columns))
 
 
-def test_malformed_rows_alone_say_nothing_of_columns(tools):
+def test_an_input_of_malformed_rows_alone_is_accepted(tools):
     row = Row(number=0, columns={}, error=RowError("invalid_row", "not JSON"), source="in.jsonl:1")
     tools.builder().check_columns([row])

@@ -1,4 +1,4 @@
-"""Cuts in a text, for tokenizers as models have them: their parts tokenized alone are the tokens of the whole, whatever the text."""
+"""A text can be cut where `Cuts` says: its two parts, tokenized alone, give the tokens of the whole text."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def split(pattern: str) -> Any:
 
 
 def sentencepiece(normalizer: Any = None, pre_tokenizer: Any = None) -> Tokenizer:
-    """A BPE over whole texts: spaces are ▁, and begin most tokens."""
+    """A BPE over whole texts. Spaces are written ▁ and begin most tokens."""
     pieces = ["<unk>", "▁", *"abilmfTextW:.,1", "▁f", "il", "▁film", "fi", "▁▁", "a▁", "xt"]
     merges = [("▁", "f"), ("i", "l"), ("▁f", "il"), ("f", "i"), ("▁", "▁"), ("a", "▁"), ("x", "t")]
     merges.insert(3, ("▁fil", "m"))
@@ -176,7 +176,7 @@ def check_cuts(kind: str, added: str, known: str, more: str) -> None:
 @pytest.mark.parametrize(("kind", "added"), [*product(KINDS, ("plain",)), *product(ODD, ("none",))])
 @given(known=TEXTS, more=TEXTS)
 @settings(max_examples=examples(10, 25))
-def test_the_parts_have_the_tokens_of_the_whole(kind, added, known, more):
+def test_tokens_of_the_parts_are_those_of_the_whole_text(kind, added, known, more):
     check_cuts(kind, added, known, more)
 
 
@@ -187,7 +187,7 @@ def test_the_parts_have_the_tokens_of_the_whole(kind, added, known, more):
 @example("a\nfilm 1 is 2, 3 ", "1")
 @example("<s>a<|im_end|> film film ", "x<|im_end|>")
 @settings(max_examples=200)
-def test_the_parts_have_the_tokens_of_the_whole_with_any_added_tokens(kind, added, known, more):
+def test_tokens_of_the_parts_are_those_of_the_whole_text_with_any_added_tokens(kind, added, known, more):
     check_cuts(kind, added, known, more)
 
 
@@ -232,12 +232,12 @@ KNOWN = "film.film,film.film"
         ("nothing", "none", "Text: ", None),
     ],
 )
-def test_where_a_cut_is(kind, added, text, place):
+def test_the_last_cut_is_at_the_expected_place(kind, added, text, place):
     known = text + KNOWN
     assert tokenizer_of(kind, added)[1].last(known, 0, len(known)) == place
 
 
-def test_a_cut_is_not_before_the_start_nor_where_more_text_may_move_it():
+def test_a_cut_lies_after_the_start_and_before_text_that_may_still_change():
     cuts = tokenizer_of("gpt2", "none")[1]
     known = "Text: a film, a film"
     assert cuts.last(known, 0, len(known)) == 13
@@ -245,7 +245,7 @@ def test_a_cut_is_not_before_the_start_nor_where_more_text_may_move_it():
     assert cuts.last(known, 0, 7) is None
 
 
-def test_a_tokenizer_says_whether_a_text_can_have_a_cut():
+def test_cuts_are_known_to_be_impossible_for_some_tokenizers():
     assert tokenizer_of("gpt2", "none")[1].any
     assert tokenizer_of("llama2", "none")[1].any
     assert not tokenizer_of("gpt2", "normalized, with blanks")[1].any

@@ -1,4 +1,4 @@
-"""Texts to token ids, many at a time."""
+"""Texts are tokenized in batches."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def test_texts_go_to_the_tokenizer_in_large_batches(tools):
     assert Encoder(tools.byte_tokenizer()).encode([], special=True) == []
 
 
-def test_what_the_tokenizers_own_file_says_of_cutting_and_padding_does_not_count(tools):
+def test_truncation_and_padding_of_the_tokenizer_file_are_ignored(tools):
     tokenizer = tools.byte_tokenizer()
     tokenizer.backend_tokenizer.enable_truncation(2)
     tokenizer.backend_tokenizer.enable_padding(length=5)
     assert Encoder(tokenizer).encode(["abc"], special=False)[0].tolist() == [101, 102, 103]
 
 
-def test_a_tokenizer_with_python_around_it_is_called_as_it_wants(tools):
+def test_a_tokenizer_with_its_own_python_code_is_called_through_that_code(tools):
     plain = tools.byte_tokenizer()
 
     class Reversed(type(plain)):
@@ -39,7 +39,7 @@ def test_a_tokenizer_with_python_around_it_is_called_as_it_wants(tools):
     assert out[1].message == "the prompt cannot be tokenized: character 1 is half of a surrogate pair (U+D800)"
 
 
-def test_a_tokenizer_that_panics_on_one_text_fails_that_one_alone(tools, monkeypatch):
+def test_a_panic_in_the_tokenizer_fails_only_the_text_that_caused_it(tools, monkeypatch):
     class PanicException(BaseException):
         pass
 
@@ -59,7 +59,7 @@ def test_a_tokenizer_that_panics_on_one_text_fails_that_one_alone(tools, monkeyp
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_what_is_no_texts_fault_is_not_put_on_a_row(tools, monkeypatch, error):
+def test_an_error_that_no_text_caused_is_raised_and_fails_no_row(tools, monkeypatch, error):
     encoder = Encoder(tools.byte_tokenizer())
 
     def broken(texts, special):

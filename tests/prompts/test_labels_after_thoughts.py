@@ -1,4 +1,4 @@
-"""Labels and texts to score follow a prompt whose thoughts are over, also where the chat template cannot switch them off."""
+"""Labels and scored texts come after the model's thoughts, even if the chat template cannot switch thinking off."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_labels_and_scores_begin_at_the_answer(template: str, thinking: Thinking
     assert scored == expected
 
 
-def test_thoughts_stay_open_for_completions_and_for_whoever_asks_for_them() -> None:
+def test_thoughts_stay_open_for_completions_and_where_the_user_asks_for_them() -> None:
     opened = "user: a|assistant: <think>\n"
     assert prompt(R1, THINK, {"prompt": "a"}, sampling=SamplingParams()) == opened
     assert prompt(R1, THINK, {"prompt": "a"}, sampling=SamplingParams(choices=("x", "y"), reasoning="off")) == opened

@@ -1,4 +1,4 @@
-"""Loading a model's tokenizer and configuration: what is taken from where, and what is said where it fails."""
+"""Loading a model's tokenizer and configuration: where each value comes from, and what errors say."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_tokenizer_and_configuration_are_loaded_without_weights(tools, tmp_path)
         (None, {"eos_token_id": None}, (1,)),
     ],
 )
-def test_end_tokens_are_the_generation_configs_then_the_configs_then_the_tokenizers(
+def test_end_tokens_come_from_the_generation_config_then_the_config_then_the_tokenizer(
     tools, tmp_path, generation, config, ids
 ):
     assert load(tools.save_model(tmp_path, generation=generation, config=config)).eos_token_ids == ids
@@ -72,11 +72,11 @@ def test_a_model_may_have_no_end_token(tools, tmp_path):
         ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, 64),
     ],
 )  # fmt: skip
-def test_the_context_is_what_the_configuration_says(tools, tmp_path, config, length):
+def test_the_context_length_comes_from_the_configuration(tools, tmp_path, config, length):
     assert load(tools.save_model(tmp_path, config=config)).context_length == length
 
 
-def test_the_tokenizer_says_the_context_only_where_the_configuration_does_not(tools, tmp_path):
+def test_the_context_length_comes_from_the_tokenizer_if_the_configuration_has_none(tools, tmp_path):
     tokenizer = tools.byte_tokenizer(model_max_length=20)
     assert load(tools.save_model(tmp_path / "a", tokenizer=tokenizer)).context_length == 64
     assert (
@@ -89,21 +89,21 @@ def test_the_tokenizer_says_the_context_only_where_the_configuration_does_not(to
     )
 
 
-def test_the_vocabulary_is_the_models_not_the_tokenizers(tools, tmp_path):
+def test_the_size_of_the_vocabulary_is_the_models_not_the_tokenizers(tools, tmp_path):
     assert load(tools.save_model(tmp_path / "a", config={"vocab_size": 320})).vocab_size == 320
     nested = {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 300}}
     assert load(tools.save_model(tmp_path / "b", config=nested)).vocab_size == 300
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./none", "../none", "a/b/c", "none/"])
-def test_a_folder_that_does_not_exist_is_named_and_the_hub_not_asked(name):
+def test_a_folder_that_does_not_exist_is_named_and_not_looked_up_on_the_hub(name):
     assert failure(name) == (
         f"model folder {name!r} does not exist; use a local folder with config.json and the tokenizer's files, "
         "or a hub name such as org/model"
     )
 
 
-def test_a_file_is_not_a_model(tmp_path):
+def test_a_file_in_place_of_a_model_folder_is_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_text("x")
     assert failure(file) == (
@@ -111,7 +111,7 @@ def test_a_file_is_not_a_model(tmp_path):
     )
 
 
-def test_a_folder_without_configuration(tmp_path):
+def test_a_folder_without_configuration_is_refused(tmp_path):
     (tmp_path / "README.md").write_text("hello")
     assert failure(tmp_path) == (
         f"model folder {str(tmp_path)!r} has no config.json; give the folder that holds the model"
@@ -120,7 +120,7 @@ def test_a_folder_without_configuration(tmp_path):
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen2"])
 @pytest.mark.parametrize("leave_config", [False, True])
-def test_a_folder_without_tokenizer_files(tools, tmp_path, model_type, leave_config):
+def test_a_folder_without_tokenizer_files_is_refused(tools, tmp_path, model_type, leave_config):
     tools.save_model(tmp_path, config={"model_type": model_type})
     for path in tmp_path.iterdir():
         if path.name != "config.json" and not (leave_config and path.name == "tokenizer_config.json"):
@@ -151,7 +151,7 @@ def test_a_broken_tokenizer_is_named(tools, tmp_path):
     assert failure(folder).startswith(f"{folder}/tokenizer.json is not JSON: ")
 
 
-def test_code_of_the_models_own_is_not_run_unless_asked(tools, tmp_path):
+def test_a_models_own_code_is_not_run_unless_the_user_allows_it(tools, tmp_path):
     folder = tools.save_model(
         tmp_path, config={"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}}
     )
@@ -169,7 +169,7 @@ def test_a_revision_of_a_local_folder_is_refused(tools, tmp_path):
     )
 
 
-def test_a_hub_name_that_cannot_be_reached_says_how_to_do_without(monkeypatch, tmp_path):
+def test_a_hub_that_cannot_be_reached_is_an_error_that_tells_how_to_work_offline(monkeypatch, tmp_path):
     import huggingface_hub.constants as hub
 
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
@@ -181,14 +181,14 @@ def test_a_hub_name_that_cannot_be_reached_says_how_to_do_without(monkeypatch, t
     assert failure("nobody/nothing", revision="v9").startswith("model 'nobody/nothing' at revision 'v9' is neither")
 
 
-def test_a_name_that_is_no_name():
+def test_a_malformed_hub_name_is_refused():
     assert failure("what is this?") == (
         "model 'what is this?' is neither a folder nor a hub name; use a local folder with config.json and the "
         "tokenizer's files, or a hub name such as org/model"
     )
 
 
-def test_tokenizer_files_that_need_a_package_name_it(monkeypatch, tmp_path):
+def test_a_package_that_the_tokenizer_files_need_is_named(monkeypatch, tmp_path):
     import transformers
 
     def failing(*args, **kwargs):
@@ -204,7 +204,7 @@ def test_tokenizer_files_that_need_a_package_name_it(monkeypatch, tmp_path):
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """Answers as the hub does, by the name of the model."""
+    """Gives the hub's answers; the name of the model chooses which."""
 
     def do_GET(self) -> None:
         code = next((c for c in ("RepoNotFound", "RevisionNotFound", "GatedRepo") if c.lower() in self.path), None)
@@ -234,7 +234,7 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.slow
-def test_what_the_hub_answers_is_said_in_one_line_and_nothing_else_on_stderr(tmp_path):
+def test_the_hubs_answer_is_told_in_one_line_and_nothing_else_is_on_stderr(tmp_path):
     server = HTTPServer(("127.0.0.1", 0), _Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -268,8 +268,8 @@ def test_what_the_hub_answers_is_said_in_one_line_and_nothing_else_on_stderr(tmp
 
 
 @pytest.mark.slow
-def test_the_libraries_advice_is_kept_off_standard_error(tools, tmp_path):
-    """A Llama folder whose tokenizer class is of another kind, and a prompt longer than the tokenizer's own limit."""
+def test_advice_from_libraries_does_not_reach_standard_error(tools, tmp_path):
+    """Covers a Llama folder with a tokenizer of another class, and a prompt longer than the tokenizer's own limit."""
     folder = tools.save_model(tmp_path, tokenizer=tools.byte_tokenizer(model_max_length=2))
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "LlamaTokenizer"}))
@@ -291,8 +291,8 @@ def test_the_libraries_advice_is_kept_off_standard_error(tools, tmp_path):
     assert (done.stdout, done.stderr) == ("7 30\n", "")
 
 
-def test_a_pattern_that_transformers_knows_to_be_wrong_is_told(tools, tmp_path):
-    """Only of large Mistral vocabularies saved by old versions: its mark is set here by hand."""
+def test_a_split_pattern_that_transformers_knows_to_be_wrong_is_reported(tools, tmp_path):
+    """transformers marks only large Mistral vocabularies saved by old versions; the test sets the mark itself."""
     from batchgen.config import PromptConfig
     from batchgen.prompts import PromptBuilder
     from batchgen.sampling_params import SamplingParams
@@ -306,7 +306,7 @@ def test_a_pattern_that_transformers_knows_to_be_wrong_is_told(tools, tmp_path):
     ]
 
 
-def test_to_import_the_package_imports_neither_torch_nor_transformers():
+def test_importing_the_package_imports_neither_torch_nor_transformers():
     code = (
         "import sys, batchgen.prompts; print([m for m in ('torch', 'transformers', 'tokenizers') if m in sys.modules])"
     )

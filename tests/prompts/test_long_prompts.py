@@ -1,4 +1,4 @@
-"""Whether a prompt fits the context, and what is done where it does not."""
+"""Prompts that do not fit the context are shortened or refused."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_a_shortened_prompt_keeps_three_quarters_of_the_context_however_long_the
     assert (tools.text_of(draft), draft.max_tokens) == ("uvwxyz", 2)
 
 
-def test_a_prompt_is_shortened_only_where_it_leaves_less_room_than_a_shortened_one(tools):
+def test_a_prompt_that_leaves_as_much_room_as_a_shortened_one_is_not_shortened(tools):
     draft = build(tools, 6, on_long_prompt="truncate-left")
     assert (tools.text_of(draft), draft.max_tokens, draft.truncated) == ("abcdef", 2, False)
     draft = build(tools, 7, on_long_prompt="truncate-left")
     assert (tools.text_of(draft), draft.max_tokens, draft.truncated) == ("bcdefg", 2, True)
 
 
-def test_the_bos_stays_when_the_left_is_cut(tools):
+def test_a_prompt_cut_on_the_left_keeps_its_bos(tools):
     draft = build(tools, 26, bos=True, on_long_prompt="truncate-left")
     assert (tools.text_of(draft), draft.max_tokens) == ("<s>vwxyz", 2)
 
@@ -86,7 +86,7 @@ OPEN = "<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize(("way", "kept"), [("truncate-left", "pqrstuvwxyz"), ("truncate-right", "abcdefghijk")])
-def test_the_text_of_a_chat_prompt_is_shortened_and_its_frame_stays(tools, way, kept):
+def test_the_text_of_a_chat_prompt_is_shortened_and_the_tokens_of_its_template_stay(tools, way, kept):
     draft = chat(tools, {"prompt": ALPHABET}, context=50, way=way, system="Be.", prefix="> ")
     assert tools.text_of(draft) == turn("system", "Be.") + turn("user", f"> {kept}") + OPEN
     assert (len(draft.tokens), draft.max_tokens, draft.truncated) == (45, 5, True)
@@ -95,7 +95,7 @@ def test_the_text_of_a_chat_prompt_is_shortened_and_its_frame_stays(tools, way, 
 @pytest.mark.parametrize(
     ("way", "long", "last"), [("truncate-left", "uvwxyz", "ghijkl"), ("truncate-right", "abcdef", "abcdef")]
 )
-def test_the_longest_messages_of_a_conversation_are_shortened_to_one_length(tools, way, long, last):
+def test_the_longest_messages_of_a_conversation_are_shortened_to_the_same_length(tools, way, long, last):
     messages = [("system", "Be."), ("user", ALPHABET), ("assistant", "No"), ("user", ALPHABET[:12])]
     columns = {"messages": [{"role": role, "content": text} for role, text in messages]}
     draft = chat(tools, columns, context=72, way=way)
@@ -103,13 +103,13 @@ def test_the_longest_messages_of_a_conversation_are_shortened_to_one_length(tool
     assert tools.text_of(draft) == expected
 
 
-def test_a_continued_message_of_the_assistant_stays_open(tools):
+def test_an_assistant_message_to_be_continued_stays_open(tools):
     messages = [{"role": "user", "content": ALPHABET}, {"role": "assistant", "content": "Well, "}]
     draft = chat(tools, {"messages": messages}, context=40)
     assert tools.text_of(draft) == turn("user", "qrstuvwxyz") + OPEN + "Well, "
 
 
-def test_of_a_template_the_texts_of_columns_are_shortened_however_deep_they_lie(tools):
+def test_the_columns_texts_in_a_row_template_are_shortened_even_when_nested(tools):
     columns = {"text": ALPHABET, "more": [{"name": ALPHABET}], "number": 7}
     template = "{{ number }}: {{ text }} / {{ more[0].name }}? Answer:"
     draft = chat(tools, columns, context=57, template=template)
@@ -117,20 +117,20 @@ def test_of_a_template_the_texts_of_columns_are_shortened_however_deep_they_lie(
 
 
 @pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/completions"])
-def test_a_row_in_the_batch_form_is_shortened_the_same_way(tools, url):
+def test_a_row_in_the_openai_batch_form_is_shortened_the_same_way(tools, url):
     chatting = url.endswith("chat/completions")
     prompt = {"messages": [{"role": "user", "content": ALPHABET}]} if chatting else {"prompt": ALPHABET}
     draft = chat(tools, {"custom_id": "a", "url": url, "body": prompt}, context=34 if chatting else 16)
     assert tools.text_of(draft) == (turn("user", "qrstuvwxyz") + OPEN if chatting else "opqrstuvwxyz")
 
 
-def test_token_ids_are_shortened_as_they_are(tools):
+def test_a_prompt_of_token_ids_is_shortened_too(tools):
     b = tools.builder(context=8, chat=False, on_long_prompt="truncate-right", sampling=SamplingParams(max_tokens=3))
     (draft,) = b.build(tools.rows({"prompt": list(range(30, 50))}))
     assert (draft.tokens.tolist(), draft.truncated) == ([30, 31, 32, 33, 34, 35], True)
 
 
-def test_a_frame_that_does_not_fit_by_itself_is_an_error(tools):
+def test_a_chat_template_that_does_not_fit_without_any_text_is_an_error(tools):
     result = chat(tools, {"prompt": ALPHABET}, context=20)
     assert tools.error_of(result) == (
         "prompt_too_long",
@@ -149,12 +149,12 @@ def test_a_long_text_is_tokenized_only_a_few_times(tools, monkeypatch):
     assert len(limits) <= 12
 
 
-def test_a_context_of_one_token_has_no_room_at_all(tools):
+def test_a_context_of_one_token_has_no_room_for_a_completion(tools):
     result = build(tools, 3, context=1, on_long_prompt="truncate-left")
     assert result.error_type == "prompt_too_long"
 
 
-def test_an_unknown_way_is_refused(tools):
+def test_an_unknown_value_of_on_long_prompt_is_refused(tools):
     with pytest.raises(
         UsageError, match=r"^--on-long-prompt must be error, truncate-left or truncate-right, not 'cut'$"
     ):
@@ -169,7 +169,7 @@ def test_an_unknown_way_is_refused(tools):
     bos=st.booleans(),
     way=st.sampled_from(["error", "truncate-left", "truncate-right"]),
 )
-def test_prompt_and_completion_always_fit_and_nothing_is_cut_in_vain(tools, length, context, max_tokens, bos, way):
+def test_prompt_and_completion_always_fit_and_no_more_is_cut_than_needed(tools, length, context, max_tokens, bos, way):
     out = build(tools, length, context=context, max_tokens=max_tokens, bos=bos, on_long_prompt=way)
     whole = length + bos
     most = context - 1 if way == "error" else context - min(max_tokens, max(1, context // 4))

@@ -1,4 +1,4 @@
-"""The messages column: what it may hold, and how a conversation goes through the chat template."""
+"""The messages column: what it may hold, and how the chat template renders it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_messages_go_through_the_chat_template(tools):
 
 
 @pytest.mark.parametrize("ending", ["b", "b ", "b\n", ""])
-def test_a_last_message_of_the_assistant_is_continued(tools, ending):
+def test_an_assistant_message_at_the_end_is_continued(tools, ending):
     b = tools.builder(chat_template=tools.CHATML)
     (draft,) = b.build(tools.rows({"messages": [USER, {"role": "assistant", "content": ending}]}))
     assert tools.text_of(draft) == f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{ending}"
@@ -40,14 +40,14 @@ def test_a_message_that_the_template_changes_cannot_be_continued(tools):
     )
 
 
-def test_a_system_message_of_the_row_goes_before_the_commands(tools):
+def test_a_rows_system_message_replaces_the_commands(tools):
     b = tools.builder(chat_template=tools.CHATML, system="S")
     own, without = b.build(tools.rows({"messages": [{"role": "system", "content": "own"}, USER]}, {"messages": [USER]}))
     assert tools.text_of(own).startswith("<|im_start|>system\nown<|im_end|>\n<|im_start|>user")
     assert tools.text_of(without).startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user")
 
 
-def test_the_prefix_stands_in_the_first_user_message(tools):
+def test_the_prefix_goes_into_the_first_user_message(tools):
     b = tools.builder(chat_template=tools.CHATML, prefix="P:")
     good, none = b.build(tools.rows(
         {"messages": [{"role": "system", "content": "S"}, USER, {"role": "assistant", "content": "b"}, USER]},
@@ -58,14 +58,14 @@ def test_the_prefix_stands_in_the_first_user_message(tools):
     assert tools.error_of(none) == ("invalid_row", "column 'messages' has no user message, which --prefix needs")
 
 
-def test_the_rows_own_messages_are_left_as_they_came(tools):
+def test_the_rows_own_messages_are_not_modified(tools):
     columns = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": None}]}
     before = json.dumps(columns)
     tools.builder(chat_template=tools.CHATML, prefix="P", system="S").build(tools.rows(columns))
     assert json.dumps(columns) == before
 
 
-def test_text_parts_are_joined_and_nulls_of_parquet_left_out(tools):
+def test_text_parts_are_joined_and_parquet_nulls_left_out(tools):
     b = tools.builder(chat_template="{% for m in messages %}{{ m.content }}{{ m.name is defined }}{% endfor %}")
     (draft,) = b.build(tools.rows({"messages": [
         {"role": "user", "name": None, "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
@@ -99,7 +99,7 @@ def test_messages_may_be_json_text_as_in_a_csv_file(tools):
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text must be text, not null"),
     ],
 )  # fmt: skip
-def test_anything_else_is_an_invalid_row_that_names_the_place(tools, messages, message):
+def test_any_other_value_fails_the_row_with_an_error_that_names_the_place(tools, messages, message):
     b = tools.builder(chat_template=tools.CHATML)
     bad, good = b.build(tools.rows({"messages": messages}, {"messages": [USER]}))
     assert tools.error_of(bad) == ("invalid_row", message)
@@ -118,13 +118,13 @@ def test_a_row_with_an_image_or_sound_fails_alone(tools, kind):
     assert tools.text_of(good).startswith("<|im_start|>user\na")
 
 
-# As in Qwen2.5-VL and SmolVLM, where plain text would be left out without a word.
+# As in Qwen2.5-VL and SmolVLM, which silently leave out plain text.
 PARTS_ONLY = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As in Gemma 3: the system's text is the first part's, everything else is taken either way.
+# As in Gemma 3: the system message must be a list of parts; other messages may also be plain text.
 SYSTEM_IN_PARTS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.content[0].text if m.role == 'system' else m.content }}<|im_end|>\n{% endfor %}"
@@ -133,7 +133,7 @@ SYSTEM_IN_PARTS = (
 
 
 @pytest.mark.parametrize("template", ["CHATML", PARTS_ONLY, SYSTEM_IN_PARTS], ids=["text", "parts", "system"])
-def test_a_template_that_wants_a_content_in_parts_gets_it_so(tools, template):
+def test_a_template_that_needs_content_in_parts_gets_parts(tools, template):
     b = tools.builder(chat_template=getattr(tools, template, template), system="S")
     row = {"messages": [USER, {"role": "assistant", "content": "b"}]}
     (draft,) = b.build(tools.rows(row))
@@ -142,7 +142,7 @@ def test_a_template_that_wants_a_content_in_parts_gets_it_so(tools, template):
     )
 
 
-def test_what_the_chat_template_refuses_is_said_in_its_words(tools):
+def test_a_refusal_by_the_chat_template_is_quoted(tools):
     b = tools.builder(
         chat_template="{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}x"
     )
@@ -151,7 +151,7 @@ def test_what_the_chat_template_refuses_is_said_in_its_words(tools):
     assert tools.text_of(good) == "x"
 
 
-def test_messages_go_before_a_prompt_and_that_is_said_once(tools):
+def test_messages_win_over_a_prompt_and_that_is_said_once(tools):
     b = tools.builder(chat_template=tools.CHATML)
     both = {"prompt": "p", "messages": [USER]}
     drafts = b.build(tools.rows(both, both, {"prompt": "p", "messages": None}))
@@ -165,14 +165,14 @@ def test_messages_go_before_a_prompt_and_that_is_said_once(tools):
     ]
 
 
-def test_a_prompt_column_that_the_user_named_goes_before_messages(tools):
+def test_a_prompt_column_that_the_user_named_wins_over_messages(tools):
     b = tools.builder(chat_template=tools.CHATML, prompt_column="question")
     (draft,) = b.build(tools.rows({"question": "q", "messages": [USER]}))
     assert tools.text_of(draft).startswith("<|im_start|>user\nq<|im_end|>")
     assert b.notes == []
 
 
-def test_with_raw_prompts_the_prompt_goes_before_messages(tools):
+def test_with_raw_prompts_the_prompt_wins_over_messages(tools):
     b = tools.builder(chat_template=tools.CHATML, chat=False)
     both, only = b.build(tools.rows({"prompt": "p", "messages": [USER]}, {"messages": [USER]}))
     assert tools.text_of(both) == "<s>p"

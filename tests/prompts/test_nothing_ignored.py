@@ -1,4 +1,4 @@
-"""What a row or the command says beside the prompt is used, or somebody is told that it is not."""
+"""Every input besides the prompt is either used or reported as unused."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_tools_of_a_row_reach_the_chat_template(tools, prompt, value):
     assert (tools.text_of(draft), notes) == ("[1:add]a", [])
 
 
-def test_it_is_said_once_that_the_way_a_model_writes_calls_is_not_known(tools):
+def test_an_unknown_format_of_tool_calls_is_noted_once(tools):
     unknown = TEMPLATE.replace("<tool_call>", "calls")
     draft, notes = one(tools, {"prompt": "a", "tools": [TOOL]}, chat_template=unknown)
     assert (tools.text_of(draft), draft.tools) == ("[1:add]a", "")
     assert notes == ["rows have tools, but batchgen does not know how this model writes calls: they stay in the text"]
 
 
-def test_tools_of_a_body_reach_the_chat_template(tools):
+def test_tools_of_an_openai_body_reach_the_chat_template(tools):
     body = {"messages": [USER], "tools": [TOOL], "tool_choice": "auto"}
     draft, notes = one(tools, {"url": "/v1/chat/completions", "body": body})
     assert (tools.text_of(draft), notes) == ("[1:add]a", [])
@@ -45,7 +45,7 @@ def test_tools_of_a_body_reach_the_chat_template(tools):
     assert tools.text_of(draft) == "a"
 
 
-def test_variables_that_the_chat_template_does_not_use_are_told(tools):
+def test_variables_that_the_chat_template_does_not_use_are_noted(tools):
     template = "{{ messages[0].content }}{% if enable_thinking %}!{% endif %}"
     b = tools.builder(chat_template=template, chat_template_kwargs={"enable_thinking": True, "thinking_budget": 3})
     assert b.notes == [
@@ -58,7 +58,7 @@ def test_variables_that_the_chat_template_does_not_use_are_told(tools):
     assert b.notes == ["rows set 'reasoning_effort', which the chat template does not use: it has no effect"]
 
 
-def test_images_beside_a_prompt_are_said_not_to_be_seen_once_unless_the_template_uses_them(tools):
+def test_images_beside_a_prompt_are_noted_once_as_unseen_unless_the_template_uses_them(tools):
     b = tools.builder(chat_template=TEMPLATE, bos=False)
     for _ in range(2):
         b.build(
@@ -83,7 +83,7 @@ def test_an_image_that_is_an_array_is_noted_like_any_other(tools):
     ]
 
 
-def test_documents_of_a_row_reach_the_chat_template_and_are_shortened_like_other_content(tools):
+def test_documents_of_a_row_reach_the_chat_template_and_are_shortened_like_messages(tools):
     columns = {"messages": [USER], "documents": [{"title": "T", "text": "abcdefgh"}]}
     draft, notes = one(tools, columns)
     assert (tools.text_of(draft), notes) == ("<T=abcdefgh>a", [])
@@ -101,14 +101,14 @@ def test_documents_of_a_row_reach_the_chat_template_and_are_shortened_like_other
         ({"prompt": "a", "documents": [5]}, {}, "column 'documents' is only copied to the output, not sent to the model: it is not a list of objects"),
     ],
 )  # fmt: skip
-def test_what_the_model_does_not_see_is_said_once(tools, columns, options, note):
+def test_input_that_the_model_does_not_see_is_noted_once(tools, columns, options, note):
     b = tools.builder(**{"chat_template": TEMPLATE, "bos": False} | options)
     for draft in b.build(tools.rows(columns, columns)):
         assert tools.text_of(draft) == "a"
     assert b.notes == [note]
 
 
-def test_a_column_that_is_used_for_something_else_is_not_the_chat_templates(tools):
+def test_a_column_with_another_use_is_not_passed_to_the_chat_template(tools):
     draft, notes = one(tools, {"tools": "hammer"}, template="Use a {{ tools }}")
     assert (tools.text_of(draft), notes) == ("Use a hammer", [])
     draft, notes = one(tools, {"prompt": "a", "tools": None, "documents": ""})
@@ -119,7 +119,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": 
 SHOWN = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments|tojson }}{% endfor %};{% endfor %}"
 
 
-def test_a_turn_that_only_calls_tools_may_have_null_for_its_content_and_arguments_become_objects(tools):
+def test_a_message_with_tool_calls_may_have_null_content_and_its_arguments_become_objects(tools):
     messages = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "2"}]
     draft, _ = one(tools, {"messages": messages}, chat_template=SHOWN)
     assert tools.text_of(draft) == 'user:a;assistant:{"x": 1};tool:2;'
@@ -133,7 +133,7 @@ def test_a_turn_that_only_calls_tools_may_have_null_for_its_content_and_argument
 
 
 @pytest.mark.parametrize("message", [{"role": "assistant", "content": None}, {"role": "user", "content": None}])
-def test_any_other_message_needs_its_content(tools, message):
+def test_any_other_message_needs_content(tools, message):
     result, _ = one(tools, {"messages": [message]})
     assert tools.error_of(result) == (
         "invalid_row",
@@ -141,7 +141,7 @@ def test_any_other_message_needs_its_content(tools, message):
     )
 
 
-def test_the_developers_role_is_the_systems_where_the_template_does_not_know_it(tools):
+def test_the_developer_role_becomes_system_if_the_template_does_not_know_it(tools):
     messages = {"messages": [{"role": "developer", "content": "Be."}, USER]}
     draft, _ = one(tools, messages, chat_template=SHOWN)
     assert tools.text_of(draft) == "system:Be.;user:a;"
@@ -159,7 +159,7 @@ def test_stop_token_ids_beyond_the_vocabulary_are_refused(tools):
     assert tools.error_of(result) == ("unsupported_parameter", "stop_token_ids: 999 is beyond the model's 260 tokens")
 
 
-def test_an_empty_list_of_choices_is_refused_and_not_generated_freely(tools):
+def test_an_empty_list_of_choices_is_refused(tools):
     for name in ("choices", "guided_choice"):
         result, _ = one(tools, {"prompt": "a", "sampling_params": {name: []}})
         assert tools.error_of(result) == (
@@ -178,7 +178,7 @@ def test_several_completions_at_temperature_0_are_noted_once(tools):
     assert b.notes == []
 
 
-def test_other_columns_that_the_command_names_must_be_there_too(tools):
+def test_every_column_that_the_command_names_must_exist(tools):
     b = tools.builder()
     rows = tools.rows({"prompt": "a", "x": 1})
     b.check_columns(rows, [("--keep", "x")])
@@ -216,7 +216,7 @@ def test_sampling_options_without_an_effect_are_named(tools, sampling, options, 
 
 
 @pytest.mark.parametrize("calls", ["add", [1], {"function": {"name": "add"}}])
-def test_tool_calls_that_are_no_list_of_objects_fail_the_row(tools, calls):
+def test_tool_calls_that_are_not_a_list_of_objects_fail_the_row(tools, calls):
     result, _ = one(tools, {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": calls}]})
     assert tools.error_of(result) == ("invalid_row", "messages[1].tool_calls must be a list of objects")
 
@@ -228,7 +228,7 @@ def test_arguments_that_are_not_json_stay_text(tools):
     assert tools.text_of(draft) == 'assistant:"{x";'
 
 
-def test_bytes_where_text_belongs_are_named(tools):
+def test_bytes_in_place_of_text_fail_the_row(tools):
     result, _ = one(tools, {"messages": [{"role": "user", "content": b"a"}]})
     assert tools.error_of(result) == (
         "invalid_row",

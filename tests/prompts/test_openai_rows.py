@@ -1,4 +1,4 @@
-"""Rows in the OpenAI Batch form are taken as they are."""
+"""Rows in the OpenAI Batch form are accepted unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_chat_request_goes_through_the_chat_template_with_its_parameters(tools
     )
 
 
-def test_what_the_body_leaves_out_takes_the_commands_defaults(tools):
+def test_parameters_missing_from_the_body_take_the_commands_values(tools):
     draft = tools.one(
         row(CHAT, messages=[USER], temperature=None),
         chat_template=tools.CHATML,
@@ -63,12 +63,12 @@ def test_what_the_body_leaves_out_takes_the_commands_defaults(tools):
         (RAW, {"structured_outputs": None}, {}),
     ],
 )
-def test_several_completions_log_probabilities_and_formats_have_their_names_there(tools, url, asked, params):
+def test_completions_logprobs_and_formats_are_read_under_their_openai_names(tools, url, asked, params):
     content = {"messages": [USER]} if url == CHAT else {"prompt": "a"}
     assert tools.one(row(url, **content, **asked), chat_template=tools.CHATML).params == SamplingParams(**params)
 
 
-def test_the_newer_name_of_max_tokens_goes_before_the_older(tools):
+def test_the_newer_name_of_max_tokens_wins_over_the_older(tools):
     draft = tools.one(row(RAW, prompt="a", max_tokens=5, max_completion_tokens=6))
     assert draft.params.max_tokens == 6
 
@@ -82,7 +82,7 @@ def test_a_completion_request_is_raw_even_where_there_is_a_chat_template(tools):
     assert b.notes == ["--system is not used for rows of /v1/completions, whose prompts are raw"]
 
 
-def test_token_ids_of_a_completion_request_are_sent_as_they_are(tools):
+def test_token_ids_of_a_completion_request_are_used_unchanged(tools):
     for prompt in ([5, 6], [[5, 6]]):
         assert tools.one(row(RAW, prompt=prompt), chat_template=tools.CHATML).tokens.tolist() == [5, 6]
     assert tools.error_of(tools.one(row(RAW, prompt=[5, 6]), prefix="P")) == (
@@ -92,7 +92,7 @@ def test_token_ids_of_a_completion_request_are_sent_as_they_are(tools):
     assert tools.error_of(tools.one(row(RAW, prompt=[]))) == ("empty_prompt", "the prompt has no tokens")
 
 
-def test_what_vllms_requests_have_and_asks_for_nothing_is_let_pass(tools):
+def test_vllm_parameters_that_ask_for_nothing_are_accepted(tools):
     draft = tools.one(
         row(RAW, prompt="a", top_k=-1, min_tokens=0, skip_special_tokens=True, include_stop_str_in_output=False,
             use_beam_search=False, length_penalty=1.0, add_generation_prompt=True, continue_final_message=False,
@@ -112,7 +112,7 @@ def test_messages_that_are_null_do_not_make_a_chat(tools):
     assert tools.text_of(tools.one(columns, chat_template=tools.CHATML)) == "<s>a"
 
 
-def test_template_variables_of_a_body_go_before_the_commands(tools):
+def test_template_variables_of_a_body_win_over_the_commands(tools):
     template = "{{ a }}{{ b }}"
     draft = tools.one(
         row(CHAT, messages=[USER], chat_template_kwargs={"b": "row"}),
@@ -130,13 +130,13 @@ def test_the_reasoning_effort_of_a_chat_goes_to_its_template(tools):
     assert tools.text_of(tools.one(asked, chat_template=template)) == "low"
 
 
-def test_a_model_that_differs_is_mentioned_once(tools):
+def test_a_different_model_name_is_noted_once(tools):
     b = tools.builder(chat_template=tools.CHATML)
     b.build(tools.rows(row(CHAT, model="gpt-x", messages=[USER]), row(CHAT, model="gpt-y", messages=[USER])))
     assert b.notes == ["rows ask for model 'gpt-x'; all rows are run on ''"]
 
 
-def test_the_model_may_be_named_by_its_folders_name(tools, tmp_path):
+def test_the_model_may_be_named_after_its_folder(tools, tmp_path):
     from batchgen.config import ModelConfig, PromptConfig
     from batchgen.prompts import PromptBuilder, load_tokenizer
 
@@ -184,7 +184,7 @@ def test_the_model_may_be_named_by_its_folders_name(tools, tmp_path):
         ({"url": RAW, "body": None, "custom_id": "a"}, ("invalid_row", "body must be an object, not null")),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served_fails_its_row_in_words(tools, columns, error):
+def test_a_request_that_cannot_be_served_fails_its_row_with_the_reason(tools, columns, error):
     assert tools.error_of(tools.one(columns, chat_template=tools.CHATML)) == error
 
 
@@ -195,7 +195,7 @@ def test_a_chat_request_without_a_chat_template_fails(tools):
     )
 
 
-def test_without_a_url_the_body_tells_what_it_is(tools):
+def test_without_a_url_the_body_decides_the_kind_of_request(tools):
     b = tools.builder(chat_template=tools.CHATML)
     chat, raw = b.build(
         tools.rows({"custom_id": "1", "body": {"messages": [USER]}}, {"custom_id": "2", "body": {"prompt": "a"}})
@@ -210,12 +210,12 @@ def test_a_body_may_be_json_text_as_in_a_table(tools):
     assert (tools.text_of(draft), draft.params.seed) == ("<s>a", 3)
 
 
-def test_a_mere_column_called_body_is_not_a_request(tools):
+def test_a_column_that_is_only_named_body_is_not_a_request(tools):
     assert tools.text_of(tools.one({"body": "Dear all", "prompt": "a", "url": "http://x/y"})) == "<s>a"
     assert tools.text_of(tools.one({"body": {"x": 1}, "prompt": "a"})) == "<s>a"
     assert tools.text_of(tools.one({"body": None, "prompt": "a", "url": None, "custom_id": None})) == "<s>a"
 
 
-def test_sampling_params_beside_a_body_are_below_it(tools):
+def test_the_body_wins_over_sampling_params_beside_it(tools):
     draft = tools.one(row(RAW, prompt="a", seed=3) | {"sampling_params": {"seed": 4, "top_k": 5}})
     assert draft.params == SamplingParams(seed=3, top_k=5)

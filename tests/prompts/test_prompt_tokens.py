@@ -1,4 +1,4 @@
-"""How a prompt becomes tokens: raw or by a chat template, never with a special token twice."""
+"""How a prompt becomes tokens, raw or through a chat template, without repeating special tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_raw_prompt_gets_the_tokenizers_special_tokens(tools):
     assert draft.key == row_digest(draft.tokens, draft.params)
 
 
-def test_a_raw_prompt_that_begins_with_the_bos_text_is_not_given_a_second_one(tools):
+def test_a_raw_prompt_that_begins_with_the_bos_text_gets_no_second_bos(tools):
     once, twice, later = tools.builder().build(
         tools.rows({"prompt": "<s>a"}, {"prompt": "<s><s>a"}, {"prompt": "a<s>"})
     )
@@ -38,12 +38,12 @@ def test_a_raw_prompt_that_begins_with_the_bos_text_is_not_given_a_second_one(to
     assert later.tokens.tolist() == [0, 101, 0]
 
 
-def test_a_tokenizer_that_adds_no_bos_leaves_a_prompt_as_it_is_written(tools):
+def test_a_tokenizer_that_adds_no_bos_leaves_the_prompt_unchanged(tools):
     drafts = tools.builder(bos=False).build(tools.rows({"prompt": "a"}, {"prompt": "<s><s>a"}))
     assert [d.tokens.tolist() for d in drafts] == [[101], [0, 0, 101]]
 
 
-def test_a_sentencepiece_tokenizer_is_given_one_bos_too(tools):
+def test_a_sentencepiece_tokenizer_adds_one_bos_too(tools):
     text = tools.loaded(tools.metaspace_tokenizer())
     drafts = PromptBuilder(text, PromptConfig(), SamplingParams()).build(
         tools.rows({"prompt": "hi hi"}, {"prompt": "<s>hi"}, {"prompt": "é"})
@@ -51,7 +51,7 @@ def test_a_sentencepiece_tokenizer_is_given_one_bos_too(tools):
     assert [d.tokens.tolist() for d in drafts] == [[1, 263, 263], [1, 263], [1, 259, 3 + 0xC3, 3 + 0xA9]]
 
 
-def test_an_eos_that_the_tokenizer_puts_at_the_end_is_not_ours_to_drop(tools):
+def test_an_eos_that_the_tokenizer_appends_is_kept(tools):
     text = tools.loaded(tools.byte_tokenizer(eos=True))
     (draft,) = PromptBuilder(text, PromptConfig(), SamplingParams()).build(tools.rows({"prompt": "<s>a"}))
     assert draft.tokens.tolist() == [0, 101, 1]
@@ -63,20 +63,20 @@ def test_a_prompt_without_tokens_is_an_error_row(tools):
     assert some.tokens.tolist() == [101]
 
 
-def test_where_the_model_has_a_chat_template_a_prompt_is_the_users_message(tools):
+def test_with_a_chat_template_the_prompt_is_the_user_message(tools):
     b = tools.builder(chat_template=tools.CHATML)
     assert b.chat
     (draft,) = b.build(tools.rows({"prompt": "a"}))
     assert draft.tokens.tolist() == tools.byte_ids("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_a_chat_template_that_writes_the_bos_does_not_get_another(tools):
+def test_a_chat_template_that_writes_the_bos_gets_no_second_one(tools):
     b = tools.builder(chat_template="{{ bos_token }}" + tools.CHATML)
     (draft,) = b.build(tools.rows({"prompt": "a"}))
     assert draft.tokens.tolist()[:2] == [0, 2]
 
 
-def test_the_system_message_goes_before_and_the_prefix_at_the_start_of_the_users(tools):
+def test_the_system_message_comes_first_and_the_prefix_begins_the_user_message(tools):
     b = tools.builder(chat_template=tools.CHATML, system="S", prefix="P:")
     (draft,) = b.build(tools.rows({"prompt": "a"}))
     assert tools.text_of(draft) == (
@@ -84,7 +84,7 @@ def test_the_system_message_goes_before_and_the_prefix_at_the_start_of_the_users
     )
 
 
-def test_a_raw_prompt_has_the_prefix_before_it(tools):
+def test_the_prefix_goes_before_a_raw_prompt(tools):
     drafts = tools.builder(prefix="P:").build(tools.rows({"prompt": "a"}, {"prompt": ""}))
     assert [tools.text_of(d) for d in drafts] == ["<s>P:a", "<s>P:"]
     (bos,) = tools.builder(prefix="<s>P:").build(tools.rows({"prompt": "a"}))
@@ -98,7 +98,7 @@ def test_no_chat_sends_prompts_raw(tools):
     assert tools.text_of(draft) == "<s>a"
 
 
-def test_a_template_of_the_user_goes_before_the_models(tools):
+def test_the_users_chat_template_wins_over_the_models(tools):
     for own in (None, tools.CHATML):
         b = PromptBuilder(
             tools.loaded(tools.byte_tokenizer(chat_template=own)),
@@ -127,26 +127,26 @@ def test_of_several_templates_the_default_is_used(tools):
         ("x", {"template": "a\n{{ b"}, "--template is not valid Jinja (line 2): unexpected end of template, expected 'end of print statement'; correct the template"),
     ],
 )  # fmt: skip
-def test_options_that_cannot_be_met_are_refused_in_words(tools, own, options, message):
+def test_options_that_cannot_be_met_are_refused_with_the_reason(tools, own, options, message):
     with pytest.raises(UsageError) as e:
         tools.builder(chat_template=own, **options)
     assert str(e.value) == message
 
 
-def test_a_chat_template_of_the_user_that_is_no_jinja_is_refused(tools):
+def test_a_chat_template_that_is_not_jinja_is_refused(tools):
     with pytest.raises(UsageError) as e:
         PromptBuilder(tools.loaded(tools.byte_tokenizer()), PromptConfig(chat_template="{{ x"), SamplingParams())
     assert str(e.value).startswith("--chat-template is not valid Jinja (line 1): unexpected end of template")
 
 
-def test_transformers_own_template_statements_are_known(tools):
+def test_template_statements_that_transformers_adds_are_supported(tools):
     b = tools.builder(
         chat_template="{% generation %}a{% endgeneration %}{% for m in messages %}b{% break %}{% endfor %}"
     )
     assert tools.text_of(b.build(tools.rows({"prompt": "x"}))[0]) == "ab"
 
 
-def test_a_prompt_of_token_ids_is_sent_as_it_is_where_prompts_are_raw(tools):
+def test_a_raw_prompt_of_token_ids_is_used_unchanged(tools):
     good, large, mixed, negative = tools.builder().build(
         tools.rows({"prompt": [5, 0, 9]}, {"prompt": [5, 260]}, {"prompt": [5, "a"]}, {"prompt": [-1]})
     )
@@ -156,7 +156,7 @@ def test_a_prompt_of_token_ids_is_sent_as_it_is_where_prompts_are_raw(tools):
     assert tools.error_of(negative) == ("invalid_row", "column 'prompt' must be token ids from 0 to 259; one is -1")
 
 
-def test_a_prompt_of_token_ids_is_sent_as_it_is_beside_a_chat_template_and_that_is_said(tools):
+def test_a_prompt_of_token_ids_bypasses_the_chat_template_with_a_note(tools):
     b = tools.builder(chat_template=tools.CHATML)
     (chat,) = b.build(tools.rows({"prompt": [5, 0, 9]}))
     assert chat.tokens.tolist() == [5, 0, 9]
@@ -183,13 +183,13 @@ def test_a_prompt_of_token_ids_is_sent_as_it_is_beside_a_chat_template_and_that_
         ({"messages": [{"role": "user", "content": "a"}]}, "column 'messages' needs a chat template: the model has none"),
     ],
 )  # fmt: skip
-def test_a_row_without_a_prompt_of_the_right_type_fails_alone(tools, columns, message):
+def test_a_missing_prompt_or_one_of_the_wrong_type_fails_only_its_row(tools, columns, message):
     bad, good = tools.builder().build(tools.rows(columns, {"prompt": "a"}))
     assert tools.error_of(bad) == ("invalid_row", message)
     assert good.tokens.tolist() == [0, 101]
 
 
-def test_a_malformed_row_keeps_the_error_it_came_with(tools):
+def test_a_malformed_row_keeps_its_error(tools):
     row = Row(number=7, columns={}, error=RowError("invalid_row", "in.jsonl:8: not JSON"), source="in.jsonl:8")
     (result,) = tools.builder().build([row])
     assert (result.row, tools.error_of(result)) == (7, ("invalid_row", "in.jsonl:8: not JSON"))
@@ -206,7 +206,7 @@ def test_a_lone_surrogate_fails_its_own_row_and_no_other(tools):
     assert [tools.text_of(d) for i, d in enumerate(out) if i != 7] == [f"<s>row {i}" for i in range(20) if i != 7]
 
 
-def test_a_token_that_the_model_does_not_have_fails_its_row(tools):
+def test_a_token_id_beyond_the_vocabulary_fails_its_row(tools):
     text = tools.loaded(tools.byte_tokenizer(), vocab_size=4 + 98)
     good, bad = PromptBuilder(text, PromptConfig(), SamplingParams()).build(
         tools.rows({"prompt": "a"}, {"prompt": "ab"})
@@ -220,7 +220,7 @@ PLAIN = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
 
 @settings(max_examples=examples(15, 60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.one_of(PLAIN, st.sampled_from(["<s>", "<s>x", "a</s>b", "\ud800"])), max_size=12), st.booleans())
-def test_every_row_has_the_tokens_it_would_have_alone(tools, texts, chat):
+def test_a_row_gets_the_same_tokens_alone_and_among_others(tools, texts, chat):
     b = tools.builder(chat_template=tools.CHATML if chat else None)
     out = b.build(tools.rows(*({"prompt": text} for text in texts)))
     assert len(out) == len(texts)

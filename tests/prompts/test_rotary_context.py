@@ -1,4 +1,4 @@
-"""The context ends where rotary embeddings would begin to depend on the rows beside a row."""
+"""The context ends where a row's positions or attention would begin to depend on the other rows of a batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_context_ends_before_positions_depend_on_the_batch(tools, tmp_path, 
     assert load_tokenizer(ModelConfig(model=str(folder))).context_length == length
 
 
-def test_the_context_of_layers_that_see_chunks_ends_with_the_first_chunk(tools, tmp_path):
+def test_chunked_attention_ends_the_context_after_the_first_chunk(tools, tmp_path):
     config = {
         "model_type": "llama4_text",
         "hidden_size": 64,
@@ -58,7 +58,7 @@ BLOCKS = {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_la
     ],
     ids=lambda config: config["model_type"],
 )
-def test_the_context_of_an_indexer_ends_where_it_begins_to_leave_keys_out(tools, tmp_path, config):
+def test_an_indexer_ends_the_context_where_it_begins_to_leave_out_keys(tools, tmp_path, config):
     if config["model_type"] not in CONFIG_MAPPING:
         pytest.skip("the installed transformers does not have it")
     config = config | {"max_position_embeddings": 512}
@@ -69,7 +69,7 @@ def test_the_context_of_an_indexer_ends_where_it_begins_to_leave_keys_out(tools,
     )
 
 
-def test_it_is_told_that_longrope_ends_a_context(tools, tmp_path):
+def test_the_user_is_told_that_longrope_ends_the_context(tools, tmp_path):
     config = PHI3 | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 40, "max_position_embeddings": 512}
     tokenizer = load_tokenizer(ModelConfig(model=tools.save_model(tmp_path, config=config)))
     said = "the context ends at 40 tokens: beyond that LongRoPE changes the positions of all rows that run together"
@@ -81,7 +81,7 @@ def test_it_is_told_that_longrope_ends_a_context(tools, tmp_path):
     assert said in told.notes
 
 
-def test_it_is_told_that_chunked_attention_ends_a_context(tools, tmp_path):
+def test_the_user_is_told_that_chunked_attention_ends_the_context(tools, tmp_path):
     config = {"model_type": "llama4_text", "attention_chunk_size": 40, "max_position_embeddings": 512}
     tokenizer = load_tokenizer(ModelConfig(model=tools.save_model(tmp_path, config=config)))
     assert tokenizer.context_length == 40
@@ -98,6 +98,6 @@ class _Told(Silent):
         self.notes.append(text)
 
 
-def test_nothing_is_said_of_a_context_that_no_indexer_ends():
+def test_an_indexer_without_a_budget_does_not_end_the_context():
     config = SimpleNamespace(model_type="qwen4_exp_text", max_position_embeddings=512, indexer_budget=None)
     assert context_note(config) is None

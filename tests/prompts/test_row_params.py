@@ -1,4 +1,4 @@
-"""A row's own sampling parameters: where they stand, who wins, what is not built."""
+"""A row's own sampling parameters: where they may stand, which value wins, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def params(tools, *columns, sampling=None, **options):
     return [d.params if hasattr(d, "params") else tools.error_of(d) for d in out]
 
 
-def test_the_row_wins_and_null_is_the_default(tools):
+def test_a_rows_value_wins_and_null_means_the_default(tools):
     default = SamplingParams(temperature=0.5, top_p=0.9, max_tokens=7)
     assert params(
         tools,
@@ -63,11 +63,11 @@ def test_sampling_params_may_be_json_text_as_in_a_csv_file(tools):
         ({"logit_bias": {"5": 1}}, ("unsupported_parameter", 'logit_bias is not supported: {"5": 1}')),
     ],
 )
-def test_a_row_with_parameters_that_cannot_be_met_fails_alone(tools, value, error):
+def test_parameters_that_cannot_be_met_fail_only_their_row(tools, value, error):
     assert params(tools, {"sampling_params": value}, {}) == [error, SamplingParams()]
 
 
-DEEP = "[" * 100_000  # where a JSON reader gives up, rather than at its end
+DEEP = "[" * 100_000  # deep enough for a JSON parser to give up
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ DEEP = "[" * 100_000  # where a JSON reader gives up, rather than at its end
         {"url": "/v1/completions", "body": DEEP},
     ],
 )
-def test_json_text_that_is_nested_too_deeply_fails_its_row_alone(tools, columns):
+def test_json_text_that_is_nested_too_deeply_fails_only_its_row(tools, columns):
     options = {"row_params": ("seed", "choices"), "chat_template": tools.CHATML}
     rows = tools.rows({"prompt": "a"} | columns if "messages" not in columns else columns, {"prompt": "a"})
     failed, other = tools.builder(**options).build(rows)
@@ -88,7 +88,7 @@ def test_json_text_that_is_nested_too_deeply_fails_its_row_alone(tools, columns)
     assert other.params == SamplingParams()
 
 
-def test_parameters_that_ask_for_nothing_are_let_pass(tools):
+def test_parameters_that_ask_for_nothing_are_accepted(tools):
     neutral = {
         "n": 1,
         "logprobs": False,
@@ -132,7 +132,7 @@ def test_the_names_of_openai_and_vllm_are_understood_as_plain_columns(tools):
     ) == [SamplingParams(max_tokens=7), SamplingParams(choices=("yes", "no")), SamplingParams()]
 
 
-def test_plain_columns_count_when_they_are_named(tools):
+def test_plain_columns_are_parameters_only_if_the_command_names_them(tools):
     assert params(
         tools,
         {"temperature": 0.5, "seed": 4.0, "top_k": 5},
@@ -150,7 +150,7 @@ def test_plain_columns_count_when_they_are_named(tools):
     ]
 
 
-def test_text_of_a_csv_file_stands_for_the_value_but_a_stop_string_for_itself(tools):
+def test_text_of_a_csv_file_is_parsed_as_a_value_except_for_a_stop_string(tools):
     assert params(
         tools,
         {"stop": "5", "stop_token_ids": "[1, 2]", "ignore_eos": "True"},
@@ -181,7 +181,7 @@ def test_text_of_a_csv_file_may_be_labels_a_regex_or_a_schema(tools):
     ]
 
 
-def test_sampling_params_go_before_plain_columns(tools):
+def test_sampling_params_win_over_plain_columns(tools):
     assert params(
         tools,
         {"temperature": 0.5, "top_p": 0.5, "sampling_params": {"temperature": 1.0}},
@@ -189,7 +189,7 @@ def test_sampling_params_go_before_plain_columns(tools):
     ) == [SamplingParams(temperature=1.0, top_p=0.5)]
 
 
-def test_a_name_that_is_no_parameter_is_refused(tools):
+def test_a_column_that_is_not_a_parameter_is_refused(tools):
     with pytest.raises(UsageError) as e:
         tools.builder(row_params=("temprature",))
     assert str(e.value) == (
@@ -199,7 +199,7 @@ def test_a_name_that_is_no_parameter_is_refused(tools):
     )
 
 
-def test_columns_called_like_parameters_are_only_carried_and_that_is_said_once(tools):
+def test_unnamed_columns_called_like_parameters_are_only_carried_along_with_one_note(tools):
     b = tools.builder(row_params=("seed",))
     for _ in range(2):
         drafts = b.build(

@@ -22,7 +22,7 @@ def test_a_rendered_prompt_is_the_users_message_and_has_the_prefix(tools):
     assert tools.text_of(draft).startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nP:x<|im_end|>")
 
 
-def test_row_is_all_columns_for_names_that_are_no_words(tools):
+def test_row_gives_access_to_columns_whose_names_are_not_identifiers(tools):
     first, second = build(
         tools, "{{ row['my column'] }}", {"my column": "x"}, {"my column": "y", "row": {"my column": "z"}}
     )
@@ -46,7 +46,7 @@ def test_row_is_all_columns_for_names_that_are_no_words(tools):
         ("{% for i in range(60000) %}{{ a }}{% endfor %}", {"a": "x" * 200}, "template: it writes more than 10000000 characters"),
     ],
 )  # fmt: skip
-def test_a_row_that_the_template_fails_on_fails_alone(tools, template, columns, message):
+def test_an_error_in_the_template_fails_only_its_row(tools, template, columns, message):
     from batchgen.errors import UsageError
 
     if columns is None:
@@ -57,7 +57,7 @@ def test_a_row_that_the_template_fails_on_fails_alone(tools, template, columns, 
     assert tools.error_of(result) == ("template_error", message)
 
 
-def test_what_may_be_missing_or_null_can_be_said_in_the_template(tools):
+def test_a_template_can_handle_missing_and_null_columns(tools):
     template = "{{ a or '-' }}{% if b is defined %}{{ b }}{% endif %}{{ c | default('?') }}"
     first, second = build(tools, template, {"a": None}, {"a": "x", "b": "y", "c": "z"})
     assert (tools.text_of(first), tools.text_of(second)) == ("<s>-?", "<s>xyz")

@@ -1,4 +1,4 @@
-"""What is used where nobody says how to sample: the model's own, or greedy decoding; and how many tokens."""
+"""Sampling defaults: the model's own settings or greedy decoding, and the number of tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def params(tools, b, *columns):
     return [request.params for request in b.build(tools.rows(*({"prompt": "a"} | c for c in columns)))]
 
 
-def test_the_models_sampling_is_used_where_it_asks_for_sampling_and_that_is_said(tools, tmp_path):
+def test_a_models_own_sampling_is_used_and_noted_if_the_model_asks_for_it(tools, tmp_path):
     b = builder(tools, tmp_path, QWEN)
     assert params(tools, b, {}) == [SamplingParams(**ASKED)]
     assert b.sampling == SamplingParams(**ASKED)
@@ -57,12 +57,12 @@ def test_a_model_that_does_not_ask_for_sampling_is_greedy(tools, tmp_path, gener
     assert tokenizer.sampling == found
 
 
-def test_greedy_leaves_the_models_sampling_out(tools, tmp_path):
+def test_the_greedy_option_ignores_the_models_sampling(tools, tmp_path):
     b = builder(tools, tmp_path, QWEN, sampling_defaults="greedy")
     assert (params(tools, b, {}), b.notes) == ([SamplingParams()], [])
 
 
-def test_an_option_and_a_rows_own_parameter_win(tools, tmp_path):
+def test_options_and_a_rows_own_parameters_win_over_the_model(tools, tmp_path):
     b = builder(tools, tmp_path, QWEN, SamplingParams(temperature=0.0, seed=3))
     rest = {name: value for name, value in ASKED.items() if name != "temperature"}
     assert params(tools, b, {}, {"sampling_params": {"top_p": 1, "temperature": None}}) == [
@@ -73,7 +73,7 @@ def test_an_option_and_a_rows_own_parameter_win(tools, tmp_path):
     assert each[0].params == SamplingParams(**ASKED | {"top_k": 0})
 
 
-def test_labels_and_scores_are_not_affected(tools, tmp_path):
+def test_the_models_sampling_does_not_affect_labels_and_scores(tools, tmp_path):
     b = builder(tools, tmp_path, QWEN, SamplingParams(choices=("a", "b")))
     assert (params(tools, b, {}), b.notes) == ([SamplingParams(choices=("a", "b"))], [])
     b = builder(tools, tmp_path, QWEN)
@@ -82,7 +82,7 @@ def test_labels_and_scores_are_not_affected(tools, tmp_path):
     assert params(tools, b, {"completion": "c"}) == [SamplingParams()]
 
 
-def test_a_model_that_thinks_has_more_tokens_and_never_more_than_fit(tools):
+def test_a_thinking_model_gets_more_tokens_but_no_more_than_fit(tools):
     plain = tools.loaded(tools.byte_tokenizer(), context=100_000)
     thinking = replace(plain, thinking=FORMATS[1])
     for tokenizer, auto in ((plain, 1024), (thinking, 16_384)):
@@ -94,7 +94,7 @@ def test_a_model_that_thinks_has_more_tokens_and_never_more_than_fit(tools):
     assert len(request.tokens) + request.max_tokens == 100
 
 
-def test_the_figures_name_the_values_and_where_they_are_from(tools, tmp_path):
+def test_the_figures_name_the_sampling_values_and_their_sources(tools, tmp_path):
     b = builder(tools, tmp_path, QWEN, SamplingParams(top_p=1.0, seed=7))
     assert b.sampling_from == {
         "temperature": {"value": 0.6, "from": "model"},
@@ -107,12 +107,12 @@ def test_the_figures_name_the_values_and_where_they_are_from(tools, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"score": True}, {}])
-def test_the_figures_name_none_of_labels_and_scores(tools, tmp_path, options):
+def test_the_figures_name_no_sampling_for_labels_and_scores(tools, tmp_path, options):
     b = builder(tools, tmp_path, QWEN, SamplingParams(choices=() if options else ("a", "b")), **options)
     assert b.sampling_from == {}
 
 
-def test_greedy_decoding_is_a_default_of_its_own(tools, tmp_path):
+def test_greedy_decoding_is_named_as_the_default(tools, tmp_path):
     b = builder(tools, tmp_path, {}, SamplingParams(max_tokens=5))
     assert b.sampling_from == {
         "temperature": {"value": 0.0, "from": "default"},

@@ -1,4 +1,4 @@
-"""Texts that are scored after a prompt: labels, completions, and how urgent a row is."""
+"""Texts that are scored after a prompt (labels and completions), and a row's priority."""
 
 from dataclasses import replace
 
@@ -20,12 +20,12 @@ def plain(tools, text):
     return tools.builder()._encoder.encode([text], special=False)[0].tolist()
 
 
-def test_labels_have_the_tokens_of_their_text_alone(tools):
+def test_a_label_is_tokenized_separately_from_the_prompt(tools):
     draft = tools.one({"prompt": "a"}, sampling=SamplingParams(choices=("yes", "no")))
     assert [t.tolist() for t in draft.texts] == [plain(tools, "yes"), plain(tools, "no")]
 
 
-def test_labels_one_of_which_begins_another_end_with_the_end_token(tools):
+def test_labels_end_with_the_end_token_if_one_begins_another(tools):
     b = tools.builder(sampling=SamplingParams(choices=("no", "yes", "nothing", "n")))
     (draft,) = b.build(tools.rows({"prompt": "a"}))
     end = b._tokenizer.eos_token_ids[0]
@@ -33,7 +33,7 @@ def test_labels_one_of_which_begins_another_end_with_the_end_token(tools):
     assert [t.tolist() for t in draft.texts] == want
 
 
-def test_a_row_s_own_labels_replace_those_of_the_command(tools):
+def test_a_rows_own_labels_replace_those_of_the_command(tools):
     draft = tools.one(
         {"prompt": "a", "sampling_params": {"choices": ["x", "y"]}}, sampling=SamplingParams(regex="[0-9]")
     )
@@ -45,7 +45,7 @@ def test_the_digest_of_a_labelled_row_is_that_of_its_tokens_and_parameters(tools
     assert draft.key == row_digest(draft.tokens, draft.params)
 
 
-def test_a_completion_is_scored_as_its_text_alone(tools):
+def test_a_completion_is_tokenized_separately_from_the_prompt(tools):
     drafts = tools.builder(score=True).build(
         tools.rows({"prompt": "a", "completion": " b c"}, {"prompt": "a", "completion": "d"})
     )
@@ -53,7 +53,7 @@ def test_a_completion_is_scored_as_its_text_alone(tools):
     assert drafts[0].key == row_digest(drafts[0].tokens, drafts[0].params, drafts[0].texts) != drafts[1].key
 
 
-def test_a_completion_of_token_ids_is_scored_as_it_is(tools):
+def test_a_completion_of_token_ids_is_scored_unchanged(tools):
     known, unknown, mixed, text = tools.builder(score=True).build(
         tools.rows(
             {"prompt": [5, 6], "completion": [7, 5]},
@@ -89,7 +89,7 @@ def test_a_row_without_a_text_to_score_fails_alone(tools, columns, message):
     assert (result.error_type, result.error_message) == ("invalid_row", message)
 
 
-def test_a_column_that_no_row_has_is_wrong_use(tools):
+def test_a_column_that_no_row_has_is_a_usage_error(tools):
     for options, option, name in (
         ({"score": True}, "--score", "completion"),
         ({"priority_column": "urgency"}, "--priority-column", "urgency"),
@@ -106,7 +106,7 @@ def test_a_column_that_no_row_has_is_wrong_use(tools):
         ({"n": 2}, "n"), ({"logprobs": 0}, "logprobs"),
     ],
 )  # fmt: skip
-def test_scores_go_with_nothing_that_is_generated(tools, params, option):
+def test_scores_cannot_be_combined_with_options_for_generation(tools, params, option):
     with pytest.raises(UsageError) as e:
         tools.builder(score=True, sampling=SamplingParams(**params))
     assert str(e.value) == f"--score cannot be combined with --{option}; leave one of them out"
@@ -135,7 +135,7 @@ def test_a_prompt_that_leaves_no_room_for_the_text_is_too_long(tools):
     assert empty.score == Score(0.0, 0, True)
 
 
-def test_a_prompt_that_leaves_no_room_for_the_longest_label_is_too_long_or_cut(tools):
+def test_a_prompt_that_leaves_no_room_for_the_longest_label_is_refused_or_shortened(tools):
     sampling = SamplingParams(choices=("x", "xyz"), max_tokens=1)  # with the end token: 2 and 4 tokens
     row = {"prompt": "abcdef"}
     assert tools.error_of(tools.one(row, bos=False, context=8, sampling=sampling)) == (
@@ -150,7 +150,7 @@ def test_a_prompt_that_leaves_no_room_for_the_longest_label_is_too_long_or_cut(t
         )
 
 
-def test_a_prompt_is_cut_to_leave_room_for_the_text(tools):
+def test_a_prompt_is_shortened_to_leave_room_for_the_scored_text(tools):
     b = tools.builder(score=True, on_long_prompt="truncate-left")
     context = b._tokenizer.context_length
     (draft,) = b.build(tools.rows({"prompt": "a" * 5 * context, "completion": "bcd"}))
@@ -159,12 +159,12 @@ def test_a_prompt_is_cut_to_leave_room_for_the_text(tools):
 
 
 @pytest.mark.parametrize(("value", "priority"), [(3, 3.0), (-1.5, -1.5), (None, 0.0), ("", 0.0), ("2", 2.0)])
-def test_a_priority_is_a_number_and_0_where_there_is_none(tools, value, priority):
+def test_a_priority_is_a_number_and_0_by_default(tools, value, priority):
     assert tools.one({"prompt": "a", "p": value}, priority_column="p").priority == priority
 
 
 @pytest.mark.parametrize("value", ["soon", True, float("nan"), [1]])
-def test_a_priority_that_is_no_number_fails_its_row(tools, value):
+def test_a_priority_that_is_not_a_number_fails_its_row(tools, value):
     result = tools.one({"prompt": "a", "p": value}, priority_column="p")
     assert (result.error_type, result.error_message) == ("invalid_row", "column 'p' must be a number")
 
@@ -179,7 +179,7 @@ def test_a_priority_that_is_no_number_fails_its_row(tools, value):
         ),
     ],
 )
-def test_labels_that_cannot_be_told_apart_or_tokenized_are_wrong_use_or_fail_their_row(tools, choices, message):
+def test_labels_with_equal_or_no_tokens_are_a_usage_error_or_fail_their_row(tools, choices, message):
     def stripping():
         from tokenizers import normalizers
 
@@ -199,7 +199,7 @@ def test_labels_that_cannot_be_told_apart_or_tokenized_are_wrong_use_or_fail_the
     assert tools.error_of(blank) == ("unsupported_parameter", "the choice ' ' has no tokens")
 
 
-def test_labels_that_only_an_end_token_tells_apart_need_one(tools):
+def test_labels_of_which_one_begins_another_need_an_end_token(tools):
     tokenizer = replace(tools.loaded(tools.byte_tokenizer()), eos_token_ids=())
     sampling = SamplingParams(choices=("no", "none", "yes"))
     with pytest.raises(UsageError) as e:
@@ -210,7 +210,7 @@ def test_labels_that_only_an_end_token_tells_apart_need_one(tools):
     assert len(PromptBuilder(tokenizer, PromptConfig(), SamplingParams(choices=("no", "yes"))).build([])) == 0
 
 
-def test_the_end_token_of_labels_is_the_tokenizers_where_the_model_has_several(tools):
+def test_labels_end_with_the_tokenizers_end_token_if_the_model_has_several(tools):
     plain = tools.byte_tokenizer()
     for ends, end in (((2, 1), 1), ((2, 3), 2)):
         tokenizer = replace(tools.loaded(plain), eos_token_ids=ends)
@@ -219,7 +219,7 @@ def test_the_end_token_of_labels_is_the_tokenizers_where_the_model_has_several(t
         assert [t.tolist() for t in draft.texts] == [[*tools.byte_ids("a"), end], [*tools.byte_ids("ab"), end]]
 
 
-def test_a_text_with_a_token_that_the_model_has_not_fails_its_row(tools):
+def test_a_scored_text_with_a_token_beyond_the_vocabulary_fails_its_row(tools):
     tokenizer = tools.loaded(tools.byte_tokenizer(), vocab_size=100)
     row = {"prompt": "P", "completion": "z"}
     (failed,) = PromptBuilder(tokenizer, PromptConfig(score=True), SamplingParams()).build(tools.rows(row))
@@ -233,13 +233,13 @@ letters = st.text("ab", min_size=1, max_size=4)
 
 @settings(max_examples=examples(15, 60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(letters, min_size=2, max_size=5, unique=True))
-def test_no_labels_tokens_begin_anothers(tools, choices):
+def test_no_labels_tokens_are_a_prefix_of_anothers(tools, choices):
     (draft,) = tools.builder(sampling=SamplingParams(choices=tuple(choices))).build(tools.rows({"prompt": "p"}))
     begins = any(a != b and b.startswith(a) for a in choices for b in choices)
     assert [t.tolist() for t in draft.texts] == [tools.byte_ids(c) + [1] * begins for c in choices]
 
 
-def test_the_parts_of_a_result_that_rows_may_have_are_known_from_the_columns(tools):
+def test_the_columns_tell_which_parts_results_may_have(tools):
     def parts(types=None, sampling=None, **options):
         return set(tools.builder(sampling=sampling, **options).optional_results(types or {}))
 

@@ -1,4 +1,4 @@
-"""Text that many texts begin with is tokenized once, and nothing else about it changes."""
+"""A prefix that many texts share is tokenized once, and every text keeps its tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUPS = [ROOT + f"Examples of kind {kind}: " + "it was fine, it was not. " * 12
 
 
 class Watched:
-    """An encoder, and what goes to the tokenizer."""
+    """An encoder that records the texts it sends to the tokenizer, beside one that shares nothing."""
 
     def __init__(self, tools, cache_bytes=1 << 26, **options):
         limits = EncoderLimits(min_shared_call=0, shared_cache_bytes=cache_bytes)
@@ -35,41 +35,43 @@ class Watched:
 
         self.encoder._encode = watched
 
-    def same(self, texts, special=True):
+    def check_same_tokens(self, texts, special=True):
         found = [ids.tolist() for ids in self.encoder.encode(texts, special=special)]
         assert found == [ids.tolist() for ids in self.whole.encode(texts, special=special)]
 
-    def shared(self, texts):
-        """Characters that were tokenized, but for the checks, which are of whole texts."""
+    def tokenized_characters(self, texts):
+        """Returns how many characters were tokenized, without the whole texts that the encoder checks itself with."""
         return sum(len(text) for text in self.seen if text not in texts)
 
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("eos", [True, False])
-def test_a_beginning_that_all_have_is_tokenized_once(tools, special, eos):
+def test_a_prefix_that_all_texts_share_is_tokenized_once(tools, special, eos):
     watched = Watched(tools, eos=eos)
     texts = [f"{ROOT}Film {i}: good?" for i in range(50)]
-    watched.same(texts, special)
+    watched.check_same_tokens(texts, special)
     head = ROOT.rindex(" good")
-    assert watched.shared(texts) - 2 * len(shared_text._PROBE) * special == head + sum(len(t) - head for t in texts)
+    assert watched.tokenized_characters(texts) - 2 * len(shared_text._PROBE) * special == head + sum(
+        len(t) - head for t in texts
+    )
     watched.seen.clear()
-    watched.same([f"{ROOT}Film {i}: bad?" for i in range(50)], special)
+    watched.check_same_tokens([f"{ROOT}Film {i}: bad?" for i in range(50)], special)
     assert not any(text.startswith(ROOT) and len(text) == head for text in watched.seen), "it was kept"
     assert watched.notes == []
 
 
-def test_beginnings_nest_whatever_order_the_texts_are_in(tools):
+def test_nested_prefixes_are_found_in_any_order_of_the_texts(tools):
     watched = Watched(tools)
     texts = [f"{group}Now {i}: " + "x" * (i % 7) for group in GROUPS for i in range(20)]
     random.Random(1).shuffle(texts)
-    watched.same(texts)
-    assert watched.shared(texts) < len(ROOT) + sum(len(g) - len(ROOT) for g in GROUPS) + 60 * 40
+    watched.check_same_tokens(texts)
+    assert watched.tokenized_characters(texts) < len(ROOT) + sum(len(g) - len(ROOT) for g in GROUPS) + 60 * 40
 
 
-def test_texts_that_share_little_go_to_the_tokenizer_whole(tools):
+def test_texts_that_share_little_are_tokenized_whole(tools):
     watched = Watched(tools)
     texts = [f"{i} is a number" for i in range(50)]
-    watched.same(texts, False)
+    watched.check_same_tokens(texts, False)
     assert watched.seen == texts
 
 
@@ -80,8 +82,8 @@ def test_texts_that_share_little_go_to_the_tokenizer_whole(tools):
     st.booleans(),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_texts_have_the_tokens_of_whole_tokenization(tools, texts, special):
-    Watched(tools).same(texts, special)
+def test_any_texts_have_the_tokens_of_unshared_tokenization(tools, texts, special):
+    Watched(tools).check_same_tokens(texts, special)
 
 
 def test_a_text_that_cannot_be_tokenized_fails_alone(tools):
@@ -96,7 +98,7 @@ def test_a_text_that_cannot_be_tokenized_fails_alone(tools):
     assert watched.notes == []
 
 
-def test_a_difference_turns_it_off_and_is_said_once(tools):
+def test_a_difference_in_tokens_turns_sharing_off_with_one_note(tools):
     watched = Watched(tools)
     encode = watched.encoder._encode
 
@@ -108,18 +110,18 @@ def test_a_difference_turns_it_off_and_is_said_once(tools):
 
     watched.encoder._encode = broken
     texts = [f"{ROOT}Film {i}" for i in range(9)]
-    watched.same(texts)
-    watched.same(texts)
+    watched.check_same_tokens(texts)
+    watched.check_same_tokens(texts)
     assert watched.notes == [
         "the start of a prompt is no longer tokenized once for all prompts: a prompt had other tokens in parts than as a whole. "
         "No result is affected; please report this with the name of the model"
     ]
 
 
-def test_what_is_kept_is_bounded(tools):
+def test_the_cache_of_shared_text_is_bounded(tools):
     watched = Watched(tools, cache_bytes=6000)
     for group in GROUPS * 2:
-        watched.same([f"{group}Now {i}" for i in range(5)])
+        watched.check_same_tokens([f"{group}Now {i}" for i in range(5)])
         assert 0 < watched.encoder._shared._cached <= 6000
     assert watched.encoder._shared._cached == sum(
         shared_text._bytes_kept(piece, ids) for piece, ids in watched.encoder._shared._cache.items()
@@ -127,7 +129,7 @@ def test_what_is_kept_is_bounded(tools):
 
 
 @given(st.text("ab", max_size=300), st.text("ab", max_size=5), st.text("ab", max_size=5), st.integers(0, 400))
-def test_the_common_length_of_two_texts(begin, a, b, guess):
+def test_the_length_of_the_prefix_two_texts_share_is_exact(begin, a, b, guess):
     one, other = begin + a, begin + b
     expected = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
     assert common_characters(one, other, guess) == expected

@@ -1,4 +1,4 @@
-"""Templates are programs: what one render writes, loops and calls is limited, in Jinja's own sandbox."""
+"""Jinja's sandbox limits what one render of a template may write, loop over and call."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SIZE = "it writes more than 10000000 characters"
 
 
 @pytest.mark.parametrize(("template", "why"), slow_but([(ENDLESS, LOOPS)], [(ENDLESS, LOOPS), (RECURSIVE, CALLS)]))
-def test_a_template_that_does_not_end_fails_its_row_and_the_others_go_on(tools, template, why):
+def test_a_template_that_does_not_end_fails_only_its_row(tools, template, why):
     b = tools.builder(template="{% if a %}" + template + "{% endif %}b")
     first, second, third = b.build(tools.rows({"a": 0}, {"a": 1}, {"a": 0}))
     assert tools.text_of(first) == tools.text_of(third) == "<s>b"
     assert tools.error_of(second) == ("template_error", f"template: {why}")
 
 
-def test_a_chat_template_that_calls_itself_for_ever_is_told_before_the_first_row(tools):
+def test_a_chat_template_that_recurses_for_ever_is_refused_before_the_first_row(tools):
     with pytest.raises(
         UsageError, match=r"^the model's chat template does not work for a short message: .*recursion.*; correct it"
     ):
@@ -43,7 +43,7 @@ def test_a_chat_template_that_calls_itself_for_ever_is_told_before_the_first_row
         ("{% set x = 'x' * big %}{% macro m() %}{% for i in range(9999) %}{{ x }}{% endfor %}{% endmacro %}{{ m() | length }}", SIZE),
     ],
 )  # fmt: skip
-def test_a_template_that_grows_without_end_fails_its_row_before_the_memory_is_gone(tools, template, why):
+def test_a_template_that_grows_without_end_fails_its_row_before_memory_runs_out(tools, template, why):
     b = tools.builder(template="{% set big = 1000000 %}" + template)
     tracemalloc.start()
     try:
@@ -55,7 +55,7 @@ def test_a_template_that_grows_without_end_fails_its_row_before_the_memory_is_go
     assert peak < 100_000_000
 
 
-def test_what_templates_usually_do_is_not_refused(tools):
+def test_usual_templates_are_not_refused(tools):
     template = (
         "{{ 'a' * 3 }}|{{ 2 ** 10 }}|{{ 2 ** 0.5 }}|{{ 3000 * 4000 * 5000 }}|{{ 1.5 * 2 }}|{{ '%05d' % 7 }}|{{ 'x' | center(3) }}"
         "|{{ a + ['b'] }}|{% for i in range(2, 9, 3) %}{{ i }}{% endfor %}|{{ a | tojson(indent=2) }}"
@@ -68,14 +68,14 @@ def test_what_templates_usually_do_is_not_refused(tools):
     assert tools.text_of(draft) == said
 
 
-def test_the_limits_are_of_each_render_alone():
+def test_the_limits_apply_to_each_render_separately():
     template = RowTemplate("{{ a.strip() }}{{ a.strip() }}", max_calls=3)
     assert [template.render({"a": " x "}) for _ in range(5)] == ["xx"] * 5
     with pytest.raises(RowError, match="it makes more than 3 calls"):
         RowTemplate("{% for i in a %}{{ i.strip() }}{% endfor %}", max_calls=3).render({"a": ["x"] * 4})
 
 
-def test_memory_and_recursion_that_run_out_fail_the_row(tools, monkeypatch):
+def test_running_out_of_memory_or_recursion_fails_the_row(tools, monkeypatch):
     endless = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
     b = tools.builder(template="{% if a %}" + endless + "{% endif %}b")
     first, second = b.build(tools.rows({"a": 1}, {"a": 0}))
@@ -95,6 +95,6 @@ def test_memory_and_recursion_that_run_out_fail_the_row(tools, monkeypatch):
 @pytest.mark.parametrize(
     "source", ["{{ " + "(" * 9000 + "1" + ")" * 9000 + " }}", "{% if 1 %}" * 3000 + "{% endif %}" * 3000]
 )
-def test_a_template_that_cannot_be_compiled_is_wrong_use(tools, source):
+def test_a_template_that_cannot_be_compiled_is_a_usage_error(tools, source):
     with pytest.raises(UsageError):
         tools.builder(template=source)
