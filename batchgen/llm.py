@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from batchgen.stats import EngineStats
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Mapping[str, Any]
 """A text; a list of messages (`role`, `content`); a list of token ids, used as they are; or a row as in a file, with `prompt` or `messages`."""
+_NEW_IN_CHILD = "create a new LLM there, with the start method spawn of multiprocessing"
 TASKS = ("generate", "embed", "classify")
 Params = SamplingParams | Mapping[str, Any]
 
@@ -111,6 +113,7 @@ class LLM:
         self._numbers = count()
         self._arriving: deque[_Arrival] = deque()
         self._requests: dict[int, Request] = {}
+        self._process = os.getpid()
         self._running = threading.Lock()
         """Held by the one call that runs the model."""
         self._name = config.model
@@ -119,6 +122,9 @@ class LLM:
         self.interrupted: list[Result] = []
         """The results of the last call of `generate`, `generate_table` or `score`, if Ctrl-C has ended it. Prompts that were not done have the
         `finish_reason` "cancelled" and the text they had. Empty after a call that ended by itself."""
+
+    def __reduce__(self) -> str:
+        raise TypeError(f"a model cannot be sent to another process: {_NEW_IN_CHILD}")
 
     def __repr__(self) -> str:
         engine = self._engine
@@ -285,13 +291,23 @@ class LLM:
 
     @contextmanager
     def _only_call(self, instead: str = "add prompts to it with add()") -> Iterator[None]:
-        """A context in which no other call runs or closes the model. Raises `RuntimeError` if one does now, in another thread or around a callback."""
+        """A context in which no other call runs or closes the model. Raises `RuntimeError` if one does now, in another thread or around a callback,
+        and in a process that was forked from the model's own.
+        """
+        self._check_process()
         if not self._running.acquire(blocking=False):
             raise RuntimeError(f"this model is running in another call: {instead}")
         try:
             yield
         finally:
             self._running.release()
+
+    def _check_process(self) -> None:
+        """Raises `RuntimeError` in a forked process, which has the model but none of the threads that compute: a call would never return."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this model belongs to process {self._process}, from which this one was forked: {_NEW_IN_CHILD}"
+            )
 
     def _check_task(self, task: str) -> None:
         loaded = "generate" if self.tokenizer.head is None else self.tokenizer.head.task
@@ -345,6 +361,7 @@ class LLM:
         on_token: OnToken | None,
     ) -> list[int]:
         self.engine  # noqa: B018 - a closed model takes no prompts
+        self._check_process()
         own = params if isinstance(params, list) else None
         numbers = [next(self._numbers) for _ in rows]
         rows = [replace(row, number=number) for row, number in zip(rows, numbers, strict=True)]

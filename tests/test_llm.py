@@ -2,6 +2,8 @@
 
 import gc
 import json
+import os
+import pickle
 import re
 import threading
 import weakref
@@ -139,6 +141,23 @@ def test_run_cannot_be_called_from_a_callback(tiny_model_dir: Path) -> None:
         RuntimeError, match=r"^this model is running in another call: add prompts to it with add\(\), or "
     ):
         llm.run()
+
+
+def test_a_model_is_refused_in_a_forked_process_and_not_sent_to_one(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(tiny_model_dir))
+    want = llm.generate(["a"], PARAMS)
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: 1)
+        for call in (lambda: llm.generate(["a"]), lambda: llm.add(["a"], on_result=print), llm.run, llm.close):
+            with pytest.raises(
+                RuntimeError, match=r"^this model belongs to process \d+, from which this one was forked: "
+            ):
+                call()
+    with pytest.raises(TypeError, match=r"^a model cannot be sent to another process: create a new LLM there, "):
+        pickle.dumps(llm)
+    assert llm.generate(["a"], PARAMS) == want
 
 
 def test_a_second_thread_is_refused_and_adds_no_prompts(tiny_model_dir: Path) -> None:
