@@ -1,4 +1,4 @@
-"""The kernels as they are compiled for this processor and for lesser ones."""
+"""The kernels, compiled for this processor and for smaller instruction sets."""
 
 import pytest
 import torch
@@ -15,14 +15,14 @@ def forget():
 
 
 def smaller():
-    """The sets that this processor has besides its own."""
+    """Returns the instruction sets below the one that this processor uses."""
     sets, has = isa._sets(), isa.features()
     return [name for name in sets[1 : sets.index(instruction_set())] if isa.allowed(name, sets, has) == name]
 
 
 @pytest.fixture(scope="module", params=["", *slow_but((), smaller())])
 def kernels(request):
-    """As they are compiled here, and as for lesser processors, which takes another compilation (`make test-slow`)."""
+    """The library for this processor, and (in `make test-slow`) for each smaller instruction set."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param:
             patch.setenv("BATCHGEN_ISA", request.param)

@@ -1,4 +1,4 @@
-"""The kernels are compiled once, for this machine; without a compiler plain torch runs, and says so."""
+"""The kernels are compiled once for each machine; without a compiler plain torch runs, with a note."""
 
 import ctypes
 import re
@@ -25,7 +25,7 @@ def forget():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Sources of a small library, and a cache of its own."""
+    """The sources of a small library, with an empty cache."""
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "answer.cpp").write_text(SOURCE)
@@ -47,7 +47,7 @@ def without_compiler(monkeypatch, tmp_path):
 
 
 @needs_compiler
-def test_the_library_is_compiled_once_and_kept(folder, tmp_path, monkeypatch):
+def test_the_library_is_compiled_once_and_cached(folder, tmp_path, monkeypatch):
     assert build.library().answer() == 42
     (kept,) = libraries(tmp_path)
     build.library.cache_clear()
@@ -57,7 +57,7 @@ def test_the_library_is_compiled_once_and_kept(folder, tmp_path, monkeypatch):
 
 
 @needs_compiler
-def test_compiling_is_told_with_its_progress_and_only_where_it_is_done(folder, tmp_path, caplog):
+def test_progress_is_logged_only_when_something_is_compiled(folder, tmp_path, caplog):
     (folder / "other.cpp").write_text("int other = 1;\n")
     with caplog.at_level("INFO", "batchgen"):
         build.library()
@@ -71,7 +71,7 @@ def test_compiling_is_told_with_its_progress_and_only_where_it_is_done(folder, t
 
 
 @needs_compiler
-def test_of_several_processes_one_compiles_and_the_others_wait_for_it(folder, caplog):
+def test_one_of_several_processes_compiles_and_the_others_wait(folder, caplog):
     with caplog.at_level("INFO", "batchgen"), ThreadPoolExecutor(4) as pool:
         places = set(pool.map(lambda _: build._compiled(), range(4)))
     assert places == {build._target()}
@@ -88,7 +88,7 @@ def test_other_sources_or_other_instructions_make_another_library(folder, tmp_pa
 
 
 @needs_compiler
-def test_a_library_that_was_cut_off_is_compiled_again(folder, tmp_path):
+def test_a_truncated_library_is_compiled_again(folder, tmp_path):
     target = build._target()
     target.parent.mkdir(parents=True)
     target.write_bytes(b"\x7fELF")
@@ -115,7 +115,7 @@ def test_instructions_that_an_older_compiler_does_not_know_are_left_out(
 
 
 @needs_compiler
-def test_what_the_compiler_says_is_told(folder):
+def test_the_compilers_message_is_reported(folder):
     (folder / "answer.cpp").write_text("int broken(;\n")
     with pytest.raises(build.NoKernels, match=r"the C\+\+ compiler failed: .*answer\.cpp:1.*error"):
         build.library()
@@ -154,7 +154,7 @@ def test_a_model_is_loaded_with_the_kernels_unless_they_are_off(tiny_model_dir):
     assert load(tiny_model_dir, compile="off").kernels is None
 
 
-def test_they_can_be_switched_off_by_the_environment(folder, monkeypatch, tiny_model_dir):
+def test_the_environment_can_switch_the_kernels_off(folder, monkeypatch, tiny_model_dir):
     monkeypatch.setenv("BATCHGEN_ISA", "none")
     forget()
     model = load(tiny_model_dir)
@@ -164,7 +164,7 @@ def test_they_can_be_switched_off_by_the_environment(folder, monkeypatch, tiny_m
     )
 
 
-def test_auto_goes_on_without_a_compiler_and_says_so(folder, tmp_path, monkeypatch, tiny_model_dir):
+def test_auto_runs_plain_torch_without_a_compiler_and_says_so(folder, tmp_path, monkeypatch, tiny_model_dir):
     without_compiler(monkeypatch, tmp_path)
     model = load(tiny_model_dir)
     assert model.kernels is None
@@ -178,6 +178,6 @@ def test_on_is_refused_without_a_compiler(folder, tmp_path, monkeypatch, tiny_mo
     assert str(refused.value) == ("--compile on: no C++ compiler (g++) was found; leave it out, and plain torch runs")
 
 
-def test_an_unknown_choice_is_refused():
+def test_an_unknown_value_of_kernels_is_refused():
     with pytest.raises(UsageError, match="--compile must be auto, on or off, not 'max'"):
         ModelConfig(model="x", compile="max")

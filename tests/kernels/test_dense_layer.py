@@ -1,4 +1,4 @@
-"""A decoder layer in one call of the library gives the bits that its kernels give one by one."""
+"""A decoder layer in one call of the library gives the same bits as its kernels called one by one."""
 
 import copy
 import gc
@@ -28,15 +28,15 @@ SHAPE = {
 def compiled(monkeypatch):
     if kernels() is None:
         pytest.skip("the kernels cannot be compiled here")
-    monkeypatch.setattr(fusion, "is_fast", lambda: True)  # also where torch's own layers are faster
+    monkeypatch.setattr(fusion, "is_fast", lambda: True)  # even if torch's own layers are faster
 
 
 def prepared(dtype=torch.float32, kind="llama", **changes):
     return prepare(build(kind, **(SHAPE | changes)).to(dtype), kernels=kernels())
 
 
-def runs(monkeypatch):
-    """The layers of every call, from now on."""
+def recorded_layers(monkeypatch):
+    """Returns a list to which every later call of a stack adds the indices of its layers."""
     found = []
     whole = DenseStack.__call__
 
@@ -49,7 +49,7 @@ def runs(monkeypatch):
 
 
 def logprobs(model):
-    """Of some prompts, one of which is the beginning of others."""
+    """Returns the log-probabilities of prompts of which some are prefixes of others."""
     prompts = [[5, 6, 7], [*range(20, 60)], [*range(20, 60), 3, 4], [*range(20, 60), 9], [8]]
     requests = make_requests(prompts, [7] * len(prompts), logprobs=2, ignore_eos=True, temperature=0)
     return [result.completions[0].logprobs for result in run(engine_for(model), requests)]
@@ -75,7 +75,7 @@ def logprobs(model):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_layer_in_one_call_gives_the_bits_of_its_kernels_one_by_one(monkeypatch, dtype, kind, changes):
+def test_a_layer_in_one_call_gives_the_same_bits_as_its_separate_kernels(monkeypatch, dtype, kind, changes):
     model = prepared(dtype, kind, **changes)
     layers = model.module.model.layers
     assert all("dense" in layer.__dict__ for layer in layers)
@@ -84,7 +84,7 @@ def test_a_layer_in_one_call_gives_the_bits_of_its_kernels_one_by_one(monkeypatc
     # Bodies of Gemma scale embeddings, or have several tables of cos and sin.
     assert whole or kind.startswith("gemma")
     each = {(i,) for i in range(len(layers))}
-    found = runs(monkeypatch)
+    found = recorded_layers(monkeypatch)
     together = logprobs(model)
     assert set(found) == ({tuple(range(len(layers)))} if whole else each)
     if whole:
@@ -96,11 +96,11 @@ def test_a_layer_in_one_call_gives_the_bits_of_its_kernels_one_by_one(monkeypatc
     assert logprobs(model) == together
 
 
-def test_a_model_whose_parts_have_hooks_runs_them(monkeypatch):
+def test_hooks_of_a_layers_modules_run(monkeypatch):
     model = prepared()
     body = model.module.model
     together = logprobs(model)
-    found = runs(monkeypatch)
+    found = recorded_layers(monkeypatch)
     ran = []
     hooks = [part.register_forward_pre_hook(lambda part, _: ran.append(part)) for part in (*body.layers, body.norm)]
     assert logprobs(model) == together
@@ -115,7 +115,7 @@ def test_a_model_whose_parts_have_hooks_runs_them(monkeypatch):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_body_that_changes_what_its_parts_return_runs_layer_by_layer(monkeypatch, in_place):
+def test_a_model_that_changes_the_outputs_of_its_modules_runs_layer_by_layer(monkeypatch, in_place):
     module = build("llama", **SHAPE)
     plain = type(module.model).forward
 
@@ -128,14 +128,14 @@ def test_a_body_that_changes_what_its_parts_return_runs_layer_by_layer(monkeypat
     model = prepare(module, kernels=kernels())
     assert all("dense" in layer.__dict__ for layer in model.module.model.layers)
     assert "stack" not in model.module.model.__dict__
-    found = runs(monkeypatch)
+    found = recorded_layers(monkeypatch)
     together = logprobs(model)
     assert set(found) == {(i,) for i in range(len(model.module.model.layers))}
     monkeypatch.setattr(DenseStack, "takes", lambda *_: False)
     assert logprobs(model) == together
 
 
-def test_one_model_serves_engines_with_other_caches_and_threads():
+def test_one_model_serves_engines_with_different_caches_and_threads():
     model = prepared()
     together = logprobs(model)
     before = torch.get_num_threads()
@@ -150,7 +150,7 @@ def test_one_model_serves_engines_with_other_caches_and_threads():
     assert logprobs(model) == together
 
 
-def test_the_kv_cache_of_an_engine_is_freed_while_its_model_lives_on():
+def test_the_kv_cache_of_an_engine_is_freed_before_its_model():
     model = prepared()
     engine = engine_for(model)
     run(engine, make_requests([[5, 6, 7]], [3]))
@@ -175,11 +175,11 @@ def test_the_kv_cache_of_an_engine_is_freed_while_its_model_lives_on():
     ],
     ids=str,
 )  # fmt: skip
-def test_a_layer_of_8_bits_in_one_call_gives_the_bits_of_its_kernels_one_by_one(monkeypatch, dtype, kind, changes):
+def test_an_int8_layer_in_one_call_gives_the_same_bits_as_its_separate_kernels(monkeypatch, dtype, kind, changes):
     module = build(kind, **(SHAPE | changes)).to(dtype)
     model = prepare(module, kernels=kernels(), pack_linear=False)
     assert quantize_linear(model.module).layers == (4 if kind == "phi3" else 7) * len(module.model.layers)
-    found = runs(monkeypatch)
+    found = recorded_layers(monkeypatch)
     together = logprobs(model)
     layers = range(len(module.model.layers))
     if "stack" in module.model.__dict__:
@@ -193,7 +193,7 @@ def test_a_layer_of_8_bits_in_one_call_gives_the_bits_of_its_kernels_one_by_one(
 
 
 @pytest.mark.parametrize("plain", [0, 1])
-def test_a_model_with_layers_of_8_bits_and_others_runs_in_one_call(monkeypatch, plain):
+def test_a_model_with_int8_and_other_layers_runs_in_one_call(monkeypatch, plain):
     can_pack = Int8Packing.can_pack
     module = build("llama", **SHAPE)
     whole = {id(part) for part in module.model.layers[plain].modules()}
@@ -201,20 +201,20 @@ def test_a_model_with_layers_of_8_bits_and_others_runs_in_one_call(monkeypatch, 
     model = prepare(module, kernels=kernels(), pack_linear=False)
     assert quantize_linear(model.module).layers == 7
     assert [isinstance(layer.self_attn.o_proj, Int8Linear) for layer in module.model.layers] == [plain == 1, plain == 0]
-    found = runs(monkeypatch)
+    found = recorded_layers(monkeypatch)
     together = logprobs(model)
     assert set(found) == {(0, 1)}
     monkeypatch.setattr(DenseStack, "takes", lambda *_: False)
     assert logprobs(model) == together
 
 
-def test_room_for_quantized_rows_ends_after_whole_tiles():
+def test_the_workspace_for_quantized_rows_holds_whole_tiles():
     workspace = Workspace()
     for size in (192, 320):
         assert workspace.in_8_bits(17, size).values.numel() >= 32 * row_length(size)
 
 
-def test_joined_weights_of_8_bits_are_those_of_the_parts():
+def test_joined_int8_weights_equal_those_of_their_parts():
     model = prepare(build("llama", **SHAPE | {"attention_bias": True}), kernels=kernels(), pack_linear=False)
     quantize_linear(model.module)
     layer = model.module.model.layers[0]
@@ -227,7 +227,7 @@ def test_joined_weights_of_8_bits_are_those_of_the_parts():
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_5_text", "granite"])
-def test_the_last_layer_leaves_out_tokens_whose_logits_are_not_wanted(kind):
+def test_the_last_layer_skips_tokens_whose_logits_are_not_needed(kind):
     model = prepared(kind=kind)
     body = model.module.model
     given = []
@@ -239,13 +239,13 @@ def test_the_last_layer_leaves_out_tokens_whose_logits_are_not_wanted(kind):
     assert logprobs(model) == whole
     some = torch.cat(given)
     left_out = ~some.any(1)
-    # Granite's layers, for one, have a forward of their own.
+    # Layers with their own forward, such as Granite's, skip nothing.
     assert (model.last_layer is None) == (kind == "granite")
     assert left_out.any() == (model.last_layer is not None)
     assert torch.equal(some[~left_out], rows[~left_out])
 
 
-def test_weights_of_q_k_and_v_are_kept_once():
+def test_the_weights_of_q_k_and_v_are_stored_once():
     layer = prepared().module.model.layers[0]
     parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
     (joined,) = layer.dense.layers[0].qkv
@@ -255,7 +255,7 @@ def test_weights_of_q_k_and_v_are_kept_once():
 
 
 @pytest.mark.parametrize("shared", ["keys and values", "queries of two layers"])
-def test_a_linear_layer_in_two_places_keeps_its_weights(monkeypatch, shared):
+def test_a_linear_layer_that_is_used_twice_keeps_its_weights(monkeypatch, shared):
     module = build("llama", **SHAPE | {"num_attention_heads": 8, "num_key_value_heads": 4})
     first, second = (layer.self_attn for layer in module.model.layers)
     if shared == "keys and values":
@@ -281,12 +281,12 @@ def test_a_copy_of_a_model_reads_its_own_weights():
     assert layer.self_attn.q_proj.weights.data_ptr() != model.module.model.layers[0].self_attn.q_proj.weights.data_ptr()
 
 
-def test_a_layer_asks_attention_for_what_its_module_asks_for():
+def test_a_layer_passes_its_modules_options_to_attention():
     layers = prepared(kind="gemma2", sliding_window=24).module.model.layers
     options = [layer.dense.layers[0].options for layer in layers]
     assert [(of.sliding_window, of.softcap, of.scale) for of in options] == [(24, 1.0, 0.0625), (None, 1.0, 0.0625)]
 
 
 @pytest.mark.parametrize("kind", ["granite", "smollm3", "mixtral"])
-def test_layers_with_something_of_their_own_run_part_by_part(kind):
+def test_layers_of_another_structure_run_part_by_part(kind):
     assert not any("dense" in layer.__dict__ for layer in prepared(kind=kind).module.model.layers)

@@ -1,4 +1,4 @@
-"""Which parts of a model our kernels take over, which they leave alone, and that the model stays whole."""
+"""Which parts of a model the kernels replace and which they leave, and that the model's output stays the same."""
 
 import copy
 import gc
@@ -33,7 +33,7 @@ def kernels(monkeypatch):
         library()
     except NoKernels as e:
         pytest.skip(e.message)
-    monkeypatch.setattr(fusion, "is_fast", lambda: True)  # also where torch's own layers are faster
+    monkeypatch.setattr(fusion, "is_fast", lambda: True)  # even if torch's own layers are faster
 
 
 def llama(**changes):
@@ -54,7 +54,7 @@ def same(model, plain):
     torch.testing.assert_close(logits(model), plain, atol=1e-5, rtol=1e-5)
 
 
-def test_every_part_of_a_llama_is_replaced_and_the_logits_stay():
+def test_every_part_of_a_llama_is_replaced_and_the_logits_stay_the_same():
     model = llama()
     plain = logits(model)
     assert fuse(model) == ALL
@@ -75,7 +75,7 @@ def test_biases_are_added():
     same(model, plain)
 
 
-def test_packed_weights_are_not_kept_twice():
+def test_a_packed_weight_replaces_the_original():
     model = llama()
     gone = [weakref.ref(model.lm_head.weight), weakref.ref(model.model.layers[1].mlp.gate_proj.weight)]
     fuse(model)
@@ -84,7 +84,7 @@ def test_packed_weights_are_not_kept_twice():
     assert [name for name, p in model.named_parameters() if p.dim() > 1] == ["model.embed_tokens.weight"]
 
 
-def test_a_head_that_the_embedding_shares_stays_with_it():
+def test_a_head_tied_to_the_embedding_stays_tied():
     model = llama(tie_word_embeddings=True)
     plain = logits(model)
     assert fuse(model) == ALL
@@ -93,7 +93,7 @@ def test_a_head_that_the_embedding_shares_stays_with_it():
     same(model, plain)
 
 
-def test_a_copy_of_the_model_stands_by_itself():
+def test_a_copy_of_the_model_is_independent():
     model = llama()
     plain = logits(model)
     fuse(model)
@@ -103,7 +103,7 @@ def test_a_copy_of_the_model_stands_by_itself():
     same(other, plain)
 
 
-def test_other_models_of_the_process_are_left_alone():
+def test_other_models_in_the_process_are_not_changed():
     before = modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward
     other = llama()
     fuse(llama())
@@ -111,7 +111,7 @@ def test_other_models_of_the_process_are_left_alone():
     assert "forward" not in vars(other.model.layers[0].self_attn)
 
 
-def test_a_module_that_stands_in_two_places_is_replaced_in_both():
+def test_a_module_that_is_used_twice_is_replaced_in_both_places():
     model = llama()
     model.model.layers[1].mlp = model.model.layers[0].mlp
     model.model.layers[1].self_attn.q_proj = model.model.layers[0].self_attn.q_proj
@@ -122,7 +122,7 @@ def test_a_module_that_stands_in_two_places_is_replaced_in_both():
     same(model, plain)
 
 
-def test_hooks_keep_a_part_as_it_is():
+def test_a_part_with_hooks_is_not_replaced():
     model = llama()
     seen = []
     for part in (model.lm_head, model.model.norm, model.model.layers[0].mlp, model.model.layers[1].mlp.down_proj):
@@ -136,7 +136,7 @@ class Wide(torch.nn.Linear):
     pass
 
 
-def test_other_layers_types_and_devices_are_left_alone():
+def test_other_layers_dtypes_and_devices_are_not_replaced():
     model = llama()
     model.lm_head = Wide(32, 97, bias=False)
     assert fuse(model) == ALL | {"linear layers": 8}
@@ -145,7 +145,7 @@ def test_other_layers_types_and_devices_are_left_alone():
     assert fuse(llama().to("meta")) == {}
 
 
-def test_a_part_that_is_written_alike_but_gives_other_numbers_stays(monkeypatch):
+def test_a_part_with_the_same_code_but_other_results_is_not_replaced(monkeypatch):
     model = llama()
     plain = logits(model)
     monkeypatch.setattr(fusion, "norm_after_sum", lambda x, *_: (x, x * 1.01))
@@ -156,14 +156,14 @@ def test_a_part_that_is_written_alike_but_gives_other_numbers_stays(monkeypatch)
     same(model, plain)
 
 
-def test_another_activation_keeps_its_mlp_and_packs_the_layers():
+def test_an_mlp_with_another_activation_stays_and_its_linear_layers_are_packed():
     model = llama(hidden_act="gelu")
     plain = logits(model)
     assert fuse(model) == {**FORWARDS, "norms": 5, "linear layers": 9 + 6}
     same(model, plain)
 
 
-def test_weights_that_are_not_numbers_are_left_to_torch():
+def test_a_layer_with_nan_in_its_weights_is_left_to_torch():
     model = llama()
     model.lm_head.weight.data[3, 4] = torch.nan
     assert fuse(model) == ALL | {"linear layers": 8}
@@ -173,7 +173,7 @@ HYBRIDS = [modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next, modeling
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_decoder_layers_of_hybrids_are_known(kind):
+def test_decoder_layers_of_hybrid_models_are_recognized(kind):
     layer = next(part for name, part in vars(kind).items() if name.endswith("DecoderLayer"))
     known = [forwards.Qwen35Layer.forward, forwards.Qwen3NextLayer.forward, forwards.GraniteHybridLayer.forward]
     assert any(is_written_as(inspect.unwrap(layer.forward), one) for one in known)
@@ -181,7 +181,7 @@ def test_decoder_layers_of_hybrids_are_known(kind):
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
 @torch.inference_mode()
-def test_a_gate_after_attention_is_our_kernel_and_gives_the_same(name, monkeypatch):
+def test_the_gate_after_attention_runs_our_kernel_with_the_same_result(name, monkeypatch):
     model = build(name)
     attention = next(layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn"))
     x, cos, sin = torch.randn(1, 5, attention.config.hidden_size), *torch.randn(2, 1, 5, attention.head_dim // 2)
@@ -195,14 +195,14 @@ def test_a_gate_after_attention_is_our_kernel_and_gives_the_same(name, monkeypat
     torch.testing.assert_close(got, plain, atol=1e-5, rtol=1e-5)
 
 
-def test_sums_of_a_type_that_the_kernels_have_not_are_left_to_torch():
+def test_a_dtype_that_the_kernels_cannot_add_is_left_to_torch():
     model = llama().half()
     plain = logits(model)
     fuse(model)
     assert torch.equal(logits(model), plain)
 
 
-class Likeness(forwards.LlamaNorm):
+class SameCode(forwards.LlamaNorm):
     def forward(self, hidden_states):
         """The same, with a docstring."""
         input_dtype = hidden_states.dtype
@@ -212,7 +212,7 @@ class Likeness(forwards.LlamaNorm):
         return self.weight * hidden_states.to(input_dtype)
 
 
-class Other(forwards.LlamaNorm):
+class OtherCode(forwards.LlamaNorm):
     def forward(self, hidden_states):
         input_dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
@@ -221,11 +221,11 @@ class Other(forwards.LlamaNorm):
         return self.weight * hidden_states.to(input_dtype)
 
 
-def test_a_forward_is_known_by_what_it_does():
+def test_a_forward_is_recognized_by_its_code():
     known = forwards.LlamaNorm.forward
-    assert is_written_as(Likeness.forward, known)
+    assert is_written_as(SameCode.forward, known)
     assert is_written_as(modeling_llama.LlamaRMSNorm.forward, known)
-    assert not is_written_as(Other.forward, known)
+    assert not is_written_as(OtherCode.forward, known)
     assert not is_written_as(forwards.OlmoNorm.forward, known)
     assert not is_written_as(torch.relu, known)
     assert not is_written_as(None, known)

@@ -1,4 +1,4 @@
-"""Linear layers of 8 bits against plain torch with the same rounding."""
+"""Int8 linear layers against plain torch with the same rounding."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def whole_numbers(*shape, seed=0):
 
 
 def plain(x, weight, bias=None):
-    """In float32, from exact sums of the rounded numbers of x and the weight."""
+    """Computes the layer in float32, with exact sums of the rounded x and weight."""
     values, scales = (part.double() for part in quantize_weight(weight))
     largest = x.float().abs().amax(1, keepdim=True)
     rounded = (x.float() * torch.where(largest > 0, 127 / largest, 0.0)).round()
@@ -48,7 +48,7 @@ def test_sums_are_exact(rows, inner, columns, threads):
 
 
 @pytest.mark.parametrize("rows", [1, 40])
-def test_sums_of_the_largest_numbers_are_exact(rows):
+def test_sums_of_the_largest_values_are_exact(rows):
     inner = 2048
     for sign in (127, -127):
         weight, x = torch.full((70, inner), sign, dtype=torch.int8), torch.full((rows, inner), 127.0)
@@ -58,7 +58,7 @@ def test_sums_of_the_largest_numbers_are_exact(rows):
 
 @dtypes
 @pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 64, 64), (7, 100, 63), (33, 200, 130), (300, 2100, 70)])
-def test_a_layer_gives_what_plain_torch_gives_of_the_rounded_numbers(dtype, rows, inner, columns, threads):
+def test_a_layer_equals_plain_torch_on_the_rounded_values(dtype, rows, inner, columns, threads):
     weight, bias = numbers(columns, inner, dtype=dtype), numbers(columns, dtype=dtype, seed=1)
     x = numbers(rows, inner, dtype=dtype, seed=2)
     for b in (None, bias):
@@ -68,7 +68,7 @@ def test_a_layer_gives_what_plain_torch_gives_of_the_rounded_numbers(dtype, rows
 @dtypes
 @pytest.mark.parametrize("act", list(ACTS), ids=lambda a: a.name)
 @pytest.mark.parametrize("rows", [1, 7, 40])
-def test_a_gated_layer_rounds_where_the_modules_round(dtype, act, rows):
+def test_a_gated_layer_rounds_where_the_torch_modules_round(dtype, act, rows):
     gate, up = (numbers(100, 66, dtype=dtype, seed=s) for s in (0, 1))
     bias, x = numbers(100, dtype=dtype, seed=2), numbers(rows, 66, dtype=dtype, seed=3)
     layer = Int8Linear([quantize_weight(gate), quantize_weight(up)], [bias, None], dtype, act)
@@ -79,7 +79,7 @@ def test_a_gated_layer_rounds_where_the_modules_round(dtype, act, rows):
 
 
 @dtypes
-def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype, threads):
+def test_a_row_has_the_same_bits_in_every_batch(dtype, threads):
     weight, x = numbers(200, 700, dtype=dtype), numbers(300, 700, dtype=dtype, seed=1)
     layer = Int8Linear([quantize_weight(weight)], [numbers(200, dtype=dtype, seed=2)], dtype)
     whole = layer(x)
@@ -88,7 +88,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype, threads):
         assert torch.equal(layer(x[-count:]), whole[-count:])
 
 
-def test_rows_may_lie_apart_and_have_any_shape():
+def test_rows_may_be_strided_and_have_any_shape():
     weight = numbers(40, 32)
     layer = Int8Linear([quantize_weight(weight)], [None], FLOAT32)
     wide = numbers(2, 5, 96, seed=1)
@@ -97,7 +97,7 @@ def test_rows_may_lie_apart_and_have_any_shape():
     assert layer(wide[:0, :, :32]).shape == (0, 5, 40)
 
 
-def test_float16_goes_through_float32():
+def test_float16_is_computed_in_float32():
     weight, x = numbers(40, 64).half(), numbers(3, 64, seed=1).half()
     got = Int8Linear([quantize_weight(weight)], [None], torch.float16)(x)
     assert got.dtype == torch.float16
@@ -105,7 +105,7 @@ def test_float16_goes_through_float32():
 
 
 @dtypes
-def test_zeros_stay_zeros_and_what_is_not_a_number_stays_in_its_row(dtype):
+def test_zeros_stay_zeros_and_nan_and_inf_stay_in_their_row(dtype):
     weight, x = numbers(70, 64, dtype=dtype), numbers(40, 64, dtype=dtype, seed=1)
     x[1], x[3, 5], x[5, 0] = 0, torch.nan, torch.inf
     weight[7] = 0
@@ -117,14 +117,14 @@ def test_zeros_stay_zeros_and_what_is_not_a_number_stays_in_its_row(dtype):
     assert y[[0, 1, 2, 4, *range(6, 40)]].isfinite().all()
 
 
-def test_a_layer_refuses_what_it_was_not_made_for():
+def test_a_layer_refuses_input_of_another_size():
     layer = Int8Linear([quantize_weight(numbers(4, 8))], [None], FLOAT32)
     with pytest.raises(ValueError, match=r"expected \[..., 8\] in torch.float32, not \[1, 6\] in torch.float32"):
         layer(numbers(1, 6))
 
 
 @dtypes
-def test_a_norm_quantizes_its_result_once_a_layer_has_read_one(dtype):
+def test_a_norm_quantizes_its_output_after_an_int8_layer_has_read_one(dtype):
     norm = QuantizingNorm(FusedNorm(torch.nn.Parameter(numbers(96, dtype=dtype)), 0.0, 1e-6, rounds_first=True))
     layer = Int8Linear([quantize_weight(numbers(50, 96, dtype=dtype, seed=1))], [None], dtype)
     x = numbers(1, 33, 96, dtype=dtype, seed=2)
@@ -140,13 +140,13 @@ def test_a_norm_quantizes_its_result_once_a_layer_has_read_one(dtype):
 
 
 @dtypes
-def test_a_weight_can_be_had_back(dtype):
+def test_a_weight_can_be_dequantized(dtype):
     values, scales = quantize_weight(numbers(70, 66, dtype=dtype))
     got = Int8Linear([(values, scales)], [None], dtype).weight
     assert torch.equal(got, (values * scales[:, None]).to(dtype))
 
 
-def test_onednn_rounds_numbers_in_the_middle_of_two_as_the_kernels_do():
+def test_onednn_rounds_ties_as_the_kernels_do():
     if not sums_are_exact():
         pytest.skip("oneDNN's sums are not exact on this processor")
     largest = torch.linspace(0.1, 5, 500)[:, None]

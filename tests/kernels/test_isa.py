@@ -1,4 +1,4 @@
-"""Which instructions the kernels are compiled for: the processor's, as far as `BATCHGEN_ISA` allows."""
+"""The kernels are compiled for the processor's instructions, or for fewer where `BATCHGEN_ISA` says so."""
 
 import pytest
 
@@ -16,7 +16,7 @@ GRAVITON3 = GRAVITON2 | {"bf16", "i8mm", "asimdhp"}
 
 @pytest.fixture
 def on(monkeypatch):
-    """Lets the module believe that it is on such a processor."""
+    """Pretends that this processor is another one."""
 
     def pretend(machine, features, wish=None):
         monkeypatch.setattr(isa.platform, "machine", lambda: machine)
@@ -54,17 +54,17 @@ def test_the_largest_set_that_the_processor_has_is_used(sets, has, found):
 
 
 @pytest.mark.parametrize("wish", X86)
-def test_a_large_processor_stands_in_for_every_smaller_one(wish):
+def test_a_large_processor_can_run_every_smaller_set(wish):
     assert allowed(wish, X86, SAPPHIRE_RAPIDS) == wish
 
 
-def test_a_wish_gives_a_processor_nothing_that_it_has_not():
+def test_a_requested_set_is_limited_to_what_the_processor_has():
     assert allowed("avx512", X86, HASWELL) == "avx2"
     assert allowed("neon", X86, ZEN4) == "avx512_bf16"
     assert allowed("avx2_vnni", X86, ZEN4) == "avx2"
 
 
-def test_an_unknown_set_is_refused_with_those_that_there_are():
+def test_an_unknown_set_is_refused_and_the_known_ones_are_listed():
     with pytest.raises(UsageError) as refused:
         allowed("avx3", ARM, GRAVITON2)
     assert (
@@ -73,7 +73,7 @@ def test_an_unknown_set_is_refused_with_those_that_there_are():
     )
 
 
-def test_the_compiler_is_given_the_instructions_of_the_set_and_no_others(on):
+def test_the_compiler_gets_exactly_the_instructions_of_the_set(on):
     on("x86_64", SAPPHIRE_RAPIDS, "avx2")
     assert isa.flags() == ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
     on("x86_64", SAPPHIRE_RAPIDS, "avx2_vnni")
@@ -91,14 +91,14 @@ def test_the_compiler_is_given_the_instructions_of_the_set_and_no_others(on):
     assert isa.flags() == ["-march=armv8.2-a+simd+dotprod+bf16"]
 
 
-def test_sixteen_bits_are_multiplied_fast_only_by_instructions_for_them(on):
+def test_16_bit_products_are_fast_only_with_instructions_for_them(on):
     for machine, features, wish, bfloat16, float16 in [
         ("x86_64", HASWELL, None, False, False),
         ("x86_64", SKYLAKE_X, None, False, False),
         ("x86_64", ZEN4, None, True, False),
         ("x86_64", SAPPHIRE_RAPIDS, None, True, True),
         ("x86_64", SAPPHIRE_RAPIDS, "avx2", False, False),
-        ("x86_64", SAPPHIRE_RAPIDS, "none", True, True),  # plain torch has them all
+        ("x86_64", SAPPHIRE_RAPIDS, "none", True, True),  # plain torch uses all of the processor's instructions
         ("aarch64", GRAVITON2, None, False, False),
         ("aarch64", GRAVITON3, None, True, True),
         ("riscv64", frozenset(), None, False, False),
@@ -107,7 +107,7 @@ def test_sixteen_bits_are_multiplied_fast_only_by_instructions_for_them(on):
         assert (isa.has_bfloat16(), isa.has_float16()) == (bfloat16, float16)
 
 
-def test_matrix_units_that_the_system_keeps_from_this_process_are_not_used(tmp_path, monkeypatch):
+def test_matrix_units_that_the_system_denies_this_process_are_not_used(tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_text("flags\t\t: avx2 amx_tile amx_bf16\n")
     monkeypatch.setattr(isa, "Path", lambda _: tmp_path / "cpuinfo")
     for may, has in (True, {"avx2", "amx_tile", "amx_bf16"}), (False, {"avx2", "amx_bf16"}):

@@ -1,4 +1,4 @@
-"""Copies in huge pages hold what was copied, lie beside each other, and can be given back one by one."""
+"""Copies in huge pages equal their originals, share mapped memory, and are freed one by one."""
 
 import errno
 import mmap
@@ -22,7 +22,7 @@ def test_a_copy_is_contiguous_and_equal(dtype, shape):
     assert copy.data_ptr() % ALIGNMENT == 0
 
 
-def test_a_copy_larger_than_a_piece_is_whole():
+def test_a_copy_may_be_larger_than_a_mapped_piece():
     x = torch.arange(PIECE // 4 + 1000, dtype=torch.int32)
     assert torch.equal(in_huge_pages(x), x)
 
@@ -32,19 +32,19 @@ class Refused(mmap.mmap):
         raise OSError(errno.EINVAL, "Invalid argument")
 
 
-def test_a_kernel_without_huge_pages_gives_pages_as_it_has_them(monkeypatch):
+def test_without_huge_pages_in_the_kernel_ordinary_pages_are_used(monkeypatch):
     monkeypatch.setattr(memory, "_pieces", memory._Pieces())
     monkeypatch.setattr(mmap, "mmap", Refused)
     assert in_huge_pages(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_system_that_does_not_know_huge_pages_gives_pages_as_it_has_them(monkeypatch):
+def test_without_huge_pages_in_the_system_ordinary_pages_are_used(monkeypatch):
     monkeypatch.setattr(memory, "_pieces", memory._Pieces())
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     assert in_huge_pages(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_piece_is_unmapped_with_the_last_copy_in_it(monkeypatch):
+def test_a_mapped_piece_is_unmapped_with_its_last_copy(monkeypatch):
     pieces = memory._Pieces()
     monkeypatch.setattr(memory, "_pieces", pieces)
     first, second = in_huge_pages(torch.arange(5)), in_huge_pages(torch.arange(7))
@@ -56,22 +56,22 @@ def test_a_piece_is_unmapped_with_the_last_copy_in_it(monkeypatch):
     assert in_huge_pages(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_without_memory_to_map_torch_is_asked_for_it(monkeypatch):
+def test_if_mapping_fails_torch_allocates_the_memory(monkeypatch):
     monkeypatch.setattr(memory, "_pieces", memory._Pieces())
     monkeypatch.setattr(memory, "PIECE", 1 << 60)
     assert in_huge_pages(torch.arange(6).view(2, 3).T).tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_a_copy_that_was_made_for_inference_can_be_written_later():
+def test_a_copy_made_in_inference_mode_can_be_written_later():
     with torch.inference_mode():
         copy = in_huge_pages(torch.zeros(4))
     assert copy.add_(1).tolist() == [1, 1, 1, 1]
 
 
-def test_giving_a_copy_back_leaves_its_neighbours():
+def test_freeing_a_copy_leaves_its_neighbours():
     numbers = torch.arange(100_000, dtype=torch.int32)
     before, gone, after = (in_huge_pages(numbers) for _ in range(3))
     give_back(gone)
-    assert (gone == 0).sum() > 90_000  # its pages are new ones
+    assert (gone == 0).sum() > 90_000  # freed pages read as zeros
     assert torch.equal(before, numbers)
     assert torch.equal(after, numbers)

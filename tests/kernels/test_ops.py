@@ -1,4 +1,4 @@
-"""Linear layers, norms and rotary embedding by our own kernels, each against the plain torch that it stands for."""
+"""Linear layers, norms and rotary embeddings of our kernels, each against plain torch."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def numbers(*shape, dtype=FLOAT32, seed=0):
 
 
 def near(got, want, by=1.0):
-    """Float32 by the order of sums, bfloat16 by one rounding more or less."""
+    """Allows float32 another order of sums, and bfloat16 one rounding more or less."""
     assert got.dtype == want.dtype
     tolerance = by * (2e-5 if got.dtype == FLOAT32 else 2**-7)
     torch.testing.assert_close(got.float(), want.float(), atol=tolerance * float(want.float().abs().max()), rtol=0)
@@ -46,7 +46,7 @@ def near(got, want, by=1.0):
 @pytest.mark.parametrize(
     ("inner", "columns"), slow_but([(2, 1), (66, 63), (1026, 65)], [(2, 1), (32, 64), (66, 63), (130, 200), (1026, 65)])
 )
-def test_a_packed_layer_gives_what_the_plain_one_gives(dtype, rows, inner, columns, threads):
+def test_a_packed_layer_equals_the_plain_one(dtype, rows, inner, columns, threads):
     weight, bias = numbers(columns, inner, dtype=dtype), numbers(columns, dtype=dtype, seed=1)
     x = numbers(rows, inner, dtype=dtype, seed=2)
     for b in (None, bias):
@@ -69,7 +69,7 @@ def test_a_large_inner_size_is_summed_in_pieces(dtype):
 @dtypes
 @pytest.mark.parametrize("act", list(ACTS), ids=lambda a: a.name)
 @pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 2, 1), (7, 32, 31), (13, 64, 32), (300, 66, 100)])
-def test_a_gated_layer_rounds_where_the_modules_round(dtype, act, rows, inner, columns, threads):
+def test_a_gated_layer_rounds_where_the_torch_modules_round(dtype, act, rows, inner, columns, threads):
     gate, up = (numbers(columns, inner, dtype=dtype, seed=s) for s in (0, 1))
     biases = [numbers(columns, dtype=dtype, seed=2), None]
     x = numbers(rows, inner, dtype=dtype, seed=3)
@@ -80,7 +80,7 @@ def test_a_gated_layer_rounds_where_the_modules_round(dtype, act, rows, inner, c
 @dtypes
 @pytest.mark.parametrize("inner", [2, 66, 1026])
 @pytest.mark.parametrize("rows", [1, 7, 300])
-def test_a_layer_that_leaves_its_weight_as_it_is_gives_the_bits_of_a_packed_one(dtype, rows, inner):
+def test_a_layer_with_an_unpacked_weight_gives_the_same_bits_as_a_packed_one(dtype, rows, inner):
     weight, bias = numbers(70, inner, dtype=dtype), numbers(70, dtype=dtype, seed=1)
     x = numbers(rows, inner, dtype=dtype, seed=2)
     for b in (None, bias):
@@ -91,7 +91,7 @@ def test_a_layer_that_leaves_its_weight_as_it_is_gives_the_bits_of_a_packed_one(
 
 @dtypes
 @pytest.mark.parametrize("width", [96, 97])
-def test_rows_may_lie_apart_and_have_any_shape(dtype, width):
+def test_rows_may_be_strided_and_have_any_shape(dtype, width):
     weight = numbers(40, 32, dtype=dtype)
     layer = PackedLinear([weight], [None])
     wide = numbers(2, 5, width, dtype=dtype, seed=1)[..., width - 96 :]
@@ -102,7 +102,7 @@ def test_rows_may_lie_apart_and_have_any_shape(dtype, width):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 6, 17])
-def test_float32_weights_that_are_numbers_of_bfloat16_take_16_bits_and_give_the_same(rows):
+def test_float32_weights_that_fit_bfloat16_are_stored_in_16_bits_with_the_same_result(rows):
     weight, x = numbers(70, 66, dtype=BFLOAT16).float(), numbers(rows, 66, seed=1)
     layer = PackedLinear([weight], [None])
     near(layer(x), linear(x, weight))
@@ -112,12 +112,12 @@ def test_float32_weights_that_are_numbers_of_bfloat16_take_16_bits_and_give_the_
 
 
 @dtypes
-def test_a_packed_weight_can_be_had_back(dtype):
+def test_a_packed_weight_can_be_unpacked(dtype):
     weight = numbers(70, 66, dtype=dtype)
     assert torch.equal(PackedLinear([weight], [None]).weight, weight)
 
 
-def test_a_packed_layer_refuses_what_it_was_not_made_for():
+def test_a_packed_layer_refuses_input_of_another_size_or_dtype():
     layer = PackedLinear([numbers(4, 8)], [None])
     with pytest.raises(ValueError, match=r"expected \[..., 8\] in torch.float32, not \[1, 6\] in torch.float32"):
         layer(numbers(1, 6))
@@ -126,7 +126,7 @@ def test_a_packed_layer_refuses_what_it_was_not_made_for():
 
 
 @dtypes
-def test_what_is_not_a_number_stays_in_its_row(dtype):
+def test_nan_and_inf_stay_in_their_row(dtype):
     weight = numbers(70, 64, dtype=dtype)
     x = numbers(8, 64, dtype=dtype, seed=1)
     x[3, 5], x[5, 0] = torch.nan, torch.inf
@@ -150,7 +150,7 @@ def plain_norm(x, weight, eps, rounds_first):
 @dtypes
 @pytest.mark.parametrize("rounds_first", [True, False])
 @pytest.mark.parametrize("size", [1, 15, 16, 63, 64, 100, 512])
-def test_norms_are_those_of_transformers(dtype, rounds_first, size, threads):
+def test_norms_equal_those_of_transformers(dtype, rounds_first, size, threads):
     weight = numbers(size, dtype=dtype).float()
     for rows in (1, 3, 300):
         x = numbers(rows, size, dtype=dtype, seed=rows)
@@ -161,7 +161,7 @@ def test_norms_are_those_of_transformers(dtype, rounds_first, size, threads):
     numbers(10), numbers(0, 10), numbers(2, 3, 10), numbers(1, 3, 4, 30)[..., 10:20], numbers(1, 4, 3, 10).transpose(1, 2),
     numbers(2, 3, 4, 5, 10).permute(3, 1, 0, 2, 4), numbers(5, 10, 2)[..., 0], numbers(1, 3, 40).view(1, 3, 4, 10)[:, 1:],
 ])  # fmt: skip
-def test_norms_take_rows_that_lie_apart(x):
+def test_norms_take_strided_rows(x):
     weight = numbers(10, seed=1)
     _, got = norm_after_sum(x, weight, 1e-6, rounds_first=True)
     assert got.shape == x.shape
@@ -170,7 +170,7 @@ def test_norms_take_rows_that_lie_apart(x):
 
 @pytest.mark.parametrize("kinds", [(FLOAT32, FLOAT32), (BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32)])
 @pytest.mark.parametrize(("size", "turned"), [(2, 2), (8, 8), (64, 64), (80, 80), (96, 20), (100, 32)])
-def test_rotary_embedding_is_that_of_transformers(kinds, size, turned, threads):
+def test_rotary_embeddings_equal_those_of_transformers(kinds, size, turned, threads):
     dtype, cos_dtype = kinds
     for tokens in (1, 130):
         q = numbers(1, tokens, 4, size, dtype=dtype).transpose(1, 2)
@@ -186,7 +186,7 @@ def test_rotary_embedding_is_that_of_transformers(kinds, size, turned, threads):
             assert torch.equal(g[..., turned:], before[..., turned:])
 
 
-def test_what_the_rotary_kernel_has_not_is_left_to_others():
+def test_the_rotary_kernel_refuses_what_it_cannot_compute():
     q, k, cos = numbers(1, 4, 3, 8), numbers(1, 2, 3, 8), numbers(1, 3, 8)
     assert rotate(q, k, cos, cos) is not None
     assert rotate(q.expand(2, -1, -1, -1), k.expand(2, -1, -1, -1), cos, cos) is None
@@ -198,7 +198,7 @@ def test_what_the_rotary_kernel_has_not_is_left_to_others():
 
 @dtypes
 @pytest.mark.parametrize("shape", [(1, 3, 97), (1, 300, 512), (2, 7, 16), (1, 0, 16)])
-def test_a_sum_and_the_norm_after_it_are_those_of_two_steps(dtype, shape, threads):
+def test_the_fused_sum_and_norm_equal_the_separate_ones(dtype, shape, threads):
     x, more, weight = numbers(*shape, dtype=dtype), numbers(*shape, dtype=dtype, seed=1), numbers(shape[-1], seed=2)
     assert torch.equal(add_rows(x, more), x + more)
     total, norm = norm_after_sum(x, weight, 1e-5, True, more)
@@ -208,7 +208,7 @@ def test_a_sum_and_the_norm_after_it_are_those_of_two_steps(dtype, shape, thread
 
 @dtypes
 @pytest.mark.parametrize("shape", [(1, 3, 97), (1, 300, 512)])
-def test_what_is_added_can_be_multiplied_first(dtype, shape, threads):
+def test_the_addend_of_a_fused_sum_can_be_scaled(dtype, shape, threads):
     x, more, weight = numbers(*shape, dtype=dtype), numbers(*shape, dtype=dtype, seed=1), numbers(shape[-1], seed=2)
     want = x + more * 0.22
     near(add_rows(x, more, 0.22), want)
@@ -219,7 +219,7 @@ def test_what_is_added_can_be_multiplied_first(dtype, shape, threads):
 
 @dtypes
 @pytest.mark.parametrize("columns", [1, 15, 16, 300, 4096, 8191])
-def test_the_largest_number_of_a_row_is_the_first_of_equal_ones(dtype, columns, threads):
+def test_argmax_is_the_first_of_equal_largest_values(dtype, columns, threads):
     x = numbers(60, columns, dtype=dtype).round()  # many are equal
     x[1] = -torch.inf
     x[2, columns // 2] = torch.inf
@@ -235,7 +235,7 @@ def test_the_largest_number_of_a_row_is_the_first_of_equal_ones(dtype, columns, 
 
 
 @dtypes
-def test_rows_of_a_table_are_copied_and_others_are_refused(dtype, threads):
+def test_rows_of_a_table_are_copied_and_indices_beyond_it_are_refused(dtype, threads):
     table = numbers(50, 130, dtype=dtype)
     places = torch.arange(1000).view(4, 250) * 7 % 50
     assert torch.equal(take_rows(table, places), table[places])
@@ -247,7 +247,7 @@ def test_rows_of_a_table_are_copied_and_others_are_refused(dtype, threads):
 
 
 @dtypes
-def test_the_sampler_takes_the_tokens_that_it_takes_without_kernels(dtype, threads):
+def test_the_sampler_samples_the_same_tokens_with_and_without_kernels(dtype, threads):
     logits = 3 * numbers(40, 300, dtype=dtype)
     logits[7, 250] = torch.nan
     warm = SamplingParams(temperature=0.8, top_p=0.9)

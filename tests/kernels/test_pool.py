@@ -1,4 +1,4 @@
-"""The threads of the kernels: every task is done once, whoever calls, and in forked processes too."""
+"""The kernels' thread pool does every task once, for callers in any thread and in forked processes."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ from batchgen.kernels.ops import PackedLinear
 
 @pytest.fixture(autouse=True)
 def threads():
-    """More of them than most machines have cores."""
+    """Sets more threads than most machines have cores."""
     try:
         library()
     except NoKernels as e:
@@ -35,7 +35,7 @@ def alone(layer, x):
     return y
 
 
-def test_many_threads_give_what_one_gives_every_time():
+def test_many_threads_always_give_the_result_of_one():
     layer, x = layer_and_input()
     want = alone(layer, x)
     assert all(torch.equal(layer(x), want) for _ in range(300))
@@ -58,7 +58,7 @@ def test_callers_in_several_threads_do_not_disturb_each_other():
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_process_has_threads_of_its_own():
+def test_a_forked_process_starts_its_own_threads():
     layer, x = layer_and_input()
     want = layer(x)
     child = os.fork()

@@ -1,4 +1,4 @@
-"""The small parts of recurrent layers by our own kernels, each against the plain torch that it stands for, and the same to the last bit in any batch."""
+"""Kernels of recurrent layers, each against plain torch, with the same bits in any batch."""
 
 from inspect import signature
 
@@ -68,7 +68,7 @@ def fused_norm(kind, size, dtype):
     ids=["float32", "bfloat16", "float32 beside bfloat16"],
 )
 @torch.inference_mode()
-def test_a_gated_norm_gives_what_the_module_gives(kind, size, x, weight, threads):
+def test_a_gated_norm_equals_the_torch_module(kind, size, x, weight, threads):
     fused, plain = fused_norm(kind, size, weight)
     values = numbers(1, 90, size, dtype=x)
     gate = numbers(1, 90, 2 * size, dtype=weight, seed=1)[..., size:]  # a part of a projection
@@ -81,7 +81,7 @@ def test_a_gated_norm_gives_what_the_module_gives(kind, size, x, weight, threads
 
 
 @torch.inference_mode()
-def test_a_gated_norm_that_the_kernel_has_not_runs_as_the_module():
+def test_a_gated_norm_that_the_kernel_does_not_cover_runs_as_the_torch_module():
     fused, plain = fused_norm("gate before the norm", 64, FLOAT32)
     x = numbers(3, 64)
     assert torch.equal(fused(x), plain(x))
@@ -90,7 +90,7 @@ def test_a_gated_norm_that_the_kernel_has_not_runs_as_the_module():
 
 @pytest.mark.parametrize("kind", NORMS)
 @torch.inference_mode()
-def test_a_gated_norm_of_bfloat16_with_float32_weights_is_that_of_the_module(kind):
+def test_a_bfloat16_gated_norm_with_float32_weights_equals_the_torch_module(kind):
     fused, plain = fused_norm(kind, 128, FLOAT32)
     x, gate = numbers(9, 128, dtype=BFLOAT16), numbers(9, 128, dtype=BFLOAT16, seed=1)
     got, want = fused(x, gate), plain(x, gate)
@@ -100,7 +100,7 @@ def test_a_gated_norm_of_bfloat16_with_float32_weights_is_that_of_the_module(kin
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [64, 75])
-def test_a_sigmoid_gate_is_that_of_torch(dtype, size, threads):
+def test_a_sigmoid_gate_equals_torch(dtype, size, threads):
     x = numbers(1, 90, 4, size, dtype=dtype)
     gate = numbers(1, 90, 4, 2 * size, dtype=dtype, seed=1)[..., size:]  # a part of a projection
     near = 2**-7 if dtype == BFLOAT16 else 1e-6
@@ -110,7 +110,7 @@ def test_a_sigmoid_gate_is_that_of_torch(dtype, size, threads):
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("taps", [1, 2, 3, 4])
 @pytest.mark.parametrize("activation", ["silu", None])
-def test_a_convolution_is_that_of_torch_and_the_same_however_it_is_cut(dtype, taps, activation, threads):
+def test_a_convolution_equals_torch_and_does_not_depend_on_how_prompts_are_chunked(dtype, taps, activation, threads):
     channels, lengths = 333, (1, 2, 40, 101)
     x = numbers(sum(lengths), channels, dtype=dtype)
     weight, bias = numbers(channels, taps + 1, dtype=dtype, seed=1), numbers(channels, dtype=dtype, seed=2)
@@ -143,8 +143,8 @@ def test_a_convolution_is_that_of_torch_and_the_same_however_it_is_cut(dtype, ta
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("rule", ["delta rule", "mamba2"])
 @pytest.mark.parametrize("lengths", [(1,) * 9, (1, 2, 40, 23)], ids=["decode", "prompts"])
-def test_a_rule_is_that_of_torch_and_the_same_however_it_is_cut(dtype, rule, lengths, threads):
-    """205 columns: pieces of 128, 64, 8 or 16, and what fills no vector."""
+def test_a_recurrence_equals_torch_and_does_not_depend_on_how_prompts_are_chunked(dtype, rule, lengths, threads):
+    """The 205 columns are computed in pieces of 128, 64 and 8 or 16; the rest fills no vector."""
     heads, groups, rows, columns, count = 4, 2, 24, 205, sum(lengths)
     q, k = (numbers(count, groups, rows, dtype=dtype, seed=i) for i in (1, 2))
     v, strength = numbers(count, heads, columns, dtype=dtype, seed=3), numbers(count, heads, seed=4).sigmoid()
@@ -159,7 +159,7 @@ def test_a_rule_is_that_of_torch_and_the_same_however_it_is_cut(dtype, rule, len
         return recurrent.delta_rule(q, k, v, decay, strength, 0.5, True, states, recurrent.SpanPlaces(*places))
 
     def token(t, states):
-        """In plain torch."""
+        """Computes one token in plain torch."""
         here = slice(t, t + 1)
         qt, kt, vt, bt = (of[here].float() for of in (q, k, v, strength))
         if rule == "mamba2":
