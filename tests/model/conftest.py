@@ -1,4 +1,4 @@
-"""The tiny model of these tests has two layers, so that what is done layer by layer shows."""
+"""The tiny model of these tests has two layers, so that mistakes between layers show."""
 
 from __future__ import annotations
 

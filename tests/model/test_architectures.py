@@ -39,7 +39,7 @@ def test_models_with_an_encoder_and_a_decoder_are_refused(name):
     assert refusal(AutoConfig.for_model(name)) == "they have an encoder and a decoder"
 
 
-def test_doge_is_refused_where_its_experts_depend_on_the_batch():
+def test_doge_is_refused_if_its_experts_depend_on_the_batch():
     reason = "the experts of a token depend on the other tokens of the batch"
     assert refusal(AutoConfig.for_model("doge", is_moe=True)) == reason
 
@@ -76,7 +76,7 @@ def test_settings_that_cannot_be_exact_are_refused(settings, reason):
 
 
 class Layer(torch.nn.Module):
-    """A module that calls attention, with settings of its own."""
+    """A module that calls attention; its settings are attributes."""
 
     def __init__(self, **settings):
         super().__init__()
@@ -109,13 +109,13 @@ SLIDING = SimpleNamespace(layer_types=["sliding_attention"], sliding_window=2)
         ({"sinks": torch.zeros(4)}, {}, "sinks of its own"),
     ],
 )
-def test_attention_refuses_what_it_would_leave_out(settings, options, what):
+def test_attention_refuses_options_that_it_would_ignore(settings, options, what):
     with pytest.raises(ModelError) as e:
         attend(Layer(**settings), **options)
     assert e.value.message == f"Layer asks attention for {what}, which is not supported"
 
 
-def test_attention_takes_what_it_is_given_in_full():
+def test_attention_accepts_options_that_it_honours():
     module = Layer(config=SLIDING, sinks=torch.zeros(4), is_causal=True)
     out, weights = attend(module, sliding_window=2, s_aux=module.sinks, position_ids=torch.zeros(1), position_bias=None)
     assert out.shape == (1, 3, 4, 8)

@@ -1,4 +1,4 @@
-"""Models under `torch.compile`, traced and run without a compiler: no graph breaks, and one graph for steps of all sizes."""
+"""Models under `torch.compile`, traced but not compiled: no graph breaks, and one graph for steps of all sizes."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ LENGTHS = [9, 1, 7, 12, 5, 3, 8, 2, 14]
 
 @pytest.fixture
 def traced(monkeypatch):
-    """The number of graphs that were traced, and the sizes that each ran with; a graph break is an error."""
+    """A list with one entry for each traced graph: the sizes it ran with. A graph break is an error."""
     torch._dynamo.reset()
     graphs = []
 
@@ -50,7 +50,7 @@ def test_a_model_is_traced_whole_and_once_for_steps_of_all_sizes(model_type, tra
     steps = use_fake_device(monkeypatch)
     engine = engine_of(replace(model, compile="on"), batch_size=8)
     engine.loop.ahead = True
-    run(engine, requests_of([[1], [2]], [3, 3]))  # as many tokens as logits: that is no rule for what comes
+    run(engine, requests_of([[1], [2]], [3, 3]))  # the trace must not assume as many tokens as logits
     assert texts(run(engine, requests)) == want
     assert engine.notes == []
     assert len(traced) == 1
@@ -60,23 +60,23 @@ def test_a_model_is_traced_whole_and_once_for_steps_of_all_sizes(model_type, tra
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_traced_runs_as_it_is(traced, monkeypatch):
+def test_a_model_that_cannot_be_traced_runs_uncompiled(traced, monkeypatch):
     model = build()
     norm = model.module.model.norm
     forward = norm.forward
     monkeypatch.setattr(norm, "forward", lambda x: forward(x) if float(x.sum()) < 1e9 else x)
-    check_runs_as_it_is(model, monkeypatch)
+    check_runs_uncompiled(model, monkeypatch)
 
 
-def test_a_model_that_cannot_be_compiled_runs_as_it_is(monkeypatch):
+def test_a_model_that_cannot_be_compiled_runs_uncompiled(monkeypatch):
     def failing(**inputs):
         raise RuntimeError("data-dependent branching")
 
     monkeypatch.setattr(torch, "compile", lambda module, **options: failing)
-    check_runs_as_it_is(build(), monkeypatch)
+    check_runs_uncompiled(build(), monkeypatch)
 
 
-def check_runs_as_it_is(model, monkeypatch):
+def check_runs_uncompiled(model, monkeypatch):
     requests = requests_of(PROMPTS, LENGTHS)
     want = texts(run(engine_of(model), requests))
     use_fake_device(monkeypatch)
@@ -86,7 +86,7 @@ def check_runs_as_it_is(model, monkeypatch):
     assert engine.notes[0].startswith("--compile on: torch.compile fails on this model, which runs without: ")
 
 
-def test_memory_that_runs_out_while_a_model_is_compiled_is_no_failure_of_the_compiler(monkeypatch):
+def test_running_out_of_memory_does_not_count_as_a_failure_to_compile(monkeypatch):
     def failing(**inputs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -99,8 +99,8 @@ def test_memory_that_runs_out_while_a_model_is_compiled_is_no_failure_of_the_com
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own parts
-def test_compiled_code_writes_the_same_and_does_not_copy_the_pool(monkeypatch):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside the compiler
+def test_compiled_code_gives_the_same_tokens_and_does_not_copy_the_block_pool(monkeypatch):
     from torch._inductor.utils import run_and_get_code
 
     model = build()

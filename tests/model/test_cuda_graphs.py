@@ -7,7 +7,7 @@ from batchgen.model.cuda_graphs import CAPTURE_AFTER, MAX_GRAPHS, MAX_TOKENS, Gr
 
 
 class Captures:
-    """Counts what is captured and replayed, by the name of the forward; forwards are lists to append to."""
+    """Records which forwards were captured and replayed."""
 
     def __init__(self):
         self.pools = 0
@@ -37,14 +37,14 @@ def graphs_of(captures, tokens=2048, logits=256, notes=None, **options):
     return Graphs(captures.new, tokens, logits, [] if notes is None else notes, **options)
 
 
-def due(graphs, tokens, logits):
-    """The shape of such a step once it is met often enough."""
+def shape_when_frequent(graphs, tokens, logits):
+    """Returns the shape for such a step once it was asked for often enough to be captured."""
     for _ in range(CAPTURE_AFTER):
         assert graphs.shape_of(tokens, logits) is None
     return graphs.shape_of(tokens, logits)
 
 
-def test_sizes_are_fine_steps_that_grow_with_the_size():
+def test_graph_sizes_grow_by_8_or_an_eighth():
     assert sizes_up_to(1) == [1]
     assert sizes_up_to(8) == [1, 2, 4, 8]
     assert sizes_up_to(50) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 50]
@@ -73,31 +73,31 @@ def test_sizes_are_fine_steps_that_grow_with_the_size():
     ],
 )
 def test_a_step_is_padded_to_the_smallest_shape_that_holds_it(captures, step, shape):
-    assert due(graphs_of(captures), *step) == Shape(*shape)
+    assert shape_when_frequent(graphs_of(captures), *step) == Shape(*shape)
 
 
 def test_a_full_batch_is_not_padded(captures):
-    assert due(graphs_of(captures, logits=200), 200, 200) == (200, 200)
+    assert shape_when_frequent(graphs_of(captures, logits=200), 200, 200) == (200, 200)
 
 
-def test_sizes_end_where_steps_do(captures):
-    assert due(graphs_of(captures, tokens=50, logits=20), 49, 19) == (50, 20)
+def test_the_largest_shape_just_holds_the_largest_step(captures):
+    assert shape_when_frequent(graphs_of(captures, tokens=50, logits=20), 49, 19) == (50, 20)
 
 
 @pytest.mark.parametrize("step", [(MAX_TOKENS + 1, 1), (300, 257), (20, 0)])
-def test_large_steps_and_those_without_logits_run_as_they_are(captures, step):
+def test_large_steps_and_steps_without_logits_run_without_graphs(captures, step):
     graphs = graphs_of(captures, tokens=8192)
     for _ in range(2 * CAPTURE_AFTER):
         assert graphs.shape_of(*step) is None
 
 
-def test_the_largest_shape_is_a_full_batch_s(captures):
+def test_the_largest_shape_is_that_of_a_full_batch(captures):
     assert graphs_of(captures, logits=100).largest == (100, 100)
 
 
-def test_a_shape_is_captured_when_it_was_met_as_often_as_that_costs_and_replayed_from_then_on(captures):
+def test_a_frequent_shape_is_captured_and_replayed_from_then_on(captures):
     graphs, forward = graphs_of(captures), [].copy
-    shape = due(graphs, 7, 7)
+    shape = shape_when_frequent(graphs, 7, 7)
     graphs.run(shape, forward)
     assert (captures.captured, captures.replayed, graphs.captured) == ([forward], [], ((8, 8),))
     assert graphs.shape_of(5, 6) == shape
@@ -106,30 +106,30 @@ def test_a_shape_is_captured_when_it_was_met_as_often_as_that_costs_and_replayed
     assert (captures.captured, captures.replayed) == ([forward], [forward, forward])
 
 
-def test_shapes_are_captured_at_once_where_that_is_asked_for(captures):
+def test_shapes_can_be_captured_at_once(captures):
     assert graphs_of(captures, after=0).shape_of(3, 3) == (4, 4)
 
 
-def test_there_are_not_more_graphs_than_memory_is_set_aside_for(captures):
+def test_the_number_of_graphs_is_limited(captures):
     graphs = graphs_of(captures, logits=2048, after=0)
     shapes = [shape for shape in (graphs.shape_of(size, size) for size in range(1, 2048)) if shape]
     for shape in dict.fromkeys(shapes):
         if graphs.shape_of(*shape):
             graphs.run(shape, lambda: None)
     assert len(graphs.captured) == min(MAX_GRAPHS, len(sizes_up_to(2048)))
-    for size in range(1, 2048):  # mixed steps, each of a shape of its own
+    for size in range(1, 2048):  # mixed steps, each with another shape
         shape = graphs.shape_of(size, 1)
         if shape:
             graphs.run(shape, lambda: None)
     assert len(graphs.captured) == MAX_GRAPHS
 
 
-def test_graphs_of_old_buffers_are_void_and_captured_again_with_memory_of_their_own(captures):
+def test_void_graphs_are_captured_again_in_a_new_memory_pool(captures):
     graphs = graphs_of(captures)
-    graphs.run(due(graphs, 4, 4), lambda: None)
+    graphs.run(shape_when_frequent(graphs, 4, 4), lambda: None)
     graphs.void()
     assert (graphs.captured, captures.pools) == ((), 2)
-    graphs.run(due(graphs, 4, 4), lambda: None)
+    graphs.run(shape_when_frequent(graphs, 4, 4), lambda: None)
     assert len(captures.captured) == 2
     assert captures.replayed == []
 
@@ -149,11 +149,11 @@ def test_graphs_of_old_buffers_are_void_and_captured_again_with_memory_of_their_
         ),
     ],
 )
-def test_a_capture_that_fails_is_the_last_and_the_step_runs_without(captures, error, note):
+def test_after_a_failed_capture_steps_run_without_graphs(captures, error, note):
     notes, ran = [], []
     graphs = graphs_of(captures, notes=notes)
-    graphs.run(due(graphs, 4, 4), lambda: ran.append("captured"))
-    shape = due(graphs, 8, 8)
+    graphs.run(shape_when_frequent(graphs, 4, 4), lambda: ran.append("captured"))
+    shape = shape_when_frequent(graphs, 8, 8)
     captures.error = error
     graphs.run(shape, lambda: ran.append("plain"))
     assert ran == ["captured", "plain"]
@@ -165,10 +165,10 @@ def test_a_capture_that_fails_is_the_last_and_the_step_runs_without(captures, er
     assert notes == [note]
 
 
-def test_graphs_that_there_are_serve_on_when_another_finds_no_memory(captures):
+def test_captured_graphs_stay_in_use_when_another_finds_no_memory(captures):
     graphs = graphs_of(captures)
-    graphs.run(due(graphs, 4, 4), lambda: None)
-    shape = due(graphs, 8, 8)
+    graphs.run(shape_when_frequent(graphs, 4, 4), lambda: None)
+    shape = shape_when_frequent(graphs, 8, 8)
     captures.error = torch.OutOfMemoryError("CUDA out of memory")
     graphs.run(shape, lambda: None)
     assert graphs.shape_of(4, 4) == (4, 4)

@@ -1,4 +1,4 @@
-"""Steps as a CUDA device runs them, on the CPU: whole generations through padded shapes and graphs."""
+"""The CUDA runner on the CPU: whole generations through padded shapes and graphs."""
 
 from dataclasses import replace
 
@@ -33,8 +33,8 @@ def want(model):
     return texts(run(engine_of(model), requests_of(PROMPTS, LENGTHS)))
 
 
-def sizes_seen(model, monkeypatch):
-    """What the module is called with from now on: tokens, logits, and the addresses of its inputs."""
+def recorded_inputs(model, monkeypatch):
+    """Returns a list to which every later call of the module adds its shape and the addresses of its inputs."""
     seen = []
     forward = model.module.forward
 
@@ -50,9 +50,9 @@ def sizes_seen(model, monkeypatch):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_without_graphs_a_generation_is_as_without_a_device(model, want, monkeypatch, ahead):
+def test_without_graphs_the_output_is_that_of_the_cpu(model, want, monkeypatch, ahead):
     steps = use_fake_device(monkeypatch)
-    seen = sizes_seen(model, monkeypatch)
+    seen = recorded_inputs(model, monkeypatch)
     engine = engine_of(replace(model, compile="off"), batch_size=12)
     engine.loop.ahead = ahead
     assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
@@ -61,8 +61,8 @@ def test_without_graphs_a_generation_is_as_without_a_device(model, want, monkeyp
 
 
 @pytest.mark.slow
-def test_graphs_that_run_recorded_operators_alone_write_the_same(model, want, monkeypatch):
-    """All that a step depends on is in the buffers that were there when its graph was captured, tokens that the host does not know among it."""
+def test_graphs_that_only_replay_recorded_operators_give_the_same_output(model, want, monkeypatch):
+    """A step's inputs, with tokens that the host does not know yet, are all in the buffers that its graph was captured with."""
     steps = use_fake_device(monkeypatch, Recording)
     engine = engine_of(model, batch_size=12)
     engine.loop.ahead = True
@@ -81,7 +81,7 @@ def test_graphs_that_run_recorded_operators_alone_write_the_same(model, want, mo
         [{"blocks": 8}, {"max_batch_tokens": 9}, {"policy": "prefill-first"}, {"share": False}],
     ),
 )
-def test_graphs_change_nothing_whatever_the_schedule(model, want, monkeypatch, options):
+def test_graphs_give_the_same_output_under_any_schedule(model, want, monkeypatch, options):
     steps = use_fake_device(monkeypatch)
     engine = engine_of(model, **options)
     engine.loop.ahead = True
@@ -89,10 +89,10 @@ def test_graphs_change_nothing_whatever_the_schedule(model, want, monkeypatch, o
     assert steps[0]._graphs._capture.replays > 10
 
 
-def test_once_captured_a_step_runs_in_its_shape_alone(model, monkeypatch):
-    """What a graph reads lies at the same addresses in all steps of its shape: they are those of its capture."""
+def test_a_captured_step_always_reads_the_same_buffers(model, monkeypatch):
+    """The inputs of all steps of a shape lie at the addresses that its graph was captured with."""
     steps = use_fake_device(monkeypatch, Recording)
-    seen = sizes_seen(model, monkeypatch)
+    seen = recorded_inputs(model, monkeypatch)
     engine = engine_of(model, batch_size=8)
     run(engine, requests_of([[i] for i in range(8)], [30] * 8))
     captured = steps[0]._graphs.captured
@@ -103,16 +103,16 @@ def test_once_captured_a_step_runs_in_its_shape_alone(model, monkeypatch):
     assert len({addresses for shape, addresses in seen if shape == (8, 8)}) == 1
 
 
-def test_decode_steps_are_padded_to_buckets_and_no_others_are_met(model, monkeypatch):
+def test_decode_steps_run_in_the_sizes_of_graphs_alone(model, monkeypatch):
     use_fake_device(monkeypatch)
-    seen = sizes_seen(model, monkeypatch)
+    seen = recorded_inputs(model, monkeypatch)
     monkeypatch.setattr(module, "Graphs", eager_graphs(module.Graphs))
     run(engine_of(model, batch_size=20), requests_of([[i] for i in range(19)], range(3, 41, 2)))
     assert {shape for shape, _ in seen} == {(20, 20), (16, 16), (8, 8), (4, 4), (2, 2), (1, 1)}
 
 
 def eager_graphs(graphs):
-    """Every shape is captured when it is first met, and replays run the module again: what it sees can be watched."""
+    """Captures every shape at its first step. Replays run the module again, so that its inputs can be recorded."""
     return lambda new_capture, *args, after: graphs(lambda: plain_capture, *args, after=0)
 
 
@@ -127,7 +127,7 @@ def test_the_largest_shape_is_captured_first(model, monkeypatch):
     assert steps[0]._graphs.captured == ((50, 50), (2, 2), (1, 1))
 
 
-def test_graphs_are_captured_again_when_a_buffer_of_theirs_was_replaced(model, want, monkeypatch):
+def test_graphs_are_captured_again_after_one_of_their_buffers_was_replaced(model, want, monkeypatch):
     steps = use_fake_device(monkeypatch)
     engine = engine_of(model, batch_size=12)
     pools, old = [], module.Graphs.void
@@ -162,7 +162,7 @@ def test_padding_writes_no_kv(model, monkeypatch):
     assert all(int(pool.abs().sum((0, 2)).count_nonzero()) == 2 * 20 for pool in pools)
 
 
-def test_a_model_that_asks_the_device_runs_without_graphs(want, monkeypatch):
+def test_a_model_that_waits_for_the_device_runs_without_graphs(want, monkeypatch):
     model = build()
     norm = model.module.model.norm
     monkeypatch.setattr(norm, "forward", asking(norm.forward))
@@ -180,7 +180,7 @@ def asking(forward):
     return lambda x: forward(x) if float(x.sum()) < 1e9 else x
 
 
-def test_memory_that_runs_out_in_a_capture_costs_the_graphs_and_no_row(model, want, monkeypatch):
+def test_running_out_of_memory_in_a_capture_costs_the_graphs_and_no_row(model, want, monkeypatch):
     def capture(forward):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -191,8 +191,8 @@ def test_memory_that_runs_out_in_a_capture_costs_the_graphs_and_no_row(model, wa
     assert [note.split(";")[0] for note in engine.notes] == ["no memory for more CUDA graphs"]
 
 
-def test_halves_of_a_step_that_found_no_memory_do_not_share_their_logits(model, want, monkeypatch):
-    """Graphs put them into one buffer, one half after the other."""
+def test_a_step_halved_for_lack_of_memory_keeps_the_logits_of_both_halves(model, want, monkeypatch):
+    """The graphs of both halves write to the same buffer, one after the other."""
     steps = use_fake_device(monkeypatch)
     monkeypatch.setattr(module, "Graphs", eager_graphs(module.Graphs))
     engine = engine_of(model, batch_size=14)
@@ -202,7 +202,7 @@ def test_halves_of_a_step_that_found_no_memory_do_not_share_their_logits(model, 
     assert len(steps[0].attention.sizes) > 2 * engine.stats.steps
 
 
-def test_forks_draw_what_they_draw_without_a_device(model, monkeypatch):
+def test_forks_sample_the_same_tokens_as_on_the_cpu(model, monkeypatch):
     requests = requests_of(PROMPTS, LENGTHS, n=2, temperature=1.0, seed=3)
     before = texts(run(engine_of(model), requests))
     use_fake_device(monkeypatch)
@@ -210,7 +210,7 @@ def test_forks_draw_what_they_draw_without_a_device(model, monkeypatch):
 
 
 @pytest.mark.parametrize("place", [{"device": torch.device("cpu")}, {"device": torch.device("mps")}, {"spread": True}])
-def test_models_elsewhere_than_on_one_cuda_device_have_no_such_step(model, place):
+def test_only_models_on_one_cuda_device_use_the_cuda_runner(model, place):
     notes = []
     assert module.device_step(replace(model, **{"device": torch.device("cuda", 0)} | place), None, None, notes) is None
     assert notes == []
@@ -219,9 +219,7 @@ def test_models_elsewhere_than_on_one_cuda_device_have_no_such_step(model, place
 @pytest.mark.parametrize(
     ("capability", "why"), [((7, 5), "the kernels need a GPU like the A100 or newer"), ((9, 0), "it has no compiler")]
 )
-def test_a_gpu_that_the_kernels_do_not_run_on_runs_plain_torch_and_the_user_is_told_why(
-    model, capability, why, monkeypatch
-):
+def test_a_gpu_that_the_kernels_do_not_support_runs_plain_torch_with_a_note(model, capability, why, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr("batchgen.attention.triton_backend.obstacle", lambda cache, device: "it has no compiler")
     notes = []
@@ -230,7 +228,7 @@ def test_a_gpu_that_the_kernels_do_not_run_on_runs_plain_torch_and_the_user_is_t
 
 
 class Asked(TorchDispatchMode):
-    """Raises where the host would wait for an answer of the device."""
+    """Raises where the host would wait for the device."""
 
     answers = frozenset(
         {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique", "_unique2"}
@@ -246,7 +244,7 @@ class Asked(TorchDispatchMode):
     "model_type",
     slow_but({"llama", "phi3/longrope"}, ["llama", "qwen2", "gemma2", "mistral", "llama/dynamic", "phi3/longrope"]),
 )
-def test_a_step_asks_the_device_nothing(model_type, monkeypatch):
+def test_a_step_never_waits_for_the_device(model_type, monkeypatch):
     model = prepare(build_type(model_type))
     use_fake_device(monkeypatch)
     engine = engine_of(model)
@@ -262,8 +260,8 @@ def test_a_step_asks_the_device_nothing(model_type, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_graphs_on_a_gpu_write_what_steps_without_them_write(dtype):
-    """In the same shapes: a row's numbers depend on the batch's in their last bits."""
+def test_graphs_on_a_gpu_give_the_output_of_steps_without_them(dtype):
+    """Both run in the same shapes, since the last bits of a row depend on the size of the batch."""
     module = build().module.to("cuda", dtype)
     outcomes = []
     for graphs_are in ("off", "auto"):
@@ -279,7 +277,7 @@ def test_graphs_on_a_gpu_write_what_steps_without_them_write(dtype):
 
 
 @pytest.mark.gpu
-def test_a_model_that_waits_for_a_gpu_runs_without_graphs_and_torch_still_gives_memory_back():
+def test_a_model_that_waits_for_a_gpu_runs_without_graphs_and_torch_still_frees_memory():
     model = prepare(build().module.to("cuda"))
     inner = model.module.model.layers[0].mlp
     inner.register_forward_hook(lambda module, inputs, output: output * (1.0 if output.sum().item() else 0.5))
@@ -299,7 +297,7 @@ def test_a_model_that_waits_for_a_gpu_runs_without_graphs_and_torch_still_gives_
 
 
 @pytest.mark.gpu
-def test_ragged_generations_on_a_gpu_are_those_of_the_cpu(model, want):
+def test_ragged_generations_on_a_gpu_equal_those_of_the_cpu(model, want):
     on_gpu = prepare(build().module.to("cuda"))
     engine = engine_of(on_gpu, batch_size=12)
     assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
@@ -308,8 +306,8 @@ def test_ragged_generations_on_a_gpu_are_those_of_the_cpu(model, want):
 
 
 @pytest.mark.gpu
-def test_steps_on_a_gpu_wait_for_nothing(monkeypatch):
-    """torch raises where a step waits for the device, but for captures, which are made beforehand."""
+def test_steps_on_a_gpu_never_wait_for_the_device(monkeypatch):
+    """torch raises where a step waits for the device. Graphs are captured before that is switched on."""
     engine = engine_of(prepare(build().module.to("cuda")), batch_size=8)
     requests = requests_of([[i, i + 1] for i in range(8)], [40] * 8)
     run(engine, requests)
@@ -327,8 +325,8 @@ def test_steps_on_a_gpu_wait_for_nothing(monkeypatch):
 
 
 @pytest.mark.slow
-def test_graphs_over_the_real_kernels_write_the_same(model, monkeypatch):
-    """On Triton's interpreter: a graph captured for one step serves the plans of all steps of its shape."""
+def test_graphs_over_the_real_kernels_give_the_same_output(model, monkeypatch):
+    """On Triton's interpreter. A graph captured for one step serves the plans of all steps of its shape."""
     pytest.importorskip("triton")
     from batchgen.attention.triton_backend import DeviceAttention
     from support.triton_interpreter import skip_unless_interpreted

@@ -1,4 +1,4 @@
-"""Checkpoints that are dequantized as they are loaded: the weights are transformers' own, and the user is told what they take."""
+"""Checkpoints that are dequantized while loading: the output is that of transformers, and a note tells the memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from batchgen.stats import size_text
 from support.models import engine_for, expect, make_requests, run, tiny_tokenizer
 from support.quantized import CHECKPOINTS, PACKED, dequantized, make
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries', of each other
+pytestmark = pytest.mark.filterwarnings("ignore")  # libraries warn of each other
 CORE = {"fp8", "W4A16", "awq", "gptq", "modelopt NVFP4", "bitsandbytes nf4"}
 PROMPTS = [list(range(3, 60)), [*range(3, 50), 7, 8, 9], [11, 12], list(range(70, 120))]
 LENGTHS = [12, 5, 20, 8]
@@ -67,7 +67,7 @@ def load(folder: Path, dtype: str) -> Any:
 
 
 @torch.inference_mode()
-def test_output_is_that_of_transformers_on_the_dequantized_weights(checkpoint: tuple[str, Path, Any]) -> None:
+def test_the_output_is_that_of_transformers_on_the_dequantized_weights(checkpoint: tuple[str, Path, Any]) -> None:
     name, folder, original = checkpoint
     if name in PACKED:
         reference = dequantized(name, folder)
@@ -82,10 +82,10 @@ def test_output_is_that_of_transformers_on_the_dequantized_weights(checkpoint: t
     ids = torch.tensor(PROMPTS[:1])
     got, plain = reference(ids).logits, original(ids).logits.float()
     apart = float((got - plain).abs().max() / plain.abs().max())
-    assert 1e-3 < apart < WIDEST[name]  # it is quantized indeed, and read rightly
+    assert 1e-3 < apart < WIDEST[name]  # the checkpoint is quantized, and read correctly
 
 
-def test_the_user_is_told_what_the_weights_take(checkpoint: tuple[str, Path, Any]) -> None:
+def test_a_note_tells_the_memory_of_the_dequantized_weights(checkpoint: tuple[str, Path, Any]) -> None:
     name, folder, _ = checkpoint
     model = load(folder, "bfloat16")
     kinds = {"awq": "AWQ", "gptq": "GPTQ", "gptq_v2": "GPTQ", "fp8": "FP8", "mxfp4": "MXFP4"}
@@ -98,7 +98,7 @@ def test_the_user_is_told_what_the_weights_take(checkpoint: tuple[str, Path, Any
     assert {p.dtype for p in model.module.parameters() if p.dim() > 1} == {torch.bfloat16}
 
 
-def test_nothing_of_the_quantization_is_left_for_our_kernels_to_avoid(checkpoint: tuple[str, Path, Any]) -> None:
+def test_the_loaded_model_has_no_trace_of_the_quantization(checkpoint: tuple[str, Path, Any]) -> None:
     _, folder, original = checkpoint
     module = load(folder, "bfloat16").module
     assert getattr(module, "is_quantized", False) is False
@@ -108,8 +108,8 @@ def test_nothing_of_the_quantization_is_left_for_our_kernels_to_avoid(checkpoint
     assert not any("forward" in part.__dict__ for part in module.modules())
 
 
-def test_a_forward_that_rounds_activations_is_taken_off_where_transformers_leaves_it() -> None:
-    """As transformers 5.17 leaves layers of compressed-tensors."""
+def test_a_forward_that_rounds_activations_is_removed() -> None:
+    """transformers 5.17 leaves such forwards on layers of compressed-tensors."""
     layer: Any = torch.nn.Linear(3, 2)
     x = torch.ones(1, 3)
     expected = layer(x)
@@ -124,7 +124,7 @@ def test_a_forward_that_rounds_activations_is_taken_off_where_transformers_leave
     assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
 
 
-def test_the_room_they_need_is_that_of_the_dequantized_weights(checkpoint: tuple[str, Path, Any]) -> None:
+def test_the_memory_needed_is_that_of_the_dequantized_weights(checkpoint: tuple[str, Path, Any]) -> None:
     name, folder, original = checkpoint
     needed = loaded_bytes(
         [folder / "model.safetensors"], torch.bfloat16, unpacked=packed_bits(AutoConfig.from_pretrained(folder))
@@ -136,7 +136,7 @@ def test_the_room_they_need_is_that_of_the_dequantized_weights(checkpoint: tuple
 
 
 @pytest.mark.parametrize("method", ["aqlm", "hqq", "quark"])
-def test_what_is_not_read_is_refused_by_name_for_hub_models_too(method: str) -> None:
+def test_an_unsupported_method_is_refused_by_name_for_hub_models_too(method: str) -> None:
     config = AutoConfig.for_model("llama")
     config.quantization_config = {"quant_method": method}
     with pytest.raises(ModelError, match="which batchgen does not read") as e:
@@ -164,7 +164,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"quant_method": "awq"}, "a.pre_quant_scale", "its activations are scaled (pre_quant_scale)"),
     ],
 )
-def test_a_variant_of_a_format_that_is_not_read_is_refused(
+def test_an_unsupported_variant_of_a_format_is_refused(
     settings: dict[str, Any], tensor: str, problem: str, tmp_path: Path
 ) -> None:
     from safetensors.torch import save_file

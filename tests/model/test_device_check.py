@@ -1,4 +1,4 @@
-"""An emulated device whose parts raise, give wrong numbers or never return: what is wrong is not used, and jobs end right."""
+"""An emulated device whose parts raise, give wrong numbers or never return: faulty parts are switched off, and jobs give correct output."""
 
 import json
 import os
@@ -41,8 +41,8 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "device-checks"
 
 
-def tried(model, setup=SETUP):
-    """What trials in this process tell: the parts that were tried, those that failed and why, and whether they came to their end."""
+def run_trials(model, setup=SETUP):
+    """Runs the trials in this process. Returns the parts tried, why each failed one failed, and whether all trials finished."""
     told = []
     device_trials.run(setup, model, told.append)
     failed = {message.part: message.why for message in told if isinstance(message, Failed)}
@@ -54,7 +54,7 @@ def tried(model, setup=SETUP):
 
 def test_parts_that_agree_with_plain_torch_pass(model, monkeypatch):
     steps = use_fake_device(monkeypatch)
-    assert tried(model) == (list(PARTS), {}, True)
+    assert run_trials(model) == (list(PARTS), {}, True)
     assert max(len(step._graphs.captured) for step in steps if step._graphs) > 0
 
 
@@ -67,7 +67,7 @@ def no_number(out):
 
 
 def one_of_a_thousand(out):
-    """Elements 0, 1000, 2000 and so on are a twentieth too large."""
+    """Makes every 1000th element 5 % too large."""
     flat = out.flatten().clone()
     flat[::1000] *= 1.05
     return flat.view_as(out)
@@ -85,16 +85,16 @@ KERNEL_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", KERNEL_FAULTS)
-def test_kernels_that_are_wrong_are_found_and_graphs_of_them_are_not_tried(model, monkeypatch, fault):
+def test_faulty_kernels_are_found_and_graphs_of_them_are_not_tried(model, monkeypatch, fault):
     use_fake_device(monkeypatch, attention=faulty(fault))
-    parts, failed, complete = tried(model)
+    parts, failed, complete = run_trials(model)
     assert (parts, list(failed), complete) == (["sampler", "triton", "step-ahead"], ["triton"], True)
     assert failed["triton"].startswith(KERNEL_FAULTS[fault])
 
 
-def test_rounding_is_no_fault(model, monkeypatch):
+def test_rounding_is_not_a_fault(model, monkeypatch):
     use_fake_device(monkeypatch, attention=faulty(rounding))
-    assert tried(model)[1] == {}
+    assert run_trials(model)[1] == {}
 
 
 SOFT = {"sliding_window": 24, "softcap": 20.0, "sinks": torch.float32}
@@ -102,7 +102,7 @@ SOFT = {"sliding_window": 24, "softcap": 20.0, "sinks": torch.float32}
 
 @pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.bfloat16, torch.float16]))
 @pytest.mark.parametrize("options", slow_but([SOFT], [{}, SOFT]), ids=str)
-def test_rounding_in_half_precision_is_no_fault_and_an_element_of_a_thousand_is(monkeypatch, dtype, options):
+def test_rounding_in_half_precision_is_not_a_fault_but_one_wrong_element_in_a_thousand_is(monkeypatch, dtype, options):
     kind = AttentionKind(
         heads=2, group=4, k_size=32, v_size=32, dtype=dtype, scale=32**-0.5,
         **{"sliding_window": None, "softcap": None, "sinks": None} | options,
@@ -110,7 +110,7 @@ def test_rounding_in_half_precision_is_no_fault_and_an_element_of_a_thousand_is(
     on = SimpleNamespace(dtype=dtype, device=CPU)
 
     class Rounded(FakeAttention):
-        """As kernels do: float32 inside, rounded at the end."""
+        """Computes in float32 and rounds the result, as kernels do."""
 
         def __call__(self, layer, q_HTD, k_KTD, v_KTV, options):
             keys, values = self.cache.keys[layer], self.cache.values[layer]
@@ -133,19 +133,19 @@ def test_rounding_in_half_precision_is_no_fault_and_an_element_of_a_thousand_is(
             device_trials.attention_trial(kind, on, 32)
 
 
-def test_kv_that_is_written_to_other_places_is_found(model, monkeypatch):
+def test_kv_written_to_a_wrong_place_is_found(model, monkeypatch):
     class Misplaced(FakeAttention):
         def __call__(self, layer, *arguments):
             out = super().__call__(layer, *arguments)
-            self.cache.values[layer][0, -1, -1] = 1.0  # of no token: no output changes
+            self.cache.values[layer][0, -1, -1] = 1.0  # belongs to no token, so no output changes
             return out
 
     use_fake_device(monkeypatch, attention=Misplaced)
-    assert tried(model)[1]["triton"].startswith("the attention kernels write other KV than plain torch")
+    assert run_trials(model)[1]["triton"].startswith("the attention kernels write other KV than plain torch")
 
 
-def test_kernels_that_the_model_calls_in_another_way_are_found(model, monkeypatch):
-    """As where strides are mistaken: alone they are right."""
+def test_kernels_that_fail_only_when_the_model_calls_them_are_found(model, monkeypatch):
+    """For example kernels that read the model's strides wrongly but pass with contiguous tensors."""
 
     class Mistaken(FakeAttention):
         def __call__(self, layer, q_HTD, *arguments):
@@ -153,11 +153,11 @@ def test_kernels_that_the_model_calls_in_another_way_are_found(model, monkeypatc
             return out.roll(1, 1) if len(self.cache.keys) > 1 else out
 
     use_fake_device(monkeypatch, attention=Mistaken)
-    assert tried(model)[1]["triton"].startswith("with the attention kernels the model's logits of ")
+    assert run_trials(model)[1]["triton"].startswith("with the attention kernels the model's logits of ")
 
 
 def stale(replays):
-    """A graph that runs nothing from some replay on."""
+    """Returns a capture whose graph does nothing after `replays` replays."""
 
     class Stale(Capture):
         def recorded(self, forward):
@@ -178,14 +178,14 @@ def failing(forward):
         (lambda: failing, "the model cannot be captured as a CUDA graph and runs without, which is slower: operation"),
     ],
 )
-def test_graphs_that_are_wrong_are_found_and_the_kernels_go_on(model, monkeypatch, capture, why):
+def test_faulty_graphs_are_found_and_the_kernels_stay_in_use(model, monkeypatch, capture, why):
     use_fake_device(monkeypatch, capture)
-    parts, failed, complete = tried(model)
+    parts, failed, complete = run_trials(model)
     assert (parts, list(failed), complete) == (list(PARTS), ["graphs"], True)
     assert failed["graphs"].startswith(why)
 
 
-def test_tokens_that_come_back_late_or_as_others_cost_the_step_ahead(model, monkeypatch):
+def test_tokens_that_the_device_returns_wrong_switch_off_the_step_ahead(model, monkeypatch):
     use_fake_device(monkeypatch)
 
     class Late(device_trials.Readback):
@@ -212,11 +212,11 @@ def test_tokens_that_come_back_late_or_as_others_cost_the_step_ahead(model, monk
 
     monkeypatch.setattr(device_trials, "Readback", Late)
     monkeypatch.setattr(device_trials, "_run_steps", counted)
-    assert tried(model)[1] == {"step-ahead": "the device returns other tokens than it has sampled"}
+    assert run_trials(model)[1] == {"step-ahead": "the device returns other tokens than it has sampled"}
 
 
 @pytest.mark.parametrize("wrong", slow_but(["measured"], ["tokens", "valid", "measured"]))
-def test_a_sampler_that_is_wrong_on_the_device_is_found(model, monkeypatch, wrong):
+def test_a_faulty_sampler_on_the_device_is_found(model, monkeypatch, wrong):
     made = []
 
     class Sampler(device_trials.Sampler):
@@ -234,11 +234,11 @@ def test_a_sampler_that_is_wrong_on_the_device_is_found(model, monkeypatch, wron
 
     use_fake_device(monkeypatch)
     monkeypatch.setattr(device_trials, "Sampler", Sampler)
-    parts, failed, _ = tried(model)
+    parts, failed, _ = run_trials(model)
     assert (parts, list(failed)) == (list(PARTS), ["sampler"])
 
 
-def test_memory_that_runs_out_in_a_trial_says_nothing_of_the_part(model, monkeypatch):
+def test_running_out_of_memory_in_a_trial_does_not_blame_the_part(model, monkeypatch):
     def full(out):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -248,7 +248,7 @@ def test_memory_that_runs_out_in_a_trial_says_nothing_of_the_part(model, monkeyp
     assert told == [Trying("sampler"), Trying("triton"), Unknown("OutOfMemoryError: CUDA out of memory")]
 
 
-def test_after_an_error_that_the_device_keeps_no_more_is_tried_in_that_process(model, monkeypatch):
+def test_after_an_error_that_breaks_the_device_no_more_trials_run_in_that_process(model, monkeypatch):
     def lost(device):
         if broken:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -261,7 +261,7 @@ def test_after_an_error_that_the_device_keeps_no_more_is_tried_in_that_process(m
 
     monkeypatch.setattr(device_trials, "_synchronize", lost)
     use_fake_device(monkeypatch, attention=faulty(breaks))
-    parts, failed, complete = tried(model)
+    parts, failed, complete = run_trials(model)
     assert (parts, complete) == (["sampler", "triton"], False)
     assert failed == {"triton": "RuntimeError: CUDA error: an illegal memory access was encountered"}
 
@@ -288,7 +288,7 @@ def test_logits_of_a_few_tokens_may_differ_where_rounding_chooses_experts():
 
 
 class Scripted:
-    """Processes of trials that tell what they are told to, and then end with an exit code, or never (None)."""
+    """Trial processes that send scripted messages and then end with a scripted exit code (None: never)."""
 
     def __init__(self, *scripts):
         self.scripts = list(scripts)
@@ -337,14 +337,14 @@ TRITON_FAILED = (
 )
 
 
-def test_a_trial_that_never_returns_ends_with_its_process_and_the_others_follow(monkeypatch, cache):
+def test_a_trial_that_hangs_is_killed_and_the_others_still_run(monkeypatch, cache):
     hung = ([Trying("sampler"), Trying("triton")], None, b"")
     verdict = check(monkeypatch, hung, ([Trying("step-ahead"), Done()], 0, b""), seconds=0.05)
     assert verdict.off == {"triton": "its trial did not return within 0.05 s"}
     assert json.loads(next(cache.glob("*.json")).read_text())["off"] == verdict.off
 
 
-def test_the_last_part_may_hang_too(monkeypatch):
+def test_the_trial_of_the_last_part_may_hang_too(monkeypatch):
     verdict = check(monkeypatch, ([*map(Trying, PARTS)], None, b""), seconds=0.05)
     assert list(verdict.off) == ["step-ahead"]
     assert verdict.file is not None
@@ -357,7 +357,7 @@ def test_the_last_part_may_hang_too(monkeypatch):
         (1, b"", "exit code 1"),
     ],
 )
-def test_a_trial_that_ends_its_process_is_at_fault(monkeypatch, code, said, how):
+def test_a_trial_that_crashes_its_process_fails_its_part(monkeypatch, code, said, how):
     crashed = ([Trying("sampler"), Trying("triton"), Trying("graphs")], code, said)
     verdict = check(monkeypatch, crashed, ([Trying("step-ahead"), Done()], 0, b""))
     assert verdict.off == {"graphs": f"its trial ended the process ({how})"}
@@ -372,15 +372,15 @@ def test_a_trial_that_ends_its_process_is_at_fault(monkeypatch, code, said, how)
         (([Trying("sampler"), Trying("triton"), Unknown("full")], 0, b""), list(PARTS)[1:], "full"),
     ],
 )
-def test_what_could_not_be_tried_is_not_used_and_tried_again_the_next_time(monkeypatch, cache, script, off, why):
-    """The model cannot be loaded, say, of which its own load tells more; or memory ran out."""
+def test_a_part_that_could_not_be_tried_is_off_and_tried_again_at_the_next_start(monkeypatch, cache, script, off, why):
+    """For example because the model cannot be loaded, or because memory ran out."""
     verdict = check(monkeypatch, script)
     assert verdict.off == dict.fromkeys(off, f"it could not be tried ({why})")
     assert list(cache.glob("*.json")) == []
     assert check(monkeypatch, ALL_WELL).off == {}
 
 
-def test_what_was_found_is_kept_and_said_at_every_start(monkeypatch):
+def test_the_verdict_is_stored_and_told_at_every_start(monkeypatch):
     verdict = check(monkeypatch, TRITON_FAILED)
     assert verdict.notes() == [
         "Fake GPU: batchgen's attention kernels: switched off, plain torch attends, which is slower, because it is wrong; "
@@ -392,7 +392,7 @@ def test_what_was_found_is_kept_and_said_at_every_start(monkeypatch):
     assert check(monkeypatch).off == {}
 
 
-def test_it_is_tried_again_with_another_version_driver_gpu_model_or_type(monkeypatch):
+def test_trials_run_again_for_another_version_driver_gpu_model_or_dtype(monkeypatch):
     check(monkeypatch, TRITON_FAILED)
     check(monkeypatch, ALL_WELL, name="Another GPU")
     check(monkeypatch, ALL_WELL, settings={"head_dim": 128})
@@ -412,20 +412,20 @@ def test_it_is_tried_again_with_another_version_driver_gpu_model_or_type(monkeyp
     assert list(check(monkeypatch, settings={"head_dim": 64, "_name_or_path": "elsewhere"}).off) == ["triton"]
 
 
-def test_a_file_that_cannot_be_read_is_made_again(monkeypatch):
+def test_an_unreadable_verdict_is_replaced(monkeypatch):
     file = check(monkeypatch, TRITON_FAILED).file
     for broken in ("", "[]", '{"off": 3}', '{"key": {}}'):
         file.write_text(broken)
         assert check(monkeypatch, ALL_WELL).off == {}
 
 
-def test_a_cache_that_cannot_be_written_costs_trials_at_every_start(monkeypatch, tmp_path):
+def test_with_an_unwritable_cache_trials_run_at_every_start(monkeypatch, tmp_path):
     (tmp_path / "cache").write_text("a file")
     for _ in range(2):
         assert list(check(monkeypatch, TRITON_FAILED).off) == ["triton"]
 
 
-def test_nothing_is_tried_where_there_is_nothing_to_try(monkeypatch):
+def test_without_parts_to_try_no_process_starts(monkeypatch):
     assert check(monkeypatch, config=replace(CONFIG, attention="triton")) == Verdict("Fake GPU")
     assert check(monkeypatch, config=replace(CONFIG, device_map="auto")) == Verdict()
     monkeypatch.undo()
@@ -438,8 +438,8 @@ def test_nothing_is_tried_where_there_is_nothing_to_try(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own_loads_the_model_and_tries(tiny_model_dir, monkeypatch, cache):
-    """On the CPU, for which there are no kernels: sampling, and a step ahead."""
+def test_the_trial_process_loads_the_model_and_runs_the_trials(tiny_model_dir, monkeypatch, cache):
+    """On the CPU, which has no kernels or graphs to try: only the sampler and the step ahead."""
     config = ModelConfig(model=str(tiny_model_dir), device="cpu", dtype="float32")
     monkeypatch.setattr(device_check, "parts_on", lambda device: tuple(PARTS))
     monkeypatch.setattr(device_check, "device_identity", lambda device: ("Fake GPU", "driver 1"))
@@ -463,7 +463,7 @@ time.sleep(1000)
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_is_killed(monkeypatch, command_environment):
+def test_a_trial_process_that_hangs_is_killed(monkeypatch, command_environment):
     processes = []
 
     def start(connection, said):
@@ -499,8 +499,8 @@ def never(out):
     Event().wait()
 
 
-# Faults, the parts that they put off, the attention that is left, and the seconds that a trial may take: few only where one hangs, because
-# a busy machine may take long for the others.
+# Faults, the parts that they switch off, the attention that remains, and the seconds that a trial may take (few only where one hangs, since
+# the others may be slow on a busy machine).
 JOB_FAULTS = [
     pytest.param({}, [], "triton", 600.0, id="nothing is wrong", marks=pytest.mark.slow),
     pytest.param({"attention": faulty(rounding)}, [], "triton", 600.0, id="kernels round otherwise", marks=pytest.mark.slow),
@@ -513,7 +513,7 @@ JOB_FAULTS = [
 
 
 @pytest.mark.parametrize(("faults", "off", "attention", "seconds"), JOB_FAULTS)
-def test_a_job_ends_right_whatever_is_wrong_with_its_device(
+def test_a_job_gives_correct_output_whatever_is_wrong_with_its_device(
     tiny_model_dir, want, monkeypatch, faults, off, attention, seconds
 ):
     with LLM(tiny_model_dir, device="cpu", compile="off") as llm:
@@ -530,7 +530,7 @@ def test_a_job_ends_right_whatever_is_wrong_with_its_device(
     assert len(start.started) == count >= 1
 
 
-def test_attention_by_hand_asks_nobody(tiny_model_dir, want, monkeypatch):
+def test_attention_chosen_by_the_user_is_not_tried(tiny_model_dir, want, monkeypatch):
     use_fake_device(monkeypatch, attention=faulty(one_of_a_thousand))
     assert job(tiny_model_dir, attention="torch")[:2] == (want, "cascade")
     with pytest.raises(Exception, match=r"^--attention triton is for one CUDA device; leave it out$"):
@@ -538,7 +538,7 @@ def test_attention_by_hand_asks_nobody(tiny_model_dir, want, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_says_what_is_off_and_writes_what_plain_torch_writes(
+def test_the_command_tells_what_is_off_and_writes_the_output_of_plain_torch(
     tiny_model_dir, want, monkeypatch, tmp_path, cli, write_jsonl, read_jsonl
 ):
     with LLM(tiny_model_dir, device="cpu", compile="off") as llm:
@@ -558,13 +558,13 @@ def test_the_command_says_what_is_off_and_writes_what_plain_torch_writes(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_part_passes_on_a_gpu(dtype):
-    parts, failed, complete = tried(prepare(build().module.to("cuda", dtype)))
+    parts, failed, complete = run_trials(prepare(build().module.to("cuda", dtype)))
     assert (parts, failed, complete) == (list(PARTS), {}, True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", PARTS)
-def test_without_any_part_a_gpu_writes_the_same(model, part):
+def test_a_gpu_gives_the_same_output_without_any_one_part(model, part):
     requests = requests_of([[*range(40), i] for i in range(5)], [20] * 5)
     want = {row: r.token_ids for row, r in run(engine_of(model), requests).items()}
     there = prepare(build().module.to("cuda"))

@@ -1,4 +1,4 @@
-"""Models spread over devices. There is one device here; `meta` stands in for another, which computes shapes and no numbers."""
+"""Models spread over devices. The second device is `meta`, which computes shapes but no numbers."""
 
 from functools import partial
 
@@ -32,7 +32,7 @@ def module(tiny_model_dir):
 
 @pytest.fixture
 def completions(tiny_model_dir, monkeypatch):
-    """What a loaded model writes."""
+    """A function that returns what a loaded model generates."""
 
     def generate(model):
         monkeypatch.setattr(loader, "load_model", lambda *_: model)
@@ -42,7 +42,7 @@ def completions(tiny_model_dir, monkeypatch):
     return generate
 
 
-def test_a_device_map_and_a_device_exclude_one_another():
+def test_a_device_map_and_a_device_exclude_each_other():
     with pytest.raises(UsageError, match=r"^--device-map chooses the devices itself; leave --device out$"):
         ModelConfig(model="m", device="cpu", device_map="auto")
 
@@ -56,7 +56,7 @@ def test_a_device_map_without_accelerate_names_the_extra(tiny_model_dir, monkeyp
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is an accelerator")
-def test_a_device_map_on_a_machine_with_one_device_is_that_device(tiny_model_dir, completions):
+def test_a_device_map_on_a_machine_with_one_device_uses_that_device(tiny_model_dir, completions):
     pytest.importorskip("accelerate")
     config = ModelConfig(model=str(tiny_model_dir), device_map="auto")
     model = load_model(config, load_tokenizer(config))
@@ -65,7 +65,7 @@ def test_a_device_map_on_a_machine_with_one_device_is_that_device(tiny_model_dir
     assert completions(model) == completions(plain)
 
 
-def test_the_hooks_that_move_tensors_between_layers_change_nothing(module, tiny_model_dir, completions):
+def test_hooks_that_move_tensors_between_layers_do_not_change_the_output(module, tiny_model_dir, completions):
     accelerate = pytest.importorskip("accelerate")
     want = completions(prepare(AutoModelForCausalLM.from_pretrained(tiny_model_dir)))
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "cpu", "model.norm": "cpu"}
@@ -75,7 +75,7 @@ def test_the_hooks_that_move_tensors_between_layers_change_nothing(module, tiny_
     assert completions(prepare(module)) == want
 
 
-def test_a_layer_s_kv_is_where_the_layer_runs(module):
+def test_the_kv_of_a_layer_is_on_its_device(module):
     hooks = pytest.importorskip("accelerate.hooks")
     for part in (module.model.layers[1], module.model.norm, module.lm_head):
         hooks.add_hook_to_module(part, hooks.AlignDevicesHook("meta", place_submodules=True))
@@ -86,7 +86,7 @@ def test_a_layer_s_kv_is_where_the_layer_runs(module):
 
 
 @pytest.mark.parametrize("name", ["bloom", "falcon/alibi", "mpt"])
-def test_layers_that_add_alibi_run_where_their_weights_are(name):
+def test_layers_with_alibi_run_on_the_device_of_their_weights(name):
     hooks = pytest.importorskip("accelerate.hooks")
     module = build(name)
     layers = next(part for part in module.modules() if isinstance(part, torch.nn.ModuleList))
@@ -98,8 +98,8 @@ def test_layers_that_add_alibi_run_where_their_weights_are(name):
     assert [shape.device for shape in prepare(module).layers.values()] == [CPU, META]
 
 
-def test_a_step_s_plan_is_on_each_layer_s_device(tiny_model_dir, completions, monkeypatch):
-    """Every step of a real run is attended to in two more layers, one of them on another device."""
+def test_the_plan_of_a_step_is_on_the_device_of_each_layer(tiny_model_dir, completions, monkeypatch):
+    """Every step of a real run also runs attention of two more layers, one of them on another device."""
     seen = []
 
     class Both(StepAttention):
@@ -123,12 +123,12 @@ def test_a_step_s_plan_is_on_each_layer_s_device(tiny_model_dir, completions, mo
 @pytest.mark.parametrize(
     "places", [{"": "cpu"}, {"a": "cpu", "b": "cpu"}, {"a": 0, "b": 1}, {"a": torch.device("cuda:0")}]
 )
-def test_a_map_of_devices_that_hold_the_model_is_taken(places):
+def test_a_map_to_devices_that_hold_the_model_is_accepted(places):
     check_device_map(places)
 
 
 @pytest.mark.parametrize("away", ["cpu", "disk", CPU])
-def test_a_map_that_leaves_parts_off_the_devices_is_refused(away):
+def test_a_map_that_offloads_parts_is_refused(away):
     with pytest.raises(ModelError) as e:
         check_device_map({"model.embed_tokens": 0, "model.layers.0": 1, "model.layers.1": away, "lm_head": away})
     assert str(e.value) == (
@@ -138,12 +138,12 @@ def test_a_map_that_leaves_parts_off_the_devices_is_refused(away):
 
 
 @pytest.mark.gpu
-def test_a_model_on_two_devices_writes_what_it_writes_on_one(module, tiny_model_dir, completions):
+def test_a_model_on_two_devices_gives_the_output_of_one(module, tiny_model_dir, completions):
     accelerate = pytest.importorskip("accelerate")
     want = completions(prepare(AutoModelForCausalLM.from_pretrained(tiny_model_dir)))
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.rotary_emb": "cpu"}
     places |= {"model.layers.1": 0, "model.norm": 0, "lm_head": 0}
-    accelerate.dispatch_model(module, places, main_device="cpu")  # with it, what is on the CPU also runs there
+    accelerate.dispatch_model(module, places, main_device="cpu")  # parts on the CPU also run there
     model = prepare(module)
     assert [shape.device.type for shape in model.layers.values()] == ["cpu", "cuda"]
     assert completions(model) == want

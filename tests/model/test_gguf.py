@@ -1,4 +1,4 @@
-"""GGUF files: configuration, tokenizer and weights out of the one file, dequantized, and run as transformers runs them."""
+"""GGUF files: configuration, tokenizer and weights come from one file, and the output is that of transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from batchgen.stats import size_text
 from support.gguf import save_tiny_llama_with_merges, write_gguf
 
 pytest.importorskip("gguf")
-pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries', of each other
+pytestmark = pytest.mark.filterwarnings("ignore")  # libraries warn of each other
 PROMPTS = ["the same beginning, and the end", "the same beginning", "else"]
 
 
@@ -34,7 +34,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(
     request: pytest.FixtureRequest, original: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
-    """A GGUF file, and a folder of transformers with exactly its weights."""
+    """A GGUF file, and a transformers folder with exactly the same weights."""
     from safetensors.torch import save_file
 
     file = tmp_path_factory.mktemp("gguf") / f"tiny.{request.param}.gguf"
@@ -47,7 +47,7 @@ def model(
 
 
 @torch.inference_mode()
-def test_output_is_that_of_transformers_on_the_dequantized_weights(model: tuple[Path, Path]) -> None:
+def test_the_output_is_that_of_transformers_on_the_dequantized_weights(model: tuple[Path, Path]) -> None:
     file, folder = model
     params = SamplingParams(max_tokens=16, temperature=0)
     llm = LLM(file, dtype="float32")
@@ -64,13 +64,13 @@ def test_output_is_that_of_transformers_on_the_dequantized_weights(model: tuple[
     assert list(got[0].token_ids) == tokens
 
 
-def test_the_user_is_told_what_the_weights_take_and_nothing_stays_packed(
+def test_a_note_tells_the_memory_of_the_weights_and_nothing_stays_packed(
     model: tuple[Path, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     file, _ = model
     config = ModelConfig(model=file, device="cpu", dtype="bfloat16", compile="off")
     loaded = load_model(config, load_tokenizer(config))
-    assert capfd.readouterr().err == ""  # no bar
+    assert capfd.readouterr().err == ""  # no progress bar
     size = size_text(sum(p.numel() * p.element_size() for p in loaded.module.parameters()))
     assert loaded.notes[0] == (
         f"the GGUF weights were dequantized to bfloat16 and take {size}; activations are not quantized"
@@ -79,12 +79,14 @@ def test_the_user_is_told_what_the_weights_take_and_nothing_stays_packed(
     assert {p.dtype for p in loaded.module.parameters()} == {torch.bfloat16}
 
 
-def test_files_of_16_bits_are_computed_in_them_and_others_in_bfloat16(model: tuple[Path, Path]) -> None:
+def test_a_16_bit_file_runs_in_its_own_dtype_and_others_in_bfloat16(model: tuple[Path, Path]) -> None:
     hf_config = load_tokenizer(ModelConfig(model=model[0])).hf_config
     assert str(hf_config.dtype).removeprefix("torch.") == ("float16" if "F16" in model[0].name else "bfloat16")
 
 
-def test_a_job_runs_on_a_folder_with_one_and_knows_it_again(model: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_job_runs_on_a_folder_with_a_gguf_file_and_recognizes_it_again(
+    model: tuple[Path, Path], tmp_path: Path
+) -> None:
     file, _ = model
     folder = tmp_path / "model"
     folder.mkdir()
@@ -98,7 +100,7 @@ def test_a_job_runs_on_a_folder_with_one_and_knows_it_again(model: tuple[Path, P
     assert model_identity(ModelConfig(model=folder)) == model_identity(ModelConfig(model=file))
 
 
-def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path: Path) -> None:
     part = tmp_path / "m-00001-of-00002.gguf"
     part.write_bytes(b"GGUF" + bytes(30))
     web = tmp_path / "web.gguf"

@@ -1,4 +1,4 @@
-"""`--quantize int8`: the model is the one whose linear layers plain torch rounds in the same way, and what that costs is told."""
+"""`--quantize int8`: the output is that of plain torch with the same rounding, and a note tells what the rounding costs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODELS = ["llama", "gemma2", "qwen3_moe", "qwen3_5_text", "granitemoehybrid/recu
 
 
 class Rounded(torch.nn.Module):
-    """A linear layer in plain torch: exact sums of the numbers that 8 bits leave."""
+    """An int8 linear layer in plain torch, with exact sums."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Rounded(torch.nn.Module):
 
 
 def rounded(model: Any) -> Any:
-    """A copy of a float32 model with the layers `Rounded` that `--quantize int8` packs."""
+    """Copies a float32 model, with `Rounded` in place of the layers that `--quantize int8` packs."""
     made = copy.deepcopy(model)
     for name, module in list(made.named_modules()):
         parent, _, child = name.rpartition(".")
@@ -76,7 +76,7 @@ def tokens(model: Any, **options: Any) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", slow_but({"llama"}, MODELS))
-def test_tokens_are_those_of_the_model_rounded_in_plain_torch(name: str, tmp_path: Path) -> None:
+def test_tokens_equal_those_of_the_model_rounded_in_plain_torch(name: str, tmp_path: Path) -> None:
     written = build(name)
     written.save_pretrained(tmp_path)
     reference = rounded(written)
@@ -88,7 +88,7 @@ def test_tokens_are_those_of_the_model_rounded_in_plain_torch(name: str, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_multimodal_checkpoint_has_its_language_model_in_8_bits(tmp_path: Path) -> None:
+def test_the_language_model_of_a_multimodal_checkpoint_is_quantized(tmp_path: Path) -> None:
     written = text_model("gemma3")
     written.save_pretrained(tmp_path)
     reference = rounded(whole_model(written))
@@ -96,7 +96,7 @@ def test_a_multimodal_checkpoint_has_its_language_model_in_8_bits(tmp_path: Path
     assert tokens(load(tmp_path)) == expected
 
 
-def test_a_row_has_the_same_logits_bit_for_bit_in_every_batch(tmp_path: Path) -> None:
+def test_a_row_has_bitwise_the_same_logits_in_every_batch(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path)
     model = load(tmp_path)
     requests = make_requests(PROMPTS, LENGTHS, logprobs=3)
@@ -107,7 +107,7 @@ def test_a_row_has_the_same_logits_bit_for_bit_in_every_batch(tmp_path: Path) ->
 
 
 @torch.inference_mode()
-def test_what_it_costs_is_the_divergence_from_the_unquantized_model(tmp_path: Path) -> None:
+def test_the_cost_is_the_divergence_from_the_unquantized_model(tmp_path: Path) -> None:
     written = build("llama")
     written.save_pretrained(tmp_path)
     model = load(tmp_path)
@@ -133,7 +133,7 @@ def test_what_it_costs_is_the_divergence_from_the_unquantized_model(tmp_path: Pa
     )
 
 
-def test_without_texts_nothing_is_measured_and_that_is_said(tmp_path: Path) -> None:
+def test_without_texts_a_note_says_that_the_cost_was_not_measured(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path)
     model = load(tmp_path, texts=())
     assert (model.quantization["rows"], model.quantization["mean_kl"], model.quantization["equal_tokens"]) == (
@@ -144,7 +144,7 @@ def test_without_texts_nothing_is_measured_and_that_is_said(tmp_path: Path) -> N
     assert "was not measured" in model.notes[-1]
 
 
-def test_embedding_head_and_narrow_layers_stay(tmp_path: Path) -> None:
+def test_the_embedding_the_head_and_narrow_layers_are_not_quantized(tmp_path: Path) -> None:
     written = build("llama")
     written.save_pretrained(tmp_path)
     model = load(tmp_path)
@@ -158,7 +158,7 @@ def test_embedding_head_and_narrow_layers_stay(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_w8a8_checkpoint_keeps_its_own_whole_numbers(dtype: str, tmp_path: Path) -> None:
+def test_a_w8a8_checkpoint_keeps_its_own_integer_weights(dtype: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     make("W8A8", tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
@@ -181,8 +181,8 @@ def test_a_w8a8_checkpoint_keeps_its_own_whole_numbers(dtype: str, tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_w8a8_checkpoint_with_an_adapter_gets_scales_of_its_merged_weights(tmp_path: Path) -> None:
-    """The checkpoint's own scales would cut what the adapter adds to the largest weights."""
+def test_a_w8a8_checkpoint_with_an_adapter_gets_new_scales_from_its_merged_weights(tmp_path: Path) -> None:
+    """The checkpoint's own scales would clip what the adapter adds to the largest weights."""
     pytest.importorskip("compressed_tensors")
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(make("W8A8", tmp_path), peft.LoraConfig(r=4, target_modules=["o_proj"]))
@@ -206,27 +206,27 @@ def test_a_w8a8_checkpoint_with_an_adapter_gets_scales_of_its_merged_weights(tmp
         ({"device_map": "auto"}, "--quantize int8 is for the CPU so far; leave it out, or use --device cpu"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
+def test_options_that_int8_does_not_support_are_refused(options: dict[str, Any], said: str) -> None:
     config = ModelConfig(model="m", quantize="int8", **options)
     with pytest.raises(ModelError) as refused:
         check_int8(config, AutoConfig.for_model("llama"), torch.device(options.get("device", "cpu")))
     assert str(refused.value) == said
 
 
-def test_a_model_without_a_layer_that_can_be_packed_is_refused(tmp_path: Path) -> None:
-    build("gpt2").save_pretrained(tmp_path)  # its layers are of transformers' class Conv1D
+def test_a_model_without_layers_to_quantize_is_refused(tmp_path: Path) -> None:
+    build("gpt2").save_pretrained(tmp_path)  # its layers are Conv1D of transformers
     said = r"^--quantize int8: none of the model's linear layers can be packed in 8 bits; leave it out$"
     with pytest.raises(ModelError, match=said):
         load(tmp_path)
 
 
-def test_equal_logits_diverge_by_nothing_and_not_by_less() -> None:
+def test_equal_logits_have_a_divergence_of_exactly_zero() -> None:
     made = Quantized(1, 1, 2, 3)
     logits = torch.tensor([[0.1, 0.7, -0.3], [3.1, -0.7, 0.2]])
     assert str(int8._compared(made, [logits], [logits + 1e-3], 0.0).mean_kl) == "0.0"
 
 
-def test_a_model_that_torchao_quantized_is_refused() -> None:
+def test_a_model_quantized_by_torchao_is_refused() -> None:
     hf_config = AutoConfig.for_model("llama", quantization_config={"quant_method": "torchao"})
     with pytest.raises(ModelError, match=r"^the model 'm' is quantized already \(torchao\); leave --quantize out$"):
         check_int8(ModelConfig(model="m", quantize="int8"), hf_config, torch.device("cpu"))
@@ -250,7 +250,7 @@ def test_without_kernels_tokens_are_the_same_through_onednn(name: str, tmp_path:
     assert tokens(model) == expected
 
 
-def test_without_a_compiler_a_head_that_the_embedding_shares_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_a_head_tied_to_the_embedding_is_not_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
     if not sums_are_exact():
         pytest.skip("oneDNN's sums are not exact on this processor")
 
@@ -264,7 +264,9 @@ def test_without_a_compiler_a_head_that_the_embedding_shares_stays(monkeypatch: 
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_without_kernels_and_exact_sums_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_and_without_exact_sums_int8_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build("llama").save_pretrained(tmp_path)
     monkeypatch.setattr(
         loader.KernelBuild, "wait", lambda _: (None, ("no C++ compiler (g++) was found; plain torch runs",))
@@ -278,7 +280,7 @@ def test_without_kernels_and_exact_sums_it_is_refused(tmp_path: Path, monkeypatc
     )
 
 
-def test_the_default_leaves_a_model_as_it_is(tmp_path: Path) -> None:
+def test_by_default_nothing_is_quantized(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path)
     model = load(tmp_path, quantize="none")
     assert model.quantization is None

@@ -43,7 +43,7 @@ def change_config(folder, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_a_model_is_loaded_with_the_shape_of_its_kv(tiny_model_dir):
+def test_a_loaded_model_knows_the_shape_of_its_kv(tiny_model_dir):
     model = load(tiny_model_dir)
     assert model.layers == {0: LayerShape(2, 16, 16), 1: LayerShape(2, 16, 16)}
     assert (model.vocab_size, model.device.type, model.dtype) == (262, "cpu", torch.float32)
@@ -52,7 +52,7 @@ def test_a_model_is_loaded_with_the_shape_of_its_kv(tiny_model_dir):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_weights_are_in_the_dtype_that_is_asked_for(tiny_model_dir, dtype):
+def test_weights_have_the_requested_dtype(tiny_model_dir, dtype):
     model = load(tiny_model_dir, dtype=dtype)
     assert model.dtype == getattr(torch, dtype)
     assert {p.dtype for p in model.module.parameters()} == {model.dtype}
@@ -67,13 +67,13 @@ def test_float32_is_not_rounded_to_tf32(tiny_model_dir, monkeypatch):
 
 
 @pytest.mark.parametrize("compile", ["auto", "off", "on"])
-def test_what_is_compiled_is_known_to_the_model(tiny_model_dir, compile, monkeypatch):
+def test_a_loaded_model_knows_whether_it_is_compiled(tiny_model_dir, compile, monkeypatch):
     monkeypatch.setattr(loader, "library", lambda: None)
     assert load(tiny_model_dir, compile=compile).compile == compile
 
 
 @pytest.mark.parametrize(("device", "device_map"), [("mps", None), ("cuda", "auto")])
-def test_to_compile_is_refused_where_nothing_is(device, device_map):
+def test_compile_on_is_refused_where_nothing_is_compiled(device, device_map):
     config = ModelConfig(model="m", device_map=device_map, compile="on")
     with pytest.raises(ModelError) as e:
         loader.KernelBuild(config, torch.device(device))
@@ -81,14 +81,14 @@ def test_to_compile_is_refused_where_nothing_is(device, device_map):
 
 
 @pytest.mark.parametrize("compile", ["auto", "off", "on"])
-def test_there_are_no_kernels_of_the_cpu_on_cuda(compile):
+def test_cuda_does_not_use_the_kernels_of_the_cpu(compile):
     config = ModelConfig(model="m", device="cuda", compile=compile)
     assert loader.KernelBuild(config, torch.device("cuda")).wait() == (None, ())
 
 
 @pytest.mark.parametrize("accelerate", [True, False])
-def test_on_cuda_weights_go_from_the_files_to_the_device(tiny_model_dir, accelerate, monkeypatch):
-    """Without accelerate, which transformers needs for that, they are moved there afterwards."""
+def test_on_cuda_weights_are_loaded_directly_to_the_device(tiny_model_dir, accelerate, monkeypatch):
+    """Without accelerate, which transformers needs for that, they are moved afterwards."""
     asked = {}
 
     class Loads:
@@ -111,7 +111,7 @@ def test_on_cuda_weights_go_from_the_files_to_the_device(tiny_model_dir, acceler
 
 
 @pytest.mark.parametrize(("fast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_auto_is_the_dtype_of_the_checkpoint_or_float32_where_that_is_faster(folder, monkeypatch, fast, dtype):
+def test_dtype_auto_is_that_of_the_checkpoint_or_float32_if_that_is_faster(folder, monkeypatch, fast, dtype):
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
     monkeypatch.setattr(isa, "has_bfloat16", lambda: fast)
     monkeypatch.setattr(isa, "features", lambda: frozenset({"avx2"}))
@@ -125,17 +125,17 @@ def test_loading_prints_nothing(tiny_model_dir, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_architecture_that_cannot_be_exact_is_refused_by_name_with_the_reason(folder):
+def test_an_architecture_that_cannot_be_exact_is_refused_with_the_reason(folder):
     change_config(folder, model_type="rwkv", architectures=["RwkvForCausalLM"])
     assert str(refused(folder)) == f"models of type 'rwkv' are not supported: {REFUSED['rwkv']}"
 
 
-def test_what_is_verified_is_not_checked_again(tiny_model_dir, monkeypatch):
+def test_a_verified_architecture_is_not_checked_again(tiny_model_dir, monkeypatch):
     monkeypatch.setattr(loader, "self_check", None)
     assert load(tiny_model_dir).notes == ()
 
 
-def test_what_is_not_verified_is_checked_and_the_user_told(tiny_model_dir, monkeypatch):
+def test_an_unverified_architecture_is_checked_and_the_user_told(tiny_model_dir, monkeypatch):
     seen = []
     monkeypatch.setattr(loader, "is_verified", lambda config: False)
     monkeypatch.setattr(loader, "self_check", lambda config, **options: seen.append((config.model_type, options)))
@@ -157,13 +157,13 @@ def test_a_folder_without_weights_is_refused(folder):
     assert refused(folder).message == f"model folder {str(folder)!r} has no weights (model.safetensors)"
 
 
-def test_weights_that_break_off_are_refused(folder):
+def test_a_truncated_weight_file_is_refused(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
     assert refused(folder).message.startswith(f"{path} is cut: it has ")
 
 
-def test_weights_that_lack_a_tensor_are_refused(folder):
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(folder):
     """transformers would fill it with random numbers."""
     from safetensors.torch import load_file, save_file
 
@@ -175,14 +175,14 @@ def test_weights_that_lack_a_tensor_are_refused(folder):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_a_device_that_is_not_there_is_refused(tiny_model_dir):
+def test_a_kind_of_device_that_is_missing_is_refused(tiny_model_dir):
     config = ModelConfig(model=str(tiny_model_dir), device="cuda")
     with pytest.raises(ModelError) as e:
         load_model(config, load_tokenizer(config))
     assert str(e.value) == "--device cuda: this machine has no CUDA device; use --device auto or cpu"
 
 
-def test_a_device_beyond_those_there_are_is_refused():
+def test_a_device_number_that_does_not_exist_is_refused():
     count = torch.cuda.device_count()
     found = f"{count or 'no'} CUDA device{'s'[: count > 1]};"
     with pytest.raises(ModelError, match=rf"^--device cuda:{count}: this machine has {found}"):
@@ -190,7 +190,7 @@ def test_a_device_beyond_those_there_are_is_refused():
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is an accelerator")
-def test_auto_is_the_cpu_where_there_is_nothing_better():
+def test_device_auto_is_the_cpu_if_there_is_no_other():
     assert pick_device("auto") == torch.device("cpu")
 
 
@@ -218,7 +218,7 @@ def attend(**options):
         ({"alibi": 1}, "Module asks attention for alibi, which is not supported"),
     ],
 )
-def test_attention_that_the_plan_does_not_cover_is_refused(options, message):
+def test_attention_options_that_the_plan_does_not_cover_are_refused(options, message):
     if options:
         options = options | {"step_attention": lambda *a: None}
     with pytest.raises(ModelError) as e:
@@ -227,7 +227,7 @@ def test_attention_that_the_plan_does_not_cover_is_refused(options, message):
 
 
 @pytest.mark.parametrize("name", ["bloom", "doge", "mpt", "gemma3"])
-def test_transformers_says_nothing_of_a_model_whose_attention_is_exchanged(name, monkeypatch):
+def test_transformers_does_not_warn_when_attention_is_replaced(name, monkeypatch):
     said, logger = [], logging.getLogger("transformers.modeling_utils")
     made = text_model(name) if name in TEXTS else build(name)
     monkeypatch.setattr(logger, "handle", said.append)

@@ -25,7 +25,7 @@ from support.params import slow_but
 from support.wrappers import text_model
 
 peft = late("peft")
-pytestmark = pytest.mark.filterwarnings("ignore")  # peft's, of transformers and torch
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft warns of transformers and torch
 PROMPTS = [list(range(3, 60)), [*range(3, 50), 7, 8, 9], [11, 12]]
 LENGTHS = [12, 5, 20]
 KINDS: dict[str, dict[str, Any]] = {
@@ -43,7 +43,7 @@ TIED = ("head", "embedding", "embeddings", "tied")
 
 
 def write(model: Any, folder: Path, **options: Any) -> Any:
-    """Saves a model and an adapter of random numbers; returns peft's model."""
+    """Saves a model and a random adapter. Returns peft's model."""
     model.save_pretrained(folder / "model")
     config = peft.LoraConfig(**({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]} | options))
     adapted = peft.get_peft_model(model, config)
@@ -69,7 +69,7 @@ def tokens(model: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", slow_but(("plain", "DoRA", "head tied"), (*KINDS, *(f"{kind} tied" for kind in TIED))))
-def test_output_is_that_of_peft(kind: str, tmp_path: Path) -> None:
+def test_the_output_is_that_of_peft(kind: str, tmp_path: Path) -> None:
     settings = {"tie_word_embeddings": kind.endswith(" tied")}
     plain = [expect(build("llama", **settings), p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     adapted = write(build("llama", **settings), tmp_path, **KINDS[kind.removesuffix(" tied")])
@@ -90,7 +90,7 @@ def test_an_adapter_of_a_multimodal_checkpoint_is_merged_into_its_language_model
     assert tokens(load(tmp_path)) == expected
 
 
-def test_a_program_gives_the_adapter_to_llm(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_llm_takes_an_adapter(tmp_path: Path, tiny_model_dir: Path) -> None:
     reference = write(AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32), tmp_path)
     prompt = PROMPTS[0]
     expected = reference.generate(
@@ -120,8 +120,8 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert "cannot be merged: " in refusal(tmp_path)
 
 
-def test_an_adapter_of_single_experts_is_merged_into_experts_that_are_one_tensor(tmp_path: Path) -> None:
-    """transformers 4 had a module for each expert, and adapters from then name them."""
+def test_an_adapter_of_separate_experts_is_merged_into_a_joint_tensor(tmp_path: Path) -> None:
+    """Older adapters name the modules that transformers 4 had for each expert."""
     model = build("mixtral")
     model.save_pretrained(tmp_path / "model")
     torch.manual_seed(1)
@@ -156,7 +156,7 @@ def test_an_adapter_with_older_names_that_peft_converts_is_merged(tmp_path: Path
     assert tokens(load(tmp_path)) == expected
 
 
-def test_an_adapter_with_the_names_that_multimodal_models_had_before_is_told_so(tmp_path: Path) -> None:
+def test_an_adapter_with_older_names_of_multimodal_models_is_refused_with_the_reason(tmp_path: Path) -> None:
     write(text_model("qwen2_5_vl"), tmp_path)
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
     old = {name.replace("model.language_model.layers", "model.layers"): t for name, t in load_file(weights).items()}
@@ -167,7 +167,7 @@ def test_an_adapter_with_the_names_that_multimodal_models_had_before_is_told_so(
 
 
 def test_an_adapter_that_lacks_tensors_is_refused(tmp_path: Path) -> None:
-    """peft would leave the modules without tensors as they are, and only warn."""
+    """peft would only warn and leave the modules without tensors unchanged."""
     write(build("llama", num_hidden_layers=1), tmp_path)
     shutil.rmtree(tmp_path / "model")
     build("llama").save_pretrained(tmp_path / "model")
@@ -208,7 +208,7 @@ def test_a_damaged_adapter_is_refused_before_the_model_is_loaded(
         adapter_folder(str(tmp_path / "adapter"))
 
 
-def test_an_adapter_that_works_only_after_some_tokens_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_that_starts_only_after_certain_tokens_is_refused(tmp_path: Path) -> None:
     write(build("llama"), tmp_path)
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"alora_invocation_tokens": [7, 8]}))
@@ -228,7 +228,7 @@ def test_an_adapter_of_another_kind_or_without_weights_is_refused(tmp_path: Path
     )
 
 
-def test_an_adapter_folder_that_does_not_exist_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
+def test_an_adapter_folder_that_does_not_exist_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
     write(build("llama"), tmp_path)
     (tmp_path / "adapter").rename(tmp_path / "other")
     assert refusal(tmp_path) == (

@@ -44,24 +44,24 @@ def test_a_block_is_the_smallest_multiple_of_the_chunk_with_32_tokens(chunk, blo
 
 
 @pytest.mark.parametrize(("chunk", "block"), [(8, 32), (24, 96), (48, 96), (96, 96)])
-def test_a_block_of_chunks_of_8_tokens_is_a_multiple_of_32_which_matrix_units_add_at_a_time(chunk, block):
+def test_a_block_of_chunks_of_8_tokens_is_a_multiple_of_32(chunk, block):
     assert EngineConfig(chunk_size=chunk).block_size == block
 
 
 @pytest.mark.parametrize(("memory", "blocks"), [("128KiB", 1), ("1MiB", 8), ("1MB", 7), ("1GiB", 8192)])
-def test_a_size_is_taken_to_the_letter_in_whole_blocks(memory, blocks):
+def test_a_size_is_rounded_down_to_whole_blocks(memory, blocks):
     got = sizes(kv_memory=memory)
     assert (got.num_blocks, got.block_size, got.bytes_per_token) == (blocks, 32, 4096)
 
 
-def test_a_share_is_of_what_is_free(monkeypatch):
+def test_a_percentage_is_of_the_free_memory(monkeypatch):
     monkeypatch.setattr(memory_budget, "free_memory", lambda device: 100 * 128 * 1024)
     assert sizes(kv_memory="30%").num_blocks == 30
     assert sizes(kv_memory="auto").num_blocks == 50
 
 
-def test_a_share_is_of_the_device_with_the_least_room_for_its_layers(monkeypatch):
-    """Two of three layers lie on one device; a block there is twice as large as on the other."""
+def test_with_several_devices_the_one_with_the_fewest_blocks_decides(monkeypatch):
+    """One device has two of the three layers, so a block takes twice as much memory there."""
     other = torch.device("meta")
     layers = {0: LayerShape(4, 64, 64), 1: LayerShape(4, 64, 64), 2: LayerShape(4, 64, 64, other)}
     model = model_with(layers)
@@ -91,18 +91,18 @@ def test_memory_without_room_for_a_block_is_refused():
 STATES = {2: StateShape(0, 1, (4, 64, 64))}
 
 
-def test_state_slots_are_for_a_full_batch_and_32_nodes_and_blocks_get_what_they_leave():
+def test_state_slots_hold_a_full_batch_and_32_nodes_and_blocks_get_the_rest():
     got = sizes(model=model_with(LAYERS, states=STATES), kv_memory="16MiB", batch_size=8)
     assert (got.num_state_slots, got.bytes_per_state_slot) == (40, 64 * 1024)
     assert got.num_blocks == (16 * 1024 - 40 * 64) // 128
 
 
-def test_state_slots_take_half_of_little_memory():
+def test_state_slots_take_at_most_half_of_the_memory():
     got = sizes(model=model_with(LAYERS, states=STATES), kv_memory="1MiB", batch_size=8)
     assert (got.num_state_slots, got.num_blocks) == (8, 4)
 
 
-def test_without_attention_all_memory_is_for_state_slots_and_blocks_cost_nothing():
+def test_without_attention_state_slots_get_all_memory_and_blocks_cost_nothing():
     got = sizes(100, model_with({}, states=STATES), kv_memory="1MiB", batch_size=100)
     assert (got.num_state_slots, got.bytes_per_token) == (16, 0)
     assert got.num_blocks == 2 * 100 * 4
@@ -144,11 +144,11 @@ def test_states_are_not_kept_in_host_memory():
         sizes(model=model_with(LAYERS, states=STATES), kv_memory="1MiB", host_kv_memory="1MiB")
 
 
-def test_budgets_have_defaults_for_the_device():
+def test_default_limits_depend_on_the_device():
     assert sizes(kv_memory="1MiB").limits == Limits(256, 2048, 2048, 1024)
 
 
-def test_budgets_are_what_the_user_says_as_far_as_they_fit_into_one_another():
+def test_the_users_limits_are_used_as_far_as_they_fit_into_each_other():
     assert sizes(kv_memory="1MiB", batch_size=7, max_batch_tokens=50, max_prefill_tokens=20).limits == Limits(
         7, 50, 20, 1024
     )
@@ -160,14 +160,14 @@ def test_budgets_are_what_the_user_says_as_far_as_they_fit_into_one_another():
 GIB = 2**30
 
 
-def test_blocks_get_what_steps_sampling_and_graphs_leave():
+def test_blocks_get_the_memory_that_steps_sampling_and_graphs_leave():
     assert GRAPHS_BYTES == GIB // 2
     assert room_for_blocks(100 * GIB, 4 * GIB, GIB) == int(100 * GIB - 6 * GIB - GIB - GIB / 2 - 2 * GIB)
     assert room_for_blocks(100 * GIB, 0, 0) == int(98 * GIB - GIB / 2)
     assert room_for_blocks(3 * GIB, 2 * GIB, 0) == 0
 
 
-def test_half_a_step_has_half_of_everything_that_was_more():
+def test_halving_a_step_halves_every_limit_above_half():
     assert halved(Limits(256, 8192, 8192, 100, 7)) == Limits(256, 4096, 4096, 100, 7)
     assert halved(Limits(256, 400, 100, 100)) == Limits(200, 200, 100, 100)
     assert halved(Limits(1, 1, 1)) == Limits(1, 1, 1)
@@ -190,7 +190,7 @@ def test_a_largest_step_that_runs_out_of_memory_does_not_fit(name, monkeypatch):
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """A model on CUDA whose steps hold `step` bytes a token, with 20 GiB free; steps of more than `most` tokens run out of memory."""
+    """A model on CUDA with 20 GiB free, whose steps take `step` bytes a token and run out of memory above `most` tokens."""
     device = torch.device("cuda", 0)
     model = model_with({i: LayerShape(4, 64, 64, device) for i in range(2)}, device)
     has = SimpleNamespace(model=model, step=2**20, most=1 << 30, tried=[])
@@ -208,7 +208,7 @@ def sampling(rows):
     return 12 * 4 * rows * 2**15
 
 
-def test_auto_on_cuda_is_what_the_largest_step_leaves(cuda):
+def test_auto_on_cuda_is_the_memory_that_the_largest_step_leaves(cuda):
     got = size_engine(cuda.model, EngineConfig(), 10**6)
     assert cuda.tried == [8192]
     assert got.num_blocks == room_for_blocks(20 * GIB, 8 * GIB, sampling(256)) // (128 * 1024)
@@ -242,12 +242,12 @@ def test_a_small_step_may_take_more_than_its_share(cuda):
 
 
 @pytest.mark.parametrize(("memory", "blocks"), [("1GiB", 8192), ("50%", 81920)])
-def test_memory_that_is_given_by_hand_is_not_measured(cuda, memory, blocks):
+def test_memory_given_by_the_user_is_not_measured(cuda, memory, blocks):
     assert size_engine(cuda.model, EngineConfig(kv_memory=memory), 10**6).num_blocks == blocks
     assert cuda.tried == []
 
 
-def test_free_memory_of_this_machine_is_a_sensible_number():
+def test_the_free_memory_of_this_machine_is_plausible():
     assert 2**24 < memory_budget.free_memory(torch.device("cpu")) < 2**50
 
 

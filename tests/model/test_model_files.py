@@ -1,4 +1,4 @@
-"""A model's folder is a stranger's: nothing in it is unpickled or run, and what would have to be is refused in one line."""
+"""A model's folder is not trusted: nothing in it is unpickled or run, and a model that needs that is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = [
 
 
 class Touch:
-    """Unpickled, it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -54,7 +54,7 @@ def test_pickles_beside_a_model_are_not_opened(folder, tmp_path):
     load(folder)
     assert not mark.exists()
     pickle.loads((folder / NAMES[0]).read_bytes())
-    assert mark.exists()  # they would have told
+    assert mark.exists()  # unpickling them would have been noticed
 
 
 def test_loading_a_model_and_its_tokenizer_unpickles_nothing(folder, monkeypatch):
@@ -67,7 +67,7 @@ def test_loading_a_model_and_its_tokenizer_unpickles_nothing(folder, monkeypatch
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_weights_that_are_pickled_are_refused_with_the_way_out(folder, tmp_path, sharded):
+def test_pickled_weights_are_refused_with_the_fix(folder, tmp_path, sharded):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     if sharded:
         (folder / "pytorch_model.bin").rename(folder / "pytorch_model-00001-of-00001.bin")
@@ -84,14 +84,14 @@ def test_weights_that_are_pickled_are_refused_with_the_way_out(folder, tmp_path,
 
 
 def own_code(folder: Path, name: str, **changes: object) -> Path:
-    """Changes a configuration so that it names code in the folder. Returns the file that this code would make."""
+    """Makes the configuration name code in the folder. Returns the file that this code would create."""
     mark = folder / "ran"
     (folder / "own.py").write_text(f"open({str(mark)!r}, 'w')\nclass C: pass\n")
     (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
     return mark
 
 
-def test_a_model_that_needs_code_of_its_own_is_refused_in_one_line_and_the_code_not_run(folder):
+def test_a_model_that_needs_its_own_code_is_refused_in_one_line_and_the_code_not_run(folder):
     names = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.C"}
     mark = own_code(folder, "config.json", model_type="own", auto_map=names)
     with pytest.raises(ModelError) as e:

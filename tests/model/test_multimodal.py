@@ -1,4 +1,4 @@
-"""What of a multimodal checkpoint is loaded: its language model, and nothing else."""
+"""Of a multimodal checkpoint only the language model is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchgen.model.loader import loaded_bytes
 from batchgen.model.multimodal import Absent, left_out, model_class
 from support.params import FULL
 
-SIZE = 4 if FULL else 1  # `make test-slow` measures the memory of a process, in which a small model would not show
+SIZE = 4 if FULL else 1  # large enough in `make test-slow` to show in the memory of a process
 TEXT = {
     "vocab_size": 4096, "hidden_size": 128 * SIZE, "intermediate_size": 512 * SIZE, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
@@ -50,7 +50,7 @@ print(json.dumps([peak() - before, sum(p.numel() * 4 for p in model.module.param
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Gemma 3 with a vision part more than four times as large as the text part, as transformers writes it."""
+    """A Gemma 3 checkpoint whose vision part is more than four times as large as its text part."""
     folder = tmp_path_factory.mktemp("gemma3")
     config = AutoConfig.for_model("gemma3", text_config=TEXT, vision_config=VISION)
     Gemma3ForConditionalGeneration(config).save_pretrained(folder)
@@ -73,10 +73,10 @@ def test_peak_memory_is_that_of_the_text_part(checkpoint: Path) -> None:
     done = subprocess.run([sys.executable, "-c", LOAD, str(checkpoint)], capture_output=True, text=True, check=True)
     grown, loaded = json.loads(done.stdout.splitlines()[-1])
     assert loaded <= on_disk["text"]
-    assert grown < 2.5 * on_disk["text"]  # the file's pages and, for a moment, what is made of them
+    assert grown < 2.5 * on_disk["text"]  # pages of the file, and for a moment the tensors made from them
 
 
-def test_the_room_that_a_gpu_needs_is_that_of_the_text_part(checkpoint: Path) -> None:
+def test_the_gpu_memory_needed_is_that_of_the_text_part(checkpoint: Path) -> None:
     config = AutoConfig.from_pretrained(checkpoint)
     without = left_out(config)
     assert without == {"vision_tower", "multi_modal_projector"}
@@ -86,19 +86,19 @@ def test_the_room_that_a_gpu_needs_is_that_of_the_text_part(checkpoint: Path) ->
     assert needed <= sizes(checkpoint)["text"]
 
 
-def test_a_model_of_text_alone_is_loaded_as_ever() -> None:
+def test_nothing_is_left_out_of_a_text_model() -> None:
     assert model_class(LlamaConfig()) is AutoModelForCausalLM
     assert left_out(LlamaConfig()) == frozenset()
 
 
-def test_a_part_that_is_left_out_says_so_when_it_is_run() -> None:
+def test_running_a_part_that_was_left_out_is_an_error_that_says_so() -> None:
     with pytest.raises(
         ModelError, match="the model runs its vision_tower on text, and only the language model was loaded"
     ):
         Absent("vision_tower")(torch.zeros(1))
 
 
-def test_the_class_is_the_wrappers_own_by_name(checkpoint: Path) -> None:
+def test_the_class_keeps_the_name_of_the_wrapper(checkpoint: Path) -> None:
     kind: Any = model_class(AutoConfig.from_pretrained(checkpoint))
     assert kind.__name__ == "Gemma3ForConditionalGeneration"
     assert issubclass(kind, Gemma3ForConditionalGeneration)

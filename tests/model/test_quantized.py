@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are quantized: transformers loads them, and our engine runs them as they are."""
+"""Quantized checkpoints: transformers loads them, and the engine runs them unchanged."""
 
 import warnings
 
@@ -20,10 +20,10 @@ COUNT = 20
 
 @pytest.fixture(scope="module")
 def quantized(tiny_model_dir, tmp_path_factory):
-    """The tiny Llama with the weights of its linear layers in int8, as torchao and transformers save it."""
+    """The tiny Llama with int8 linear weights, saved by torchao and transformers."""
     pytest.importorskip("torchao")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchao's own, of its parts for other machines
+        warnings.simplefilter("ignore")  # torchao warns of its parts for other machines
         from torchao.quantization import Int8WeightOnlyConfig
         from transformers import AutoTokenizer, TorchAoConfig
 
@@ -41,7 +41,7 @@ def load(folder, **options):
     return load_model(config, tokenizer), tokenizer
 
 
-def test_quantized_weights_are_loaded_as_they_are_and_the_kv_is_not_quantized(quantized):
+def test_weights_stay_quantized_and_the_kv_cache_is_not(quantized):
     model, _ = load(quantized)
     weight = model.module.model.layers[0].self_attn.q_proj.weight
     assert type(weight).__name__ == "Int8Tensor"
@@ -51,7 +51,7 @@ def test_quantized_weights_are_loaded_as_they_are_and_the_kv_is_not_quantized(qu
     assert {pool.dtype for pool in engine.runner.cache.keys.values()} == {torch.float32}
 
 
-def test_quantized_weights_compute_in_the_dtype_that_is_asked_for(quantized):
+def test_quantized_weights_compute_in_the_requested_dtype(quantized):
     assert load(quantized, dtype="bfloat16")[0].dtype == torch.bfloat16
 
 
@@ -73,4 +73,4 @@ def test_the_output_of_a_quantized_model_is_that_of_generate(quantized, tiny_mod
         want, without = (m(out[:, :-1]).logits[0, ids.shape[1] - 1 :] for m in (reference, plain))
         assert max(min(float((row - s).abs().max()) for s in seen) for row in want) < 1e-4
         apart = max(apart, float((without - want).abs().max()))
-    assert apart > 1e-2  # it is quantized indeed
+    assert apart > 1e-2  # the model is quantized

@@ -1,4 +1,4 @@
-"""An architecture that nobody has verified runs only where a small model of its kind agrees with transformers."""
+"""An unverified architecture runs only if a small model of its kind agrees with transformers."""
 
 import json
 import shutil
@@ -66,7 +66,7 @@ def test_an_architecture_that_is_exact_passes_at_its_real_size(model_type, setti
     assert config.to_dict() == before
 
 
-def test_random_numbers_of_others_are_left_alone():
+def test_the_check_does_not_touch_the_global_random_state():
     torch.manual_seed(7)
     want = torch.rand(3)
     torch.manual_seed(7)
@@ -83,15 +83,15 @@ def test_random_numbers_of_others_are_left_alone():
             ("minimax", {}),
             ("lfm2", {"layer_types": ["conv", "full_attention"] * 16}),
             ("deepseek_v4", {}),
-            ("bert", {}),  # sees what comes after
+            ("bert", {}),  # attends to later tokens
         ],
     ),
 )
-def test_a_state_that_is_not_keys_and_values_is_refused(model_type, settings):
+def test_a_state_other_than_keys_and_values_is_refused(model_type, settings):
     assert NEVER_BEFORE in refused(AutoConfig.for_model(model_type, **settings))
 
 
-def test_a_setting_that_may_be_a_length_is_refused_by_its_name():
+def test_a_setting_that_may_be_a_length_is_refused_by_name():
     config = LlamaConfig(forget_after=4096)
     assert refused(config) == (
         "models of type 'llama' are not supported: they are not on the verified list, and no small model of this "
@@ -100,7 +100,7 @@ def test_a_setting_that_may_be_a_length_is_refused_by_its_name():
 
 
 class Tampered(LlamaForCausalLM):
-    """A Llama of which a layer's module is replaced; known to transformers while a test runs."""
+    """A Llama with one module of each layer replaced."""
 
     part = ("", torch.nn.Module)
 
@@ -116,7 +116,7 @@ class Tampered(LlamaForCausalLM):
 
 @pytest.fixture
 def tampered(monkeypatch):
-    """Gives the configuration of a Llama with this module in place of its own."""
+    """A function that registers a `Tampered` with transformers and returns its configuration."""
 
     def make(name, kind):
         config_class = type("OddConfig", (LlamaConfig,), {"model_type": "odd"})
@@ -129,11 +129,11 @@ def tampered(monkeypatch):
 
 
 class Same(LlamaAttention):
-    """As it was."""
+    """Changes nothing."""
 
 
 class Forgetful(LlamaAttention):
-    """Sees the last 16 tokens only, by cutting the keys that it has; with a cache it sees all."""
+    """Drops all but the last 16 keys of a call, so that with a cache it sees more."""
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
         size = hidden_states.shape[1]
@@ -145,7 +145,7 @@ class Forgetful(LlamaAttention):
 
 
 class Private(LlamaAttention):
-    """Does not let the interface have its attention."""
+    """Computes attention itself instead of calling the attention interface."""
 
     def forward(self, hidden_states, position_embeddings=None, **kwargs):
         values = self.o_proj(self.v_proj(hidden_states).repeat_interleave(self.num_key_value_groups, -1))
@@ -153,21 +153,21 @@ class Private(LlamaAttention):
 
 
 class Shifted(LlamaMLP):
-    """Mixes in the token before, as RWKV does."""
+    """Mixes in the previous token, as RWKV does."""
 
     def forward(self, x):
         return super().forward(x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
 
 
 class Mean(LlamaMLP):
-    """Looks at all tokens of a call."""
+    """Mixes in the mean of all tokens of a call."""
 
     def forward(self, x):
         return super().forward(x) + 0.01 * x.mean(1, keepdim=True)
 
 
 class Deaf(LlamaDecoderLayer):
-    """Attends, and takes no notice."""
+    """Computes attention and ignores the result."""
 
     def forward(self, hidden_states, **kwargs):
         self.self_attn(self.input_layernorm(hidden_states), **kwargs)
@@ -175,7 +175,7 @@ class Deaf(LlamaDecoderLayer):
 
 
 class Masking(LlamaAttention):
-    """Takes every fourth key for nothing, in the mask that it is given."""
+    """Masks every fourth key in the mask that it is given."""
 
     def forward(self, hidden_states, attention_mask=None, **kwargs):
         if attention_mask is not None:
@@ -184,7 +184,7 @@ class Masking(LlamaAttention):
         return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
 
 
-def test_a_subclass_that_is_as_before_passes(tampered):
+def test_a_subclass_that_changes_nothing_passes(tampered):
     self_check(tampered("self_attn", Same))
 
 
@@ -199,7 +199,7 @@ def test_a_subclass_that_is_as_before_passes(tampered):
         ("", Deaf, "a small model of this type hardly depends on what it has read, so that it cannot be checked"),
     ],
 )
-def test_a_model_that_does_otherwise_is_refused(tampered, name, kind, reason):
+def test_a_model_that_deviates_is_refused(tampered, name, kind, reason):
     assert reason in refused(tampered(name, kind))
 
 
@@ -220,7 +220,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 @pytest.fixture
 def custom_model(tiny_model_dir, tmp_path, monkeypatch):
-    """A folder with code of its own, in the way of hub models."""
+    """A model folder with its own code, as on the hub."""
 
     def make(name, extra):
         monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -235,7 +235,7 @@ def custom_model(tiny_model_dir, tmp_path, monkeypatch):
     return make
 
 
-def test_code_of_the_model_itself_is_checked_and_the_user_told(custom_model):
+def test_a_models_own_code_is_checked_and_the_user_told(custom_model):
     config = custom_model("own_exact", "")
     model = load_model(config, load_tokenizer(config))
     assert type(model.module).__name__ == "OwnForCausalLM"
@@ -244,7 +244,7 @@ def test_code_of_the_model_itself_is_checked_and_the_user_told(custom_model):
     )
 
 
-def test_code_of_the_model_itself_that_is_not_exact_is_refused_before_its_weights_are_read(custom_model, monkeypatch):
+def test_a_models_own_code_that_is_not_exact_is_refused_before_its_weights_are_read(custom_model, monkeypatch):
     config = custom_model("own_inexact", "output.logits = output.logits.cumsum(1)")
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     with pytest.raises(ModelError, match=OTHER_LOGITS):
@@ -252,7 +252,7 @@ def test_code_of_the_model_itself_that_is_not_exact_is_refused_before_its_weight
 
 
 @pytest.mark.parametrize("name", ["clip", "deberta-v2"])
-def test_models_that_generate_no_text_are_refused_with_this_reason(name):
+def test_models_that_generate_no_text_are_refused_with_that_reason(name):
     assert refused(AutoConfig.for_model(name)).endswith(
         "they are not on the verified list, and transformers has no class for them that generates text"
     )

@@ -21,7 +21,7 @@ def test_the_largest_step_has_all_tokens_and_all_logits_that_a_step_may_have(row
     assert all(len(scheduled.span.table) == -(-scheduled.stop // 32) for scheduled in spans)
 
 
-def test_it_runs_on_a_pool_that_just_holds_it():
+def test_the_largest_step_runs_on_the_smallest_pool_that_holds_it():
     model = build()
     limits = Limits(4, 150, 150)
     spans = largest_spans(limits, 32)
@@ -33,7 +33,7 @@ def test_it_runs_on_a_pool_that_just_holds_it():
 
 @pytest.fixture
 def memory(monkeypatch):
-    """A CUDA device's memory: `held` before, and at most `peak` since it was asked to watch."""
+    """Emulates the memory of a CUDA device: `held` bytes before, and at most `peak` since the last reset."""
     counts = {"held": 1000, "peak": 0}
 
     def reset(device):
@@ -45,7 +45,7 @@ def memory(monkeypatch):
     return counts
 
 
-def test_a_step_s_bytes_are_the_most_that_it_held_at_once(memory, monkeypatch):
+def test_the_bytes_of_a_step_are_its_peak_memory(memory, monkeypatch):
     model = build()
     forward = model.module.forward
 
@@ -57,7 +57,7 @@ def test_a_step_s_bytes_are_the_most_that_it_held_at_once(memory, monkeypatch):
     assert step_bytes(model, Limits(4, 50, 50), 32) == {torch.device("cpu"): 350}
 
 
-def test_of_a_step_that_does_not_fit_there_are_none(memory, monkeypatch):
+def test_a_step_that_does_not_fit_has_no_figure(memory, monkeypatch):
     model = build()
     forward = model.module.forward
 
@@ -89,13 +89,13 @@ def test_other_errors_of_the_step_are_not_swallowed(memory, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_pool_and_the_largest_step_fit_beside_one_another():
+def test_on_a_gpu_the_pool_and_the_largest_step_fit_together():
     model = prepare(build().module.to("cuda"))
     engine = engine_of(model, kv_memory="auto", max_batch_tokens=4096)
     assert engine.notes == []
     assert engine.sizes.limits.max_batch_tokens == 4096
     assert (
         engine.sizes.num_blocks == 2 * 256 * 64
-    )  # twice a full batch of the longest sequences: a tiny model's are small
+    )  # twice a full batch of the longest sequences, which is little for a tiny model
     assert len(run(engine, requests_of([[i] * 500 for i in range(40)], [3] * 40))) == 40
     assert engine.runner.max_forward_tokens is None

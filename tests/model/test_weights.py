@@ -18,7 +18,7 @@ def config_of(folder, **options):
     return ModelConfig(model=str(folder), **options)
 
 
-def test_bytes_are_those_of_the_tensors_as_they_will_be_loaded(tmp_path):
+def test_bytes_are_those_of_the_tensors_after_loading(tmp_path):
     tensors = {"a": torch.zeros(3, 5), "b": torch.zeros(7, dtype=BF16), "c": torch.zeros(4, dtype=torch.int8)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     files = weight_files(config_of(tmp_path))
@@ -28,7 +28,7 @@ def test_bytes_are_those_of_the_tensors_as_they_will_be_loaded(tmp_path):
     assert loaded_bytes(files, F32) == 60 + 28 + 4
 
 
-def test_files_are_those_that_the_index_names(tmp_path):
+def test_only_files_that_the_index_names_count(tmp_path):
     for name in ("one", "two", "other"):
         save_file({name: torch.zeros(2)}, tmp_path / f"{name}.safetensors")
     index = tmp_path / "model.safetensors.index.json"
@@ -40,7 +40,7 @@ def test_files_are_those_that_the_index_names(tmp_path):
     assert weight_files(config_of(tmp_path)) is None
 
 
-def test_of_a_model_that_is_not_on_the_disk_nothing_is_known(tmp_path):
+def test_nothing_is_known_of_a_model_that_is_not_on_disk(tmp_path):
     assert weight_files(config_of(tmp_path)) is None
     assert weight_files(config_of("nobody/has-this-model")) is None
 
@@ -56,13 +56,13 @@ def test_a_tiny_model_is_as_large_as_its_parameters(tiny_model_dir):
     ("option", "own", "dtype"),
     [("auto", BF16, BF16), ("auto", "float16", torch.float16), ("auto", None, F32), ("float32", BF16, F32)],
 )
-def test_the_dtype_is_the_one_asked_for_else_the_checkpoint_s(option, own, dtype):
+def test_the_dtype_is_the_requested_one_or_that_of_the_checkpoint(option, own, dtype):
     assert dtype_of(config_of("m", dtype=option), SimpleNamespace(dtype=own)) == dtype
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Lets the module believe in a processor and in a memory of so many bytes."""
+    """Pretends that the machine has another processor and so many bytes of memory."""
 
     def pretend(*, memory=GIB, bfloat16=False, features=frozenset({"avx2"})):
         sizes = {"SC_PHYS_PAGES": memory // 4096, "SC_PAGE_SIZE": 4096}
@@ -74,7 +74,7 @@ def machine(monkeypatch):
     return pretend
 
 
-def test_a_cpu_without_bfloat16_loads_sixteen_bits_as_float32_where_memory_allows(tmp_path, machine):
+def test_a_cpu_without_bfloat16_loads_16_bit_weights_as_float32_if_memory_allows(tmp_path, machine):
     save_file({"a": torch.zeros(1 << 18, dtype=BF16)}, tmp_path / "model.safetensors")  # 1 MiB of float32
     auto = config_of(tmp_path)
     machine()
@@ -88,11 +88,11 @@ def test_a_cpu_without_bfloat16_loads_sixteen_bits_as_float32_where_memory_allow
     machine(bfloat16=True)
     assert cpu_dtype(auto, SimpleNamespace(dtype=BF16)) == BF16
     assert cpu_dtype(auto, SimpleNamespace(dtype="float16")) == F32
-    machine(features=frozenset())  # not Linux, say
+    machine(features=frozenset())  # not Linux, for example
     assert cpu_dtype(auto, SimpleNamespace(dtype=BF16)) == BF16
 
 
-def test_of_weights_that_are_not_on_the_disk_the_hub_is_asked_how_many_they_are(machine, monkeypatch):
+def test_the_hub_tells_the_size_of_weights_that_are_not_on_disk(machine, monkeypatch):
     machine(memory=2 << 20)
     for count, dtype in ((1 << 18, F32), ((1 << 18) + 1024, BF16)):
         found = SimpleNamespace(parameter_count={"BF16": count - 24, "F32": 24})
@@ -100,12 +100,12 @@ def test_of_weights_that_are_not_on_the_disk_the_hub_is_asked_how_many_they_are(
         assert cpu_dtype(config_of("nobody/has-this-model"), SimpleNamespace(dtype=BF16)) == dtype
 
 
-def test_weights_that_nobody_knows_the_size_of_are_loaded_as_they_are(machine):
+def test_weights_of_unknown_size_are_loaded_in_their_own_dtype(machine):
     machine()
     assert cpu_dtype(config_of("nobody/has-this-model"), SimpleNamespace(dtype=BF16)) == BF16
 
 
-def test_weights_that_fit_are_taken():
+def test_weights_that_fit_are_accepted():
     check_fits(10 * GIB, BF16, 1, [0, 10 * GIB])
 
 
@@ -128,7 +128,7 @@ def test_weights_that_fit_are_taken():
         ),
     ],
 )  # fmt: skip
-def test_weights_that_do_not_fit_are_refused_with_what_would(needed, dtype, free, message):
+def test_weights_that_do_not_fit_are_refused_with_what_would_fit(needed, dtype, free, message):
     with pytest.raises(ModelError) as e:
         check_fits(needed, dtype, 0, free)
     assert str(e.value) == message
