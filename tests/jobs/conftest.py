@@ -1,4 +1,4 @@
-"""Jobs: opened in the process of the test, or run in processes of their own by the harness."""
+"""Jobs, opened in the test's process or run by the harness in separate processes."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def runs(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture
 def job(runs: Runs, request: pytest.FixtureRequest, tmp_path: Path) -> Job:
-    """The job of the case that the test is parametrized with (indirectly)."""
+    """The job of the case that the test names in its (indirect) parameter."""
     return Job(runs, CASES[request.param], tmp_path / "job")

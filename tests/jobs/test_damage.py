@@ -1,6 +1,6 @@
-"""Damaged files of a job's folder: what is lost is generated again, or the run is refused in words; no row is ever wrong, missing or twice.
+"""Damaged files in a job's folder: lost rows are generated again or the run is refused; no row is wrong, missing or repeated.
 
-The whole job runs, spool and assembly and all, with the real tokenizer; only the model is not one: it says the digest of its prompt.
+The whole job runs with the real tokenizer. Only the model is a fake: it answers with the digest of the prompt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from support.runs import Killed
 
 
 class Oracle:
-    """In the engine's place: the answer to a prompt is its digest. Dies after `most` answers."""
+    """Replaces the engine: the answer to a prompt is its digest. Dies after `most` answers."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -39,7 +39,7 @@ class Oracle:
         self.waiting = self.unfinished = 0
         self.most: int | None = None
         self.answered: list[int] = []
-        """The rows."""
+        """The rows answered so far."""
 
     def add(self, leaves: Sequence[Leaf], plan: Any, on_result: Callable[[Result], None]) -> None:
         self.added = leaves, on_result
@@ -75,7 +75,7 @@ class Folder:
         write_common_input(path)
 
     def run(self, *, most: int | None = None, **options: Any) -> list[int]:
-        """Returns the rows that were generated; `most`: the process dies when there are so many."""
+        """Runs the job and returns the generated rows. The run dies after `most` rows."""
         self.oracle.most, self.oracle.answered = most, []
         config = JobConfig(
             inputs=(str(self.path / "in.jsonl"),),
@@ -110,7 +110,7 @@ WINDOWS = {"spooled": None, "windows": 7}
 def folder(
     request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Folder]:
-    """Its states: `new`; `begun`, half of the rows generated; `generated`, all of them; `finished`; `changed`, finished and its input changed since."""
+    """A job saved in these states: `new`, `begun` (half of the rows generated), `generated` (all of them), `finished`, and `changed` (finished, with an input changed since)."""
     oracle = Oracle()
     tokenizers: dict[ModelConfig, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -143,7 +143,7 @@ def _dies(*_: Any) -> None:
     raise Killed
 
 
-# What can happen to a file: a function of its bytes, drawn with whatever it needs.
+# Kinds of damage, as functions of a file's bytes.
 
 
 def _cut(data: st.DataObject, content: bytes) -> bytes:
@@ -188,7 +188,7 @@ def damage(data: st.DataObject, path: Path) -> None:
 
 
 def expected_output(folder: Folder, state: str) -> bytes:
-    """Of a run from that state, had nothing been damaged."""
+    """Returns the output of a run from that state without damage."""
     if state not in folder.expected:
         folder.back_to(state)
         folder.run()
@@ -197,7 +197,7 @@ def expected_output(folder: Folder, state: str) -> bytes:
 
 
 def check_goes_on(folder: Folder, state: str, expected: bytes) -> str:
-    """Runs until the job is done, as a user would do what the errors say. Returns the error there was, empty for none."""
+    """Runs the job to its end and follows the advice of an error, as a user would. Returns that error, or "" for none."""
     old = folder.output()
     try:
         folder.run()
@@ -213,7 +213,7 @@ def check_goes_on(folder: Folder, state: str, expected: bytes) -> str:
         folder.run()
     assert folder.output() == expected
     left = {p.name for p in folder.job_folder.iterdir()}
-    # Keys are missed when they are needed, and a finished job needs no lock.
+    # A finished job may have lost its keys and lock: it needs neither.
     assert left - {"keys", "lock", "report.json"} == {"manifest.json", "stats.json"}
     assert folder.run() == []
     return said
@@ -250,20 +250,20 @@ def check_damaged_file(folder: Folder, data: st.DataObject) -> None:
 
 @SOME
 @given(data=st.data())
-def test_a_damaged_database_costs_rows_to_generate_again_and_nothing_else(folder: Folder, data: st.DataObject) -> None:
+def test_a_damaged_database_only_costs_rows_that_are_generated_again(folder: Folder, data: st.DataObject) -> None:
     check_damaged_results(folder, data)
 
 
 @SOME
 @given(data=st.data())
-def test_any_damaged_file_of_the_folder_is_noticed_or_harmless(folder: Folder, data: st.DataObject) -> None:
+def test_any_damaged_file_in_the_folder_is_noticed_or_harmless(folder: Folder, data: st.DataObject) -> None:
     check_damaged_file(folder, data)
 
 
 @pytest.mark.nightly
 @MANY
 @given(data=st.data())
-def test_a_damaged_database_costs_rows_to_generate_again_in_the_long_run_too(
+def test_a_damaged_database_only_costs_rows_that_are_generated_again_many_examples(
     folder: Folder, data: st.DataObject
 ) -> None:
     check_damaged_results(folder, data)
@@ -272,7 +272,7 @@ def test_a_damaged_database_costs_rows_to_generate_again_in_the_long_run_too(
 @pytest.mark.nightly
 @MANY
 @given(data=st.data())
-def test_any_damaged_file_of_the_folder_is_noticed_or_harmless_in_the_long_run_too(
+def test_any_damaged_file_in_the_folder_is_noticed_or_harmless_many_examples(
     folder: Folder, data: st.DataObject
 ) -> None:
     check_damaged_file(folder, data)

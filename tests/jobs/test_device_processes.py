@@ -1,4 +1,4 @@
-"""A job whose devices have processes of their own: any of them, or the job's, may be killed, and the output is that of one process."""
+"""A job with one process for each device: any process may be killed, and the output is that of one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def until(done: Callable[[], bool], running: Running) -> None:
 
 
 def gone(pids: list[int]) -> bool:
-    """Whether all of them have ended, waiting a little."""
+    """Waits up to 10 s for the processes to end. Returns whether all have."""
     end = time.monotonic() + 10
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < end:
         time.sleep(0.01)
@@ -37,7 +37,7 @@ def gone(pids: list[int]) -> bool:
 
 @pytest.fixture
 def long_job(runs: Runs, tmp_path: Path) -> Job:
-    """Of rows that take long enough to be met in the middle; what is expected is what one process writes."""
+    """A job with rows long enough to interrupt. Its expected output is that of one process."""
     job = Job(runs, Case(options=LONG, settings=TINY_SPOOL), tmp_path / "job")
     job.case = replace(job.case, options=(*LONG, *TWO))
     job.prepare()
@@ -78,7 +78,7 @@ def test_two_processes_write_what_one_writes(runs: Runs, tmp_path: Path, kind: s
 
 
 @pytest.mark.slow
-def test_when_a_devices_process_is_killed_the_other_does_its_rows(long_job: Job) -> None:
+def test_when_a_devices_process_is_killed_the_other_generates_its_rows(long_job: Job) -> None:
     running, workers = in_the_middle(long_job, quiet=False)
     until(lambda: (job_status(str(long_job.output))["workers"] or [{}])[-1].get("state") == "running", running)
     os.kill(workers[0], signal.SIGKILL)
@@ -90,7 +90,7 @@ def test_when_a_devices_process_is_killed_the_other_does_its_rows(long_job: Job)
 
 
 @pytest.mark.slow
-def test_when_all_of_them_are_killed_the_job_fails_and_goes_on_later(long_job: Job) -> None:
+def test_when_all_device_processes_are_killed_the_job_fails_and_can_continue_later(long_job: Job) -> None:
     running, workers = in_the_middle(long_job)
     os.kill(running.pid, signal.SIGSTOP)  # so that it learns of both at once
     kept = stored_keys(long_job.job_folder)
@@ -109,7 +109,7 @@ def test_when_all_of_them_are_killed_the_job_fails_and_goes_on_later(long_job: J
 
 
 @pytest.mark.slow
-def test_when_the_job_is_killed_no_process_stays_and_it_goes_on_later(long_job: Job) -> None:
+def test_when_the_job_is_killed_no_process_stays_and_it_can_continue_later(long_job: Job) -> None:
     running, workers = in_the_middle(long_job)
     running.kill(signal.SIGKILL)
     assert running.wait().code == -9
@@ -122,8 +122,8 @@ def test_when_the_job_is_killed_no_process_stays_and_it_goes_on_later(long_job: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
-def test_a_signal_to_all_of_them_is_the_jobs_to_answer(long_job: Job, signum: signal.Signals) -> None:
-    """As a terminal's Ctrl-C, or a scheduler, sends it."""
+def test_a_signal_to_all_processes_is_handled_by_the_job_alone(long_job: Job, signum: signal.Signals) -> None:
+    """A terminal's Ctrl-C and schedulers signal all processes at once."""
     running, workers = in_the_middle(long_job)
     for pid in (*workers, running.pid):
         os.kill(pid, signum)
@@ -154,7 +154,7 @@ def test_a_second_signal_does_not_wait_for_processes_that_hang(long_job: Job) ->
     long_job.go_on()
 
 
-def test_a_model_that_cannot_be_loaded_is_one_line_as_ever(runs: Runs, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_still_a_one_line_error(runs: Runs, tmp_path: Path) -> None:
     write_common_input(tmp_path)
     ended = runs(tmp_path, ["in.jsonl", "-q", "--device", "cuda:0,97"])
     assert ended.code == 1
@@ -162,7 +162,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line_as_ever(runs: Runs, tmp_path:
     assert ended.error.endswith("no CUDA device; use --device auto or cpu")
 
 
-def test_memory_that_holds_no_block_is_wrong_use_as_ever(runs: Runs, tmp_path: Path) -> None:
+def test_memory_that_holds_no_block_is_still_a_usage_error(runs: Runs, tmp_path: Path) -> None:
     write_common_input(tmp_path)
     ended = runs(tmp_path, ["in.jsonl", "-q", *TWO, "--kv-memory", "1KiB"])
     assert ended.code == 2
@@ -171,7 +171,7 @@ def test_memory_that_holds_no_block_is_wrong_use_as_ever(runs: Runs, tmp_path: P
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("job", ["two devices"], indirect=True)
-def test_processes_killed_at_random_moments_change_nothing(job: Job) -> None:
+def test_killing_processes_at_random_moments_does_not_change_the_output(job: Job) -> None:
     rng = random.Random(5)
     for _ in range(60):
         job.reset()

@@ -1,4 +1,4 @@
-"""Disks that fill up, and files that go away under a running job: one line, and the same command goes on once they are back."""
+"""Full disks and files that vanish under a running job: a one-line error, and the same command continues once that is repaired."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ each = pytest.mark.parametrize("job", slow_but({"spooled"}, ["spooled", "windows
 
 
 def stopped_at(job: Job, what: str, at: int = 3) -> Running:
-    """A run that has stopped itself right before the `at`-th call that has `what` in it."""
+    """Returns a run that has stopped itself right before the `at`-th call that contains `what`."""
     running = job.start(how="SIGSTOP", at=at, only=what)
     running.until_stopped()
     return running
@@ -28,8 +28,8 @@ def stopped_at(job: Job, what: str, at: int = 3) -> Running:
 
 @pytest.mark.parametrize("size", slow_but({600}, [600, 3_000, 30_000, 60_000]))
 @pytest.mark.parametrize("job", ["spooled"], indirect=True)
-def test_a_file_that_may_not_grow_ends_the_run_in_one_line_and_keeps_what_was_finished(job: Job, size: int) -> None:
-    """A limit of the system's on every file of the job: what write(2) really does, half of a block first."""
+def test_a_file_that_cannot_grow_ends_the_run_in_one_line_and_finished_rows_are_kept(job: Job, size: int) -> None:
+    """Limits the size of every file of the job with the system's own limit, so that write(2) first writes a part."""
     job.prepare()
     note = json.dumps({"note": "x" * 3_000})[1:]
     lines = (job.folder / "in.jsonl").read_text(encoding="utf-8").split("\n")
@@ -40,7 +40,7 @@ def test_a_file_that_may_not_grow_ends_the_run_in_one_line_and_keeps_what_was_fi
     job.reset()
     ended = job.run(file_size=size)
     assert (ended.code, ended.out) == (1, "")
-    # SQLite has its own words for what it met.
+    # SQLite words the error differently.
     assert re.fullmatch(
         r"out\.jsonl\S* cannot be written: (File too large|disk I/O error); check the disk .+", ended.error
     )
@@ -52,7 +52,7 @@ def test_a_file_that_may_not_grow_ends_the_run_in_one_line_and_keeps_what_was_fi
 
 @linux
 @each
-def test_an_input_that_vanishes_while_it_is_worked_on_can_be_put_back(job: Job) -> None:
+def test_an_input_that_vanishes_during_a_run_can_be_put_back(job: Job) -> None:
     job.prepare()
     running = stopped_at(job, job.results)
     source = job.folder / "in.jsonl"
@@ -70,7 +70,7 @@ def test_an_input_that_vanishes_while_it_is_worked_on_can_be_put_back(job: Job) 
 
 @linux
 @pytest.mark.parametrize("job", ["spooled"], indirect=True)
-def test_an_input_that_changes_while_it_is_worked_on_is_read_again_by_the_next_run(job: Job) -> None:
+def test_an_input_that_changes_during_a_run_is_read_again_by_the_next_run(job: Job) -> None:
     job.prepare_changed()
     expected, changed = job.expected, (job.folder / "in.jsonl").read_bytes()
     job.prepare()
@@ -113,7 +113,7 @@ def test_a_folder_deleted_under_a_running_job_ends_it_in_one_line(job: Job, what
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 @pytest.mark.parametrize("job", ["jsonl"], indirect=True)
-def test_a_folder_that_may_not_be_written_is_named(job: Job) -> None:
+def test_a_folder_without_write_permission_is_named(job: Job) -> None:
     job.prepare()
     job.folder.chmod(0o555)
     try:
@@ -129,7 +129,7 @@ def test_a_folder_that_may_not_be_written_is_named(job: Job) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("job", ["jsonl"], indirect=True)
-def test_standard_output_and_figures_that_do_not_fit_are_named(job: Job) -> None:
+def test_standard_output_and_stats_that_cannot_be_written_are_named(job: Job) -> None:
     job.prepare()
     ended = job.run("-o", "-", stdout="/dev/full")
     assert ended.code == 1
@@ -157,7 +157,7 @@ def test_a_second_run_is_refused_and_does_not_disturb_the_first(job: Job) -> Non
 
 
 @pytest.mark.parametrize("job", ["spooled"], indirect=True)
-def test_a_dead_runs_lock_is_taken_over_and_another_hosts_is_not(job: Job) -> None:
+def test_the_lock_of_a_dead_run_is_taken_over_but_not_that_of_another_host(job: Job) -> None:
     job.prepare_generated()
     lock = job.job_folder / "lock"
     dead = json.loads(lock.read_text())

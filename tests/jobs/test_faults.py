@@ -1,4 +1,4 @@
-"""Calls that fail: the run ends with one line that names file and reason, and the same command goes on once the disk is well again."""
+"""System calls that fail: the run ends with one line that names the file and the reason, and the same command continues later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAULTS = [(how, lasting) for how in ("ENOSPC", "EIO", "EROFS", "EDQUOT") for las
 
 
 def check_line(ended: Ended, job: Job, how: str, call: str) -> None:
-    """The job failed, with one line: what cannot be written, why, and the way out."""
+    """Checks that the job failed with one line that tells what cannot be written, why, and what to do."""
     assert (ended.code, ended.out) == (1, ""), (call, ended.err)
     reasons = {os.strerror(getattr(errno, how)), SQLITE_WORDS.get(how, "disk I/O error")}
     shown = ended.error
@@ -30,12 +30,12 @@ def check_line(ended: Ended, job: Job, how: str, call: str) -> None:
 
 
 def harmless(call: str) -> bool:
-    """Letting go of the lock: the name in it is a dead process's."""
+    """Whether the run may ignore that this call fails: it only releases the lock."""
     return call.split()[0] == "ftruncate"
 
 
 def check_faults(job: Job, rng: random.Random, every: int) -> int:
-    """A fault at each call (or each `every`-th) of a run from the job's state, then the same command without it. Returns how many."""
+    """Injects a fault at every `every`-th call of a run, then runs the command again without it. Returns the number of faults."""
     calls = job.calls()
     met = 0
     for at in range(1 + rng.randrange(every), len(calls) + 1, every):
@@ -54,13 +54,13 @@ def check_faults(job: Job, rng: random.Random, every: int) -> int:
 
 
 @pytest.mark.parametrize("job", ["spooled"], indirect=True)
-def test_a_call_that_fails_ends_the_run_in_one_line_and_the_next_goes_on(job: Job) -> None:
+def test_a_failing_call_ends_the_run_in_one_line_and_the_next_run_continues(job: Job) -> None:
     assert check_faults(job, random.Random(1), every=11 if FULL else 200) > 0
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("state", ["generated", "changed", "new"])
 @pytest.mark.parametrize("job", CASES, indirect=True)
-def test_any_call_that_fails_ends_the_run_in_one_line_and_the_next_goes_on(job: Job, state: str) -> None:
+def test_any_failing_call_ends_the_run_in_one_line_and_the_next_run_continues(job: Job, state: str) -> None:
     job.set_up(state)
     check_faults(job, random.Random(state), every=1)

@@ -35,7 +35,7 @@ def identity_of(model: Path, **options: Any) -> dict[str, Any]:
 
 
 def changed_files(model: Path, change: Callable[[Path], object], **options: Any) -> set[str]:
-    """The entries of a model's identity that differ after `change`."""
+    """Returns the entries of a model's identity that differ after `change`."""
     before = identity_of(model, **options)
     change(model)
     after = identity_of(model, **options)
@@ -54,7 +54,7 @@ def overwrite(path: Path, at: int, data: bytes) -> None:
 
 
 def write_checkpoint(path: Path, tensors: int, values: int, seed: int = 0, changed: int | None = None) -> None:
-    """A safetensors file of random float32 tensors; tensor `changed` has other numbers than the seed gives."""
+    """Writes a safetensors file of random float32 tensors, with other values in tensor `changed`."""
     numbers = np.random.default_rng(seed)
     arrays = {f"layer.{i:03d}": numbers.standard_normal(values, dtype=np.float32) for i in range(tensors)}
     if changed is not None:
@@ -66,9 +66,7 @@ def test_a_copy_of_a_model_is_the_same_model(tiny_model_dir: Path, tmp_path: Pat
     assert identity_of(tiny_model_dir) == identity_of(copy_of(tiny_model_dir, tmp_path))
 
 
-def test_a_change_of_any_file_that_is_read_is_told_by_the_name_of_the_file(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_change_of_any_file_that_is_read_names_the_file(tiny_model_dir: Path, tmp_path: Path) -> None:
     copy = copy_of(tiny_model_dir, tmp_path)
     size = (copy / "model.safetensors").stat().st_size
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -96,7 +94,7 @@ def test_other_files_of_a_models_folder_do_not_matter(tiny_model_dir: Path, tmp_
     assert changed_files(copy, add_files) == set()
 
 
-def test_a_models_code_counts_where_it_may_run(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_models_own_code_counts_if_it_may_run(tiny_model_dir: Path, tmp_path: Path) -> None:
     copy = copy_of(tiny_model_dir, tmp_path)
     changed = changed_files(copy, lambda m: (m / "modeling_x.py").write_text("x"), trust_remote_code=True)
     assert changed == {"model file modeling_x.py"}
@@ -120,7 +118,7 @@ def folder_identity_of_file(file: Path) -> Any:
     return folder_identity(folder)
 
 
-def test_of_a_large_file_a_few_megabytes_are_read(tmp_path: Path) -> None:
+def test_only_a_few_megabytes_of_a_large_file_are_read(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     write_checkpoint(path, 500, 12_000)
     with path.open("rb") as file:
@@ -130,7 +128,7 @@ def test_of_a_large_file_a_few_megabytes_are_read(tmp_path: Path) -> None:
     assert max(start + length for start, length in pieces) == path.stat().st_size
 
 
-def test_a_damaged_header_is_no_error_here(tmp_path: Path) -> None:
+def test_a_damaged_header_does_not_prevent_an_identity(tmp_path: Path) -> None:
     for begin in (b"", b"\xff" * 8, (5).to_bytes(8, "little") + b"[1,2]"):
         with (tmp_path / "model.safetensors").open("wb") as file:
             file.write(begin)
@@ -138,12 +136,12 @@ def test_a_damaged_header_is_no_error_here(tmp_path: Path) -> None:
         assert len(folder_identity(tmp_path)) == 1
 
 
-def test_a_hub_model_that_is_not_cached_goes_by_name_and_revision() -> None:
+def test_a_hub_model_that_is_not_cached_is_identified_by_name_and_revision() -> None:
     assert identity_of(Path("nobody/nothing")) == {"model": "nobody/nothing at main"}
     assert identity_of(Path("nobody/nothing"), revision="v2") == {"model": "nobody/nothing at v2"}
 
 
-def test_auto_is_the_dtype_of_the_checkpoint() -> None:
+def test_dtype_auto_is_identified_as_that_of_the_checkpoint() -> None:
     own = SimpleNamespace(dtype="torch.bfloat16")
     assert dtype_name(ModelConfig(model="m"), own) == "bfloat16"
     assert dtype_name(ModelConfig(model="m", dtype="float16"), own) == "float16"
@@ -170,7 +168,7 @@ def test_prompt_and_sampling_options_are_settings(tiny_model_dir: Path) -> None:
     assert json.loads(json.dumps(base)) == base
 
 
-def test_what_does_not_change_results_is_no_setting(tiny_model_dir: Path) -> None:
+def test_options_that_do_not_change_results_are_not_settings(tiny_model_dir: Path) -> None:
     free = settings_of(tiny_model_dir, window=3, limit=2, order="done", keep=(), flush_every=0.0, token_ids=True)
     assert free == settings_of(tiny_model_dir)
     engine = EngineConfig(policy="fifo", row_timeout=1.0, host_kv_memory="1GiB", max_kv_read=9, batch_size=2)
@@ -180,7 +178,7 @@ def test_what_does_not_change_results_is_no_setting(tiny_model_dir: Path) -> Non
     assert job_settings(spread, HF_CONFIG, chat=False) == free
 
 
-def test_a_long_text_is_told_by_its_digest(tiny_model_dir: Path) -> None:
+def test_a_long_text_is_stored_as_its_digest(tiny_model_dir: Path) -> None:
     one = settings_of(tiny_model_dir, prompts=PromptConfig(prefix="a" * 1000))["prefix"]
     two = settings_of(tiny_model_dir, prompts=PromptConfig(prefix="a" * 999 + "b"))["prefix"]
     assert isinstance(one, str)
@@ -188,7 +186,7 @@ def test_a_long_text_is_told_by_its_digest(tiny_model_dir: Path) -> None:
     assert one != two
 
 
-def test_a_long_regex_or_schema_is_told_by_its_digest(tiny_model_dir: Path) -> None:
+def test_a_long_regex_or_schema_is_stored_as_its_digest(tiny_model_dir: Path) -> None:
     for name in ("regex", "json_schema"):
         one, two = (
             settings_of(tiny_model_dir, sampling=SamplingParams(**{name: "a" * 999 + end}))[name] for end in "ab"

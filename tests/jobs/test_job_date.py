@@ -1,4 +1,4 @@
-"""Chat templates that write the date: every run and shard of a job writes that of its first run."""
+"""Chat templates that write the date: all runs and shards of a job write the date of its first run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEMPLATE = (
 
 
 class _Clock:
-    """Stands for the class `datetime`, whose `now` is a time that a test sets."""
+    """Replaces the class `datetime`; the test sets what `now` returns."""
 
     def __init__(self, *time: int) -> None:
         self.time = datetime(*time)
@@ -52,7 +52,7 @@ def config(tiny_model_dir: Path, write_jsonl: Callable[..., Path]) -> JobConfig:
     )
 
 
-def test_results_of_yesterday_are_those_of_todays_rows(
+def test_results_of_yesterday_are_used_again_today(
     config: JobConfig, clock: _Clock, write_jsonl: Callable[..., Path]
 ) -> None:
     run_job(config)
@@ -67,7 +67,7 @@ def test_results_of_yesterday_are_those_of_todays_rows(
     assert (stats["rows_resumed"], stats["rows_ok"]) == (0, 3)
 
 
-def test_a_plan_writes_the_date_of_the_job_that_has_begun(config: JobConfig, clock: _Clock) -> None:
+def test_a_plan_uses_the_date_of_a_job_that_has_begun(config: JobConfig, clock: _Clock) -> None:
     run_job(config)
     assert plan_job(config).tree[0].text == "Today Date: 01 Mar 2026<|user|>"
     for other in (replace(config, overwrite=True), replace(config, output=f"{config.output}.jsonl")):
@@ -76,9 +76,7 @@ def test_a_plan_writes_the_date_of_the_job_that_has_begun(config: JobConfig, clo
         assert "01 Mar 2026" not in text
 
 
-def test_a_plan_writes_todays_date_where_the_job_cannot_be_known(
-    config: JobConfig, write_jsonl: Callable[..., Path]
-) -> None:
+def test_a_plan_uses_todays_date_if_there_is_no_such_job(config: JobConfig, write_jsonl: Callable[..., Path]) -> None:
     source = Path(config.inputs[0])
     other = source.with_name("other.jsonl")
     other.write_bytes(source.read_bytes())
@@ -98,7 +96,7 @@ def test_shards_that_start_together_are_one_job(
 ) -> None:
     run_job(replace(config, shard="1/2"))
     clock.time = datetime(2026, 3, 1, 23, 59, 59)
-    found: list[datetime | None] = [None]  # the second looked before the first had opened the job
+    found: list[datetime | None] = [None]  # the second shard looked before the first had begun the job
     look = batchgen.job_setup.date_of_job
     monkeypatch.setattr(batchgen.job_setup, "date_of_job", lambda *place: found.pop() if found else look(*place))
     run_job(replace(config, shard="2/2"))
@@ -106,17 +104,17 @@ def test_shards_that_start_together_are_one_job(
     assert merge_job(str(config.output)).stats["job"]["rows_ok"] == 2
 
 
-def test_a_templates_clock_formats_as_python_does() -> None:
+def test_dates_in_templates_are_formatted_as_in_python() -> None:
     now = datetime(2026, 3, 1, 9, 5, 7)
     asked = "%Y-%m-%d %-d %B %b %H:%M:%S %I %p %A %a %y %j %f %G-W%V-%u %R %s 100%% %%d %%%d %"
     source = "\n {% if true %}{{ strftime_now(" + repr(asked) + ") }}{% endif %}\n{{ messages[0].content }}"
     template = ChatTemplate(byte_tokenizer(), source, {}, now=now)
     assert (
         template.render([{"role": "user", "content": "x"}]) == f"\n{now.strftime(asked)}x"
-    )  # blocks end their lines in chat templates
+    )  # chat templates remove the newline after a block
 
 
-def test_the_clock_is_that_of_the_template_for_tools() -> None:
+def test_a_template_for_tools_has_the_date_of_the_job_too() -> None:
     named = {"default": "{{ strftime_now('%Y') }} plain", "tool_use": "{{ strftime_now('%Y') }} {{ tools[0].name }}"}
     template = ChatTemplate(byte_tokenizer(chat_template=named), None, {}, now=datetime(2001, 1, 1))
     message = [{"role": "user", "content": "x"}]

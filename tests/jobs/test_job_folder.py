@@ -1,4 +1,4 @@
-"""A job's folder: begun, killed, gone on with, finished, changed."""
+"""A job's folder when the job begins, is killed, continues, finishes, and changes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_job_leaves_its_output_and_a_small_folder(run, write_input):
     ]
 
 
-def test_a_finished_job_does_nothing_again_and_knows_its_figures(run, write_input):
+def test_a_finished_job_generates_nothing_and_keeps_its_figures(run, write_input):
     write_input(["a", "b"])
     run(stats={"rows": 2, "x": [1]})
     before = Path("o.jsonl").stat().st_mtime_ns
@@ -61,7 +61,7 @@ def test_a_finished_job_does_nothing_again_and_knows_its_figures(run, write_inpu
     assert (generated, job.notes, Path("o.jsonl").stat().st_mtime_ns) == ([], [], before)
 
 
-def test_an_interrupted_job_goes_on_where_it_stopped(run, texts, write_input):
+def test_an_interrupted_job_continues_where_it_stopped(run, texts, write_input):
     write_input(["a", "b", "c"])
     assert run(stop_after=2)[1] == ["c", "b"]
     assert not Path("o.jsonl").exists()
@@ -84,7 +84,7 @@ import time; time.sleep(60)
 """
 
 
-def test_a_job_that_is_killed_loses_nothing_and_its_lock_is_recognised(run, open_, texts, write_input):
+def test_a_killed_job_loses_no_result_and_its_lock_is_taken_over(run, open_, texts, write_input):
     write_input(["a", "b", "c"])
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-c", KILLED, str(Path(__file__).parents[1])]
@@ -115,7 +115,7 @@ def test_rows_added_and_changed_are_generated_and_the_others_kept(run, write_inp
     assert rows[1:] == [{**old[2], "id": 1}, {**old[0], "id": 2}, {**old[1], "id": 3}]
 
 
-def test_rows_are_kept_over_formats_of_the_output_alike(run, write_input):
+def test_rows_are_kept_in_every_format_of_the_output(run, write_input):
     for output in ("o.parquet", "o.jsonl.gz", "o.jsonl.zst"):
         write_input(["a", "fail", "cut"])
         run(output, token_ids=True)
@@ -145,7 +145,7 @@ def any_kind(row):
 
 @pytest.mark.parametrize("output", ["o.jsonl", "o.parquet"])
 @pytest.mark.parametrize("token_ids", [False, True])
-def test_completions_probabilities_and_scores_outlive_kills_and_changed_inputs(run, write_input, output, token_ids):
+def test_completions_probabilities_and_scores_survive_kills_and_changed_inputs(run, write_input, output, token_ids):
     options = {"answer": any_kind, "token_ids": token_ids, "optional": ("choices", "choice_probs", "score")}
     write_input(["several", "label", "score"])
     run(output, stop_after=2, **options)
@@ -164,7 +164,7 @@ def test_completions_probabilities_and_scores_outlive_kills_and_changed_inputs(r
 @pytest.mark.parametrize(
     ("before", "after"), [({"limit": 2}, {}), ({}, {"keep": ()}), ({}, {"order": "done"}), ({"token_ids": True}, {})]
 )
-def test_what_is_asked_for_can_change_without_losing_results(before, after, run, texts, write_input):
+def test_the_requested_fields_can_change_without_losing_results(before, after, run, texts, write_input):
     write_input(["a", "b", "c"])
     first = run(**before)[1]
     job, second = run(**after)
@@ -193,7 +193,7 @@ def test_malformed_rows_never_have_a_key(run):
     assert run()[1] == ["b"]
 
 
-def test_other_versions_are_only_mentioned(run, write_input):
+def test_other_versions_of_packages_are_only_noted(run, write_input):
     write_input(["a", "b"])
     run(stop_after=1, mentions={"transformers": "5.17.0", "torch": "2.11"})
     job, generated = run(mentions={"transformers": "5.23.0", "torch": "2.11"})
@@ -201,7 +201,7 @@ def test_other_versions_are_only_mentioned(run, write_input):
     assert job.notes == ['o.jsonl was started with other versions: transformers was "5.17.0", is "5.23.0"']
 
 
-def test_a_finished_output_that_was_deleted_is_made_again(run, texts, write_input):
+def test_a_deleted_output_is_generated_again(run, texts, write_input):
     write_input(["a"])
     run()
     Path("o.jsonl").unlink()
@@ -210,7 +210,7 @@ def test_a_finished_output_that_was_deleted_is_made_again(run, texts, write_inpu
     assert texts() == ["A"]
 
 
-def test_keys_that_are_damaged_are_not_believed(run, write_input):
+def test_damaged_keys_are_not_trusted(run, write_input):
     write_input(["a"])
     run()
     Path("o.jsonl.job/keys").write_bytes(b"x" * 16)
@@ -222,7 +222,7 @@ def test_keys_that_are_damaged_are_not_believed(run, write_input):
     ]
 
 
-def test_a_damaged_result_is_generated_again_and_said(run, texts, write_input):
+def test_a_damaged_result_is_generated_again_with_a_note(run, texts, write_input):
     write_input(["a", "b"])
     run(stop_after=1)
     database = Path("o.jsonl.job/results.sqlite")
@@ -237,7 +237,7 @@ def test_a_damaged_result_is_generated_again_and_said(run, texts, write_input):
     assert texts() == ["A", "B"]
 
 
-def test_order_done_writes_earlier_runs_first_and_then_as_they_finished(run, texts, write_input):
+def test_order_done_writes_results_of_earlier_runs_first_then_in_order_of_completion(run, texts, write_input):
     write_input(["a", "b", "c", "d"])
     run(order="done", stop_after=1)  # d
     run(order="done")
@@ -262,7 +262,7 @@ def test_an_empty_input_gives_an_empty_output(run, write_input):
     assert pq.read_table("o.parquet").num_rows == 0
 
 
-def test_figures_of_an_interrupted_run_are_there_for_the_next(open_, write_input):
+def test_the_next_run_finds_the_figures_of_an_interrupted_one(open_, write_input):
     write_input(["a", "b"])
     job, _ = open_()
     with job:
@@ -273,7 +273,7 @@ def test_figures_of_an_interrupted_run_are_there_for_the_next(open_, write_input
         assert job.previous == {"rows": 1}
 
 
-def test_occurrences_are_numbered_again_in_every_run(open_, write_input):
+def test_occurrences_are_numbered_from_0_in_every_run(open_, write_input):
     write_input(["a"])
     for _ in range(2):
         job, _ = open_()

@@ -1,4 +1,4 @@
-"""What a job's folder refuses, and what it survives."""
+"""Changes that a job's folder refuses, and accidents that it survives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batchgen.records.writers import DigestFile
 SETTINGS = {"model": "tiny", "temperature": 0.0, "max_tokens": 256, "stop": []}
 
 
-def test_other_settings_are_refused_in_words_and_overwrite_starts_again(run, texts, write_input):
+def test_other_settings_are_refused_by_name_and_overwrite_starts_again(run, texts, write_input):
     write_input(["a"])
     run()
     other = {"model": "tiny", "temperature": 0.7, "max_tokens": 64, "stop": ["\n"], "template": "x" * 100}
@@ -43,7 +43,7 @@ def test_other_settings_are_refused_for_an_unfinished_job_too(run, write_input):
     assert run()[1] == ["a"]
 
 
-def test_a_strangers_output_is_left_alone_unless_told(run, texts, write_input):
+def test_an_unknown_output_is_only_replaced_with_overwrite(run, texts, write_input):
     write_input(["a"])
     Path("o.jsonl").write_text("mine\n")
     with pytest.raises(UsageError) as caught:
@@ -54,11 +54,11 @@ def test_a_strangers_output_is_left_alone_unless_told(run, texts, write_input):
     assert not Path("o.jsonl.job").exists()
     run(overwrite=True, stop_after=0)
     assert Path("o.jsonl").read_text() == "mine\n"
-    assert run()[1] == ["a"]  # --overwrite was said when the job was begun
+    assert run()[1] == ["a"]  # the job began with --overwrite
     assert texts() == ["A"]
 
 
-def test_an_output_that_someone_changed_is_left_alone_but_a_copy_of_it_is_ours(run, texts, write_input):
+def test_an_edited_output_is_not_replaced_but_an_identical_copy_is(run, texts, write_input):
     write_input(["a"])
     run()
     shutil.copyfile("o.jsonl", "copy")
@@ -76,8 +76,8 @@ def test_an_output_that_someone_changed_is_left_alone_but_a_copy_of_it_is_ours(r
 
 @pytest.mark.parametrize("step", ["save", "replace", "move_file"])
 @pytest.mark.parametrize("again", [False, True])
-def test_a_crash_at_any_step_of_the_finish_loses_nothing(monkeypatch, step, again, run, texts, write_input):
-    """Once per place where `finish` touches the disk, for a first run and for a run over a finished output."""
+def test_a_crash_while_finishing_loses_nothing(monkeypatch, step, again, run, texts, write_input):
+    """Crashes at each place where `finish` touches the disk, in a first run and in a run over a finished output."""
     from batchgen.jobs import job_folder
 
     write_input(["a", "b"])
@@ -138,7 +138,7 @@ def test_the_work_dir_holds_the_folder_of_one_output(run, write_input):
     )
 
 
-def test_output_and_folder_can_be_moved_together(run, write_input):
+def test_the_output_and_its_folder_can_be_moved_together(run, write_input):
     write_input(["a"])
     run()
     Path("moved").mkdir()
@@ -147,7 +147,7 @@ def test_output_and_folder_can_be_moved_together(run, write_input):
     assert run("moved/o.jsonl")[0].finished == {"rows": 1}
 
 
-def test_from_a_work_dir_on_another_disk_the_output_still_appears_at_once(monkeypatch, run, texts, write_input):
+def test_with_a_work_dir_on_another_disk_the_output_still_appears_at_once(monkeypatch, run, texts, write_input):
     write_input(["a"])
     Path("work").mkdir()
     real = Path.replace
@@ -164,7 +164,7 @@ def test_from_a_work_dir_on_another_disk_the_output_still_appears_at_once(monkey
     assert run(work_dir="work")[0].finished == {"rows": 1}
 
 
-def test_an_output_that_is_a_link_stays_one(run, texts, write_input):
+def test_an_output_that_is_a_link_stays_a_link(run, texts, write_input):
     write_input(["a"])
     Path("real").mkdir()
     Path("o.jsonl").symlink_to("real/o.jsonl")
@@ -185,7 +185,7 @@ def test_an_output_that_is_a_link_stays_one(run, texts, write_input):
         ("torn.jsonl", "torn.jsonl.job/manifest.json is damaged; use --overwrite to start again, or another -o"),
     ],
 )  # fmt: skip
-def test_places_that_cannot_hold_a_job_are_refused_in_words(output, message, run, write_input):
+def test_outputs_that_cannot_be_written_are_refused_with_the_reason(output, message, run, write_input):
     write_input(["a"])
     Path("folder.jsonl").mkdir()
     Path("taken.jsonl.job").write_text("")
@@ -202,7 +202,7 @@ def test_places_that_cannot_hold_a_job_are_refused_in_words(output, message, run
     assert str(caught.value) == message
 
 
-def test_a_second_run_is_refused_while_the_first_is_open_and_not_after(run, open_, write_input):
+def test_a_second_run_is_refused_only_while_the_first_is_open(run, open_, write_input):
     write_input(["a"])
     job, _ = open_()
     with job, pytest.raises(OutputLocked) as caught:
@@ -222,7 +222,7 @@ def test_a_refused_run_releases_the_lock(run, write_input):
     assert run()[0].finished is not None
 
 
-def test_a_full_disk_is_one_line_and_what_was_kept_stays(monkeypatch, run, texts, write_input):
+def test_a_full_disk_is_a_one_line_error_and_stored_results_stay(monkeypatch, run, texts, write_input):
     write_input(["a", "b"])
     run(stop_after=1)
     with monkeypatch.context() as patch:
@@ -254,7 +254,7 @@ def test_a_full_disk_at_the_end_leaves_the_old_output_in_place(monkeypatch, outp
     assert run(output)[1] == []
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(monkeypatch, open_, write_input):
+def test_a_folder_that_cannot_be_created_is_a_one_line_error(monkeypatch, open_, write_input):
     write_input(["a"])
 
     def read_only(self, *args, **options):
@@ -275,7 +275,7 @@ def test_closing_twice_is_harmless(open_, write_input):
         pass
 
 
-def test_many_files_of_a_model_that_differ_are_told_in_a_few_words_before_other_settings() -> None:
+def test_many_changed_model_files_are_summarized_before_other_settings() -> None:
     old = {f"model file {name}": "1 bytes" for name in ("config.json", "a.safetensors", "b.safetensors")}
     new = dict.fromkeys(old, "2 bytes")
     settings = {f"setting {i}": i for i in range(2)}

@@ -1,4 +1,4 @@
-"""kill -9 and power cuts, at any moment: the output is absent, old or whole, and the same command again ends as if nothing had been."""
+"""kill -9 and power cuts at any moment: the output is absent, old or complete, and running the command again gives the usual output."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from support.harness import CASES, Job, stored_keys
 from support.params import FULL, slow_but
 
 KILLS = 3 if FULL else 1
-"""Of each case."""
+"""How often each case is killed."""
 
 
 def kill_at_random(job: Job, rng: random.Random) -> bool:
-    """One run, killed at a moment between its first call and its last; whether it was met alive."""
+    """Kills one run at a random call. Returns whether it was still alive then."""
     running = job.start()
     upto = rng.randrange(len(job.whole.calls))
     while running.calls() < upto and not running.ended():
@@ -26,7 +26,7 @@ def kill_at_random(job: Job, rng: random.Random) -> bool:
 
 
 def check_random_kills(job: Job, rng: random.Random, wanted: int) -> None:
-    """Kills, one to three in a row, and what stays of the results from one to the next; then the job's end."""
+    """Kills one to three runs in a row, checks what is left after each, and then finishes the job."""
     kills = 0
     while kills < wanted:
         job.reset()
@@ -45,20 +45,20 @@ def check_random_kills(job: Job, rng: random.Random, wanted: int) -> None:
 
 
 @pytest.mark.parametrize("job", slow_but({"spooled"}, CASES), indirect=True)
-def test_a_job_killed_at_random_moments_ends_as_one_that_was_not(job: Job) -> None:
+def test_a_job_killed_at_random_moments_gives_the_usual_output(job: Job) -> None:
     check_random_kills(job, random.Random(str(job.case)), KILLS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["spooled", "parquet, windows"], indirect=True)
-def test_a_finished_job_with_a_changed_input_killed_at_random_moments_ends_as_one_that_was_not(job: Job) -> None:
+def test_a_finished_job_with_a_changed_input_killed_at_random_moments_gives_the_usual_output(job: Job) -> None:
     job.prepare_changed()
     check_random_kills(job, random.Random(1), KILLS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["several, gzip", "windows"], indirect=True)
-def test_a_job_whose_limit_is_raised_killed_at_random_moments_ends_as_one_that_was_not(job: Job) -> None:
+def test_a_job_with_a_raised_limit_killed_at_random_moments_gives_the_usual_output(job: Job) -> None:
     job.set_up("raised")
     rng = random.Random(3)
     for _ in range(KILLS):
@@ -72,9 +72,9 @@ def test_a_job_whose_limit_is_raised_killed_at_random_moments_ends_as_one_that_w
 
 
 def check_every_call(job: Job, how: str, rng: random.Random, *, every: int = 1, after: str = "") -> int:
-    """From the job's state: a run that meets `how` at its first call, one that meets it at its second, and so on. Returns how many.
+    """Runs the job from its state, once for each of its calls, and ends each run at that call by `how`. Returns the number of runs.
 
-    `every`: only each `every`-th call; `after`: only from the first call on that has this in it.
+    `every`: only every `every`-th call; `after`: only from the first call on that contains this text.
     """
     calls = job.calls()
     first = next(i for i, call in enumerate(calls, 1) if after in call)
@@ -82,7 +82,7 @@ def check_every_call(job: Job, how: str, rng: random.Random, *, every: int = 1, 
     for at in range(first + rng.randrange(every), len(calls) + 1, every):
         name = calls[at - 1].split()[0]
         if name == "open" or (how == "torn" and name != "write"):
-            continue  # before an open all is as it was after the call before it
+            continue  # the state is the same as after the previous call
         job.reset()
         assert job.run(how=how, at=at).code == -9, calls[at - 1]
         job.check_output(finished=False)
@@ -100,10 +100,10 @@ def check_every_call(job: Job, how: str, rng: random.Random, *, every: int = 1, 
     ],
 )
 @pytest.mark.parametrize("job", ["spooled"], indirect=True)
-def test_a_job_killed_before_or_in_any_step_of_assembly_and_rename_ends_as_if_not(
+def test_a_job_killed_in_any_step_of_assembly_and_rename_gives_the_usual_output(
     job: Job, how: str, every: int, least: int
 ) -> None:
-    """`cut`: of files and folders only what was synced is left."""
+    """After a `cut`, only the synced parts of files and folders are left."""
     job.prepare_generated()
     assert check_every_call(job, how, random.Random(how), every=every, after="write " + job.partial) >= least
 
@@ -115,7 +115,7 @@ HOWS = ("kill", "torn", "cut")
 @pytest.mark.nightly
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("job", CASES, indirect=True)
-def test_a_job_killed_at_calls_all_over_its_runs_ends_as_if_not(job: Job, state: str) -> None:
+def test_a_job_killed_at_some_calls_of_its_runs_gives_the_usual_output(job: Job, state: str) -> None:
     job.set_up(state)
     rng = random.Random(state)
     for how in HOWS:
@@ -126,12 +126,12 @@ def test_a_job_killed_at_calls_all_over_its_runs_ends_as_if_not(job: Job, state:
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("job", CASES, indirect=True)
-def test_a_job_killed_at_any_call_of_its_runs_ends_as_if_not(job: Job, state: str, how: str) -> None:
+def test_a_job_killed_at_any_call_of_its_runs_gives_the_usual_output(job: Job, state: str, how: str) -> None:
     job.set_up(state)
     check_every_call(job, how, random.Random(state))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("job", CASES, indirect=True)
-def test_a_job_killed_a_hundred_times_at_random_moments_ends_as_one_that_was_not(job: Job) -> None:
+def test_a_job_killed_a_hundred_times_at_random_moments_gives_the_usual_output(job: Job) -> None:
     check_random_kills(job, random.Random(2), 100)

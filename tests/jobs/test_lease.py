@@ -1,4 +1,4 @@
-"""Who is at a shard: leases without file locks, as machines see each other on a shared folder."""
+"""Leases of shards: machines that share a folder agree, without file locks, which of them runs a shard."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ time.sleep(60)
 
 
 def claim_of_another_machine(folder: Path, number: int = 1, beat: int = 7, state: str = "running") -> Path:
-    """As a process of the host `far` left it, or leaves it."""
+    """Writes the claim of a process on the host `far`."""
     folder.mkdir(exist_ok=True)
     path = folder / f"claim-{number:06d}"
     holder = {"pid": 12, "host": "far", "boot": "b", "space": "s", "started": "2026-01-01T00:00:00+00:00"}
@@ -53,10 +53,10 @@ def test_a_lease_is_held_by_one_process_and_names_it(tmp_path: Path, other_proce
     assert f"another run holds shard 2/4 of o.jsonl (process {other_process.pid} on " in str(caught.value)
 
 
-def test_a_killed_process_of_this_machine_is_known_to_be_dead_at_once(
+def test_a_killed_process_of_this_machine_is_recognized_as_dead_at_once(
     tmp_path: Path, other_process: subprocess.Popen[bytes]
 ) -> None:
-    other_process.send_signal(signal.SIGKILL)  # and nobody asks how it ended: it stays a zombie
+    other_process.send_signal(signal.SIGKILL)  # it stays a zombie, since nobody waits for it
     os.waitid(os.P_PID, other_process.pid, os.WEXITED | os.WNOWAIT)
     lease = Lease(tmp_path / "2", "shard 2/4")
     assert lease.taken_over is not None
@@ -64,7 +64,7 @@ def test_a_killed_process_of_this_machine_is_known_to_be_dead_at_once(
     lease.release()
 
 
-def test_a_released_lease_can_be_taken_and_says_how_it_was_left(tmp_path: Path) -> None:
+def test_a_released_lease_can_be_taken_and_tells_its_last_state(tmp_path: Path) -> None:
     first = Lease(tmp_path / "1", "shard")
     first.release("done")
     first.release()
@@ -74,7 +74,7 @@ def test_a_released_lease_can_be_taken_and_says_how_it_was_left(tmp_path: Path) 
     second.release()
 
 
-def test_a_process_of_another_machine_that_lives_keeps_its_lease(tmp_path: Path) -> None:
+def test_a_living_process_of_another_machine_keeps_its_lease(tmp_path: Path) -> None:
     path = claim_of_another_machine(tmp_path / "1")
     ended = threading.Event()
 
@@ -99,7 +99,7 @@ def test_a_process_of_another_machine_that_lives_keeps_its_lease(tmp_path: Path)
     assert path.exists()
 
 
-def test_a_process_of_another_machine_that_is_silent_is_taken_over(tmp_path: Path) -> None:
+def test_the_lease_of_a_silent_process_of_another_machine_is_taken_over(tmp_path: Path) -> None:
     claim_of_another_machine(tmp_path / "1")
     lease = Lease(tmp_path / "1", "shard", beats=QUICK)
     assert lease.taken_over is not None
@@ -108,7 +108,7 @@ def test_a_process_of_another_machine_that_is_silent_is_taken_over(tmp_path: Pat
     lease.release()
 
 
-def test_who_was_taken_over_writes_nothing_more(tmp_path: Path) -> None:
+def test_a_process_whose_lease_was_taken_over_stops_with_an_error(tmp_path: Path) -> None:
     lease = Lease(tmp_path / "1", "shard 1/2 of o.jsonl", beats=Beats(every=60.0, silent=0.0))
     claim_of_another_machine(tmp_path / "1", number=2)
     with pytest.raises(OutputLocked, match=r"shard 1/2 of o\.jsonl was taken over by another run"):
@@ -119,7 +119,7 @@ def test_who_was_taken_over_writes_nothing_more(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "1" / "claim-000001").read_text())["state"] == "running"
 
 
-def test_of_many_that_claim_at_the_same_moment_one_wins(tmp_path: Path) -> None:
+def test_one_of_many_simultaneous_claims_wins(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     start, won = context.Barrier(9), context.Queue()
     processes = [context.Process(target=claim_or_wait, args=(str(tmp_path / "1"), start, won)) for _ in range(8)]
@@ -143,7 +143,7 @@ def claim_or_wait(folder: str, start: object, won: object) -> None:
     start.wait()  # type: ignore[attr-defined]
 
 
-def test_a_holder_is_seen_without_a_claim(tmp_path: Path) -> None:
+def test_the_holder_can_be_read_without_claiming_the_lease(tmp_path: Path) -> None:
     assert holder_of_lease(tmp_path / "none") is None
     lease = Lease(tmp_path / "1", "shard")
     holder = holder_of_lease(tmp_path / "1")

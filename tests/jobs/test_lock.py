@@ -1,4 +1,4 @@
-"""Who holds an output."""
+"""The lock of an output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def other_process(tmp_path):
         process.kill()
 
 
-def test_a_running_process_is_named_and_kept_out_of_its_way(tmp_path, other_process):
+def test_the_lock_of_a_running_process_is_respected_and_its_holder_named(tmp_path, other_process):
     with pytest.raises(OutputLocked) as caught:
         Lock(tmp_path / "lock", "o.jsonl")
     who = rf"process {other_process.pid} on {re.escape(socket.gethostname())}, since \d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00"
@@ -44,7 +44,7 @@ def test_a_running_process_is_named_and_kept_out_of_its_way(tmp_path, other_proc
     assert caught.value.exit_code == 75
 
 
-def test_a_killed_process_is_taken_over_from(tmp_path, other_process):
+def test_the_lock_of_a_killed_process_is_taken_over(tmp_path, other_process):
     other_process.send_signal(signal.SIGKILL)
     other_process.wait()
     lock = Lock(tmp_path / "lock", "o.jsonl")
@@ -82,12 +82,12 @@ def test_another_hosts_lock_is_not_taken_over(tmp_path):
     assert json.loads((tmp_path / "lock").read_text()) == theirs
 
 
-def test_a_lock_file_cut_in_the_middle_is_nobodys(tmp_path):
+def test_a_truncated_lock_file_has_no_holder(tmp_path):
     (tmp_path / "lock").write_text('{"pid": 12, "ho')
     Lock(tmp_path / "lock", "o.jsonl").release()
 
 
-def test_where_the_file_system_has_no_locks_a_living_process_is_respected(tmp_path, monkeypatch):
+def test_without_file_locks_a_living_process_is_still_respected(tmp_path, monkeypatch):
     def unsupported(fd, operation):
         raise OSError(95, "Operation not supported")
 

@@ -1,4 +1,4 @@
-"""When a job gives up."""
+"""When a job stops with an error, and what it notes at its end."""
 
 import gc
 from dataclasses import replace
@@ -28,7 +28,7 @@ def test_one_more_than_the_number_allowed_is_too_many() -> None:
     )
 
 
-def test_a_share_counts_from_the_hundredth_row() -> None:
+def test_a_percentage_applies_from_the_hundredth_row_on() -> None:
     limit = ErrorLimit("10%")
     limit.check(failed=99, done=99, last="x")
     limit.check(failed=10, done=100, last="x")
@@ -42,7 +42,7 @@ def test_zero_allows_no_failure() -> None:
 
 
 class OutOfMemoryError(RuntimeError):
-    """Named as torch's."""
+    """Has the name of torch's error."""
 
 
 @pytest.mark.parametrize(
@@ -56,20 +56,20 @@ class OutOfMemoryError(RuntimeError):
         ),
     ],
 )
-def test_memory_that_ran_out_is_one_error_with_a_way_out(error: Exception, message: str) -> None:
+def test_running_out_of_memory_is_one_error_with_a_fix(error: Exception, message: str) -> None:
     with pytest.raises(OutOfMemory) as told, memory_errors():
         raise error
     assert str(told.value) == f"{message}; lower --kv-memory, --batch-size or --window"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes"), ModelError("no"), ValueError("x")])
-def test_other_errors_pass_as_they_are(error: Exception) -> None:
+def test_other_errors_are_not_changed(error: Exception) -> None:
     with pytest.raises(type(error)) as told, memory_errors():
         raise error
     assert told.value is error
 
 
-def test_the_collector_is_as_before_when_the_job_is_over() -> None:
+def test_garbage_collection_is_restored_after_the_job() -> None:
     of_the_tests, of_python = gc.get_threshold(), (700, 10, 10)
     try:
         gc.set_threshold(*of_python)
@@ -88,7 +88,7 @@ class Told(Silent):
         self.notes.append(text)
 
 
-def test_rows_without_an_answer_are_noted_however_few_they_are() -> None:
+def test_even_one_row_without_an_answer_is_noted() -> None:
     run, told = RunFigures(), Told()
     outcomes = Outcomes(run, Tracker(told, run), None)
     cut = Result(row=0, text=None, reasoning="hm", finish_reason="length")
@@ -109,7 +109,7 @@ def test_rows_without_an_answer_are_noted_however_few_they_are() -> None:
 @pytest.mark.parametrize(
     ("repeating", "more"), [(12, "; 12 of them repeat themselves, which --max-repeats 4 ends early"), (9, "")]
 )
-def test_many_rows_that_were_cut_while_they_repeated_themselves_suggest_to_end_such(repeating: int, more: str) -> None:
+def test_many_rows_that_repeated_themselves_up_to_the_limit_suggest_max_repeats(repeating: int, more: str) -> None:
     run, told = RunFigures(), Told()
     outcomes = Outcomes(run, Tracker(told, run), None)
     for row in range(20):

@@ -1,4 +1,4 @@
-"""`--retry length` with a larger `--max-tokens` continues a job: what ended by itself stays, what was cut is generated with the new limit."""
+"""`--retry length` with a larger `--max-tokens`: complete rows stay, truncated rows are generated with the new limit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Write = Callable[..., Path]
 
 
 def length(prompt: str, choice: int = 0) -> int:
-    """How long a completion is that nothing cuts: 1 to 12 tokens."""
+    """Returns the length of the whole completion, 1 to 12 tokens."""
     return hashlib.blake2b(f"{prompt}/{choice}".encode()).digest()[0] % 12 + 1
 
 
@@ -38,8 +38,8 @@ def completion(prompt: str, limit: int, choice: int = 0) -> Completion:
     return Completion(text=f"{prompt}/{choice} {tokens}", finish_reason=reason, token_ids=(1,) * tokens)
 
 
-class Cutting(Oracle):
-    """Answers with texts that differ in length, and cuts them."""
+class TruncatingOracle(Oracle):
+    """Answers with completions of different lengths, truncated at the limit."""
 
     def answer(self, request: Request, prompt: str) -> Result:
         found = tuple(completion(prompt, request.max_tokens, choice) for choice in range(request.params.n))
@@ -53,7 +53,7 @@ class Cutting(Oracle):
 @pytest.fixture
 def runs(tmp_path: Path, tiny_model_dir: Path) -> Runs:
     found = Runs(tmp_path, tiny_model_dir)
-    found.engine = Cutting
+    found.engine = TruncatingOracle
     return found
 
 
@@ -66,7 +66,7 @@ CUT_AT_4 = [p for p in PROMPTS if length(p) > 4]
 CUT_AT_8 = [p for p in PROMPTS if length(p) > 8]
 
 
-def test_only_the_rows_that_were_cut_are_generated_again(runs: Runs) -> None:
+def test_only_truncated_rows_are_generated_again(runs: Runs) -> None:
     runs.run(PROMPTS, **with_limit(4))
     kept = {row["text"] for row in runs.rows() if row["finish_reason"] == "stop"}
     assert (len(CUT_AT_4), len(CUT_AT_8), len(kept)) == (15, 7, 9)
@@ -101,7 +101,7 @@ def test_a_larger_limit_alone_and_a_smaller_one_are_refused(runs: Runs) -> None:
     assert before == {p.name: p.read_bytes() for p in (runs.output, runs.folder / "o.jsonl.job" / "manifest.json")}
 
 
-def test_an_input_of_other_rows_is_refused_after_the_limit_was_raised_as_before(runs: Runs) -> None:
+def test_an_input_of_other_rows_is_still_refused_after_the_limit_was_raised(runs: Runs) -> None:
     runs.run(PROMPTS, **with_limit(4))
     runs.run(PROMPTS, retry=("length",), **with_limit(8))
     before = runs.rows()
@@ -113,7 +113,7 @@ def test_an_input_of_other_rows_is_refused_after_the_limit_was_raised_as_before(
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_a_run_that_is_killed_goes_on_with_the_new_limit_without_retry(runs: Runs, window: int | None) -> None:
+def test_a_killed_run_continues_with_the_new_limit_without_retry(runs: Runs, window: int | None) -> None:
     runs.run(PROMPTS, **with_limit(4))
     first, report = runs.run(PROMPTS, retry=("length",), most=5, window=window, **with_limit(8))
     assert (len(first), report) == (5, None)
@@ -121,7 +121,7 @@ def test_a_run_that_is_killed_goes_on_with_the_new_limit_without_retry(runs: Run
         runs.run(PROMPTS, window=window, **with_limit(4))
     second, _ = runs.run(PROMPTS, most=4, window=window, **with_limit(8))
     third, _ = runs.run(PROMPTS, retry=("length",), window=window, **with_limit(8))
-    # What the second run has cut runs again in the third, which asks for that.
+    # The third run asks for rows that the second truncated to run again.
     cut = [p for p in (*first, *second) if length(p) > 8]
     assert Counter([*first, *second, *third]) == Counter([*CUT_AT_4, *cut])
     assert [row["text"] for row in runs.rows()] == [f"{p}/0 {min(length(p), 8)}" for p in PROMPTS]
@@ -134,7 +134,7 @@ def test_an_unfinished_job_may_be_continued_with_a_larger_limit(runs: Runs) -> N
     assert [row["finish_reason"] for row in runs.rows()] == ["stop"] * 24
 
 
-def test_any_completion_of_several_that_was_cut_runs_its_row_again(runs: Runs) -> None:
+def test_a_row_runs_again_if_any_of_its_completions_was_truncated(runs: Runs) -> None:
     sampled = {"temperature": 1.0, "n": 3}
     runs.run(PROMPTS, **with_limit(6, **sampled))
     again, _ = runs.run(PROMPTS, retry=("length",), **with_limit(9, **sampled))
@@ -147,7 +147,7 @@ def test_any_completion_of_several_that_was_cut_runs_its_row_again(runs: Runs) -
 
 
 def test_rows_with_a_limit_of_their_own_keep_it(runs: Runs) -> None:
-    limits = [None, 4, 8, 6, 12]  # that of the first run and that of the second among them
+    limits = [None, 4, 8, 6, 12]  # among them the limits of the first and the second run
     rows = [{"prompt": p, "sampling_params": {"max_tokens": limit}} for p in PROMPTS for limit in limits]
     runs.run(rows, **with_limit(4))
     for order in (rows, rows[::-1]):
@@ -189,11 +189,11 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("sampling", SAMPLED.values(), ids=SAMPLED)
-def test_with_a_model_a_completion_that_was_cut_goes_on_where_it_was_cut(
+def test_a_real_model_continues_a_truncated_completion_where_it_ended(
     sampling: Mapping[str, Any], tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
 ) -> None:
     source = write_jsonl([{"prompt": f"row {i}"} for i in range(16)])
-    ends = tuple(range(0, 240, 8))  # so that some completions end by themselves
+    ends = tuple(range(0, 240, 8))  # so that some completions end before the limit
 
     def run(name: str, limit: int, **options: Any) -> list[tuple[list[int], str]]:
         output = source.with_name(name)
@@ -252,12 +252,12 @@ def rows_of_any_kind() -> st.SearchStrategy[Rows]:
 
 @given(data=st.data())
 @settings(max_examples=examples(6, 150), deadline=None, suppress_health_check=list(HealthCheck))
-def test_over_any_runs_every_row_is_cut_where_the_last_limit_or_its_own_says(
+def test_over_any_runs_every_row_is_truncated_at_the_last_limit_or_its_own(
     tiny_model_dir: Path, data: st.DataObject
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(Path(folder), tiny_model_dir)
-        runs.engine = Cutting
+        runs.engine = TruncatingOracle
         rows, limit = data.draw(rows_of_any_kind()), 3
         for _ in range(data.draw(st.integers(2, 6))):
             rows = data.draw(st.just(rows) | st.permutations(rows) | rows_of_any_kind())

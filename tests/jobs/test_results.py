@@ -1,4 +1,4 @@
-"""The database of results: what survives kills, damage and a full disk, and what another process sees."""
+"""The database of results: kills, damage, full disks, and readers in other processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fill(folder):
 
 @pytest.fixture(params=[False, True], ids=["WAL", "network"])
 def folder(request, tmp_path, monkeypatch):
-    """A folder on a local and on a network file system."""
+    """A folder, once on a local and once on a (pretended) network file system."""
     monkeypatch.setattr(results_module, "network_file_system", lambda folder: request.param)
     return tmp_path
 
@@ -76,7 +76,7 @@ def test_a_folder_whose_name_is_not_utf8_holds_results(tmp_path):
         assert results.stored(KEYS) == ALL
 
 
-def test_of_two_results_with_one_key_the_last_counts(folder):
+def test_the_last_of_two_results_with_the_same_key_counts(folder):
     for result in RESULTS[:2]:
         with opened(folder) as results:
             results.append(KEYS[0], result)
@@ -100,9 +100,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("network", "flush_every", "kept"), [(False, 3600, 5), (True, 3600, 0), (True, 0, 5)])
-def test_a_killed_process_loses_nothing_but_on_a_network_file_system_what_was_not_flushed(
-    tmp_path, network, flush_every, kept
-):
+def test_a_killed_process_loses_only_unflushed_results_on_a_network_file_system(tmp_path, network, flush_every, kept):
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     code = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(network), str(flush_every)], env=env)
     assert code.returncode == -9
@@ -110,7 +108,7 @@ def test_a_killed_process_loses_nothing_but_on_a_network_file_system_what_was_no
         assert [r.text for r in results.stored(KEYS).values()] == [str(i) for i in range(kept)]
 
 
-def test_the_log_is_synced_by_time_and_not_for_every_result(tmp_path, monkeypatch):
+def test_the_log_is_synced_at_intervals_and_not_for_every_result(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
     with opened(tmp_path, flush_every=3600) as results:
@@ -123,7 +121,7 @@ def test_the_log_is_synced_by_time_and_not_for_every_result(tmp_path, monkeypatc
         assert results.due
 
 
-def test_another_process_reads_what_is_there_and_leaves_no_trace(folder):
+def test_another_process_reads_results_without_changing_the_folder(folder):
     assert read_facts(folder, ("progress",)) == ({}, None)
     with opened(folder) as results:
         results.append(KEYS[0], RESULTS[0])
@@ -138,7 +136,7 @@ def test_another_process_reads_what_is_there_and_leaves_no_trace(folder):
 
 @settings(deadline=None, max_examples=examples(10, 60))
 @given(st.data())
-def test_a_damaged_database_gives_no_wrong_result_and_takes_new_ones(tmp_path_factory, data):
+def test_a_damaged_database_gives_no_wrong_result_and_accepts_new_ones(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("r")
     fill(folder)
     path = folder / "results.sqlite"
@@ -160,7 +158,7 @@ def test_a_damaged_database_gives_no_wrong_result_and_takes_new_ones(tmp_path_fa
 
 
 @pytest.mark.parametrize("damage", [(18, 18 ^ 255), (19, 9)])
-def test_a_database_that_sqlite_would_only_read_takes_new_results(tmp_path, damage):
+def test_a_database_that_sqlite_opens_read_only_accepts_new_results(tmp_path, damage):
     fill(tmp_path)
     content = bytearray((tmp_path / "results.sqlite").read_bytes())
     content[damage[0]] = damage[1]
@@ -171,8 +169,8 @@ def test_a_database_that_sqlite_would_only_read_takes_new_results(tmp_path, dama
         assert results.stored(KEYS[:1]) == {KEYS[0]: RESULTS[1]}
 
 
-def test_what_a_damaged_database_still_has_is_salvaged(tmp_path):
-    """A page in the middle is zeros: the results on the pages before and after it are there."""
+def test_intact_results_of_a_damaged_database_are_recovered(tmp_path):
+    """One page is overwritten with zeros. The results on the pages before and after it are recovered."""
     with opened(tmp_path) as results:
         for i in range(200):
             results.append(i.to_bytes(16, "big"), Result(row=i, text="x" * 1000, finish_reason="stop"))
@@ -186,7 +184,7 @@ def test_what_a_damaged_database_still_has_is_salvaged(tmp_path):
         assert 100 < results.count < 200
 
 
-def test_one_damaged_result_is_left_out_and_counted_and_no_reading_is_trusted(tmp_path):
+def test_a_damaged_result_is_left_out_and_counted_and_the_input_is_read_again(tmp_path):
     with opened(tmp_path) as results:
         results.append(KEYS[0], RESULTS[0])
         results.append(KEYS[5], RESULTS[5])
@@ -211,7 +209,7 @@ def test_a_full_disk_is_an_error_and_earlier_results_stay(tmp_path):
         assert results.stored(KEYS) == {KEYS[0]: RESULTS[0]}
 
 
-def test_results_that_ended_for_a_reason_can_be_forgotten(folder):
+def test_results_with_given_finish_reasons_can_be_forgotten(folder):
     fill(folder)
     with opened(folder) as results:
         results.forget(["error", "timeout"])
@@ -227,7 +225,7 @@ def entries(results: Results) -> list[tuple[int, int, int]]:
     return results._db.execute("SELECT number, start, tokens FROM under_way ORDER BY key, number, start").fetchall()
 
 
-def test_work_under_way_is_kept_until_its_row_has_a_result(folder):
+def test_partial_completions_are_kept_until_their_row_has_a_result(folder):
     with opened(folder) as results:
         results.keep_under_way({KEYS[0]: BEGUN, KEYS[1]: {0: BEGUN[0]}})
         results.keep_under_way({KEYS[1]: {0: begun(5, 6, 7)}})
@@ -241,7 +239,7 @@ def test_work_under_way_is_kept_until_its_row_has_a_result(folder):
 
 
 @pytest.mark.parametrize("logprobs", [False, True])
-def test_of_work_under_way_only_what_has_come_is_written(folder, logprobs):
+def test_only_the_new_tokens_of_partial_completions_are_written(folder, logprobs):
     with opened(folder) as results:
         results.keep_under_way({KEYS[0]: {0: begun(1, 2, logprobs=logprobs)}})
         results.keep_under_way({KEYS[0]: {0: begun(1, 2, logprobs=logprobs), 1: begun(8, logprobs=logprobs)}})
@@ -257,7 +255,7 @@ def test_of_work_under_way_only_what_has_come_is_written(folder, logprobs):
         assert results.under_way() == {KEYS[0]: ended}
 
 
-def test_a_completion_that_begins_again_replaces_what_was_kept_of_it(folder):
+def test_a_completion_that_starts_over_replaces_its_kept_tokens(folder):
     with opened(folder) as results:
         results.keep_under_way({KEYS[0]: {0: begun(1, 2), 1: begun(3)}})
         results.keep_under_way({KEYS[0]: {0: begun(1, 2, 3), 1: begun(3, 4)}})
@@ -266,7 +264,7 @@ def test_a_completion_that_begins_again_replaces_what_was_kept_of_it(folder):
         assert results.under_way() == {KEYS[0]: {0: begun(1, 9), 1: begun(3, 4, 5)}}
 
 
-def test_of_a_row_that_two_databases_have_under_way_the_parts_do_not_mix(tmp_path):
+def test_partial_completions_of_a_row_in_two_databases_are_not_mixed(tmp_path):
     (tmp_path / "other").mkdir()
     with opened(tmp_path) as results:
         for tokens in ((1, 2), (1, 2, 3, 4)):
@@ -278,7 +276,7 @@ def test_of_a_row_that_two_databases_have_under_way_the_parts_do_not_mix(tmp_pat
         assert results.under_way() == {KEYS[0]: {0: begun(8, 9)}, KEYS[1]: {0: begun(1, 2, 3, 4)}}
 
 
-def test_work_under_way_is_continued_from_before_the_place_that_is_damaged(tmp_path):
+def test_a_partial_completion_continues_from_before_its_damaged_part(tmp_path):
     with opened(tmp_path) as results:
         for tokens in ((5, 6), (5, 6, 7), (5, 6, 7, 8)):
             results.keep_under_way({key: {0: begun(*tokens), 1: begun(*tokens)} for key in KEYS[:2]})
@@ -306,7 +304,7 @@ def test_rows_of_the_output_have_a_key_or_a_result(folder):
         assert results.row_count == 0
 
 
-def test_a_finished_output_is_compared_with_the_rows_of_the_next(folder):
+def test_a_finished_output_is_compared_with_the_rows_of_the_next_run(folder):
     fill(folder)
     with opened(folder) as results:
         results.know_finished(KEYS[:4])
@@ -316,7 +314,7 @@ def test_a_finished_output_is_compared_with_the_rows_of_the_next(folder):
         assert set(results.stored(KEYS)) == {KEYS[0], KEYS[5]}
 
 
-def test_of_a_finished_job_only_what_its_output_does_not_hold_is_left(folder):
+def test_a_finished_job_keeps_only_results_that_its_output_does_not_hold(folder):
     fill(folder)
     with opened(folder) as results:
         results.keep_beside_output([KEYS[1]])
@@ -329,7 +327,7 @@ def test_of_a_finished_job_only_what_its_output_does_not_hold_is_left(folder):
         assert results.shrink(KEYS)
         assert set(results.stored(KEYS)) == {KEYS[1]}
     with opened(folder) as results:
-        results.append(KEYS[1], RESULTS[1])  # another one, which the output holds
+        results.append(KEYS[1], RESULTS[1])  # a new result for a key that the output holds
         assert not results.shrink(KEYS)
 
 
@@ -344,14 +342,14 @@ def test_equal_digests_are_numbered_over_calls(folder):
         assert results.occurrences([a]) == [0]
 
 
-def test_more_keys_are_looked_up_than_one_query_can_take(folder):
+def test_more_keys_can_be_looked_up_than_fit_one_query(folder):
     keys = [i.to_bytes(16, "big") for i in range(1_234)]
     with opened(folder) as results:
         assert results.add_missing((key, RESULTS[0]) for key in keys) == 1_234
         assert len(results.stored(keys)) == 1_234
 
 
-def test_results_that_are_there_are_not_replaced_by_those_of_an_output(folder):
+def test_stored_results_are_not_replaced_by_those_of_an_output(folder):
     with opened(folder) as results:
         results.append(KEYS[0], RESULTS[0])
         results.add_missing([(KEYS[0], RESULTS[1]), (KEYS[1], RESULTS[1])])
@@ -361,7 +359,7 @@ def test_results_that_are_there_are_not_replaced_by_those_of_an_output(folder):
 @pytest.mark.parametrize(
     ("kind", "expected"), [("nfs4", True), ("fuse.sshfs", True), ("lustre", True), ("ext4", False), ("tmpfs", False)]
 )
-def test_a_network_file_system_is_known_by_the_innermost_mount(tmp_path, kind, expected):
+def test_a_network_file_system_is_recognized_by_the_innermost_mount(tmp_path, kind, expected):
     mounts = tmp_path / "mountinfo"
     place = tmp_path / "a b" / "job"
     place.mkdir(parents=True)

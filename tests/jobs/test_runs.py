@@ -1,4 +1,4 @@
-"""What a job keeps over any sequence of runs: a finished completion is in the output whenever its row is in the input, and is made once.
+"""Over any sequence of runs a completion is generated once, and it is in the output whenever its row is in the input.
 
 Whole jobs with the real tokenizer and no model (`support.runs`).
 """
@@ -46,7 +46,7 @@ def test_an_empty_input_does_not_empty_a_finished_output(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_up_to_a_tenth_of_the_rows_may_go_and_their_results_come_back(runs: Runs, window: int | None) -> None:
+def test_up_to_a_tenth_of_the_rows_may_leave_and_their_results_come_back(runs: Runs, window: int | None) -> None:
     runs.run(PROMPTS, window=window)
     assert runs.run(PROMPTS[:36], window=window)[0] == []
     assert len(runs.rows()) == 36
@@ -57,7 +57,7 @@ def test_up_to_a_tenth_of_the_rows_may_go_and_their_results_come_back(runs: Runs
     assert runs.texts() == [f"a: {prompt}" for prompt in PROMPTS]
 
 
-def test_rows_that_take_the_place_of_others_are_no_loss_unless_all_are_others(runs: Runs) -> None:
+def test_replacing_some_rows_is_accepted_but_replacing_all_is_refused(runs: Runs) -> None:
     runs.run(PROMPTS)
     changed = [f"{prompt}!" if i % 2 else prompt for i, prompt in enumerate(PROMPTS)]
     assert len(runs.run(changed)[0]) == 20
@@ -66,7 +66,7 @@ def test_rows_that_take_the_place_of_others_are_no_loss_unless_all_are_others(ru
     assert runs.run(PROMPTS)[0] == []
 
 
-def test_prune_removes_the_results_that_no_row_asks_for(runs: Runs) -> None:
+def test_prune_removes_results_without_a_row(runs: Runs) -> None:
     runs.run(PROMPTS)
     kept = runs.folder / "o.jsonl.job" / "kept.sqlite"
     runs.run(PROMPTS[:38])
@@ -77,7 +77,7 @@ def test_prune_removes_the_results_that_no_row_asks_for(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_a_limit_generates_no_more_rows_and_takes_none_away(runs: Runs, window: int | None) -> None:
+def test_a_limit_bounds_the_generated_rows_and_removes_no_results(runs: Runs, window: int | None) -> None:
     rows = [*PROMPTS[:20], None, *PROMPTS[20:]]
     assert sorted(runs.run(rows, limit=5, window=window)[0]) == sorted(PROMPTS[:5])
     assert runs.texts() == [f"a: {prompt}" for prompt in PROMPTS[:5]]
@@ -101,7 +101,7 @@ def test_a_limit_does_not_forget_the_results_of_a_stopped_job(runs: Runs, limit:
     assert not set(again) & set(answered)
 
 
-def test_rows_that_ended_for_a_reason_run_again_when_that_is_asked_for(runs: Runs) -> None:
+def test_rows_with_given_finish_reasons_run_again_on_request(runs: Runs) -> None:
     runs.reason = lambda prompt: {"1": "timeout", "2": "length"}.get(prompt[-1], "stop")
     _, report = runs.run(PROMPTS)
     assert report is not None
@@ -152,11 +152,11 @@ CHANGES: dict[str, tuple[Callable[[Runs], object], dict[str, Any], int | None]] 
     "rows to run again": (lambda runs: None, {"retry": ("length",)}, 4),
     "all again": (lambda runs: None, {"overwrite": True}, 40),
 }
-"""What happens to a finished job, the options of the next run, and how many rows it generates; None if it is refused."""
+"""A change to a finished job, the options of the next run, and the number of rows that run generates (None: it is refused)."""
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_job_is_not_taken_for_finished_after_any_change(change: str, runs: Runs) -> None:
+def test_after_any_change_a_job_is_not_taken_for_finished(change: str, runs: Runs) -> None:
     runs.reason = lambda prompt: "length" if prompt[-1] == "2" else "stop"
     runs.run(PROMPTS)
     happens, options, expected = CHANGES[change]
@@ -169,7 +169,7 @@ def test_a_job_is_not_taken_for_finished_after_any_change(change: str, runs: Run
     assert runs.loaded == 2
 
 
-def test_results_without_a_manifest_are_not_thrown_away(runs: Runs) -> None:
+def test_results_without_a_manifest_are_not_discarded(runs: Runs) -> None:
     runs.run(PROMPTS, most=21)
     (runs.folder / "o.jsonl.job" / "manifest.json").unlink()
     with pytest.raises(
@@ -191,7 +191,7 @@ class AnyRuns(RuleBasedStateMachine):
         self.runs = Runs(folder, self.model)
         self.pool: list[str | None] = [*PROMPTS[:8]]
         self.made: dict[str, int] = {}
-        """How many completions there were ever made of a prompt, for this job's settings."""
+        """How many completions of each prompt were generated with this job's settings."""
         self.of = "a"
 
     @rule(data=st.data())
@@ -284,14 +284,14 @@ def check_any_runs(base: Path, model: Path, examples: int) -> None:
     Machine.TestCase().runTest()
 
 
-def test_over_any_runs_a_finished_completion_is_kept_made_once_and_never_another_models(
+def test_over_any_runs_a_completion_is_generated_once_kept_and_of_the_right_model(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     check_any_runs(tmp_path, tiny_model_dir, examples(4, 8))
 
 
 @pytest.mark.nightly
-def test_over_many_more_runs_a_finished_completion_is_kept_made_once_and_never_another_models(
+def test_over_many_more_runs_a_completion_is_generated_once_kept_and_of_the_right_model(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     check_any_runs(tmp_path, tiny_model_dir, 300)

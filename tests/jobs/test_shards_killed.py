@@ -1,4 +1,4 @@
-"""Four shards at the same moment on one folder, each killed at random and started again: the merged output is that of one run."""
+"""Four concurrent shards in one folder, each killed at random and started again: the merged output is that of one run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def start(job: Job, number: int) -> Running:
 
 
 def finish(job: Job, rng: random.Random, kills: int) -> int:
-    """Runs all shards to their end, and kills each up to `kills` times at a random moment. Returns how many were met alive."""
+    """Runs all shards to their end, and kills each up to `kills` times at random moments. Returns the number of kills."""
     running = {number: start(job, number) for number in range(1, SHARDS + 1)}
     left = dict.fromkeys(running, kills)
     killed = 0
@@ -43,7 +43,7 @@ def finish(job: Job, rng: random.Random, kills: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("--temperature", "0.9", "--seed", "7"), ("-n", "2", "--temperature", "0.9")])
-def test_shards_that_are_killed_at_random_moments_write_what_one_run_writes(
+def test_shards_killed_at_random_moments_give_the_output_of_one_run(
     runs: Runs, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     case = Case(options=(*options, "--flush-every", "0"), settings=TINY_SPOOL)
@@ -61,7 +61,7 @@ def test_shards_that_are_killed_at_random_moments_write_what_one_run_writes(
 
 
 @pytest.mark.slow
-def test_a_first_reader_that_is_killed_is_succeeded_by_a_shard_that_waits(runs: Runs, tmp_path: Path) -> None:
+def test_a_waiting_shard_takes_over_from_a_killed_first_reader(runs: Runs, tmp_path: Path) -> None:
     job = Job(runs, Case(settings=TINY_SPOOL), tmp_path / "job")
     job.prepare()
     reader = job.start("--shard", "1/2", "--merge", quiet=False, how="SIGSTOP", at=1, only="write out.jsonl.job/shards")
@@ -71,7 +71,7 @@ def test_a_first_reader_that_is_killed_is_succeeded_by_a_shard_that_waits(runs: 
     reader.kill(9)
     assert reader.wait().code == -9
     waited = other.wait()
-    assert waited.code == 0, waited.err  # the rows that fail belong to no shard
+    assert waited.code == 0, waited.err  # failed rows belong to no shard
     phases = [event["phase"] for event in map(json.loads, waited.err.splitlines()) if event["event"] == "phase"]
     assert phases[phases.index("waiting") :] == ["waiting", "planning", "loading model", "generating"]
     assert "loading model" not in phases[: phases.index("waiting")]
@@ -81,7 +81,7 @@ def test_a_first_reader_that_is_killed_is_succeeded_by_a_shard_that_waits(runs: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "torn"])
-def test_a_merge_killed_at_any_step_of_its_writing_ends_as_if_not(runs: Runs, tmp_path: Path, how: str) -> None:
+def test_a_merge_killed_at_any_step_of_its_writing_gives_the_usual_output(runs: Runs, tmp_path: Path, how: str) -> None:
     job = Job(runs, replace(Case(settings=TINY_SPOOL)), tmp_path / "job")
     job.prepare()
     for number in (1, 2):

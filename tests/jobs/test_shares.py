@@ -1,4 +1,4 @@
-"""Where the prefix order is cut."""
+"""Where the sorted requests are cut into shares."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_group_larger_than_a_share_is_cut() -> None:
     assert cuts([1.0] * 100, [0] + [64] * 99, 4) == [25, 50, 75]
 
 
-def test_one_request_that_costs_more_than_all_others_has_a_share_and_none_is_lost() -> None:
+def test_a_request_that_costs_more_than_all_others_gets_its_own_share() -> None:
     found = [0, *cuts([1.0, 1.0, 1000.0, 1.0], [0] * 4, 4), 4]
     assert found == sorted(found)
 
@@ -58,7 +58,7 @@ def test_more_shares_than_requests_leave_some_empty() -> None:
     assert sum(b > a for a, b in pairwise(found)) == 2
 
 
-def test_costs_count_a_shared_prefix_once_and_once_more_after_a_cut(tmp_path: Path) -> None:
+def test_costs_count_a_shared_prefix_once_in_each_share(tmp_path: Path) -> None:
     costs = PrefixCosts(tmp_path)
     costs.add([request(0, [1, 2, 3]), request(1, [1, 2, 4])])
     costs.add([request(2, [1, 5, 6]), request(3, [7, 8, 9])])
@@ -68,5 +68,5 @@ def test_costs_count_a_shared_prefix_once_and_once_more_after_a_cut(tmp_path: Pa
     assert costs.shares(2, 1) == [Share(0, 2, 12.0, 0), Share(2, 4, 14.0, 1)]
 
 
-def test_no_requests_make_empty_shares(tmp_path: Path) -> None:
+def test_without_requests_all_shares_are_empty(tmp_path: Path) -> None:
     assert PrefixCosts(tmp_path).shares(2, 16) == [Share(0, 0, 0.0, 0), Share(0, 0, 0.0, 0)]

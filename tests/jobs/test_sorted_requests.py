@@ -1,4 +1,4 @@
-"""The external sort of a job's requests: whatever the sizes of runs, batches and windows, the order and the requests are exact."""
+"""The external sort of a job's requests gives the exact order and requests for any sizes of runs, batches and windows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sorted_requests(folder, requests, limits):
     return made
 
 
-def test_what_fits_one_run_never_touches_the_disk(tmp_path) -> None:
+def test_requests_that_fit_one_run_never_touch_the_disk(tmp_path) -> None:
     made = sorted_requests(tmp_path, [request(i, [9 - i, 1]) for i in range(5)], limits(rows=5))
     assert not made.on_disk
     assert [[r.row for r in w] for w in made.windows()] == [[4, 3, 2, 1, 0]]
@@ -56,13 +56,13 @@ def test_what_fits_one_run_never_touches_the_disk(tmp_path) -> None:
     assert list(SortedRequests(tmp_path).windows()) == []
 
 
-def test_a_run_in_memory_has_windows_too(tmp_path) -> None:
+def test_a_run_in_memory_is_cut_into_windows_too(tmp_path) -> None:
     made = sorted_requests(tmp_path, [request(i, [9 - i, 1]) for i in range(9)], limits(rows=9, window=3))
     assert not made.on_disk
     assert [[r.row for r in w] for w in made.windows()] == [[8, 7, 6], [5, 4, 3, 2], [1, 0]]
 
 
-def test_one_row_more_is_sorted_on_disk(tmp_path) -> None:
+def test_one_row_more_than_fits_is_sorted_on_disk(tmp_path) -> None:
     made = sorted_requests(tmp_path, [request(i, [9 - i, 1]) for i in range(6)], limits(rows=5))
     assert made.on_disk
     assert [sorted(r.row for r in w) for w in made.windows()] == [[1, 2, 3, 4, 5], [0]]
@@ -77,7 +77,7 @@ def test_lower_priorities_come_first_and_depth_first_order_among_equals(tmp_path
     assert [r.row for w in made.windows() for r in sorted(w, key=sort_key)] == [5, 1, 0, 3, 6, 2, 4]
 
 
-def test_everything_of_a_request_comes_back_from_disk(tmp_path) -> None:
+def test_a_request_comes_back_from_disk_unchanged(tmp_path) -> None:
     own = SamplingParams(temperature=0.1, stop=("\ud800", "b"), seed=-5)
     labels = SamplingParams(choices=("yes", "no"))
     requests = [
@@ -93,7 +93,7 @@ def test_everything_of_a_request_comes_back_from_disk(tmp_path) -> None:
     assert back[4].tokens.dtype == np.int32
 
 
-def test_a_request_longer_than_a_window_has_one_for_itself(tmp_path) -> None:
+def test_a_request_longer_than_a_window_gets_its_own_window(tmp_path) -> None:
     made = sorted_requests(
         tmp_path, [request(0, range(50)), request(1, [1]), request(2, range(1, 30))], limits(rows=100, tokens=10)
     )

@@ -1,4 +1,4 @@
-"""Room on the disk, looked at before a job begins."""
+"""Free space on the disk is checked before a job begins."""
 
 import shutil
 from collections import namedtuple
@@ -21,7 +21,7 @@ def free(monkeypatch: pytest.MonkeyPatch):
     return has
 
 
-def test_a_disk_with_room_is_not_spoken_of(free) -> None:
+def test_a_disk_with_enough_space_is_not_mentioned(free) -> None:
     free(3000)
     assert check_space(Path("x.job"), 1000) is None
     free(0)
@@ -50,7 +50,7 @@ def test_a_job_that_cannot_fit_is_not_begun(free, open_, write_input) -> None:
     job.close()
 
 
-def test_the_least_is_known_from_json_lines_to_json_lines_with_all_columns(write_input) -> None:
+def test_the_minimum_output_size_is_known_only_from_json_lines_to_json_lines_with_all_columns(write_input) -> None:
     write_input(["a", "b"])
     source = open_input(["in.jsonl"], format=None, output=None)
     assert min_bytes(source, "o.jsonl", RowForm()) == 32

@@ -1,4 +1,4 @@
-"""How far a job is, as its folder tells it."""
+"""The status of a job, read from its folder."""
 
 import datetime as dt
 import json
@@ -34,7 +34,7 @@ time.sleep(60)
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The folder of the job of `o.jsonl`, begun and left alone."""
+    """The folder of a job with the output `o.jsonl` that has begun and is not running."""
     monkeypatch.chdir(tmp_path)
     folder = Path("o.jsonl.job")
     folder.mkdir()
@@ -48,7 +48,7 @@ def save_manifest(folder, state):
 
 
 def generated(done, *, failed=0, kept=0, total=100, seconds=10.0):
-    """The figures of a run that has been generating for so long."""
+    """Returns the figures of a run that has generated for `seconds`."""
     now = [0.0]
     run = RunFigures()
     tracker = Tracker(Silent(), run, lambda: now[0])
@@ -63,7 +63,7 @@ def generated(done, *, failed=0, kept=0, total=100, seconds=10.0):
 
 
 def add_results(folder, count, more=()):
-    """Writes results, and then `more` progress, as a job does."""
+    """Writes `count` results, and then the facts in `more`."""
     results = Results(folder, 0.0)
     first = results.count
     for i in range(first, first + count):
@@ -90,7 +90,7 @@ def contents(folder):
     return {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()}
 
 
-def test_a_stopped_job_tells_what_its_last_run_came_to(folder):
+def test_a_stopped_job_tells_the_progress_of_its_last_run(folder):
     add_results(folder, 30)
     tell(folder, generated(30, failed=2, kept=10))
     before = contents(folder)
@@ -123,7 +123,7 @@ def test_a_stopped_job_tells_what_its_last_run_came_to(folder):
     }
 
 
-def test_a_running_job_is_named_and_told_how_long_it_will_take_from_now(folder):
+def test_a_running_job_tells_its_process_and_remaining_time(folder):
     lock = Lock(folder / "lock", "o.jsonl")
     held = json.loads((folder / "lock").read_text())
     held["started"] = (dt.datetime.now(dt.UTC) - dt.timedelta(seconds=60)).isoformat(timespec="seconds")
@@ -139,10 +139,10 @@ def test_a_running_job_is_named_and_told_how_long_it_will_take_from_now(folder):
         "alive": True,
     }
     assert (found["state"], found["phase"], found["rows_done"]) == ("running", "generating", 20)
-    assert found["eta_seconds"] == pytest.approx(35, abs=1)  # 40 when it was told
+    assert found["eta_seconds"] == pytest.approx(35, abs=1)  # 40 when the progress was written
 
 
-def test_the_workers_of_a_running_job_are_told_and_those_of_a_stopped_one_are_not(folder):
+def test_workers_are_listed_only_for_a_running_job(folder):
     workers = [{"device": "cpu:0", "state": "running", "rows_done": 3}]
     lock = Lock(folder / "lock", "o.jsonl")
     tell(folder, generated(30) | {"workers": workers})
@@ -152,7 +152,7 @@ def test_the_workers_of_a_running_job_are_told_and_those_of_a_stopped_one_are_no
     assert (found["state"], found["workers"]) == ("stopped", None)
 
 
-def test_looking_does_not_take_the_lock(folder, monkeypatch):
+def test_reading_the_status_does_not_take_the_lock(folder, monkeypatch):
     def never(*_):
         raise AssertionError("the lock was touched")
 
@@ -160,7 +160,7 @@ def test_looking_does_not_take_the_lock(folder, monkeypatch):
     assert job_status("o.jsonl")["state"] == "stopped"
 
 
-def test_figures_of_an_earlier_run_are_not_taken_for_those_of_one_that_has_just_begun(folder):
+def test_a_run_that_has_just_begun_does_not_show_the_figures_of_an_earlier_one(folder):
     add_results(folder, 20)
     tell(folder, generated(20), seconds_ago=3600)
     lock = Lock(folder / "lock", "o.jsonl")
@@ -186,7 +186,7 @@ def test_a_killed_job_is_dead_and_its_last_results_are_counted(folder):
     assert (found["rows_done"], found["results"], found["eta_seconds"]) == (42, 42, None)
 
 
-def test_a_process_that_has_the_number_of_a_dead_one_is_not_taken_for_it(folder):
+def test_another_process_with_the_pid_of_a_dead_run_is_not_mistaken_for_it(folder):
     with subprocess.Popen(["sleep", "60"]) as process:
         holder = {"pid": process.pid, "host": socket.gethostname(), "started": "2020-01-02T03:04:05+00:00"}
         (folder / "lock").write_text(json.dumps(holder))
@@ -195,7 +195,7 @@ def test_a_process_that_has_the_number_of_a_dead_one_is_not_taken_for_it(folder)
     assert state == ("dead" if sys.platform == "linux" else "running")
 
 
-def test_a_process_of_another_host_cannot_be_seen(folder):
+def test_a_process_on_another_host_is_assumed_to_run(folder):
     holder = {"pid": 12, "host": "elsewhere", "started": "2026-01-02T03:04:05+00:00"}
     (folder / "lock").write_text(json.dumps(holder))
     found = job_status("o.jsonl")
@@ -225,7 +225,7 @@ def test_a_finished_job_tells_the_figures_of_all_its_runs(folder):
     }
 
 
-def test_a_finished_job_stays_so_when_a_run_dies_before_it_has_begun_anything(folder):
+def test_a_finished_job_stays_finished_when_a_new_run_dies_at_its_start(folder):
     save_manifest(folder, "finished")
     holder = {"pid": 12, "host": socket.gethostname(), "started": "2020-01-02T03:04:05+00:00"}
     (folder / "lock").write_text(json.dumps(holder))
@@ -240,7 +240,7 @@ def test_without_progress_the_results_are_counted(folder):
 
 
 @pytest.mark.parametrize("damage", [b"", b"x" * 5000])
-def test_a_database_that_cannot_be_read_leaves_figures_out(folder, damage):
+def test_figures_of_an_unreadable_database_are_left_out(folder, damage):
     (folder / "results.sqlite").write_bytes(damage)
     found = job_status("o.jsonl")
     assert (found["state"], found["rows_done"], found["results"]) == ("stopped", None, None)
@@ -255,7 +255,7 @@ def test_damaged_progress_is_left_out(folder):
     assert job_status("o.jsonl")["rows_done"] is None
 
 
-def test_a_job_that_writes_is_read_at_the_same_time(folder):
+def test_the_status_can_be_read_while_the_job_writes(folder):
     results = Results(folder, 3600.0)
     results.tell(generated(0))
     for done in (1, 2, 3):
@@ -264,14 +264,14 @@ def test_a_job_that_writes_is_read_at_the_same_time(folder):
     results.close()
 
 
-def test_more_results_than_rows_are_no_more_than_all_rows(folder):
+def test_rows_done_never_exceed_the_rows(folder):
     add_results(folder, 95)
     tell(folder, generated(95))
     add_results(folder, 10)
     assert (job_status("o.jsonl")["rows_done"], job_status("o.jsonl")["results"]) == (100, 105)
 
 
-def test_a_resumed_run_goes_on_counting_results_where_the_last_one_was(folder):
+def test_a_resumed_run_continues_the_count_of_results(folder):
     add_results(folder, 30)
     tell(folder, generated(30))
     add_results(folder, 5)
@@ -281,7 +281,7 @@ def test_a_resumed_run_goes_on_counting_results_where_the_last_one_was(folder):
 
 
 @pytest.mark.parametrize("make", ["nothing", "folder", "file", "output"])
-def test_where_there_is_no_job_one_line_says_so(make, tmp_path, monkeypatch):
+def test_without_a_job_one_line_says_so(make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if make == "folder":
         Path("o.jsonl.job").mkdir()
@@ -299,7 +299,7 @@ def test_where_there_is_no_job_one_line_says_so(make, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", ["o.jsonl.job", "out.jsonl"])
-def test_a_name_that_is_nearly_that_of_a_job_is_answered_with_the_jobs_name(wrong, folder):
+def test_a_name_similar_to_that_of_a_job_suggests_the_job(wrong, folder):
     with pytest.raises(UsageError, match=r"did you mean o\.jsonl\?$"):
         job_status(wrong)
 
@@ -310,7 +310,7 @@ def test_a_job_under_another_folder_is_found_there(folder):
     assert job_status("o.jsonl", "work")["state"] == "stopped"
 
 
-def test_a_damaged_manifest_is_told(folder):
+def test_a_damaged_manifest_is_reported(folder):
     (folder / "manifest.json").write_text("{")
     with pytest.raises(UsageError) as caught:
         job_status("o.jsonl")
@@ -327,7 +327,7 @@ def test_damaged_figures_are_left_out(folder):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_folder_that_may_not_be_read_is_told(folder):
+def test_a_folder_without_read_permission_is_reported(folder):
     folder.chmod(0)
     try:
         with pytest.raises(UsageError, match=r"o\.jsonl\.job cannot be read: Permission denied"):
@@ -336,6 +336,6 @@ def test_a_folder_that_may_not_be_read_is_told(folder):
         folder.chmod(0o755)
 
 
-def test_standard_output_keeps_nothing(tmp_path):
+def test_a_job_on_standard_output_has_no_status(tmp_path):
     with pytest.raises(UsageError, match="a job that writes to standard output stores no progress"):
         job_status("-")

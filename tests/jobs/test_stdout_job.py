@@ -1,4 +1,4 @@
-"""Rows on standard output, and a reader that goes away."""
+"""Rows on standard output, and readers that close the pipe."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def line(i):
     )
 
 
-def test_rows_go_out_window_by_window_and_nothing_else(capfdbinary):
+def test_rows_are_written_window_by_window_and_nothing_else_is(capfdbinary):
     rows, results = window(2)
     with job() as out:
         assert (out.notes, out.finished, out.previous) == ([], None, None)
@@ -88,7 +88,7 @@ except ClosedPipe as e:
 """
 
 
-def test_a_closed_pipe_ends_quietly_with_its_own_exit_code():
+def test_a_closed_pipe_ends_the_job_quietly_with_its_own_exit_code():
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-c", PIPE, os.path.dirname(__file__)]
     pipe = subprocess.PIPE
@@ -100,7 +100,7 @@ def test_a_closed_pipe_ends_quietly_with_its_own_exit_code():
         assert process.wait() == 141
 
 
-def test_a_standard_output_that_cannot_be_written_is_one_line(monkeypatch):
+def test_a_standard_output_that_cannot_be_written_is_a_one_line_error(monkeypatch):
     class Full(io.BytesIO):
         def write(self, data):
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP, at any moment: their exit codes, one line, and the same command again ends as if nothing had been."""
+"""SIGTERM, SIGINT and SIGHUP at any moment: their exit codes, one line, and running the command again gives the usual output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def check_stopped(job: Job, ended: Ended, signum: signal.Signals) -> None:
-    """It ended by the signal, or, where that came after the last row was written, as if there had been none."""
+    """Checks that the signal ended the run, or that the run was complete when the signal came."""
     job.check_output(finished=False)
     if ended.code == job.case.code and job.is_in_place():
         assert ended.err == ""
@@ -29,7 +29,7 @@ def check_stopped(job: Job, ended: Ended, signum: signal.Signals) -> None:
 
 
 def check_signals_at_calls(job: Job, rng: random.Random, every: int) -> int:
-    """A signal right before each call (or each `every`-th) of a run from the job's state. Returns how many."""
+    """Sends a signal right before every `every`-th call of a run from the job's state. Returns the number of signals."""
     met = 0
     for at in range(1 + rng.randrange(every), len(job.whole.calls) + 1, every):
         signum = rng.choice(SIGNALS)
@@ -42,7 +42,7 @@ def check_signals_at_calls(job: Job, rng: random.Random, every: int) -> int:
 
 @pytest.mark.parametrize("grace", slow_but({None}, [None, "0"]))
 @pytest.mark.parametrize("job", slow_but({"spooled"}, ["spooled", "windows"]), indirect=True)
-def test_a_signal_at_any_call_ends_the_run_and_the_next_goes_on(job: Job, grace: str | None) -> None:
+def test_a_signal_at_any_call_ends_the_run_and_the_next_run_continues(job: Job, grace: str | None) -> None:
     if grace is not None:
         job.case = replace(job.case, options=(*job.case.options, "--grace", grace))
     assert check_signals_at_calls(job, random.Random(3), every=35 if FULL else 200) >= 1
@@ -79,7 +79,7 @@ def test_a_second_signal_stops_at_once_and_loses_no_row(job: Job) -> None:
     running.until_stopped()
     running.kill(signal.SIGTERM)
     running.kill(signal.SIGCONT)
-    time.sleep(0.1)  # of two that are pending Python handles the one with the lower number first
+    time.sleep(0.1)  # Python handles the lower-numbered of two pending signals first
     running.kill(signal.SIGHUP)
     ended = running.wait()
     assert (ended.code, ended.error) == (143, "interrupted by SIGTERM; run the same command again to continue")
@@ -92,7 +92,7 @@ def test_a_second_signal_stops_at_once_and_loses_no_row(job: Job) -> None:
 @pytest.mark.parametrize("grace", [None, "0"])
 @pytest.mark.parametrize("state", ["new", "generated", "changed"])
 @pytest.mark.parametrize("job", CASES, indirect=True)
-def test_a_signal_at_every_call_of_every_job_ends_the_run_and_the_next_goes_on(
+def test_a_signal_at_every_call_of_every_job_ends_the_run_and_the_next_run_continues(
     job: Job, state: str, grace: str | None
 ) -> None:
     if grace is not None:

@@ -1,4 +1,4 @@
-"""Outputs in a store: where the job's folder is, what is known of the object, and what a crash or a failing store leaves."""
+"""Outputs in an object store: the job's folder, recognizing the object, crashes and store errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def everything(fs):
     return sorted(p.removeprefix("/") for p in fs.find("bucket"))
 
 
-def test_an_output_in_a_store_is_there_once_whole_and_known_again(store, run, write_input, tmp_path):
+def test_an_output_in_a_store_appears_complete_and_is_recognized_again(store, run, write_input, tmp_path):
     fs, url = store
     write_input(["a", "b"])
     job, generated = run(url)
@@ -58,7 +58,7 @@ def test_an_output_in_a_store_is_there_once_whole_and_known_again(store, run, wr
     assert (again.finished, generated) == (job.finished, [])
 
 
-def test_rows_that_come_later_are_added_and_the_others_are_read_from_the_store(store, run, write_input):
+def test_new_rows_are_added_and_the_others_read_from_the_store(store, run, write_input):
     fs, url = store
     write_input(["a", "b"])
     run(url)
@@ -69,7 +69,7 @@ def test_rows_that_come_later_are_added_and_the_others_are_read_from_the_store(s
     assert lines(fs, url) == ["C", "B", "A"]
 
 
-def test_an_object_that_someone_changed_is_left_alone_but_a_copy_of_it_is_ours(store, run, write_input):
+def test_an_edited_object_is_not_replaced_but_an_identical_copy_is(store, run, write_input):
     fs, url = store
     write_input(["a"])
     run(url)
@@ -86,7 +86,7 @@ def test_an_object_that_someone_changed_is_left_alone_but_a_copy_of_it_is_ours(s
     assert lines(fs, url) == ["A"]
 
 
-def test_an_object_that_is_gone_is_made_again(store, run, write_input):
+def test_a_deleted_object_is_generated_again(store, run, write_input):
     fs, url = store
     write_input(["a"])
     run(url)
@@ -96,7 +96,7 @@ def test_an_object_that_is_gone_is_made_again(store, run, write_input):
     assert lines(fs, url) == ["A"]
 
 
-def test_a_strangers_object_is_left_alone_unless_told(store, run, write_input):
+def test_an_unknown_object_is_only_replaced_with_overwrite(store, run, write_input):
     fs, url = store
     write_input(["a"])
     fs.pipe_file(url, b"mine\n")
@@ -108,7 +108,7 @@ def test_a_strangers_object_is_left_alone_unless_told(store, run, write_input):
     assert not jobs_folder().exists()
     run(url, overwrite=True, stop_after=0)
     assert fs.cat_file(url) == b"mine\n"
-    assert run(url)[1] == ["a"]  # --overwrite was said when the job was begun
+    assert run(url)[1] == ["a"]  # the job began with --overwrite
     assert lines(fs, url) == ["A"]
 
 
@@ -117,14 +117,14 @@ def test_a_strangers_object_is_left_alone_unless_told(store, run, write_input):
 @pytest.mark.parametrize(
     "step", ["save, before", "save, after", "upload, before", "upload, after", "last save, before", "last save, after"]
 )
-def test_a_crash_at_any_step_of_the_finish_loses_nothing(step, again, store, monkeypatch, run, write_input):
+def test_a_crash_while_finishing_loses_nothing(step, again, store, monkeypatch, run, write_input):
     fs, url = store
     write_input(["a", "b"])
     if again:
         run(url)
         write_input(["a", "b", "c"])
     what, _, when = step.partition(", ")
-    for _ in range(2):  # a crash of the run after the crash too
+    for _ in range(2):  # the run after the crash crashes too
         with monkeypatch.context() as patch:
             if what == "upload":
                 _crash(patch, RemoteTarget, "put", 1, when)
@@ -158,9 +158,7 @@ def _crash(patch, owner, method, at, when):
     patch.setattr(owner, method, crashing)
 
 
-def test_a_store_that_fails_at_the_upload_is_one_line_and_nothing_is_generated_again(
-    store, monkeypatch, run, write_input
-):
+def test_a_failed_upload_is_a_one_line_error_and_nothing_is_generated_again(store, monkeypatch, run, write_input):
     fs, url = store
     write_input(["a", "b"])
     with monkeypatch.context() as patch:
@@ -176,14 +174,14 @@ def test_a_store_that_fails_at_the_upload_is_one_line_and_nothing_is_generated_a
     assert lines(fs, url) == ["A", "B"]
 
 
-def test_an_upload_of_which_only_a_part_arrived_is_an_error_and_done_again(monkeypatch, store, run, write_input):
+def test_a_truncated_upload_is_an_error_and_is_repeated(monkeypatch, store, run, write_input):
     fs, url = store
     write_input(["a", "b"])
     with monkeypatch.context() as patch:
         patch.setattr(fs, "put_file", lambda here, there, **options: fs.pipe_file(there, b"{"))
         with pytest.raises(OutputError, match=r"cannot be written: 1 of \d+ bytes arrived; "):
             run(url)
-    if "s3" in fs.protocol:  # which never does that
+    if "s3" in fs.protocol:  # S3 never stores a part of an upload
         fs.rm_file(url.partition("://")[2])
     assert run(url)[1] == []
     assert lines(fs, url) == ["A", "B"]
@@ -193,7 +191,9 @@ def _refuse(*args, **options):
     raise PermissionError("Access Denied")
 
 
-def test_what_shows_before_the_run_is_refused_before_it_and_nothing_is_touched(s3, monkeypatch, run, write_input):
+def test_an_output_that_cannot_be_written_is_refused_before_the_run_and_nothing_is_touched(
+    s3, monkeypatch, run, write_input
+):
     write_input(["a"])
     s3.pipe_file("bucket/folder/x", b"1")
     for url, message in (
@@ -218,7 +218,7 @@ def test_what_shows_before_the_run_is_refused_before_it_and_nothing_is_touched(s
     assert everything(s3) == ["bucket/folder.jsonl/x", "bucket/folder/x"]
 
 
-def test_trying_out_the_right_to_write_leaves_nothing_and_touches_no_object(store):
+def test_checking_write_permission_leaves_nothing_behind(store):
     fs, url = store
     fs.pipe_file(url, b"mine\n")
     before = fs.info(url.partition("://")[2])
@@ -230,7 +230,7 @@ def test_trying_out_the_right_to_write_leaves_nothing_and_touches_no_object(stor
         assert "Uploads" not in fs.call_s3("list_multipart_uploads", Bucket="bucket")
 
 
-def test_a_store_without_whole_uploads_gets_the_file_under_another_name_first(memory, monkeypatch, run, write_input):
+def test_without_atomic_uploads_the_file_is_uploaded_under_another_name_first(memory, monkeypatch, run, write_input):
     write_input(["a"])
     seen = []
 
@@ -244,7 +244,7 @@ def test_a_store_without_whole_uploads_gets_the_file_under_another_name_first(me
     assert sorted(memory.store) == ["/bucket/o.jsonl"]
 
 
-def test_a_store_that_tells_no_version_has_its_object_read_to_know_it(memory, monkeypatch, run, write_input):
+def test_without_object_versions_the_object_is_read_to_recognize_it(memory, monkeypatch, run, write_input):
     monkeypatch.setattr(target, "object_version", lambda info: None)
     write_input(["a"])
     run("memory://bucket/o.jsonl")
@@ -255,7 +255,7 @@ def test_a_store_that_tells_no_version_has_its_object_read_to_know_it(memory, mo
 
 
 @pytest.mark.slow
-def test_an_upload_in_parts_is_known_again(s3, tmp_path):
+def test_a_multipart_upload_is_recognized_again(s3, tmp_path):
     (tmp_path / "part").write_bytes(bytes(101 << 20))
     there = open_target("s3://bucket/big.jsonl")
     there.check()
@@ -287,7 +287,7 @@ def test_the_folder_of_a_remote_output_is_in_the_cache_or_the_work_dir(monkeypat
     assert job_path("s3://bucket/b/o.jsonl", None) != folder
     assert job_path("s3://bucket/a/o.jsonl", "work") == Path("work/o.jsonl.job")
     assert len(job_path(f"s3://bucket/{'x' * 1000}.jsonl", None).name) < 150
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the XDG specification says to ignore
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the XDG specification says to ignore relative paths
     monkeypatch.setenv("HOME", "/home/me")
     assert jobs_folder() == Path("/home/me/.cache/batchgen/jobs")
 

@@ -1,4 +1,4 @@
-"""Work under way is kept: a job that is killed again and again ends with few more tokens than one that is not, and with the same output."""
+"""Partial completions are kept: a job that is killed repeatedly generates few extra tokens and gives the same output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKENS = 60
 
 
 class KillAfter(Silent):
-    """Kills the run after so many updates in which the model generates, one a step or more."""
+    """Kills the run after `steps` progress updates while the model generates."""
 
     def __init__(self, steps: int) -> None:
         self.left = steps
@@ -42,7 +42,7 @@ class KillAfter(Silent):
 
 
 class Clock:
-    """A clock that only goes on when the model makes a step, by as much as one takes on a slow machine."""
+    """A clock that advances only with each step of the model, by `step_seconds`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step_seconds: float) -> None:
         self.now = 1000.0
@@ -59,7 +59,7 @@ class Clock:
 
 
 class Jobs:
-    """Runs of one job, and how many tokens were generated for it."""
+    """Runs one job, and counts the tokens that were generated for it."""
 
     def __init__(self, source: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.source, self.model = source, model
@@ -84,7 +84,7 @@ class Jobs:
         return run_job(config, progress)
 
     def run_killed(self, name: str, sampling: SamplingParams, steps: int, **options: Any) -> tuple[JobReport, int]:
-        """Runs the job again and again, each run killed after so many steps, until one comes to the end; and how many were killed."""
+        """Runs the job, each time killed after `steps` steps, until a run finishes first. Returns its report and the number of kills."""
         for kills in range(1000):
             try:
                 return self.run(name, sampling, KillAfter(steps), **options), kills
@@ -111,7 +111,7 @@ SAMPLINGS = {
 
 
 @pytest.mark.parametrize("name", slow_but({"greedy"}, SAMPLINGS))
-def test_a_job_killed_every_few_steps_ends_with_the_same_output_and_every_token_generated_but_those_of_the_last_step(
+def test_a_job_killed_every_few_steps_gives_the_same_output_and_loses_only_the_last_steps_tokens(
     name: str, jobs: Jobs
 ) -> None:
     whole = jobs.run("whole.jsonl", SAMPLINGS[name])
@@ -126,7 +126,7 @@ def test_a_job_killed_every_few_steps_ends_with_the_same_output_and_every_token_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [5, 1])
-def test_rows_of_500_tokens_killed_every_few_seconds_take_at_most_a_tenth_more_tokens_with_the_options_as_they_are(
+def test_rows_of_500_tokens_killed_every_few_seconds_take_few_more_tokens_by_default(
     seconds: int, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampling = SamplingParams(max_tokens=500, ignore_eos=True, temperature=0.7)
@@ -160,7 +160,7 @@ main()
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_process_killed_every_5_seconds_of_generating_ends_with_a_tenth_more_tokens_at_most_and_the_same_output(
+def test_a_process_killed_every_5_seconds_takes_at_most_a_tenth_more_tokens_for_the_same_output(
     how: signal.Signals, tmp_path: Path, tiny_model_dir: Path, command_environment: dict[str, str]
 ) -> None:
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": f"And {i}"}) + "\n" for i in range(8)))

@@ -45,7 +45,7 @@ WIDEST = {
     "bitsandbytes fp4": 0.8,
     "bitsandbytes int8": 0.06,
 }
-"""Largest difference of a logit from the model that was quantized, relative to the largest: these models are random and tiny."""
+"""The largest difference of a logit from the original model, relative to the largest logit. The models are random and tiny."""
 
 
 @pytest.fixture(

@@ -32,7 +32,7 @@ from support.wrappers import text_model, whole_model
 PROMPTS, LENGTHS = prompts_and_lengths()
 TEXTS = [np.array(prompt, dtype=np.int32) for prompt in PROMPTS[:3]]
 MODELS = ["llama", "gemma2", "qwen3_moe", "qwen3_5_text", "granitemoehybrid/recurrent"]
-"""Gated MLPs, norms with an offset, experts that stay, recurrent layers."""
+"""Models with gated MLPs, norms with an offset, experts (which are not quantized) and recurrent layers."""
 
 
 class Rounded(torch.nn.Module):

@@ -39,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "tied": {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
 }
 TIED = ("head", "embedding", "embeddings", "tied")
-"""Those that change layers that may share a weight."""
+"""Kinds of adapters whose layers may share a weight."""
 
 
 def write(model: Any, folder: Path, **options: Any) -> Any:

@@ -192,7 +192,7 @@ def test_tokens_of_the_parts_are_those_of_the_whole_text_with_any_added_tokens(k
 
 
 KNOWN = "film.film,film.film"
-"""Text that is known behind a place: a cut needs two pieces, and as many characters as the longest added token."""
+"""Text after the expected cut: a cut needs two pieces behind it, and as many characters as the longest added token."""
 
 
 @pytest.mark.parametrize(
