@@ -7,7 +7,7 @@ Layers and their attention are recognized by their code (`forwards`). A layer's 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -57,17 +57,18 @@ def _runs_by_parts(layer: torch.nn.Module) -> bool:
     return forward is not None and any(forward is kind.by_parts for kind in _KINDS)
 
 
-def last_layer(model: torch.nn.Module) -> int | None:
+def last_layer(model: torch.nn.Module, attending: Collection[int], recurrent: Collection[int]) -> int | None:
     """Returns the index of the last decoder layer if it can leave tokens out. Only the final norm and the head read its output, token by token.
 
-    None for models with several stacks of decoder layers, and for layers that keep their own forward.
+    `attending` and `recurrent` are the layers that store keys and states. None for models with several stacks of decoder layers, for layers
+    that keep their own forward, and if the last layer has no attention.
     """
     stacks = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and any(map(_can_narrow, part))]
     if len(stacks) != 1 or not _can_narrow(stacks[0][-1]):
         return None
     last: Any = stacks[0][-1]
     index: int = last.self_attn.layer_idx
-    return index
+    return index if index in attending and index == max([*attending, *recurrent]) else None
 
 
 def _can_narrow(layer: Any) -> bool:

@@ -49,7 +49,6 @@ def prepare(
     _settle_frequencies(module)
     _check_layers(module, probe, states)
     sizes = [kind.sliding_window for kind in probe.kinds if kind.sliding_window is not None]
-    last = None if kernels is None else last_layer(module)
     return LoadedModel(
         module=module,
         device=device,
@@ -63,7 +62,7 @@ def prepare(
         sliding_window=max(sizes) if sizes and len(sizes) == len(probe.kinds) else None,
         spread=spread,
         kernels=kernels,
-        last_layer=last if last in probe.layers and last == max([*probe.layers, *states.layers]) else None,
+        last_layer=None if kernels is None else last_layer(module, probe.layers, states.layers),
         compile=compile,
         notes=notes,
     )

@@ -16,6 +16,7 @@ from batchgen.attention.kv_cache import KVCache
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels.build import NoKernels
+from batchgen.kernels.decoder_layers import last_layer
 from batchgen.kernels.onednn import sums_are_exact
 from batchgen.kernels.quantization import Quantized, from_layers, quantize_linear
 from batchgen.model.loaded_model import LoadedModel, with_blocks
@@ -108,9 +109,11 @@ def quantize(model: LoadedModel, texts: Sequence[TokenArray], scales: dict[str, 
         raise ModelError(f"--quantize int8: {e.message}", "leave it out, and plain torch runs") from e
     if not made.layers:
         raise ModelError("--quantize int8: none of the model's linear layers can be packed in 8 bits", "leave it out")
+    # Layers that could not run in one call before can now.
+    last = None if model.kernels is None else last_layer(model.module, model.layers, model.states)
     after = _logits(model, whole) if whole else []
     found = _compared(made, before, after, time.perf_counter() - began)
-    return replace(model, notes=(*model.notes, found.note), quantization=found.as_dict())
+    return replace(model, notes=(*model.notes, found.note), quantization=found.as_dict(), last_layer=last)
 
 
 def _continued(model: LoadedModel, texts: Sequence[TokenArray]) -> tuple[list[TokenArray], list[torch.Tensor]]:

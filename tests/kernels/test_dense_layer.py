@@ -13,6 +13,7 @@ from batchgen.kernels.dense_layer import DenseStack, Workspace
 from batchgen.kernels.int8 import Int8Linear, row_length
 from batchgen.kernels.quantization import Int8Packing, quantize_linear
 from batchgen.model.adapter import prepare
+from batchgen.model.int8 import quantize
 from support.models import build, engine_for, kernels, make_requests, run
 
 SHAPE = {
@@ -33,6 +34,11 @@ def compiled(monkeypatch):
 
 def prepared(dtype=torch.float32, kind="llama", **changes):
     return prepare(build(kind, **(SHAPE | changes)).to(dtype), kernels=kernels())
+
+
+def in_8_bits(kind):
+    model = prepare(build(kind, **SHAPE), kernels=kernels(), pack_linear=False)
+    return quantize(model, [], {})
 
 
 def recorded_layers(monkeypatch):
@@ -226,9 +232,12 @@ def test_joined_int8_weights_equal_those_of_their_parts():
     assert {part.weights.untyped_storage().data_ptr() for part in parts} == {joined.weights.data_ptr()}
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_5_text", "granite"])
-def test_the_last_layer_skips_tokens_whose_logits_are_not_needed(kind):
-    model = prepared(kind=kind)
+@pytest.mark.parametrize(
+    ("kind", "int8"),
+    [*((kind, False) for kind in ("llama", "gemma2", "qwen3_5_text", "granite")), ("llama", True), ("gemma2", True)],
+)
+def test_the_last_layer_skips_tokens_whose_logits_are_not_needed(kind, int8):
+    model = in_8_bits(kind) if int8 else prepared(kind=kind)
     body = model.module.model
     given = []
     body.norm.register_forward_pre_hook(lambda _, args: given.append(args[0][0]))
