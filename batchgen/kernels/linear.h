@@ -33,6 +33,9 @@ constexpr int WIDENED_ROWS = 9 * ROWS;
 #else
 constexpr int WIDENED_ROWS = 3 * ROWS;
 #endif
+// Numbers of x that are widened at a time; MAX_ROWS rows at least.
+constexpr int64_t WIDE_NUMBERS = 1 << 21;
+constexpr int64_t MIN_WIDENED = 1 << 15;  // numbers to widen that are worth a thread
 constexpr int64_t MIN_WORK = 1500;  // words of panels times blocks of rows, about 12 cycles each, that are worth a thread
 
 struct Product {  // `Product` in ops.py is the same
@@ -82,15 +85,6 @@ void some_rows(int64_t rows, const uint32_t* x, int64_t x_row, const uint32_t* p
     block<E, 1>(x, x_row, panel, group, words, sums, more, from);
 }
 
-// Writes `count` numbers of each of some rows, which lie x_row numbers apart, to `to` as float32, one row after the other.
-INLINE void widen_rows(const bf16* x, int64_t x_row, int64_t rows, int64_t count, float* to) {
-    for (int64_t r = 0; r < rows; r++, x += x_row, to += count) {
-        int64_t i = 0;
-        for (; i + LANES <= count; i += LANES) store(to + i, load_floats(x + i));
-        for (; i < count; i++) to[i] = to_float(x[i]);
-    }
-}
-
 // Writes N vectors to y, `columns` columns at most.
 template <int N, class T>
 INLINE void put(T* y, int64_t columns, const floats (&values)[N]) {
@@ -137,24 +131,16 @@ class Ahead {
     int64_t part_ = 0;
 };
 
-// Multiplies rows [begin, end) of x by `words` words of a panel, from word k on; finishes the rows if these words are the last. With NARROW, x is bfloat16
-// and is multiplied as float32.
-template <class E, class T, bool NARROW>
+// Multiplies rows [begin, end) of x by `words` words of a panel, from word k on; finishes the rows if these words are the last.
+template <class E, class T>
 INLINE void slice(const Product& p, int64_t panel, int64_t begin, int64_t end, const uint32_t* weights, int64_t k, int64_t words, uint32_t* sums, Ahead ahead) {
     const bool last = (k + words) * E::per_word == p.inner;
     const int32_t* from = p.beginnings ? p.beginnings + panel * WIDTH : nullptr;
-    float wide_x[NARROW ? ROWS * DEPTH * 2 : 1];
     for (int64_t row = begin; row < end;) {
         ahead.fetch();
         uint32_t* here = sums + (row - begin) * WIDTH;
         const int64_t rows = rows_of_block(end - row);
-        if constexpr (NARROW) {
-            const int64_t count = words * E::per_word;
-            widen_rows((const bf16*)(p.x + row * p.x_row) + k * E::per_word, 2 * p.x_row, rows, count, wide_x);
-            some_rows<E>(rows, (const uint32_t*)wide_x, count, weights, p.group, words, here, k > 0, from);
-        } else {
-            some_rows<E>(rows, p.x + row * p.x_row + k * E::a_words, p.x_row, weights, p.group, words, here, k > 0, from);
-        }
+        some_rows<E>(rows, p.x + row * p.x_row + k * E::a_words, p.x_row, weights, p.group, words, here, k > 0, from);
         if (last)
             for (int64_t r = 0; r < rows; r++) finish<E, T>(p, here + r * WIDTH, panel, row + r);
         row += rows;
@@ -219,20 +205,18 @@ void pack(const Product& p, int64_t panel, int64_t k, int64_t words, uint32_t* t
     }
 }
 
-// E says what x and the weights are, T is the type of y. Where bfloat16 is not multiplied as such (`Widened`), x is widened too.
+// E says what x and the weights are, T is the type of y.
 template <class E, class T>
-void run(Product p) {
-    constexpr bool NARROW = std::is_same<E, Widened>::value && std::is_same<T, bf16>::value;
+void multiply(Product p) {
     p.inner = p.words * E::per_word;
     p.group = p.words * E::side;
     const int64_t panels = (p.columns * (p.activation == NONE ? 1 : 2) + WIDTH - 1) / WIDTH;
-    if (p.rows == 0) return;
     const int64_t work = panels * p.words * ((p.rows + ROWS - 1) / ROWS);
     const int64_t threads = std::max<int64_t>(1, std::min(p.threads, work / MIN_WORK));
     // Enough tasks for every thread to have several, but no more than that, because each task reads its panel.
     const int64_t wanted = threads == 1 ? 1 : std::max<int64_t>(1, 4 * threads / panels);
-    const int64_t share = (p.rows + wanted - 1) / wanted;
-    const int64_t task_rows = std::min<int64_t>((share + ROWS - 1) / ROWS * ROWS, MAX_ROWS);
+    const int64_t parts = std::max(wanted, (p.rows + MAX_ROWS - 1) / MAX_ROWS), share = (p.rows + parts - 1) / parts;
+    const int64_t task_rows = (share + ROWS - 1) / ROWS * ROWS;
     const int64_t tasks = (p.rows + task_rows - 1) / task_rows * panels;
     in_parallel(tasks, threads, [&](Tasks& some) {
         uint32_t sums[MAX_ROWS * WIDTH];
@@ -254,13 +238,48 @@ void run(Product p) {
                         Ahead ahead;
                         if (next < tasks && !p.w_row)
                             ahead = {p.weights + (next % panels * p.words + from) * WIDTH, std::min(depth, p.words - from) * WIDTH, (end - begin) / ROWS};
-                        slice<typename E::wide, T, NARROW>(p, panel, begin, end, wide, 2 * k, 2 * words, sums, ahead);
+                        slice<typename E::wide, T>(p, panel, begin, end, wide, 2 * k, 2 * words, sums, ahead);
                         continue;
                     }
-                slice<E, T, NARROW>(p, panel, begin, end, weights, k, words, sums, {});
+                slice<E, T>(p, panel, begin, end, weights, k, words, sums, {});
             }
         }
     });
+}
+
+// Writes rows of `size` numbers, which lie x_row numbers apart, to `to` as float32, one row after the other.
+inline void widen_rows(const bf16* x, int64_t x_row, int64_t rows, int64_t size, float* to, int64_t threads) {
+    for_each(rows, rows * size < MIN_WIDENED ? 1 : threads, [&](int64_t row) {
+        const bf16* from = x + row * x_row;
+        float* here = to + row * size;
+        int64_t i = 0;
+        for (; i + LANES <= size; i += LANES) store(here + i, load_floats(from + i));
+        for (; i < size; i++) here[i] = to_float(from[i]);
+    });
+}
+
+// Where bfloat16 is not multiplied as such (`Widened`), x is widened before, once for all panels.
+template <class E, class T>
+void run(const Product& p) {
+    if (p.rows == 0) return;
+    if constexpr (std::is_same<E, Widened>::value && std::is_same<T, bf16>::value) {
+        thread_local std::vector<float> wide;
+        const int64_t size = p.words * E::per_word;
+        const int64_t max_rows = std::max<int64_t>(1, WIDE_NUMBERS / size / MAX_ROWS) * MAX_ROWS;
+        const int64_t parts = (p.rows + max_rows - 1) / max_rows, share = (p.rows + parts - 1) / parts;
+        if (int64_t(wide.size()) < share * size) wide.resize(share * size);
+        for (int64_t first = 0; first < p.rows; first += share) {
+            Product part = p;
+            part.rows = std::min(share, p.rows - first);
+            widen_rows((const bf16*)(p.x + first * p.x_row), 2 * p.x_row, part.rows, size, wide.data(), p.threads);
+            part.x = (const uint32_t*)wide.data();
+            part.x_row = size;
+            part.y = (T*)p.y + first * p.y_row;
+            multiply<E, T>(part);
+        }
+    } else {
+        multiply<E, T>(p);
+    }
 }
 
 }  // namespace
