@@ -76,11 +76,15 @@ def test_a_plan_uses_the_date_of_a_job_that_has_begun(config: JobConfig, clock: 
         assert "01 Mar 2026" not in text
 
 
-def test_a_plan_uses_todays_date_if_there_is_no_such_job(config: JobConfig, write_jsonl: Callable[..., Path]) -> None:
+def test_a_plan_uses_todays_date_if_there_is_no_job(config: JobConfig, write_jsonl: Callable[..., Path]) -> None:
     source = Path(config.inputs[0])
     other = source.with_name("other.jsonl")
     other.write_bytes(source.read_bytes())
-    assert plan_job(replace(config, inputs=(str(source), str(other)), output=None)).rows == 4
+    before = datetime.now()
+    plan = plan_job(replace(config, inputs=(str(source), str(other)), output=None))
+    dates = {f"{time:%d %b %Y}" for time in (before, datetime.now())}
+    assert plan.rows == 4
+    assert plan.tree[0].text in {f"Today Date: {date}<|user|>" for date in dates}
 
 
 def test_shards_of_different_days_are_one_job(config: JobConfig, clock: _Clock) -> None:
