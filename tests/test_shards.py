@@ -20,6 +20,7 @@ from batchgen.jobs.lock import Lock
 from batchgen.jobs.shards import CLAIMS, forget_plan, load_plan, shard_folder
 from batchgen.jobs.target import LocalTarget
 from batchgen.progress import Silent, Snapshot
+from support.progress import Notes
 from support.runs import Killed
 
 Rows = list[dict[str, Any]]
@@ -402,14 +403,7 @@ def test_there_may_be_more_shards_than_rows_and_no_rows_at_all(tiny_model_dir: P
 
 
 def test_notes_and_status_name_finished_and_missing_shards(tiny_model_dir: Path, source: Path) -> None:
-    class Recorder(Silent):
-        def __init__(self) -> None:
-            self.notes: list[str] = []
-
-        def note(self, text: str) -> None:
-            self.notes.append(text)
-
-    recorder = Recorder()
+    recorder = Notes()
     run_job(config_of(tiny_model_dir, shard="1/2"), recorder)
     assert recorder.notes[-1] == "shard 1/2 is done; 1 of 2 are not"
     found = job_status("o.jsonl")

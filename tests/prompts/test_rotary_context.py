@@ -11,8 +11,8 @@ from transformers import CONFIG_MAPPING
 from batchgen.config import JobConfig, ModelConfig
 from batchgen.dry_run import plan_job
 from batchgen.model.architectures import context_note
-from batchgen.progress import Silent
 from batchgen.prompts import load_tokenizer
+from support.progress import Notes
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
@@ -75,7 +75,7 @@ def test_the_user_is_told_that_longrope_ends_the_context(tools, tmp_path):
     said = "the context ends at 40 tokens: beyond that LongRoPE changes the positions of all rows that run together"
     assert context_note(tokenizer.hf_config) == said
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a" * 50}))
-    told = _Told()
+    told = Notes()
     job = JobConfig(inputs=(str(tmp_path / "rows.jsonl"),), model=ModelConfig(model=str(tmp_path)))
     assert plan_job(job, told).rows_failed == 1
     assert said in told.notes
@@ -88,14 +88,6 @@ def test_the_user_is_told_that_chunked_attention_ends_the_context(tools, tmp_pat
     assert context_note(tokenizer.hf_config) == (
         "the context ends at 40 tokens: beyond that some layers see only a chunk of the text"
     )
-
-
-class _Told(Silent):
-    def __init__(self):
-        self.notes = []
-
-    def note(self, text):
-        self.notes.append(text)
 
 
 def test_an_indexer_without_a_budget_does_not_end_the_context():
