@@ -185,8 +185,7 @@ def _compared(
 
 
 def checkpoint_scales(hf_config: Any, files: Sequence[Path] | None) -> dict[str, torch.Tensor]:
-    """Returns the scales [out, 1] that a checkpoint in whole numbers of 8 bits has for its output columns, by `from_layers` of the layers' names;
-    of any other checkpoint, none."""
+    """Returns the scales [out, 1] of a W8A8 checkpoint's output columns, by `from_layers` of the layers' names; empty for other checkpoints."""
     if files is None or not is_int8(hf_config):
         return {}
     found = {}

@@ -42,11 +42,11 @@ def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     try:
         adapted = PeftModel.from_pretrained(module, str(folder))
-        # Once more, for its answer. The names in the file do not tell: peft converts those of older models and peft versions.
+        # Loads it a second time, because only this call reports missing and unexpected names. peft converts older names, so the file's names do not tell.
         loaded = adapted.load_adapter(str(folder), "default")
         changed = [part.get_base_layer() for part in module.modules() if isinstance(part, LoraLayer)]
         if head is not None and head.weight is embedding.weight and any(p is embedding or p is head for p in changed):
-            _untie(module, head)  # not before: peft may give tied layers one adapter
+            _untie(module, head)  # only now, because peft may give tied layers one adapter
         left_out = {part.name for part in module.modules() if isinstance(part, Absent)}
         unused = _sorted_names(name for name in loaded.unexpected_keys if left_out.isdisjoint(name.split(".")))
         if unused:

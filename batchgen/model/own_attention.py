@@ -19,7 +19,7 @@ from batchgen.state.mixers import set_forward
 
 
 class StepInputs:
-    """The arguments of the model's present forward, for parts to which the layers above do not pass them on."""
+    """The arguments of the model's current forward, for modules whose parents do not pass them on."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.attention: Any = None
@@ -32,16 +32,16 @@ class StepInputs:
         self.logits_to_keep = kwargs.get("logits_to_keep", slice(None))
 
     def pass_on(self, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Hook before an attention module runs: gives it the step's attention."""
+        """Pre-forward hook of an attention module: gives it the step's attention."""
         return args, kwargs | {"step_attention": self.attention}
 
     def choose(self, _: Any, args: Any) -> Any:
-        """Hook before the head of a model that ignores `logits_to_keep` runs: gives it the wanted tokens alone."""
+        """Pre-forward hook of the head, for models that ignore `logits_to_keep`: gives it only the wanted tokens."""
         return args[0][:, self.logits_to_keep], *args[1:]
 
 
 def hand_over(module: Any) -> bool:
-    """Gives such a model batchgen's attention, in place. Returns whether it is such a model; others are not changed."""
+    """Gives a model without `AttentionInterface` batchgen's attention, in place. Returns False for other models, which are not changed."""
     found = {part: name for part in module.modules() if (name := type(part).__name__) in _MODULES}
     if not found:
         return False

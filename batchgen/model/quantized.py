@@ -30,7 +30,7 @@ _PACKAGES = {"fp8": "accelerate", "compressed-tensors": "compressed_tensors", "t
 
 
 def quant_method(hf_config: Any) -> str | None:
-    """Returns the configuration's name for the way in which weights are quantized; None if they are not."""
+    """Returns the quantization method that the configuration names; None if the weights are not quantized."""
     found = quantization(hf_config)
     return None if found is None else str(found.get("quant_method", "unknown"))
 

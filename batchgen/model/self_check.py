@@ -116,7 +116,7 @@ def _random_model(config: Any, seed: int, trust_remote_code: bool, revision: str
 
 @dataclass(slots=True, eq=False)
 class _TreeSpan:
-    """A node or a text of the tree, with those attributes of a sequence that the plan of a step's attention reads."""
+    """A node or a text of the tree, with the attributes of a sequence that an attention plan reads."""
 
     tokens: list[int]
     """From position 0: those of the path, its own, and at the end its completion."""

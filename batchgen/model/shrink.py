@@ -1,4 +1,4 @@
-"""Makes a small copy of a transformers configuration, with the kinds of layers and, in small, the length thresholds of the real one."""
+"""Makes a small copy of a transformers configuration. It keeps the kinds of layers, and the length thresholds become small too."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def shrink(config: Any) -> Any:
         (v for n, v in _numbers(small) if _matches(r"(num|decoder)_attention_heads|n_heads?|num_heads", n)), HEADS
     )
     width = next((v for n, v in _numbers(small) if _matches(r"hidden_size|d_model|n_embd|dim", n)), WIDTH)
-    # These change at a length that contexts do not reach here (`prompts/tokenizer.py`).
+    # These change only beyond the length at which batchgen ends the context (`prompts/tokenizer.py`).
     capped = bool({"dynamic", "longrope"} & set(_rotary_kinds(vars(small))))
     _shrink(small, _Rules(_divisor(small, width // heads), heads, width, capped))
     return small
