@@ -339,7 +339,7 @@ def test_graphs_over_the_real_kernels_give_the_same_output(model, monkeypatch):
         monkeypatch, Recording, lambda cache, tokens: DeviceAttention(cache, tokens, model.device, model.group)
     )
     eager = module.Graphs
-    monkeypatch.setattr(module, "Graphs", lambda *args: eager(*args, after=0))
+    monkeypatch.setattr(module, "Graphs", lambda *args, after: eager(*args, after=0))
     engine = engine_of(model, batch_size=4, max_batch_tokens=64)
     engine.loop.ahead = True
     assert texts(run(engine, requests)) == want
