@@ -268,7 +268,7 @@ def _sampling(given: Mapping[str, Any]) -> SamplingParams:
         raise UsageError(f"{flag_of(SamplingParams, name)} {rest}") from None
 
 
-def similar(word: str, known: list[str], count: int = 3, cutoff: float = 0.85) -> list[str]:
+def similar(word: str, known: list[str], cutoff: float = 0.85) -> list[str]:
     """Returns the known words that may have been meant: those that begin with `word`, else those that look like it."""
     begin = [k for k in known if k.startswith(word)] if len(word.strip("-")) > 1 else []
-    return begin[:count] or get_close_matches(word, known, count, cutoff)
+    return begin[:3] or get_close_matches(word, known, cutoff=cutoff)

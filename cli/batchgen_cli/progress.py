@@ -147,7 +147,7 @@ class Bar(Notes):
         from tqdm import tqdm
 
         self._terminal = stream
-        self._bar: Any = tqdm(file=stream, leave=False, position=0, bar_format=" ", ncols=stream.width(80))
+        self._bar: Any = tqdm(file=stream, leave=False, position=0, bar_format=" ", ncols=stream.width())
         self._shown_at = 0.0
         self._phase_began = clock()
         self._lock = threading.RLock()  # a library's thread may write a line
@@ -171,13 +171,13 @@ class Bar(Notes):
     def close(self) -> None:
         self._bar.close()
         # Blanks, because TERM=dumb knows no escapes. They remove a ^C, too.
-        self._terminal.write("\r" + " " * (self._terminal.width(80) - 1) + "\r")
+        self._terminal.write("\r" + " " * (self._terminal.width() - 1) + "\r")
         self._terminal.flush()
 
     def _refresh(self) -> None:
         with self._lock:
             self._shown_at = self.clock()
-            bar, width = self._bar, self._terminal.width(80)
+            bar, width = self._bar, self._terminal.width()
             bar.ncols = width
             now = self.now
             # The bar moves by tokens: those of unfinished rows are counted as parts of rows.

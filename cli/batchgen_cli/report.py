@@ -50,7 +50,7 @@ def _show_table(lines: list[tuple[str, str]]) -> None:
         table.add_row(name, Text(printable(value)))
     stream = Stderr()
     drawn = io.StringIO()
-    width = stream.width(80) if stream.isatty() else LOG_WIDTH
+    width = stream.width() if stream.isatty() else LOG_WIDTH
     console = Console(file=drawn, force_terminal=stream.isatty(), highlight=False, width=width)
     console.print(table)
     for line in drawn.getvalue().splitlines():

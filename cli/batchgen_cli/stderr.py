@@ -89,12 +89,12 @@ class Stderr:
             raise OSError("standard error is closed")
         return self._stream.fileno()
 
-    def width(self, otherwise: int) -> int:
-        """Returns the columns of the terminal; `otherwise` if there is none."""
+    def width(self) -> int:
+        """Returns the columns of the terminal, 80 if it does not tell them."""
         try:
-            return os.get_terminal_size(self.fileno()).columns or otherwise
+            return os.get_terminal_size(self.fileno()).columns or 80
         except (OSError, ValueError):
-            return otherwise
+            return 80
 
 
 def drop_unwritten() -> None:

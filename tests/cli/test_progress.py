@@ -87,7 +87,7 @@ class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
-    def width(self, otherwise: int) -> int:
+    def width(self) -> int:
         return self.columns
 
     @property
@@ -421,14 +421,14 @@ def test_the_width_is_the_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     with open(terminal, "w") as stream:
         monkeypatch.setattr("sys.stderr", stream)
         assert Stderr().isatty()
-        assert Stderr().width(80) == 80  # a new one has no size
+        assert Stderr().width() == 80  # a new one has no size
         os.set_blocking(main, False)
         import fcntl
         import struct
         import termios
 
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 47, 0, 0))
-        assert Stderr().width(80) == 47
+        assert Stderr().width() == 47
     os.close(main)
 
 
