@@ -26,10 +26,14 @@ class StepInputs:
         self.positions = torch.empty(0)
         self.logits_to_keep: Any = slice(None)
         model.register_forward_pre_hook(self._note, with_kwargs=True)
+        model.register_forward_hook(self._forget, always_call=True)
 
     def _note(self, _: Any, args: Any, kwargs: dict[str, Any]) -> None:
         self.attention, self.positions = kwargs.get("step_attention"), kwargs["position_ids"]
         self.logits_to_keep = kwargs.get("logits_to_keep", slice(None))
+
+    def _forget(self, *_: Any) -> None:
+        self.attention = None  # it holds a KV cache, whose memory is to be free as soon as its runner is gone
 
     def pass_on(self, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Pre-forward hook of an attention module: gives it the step's attention."""
