@@ -269,7 +269,7 @@ class Constraints:
         return masks
 
     def _mask_thoughts(self, mask: NDArray[np.uint32], row: _Guided) -> None:
-        """Writes the mask of a sequence in its thoughts: all tokens but the end tokens, or the next token of the closing mark."""
+        """Writes the mask of a sequence in its thoughts: all tokens but the end tokens, or the next token of the mark that opens or closes them."""
         if row.forced:
             mask[:] = 0
             mask[row.forced[0] // 32] = np.uint32(1 << row.forced[0] % 32)
