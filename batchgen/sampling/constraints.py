@@ -151,7 +151,7 @@ class Constraints:
             row.thoughts.thinking, row.forced = True, list(self._opening)
         if row.forced:
             row.forced.pop(0)
-        if row.budget is not None and row.thinking:
+        elif row.budget is not None and row.thinking:
             row.budget -= 1
         begins = row.thoughts.append(token)
         if not begins:

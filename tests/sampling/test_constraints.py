@@ -505,11 +505,12 @@ def test_a_mark_of_several_tokens_is_completed_before_the_thoughts() -> None:
     size, opens = len(tokenizer), tokenizer.encode("<|channel>thought\n", add_special_tokens=False)
     closes, a = tokenizer.convert_tokens_to_ids("<channel|>"), id_in(tokenizer, "a")
     constraints = Constraints(tokenizer, size, (tokenizer.eos_token_id,), thinking_format(tokenizer))
-    constraints.add(0, regex("a", reasoning_budget=len(opens) + 1), (), np.array([a], dtype=np.int32))
+    constraints.add(0, regex("a", reasoning_budget=1), (), np.array([a], dtype=np.int32))
     assert allowed(constraints, 0, size) == {a, opens[0]}
     for place, token in enumerate(opens):
         assert place == 0 or allowed(constraints, 0, size) == {token}
         assert not constraints.accept(0, token)
+    # The budget is for the thoughts: as without a grammar, no token of the mark counts.
     assert allowed(constraints, 0, size) == set(range(size)) - {tokenizer.eos_token_id}
     assert not constraints.accept(0, a)
     assert allowed(constraints, 0, size) == {closes}
