@@ -492,18 +492,19 @@ def _is_list_of(value: Any, is_one: Callable[[Any], bool]) -> bool:
 def _params_of(given: Any, prompts: int) -> SamplingParams | list[SamplingParams] | None:
     """Returns the parameters of a call, or a list with those of each prompt."""
     if not isinstance(given, list | tuple):
-        return None if given is None else _one_params(given)
+        return None if given is None else one_params(given)
     if len(given) != prompts:
         raise ValueError(
             f"there are {prompts} prompts and {len(given)} params; give one for each prompt, or one for all"
         )
-    return [
-        SamplingParams() if one is None else _one_params(one, f"params[{place}]") for place, one in enumerate(given)
-    ]
+    return [SamplingParams() if one is None else one_params(one, f"params[{place}]") for place, one in enumerate(given)]
 
 
-def _one_params(given: Any, place: str = "") -> SamplingParams:
-    """Returns the parameters as `SamplingParams`. `place` is their name in messages, if they are those of one prompt of several."""
+def one_params(given: Any, place: str = "") -> SamplingParams:
+    """Returns the parameters as `SamplingParams`. `place` is their name in messages, if they are those of one prompt of several.
+
+    Raises `TypeError` for anything but parameters, and `ValueError` for a name or a value that there is not.
+    """
     if isinstance(given, SamplingParams):
         return given
     if not isinstance(given, Mapping):

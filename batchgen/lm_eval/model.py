@@ -18,9 +18,10 @@ from tqdm import tqdm
 
 from batchgen.config import EngineConfig, PromptConfig
 from batchgen.errors import BatchgenError, RowError, UsageError
-from batchgen.llm import LLM
+from batchgen.llm import LLM, one_params
 from batchgen.prompts.encoding import Encoder
 from batchgen.result import Result
+from batchgen.sampling_params import SamplingParams
 
 _RAW = PromptConfig(chat=False)
 _SCORED = PromptConfig(chat=False, score=True)
@@ -163,7 +164,7 @@ class BatchgenLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped
                 )
             stops.append(until)
             prompts.append(context[-room:])
-            params.append(own)
+            params.append(one_params(own))
         texts = [""] * len(requests)
 
         def finish(place: int, result: Result) -> None:
@@ -200,7 +201,7 @@ class BatchgenLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped
     def _run(
         self,
         prompts: Sequence[Any],
-        params: list[dict[str, Any]] | None,
+        params: list[SamplingParams] | None,
         options: PromptConfig,
         finish: Callable[[int, Result], None],
         title: str,
