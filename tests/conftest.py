@@ -26,7 +26,6 @@ from typing import Any
 import hypothesis
 import pytest
 
-from batchgen.prompts.tokenizer import TALKATIVE
 from support.params import FULL, examples
 from support.tiny_model import save_tiny_llama
 
@@ -71,9 +70,11 @@ _frozen_modules = 0
 
 def pytest_collection_finish() -> None:
     """Imported modules stay, so the garbage collector need not look at them again and again."""
-    for name in (
-        TALKATIVE
-    ):  # else `quiet` would change the level of each again and again, which is slow among thousands of loggers
+    # Imported here, because the process that only hands out tests needs none of it.
+    from batchgen.prompts.tokenizer import TALKATIVE
+
+    # `quiet` leaves loggers alone that say nothing. It would change the level of each again and again, which is slow among thousands.
+    for name in TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
     _freeze()
     gc.set_threshold(5_000, 20, 20)

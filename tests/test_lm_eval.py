@@ -259,37 +259,33 @@ def test_thoughts_are_removed_from_the_answer(models: tuple[Any, Any], monkeypat
         assert ours._answer(ids, ["\n"]) == answer
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_command_with_one_line(tasks: Path, command_environment: Any) -> None:
-    done = subprocess.run(
+def run_harness(tasks: Path, environment: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the harness's command with the model `batchgen` on the task `local_choice`."""
+    return subprocess.run(
         [
-            *(sys.executable, "-m", "batchgen.lm_eval", "--model", "batchgen", "--model_args", "pretrained=/nowhere"),
-            *("--tasks", "local_choice", "--include_path", str(tasks)),
+            *(sys.executable, "-m", "batchgen.lm_eval", "--model", "batchgen"),
+            *("--tasks", "local_choice", "--include_path", str(tasks), *arguments),
         ],
         capture_output=True,
         text=True,
-        env={**command_environment, "HF_DATASETS_OFFLINE": "1"},
+        env={**environment, "HF_DATASETS_OFFLINE": "1"},
         timeout=300,
         check=False,
     )
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_command_with_one_line(tasks: Path, command_environment: Any) -> None:
+    done = run_harness(tasks, command_environment, "--model_args", "pretrained=/nowhere")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("batchgen: error: model folder '/nowhere' does not exist; ")
 
 
 def test_the_command_runs_a_task(tasks: Path, model_dir: Path, tmp_path: Path, command_environment: Any) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "batchgen.lm_eval", "--model", "batchgen"),
-            *("--model_args", f"pretrained={model_dir},dtype=float32,kv_memory=16MiB", "--device", "cpu"),
-            *("--tasks", "local_choice", "--include_path", str(tasks), "--output_path", str(tmp_path / "out")),
-        ],
-        capture_output=True,
-        text=True,
-        env={**command_environment, "HF_DATASETS_OFFLINE": "1"},
-        timeout=300,
-        check=False,
-    )
+    model = f"pretrained={model_dir},dtype=float32,kv_memory=16MiB"
+    out = tmp_path / "out"
+    done = run_harness(tasks, command_environment, "--model_args", model, "--device", "cpu", "--output_path", str(out))
     assert done.returncode == 0, done.stderr[-2000:]
-    (file,) = (tmp_path / "out").rglob("results_*.json")
+    (file,) = out.rglob("results_*.json")
     results = json.loads(file.read_text())["results"]["local_choice"]
     assert 0 <= results["acc,none"] <= 1

@@ -81,17 +81,20 @@ class Vocabulary:
 
     def check(self, params: SamplingParams) -> None:
         """Raises `UsageError` if the command's grammar, or any grammar, cannot be used. Costs nothing without a grammar."""
-        fault = self.grammar(params).fault if params.constrained else ""
+        fault = self._fault(params)
         if fault:
             name, _, rest = fault.partition(" ")
             raise UsageError(f"--{name.replace('_', '-')} {rest}")
 
     def checked(self, request: Request) -> Request | Result:
         """Returns the request, or the failed result of a row whose grammar cannot be used. Costs nothing without a grammar."""
-        fault = self.grammar(request.params).fault if request.params.constrained else ""
+        fault = self._fault(request.params)
         if fault:
             return Result.failed(request.row, RowError("constraint_error", fault), len(request.tokens))
         return request
+
+    def _fault(self, params: SamplingParams) -> str:
+        return self.grammar(params).fault if params.constrained else ""
 
     def fresh(self, grammar: Grammar) -> LLMatcher:
         """Returns a matcher with a lexer of its own. Later rows do not get the lexer of `grammar` either."""

@@ -227,15 +227,11 @@ def test_attention_options_that_the_plan_does_not_cover_are_refused(options, mes
 
 
 @pytest.mark.parametrize("name", ["bloom", "doge", "mpt", "gemma3"])
-def test_transformers_does_not_warn_when_attention_is_replaced(name, monkeypatch):
+def test_transformers_does_not_warn_when_attention_is_replaced(name, monkeypatch, caplog):
     said, logger = [], logging.getLogger("transformers.modeling_utils")
     made = text_model(name) if name in TEXTS else build(name)
     monkeypatch.setattr(logger, "handle", said.append)
-    library = logging.getLogger("transformers")
-    library.setLevel(logging.WARNING)
-    try:
+    with caplog.at_level("WARNING", "transformers"):
         logger.warning("a warning is shown before")
         model = prepare(made)
-    finally:
-        library.setLevel(logging.ERROR)  # as conftest.py has it
     assert ([record.getMessage() for record in said], len(model.layers)) == (["a warning is shown before"], 2)
