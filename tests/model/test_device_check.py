@@ -74,7 +74,8 @@ def one_of_a_thousand(out):
 
 
 def rounding(out):
-    return out * (1 + 2e-6 * torch.rand_like(out))
+    """Moves every element by up to four units in the last place, as sums in another order do."""
+    return out * (1 + 4 * torch.finfo(out.dtype).eps * (2 * torch.rand_like(out) - 1))
 
 
 KERNEL_FAULTS = {
