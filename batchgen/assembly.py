@@ -14,6 +14,7 @@ from typing import Any
 
 from batchgen.config import INPUT_LIMITS
 from batchgen.errors import BatchgenError, OutputError, OutputLocked, UsageError, memory_errors
+from batchgen.jobs.base import JobSpec
 from batchgen.jobs.disk import write_stats
 from batchgen.jobs.job_folder import JobFolder
 from batchgen.jobs.lease import SILENT_SECONDS, Lease, holder_of_lease, is_alive_here, seconds_silent
@@ -170,23 +171,19 @@ def _merge_shards(
     source = Input(tuple(InputFile(**file, folder=facts["folder"]) for file in facts["files"]), [])
     shards = shard_figures(job_path(output, work_dir), plan)
     outcomes.tracker.phase("joining the shards")
-    with open_job(
-        output,
+    spec = JobSpec(
+        output=output,
         settings=manifest.settings,
         mentions=manifest.mentions,
         input=source,
         limit=plan.asked["limit"],
         form=_form(facts["form"]),
         work_dir=work_dir,
-        overwrite=False,
-        flush_every=0.0,
-        order="input",
         retry=manifest.request["retry"],
         prune=facts["prune"],
         optional=facts["optional"],
-        lease=lease,
-        merging=True,
-    ) as job:
+    )
+    with open_job(spec, lease, merging=True) as job:
         assert isinstance(job, JobFolder), "standard output has no shards"
         if job.finished is not None:  # a merge that was killed when all was done but the cleaning up
             write_stats(stats_file, job.finished)

@@ -8,7 +8,7 @@ from typing import Any
 
 from batchgen.config import JobConfig
 from batchgen.errors import UsageError
-from batchgen.jobs.base import Job, Store
+from batchgen.jobs.base import Job, JobSpec, Store
 from batchgen.jobs.identity import command_digest, date_of_job, job_settings, local_identity
 from batchgen.jobs.job_folder import JobFolder
 from batchgen.jobs.lease import Lease
@@ -50,19 +50,9 @@ class JobCommand:
 
     def finished(self) -> tuple[dict[str, Any], bool] | None:
         """Figures of the job that this command has finished, and whether its prompts are chats; None if there may be something to do."""
-        config = self.config
-        if config.overwrite or not self.command:
+        if self.config.overwrite:
             return None
-        return find_finished(
-            self.output,
-            command=self.command,
-            input=self.source,
-            limit=config.limit,
-            order=config.order,
-            work_dir=config.work_dir,
-            retry=config.retried,
-            prune=config.prune,
-        )
+        return find_finished(self.output, command=self.command, input=self.source, config=self.config)
 
 
 def check_command(config: JobConfig) -> JobCommand:
@@ -150,8 +140,8 @@ class JobSetup:
 
     def _open_folder(self, lease: Lease | None = None) -> Job:
         config, prompts, schema = self.config, self.prompts, self.source.schema
-        return open_job(
-            self.output,
+        spec = JobSpec(
+            output=self.output,
             command=self.command,
             settings=self.settings,
             mentions=versions(),
@@ -172,8 +162,8 @@ class JobSetup:
             retry=config.retried,
             prune=config.prune,
             optional=prompts.optional_results({} if schema is None else {f.name: f.type for f in schema}),
-            lease=lease,
         )
+        return open_job(spec, lease)
 
 
 def set_up_job(

@@ -1,14 +1,45 @@
-"""The protocol of a job: where a run puts its results. A job's folder keeps them, standard output does not."""
+"""What a command asks of a job, and where a run puts its results: a job's folder keeps them, standard output does not."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from batchgen.jobs.disk import write_json, writing
+from batchgen.jobs.results import Results
 from batchgen.progress import Snapshot
-from batchgen.records import Row
+from batchgen.records import Input, Row, RowForm
 from batchgen.result import Completion, Result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """What a command asks of the job of an output."""
+
+    output: str
+    """As the user named it; `-` is standard output."""
+    input: Input
+    form: RowForm
+    settings: dict[str, Any]
+    """Everything that changes results, a flat dictionary of plain values: a job continues with equal ones only (`identity.job_settings`)."""
+    mentions: dict[str, Any]
+    """Versions. A difference is only noted."""
+    command: str = ""
+    """`identity.command_digest`, by which the next run may find the job finished; empty where it cannot be known."""
+    limit: int | None = None
+    order: str = "input"
+    work_dir: str | None = None
+    overwrite: bool = False
+    flush_every: float = 0.0
+    retry: Collection[str] = ()
+    """Reasons of `RETRIES`: the results of rows that ended so are forgotten, and these rows run again."""
+    prune: bool = False
+    """The output may lose any number of rows, and results that no row asks for are removed when it is finished."""
+    optional: Collection[str] = ()
+    """The parts of a result, of those that only some have, that a Parquet output has columns for from the start (`open_writer`)."""
 
 
 class Store(Protocol):
@@ -103,3 +134,49 @@ class Job(Store, Protocol):
     def write(self, rows: Sequence[Row], results: Mapping[int, Result], keys: Mapping[int, bytes]) -> None:
         """Writes output rows. `results` and `keys` are by row number; rows that never became requests have no key."""
         ...
+
+
+class StoredResults:
+    """The part of a `Store` that a job's folder and a shard's folder have in common: the results in their database."""
+
+    def __init__(self, place: Path) -> None:
+        self.notes: list[str] = []
+        self.finished: dict[str, Any] | None = None
+        self.previous: dict[str, Any] | None = None
+        self._place = place
+        self._results: Results
+
+    def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
+        with writing(self._place):
+            return self._results.stored(keys)
+
+    def under_way(self) -> dict[bytes, dict[int, Completion]]:
+        with writing(self._place):
+            return self._results.under_way()
+
+    def append(self, key: bytes, result: Result) -> None:
+        self._check_held()
+        with writing(self._place):
+            self._results.append(key, result)
+
+    def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
+        self._check_held()
+        with writing(self._place):
+            self._results.keep_under_way(completions)
+
+    @property
+    def tokens_under_way(self) -> int:
+        with writing(self._place):
+            return self._results.tokens_under_way
+
+    def flush(self) -> None:
+        self._check_held()
+        with writing(self._place):
+            self._results.flush()
+
+    def save_stats(self, stats: dict[str, Any]) -> None:
+        with writing(self._place):
+            write_json(self._place / "stats.json", stats)
+
+    def _check_held(self) -> None:
+        """Raises `OutputLocked` if another process has taken over. Called before every write."""

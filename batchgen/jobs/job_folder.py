@@ -27,9 +27,9 @@ digest, because the version is known only after the upload (`target`).
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -38,98 +38,78 @@ from typing import Any
 from batchgen.config import RETRY_REASONS
 from batchgen.errors import UsageError
 from batchgen.jobs import results as results_files
+from batchgen.jobs.base import JobSpec, StoredResults
 from batchgen.jobs.disk import sync_folder, write_json, writing
 from batchgen.jobs.lease import Lease
 from batchgen.jobs.lock import Lock
-from batchgen.jobs.manifest import (
-    FIRST_LIMIT,
-    Manifest,
-    as_stored,
-    file_digest,
-)
+from batchgen.jobs.manifest import FIRST_LIMIT, Manifest, as_stored, file_digest
 from batchgen.jobs.place import KEPT_FILE, REMADE_FILES, SORTED_FOLDER, WORK_FILES, check_space, min_bytes, remove_files
 from batchgen.jobs.results import Results
 from batchgen.jobs.reuse_output import KEY_BYTES, NO_KEY, is_held_whole, read_keys, results_of_output
-from batchgen.jobs.shards import (
-    figures_so_far,
-    forget_plan,
-    load_plan,
-    output_facts,
-    stores,
-    take_results,
-    take_runs,
-)
+from batchgen.jobs.shards import figures_so_far, forget_plan, load_plan, output_facts, stores, take_results, take_runs
 from batchgen.jobs.stdout_job import DoneOrder
 from batchgen.jobs.target import Target
 from batchgen.progress import Snapshot
 from batchgen.recording import JobRecord, RowFigures
-from batchgen.records.inputs import Input
-from batchgen.records.output import RowForm, output_format, output_row
+from batchgen.records.output import output_format, output_row
 from batchgen.records.rows import Row
 from batchgen.records.writers import DigestFile, open_writer
 from batchgen.request import Request
-from batchgen.result import Completion, Result
+from batchgen.result import Result
 from batchgen.stats import counted
 
 _FEW = 10
 """An output of fewer finished rows than this may lose all of them at once without `--prune`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Opened:
     """What `opening.open_job` has found in the job's folder, compared with what the command asks for."""
 
     manifest: Manifest
-    """That of this run."""
-    old: Manifest | None
+    """That of this run. It takes over what stays of the earlier one's."""
+    old: Manifest | None = None
     """That of the run before, which this one continues; None if the job begins."""
-    limit_raised: bool
+    limit_raised: bool = False
     """Whether this run continues the job with a larger `max_tokens`."""
-    finished: dict[str, Any] | None
+    finished: dict[str, Any] | None = None
     """`Job.finished`"""
-    previous: dict[str, Any] | None
+    previous: dict[str, Any] | None = None
     """`Job.previous`"""
-    notes: list[str]
+    notes: list[str] = field(default_factory=list)
 
 
-class JobFolder:
+class JobFolder(StoredResults):
     """One job, from its first window to the rename of its output (`Job`). `opening.open_job` makes it and calls `start`."""
 
     def __init__(
         self,
-        output: str,
+        spec: JobSpec,
         target: Target,
         folder: Path,
         lock: Lock,
-        input: Input,
         opened: Opened,
-        *,
-        form: RowForm,
-        order: str,
-        retry: Collection[str],
-        prune: bool,
-        optional: Collection[str],
         lease: Lease | None,
         merging: bool,
     ) -> None:
+        super().__init__(folder)
         self.notes = opened.notes
         self.finished, self.previous = opened.finished, opened.previous
         self.kept_rows = 0
         self.results_at_hand = 0
-        self.output, self._target = output, target
-        self._folder, self._lock, self._input = folder, lock, input
+        self.folder, self.output = folder, spec.output
+        self._spec, self._target, self._lock = spec, target, lock
         self._manifest, self._old, self._limit_raised = opened.manifest, opened.old, opened.limit_raised
-        self._form, self._optional = form, optional
         self._lease, self._merging = lease, merging
-        self._order = DoneOrder(order)
-        self._retry, self._prune = sorted(retry), prune
+        self._order = DoneOrder(spec.order)
+        self._retry = sorted(spec.retry)
         self._appended = False
         """Whether this run has a result of its own."""
         self._files: ExitStack | None = None
         self._record = JobRecord()
         self._row_figures = RowFigures()
 
-    def start(self, flush_every: float) -> None:
+    def start(self) -> None:
         """Makes the job ready for results: opens its database and the files of its output, and takes over the results that there are.
 
         Of a finished job, it removes what an earlier run has left beside the output.
@@ -137,45 +117,45 @@ class JobFolder:
         if self.finished is not None:
             self._clean_up(self._shrunk())
             return
-        self._record = JobRecord.load(self._folder)
-        tight = check_space(self._folder, min_bytes(self._input, self.output, self._form))
+        self._record = JobRecord.load(self.folder)
+        tight = check_space(self.folder, min_bytes(self._spec.input, self.output, self._spec.form))
         if tight is not None:
             self.notes.append(tight)
-        remove_files(self._folder, REMADE_FILES)
-        kept, file = self._folder / KEPT_FILE, self._folder / results_files.FILE
+        remove_files(self.folder, REMADE_FILES)
+        kept, file = self.folder / KEPT_FILE, self.folder / results_files.FILE
         if kept.exists() and not file.exists():
             kept.replace(file)
         with ExitStack() as opened:
-            self._results = opened.enter_context(closing(Results(self._folder, flush_every)))
+            self._results = opened.enter_context(closing(Results(self.folder, self._spec.flush_every)))
             self._take_results()
-            sync_folder(self._folder)  # a synced database is lost if its folder's entry is not synced
-            self._manifest.save(self._folder / "manifest.json")
+            sync_folder(self.folder)  # a synced database is lost if its folder's entry is not synced
+            self._manifest.save(self.folder / "manifest.json")
             self._open_files(opened)
             self._files = opened.pop_all()
 
     def _take_results(self) -> None:
         """Gathers the results that this run may use: those of the database, of shards, and of a finished output."""
         old, results = self._old, self._results
-        plan = load_plan(self._folder)
-        if plan is not None or stores(self._folder):
-            taken = take_results(self._folder, results)
-            take_runs(self._folder, self._record)
+        plan = load_plan(self.folder)
+        if plan is not None or stores(self.folder):
+            taken = take_results(self.folder, results)
+            take_runs(self.folder, self._record)
             if not self._merging:
                 if plan is not None:
-                    self.previous = figures_so_far(self._folder, plan)
-                forget_plan(self._folder)
+                    self.previous = figures_so_far(self.folder, plan)
+                forget_plan(self.folder)
                 results.forget_reading()
                 self.notes.append(f"{self.output} was under way in shards: {taken} of their results are at hand")
         if results.damaged:
             self.notes.append(
-                f"{results.damaged} results in {self._folder / results_files.FILE} are damaged and were dropped: their rows are generated again"
+                f"{results.damaged} results in {self.folder / results_files.FILE} are damaged and were dropped: their rows are generated again"
             )
         if self._manifest.keys:
-            self.kept_rows = (self._folder / "keys").stat().st_size // KEY_BYTES
-            results.know_finished(key for key in read_keys(self._folder / "keys") if key != NO_KEY)
+            self.kept_rows = (self.folder / "keys").stat().st_size // KEY_BYTES
+            results.know_finished(key for key in read_keys(self.folder / "keys") if key != NO_KEY)
             if old is not None and old.state == "finished":
                 taken = results.add_missing(
-                    results_of_output(self._target.name, self._folder / "keys", self._form.asked)
+                    results_of_output(self._target.name, self.folder / "keys", self._spec.form.asked)
                 )
                 self.notes.append(f"{self.output} was finished: {taken} of its results are used again")
         interrupted = old is not None and old.state == "running" and old.request.get("retry") == self._retry
@@ -186,17 +166,17 @@ class JobFolder:
         self.results_at_hand = results.count
 
     def _open_files(self, opened: ExitStack) -> None:
-        self._keys = DigestFile(self._folder / "keys.partial")
+        self._keys = DigestFile(self.folder / "keys.partial")
         opened.callback(self._keys.abandon)
-        self._file = DigestFile(self._folder / "output.partial")
+        self._file = DigestFile(self.folder / "output.partial")
         opened.callback(self._file.abandon)
         self._writer = open_writer(
             self._file,
             self.output,
-            schema=self._input.schema if output_format(self.output)[0] == "parquet" else None,
-            spool=self._folder / "spool.jsonl",
-            form=self._form,
-            optional=self._optional,
+            schema=self._spec.input.schema if output_format(self.output)[0] == "parquet" else None,
+            spool=self.folder / "spool.jsonl",
+            form=self._spec.form,
+            optional=self._spec.optional,
         )
         opened.callback(self._writer.abandon)
 
@@ -218,10 +198,10 @@ class JobFolder:
     def _close_files(self) -> None:
         opened, self._files = self._files, None
         if opened is not None:
-            with writing(self._folder):
+            with writing(self.folder):
                 with opened:
                     self._results.flush()
-                remove_files(self._folder, REMADE_FILES)
+                remove_files(self.folder, REMADE_FILES)
 
     # -- results
 
@@ -231,35 +211,13 @@ class JobFolder:
         return first
 
     def occurrences(self, digests: Sequence[bytes]) -> list[int]:
-        with writing(self._folder):
+        with writing(self.folder):
             return self._results.occurrences(digests)
-
-    def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
-        with writing(self._folder):
-            return self._results.stored(keys)
-
-    def under_way(self) -> dict[bytes, dict[int, Completion]]:
-        with writing(self._folder):
-            return self._results.under_way()
 
     def append(self, key: bytes, result: Result) -> None:
         self._appended = True
-        with writing(self._folder):
-            self._results.append(key, result)
-            if self._results.due:
-                self._results.flush()
+        super().append(key, result)
         self._order.done(result.row)
-
-    def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
-        with writing(self._folder):
-            self._results.keep_under_way(completions)
-            if self._results.due:
-                self._results.flush()
-
-    @property
-    def tokens_under_way(self) -> int:
-        with writing(self._folder):
-            return self._results.tokens_under_way
 
     def tell(self, progress: Snapshot) -> None:
         """Ignores errors: a full disk is reported by the next result that cannot be written."""
@@ -270,24 +228,20 @@ class JobFolder:
 
     def keep_record(self, run: Mapping[str, Any] | None, tree: Mapping[str, Any] | None) -> None:
         self._record.keep(run, tree)
-        self._record.save(self._folder)
-
-    def flush(self) -> None:
-        with writing(self._folder):
-            self._results.flush()
+        self._record.save(self.folder)
 
     # -- the rows of the output
 
     def begin_rows(self) -> None:
-        with writing(self._folder):
+        with writing(self.folder):
             self._results.begin_rows()
 
     def add_rows(self, rows: Sequence[int], keys: Mapping[int, bytes], failed: Mapping[int, Result]) -> None:
-        with writing(self._folder):
+        with writing(self.folder):
             self._results.add_rows(rows, keys, failed)
 
     def check_dropped(self, *, prune: bool) -> None:
-        with writing(self._folder):
+        with writing(self.folder):
             finished, gone, new = self._results.compared()
         if not gone:
             return
@@ -300,7 +254,7 @@ class JobFolder:
                 f"{gone:,} of the {finished:,} finished rows of {self.output} are no longer in the input and would be removed from the output",
                 "check the input; --prune removes them, another -o keeps them",
             )
-        what = "removed" if prune else f"kept in {self._folder} and used again if the row comes back"
+        what = "removed" if prune else f"kept in {self.folder} and used again if the row comes back"
         self.notes.append(f"{counted(gone, 'result')} of {self.output} without a row in the input: {what}")
 
     @property
@@ -312,31 +266,27 @@ class JobFolder:
 
     def _put_back(self, old: Manifest) -> None:
         """Restores the finished job as it was before this run."""
-        with writing(self._folder):
+        with writing(self.folder):
             self._manifest = old
-            self._manifest.save(self._folder / "manifest.json")
+            self._manifest.save(self.folder / "manifest.json")
             left = self._shrink(self._results)
             self._close_files()
             self._clean_up(left)
 
     def write(self, rows: Sequence[Row], results: Mapping[int, Result], keys: Mapping[int, bytes]) -> None:
         ordered = self._order.sort(rows)
-        with writing(self._folder):
+        with writing(self.folder):
             self._writer.write((row, results[row.number]) for row in ordered)
             self._keys.write(b"".join(keys.get(row.number, NO_KEY) for row in ordered))
             beside = [
                 key
                 for number, key in keys.items()
-                if not is_held_whole(results[number], self._form, output_format(self.output)[0])
+                if not is_held_whole(results[number], self._spec.form, output_format(self.output)[0])
             ]
             self._results.keep_beside_output(beside)
         for row in ordered:
             result = results[row.number]
-            self._row_figures.add(result, partial(output_row, row, result, self._form))
-
-    def save_stats(self, stats: dict[str, Any]) -> None:
-        with writing(self._folder):
-            write_json(self._folder / "stats.json", stats)
+            self._row_figures.add(result, partial(output_row, row, result, self._spec.form))
 
     def finish(self, stats: dict[str, Any]) -> None:
         """Puts the output in its place and closes the job."""
@@ -348,24 +298,24 @@ class JobFolder:
             self._keys.sync()
             self._keys.close()
             self._record.rows = self._row_figures.as_dict()
-            self._record.save(self._folder)
-            write_json(self._folder / "stats.json", stats)
-            partial = self._folder / "output.partial"
+            self._record.save(self.folder)
+            write_json(self.folder / "stats.json", stats)
+            partial = self.folder / "output.partial"
             new = self._target.to_be(partial, self._file.hexdigest())
             self._manifest = replace(
                 self._manifest,
                 outputs=[*self._manifest.outputs, new],
                 keys=self._keys.hexdigest(),
-                stats=file_digest(self._folder / "stats.json"),
+                stats=file_digest(self.folder / "stats.json"),
             )
             self._results.flush()
-            self._manifest.save(self._folder / "manifest.json")
-            (self._folder / "keys.partial").replace(self._folder / "keys")
+            self._manifest.save(self.folder / "manifest.json")
+            (self.folder / "keys.partial").replace(self.folder / "keys")
             there = self._target.put(partial, self._file.hexdigest())
             self._manifest = replace(self._manifest, state="finished", outputs=[there])
-            self._manifest.save(self._folder / "manifest.json")
-        with writing(self._folder):
-            if self._prune:
+            self._manifest.save(self.folder / "manifest.json")
+        with writing(self.folder):
+            if self._spec.prune:
                 self._results.forget_unasked()
             left = self._shrink(self._results)
             self._close_files()
@@ -377,32 +327,32 @@ class JobFolder:
 
     def _shrink(self, results: Results) -> bool:
         """Removes from the database what the finished output holds. Returns whether results remain."""
-        return results.shrink(key for key in read_keys(self._folder / "keys") if key != NO_KEY)
+        return results.shrink(key for key in read_keys(self.folder / "keys") if key != NO_KEY)
 
     def _shrunk(self) -> bool:
         """Opens the database that an earlier run left with its finished output, if there is one, for `_shrink`."""
-        if not (self._folder / results_files.FILE).exists():
+        if not (self.folder / results_files.FILE).exists():
             return False
-        with closing(Results(self._folder, 0.0)) as results:
+        with closing(Results(self.folder, 0.0)) as results:
             return self._shrink(results)
 
     def _clean_up(self, left: bool) -> None:
         """Removes the files of the work. If results are left in the database, they stay as `kept.sqlite`."""
         if left:
-            (self._folder / results_files.FILE).replace(self._folder / KEPT_FILE)
-        remove_files(self._folder, WORK_FILES)
-        sync_folder(self._folder)
+            (self.folder / results_files.FILE).replace(self.folder / KEPT_FILE)
+        remove_files(self.folder, WORK_FILES)
+        sync_folder(self.folder)
 
     # -- the first reading of the input, of a job that reads it twice
 
     @property
     def sorted_folder(self) -> Path:
         """The folder for sorted requests."""
-        return self._folder / SORTED_FOLDER
+        return self.folder / SORTED_FOLDER
 
     def earlier_reading(self, asked: Mapping[str, Any]) -> dict[str, Any] | None:
         """Returns what an earlier run's first reading saved (`keep_reading`); None unless input and settings are the same and all files are whole."""
-        with writing(self._folder):
+        with writing(self.folder):
             reading: dict[str, Any] | None = self._results.fact("reading")
             if reading is None or reading["asked"] != self._asked(asked):
                 return None
@@ -414,36 +364,32 @@ class JobFolder:
 
     def begin_reading(self) -> None:
         """Removes an earlier reading."""
-        with writing(self._folder):
+        with writing(self.folder):
             self._results.begin_rows()
             self._results.flush()
-            remove_files(self._folder, (SORTED_FOLDER,))
+            remove_files(self.folder, (SORTED_FOLDER,))
             self.sorted_folder.mkdir()
 
     def keep_reading(self, asked: Mapping[str, Any], reading: Mapping[str, Any]) -> None:
         """Saves a complete first reading, so that a later run may use it. `reading["digests"]` holds the digest of each file of sorted requests."""
-        with writing(self._folder):
+        with writing(self.folder):
             sync_folder(self.sorted_folder)
-            sync_folder(self._folder)
+            sync_folder(self.folder)
             self._results.set_fact("reading", {**reading, "asked": self._asked(asked)})
             self._results.flush()
 
     def forget_reading(self) -> None:
         """Removes the first reading, and the plan of the shards, whose results the job has taken over."""
-        with writing(self._folder):
+        with writing(self.folder):
             self._results.forget_reading()
             self._results.flush()
-            forget_plan(self._folder)
+            forget_plan(self.folder)
 
     def end_reading(self) -> None:
         """Removes the first reading and its sorted requests: the plan of the shards holds them now."""
-        with writing(self._folder):
+        with writing(self.folder):
             self._results.forget_reading()
-            remove_files(self._folder, (SORTED_FOLDER,))
-
-    @property
-    def folder(self) -> Path:
-        return self._folder
+            remove_files(self.folder, (SORTED_FOLDER,))
 
     def without_results(self, windows: Iterator[list[Request]]) -> Iterator[list[Request]]:
         """Yields the requests of these windows that have no result yet."""
@@ -454,22 +400,24 @@ class JobFolder:
 
     def output_facts(self) -> dict[str, Any]:
         """Returns what a merge needs to write this job's output (`shards.ShardPlan.output`)."""
-        return output_facts(self._input, asdict(self._form), tuple(self._optional), prune=self._prune)
+        return output_facts(
+            self._spec.input, asdict(self._spec.form), tuple(self._spec.optional), prune=self._spec.prune
+        )
 
     def rows(self, first: int, last: int) -> tuple[dict[int, bytes], dict[int, Result]]:
         """Returns the rows from `first` to `last` that are in the output: the keys of those that became requests, and the results of the others."""
-        with writing(self._folder):
+        with writing(self.folder):
             return self._results.rows(first, last)
 
     def failed_rows(self) -> Iterator[Result]:
         """The results of the rows that never became requests, in input order."""
-        with writing(self._folder):
+        with writing(self.folder):
             yield from self._results.failed_rows()
 
     @property
     def row_count(self) -> int:
         """Number of rows added to the output so far."""
-        with writing(self._folder):
+        with writing(self.folder):
             return self._results.row_count
 
     def _asked(self, asked: Mapping[str, Any]) -> dict[str, Any]:

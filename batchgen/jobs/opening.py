@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.config import RETRY_REASONS
+from batchgen.config import RETRY_REASONS, JobConfig
 from batchgen.errors import UsageError
 from batchgen.jobs import results as results_files
-from batchgen.jobs.base import Job
+from batchgen.jobs.base import Job, JobSpec
 from batchgen.jobs.disk import sync_folder, writing
 from batchgen.jobs.job_folder import JobFolder, Opened
 from batchgen.jobs.lease import Lease
@@ -33,7 +33,7 @@ from batchgen.jobs.stdout_job import StdoutJob
 from batchgen.jobs.target import Target, open_target
 from batchgen.recording import job_record
 from batchgen.records.inputs import Input
-from batchgen.records.output import INPUT_FILE, RowForm, job_path, jobs_folder
+from batchgen.records.output import INPUT_FILE, job_path, jobs_folder
 from batchgen.stats import counted
 
 _START_AGAIN = "use --overwrite to start again, or another -o"
@@ -42,25 +42,15 @@ _RAISE_LIMIT = (
 )
 
 
-def find_finished(
-    output: str,
-    *,
-    command: str,
-    input: Input,
-    limit: int | None,
-    order: str,
-    work_dir: str | None,
-    retry: Collection[str] = (),
-    prune: bool = False,
-) -> tuple[dict[str, Any], bool] | None:
+def find_finished(output: str, *, command: str, input: Input, config: JobConfig) -> tuple[dict[str, Any], bool] | None:
     """Returns the figures of an output's job, and whether its prompts are chats, if this command has finished it and `open_job` would find nothing to do.
 
-    Returns None if there is something to do, or if only `open_job` can tell. The arguments are those of `open_job`. Changes nothing, and needs
+    Returns None if there is something to do, or if only `open_job` can tell. `command`: `identity.command_digest`. Changes nothing, and needs
     neither the job's lock nor a tokenizer or a model.
     """
     if output == "-":
         return None
-    folder, target = job_path(output, work_dir), open_target(output)
+    folder, target = job_path(output, config.work_dir), open_target(output)
     manifest = load_manifest(folder / "manifest.json")
     if manifest is None or not command or (manifest.command, manifest.output) != (command, target.address):
         return None
@@ -69,8 +59,8 @@ def find_finished(
     if target.known_as(manifest.outputs) is None or not _keys_are_whole(folder, manifest):
         return None
     # The rest of the request follows from the command.
-    asked = manifest.request | as_stored(_request_of(input, limit, order))
-    figures = _complete_figures(folder, manifest, asked, retry=sorted(retry), prune=prune)
+    asked = manifest.request | as_stored(_request_of(input, config.limit, config.order))
+    figures = _complete_figures(folder, manifest, asked, retry=sorted(config.retried), prune=config.prune)
     return None if figures is None else (figures, bool(manifest.settings["chat"]))
 
 
@@ -79,61 +69,37 @@ def _request_of(input: Input, limit: int | None, order: str) -> dict[str, Any]:
     return {"inputs": input.fingerprint(), "formats": formats, "limit": limit, "order": order}
 
 
-def open_job(
-    output: str,
-    *,
-    command: str = "",
-    settings: dict[str, Any],
-    mentions: dict[str, Any],
-    input: Input,
-    limit: int | None,
-    form: RowForm,
-    work_dir: str | None,
-    overwrite: bool,
-    flush_every: float,
-    order: str,
-    retry: Collection[str] = (),
-    prune: bool = False,
-    optional: Collection[str] = (),
-    lease: Lease | None = None,
-    merging: bool = False,
-) -> Job:
+def open_job(spec: JobSpec, lease: Lease | None = None, *, merging: bool = False) -> Job:
     """Opens the job of an output: begins it, continues it or finds it finished. This process holds its lock until it is closed.
 
-    `command`: `identity.command_digest`, by which the next run may find the job finished (`find_finished`); empty where it cannot be known.
-    `settings`, a flat dictionary of plain values, is what changes results: a job continues with equal ones only. `mentions`: a difference is only noted.
-    `retry` names reasons of `RETRIES`: the results of rows that ended so are forgotten, and these rows run again.
-    `prune`: the output may lose any number of rows, and results that no row asks for are removed when it is finished.
-    `optional`: the parts of a result, of those that only some have, that a Parquet output has columns for from the start (`open_writer`).
     `lease`: held by this process, for a job that runs in shards. `merging`: the plan of the shards stays until the output is written;
     otherwise it is forgotten. Their results become the job's in both cases.
     Raises `UsageError` (an output that is not ours, other settings), `OutputLocked`, `OutputError`.
     """
+    output, form = spec.output, spec.form
     named = form.keep is None or INPUT_FILE in form.keep
-    form = replace(form, input_file=named and len(input.files) > 1)
+    form = replace(form, input_file=named and len(spec.input.files) > 1)
     if output == "-":
-        return StdoutJob(form, order=order)
-    target, folder = open_target(output), job_path(output, work_dir)
-    check_place(output, target, folder, overwrite)
+        return StdoutJob(form, order=spec.order)
+    spec = replace(spec, form=form)
+    target, folder = open_target(output), job_path(output, spec.work_dir)
+    check_place(output, target, folder, spec.overwrite)
     with writing(folder):
-        _make_folder(folder, min_bytes(input, output, form))
+        _make_folder(folder, min_bytes(spec.input, output, form))
         lock = Lock(folder / "lock", output, leased=lease is not None)
     try:
-        request = _request_of(input, limit, order) | asdict(form) | {"retry": sorted(retry)}
+        request = _request_of(spec.input, spec.limit, spec.order) | asdict(form) | {"retry": sorted(spec.retry)}
         manifest = Manifest(
-            state="running", output=target.address, command=command,
-            settings=as_stored(settings), mentions=as_stored(mentions), request=as_stored(request),
+            state="running", output=target.address, command=spec.command,
+            settings=as_stored(spec.settings), mentions=as_stored(spec.mentions), request=as_stored(request),
         )  # fmt: skip
-        opening = _Opening(output, target, folder, manifest, sorted(retry), prune)
+        opening = _Opening(spec, target, folder, Opened(manifest=manifest))
         if lock.taken_over is not None:
-            opening.notes.append(f"an earlier run (process {lock.taken_over}) was killed; this run continues it")
+            opening.found.notes.append(f"an earlier run (process {lock.taken_over}) was killed; this run continues it")
         with nullcontext() if lease else _shards_held(opening), writing(folder):
-            opened = opening.opened(overwrite, named_by_output=work_dir is None)
-            job = JobFolder(
-                output, target, folder, lock, input, opened,
-                form=form, order=order, retry=retry, prune=prune, optional=optional, lease=lease, merging=merging,
-            )  # fmt: skip
-            job.start(flush_every)
+            opening.compare()
+            job = JobFolder(spec, target, folder, lock, opening.found, lease, merging)
+            job.start()
     except BaseException:
         lock.release()
         raise
@@ -155,53 +121,40 @@ def _shards_held(opening: _Opening) -> Iterator[None]:
     if load_plan(opening.folder) is None:
         yield
         return
-    lease = Lease(opening.folder / CLAIMS, f"the shards of {opening.output}", opening.notes.append)
+    lease = Lease(opening.folder / CLAIMS, f"the shards of {opening.spec.output}", opening.found.notes.append)
     try:
         yield
     finally:
         lease.release()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Opening:
     """Compares a job's folder with what a command asks for."""
 
-    output: str
+    spec: JobSpec
     target: Target
     folder: Path
-    manifest: Manifest
-    """That of this run. It takes over what stays of the earlier one's."""
-    retry: list[str]
-    prune: bool
-    notes: list[str] = field(default_factory=list)
-    limit_raised: bool = False
-    finished: dict[str, Any] | None = None
-    previous: dict[str, Any] | None = None
+    found: Opened
+    """Filled in by `compare`."""
 
-    def opened(self, overwrite: bool, *, named_by_output: bool) -> Opened:
+    def compare(self) -> None:
         """Drops all results if there is no job to continue. Raises `UsageError` if this command must not continue the job, `OutputLocked`."""
-        check_no_shard_runs(self.folder, self.output, self.notes.append)
-        old = None if overwrite else load_manifest(self.folder / "manifest.json")
+        check_no_shard_runs(self.folder, self.spec.output, self.found.notes.append)
+        old = None if self.spec.overwrite else load_manifest(self.folder / "manifest.json")
+        self.found.old = old
         if old is None:
-            self._check_nothing_lost(overwrite)
+            self._check_nothing_lost()
             self._start_again()
-        else:
-            if not self._holds_nothing(old):
-                self._compare(old, named_by_output)
-            self._take_up(old)
-        return Opened(
-            manifest=self.manifest,
-            old=old,
-            limit_raised=self.limit_raised,
-            finished=self.finished,
-            previous=self.previous,
-            notes=self.notes,
-        )
+            return
+        if not self._holds_nothing(old):
+            self._compare_settings(old)
+        self._take_up(old)
 
-    def _check_nothing_lost(self, overwrite: bool) -> None:
+    def _check_nothing_lost(self) -> None:
         """Raises `UsageError` if there are results whose settings are not known."""
         count = sum(read_facts(place, ())[1] or 0 for place in (self.folder, *stores(self.folder)))
-        if not overwrite and count:
+        if not self.spec.overwrite and count:
             raise UsageError(
                 f"{self.folder} has {counted(count, 'result')} but no manifest.json, so the settings that made them are not known",
                 f"put it back, {_START_AGAIN}",
@@ -211,8 +164,11 @@ class _Opening:
         """Drops all results. The output that exists stays until the new one replaces it."""
         remove_files(self.folder, (*WORK_FILES, KEPT_FILE, "keys", "stats.json", *job_record.FILES))
         sync_folder(self.folder)
-        there = [self.target.identity()] if self.target.exists() else []
-        self.manifest = replace(self.manifest, outputs=there)
+        self._set(outputs=[self.target.identity()] if self.target.exists() else [])
+
+    def _set(self, **values: Any) -> None:
+        """Sets fields of this run's manifest."""
+        self.found.manifest = replace(self.found.manifest, **values)
 
     def _holds_nothing(self, old: Manifest) -> bool:
         """Whether the earlier run has left no result, for example because the model refused an option. Then its settings do not matter."""
@@ -222,50 +178,52 @@ class _Opening:
             return False
         return not (self.folder / results_files.FILE).exists() or read_facts(self.folder, ())[1] == 0
 
-    def _compare(self, old: Manifest, named_by_output: bool) -> None:
-        if not named_by_output and old.output != self.manifest.output:
+    def _compare_settings(self, old: Manifest) -> None:
+        found, manifest, output = self.found, self.found.manifest, self.spec.output
+        if self.spec.work_dir is not None and old.output != manifest.output:
             raise UsageError(
                 f"{self.folder} is the job folder of {old.output}", "use another --work-dir, or another -o"
             )
-        larger = is_larger_limit(old.settings, self.manifest.settings)
-        self.limit_raised = larger and "length" in self.retry
-        first = old.settings.get(FIRST_LIMIT) or (old.settings[LIMIT] if self.limit_raised else None)
+        larger = is_larger_limit(old.settings, manifest.settings)
+        found.limit_raised = larger and "length" in self.spec.retry
+        first = old.settings.get(FIRST_LIMIT) or (old.settings[LIMIT] if found.limit_raised else None)
         if first is not None:
-            self.manifest = replace(self.manifest, settings=self.manifest.settings | {FIRST_LIMIT: first})
-        said = differences(old.settings, self.manifest.settings)
-        if said and not self.limit_raised:
+            self._set(settings=manifest.settings | {FIRST_LIMIT: first})
+        said = differences(old.settings, found.manifest.settings)
+        if said and not found.limit_raised:
             hint = _RAISE_LIMIT if larger else _START_AGAIN
-            raise UsageError(f"{self.output} was made with other settings: {said}", hint)
-        if said := differences(old.mentions, self.manifest.mentions):
-            self.notes.append(f"{self.output} was started with other versions: {said}")
+            raise UsageError(f"{output} was made with other settings: {said}", hint)
+        if said := differences(old.mentions, manifest.mentions):
+            found.notes.append(f"{output} was started with other versions: {said}")
 
     def _take_up(self, old: Manifest) -> None:
+        found, spec = self.found, self.spec
         there = self.target.exists()
         standing = self.target.known_as(old.outputs) if there else None
         if there and standing is None:
             raise UsageError(
-                f"{self.output} was changed since batchgen wrote it", "move it away, or use --overwrite to start again"
+                f"{spec.output} was changed since batchgen wrote it", "move it away, or use --overwrite to start again"
             )
-        self.previous = read_stats(self.folder)
-        self.manifest = replace(self.manifest, outputs=[standing] if standing else [])
+        found.previous = read_stats(self.folder)
+        self._set(outputs=[standing] if standing else [])
         if there and _keys_are_whole(self.folder, old):
-            self.manifest = replace(self.manifest, keys=old.keys)
+            self._set(keys=old.keys)
         if old.state != "finished":
             return
-        if there and not self.limit_raised:
-            self.finished = _complete_figures(
-                self.folder, old, self.manifest.request, retry=self.retry, prune=self.prune
+        if there and not found.limit_raised:
+            found.finished = _complete_figures(
+                self.folder, old, found.manifest.request, retry=sorted(spec.retry), prune=spec.prune
             )
-        if self.finished is not None:
-            self.previous = None
+        if found.finished is not None:
+            found.previous = None
         elif not there:
-            self.notes.append(f"{self.output} no longer exists: its rows are generated again")
-            self.previous = None
-        elif not self.manifest.keys:
-            self.notes.append(
-                f"{self.folder / 'keys'} is damaged, so the rows of {self.output} cannot be recognised: they are generated again"
+            found.notes.append(f"{spec.output} no longer exists: its rows are generated again")
+            found.previous = None
+        elif not found.manifest.keys:
+            found.notes.append(
+                f"{self.folder / 'keys'} is damaged, so the rows of {spec.output} cannot be recognised: they are generated again"
             )
-            self.previous = None
+            found.previous = None
 
 
 def _complete_figures(

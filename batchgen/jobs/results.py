@@ -101,9 +101,7 @@ class Results:
             db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
             (version,) = db.execute("PRAGMA user_version").fetchone()
             if version == 0:
-                for statement in filter(str.strip, _TABLES.split(";")):
-                    db.execute(statement)
-                db.execute(f"PRAGMA user_version = {FORMAT}")
+                _make_tables(db)
             elif version != FORMAT:
                 raise Damaged
             (found,) = db.execute("PRAGMA integrity_check(1)").fetchone()
@@ -155,6 +153,7 @@ class Results:
         self._known += 1
         if self._begun.pop(key, None) is not None:
             self._write_one("DELETE FROM under_way WHERE key = ?", (key,))
+        self._flush_if_due()
 
     def add_missing(self, entries: Iterable[tuple[bytes, Result]]) -> int:
         """Stores the results whose keys have none yet, and writes them to disk. Returns the number of results given."""
@@ -235,6 +234,7 @@ class Results:
                 parts.append(_part_entry(key, number, 0 if earlier is None else len(earlier.token_ids), completion))
         self._many("DELETE FROM under_way WHERE key = ? AND number = ?", again)
         self._many("INSERT OR REPLACE INTO under_way VALUES (?, ?, ?, ?, ?, ?)", parts)
+        self._flush_if_due()
 
     @property
     def tokens_under_way(self) -> int:
@@ -388,11 +388,6 @@ class Results:
             self._db.execute("COMMIT")
             self._batched = False
 
-    @property
-    def due(self) -> bool:
-        """Whether `flush_every` seconds have passed since the last `flush`."""
-        return time.monotonic() - self._synced >= self._flush_every
-
     def flush(self) -> None:
         """Writes everything to disk."""
         self.commit()
@@ -404,6 +399,10 @@ class Results:
                 finally:
                     os.close(fd)
         self._synced = time.monotonic()
+
+    def _flush_if_due(self) -> None:
+        if time.monotonic() - self._synced >= self._flush_every:
+            self.flush()
 
     def close(self) -> None:
         """Closes the database, which then is one file on disk. Does nothing the second time."""
@@ -444,6 +443,12 @@ def temporary_counts() -> sqlite3.Connection:
     db.execute("ATTACH DATABASE '' AS run")  # SQLite's name for a temporary file
     _make_run_tables(db)
     return db
+
+
+def _make_tables(db: sqlite3.Connection) -> None:
+    for statement in filter(str.strip, _TABLES.split(";")):
+        db.execute(statement)
+    db.execute(f"PRAGMA user_version = {FORMAT}")
 
 
 def _make_run_tables(db: sqlite3.Connection) -> None:
@@ -532,9 +537,7 @@ def _salvage(damaged: Path, new: Path) -> int:
     lost = 1
     new.unlink(missing_ok=True)
     with closing(_open_database(new)) as into:
-        for statement in filter(str.strip, _TABLES.split(";")):
-            into.execute(statement)
-        into.execute(f"PRAGMA user_version = {FORMAT}")
+        _make_tables(into)
         into.execute("BEGIN")
         for key, value, checksum, stays in _readable(damaged):
             result = decode(key, value, checksum)

@@ -30,7 +30,7 @@ from typing import Any, Self
 
 from batchgen.config import RETRY_REASONS, InputLimits
 from batchgen.errors import OutputError, OutputLocked, UsageError
-from batchgen.jobs.base import Job
+from batchgen.jobs.base import Job, StoredResults
 from batchgen.jobs.disk import sync_folder, write_json, writing
 from batchgen.jobs.lease import Lease, check_free_here, check_shared_folder, holder_of_lease, last_claim
 from batchgen.jobs.lock import holder_of, lives
@@ -44,7 +44,6 @@ from batchgen.records.inputs import Input
 from batchgen.records.output import job_path
 from batchgen.records.remote import is_url
 from batchgen.request import Request
-from batchgen.result import Completion, Result
 from batchgen.stats import sum_of_jobs
 
 CLAIMS = "claims"
@@ -374,17 +373,15 @@ def _lead_reading(
         lease.release()
 
 
-class ShardFolder:
+class ShardFolder(StoredResults):
     """One shard of a job, from its first window to its last result (`base.Store`)."""
 
     def __init__(self, folder: Path, plan: ShardPlan, number: int, output: str) -> None:
-        self.notes: list[str] = []
+        super().__init__(shard_folder(folder, plan, number))
         self.output, self.number, self.count = output, number, plan.count
         self._folder, self._plan = folder, plan
-        self._place = shard_folder(folder, plan, number)
         self._share = plan.shares[number - 1]
         self.previous = read_stats(self._place)
-        self.finished: dict[str, Any] | None = None
 
     def is_complete(self, retry: Sequence[str]) -> bool:
         """Returns whether this shard, which is done, has no row to `retry`. If so, sets `finished`."""
@@ -438,33 +435,6 @@ class ShardFolder:
             if first < last:
                 yield read_requests(self._place.parent / "requests" / name)[first:last]
 
-    def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
-        with writing(self._place):
-            return self._results.stored(keys)
-
-    def under_way(self) -> dict[bytes, dict[int, Completion]]:
-        with writing(self._place):
-            return self._results.under_way()
-
-    def append(self, key: bytes, result: Result) -> None:
-        self._lease.check()
-        with writing(self._place):
-            self._results.append(key, result)
-            if self._results.due:
-                self._results.flush()
-
-    def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
-        self._lease.check()
-        with writing(self._place):
-            self._results.keep_under_way(completions)
-            if self._results.due:
-                self._results.flush()
-
-    @property
-    def tokens_under_way(self) -> int:
-        with writing(self._place):
-            return self._results.tokens_under_way
-
     def tell(self, progress: Snapshot) -> None:
         self._lease.tell(progress.figures())
 
@@ -472,15 +442,6 @@ class ShardFolder:
         """Stores the run. The tree is that of the whole job, which the first reading has stored in the job's folder."""
         self._record.keep(run, None)
         self._record.save(self._place)
-
-    def flush(self) -> None:
-        self._lease.check()
-        with writing(self._place):
-            self._results.flush()
-
-    def save_stats(self, stats: dict[str, Any]) -> None:
-        with writing(self._place):
-            write_json(self._place / "stats.json", stats)
 
     def finish(self, stats: dict[str, Any]) -> None:
         """Every request has a result. The shard is closed then."""
@@ -499,8 +460,10 @@ class ShardFolder:
         if self.finished is not None:
             return
         try:
-            with writing(self._place), closing(self._results):
-                self._lease.check()
-                self._results.flush()
+            with closing(self._results):
+                self.flush()
         finally:
             self._lease.release()
+
+    def _check_held(self) -> None:
+        self._lease.check()

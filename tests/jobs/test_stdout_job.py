@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from batchgen.errors import OutputError
+from batchgen.jobs.base import JobSpec
 from batchgen.jobs.opening import open_job
 from batchgen.jobs.stdout_job import StdoutJob
 from batchgen.records import Row, RowForm, open_input
@@ -63,10 +64,7 @@ def test_a_dash_is_a_job_on_standard_output(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text("")
     source = open_input(["in.jsonl"], format=None, output="-")
-    settings = {"form": RowForm(), "work_dir": None, "overwrite": False}
-    with open_job(
-        "-", settings={}, mentions={}, input=source, limit=None, flush_every=5.0, order="input", **settings
-    ) as out:
+    with open_job(JobSpec(output="-", settings={}, mentions={}, input=source, form=RowForm())) as out:
         assert isinstance(out, StdoutJob)
     assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import RowError
+from batchgen.jobs.base import JobSpec
 from batchgen.jobs.opening import open_job
 from batchgen.records import RowForm, open_input
 from batchgen.result import Result
@@ -22,13 +23,10 @@ def write_input_rows(prompts, name="in.jsonl"):
 
 
 def job_open(output="o.jsonl", inputs=("in.jsonl",), settings=SETTINGS, mentions=None, **options):
-    defaults = {"limit": None, "work_dir": None}
-    defaults |= {"overwrite": False, "flush_every": 0.0, "order": "input"}
     source = open_input(list(inputs), format=None, output=output)
     form = RowForm(**{name: options.pop(name) for name in ("keep", "id_column", "token_ids") if name in options})
-    return open_job(
-        output, settings=settings, mentions=mentions or {}, input=source, form=form, **(defaults | options)
-    ), source
+    spec = JobSpec(output=output, settings=settings, mentions=mentions or {}, input=source, form=form, **options)
+    return open_job(spec), source
 
 
 def key_of(row) -> bytes:
