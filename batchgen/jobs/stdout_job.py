@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from batchgen.errors import ClosedPipe, OutputError
 from batchgen.jobs.disk import writing
 from batchgen.jobs.results import occurrences, temporary_counts
+from batchgen.process.stdout import write_stdout
 from batchgen.progress import Snapshot
 from batchgen.records.jsonl import to_json
 from batchgen.records.output import RowForm, output_row
@@ -18,6 +16,7 @@ from batchgen.records.rows import Row
 from batchgen.result import Completion, Result
 
 _COUNTS = "the temporary file of the rows' keys"
+_NOTHING_KEPT = "nothing is kept of a job without an output file: name one with -o"
 
 
 class DoneOrder:
@@ -87,42 +86,14 @@ class StdoutJob:
 
     def write(self, rows: Sequence[Row], results: Mapping[int, Result], keys: Mapping[int, bytes]) -> None:
         for row in self._order.sort(rows):
-            write_stdout(to_json(output_row(row, results[row.number], self._form)) + b"\n")
+            write_stdout(to_json(output_row(row, results[row.number], self._form)) + b"\n", _NOTHING_KEPT, flush=False)
         self.flush()
 
     def flush(self) -> None:
-        write_stdout(b"", flush=True)
+        write_stdout(b"", _NOTHING_KEPT)
 
     def save_stats(self, stats: dict[str, Any]) -> None:
         self.flush()
 
     def finish(self, stats: dict[str, Any]) -> None:
         self.flush()
-
-
-def write_stdout(data: bytes, *, flush: bool = False) -> None:
-    """Writes to standard output. Raises `ClosedPipe` if its reader has closed it, `OutputError` if it cannot be written."""
-    if sys.stdout is None:
-        raise OutputError("standard output is closed", "name an output with -o")
-    try:
-        sys.stdout.buffer.write(data)
-        if flush:
-            sys.stdout.buffer.flush()
-    except BrokenPipeError:
-        _discard_stdout()
-        raise ClosedPipe from None
-    except OSError as e:
-        _discard_stdout()
-        hint = "nothing is kept of a job without an output file: name one with -o"
-        raise OutputError(f"standard output cannot be written: {e.strerror or e}", hint) from e
-
-
-def _discard_stdout() -> None:
-    """Points standard output to /dev/null. Otherwise Python flushes it at exit and complains (see "Note on SIGPIPE" in its documentation)."""
-    try:
-        fd = sys.stdout.fileno()
-    except (OSError, ValueError):  # not a real file, in a test say
-        return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, fd)
-    os.close(nowhere)

@@ -8,9 +8,10 @@ from typing import Any
 
 import typer
 
+from batchgen.process.stdout import discard
 from batchgen_cli.options import Command, Display, build, job_config, run_options
 from batchgen_cli.progress import calm_libraries, progress_for
-from batchgen_cli.stderr import exit_code_of, point_nowhere
+from batchgen_cli.stderr import exit_code_of
 
 RunOptions = run_options()
 
@@ -53,6 +54,6 @@ def _run(given: dict[str, Any]) -> int:
 def _named_output(name: str | None) -> str | None:
     """Returns the output, with `-` for the names of standard output. Rows for /dev/null are discarded."""
     if name == os.devnull:
-        point_nowhere(sys.stdout)
+        discard(sys.stdout)
         return "-"
     return "-" if name in ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1") else name

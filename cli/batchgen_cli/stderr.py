@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TextIO
 
-import typer
-
-from batchgen.errors import BatchgenError, ClosedPipe, OutputError
+from batchgen.errors import BatchgenError, ClosedPipe
+from batchgen.process.stdout import discard, write_stdout
 
 _CHECK = "; check its permissions"
 _FILE_HINTS = {errno.EACCES: _CHECK, errno.EPERM: _CHECK, errno.ENAMETOOLONG: "; choose a shorter name"}
@@ -43,13 +42,9 @@ def write_line(line: str, stream: Stream | None = None) -> None:
 
 
 def write_answer(text: str) -> None:
-    """Writes what a command answers to standard output. Raises `OutputError` if it cannot be written, `BrokenPipeError` if nobody reads it."""
-    try:
-        typer.echo(text)
-    except BrokenPipeError:
-        raise
-    except OSError as e:
-        raise OutputError(f"standard output cannot be written: {e.strerror}", "write it to another place") from e
+    """Writes what a command answers to standard output. Raises as `write_stdout` does."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    write_stdout(f"{text}\n".encode(encoding, "backslashreplace"), "write it to another place")
 
 
 class Stream(Protocol):
@@ -104,16 +99,7 @@ def drop_unwritten() -> None:
             if stream is not None:
                 stream.flush()
         except (OSError, ValueError):
-            point_nowhere(stream)
-
-
-def point_nowhere(stream: TextIO | None) -> None:
-    if stream is None:
-        return
-    with suppress(OSError, ValueError):  # not a real file (in a test), or already closed: nothing will be flushed
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+            discard(stream)
 
 
 def wants_json(arguments: Sequence[str]) -> bool:
@@ -150,7 +136,7 @@ def exit_code_of(command: Callable[[], int], *, verbose: bool = False, as_json: 
     try:
         return command()
     except (ClosedPipe, BrokenPipeError):  # of standard output; errors of standard error are ignored
-        point_nowhere(sys.stdout)
+        discard(sys.stdout)
         return ClosedPipe.exit_code
     except BatchgenError as e:
         message, code = str(e), e.exit_code

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,3 +91,9 @@ def test_standard_output_that_is_full_is_named(command: list[str], command_envir
         )
     said = "batchgen: error: standard output cannot be written: No space left on device; write it to another place\n"
     assert (ended.returncode, ended.stderr) == (1, said)
+
+
+def test_an_answer_to_a_closed_standard_output_is_an_error(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchgen.process.stdout.sys", SimpleNamespace(stdout=None))
+    outcome = cli("models")
+    assert (outcome.code, outcome.err) == (1, "batchgen: error: standard output is closed; write it to another place\n")

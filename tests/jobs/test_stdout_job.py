@@ -111,4 +111,7 @@ def test_a_standard_output_that_cannot_be_written_is_a_one_line_error(monkeypatc
     monkeypatch.setattr(sys, "stdout", None)
     with job() as out, pytest.raises(OutputError) as caught:
         out.flush()
-    assert str(caught.value) == "standard output is closed; name an output with -o"
+    assert (
+        str(caught.value)
+        == "standard output is closed; nothing is kept of a job without an output file: name one with -o"
+    )

@@ -1,0 +1,39 @@
+"""Standard output: errors of writing to it as errors of batchgen."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import TextIO
+
+from batchgen.errors import ClosedPipe, OutputError
+
+
+def write_stdout(data: bytes, hint: str, *, flush: bool = True) -> None:
+    """Writes to standard output.
+
+    Raises `ClosedPipe` if its reader has closed it, and `OutputError` with `hint` if it is closed or cannot be written.
+    """
+    if sys.stdout is None:
+        raise OutputError("standard output is closed", hint)
+    try:
+        sys.stdout.buffer.write(data)
+        if flush:
+            sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        discard(sys.stdout)
+        raise ClosedPipe from None
+    except OSError as e:
+        discard(sys.stdout)
+        raise OutputError(f"standard output cannot be written: {e.strerror or e}", hint) from e
+
+
+def discard(stream: TextIO | None) -> None:
+    """Points a stream to /dev/null. Otherwise Python flushes it at exit and complains (see "Note on SIGPIPE" in its documentation)."""
+    if stream is None:
+        return
+    with suppress(OSError, ValueError):  # not a real file (in a test), or already closed: nothing will be flushed
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
