@@ -9,9 +9,9 @@ BatchgenError            exit 1: the job failed; finished rows are kept
 ├── OutOfMemory          exit 1: the memory is too small
 ├── DevicesLost          exit 1: the processes of all devices have ended
 ├── OutputLocked         exit 75: another run holds this output
-├── Interrupted          exit 128 + signal: stopped by a signal; the same command continues
 └── ClosedPipe           exit 141: standard output was closed by its reader
 
+Interrupted              exit 128 + signal: a `KeyboardInterrupt`: stopped by a signal; the same command continues
 RowError                 ends no job: one row fails, the others continue
 """
 
@@ -82,16 +82,6 @@ class OutputLocked(BatchgenError):
     exit_code = 75
 
 
-class Interrupted(BatchgenError):
-    """A signal has stopped the job. Finished rows are kept, and the same command continues."""
-
-    def __init__(self, signum: int, message: str = "", hint: str = "") -> None:
-        name = _signal.Signals(signum).name
-        super().__init__(message or f"interrupted by {name}", hint or "run the same command again to continue")
-        self.signum = signum
-        self.exit_code = 128 + signum
-
-
 class ClosedPipe(BatchgenError):
     """The reader of standard output has closed it, for example `| head`."""
 
@@ -99,6 +89,23 @@ class ClosedPipe(BatchgenError):
 
     def __init__(self) -> None:
         super().__init__("standard output was closed")
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal has stopped the job. Finished rows are kept, and the same command continues.
+
+    Like Python's own, it is no `Exception`: a program that catches the errors of each of its jobs ends when it is told to.
+    """
+
+    def __init__(self, signum: int) -> None:
+        name = _signal.Signals(signum).name
+        super().__init__(f"interrupted by {name}; run the same command again to continue")
+        self.signum = signum
+        self.exit_code = 128 + signum
+
+    def _render_traceback_(self) -> list[str]:
+        """Returns what a notebook shows in place of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 # The types that `error.type` of an output row can have (docs/reference/results.md).

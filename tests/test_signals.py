@@ -23,6 +23,12 @@ def test_without_a_signal_the_job_continues() -> None:
         signals.check()
 
 
+def test_a_loop_that_catches_the_errors_of_its_jobs_ends_at_a_signal() -> None:
+    assert issubclass(Interrupted, KeyboardInterrupt)
+    assert not issubclass(Interrupted, Exception)
+    assert str(Interrupted(signal.SIGTERM)) == "interrupted by SIGTERM; run the same command again to continue"
+
+
 def test_sigint_stops_at_the_next_step() -> None:
     with Signals(grace=5) as signals:
         send(signal.SIGINT)

@@ -9,7 +9,7 @@ from string import ascii_letters
 from typing import Any
 
 from batchgen.config import PromptConfig
-from batchgen.errors import BatchgenError, RowError, UsageError
+from batchgen.errors import RowError, UsageError
 from batchgen.parsers.thinking import thinking_off
 
 Message = dict[str, Any]
@@ -223,8 +223,6 @@ class ChatTemplate:
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         try:
             return self._apply(messages, continued, {**self._variables, **variables} if variables else self._variables)
-        except BatchgenError:  # a signal's, or of all rows
-            raise
         except Exception as e:  # noqa: BLE001 - a template is a program of its own and raises what it likes
             reason = f"chat template: {first_line(e)}"
             if continued and isinstance(e, ValueError) and "continue_final_message" in reason:
@@ -265,8 +263,6 @@ class ChatTemplate:
         turns = {"user": [message], "system": [message, user], "assistant": [user, message, user]}
         try:
             return _MARK in self._apply(turns[role], False, self._variables)
-        except BatchgenError:
-            raise
         except Exception:  # noqa: BLE001 - the template refuses this conversation
             return False
 
@@ -304,8 +300,6 @@ class ChatTemplate:
             ) from None
         except RecursionError as e:
             raise UsageError(f"{which} does not work for a short message: {e}", "correct it, or give another") from None
-        except BatchgenError:
-            raise
         except Exception:  # noqa: BLE001 - a template may refuse this conversation; each row gets its own error
             pass
 

@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateSyntaxError, UndefinedError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from batchgen.errors import BatchgenError, RowError, UsageError
+from batchgen.errors import RowError, UsageError
 from batchgen.prompts.messages import first_line
 
 _WHOLE_ROW = "row"
@@ -99,8 +99,6 @@ class RowTemplate:
         try:
             self._sandbox.calls = 0
             return str(self._template.render({"range": _bounded_range(), _WHOLE_ROW: columns, **columns}))
-        except BatchgenError:  # a signal, or an error of the whole job
-            raise
         except _NullWrittenError:
             raise RowError("template_error", f"template: {self._null(columns)}") from None
         except UndefinedError as e:

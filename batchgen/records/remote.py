@@ -145,7 +145,5 @@ class _StoreFile(io.RawIOBase):
 def _as_os_error() -> Iterator[None]:
     try:
         yield
-    except BatchgenError:  # a signal arrived while the store was busy
-        raise
     except Exception as e:
         raise StoreError(short_reason(e)) from e

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TextIO
 
-from batchgen.errors import BatchgenError, ClosedPipe
+from batchgen.errors import BatchgenError, ClosedPipe, Interrupted
 from batchgen.process.stdout import discard, write_stdout
 
 _CHECK = "; check its permissions"
@@ -144,6 +144,9 @@ def exit_code_of(command: Callable[[], int], *, verbose: bool = False, as_json: 
     except MemoryError as e:
         message, code = f"out of memory{': ' if str(e) else ''}{e}; lower --window or --kv-memory", 1
         say(message, code, as_json=as_json, trace=verbose)
+    except Interrupted as e:
+        code = e.exit_code
+        say(str(e), code, as_json=as_json, trace=verbose)
     except KeyboardInterrupt:
         code = 130
         say("interrupted by SIGINT", code, as_json=as_json)
