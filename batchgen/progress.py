@@ -182,7 +182,7 @@ class Tracker:
             self._generated_before = self._generated_rows
         if name == GENERATING and self._generating_from is None:
             self._generating_from = now
-        self._new_before = self._new
+        self._new_before = self._run.new.rows
         self._phase, self._passed, self._rows_running, self._phase_began = name, None, 0, now
         self._changed(new_phase=True)
 
@@ -206,7 +206,7 @@ class Tracker:
 
     def snapshot(self) -> Snapshot:
         run = self._run
-        under_way = max(0, self.begun_tokens + self._tokens - run.completion_tokens)
+        under_way = max(0, self.begun_tokens + self._tokens - run.new.completion_tokens)
         seconds, generated = self._generating_seconds, self._generated_rows
         if self._passed is not None:
             phase_seconds = self._clock() - self._phase_began
@@ -219,10 +219,10 @@ class Tracker:
             rows_total=self.total,
             rows_done=run.done,
             rows_failed=run.failed,
-            rows_kept=run.rows_resumed,
+            rows_kept=run.resumed.rows,
             rows_passed=self._passed,
-            prompt_tokens=run.prompt_tokens,
-            completion_tokens=run.completion_tokens + under_way,
+            prompt_tokens=run.new.prompt_tokens,
+            completion_tokens=run.new.completion_tokens + under_way,
             rows_under_way=rows_under_way,
             completion_tokens_per_s=self._tokens / seconds if seconds else 0.0,
             rows_per_s=rows_per_s,
@@ -232,14 +232,9 @@ class Tracker:
         )
 
     @property
-    def _new(self) -> int:
-        """Rows done in this run."""
-        return self._run.rows_ok + self._run.rows_failed
-
-    @property
     def _generated_rows(self) -> int:
         """Rows that the model has finished in this run."""
-        return self._generated_before + (self._new - self._new_before if self._phase == GENERATING else 0)
+        return self._generated_before + (self._run.new.rows - self._new_before if self._phase == GENERATING else 0)
 
     @property
     def _generating_seconds(self) -> float:
@@ -259,7 +254,7 @@ class Tracker:
             return 0.0
         if not generated:
             return min(tokens / self.expected_tokens, float(running)) if self.expected_tokens else 0.0
-        expected = max(self._run.completion_tokens / generated, tokens / running)
+        expected = max(self._run.new.completion_tokens / generated, tokens / running)
         return min(tokens / expected, float(running), float(generated)) if expected else 0.0
 
     def _seconds_left(self, seconds: float, rows: float) -> float | None:

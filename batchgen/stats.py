@@ -63,40 +63,52 @@ def side_by_side(engines: Sequence[EngineStats]) -> EngineStats:
     return EngineStats(**sums, quantization=next((e.quantization for e in engines if e.quantization), None))
 
 
-_RESUMED = (
-    "rows_resumed", "resumed_failed", "resumed_prompt_tokens", "resumed_completion_tokens", "resumed_truncated",
-    "resumed_reasons",
-)  # fmt: skip
+@dataclass
+class RowCounts:
+    """Sums over rows that have a result."""
+
+    ok: int = 0
+    failed: int = 0
+    truncated: int = 0
+    """Rows whose prompt was shortened to fit the context."""
+    unanswered: int = 0
+    """Rows whose completion ended inside its thoughts."""
+    prompt_tokens: int = 0
+    """Shared ones are counted for every row. Failed rows do not count."""
+    completion_tokens: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Number of rows by the reason why they ended (`Result.reason`)."""
+
+    def __post_init__(self) -> None:
+        self.reasons = Counter(self.reasons)  # a plain dict if the counts were stored as JSON
+
+    @property
+    def rows(self) -> int:
+        return self.ok + self.failed
+
+    def add(self, result: Result) -> None:
+        failed = result.error_type is not None
+        self.failed += failed
+        self.ok += not failed
+        self.truncated += result.truncated
+        self.unanswered += result.unanswered
+        self.reasons[result.reason] += 1
+        self.prompt_tokens += 0 if failed else result.prompt_tokens
+        self.completion_tokens += result.completion_tokens
 
 
 @dataclass(slots=True)
 class RunFigures:
     """What the job counts during one run, in addition to the engine."""
 
-    rows_ok: int = 0
-    rows_failed: int = 0
-    rows_truncated: int = 0
-    """Rows whose prompt was shortened to fit the context."""
+    new: RowCounts = field(default_factory=RowCounts)
+    """Rows that this run has finished."""
+    resumed: RowCounts = field(default_factory=RowCounts)
+    """Rows whose result was taken from an earlier run."""
     rows_repeating: int = 0
     """Number of this run's rows that were cut by their length and repeat themselves at the end."""
-    rows_unanswered: int = 0
-    """Number of rows, also of earlier runs, whose completion ended inside its thoughts."""
-    finish_reasons: Counter[str] = field(default_factory=Counter)
-    """Number of rows of this run by the reason why they ended (`Result.reason`)."""
-    rows_resumed: int = 0
-    """Rows whose result was taken from an earlier run."""
-    resumed_failed: int = 0
-    """Number of failed rows among these."""
-    resumed_prompt_tokens: int = 0
-    resumed_completion_tokens: int = 0
-    resumed_truncated: int = 0
-    resumed_reasons: Counter[str] = field(default_factory=Counter)
     begun_tokens: int = 0
     """Completion tokens of this run's rows that earlier runs had generated."""
-    prompt_tokens: int = 0
-    """Prompt tokens of this run's rows, shared ones counted for every row. Failed rows do not count."""
-    completion_tokens: int = 0
-    """Completion tokens of this run's finished rows."""
     prefill_tokens_min: int = 0
     """Size of the token trie of this run's prompts."""
     groups: int = 0
@@ -107,16 +119,16 @@ class RunFigures:
     @property
     def done(self) -> int:
         """Rows that have a result, from this run or an earlier one."""
-        return self.rows_ok + self.rows_failed + self.rows_resumed
+        return self.new.rows + self.resumed.rows
 
     @property
     def failed(self) -> int:
-        return self.rows_failed + self.resumed_failed
+        return self.new.failed + self.resumed.failed
 
     @property
     def all_reasons(self) -> Counter[str]:
         """Number of rows by the reason why they ended, in this run or an earlier one."""
-        return self.finish_reasons + self.resumed_reasons if self.resumed_reasons else self.finish_reasons
+        return self.new.reasons + self.resumed.reasons if self.resumed.reasons else self.new.reasons
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -126,37 +138,6 @@ class RunFigures:
             yield
         finally:
             self.seconds[name] += time.perf_counter() - start
-
-    def count(self, result: Result) -> None:
-        """Counts a row that this run has finished."""
-        failed = result.error_type is not None
-        self.rows_failed += failed
-        self.rows_ok += not failed
-        self.rows_truncated += result.truncated
-        self.finish_reasons[result.reason] += 1
-        self.prompt_tokens += 0 if failed else result.prompt_tokens
-        self.completion_tokens += result.completion_tokens
-
-    def count_resumed(self, result: Result) -> None:
-        """Counts a row whose result comes from an earlier run."""
-        failed = result.error_type is not None
-        self.rows_resumed += 1
-        self.resumed_failed += failed
-        self.resumed_truncated += result.truncated
-        self.resumed_reasons[result.reason] += 1
-        self.resumed_prompt_tokens += 0 if failed else result.prompt_tokens
-        self.resumed_completion_tokens += result.completion_tokens
-
-    @property
-    def resumed(self) -> dict[str, Any]:
-        """The counts of rows whose results come from earlier runs."""
-        return {name: getattr(self, name) for name in _RESUMED}
-
-    @resumed.setter
-    def resumed(self, counts: Mapping[str, Any]) -> None:
-        for name in _RESUMED:
-            setattr(self, name, counts[name])
-        self.resumed_reasons = Counter(counts["resumed_reasons"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,30 +157,30 @@ def figures(
 ) -> dict[str, Any]:
     """Returns the figures of a run in the documented form. `earlier` are those of the job's last run; its `job` has the sums so far."""
     generate = run.seconds["generate"]
-    rows = run.rows_ok + run.rows_failed
+    new = run.new
     # The plans' sum is too large if planned rows did not run (the run was stopped) or if prefixes were kept over several windows. The
     # minimum is never more than what was run.
     prefill_min = min(run.prefill_tokens_min, engine.prefill_tokens)
     stats: dict[str, Any] = {
         "schema": SCHEMA,
-        "rows": rows,
-        "rows_ok": run.rows_ok,
-        "rows_failed": run.rows_failed,
-        "rows_resumed": run.rows_resumed,
-        "rows_truncated": run.rows_truncated,
-        "finish_reasons": reasons_in_order(run.finish_reasons),
-        "prompt_tokens": run.prompt_tokens,
+        "rows": new.rows,
+        "rows_ok": new.ok,
+        "rows_failed": new.failed,
+        "rows_resumed": run.resumed.rows,
+        "rows_truncated": new.truncated,
+        "finish_reasons": reasons_in_order(new.reasons),
+        "prompt_tokens": new.prompt_tokens,
         "prefill_tokens": engine.prefill_tokens,
         "prefill_tokens_min": prefill_min,
         "recomputed_tokens": engine.recomputed_tokens,
         "scored_tokens": engine.scored_tokens,
         "prefill_efficiency": _ratio(prefill_min, engine.prefill_tokens, nothing=1.0),
-        "shared_fraction": round(1 - _ratio(engine.prefill_tokens, run.prompt_tokens, nothing=1.0), 6),
+        "shared_fraction": round(1 - _ratio(engine.prefill_tokens, new.prompt_tokens, nothing=1.0), 6),
         "completion_tokens": engine.completion_tokens,
-        "embeddings": run.finish_reasons["embedded"],
+        "embeddings": new.reasons["embedded"],
         "completion_tokens_per_s": _ratio(engine.completion_tokens, generate),
-        "total_tokens_per_s": _ratio(run.prompt_tokens + engine.completion_tokens, generate),
-        "rows_per_s": _ratio(rows, generate),
+        "total_tokens_per_s": _ratio(new.prompt_tokens + engine.completion_tokens, generate),
+        "rows_per_s": _ratio(new.rows, generate),
         "seconds": {
             "load": run.seconds["load"],
             "plan": run.seconds["plan"],
@@ -240,13 +221,13 @@ def _job_sums(stats: Mapping[str, Any], run: RunFigures, earlier: Mapping[str, A
     seconds = earlier.get("seconds", {})
     return {
         "runs": earlier.get("runs", 0) + 1,
-        "rows": stats["rows"] + run.rows_resumed,
-        "rows_ok": run.rows_ok + run.rows_resumed - run.resumed_failed,
-        "rows_failed": run.rows_failed + run.resumed_failed,
-        "rows_truncated": run.rows_truncated + run.resumed_truncated,
+        "rows": run.done,
+        "rows_ok": run.new.ok + run.resumed.ok,
+        "rows_failed": run.failed,
+        "rows_truncated": run.new.truncated + run.resumed.truncated,
         "finish_reasons": reasons_in_order(run.all_reasons),
-        "prompt_tokens": run.prompt_tokens + run.resumed_prompt_tokens,
-        "completion_tokens": stats["completion_tokens"] + run.begun_tokens + run.resumed_completion_tokens,
+        "prompt_tokens": run.new.prompt_tokens + run.resumed.prompt_tokens,
+        "completion_tokens": stats["completion_tokens"] + run.begun_tokens + run.resumed.completion_tokens,
         **{name: earlier.get(name, 0) + stats[name] for name in _SUMMED},
         **{name: max(earlier.get(name, 0), stats[name]) for name in _LARGEST},
         "seconds": {name: round(seconds.get(name, 0.0) + value, 4) for name, value in stats["seconds"].items()},

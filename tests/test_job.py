@@ -11,7 +11,7 @@ import pytest
 
 from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, PromptConfig, SamplingParams, run_job
 from batchgen.errors import InputCorrupt, Interrupted, OutputLocked, TooManyErrors, UsageError
-from batchgen.progress import Silent, Snapshot
+from support.progress import Recorder, interrupt, rows_done
 
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
 Rows = list[dict[str, Any]]
@@ -33,38 +33,9 @@ def texts(rows: Rows) -> list[str]:
     return [row["text"] for row in rows]
 
 
-class Recorder(Silent):
-    """Records notes and phases, and calls `action` when `at` rows are done."""
-
-    def __init__(self, at: int = -1, action: Callable[[], None] = lambda: None) -> None:
-        self.notes: list[str] = []
-        self.phases: list[str] = []
-        self.counts: list[tuple[int, int, int | None]] = []
-        self.spent = (0, 0)
-        self._at, self._action = at, action
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def update(self, now: Snapshot) -> None:
-        if not self.phases or self.phases[-1] != now.phase:
-            self.phases.append(now.phase)
-        self.spent = (now.prompt_tokens, now.completion_tokens)
-        count = (now.rows_done, now.rows_failed, now.rows_total)
-        if now.rows_done and (not self.counts or self.counts[-1] != count):
-            self.counts.append(count)
-        if now.rows_done == self._at:
-            self._at = -1
-            self._action()
-
-
 def test_a_job_needs_an_input() -> None:
     with pytest.raises(UsageError, match=r"^no input; name a file, a folder, a glob or - for standard input$"):
         JobConfig(inputs=(), model=ModelConfig(model="m"))
-
-
-def killed(signum: int) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), signum)
 
 
 @pytest.fixture
@@ -94,9 +65,10 @@ def test_the_figures_count_rows_tokens_and_phases(tiny_model_dir: Path, write_js
     # Run once: the prefix of all rows, 'a' or 'b' and ' question ' for each group, and a digit for each row.
     assert stats["prefill_tokens"] == stats["prefill_tokens_min"] == (1 + len(SHARED)) + 2 * 11 + 6
     assert stats["prefill_efficiency"] == 1.0
-    assert stats["completion_tokens"] == progress.spent[1] == stats["job"]["completion_tokens"]
-    assert progress.spent[0] == stats["prompt_tokens"]
-    assert progress.counts[-1] == (6, 0, 6)
+    last = progress.seen[-1]
+    assert stats["completion_tokens"] == last.completion_tokens == stats["job"]["completion_tokens"]
+    assert last.prompt_tokens == stats["prompt_tokens"]
+    assert (last.rows_done, last.rows_failed, last.rows_total) == (6, 0, 6)
     assert progress.phases == [
         "loading tokenizer",
         "reading",
@@ -177,7 +149,7 @@ def test_an_interrupted_job_keeps_its_results_and_resumes(
     options: dict[str, Any] = {"engine": EngineConfig(batch_size=2), "stats": str(tmp_path / "stats.json")}
     config = config_of(tiny_model_dir, write_jsonl(prompts(12)), **options)
     with pytest.raises(Interrupted) as error:
-        run_job(config, Recorder(4, killed(signum)))
+        run_job(config, Recorder(rows_done(4), lambda: interrupt(signum)))
     assert error.value.exit_code == 128 + signum
     assert not Path(str(config.output)).exists()
     first = json.loads((tmp_path / "stats.json").read_text())
@@ -209,7 +181,7 @@ def test_running_rows_may_finish_within_the_grace_period_after_sigterm_but_not_a
         stats=str(tmp_path / "stats.json"),
     )
     with pytest.raises(Interrupted):
-        run_job(config, Recorder(1, killed(signum)))
+        run_job(config, Recorder(rows_done(1), lambda: interrupt(signum)))
     assert json.loads((tmp_path / "stats.json").read_text())["rows"] == done
 
 
@@ -218,7 +190,7 @@ def test_an_interrupted_job_on_standard_output_writes_its_finished_rows(
 ) -> None:
     options: dict[str, Any] = {"engine": EngineConfig(batch_size=2), "output": "-", "window": 5}
     with pytest.raises(Interrupted):
-        run_job(config_of(tiny_model_dir, write_jsonl(prompts(12)), **options), Recorder(8, killed(signal.SIGINT)))
+        run_job(config_of(tiny_model_dir, write_jsonl(prompts(12)), **options), Recorder(rows_done(8), interrupt))
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["id"] for row in rows[:5]] == [0, 1, 2, 3, 4]
     assert 8 <= len(rows) < 10
@@ -230,7 +202,7 @@ def test_a_signal_during_planning_ends_the_job_before_the_model_is_loaded(
     tiny_model_dir: Path, write_jsonl: Write
 ) -> None:
     source = write_jsonl([{"prompt": 5}, *prompts(3)])  # the first row fails while it is planned
-    progress = Recorder(1, killed(signal.SIGTERM))
+    progress = Recorder(rows_done(1), lambda: interrupt(signal.SIGTERM))
     with pytest.raises(Interrupted) as error:
         run_job(config_of(tiny_model_dir, source), progress)
     assert error.value.exit_code == 143
@@ -341,7 +313,7 @@ def test_a_second_run_on_the_same_output_is_refused(tiny_model_dir: Path, write_
             run_job(config)
         seen.append(error.value)
 
-    assert run_job(config, Recorder(2, second)).exit_code == 0
+    assert run_job(config, Recorder(rows_done(2), second)).exit_code == 0
     assert len(seen) == 1
     assert str(seen[0]).startswith(f"another run holds {config.output} (process {os.getpid()} on ")
 

@@ -1,8 +1,6 @@
 """Request files from the documentation of OpenAI's Batch API and vLLM's run_batch run unchanged and are answered in OpenAI's format."""
 
 import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,8 @@ import pytest
 
 from batchgen import JobConfig, JobReport, ModelConfig, SamplingParams, run_job
 from batchgen.errors import Interrupted, UsageError
-from batchgen.progress import Silent, Snapshot
+from batchgen.progress import Silent
+from support.progress import Recorder, interrupt, rows_done
 
 Rows = list[dict[str, Any]]
 Write = Callable[..., Path]
@@ -67,20 +66,6 @@ VLLM = [
 ]
 
 
-class Notes(Silent):
-    def __init__(self, at: int = -1) -> None:
-        self.notes: list[str] = []
-        self._at = at
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def update(self, now: Snapshot) -> None:
-        if now.rows_done == self._at:
-            self._at = -1
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 def run(model: Path, source: Path, progress: Silent | None = None, **options: Any) -> JobReport:
     options = {"output": str(source.with_name("out.jsonl")), "sampling": SamplingParams(max_tokens=4)} | options
     options.setdefault("output_format", "openai")
@@ -117,7 +102,7 @@ def check_form(record: dict[str, Any], request: dict[str, Any]) -> None:
 
 
 def test_the_file_of_openais_guide_is_answered_unchanged(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
-    progress = Notes()
+    progress = Recorder()
     report = run(tiny_chat_model_dir, write_jsonl(GUIDE), progress)
     answers = records(report)
     assert report.exit_code == 0
@@ -214,7 +199,7 @@ def test_a_resumed_run_writes_the_same_bytes(tiny_chat_model_dir: Path, write_js
     source = write_jsonl([*rows, ask("e", "/v1/embeddings", input="x"), rows[0]])
     whole = run(tiny_chat_model_dir, source, output=str(source.with_name("whole.jsonl")))
     with pytest.raises(Interrupted):
-        run(tiny_chat_model_dir, source, Notes(at=6))
+        run(tiny_chat_model_dir, source, Recorder(rows_done(6), interrupt))
     resumed = run(tiny_chat_model_dir, source)
     assert 0 < resumed.stats["rows_resumed"] < 13
     assert Path(resumed.output).read_bytes() == Path(whole.output).read_bytes()
@@ -227,7 +212,7 @@ def test_a_finished_output_is_converted_to_another_format_without_the_model(
     first = run(tiny_chat_model_dir, source)
     answers = Path(first.output).read_bytes()
     assert run(tiny_chat_model_dir, source).already_finished
-    progress = Notes()
+    progress = Recorder()
     rows = run(tiny_chat_model_dir, source, progress, output_format="rows")
     assert (rows.stats["rows_resumed"], rows.stats["steps"]) == (3, 0)
     assert progress.notes[0] == f"{rows.output} was finished: 3 of its results are used again"

@@ -4,6 +4,7 @@ import pytest
 
 from batchgen.progress import Snapshot, Tracker
 from batchgen.stats import RunFigures
+from support.progress import Recorder
 
 
 class Clock:
@@ -13,29 +14,15 @@ class Clock:
         return self.now
 
 
-class Heard:
-    """A `Progress` that remembers."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.seen: list[Snapshot] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def update(self, now: Snapshot) -> None:
-        self.seen.append(now)
-
-
 class Job:
     """A tracker with a fake clock, whose figures a test sets."""
 
     def __init__(self, *, done: int = 0, kept: int = 0, total: int | None = 100, expected: float = 0.0) -> None:
-        self.clock, self.shown, self.run = Clock(), Heard(), RunFigures()
+        self.clock, self.shown, self.run = Clock(), Recorder(), RunFigures()
         self.tracker = Tracker(self.shown, self.run, self.clock)
         self.tracker.expected_tokens = expected
         self.tracker.phase("planning")
-        self.run.rows_resumed, self.run.rows_ok = kept, done - kept
+        self.run.resumed.ok, self.run.new.ok = kept, done - kept
         self.tracker.total = total
         self.tracker.phase("generating")
 
@@ -44,7 +31,7 @@ class Job:
     ) -> Snapshot:
         """Lets time pass. `completion` counts the tokens of finished rows, `tokens` those of all rows of this run."""
         self.clock.now += seconds
-        self.run.rows_resumed, self.run.rows_ok, self.run.completion_tokens = kept, done - kept, completion
+        self.run.resumed.ok, self.run.new.ok, self.run.new.completion_tokens = kept, done - kept, completion
         self.tracker.generated(completion if tokens is None else tokens, running)
         return self.tracker.snapshot()
 
@@ -123,9 +110,9 @@ def test_rows_that_are_only_read_or_written_have_their_own_speed() -> None:
 
 def test_the_figures_of_a_snapshot_are_plain_values() -> None:
     job = Job(done=10, kept=10)
-    job.run.prompt_tokens, job.run.rows_failed = 4000, 2
-    job.run.finish_reasons.update({"stop": 17, "length": 1, "error": 2})
-    job.run.resumed_reasons.update({"stop": 10})
+    job.run.new.prompt_tokens, job.run.new.failed = 4000, 2
+    job.run.new.reasons.update({"stop": 17, "length": 1, "error": 2})
+    job.run.resumed.reasons.update({"stop": 10})
     now = job.after(10, done=28, kept=10, completion=900, tokens=1000, running=2)
     assert now.figures() == {
         "phase": "generating",
@@ -148,7 +135,7 @@ def test_the_figures_of_a_snapshot_are_plain_values() -> None:
 
 
 def test_every_change_is_shown_and_one_per_second_and_phase_is_recorded() -> None:
-    clock, shown, kept = Clock(), Heard(), list[Snapshot]()
+    clock, shown, kept = Clock(), Recorder(), list[Snapshot]()
     run = RunFigures()
     tracker = Tracker(shown, run, clock)
     tracker.tell = kept.append
@@ -158,7 +145,7 @@ def test_every_change_is_shown_and_one_per_second_and_phase_is_recorded() -> Non
     tracker.phase("generating")
     for done in range(1, 25):
         clock.now += 0.125
-        run.rows_ok = done
+        run.new.ok = done
         tracker.rows_changed()
     tracker.phase("generating")
     assert [(k.phase, k.rows_done) for k in kept] == [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,8 +18,8 @@ from batchgen.jobs.lease import Lease
 from batchgen.jobs.lock import Lock
 from batchgen.jobs.shards import CLAIMS, forget_plan, load_plan, shard_folder
 from batchgen.jobs.target import LocalTarget
-from batchgen.progress import Silent, Snapshot
-from support.progress import Notes
+from batchgen.progress import Silent
+from support.progress import Recorder, in_phase, interrupt
 from support.runs import Killed
 
 Rows = list[dict[str, Any]]
@@ -140,17 +139,6 @@ def test_the_merge_names_unfinished_shards(tiny_model_dir: Path, source: Path) -
         merge_job("o.jsonl")
 
 
-class Interrupting(Silent):
-    """Interrupts the run when it begins to generate."""
-
-    told = False
-
-    def update(self, now: Snapshot) -> None:
-        if now.phase == "generating" and not self.told:
-            self.told = True
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 def test_a_job_without_shards_has_nothing_to_merge(tiny_model_dir: Path, source: Path) -> None:
     with pytest.raises(UsageError, match=r"there is no job of o\.jsonl"):
         merge_job("o.jsonl")
@@ -158,7 +146,7 @@ def test_a_job_without_shards_has_nothing_to_merge(tiny_model_dir: Path, source:
     assert merge_job("o.jsonl").already_finished
     write([*rows(), {"prompt": "one more"}])
     with pytest.raises(Interrupted):
-        run_job(config_of(tiny_model_dir), Interrupting())
+        run_job(config_of(tiny_model_dir), Recorder(in_phase("generating"), interrupt))
     with pytest.raises(UsageError, match=r"^o\.jsonl has not run in shards; run the same command again to continue$"):
         merge_job("o.jsonl")
 
@@ -403,7 +391,7 @@ def test_there_may_be_more_shards_than_rows_and_no_rows_at_all(tiny_model_dir: P
 
 
 def test_notes_and_status_name_finished_and_missing_shards(tiny_model_dir: Path, source: Path) -> None:
-    recorder = Notes()
+    recorder = Recorder()
     run_job(config_of(tiny_model_dir, shard="1/2"), recorder)
     assert recorder.notes[-1] == "shard 1/2 is done; 1 of 2 are not"
     found = job_status("o.jsonl")

@@ -12,6 +12,7 @@ from batchgen.jobs.disk import write_stats
 from batchgen.result import Result
 from batchgen.stats import (
     EngineStats,
+    RowCounts,
     RunFigures,
     Setting,
     check_stats_file,
@@ -38,9 +39,9 @@ FAILED = Result.failed(0, RowError("does_not_fit", "too big"), prompt_tokens=100
 def run_of(rows: int, failed: int = 0) -> RunFigures:
     run = RunFigures(prefill_tokens_min=40, groups=2, prefix_nodes=3)
     for _ in range(rows):
-        run.count(DONE)
+        run.new.add(DONE)
     for _ in range(failed):
-        run.count(FAILED)
+        run.new.add(FAILED)
     run.seconds["generate"] = 2.0
     return run
 
@@ -111,8 +112,8 @@ def test_the_job_figures_sum_all_runs() -> None:
     first = figures(run_of(4, failed=1), engine_of(20), SETTING)
     second_run = run_of(6)
     for _ in range(4):
-        second_run.count_resumed(replace(DONE, finish_reason="length", truncated=True))
-    second_run.count_resumed(FAILED)
+        second_run.resumed.add(replace(DONE, finish_reason="length", truncated=True))
+    second_run.resumed.add(FAILED)
     second = figures(second_run, engine_of(30), SETTING, earlier=first)
     assert (second["rows"], second["rows_resumed"]) == (6, 5)
     job = second["job"]
@@ -123,6 +124,14 @@ def test_the_job_figures_sum_all_runs() -> None:
     assert (job["prefill_tokens"], job["steps"], job["preemptions"]) == (100, 20, 2)
     assert job["seconds"]["generate"] == 4.0
     assert job["kv_bytes_peak"] == 1000
+
+
+def test_counts_of_rows_come_back_from_json() -> None:
+    counts = RowCounts()
+    for result in (DONE, FAILED, replace(DONE, text=None, reasoning="hm", truncated=True)):
+        counts.add(result)
+    assert (counts.rows, counts.ok, counts.failed, counts.truncated, counts.unanswered) == (3, 2, 1, 1, 1)
+    assert RowCounts(**json.loads(json.dumps(vars(counts)))) == counts
 
 
 def test_the_memory_peak_is_in_bytes() -> None:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen import JobConfig, PromptConfig, run_job
-from support.progress import Notes
+from support.progress import Recorder
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}<|assistant|>"
 # With this format, everything the model writes is a call; its lines `key: value` are the arguments.
@@ -158,7 +158,7 @@ def test_tools_with_a_lone_surrogate_can_be_stored(naming_model: Path, tmp_path:
 
 
 def test_a_model_with_an_unknown_format_of_calls_gives_a_note(tiny_model_dir: Path, tmp_path: Path) -> None:
-    output, told = tmp_path / "out.jsonl", Notes()
+    output, told = tmp_path / "out.jsonl", Recorder()
     prompts = PromptConfig(chat_template=TEMPLATE)
     source = tmp_path / "in.jsonl"
     source.write_text(json.dumps(ROWS[0]) + "\n")

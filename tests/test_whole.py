@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import closing
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from batchgen.config import InputLimits
 from batchgen.errors import InputCorrupt, Interrupted, OutputError
 from batchgen.jobs.sorted_requests import SortedRequests
 from batchgen.jobs.windows import PlannedWindows
-from batchgen.progress import Silent, Snapshot
 from support.params import slow_but
+from support.progress import Recorder, in_phase, interrupt, rows_done
 
 Rows = list[dict[str, Any]]
 Write = Callable[..., Path]
@@ -46,22 +46,10 @@ def config_of(model: Path, source: Path, name: str = "out.jsonl", **options: Any
     return JobConfig(inputs=(str(source),), model=ModelConfig(model=str(model)), output=output, limits=SMALL, **options)
 
 
-class StopAt(Silent):
-    """Interrupts the process when `done` rows are done. Records the phases and the rows read."""
-
-    def __init__(self, done: int) -> None:
-        self._done = done
-        self.phases: list[str] = []
-        self.read: list[int] = []
-
-    def update(self, now: Snapshot) -> None:
-        if not self.phases or self.phases[-1] != now.phase:
-            self.phases.append(now.phase)
-        if now.rows_passed is not None and self.read[-1:] != [now.rows_passed]:
-            self.read.append(now.rows_passed)
-        if now.rows_done == self._done:
-            self._done = -1
-            os.kill(os.getpid(), signal.SIGINT)
+def read_counts(progress: Recorder) -> list[int]:
+    """The numbers of rows that were shown as read or written, without repeats."""
+    passed = (now.rows_passed for now in progress.seen if now.rows_passed is not None)
+    return [rows for rows, _ in groupby(passed)]
 
 
 def stored_keys(folder: Path) -> list[bytes]:
@@ -73,7 +61,7 @@ def stored_keys(folder: Path) -> list[bytes]:
 def stopped(config: JobConfig, done: int) -> Path:
     """Runs the job and interrupts it when `done` rows are done. Returns the job's folder."""
     with pytest.raises(Interrupted):
-        run_job(config, StopAt(done))
+        run_job(config, Recorder(rows_done(done), interrupt))
     return Path(f"{config.output}.job")
 
 
@@ -108,9 +96,9 @@ def test_a_stopped_run_resumes_without_sorting_again(tiny_model_dir: Path, write
     config = config_of(tiny_model_dir, source)
     folder = stopped(config, 25)
     assert list((folder / "sorted").iterdir())
-    progress = StopAt(-1)
+    progress = Recorder()
     stats = run_job(config, progress).stats
-    assert progress.read == [*range(4, 62, 4), 62]  # only the second reading
+    assert read_counts(progress) == [*range(4, 62, 4), 62]  # only the second reading
     assert stats["rows_resumed"] >= 20
     assert stats["job"] | {"seconds": 0} == stats["job"] | {
         "seconds": 0,
@@ -135,9 +123,9 @@ def test_damaged_sorted_requests_are_made_again(damage: str, tiny_model_dir: Pat
         path.unlink()
     else:
         path.write_bytes(data if damage == "flipped" else data[:-9])
-    progress = StopAt(-1)
+    progress = Recorder()
     run_job(config, progress)
-    assert progress.read.count(41) == 2
+    assert read_counts(progress).count(41) == 2
     assert Path(str(config.output)).read_bytes() == Path(str(expected.output)).read_bytes()
 
 
@@ -149,10 +137,10 @@ def test_sorted_requests_of_another_input_are_made_again(
 ) -> None:
     source = write_jsonl(shuffled(40))
     stopped(config_of(tiny_model_dir, source), 25)
-    progress = StopAt(-1)
+    progress = Recorder()
     rows = run_job(config_of(tiny_model_dir, source, **change), progress).stats["job"]["rows"]
     assert rows == 40 if "limit" not in change else rows in (39, 40)  # the last row may have a result already
-    assert len(progress.read) >= 20  # both readings, of four rows at a time
+    assert len(read_counts(progress)) >= 20  # both readings, of four rows at a time
 
 
 def test_the_end_of_a_window_runs_together_with_the_next(
@@ -194,7 +182,7 @@ def test_a_window_that_cannot_be_read_fails_after_the_previous_one_is_done(
 
     windows = SortedRequests.windows
     monkeypatch.setattr(SortedRequests, "windows", broken)
-    progress = StopAt(-1)
+    progress = Recorder()
     with pytest.raises(OutputError, match="the disk is gone"):
         run_job(config_of(tiny_model_dir, write_jsonl(shuffled(40))), progress)
     monkeypatch.setattr(SortedRequests, "windows", windows)
@@ -208,13 +196,8 @@ def test_sorted_requests_with_other_settings_are_made_again(
     """A run that ended before its first result does not fix the settings, so its sorted requests must not be used."""
     source = write_jsonl(shuffled(40))
 
-    class BeforeTheFirst(Silent):
-        def update(self, now: Snapshot) -> None:
-            if now.phase == "generating":
-                os.kill(os.getpid(), signal.SIGINT)
-
     with pytest.raises(Interrupted):
-        run_job(config_of(tiny_model_dir, source), BeforeTheFirst())
+        run_job(config_of(tiny_model_dir, source), Recorder(in_phase("generating"), interrupt))
     assert list((source.parent / "out.jsonl.job" / "sorted").iterdir())
     longer = SamplingParams(max_tokens=7)
     expected = run_job(config_of(tiny_model_dir, source, "expected.jsonl", sampling=longer))
@@ -292,20 +275,15 @@ def test_an_input_that_changes_during_the_job_ends_it_and_no_result_is_lost(
     text = source.read_text()
     config = config_of(tiny_model_dir, source)
 
-    class Change(Silent):
-        def update(self, now: Snapshot) -> None:
-            if now.rows_done == 20 and source.exists():
-                source.write_text(
-                    text + json.dumps({"prompt": "one more"}) + "\n"
-                ) if change == "longer" else source.unlink()
-
+    longer = text + json.dumps({"prompt": "one more"}) + "\n"
+    action = source.unlink if change != "longer" else lambda: source.write_text(longer)
     with pytest.raises(InputCorrupt) as error:
-        run_job(config, Change())
+        run_job(config, Recorder(rows_done(20), action))
     assert str(error.value) == (
         f"{source} changed while the job was running; run the same command again: the results of rows that still exist are kept"
     )
     assert not Path(str(config.output)).exists()
-    source.write_text(text + json.dumps({"prompt": "one more"}) + "\n")
+    source.write_text(longer)
     assert run_job(config).stats["rows"] == 1
     assert len(read_jsonl(Path(str(config.output)))) == 31
 
@@ -316,18 +294,13 @@ def test_a_damaged_result_in_the_database_is_noticed_and_generated_again(
     config = config_of(tiny_model_dir, write_jsonl(shuffled(30)))
     database = Path(f"{config.output}.job") / "results.sqlite"
 
-    class Damage(Silent):
-        phase = ""
-
-        def update(self, now: Snapshot) -> None:
-            if now.phase == "writing" != self.phase:
-                with closing(sqlite3.connect(database)) as db:
-                    db.execute("UPDATE results SET checksum = checksum + 1 WHERE rowid = 7")
-                    db.commit()
-            self.phase = now.phase
+    def damage() -> None:
+        with closing(sqlite3.connect(database)) as db:
+            db.execute("UPDATE results SET checksum = checksum + 1 WHERE rowid = 7")
+            db.commit()
 
     with pytest.raises(OutputError) as error:
-        run_job(config, Damage())
+        run_job(config, Recorder(in_phase("writing"), damage))
     assert str(error.value) == (
         f"the results of {config.output} are damaged: 1 of them cannot be read; "
         "run the same command again: only these rows are generated again"

@@ -57,8 +57,7 @@ class Outcomes:
 
     def done(self, result: Result, source: str = "") -> None:
         """Counts a row that this run has finished or that failed. `source` is its place in its file, if known. Raises `TooManyErrors`."""
-        self.run.count(result)
-        self.run.rows_unanswered += result.unanswered
+        self.run.new.add(result)
         self.tracker.rows_changed()
         if result.finish_reason == "length" and repeats(result.token_ids, SUGGESTED_REPEATS):
             self.run.rows_repeating += 1
@@ -71,8 +70,7 @@ class Outcomes:
 
     def resumed(self, result: Result) -> None:
         """Counts a row whose result comes from an earlier run."""
-        self.run.count_resumed(result)
-        self.run.rows_unanswered += result.unanswered
+        self.run.resumed.add(result)
         self.tracker.rows_changed()
 
     def note_cut_rows(self) -> None:
@@ -90,7 +88,7 @@ class Outcomes:
                 f"run again with --retry length and a larger --max-tokens to finish them{self._of_them_repeat()}"
             )
 
-        if unanswered := self.run.rows_unanswered:
+        if unanswered := self.run.new.unanswered + self.run.resumed.unanswered:
             self.tracker.note(
                 f"{unanswered:,} of {counted(done, 'row')} {'has' if unanswered == 1 else 'have'} no answer (text is null), because the completion ended "
                 "inside its thoughts; a larger --max-tokens with --retry length continues those that were cut, --reasoning-budget N makes room for an answer"

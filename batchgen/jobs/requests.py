@@ -24,7 +24,7 @@ from batchgen.records.parquet_types import id_text
 from batchgen.records.rows import MAX_WINDOW_BYTES
 from batchgen.request import Request
 from batchgen.result import Result
-from batchgen.stats import versions
+from batchgen.stats import RowCounts, versions
 
 _STOP_SECONDS = 5.0
 _SHOWN_ID = 60  # characters of an id in a message
@@ -327,7 +327,7 @@ class FirstReading:
             reading = {
                 "rows": tracker.total,
                 "read": count,
-                "resumed": self._outcomes.run.resumed,
+                "resumed": vars(self._outcomes.run.resumed),
                 "digests": waiting.digests,
             }
             self._job.keep_reading(self._asked(), reading)
@@ -362,7 +362,7 @@ class FirstReading:
         self.fresh = False
         tracker, run = self._outcomes.tracker, self._outcomes.run
         tracker.total = earlier["rows"]
-        run.resumed = earlier["resumed"]
+        run.resumed = RowCounts(**earlier["resumed"])
         for result in self._job.failed_rows():
             self._outcomes.done(result)
         tracker.rows_changed()

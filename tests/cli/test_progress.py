@@ -36,18 +36,18 @@ class Told:
         self.tracker = Tracker(shown, self.run, shown.clock)
 
     def rows(self, done: int, failed: int, total: int | None) -> None:
-        self.run.rows_ok, self.run.rows_failed = done - failed - self.run.rows_resumed, failed
+        self.run.new.ok, self.run.new.failed = done - failed - self.run.resumed.ok, failed
         self.tracker.total = total
 
     def kept(self, rows: int) -> None:
-        self.run.rows_resumed = rows
+        self.run.resumed.ok = rows
 
     def tokens(self, prompt: int, completion: int) -> None:
-        self.run.prompt_tokens, self.run.completion_tokens = prompt, completion
+        self.run.new.prompt_tokens, self.run.new.completion_tokens = prompt, completion
         self.tracker.generated(completion, 0)
 
     def running(self, tokens: int) -> None:
-        self.tracker.generated(self.run.completion_tokens + tokens, 10)
+        self.tracker.generated(self.run.new.completion_tokens + tokens, 10)
 
     def phase(self, name: str) -> None:
         self.tracker.phase(name)

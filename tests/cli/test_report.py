@@ -1,13 +1,14 @@
 """The summary at the end of a run."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from batchgen.assembly import JobReport
 from batchgen.result import Result
-from batchgen.stats import EngineStats, RunFigures, Setting, figures, size_text
+from batchgen.stats import EngineStats, RowCounts, RunFigures, Setting, figures, size_text
 from batchgen_cli.report import show_report, summary
 from batchgen_cli.stderr import printable
 
@@ -48,10 +49,10 @@ FAILED = Result(row=0, text=None, finish_reason="error", error_type="invalid_row
 def report_of(*, rows: int = 2, failures: tuple[str, ...] = ()) -> JobReport:
     run = RunFigures(prefill_tokens_min=15, groups=1, prefix_nodes=1)
     for _ in range(rows):
-        run.count(DONE)
+        run.new.add(DONE)
     for _ in failures:
-        run.count(FAILED)
-    run.count_resumed(replace(DONE, finish_reason="length", truncated=True))
+        run.new.add(FAILED)
+    run.resumed.add(replace(DONE, finish_reason="length", truncated=True))
     run.seconds |= {"load": 1.0, "generate": 2.0}
     engine = EngineStats(
         prefill_tokens=15 if rows else 0,
@@ -110,8 +111,7 @@ def test_the_summary_names_output_rows_tokens_speed_time_and_memory() -> None:
 def test_how_rows_ended_is_told_if_not_all_stopped_or_prompts_were_truncated(
     reasons: dict[str, int], truncated: int, text: str | None
 ) -> None:
-    run = RunFigures(rows_truncated=truncated)
-    run.finish_reasons.update(reasons)
+    run = RunFigures(new=RowCounts(truncated=truncated, reasons=Counter(reasons)))
     stats = figures(run, EngineStats(), Setting("m"))
     assert dict(summary(JobReport(stats, "out.jsonl", False))).get("ended") == text
 

@@ -21,6 +21,7 @@ from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, SamplingPa
 from batchgen.devices.transport import Ready, WorkerReport
 from batchgen.errors import ModelError, UsageError
 from batchgen.progress import Silent, Snapshot
+from support.progress import Recorder
 
 ray = pytest.importorskip("ray")
 from batchgen.devices.ray_cluster import RayCluster, _path_on_workers  # noqa: E402
@@ -136,17 +137,14 @@ class Actors:
             time.sleep(0.02)
 
 
-class Losing(Silent):
+class Losing(Recorder):
     """Kills something at random moments, each time when two actors have finished rows, `kills` times in all."""
 
     def __init__(self, actors: Actors, seed: int, kills: int, lose: Callable[[random.Random], None]) -> None:
+        super().__init__()
         self._actors, self._lose, self._rng = actors, lose, random.Random(seed)
         self.kills, self.lost = kills, 0
         self._next = 0
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
     def update(self, now: Snapshot) -> None:
         """Holds the driver until it knows of the loss, and then until the successor is ready, so that the job does not end earlier."""

@@ -55,9 +55,9 @@ def generated(done, *, failed=0, kept=0, total=100, seconds=10.0):
     tracker.phase("generating")
     now[0] = seconds
     tracker.total = total
-    run.rows_resumed, run.rows_failed, run.rows_ok = kept, failed, done - kept - failed
-    run.finish_reasons["stop"] = done
-    run.prompt_tokens, run.completion_tokens = done * 20, done * 10
+    run.resumed.ok, run.new.failed, run.new.ok = kept, failed, done - kept - failed
+    run.new.reasons["stop"] = done
+    run.new.prompt_tokens, run.new.completion_tokens = done * 20, done * 10
     tracker.generated(done * 10, 0)
     return tracker.snapshot().figures()
 

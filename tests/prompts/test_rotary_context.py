@@ -12,7 +12,7 @@ from batchgen.config import JobConfig, ModelConfig
 from batchgen.dry_run import plan_job
 from batchgen.model.architectures import context_note
 from batchgen.prompts import load_tokenizer
-from support.progress import Notes
+from support.progress import Recorder
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
@@ -75,7 +75,7 @@ def test_the_user_is_told_that_longrope_ends_the_context(tools, tmp_path):
     said = "the context ends at 40 tokens: beyond that LongRoPE changes the positions of all rows that run together"
     assert context_note(tokenizer.hf_config) == said
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a" * 50}))
-    told = Notes()
+    told = Recorder()
     job = JobConfig(inputs=(str(tmp_path / "rows.jsonl"),), model=ModelConfig(model=str(tmp_path)))
     assert plan_job(job, told).rows_failed == 1
     assert said in told.notes

@@ -1,13 +1,47 @@
-"""A progress that records what the user is told."""
+"""A progress that records what the user is told, and does something at a moment of the job."""
 
 from __future__ import annotations
 
-from batchgen.progress import Silent
+import os
+import signal
+from collections.abc import Callable
+from itertools import groupby
+
+from batchgen.progress import Silent, Snapshot
 
 
-class Notes(Silent):
-    def __init__(self) -> None:
+class Recorder(Silent):
+    """Records notes and snapshots, and calls `action` once, at the first snapshot for which `when` is true."""
+
+    def __init__(
+        self, when: Callable[[Snapshot], bool] = lambda now: False, action: Callable[[], object] = lambda: None
+    ) -> None:
         self.notes: list[str] = []
+        self.seen: list[Snapshot] = []
+        self._when, self._action = when, action
+        self._acted = False
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+    def update(self, now: Snapshot) -> None:
+        self.seen.append(now)
+        if not self._acted and self._when(now):
+            self._acted = True
+            self._action()
+
+    @property
+    def phases(self) -> list[str]:
+        return [phase for phase, _ in groupby(now.phase for now in self.seen)]
+
+
+def rows_done(rows: int) -> Callable[[Snapshot], bool]:
+    return lambda now: now.rows_done == rows
+
+
+def in_phase(name: str) -> Callable[[Snapshot], bool]:
+    return lambda now: now.phase == name
+
+
+def interrupt(signum: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), signum)

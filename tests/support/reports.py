@@ -95,7 +95,7 @@ def job_page_data(title: str = "answers.jsonl", text: str = "What they share") -
         Result(row=i, text=text, finish_reason="stop", prompt_tokens=5, completion_tokens=10) for i in range(3)
     ] + [Result(row=3, text=None, finish_reason="error", error_type="prompt_too_long", error_message="too long")]
     for result in results:
-        run.count(result)
+        run.new.add(result)
         rows.add(result, lambda result=result: {"id": result.row, "text": result.text})
     run.seconds = {"load": 3.0, "plan": 0.5, "generate": 2.0, "write": 0.25}
     engine = EngineStats(prefill_tokens=14, completion_tokens=30, forward_seconds=1.5, kv_bytes_peak=4096, steps=10)
