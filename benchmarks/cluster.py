@@ -89,7 +89,7 @@ class Idlers:
     def setups(self, model: ModelConfig, engine: EngineConfig) -> list[WorkerSetup]:
         return [WorkerSetup(model, engine, place, self.count) for place in range(self.count)]
 
-    def start(self, setup: WorkerSetup, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> Link:
+    def start(self, setup: WorkerSetup, on_message: Callable[[Any], None]) -> Link:
         return Idle(on_message, self.counts)
 
     def close(self) -> None: ...

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices.threads import cpu_quota, share_of_threads, usable_cores
-from batchgen.devices.transport import Processes
+from batchgen.devices.transport import Processes, start_process
 from batchgen.devices.workers import Workers
 from batchgen.prompts import LoadedTokenizer
 from batchgen.prompts.tokenizer import quiet
@@ -46,8 +46,6 @@ def open_engine(
     if len(model.devices) == 1:
         use_threads(config)
         return engine_here(model, tokenizer, config, texts)
-    from batchgen.devices.transport import start_process
-
     return Workers(model, config, Processes(model.devices, model.device, start_process), texts)
 
 

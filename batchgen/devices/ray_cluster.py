@@ -23,7 +23,7 @@ from typing import Any
 import ray
 
 from batchgen.config import EngineConfig, ModelConfig
-from batchgen.devices.transport import UNDER_WAY_SHARE, Link, WorkerFailed, WorkerSetup
+from batchgen.devices.transport import UNDER_WAY_SHARE, Gone, Link, WorkerFailed, WorkerSetup
 from batchgen.errors import ModelError, UsageError, in_one_line
 
 LISTEN_SECONDS = 10.0
@@ -65,6 +65,7 @@ class RayCluster:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         gpus = sum(int(node.get("GPU", 0)) for node in nodes)
         self._gpu = model.device == "cuda" or (model.device == "auto" and gpus > 0)
+        self._kind = "cuda" if self._gpu else "cpu"
         cores = [int(node.get("CPU", 0)) for node in nodes if node.get("CPU", 0) >= 1]
         self._cpus = model.cpus_per_worker or (1 if self._gpu else min(cores, default=1))
         room = gpus if self._gpu else sum(count // self._cpus for count in cores)
@@ -73,18 +74,16 @@ class RayCluster:
             raise UsageError(f"the Ray cluster has no {what}", "lower --cpus-per-worker, or use --device cpu")
         self.count = model.workers or room
         self._on_a_node = max(1, max((c // self._cpus for c in cores), default=1)) if not self._gpu else 1
-        kind = "cuda" if self._gpu else "cpu"
-        self.name = f"ray: {self.count} × {kind}"
+        self.name = f"ray: {self.count} × {self._kind}"
 
     def setups(self, model: ModelConfig, engine: EngineConfig) -> list[WorkerSetup]:
-        kind = "cuda" if self._gpu else "cpu"
         threads = engine.threads or (None if self._gpu else self._cpus)
         engine = replace(engine, processes=min(self._on_a_node, self.count), threads=threads)
         own = replace(
             model,
             model=_path_on_workers(model.model, model.ray_working_dir),
             lora=None if model.lora is None else _path_on_workers(model.lora, model.ray_working_dir),
-            device=kind,
+            device=self._kind,
             ray=None,
             workers=None,
             cpus_per_worker=None,
@@ -96,7 +95,7 @@ class RayCluster:
             for place in range(self.count)
         ]
 
-    def start(self, setup: WorkerSetup, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> Link:
+    def start(self, setup: WorkerSetup, on_message: Callable[[Any], None]) -> Link:
         actor = (
             ray.remote(EngineActor)
             .options(
@@ -108,7 +107,7 @@ class RayCluster:
             )
             .remote(pickle.dumps(setup))
         )
-        link = _ActorLink(actor, on_message, on_end)
+        link = _ActorLink(actor, on_message)
         asyncio.run_coroutine_threadsafe(link.listen(), self._loop)
         return link
 
@@ -191,8 +190,8 @@ def _connect(model: ModelConfig) -> None:
 class _ActorLink:
     """The connection to one actor (`transport.Link`)."""
 
-    def __init__(self, actor: Any, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
-        self._actor, self._on_message, self._on_end = actor, on_message, on_end
+    def __init__(self, actor: Any, on_message: Callable[[Any], None]) -> None:
+        self._actor, self._on_message = actor, on_message
         self._sent = 0
         self._why = "it was killed"
 
@@ -210,7 +209,7 @@ class _ActorLink:
                     self._on_message(_for_cluster(message) if isinstance(message, WorkerFailed) else message)
         except Exception as e:  # noqa: BLE001 - whatever it is, there will be no more messages
             self._why = _first_line(e)
-        self._on_end()
+        self._on_message(Gone())
 
     def kill(self) -> None:
         with suppress(Exception):
@@ -258,7 +257,7 @@ class EngineActor:
 
         allow_lean_imports()
 
-        def connect(on_message: Callable[[Any], None], on_end: Callable[[], None]) -> _Outgoing:
+        def connect(on_message: Callable[[Any], None]) -> _Outgoing:
             with self._delivering:
                 self._on_message = on_message
             on_message(self._setup)

@@ -26,14 +26,11 @@ from batchgen.stats import EngineStats
 class Channel:
     """Sends and receives messages in two threads of its own. Signals do not interrupt these, so no message stays half sent or half read.
 
-    `on_message` is called with each message and `on_end` once, when the other process has gone; both in the receiving thread.
+    `on_message` is called in the receiving thread with each message, and with `Gone` when the other process has gone.
     """
 
-    def __init__(
-        self, connection: Connection[Any, Any], on_message: Callable[[Any], None], on_end: Callable[[], None]
-    ) -> None:
-        self._connection = connection
-        self._on_message, self._on_end = on_message, on_end
+    def __init__(self, connection: Connection[Any, Any], on_message: Callable[[Any], None]) -> None:
+        self._connection, self._on_message = connection, on_message
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="batchgen-sending", daemon=True)
         self._reader = threading.Thread(target=self._read, name="batchgen-receiving", daemon=True)
@@ -61,7 +58,7 @@ class Channel:
             while True:
                 self._on_message(pickle.loads(self._connection.recv_bytes()))
         except (EOFError, OSError):
-            self._on_end()
+            self._on_message(Gone())
         finally:
             self._outgoing.put(None)
             self._writer.join()  # else the socket's number could become another file's while something is written
@@ -152,6 +149,11 @@ class WorkerFailed:
     error: BatchgenError
 
 
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Stands after the last message of the other end, which has gone."""
+
+
 Start = Callable[["Connection[Any, Any]", IO[bytes]], Process]
 """Starts a process that serves one end of a connection, and prints to a file."""
 
@@ -190,8 +192,8 @@ class Transport(Protocol):
         """Returns the setup of each worker to start."""
         ...
 
-    def start(self, setup: WorkerSetup, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> Link:
-        """Starts a worker. `on_message` is called with each of its messages and `on_end` once, when it is gone; both in another thread."""
+    def start(self, setup: WorkerSetup, on_message: Callable[[Any], None]) -> Link:
+        """Starts a worker. `on_message` is called with each of its messages, and with `Gone` when it is gone, in another thread."""
         ...
 
     def close(self) -> None:
@@ -215,7 +217,7 @@ class Processes:
             for place, device in enumerate(self._devices)
         ]
 
-    def start(self, setup: WorkerSetup, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> Link:
+    def start(self, setup: WorkerSetup, on_message: Callable[[Any], None]) -> Link:
         ours, theirs = Pipe()
         said = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
         try:
@@ -226,7 +228,7 @@ class Processes:
             raise
         finally:
             theirs.close()
-        link = _ProcessLink(process, Channel(ours, on_message, on_end), said)
+        link = _ProcessLink(process, Channel(ours, on_message), said)
         link.send(setup)
         return link
 
@@ -249,12 +251,3 @@ class _ProcessLink:
 
     def how_it_ended(self) -> str:
         return how_it_ended(exit_code(self._process), self._said)
-
-
-def end_all(links: list[Link], transport: Transport) -> None:
-    """Ends all workers."""
-    for link in links:
-        link.kill()
-    for link in links:
-        link.wait()
-    transport.close()

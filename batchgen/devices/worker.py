@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.devices.opening import engine_here, use_threads
-from batchgen.devices.transport import Cancel, Channel, Ready, Stop, Work, WorkerFailed, WorkerReport, WorkerSetup
+from batchgen.devices.transport import Cancel, Channel, Gone, Ready, Stop, Work, WorkerFailed, WorkerReport, WorkerSetup
 from batchgen.errors import BatchgenError, DevicesLost, memory_errors
 from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.process.collector import few_collections
@@ -85,8 +85,8 @@ class Sender(Protocol):
     def flush(self, seconds: float) -> None: ...
 
 
-Connect = Callable[[Callable[[Any], None], Callable[[], None]], Sender]
-"""Connects a worker. Takes a function to call with each message, and one to call when the other end has gone."""
+Connect = Callable[[Callable[[Any], None]], Sender]
+"""Connects a worker. Takes a function to call with each message, and with `Gone` when the other end has gone."""
 
 
 def serve(connect: Connect, load: Callable[[WorkerSetup], Engine], gone: Callable[[], None]) -> None:
@@ -125,7 +125,7 @@ class _Worker:
         """By row."""
         self._results: list[Result] = []
         self._tokens: list[tuple[int, int, int]] = []
-        self._channel = connect(self._receive, self._end)
+        self._channel = connect(self._receive)
 
     # -- in the thread that receives
 
@@ -137,16 +137,15 @@ class _Worker:
                 message = self._planned(message)
             except Exception as e:  # noqa: BLE001 - raised by `_next` in the main thread
                 message = e
+        elif isinstance(message, Gone):
+            self._gone()
+            message = _OtherEndGone()
         self._inbox.put(message)
 
     def _planned(self, work: Work) -> _PlannedWork:
         leaves, config = leaves_of(work.requests), self._setup.engine
         plan = plan_prefixes([leaf.tokens for leaf in leaves], config.chunk_size, share=config.share)
         return _PlannedWork(work, leaves, plan)
-
-    def _end(self) -> None:
-        self._gone()
-        self._inbox.put(_OtherEndGone())
 
     # -- in the main thread
 

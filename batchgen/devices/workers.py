@@ -7,7 +7,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -15,6 +14,7 @@ from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices.partition import WaitingPieces
 from batchgen.devices.transport import (
     Cancel,
+    Gone,
     Link,
     Ready,
     Stop,
@@ -23,7 +23,6 @@ from batchgen.devices.transport import (
     WorkerFailed,
     WorkerReport,
     WorkerSetup,
-    end_all,
 )
 from batchgen.errors import BatchgenError, DevicesLost, OutOfMemory
 from batchgen.prefix import PrefixPlan
@@ -37,10 +36,6 @@ SILENT_SECONDS = 30.0
 """A worker that has work and has sent nothing for so long is called silent."""
 MAX_FAILURES = 3
 """A worker that was lost this often without finishing a row in between is not started again."""
-
-
-class _LinkClosed:
-    """Stands after the last message of a worker."""
 
 
 @dataclass(slots=True, eq=False)
@@ -165,7 +160,7 @@ class Workers:
         self._rows: dict[int, _UnfinishedRow] = {}
         self._to_cancel: deque[int] = deque()
         self._links: list[Link] = []
-        self._end = weakref.finalize(self, end_all, self._links, transport)
+        self._end = weakref.finalize(self, _end_all, self._links, transport)
         try:
             for setup in transport.setups(model, config):
                 self._start(replace(setup, texts=tuple(texts)))
@@ -331,7 +326,7 @@ class Workers:
             if place in self._alive:  # messages of lost workers are dropped
                 self._hear(self._alive[place], message)
 
-    def _hear(self, worker: _WorkerHandle, message: Ready | WorkerReport | WorkerFailed | _LinkClosed) -> None:
+    def _hear(self, worker: _WorkerHandle, message: Ready | WorkerReport | WorkerFailed | Gone) -> None:
         worker.heard_at = time.monotonic()
         if isinstance(message, Ready):
             worker.ready_at = worker.idle_since = worker.heard_at
@@ -380,7 +375,7 @@ class Workers:
         def receive(message: Any) -> None:
             inbox.put((setup.place, message))
 
-        worker.link = self._transport.start(setup, receive, partial(receive, _LinkClosed()))
+        worker.link = self._transport.start(setup, receive)
         self._links.append(worker.link)
         self._workers.append(worker)
         self._alive[setup.place] = worker
@@ -411,3 +406,11 @@ class Workers:
         worker.under_way = {}
         if again:
             self._start(replace(worker.setup, place=len(self._workers)), failures)
+
+
+def _end_all(links: Sequence[Link], transport: Transport) -> None:
+    for link in links:
+        link.kill()
+    for link in links:
+        link.wait()
+    transport.close()

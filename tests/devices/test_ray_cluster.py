@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, SamplingParams, job_status, run_job
-from batchgen.devices.transport import Ready, WorkerReport
+from batchgen.devices.transport import Gone, Ready, WorkerReport
 from batchgen.errors import ModelError, UsageError
 from batchgen.progress import Silent, Snapshot
 from support.progress import Recorder
@@ -100,6 +100,7 @@ class Actor:
     def hear(self, message: Any) -> None:
         self.ready |= isinstance(message, Ready)
         self.rows += len(message.results) if isinstance(message, WorkerReport) else 0
+        self.ended |= isinstance(message, Gone)
 
 
 class Actors:
@@ -109,7 +110,7 @@ class Actors:
         self.started: list[Actor] = []
         start = RayCluster.start
 
-        def started(cluster: Any, setup: Any, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> Any:
+        def started(cluster: Any, setup: Any, on_message: Callable[[Any], None]) -> Any:
             actor = Actor()
             self.started.append(actor)
 
@@ -117,11 +118,7 @@ class Actors:
                 actor.hear(message)
                 on_message(message)
 
-            def end() -> None:
-                actor.ended = True
-                on_end()
-
-            actor.link = start(cluster, setup, hear, end)
+            actor.link = start(cluster, setup, hear)
             return actor.link
 
         monkeypatch.setattr(RayCluster, "start", started)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from batchgen.config import EngineConfig, ModelConfig
-from batchgen.devices import transport, worker
+from batchgen.devices import opening, worker
 from batchgen.devices.transport import Channel, Processes, WorkerSetup
 from batchgen.devices.worker import serve
 from batchgen.devices.workers import Workers
@@ -141,7 +141,7 @@ def threads_as_processes() -> Iterator[list[ThreadProcess]]:
         return started[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "start_process", start)
+        patch.setattr(opening, "start_process", start)
         yield started
     for process in started:
         process.kill()

@@ -56,7 +56,6 @@ def _import_everything(model: str) -> None:
     import transformers.processing_utils
 
     import batchgen.devices.opening
-    import batchgen.devices.transport
     import batchgen.devices.worker
     import batchgen.engine.engine
     import batchgen.job
@@ -65,7 +64,7 @@ def _import_everything(model: str) -> None:
     import batchgen_cli.app
     import batchgen_cli.report
 
-    batchgen.devices.transport.start_process = start_forked
+    batchgen.devices.opening.start_process = start_forked
     batchgen.stats.versions()
     pyarrow.array([0])  # imports pandas, if it is installed
     _ = (batchgen, batchgen_cli, transformers.AutoModelForCausalLM, transformers.AutoTokenizer)
