@@ -100,7 +100,6 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, signum: int) -> None:
         name = _signal.Signals(signum).name
         super().__init__(f"interrupted by {name}; run the same command again to continue")
-        self.signum = signum
         self.exit_code = 128 + signum
 
     def _render_traceback_(self) -> list[str]:
@@ -166,8 +165,6 @@ def memory_errors() -> Iterator[None]:
     """Turns the errors that Python and torch raise when memory runs out into `OutOfMemory`."""
     try:
         yield
-    except BatchgenError:
-        raise
     except (MemoryError, RuntimeError) as e:
         if not is_out_of_memory(e):
             raise

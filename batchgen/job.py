@@ -50,8 +50,8 @@ KEEP_SHARE = 0.02
 def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
     """Runs a job, or one shard of it, to its end, or continues it where an earlier run stopped. Merges the shards and pushes the output if asked to.
 
-    Without a `progress`, a notebook shows a bar, and any other program nothing. Raises `BatchgenError`; the rows that were finished by then
-    are kept.
+    Without a `progress`, a notebook shows a bar, and any other program nothing. Raises `BatchgenError`, and `KeyboardInterrupt` when Ctrl-C,
+    SIGTERM or SIGHUP stops it; the rows that were finished by then are kept.
     """
     check_config(config)
     with shown_progress(progress) as shown:

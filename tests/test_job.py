@@ -4,6 +4,8 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,24 @@ def test_an_interrupted_job_keeps_its_results_and_resumes(
     job = report.stats["job"]
     assert (job["runs"], job["rows"]) == (2, 12)
     assert job["prefill_tokens"] == first["prefill_tokens"] + report.stats["prefill_tokens"]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_program_that_goes_on_with_its_next_job_after_an_error(
+    signum: int, tiny_model_dir: Path, write_jsonl: Write, tmp_path: Path
+) -> None:
+    config = config_of(tiny_model_dir, write_jsonl(prompts(3)), grace=0.0)
+    started = []
+
+    def run_both() -> None:
+        for output in ("first.jsonl", "second.jsonl"):
+            started.append(output)
+            with suppress(Exception):
+                run_job(replace(config, output=tmp_path / output), Recorder(rows_done(1), lambda: interrupt(signum)))
+
+    with pytest.raises(KeyboardInterrupt):
+        run_both()
+    assert started == ["first.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,6 @@ _AGAIN_SECONDS = 0.02
 """A signal whose exception Python dropped is sent again after this time."""
 
 
-class _StopNow(BaseException):
-    """Raised in the middle of an import or a read: no library takes it for an error of its own, which it would print or pass over."""
-
-
 class Signals:
     """A context manager. Inside it, SIGINT asks to stop at the next step; SIGTERM and SIGHUP let running rows finish for `grace` seconds; a
     second signal stops at once.
@@ -65,9 +61,7 @@ class Signals:
         if not second:
             self._first = signum
             self._drain_until = time.monotonic() + self._grace
-        if self._at_once:
-            raise _StopNow
-        if second:
+        if self._at_once or second:
             raise Interrupted(self._first or signum)
 
     def stop(self) -> str | None:
@@ -108,7 +102,7 @@ class Signals:
 
     def _raise_again(self, hook: Callable[[Any], Any], unraisable: Any) -> None:
         """Takes what Python could not raise, such as an exception in a `__del__`. If it is the handler's, the signal comes once more."""
-        if isinstance(unraisable.exc_value, _StopNow):
+        if isinstance(unraisable.exc_value, Interrupted):
             self._dropped = self._in_hook = True
             try:
                 threading.Timer(_AGAIN_SECONDS, self._send_again).start()

@@ -73,7 +73,7 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
     with quiet():
         try:
             head, longest = read_head(config, hf_config), max_prompt_tokens(config, tokenizer)
-        except (ModelError, KeyboardInterrupt):
+        except ModelError:
             raise
         except Exception as e:
             raise load_failure(config, "configuration", e) from e

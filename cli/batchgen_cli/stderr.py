@@ -138,15 +138,12 @@ def exit_code_of(command: Callable[[], int], *, verbose: bool = False, as_json: 
     except (ClosedPipe, BrokenPipeError):  # of standard output; errors of standard error are ignored
         discard(sys.stdout)
         return ClosedPipe.exit_code
-    except BatchgenError as e:
+    except (BatchgenError, Interrupted) as e:
         message, code = str(e), e.exit_code
         say(message, code, as_json=as_json, trace=verbose)
     except MemoryError as e:
         message, code = f"out of memory{': ' if str(e) else ''}{e}; lower --window or --kv-memory", 1
         say(message, code, as_json=as_json, trace=verbose)
-    except Interrupted as e:
-        code = e.exit_code
-        say(str(e), code, as_json=as_json, trace=verbose)
     except KeyboardInterrupt:
         code = 130
         say("interrupted by SIGINT", code, as_json=as_json)
