@@ -38,7 +38,7 @@ from batchgen.records import Input, RowForm, job_path
 from batchgen.records.files import InputFile
 from batchgen.records.openai_batch import OpenAIForm
 from batchgen.report import ReportPage, report_job
-from batchgen.stats import EngineStats, RunFigures, Setting, check_stats_file, counted, figures
+from batchgen.stats import EngineStats, Setting, check_stats_file, counted, figures
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -137,8 +137,8 @@ def merge_job(
     Raises `UsageError` (no such job, shards that are not done), `OutputLocked` (a shard or another merge runs), `OutputError`.
     """
     check_stats_file(stats)
-    folder, run = job_path(output, work_dir), RunFigures()
-    tracker = Tracker(progress or Silent(), run)
+    folder = job_path(output, work_dir)
+    tracker = Tracker(progress or Silent())
     with Signals(grace=0) as signals, memory_errors(), signals.interruptible():
         manifest, plan = load_manifest(folder / "manifest.json"), load_plan(folder)
         if manifest is None:
@@ -149,7 +149,7 @@ def merge_job(
                 manifest, plan = load_manifest(folder / "manifest.json"), load_plan(folder)
                 if plan is not None and manifest is not None:
                     _check_done(folder, plan, output)
-                    report = _merge_shards(output, work_dir, stats, lease, manifest, plan, Outcomes(run, tracker, None))
+                    report = _merge_shards(output, work_dir, stats, lease, manifest, plan, Outcomes(tracker, None))
                     return replace(report, work_dir=work_dir)
             finally:
                 lease.release()

@@ -39,7 +39,7 @@ from batchgen.push import push_output
 from batchgen.recording import RunRecorder
 from batchgen.request import Request
 from batchgen.result import Result
-from batchgen.stats import EngineStats, RunFigures, Setting, counted, figures
+from batchgen.stats import EngineStats, Setting, counted, figures
 
 KEEP_SECONDS = 0.25
 """Minimum time between two writes of unfinished completions."""
@@ -68,24 +68,28 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
 
 
 def _run_job(config: JobConfig, progress: Progress) -> JobReport:
-    run = RunFigures()
-    tracker = Tracker(progress, run)
+    tracker = Tracker(progress)
     with Signals(config.grace) as signals, memory_errors(), few_collections():
         with signals.interruptible():
             asked = check_command(config)
             if (done := asked.finished()) is not None:
                 tell_notes(asked.source, tracker)
                 return _already_finished(asked, *done)
-        setup, store = set_up_job(asked, signals, tracker, run, progress)
+        setup, store = set_up_job(asked, signals, tracker)
         with store as job:
             tell_notes(asked.source, tracker)
             tell_notes(job, tracker)
             if job.finished is not None:
                 return _already_finished(asked, job.finished, setup.prompts.chat, _shard_name(config, job))
             tracker.tell = job.tell
-            outcomes = Outcomes(run, tracker, config.max_errors)
-            planner = Planner(config.engine.chunk_size, share=config.engine.share, under_way=job.under_way())
-            model = _Model(setup, signals, tracker, run)
+            outcomes = Outcomes(tracker, config.max_errors)
+            planner = Planner(
+                config.engine.chunk_size,
+                share=config.engine.share,
+                consecutive=setup.window_size is None and config.prompts.priority_column is None,
+                under_way=job.under_way(),
+            )
+            model = _Model(setup, signals, tracker)
             recorder = RunRecorder(
                 config.shard or "",
                 tree=lambda: planner.tree,
@@ -95,7 +99,7 @@ def _run_job(config: JobConfig, progress: Progress) -> JobReport:
             generation = _Generation(job, model, outcomes, signals, config.flush_every, recorder)
             try:
                 if isinstance(job, ShardFolder):
-                    _run_shard(config, job, planner, generation)
+                    _run_shard(job, planner, generation)
                 elif setup.window_size is not None:
                     _run_as_rows_come(setup, job, planner, generation)
                 else:
@@ -104,7 +108,7 @@ def _run_job(config: JobConfig, progress: Progress) -> JobReport:
                 tell_notes(job, tracker)
                 outcomes.note_cut_rows()
             except (Interrupted, InputCorrupt, TooManyErrors, DevicesLost) as e:
-                _keep_stopped(job, config, model, run)
+                _keep_stopped(job, config, model)
                 tracker.stopped()
                 if isinstance(e, Interrupted) and not isinstance(job, StdoutJob):
                     generation.note_kept()
@@ -128,7 +132,7 @@ def _run_in_prefix_order(setup: JobSetup, job: JobFolder, planner: Planner, gene
             reading.announce(None)
         with signals.interruptible(), outcomes.run.timed("plan"):
             requests = reading.result()
-    _run_windows(setup.config, requests.windows(), planner, generation, fresh=reading.fresh)
+    _run_windows(requests.windows(), planner, generation, fresh=reading.fresh)
     if reading.broken is not None:
         raise reading.broken
     outcomes.tracker.phase("writing")
@@ -136,13 +140,10 @@ def _run_in_prefix_order(setup: JobSetup, job: JobFolder, planner: Planner, gene
         write_output(setup.source, job, reading.input, outcomes, read_rows=setup.config.limits.read_rows)
 
 
-def _run_windows(
-    config: JobConfig, requests: Iterator[list[Request]], planner: Planner, generation: _Generation, *, fresh: bool
-) -> None:
+def _run_windows(requests: Iterator[list[Request]], planner: Planner, generation: _Generation, *, fresh: bool) -> None:
     """Plans and generates all windows. `fresh`: none of the requests has a result yet."""
     job, outcomes, signals = generation.job, generation.outcomes, generation.signals
-    consecutive = config.prompts.priority_column is None
-    with PlannedWindows(requests, planner, job, outcomes, fresh=fresh, consecutive=consecutive) as windows:
+    with PlannedWindows(requests, planner, job, outcomes, fresh=fresh) as windows:
         while True:
             with signals.interruptible():
                 window = windows.next()
@@ -152,11 +153,11 @@ def _run_windows(
             signals.check()
 
 
-def _run_shard(config: JobConfig, shard: ShardFolder, planner: Planner, generation: _Generation) -> None:
+def _run_shard(shard: ShardFolder, planner: Planner, generation: _Generation) -> None:
     tracker = generation.outcomes.tracker
     tracker.total = shard.rows
     tracker.phase("planning")
-    _run_windows(config, shard.windows(), planner, generation, fresh=not shard.results_at_hand)
+    _run_windows(shard.windows(), planner, generation, fresh=not shard.results_at_hand)
 
 
 def _run_as_rows_come(setup: JobSetup, job: Job, planner: Planner, generation: _Generation) -> None:
@@ -187,8 +188,7 @@ def _run_as_rows_come(setup: JobSetup, job: Job, planner: Planner, generation: _
             raise
         tracker.phase("writing")
         with outcomes.run.timed("write"):
-            failed = {number: result for number, result in results.items() if number not in read.keys}
-            job.add_rows([row.number for row in read.rows], read.keys, failed)
+            job.add_rows([row.number for row in read.rows], read.keys, read.failed)
             job.write(read.rows, results, read.keys)
         rows.clear()  # freed before the next ones are read
         del read, results, window
@@ -236,8 +236,9 @@ class _Generation:
 
         def between_steps() -> str | None:
             self.model.tell_notes()
-            tracker.generated(engine.stats.completion_tokens, max(1, engine.unfinished - engine.waiting))
-            self._recorder.see(engine, self.outcomes.run.done)
+            stats = engine.stats
+            tracker.generated(stats.completion_tokens, max(1, engine.unfinished - engine.waiting))
+            self._recorder.see(stats, self.outcomes.run.done)
             wish = self.signals.stop()
             if not isinstance(self.job, StdoutJob) and (wish == "now" or time.monotonic() >= self._keep_next):
                 self._keep_under_way(engine)
@@ -251,7 +252,7 @@ class _Generation:
             engine.run(between_steps)
         finally:
             self.model.last_token_at = time.perf_counter()
-            self._recorder.see(engine, self.outcomes.run.done, always=True)
+            self._recorder.see(engine.stats, self.outcomes.run.done, always=True)
             self.model.tell_notes()
 
     def _add(self, engine: AnyEngine, window: Planned) -> None:
@@ -298,16 +299,10 @@ class _Generation:
 class _Model:
     """The engine. It is loaded when the first row needs it, so a job with nothing left to generate does not load it."""
 
-    def __init__(
-        self,
-        setup: JobSetup,
-        signals: Signals,
-        tracker: Tracker,
-        run: RunFigures,
-    ) -> None:
+    def __init__(self, setup: JobSetup, signals: Signals, tracker: Tracker) -> None:
         self._config, self._tokenizer, self._texts = setup.config, setup.tokenizer, setup.quantized_texts()
         self._sampling = setup.prompts.sampling_from
-        self._signals, self._tracker, self._run = signals, tracker, run
+        self._signals, self._tracker, self._run = signals, tracker, tracker.run
         self._engine: AnyEngine | None = None
         self.ready_at = self.last_token_at = 0.0
 
@@ -370,7 +365,7 @@ def _finish_job(job: Store, setup: JobSetup, model: _Model, outcomes: Outcomes) 
     )
 
 
-def _keep_stopped(job: Store, config: JobConfig, model: _Model, run: RunFigures) -> None:
+def _keep_stopped(job: Store, config: JobConfig, model: _Model) -> None:
     """Keeps the results and the figures of a run that stops early."""
     job.flush()
     stats = model.figures(job.previous)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -18,11 +19,11 @@ from batchgen.jobs.outcomes import Outcomes
 from batchgen.jobs.place import output_of
 from batchgen.jobs.requests import FirstReading, RequestReader, RowStream, asked_of
 from batchgen.jobs.shards import ShardFolder, open_shard, write_plan
-from batchgen.jobs.windows import outlined
+from batchgen.jobs.sorted_requests import SortedRequests, in_window_order
 from batchgen.prefix import Outline
 from batchgen.preflight import check_job
 from batchgen.process.signals import Signals
-from batchgen.progress import Progress, Tracker
+from batchgen.progress import Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.recording import tree_record
 from batchgen.records import DatasetChoice, Input, Row, open_input, row_form, window_rows
@@ -30,7 +31,7 @@ from batchgen.records.inputs import CHECKED_ROWS
 from batchgen.report import check_report_file
 from batchgen.request import Request, TokenArray
 from batchgen.sampling.grammars import Vocabulary
-from batchgen.stats import RunFigures, check_stats_file, versions
+from batchgen.stats import check_stats_file, versions
 
 QUANTIZED_TEXTS = 4
 """Rows on which `--quantize` is measured."""
@@ -78,14 +79,9 @@ def check_command(config: JobConfig) -> JobCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class JobSetup:
-    """The parts of a job that are needed before its results are opened: input, tokenizer, and the settings that results depend on."""
+class JobSetup(JobCommand):
+    """The parts of a job that are needed before its results are opened: also the tokenizer, and the settings that results depend on."""
 
-    config: JobConfig
-    source: Input
-    output: str
-    command: str
-    """`JobCommand.command`."""
     tokenizer: LoadedTokenizer
     prompts: PromptBuilder
     grammars: Vocabulary
@@ -108,7 +104,7 @@ class JobSetup:
         chosen = [self.rows[i * len(self.rows) // count] for i in range(count)]
         return [built.tokens for built in self.prompts.build(chosen) if isinstance(built, Request)]
 
-    def open_store(self, signals: Signals, tracker: Tracker, run: RunFigures, progress: Progress) -> Job | ShardFolder:
+    def open_store(self, signals: Signals, tracker: Tracker) -> Job | ShardFolder:
         """Opens the place of the results: the job's folder, standard output, or a shard. Raises `UsageError` for a job with other settings."""
         config = self.config
         if config.shard_of is None:
@@ -125,7 +121,7 @@ class JobSetup:
             tracker.phase("waiting")
             tracker.note(text)
 
-        with signals.interruptible(), run.timed("plan"):
+        with signals.interruptible(), tracker.run.timed("plan"):
             return open_shard(
                 *config.shard_of,
                 output=self.output,
@@ -134,7 +130,7 @@ class JobSetup:
                 retry=sorted(config.retried),
                 flush_every=config.flush_every,
                 open_folder=self._open_folder,
-                read=lambda job: _plan_shards(self, job, asked, progress),
+                read=lambda job: _plan_shards(self, job, asked, Tracker(tracker.shown)),
                 tell=waiting,
             )
 
@@ -166,30 +162,28 @@ class JobSetup:
         return open_job(spec, lease)
 
 
-def set_up_job(
-    asked: JobCommand, signals: Signals, tracker: Tracker, run: RunFigures, progress: Progress
-) -> tuple[JobSetup, Job | ShardFolder]:
+def set_up_job(asked: JobCommand, signals: Signals, tracker: Tracker) -> tuple[JobSetup, Job | ShardFolder]:
     """Sets a job up and opens the place of its results. Raises `UsageError` as `JobSetup.open_store` does."""
     config = asked.config
     with signals.interruptible():
-        setup = _set_up(asked, tracker, run)
+        setup = _set_up(asked, tracker)
     try:
-        return setup, setup.open_store(signals, tracker, run, progress)
+        return setup, setup.open_store(signals, tracker)
     except UsageError:
         # Shards that start together find no date: each takes the time of its own start, and the first to open the job decides.
         begun = date_of_job(asked.output, config.work_dir)
         if config.shard is None or setup.prompts.date is None or begun in (None, setup.prompts.date):
             raise
     with signals.interruptible():
-        setup = _set_up(asked, tracker, run)
-    return setup, setup.open_store(signals, tracker, run, progress)
+        setup = _set_up(asked, tracker)
+    return setup, setup.open_store(signals, tracker)
 
 
-def _set_up(asked: JobCommand, tracker: Tracker, run: RunFigures) -> JobSetup:
+def _set_up(asked: JobCommand, tracker: Tracker) -> JobSetup:
     """Loads the tokenizer, and checks all that can be checked before a row is generated."""
     config, source, output = asked.config, asked.source, asked.output
     tracker.phase("loading tokenizer")
-    with run.timed("load"):
+    with tracker.run.timed("load"):
         tokenizer = load_tokenizer(config.model)
     date = None if config.overwrite else date_of_job(output, config.work_dir)
     now = datetime.now().replace(microsecond=0)
@@ -217,26 +211,35 @@ def _set_up(asked: JobCommand, tracker: Tracker, run: RunFigures) -> JobSetup:
         date=prompts.date,
     )
     return JobSetup(
-        config, source, output, asked.command, tokenizer, prompts, grammars, settings, window_size, stream, rows
+        config,
+        source,
+        output,
+        asked.model_files,
+        asked.command,
+        tokenizer,
+        prompts,
+        grammars,
+        settings,
+        window_size,
+        stream,
+        rows,
     )
 
 
-def _plan_shards(setup: JobSetup, job: Job, asked: dict[str, Any], progress: Progress) -> None:
+def _plan_shards(setup: JobSetup, job: Job, asked: dict[str, Any], tracker: Tracker) -> None:
     """Reads the input of a job that runs in shards: puts all requests in prefix order and cuts them into shards."""
     config = setup.config
     assert isinstance(job, JobFolder), "shards have a folder"
-    run = RunFigures()
-    outcomes = Outcomes(run, Tracker(progress, run), config.max_errors)
-    outcomes.tracker.phase("planning")
+    outcomes = Outcomes(tracker, config.max_errors)
+    tracker.phase("planning")
     with FirstReading(config, setup.source, setup.reader(job, outcomes), job, outcomes) as reading:
         requests = reading.result()
-    tell_notes(job, outcomes.tracker)
+    tell_notes(job, tracker)
     if reading.broken is not None:
         raise reading.broken
-    windows = requests.windows() if reading.fresh else job.without_results(requests.windows())
     outline = Outline()
-    if config.engine.share and config.prompts.priority_column is None:
-        windows = outlined(windows, outline)
+    consecutive = config.engine.share and config.prompts.priority_column is None
+    windows = _windows_to_cut(job, requests, fresh=reading.fresh, outline=outline if consecutive else None)
     count = config.shard_of[1] if config.shard_of else 1
     write_plan(
         job.folder,
@@ -253,6 +256,20 @@ def _plan_shards(setup: JobSetup, job: Job, asked: dict[str, Any], progress: Pro
     if tree.rows:
         job.keep_record(None, tree_record(tree, setup.tokenizer.hf_tokenizer.decode))
     job.end_reading()
+
+
+def _windows_to_cut(
+    job: JobFolder, requests: SortedRequests, *, fresh: bool, outline: Outline | None
+) -> Iterator[list[Request]]:
+    """Yields the requests that have no result, in order, and adds their prompts to `outline`. `fresh`: none has one."""
+    for window in requests.windows():
+        stored = {} if fresh else job.stored([request.key for request in window])
+        lacking = in_window_order([request for request in window if request.key not in stored])
+        if outline is not None:
+            for request in lacking:
+                outline.add(request.tokens)
+        if lacking:
+            yield lacking
 
 
 def tell_notes(of: Store | Input, tracker: Tracker) -> None:

@@ -144,9 +144,9 @@ class Silent:
 class Tracker:
     """Makes the snapshots of a run. Shows each of them, and passes one per second and the first of each phase to `tell`."""
 
-    def __init__(
-        self, shown: Progress, run: RunFigures | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, shown: Progress, clock: Callable[[], float] = time.monotonic) -> None:
+        self.shown = shown
+        self.run = RunFigures()
         self.tell: Callable[[Snapshot], None] | None = None
         self.workers: Callable[[], list[dict[str, Any]]] | None = None
         """Returns how far each worker is, if there are several."""
@@ -156,8 +156,7 @@ class Tracker:
         """Maximum number of completion tokens per row, on average."""
         self.begun_tokens = 0
         """Tokens that earlier runs generated of completions that this run continues."""
-        self._shown, self._clock = shown, clock
-        self._run = run or RunFigures()
+        self._clock = clock
         self._phase = ""
         self._passed: int | None = None
         self._tokens = self._rows_running = 0
@@ -170,7 +169,7 @@ class Tracker:
         """Rows of this run that were done when this phase started."""
 
     def note(self, text: str) -> None:
-        self._shown.note(text)
+        self.shown.note(text)
 
     def phase(self, name: str) -> None:
         """Starts a phase. The same name again continues the phase."""
@@ -182,7 +181,7 @@ class Tracker:
             self._generated_before = self._generated_rows
         if name == GENERATING and self._generating_from is None:
             self._generating_from = now
-        self._new_before = self._run.new.rows
+        self._new_before = self.run.new.rows
         self._phase, self._passed, self._rows_running, self._phase_began = name, None, 0, now
         self._changed(new_phase=True)
 
@@ -205,7 +204,7 @@ class Tracker:
         self._tell(self.snapshot())
 
     def snapshot(self) -> Snapshot:
-        run = self._run
+        run = self.run
         under_way = max(0, self.begun_tokens + self._tokens - run.new.completion_tokens)
         seconds, generated = self._generating_seconds, self._generated_rows
         if self._passed is not None:
@@ -234,7 +233,7 @@ class Tracker:
     @property
     def _generated_rows(self) -> int:
         """Rows that the model has finished in this run."""
-        return self._generated_before + (self._run.new.rows - self._new_before if self._phase == GENERATING else 0)
+        return self._generated_before + (self.run.new.rows - self._new_before if self._phase == GENERATING else 0)
 
     @property
     def _generating_seconds(self) -> float:
@@ -254,18 +253,18 @@ class Tracker:
             return 0.0
         if not generated:
             return min(tokens / self.expected_tokens, float(running)) if self.expected_tokens else 0.0
-        expected = max(self._run.new.completion_tokens / generated, tokens / running)
+        expected = max(self.run.new.completion_tokens / generated, tokens / running)
         return min(tokens / expected, float(running), float(generated)) if expected else 0.0
 
     def _seconds_left(self, seconds: float, rows: float) -> float | None:
         if self._phase != GENERATING or self.total is None or rows <= 0 or not seconds:
             return None
-        left = max(0.0, self.total - self._run.done - (rows - self._generated_rows))
+        left = max(0.0, self.total - self.run.done - (rows - self._generated_rows))
         return left * seconds / rows
 
     def _changed(self, *, new_phase: bool = False) -> None:
         now = self.snapshot()
-        self._shown.update(now)
+        self.shown.update(now)
         if new_phase or self._clock() - self._told >= TELL_SECONDS:
             self._tell(now)
 

@@ -3,7 +3,6 @@
 import pytest
 
 from batchgen.progress import Snapshot, Tracker
-from batchgen.stats import RunFigures
 from support.progress import Recorder
 
 
@@ -18,8 +17,9 @@ class Job:
     """A tracker with a fake clock, whose figures a test sets."""
 
     def __init__(self, *, done: int = 0, kept: int = 0, total: int | None = 100, expected: float = 0.0) -> None:
-        self.clock, self.shown, self.run = Clock(), Recorder(), RunFigures()
-        self.tracker = Tracker(self.shown, self.run, self.clock)
+        self.clock, self.shown = Clock(), Recorder()
+        self.tracker = Tracker(self.shown, self.clock)
+        self.run = self.tracker.run
         self.tracker.expected_tokens = expected
         self.tracker.phase("planning")
         self.run.resumed.ok, self.run.new.ok = kept, done - kept
@@ -136,8 +136,7 @@ def test_the_figures_of_a_snapshot_are_plain_values() -> None:
 
 def test_every_change_is_shown_and_one_per_second_and_phase_is_recorded() -> None:
     clock, shown, kept = Clock(), Recorder(), list[Snapshot]()
-    run = RunFigures()
-    tracker = Tracker(shown, run, clock)
+    tracker = Tracker(shown, clock)
     tracker.tell = kept.append
     tracker.note("a note")
     tracker.phase("planning")
@@ -145,7 +144,7 @@ def test_every_change_is_shown_and_one_per_second_and_phase_is_recorded() -> Non
     tracker.phase("generating")
     for done in range(1, 25):
         clock.now += 0.125
-        run.new.ok = done
+        tracker.run.new.ok = done
         tracker.rows_changed()
     tracker.phase("generating")
     assert [(k.phase, k.rows_done) for k in kept] == [

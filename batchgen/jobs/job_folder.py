@@ -54,7 +54,6 @@ from batchgen.recording import JobRecord, RowFigures
 from batchgen.records.output import output_format, output_row
 from batchgen.records.rows import Row
 from batchgen.records.writers import DigestFile, open_writer
-from batchgen.request import Request
 from batchgen.result import Result
 from batchgen.stats import counted
 
@@ -390,13 +389,6 @@ class JobFolder(StoredResults):
         with writing(self.folder):
             self._results.forget_reading()
             remove_files(self.folder, (SORTED_FOLDER,))
-
-    def without_results(self, windows: Iterator[list[Request]]) -> Iterator[list[Request]]:
-        """Yields the requests of these windows that have no result yet."""
-        for window in windows:
-            stored = self.stored([request.key for request in window])
-            if lacking := [request for request in window if request.key not in stored]:
-                yield lacking
 
     def output_facts(self) -> dict[str, Any]:
         """Returns what a merge needs to write this job's output (`shards.ShardPlan.output`)."""

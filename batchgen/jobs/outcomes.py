@@ -7,7 +7,7 @@ from batchgen.errors import TooManyErrors
 from batchgen.parsers.repetition import repeats
 from batchgen.progress import Tracker
 from batchgen.result import Result
-from batchgen.stats import RunFigures, counted
+from batchgen.stats import counted
 
 ERROR_SHARE_FROM = 100
 """`--max-errors P%` applies from this many finished rows on."""
@@ -49,8 +49,8 @@ def failure_line(result: Result, source: str = "") -> str:
 class Outcomes:
     """Counts rows as they finish and reports them to the progress."""
 
-    def __init__(self, run: RunFigures, tracker: Tracker, max_errors: str | None) -> None:
-        self.run, self.tracker = run, tracker
+    def __init__(self, tracker: Tracker, max_errors: str | None) -> None:
+        self.tracker, self.run = tracker, tracker.run
         self.failures: list[str] = []
         """The first few failed rows of this run: place and reason."""
         self._limit = ErrorLimit(max_errors)

@@ -71,6 +71,11 @@ class ReadRows:
     requests: list[Request]
     """Requests of the other rows."""
 
+    @property
+    def failed(self) -> dict[int, Result]:
+        """Results of the rows that never became requests."""
+        return {number: result for number, result in self.results.items() if number not in self.keys}
+
 
 class RowIds:
     """Finds rows that have the id of an earlier row. A row without an id of its own has its number as its id."""
@@ -241,6 +246,7 @@ class FirstReading:
         self._outcomes = outcomes
         self._stream = RowStream(source)
         self.input = SameInput(source, job, source.fingerprint())
+        self._asked = asked_of(config, self.input.fingerprint)
         self.fresh = True
         """Whether requests that already have results were filtered out in this run."""
         self._sorted: SortedRequests | None = None
@@ -297,7 +303,7 @@ class FirstReading:
 
     def _run(self) -> None:
         try:
-            earlier = self._job.earlier_reading(self._asked())
+            earlier = self._job.earlier_reading(self._asked)
             self._sorted = self._read_all() if earlier is None else self._take_up(earlier)
         except BaseException as e:  # noqa: BLE001 - raised by `result`
             self._error = e
@@ -307,9 +313,6 @@ class FirstReading:
                 self._ended = True
                 if self._next_phase is not None and self._error is None:
                     self._outcomes.tracker.phase(self._next_phase)
-
-    def _asked(self) -> dict[str, Any]:
-        return asked_of(self._config, self.input.fingerprint)
 
     def _read_all(self) -> SortedRequests:
         self._job.begin_reading()
@@ -330,7 +333,7 @@ class FirstReading:
                 "resumed": vars(self._outcomes.run.resumed),
                 "digests": waiting.digests,
             }
-            self._job.keep_reading(self._asked(), reading)
+            self._job.keep_reading(self._asked, reading)
         return waiting
 
     def _read_rows(self, waiting: SortedRequests) -> int:
@@ -345,8 +348,7 @@ class FirstReading:
                 read = self._reader.requests(rows, built)
                 for request in read.requests:
                     waiting.add(request)
-                failed = {number: result for number, result in read.results.items() if number not in read.keys}
-                self._job.add_rows([row.number for row in read.rows], read.keys, failed)
+                self._job.add_rows([row.number for row in read.rows], read.keys, read.failed)
                 if read.requests and not self._found:
                     self._found = True
                     self._look.set()

@@ -37,7 +37,7 @@ from batchgen.jobs.lock import holder_of, lives
 from batchgen.jobs.manifest import differences
 from batchgen.jobs.results import FILE, Results
 from batchgen.jobs.shares import PrefixCosts, Share
-from batchgen.jobs.sorted_requests import in_window_order, read_requests, write_requests
+from batchgen.jobs.sorted_requests import read_requests, write_requests
 from batchgen.progress import Snapshot
 from batchgen.recording import JobRecord
 from batchgen.records.inputs import Input
@@ -106,7 +106,7 @@ def write_plan(
     earlier: Mapping[str, Any] | None,
     limits: InputLimits,
 ) -> ShardPlan:
-    """Writes the requests of `windows`, which follow each other in prefix order, and then the plan for `count` shards."""
+    """Writes the requests of `windows`, which are in prefix order, and then the plan for `count` shards."""
     plan_id = secrets.token_hex(4)
     place = folder / SHARDS_FOLDER / plan_id
     with writing(folder):
@@ -115,11 +115,10 @@ def write_plan(
     costs = PrefixCosts(place)
     pieces = []
     for number, window in enumerate(windows):
-        ordered = in_window_order(window)
-        costs.add(ordered)
+        costs.add(window)
         name = f"{number:06d}"
-        write_requests(place / "requests" / name, ordered, limits)
-        pieces.append((name, len(ordered)))
+        write_requests(place / "requests" / name, window, limits)
+        pieces.append((name, len(window)))
     plan = ShardPlan(
         id=plan_id,
         asked=dict(asked),
@@ -168,7 +167,7 @@ def running_shards(folder: Path, plan: ShardPlan) -> list[tuple[int, dict[str, A
     return [(number, holder) for number, holder in held if holder is not None]
 
 
-def check_no_shard_runs(folder: Path, output: str, tell: Callable[[str], None] = lambda _: None) -> None:
+def check_no_shard_runs(folder: Path, output: str, tell: Callable[[str], None]) -> None:
     """Raises `OutputLocked` if a shard of the job is running. Waits up to a minute for a sign of life of a shard on another machine."""
     plan = load_plan(folder)
     if plan is None:

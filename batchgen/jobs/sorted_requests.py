@@ -80,13 +80,13 @@ class SortedRequests:
         self._tokens += len(request.tokens)
         if len(self._waiting) > self._limits.run_rows or self._tokens > self._limits.max_tokens:
             *full, last = self._waiting  # one too many: a run that is just full stays in memory
-            self._write_file(_sorted(full or [last]))
+            self._write_file(in_window_order(full or [last]))
             self._waiting, self._tokens = ([last], len(last.tokens)) if full else ([], 0)
 
     def close(self) -> None:
         """Must be called after the last request. Leaves at most `max_runs` files."""
         if self._runs and self._waiting:
-            self._write_file(_sorted(self._waiting))
+            self._write_file(in_window_order(self._waiting))
             self._waiting = []
         while len(self._runs) > self._limits.max_runs:
             first, self._runs = self._runs[: self._limits.max_runs], self._runs[self._limits.max_runs :]
@@ -115,7 +115,7 @@ class SortedRequests:
             yield window
 
     def _from_memory(self) -> Iterator[_Batch]:
-        ordered, self._waiting = _sorted(self._waiting), []
+        ordered, self._waiting = in_window_order(self._waiting), []
         for batch in _batches(ordered, self._limits):
             yield _Batch(batch, [sort_key(r) for r in batch])
 
@@ -150,7 +150,8 @@ def read_requests(path: Path) -> list[Request]:
 
 def in_window_order(requests: Sequence[Request]) -> list[Request]:
     """The requests by priority and then in depth-first order."""
-    return [request for _, request in sorted(((sort_key(r), r) for r in requests), key=itemgetter(0))]
+    ordered = [requests[i] for i in depth_first_order([r.tokens for r in requests]).tolist()]
+    return sorted(ordered, key=lambda r: r.priority)
 
 
 def sort_key(request: Request) -> bytes:
@@ -204,11 +205,6 @@ def _merge_runs(runs: list[_Run]) -> Iterator[_Batch]:
                 unfinished.append(run)
         runs = unfinished
         yield merged
-
-
-def _sorted(requests: Sequence[Request]) -> list[Request]:
-    ordered = [requests[i] for i in depth_first_order([r.tokens for r in requests]).tolist()]
-    return sorted(ordered, key=lambda r: r.priority)
 
 
 def _by_key(batch: _Batch) -> list[Request]:

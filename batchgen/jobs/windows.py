@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -11,7 +11,6 @@ from typing import Self
 
 from batchgen.jobs.base import Store
 from batchgen.jobs.outcomes import Outcomes
-from batchgen.jobs.sorted_requests import in_window_order
 from batchgen.prefix import Outline, PrefixNode, PrefixOutline, PrefixPlan, carried_tokens, plan_prefixes
 from batchgen.prefix.order import depth_first_order
 from batchgen.request import Leaf, Request, TokenArray, leaves_of
@@ -32,30 +31,30 @@ class Planned:
 class Planner:
     """Plans windows one after the other. For the figures, it remembers which prefixes an engine probably still holds."""
 
-    def __init__(self, chunk_size: int, *, share: bool, under_way: Mapping[bytes, Mapping[int, Completion]]) -> None:
-        """`under_way`: completions that earlier runs began, by row key and number; their requests continue them."""
-        self._chunk_size, self._share, self._under_way = chunk_size, share, under_way
+    def __init__(
+        self, chunk_size: int, *, share: bool, consecutive: bool, under_way: Mapping[bytes, Mapping[int, Completion]]
+    ) -> None:
+        """`consecutive`: windows follow each other in prefix order. `under_way`: completions that earlier runs began, by row key and number;
+        their requests continue them."""
+        self._chunk_size, self._share, self._consecutive, self._under_way = chunk_size, share, consecutive, under_way
         self._kept = KeptPrefixes()
         self._outline = Outline()
-        self._first = True
         self.tree: PrefixOutline | None = None
         """The prefix tree of the windows so far, in outline; of the first one alone if they do not follow each other. None without sharing."""
 
-    def plan(self, requests: Sequence[Request], *, follow_on: bool = False) -> Planned:
-        """Plans a window. `follow_on` says that its requests follow those of the previous call in depth-first order."""
+    def plan(self, requests: Sequence[Request]) -> Planned:
         begun = self._under_way
         requests = [replace(r, begun=begun[r.key]) if r.key in begun else r for r in requests]
         leaves = leaves_of(requests)
         prompts = [leaf.tokens for leaf in leaves]
         plan = plan_prefixes(prompts, self._chunk_size, share=self._share)
-        carried = self._kept.carried(plan, prompts, and_last=follow_on)
+        carried = self._kept.carried(plan, prompts, and_last=self._consecutive)
         prefill_min = plan.prefill_tokens_min
         if any(request.texts for request in requests):  # the plan holds their tokens, which belong to no prompt
             alone = plan_prefixes([r.tokens for r in requests], plan.chunk_size, share=False)
             prefill_min = alone.prefill_tokens_min
-        if self._share and (follow_on or self._first):
+        if self._share and (self._consecutive or self.tree is None):
             self._add_to_outline(requests, plan)
-        self._first = False
         return Planned(requests, leaves, plan, max(0, prefill_min - carried))
 
     def _add_to_outline(self, requests: Sequence[Request], plan: PrefixPlan) -> None:
@@ -68,32 +67,14 @@ class Planner:
         self.tree = self._outline.tree()
 
 
-def outlined(windows: Iterable[list[Request]], outline: Outline) -> Iterator[list[Request]]:
-    """Yields the same windows, each the next part of the prefix order, and adds their prompts to `outline`."""
-    for window in windows:
-        ordered = in_window_order(window)
-        for request in ordered:
-            outline.add(request.tokens)
-        yield ordered
-
-
 class PlannedWindows:
     """The windows of sorted requests. Each is planned in another thread while the one before it runs. A context manager."""
 
     def __init__(
-        self,
-        windows: Iterator[list[Request]],
-        planner: Planner,
-        job: Store,
-        outcomes: Outcomes,
-        *,
-        fresh: bool,
-        consecutive: bool,
+        self, windows: Iterator[list[Request]], planner: Planner, job: Store, outcomes: Outcomes, *, fresh: bool
     ) -> None:
-        """`fresh`: requests that already have results were filtered out in this run. `consecutive`: windows follow each other in prefix order."""
-        self._windows, self._planner, self._job, self._outcomes = windows, planner, job, outcomes
-        self._fresh, self._consecutive = fresh, consecutive
-        self._first = True
+        """`fresh`: requests that already have results were filtered out in this run."""
+        self._windows, self._planner, self._job, self._outcomes, self._fresh = windows, planner, job, outcomes, fresh
         self._pool = ThreadPoolExecutor(1, "batchgen-planning")
         self._ahead: Future[Planned | None] | None = None
         self._size = 0
@@ -132,9 +113,8 @@ class PlannedWindows:
         with self._outcomes.run.timed("plan"):
             for requests in self._windows:
                 lacking = requests if self._fresh else self._without_results(requests)
-                follow_on, self._first = self._consecutive and not self._first, False
                 if lacking:
-                    return self._planner.plan(lacking, follow_on=follow_on)
+                    return self._planner.plan(lacking)
         return None
 
     def _without_results(self, requests: list[Request]) -> list[Request]:

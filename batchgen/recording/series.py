@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from batchgen.prefix import PrefixOutline
 from batchgen.recording.tree import tree_record
@@ -20,13 +20,6 @@ SAVE_SECONDS = 10.0
 COLUMNS = (
     "seconds", "completion_tokens", "prefill_tokens", "scored_tokens", "rows_done", "memory_bytes", "kv_bytes",
 )  # fmt: skip
-
-
-class Counting(Protocol):
-    """An engine, which counts what it does."""
-
-    @property
-    def stats(self) -> EngineStats: ...
 
 
 class RunRecorder:
@@ -55,12 +48,12 @@ class RunRecorder:
         self._started = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
         self._kept_tree: PrefixOutline | None = None
 
-    def see(self, engine: Counting, rows_done: int, *, always: bool = False) -> None:
-        """Must be called between steps. `always`: this moment is kept, at least until the next one."""
+    def see(self, stats: EngineStats, rows_done: int, *, always: bool = False) -> None:
+        """Must be called between steps, with the engine's figures. `always`: this moment is kept, at least until the next one."""
         now = self._clock()
         due = now - self._began >= self._next
         if always or due:
-            self._look(engine, rows_done, early=not due)
+            self._look(stats, rows_done, early=not due)
         if now >= self._next_save:
             self._save()
             self._next_save = now + SAVE_SECONDS
@@ -70,9 +63,9 @@ class RunRecorder:
         if self._points:
             self._save()
 
-    def _look(self, engine: Counting, rows_done: int, *, early: bool) -> None:
+    def _look(self, stats: EngineStats, rows_done: int, *, early: bool) -> None:
         """Adds a point. An early one gives its place to the next: otherwise the ends of many windows would crowd out the start of the run."""
-        seconds, stats = self._clock() - self._began, engine.stats
+        seconds = self._clock() - self._began
         if self._last_is_early:
             self._points.pop()
         self._last_is_early = early

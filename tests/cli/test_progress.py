@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from batchgen.progress import Tracker, rounded_duration, share, speed
-from batchgen.stats import RunFigures
 from batchgen_cli import stderr
 from batchgen_cli.progress import (
     Bar,
@@ -32,8 +31,8 @@ class Told:
     """Tells a `Tracker` about a run, in calls of one line. The tracker makes the snapshots."""
 
     def __init__(self, shown: Notes) -> None:
-        self.run = RunFigures()
-        self.tracker = Tracker(shown, self.run, shown.clock)
+        self.tracker = Tracker(shown, shown.clock)
+        self.run = self.tracker.run
 
     def rows(self, done: int, failed: int, total: int | None) -> None:
         self.run.new.ok, self.run.new.failed = done - failed - self.run.resumed.ok, failed

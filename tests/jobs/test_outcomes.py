@@ -10,7 +10,6 @@ from batchgen.jobs.outcomes import ErrorLimit, Outcomes
 from batchgen.process.collector import few_collections
 from batchgen.progress import Tracker
 from batchgen.result import Result, Score, ToolCall
-from batchgen.stats import RunFigures
 from support.progress import Recorder
 
 
@@ -82,8 +81,8 @@ def test_garbage_collection_is_restored_after_the_job() -> None:
 
 
 def test_even_one_row_without_an_answer_is_noted() -> None:
-    run, told = RunFigures(), Recorder()
-    outcomes = Outcomes(run, Tracker(told, run), None)
+    told = Recorder()
+    outcomes = Outcomes(Tracker(told), None)
     cut = Result(row=0, text=None, reasoning="hm", finish_reason="length")
     outcomes.done(cut)
     outcomes.resumed(replace(cut, row=1, finish_reason="stop"))
@@ -103,8 +102,8 @@ def test_even_one_row_without_an_answer_is_noted() -> None:
     ("repeating", "more"), [(12, "; 12 of them repeat themselves, which --max-repeats 4 ends early"), (9, "")]
 )
 def test_many_rows_that_repeated_themselves_up_to_the_limit_suggest_max_repeats(repeating: int, more: str) -> None:
-    run, told = RunFigures(), Recorder()
-    outcomes = Outcomes(run, Tracker(told, run), None)
+    told = Recorder()
+    outcomes = Outcomes(Tracker(told), None)
     for row in range(20):
         tokens = (1, 2, 3) * 30 if row < repeating else tuple(range(90))
         outcomes.done(Result(row=row, text="x", finish_reason="length", token_ids=tokens))

@@ -20,7 +20,6 @@ from batchgen.jobs.results import Results
 from batchgen.jobs.status import job_status
 from batchgen.progress import Silent, Tracker
 from batchgen.result import Result
-from batchgen.stats import RunFigures
 
 HOLD = """
 import sys, time
@@ -50,8 +49,8 @@ def save_manifest(folder, state):
 def generated(done, *, failed=0, kept=0, total=100, seconds=10.0):
     """Returns the figures of a run that has generated for `seconds`."""
     now = [0.0]
-    run = RunFigures()
-    tracker = Tracker(Silent(), run, lambda: now[0])
+    tracker = Tracker(Silent(), lambda: now[0])
+    run = tracker.run
     tracker.phase("generating")
     now[0] = seconds
     tracker.total = total

@@ -39,9 +39,9 @@ def test_a_run_is_recorded_as_sums_at_moments():
     engine, kept = Engine(), []
     recorder = recorder_of(engine, kept)
     for engine.now in (0.0, 0.01, 0.02, 0.06, 0.5):
-        recorder.see(engine, rows_done=round(engine.now * 10))
+        recorder.see(engine.stats, rows_done=round(engine.now * 10))
     assert kept == []
-    recorder.see(engine, 9, always=True)
+    recorder.see(engine.stats, 9, always=True)
     recorder.end()
     ((run, tree),) = kept
     assert run["seconds"] == [0.0, 0.06, 0.5, 0.5]
@@ -56,8 +56,8 @@ def test_a_long_run_has_no_more_points_than_a_short_one():
     recorder = recorder_of(engine, kept, max_points=10)
     for i in range(10_000):
         engine.now = i / 10
-        recorder.see(engine, 0)
-    recorder.see(engine, 0, always=True)
+        recorder.see(engine.stats, 0)
+    recorder.see(engine.stats, 0, always=True)
     recorder.end()
     seconds = kept[-1][0]["seconds"]
     assert (seconds[0], seconds[-1]) == (0.0, 999.9)
@@ -71,9 +71,9 @@ def test_the_moments_of_a_run_in_many_windows_are_spread_over_all_of_it():
     for window in range(5000):
         for step in range(5):
             engine.now = window * 0.5 + step * 0.1
-            recorder.see(engine, 0)
+            recorder.see(engine.stats, 0)
         engine.now += 0.05
-        recorder.see(engine, window, always=True)
+        recorder.see(engine.stats, window, always=True)
     recorder.end()
     seconds = kept[-1][0]["seconds"]
     assert (seconds[0], seconds[-1]) == (0.0, 2499.95)
@@ -96,7 +96,7 @@ def test_the_tree_is_recorded_when_it_has_changed():
     tree = outline.tree()
     recorder = recorder_of(engine, kept, tree=lambda: tree)
     for engine.now in (2.0, 13.0):
-        recorder.see(engine, 0)
+        recorder.see(engine.stats, 0)
     assert [None if found is None else found["texts"] for _, found in kept] == [["[1]"], None]
 
 
