@@ -71,16 +71,16 @@ def _run_job(config: JobConfig, progress: Progress) -> JobReport:
     tracker = Tracker(progress)
     with Signals(config.grace) as signals, memory_errors(), few_collections():
         with signals.interruptible():
-            asked = check_command(config)
-            if (done := asked.finished()) is not None:
-                tell_notes(asked.source, tracker)
-                return _already_finished(asked, *done)
-        setup, store = set_up_job(asked, signals, tracker)
+            command = check_command(config)
+            if (done := command.finished()) is not None:
+                tell_notes(command.source, tracker)
+                return _already_finished(command, *done)
+        setup, store = set_up_job(command, signals, tracker)
         with store as job:
-            tell_notes(asked.source, tracker)
+            tell_notes(command.source, tracker)
             tell_notes(job, tracker)
             if job.finished is not None:
-                return _already_finished(asked, job.finished, setup.prompts.chat, _shard_name(config, job))
+                return _already_finished(command, job.finished, setup.prompts.chat, _shard_name(config, job))
             tracker.tell = job.tell
             outcomes = Outcomes(tracker, config.max_errors)
             planner = Planner(
@@ -373,15 +373,9 @@ def _keep_stopped(job: Store, config: JobConfig, model: _Model) -> None:
     write_stats(config.stats, stats)
 
 
-def _already_finished(asked: JobCommand, stats: dict[str, Any], chat: bool, shard: str = "") -> JobReport:
-    write_stats(asked.config.stats, stats)
-    return JobReport(
-        stats,
-        asked.output,
-        already_finished=True,
-        chat=chat,
-        shard=shard,
-    )
+def _already_finished(command: JobCommand, stats: dict[str, Any], chat: bool, shard: str = "") -> JobReport:
+    write_stats(command.config.stats, stats)
+    return JobReport(stats, command.output, already_finished=True, chat=chat, shard=shard)
 
 
 def _shard_name(config: JobConfig, job: Store) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from batchgen.config import JobConfig
@@ -12,13 +13,12 @@ from batchgen.errors import UsageError
 from batchgen.jobs.base import Job, JobSpec, Store
 from batchgen.jobs.identity import command_digest, date_of_job, job_settings, local_identity
 from batchgen.jobs.job_folder import JobFolder
-from batchgen.jobs.lease import Lease
 from batchgen.jobs.manifest import as_stored
 from batchgen.jobs.opening import find_finished, open_job
 from batchgen.jobs.outcomes import Outcomes
 from batchgen.jobs.place import output_of
 from batchgen.jobs.requests import FirstReading, RequestReader, RowStream, asked_of
-from batchgen.jobs.shards import ShardFolder, open_shard, write_plan
+from batchgen.jobs.shards import ShardFolder, open_shard, output_facts, write_plan
 from batchgen.jobs.sorted_requests import SortedRequests, in_window_order
 from batchgen.prefix import Outline
 from batchgen.preflight import check_job
@@ -46,14 +46,14 @@ class JobCommand:
     output: str
     model_files: dict[str, Any] | None
     """The identity of the model's files; None if the hub has to be asked."""
-    command: str
-    """Digest of the command, by which a finished job is recognised; empty if there is none."""
+    digest: str
+    """`command_digest`, by which a finished job is recognised; empty if there is none."""
 
     def finished(self) -> tuple[dict[str, Any], bool] | None:
         """Figures of the job that this command has finished, and whether its prompts are chats; None if there may be something to do."""
         if self.config.overwrite:
             return None
-        return find_finished(self.output, command=self.command, input=self.source, config=self.config)
+        return find_finished(self.output, command=self.digest, input=self.source, config=self.config)
 
 
 def check_command(config: JobConfig) -> JobCommand:
@@ -74,18 +74,18 @@ def check_command(config: JobConfig) -> JobCommand:
             )
     check_job(config, source, output)
     model_files = local_identity(config.model)
-    command = "" if model_files is None or config.shard_of is not None else command_digest(config, model_files)
-    return JobCommand(config, source, output, model_files, command)
+    digest = "" if model_files is None or config.shard_of is not None else command_digest(config, model_files)
+    return JobCommand(config, source, output, model_files, digest)
 
 
 @dataclass(frozen=True, slots=True)
 class JobSetup(JobCommand):
-    """The parts of a job that are needed before its results are opened: also the tokenizer, and the settings that results depend on."""
+    """The parts of a job that are needed before its results are opened: also the tokenizer, and what the job is asked for."""
 
     tokenizer: LoadedTokenizer
     prompts: PromptBuilder
     grammars: Vocabulary
-    settings: dict[str, Any]
+    spec: JobSpec
     window_size: int | None
     """Number of rows in a window; None if all rows are put in prefix order."""
     stream: RowStream
@@ -104,84 +104,27 @@ class JobSetup(JobCommand):
         chosen = [self.rows[i * len(self.rows) // count] for i in range(count)]
         return [built.tokens for built in self.prompts.build(chosen) if isinstance(built, Request)]
 
-    def open_store(self, signals: Signals, tracker: Tracker) -> Job | ShardFolder:
-        """Opens the place of the results: the job's folder, standard output, or a shard. Raises `UsageError` for a job with other settings."""
-        config = self.config
-        if config.shard_of is None:
-            return self._open_folder()
-        asked = asked_of(config, self.source.fingerprint()) | {
-            "settings": as_stored(self.settings),
-            "keep": config.keep,
-            "id_column": config.id_column,
-            "token_ids": config.token_ids,
-            "output_format": config.output_format,
-        }
 
-        def waiting(text: str) -> None:
-            tracker.phase("waiting")
-            tracker.note(text)
-
-        with signals.interruptible(), tracker.run.timed("plan"):
-            return open_shard(
-                *config.shard_of,
-                output=self.output,
-                work_dir=config.work_dir,
-                asked=as_stored(asked),
-                retry=sorted(config.retried),
-                flush_every=config.flush_every,
-                open_folder=self._open_folder,
-                read=lambda job: _plan_shards(self, job, asked, Tracker(tracker.shown)),
-                tell=waiting,
-            )
-
-    def _open_folder(self, lease: Lease | None = None) -> Job:
-        config, prompts, schema = self.config, self.prompts, self.source.schema
-        spec = JobSpec(
-            output=self.output,
-            command=self.command,
-            settings=self.settings,
-            mentions=versions(),
-            input=self.source,
-            limit=config.limit,
-            form=row_form(
-                config,
-                self.output,
-                chat=prompts.chat,
-                reasoning=prompts.reasoning,
-                tool_calls=prompts.tool_calls,
-                head=self.tokenizer.head,
-            ),
-            work_dir=config.work_dir,
-            overwrite=config.overwrite,
-            flush_every=config.flush_every,
-            order=config.order,
-            retry=config.retried,
-            prune=config.prune,
-            optional=prompts.optional_results({} if schema is None else {f.name: f.type for f in schema}),
-        )
-        return open_job(spec, lease)
-
-
-def set_up_job(asked: JobCommand, signals: Signals, tracker: Tracker) -> tuple[JobSetup, Job | ShardFolder]:
-    """Sets a job up and opens the place of its results. Raises `UsageError` as `JobSetup.open_store` does."""
-    config = asked.config
+def set_up_job(command: JobCommand, signals: Signals, tracker: Tracker) -> tuple[JobSetup, Job | ShardFolder]:
+    """Sets a job up and opens the place of its results: its folder, standard output, or a shard. Raises `UsageError` for a job with other settings."""
+    config = command.config
     with signals.interruptible():
-        setup = _set_up(asked, tracker)
+        setup = _set_up(command, tracker)
     try:
-        return setup, setup.open_store(signals, tracker)
+        return setup, _open_store(setup, signals, tracker)
     except UsageError:
         # Shards that start together find no date: each takes the time of its own start, and the first to open the job decides.
-        begun = date_of_job(asked.output, config.work_dir)
+        begun = date_of_job(command.output, config.work_dir)
         if config.shard is None or setup.prompts.date is None or begun in (None, setup.prompts.date):
             raise
     with signals.interruptible():
-        setup = _set_up(asked, tracker)
-    return setup, setup.open_store(signals, tracker)
+        setup = _set_up(command, tracker)
+    return setup, _open_store(setup, signals, tracker)
 
 
-def _set_up(asked: JobCommand, tracker: Tracker) -> JobSetup:
+def _set_up(command: JobCommand, tracker: Tracker) -> JobSetup:
     """Loads the tokenizer, and checks all that can be checked before a row is generated."""
-    config, source, output = asked.config, asked.source, asked.output
+    config, source, output = command.config, command.source, command.output
     tracker.phase("loading tokenizer")
     with tracker.run.timed("load"):
         tokenizer = load_tokenizer(config.model)
@@ -201,29 +144,84 @@ def _set_up(asked: JobCommand, tracker: Tracker) -> JobSetup:
     stream = RowStream(source)
     rows = source.first_rows(config.limit) if window_size is None else stream.take(window_size, config.limit)
     prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
-    resolved = replace(config, sampling=prompts.sampling)
+    spec = _spec_of(command, tokenizer, prompts)
+    return JobSetup(
+        config=config,
+        source=source,
+        output=output,
+        model_files=command.model_files,
+        digest=command.digest,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        grammars=grammars,
+        spec=spec,
+        window_size=window_size,
+        stream=stream,
+        rows=rows,
+    )
+
+
+def _spec_of(command: JobCommand, tokenizer: LoadedTokenizer, prompts: PromptBuilder) -> JobSpec:
+    config, schema = command.config, command.source.schema
     settings = job_settings(
-        resolved,
+        replace(config, sampling=prompts.sampling),
         tokenizer.hf_config,
         chat=prompts.chat,
-        model=asked.model_files,
+        model=command.model_files,
         head=tokenizer.head,
         date=prompts.date,
     )
-    return JobSetup(
+    form = row_form(
         config,
-        source,
-        output,
-        asked.model_files,
-        asked.command,
-        tokenizer,
-        prompts,
-        grammars,
-        settings,
-        window_size,
-        stream,
-        rows,
+        command.output,
+        chat=prompts.chat,
+        reasoning=prompts.reasoning,
+        tool_calls=prompts.tool_calls,
+        head=tokenizer.head,
     )
+    return JobSpec(
+        output=command.output,
+        command=command.digest,
+        settings=settings,
+        mentions=versions(),
+        input=command.source,
+        limit=config.limit,
+        form=form,
+        work_dir=config.work_dir,
+        overwrite=config.overwrite,
+        flush_every=config.flush_every,
+        order=config.order,
+        retry=config.retried,
+        prune=config.prune,
+        optional=prompts.optional_results({} if schema is None else {f.name: f.type for f in schema}),
+    )
+
+
+def _open_store(setup: JobSetup, signals: Signals, tracker: Tracker) -> Job | ShardFolder:
+    config = setup.config
+    if config.shard_of is None:
+        return open_job(setup.spec)
+    asked = asked_of(config, setup.source.fingerprint()) | {
+        "settings": as_stored(setup.spec.settings),
+        "keep": config.keep,
+        "id_column": config.id_column,
+        "token_ids": config.token_ids,
+        "output_format": config.output_format,
+    }
+
+    def waiting(text: str) -> None:
+        tracker.phase("waiting")
+        tracker.note(text)
+
+    with signals.interruptible(), tracker.run.timed("plan"):
+        return open_shard(
+            *config.shard_of,
+            setup.spec,
+            asked=as_stored(asked),
+            open_folder=partial(open_job, setup.spec),
+            read=lambda job: _plan_shards(setup, job, asked, Tracker(tracker.shown)),
+            tell=waiting,
+        )
 
 
 def _plan_shards(setup: JobSetup, job: Job, asked: dict[str, Any], tracker: Tracker) -> None:
@@ -248,7 +246,7 @@ def _plan_shards(setup: JobSetup, job: Job, asked: dict[str, Any], tracker: Trac
         config.engine.chunk_size,
         asked=as_stored(asked),
         rows=job.row_count,
-        output=job.output_facts(),
+        output=output_facts(setup.spec),
         earlier=job.previous["job"] if job.previous else None,
         limits=config.limits,
     )

@@ -29,7 +29,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -46,7 +46,7 @@ from batchgen.jobs.manifest import FIRST_LIMIT, Manifest, as_stored, file_digest
 from batchgen.jobs.place import KEPT_FILE, REMADE_FILES, SORTED_FOLDER, WORK_FILES, check_space, min_bytes, remove_files
 from batchgen.jobs.results import Results
 from batchgen.jobs.reuse_output import KEY_BYTES, NO_KEY, is_held_whole, read_keys, results_of_output
-from batchgen.jobs.shards import figures_so_far, forget_plan, load_plan, output_facts, stores, take_results, take_runs
+from batchgen.jobs.shards import figures_so_far, forget_plan, load_plan, stores, take_results, take_runs
 from batchgen.jobs.stdout_job import DoneOrder
 from batchgen.jobs.target import Target
 from batchgen.progress import Snapshot
@@ -389,12 +389,6 @@ class JobFolder(StoredResults):
         with writing(self.folder):
             self._results.forget_reading()
             remove_files(self.folder, (SORTED_FOLDER,))
-
-    def output_facts(self) -> dict[str, Any]:
-        """Returns what a merge needs to write this job's output (`shards.ShardPlan.output`)."""
-        return output_facts(
-            self._spec.input, asdict(self._spec.form), tuple(self._spec.optional), prune=self._spec.prune
-        )
 
     def rows(self, first: int, last: int) -> tuple[dict[int, bytes], dict[int, Result]]:
         """Returns the rows from `first` to `last` that are in the output: the keys of those that became requests, and the results of the others."""

@@ -21,7 +21,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from typing import Any, Self
 
 from batchgen.config import RETRY_REASONS, InputLimits
 from batchgen.errors import OutputError, OutputLocked, UsageError
-from batchgen.jobs.base import Job, StoredResults
+from batchgen.jobs.base import Job, JobSpec, StoredResults
 from batchgen.jobs.disk import sync_folder, write_json, writing
 from batchgen.jobs.lease import Lease, check_free_here, check_shared_folder, holder_of_lease, last_claim
 from batchgen.jobs.lock import holder_of, lives
@@ -40,7 +40,6 @@ from batchgen.jobs.shares import PrefixCosts, Share
 from batchgen.jobs.sorted_requests import read_requests, write_requests
 from batchgen.progress import Snapshot
 from batchgen.recording import JobRecord
-from batchgen.records.inputs import Input
 from batchgen.records.output import job_path
 from batchgen.records.remote import is_url
 from batchgen.request import Request
@@ -100,12 +99,12 @@ def write_plan(
     count: int,
     chunk_size: int,
     *,
-    asked: Mapping[str, Any],
+    asked: dict[str, Any],
     rows: int,
-    output: Mapping[str, Any],
-    earlier: Mapping[str, Any] | None,
+    output: dict[str, Any],
+    earlier: dict[str, Any] | None,
     limits: InputLimits,
-) -> ShardPlan:
+) -> None:
     """Writes the requests of `windows`, which are in prefix order, and then the plan for `count` shards."""
     plan_id = secrets.token_hex(4)
     place = folder / SHARDS_FOLDER / plan_id
@@ -121,12 +120,12 @@ def write_plan(
         pieces.append((name, len(window)))
     plan = ShardPlan(
         id=plan_id,
-        asked=dict(asked),
+        asked=asked,
         pieces=pieces,
         shares=costs.shares(count, chunk_size),
         rows=rows,
-        output=dict(output),
-        earlier=None if earlier is None else dict(earlier),
+        output=output,
+        earlier=earlier,
     )
     with writing(folder):
         for number in range(1, count + 1):
@@ -134,7 +133,6 @@ def write_plan(
         for made in (place / "requests", place, folder / SHARDS_FOLDER):
             sync_folder(made)
         write_json(folder / SHARDS_FOLDER / _PLAN, asdict(plan))
-    return plan
 
 
 def forget_plan(folder: Path) -> None:
@@ -213,21 +211,25 @@ def read_stats(place: Path) -> dict[str, Any] | None:
     return stats if isinstance(stats, dict) else None
 
 
-def output_facts(source: Input, form: Mapping[str, Any], optional: Sequence[str], *, prune: bool) -> dict[str, Any]:
+def output_facts(spec: JobSpec) -> dict[str, Any]:
     """Returns what the merge needs to know about the input and the output's rows, as JSON."""
-    files = [{"name": f.name, "format": f.format, "compression": f.compression} for f in source.files]
-    return {"files": files, "folder": os.getcwd(), "form": dict(form), "optional": list(optional), "prune": prune}  # noqa: PTH109
+    files = [{"name": f.name, "format": f.format, "compression": f.compression} for f in spec.input.files]
+    here = os.getcwd()  # noqa: PTH109
+    return {
+        "files": files,
+        "folder": here,
+        "form": asdict(spec.form),
+        "optional": list(spec.optional),
+        "prune": spec.prune,
+    }
 
 
 def open_shard(
     number: int,
     count: int,
+    spec: JobSpec,
     *,
-    output: str,
-    work_dir: str | None,
     asked: Mapping[str, Any],
-    retry: Sequence[str],
-    flush_every: float,
     open_folder: Callable[[Lease], Job],
     read: Callable[[Job], None],
     tell: Callable[[str], None],
@@ -237,8 +239,8 @@ def open_shard(
     The first to come opens the job's folder by `open_folder` and calls `read`, which leaves a plan; all others wait for it.
     Raises `UsageError` (other settings, shards of another number), `OutputLocked`, `OutputError`, and what `read` raises.
     """
-    folder = job_path(output, work_dir)
-    if is_url(output) and work_dir is None:
+    output, folder = spec.output, job_path(spec.output, spec.work_dir)
+    if is_url(output) and spec.work_dir is None:
         raise UsageError(f"the shards of {output} need a folder that all of them see", "name it with --work-dir")
     check_shared_folder(folder)
     with writing(folder):
@@ -257,7 +259,7 @@ def open_shard(
         if plan is not None and plan.asked != asked:
             _check_not_running(folder, plan, asked, output)
         elif plan is not None:
-            shard = _join(folder, plan, number, output, retry, flush_every, tell_once)
+            shard = _join(folder, plan, number, spec, tell_once)
             if shard is not None:
                 return shard
         finished = _lead_reading(folder, output, asked, open_folder, read, tell_once)
@@ -281,20 +283,12 @@ def _check_count(plan: ShardPlan, number: int, count: int, output: str) -> None:
         )
 
 
-def _join(
-    folder: Path,
-    plan: ShardPlan,
-    number: int,
-    output: str,
-    retry: Sequence[str],
-    flush_every: float,
-    tell: Callable[[str], None],
-) -> ShardFolder | None:
+def _join(folder: Path, plan: ShardPlan, number: int, spec: JobSpec, tell: Callable[[str], None]) -> ShardFolder | None:
     """Returns the shard of a plan; None if another process works on the whole job, or the job has another plan by now."""
-    place = shard_folder(folder, plan, number)
+    place, output = shard_folder(folder, plan, number), spec.output
     if _is_done(place):
         shard = ShardFolder(folder, plan, number, output)
-        if shard.is_complete(retry):
+        if shard.is_complete(spec.retry):
             return shard
     try:
         lease = Lease(place, f"shard {number}/{plan.count} of {output}", tell)
@@ -308,7 +302,7 @@ def _join(
             return None
         _check_no_whole_run(folder, output)
         shard = ShardFolder(folder, plan, number, output)
-        shard.open(lease, retry, flush_every)
+        shard.open(lease, sorted(spec.retry), spec.flush_every)
         return shard
     except BaseException:
         lease.release()
@@ -382,7 +376,7 @@ class ShardFolder(StoredResults):
         self._share = plan.shares[number - 1]
         self.previous = read_stats(self._place)
 
-    def is_complete(self, retry: Sequence[str]) -> bool:
+    def is_complete(self, retry: Collection[str]) -> bool:
         """Returns whether this shard, which is done, has no row to `retry`. If so, sets `finished`."""
         if self.previous is None:
             return False
@@ -391,7 +385,7 @@ class ShardFolder(StoredResults):
         self.finished = self.previous
         return True
 
-    def open(self, lease: Lease, retry: Sequence[str], flush_every: float) -> None:
+    def open(self, lease: Lease, retry: list[str], flush_every: float) -> None:
         """Opens the results of earlier runs. Forgets the results of rows to `retry`, unless an interrupted run has forgotten them already."""
         self._lease = lease
         if lease.taken_over is not None:
@@ -406,9 +400,9 @@ class ShardFolder(StoredResults):
                 self.notes.append(
                     f"{self._results.damaged} results in {self._place} are damaged: their rows are generated again"
                 )
-            if retry and (lease.before == "done" or self._results.fact("retry") != sorted(retry)):
+            if retry and (lease.before == "done" or self._results.fact("retry") != retry):
                 self._results.forget([RETRY_REASONS[name] for name in retry])
-            self._results.set_fact("retry", sorted(retry))
+            self._results.set_fact("retry", retry)
             self.results_at_hand = self._results.count
 
     @property
