@@ -91,7 +91,7 @@ def main() -> None:
         os._exit(1)
     if model.device.type == "cuda":
         torch.cuda.set_device(model.device)  # Triton launches its kernels on the current one
-    run(setup, model, connection.send)
+    run_trials(setup, model, connection.send)
     os._exit(0)  # without waiting for the threads of libraries
 
 
@@ -101,7 +101,7 @@ def _end_with(connection: Connection[Any, Any]) -> None:
     os._exit(1)
 
 
-def run(setup: TrialSetup, model: LoadedModel, tell: Callable[[Trying | Failed | Unknown | Done], None]) -> None:
+def run_trials(setup: TrialSetup, model: LoadedModel, tell: Callable[[Trying | Failed | Unknown | Done], None]) -> None:
     """Tries the parts of `setup` in their order. Ends without `Done` if the device cannot be used any more."""
     passed = setup.passed
     trials = Trials(model, setup.block_size, "triton" in passed, "graphs" in passed)

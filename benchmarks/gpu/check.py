@@ -14,7 +14,7 @@ import torch
 
 from batchgen.model.adapter import prepare
 from batchgen.model.device_check import PARTS, Done, Failed, TrialSetup, Trying
-from batchgen.model.device_trials import attention_trial, run, sampler_trial
+from batchgen.model.device_trials import attention_trial, run_trials, sampler_trial
 from batchgen.model.loaded_model import AttentionKind
 from benchmarks.gpu.device import Bench
 from benchmarks.models import random_model
@@ -69,7 +69,7 @@ def all_parts(bench: Bench, name: str) -> dict[str, Any]:
     for when in ("with_compiling_s", "again_s"):
         marks: list[tuple[Any, float]] = []
         setup: Any = TrialSetup(None, BLOCK, tuple(PARTS))  # type: ignore[arg-type]
-        run(setup, model, lambda told, marks=marks: marks.append((told, time.perf_counter())))  # type: ignore[misc]
+        run_trials(setup, model, lambda told, marks=marks: marks.append((told, time.perf_counter())))  # type: ignore[misc]
         marks.append((None, time.perf_counter()))
         starts = [(told.part, at) for told, at in marks if isinstance(told, Trying)] + [("", marks[-1][1])]
         found[when] = {part: round(starts[i + 1][1] - at, 3) for i, (part, at) in enumerate(starts[:-1])}

@@ -12,13 +12,13 @@ from typing import Annotated, Any
 
 import typer
 
-from batchgen_cli.job_page import ReportCommand, ReportOptions
-from batchgen_cli.merge import MergeCommand, MergeOptions
-from batchgen_cli.models import ModelsCommand, ModelsOptions
+from batchgen_cli.merge import merge_shards
+from batchgen_cli.models import models
 from batchgen_cli.options import Command, CommandGroup, similar
-from batchgen_cli.plan import PlanCommand, PlanOptions
-from batchgen_cli.run import RunCommand, RunOptions
-from batchgen_cli.status import StatusCommand, StatusOptions
+from batchgen_cli.plan import PlanCommand, plan
+from batchgen_cli.report import report
+from batchgen_cli.run import run
+from batchgen_cli.status import status
 from batchgen_cli.stderr import drop_unwritten, exit_code_of, say, wants_json
 
 app = typer.Typer(
@@ -29,16 +29,37 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-COMMANDS: dict[str, tuple[type[Command], type]] = {
-    "run": (RunCommand, RunOptions),
-    "plan": (PlanCommand, PlanOptions),
-    "status": (StatusCommand, StatusOptions),
-    "report": (ReportCommand, ReportOptions),
-    "merge": (MergeCommand, MergeOptions),
-    "models": (ModelsCommand, ModelsOptions),
-}
-for name, (command, options) in COMMANDS.items():
-    app.command(name, cls=command, help=command.text, short_help=command.short)(options)
+app.command(
+    cls=Command,
+    short_help="Generate a completion for every row of INPUT, or label or score it.",
+    epilog="batchgen run prompts.jsonl --model ./model -o answers.jsonl --max-tokens 64",
+)(run)
+app.command(
+    cls=PlanCommand,
+    short_help="Show what a run would share and the memory it needs.",
+    epilog="batchgen plan prompts.jsonl --model ./model",
+)(plan)
+app.command(
+    cls=Command,
+    short_help="Show how far a running, stopped, dead or finished job is.",
+    epilog="batchgen status answers.jsonl",
+)(status)
+app.command(
+    cls=Command,
+    short_help="Write a report of a job: a page with its prefix tree, speed, lengths and errors.",
+    epilog="batchgen report answers.jsonl -o answers.html",
+)(report)
+app.command(
+    "merge",
+    cls=Command,
+    short_help="Write the output of a job that ran in shards (run --shard I/N).",
+    epilog="batchgen merge answers.jsonl",
+)(merge_shards)
+app.command(
+    cls=Command,
+    short_help="Show which models are verified, and whether MODEL would run.",
+    epilog="batchgen models Qwen/Qwen3-0.6B",
+)(models)
 
 
 def _version(wanted: bool) -> None:
@@ -65,7 +86,7 @@ def run_command(arguments: Sequence[str] | None = None) -> None:
 
     def command() -> int:
         try:
-            code = _parser()(args=arguments, prog_name="batchgen", standalone_mode=False)
+            code = parser()(args=arguments, prog_name="batchgen", standalone_mode=False)
         except typer.Abort:
             raise KeyboardInterrupt from None
         except Exception as e:
@@ -82,7 +103,7 @@ def run_command(arguments: Sequence[str] | None = None) -> None:
 
 
 @cache
-def _parser() -> Any:
+def parser() -> Any:
     """The commands and their options as Typer's own command object."""
     return typer.main.get_command(app)
 
@@ -119,8 +140,8 @@ def _misuse(error: Any, arguments: Sequence[str]) -> str:
     elif unknown := re.match(r"No such command '(.*?)'", message):
         message, word = f"no such command: {unknown[1]}", unknown[1]
         meant = f"batchgen run {word}" if Path(word).suffix or Path(word).exists() else ""
-        meant = meant or " or ".join(similar(word, list(COMMANDS), cutoff=0.6))
+        meant = meant or " or ".join(similar(word, list(parser().commands), cutoff=0.6))
     hint = f"; did you mean {meant}?" if meant else ""
-    named = arguments[0] if arguments and arguments[0] in COMMANDS else ""
+    named = arguments[0] if arguments and arguments[0] in parser().commands else ""
     path = ctx.command_path if ctx else f"batchgen {named}".rstrip()
     return f"{message[:1].lower()}{message[1:].rstrip('.')}{hint}; see {path} --help"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import textwrap
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,9 +11,9 @@ import typer
 from batchgen.config import ModelConfig
 from batchgen.stats import counted
 from batchgen.stats import size_text as size
-from batchgen_cli.options import AsJson, Command, option_of
-from batchgen_cli.progress import calm_libraries, progress_for
-from batchgen_cli.stderr import exit_code_of, printable, write_answer
+from batchgen_cli.options import AsJson, Display, option_of
+from batchgen_cli.progress import progress_for
+from batchgen_cli.stderr import printable, write_answer
 
 if TYPE_CHECKING:
     from batchgen.model_report import ModelReport
@@ -27,35 +26,25 @@ _PROMPTS = {
 """How prompts are sent, by whether the model has a chat template."""
 
 
-@dataclass(kw_only=True)
-class ModelsOptions:
+def models(
+    *,
     model: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="A folder, or a name on the hub.", show_default=False)
-    ] = None
-    revision: Annotated[str | None, option_of(ModelConfig, "revision")] = None
-    as_json: AsJson = False
+    ] = None,
+    revision: Annotated[str | None, option_of(ModelConfig, "revision")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show which types of models are verified, or whether MODEL would run, and its size.
 
-
-class ModelsCommand(Command):
-    short = "Show which models are verified, and whether MODEL would run."
-    text = """Show which types of models are verified, or whether MODEL would run, and its size.
-
-    Reads the configuration and the tokenizer of MODEL, never its weights. The exit code is 1 if the model is refused."""
-    example = "batchgen models Qwen/Qwen3-0.6B"
-
-    def invoke(self, ctx: typer.Context) -> int:  # type: ignore[override]
-        given = ctx.params
-        return exit_code_of(lambda: _models(given["model"], given["revision"], as_json=given["as_json"]))
-
-
-def _models(model: str | None, revision: str | None, *, as_json: bool) -> int:
+    Reads the configuration and the tokenizer of MODEL, never its weights. The exit code is 1 if the model is refused.
+    """
     from batchgen.model_report import known_models, report_model
 
     if model is None:
         known = known_models()
         write_answer(json.dumps(known) if as_json else "\n".join(_known_lines(known)))
         return 0
-    with calm_libraries(verbose=False), progress_for(False, quiet=False):
+    with progress_for(Display(progress=False)):
         report = report_model(ModelConfig(model=model, revision=revision))
     write_answer(json.dumps(report.as_dict()) if as_json else "\n".join(map(printable, _report_lines(report))))
     return 0

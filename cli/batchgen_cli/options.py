@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, make_dataclass
+from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
+from inspect import Parameter
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import typer
@@ -15,6 +16,7 @@ from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig
 from batchgen.errors import UsageError
 from batchgen.options import GROUPS, Option, check, flag_of, number, option, whole_number
 from batchgen.sampling_params import SamplingParams
+from batchgen_cli.stderr import exit_code_of
 
 T = TypeVar("T")
 
@@ -40,6 +42,10 @@ class Display:
     def __post_init__(self) -> None:
         check(self)
 
+    @property
+    def as_json(self) -> bool:
+        return self.log_format == "json"
+
 
 JobOutput = Annotated[str, typer.Argument(metavar="OUTPUT", help="The output of a run.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)]
@@ -52,8 +58,8 @@ def option_of(config: type, name: str) -> Any:
     return declared
 
 
-def run_options() -> type:
-    """Returns a dataclass whose fields are the inputs and all options of a job. Typer takes its constructor as the command.
+def job_parameters() -> list[Parameter]:
+    """Returns the inputs and all options of a job as parameters of a function, which Typer takes for those of a command.
 
     An option that is not given is None (or an empty list), because only the configuration has defaults.
     """
@@ -65,16 +71,17 @@ def run_options() -> type:
     configs = (ModelConfig, PromptConfig, SamplingParams, JobConfig, EngineConfig, Display)
     declared = [(config, f) for config in configs for f in fields(config) if "option" in f.metadata]
     declared.sort(key=lambda each: GROUPS.index(each[1].metadata["option"].group))
-    parameters: list[Any] = [("inputs", Annotated[list[str], inputs])]
+    parameters = [Parameter("inputs", Parameter.KEYWORD_ONLY, annotation=Annotated[list[str], inputs])]
     for config, f in declared:
         required = f.default is MISSING and f.default_factory is MISSING
         annotation = Annotated[_type(f), _typer_option(config, f)]  # type: ignore[valid-type]
-        parameters.append((f.name, annotation) if required else (f.name, annotation, None))
+        default = Parameter.empty if required else None
+        parameters.append(Parameter(f.name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default))
     dry_run = typer.Option(
         "--dry-run", help="Generate nothing. Show the plan, like batchgen plan.", rich_help_panel="Job"
     )
-    parameters.append(("dry_run", Annotated[bool, dry_run], False))
-    return make_dataclass("RunOptions", parameters, kw_only=True)
+    annotation = Annotated[bool, dry_run]
+    return [*parameters, Parameter("dry_run", Parameter.KEYWORD_ONLY, annotation=annotation, default=False)]
 
 
 def _type(f: Field[Any]) -> Any:
@@ -125,15 +132,19 @@ def _completion(declared: Option) -> Callable[[str], list[str]] | None:
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose help lists its options in groups, with one example. Nothing is cut off on a narrow terminal."""
+    """A command whose function returns the exit code, and whose errors are lines on standard error.
 
-    short: ClassVar[str] = ""
-    """The description in one line."""
-    text: ClassVar[str] = ""
-    """The description in paragraphs."""
-    example: ClassVar[str] = ""
+    Its help lists its options in groups, with `epilog` as an example. Nothing is cut off on a narrow terminal.
+    """
+
     brief: ClassVar[bool] = False
     """Whether the help leaves out the options of `batchgen run`, except --model."""
+
+    def invoke(self, ctx: typer.Context) -> int:  # type: ignore[override]
+        run, given = super().invoke, ctx.params
+        return exit_code_of(
+            lambda: run(ctx), verbose=bool(given.get("verbose")), as_json=given.get("log_format") == "json"
+        )
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         formatter.write(help_text(self, ctx, formatter.width))
@@ -177,11 +188,11 @@ def help_text(command: Any, ctx: Any, width: int) -> str:
             (option_names(p), _help(p))
             for p in params
             if p.param_type_name == "option"
-            and (p.rich_help_panel or "Options") == group
+            and (getattr(p, "rich_help_panel", None) or "Options") == group  # --help has none in some versions of Typer
             and (not command.brief or p.name == "model" or group == "Options")
         ]
         lines += _section(group, rows, width) if rows else []
-    return "\n".join([*lines, *_section("Example", [(command.example, "")], width), ""])
+    return "\n".join([*lines, *_section("Example", [(command.epilog, "")], width), ""])
 
 
 def option_names(param: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import make_dataclass
+from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,56 +12,28 @@ from batchgen.errors import UsageError
 from batchgen.options import whole_number
 from batchgen.stats import counted
 from batchgen.stats import size_text as size
-from batchgen_cli.options import AsJson, Command, Display, build, job_config
-from batchgen_cli.progress import calm_libraries, progress_for
-from batchgen_cli.run import RunOptions
-from batchgen_cli.stderr import exit_code_of, printable, write_answer
+from batchgen_cli.options import AsJson, Command, Display, build, job_config, job_parameters
+from batchgen_cli.progress import progress_for
+from batchgen_cli.stderr import printable, write_answer
 
 if TYPE_CHECKING:
     from batchgen.dry_run import PlanReport
 
 EXCERPT_CHARACTERS = 48
 
-PlanOptions = make_dataclass(
-    "PlanOptions",
-    [
-        ("as_json", AsJson, False),
-        (
-            "shards",
-            Annotated[
-                str | None,
-                typer.Option(
-                    "--shards",
-                    metavar="N",
-                    help="Show what it costs to run the job in N shards.",
-                    show_default="",
-                ),
-            ],
-            None,
-        ),
-    ],
-    bases=(RunOptions,),
-    kw_only=True,
-)
-
 
 class PlanCommand(Command):
-    short = "Show what a run would share and the memory it needs."
-    text = """Show what a run over INPUT would share and the memory it needs, without loading the model's weights.
+    """Its help leaves out the options of `batchgen run`, except --model."""
 
-    Takes all options of `batchgen run` (see batchgen run --help), so you only replace run by plan in a command. With --report FILE.html
-    it also writes a page for a browser that shows the prefix tree."""
-    example = "batchgen plan prompts.jsonl --model ./model"
     brief = True
 
-    def invoke(self, ctx: typer.Context) -> int:  # type: ignore[override]
-        given = ctx.params
-        as_json = given["log_format"] == "json"
-        return exit_code_of(lambda: show_plan(given), verbose=bool(given["verbose"]), as_json=as_json)
 
+def plan(**given: Any) -> int:
+    """Show what a run over INPUT would share and the memory it needs, without loading the model's weights.
 
-def show_plan(given: dict[str, Any]) -> int:
-    """Prints the plan of a run with these options; returns the exit code."""
+    Takes all options of `batchgen run` (see batchgen run --help), so you only replace run by plan in a command. With --report FILE.html
+    it also writes a page for a browser that shows the prefix tree.
+    """
     display = build(Display, given)
     config = job_config(given)
     shards = _shards(given.get("shards"))
@@ -70,14 +42,23 @@ def show_plan(given: dict[str, Any]) -> int:
     import_arrow()
     from batchgen.dry_run import plan_job  # after the options are known to be good: it takes half a second
 
-    showing = progress_for(display.progress, quiet=display.quiet, as_json=display.log_format == "json")
-    with calm_libraries(verbose=display.verbose), showing as shown:
+    with progress_for(display) as shown:
         report = plan_job(config, shown, shards=shards)
     if given.get("as_json"):
         write_answer(json.dumps(report.as_dict(), ensure_ascii=False))
     else:
         write_answer("\n".join(map(printable, plan_lines(report))))
     return 0
+
+
+_SHARDS = typer.Option("--shards", metavar="N", help="Show what it costs to run the job in N shards.", show_default="")
+plan.__signature__ = Signature(  # type: ignore[attr-defined]
+    [
+        *job_parameters(),
+        Parameter("as_json", Parameter.KEYWORD_ONLY, annotation=AsJson, default=False),
+        Parameter("shards", Parameter.KEYWORD_ONLY, annotation=Annotated[str | None, _SHARDS], default=None),
+    ]
+)
 
 
 def _shards(text: str | None) -> int | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from batchgen.progress import GENERATING, REFRESH_SECONDS, Snapshot, facts, percent, rounded_duration
 from batchgen.stats import counted
+from batchgen_cli.options import Display
 from batchgen_cli.stderr import Stderr, Stream, event, printable, write_line
 
 LINE_SECONDS = 10.0
@@ -269,15 +270,16 @@ class _NoteHandler(logging.Handler):
 
 
 @contextmanager
-def progress_for(wanted: bool | None, *, quiet: bool, as_json: bool = False) -> Iterator[Notes]:
-    """Yields the progress to show. `wanted` is True for --progress, False for --no-progress, else None. Shows what libraries write, too."""
+def progress_for(display: Display) -> Iterator[Notes]:
+    """Yields the progress to show. Shows what libraries write, too, but their warnings and progress bars only with -v."""
     stream = Stderr()
     shown: Notes
-    if as_json:
-        shown = Events(stream, None if quiet or wanted is False else LINE_SECONDS, notes=not quiet)
-    elif quiet:
+    if display.as_json:
+        silent = display.quiet or display.progress is False
+        shown = Events(stream, None if silent else LINE_SECONDS, notes=not display.quiet)
+    elif display.quiet:
         shown = Nothing(stream)
-    elif wanted is False:
+    elif display.progress is False:
         shown = Notes(stream)
     elif stream.isatty():
         shown = Bar(stream)
@@ -292,7 +294,7 @@ def progress_for(wanted: bool | None, *, quiet: bool, as_json: bool = False) -> 
     ticker = threading.Thread(target=_tick, args=(shown, ended), name="batchgen-progress", daemon=True)
     ticker.start()
     try:
-        with redirect_stderr(relay):
+        with calm_libraries(verbose=display.verbose), redirect_stderr(relay):
             yield shown
     finally:
         ended.set()

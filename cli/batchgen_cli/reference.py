@@ -6,11 +6,8 @@ import re
 import sys
 from typing import Any
 
-import typer
-import typer.main
-
 from batchgen.options import GROUPS
-from batchgen_cli.app import COMMANDS, app
+from batchgen_cli.app import parser
 from batchgen_cli.options import default_text, option_names
 
 EXIT_CODES = {
@@ -34,18 +31,18 @@ def markdown() -> str:
         "`batchgen COMMAND --help` shows the same. `batchgen --install-completion` installs completion for bash, zsh or fish.",
         "Exit codes and the errors of rows: [Results and errors](results.md#exit-codes).",
     ]
-    for name, command, params in _commands():
+    for name, command in parser().commands.items():
         lines += [
             "",
             f"## batchgen {name}",
             "",
-            _paragraphs(command.text),
+            _paragraphs(command.help),
             "",
             "```console",
-            f"$ {command.example}",
+            f"$ {command.epilog}",
             "```",
         ]
-        for group, rows in _option_groups(command, params):
+        for group, rows in _option_groups(command):
             lines += ["", f"### {group}" if group in GROUPS else f"### {group} of {name}", ""]
             lines += ["| option | meaning | default |", "| --- | --- | --- |"]
             lines += [
@@ -63,34 +60,29 @@ def man() -> str:
         "batchgen \\- offline batch generation with language models",
         ".SH SYNOPSIS",
     ]
-    for name, _, params in _commands():
-        arguments = " ".join(p.metavar for p in params if p.param_type_name == "argument")
+    for name, command in parser().commands.items():
+        arguments = " ".join(p.metavar for p in command.params if p.param_type_name == "argument")
         lines += [f".B batchgen {name}", f"[\\fIOPTIONS\\fR] {_roff(arguments)}", ".br"]
-    lines += [".SH DESCRIPTION", _roff(str(app.info.help))]
-    for name, command, params in _commands():
-        lines += [f".SH BATCHGEN {name.upper()}", _roff(_paragraphs(command.text)).replace("\n\n", "\n.PP\n")]
-        for group, rows in _option_groups(command, params):
+    lines += [".SH DESCRIPTION", _roff(parser().help)]
+    for name, command in parser().commands.items():
+        lines += [f".SH BATCHGEN {name.upper()}", _roff(_paragraphs(command.help)).replace("\n\n", "\n.PP\n")]
+        for group, rows in _option_groups(command):
             lines += [f".SS {group}"]
             for names, text, default in rows:
                 more = " Required." if default == "required" else f" Default: {default}." if default else ""
                 lines += [".TP", f".B {_roff(names)}", _roff(text + more)]
-        lines += [".SS Example", ".EX", _roff(command.example), ".EE"]
+        lines += [".SS Example", ".EX", _roff(command.epilog), ".EE"]
     lines += [".SH EXIT STATUS"]
     for code, meaning in EXIT_CODES.items():
         lines += [".TP", f".B {code}", meaning]
     return "\n".join([*lines, ""])
 
 
-def _commands() -> list[tuple[str, Any, list[Any]]]:
-    group: Any = typer.main.get_command(app)
-    return [(name, command, group.commands[name].params) for name, (command, _) in COMMANDS.items()]
-
-
-def _option_groups(command: Any, params: list[Any]) -> list[tuple[str, list[tuple[str, str, str]]]]:
+def _option_groups(command: Any) -> list[tuple[str, list[tuple[str, str, str]]]]:
     """Returns the arguments and options of a command by group: names, meaning, default."""
     found: dict[str, list[tuple[str, str, str]]] = {}
     for group in ("Arguments", *GROUPS, "Options"):
-        for p in params:
+        for p in command.params:
             is_argument = p.param_type_name == "argument"
             own = "Arguments" if is_argument else p.rich_help_panel or "Options"
             if own != group or (command.brief and own in GROUPS and p.name != "model"):

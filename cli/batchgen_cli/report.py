@@ -1,206 +1,42 @@
-"""The summary at the end of a run: a table of its figures on standard error."""
+"""`batchgen report`: writes the report of a running, stopped or finished job, a page for a browser."""
 
 from __future__ import annotations
 
-import io
-import re
-from typing import TYPE_CHECKING, Any
+from typing import Annotated
 
-from batchgen.stats import counted
-from batchgen.stats import size_text as size
-from batchgen_cli.stderr import Stderr, event, printable, write_line
+import typer
 
-if TYPE_CHECKING:
-    from batchgen.assembly import JobReport
+from batchgen.config import JobConfig
+from batchgen_cli.options import JobOutput, option_of
+from batchgen_cli.stderr import printable, write_line
 
 
-LOG_WIDTH = 140
-"""Width of the summary if standard error is not a terminal."""
-
-
-def show_report(report: JobReport, *, as_json: bool = False) -> None:
-    if as_json:
-        write_line(event("summary", **_report_values(report)))
-        return
-    if report.already_finished:
-        job = report.stats["job"]
-        also = f", {job['rows_failed']:,} of them failed" if job["rows_failed"] else ""
-        write_line(
-            printable(f"batchgen: {_place(report)} is complete ({counted(job['rows'], 'row')}{also}): nothing to do")
-        )
-        return
-    _show_table(summary(report))
-    if report.failures:
-        write_line("the first rows that failed:")
-        for line in report.failures:
-            write_line(f"  {printable(line)}")
-
-
-def _show_table(lines: list[tuple[str, str]]) -> None:
-    """Names in bold on a terminal, values folded to its width."""
-    from rich import box  # imported for a summary alone: a start need not wait for it
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in lines:
-        table.add_row(name, Text(printable(value)))
-    stream = Stderr()
-    drawn = io.StringIO()
-    width = stream.width() if stream.isatty() else LOG_WIDTH
-    console = Console(file=drawn, force_terminal=stream.isatty(), highlight=False, width=width)
-    console.print(table)
-    for line in drawn.getvalue().splitlines():
-        write_line(re.sub(r"\s+(\x1b\[0m)?$", r"\1", line), stream)
-
-
-def _report_values(report: JobReport) -> dict[str, Any]:
-    return {
-        "output": report.output,
-        "exit_code": report.exit_code,
-        "already_finished": report.already_finished,
-        "shard": report.shard,
-        "pushed": report.pushed,
-        "chat": report.chat,
-        "failures": list(report.failures),
-        "stats": report.stats,
-    }
-
-
-def _place(report: JobReport) -> str:
-    if report.shard:
-        return f"shard {report.shard} of {report.output}"
-    return "standard output" if report.output == "-" else report.output
-
-
-def summary(report: JobReport) -> list[tuple[str, str]]:
-    """Returns the lines of the table: names and values. If nothing was generated, the figures of generating are left out."""
-    s = report.stats
-    if "shards" in s:
-        return _merged(report)
-    lines = [
-        ("output", _place(report)),
-        *([("pushed", report.pushed)] if report.pushed else []),
-        ("rows", _rows_line(s)),
-        *_ended_line(s),
-        ("prompts", "through the chat template" if report.chat else "raw text"),
-    ]
-    if s["sampling"] and s["steps"]:
-        lines.append(("sampling", _sampling_line(s["sampling"])))
-    if s["steps"]:
-        lines += _generation(s)
-    seconds = s["seconds"]
-    parts = f"load {seconds['load']:.1f}, plan {seconds['plan']:.1f}, generate {seconds['generate']:.1f}"
-    lines += [
-        (
-            "time",
-            f"{seconds['total']:.1f} s: {parts} (in the model {seconds['forward']:.1f}), write {seconds['write']:.1f}",
+def report(
+    *,
+    output: JobOutput,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE.html",
+            help="The page to write.",
+            show_default="beside OUTPUT, <stem>.report.html",
         ),
-        ("memory", f"{size(s['memory_bytes_peak'])} at most"),
-        ("model", _model(s)),
-        *_quantization(s["quantization"]),
-    ]
-    return lines
+    ] = None,
+    work_dir: Annotated[str | None, option_of(JobConfig, "work_dir")] = None,
+) -> int:
+    """Write a report of the job of OUTPUT, which may be running, stopped or finished: one page for a browser, which needs no network.
 
+    It shows the prefix tree, tokens per second, where the time went, lengths, how rows ended with sample rows, labels and memory.
+    """
+    from batchgen.report import check_report_file, default_report_file, report_job
 
-def _merged(report: JobReport) -> list[tuple[str, str]]:
-    """Returns the lines of a merged job: the sums over all of its shards."""
-    s = report.stats
-    job, shards = s["job"], s["shards"]
-    failed = f", {job['rows_failed']:,} failed" if job["rows_failed"] else ""
-    tokens = f"{job['prompt_tokens']:,}, of which {job['prefill_tokens']:,} were run"
-    seconds = job["seconds"]
-    lines = [
-        ("output", _place(report)),
-        ("rows", f"{job['rows_ok']:,} done{failed}, by {counted(len(shards), 'shard')}"),
-        *_ended_line(job),
-        ("prompt tokens", tokens),
-    ]
-    if job["completion_tokens"]:
-        lines.append(("completion tokens", f"{job['completion_tokens']:,}"))
-    return [
-        *lines,
-        ("time", f"{seconds['total']:,.1f} s of all machines together (in the model {seconds['forward']:,.1f})"),
-        ("memory", f"{size(job['memory_bytes_peak'])} at most, of one process"),
-        ("model", _model(s)),
-    ]
-
-
-def _quantization(found: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Returns the effect of `--quantize`, if it was given and a model was loaded."""
-    if found is None:
-        return []
-    made = f"{counted(found['layers'], 'linear layer')}, {found['weights']:.0%} of the weights; all take {size(found['weight_bytes'])}"
-    if found["mean_kl"] is not None:
-        made += (
-            f"; on {counted(found['tokens'], 'token')} of {counted(found['rows'], 'row')}, beside the unquantized model: mean KL divergence "
-            f"{found['mean_kl']:.4f} nats, {found['equal_tokens']:.1%} of the likeliest tokens the same"
-        )
-    return [(found["method"], made)]
-
-
-def _generation(s: dict[str, Any]) -> list[tuple[str, str]]:
-    preempted = f", {counted(s['preemptions'], 'preemption')}" if s["preemptions"] else ""
-    sequences = f"{s['mean_decode_batch']:,.1f} sequences and " if s["mean_decode_batch"] else ""
-    unshared = f" (unshared: {size(s['kv_bytes_unshared'])})" if s["kv_bytes_unshared"] else ""
-    rows = f"{s['rows_per_s']:,.1f} rows/s"
-    # Labels and scores are not completions; their speed is given in rows.
-    tokens, speed = [], f"{rows}, {s['total_tokens_per_s']:,.0f} prompt tokens/s"
-    if s["completion_tokens"]:
-        tokens.append(("completion tokens", f"{s['completion_tokens']:,}"))
-        whole = f"{s['total_tokens_per_s']:,.0f} with the prompts'"
-        speed = f"{s['completion_tokens_per_s']:,.0f} completion tokens/s, {whole}, {rows}"
-    if s["scored_tokens"]:
-        tokens.append(("scored tokens", f"{s['scored_tokens']:,} of labels or completions"))
-    return [
-        (
-            "prompt tokens",
-            f"{s['prompt_tokens']:,}, of which {s['prefill_tokens']:,} were run (minimum: "
-            f"{s['prefill_tokens_min']:,}): {s['shared_fraction']:.1%} shared",
-        ),
-        *tokens,
-        ("speed", speed),
-        (
-            "steps",
-            f"{s['steps']:,}, on average {sequences}{s['attention_parts_per_step']:,.1f} parts of attention{preempted}",
-        ),
-        ("prefix tree", f"{counted(s['prefix_nodes'], 'node')}, {counted(s['groups'], 'group')}"),
-        ("KV memory", f"{size(s['kv_bytes_peak'])} at most{unshared}"),
-        *([("state memory", f"{size(s['state_bytes_peak'])} at most")] if s["state_bytes_peak"] else []),
-    ]
-
-
-def _rows_line(s: dict[str, Any]) -> str:
-    parts = [f"{s['rows_ok']:,} done"]
-    if s["rows_failed"]:
-        parts.append(f"{s['rows_failed']:,} failed")
-    if s["rows_resumed"]:
-        parts.append(f"{s['rows_resumed']:,} kept from an earlier run")
-    return ", ".join(parts)
-
-
-def _ended_line(s: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns how this run's rows ended, unless all ended with `stop` and whole prompts. The line `rows` already counts failed rows."""
-    counts = {name: n for name, n in s["finish_reasons"].items() if n and name != "error"}
-    truncated = s["rows_truncated"]
-    if not truncated and counts.keys() <= {"stop", "scored"}:
-        return []
-    parts = [f"{n:,} {name}" for name, n in counts.items()]
-    if truncated:
-        parts.append(f"{truncated:,} with a truncated prompt")
-    return [("ended", ", ".join(parts))]
-
-
-def _sampling_line(values: dict[str, Any]) -> str:
-    """The values that were used, and where those are from that the command does not name."""
-    origins = {"model": " (the model's)", "auto": " (auto)"}
-    return ", ".join(f"{name} {value['value']:,}{origins.get(value['from'], '')}" for name, value in values.items())
-
-
-def _model(s: dict[str, Any]) -> str:
-    where = f" on {s['device']}" if s["device"] else ""
-    how = f", attention {s['attention']}" if s["attention"] else ""
-    return f"{s['model']}, {s['dtype']}{where}{how}"
+    file = file or default_report_file(output)
+    check_report_file(file, "-o")
+    found = report_job(output, work_dir)
+    found.save(file)
+    if found.missing:
+        write_line(printable(f"batchgen: missing in the report: {found.missing}"))
+    write_line(printable(f"batchgen: the report is in {file}"))
+    return 0

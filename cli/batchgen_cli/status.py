@@ -6,38 +6,24 @@ import datetime as dt
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
-
-import typer
 
 from batchgen.config import JobConfig
 from batchgen.progress import rounded_duration, share, speed
 from batchgen.stats import counted
-from batchgen_cli.options import AsJson, Command, JobOutput, option_of
-from batchgen_cli.stderr import exit_code_of, printable, write_answer
+from batchgen_cli.options import AsJson, JobOutput, option_of
+from batchgen_cli.stderr import printable, write_answer
 
 SHOWN_WORKERS = 16
 
 
-@dataclass(kw_only=True)
-class StatusOptions:
-    output: JobOutput
-    work_dir: Annotated[str | None, option_of(JobConfig, "work_dir")] = None
-    as_json: AsJson = False
-
-
-class StatusCommand(Command):
-    short = "Show how far a running, stopped, dead or finished job is."
-    text = "Show how far the job of OUTPUT is, and whether it is running, stopped, dead or finished. Changes nothing."
-    example = "batchgen status answers.jsonl"
-
-    def invoke(self, ctx: typer.Context) -> int:  # type: ignore[override]
-        given = ctx.params
-        return exit_code_of(lambda: _status(given["output"], given["work_dir"], as_json=given["as_json"]))
-
-
-def _status(output: str, work_dir: str | None, *, as_json: bool) -> int:
+def status(
+    *,
+    output: JobOutput,
+    work_dir: Annotated[str | None, option_of(JobConfig, "work_dir")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show how far the job of OUTPUT is, and whether it is running, stopped, dead or finished. Changes nothing."""
     from batchgen.jobs.status import job_status
 
     found = job_status(output, work_dir)

@@ -15,6 +15,7 @@ import pytest
 
 from batchgen.progress import Tracker, rounded_duration, share, speed
 from batchgen_cli import stderr
+from batchgen_cli.options import Display
 from batchgen_cli.progress import (
     Bar,
     Events,
@@ -340,7 +341,7 @@ def test_what_is_shown_depends_on_where(
     wanted: bool | None, quiet: bool, terminal: bool, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stderr", Terminal() if terminal else io.StringIO())
-    with progress_for(wanted, quiet=quiet) as shown:
+    with progress_for(Display(progress=wanted, quiet=quiet)) as shown:
         assert type(shown) is kind
 
 
@@ -353,7 +354,7 @@ def test_json_shows_no_bar_and_of_the_rest_what_is_asked_for(
 ) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    with progress_for(wanted, quiet=quiet, as_json=True) as shown:
+    with progress_for(Display(progress=wanted, quiet=quiet, log_format="json")) as shown:
         shown.note("a note")
         shown.phase("generating")
         print("a library's line", file=sys.stderr)
@@ -369,7 +370,7 @@ def test_quiet_shows_no_notes() -> None:
 def test_what_libraries_write_comes_out_in_whole_escaped_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
-    with progress_for(False, quiet=False):
+    with progress_for(Display(progress=False)):
         kept = sys.stderr
         sys.stderr.write("half a ")
         assert stream.getvalue() == ""
@@ -406,7 +407,7 @@ def test_a_standard_error_that_is_closed_or_full_ends_nothing(
         monkeypatch.setattr(terminal, "flush", broken)
     monkeypatch.setattr("sys.stderr", None if broken is None else terminal)
     for wanted in (None, False):
-        with progress_for(wanted, quiet=False) as shown:
+        with progress_for(Display(progress=wanted)) as shown:
             shown.note("x")
             shown.phase("generating")
             if sys.stderr is not None:
@@ -442,7 +443,7 @@ def test_warnings_of_libraries_are_shown_only_with_verbose(verbose: bool, seen: 
 
 def test_what_the_package_logs_is_a_note_and_quiet_with_q(capsys: pytest.CaptureFixture[str]) -> None:
     for quiet in (False, True):
-        with progress_for(False, quiet=quiet):
+        with progress_for(Display(progress=False, quiet=quiet)):
             logging.getLogger("batchgen").info("compiling kernels")
     logging.getLogger("batchgen").info("not shown")
     assert capsys.readouterr().err == "batchgen: compiling kernels\n"

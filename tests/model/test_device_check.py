@@ -44,7 +44,7 @@ def cache(tmp_path, monkeypatch):
 def run_trials(model, setup=SETUP):
     """Runs the trials in this process. Returns the parts tried, why each failed one failed, and whether all trials finished."""
     told = []
-    device_trials.run(setup, model, told.append)
+    device_trials.run_trials(setup, model, told.append)
     failed = {message.part: message.why for message in told if isinstance(message, Failed)}
     return [message.part for message in told if isinstance(message, Trying)], failed, told[-1] == Done()
 
@@ -245,7 +245,7 @@ def test_running_out_of_memory_in_a_trial_does_not_blame_the_part(model, monkeyp
 
     use_fake_device(monkeypatch, attention=faulty(full))
     told = []
-    device_trials.run(SETUP, model, told.append)
+    device_trials.run_trials(SETUP, model, told.append)
     assert told == [Trying("sampler"), Trying("triton"), Unknown("OutOfMemoryError: CUDA out of memory")]
 
 

@@ -13,7 +13,7 @@ from batchgen.attention.plan import plan_attention
 from batchgen.attention.torch_backend import Cascade
 from batchgen.model.cuda_runner import DeviceStep
 from batchgen.model.device_check import PARTS
-from batchgen.model.device_trials import run
+from batchgen.model.device_trials import run_trials
 
 _numbers = count()
 _attentions = {}
@@ -141,7 +141,7 @@ class ThreadOfTrials:
         with end:
             setup = end.recv()
             self.started.append(setup.parts)
-            run(setup, self.model, end.send)
+            run_trials(setup, self.model, end.send)
 
     def wait(self, timeout=None):
         return 1

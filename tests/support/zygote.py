@@ -62,7 +62,7 @@ def _import_everything(model: str) -> None:
     import batchgen.model.loader
     import batchgen.stats
     import batchgen_cli.app
-    import batchgen_cli.report
+    import batchgen_cli.summary
 
     batchgen.devices.opening.start_process = start_forked
     batchgen.stats.versions()

@@ -9,8 +9,8 @@ import pytest
 from batchgen.assembly import JobReport
 from batchgen.result import Result
 from batchgen.stats import EngineStats, RowCounts, RunFigures, Setting, figures, size_text
-from batchgen_cli.report import show_report, summary
 from batchgen_cli.stderr import printable
+from batchgen_cli.summary import show_summary, summary
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_run_that_generated_nothing_shows_no_speed() -> None:
 
 
 def test_the_first_failures_follow_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    show_report(report_of(failures=("a.jsonl:3: invalid_row: not \x1b JSON",)))
+    show_summary(report_of(failures=("a.jsonl:3: invalid_row: not \x1b JSON",)))
     out, err = capsys.readouterr()
     assert out == ""
     assert err.endswith("the first rows that failed:\n  a.jsonl:3: invalid_row: not \\x1b JSON\n")
@@ -150,7 +150,7 @@ def test_the_first_failures_follow_the_table(capsys: pytest.CaptureFixture[str])
 
 def test_with_json_the_summary_is_an_event(capsys: pytest.CaptureFixture[str]) -> None:
     report = report_of(failures=("a.jsonl:3: invalid_row: not \x1b JSON",))
-    show_report(report, as_json=True)
+    show_summary(report, as_json=True)
     out, err = capsys.readouterr()
     assert (out, err.count("\n"), err.isascii(), "\x1b" in err) == ("", 1, True, False)
     summary = json.loads(err)
@@ -170,7 +170,7 @@ def test_with_json_the_summary_is_an_event(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_complete_output_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     stats = {"job": {"rows": 1200, "rows_failed": 3}}
-    show_report(JobReport(stats, "o\x1b.jsonl", True))
+    show_summary(JobReport(stats, "o\x1b.jsonl", True))
     assert (
         capsys.readouterr().err == "batchgen: o\\x1b.jsonl is complete (1,200 rows, 3 of them failed): nothing to do\n"
     )
