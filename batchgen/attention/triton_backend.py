@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache
@@ -98,8 +97,6 @@ class DeviceAttention:
 
         self.generation = 0
         """Increases when a static buffer is reallocated, which invalidates the graphs captured before."""
-        self.positions_host: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        """Positions [T] of the present step."""
         self.num_parts = 0
         """Number of attention parts of the present step."""
         self._cache, self._device, self._max_tokens = cache, device, max_tokens
@@ -145,7 +142,6 @@ class DeviceAttention:
         if not count <= padded <= self._max_tokens:
             raise ValueError(f"{count} tokens in a batch of {padded}, of at most {self._max_tokens}")
         lists = work_list(spans, split, size, self._wide, self._narrow)
-        self.positions_host = split.positions
         self.num_parts = len(split.shared) + 1
         parts = (lists.wide, lists.narrow, lists.blocks, lists.merge_starts, lists.merge_rows)
         wide, narrow, blocks, starts, rows, end = np.cumsum([self._lists, *(part.size for part in parts)]).tolist()

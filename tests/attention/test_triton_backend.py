@@ -256,7 +256,6 @@ def test_a_plan_lies_at_the_same_addresses_in_every_step(device):
     for spans, padded in [*steps, *steps[::-1], *steps]:  # more than there are staging buffers
         attention.plan(spans, padded)
         want = [p for w in spans for p in range(w.start, w.stop)]
-        assert attention.positions_host.tolist() == want
         assert positions.tolist() == want + [0] * (64 - len(want))
         kv_indices = attention._plan[attention._lists - 64 : attention._lists].tolist()
         assert kv_indices == [sim.kv_index(w.span, p, 16) for w in spans for p in range(w.start, w.stop)] + [-1] * (
