@@ -21,7 +21,7 @@ from batchgen.jobs.lease import SILENT_SECONDS, Lease, holder_of_lease, is_alive
 from batchgen.jobs.manifest import Manifest, load_manifest
 from batchgen.jobs.opening import open_job
 from batchgen.jobs.outcomes import Outcomes
-from batchgen.jobs.requests import RowStream, SameInput
+from batchgen.jobs.requests import SameInput
 from batchgen.jobs.shards import (
     CLAIMS,
     ShardPlan,
@@ -34,7 +34,7 @@ from batchgen.jobs.shards import (
 from batchgen.jobs.status import no_job
 from batchgen.process.signals import Signals
 from batchgen.progress import Progress, Silent, Tracker
-from batchgen.records import Input, RowForm, job_path
+from batchgen.records import Input, RowForm, RowStream, job_path
 from batchgen.records.files import InputFile
 from batchgen.records.openai_batch import OpenAIForm
 from batchgen.report import ReportPage, report_job
@@ -95,7 +95,7 @@ def write_output(
 ) -> None:
     """Writes the rows in input order, each with its result, so many at a time. `merging`: the results are those of shards, and count as those of earlier runs."""
     same.check()
-    stream, left, passed = RowStream(source), job.row_count, 0
+    stream, left, passed = RowStream(source.rows()), job.row_count, 0
     while left:
         rows = stream.take(read_rows)
         if stream.broken is not None:

@@ -40,7 +40,7 @@ from batchgen.progress import Progress, Silent, Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.tokenizer import text_config
 from batchgen.recording import tree_record
-from batchgen.records import DatasetChoice, Input, Row, open_input, window_rows
+from batchgen.records import DatasetChoice, Input, Row, RowStream, open_input, window_rows
 from batchgen.records.inputs import CHECKED_ROWS
 from batchgen.report import ReportPage, check_report_file, report_plan
 from batchgen.request import Request, TokenArray, leaves_of
@@ -191,7 +191,8 @@ def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int
         size = window_rows(config, source)
         with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
             waiting, costs = SortedRequests(Path(folder), config.limits), PrefixCosts(Path(folder))
-            for rows in source.windows(size or config.limits.read_rows, config.limit):
+            stream = RowStream(source.rows())
+            while rows := stream.take(size or config.limits.read_rows, config.limit):
                 if plan.rows == 0:
                     prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
                 requests = plan.requests(rows, prompts.build(rows))
@@ -202,6 +203,8 @@ def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int
                 else:
                     for request in requests:
                         waiting.add(request)
+            if stream.broken is not None:
+                raise stream.broken
             waiting.close()
             for requests in waiting.windows():
                 plan.add_window(requests, follow_on=True)

@@ -17,7 +17,7 @@ from batchgen.jobs.manifest import as_stored
 from batchgen.jobs.opening import find_finished, open_job
 from batchgen.jobs.outcomes import Outcomes
 from batchgen.jobs.place import output_of
-from batchgen.jobs.requests import FirstReading, RequestReader, RowStream, asked_of
+from batchgen.jobs.requests import FirstReading, RequestReader, asked_of
 from batchgen.jobs.shards import ShardFolder, open_shard, output_facts, write_plan
 from batchgen.jobs.sorted_requests import SortedRequests, in_window_order
 from batchgen.prefix import Outline
@@ -26,7 +26,7 @@ from batchgen.process.signals import Signals
 from batchgen.progress import Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.recording import tree_record
-from batchgen.records import DatasetChoice, Input, Row, open_input, row_form, window_rows
+from batchgen.records import DatasetChoice, Input, Row, RowStream, open_input, row_form, window_rows
 from batchgen.records.inputs import CHECKED_ROWS
 from batchgen.report import check_report_file
 from batchgen.request import Request, TokenArray
@@ -141,7 +141,7 @@ def _set_up(command: JobCommand, tracker: Tracker) -> JobSetup:
     grammars.check(config.sampling)
     tracker.phase("reading")
     window_size = window_rows(config, source, output)
-    stream = RowStream(source)
+    stream = RowStream(source.rows())
     rows = source.first_rows(config.limit) if window_size is None else stream.take(window_size, config.limit)
     prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
     spec = _spec_of(command, tokenizer, prompts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -18,45 +18,15 @@ from batchgen.jobs.job_folder import JobFolder
 from batchgen.jobs.outcomes import Outcomes
 from batchgen.jobs.sorted_requests import SortedRequests
 from batchgen.prompts import PromptBuilder
-from batchgen.records import Input, Row
+from batchgen.records import Input, Row, RowStream
 from batchgen.records.output import own_id
 from batchgen.records.parquet_types import id_text
-from batchgen.records.rows import MAX_WINDOW_BYTES
 from batchgen.request import Request
 from batchgen.result import Result
 from batchgen.stats import RowCounts, versions
 
 _STOP_SECONDS = 5.0
 _SHOWN_ID = 60  # characters of an id in a message
-
-
-class RowStream:
-    """The rows of an input from its start, a list at a time."""
-
-    def __init__(self, source: Input) -> None:
-        self._rows: Iterator[Row] | None = source.rows()
-        self.next_number = 0
-        self.broken: InputCorrupt | None = None
-        """The error of an input that breaks off, set once all rows before that place are read."""
-
-    def take(self, size: int, limit: int | None = None) -> list[Row]:
-        """Returns the next `size` rows; fewer if they are large, at the end, and before row `limit`, which is not read. Empty if there are none."""
-        rows: list[Row] = []
-        taken = 0
-        while self._rows is not None and len(rows) < size and taken < MAX_WINDOW_BYTES:
-            if limit is not None and self.next_number >= limit:
-                break
-            try:
-                row = next(self._rows, None)
-            except InputCorrupt as e:
-                self.broken, row = e, None
-            if row is None:
-                self._rows = None
-                break
-            rows.append(row)
-            taken += row.size
-            self.next_number = row.number + 1
-        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +214,7 @@ class FirstReading:
     ) -> None:
         self._config, self._source, self._reader, self._job = config, source, reader, job
         self._outcomes = outcomes
-        self._stream = RowStream(source)
+        self._stream = RowStream(source.rows())
         self.input = SameInput(source, job, source.fingerprint())
         self._asked = asked_of(config, self.input.fingerprint)
         self.fresh = True

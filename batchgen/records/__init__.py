@@ -3,7 +3,7 @@
 from batchgen.records.dataset_files import DatasetChoice
 from batchgen.records.inputs import Input, open_input, window_rows
 from batchgen.records.output import RESULT_NAMES, RowForm, default_output, job_path, output_row, row_form
-from batchgen.records.rows import Row, windows
+from batchgen.records.rows import Row, RowStream
 
 __all__ = [
     "RESULT_NAMES",
@@ -11,11 +11,11 @@ __all__ = [
     "Input",
     "Row",
     "RowForm",
+    "RowStream",
     "default_output",
     "job_path",
     "open_input",
     "output_row",
     "row_form",
     "window_rows",
-    "windows",
 ]

@@ -7,7 +7,7 @@ import glob
 import os
 import re
 import shlex
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from batchgen.records.jsonl import Record, read_jsonl
 from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
 from batchgen.records.parquet_types import clean
 from batchgen.records.remote import StoreError, address, info_of, is_url, plain_name, reaching, remote, short_reason
-from batchgen.records.rows import Row, windows
+from batchgen.records.rows import Row, RowStream
 from batchgen.records.tables import BROKEN_TABLE, parquet_schema, read_csv, read_parquet
 
 _ANY_FORMAT = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
@@ -133,26 +133,9 @@ class Input:
                 if limit is not None and number >= limit:
                     return
 
-    def windows(self, size: int, limit: int | None = None) -> Iterator[list[Row]]:
-        """The rows in lists of at most `size` (see `rows.windows`). At most `limit` rows are read.
-
-        If the input breaks off, all rows before the break are yielded first; then `InputCorrupt` is raised.
-        """
-        broken: list[InputCorrupt] = []
-        yield from windows(self._rows_before_a_break(limit, broken), size)
-        if broken:
-            raise broken[0]
-
     def first_rows(self, limit: int | None = None) -> list[Row]:
         """Up to `CHECKED_ROWS` rows from the start, to look at their columns. Raises nothing if the input breaks off."""
-        with closing(self._rows_before_a_break(limit, [])) as rows:
-            return next(windows(rows, CHECKED_ROWS), [])
-
-    def _rows_before_a_break(self, limit: int | None, broken: list[InputCorrupt]) -> Generator[Row, None, None]:
-        try:
-            yield from self.rows(limit)
-        except InputCorrupt as e:
-            broken.append(e)
+        return RowStream(self.rows(limit)).take(CHECKED_ROWS)
 
     def fingerprint(self) -> list[dict[str, Any]]:
         """Returns what shows whether the input has changed; empty if that cannot be known (a pipe, standard input)."""

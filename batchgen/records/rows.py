@@ -1,4 +1,4 @@
-"""A row of the input, and windows of rows. Knows nothing about files."""
+"""A row of the input, and a stream of rows that is read a list at a time. Knows nothing about files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from batchgen.errors import RowError
+from batchgen.errors import InputCorrupt, RowError
 
 MAX_WINDOW_BYTES = 1 << 28
 """A window ends with the row that reaches this size. As Python objects, rows take a few times the memory that they take in a file."""
@@ -30,18 +30,32 @@ class Row:
     """The file of the row, as a user would name it: a path or a URL."""
 
 
-def windows(rows: Iterator[Row], size: int, max_bytes: int = MAX_WINDOW_BYTES) -> Iterator[list[Row]]:
-    """Yields lists of `size` rows. A list is shorter if its rows reach `max_bytes`, or if it is the last one.
+class RowStream:
+    """Rows from their start, a list at a time, so that only one list is in memory."""
 
-    Only one list is in memory at a time.
-    """
-    window: list[Row] = []
-    read = 0
-    for row in rows:
-        window.append(row)
-        read += row.size
-        if len(window) >= size or read >= max_bytes:
-            yield window
-            window, read = [], 0
-    if window:
-        yield window
+    def __init__(self, rows: Iterator[Row], max_bytes: int = MAX_WINDOW_BYTES) -> None:
+        """A list ends with the row that reaches `max_bytes`."""
+        self._rows: Iterator[Row] | None = rows
+        self._max_bytes = max_bytes
+        self.next_number = 0
+        self.broken: InputCorrupt | None = None
+        """The error of an input that breaks off, set once all rows before that place are read."""
+
+    def take(self, size: int, limit: int | None = None) -> list[Row]:
+        """Returns the next `size` rows; fewer if they are large, at the end, and before row `limit`, which is not read. Empty if there are none."""
+        rows: list[Row] = []
+        taken = 0
+        while self._rows is not None and len(rows) < size and taken < self._max_bytes:
+            if limit is not None and self.next_number >= limit:
+                break
+            try:
+                row = next(self._rows, None)
+            except InputCorrupt as e:
+                self.broken, row = e, None
+            if row is None:
+                self._rows = None
+                break
+            rows.append(row)
+            taken += row.size
+            self.next_number = row.number + 1
+        return rows

@@ -19,7 +19,7 @@ import pytest
 import zstandard
 
 from batchgen.errors import InputCorrupt, UsageError
-from batchgen.records import open_input, windows
+from batchgen.records import open_input
 from support.params import FULL, slow_but
 
 ROWS = [{"prompt": "one"}, {"prompt": "two"}]
@@ -89,7 +89,6 @@ def test_rows_are_numbered_and_limited_across_files(folder):
     ]
     assert [r.number for r in source.rows(3)] == [0, 1, 2]
     assert list(source.rows(0)) == []
-    assert [len(w) for w in windows(source.rows(), 3)] == [3, 1]
 
 
 def test_a_folder_gives_its_known_files_sorted_and_without_our_outputs(folder):

@@ -8,7 +8,7 @@ import pytest
 
 from batchgen.config import JobConfig, ModelConfig
 from batchgen.errors import InputCorrupt, UsageError
-from batchgen.records import Input, Row, window_rows
+from batchgen.records import Input, Row, RowStream, window_rows
 
 
 class Breaking(Input):
@@ -22,10 +22,12 @@ def config_of(window: int | Literal["all"] | None, order: str = "input") -> JobC
 
 
 def test_rows_before_a_break_are_returned_before_the_error() -> None:
-    windows = ([row.number for row in w] for w in Breaking((), []).windows(2))
-    assert [next(windows), next(windows), next(windows)] == [[0, 1], [2, 3], [4]]
-    with pytest.raises(InputCorrupt, match="it breaks off"):
-        next(windows)
+    stream = RowStream(Breaking((), []).rows())
+    read = []
+    while rows := stream.take(2):
+        read.append([row.number for row in rows])
+    assert read == [[0, 1], [2, 3], [4]]
+    assert str(stream.broken) == "it breaks off"
 
 
 def rows_of(

@@ -14,7 +14,7 @@ import zstandard
 from batchgen.records import open_input
 from batchgen.records.files import InputFile
 from batchgen.records.jsonl import MAX_LINE, read_jsonl
-from batchgen.records.rows import MAX_WINDOW_BYTES, Row, windows
+from batchgen.records.rows import MAX_WINDOW_BYTES, Row, RowStream
 from batchgen.records.tables import PARQUET_BATCH, read_csv, read_parquet
 from support.params import FULL
 
@@ -24,7 +24,8 @@ def rows(*sizes: int) -> list[Row]:
 
 
 def sizes_of(*sizes: int, most: int, size: int = 100) -> list[list[int]]:
-    return [[row.size for row in window] for window in windows(iter(rows(*sizes)), size, most)]
+    stream = RowStream(iter(rows(*sizes)), most)
+    return [[row.size for row in window] for window in iter(lambda: stream.take(size), [])]
 
 
 def test_a_window_ends_with_the_row_that_exceeds_its_bytes():
@@ -34,8 +35,8 @@ def test_a_window_ends_with_the_row_that_exceeds_its_bytes():
 
 
 def test_a_window_ends_after_its_number_of_rows():
-    assert [[row.number for row in w] for w in windows(iter(rows(0, 0, 0)), 2)] == [[0, 1], [2]]
-    assert list(windows(iter([]), 2)) == []
+    stream = RowStream(iter(rows(0, 0, 0)))
+    assert [[row.number for row in stream.take(2)] for _ in range(3)] == [[0, 1], [2], []]
     assert Row(0, {}, None, "").size == 0
     assert sizes_of(MAX_WINDOW_BYTES, 1, most=MAX_WINDOW_BYTES) == [[MAX_WINDOW_BYTES], [1]]
 
@@ -57,7 +58,8 @@ def test_no_more_than_a_window_of_long_rows_is_in_memory(tmp_path):
     source = open_input([str(tmp_path / "a.jsonl")], format=None, output=None)
     tracemalloc.start()
     counts = []
-    for window in windows(source.rows(), 50_000, 8_000_000):
+    stream = RowStream(source.rows(), 8_000_000)
+    while window := stream.take(50_000):
         counts.append(len(window))
         window.clear()
     _, peak = tracemalloc.get_traced_memory()
