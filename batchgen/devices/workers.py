@@ -50,10 +50,8 @@ class _WorkerHandle:
     done: int = 0
     """Rows that it has finished."""
     lost: bool = False
-    dtype: str = ""
-    attention: str = ""
-    batch_size: int = 0
-    """Known once it is ready."""
+    ready: Ready | None = None
+    """None while it loads its model."""
     ready_at: float = 0.0
     heard_at: float = field(default_factory=time.monotonic)
     """When its last message came."""
@@ -76,7 +74,7 @@ class _WorkerHandle:
     @property
     def quiet(self) -> bool:
         """Whether it has no work and has reported everything, or is still loading its model."""
-        return not self.batch_size or (self.idle and self.heard == self.sent)
+        return self.ready is None or (self.idle and self.heard == self.sent)
 
     @property
     def place(self) -> int:
@@ -86,7 +84,7 @@ class _WorkerHandle:
         """`lost`, `loading`, `idle` (has nothing to do), `silent` (has sent nothing for more than `silent_after` seconds) or `running`."""
         if self.lost:
             return "lost"
-        if not self.batch_size:
+        if self.ready is None:
             return "loading"
         if self.quiet:
             return "idle"
@@ -94,7 +92,7 @@ class _WorkerHandle:
 
     def progress(self, silent_after: float) -> dict[str, Any]:
         """How far it is, in the form that docs/status.md describes. Speeds are averages since it was ready; a lost worker has none."""
-        seconds = self.heard_at - self.ready_at if self.batch_size and not self.lost else 0.0
+        seconds = self.heard_at - self.ready_at if self.ready and not self.lost else 0.0
         tokens = self.stats.completion_tokens
         state = self.state(silent_after)
         return {
@@ -165,10 +163,10 @@ class Workers:
             for setup in transport.setups(model, config):
                 self._start(replace(setup, texts=tuple(texts)))
             enough = any if transport.replaces else all
-            while not enough(worker.batch_size for worker in self._alive.values()):
+            while not enough(worker.ready for worker in self._alive.values()):
                 self._listen()
             for worker in self._alive.values():
-                if worker.batch_size and not transport.replaces:  # otherwise they have joined when they were ready
+                if worker.ready and not transport.replaces:  # otherwise they have joined when they were ready
                     self._waiting_pieces.join(worker.place)
         except BaseException:
             self.close()
@@ -180,11 +178,11 @@ class Workers:
 
     @property
     def dtype(self) -> str:
-        return next((worker.dtype for worker in self._workers if worker.dtype), "")
+        return next((worker.ready.dtype for worker in self._workers if worker.ready), "")
 
     @property
     def attention(self) -> str:
-        return next((worker.attention for worker in self._workers if worker.attention), "")
+        return next((worker.ready.attention for worker in self._workers if worker.ready), "")
 
     @property
     def by_worker(self) -> list[dict[str, Any]]:
@@ -267,10 +265,10 @@ class Workers:
     def _hand_out(self) -> None:
         """Gives each worker enough that its batch stays full until the next call. Near the end of the work it gets no more than a batch, so that the worker that is done first gets the rest."""
         for worker in sorted(self._alive.values(), key=lambda worker: worker.leaves):
-            if not worker.batch_size:
+            if worker.ready is None:
                 continue
-            spare = min(worker.batch_size, self._waiting_pieces.waiting // len(self._alive))
-            room = worker.batch_size + spare - worker.leaves
+            spare = min(worker.ready.batch_size, self._waiting_pieces.waiting // len(self._alive))
+            room = worker.ready.batch_size + spare - worker.leaves
             if room > 0 and 2 * room >= spare:
                 pieces = self._waiting_pieces.take(worker.place, room)
                 self._give(worker, [request for piece in pieces for request in piece.requests])
@@ -329,9 +327,8 @@ class Workers:
     def _hear(self, worker: _WorkerHandle, message: Ready | WorkerReport | WorkerFailed | Gone) -> None:
         worker.heard_at = time.monotonic()
         if isinstance(message, Ready):
+            worker.ready = message
             worker.ready_at = worker.idle_since = worker.heard_at
-            worker.dtype, worker.attention = message.dtype, message.attention
-            worker.batch_size = message.batch_size
             if self._transport.replaces:
                 worker.device = f"{worker.device} on {message.host}"
                 self._waiting_pieces.join(worker.place)
@@ -390,8 +387,8 @@ class Workers:
         worker.lost = True
         failures = 0 if worker.done else worker.failures + 1
         again = self._transport.replaces and failures < MAX_FAILURES and isinstance(error, DevicesLost)
-        others = ", ".join(other.device for other in self._alive.values() if other.batch_size)
-        may_be_lost = worker.batch_size or self._transport.replaces  # a process must at least load the model
+        others = ", ".join(other.device for other in self._alive.values() if other.ready)
+        may_be_lost = worker.ready or self._transport.replaces  # a process must at least load the model
         others_continue = self._alive and may_be_lost and isinstance(error, DevicesLost | OutOfMemory)
         if not (others_continue or again):
             raise error
@@ -400,7 +397,7 @@ class Workers:
         self._note(f"{error.message}; {restart}its {len(worker.rows):,} unfinished rows go to {to}")
         for row in worker.rows.values():
             row.worker = None
-        if worker.batch_size:
+        if worker.ready:
             self._waiting_pieces.lost(worker.place, [row.request for row in worker.rows.values()])
         worker.forget_rows()
         worker.under_way = {}

@@ -1,8 +1,6 @@
 """What a job records for its report, in bounded size: figures over time, the prefix tree in outline, and sums over its rows."""
 
-from batchgen.recording.job_record import JobRecord
+from batchgen.recording.job_record import JobRecord, RunRecorder, tree_record
 from batchgen.recording.row_figures import RowFigures
-from batchgen.recording.series import RunRecorder
-from batchgen.recording.tree import tree_record
 
 __all__ = ["JobRecord", "RowFigures", "RunRecorder", "tree_record"]

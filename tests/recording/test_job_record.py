@@ -7,8 +7,7 @@ import numpy as np
 
 from batchgen.prefix import Outline
 from batchgen.recording import JobRecord, RunRecorder, tree_record
-from batchgen.recording.job_record import FILE, MAX_POINTS, MAX_RUNS
-from batchgen.recording.tree import MAX_TEXT, MIN_TEXT, TEXT_CHARACTERS
+from batchgen.recording.job_record import FILE, MAX_POINTS, MAX_RUNS, MAX_TEXT, MIN_TEXT, TEXT_CHARACTERS
 from batchgen.stats import EngineStats
 
 

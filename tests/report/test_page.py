@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import OutputError, UsageError
-from batchgen.recording.row_figures import RowFigures
-from batchgen.recording.tree import tree_record
+from batchgen.recording import RowFigures, tree_record
 from batchgen.report.page import POLICY, ReportPage, check_report_file, page
 from batchgen.report.plan_data import plan_data
 from batchgen.report.sections import exact_duration
