@@ -153,9 +153,10 @@ def _replace(place: Path, new: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         new.replace(place)
-    finally:
+    except BaseException:
         with suppress(OSError):  # the folder cannot be written to
             new.unlink(missing_ok=True)
+        raise
 
 
 def write_stats(path: str | None, stats: Mapping[str, Any]) -> None:
