@@ -118,7 +118,6 @@ class LLM:
         """Held by the one call that runs the model."""
         self._name = config.model
         self._progress = progress
-        self._between_steps: Callable[[], None] | None = None
         self.interrupted: list[Result] = []
         """The results of the last call of `generate`, `generate_table` or `score`, if Ctrl-C has ended it. Prompts that were not done have the
         `finish_reason` "cancelled" and the text they had. Empty after a call that ended by itself."""
@@ -164,10 +163,7 @@ class LLM:
         prompt that cannot be run has the `finish_reason` "error"; the others are not affected. `params` are for all prompts, or a
         list with those of each (None for the defaults).
         """
-        self._check_task("generate")
-        options = _prompt_options(prompt_options)
-        rows = _rows_of([_columns(prompt, options) for prompt in _listed(prompts)])
-        return self._do(rows, _params_of(params, len(rows)), options)
+        return self._results_of_task("generate", prompts, params, prompt_options)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *, prompt_options: PromptConfig | None = None) -> list[Result]:
         """Embeds prompts. Returns one result per prompt, in order, with its `embedding` (a float32 array). The model needs `task="embed"`.
@@ -175,9 +171,7 @@ class LLM:
         A text is taken as it is, after the model's own text of `PromptConfig(prompt_name=…)` or its default; a list of messages goes through
         the chat template.
         """
-        self._check_task("embed")
-        options = _prompt_options(prompt_options)
-        return self._do(_rows_of([_columns(prompt, options) for prompt in _listed(prompts)]), None, options)
+        return self._results_of_task("embed", prompts, None, prompt_options)
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], *, prompt_options: PromptConfig | None = None
@@ -187,9 +181,7 @@ class LLM:
         A result has the most likely label as its `text` and the probabilities of all in `choice_probs`, or, of a head with a single number,
         that number as its `reward`. A text is taken as it is; a list of messages goes through the chat template.
         """
-        self._check_task("classify")
-        options = _prompt_options(prompt_options)
-        return self._do(_rows_of([_columns(prompt, options) for prompt in _listed(prompts)]), None, options)
+        return self._results_of_task("classify", prompts, None, prompt_options)
 
     def generate_table(
         self,
@@ -214,7 +206,7 @@ class LLM:
         given = _params_of(params, len(rows))
         builder = self._builder(given, options)
         builder.check_columns(rows)
-        results = self._do(rows, given, options)
+        results = self._results_of(rows, given, options)
         head = self.tokenizer.head
         asked = () if head is None else (head.result_name,)
         form = RowForm(reasoning=builder.reasoning, tool_calls=builder.tool_calls, asked=asked)
@@ -233,14 +225,16 @@ class LLM:
         """
         self._check_task("generate")
         options = replace(_prompt_options(prompt_options), score=True)
-        rows = [_columns(prompt, options) for prompt in _listed(prompts)]
-        texts = [_checked_completion(one) for one in _listed_completions(completions)]
+        rows = _rows_of(prompts, options)
+        given = _listed("completions", "a text", completions, lambda one: isinstance(one, str))
+        texts = [_checked_completion(one) for one in given]
         if len(texts) != len(rows):
             raise ValueError(
                 f"there are {len(rows)} prompts and {len(texts)} completions; give one completion for each prompt"
             )
-        pairs = zip(rows, texts, strict=True)
-        return self._do(_rows_of([row | {options.completion_column: text} for row, text in pairs]), None, options)
+        for row, text in zip(rows, texts, strict=True):
+            row.columns[options.completion_column] = text
+        return self._results_of(rows, None, options)
 
     def add(
         self,
@@ -260,7 +254,7 @@ class LLM:
         if on_token is not None:
             _check_callable("on_token", on_token)
         options = _prompt_options(prompt_options)
-        rows = _rows_of([_columns(prompt, options) for prompt in _listed(prompts)])
+        rows = _rows_of(prompts, options)
         return self._add(rows, _params_of(params, len(rows)), options, on_result, on_token)
 
     def cancel(self, number: int) -> None:
@@ -314,43 +308,40 @@ class LLM:
         if loaded != task:
             raise ValueError(f"this model was loaded with task={loaded!r}: make another LLM with task={task!r}")
 
-    def _do(
-        self,
-        rows: list[Row],
-        params: SamplingParams | list[SamplingParams] | None,
-        options: PromptConfig,
-    ) -> list[Result]:
-        with self._only_call("add prompts to it with add(), or call this when that call has returned"):
-            return self._results_of(rows, params, options)
+    def _results_of_task(self, task: str, prompts: Any, params: Any, prompt_options: Any) -> list[Result]:
+        self._check_task(task)
+        options = _prompt_options(prompt_options)
+        rows = _rows_of(prompts, options)
+        return self._results_of(rows, _params_of(params, len(rows)), options)
 
     def _results_of(
         self, rows: list[Row], params: SamplingParams | list[SamplingParams] | None, options: PromptConfig
     ) -> list[Result]:
-        self.interrupted = []
-        results: dict[int, Result] = {}
-        numbers = self._add(rows, params, options, lambda result: results.__setitem__(result.row, result), None)
-        tokens_before = self.stats.completion_tokens
-        with noted_interrupt() as came, prompt_bar(len(rows), self._progress) as bar:
+        """Runs rows. Returns their results, in order."""
+        with self._only_call("add prompts to it with add(), or call this when that call has returned"):
+            self.interrupted = []
+            results: dict[int, Result] = {}
+            numbers = self._add(rows, params, options, lambda result: results.__setitem__(result.row, result), None)
+            tokens_before = self.stats.completion_tokens
+            with noted_interrupt() as came, prompt_bar(len(rows), self._progress) as bar:
 
-            def between_steps() -> None:
-                if not came():
-                    bar.update(len(results), self.stats.completion_tokens - tokens_before)
-                    return
-                # The bar stays where it is: cancelled prompts are not done.
-                for request in list(self._requests.values()):
-                    self.engine.cancel(request)
+                def between_steps() -> None:
+                    if not came():
+                        bar.update(len(results), self.stats.completion_tokens - tokens_before)
+                        return
+                    # The bar stays where it is: cancelled prompts are not done.
+                    for request in list(self._requests.values()):
+                        self.engine.cancel(request)
 
-            self._between_steps = between_steps
-            try:
-                self._run()
-            finally:
-                self._between_steps = None
-        done = [replace(results[number], row=place) for place, number in enumerate(numbers)]
-        if came():
-            self.interrupted = done
-            whole = sum(result.reason != "cancelled" for result in done)
-            raise KeyboardInterrupt(f"{whole:,} of {len(done):,} prompts were done; LLM.interrupted has the results")
-        return done
+                self._run(between_steps)
+            done = [replace(results[number], row=place) for place, number in enumerate(numbers)]
+            if came():
+                self.interrupted = done
+                whole = sum(result.reason != "cancelled" for result in done)
+                raise KeyboardInterrupt(
+                    f"{whole:,} of {len(done):,} prompts were done; LLM.interrupted has the results"
+                )
+            return done
 
     def _add(
         self,
@@ -384,12 +375,16 @@ class LLM:
             self.tokenizer, options, params if isinstance(params, SamplingParams) else SamplingParams()
         )
 
-    def _run(self) -> None:
-        try:
+    def _run(self, between_steps: Callable[[], None] = lambda: None) -> None:
+        def take() -> None:
             self._take()
+            between_steps()
+
+        try:
+            take()
             while self.engine.unfinished:
-                self.engine.run(stop=self._take)
-                self._take()
+                self.engine.run(stop=take)
+                take()
         except BaseException:
             self._arriving.clear()
             self._requests.clear()
@@ -410,43 +405,30 @@ class LLM:
                 leaves = leaves_of(arrival.requests)
                 plan = plan_prefixes([leaf.tokens for leaf in leaves], self.config.chunk_size, share=self.config.share)
                 self.engine.add(leaves, plan, done, arrival.on_token)
-        if self._between_steps is not None:
-            self._between_steps()
 
 
-def _listed(prompts: Any) -> list[Any]:
-    """Returns the prompts of a call as a list."""
-    if isinstance(prompts, str | Mapping) or _is_token_ids(prompts) or _is_conversation(prompts):
-        return [prompts]
-    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts must be a prompt or a list of prompts, not {_shortened(prompts)}")
-    _check_order("prompts", prompts)
-    return list(prompts)
+def _rows_of(prompts: Any, options: PromptConfig) -> list[Row]:
+    """Returns the prompts of a call as rows."""
+    given = _listed("prompts", "a prompt", prompts, _is_prompt)
+    return [Row(place, _columns(prompt, options), None, f"prompt {place}") for place, prompt in enumerate(given)]
 
 
-def _listed_completions(given: Any) -> list[Any]:
-    """Returns the completions of a call of `score` as a list."""
-    if isinstance(given, str):
+def _listed(name: str, one: str, given: Any, is_one: Callable[[Any], bool]) -> list[Any]:
+    """Returns an argument as a list: one prompt or completion becomes a list of one. `name` and `one` are for messages."""
+    if is_one(given):
         return [given]
     if isinstance(given, bytes | bytearray | Mapping) or not isinstance(given, Iterable):
-        raise TypeError(f"completions must be a text or a list of completions, not {_shortened(given)}")
-    _check_order("completions", given)
+        raise TypeError(f"{name} must be {one} or a list of {name}, not {_shortened(given)}")
+    if isinstance(
+        given, set | frozenset
+    ):  # its order differs between processes: nobody could tell which result is whose
+        raise TypeError(f"{name} must be in an order, and a set has none: give a list, such as sorted({name})")
     return list(given)
 
 
 def _check_callable(name: str, given: Any) -> None:
     if not callable(given):
         raise TypeError(f"{name} must be a function, not {_shortened(given)}")
-
-
-def _check_order(name: str, given: Any) -> None:
-    """Raises `TypeError` for a set: its order differs between processes, so nobody could tell which result is whose."""
-    if isinstance(given, set | frozenset):
-        raise TypeError(f"{name} must be in an order, and a set has none: give a list, such as sorted({name})")
-
-
-def _rows_of(columns: list[dict[str, Any]]) -> list[Row]:
-    return [Row(place, of, None, f"prompt {place}") for place, of in enumerate(columns)]
 
 
 def _columns(prompt: Any, options: PromptConfig) -> dict[str, Any]:
@@ -473,6 +455,10 @@ def _checked_completion(given: Any) -> str | list[int]:
     if _is_token_ids(given):
         return [int(token) for token in given]
     raise TypeError(f"a completion must be text or a list of token ids, not {_shortened(given)}")
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str | Mapping) or _is_token_ids(value) or _is_conversation(value)
 
 
 def _is_token_ids(value: Any) -> bool:
