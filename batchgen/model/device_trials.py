@@ -32,17 +32,13 @@ from batchgen.model.device_check import Done, Failed, Part, TrialSetup, Trying, 
 from batchgen.model.loaded_model import AttentionKind, LoadedModel
 from batchgen.model.loader import load_model
 from batchgen.model.runner import Runner
-from batchgen.prefix import plan_prefixes
 from batchgen.prompts import load_tokenizer
-from batchgen.request import Request, leaves_of
+from batchgen.request import TokenArray
 from batchgen.sampling.sampler import Sampler
 from batchgen.sampling.scoring import score_targets
 from batchgen.sampling_params import SamplingParams
-from batchgen.scheduling.batch import CopyBlock, Limits, ScheduledBatch, StepOutput
-from batchgen.scheduling.block_manager import BlockManager
-from batchgen.scheduling.block_pool import BlockPool
-from batchgen.scheduling.rehearsal import FixedLength
-from batchgen.scheduling.scheduler import Scheduler, StepLoop
+from batchgen.scheduling.batch import CopyBlock, Limits, ScheduledBatch
+from batchgen.scheduling.rehearsal import run_steps, scheduler_of
 from batchgen.state.cache import StateCache
 
 ROUNDING = {torch.float32: 1e-4, torch.float16: 2 * 2**-10, torch.bfloat16: 2 * 2**-7}
@@ -65,8 +61,6 @@ TREES = (  # tokens in a step; tokens of the common beginning, of a group, at mo
 """Random trees. In the first, rows have every length modulo the keys that a kernel reads at a time; in the second, tiles of queries lie in
 the middle of a prompt; in the third, keys are split over programs and merged."""
 MODEL_TREE = (48, (67, 20, 24), 8, 14)
-Launch = Callable[[ScheduledBatch], Callable[[], Sequence[int]]]
-"""Launches a batch and samples its tokens. Returns a function that waits for the tokens."""
 
 
 class Differs(Exception):
@@ -232,78 +226,21 @@ def _stacked(logits: dict[tuple[int, int], torch.Tensor], places: Iterable[tuple
 # -- steps of a small tree
 
 
-def _requests(tree: tuple[int, tuple[int, int, int], int, int], vocabulary: int, seed: int) -> list[Request]:
+def _tree_prompts(tree: tuple[int, tuple[int, int, int], int, int], vocabulary: int, seed: int) -> list[TokenArray]:
     """Returns rows in two groups with one common beginning, and one row that shares nothing; no row is the beginning of another."""
-    _, (common, group, own), rows, length = tree
+    _, (common, group, own), rows, _ = tree
     rng = np.random.default_rng(seed)
 
-    def text(size: int) -> Any:
+    def text(size: int) -> TokenArray:
         return rng.integers(0, vocabulary, size, dtype=np.int32)
 
     beginning, groups = text(common), (text(group), text(group // 2))
-    requests = []
+    prompts = []
     for row in range(rows):
         parts = (beginning, groups[row % 2]) if row < rows - 1 else ()
-        tail = np.concatenate([np.array([row % vocabulary], dtype=np.int32), text(row * own // rows)])
-        requests.append(
-            Request(
-                row=row, tokens=np.concatenate([*parts, tail]), params=SamplingParams(max_tokens=length), max_tokens=length,
-                key=row.to_bytes(16, "little"),
-            )
-        )  # fmt: skip
-    return requests
-
-
-def _scheduled(
-    requests: Sequence[Request],
-    block_size: int,
-    tokens: int,
-    sliding_window: int | None,
-    share: bool,
-    num_state_slots: int = 0,
-) -> tuple[Scheduler, Limits, int]:
-    """Returns a scheduler with these requests, its limits, and its number of blocks: twice as many as the requests need."""
-    blocks = 2 * sum(-(-(len(r.tokens) + r.max_tokens) // block_size) for r in requests)
-    limits = Limits(len(requests), max(tokens, len(requests)), tokens)
-    manager = BlockManager(
-        BlockPool(blocks), block_size, sliding_window, 0, BlockPool(num_state_slots) if num_state_slots else None
-    )
-    scheduler = Scheduler(manager, limits, FixedLength)
-    leaves = leaves_of(requests)
-    plan = plan_prefixes([leaf.tokens for leaf in leaves], block_size, share=share)
-    scheduler.load([leaves[i] for i in plan.order], plan)
-    return scheduler, limits, blocks
-
-
-def _run_steps(scheduler: Scheduler, launch: Launch, ahead: int) -> None:
-    """Runs all steps."""
-    loop = StepLoop(scheduler, _Launched(launch), ahead)
-    while scheduler.unfinished:
-        for _ in loop.step():
-            pass
-    for _ in loop.settle():
-        pass
-
-
-class _Launched:
-    """Runs batches (`scheduler.Executor`) with a function that samples as it launches."""
-
-    needs_tokens = False
-
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
-
-    def launch(self, batch: ScheduledBatch) -> tuple[ScheduledBatch, Callable[[], Sequence[int]]]:
-        return batch, self._launch(batch)
-
-    def sample(self, step: object) -> None:
-        pass
-
-    def wait(self, step: tuple[ScheduledBatch, Callable[[], Sequence[int]]]) -> StepOutput:
-        batch, tokens_of = step
-        tokens = tokens_of()
-        sequences, count = [sample.sequence for sample in batch.samples], len(tokens)
-        return StepOutput(batch, sequences, tokens, [True] * count, [None] * count, (), ())
+        number = np.array([row % vocabulary], dtype=np.int32)
+        prompts.append(np.concatenate([*parts, number, text(row * own // rows)]))
+    return prompts
 
 
 def model_steps(
@@ -311,13 +248,17 @@ def model_steps(
 ) -> dict[tuple[int, int], torch.Tensor]:
     """Returns the model's logits [V], float32, by row and number of the token, for completions whose tokens are given."""
     tokens, _, rows, length = MODEL_TREE
-    requests = _requests(MODEL_TREE, model.vocab_size, seed=7)
+    prompts = _tree_prompts(MODEL_TREE, model.vocab_size, seed=7)
     given = np.random.default_rng(8).integers(0, model.vocab_size, (rows, length))
     num_state_slots = 4 * rows if model.states else 0
-    scheduler, limits, blocks = _scheduled(requests, block_size, tokens, model.sliding_window, share, num_state_slots)
+    scheduler = scheduler_of(
+        prompts, length, block_size, tokens,
+        share=share, sliding_window=model.sliding_window, num_state_slots=num_state_slots,
+    )  # fmt: skip
+    blocks = scheduler.block_manager.pool.num_blocks
     states = StateCache(model.states, num_state_slots, model.dtype) if model.states else None
     notes: list[str] = []
-    runner = Runner(model, KVCache(model.layers, blocks, block_size, model.dtype), limits, notes, states)
+    runner = Runner(model, KVCache(model.layers, blocks, block_size, model.dtype), scheduler.limits, notes, states)
     last = torch.zeros(rows, dtype=torch.int64, device=model.device)
     found: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -340,7 +281,7 @@ def model_steps(
 
         return wait
 
-    _run_steps(scheduler, launch, ahead)
+    run_steps(scheduler, launch, ahead)
     if notes:
         raise Differs(notes[0])
     return found
@@ -352,11 +293,10 @@ def model_steps(
 def attention_trial(kind: AttentionKind, model: LoadedModel, block_size: int) -> None:
     """Raises `Differs` if the kernels' attention, or the KV that they write, differs from plain torch's on steps of the random trees."""
     for seed, tree in enumerate(TREES):
-        tokens, _, _, _ = tree
-        requests = _requests(tree, 1 << 20, seed)
-        scheduler, limits, blocks = _scheduled(requests, block_size, tokens, None, True)
-        steps = _AttentionSteps(kind, model.dtype, model.device, blocks, block_size, limits.max_batch_tokens + 9, seed)
-        _run_steps(scheduler, steps.launch, 0)
+        tokens, _, _, length = tree
+        scheduler = scheduler_of(_tree_prompts(tree, 1 << 20, seed), length, block_size, tokens)
+        blocks, most = scheduler.block_manager.pool.num_blocks, scheduler.limits.max_batch_tokens + 9
+        run_steps(scheduler, _AttentionSteps(kind, model.dtype, model.device, blocks, block_size, most, seed).launch)
 
 
 class _AttentionSteps:

@@ -7,10 +7,9 @@ model is refused: that is better than a wrong answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,12 +29,13 @@ from batchgen.model.loaded_model import LoadedModel, logits_at
 from batchgen.model.multimodal import is_multimodal, model_class
 from batchgen.model.shrink import UNKNOWN, VOCAB, Unshrinkable, shrink
 from batchgen.prompts.tokenizer import language_config, quiet
+from batchgen.request import TokenArray
+from batchgen.scheduling.batch import CopyBlock, ScheduledBatch
+from batchgen.scheduling.rehearsal import row_of, run_steps, scheduler_of
 
 BLOCK = 8
-POOL = 100
-"""Blocks in the pool: more than all texts need."""
 SLICE = 43
-"""Largest number of prompt tokens of a span in a step."""
+"""Largest number of prompt tokens in a step."""
 COMPLETION = 12
 TOLERANCE = 5e-4
 """Largest allowed difference of logits, relative to the largest logit; float32 rounding stays far below."""
@@ -76,13 +76,11 @@ def _refused(name: str, reason: str) -> ModelError:
 def _disagreement(config: Any, seed: int, trust_remote_code: bool, revision: str | None) -> str:
     """Returns in words how a random model of this configuration differs when it runs packed; empty if it does not."""
     module = _random_model(config, seed, trust_remote_code, revision)
-    spans = _span_tree(seed)
-    for span in spans:
-        if span.completes:
-            _complete(module, span)
-    if not _sees_context(module, spans[-1].tokens[: 2 * BLOCK]):
+    prompts = _prompts(seed)
+    wanted = [_completion(module, prompt) for prompt in prompts]
+    if not _sees_context(module, prompts[-1][: 2 * BLOCK]):
         return "a small model of this type hardly depends on what it has read, so that it cannot be checked"
-    worst = _packed_difference(prepare(module), spans)
+    worst = _packed_difference(prepare(module), prompts, wanted)
     if not worst <= TOLERANCE:  # NaN too
         return (
             f"a small model of this type gives other logits here than in transformers (by {worst:.1g} of the largest)"
@@ -114,117 +112,62 @@ def _random_model(config: Any, seed: int, trust_remote_code: bool, revision: str
     return module
 
 
-@dataclass(slots=True, eq=False)
-class _TreeSpan:
-    """A node or a text of the tree, with the attributes of a sequence that an attention plan reads."""
-
-    tokens: list[int]
-    """From position 0: those of the path, its own, and at the end its completion."""
-    path: tuple[_TreeSpan, ...]
-    table: list[int]
-    completes: bool
-    """Whether it is a text, not a node that texts share."""
-    prompt: int = field(init=False)
-    """Tokens before the completion."""
-    computed: int = field(init=False)
-    dropped: int = 0
-    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    """[positions that are run, vocabulary] of a text, as transformers has them."""
-
-    def __post_init__(self) -> None:
-        self.prompt = len(self.tokens)
-        self.computed = self.start
-
-    @property
-    def start(self) -> int:
-        return self.path[-1].prompt if self.path else 0
-
-    @property
-    def end(self) -> int:
-        """The last token of a completion is never run."""
-        return len(self.tokens) - self.completes
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Tokens `start` to `stop` of a span, which run in one step."""
-
-    span: _TreeSpan
-    start: int
-    stop: int
-
-
-def _span_tree(seed: int) -> list[_TreeSpan]:
-    """Returns a prefix of six blocks, one of three below it, and texts below and beside them; in depth-first order."""
+def _prompts(seed: int) -> list[TokenArray]:
+    """Returns texts below a prefix of six blocks, two of them also below one of three more, and texts that share nothing."""
     rng = np.random.default_rng(seed)
-    free = iter(rng.permutation(POOL).tolist())
 
-    def span(count: int, *path: _TreeSpan, completes: bool = True) -> _TreeSpan:
-        above = path[-1] if path else None
-        tokens = [*(above.tokens if above else ()), *rng.integers(0, VOCAB, count).tolist()]
-        table = list(above.table) if above else []  # nodes end with a block
-        blocks = -(-(len(tokens) + COMPLETION * completes) // BLOCK) - len(table)
-        return _TreeSpan(tokens, path, table + [next(free) for _ in range(blocks)], completes)
+    def text(size: int) -> TokenArray:
+        return rng.integers(0, VOCAB, size, dtype=np.int32)
 
-    upper = span(6 * BLOCK, completes=False)
-    lower = span(3 * BLOCK, upper, completes=False)
-    below = [span(5, upper, lower), span(19, upper, lower), span(3, upper)]
-    return [upper, lower, *below, span(2), span(2 * UNKNOWN + 35)]
+    upper, lower = text(6 * BLOCK), text(3 * BLOCK)
+    tree = [(upper, lower, text(5)), (upper, lower, text(19)), (upper, text(3)), (text(2),), (text(2 * UNKNOWN + 35),)]
+    return [np.concatenate(parts) for parts in tree]
 
 
-def _complete(module: Any, text: _TreeSpan) -> None:
-    """Adds the completion of transformers' `generate`, and the logits after every token but the last."""
-    ids = torch.tensor([text.tokens])
+def _completion(module: Any, prompt: TokenArray) -> tuple[list[int], torch.Tensor]:
+    """Returns the tokens of transformers' `generate`, and the logits [tokens, vocabulary] after every token of prompt and completion but the last."""
+    ids = torch.from_numpy(prompt).long()[None]
     out = module.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=COMPLETION, do_sample=False,
         output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
-    prompt = module(input_ids=ids, use_cache=False).logits[0, :-1]
-    text.logits = torch.cat([prompt, *out.logits]).float()
-    text.tokens = out.sequences[0].tolist()
+    before = module(input_ids=ids, use_cache=False).logits[0, :-1]
+    return out.sequences[0, len(prompt) :].tolist(), torch.cat([before, *out.logits]).float()
 
 
-def _sees_context(module: Any, prompt: list[int]) -> bool:
+def _sees_context(module: Any, prompt: TokenArray) -> bool:
     """Whether the logits after a short text depend on a token in its middle."""
-    ids = torch.tensor([prompt])
+    ids = torch.from_numpy(prompt).long()[None]
     other = ids.clone()
     other[0, BLOCK] = (other[0, BLOCK] + 1) % VOCAB
     logits, moved = (module(input_ids=i, use_cache=False).logits[0, -1] for i in (ids, other))
     return bool((logits - moved).abs().max() > VISIBLE * logits.abs().max())
 
 
-def _packed_difference(model: LoadedModel, spans: list[_TreeSpan]) -> float:
-    """Runs everything through batchgen's attention. Returns the largest difference of a logit, relative to the largest logit."""
-    cache = KVCache(model.layers, POOL, BLOCK, model.dtype)
+def _packed_difference(
+    model: LoadedModel, prompts: Sequence[TokenArray], wanted: Sequence[tuple[list[int], torch.Tensor]]
+) -> float:
+    """Runs the prompts and their completions (`_completion`) in steps, as a job does, through batchgen's attention.
+
+    Returns the largest difference of a logit, relative to the largest logit.
+    """
+    scheduler = scheduler_of(prompts, COMPLETION, BLOCK, SLICE)
+    cache = KVCache(model.layers, scheduler.block_manager.pool.num_blocks, BLOCK, model.dtype)
     differences: list[torch.Tensor] = []
-    for parts in _mixed_steps(spans):
-        plan = plan_attention(cast(Any, parts), BLOCK, shared_reads=1)
+
+    def launch(batch: ScheduledBatch) -> Callable[[], Sequence[int]]:
+        cache.copy([(move.source, move.to) for move in batch.moves if isinstance(move, CopyBlock)])
+        plan = plan_attention(batch.spans, BLOCK, shared_reads=1)
         output = model.module(
-            input_ids=torch.tensor([[token for part in parts for token in part.span.tokens[part.start : part.stop]]]),
+            input_ids=torch.from_numpy(batch.packed.tokens)[None],
             position_ids=torch.from_numpy(plan.positions)[None],
             use_cache=False,
             step_attention=StepAttention(plan, cache),
             logits_to_keep=logits_at(np.arange(plan.num_tokens), model.device, model.spread),
         )
-        want = torch.cat([_expected(part, spans) for part in parts])
+        want = torch.cat([wanted[row_of(scheduler, one.span)][1][one.start : one.stop] for one in batch.spans])
         differences.append((output.logits[0] - want).abs().max() / want.abs().max())
+        return lambda: [wanted[sample.sequence.request.row][0][sample.position] for sample in batch.samples]
+
+    run_steps(scheduler, launch)
     return float(torch.stack(differences).max())
-
-
-def _expected(part: _Part, spans: list[_TreeSpan]) -> torch.Tensor:
-    """Returns transformers' logits: those of the text, or for a node those of a text below it."""
-    text = part.span if part.span.completes else next(s for s in spans if s.completes and part.span in s.path)
-    return text.logits[part.start : part.stop]
-
-
-def _mixed_steps(spans: list[_TreeSpan]) -> Iterator[list[_Part]]:
-    """Yields steps of slices of prompts and single tokens, mixed, in depth-first order. A span starts when those above it are done."""
-    while any(span.computed < span.end for span in spans):
-        parts: list[_Part] = []
-        for span in spans:
-            if span.computed < span.end and all(node.computed == node.end for node in span.path):
-                count = min(SLICE, span.prompt - span.computed) if span.computed < span.prompt else 1
-                parts.append(_Part(span, span.computed, span.computed + count))
-        yield parts
-        for part in parts:
-            part.span.computed = part.stop

@@ -1,19 +1,27 @@
-"""Runs the scheduler without a model, to find how many state slots a job will take. For `batchgen plan`. Integers only."""
+"""Runs the scheduler outside an engine. Integers only.
+
+`batchgen plan` runs a job's steps without a model, to find how many state slots they take. Checks run the steps of a few prompts, with given
+tokens, to compare ways of computing them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from batchgen.prefix import PrefixPlan
-from batchgen.request import Leaf, Request
+from batchgen.prefix import PrefixPlan, plan_prefixes
+from batchgen.request import Leaf, Request, TokenArray, leaves_of
+from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import Limits, ScheduledBatch, StepOutput
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.block_pool import BlockPool
 from batchgen.scheduling.scheduler import Scheduler, StepLoop
+from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span
 from batchgen.scheduling.waiting import Policy
 
 MAX_STEPS = 20_000
 """Largest number of steps, of all windows together. A peak that comes later is not seen."""
+Launch = Callable[[ScheduledBatch], Callable[[], Sequence[int]]]
+"""Launches a batch. Returns a function that waits for the tokens of its samples."""
 
 
 class Rehearsal:
@@ -23,8 +31,8 @@ class Rehearsal:
         """`num_state_slots` is at least two."""
         self._state_slots = BlockPool(num_state_slots)
         self._blocks = BlockManager(BlockPool(num_blocks), block_size, state_slots=self._state_slots)
-        self._scheduler = Scheduler(self._blocks, limits, FixedLength, policy)
-        self._loop = StepLoop(self._scheduler, NoModel(), ahead=0)
+        self._scheduler = Scheduler(self._blocks, limits, _FixedLength, policy)
+        self._loop = StepLoop(self._scheduler, _Launcher(_no_model), ahead=0)
         self._spans = 0
         """Nodes of all windows so far."""
         self._steps = 0
@@ -53,7 +61,55 @@ class Rehearsal:
         scheduler.take_freed()
 
 
-class FixedLength:
+def scheduler_of(
+    prompts: Sequence[TokenArray],
+    max_tokens: int,
+    block_size: int,
+    prefill_tokens: int,
+    *,
+    share: bool = True,
+    sliding_window: int | None = None,
+    num_state_slots: int = 0,
+) -> Scheduler:
+    """Returns a scheduler that has these prompts as rows 0, 1, …, and twice as many blocks as they need.
+
+    Each completion has `max_tokens` tokens. A step has at most `prefill_tokens` tokens of prompts.
+    """
+    params = SamplingParams(max_tokens=max_tokens)
+    requests = [
+        Request(row=row, tokens=tokens, params=params, max_tokens=max_tokens, key=row.to_bytes(16, "little"))
+        for row, tokens in enumerate(prompts)
+    ]
+    leaves = leaves_of(requests)
+    blocks = 2 * sum(-(-(len(tokens) + max_tokens) // block_size) for tokens in prompts)
+    state_slots = BlockPool(num_state_slots) if num_state_slots else None
+    manager = BlockManager(BlockPool(blocks), block_size, sliding_window, 0, state_slots)
+    limits = Limits(len(prompts), max(prefill_tokens, len(prompts)), prefill_tokens)
+    scheduler = Scheduler(manager, limits, _FixedLength)
+    plan = plan_prefixes(prompts, block_size, share=share)
+    scheduler.load([leaves[i] for i in plan.order], plan)
+    return scheduler
+
+
+def row_of(scheduler: Scheduler, span: Span) -> int:
+    """Returns the row of a sequence, or a row below a node."""
+    if isinstance(span, GenerationSequence):
+        return span.request.row
+    assert isinstance(span, PrefixNodeSpan)
+    return scheduler.window_of(span).leaves[span.node.first].request.row
+
+
+def run_steps(scheduler: Scheduler, launch: Launch, ahead: int = 0) -> None:
+    """Runs all steps. `ahead`: see `StepLoop`."""
+    loop = StepLoop(scheduler, _Launcher(launch), ahead)
+    while scheduler.unfinished:
+        for _ in loop.step():
+            pass
+    for _ in loop.settle():
+        pass
+
+
+class _FixedLength:
     """Ends a completion at its length (`sequence.Stops`)."""
 
     text = reasoning = None
@@ -70,18 +126,26 @@ class FixedLength:
         return ()
 
 
-class NoModel:
-    """Runs batches without a model (`scheduler.Executor`): every token and every score is 0."""
+def _no_model(batch: ScheduledBatch) -> Callable[[], Sequence[int]]:
+    return lambda: [0] * len(batch.samples)
+
+
+class _Launcher:
+    """Runs batches (`scheduler.Executor`) with a function. Every score is 0."""
 
     needs_tokens = False
 
-    def launch(self, batch: ScheduledBatch) -> ScheduledBatch:
-        return batch
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
 
-    def sample(self, step: ScheduledBatch) -> None:
+    def launch(self, batch: ScheduledBatch) -> tuple[ScheduledBatch, Callable[[], Sequence[int]]]:
+        return batch, self._launch(batch)
+
+    def sample(self, step: object) -> None:
         pass
 
-    def wait(self, step: ScheduledBatch) -> StepOutput:
-        count, scored = len(step.samples), len(step.score_targets.entries)
-        sequences = [sample.sequence for sample in step.samples]
-        return StepOutput(step, sequences, [0] * count, [True] * count, [None] * count, [0.0] * scored, [0.0] * scored)
+    def wait(self, step: tuple[ScheduledBatch, Callable[[], Sequence[int]]]) -> StepOutput:
+        batch, tokens = step
+        count, scores = len(batch.samples), [0.0] * len(batch.score_targets.entries)
+        sequences = [sample.sequence for sample in batch.samples]
+        return StepOutput(batch, sequences, tokens(), [True] * count, [None] * count, scores, scores)

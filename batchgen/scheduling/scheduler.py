@@ -494,7 +494,7 @@ class Scheduler(RunningSet):
 
 
 class Executor(Protocol[Step]):
-    """Runs batches: the engine's `StepExecutor`, one without a model (`rehearsal`), one of given tokens (`device_trials`)."""
+    """Runs batches: the engine's `StepExecutor`, or one without an engine (`rehearsal`)."""
 
     @property
     def needs_tokens(self) -> bool:

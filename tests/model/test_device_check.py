@@ -194,9 +194,9 @@ def test_tokens_that_the_device_returns_wrong_switch_off_the_step_ahead(model, m
             return [[token + (len(launched) > 1 and token > 0) for token in part] for part in super().lists()]
 
     launched = []
-    steps = device_trials._run_steps
+    steps = device_trials.run_steps
 
-    def counted(scheduler, launch, ahead):
+    def counted(scheduler, launch, ahead=0):
         def one(batch):
             launched.append(batch)
             wait = launch(batch)
@@ -212,7 +212,7 @@ def test_tokens_that_the_device_returns_wrong_switch_off_the_step_ahead(model, m
         steps(scheduler, one, ahead)
 
     monkeypatch.setattr(device_trials, "Readback", Late)
-    monkeypatch.setattr(device_trials, "_run_steps", counted)
+    monkeypatch.setattr(device_trials, "run_steps", counted)
     assert run_trials(model)[1] == {"step-ahead": "the device returns other tokens than it has sampled"}
 
 
