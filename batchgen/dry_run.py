@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,6 @@ from batchgen.state.sizes import attention_layers, state_bytes
 TREE_NODES = 20
 GROUPS = 10
 EXCERPT_TOKENS = 64
-DTYPE_BYTES = {"float32": 4, "float64": 8}
-"""Bytes of a number, for types that do not take 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,37 +237,23 @@ def _cuts(shares: Sequence[Share]) -> CutFigures:
     )
 
 
-@dataclass(slots=True)
 class _PlanBuilder:
     """Plans a job window by window and adds up the figures."""
 
-    config: JobConfig
-    tokenizer: LoadedTokenizer
-    block_size: int = field(init=False)
-    bytes_per_token: int = field(init=False)
-    bytes_per_state: int = field(init=False)
-    weight_bytes: int = field(init=False)
-    rows: int = 0
-    failed: int = 0
-    failures: list[str] = field(default_factory=list)
-    windows: int = 0
-    figures: PlanFigures = field(default_factory=PlanFigures)
-    _survey: Survey = field(init=False)
-    _outline: Outline = field(default_factory=Outline)
-    _kept: KeptPrefixes = field(default_factory=KeptPrefixes)
-    _rehearsal: Rehearsal | None = field(init=False, default=None)
-    """For a model with recurrent layers."""
-
-    def __post_init__(self) -> None:
-        self._survey = Survey(self.config.engine.chunk_size, TREE_NODES, GROUPS)
-        dtype = computed_dtype(self.config.model, self.tokenizer.hf_config)
-        self.block_size = self.config.engine.block_size
-        self.bytes_per_token = kv_bytes_per_token(self.tokenizer.hf_config, dtype)
-        self.bytes_per_state = state_bytes_per_sequence(self.tokenizer.hf_config, dtype)
-        plain, int8 = weight_bytes(self.config.model, DTYPE_BYTES.get(dtype, 2)) or (0, 0)
-        self.weight_bytes = int8 if self.config.model.quantize == "int8" else plain
-        if self.bytes_per_state:
-            self._rehearsal = self._rehearse()
+    def __init__(self, config: JobConfig, tokenizer: LoadedTokenizer) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        dtype = computed_dtype(config.model, tokenizer.hf_config)
+        self.block_size = config.engine.block_size
+        self.bytes_per_token = kv_bytes_per_token(tokenizer.hf_config, dtype)
+        self.bytes_per_state = state_bytes_per_sequence(tokenizer.hf_config, dtype)
+        plain, int8 = weight_bytes(config.model, itemsize(dtype)) or (0, 0)
+        self.weight_bytes = int8 if config.model.quantize == "int8" else plain
+        self.rows = self.failed = self.windows = 0
+        self.failures: list[str] = []
+        self.figures = PlanFigures()
+        self._survey, self._outline = Survey(config.engine.chunk_size, TREE_NODES, GROUPS), Outline()
+        self._kept = KeptPrefixes()
+        self._rehearsal = self._rehearse() if self.bytes_per_state else None
 
     def _rehearse(self) -> Rehearsal | None:
         """Returns the job's scheduler with the sizes of `memory_budget.size_engine`; None where the memory holds no two states."""
@@ -393,14 +377,19 @@ def computed_dtype(config: ModelConfig, hf_config: Any) -> str:
     return str(cpu_dtype(config, hf_config)).removeprefix("torch.")
 
 
+def itemsize(dtype: str) -> int:
+    """Returns the bytes of a number of this type."""
+    return {"float32": 4, "float64": 8}.get(dtype, 2)
+
+
 def kv_bytes_per_token(hf_config: Any, dtype: str) -> int:
     """Returns the KV of one token in all layers, from the model's configuration alone; 0 if it does not say."""
     own = text_config(hf_config)
     layers = attention_layers(own) if getattr(own, "model_type", None) in RECURRENT else None
-    return kv_numbers(own, layers) * DTYPE_BYTES.get(dtype, 2)
+    return kv_numbers(own, layers) * itemsize(dtype)
 
 
 def state_bytes_per_sequence(hf_config: Any, dtype: str) -> int:
     """Returns the state of one sequence in all recurrent layers, from the model's configuration alone; 0 for a model without such layers."""
     own = text_config(hf_config)
-    return state_bytes(own, DTYPE_BYTES.get(dtype, 2)) if getattr(own, "model_type", None) in RECURRENT else 0
+    return state_bytes(own, itemsize(dtype)) if getattr(own, "model_type", None) in RECURRENT else 0

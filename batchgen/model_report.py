@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from batchgen.config import ModelConfig
-from batchgen.dry_run import DTYPE_BYTES, kv_bytes_per_token
+from batchgen.dry_run import itemsize, kv_bytes_per_token
 from batchgen.model.architectures import (
     REFUSED,
     VERIFIED,
@@ -18,7 +18,7 @@ from batchgen.model.architectures import (
 )
 from batchgen.model_files import check_weight_files, has_tokenizer, weight_bytes
 from batchgen.prompts import load_tokenizer
-from batchgen.prompts.tokenizer import context_length_of, load_config, text_config
+from batchgen.prompts.tokenizer import checkpoint_dtype, context_length_of, load_config, text_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,6 @@ class ModelReport:
     weight_bytes_int8: int = 0
     """Bytes with `--quantize int8`."""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def report_model(config: ModelConfig) -> ModelReport:
     """Reads a model's configuration and tokenizer, never its weights. A folder may lack the tokenizer. Raises `ModelError` if the model would be refused."""
@@ -56,9 +53,8 @@ def report_model(config: ModelConfig) -> ModelReport:
     hf_config = load_config(config) if tokenizer is None else tokenizer.hf_config
     check_architecture(hf_config)
     text = text_config(hf_config)
-    own = getattr(hf_config, "dtype", None) or getattr(text, "dtype", None)
-    dtype = "float32" if own is None else str(own).removeprefix("torch.")
-    plain, int8 = weight_bytes(config, DTYPE_BYTES.get(dtype, 2)) or (0, 0)
+    dtype = checkpoint_dtype(hf_config)
+    plain, int8 = weight_bytes(config, itemsize(dtype)) or (0, 0)
     return ModelReport(
         model=config.model,
         model_type=str(getattr(hf_config, "model_type", "unknown")),

@@ -48,7 +48,7 @@ from batchgen.model_files import adapter_folder, check_weight_files, gguf_file, 
 from batchgen.parsers.heads import OutputHead
 from batchgen.process.lean_imports import finish_torch
 from batchgen.prompts.gguf import alone
-from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
+from batchgen.prompts.tokenizer import LoadedTokenizer, checkpoint_dtype, language_config, quiet
 from batchgen.request import TokenArray
 from batchgen.stats import size_text
 
@@ -88,10 +88,7 @@ def check_fits(needed: int, dtype: torch.dtype, device: int, free: Sequence[int]
 
 def dtype_of(config: ModelConfig, hf_config: Any) -> torch.dtype:
     """Returns the type that the weights are loaded as."""
-    own: Any = config.dtype
-    if own == "auto":
-        own = getattr(hf_config, "dtype", None) or getattr(text_config(hf_config), "dtype", None)
-    found = getattr(torch, str(own).removeprefix("torch."), None)
+    found = getattr(torch, checkpoint_dtype(hf_config) if config.dtype == "auto" else config.dtype, None)
     return found if isinstance(found, torch.dtype) else torch.float32
 
 

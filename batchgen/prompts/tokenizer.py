@@ -217,6 +217,12 @@ def text_config(hf_config: Any) -> Any:
     return writer if nested is None else nested
 
 
+def checkpoint_dtype(hf_config: Any) -> str:
+    """Returns the type of a checkpoint's weights, such as `bfloat16`; float32 if its configuration does not say."""
+    own = getattr(hf_config, "dtype", None) or getattr(text_config(hf_config), "dtype", None)
+    return "float32" if own is None else str(own).removeprefix("torch.")
+
+
 def _positive(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -46,7 +47,7 @@ def models(
         return 0
     with progress_for(Display(progress=False)):
         report = report_model(ModelConfig(model=model, revision=revision))
-    write_answer(json.dumps(report.as_dict()) if as_json else "\n".join(map(printable, _report_lines(report))))
+    write_answer(json.dumps(asdict(report)) if as_json else "\n".join(map(printable, _report_lines(report))))
     return 0
 
 
