@@ -51,6 +51,7 @@ constexpr double LOG2E = 1.44269504088896340736;
 constexpr int TILED_ROWS = 32;  // rows whose products are made at a time on matrix units
 constexpr int FETCHED = 8;  // times 16 keys of the next sequence that are prefetched
 constexpr int PIECES = 16 / LANES;  // vectors for 16 keys
+constexpr int CHUNK = 4;  // times 16 keys that all rows of a part read before the next ones, so that they stay in the first-level cache
 
 struct Plan {  // a step; `_Plan` in cpu_backend.py is the same
     int64_t num_tokens, block_size, num_shared, num_chunks, tile;
@@ -105,6 +106,7 @@ class Tile {
         sums_.resize(rows * width_);
         top_.resize(rows);
         total_.resize(rows);
+        if (is_widened) wide_.resize(CHUNK * 16 * std::max(words_ * E::a_words, width_));
     }
 
     void run(int64_t tile, int64_t head) {
@@ -154,6 +156,7 @@ class Tile {
 #else
     static constexpr bool is_tiled = false;
 #endif
+    static constexpr bool is_widened = E::a_words == 2;  // keys and values that many rows read are widened once for all of them
     struct Run {  // neighbouring places in a row of scores
         int begin, end;
     };
@@ -263,7 +266,13 @@ class Tile {
             keys = some_.data();
         }
         find_runs(part, end, part->from, part->to);
-        by_rows(row(part->from, 0), row(part->to, 0), [&](auto rows, int64_t r) {
+        const int64_t first = row(part->from, 0), last = row(part->to, 0);
+        if (by_chunks(first, last)) {
+            score_rows(first, last, keys, n);
+            for (int64_t r = first; r < last; r++) weigh(r, &scores_[r * ROW]);
+            return add_rows(first, last, keys, n);
+        }
+        by_rows(first, last, [&](auto rows, int64_t r) {
             score(rows, r, &scores_[0], keys, n);
             for (int i = 0; i < rows; i++) weigh(r + i, &scores_[i * ROW]);
             add(rows, r, &scores_[0], keys, n);
@@ -274,15 +283,67 @@ class Tile {
     void apart(const Part* parts, const Part* end, int64_t to) {
         for (const Part* p = parts; p < end; p++) {
             if (p + 1 < end && p[1].own) fetch(p[1]);
-            by_rows(row(p->from, 0), row(p->to, 0), [&](auto rows, int64_t r) { score(rows, r, &scores_[r * ROW], &keys_[p->first], p->count); });
+            score_rows(row(p->from, 0), row(p->to, 0), &keys_[p->first], p->count);
         }
         for (const Own& own : own_) {
             if (own.to <= parts->from || own.from >= to) continue;
             find_runs(parts, end, own.from, own.to);
             for (int64_t r = row(own.from, 0); r < row(own.to, 0); r++) weigh(r, &scores_[r * ROW]);
         }
-        for (const Part* p = parts; p < end; p++)
-            by_rows(row(p->from, 0), row(p->to, 0), [&](auto rows, int64_t r) { add(rows, r, &scores_[r * ROW], &keys_[p->first], p->count); });
+        for (const Part* p = parts; p < end; p++) add_rows(row(p->from, 0), row(p->to, 0), &keys_[p->first], p->count);
+    }
+
+    static bool by_chunks(int64_t r, int64_t end) { return !is_tiled && end - r > ROWS; }
+
+    // Scores of rows r to `end` against 16 n keys, to their places in `scores_`.
+    void score_rows(int64_t r, int64_t end, const Keys* keys, int n) {
+        const int most = by_chunks(r, end) ? CHUNK : n;
+        for (int i = 0; i < n; i += most) {
+            const int count = std::min(most, n - i);
+            if constexpr (is_widened)
+                if (most == CHUNK) {
+                    widen_keys(keys + i, count);
+                    by_rows(r, end, [&](auto rows, int64_t row) { score<true>(rows, row, &scores_[row * ROW], keys + i, count); });
+                    continue;
+                }
+            by_rows(r, end, [&](auto rows, int64_t row) { score(rows, row, &scores_[row * ROW], keys + i, count); });
+        }
+    }
+
+    // Adds 16 n values times the weights in `scores_` to the sums of rows r to `end`.
+    void add_rows(int64_t r, int64_t end, const Keys* keys, int n) {
+        const int most = by_chunks(r, end) ? CHUNK : n;
+        for (int i = 0; i < n; i += most) {
+            const int count = std::min(most, n - i);
+            if constexpr (is_widened)
+                if (most == CHUNK) {
+                    widen_values(keys + i, count);
+                    by_rows(r, end, [&](auto rows, int64_t row) { add<true>(rows, row, &scores_[row * ROW], keys + i, count); });
+                    continue;
+                }
+            by_rows(r, end, [&](auto rows, int64_t row) { add(rows, row, &scores_[row * ROW], keys + i, count); });
+        }
+    }
+
+    // Writes 16 `count` keys to `wide_` as float32 [D][CHUNK * 16].
+    void widen_keys(const Keys* keys, int count) {
+        for (int i = 0; i < count; i++)
+            for (int64_t w = 0; w < words_; w++) widen(keys[i].keys + w * plan_.block_size, 16, &wide_[(2 * w * CHUNK + i) * 16], CHUNK * 16);
+    }
+
+    // Writes 16 `count` values to `wide_` as float32 [CHUNK * 16][V].
+    void widen_values(const Keys* keys, int count) {
+        for (int i = 0; i < count; i++)
+            for (int64_t w = 0; w < 8; w++) widen(keys[i].values + w * width_, width_, &wide_[(16 * i + 2 * w) * width_], width_);
+    }
+
+    // Writes the two numbers of each word to two rows.
+    static INLINE void widen(const uint32_t* words, int64_t count, float* to, int64_t row) {
+        for (int64_t c = 0; c < count; c += LANES) {
+            const uints pair = load<uints>(words + c);
+            store(to + c, Widened::low(pair));
+            store(to + row + c, Widened::high(pair));
+        }
     }
 
     // Vectors of sums that each of R rows has in registers: more if the rows are few, so that enough sums are under way at once.
@@ -301,23 +362,28 @@ class Tile {
         }
     }
 
-    // Scores of rows r to r + R against 16 n keys, to their places in `scores` [R][ROW].
-    template <int R>
+    // Scores of rows r to r + R against 16 n keys, to their places in `scores` [R][ROW]. With WIDE, the keys are those in `wide_`.
+    template <bool WIDE = false, int R>
     NOINLINE void score(std::integral_constant<int, R>, int64_t r, float* scores, const Keys* keys, int n) {
         constexpr int N = vectors_of(R);
         int v = 0;
-        for (; v + N <= n * PIECES; v += N) score<R, N>(r, scores, keys, v);
+        for (; v + N <= n * PIECES; v += N) score<WIDE, R, N>(r, scores, keys, v);
         if constexpr (N > PIECES)
-            for (; v < n * PIECES; v += PIECES) score<R, PIECES>(r, scores, keys, v);
+            for (; v < n * PIECES; v += PIECES) score<WIDE, R, PIECES>(r, scores, keys, v);
     }
 
-    template <int R, int N>
+    template <bool WIDE, int R, int N>
     INLINE void score(int64_t r, float* scores, const Keys* keys, int v) {
         floats sums[R][N] = {};
         const uint32_t* b[N];
-        for (int i = 0; i < N; i++) b[i] = keys[(v + i) / PIECES].keys + (v + i) % PIECES * LANES;
         const int64_t a_row = words_ * E::a_words;
-        product<E, R, N>(sums, &q_[r * a_row], a_row, b, plan_.block_size, words_);
+        if constexpr (WIDE) {
+            for (int i = 0; i < N; i++) b[i] = reinterpret_cast<const uint32_t*>(&wide_[(v + i) * LANES]);
+            product<Float, R, N>(sums, &q_[r * a_row], a_row, b, CHUNK * 16, a_row);
+        } else {
+            for (int i = 0; i < N; i++) b[i] = keys[(v + i) / PIECES].keys + (v + i) % PIECES * LANES;
+            product<E, R, N>(sums, &q_[r * a_row], a_row, b, plan_.block_size, words_);
+        }
         for (int j = 0; j < N; j++) {
             float* to = scores + keys[(v + j) / PIECES].place * 16 + (v + j) % PIECES * LANES;
             for (int i = 0; i < R; i++) store(to + i * ROW, sums[i][j]);
@@ -395,17 +461,17 @@ class Tile {
         return layer_.sliding_window ? yes & (at > ints{} + int32_t(query - layer_.sliding_window)) : yes;
     }
 
-    // Adds values times the weights in `scores` [R][ROW] to the sums of rows r to r + R.
-    template <int R>
+    // Adds values times the weights in `scores` [R][ROW] to the sums of rows r to r + R. With WIDE, the values are those in `wide_`.
+    template <bool WIDE = false, int R>
     NOINLINE void add(std::integral_constant<int, R>, int64_t r, const float* scores, const Keys* keys, int n) {
         constexpr int N = vectors_of(R);
         int64_t c = 0;
-        for (; c + N * LANES <= width_; c += N * LANES) add<R, N>(r, scores, keys, n, c);
+        for (; c + N * LANES <= width_; c += N * LANES) add<WIDE, R, N>(r, scores, keys, n, c);
         if constexpr (N > PIECES)
-            for (; c < width_; c += PIECES * LANES) add<R, PIECES>(r, scores, keys, n, c);
+            for (; c < width_; c += PIECES * LANES) add<WIDE, R, PIECES>(r, scores, keys, n, c);
     }
 
-    template <int R, int N>
+    template <bool WIDE, int R, int N>
     INLINE void add(int64_t r, const float* scores, const Keys* keys, int n, int64_t c) {
         floats sums[R][N];
         for (int i = 0; i < R; i++)
@@ -413,9 +479,14 @@ class Tile {
         const uint32_t* weights = reinterpret_cast<const uint32_t*>(scores);
         constexpr int count = 16 / E::per_word;
         for (int g = 0; g < n; g++) {
+            const uint32_t* values = WIDE ? reinterpret_cast<const uint32_t*>(&wide_[g * 16 * width_]) : keys[g].values;
             const uint32_t* b[N];
-            for (int j = 0; j < N; j++) b[j] = keys[g].values + c + LANES * j;
-            product<E, R, N>(sums, weights + keys[g].place * count * E::a_words, ROW, b, width_, count);
+            for (int j = 0; j < N; j++) b[j] = values + c + LANES * j;
+            const uint32_t* a = weights + keys[g].place * count * E::a_words;
+            if constexpr (WIDE)
+                product<Float, R, N>(sums, a, ROW, b, width_, 16);
+            else
+                product<E, R, N>(sums, a, ROW, b, width_, count);
         }
         for (int i = 0; i < R; i++)
             for (int j = 0; j < N; j++) store(&sums_[(r + i) * width_ + c + LANES * j], sums[i][j]);
@@ -505,6 +576,7 @@ class Tile {
     std::vector<uint32_t, WholeLines<uint32_t>> q_;    // [rows][words of D]
     std::vector<float, WholeLines<float>> scores_;  // [rows][ROW], then weights in their place
     std::vector<float, WholeLines<float>> sums_;    // [rows][V], unnormalised
+    std::vector<float, WholeLines<float>> wide_;    // keys or values of a chunk
     std::vector<float> top_;     // [rows] largest score so far, as an exponent of 2
     std::vector<float> total_;   // [rows] sum of the weights relative to it
     std::vector<Own> own_;

@@ -145,12 +145,26 @@ INLINE floats exp2_of_fraction(floats r) {
 }
 
 // 2 to the power of x <= 0, to about 2 units in the last place; 0 below -127, NaN of NaN.
+#if defined(__AVX512DQ__)
+INLINE floats exp2_of_negative(floats x) {
+    const floats r = (floats)_mm512_reduce_ps((__m512)x, 9);  // less its floor; a minimax polynomial of degree 5 follows
+    floats p = splat(1.867130186e-3f);
+    p = p * r + 9.017030066e-3f;
+    p = p * r + 5.579991330e-2f;
+    p = p * r + 2.401644501e-1f;
+    p = p * r + 6.931513118e-1f;
+    p = p * r + 1.0f;
+    const __mmask16 not_zero = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-127.0f), _CMP_NLT_UQ);
+    return (floats)_mm512_maskz_scalef_ps(not_zero, (__m512)p, (__m512)x);
+}
+#else
 INLINE floats exp2_of_negative(floats x) {
     const floats t = max(splat(-127.0f), x);
     const floats shifted = t + (12582912.0f + 127.0f);  // rounds to an integer in the low bits
     const floats r = t - (shifted - (12582912.0f + 127.0f));
     return exp2_of_fraction(r) * (floats)((ints)shifted << 23);
 }
+#endif
 
 #if defined(__AVX512F__)
 // 2 to the power of x to about 2 units in the last place, x limited to -100 to 100; NaN of NaN.
