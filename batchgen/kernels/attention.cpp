@@ -51,7 +51,7 @@ constexpr double LOG2E = 1.44269504088896340736;
 constexpr int TILED_ROWS = 32;  // rows whose products are made at a time on matrix units
 constexpr int FETCHED = 8;  // times 16 keys of the next sequence that are prefetched
 constexpr int PIECES = 16 / LANES;  // vectors for 16 keys
-constexpr int CHUNK = 4;  // times 16 keys that all rows of a part read before the next ones, so that they stay in the first-level cache
+constexpr int CHUNK = 4;  // times 16 keys that are widened at a time; all rows of a part read them, in the first-level cache, before the next ones are widened
 
 struct Plan {  // a step; `_Plan` in cpu_backend.py is the same
     int64_t num_tokens, block_size, num_shared, num_chunks, tile;
@@ -293,36 +293,34 @@ class Tile {
         for (const Part* p = parts; p < end; p++) add_rows(row(p->from, 0), row(p->to, 0), &keys_[p->first], p->count);
     }
 
-    static bool by_chunks(int64_t r, int64_t end) { return !is_tiled && end - r > ROWS; }
+    static bool by_chunks(int64_t r, int64_t end) { return is_widened && end - r > ROWS; }
 
     // Scores of rows r to `end` against 16 n keys, to their places in `scores_`.
     void score_rows(int64_t r, int64_t end, const Keys* keys, int n) {
-        const int most = by_chunks(r, end) ? CHUNK : n;
-        for (int i = 0; i < n; i += most) {
-            const int count = std::min(most, n - i);
-            if constexpr (is_widened)
-                if (most == CHUNK) {
+        if constexpr (is_widened)
+            if (by_chunks(r, end)) {
+                for (int i = 0; i < n; i += CHUNK) {
+                    const int count = std::min(CHUNK, n - i);
                     widen_keys(keys + i, count);
                     by_rows(r, end, [&](auto rows, int64_t row) { score<true>(rows, row, &scores_[row * ROW], keys + i, count); });
-                    continue;
                 }
-            by_rows(r, end, [&](auto rows, int64_t row) { score(rows, row, &scores_[row * ROW], keys + i, count); });
-        }
+                return;
+            }
+        by_rows(r, end, [&](auto rows, int64_t row) { score(rows, row, &scores_[row * ROW], keys, n); });
     }
 
     // Adds 16 n values times the weights in `scores_` to the sums of rows r to `end`.
     void add_rows(int64_t r, int64_t end, const Keys* keys, int n) {
-        const int most = by_chunks(r, end) ? CHUNK : n;
-        for (int i = 0; i < n; i += most) {
-            const int count = std::min(most, n - i);
-            if constexpr (is_widened)
-                if (most == CHUNK) {
+        if constexpr (is_widened)
+            if (by_chunks(r, end)) {
+                for (int i = 0; i < n; i += CHUNK) {
+                    const int count = std::min(CHUNK, n - i);
                     widen_values(keys + i, count);
                     by_rows(r, end, [&](auto rows, int64_t row) { add<true>(rows, row, &scores_[row * ROW], keys + i, count); });
-                    continue;
                 }
-            by_rows(r, end, [&](auto rows, int64_t row) { add(rows, row, &scores_[row * ROW], keys + i, count); });
-        }
+                return;
+            }
+        by_rows(r, end, [&](auto rows, int64_t row) { add(rows, row, &scores_[row * ROW], keys, n); });
     }
 
     // Writes 16 `count` keys to `wide_` as float32 [D][CHUNK * 16].
