@@ -26,7 +26,12 @@ constexpr int DEPTH = 512;
 #else
 constexpr int DEPTH = 256;
 #endif
-constexpr int MAX_ROWS = 288;  // of a task
+// Rows of a task. Each task widens its panel, unless matrix units read it as it is.
+#if defined(__AVX512F__) && !defined(BATCHGEN_AMX)
+constexpr int MAX_ROWS = 86 * ROWS;
+#else
+constexpr int MAX_ROWS = 288;
+#endif
 // Tasks of at least so many rows widen weights once for all of their rows; in smaller tasks, each block of rows widens them in registers.
 #if defined(__AVX512F__)
 constexpr int WIDENED_ROWS = 9 * ROWS;
