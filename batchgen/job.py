@@ -32,9 +32,10 @@ from batchgen.jobs.requests import FirstReading
 from batchgen.jobs.shards import ShardFolder
 from batchgen.jobs.stdout_job import StdoutJob
 from batchgen.jobs.windows import Planned, PlannedWindows, Planner
+from batchgen.notebook import shown_progress
 from batchgen.process.collector import few_collections
 from batchgen.process.signals import Signals
-from batchgen.progress import GENERATING, Progress, Tracker, shown_progress
+from batchgen.progress import GENERATING, Progress, Tracker
 from batchgen.push import push_output
 from batchgen.recording import RunRecorder
 from batchgen.request import Request
@@ -143,12 +144,8 @@ def _run_in_prefix_order(setup: JobSetup, job: JobFolder, planner: Planner, gene
 def _run_windows(requests: Iterator[list[Request]], planner: Planner, generation: _Generation, *, fresh: bool) -> None:
     """Plans and generates all windows. `fresh`: none of the requests has a result yet."""
     job, outcomes, signals = generation.job, generation.outcomes, generation.signals
-    with PlannedWindows(requests, planner, job, outcomes, fresh=fresh) as windows:
-        while True:
-            with signals.interruptible():
-                window = windows.next()
-            if window is None:
-                break
+    with PlannedWindows(requests, planner, job, outcomes, signals, fresh=fresh) as windows:
+        for window in windows:
             generation.run(window, windows)
             signals.check()
 

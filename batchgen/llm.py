@@ -17,9 +17,9 @@ from typing import Any, Self
 from batchgen.config import EngineConfig, ModelConfig, PromptConfig
 from batchgen.devices import AnyEngine, open_engine
 from batchgen.errors import RowError
+from batchgen.notebook import prompt_bar
 from batchgen.prefix import plan_prefixes
 from batchgen.process.signals import noted_interrupt
-from batchgen.progress import prompt_bar
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.params import translated
 from batchgen.records import Row, RowForm

@@ -17,7 +17,8 @@ import pytest
 
 from batchgen import LLM, JobConfig, Result, run_job
 from batchgen.errors import UsageError
-from batchgen.progress import GENERATING, JobBar, Silent, Snapshot, shown_progress
+from batchgen.notebook import JobBar, shown_progress
+from batchgen.progress import GENERATING, Silent, Snapshot
 from batchgen.result import Completion, Score, TokenLogprob
 
 PARAMS = {"max_tokens": 400, "ignore_eos": True}

@@ -69,7 +69,7 @@ def cut(leaves: Sequence[Leaf], plan: PrefixPlan, devices: int) -> list[Piece]:
         shared = nodes[outer].end if outer >= 0 else 0
         own = [leaf.request for i, leaf in enumerate(ordered[first:last], first) if owners[leaf.request] == i]
         begun = nodes[parent].end - shared if parent >= 0 else 0
-        return Piece(tuple(own), sum(r.leaves for r in own), cost + begun, shared)
+        return _piece(own, cost + begun, shared)
 
     pieces: list[Piece] = []
     first, parent, cost = 0, -1, 0.0
@@ -193,8 +193,8 @@ def _to_generate(leaf: Leaf) -> int:
     return 0 if leaf.request.texts else DECODE_COST * leaf.request.max_tokens
 
 
-def _piece(requests: Sequence[Request], cost: float) -> Piece:
-    return Piece(tuple(requests), sum(r.leaves for r in requests), cost, 0)
+def _piece(requests: Sequence[Request], cost: float, shared: int = 0) -> Piece:
+    return Piece(tuple(requests), sum(r.leaves for r in requests), cost, shared)
 
 
 def _total_cost(share: Iterable[Piece]) -> float:

@@ -13,6 +13,7 @@ from batchgen.jobs.base import Store
 from batchgen.jobs.outcomes import Outcomes
 from batchgen.prefix import Outline, PrefixNode, PrefixOutline, PrefixPlan, carried_tokens, plan_prefixes
 from batchgen.prefix.order import depth_first_order
+from batchgen.process.signals import Signals
 from batchgen.request import Leaf, Request, TokenArray, leaves_of
 from batchgen.result import Completion
 
@@ -71,10 +72,18 @@ class PlannedWindows:
     """The windows of sorted requests. Each is planned in another thread while the one before it runs. A context manager."""
 
     def __init__(
-        self, windows: Iterator[list[Request]], planner: Planner, job: Store, outcomes: Outcomes, *, fresh: bool
+        self,
+        windows: Iterator[list[Request]],
+        planner: Planner,
+        job: Store,
+        outcomes: Outcomes,
+        signals: Signals,
+        *,
+        fresh: bool,
     ) -> None:
         """`fresh`: requests that already have results were filtered out in this run."""
-        self._windows, self._planner, self._job, self._outcomes, self._fresh = windows, planner, job, outcomes, fresh
+        self._windows, self._planner, self._job, self._outcomes = windows, planner, job, outcomes
+        self._signals, self._fresh = signals, fresh
         self._pool = ThreadPoolExecutor(1, "batchgen-planning")
         self._ahead: Future[Planned | None] | None = None
         self._size = 0
@@ -88,8 +97,16 @@ class PlannedWindows:
     ) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def next(self) -> Planned | None:
-        """Waits for the next window and returns it; None if there are no more."""
+    def __iter__(self) -> Iterator[Planned]:
+        """Waits for each window, and yields it. A signal interrupts the wait."""
+        while True:
+            with self._signals.interruptible():
+                window = self._next()
+            if window is None:
+                return
+            yield window
+
+    def _next(self) -> Planned | None:
         window = self._plan() if self._ahead is None else self._ahead.result()
         self._ahead = None
         self._size = 0 if window is None else len(window.leaves)
@@ -105,8 +122,8 @@ class PlannedWindows:
         if self._fresh and self._ahead is None:  # otherwise results are looked up, which only one thread may do
             self._ahead = self._pool.submit(self._plan)
         if waiting or (self._ahead is not None and (not self._ahead.done() or self._ahead.exception())):
-            return None  # `next` raises an error of the planning, when this window is done
-        return self.next()
+            return None  # the iteration raises an error of the planning, when this window is done
+        return self._next()
 
     def _plan(self) -> Planned | None:
         """Plans the requests of the next window that have no result. Returns None at the end."""

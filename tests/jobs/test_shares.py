@@ -8,18 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from batchgen.jobs.shares import PrefixCosts, Share, shard_bounds
-from batchgen.request import Request
-from batchgen.sampling_params import SamplingParams
-
-
-def request(row: int, tokens: list[int], max_tokens: int = 1) -> Request:
-    return Request(
-        row=row,
-        tokens=np.array(tokens, dtype=np.int32),
-        params=SamplingParams(max_tokens=max_tokens),
-        max_tokens=max_tokens,
-        key=row.to_bytes(16, "big"),
-    )
+from support.fakes import request
 
 
 def cuts(costs: list[float], shared: list[int], shares: int, chunk_size: int = 1) -> list[int]:
@@ -60,8 +49,8 @@ def test_more_shares_than_requests_leave_some_empty() -> None:
 
 def test_costs_count_a_shared_prefix_once_in_each_share(tmp_path: Path) -> None:
     costs = PrefixCosts(tmp_path)
-    costs.add([request(0, [1, 2, 3]), request(1, [1, 2, 4])])
-    costs.add([request(2, [1, 5, 6]), request(3, [7, 8, 9])])
+    costs.add([request(0, [1, 2, 3], max_tokens=1), request(1, [1, 2, 4], max_tokens=1)])
+    costs.add([request(2, [1, 5, 6], max_tokens=1), request(3, [7, 8, 9], max_tokens=1)])
     assert costs.shares(1, 1) == [
         Share(0, 4, 25.0, 0)
     ]  # 12 tokens, of which 3 are shared, and 4 * 4 for one token each
