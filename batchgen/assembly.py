@@ -205,8 +205,7 @@ def _merge_shards(
         stats["job"]["runs"] = before["job"]["runs"]  # a merge is no run: it generates nothing
         stats["shards"] = [_shard_line(shard) for shard in shards]
         job.finish(stats)
-        for note in job.notes:
-            outcomes.tracker.note(note)
+        outcomes.tracker.show_notes(job.notes)
     write_stats(stats_file, stats)
     return JobReport(stats, output, already_finished=False, chat=bool(manifest.settings.get("chat")))
 

@@ -22,7 +22,7 @@ from batchgen.errors import (
     TooManyErrors,
     memory_errors,
 )
-from batchgen.job_setup import JobCommand, JobSetup, check_command, set_up_job, tell_notes
+from batchgen.job_setup import JobCommand, JobSetup, check_command, set_up_job
 from batchgen.jobs.base import Job, Store
 from batchgen.jobs.disk import write_stats
 from batchgen.jobs.identity import dtype_name
@@ -74,12 +74,12 @@ def _run_job(config: JobConfig, progress: Progress) -> JobReport:
         with signals.interruptible():
             command = check_command(config)
             if (done := command.finished()) is not None:
-                tell_notes(command.source, tracker)
+                tracker.show_notes(command.source.notes)
                 return _already_finished(command, *done)
         setup, store = set_up_job(command, signals, tracker)
         with store as job:
-            tell_notes(command.source, tracker)
-            tell_notes(job, tracker)
+            tracker.show_notes(command.source.notes)
+            tracker.show_notes(job.notes)
             if job.finished is not None:
                 return _already_finished(command, job.finished, setup.prompts.chat, _shard_name(config, job))
             tracker.tell = job.tell
@@ -106,7 +106,7 @@ def _run_job(config: JobConfig, progress: Progress) -> JobReport:
                 else:
                     assert isinstance(job, JobFolder), "standard output has windows"
                     _run_in_prefix_order(setup, job, planner, generation)
-                tell_notes(job, tracker)
+                tracker.show_notes(job.notes)
                 outcomes.note_cut_rows()
             except (Interrupted, InputCorrupt, TooManyErrors, DevicesLost) as e:
                 _keep_stopped(job, config, model)
@@ -232,7 +232,7 @@ class _Generation:
         self._add(engine, window)
 
         def between_steps() -> str | None:
-            self.model.tell_notes()
+            tracker.show_notes(engine.notes)
             stats = engine.stats
             tracker.generated(stats.completion_tokens, max(1, engine.unfinished - engine.waiting))
             self._recorder.see(stats, self.outcomes.run.done)
@@ -250,7 +250,7 @@ class _Generation:
         finally:
             self.model.last_token_at = time.perf_counter()
             self._recorder.see(engine.stats, self.outcomes.run.done, always=True)
-            self.model.tell_notes()
+            tracker.show_notes(engine.notes)
 
     def _add(self, engine: AnyEngine, window: Planned) -> None:
         run, tracker = self.outcomes.run, self.outcomes.tracker
@@ -263,7 +263,6 @@ class _Generation:
             self._tokens_asked += 0 if request.texts else request.max_tokens * request.leaves
             run.begun_tokens += sum(len(c.token_ids) for c in request.begun.values())
         tracker.expected_tokens = self._tokens_asked / self._rows_asked
-        tracker.begun_tokens = run.begun_tokens
         engine.add(window.leaves, window.plan, self._keep)
 
     def _keep(self, result: Result) -> None:
@@ -307,7 +306,6 @@ class _Model:
         if self._engine is None:
             self._tracker.phase("loading model")
             self.load()
-            self.tell_notes()
         assert self._engine is not None
         return self._engine
 
@@ -315,14 +313,10 @@ class _Model:
         with self._signals.interruptible(), self._run.timed("load"):
             engine = open_engine(self._config.model, self._tokenizer, self._config.engine, self._texts)
         self._engine = engine
+        self._tracker.show_notes(engine.notes)
         if isinstance(engine, Workers):
             self._tracker.workers = engine.progress
         self.ready_at = self.last_token_at = time.perf_counter()
-
-    def tell_notes(self) -> None:
-        """Shows the engine's messages, each once."""
-        while self._engine is not None and self._engine.notes:
-            self._tracker.note(self._engine.notes.pop(0))
 
     def close(self) -> None:
         if self._engine is not None:
@@ -348,7 +342,7 @@ def _finish_job(job: Store, setup: JobSetup, model: _Model, outcomes: Outcomes) 
         job.flush()
     stats = model.figures(job.previous)
     job.finish(stats)
-    tell_notes(job, outcomes.tracker)
+    outcomes.tracker.show_notes(job.notes)
     write_stats(setup.config.stats, stats)
     if isinstance(job, ShardFolder):
         outcomes.tracker.note(job.what_is_left(merges=setup.config.merge))

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchgen.config import JobConfig
 from batchgen.errors import UsageError
-from batchgen.jobs.base import Job, JobSpec, Store
+from batchgen.jobs.base import Job, JobSpec
 from batchgen.jobs.identity import command_digest, date_of_job, job_settings, local_identity
 from batchgen.jobs.job_folder import JobFolder
 from batchgen.jobs.manifest import as_stored
@@ -232,7 +232,7 @@ def _plan_shards(setup: JobSetup, job: Job, asked: dict[str, Any], tracker: Trac
     tracker.phase("planning")
     with FirstReading(config, setup.source, setup.reader(job, outcomes), job, outcomes) as reading:
         requests = reading.result()
-    tell_notes(job, tracker)
+    tracker.show_notes(job.notes)
     if reading.broken is not None:
         raise reading.broken
     outline = Outline()
@@ -268,8 +268,3 @@ def _windows_to_cut(
                 outline.add(request.tokens)
         if lacking:
             yield lacking
-
-
-def tell_notes(of: Store | Input, tracker: Tracker) -> None:
-    while of.notes:
-        tracker.note(of.notes.pop(0))

@@ -151,8 +151,6 @@ class Tracker:
         """Rows of the output, once they are counted."""
         self.expected_tokens = 0.0
         """Maximum number of completion tokens per row, on average."""
-        self.begun_tokens = 0
-        """Tokens that earlier runs generated of completions that this run continues."""
         self._clock = clock
         self._phase = ""
         self._passed: int | None = None
@@ -167,6 +165,11 @@ class Tracker:
 
     def note(self, text: str) -> None:
         self.shown.note(text)
+
+    def show_notes(self, notes: list[str]) -> None:
+        """Shows these messages, and takes them out of the list."""
+        while notes:
+            self.shown.note(notes.pop(0))
 
     def phase(self, name: str) -> None:
         """Starts a phase. The same name again continues the phase."""
@@ -202,7 +205,7 @@ class Tracker:
 
     def snapshot(self) -> Snapshot:
         run = self.run
-        under_way = max(0, self.begun_tokens + self._tokens - run.new.completion_tokens)
+        under_way = max(0, run.begun_tokens + self._tokens - run.new.completion_tokens)
         seconds, generated = self._generating_seconds, self._generated_rows
         if self._passed is not None:
             phase_seconds = self._clock() - self._phase_began

@@ -73,7 +73,7 @@ def test_before_the_first_finished_row_the_maximum_length_is_expected() -> None:
 
 def test_tokens_of_earlier_runs_count_as_done_but_not_as_speed() -> None:
     job = Job(expected=200.0)
-    job.tracker.begun_tokens = 3000
+    job.run.begun_tokens = 3000
     now = job.after(10, done=0, completion=0, tokens=1000, running=50)
     assert (now.completion_tokens, now.completion_tokens_per_s, now.rows_under_way) == (4000, 100.0, 20.0)
 
