@@ -11,9 +11,7 @@ A full import takes twice as long (benchmarks/NOTES.md). Five things make the di
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +24,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from batchgen.config import ModelConfig
-from batchgen.process.user_cache import cache_folder, replaced
+from batchgen.process.transformers_table import with_stored_table
 
 _DYNAMO = "torch._dynamo"
 _LIGHT = f"{_DYNAMO}._trace_wrapped_higher_order_op"
@@ -40,8 +38,6 @@ _ALONE = ("torch.nn.attention.", "torch.utils._device", "torch.utils.checkpoint"
 _LAUNCHED = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
 """Variables that torchrun sets in the processes of a distributed program."""
 _IMPORTS = "transformers.utils.import_utils"
-_Table = dict[frozenset[str], dict[str, set[str]]]
-"""The names in each module of transformers, by the packages that the module needs."""
 _ours = _finished = False
 
 
@@ -230,7 +226,7 @@ class _Finder(MetaPathFinder):
         for package in self.hidden:
             setattr(module, f"is_{package}_available", lambda *args, **kwargs: False)
         if hasattr(module, "define_import_structure"):
-            module.define_import_structure = _with_stored_table(module.define_import_structure)
+            module.define_import_structure = with_stored_table(module.define_import_structure)
 
 
 class _Later(Loader):
@@ -286,61 +282,3 @@ def _import_alone(name: str) -> None:
         sys.modules[name] = part = module_from_spec(spec)
         setattr(module, last, part)
         spec.loader.exec_module(part)
-
-
-def _with_stored_table(define: Callable[..., _Table]) -> Callable[..., _Table]:
-    """Returns a function that does what `define` does, which reads all files of a folder. The table of the folder `models` is stored."""
-
-    def structure(module_path: Any, prefix: str | None = None) -> _Table:
-        folder = Path(module_path)
-        folder = folder.parent if folder.suffix == ".py" else folder
-        if folder.name != "models":
-            return define(str(folder), prefix=prefix)
-        if folder not in tables:
-            tables[folder] = _stored_table(folder, define)
-        before = "" if prefix is None else f"{prefix}."
-        return {
-            needed: {before + module: set(names) for module, names in modules.items()}
-            for needed, modules in tables[folder].items()
-        }
-
-    tables: dict[Path, _Table] = {}
-    return structure
-
-
-def _stored_table(folder: Path, define: Callable[..., _Table]) -> _Table:
-    """Returns the table that `define` makes of a folder, from the cache if the files are still the same."""
-    digest = hashlib.sha256(repr((str(folder), sorted(_files(folder)))).encode()).hexdigest()
-    file = None
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        file = cache_folder() / "transformers-tables" / f"{digest[:20]}.json"
-        kept: Mapping[str, Mapping[str, list[str]]] = json.loads(file.read_bytes())
-        return {
-            frozenset(needed.split()): {module: set(names) for module, names in modules.items()}
-            for needed, modules in kept.items()
-        }
-    table = define(str(folder))
-    if file is not None:
-        _store(file, table)
-    return table
-
-
-def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
-    """Yields all Python files below a folder: path, time of the last change, size in bytes."""
-    for entry in os.scandir(folder):
-        if entry.is_dir():
-            yield from _files(Path(entry.path))
-        elif entry.name.endswith(".py"):
-            stat = entry.stat()
-            yield entry.path, stat.st_mtime_ns, stat.st_size
-
-
-def _store(file: Path, table: _Table) -> None:
-    """Writes a table atomically. Removes those of other versions."""
-    text = json.dumps({" ".join(needed): {m: sorted(names) for m, names in t.items()} for needed, t in table.items()})
-    with suppress(OSError):  # if it cannot be written, the next start makes it again
-        file.parent.mkdir(parents=True, exist_ok=True)
-        for old in file.parent.glob("*.json"):
-            old.unlink(missing_ok=True)
-        with replaced(file) as new:
-            new.write_text(text)

@@ -15,11 +15,20 @@ from support.broken_models import settings
 Cli = Callable[..., Any]
 
 
-def test_a_model_that_would_run_is_told_from_its_configuration_alone(
-    cli: Cli, tiny_chat_model_dir: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("files", "chat_template", "prompts"),
+    [
+        ("*.json *.jinja", True, "through its chat template"),
+        ("config.json", None, "unknown: the folder has no tokenizer files, which a run needs"),
+    ],
+)
+def test_a_model_that_would_run_is_told_from_its_configuration_and_what_there_is_of_its_tokenizer(
+    files: str, chat_template: bool | None, prompts: str, cli: Cli, tiny_chat_model_dir: Path, tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(tiny_chat_model_dir, tmp_path / "model"))
-    (folder / "model.safetensors").unlink()
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in (path for pattern in files.split() for path in tiny_chat_model_dir.glob(pattern)):
+        shutil.copy(path, folder)
     outcome = cli("models", folder)
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.splitlines() == [
@@ -27,28 +36,11 @@ def test_a_model_that_would_run_is_told_from_its_configuration_alone(
         "          would run: its type is verified",
         "context   512 tokens",
         "size      1 layer, 262 tokens in the vocabulary, float32",
-        "prompts   through its chat template",
+        f"prompts   {prompts}",
         "KV        256 B per token",
     ]
-    assert json.loads(cli("models", folder, "--json").out)["verified"] is True
-
-
-def test_a_folder_with_a_configuration_alone_is_told_as_far_as_it_goes(
-    cli: Cli, tiny_chat_model_dir: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "model").mkdir()
-    folder = Path(shutil.copy(tiny_chat_model_dir / "config.json", tmp_path / "model")).parent
-    outcome = cli("models", folder)
-    assert (outcome.code, outcome.err) == (0, "")
-    assert outcome.out.splitlines() == [
-        f"model     {folder} (llama)",
-        "          would run: its type is verified",
-        "context   512 tokens",
-        "size      1 layer, 262 tokens in the vocabulary, float32",
-        "prompts   unknown: the folder has no tokenizer files, which a run needs",
-        "KV        256 B per token",
-    ]
-    assert json.loads(cli("models", folder, "--json").out)["chat_template"] is None
+    shown = json.loads(cli("models", folder, "--json").out)
+    assert (shown["verified"], shown["chat_template"]) == (True, chat_template)
 
 
 def test_a_context_that_is_shorter_than_the_configuration_says_is_explained(
