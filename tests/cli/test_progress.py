@@ -29,11 +29,15 @@ from batchgen_cli.stderr import Stderr
 
 
 class Told:
-    """Tells a `Tracker` about a run, in calls of one line. The tracker makes the snapshots."""
+    """A progress display that is told about a run in calls of one line. A `Tracker` makes the snapshots."""
 
     def __init__(self, shown: Notes) -> None:
+        self.shown = shown
         self.tracker = Tracker(shown, shown.clock)
         self.run = self.tracker.run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.shown, name)
 
     def rows(self, done: int, failed: int, total: int | None) -> None:
         self.run.new.ok, self.run.new.failed = done - failed - self.run.resumed.ok, failed
@@ -57,18 +61,6 @@ class Told:
 
     def figures(self) -> dict[str, Any]:
         return self.tracker.snapshot().figures()
-
-
-@pytest.fixture(autouse=True)
-def told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives every progress display these methods, with its own run."""
-    runs: dict[int, Told] = {}
-    for name in ("rows", "kept", "tokens", "running", "phase", "passed", "figures"):
-
-        def call(self: Notes, *args: Any, _name: str = name) -> Any:
-            return getattr(runs.setdefault(id(self), Told(self)), _name)(*args)
-
-        monkeypatch.setattr(Notes, name, call, raising=False)
 
 
 class Clock:
@@ -101,7 +93,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def generate(shown: Notes, clock: Clock, *, seconds: int, total: int | None = 100, failed_from: int = 10_000) -> None:
+def generate(shown: Told, clock: Clock, *, seconds: int, total: int | None = 100, failed_from: int = 10_000) -> None:
     """A row and 50 tokens a second."""
     shown.phase("generating")
     for second in range(1, seconds + 1):
@@ -112,7 +104,7 @@ def generate(shown: Notes, clock: Clock, *, seconds: int, total: int | None = 10
 
 def test_a_log_counts_a_single_row_as_one(clock: Clock) -> None:
     stream = io.StringIO()
-    generate(Lines(stream, every=1, clock=clock), clock, seconds=2, total=10)
+    generate(Told(Lines(stream, every=1, clock=clock)), clock, seconds=2, total=10)
     assert stream.getvalue().splitlines() == [
         "batchgen: 1 row of 10 (10%), 9 s left, 50 tokens/s",
         "batchgen: 2 rows of 10 (20%), 8 s left, 50 tokens/s",
@@ -121,7 +113,7 @@ def test_a_log_counts_a_single_row_as_one(clock: Clock) -> None:
 
 def test_a_log_gets_a_line_now_and_then(clock: Clock) -> None:
     stream = io.StringIO()
-    lines = Lines(stream, every=10, clock=clock)
+    lines = Told(Lines(stream, every=10, clock=clock))
     lines.phase("loading model")
     lines.tick()
     clock.now += 2
@@ -138,7 +130,7 @@ def test_a_log_gets_a_line_now_and_then(clock: Clock) -> None:
 
 def test_a_log_hears_of_every_wait_over_two_seconds_and_that_it_goes_on(clock: Clock) -> None:
     stream = io.StringIO()
-    lines = Lines(stream, every=10, clock=clock)
+    lines = Told(Lines(stream, every=10, clock=clock))
     lines.tick()
     for phase, seconds in (("loading tokenizer", 1), ("loading model", 25), ("planning", 1), ("writing", 3)):
         lines.phase(phase)
@@ -155,7 +147,7 @@ def test_a_log_hears_of_every_wait_over_two_seconds_and_that_it_goes_on(clock: C
 
 def test_a_log_hears_of_a_step_that_takes_long(clock: Clock) -> None:
     stream = io.StringIO()
-    lines = Lines(stream, every=10, clock=clock)
+    lines = Told(Lines(stream, every=10, clock=clock))
     lines.rows(0, 0, 100)
     lines.phase("generating")
     for _ in range(25):
@@ -166,7 +158,7 @@ def test_a_log_hears_of_a_step_that_takes_long(clock: Clock) -> None:
 
 def test_events_go_on_while_nothing_changes(clock: Clock) -> None:
     stream = io.StringIO()
-    events = Events(stream, 10, clock=clock)
+    events = Told(Events(stream, 10, clock=clock))
     events.phase("loading model")
     for _ in range(25):
         clock.now += 1
@@ -177,7 +169,7 @@ def test_events_go_on_while_nothing_changes(clock: Clock) -> None:
 
 def test_a_bar_that_counts_nothing_shows_the_seconds(clock: Clock) -> None:
     terminal = Terminal()
-    bar = Bar(terminal, clock)  # type: ignore[arg-type]
+    bar = Told(Bar(terminal, clock))  # type: ignore[arg-type]
     bar.phase("loading model")
     for _ in range(3):
         clock.now += 1
@@ -188,7 +180,7 @@ def test_a_bar_that_counts_nothing_shows_the_seconds(clock: Clock) -> None:
 
 def test_a_log_hears_of_rows_that_are_read_and_written(clock: Clock) -> None:
     stream = io.StringIO()
-    lines = Lines(stream, every=10, clock=clock)
+    lines = Told(Lines(stream, every=10, clock=clock))
     lines.phase("planning")
     clock.now += 10
     lines.passed(50_000)
@@ -204,7 +196,7 @@ def test_a_log_hears_of_rows_that_are_read_and_written(clock: Clock) -> None:
 
 def test_a_log_hears_of_a_long_wait_for_the_first_row(clock: Clock) -> None:
     stream = io.StringIO()
-    lines = Lines(stream, every=10, clock=clock)
+    lines = Told(Lines(stream, every=10, clock=clock))
     lines.rows(0, 0, 100)
     lines.phase("generating")
     clock.now += 10
@@ -214,14 +206,14 @@ def test_a_log_hears_of_a_long_wait_for_the_first_row(clock: Clock) -> None:
 
 def test_an_unknown_total_has_no_end(clock: Clock) -> None:
     stream = io.StringIO()
-    lines = Lines(stream, every=10, clock=clock)
+    lines = Told(Lines(stream, every=10, clock=clock))
     generate(lines, clock, seconds=10, total=None)
     assert stream.getvalue() == "batchgen: 10 rows, 50 tokens/s\n"
 
 
 def test_a_log_has_no_control_characters_but_the_ends_of_its_lines(clock: Clock) -> None:
     stream = io.StringIO()
-    lines = Lines(stream, every=0, clock=clock)
+    lines = Told(Lines(stream, every=0, clock=clock))
     lines.phase("loading \x1b[2J model")
     lines.note("row \x07\r\x9b\u2028")
     generate(lines, clock, seconds=3)
@@ -254,7 +246,7 @@ def test_where_no_tokens_are_generated_speed_is_in_rows() -> None:
 
 def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(clock: Clock) -> None:
     terminal = Terminal()
-    bar = Bar(terminal, clock)  # type: ignore[arg-type]
+    bar = Told(Bar(terminal, clock))  # type: ignore[arg-type]
     bar.phase("loading model")
     generate(bar, clock, seconds=30, total=60, failed_from=30)
     bar.note("a note \x1b[2J")
@@ -281,7 +273,7 @@ def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(clock: Clock) -> None:
 def test_what_does_not_fit_a_narrow_terminal_is_left_out_whole(columns: int, line: str, clock: Clock) -> None:
     terminal = Terminal()
     terminal.columns = columns
-    bar = Bar(terminal, clock)  # type: ignore[arg-type]
+    bar = Told(Bar(terminal, clock))  # type: ignore[arg-type]
     generate(bar, clock, seconds=30, total=60, failed_from=30)
     assert terminal.shown[-1] == line
     assert max(map(len, terminal.shown)) < columns + (columns == 10)
@@ -290,7 +282,7 @@ def test_what_does_not_fit_a_narrow_terminal_is_left_out_whole(columns: int, lin
 
 def test_the_bar_is_that_of_the_rows_that_go_by_where_they_only_do(clock: Clock) -> None:
     terminal = Terminal()
-    bar = Bar(terminal, clock)  # type: ignore[arg-type]
+    bar = Told(Bar(terminal, clock))  # type: ignore[arg-type]
     bar.phase("planning")
     clock.now += 2
     bar.passed(1_000)
@@ -305,7 +297,7 @@ def test_the_bar_is_that_of_the_rows_that_go_by_where_they_only_do(clock: Clock)
 
 def test_events_are_one_json_object_a_line(clock: Clock) -> None:
     stream = io.StringIO()
-    events = Events(stream, every=10, clock=clock)
+    events = Told(Events(stream, every=10, clock=clock))
     events.note("a note\x7f\n\x1b")
     events.phase("planning")
     events.phase("planning")
@@ -356,7 +348,7 @@ def test_json_shows_no_bar_and_of_the_rest_what_is_asked_for(
     monkeypatch.setattr("sys.stderr", terminal)
     with progress_for(Display(progress=wanted, quiet=quiet, log_format="json")) as shown:
         shown.note("a note")
-        shown.phase("generating")
+        Told(shown).phase("generating")
         print("a library's line", file=sys.stderr)
     assert [json.loads(line)["event"] for line in terminal.getvalue().splitlines()] == seen
 
@@ -409,7 +401,7 @@ def test_a_standard_error_that_is_closed_or_full_ends_nothing(
     for wanted in (None, False):
         with progress_for(Display(progress=wanted)) as shown:
             shown.note("x")
-            shown.phase("generating")
+            Told(shown).phase("generating")
             if sys.stderr is not None:
                 print("x", file=sys.stderr)
     stderr.write_line("x")
