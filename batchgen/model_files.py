@@ -62,7 +62,10 @@ def check_model_files(config: ModelConfig, *, tokenizer: bool = True) -> None:
         _check_gguf(config, file)
         return
     if folder.is_file():
-        _refuse_file(folder)
+        raise ModelError(
+            f"model {str(folder)!r} is a file",
+            "give the folder that holds config.json, the weights and the tokenizer's files",
+        )
     if not folder.is_dir():
         if not config.model.strip() or _is_path(config.model):
             raise ModelError(
@@ -71,11 +74,7 @@ def check_model_files(config: ModelConfig, *, tokenizer: bool = True) -> None:
         return
     if not (folder / "config.json").is_file():
         _refuse_without_config(folder)
-    if config.revision is not None:
-        raise ModelError(
-            f"--revision {config.revision!r} names a revision on the hub, and {config.model!r} is a local folder",
-            "leave --revision out",
-        )
+    _check_revision(config, "folder")
     settings = read_json(folder / "config.json")
     _check_task(folder, settings, config.task)
     _check_quantization(folder, settings)
@@ -160,11 +159,7 @@ def gguf_file(config: ModelConfig) -> Path | None:
 
 
 def _check_gguf(config: ModelConfig, file: Path) -> None:
-    if config.revision is not None:
-        raise ModelError(
-            f"--revision {config.revision!r} names a revision on the hub, and {config.model!r} is a local file",
-            "leave --revision out",
-        )
+    _check_revision(config, "file")
     with file.open("rb") as f:
         start = f.read(512)
     _check_content(file, start)
@@ -180,6 +175,14 @@ def _check_gguf(config: ModelConfig, file: Path) -> None:
     if missing:
         raise ModelError(
             f"{file} is a GGUF file, which needs the package {missing[0]}", "pip install 'batchgen-llm[quantized]'"
+        )
+
+
+def _check_revision(config: ModelConfig, kind: str) -> None:
+    if config.revision is not None:
+        raise ModelError(
+            f"--revision {config.revision!r} names a revision on the hub, and {config.model!r} is a local {kind}",
+            "leave --revision out",
         )
 
 
@@ -270,13 +273,6 @@ def _check_content(path: Path, start: bytes) -> None:
         raise ModelError(f"{path} is a Git LFS pointer, not the file itself", _PULL)
     if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
         raise ModelError(f"{path} is a web page, not the file itself", "download it with `hf download`")
-
-
-def _refuse_file(path: Path) -> None:
-    raise ModelError(
-        f"model {str(path)!r} is a file",
-        "give the folder that holds config.json, the weights and the tokenizer's files",
-    )
 
 
 def _refuse_without_config(folder: Path) -> None:
