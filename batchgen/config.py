@@ -282,6 +282,18 @@ class PromptConfig:
         check(self)
 
 
+def _chosen_number(help: str) -> Any:
+    return option(
+        None,
+        help,
+        group="Engine",
+        metavar="auto|N",
+        rules=[at_least(1)],
+        parse=whole_number_or_auto,
+        shown="auto",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How the work is batched. None means that batchgen chooses a value for the device."""
@@ -289,33 +301,9 @@ class EngineConfig:
     chunk_size: int = option(
         16, "Tokens per chunk of the prefix hash.", group="Engine", metavar="N", rules=[at_least(1)]
     )
-    batch_size: int | None = option(
-        None,
-        "Maximum number of sequences that decode at once.",
-        group="Engine",
-        metavar="auto|N",
-        rules=[at_least(1)],
-        parse=whole_number_or_auto,
-        shown="auto",
-    )
-    max_batch_tokens: int | None = option(
-        None,
-        "Maximum number of tokens in one forward pass.",
-        group="Engine",
-        metavar="auto|N",
-        rules=[at_least(1)],
-        parse=whole_number_or_auto,
-        shown="auto",
-    )
-    max_prefill_tokens: int | None = option(
-        None,
-        "Maximum number of prompt tokens in one forward pass.",
-        group="Engine",
-        metavar="auto|N",
-        rules=[at_least(1)],
-        parse=whole_number_or_auto,
-        shown="auto",
-    )
+    batch_size: int | None = _chosen_number("Maximum number of sequences that decode at once.")
+    max_batch_tokens: int | None = _chosen_number("Maximum number of tokens in one forward pass.")
+    max_prefill_tokens: int | None = _chosen_number("Maximum number of prompt tokens in one forward pass.")
     kv_memory: str = option(
         "auto",
         "Memory for keys and values on each device: a size such as 8GiB, or a share of the free memory such as 80%.",

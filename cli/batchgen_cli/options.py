@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
 from inspect import Parameter
@@ -159,7 +159,7 @@ class CommandGroup(typer.core.TyperGroup):
 
 def group_help(group: Any, ctx: Any, width: int) -> str:
     commands = [(name, command.get_short_help_str(200)) for name, command in group.commands.items()]
-    options = [(option_names(p), p.help or "") for p in group.get_params(ctx)]
+    options = [(names_of(p), p.help or "") for p in group.get_params(ctx)]
     example = "batchgen run prompts.jsonl --model ./model    (writes prompts.out.jsonl)"
     return "\n".join(
         [
@@ -175,35 +175,40 @@ def group_help(group: Any, ctx: Any, width: int) -> str:
 
 def help_text(command: Any, ctx: Any, width: int) -> str:
     """Returns the help of a command: usage, description, arguments, options in groups, one example."""
-    params = command.get_params(ctx)
-    arguments = [p for p in params if p.param_type_name == "argument"]
-    usage = " ".join([ctx.command_path, "[OPTIONS]", *(p.metavar for p in arguments)])
+    groups = shown_params(command, command.get_params(ctx))
+    usage = " ".join([ctx.command_path, "[OPTIONS]", *map(names_of, groups.get("Arguments", []))])
     lines = [f"Usage: {usage}\n"]
     for paragraph in (command.help or "").split("\n\n"):
         lines += [*_paragraph(paragraph, width), ""]
     lines.pop()
-    lines += _section("Arguments", [(p.metavar, p.help) for p in arguments], width)
-    for group in (*GROUPS, "Options"):
-        rows = [
-            (option_names(p), _help(p))
-            for p in params
-            if p.param_type_name == "option"
-            and (getattr(p, "rich_help_panel", None) or "Options") == group  # --help has none in some versions of Typer
-            and (not command.brief or p.name == "model" or group == "Options")
-        ]
-        lines += _section(group, rows, width) if rows else []
+    for group, params in groups.items():
+        lines += _section(group, [(names_of(p), _help(p)) for p in params], width)
     return "\n".join([*lines, *_section("Example", [(command.epilog, "")], width), ""])
 
 
-def option_names(param: Any) -> str:
-    """Returns the names and the placeholder of an option: `--model, -m MODEL`."""
+def shown_params(command: Any, params: Sequence[Any]) -> dict[str, list[Any]]:
+    """Returns the arguments and options that the help of a command shows, by group, in the order of the groups."""
+    groups: dict[str, list[Any]] = {group: [] for group in ("Arguments", *GROUPS, "Options")}
+    for p in params:
+        panel = getattr(p, "rich_help_panel", None)  # --help has none in some versions of Typer
+        group = "Arguments" if p.param_type_name == "argument" else panel or "Options"
+        if not command.brief or group not in GROUPS or p.name == "model":
+            groups[group].append(p)
+    return {group: found for group, found in groups.items() if found}
+
+
+def names_of(param: Any) -> str:
+    """Returns the names and the placeholder of an option: `--model, -m MODEL`. An argument is only a placeholder."""
+    if param.param_type_name == "argument":
+        return str(param.metavar)
     names = ", ".join([*sorted(param.opts, key=lambda opt: not opt.startswith("--")), *param.secondary_opts])
     return f"{names} {param.metavar}" if param.metavar and not param.is_flag else names
 
 
 def _help(param: Any) -> str:
     default, text = default_text(param), param.help or ""
-    return f"{text}  [default: {default}]" if default else text + ("  [required]" if param.required else "")
+    required = param.required and param.param_type_name == "option"
+    return f"{text}  [default: {default}]" if default else text + ("  [required]" if required else "")
 
 
 def default_text(param: Any) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from batchgen.options import GROUPS
 from batchgen_cli.app import parser
-from batchgen_cli.options import default_text, option_names
+from batchgen_cli.options import default_text, names_of, shown_params
 
 EXIT_CODES = {
     "0": "Every row has a result.",
@@ -42,7 +43,7 @@ def markdown() -> str:
             f"$ {command.epilog}",
             "```",
         ]
-        for group, rows in _option_groups(command):
+        for group, rows in _option_rows(command):
             lines += ["", f"### {group}" if group in GROUPS else f"### {group} of {name}", ""]
             lines += ["| option | meaning | default |", "| --- | --- | --- |"]
             lines += [
@@ -66,7 +67,7 @@ def man() -> str:
     lines += [".SH DESCRIPTION", _roff(parser().help)]
     for name, command in parser().commands.items():
         lines += [f".SH BATCHGEN {name.upper()}", _roff(_paragraphs(command.help)).replace("\n\n", "\n.PP\n")]
-        for group, rows in _option_groups(command):
+        for group, rows in _option_rows(command):
             lines += [f".SS {group}"]
             for names, text, default in rows:
                 more = " Required." if default == "required" else f" Default: {default}." if default else ""
@@ -78,18 +79,11 @@ def man() -> str:
     return "\n".join([*lines, ""])
 
 
-def _option_groups(command: Any) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """Returns the arguments and options of a command by group: names, meaning, default."""
-    found: dict[str, list[tuple[str, str, str]]] = {}
-    for group in ("Arguments", *GROUPS, "Options"):
-        for p in command.params:
-            is_argument = p.param_type_name == "argument"
-            own = "Arguments" if is_argument else p.rich_help_panel or "Options"
-            if own != group or (command.brief and own in GROUPS and p.name != "model"):
-                continue
-            default = "required" if p.required else default_text(p)
-            found.setdefault(group, []).append((p.metavar if is_argument else option_names(p), p.help or "", default))
-    return list(found.items())
+def _option_rows(command: Any) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    """Yields each group of arguments and options of a command: names, meaning, default."""
+    for group, params in shown_params(command, command.params).items():
+        defaults = ("required" if p.required else default_text(p) for p in params)
+        yield group, [(names_of(p), p.help or "", default) for p, default in zip(params, defaults, strict=True)]
 
 
 def _paragraphs(text: str) -> str:
