@@ -25,6 +25,7 @@ from batchgen.options import (
     json_object,
     option,
     text_or_file,
+    whole_number,
     whole_number_or_auto,
 )
 from batchgen.sampling_params import SamplingParams
@@ -373,12 +374,7 @@ class EngineConfig:
 
 
 def _parse_window(name: str, text: str) -> int | Literal["all"]:
-    if text == "all":
-        return "all"
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"{name} must be a number of rows or all, not {text!r}") from None
+    return "all" if text == "all" else whole_number(name, text, "a number of rows or all")
 
 
 def _parse_kept_columns(name: str, text: str) -> tuple[str, ...] | None:

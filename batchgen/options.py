@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from numbers import Integral, Real
 from os import PathLike, fspath
 from pathlib import Path
@@ -167,26 +168,22 @@ class _Checks:
     rules: tuple[Rule, ...]
 
 
-_CHECKS: dict[type, tuple[_Checks, ...]] = {}
-
-
+@cache  # parameters are checked for every row
 def _checks(config: type) -> tuple[_Checks, ...]:
     """Returns the checks of each field of a dataclass, options and others."""
-    if config not in _CHECKS:  # worked out once: parameters are checked for every row
-        found = []
-        for f in fields(config):
-            kinds = {part.strip() for part in str(f.type).split("|")}
-            known = [_KINDS[kind] for kind in kinds if kind in _KINDS] if len(kinds - {"None", "Any"}) == 1 else []
-            convert, what = known[0] if known else (None, "")
-            rules = f.metadata["option"].rules if "option" in f.metadata else ()
-            found.append(_Checks(f.name, "None" in kinds, f.default, convert, what, rules))
-        _CHECKS[config] = tuple(found)
-    return _CHECKS[config]
+    found = []
+    for f in fields(config):
+        kinds = {part.strip() for part in str(f.type).split("|")}
+        known = [_KINDS[kind] for kind in kinds if kind in _KINDS] if len(kinds - {"None", "Any"}) == 1 else []
+        convert, what = known[0] if known else (None, "")
+        rules = f.metadata["option"].rules if "option" in f.metadata else ()
+        found.append(_Checks(f.name, "None" in kinds, f.default, convert, what, rules))
+    return tuple(found)
 
 
 def settle(config: Any) -> None:
     """Converts the fields of a new dataclass object to their types. Raises `TypeError` for a value that cannot be converted."""
-    for field_ in _checks(type(config)):
+    for field_ in _checks(config.__class__):
         value = getattr(config, field_.name)
         if field_.convert is None or (value is None and field_.optional):
             continue
@@ -202,7 +199,7 @@ def settle(config: Any) -> None:
 
 def first_problem(config: Any) -> tuple[str, str] | None:
     """Returns the first field that breaks a rule: its name, and "must be …, not …". None if all values are allowed."""
-    for field_ in _checks(type(config)):
+    for field_ in _checks(config.__class__):
         value = getattr(config, field_.name)
         if value is None and field_.optional:
             continue
@@ -243,11 +240,11 @@ def flag_of(config: type, name: str) -> str:
 # Functions for `parse`: they turn the text of an option into its value.
 
 
-def whole_number(name: str, text: str) -> int:
+def whole_number(name: str, text: str, what: str = "a whole number") -> int:
     try:
         return int(text)
     except ValueError:
-        raise UsageError(f"{name} must be a whole number, not {text!r}") from None
+        raise UsageError(f"{name} must be {what}, not {text!r}") from None
 
 
 def number(name: str, text: str) -> float:
@@ -259,12 +256,7 @@ def number(name: str, text: str) -> float:
 
 def whole_number_or_auto(name: str, text: str) -> int | None:
     """Returns a whole number, or None for `auto`."""
-    if text == "auto":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"{name} must be a whole number or auto, not {text!r}") from None
+    return None if text == "auto" else whole_number(name, text, "a whole number or auto")
 
 
 def comma_list(name: str, text: str) -> tuple[str, ...]:
