@@ -39,6 +39,7 @@ from batchgen.sampling.scoring import score_targets
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import CopyBlock, Limits, ScheduledBatch
 from batchgen.scheduling.rehearsal import run_steps, scheduler_of
+from batchgen.scheduling.scheduler import Scheduler
 from batchgen.state.cache import StateCache
 
 ROUNDING = {torch.float32: 1e-4, torch.float16: 2 * 2**-10, torch.bfloat16: 2 * 2**-7}
@@ -69,12 +70,8 @@ class Differs(Exception):
 
 def main() -> None:
     """Runs the trials. The argument is the number of an open socket (`device_check.start_trials`)."""
-    for signum in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # the process that started this one decides when to end
-        signal.signal(signum, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)  # the process that started this one decides when to end
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     setup = connection.recv()
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
@@ -153,11 +150,7 @@ class Trials:
         elif part == "graphs":
             self._graphs()
         else:
-            self._compare(
-                "a step ahead",
-                self._variant(kernels=self.kernels, graphs=self.graphs),
-                ahead=1,
-            )
+            self._compare("a step ahead", self._variant(kernels=self.kernels, graphs=self.graphs), ahead=1)
 
     def _triton(self) -> None:
         if not self._has_kernels():
@@ -295,31 +288,23 @@ def attention_trial(kind: AttentionKind, model: LoadedModel, block_size: int) ->
     for seed, tree in enumerate(TREES):
         tokens, _, _, length = tree
         scheduler = scheduler_of(_tree_prompts(tree, 1 << 20, seed), length, block_size, tokens)
-        blocks, most = scheduler.block_manager.pool.num_blocks, scheduler.limits.max_batch_tokens + 9
-        run_steps(scheduler, _AttentionSteps(kind, model.dtype, model.device, blocks, block_size, most, seed).launch)
+        run_steps(scheduler, _AttentionSteps(kind, model, scheduler, seed).launch)
 
 
 class _AttentionSteps:
     """The attention of one layer over the steps of a tree, computed by the kernels and by plain torch in float32."""
 
-    def __init__(
-        self,
-        kind: AttentionKind,
-        dtype: torch.dtype,
-        device: torch.device,
-        blocks: int,
-        block_size: int,
-        max_tokens: int,
-        seed: int,
-    ) -> None:
-        self._kind, self._dtype, self._device, self._max_tokens = kind, dtype, device, max_tokens
-        shape = {0: LayerShape(kind.heads, kind.k_size, kind.v_size, device)}
-        self._cache = KVCache(shape, blocks, block_size, dtype)
+    def __init__(self, kind: AttentionKind, model: LoadedModel, scheduler: Scheduler, seed: int) -> None:
+        self._kind, self._dtype, self._device = kind, model.dtype, model.device
+        self._max_tokens = scheduler.limits.max_batch_tokens + 9
+        blocks, block_size = scheduler.block_manager.pool.num_blocks, scheduler.block_manager.block_size
+        shape = {0: LayerShape(kind.heads, kind.k_size, kind.v_size, model.device)}
+        self._cache = KVCache(shape, blocks, block_size, model.dtype)
         self._plain = KVCache(shape, blocks, block_size, torch.float32)
         self._magnitudes = KVCache(shape, blocks, block_size, torch.float32)
         """Like `_plain`, with the magnitudes of the values."""
-        self._kernels = DeviceAttention(self._cache, max_tokens, device, kind.group)
-        self._random = torch.Generator(device).manual_seed(seed)
+        self._kernels = DeviceAttention(self._cache, self._max_tokens, model.device, kind.group)
+        self._random = torch.Generator(model.device).manual_seed(seed)
         sinks = None if kind.sinks is None else self._normal(kind.heads * kind.group, dtype=kind.sinks)
         self._options = kind.options(sinks)
         self._steps = 0
