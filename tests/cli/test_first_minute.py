@@ -5,7 +5,6 @@ import io
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,9 +109,7 @@ def test_standard_input_has_every_format_and_compression(
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_ctrl_c_while_a_failure_is_being_told_adds_no_second_line(
-    form: str, command_environment: dict[str, str]
-) -> None:
+def test_ctrl_c_while_a_failure_is_being_told_adds_no_second_line(form: str, python: Callable[..., Any]) -> None:
     code = (
         "import sys\n"
         "from batchgen_cli.__main__ import _end\n"
@@ -120,13 +117,12 @@ def test_ctrl_c_while_a_failure_is_being_told_adds_no_second_line(
         "say('interrupted by SIGTERM', 143, as_json=sys.argv[2] == 'json')\n"
         "_end(2, None)\n"
     )
-    words = [sys.executable, "-c", code, "--log-format", form]
-    done = subprocess.run(words, env=command_environment, capture_output=True, text=True)
+    done = python(code, "--log-format", form)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (143, "", 1)
     assert "interrupted by SIGTERM" in done.stderr
 
 
-def test_at_its_end_the_command_waits_for_threads_and_runs_exit_handlers(command_environment: dict[str, str]) -> None:
+def test_at_its_end_the_command_waits_for_threads_and_runs_exit_handlers(python: Callable[..., Any]) -> None:
     code = (
         "import atexit, threading, time\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
@@ -139,8 +135,7 @@ def test_at_its_end_the_command_waits_for_threads_and_runs_exit_handlers(command
         "ThreadPoolExecutor(1).submit(lambda: (time.sleep(0.2), later('a task')))\n"
         "main()\n"
     )
-    words = [sys.executable, "-c", code, "run"]
-    done = subprocess.run(words, env=command_environment, capture_output=True, text=True)
+    done = python(code, "run")
     assert (done.returncode, done.stderr) == (
         2, "batchgen: error: missing argument 'INPUT...'; see batchgen run --help\n",
     )  # fmt: skip

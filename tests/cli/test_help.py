@@ -41,18 +41,14 @@ CONTRACT = """
 @pytest.mark.parametrize(
     "arguments", slow_but([["run", "--help"]], [["--help"], ["--version"], ["run", "--help"], ["plan", "--help"]])
 )
-def test_help_and_version_import_nothing_that_is_slow(
-    arguments: list[str], command_environment: dict[str, str]
-) -> None:
+def test_help_and_version_import_nothing_that_is_slow(arguments: list[str], python: Callable[..., Any]) -> None:
     code = (
         "import atexit, sys\n"
         "atexit.register(lambda: print(sorted({'torch', 'transformers', 'tokenizers', 'pyarrow', 'numpy', 'rich'} & set(sys.modules)), file=sys.stderr))\n"
         "from batchgen_cli.app import run_command\n"
         f"run_command({arguments})\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=command_environment, capture_output=True, text=True, timeout=60
-    )
+    done = python(code)
     assert (done.returncode, done.stderr) == (0, "[]\n")
 
 

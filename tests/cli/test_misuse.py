@@ -2,8 +2,6 @@
 
 import fcntl
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,7 +45,7 @@ def test_misuse_is_told_in_one_line_before_a_tokenizer_is_loaded(
     ),
 )
 def test_misuse_imports_nothing_that_is_slow(
-    arguments: list[str], command_environment: dict[str, str], tiny_model_dir: Path, tmp_path: Path
+    arguments: list[str], python: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     make_files(tmp_path)
     code = (
@@ -57,9 +55,7 @@ def test_misuse_imports_nothing_that_is_slow(
         "run_command(sys.argv[1:])\n"
     )
     words = ["run", "rows.jsonl", "-m", str(tiny_model_dir), *arguments]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], env=command_environment, cwd=tmp_path, capture_output=True, text=True
-    )
+    done = python(code, *words)
     assert (done.returncode, done.stdout) == (2, "[]\n")
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING
@@ -28,15 +29,13 @@ Start = Callable[..., set[str]]
 
 
 @pytest.fixture
-def start(command_environment: dict[str, str], tiny_model_dir: Path, tmp_path: Path) -> Start:
+def start(python: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path) -> Start:
     """Runs the command with these arguments and returns what it has imported."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
 
     def run(*arguments: str, code: int = 0) -> set[str]:
         words = ["run", "rows.jsonl", "-m", str(tiny_model_dir), "-o", "o.jsonl", "--max-tokens", "2", *arguments]
-        done = subprocess.run(
-            [sys.executable, "-c", RUN, *words], env=command_environment, cwd=tmp_path, capture_output=True, text=True
-        )
+        done = python(RUN, *words)
         assert done.returncode == code, done.stderr
         return set(json.loads((tmp_path / "modules.json").read_text()))
 
@@ -67,7 +66,7 @@ def test_tables_are_written_and_read_without_pandas(start: Start) -> None:
 @pytest.mark.filterwarnings("ignore")  # warnings of libraries about each other
 @pytest.mark.parametrize("kind", ["GGUF", "fp8", "awq"])
 def test_the_command_loads_models_that_transformers_loads_with_accelerate_only(
-    kind: str, command_environment: dict[str, str], tiny_model_dir: Path, tmp_path: Path
+    kind: str, python: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
     if kind == "GGUF":
@@ -81,9 +80,7 @@ def test_the_command_loads_models_that_transformers_loads_with_accelerate_only(
     row = {"url": "/v1/completions", "body": {"prompt": [5, 6, 7]}}
     (tmp_path / "rows.jsonl").write_text(json.dumps({"custom_id": "a", "method": "POST", **row}))
     words = ["run", "rows.jsonl", "-m", str(model), "-o", "o.jsonl", "--max-tokens", "2", "--device", "cpu"]
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, *words], env=command_environment, cwd=tmp_path, capture_output=True, text=True
-    )
+    done = python(RUN, *words)
     assert done.returncode == 0, done.stderr
 
 
@@ -100,7 +97,7 @@ def test_llama_3_whose_rotary_embeddings_need_a_part_of_torch_that_is_put_off_ru
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"model_type": "llama"}, {"quantization_config": {"quant_method": "fp8"}}, None])
 def test_accelerate_is_left_out_for_a_cached_model_of_the_hub_that_does_not_need_it(
-    settings: dict[str, object] | None, command_environment: dict[str, str], tmp_path: Path
+    settings: dict[str, object] | None, python: Callable[..., Any], tmp_path: Path
 ) -> None:
     model = tmp_path / "hub" / "models--org--name"
     if settings is not None:
@@ -119,12 +116,7 @@ def test_accelerate_is_left_out_for_a_cached_model_of_the_hub_that_does_not_need
     )
     pytest.importorskip("accelerate")
     needed = settings is None or "quantization_config" in settings
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(needed)],
-        env={**command_environment, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub")},
-        capture_output=True,
-        text=True,
-    )
+    done = python(code, str(needed), environment={"HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub")})
     assert done.returncode == 0, done.stderr
 
 
@@ -173,22 +165,15 @@ assert torch.export.export(Double(), (torch.ones(2),)).module()(torch.ones(2)).t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use", USES)
-def test_what_is_put_off_is_there_for_whoever_asks(
-    use: str, command_environment: dict[str, str], tiny_model_dir: Path
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", USE.replace("{use}", use).replace("{model!r}", repr(str(tiny_model_dir)))],
-        env=command_environment,
-        capture_output=True,
-        text=True,
-    )
+def test_what_is_put_off_is_there_for_whoever_asks(use: str, python: Callable[..., Any], tiny_model_dir: Path) -> None:
+    done = python(USE.replace("{use}", use).replace("{model!r}", repr(str(tiny_model_dir))))
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launched", [{}, {"WORLD_SIZE": "1"}])
 def test_in_a_users_program_transformers_is_imported_as_it_always_is(
-    launched: dict[str, str], command_environment: dict[str, str]
+    launched: dict[str, str], python: Callable[..., Any]
 ) -> None:
     code = (
         "from batchgen.process.lean_imports import *\n"
@@ -199,15 +184,14 @@ def test_in_a_users_program_transformers_is_imported_as_it_always_is(
         "assert transformers.utils.is_torch_distributed_available() == torch.distributed.is_available()\n"
         "assert torch._dynamo.__file__\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=command_environment | launched, capture_output=True, text=True
-    )
+    done = python(code, environment=launched)
     assert done.returncode == 0, done.stderr
 
 
 LOAD = """
 import json, sys
 from pathlib import Path
+from typing import Any
 from batchgen.config import ModelConfig
 from batchgen.process.lean_imports import allow_lean_imports, finish_torch, import_transformers
 folders = sorted(Path("models").iterdir())
@@ -237,7 +221,7 @@ print(json.dumps(said))
 
 @pytest.mark.slow
 def test_every_verified_architecture_loads_the_same_without_what_is_put_off(
-    command_environment: dict[str, str], tmp_path: Path
+    python: Callable[..., Any], tmp_path: Path
 ) -> None:
     import torch
 
@@ -248,9 +232,7 @@ def test_every_verified_architecture_loads_the_same_without_what_is_put_off(
             model.save_pretrained(tmp_path / "models" / folder)
             with torch.no_grad():
                 expected[folder] = model(torch.arange(1, 20)[None], use_cache=False).logits[0, -1].tolist()
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD], env=command_environment, cwd=tmp_path, capture_output=True, text=True
-    )
+    done = python(LOAD)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said.keys() == expected.keys()

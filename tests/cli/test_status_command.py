@@ -3,8 +3,6 @@
 import datetime as dt
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,7 +159,7 @@ def test_where_there_is_no_job_the_exit_code_is_2(cli: Cli, tmp_path: Path) -> N
     )
 
 
-def test_it_imports_neither_torch_nor_transformers(tmp_path: Path, command_environment: dict[str, str]) -> None:
+def test_it_imports_neither_torch_nor_transformers(tmp_path: Path, python: Callable[..., Any]) -> None:
     folder = tmp_path / "o.jsonl.job"
     folder.mkdir()
     (folder / "lock").write_text('{"pid": 1, "host": "elsewhere", "started": "2026-03-04T05:00:00+00:00"}')
@@ -171,14 +169,7 @@ def test_it_imports_neither_torch_nor_transformers(tmp_path: Path, command_envir
         "from batchgen_cli.app import run_command\n"
         "run_command(['status', 'o.jsonl'])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=command_environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-    )
+    done = python(code)
     assert (done.returncode, done.stderr) == (0, "[]\n")
     assert "phase    starting" in done.stdout
 
