@@ -38,6 +38,12 @@ constexpr int WIDENED_ROWS = 9 * ROWS;
 #else
 constexpr int WIDENED_ROWS = 3 * ROWS;
 #endif
+// Blocks of rows that widen weights of 16 bits prefetch them so many words before their use (2 KB). With AVX-512 and with 8 bits this gains nothing.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int PREFETCHED = 32;
+#else
+constexpr int PREFETCHED = 0;
+#endif
 // Numbers of x that are widened at a time; MAX_ROWS rows at least.
 constexpr int64_t WIDE_NUMBERS = 1 << 21;
 constexpr int64_t MIN_WIDENED = 1 << 15;  // numbers to widen that are worth a thread
@@ -73,7 +79,7 @@ void block(const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t grou
             acc[r][v] = more ? load<sum>(sums + r * WIDTH + v * LANES) : from ? load<sum>(from + v * LANES) : sum{};
     const uint32_t* b[VECTORS];
     for (int v = 0; v < VECTORS; v++) b[v] = panel + v * LANES / E::side * group + v * LANES % E::side;
-    product<E, R, VECTORS>(acc, x, x_row, b, E::side, words);
+    product<E, R, VECTORS, E::a_words == 2 && !E::scaled ? PREFETCHED : 0>(acc, x, x_row, b, E::side, words);
     for (int r = 0; r < R; r++)
         for (int v = 0; v < VECTORS; v++) store(sums + r * WIDTH + v * LANES, acc[r][v]);
 }
