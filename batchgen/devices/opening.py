@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from batchgen.config import EngineConfig, ModelConfig
-from batchgen.devices.threads import cpu_quota, share_of_threads, usable_cores
+from batchgen.devices.threads import cpu_quota, usable_cores
 from batchgen.devices.transport import Processes, start_process
 from batchgen.devices.workers import Workers
 from batchgen.prompts import LoadedTokenizer
@@ -50,14 +50,14 @@ def open_engine(
 
 
 def use_threads(config: EngineConfig, place: int = 0, processes: int = 1) -> None:
-    """Sets the number of threads of torch and of batchgen's kernels in this process: its share of `--threads`, or of the usable cores."""
+    """Sets the number of threads of torch and of batchgen's kernels in this process: its share of `--threads`, or of the usable cores; at least one."""
     with quiet():  # torchao writes warnings when it is imported
         import torch
 
     total = config.threads
     if total is None:  # torch follows affinity and OMP_NUM_THREADS, but not quotas
         total = min(torch.get_num_threads(), cpu_quota() or torch.get_num_threads())
-    torch.set_num_threads(share_of_threads(total, place, processes))
+    torch.set_num_threads(max(1, (total + place) // processes))
 
 
 def engine_here(

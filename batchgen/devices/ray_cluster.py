@@ -250,6 +250,12 @@ class EngineActor:
                 messages.append(self._outgoing.get_nowait())
         return messages
 
+    def send(self, message: Any) -> None:
+        """Keeps a message of the worker until it is asked for (`worker.Sender`)."""
+        self._outgoing.put(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+    def flush(self, seconds: float) -> None: ...
+
     def _run(self) -> None:
         from batchgen.devices.worker import load, serve
         from batchgen.process.collector import few_collections
@@ -257,26 +263,14 @@ class EngineActor:
 
         allow_lean_imports()
 
-        def connect(on_message: Callable[[Any], None]) -> _Outgoing:
+        def connect(on_message: Callable[[Any], None]) -> EngineActor:
             with self._delivering:
                 self._on_message = on_message
             on_message(self._setup)
-            return _Outgoing(self._outgoing)
+            return self
 
         with few_collections():
             serve(connect, load, gone=lambda: None)
-
-
-class _Outgoing:
-    """Keeps an actor's messages until they are asked for (`worker.Sender`)."""
-
-    def __init__(self, queue: SimpleQueue[bytes]) -> None:
-        self._queue = queue
-
-    def send(self, message: Any) -> None:
-        self._queue.put(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-    def flush(self, seconds: float) -> None: ...
 
 
 def _for_cluster(failed: WorkerFailed) -> WorkerFailed:

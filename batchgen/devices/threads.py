@@ -7,11 +7,6 @@ import os
 from pathlib import Path
 
 
-def share_of_threads(total: int, place: int, processes: int) -> int:
-    """Returns the threads of process number `place`, if `processes` of them share `total` threads; at least one."""
-    return max(1, (total + place) // processes)
-
-
 def usable_cores() -> int:
     """Returns the number of cores that this process may use, by its affinity and the quota of its cgroup."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -6,7 +6,7 @@ import hashlib
 import re
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -219,15 +219,13 @@ class FirstReading:
         self._asked = asked_of(config, self.input.fingerprint)
         self.fresh = True
         """Whether requests that already have results were filtered out in this run."""
-        self._sorted: SortedRequests | None = None
-        self._error: BaseException | None = None
+        self._sorted: Future[SortedRequests] = Future()
         self._stopped = False
         self._found = False
         """Whether there is a request to run."""
         self._look = threading.Event()
         """Set once `_found` is known."""
         self._lock = threading.Lock()
-        self._ended = False
         self._next_phase: str | None = None
         self._thread = threading.Thread(target=self._run, name="batchgen-reading", daemon=True)
 
@@ -253,16 +251,12 @@ class FirstReading:
         """Sets the phase to show when the reading ends; None shows none."""
         with self._lock:
             self._next_phase = phase
-            if phase is not None and self._ended:
+            if phase is not None and self._sorted.done():
                 self._outcomes.tracker.phase(phase)
 
     def result(self) -> SortedRequests:
         """Waits for the end and returns the sorted requests. Raises what the reading raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._sorted is not None
-        return self._sorted
+        return self._sorted.result()
 
     @property
     def broken(self) -> InputCorrupt | None:
@@ -274,14 +268,13 @@ class FirstReading:
     def _run(self) -> None:
         try:
             earlier = self._job.earlier_reading(self._asked)
-            self._sorted = self._read_all() if earlier is None else self._take_up(earlier)
+            self._sorted.set_result(self._read_all() if earlier is None else self._take_up(earlier))
         except BaseException as e:  # noqa: BLE001 - raised by `result`
-            self._error = e
+            self._sorted.set_exception(e)
         finally:
             self._look.set()
             with self._lock:
-                self._ended = True
-                if self._next_phase is not None and self._error is None:
+                if self._next_phase is not None and self._sorted.exception() is None:
                     self._outcomes.tracker.phase(self._next_phase)
 
     def _read_all(self) -> SortedRequests:

@@ -7,7 +7,7 @@ import torch
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices import opening as devices
-from batchgen.devices.threads import cpu_quota, share_of_threads, usable_cores
+from batchgen.devices.threads import cpu_quota, usable_cores
 from batchgen.prompts import load_tokenizer
 
 
@@ -42,9 +42,16 @@ def test_the_quota_is_the_smallest_of_the_groups_that_the_process_is_in(tmp_path
     assert cpu_quota(files(tmp_path, contents)) == quota
 
 
-def test_processes_share_the_threads_and_have_at_least_one():
-    assert [share_of_threads(7, place, 3) for place in range(3)] == [2, 2, 3]
-    assert [share_of_threads(1, place, 2) for place in range(2)] == [1, 1]
+@pytest.mark.parametrize(
+    ("total", "processes", "shares"),
+    [(8, 2, [4, 4]), (7, 2, [3, 4]), (7, 3, [2, 2, 3]), (4, 3, [1, 1, 2]), (1, 4, [1, 1, 1, 1])],
+)
+def test_threads_are_split_evenly_and_each_process_has_one(monkeypatch, total, processes, shares):
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    for place in range(processes):
+        devices.use_threads(EngineConfig(threads=total), place, processes)
+    assert threads == shares
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices.transport import Processes, start_process
+from batchgen.devices.worker import take_device
 from batchgen.devices.workers import Workers
 from batchgen.errors import ModelError
 from batchgen.model.child_process import exit_code, how_it_ended
@@ -47,3 +49,15 @@ def test_processes_start_from_wherever_the_job_was_started_and_tell_what_is_wron
         model = ModelConfig(model="./nowhere", device="cpu:0,1")
         Workers(model, EngineConfig(), Processes(model.devices, model.device, start_process))
     assert e.value.message == "model folder './nowhere' does not exist"
+
+
+def test_a_device_that_is_not_there_is_told_before_anything_is_loaded() -> None:
+    with pytest.raises(ModelError, match=r"^--device cuda:99: this machine has (no|\d+) CUDA devices?; use"):
+        take_device("cuda:99")
+
+
+@pytest.mark.gpu
+def test_a_process_works_on_its_own_gpu() -> None:
+    last = torch.cuda.device_count() - 1
+    take_device(f"cuda:{last}")
+    assert torch.cuda.current_device() == last
