@@ -68,10 +68,10 @@ struct Product {  // `Product` in ops.py is the same
 };
 
 // Computes the sums [R][WIDTH] of R rows of x times a panel, over `words` words. With `more` they are added to those in `sums`, else to `from`
-// if it is given.
+// if it is given. With each word it prefetches `lines` lines of 64 bytes at `next`: few at a time, or loads would wait for them.
 template <class E, int R>
 void block(const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t group, int64_t words, uint32_t* sums, bool more,
-           const int32_t* from) {
+           const int32_t* from, const uint32_t* next, int lines) {
     typedef typename E::sum sum;
     sum acc[R][VECTORS];
     for (int r = 0; r < R; r++)
@@ -79,7 +79,16 @@ void block(const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t grou
             acc[r][v] = more ? load<sum>(sums + r * WIDTH + v * LANES) : from ? load<sum>(from + v * LANES) : sum{};
     const uint32_t* b[VECTORS];
     for (int v = 0; v < VECTORS; v++) b[v] = panel + v * LANES / E::side * group + v * LANES % E::side;
-    product<E, R, VECTORS, E::a_words == 2 && !E::scaled ? PREFETCHED : 0>(acc, x, x_row, b, E::side, words);
+    if (E::a_words == 2 && lines > 0) {
+        for (int64_t i = 0; i < words; i++) {
+            for (int line = 0; line < lines; line++) __builtin_prefetch(next + (i * lines + line) * 16, 0, 2);
+            uints some[VECTORS];
+            for (int v = 0; v < VECTORS; v++) some[v] = load<uints>(b[v] + i * E::side);
+            E::template multiply<R, VECTORS>(acc, some, x + i * E::a_words, x_row);
+        }
+    } else {
+        product<E, R, VECTORS, E::a_words == 2 && !E::scaled ? PREFETCHED : 0>(acc, x, x_row, b, E::side, words);
+    }
     for (int r = 0; r < R; r++)
         for (int v = 0; v < VECTORS; v++) store(sums + r * WIDTH + v * LANES, acc[r][v]);
 }
@@ -89,11 +98,11 @@ INLINE int64_t rows_of_block(int64_t left) { return left >= ROWS && left != 8 ? 
 
 template <class E>
 void some_rows(int64_t rows, const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t group, int64_t words, uint32_t* sums,
-               bool more, const int32_t* from) {
-    if (rows == ROWS) return block<E, ROWS>(x, x_row, panel, group, words, sums, more, from);
-    if (rows == 4) return block<E, 4>(x, x_row, panel, group, words, sums, more, from);
-    if (rows == 2) return block<E, 2>(x, x_row, panel, group, words, sums, more, from);
-    block<E, 1>(x, x_row, panel, group, words, sums, more, from);
+               bool more, const int32_t* from, const uint32_t* next, int lines) {
+    if (rows == ROWS) return block<E, ROWS>(x, x_row, panel, group, words, sums, more, from, next, lines);
+    if (rows == 4) return block<E, 4>(x, x_row, panel, group, words, sums, more, from, next, lines);
+    if (rows == 2) return block<E, 2>(x, x_row, panel, group, words, sums, more, from, next, lines);
+    block<E, 1>(x, x_row, panel, group, words, sums, more, from, next, lines);
 }
 
 // Writes N vectors to y, `columns` columns at most.
@@ -128,11 +137,17 @@ INLINE void finish(const Product& p, const uint32_t* sums, int64_t panel, int64_
     put(y, columns, gated);
 }
 
+struct Next {  // words of a panel that a thread reads next; null if there are none
+    const uint32_t* weights;
+    int64_t words;
+};
+
 // Prefetches the weights that are read next, in parts, while others are multiplied.
 class Ahead {
    public:
     Ahead() = default;
-    Ahead(const uint32_t* weights, int64_t words, int64_t parts) : at_(weights), end_(weights + words), part_((words / parts + 15) / 16 * 16) {}
+    Ahead(Next next, int64_t parts)
+        : at_(next.weights), end_(next.weights + next.words * WIDTH), part_((next.words * WIDTH / parts + 15) / 16 * 16) {}
     INLINE void fetch() {  // a part
         for (const uint32_t* end = std::min(end_, at_ + part_); at_ < end; at_ += 16) __builtin_prefetch(at_, 0, 2);
     }
@@ -142,16 +157,23 @@ class Ahead {
     int64_t part_ = 0;
 };
 
-// Multiplies rows [begin, end) of x by `words` words of a panel, from word k on; finishes the rows if these words are the last.
+// Multiplies rows [begin, end) of x by `words` words of a panel, from word k on; finishes the rows if these words are the last. Meanwhile each
+// block of rows prefetches its share of `next`, and a part of `ahead`.
 template <class E, class T>
-INLINE void slice(const Product& p, int64_t panel, int64_t begin, int64_t end, const uint32_t* weights, int64_t k, int64_t words, uint32_t* sums, Ahead ahead) {
+INLINE void slice(const Product& p, int64_t panel, int64_t begin, int64_t end, const uint32_t* weights, int64_t k, int64_t words, uint32_t* sums,
+                  Ahead ahead, Next next) {
     const bool last = (k + words) * E::per_word == p.inner;
     const int32_t* from = p.beginnings ? p.beginnings + panel * WIDTH : nullptr;
+    const int64_t blocks = (end - begin + ROWS - 1) / ROWS, most = next.words * WIDTH;
+    const int lines = int((most + 16 * blocks * words - 1) / (16 * blocks * words));
+    int64_t fetched = 0;
     for (int64_t row = begin; row < end;) {
         ahead.fetch();
         uint32_t* here = sums + (row - begin) * WIDTH;
         const int64_t rows = rows_of_block(end - row);
-        some_rows<E>(rows, p.x + row * p.x_row + k * E::a_words, p.x_row, weights, p.group, words, here, k > 0, from);
+        const uint32_t* x = p.x + row * p.x_row + k * E::a_words;
+        some_rows<E>(rows, x, p.x_row, weights, p.group, words, here, k > 0, from, next.weights + fetched, fetched < most ? lines : 0);
+        fetched += words * lines * 16;
         if (last)
             for (int64_t r = 0; r < rows; r++) finish<E, T>(p, here + r * WIDTH, panel, row + r);
         row += rows;
@@ -233,6 +255,13 @@ void multiply(Product p) {
         uint32_t sums[MAX_ROWS * WIDTH];
         uint32_t wide[E::a_words == 2 ? DEPTH * WIDTH : 1];
         std::vector<uint32_t> packed(p.w_row ? DEPTH * WIDTH : 0);
+        // Returns what this thread reads after word `end` of the task's panel: the rest of the panel, or probably the panel of the task after those
+        // that other threads take meanwhile.
+        const auto after = [&](int64_t task, int64_t end, int64_t depth) -> Next {
+            const int64_t from = end < p.words ? end : 0, next = from > 0 ? task : task + threads;
+            if (next >= tasks || p.w_row) return {nullptr, 0};
+            return {p.weights + (next % panels * p.words + from) * WIDTH, std::min(depth, p.words - from)};
+        };
         for (int64_t task; (task = some.take()) >= 0;) {
             const int64_t panel = task % panels, begin = task / panels * task_rows, end = std::min(p.rows, begin + task_rows);
             const bool widens = E::a_words == 2 && end - begin >= WIDENED_ROWS;
@@ -244,15 +273,12 @@ void multiply(Product p) {
                 if constexpr (E::a_words == 2)
                     if (widens) {
                         widen<E>(weights, words, wide);
-                        // Next comes the rest of the panel, or probably the panel of the task after those that other threads take meanwhile.
-                        const int64_t from = k + words < p.words ? k + words : 0, next = from > 0 ? task : task + threads;
-                        Ahead ahead;
-                        if (next < tasks && !p.w_row)
-                            ahead = {p.weights + (next % panels * p.words + from) * WIDTH, std::min(depth, p.words - from) * WIDTH, (end - begin) / ROWS};
-                        slice<typename E::wide, T>(p, panel, begin, end, wide, 2 * k, 2 * words, sums, ahead);
+                        const Ahead ahead(after(task, k + words, depth), (end - begin) / ROWS);
+                        slice<typename E::wide, T>(p, panel, begin, end, wide, 2 * k, 2 * words, sums, ahead, {nullptr, 0});
                         continue;
                     }
-                slice<E, T>(p, panel, begin, end, weights, k, words, sums, {});
+                const Next next = E::a_words == 2 && end - begin > ROWS ? after(task, k + words, depth) : Next{nullptr, 0};
+                slice<E, T>(p, panel, begin, end, weights, k, words, sums, {}, next);
             }
         }
     });
