@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig
 from batchgen.sampling_params import SamplingParams
 from batchgen_cli.app import app
-from batchgen_cli.options import job_config
+from batchgen_cli.options import job_config, shown_params
 from support.params import slow_but
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -117,6 +118,11 @@ def test_every_field_of_the_configuration_is_an_option_but_these() -> None:
 
 def test_plan_takes_every_option_of_run() -> None:
     assert {p.name for p in COMMANDS["plan"].params} == {*RUN, "as_json", "shards"}
+
+
+def test_an_option_that_has_no_group_in_some_versions_of_typer_is_shown() -> None:
+    param = SimpleNamespace(param_type_name="option", name="help")
+    assert shown_params(SimpleNamespace(brief=True), [param]) == {"Options": [param]}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
