@@ -35,6 +35,8 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Mapping[str, Any]
 _NEW_IN_CHILD = "create a new LLM there, with the start method spawn of multiprocessing"
 TASKS = ("generate", "embed", "classify")
 Params = SamplingParams | Mapping[str, Any]
+_CheckedParams = SamplingParams | list[SamplingParams] | None
+"""The parameters of all prompts of a call, or those of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,9 +316,7 @@ class LLM:
         rows = _rows_of(prompts, options)
         return self._results_of(rows, _params_of(params, len(rows)), options)
 
-    def _results_of(
-        self, rows: list[Row], params: SamplingParams | list[SamplingParams] | None, options: PromptConfig
-    ) -> list[Result]:
+    def _results_of(self, rows: list[Row], params: _CheckedParams, options: PromptConfig) -> list[Result]:
         """Runs rows. Returns their results, in order."""
         with self._only_call("add prompts to it with add(), or call this when that call has returned"):
             self.interrupted = []
@@ -346,7 +346,7 @@ class LLM:
     def _add(
         self,
         rows: list[Row],
-        params: SamplingParams | list[SamplingParams] | None,
+        params: _CheckedParams,
         options: PromptConfig,
         on_result: OnResult,
         on_token: OnToken | None,
@@ -370,7 +370,7 @@ class LLM:
         self._arriving.append(_Arrival(requests, failed, on_result, on_token))
         return numbers
 
-    def _builder(self, params: SamplingParams | list[SamplingParams] | None, options: PromptConfig) -> PromptBuilder:
+    def _builder(self, params: _CheckedParams, options: PromptConfig) -> PromptBuilder:
         return PromptBuilder(
             self.tokenizer, options, params if isinstance(params, SamplingParams) else SamplingParams()
         )
@@ -475,7 +475,7 @@ def _is_list_of(value: Any, is_one: Callable[[Any], bool]) -> bool:
     return isinstance(value, list | tuple) and len(value) > 0 and all(map(is_one, value))
 
 
-def _params_of(given: Any, prompts: int) -> SamplingParams | list[SamplingParams] | None:
+def _params_of(given: Any, prompts: int) -> _CheckedParams:
     """Returns the parameters of a call, or a list with those of each prompt."""
     if not isinstance(given, list | tuple):
         return None if given is None else one_params(given)
