@@ -19,7 +19,7 @@ from typing import Any
 from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
 from batchgen.progress import Silent, Snapshot
 from batchgen.prompts import PromptBuilder, load_tokenizer
-from batchgen.records import open_input, windows
+from batchgen.records import RowStream, open_input
 from benchmarks.machine import machine_facts
 from benchmarks.models import tiny_model_folder
 
@@ -94,7 +94,8 @@ def tokenizing(model: str, path: Path) -> dict[str, float]:
     del texts
     builder = PromptBuilder(tokenizer, PromptConfig(chat=False), SamplingParams(max_tokens=1))
     began = time.perf_counter()
-    for rows in windows(open_input([str(path)], format=None, output=None).rows(), BLOCK):
+    stream = RowStream(open_input([str(path)], format=None, output=None).rows())
+    while rows := stream.take(BLOCK):
         builder.build(rows)
     seconds["read, render and tokenize"] = time.perf_counter() - began
     return seconds

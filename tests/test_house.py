@@ -30,6 +30,35 @@ def modules() -> dict[Path, ast.Module]:
     }
 
 
+@cache
+def names_in(tree: ast.Module) -> set[str]:
+    """The names that a module defines or imports anywhere."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def test_benchmarks_import_only_names_that_exist() -> None:
+    known = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): tree for path, tree in modules().items()}
+    wrong = set()
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "batchgen":
+                names = names_in(known[node.module]) if node.module in known else set()
+                wrong |= {
+                    f"{path.name}: {node.module}.{alias.name}"
+                    for alias in node.names
+                    if alias.name not in names and f"{node.module}.{alias.name}" not in known
+                }
+    assert wrong == set()
+
+
 def test_functions_fit_on_a_screen() -> None:
     long = {
         f"{path}:{node.lineno} {node.name}"
