@@ -41,7 +41,6 @@ from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.tokenizer import text_config
 from batchgen.recording import tree_record
 from batchgen.records import DatasetChoice, Input, Row, RowStream, open_input, window_rows
-from batchgen.records.inputs import CHECKED_ROWS
 from batchgen.report import ReportPage, check_report_file, report_plan
 from batchgen.request import Request, TokenArray, leaves_of
 from batchgen.result import Result
@@ -192,7 +191,7 @@ def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int
             stream = RowStream(source.rows())
             while rows := stream.take(size or config.limits.read_rows, config.limit):
                 if plan.rows == 0:
-                    prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
+                    prompts.check_columns(source.rows_to_check(rows, config.limit), config.named_columns)
                 requests = plan.requests(rows, prompts.build(rows))
                 rows.clear()  # freed before the next ones are read
                 tracker.passed(plan.rows)

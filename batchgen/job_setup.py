@@ -27,7 +27,6 @@ from batchgen.progress import Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.recording import tree_record
 from batchgen.records import DatasetChoice, Input, Row, RowStream, open_input, row_form, window_rows
-from batchgen.records.inputs import CHECKED_ROWS
 from batchgen.report import check_report_file
 from batchgen.request import Request, TokenArray
 from batchgen.sampling.grammars import Vocabulary
@@ -143,7 +142,9 @@ def _set_up(command: JobCommand, tracker: Tracker) -> JobSetup:
     window_size = window_rows(config, source, output)
     stream = RowStream(source.rows())
     rows = source.first_rows(config.limit) if window_size is None else stream.take(window_size, config.limit)
-    prompts.check_columns(rows[:CHECKED_ROWS], config.named_columns)
+    prompts.check_columns(
+        rows if window_size is None else source.rows_to_check(rows, config.limit), config.named_columns
+    )
     spec = _spec_of(command, tokenizer, prompts)
     return JobSetup(
         config=config,

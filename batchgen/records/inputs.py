@@ -137,6 +137,12 @@ class Input:
         """Up to `CHECKED_ROWS` rows from the start, to look at their columns. Raises nothing if the input breaks off."""
         return RowStream(self.rows(limit)).take(CHECKED_ROWS)
 
+    def rows_to_check(self, window: list[Row], limit: int | None = None) -> list[Row]:
+        """Up to `CHECKED_ROWS` rows from the start. An input that can be read only once gives those of `window`, its first window."""
+        if len(window) >= CHECKED_ROWS or not self.fingerprint():
+            return window[:CHECKED_ROWS]
+        return self.first_rows(limit)
+
     def fingerprint(self) -> list[dict[str, Any]]:
         """Returns what shows whether the input has changed; empty if that cannot be known (a pipe, standard input)."""
         if self.is_stdin:

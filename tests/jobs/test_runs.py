@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from batchgen import SamplingParams
+from batchgen import JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job
 from batchgen.errors import BatchgenError, UsageError
 from support.params import examples
 from support.runs import Runs
@@ -55,6 +55,18 @@ def test_up_to_a_tenth_of_the_rows_may_leave_and_their_results_come_back(runs: R
     assert len(runs.rows()) == 36
     assert runs.run(PROMPTS, window=window)[0] == []
     assert runs.texts() == [f"a: {prompt}" for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("window", [None, 1])
+def test_a_named_column_may_be_missing_in_the_whole_first_window(runs: Runs, window: int | None) -> None:
+    rows = [{"prompt": "p"}, {"prompt": "q"}, {"prompt": "r", "seed": 5}]
+    prompts = PromptConfig(row_params=("seed",))
+    assert runs.run(rows, window=window, prompts=prompts)[0] == ["p", "q", "r"]
+    assert plan_job(JobConfig(
+        inputs=(str(runs.folder / "in.jsonl"),), model=ModelConfig(model=str(runs.models["a"])), window=window, prompts=prompts
+    )).rows == 3  # fmt: skip
+    with pytest.raises(UsageError, match=r"^no row has the column 'top_k' of --row-params"):
+        runs.run(rows, window=window, prompts=PromptConfig(row_params=("top_k",)), overwrite=True)
 
 
 def test_replacing_some_rows_is_accepted_but_replacing_all_is_refused(runs: Runs) -> None:
