@@ -334,14 +334,19 @@ class Results:
         return finished, gone, new
 
     def shrink(self, keys: Iterable[bytes]) -> bool:
-        """Drops the results of these keys, which a finished output holds, and all data of the run. Returns whether any results remain."""
+        """Drops the results of these keys, which a finished output holds, and all data of the run. Returns whether any results remain.
+
+        If none remain, the files can be removed and nothing is written to them: the output may have taken the last space on the disk.
+        """
         self._db.execute("DELETE FROM run.finished")
         self.know_finished(keys)
-        self._db.execute("DELETE FROM results WHERE stays = 0 AND key IN (SELECT key FROM run.finished)")
+        held = "stays = 0 AND key IN (SELECT key FROM run.finished)"
+        (remain,) = self._db.execute(f"SELECT EXISTS(SELECT 1 FROM results WHERE NOT ({held}))").fetchone()
+        if not remain:
+            return False
+        self._db.execute(f"DELETE FROM results WHERE {held}")
         for table in ("under_way", "rows", "facts"):
             self._db.execute(f"DELETE FROM {table}")
-        if not self.count:
-            return False
         self._db.execute("VACUUM main")
         return True
 

@@ -313,6 +313,16 @@ def test_a_finished_output_is_compared_with_the_rows_of_the_next_run(folder):
         assert set(results.stored(KEYS)) == {KEYS[0], KEYS[5]}
 
 
+def test_removing_all_results_of_a_finished_output_writes_nothing_to_a_full_disk(tmp_path):
+    fill(tmp_path)
+    with opened(tmp_path) as results:
+        results.add_rows([0], {0: KEYS[0]}, {})
+        files = [tmp_path / "results.sqlite", tmp_path / "results.sqlite-wal"]
+        before = [file.read_bytes() for file in files]
+        assert not results.shrink(KEYS)
+        assert before == [file.read_bytes() for file in files]
+
+
 def test_a_finished_job_keeps_only_results_that_its_output_does_not_hold(folder):
     fill(folder)
     with opened(folder) as results:
