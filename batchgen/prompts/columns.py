@@ -1,10 +1,8 @@
-"""Finds the columns of a row that batchgen uses: prompt, completion to score, priority. Renders nothing."""
+"""Finds the column of a row that holds its prompt, and checks the columns that options name. Renders nothing."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from enum import Enum
 from typing import Any, NoReturn
 
@@ -65,6 +63,7 @@ class Columns:
         if prompts.priority_column is not None:
             self._needed.append(("--priority-column", prompts.priority_column))
         self._read = {self._prompt, self._messages, *(name for _, name in self._needed)}
+        self._used = self._read if template is None else self._read | template.columns
         # A column that the user has named wins over one with the usual name. Otherwise messages win.
         self._prompt_first = not chat or [option for option, _ in self._named] == ["--prompt-column"]
         self.why_raw = "--no-chat turns it off" if prompts.chat is False else "the model has none"
@@ -90,8 +89,9 @@ class Columns:
 
     def for_chat(self, columns: Mapping[str, Any]) -> list[str]:
         """Returns the columns `tools` and `documents` if the row has them and they are used for nothing else: the chat template takes them."""
-        taken = self._read if self._template is None else self._read | self._template.columns
-        return [name for name in ("tools", "documents") if columns.get(name) not in (None, "") and name not in taken]
+        return [
+            name for name in ("tools", "documents") if columns.get(name) not in (None, "") and name not in self._used
+        ]
 
     def both_note(self, columns: Mapping[str, Any]) -> str | None:
         """Returns a note for a row that has both a prompt and messages if the user has named neither column, else None."""
@@ -106,8 +106,7 @@ class Columns:
 
     def media(self, columns: Mapping[str, Any]) -> set[str]:
         """Returns columns that look like images, sound or video of the prompt and are used for nothing."""
-        used = self._read if self._template is None else self._read | self._template.columns
-        return {name for name in _MEDIA & columns.keys() if not _is_empty(columns[name])} - used
+        return {name for name in _MEDIA & columns.keys() if not _is_empty(columns[name])} - self._used
 
     def only_carried(self, columns: Mapping[str, Any]) -> set[str]:
         """Returns columns that have the name of a sampling parameter but are not used as one."""
@@ -210,32 +209,6 @@ def check_task(prompts: PromptConfig, sampling: SamplingParams, task: str) -> No
         raise UsageError("--prompt-name cannot be combined with --prefix", "leave one of them out")
 
 
-def completion_of(columns: Mapping[str, Any], prompts: PromptConfig) -> str | list[Any]:
-    """Returns the text to score, possibly empty, or its token ids, which are not checked. Raises `RowError` if the row has none."""
-    name = prompts.completion_column
-    if name not in columns:
-        raise RowError("invalid_row", f"column {name!r} is missing")
-    value = columns[name]
-    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
-        return value
-    raise RowError("invalid_row", f"column {name!r} must be text, not {kind(value)}")
-
-
 def _is_empty(value: Any) -> bool:
     """Whether a value is empty. An array is not compared, and counts as not empty."""
     return value is None or (isinstance(value, str | bytes | list | Mapping) and not value)
-
-
-def priority_of(columns: Mapping[str, Any], name: str | None) -> float:
-    """Returns the row's priority, 0 if it has none. Text (from a CSV file) may hold a number. Raises `RowError`."""
-    value = None if name is None else columns.get(name)
-    if value is None or value == "":
-        return 0.0
-    if isinstance(value, int | float | Decimal | str) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except (ValueError, OverflowError):
-            number = math.nan
-        if math.isfinite(number):
-            return number
-    raise RowError("invalid_row", f"column {name!r} must be a number")

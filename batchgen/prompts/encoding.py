@@ -186,16 +186,14 @@ class TextEncoder:
         ends, own = tokenizer.eos_token_ids, tokenizer.hf_tokenizer.eos_token_id
         self._end = own if own in ends else next(iter(ends), None)
         """The end token: the tokenizer's if it is one of the model's (in a chat model it ends a turn), else the model's first one."""
-        self._of_choices = lru_cache(maxsize=_SETS_KEPT)(self._encode_choices)
+        self.choices = lru_cache(maxsize=_SETS_KEPT)(self._choices)
+        """`_choices`, with its last results kept."""
 
-    def choices(self, choices: tuple[str, ...]) -> Texts | RowError:
+    def _choices(self, choices: tuple[str, ...]) -> Texts | RowError:
         """Returns the tokens of each choice, in order. If one choice is the beginning of another, all get the end token.
 
         Returns an error of type `unsupported_parameter` if a choice has no tokens, or if two cannot be told apart.
         """
-        return self._of_choices(choices)
-
-    def _encode_choices(self, choices: tuple[str, ...]) -> Texts | RowError:
         arrays = self.texts(choices)
         for choice, array in zip(choices, arrays, strict=True):
             if isinstance(array, RowError):

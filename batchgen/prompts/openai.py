@@ -21,14 +21,13 @@ _IGNORED = frozenset({
 _VARIABLES = frozenset({"reasoning_effort"})
 """Parameters of a chat that only its template can follow."""
 _CHAT_ONLY = _VARIABLES | {"tools"}
+_CHATS = (CHAT, RESPONSES)
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
     """One request of the OpenAI API."""
 
-    chat: bool
-    """/v1/chat/completions or /v1/responses; otherwise /v1/completions or /v1/embeddings, whose prompt is raw."""
     url: str
     """One of `ENDPOINTS`."""
     prompt: Any
@@ -36,19 +35,24 @@ class Body:
     where: str
     """The name of that field, such as `body.messages`."""
     model: str | None
-    variables: Any
-    """Variables for the chat template, not yet checked: `chat_template_kwargs`, and fields that only a template can use."""
-    tools: Any
-    """The tools of a chat, not yet checked."""
-    calls: bool
-    """Whether the answer may call them (`tool_choice` is not `none`)."""
     params: Mapping[str, Any]
     """Its sampling parameters, under batchgen's names."""
+    variables: Any = None
+    """Variables for the chat template, not yet checked: `chat_template_kwargs`, and fields that only a template can use."""
+    tools: Any = None
+    """The tools of a chat, not yet checked."""
+    calls: bool = False
+    """Whether the answer may call them (`tool_choice` is not `none`)."""
+
+    @property
+    def chat(self) -> bool:
+        """Whether it is for /v1/chat/completions or /v1/responses; the prompts of /v1/completions and /v1/embeddings are raw."""
+        return self.url in _CHATS
 
 
 def is_chat(columns: Mapping[str, Any]) -> bool:
     """Whether a row in the Batch form has messages. Raises `RowError` for an unknown endpoint."""
-    return _endpoint(columns) in (CHAT, RESPONSES)
+    return _endpoint(columns) in _CHATS
 
 
 def _endpoint(columns: Mapping[str, Any]) -> str:
@@ -66,24 +70,22 @@ def read_body(columns: Mapping[str, Any]) -> Body:
     if method is not None and (not isinstance(method, str) or method.upper() != "POST"):
         raise RowError("invalid_row", f"method is {method!r}; it must be POST")
     url = _endpoint(columns)
-    chat = url == CHAT
     body = _object(columns["body"])
     if url == EMBEDDINGS:
         return _embeddings_request(body)
     if url == RESPONSES:
         return _responses_request(body)
+    chat = url == CHAT
     column, other = ("messages", "prompt") if chat else ("prompt", "messages")
     if body.get(column) is None:
         hint = f"; it has {other}, which belongs to {RAW if chat else CHAT}" if body.get(other) is not None else ""
         raise RowError("invalid_row", f"body has no {column}{hint}")
-    model = body.get("model")
     ignored = _IGNORED | _CHAT_ONLY if chat else _IGNORED
     return Body(
-        chat=chat,
         url=url,
         prompt=body[column],
         where=f"body.{column}",
-        model=model if isinstance(model, str) else None,
+        model=_model(body),
         variables=_variables(body),
         tools=body.get("tools") if chat else None,
         calls=body.get("tool_choice") != "none",
@@ -101,16 +103,11 @@ def _embeddings_request(body: Mapping[str, Any]) -> Body:
         )
     if body.get("dimensions") is not None:
         raise RowError("unsupported_parameter", f"dimensions is not supported: {body['dimensions']}")
-    model = body.get("model")
     return Body(
-        chat=False,
         url=EMBEDDINGS,
         prompt=body["input"],
         where="body.input",
-        model=model if isinstance(model, str) else None,
-        variables=None,
-        tools=None,
-        calls=False,
+        model=_model(body),
         params=translated(
             {n: v for n, v in body.items() if n not in _IGNORED | {"input", "encoding_format", "dimensions"}}
         ),
@@ -140,16 +137,12 @@ def _responses_request(body: Mapping[str, Any]) -> Body:
         wanted = {"type": "json_schema", "json_schema": wanted}  # as in a chat
     effort = _part_of(body, "reasoning", ("effort", "summary", "generate_summary")).get("effort")
     variables = {"chat_template_kwargs": body.get("chat_template_kwargs"), "reasoning_effort": effort}
-    model = body.get("model")
     return Body(
-        chat=True,
         url=RESPONSES,
         prompt=_conversation(body),
         where="body.input",
-        model=model if isinstance(model, str) else None,
+        model=_model(body),
         variables=_variables(variables),
-        tools=None,
-        calls=False,
         params=translated(given | {"max_tokens": body.get("max_output_tokens"), "response_format": wanted}),
     )
 
@@ -205,6 +198,11 @@ def _object(body: Any) -> Mapping[str, Any]:
     if not isinstance(body, Mapping):
         raise RowError("invalid_row", f"body must be an object, not {kind(body)}")
     return body
+
+
+def _model(body: Mapping[str, Any]) -> str | None:
+    model = body.get("model")
+    return model if isinstance(model, str) else None
 
 
 def _variables(body: Mapping[str, Any]) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,7 @@ from batchgen.parsers.thinking import SWITCHES
 from batchgen.prompts.columns import (
     Columns,
     Source,
-    completion_of,
     not_for_scores,
-    priority_of,
     quoted,
     task_option,
 )
@@ -84,9 +84,6 @@ def _with_texts_cut(value: Any, how: _How) -> Any:
     return [_with_texts_cut(item, how) for item in value] if isinstance(value, list) else value
 
 
-_NO_VARIABLES: Mapping[str, Any] = {}
-
-
 class Renderer:
     """Renders rows one by one and collects notes for the user."""
 
@@ -123,11 +120,6 @@ class Renderer:
         self._said: set[str] = set()
         for name in prompts.chat_template_kwargs:
             self._note_unused_variable(name, "--chat-template-kwargs sets")
-        self._render_from: Mapping[Source, Callable[[Mapping[str, Any], _How], Text | TokenArray]] = {
-            Source.TEMPLATE: self._from_template,
-            Source.MESSAGES: self._from_messages,
-            Source.PROMPT: self._from_prompt,
-        }
 
     def render(self, row: Row, limit: int | None = None, params: SamplingParams | None = None) -> Rendered | RowError:
         """Returns the rendered row, or the reason why it cannot be rendered.
@@ -151,19 +143,13 @@ class Renderer:
             how = _How(
                 limit,
                 self._prompts.on_long_prompt == "truncate-left",
-                self._thinking_off if labelled and self._head is None else _NO_VARIABLES,
+                self._thinking_off if labelled and self._head is None else {},
             )
-            if body is not None:
-                prompt = self._from_body(body, how)
-            else:
-                both = self.columns.both_note(row.columns)
-                if both is not None:
-                    self.note(both)
-                prompt = self._render_from[source](row.columns, how)
+            prompt = self._from_body(body, how) if body else self._from_columns(row.columns, source, how)
             if (own.choices or self._prompts.score) and isinstance(prompt, Text) and not prompt.raw:
                 prompt = self._at_the_answer(prompt, own)
             completion = self._completion(row.columns) if self._prompts.score else None
-            priority = priority_of(row.columns, self._prompts.priority_column)
+            priority = _priority(row.columns, self._prompts.priority_column)
             tools = (
                 "" if labelled or own.constrained or not isinstance(prompt, Text) else self._tools(row.columns, body)
             )
@@ -180,6 +166,14 @@ class Renderer:
         if thinking is None or asked or params.reasoning != "auto" or not thinking.opened(prompt.text):
             return prompt
         return replace(prompt, text=prompt.text + thinking.no_thoughts)
+
+    def _from_columns(self, columns: Mapping[str, Any], source: Source, how: _How) -> Text | TokenArray:
+        both = self.columns.both_note(columns)
+        if both is not None:
+            self.note(both)
+        if source is Source.TEMPLATE:
+            return self._from_template(columns, how)
+        return self._from_messages(columns, how) if source is Source.MESSAGES else self._from_prompt(columns, how)
 
     def _from_template(self, columns: Mapping[str, Any], how: _How) -> Text:
         assert self._template is not None
@@ -311,8 +305,17 @@ class Renderer:
         return Text(self._chat.render(messages, variables), raw=False)
 
     def _completion(self, columns: Mapping[str, Any]) -> str | TokenArray:
-        given = completion_of(columns, self._prompts)
-        return given if isinstance(given, str) else self._known(given, f"column {self._prompts.completion_column!r}")
+        """Returns the text to score, possibly empty, or its token ids. Raises `RowError` if the row has none."""
+        name = self._prompts.completion_column
+        where = f"column {name!r}"
+        if name not in columns:
+            raise RowError("invalid_row", f"{where} is missing")
+        value = columns[name]
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list) and value and isinstance(value[0], int):
+            return self._known(value, where)
+        raise RowError("invalid_row", f"{where} must be text, not {kind(value)}")
 
     def _token_ids(self, ids: list[Any], where: str) -> TokenArray:
         """Checks a prompt of token ids, which is sent without special tokens."""
@@ -378,3 +381,18 @@ def _prompt_of(head: OutputHead | None, name: str | None) -> str:
 
 def _same_model(asked: str, loaded: str) -> bool:
     return asked == loaded or asked == loaded.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _priority(columns: Mapping[str, Any], name: str | None) -> float:
+    """Returns the row's priority, 0 if it has none. Text (from a CSV file) may hold a number. Raises `RowError`."""
+    value = None if name is None else columns.get(name)
+    if value is None or value == "":
+        return 0.0
+    if isinstance(value, int | float | Decimal | str) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            number = math.nan
+        if math.isfinite(number):
+            return number
+    raise RowError("invalid_row", f"column {name!r} must be a number")
