@@ -42,10 +42,6 @@ class ThinkingFormat:
         """The text after a prompt that has opened the thoughts, if there are to be none: the answer follows."""
         return "\n</think>\n\n" if self.close == "</think>" else self.close
 
-    def ending(self, *, begun: bool) -> str:
-        """Returns the text that ends the thoughts. `begun`: whether the completion has tokens already."""
-        return "<|end|><|start|>assistant" + self.close if self.always and begun else self.close
-
 
 _HARMONY_ANSWER = r"<\|channel\|>final[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
 HARMONY = ThinkingFormat("<|channel|>analysis<|message|>", "<|channel|>final<|message|>", always=True)
@@ -95,6 +91,12 @@ class ThoughtStream:
         self.count = 0
         """Number of tokens so far."""
         self._tail = prompt[-format.longest :] if format.always and self.thinking else ""
+
+    @property
+    def ending(self) -> str:
+        """The text that ends the thoughts after the tokens so far."""
+        header = "<|end|><|start|>assistant" if self._format.always and self.count else ""
+        return header + self._format.close
 
     def append(self, token: int) -> bool:
         """Takes the next token. Returns whether the answer begins after it. Must not be called again then."""

@@ -30,7 +30,7 @@ from batchgen.errors import RowError
 from batchgen.parsers.thinking import ThinkingFormat, ThoughtStream
 from batchgen.request import TokenArray
 from batchgen.sampling.grammars import Grammar, Vocabulary, one_line
-from batchgen.sampling.stopping import PROMPT_END, Detokenizer
+from batchgen.sampling.stopping import Detokenizer
 from batchgen.sampling_params import SamplingParams
 from batchgen.stats import counted
 
@@ -87,7 +87,7 @@ class Constraints:
     ) -> None:
         self._tokenizer = tokenizer
         self._thinking = thinking
-        self._piece = Detokenizer(tokenizer).piece if thinking is not None else None
+        self._detokenizer = None if thinking is None else Detokenizer(tokenizer)
         self._opening = [] if thinking is None else _opening(tokenizer, thinking, vocab_size)
         """The tokens of the mark that opens thoughts, if the first of them is an added token; else empty."""
         self._vocabulary = Vocabulary(tokenizer, vocab_size)
@@ -132,10 +132,9 @@ class Constraints:
 
     def _thoughts(self, params: SamplingParams, prompt: TokenArray | None) -> ThoughtStream | None:
         """Returns the stream that follows the completion's thoughts; None if it cannot have thoughts, or its row asks for the raw text."""
-        if self._thinking is None or self._piece is None or prompt is None or params.reasoning != "auto":
+        if self._thinking is None or self._detokenizer is None or prompt is None or params.reasoning != "auto":
             return None
-        end = "".join(map(self._piece, prompt[-PROMPT_END:].tolist()))
-        stream = ThoughtStream(self._thinking, end, self._piece)
+        stream = self._detokenizer.thoughts(self._thinking, prompt)
         return stream if stream.thinking or self._opening else None
 
     def _thought(self, row: _Guided, token: int) -> bool:
@@ -170,9 +169,7 @@ class Constraints:
         """Ends the thoughts of a sequence whose budget for them is used up."""
         if row.thoughts is None or not row.thinking or row.budget is None or row.budget > 0 or row.forced:
             return
-        assert self._thinking is not None
-        ending = self._thinking.ending(begun=row.thoughts.count > 0)
-        row.forced = self._tokenizer.encode(ending, add_special_tokens=False)
+        row.forced = self._tokenizer.encode(row.thoughts.ending, add_special_tokens=False)
 
     def remove(self, name: Hashable) -> None:
         """Forgets a sequence. Does nothing for one without a grammar."""

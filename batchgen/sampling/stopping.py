@@ -27,7 +27,7 @@ from batchgen.request import TokenArray
 from batchgen.result import ToolCall
 from batchgen.sampling_params import SamplingParams
 
-PROMPT_END = 32  # number of prompt tokens that are searched for open thoughts
+_PROMPT_END = 32  # number of prompt tokens that are searched for open thoughts
 _CONTEXT = 8  # number of tokens decoded before a completion; a character that they begin inside of is shorter
 _OPEN = 4  # number of tokens whose text is decoded again with every next token; settling them costs a decode
 _MAX_OPEN = 64  # the same inside a run of bytes; a run of twice as many bytes is not a character
@@ -79,6 +79,10 @@ class Detokenizer:
             # Tokenizers of the sentencepiece family drop the space at the beginning of a text.
             self._pieces[token] = _added(self.marked([token]), self.marked([token, token]))
         return self._pieces[token]
+
+    def thoughts(self, format: ThinkingFormat, prompt: TokenArray) -> ThoughtStream:
+        """Returns the stream that follows the thoughts of a prompt's completion, from its first token."""
+        return ThoughtStream(format, "".join(map(self.piece, prompt[-_PROMPT_END:].tolist())), self.piece)
 
     def context(self, prompt: TokenArray) -> list[int]:
         """Returns the last tokens of a prompt, beginning outside of a run of bytes."""
@@ -136,8 +140,7 @@ class Stopper:
         self._repetition = None if params.max_repeats is None else Repetition(params.max_repeats)
         self._thoughts: ThoughtStream | None = None
         if detokenizer.thinking is not None and params.reasoning == "auto":
-            end = "".join(map(detokenizer.piece, prompt[-PROMPT_END:].tolist()))
-            self._thoughts = ThoughtStream(detokenizer.thinking, end, detokenizer.piece)
+            self._thoughts = detokenizer.thoughts(detokenizer.thinking, prompt)
         else:
             self._follow(0)
         self._text: str | None = None
