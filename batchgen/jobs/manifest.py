@@ -132,4 +132,9 @@ def known_as(
 
 def file_digest(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return digest_of(file)
+
+
+def digest_of(file: Any) -> str:
+    """Returns the digest of a binary file that is open at its start."""
+    return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

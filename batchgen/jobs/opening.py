@@ -93,12 +93,12 @@ def open_job(spec: JobSpec, lease: Lease | None = None, *, merging: bool = False
             state="running", output=target.address, command=spec.command,
             settings=as_stored(spec.settings), mentions=as_stored(spec.mentions), request=as_stored(request),
         )  # fmt: skip
-        opening = _Opening(spec, target, folder, Opened(manifest=manifest))
+        opening = _Opening(spec=spec, target=target, folder=folder, manifest=manifest)
         if lock.taken_over is not None:
-            opening.found.notes.append(f"an earlier run (process {lock.taken_over}) was killed; this run continues it")
+            opening.notes.append(f"an earlier run (process {lock.taken_over}) was killed; this run continues it")
         with nullcontext() if lease else _shards_held(opening), writing(folder):
             opening.compare()
-            job = JobFolder(spec, target, folder, lock, opening.found, lease, merging)
+            job = JobFolder(spec, target, folder, lock, opening, lease, merging)
             job.start()
     except BaseException:
         lock.release()
@@ -121,28 +121,26 @@ def _shards_held(opening: _Opening) -> Iterator[None]:
     if load_plan(opening.folder) is None:
         yield
         return
-    lease = Lease(opening.folder / CLAIMS, f"the shards of {opening.spec.output}", opening.found.notes.append)
+    lease = Lease(opening.folder / CLAIMS, f"the shards of {opening.spec.output}", opening.notes.append)
     try:
         yield
     finally:
         lease.release()
 
 
-@dataclass(frozen=True, slots=True)
-class _Opening:
+@dataclass(slots=True, kw_only=True)
+class _Opening(Opened):
     """Compares a job's folder with what a command asks for."""
 
     spec: JobSpec
     target: Target
     folder: Path
-    found: Opened
-    """Filled in by `compare`."""
 
     def compare(self) -> None:
         """Drops all results if there is no job to continue. Raises `UsageError` if this command must not continue the job, `OutputLocked`."""
-        check_no_shard_runs(self.folder, self.spec.output, self.found.notes.append)
+        check_no_shard_runs(self.folder, self.spec.output, self.notes.append)
         old = None if self.spec.overwrite else load_manifest(self.folder / "manifest.json")
-        self.found.old = old
+        self.old = old
         if old is None:
             self._check_nothing_lost()
             self._start_again()
@@ -168,7 +166,7 @@ class _Opening:
 
     def _set(self, **values: Any) -> None:
         """Sets fields of this run's manifest."""
-        self.found.manifest = replace(self.found.manifest, **values)
+        self.manifest = replace(self.manifest, **values)
 
     def _holds_nothing(self, old: Manifest) -> bool:
         """Whether the earlier run has left no result, for example because the model refused an option. Then its settings do not matter."""
@@ -179,51 +177,51 @@ class _Opening:
         return not (self.folder / results_files.FILE).exists() or read_facts(self.folder, ())[1] == 0
 
     def _compare_settings(self, old: Manifest) -> None:
-        found, manifest, output = self.found, self.found.manifest, self.spec.output
+        manifest, output = self.manifest, self.spec.output
         if self.spec.work_dir is not None and old.output != manifest.output:
             raise UsageError(
                 f"{self.folder} is the job folder of {old.output}", "use another --work-dir, or another -o"
             )
         larger = is_larger_limit(old.settings, manifest.settings)
-        found.limit_raised = larger and "length" in self.spec.retry
-        first = old.settings.get(FIRST_LIMIT) or (old.settings[LIMIT] if found.limit_raised else None)
+        self.limit_raised = larger and "length" in self.spec.retry
+        first = old.settings.get(FIRST_LIMIT) or (old.settings[LIMIT] if self.limit_raised else None)
         if first is not None:
             self._set(settings=manifest.settings | {FIRST_LIMIT: first})
-        said = differences(old.settings, found.manifest.settings)
-        if said and not found.limit_raised:
+        said = differences(old.settings, self.manifest.settings)
+        if said and not self.limit_raised:
             hint = _RAISE_LIMIT if larger else _START_AGAIN
             raise UsageError(f"{output} was made with other settings: {said}", hint)
         if said := differences(old.mentions, manifest.mentions):
-            found.notes.append(f"{output} was started with other versions: {said}")
+            self.notes.append(f"{output} was started with other versions: {said}")
 
     def _take_up(self, old: Manifest) -> None:
-        found, spec = self.found, self.spec
+        spec = self.spec
         there = self.target.exists()
         standing = self.target.known_as(old.outputs) if there else None
         if there and standing is None:
             raise UsageError(
                 f"{spec.output} was changed since batchgen wrote it", "move it away, or use --overwrite to start again"
             )
-        found.previous = read_stats(self.folder)
+        self.previous = read_stats(self.folder)
         self._set(outputs=[standing] if standing else [])
         if there and _keys_are_whole(self.folder, old):
             self._set(keys=old.keys)
         if old.state != "finished":
             return
-        if there and not found.limit_raised:
-            found.finished = _complete_figures(
-                self.folder, old, found.manifest.request, retry=sorted(spec.retry), prune=spec.prune
+        if there and not self.limit_raised:
+            self.finished = _complete_figures(
+                self.folder, old, self.manifest.request, retry=sorted(spec.retry), prune=spec.prune
             )
-        if found.finished is not None:
-            found.previous = None
+        if self.finished is not None:
+            self.previous = None
         elif not there:
-            found.notes.append(f"{spec.output} no longer exists: its rows are generated again")
-            found.previous = None
-        elif not found.manifest.keys:
-            found.notes.append(
+            self.notes.append(f"{spec.output} no longer exists: its rows are generated again")
+            self.previous = None
+        elif not self.manifest.keys:
+            self.notes.append(
                 f"{self.folder / 'keys'} is damaged, so the rows of {spec.output} cannot be recognised: they are generated again"
             )
-            found.previous = None
+            self.previous = None
 
 
 def _complete_figures(

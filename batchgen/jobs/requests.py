@@ -26,6 +26,8 @@ from batchgen.result import Result
 from batchgen.stats import RowCounts, versions
 
 _STOP_SECONDS = 5.0
+_READING_FORM = 2
+"""Changes with the form of what a first reading stores: a reading of another form is made again."""
 _SHOWN_ID = 60  # characters of an id in a message
 
 
@@ -173,6 +175,7 @@ class RequestReader:
 def asked_of(config: JobConfig, inputs: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns what must be equal, in addition to the job's settings, for a run to use an earlier first reading."""
     return {
+        "form": _READING_FORM,
         "inputs": inputs,
         "limit": config.limit,
         "priority_column": config.prompts.priority_column,

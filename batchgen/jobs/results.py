@@ -266,8 +266,8 @@ class Results:
         for number, key, value, checksum in self._db.execute(query, (first, last)):
             if key is not None:
                 keys[number] = key
-            elif (result := decode(number.to_bytes(8, "big"), value, checksum)) is not None:
-                failed[number] = replace(result, row=number)
+            elif (result := _failed_row(number, value, checksum)) is not None:
+                failed[number] = result
         return keys, failed
 
     def failed_rows(self) -> Iterator[Result]:
@@ -275,10 +275,10 @@ class Results:
         for number, value, checksum in self._db.execute(
             "SELECT number, value, checksum FROM rows WHERE key IS NULL ORDER BY number"
         ):
-            result = decode(number.to_bytes(8, "big"), value, checksum)
+            result = _failed_row(number, value, checksum)
             if result is None:
                 raise Damaged
-            yield replace(result, row=number)
+            yield result
 
     @property
     def row_count(self) -> int:
@@ -486,9 +486,9 @@ def read_results(folder: Path) -> Iterator[Result]:
             if result is not None:
                 yield result
         for number, value, checksum in db.execute("SELECT number, value, checksum FROM rows WHERE key IS NULL"):
-            result = decode(number.to_bytes(8, "big"), value, checksum)
+            result = _failed_row(number, value, checksum)
             if result is not None:
-                yield replace(result, row=number)
+                yield result
 
 
 def _read_only(folder: Path) -> sqlite3.Connection:
@@ -530,6 +530,12 @@ def _is_damage(error: sqlite3.Error) -> bool:
     if code is None:
         return False
     return code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_SCHEMA)
+
+
+def _failed_row(number: int, value: bytes, checksum: int) -> Result | None:
+    """Returns the result of a row that never became a request; None if its entry is damaged."""
+    result = decode(number.to_bytes(8, "big"), value, checksum)
+    return None if result is None else replace(result, row=number)
 
 
 def _read_all(db: sqlite3.Connection) -> Iterator[tuple[Any, Result | None]]:

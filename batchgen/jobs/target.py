@@ -7,14 +7,13 @@ its identity (`manifest.identity`): `size`, a field that changes with the conten
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from batchgen.errors import OutputError, UsageError
 from batchgen.jobs.disk import move_file
-from batchgen.jobs.manifest import DIGEST, file_digest, identity, known_as
+from batchgen.jobs.manifest import DIGEST, digest_of, file_digest, identity, known_as
 from batchgen.records.remote import (
     address,
     info_of,
@@ -168,7 +167,7 @@ class RemoteTarget:
 
     def _digest(self) -> str:
         with reaching(self.name), open_remote(self.name) as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+            return digest_of(file)
 
     def _container(self) -> str:
         """Returns the bucket or the repository of the Hub (`user/model`, `datasets/user/name@revision`), which must exist."""
