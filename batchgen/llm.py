@@ -36,7 +36,7 @@ _NEW_IN_CHILD = "create a new LLM there, with the start method spawn of multipro
 TASKS = ("generate", "embed", "classify")
 Params = SamplingParams | Mapping[str, Any]
 _CheckedParams = SamplingParams | list[SamplingParams] | None
-"""The parameters of all prompts of a call, or those of each."""
+"""The parameters of all prompts of a call, or those of each; None for the defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class LLM:
         self._name = config.model
         self._progress = progress
         self.interrupted: list[Result] = []
-        """The results of the last call of `generate`, `generate_table` or `score`, if Ctrl-C has ended it. Prompts that were not done have the
+        """The results of the last call that ran a list of prompts or a table, if Ctrl-C has ended it. Prompts that were not done have the
         `finish_reason` "cancelled" and the text they had. Empty after a call that ended by itself."""
 
     def __reduce__(self) -> str:
@@ -419,9 +419,8 @@ def _listed(name: str, one: str, given: Any, is_one: Callable[[Any], bool]) -> l
         return [given]
     if isinstance(given, bytes | bytearray | Mapping) or not isinstance(given, Iterable):
         raise TypeError(f"{name} must be {one} or a list of {name}, not {_shortened(given)}")
-    if isinstance(
-        given, set | frozenset
-    ):  # its order differs between processes: nobody could tell which result is whose
+    if isinstance(given, set | frozenset):
+        # Its order differs between processes: nobody could tell which result is whose.
         raise TypeError(f"{name} must be in an order, and a set has none: give a list, such as sorted({name})")
     return list(given)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sqlite3
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ from batchgen import JobConfig, JobReport, SamplingParams, job_status, merge_job
 from batchgen.errors import Interrupted, OutputError, OutputLocked, UsageError
 from batchgen.jobs.lease import Lease
 from batchgen.jobs.lock import Lock
+from batchgen.jobs.results import Results
 from batchgen.jobs.shards import CLAIMS, forget_plan, load_plan, shard_folder
 from batchgen.jobs.target import LocalTarget
 from batchgen.progress import Silent
@@ -99,6 +101,19 @@ def test_a_run_without_shards_counts_the_earlier_runs_of_shards(tiny_model_dir: 
     assert last["job"]["runs"] == 2
     for name in ("prefill_tokens", "completion_tokens"):
         assert 0 < last[name] == last["job"][name] - first[name] < last["job"][name]
+
+
+def test_a_disk_that_stays_full_is_a_one_line_error_of_a_shard(
+    tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(results: Results) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    progress = Recorder(in_phase("generating"), lambda: monkeypatch.setattr(Results, "commit", full))
+    with pytest.raises(OutputError) as error:
+        run_job(config_of(tiny_model_dir, shard="1/2"), progress)
+    place = shard_folder(Path("o.jsonl.job"), load_plan(Path("o.jsonl.job")), 1)
+    assert error.value.message == f"{place} cannot be written: database or disk is full"
 
 
 @pytest.mark.slow

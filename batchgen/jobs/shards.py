@@ -453,7 +453,7 @@ class ShardFolder(StoredResults):
         if self.finished is not None:
             return
         try:
-            with closing(self._results):
+            with writing(self._place), closing(self._results):
                 self.flush()
         finally:
             self._lease.release()

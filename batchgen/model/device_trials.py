@@ -220,7 +220,7 @@ def _stacked(logits: dict[tuple[int, int], torch.Tensor], places: Iterable[tuple
 
 
 def _tree_prompts(tree: tuple[int, tuple[int, int, int], int, int], vocabulary: int, seed: int) -> list[TokenArray]:
-    """Returns rows in two groups with one common beginning, and one row that shares nothing; no row is the beginning of another."""
+    """Returns prompts in two groups with one common beginning, and one that shares nothing; none is the beginning of another."""
     _, (common, group, own), rows, _ = tree
     rng = np.random.default_rng(seed)
 

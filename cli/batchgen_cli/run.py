@@ -26,8 +26,8 @@ def run(**given: Any) -> int:
     from batchgen.process.lean_imports import import_arrow
 
     import_arrow()
-    from batchgen.job import run_job
-    from batchgen_cli.summary import show_summary  # takes half a second, so only after the options are checked
+    from batchgen.job import run_job  # after the options are known to be good: it takes half a second
+    from batchgen_cli.summary import show_summary
 
     with progress_for(display) as shown:
         report = run_job(config, shown)

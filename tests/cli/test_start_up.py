@@ -191,7 +191,6 @@ def test_in_a_users_program_transformers_is_imported_as_it_always_is(
 LOAD = """
 import json, sys
 from pathlib import Path
-from typing import Any
 from batchgen.config import ModelConfig
 from batchgen.process.lean_imports import allow_lean_imports, finish_torch, import_transformers
 folders = sorted(Path("models").iterdir())
