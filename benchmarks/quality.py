@@ -25,8 +25,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from batchgen import LLM
 from batchgen.config import ModelConfig
-from batchgen.model import int8
 from batchgen.model.loader import load_model
+from batchgen.model.weights import int8
 from benchmarks.programs import ROOT
 
 SAMPLE = ROOT / "sample_data"

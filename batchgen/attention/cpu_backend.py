@@ -1,4 +1,4 @@
-"""Attention on the CPU with batchgen's kernels (kernels/attention.cpp), in float32 and bfloat16.
+"""Attention on the CPU with batchgen's kernels (kernels/src/attention.cpp), in float32 and bfloat16.
 
 The pool's layout puts side by side what the kernels' products read together: a block of a head's keys is
 [D/u, block_size, u] and of its values [block_size/u, V, u], with u elements to a 32-bit word, D rounded up to whole words and V to 16.

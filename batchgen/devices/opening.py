@@ -66,7 +66,7 @@ def engine_here(
     """Loads a model on one device. Returns its engine, in this process. Raises `BatchgenError`."""
     with quiet():  # torchao writes warnings when it is imported
         from batchgen.engine.engine import Engine  # imports torch
-        from batchgen.model.device_check import check_device
+        from batchgen.model.checks.device_check import check_device
         from batchgen.model.loader import load_model, pick_device
 
     with _LOADING:

@@ -17,7 +17,7 @@ from typing import IO, Any, Protocol
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.errors import BatchgenError
-from batchgen.model.child_process import Process, exit_code, how_it_ended, start_module
+from batchgen.process.child_process import Process, exit_code, how_it_ended, start_module
 from batchgen.request import Request, TokenArray
 from batchgen.result import Completion, Result
 from batchgen.stats import EngineStats

@@ -25,7 +25,7 @@ from batchgen.errors import BatchgenError
 from batchgen.kernels.isa import NONE, flags, instruction_set, sets_below
 from batchgen.process.user_cache import cache_folder, locked, replaced
 
-SOURCES = Path(__file__).parent
+SOURCES = Path(__file__).parent / "src"
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Which architectures are known to be exact, and which are refused by name, because a wrong answer is worse than none.
 
-A type in neither table is checked when a model is loaded (`self_check.py`).
+A type in neither table is checked when a model is loaded (`checks/self_check.py`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from batchgen.attention.cpu_backend import VECTOR, storage
 from batchgen.attention.kv_cache import LayerShape, devices_of
 from batchgen.kernels.build import DTYPES
 from batchgen.kernels.transfer import put
-from batchgen.model.device_check import Verdict
+from batchgen.model.checks.device_check import Verdict
 from batchgen.state.cache import StateShape
 from batchgen.state.mixers import RecurrentLayers
 

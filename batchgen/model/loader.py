@@ -26,13 +26,14 @@ from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
 from batchgen.model.adapter import prepare
 from batchgen.model.architectures import check_architecture, context_note, is_verified
+from batchgen.model.checks.self_check import self_check
 from batchgen.model.heads import class_for, without_language_head
-from batchgen.model.int8 import check_int8, check_kernels, checkpoint_scales, quantize
 from batchgen.model.loaded_model import LoadedModel
-from batchgen.model.lora import merge_adapter
 from batchgen.model.multimodal import is_multimodal, left_out, own_class
-from batchgen.model.packed import PACKED, unpacked_weights
-from batchgen.model.quantized import (
+from batchgen.model.weights.int8 import check_int8, check_kernels, checkpoint_scales, quantize
+from batchgen.model.weights.lora import merge_adapter
+from batchgen.model.weights.packed import PACKED, unpacked_weights
+from batchgen.model.weights.quantized import (
     check_quantization,
     is_dequantized,
     note_of,
@@ -43,7 +44,6 @@ from batchgen.model.quantized import (
     quantization,
     with_dequantization,
 )
-from batchgen.model.self_check import self_check
 from batchgen.model_files import adapter_folder, check_weight_files, gguf_file, only_pickled
 from batchgen.parsers.heads import OutputHead
 from batchgen.process.lean_imports import finish_torch

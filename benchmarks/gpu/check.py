@@ -1,4 +1,4 @@
-"""The trials of `batchgen/model/device_check.py`, one case for each: which parts a job would switch off on this GPU, and how long the trials take.
+"""The trials of `batchgen/model/checks/device_check.py`, one case for each: which parts a job would switch off on this GPU, and how long the trials take.
 
 First the attention kernels by themselves, for the head shapes and options of several families; then all parts on whole models.
 """
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from batchgen.model.adapter import prepare
-from batchgen.model.device_check import PARTS, Done, Failed, TrialSetup, Trying
-from batchgen.model.device_trials import attention_trial, run_trials, sampler_trial
+from batchgen.model.checks.device_check import PARTS, Done, Failed, TrialSetup, Trying
+from batchgen.model.checks.device_trials import attention_trial, run_trials, sampler_trial
 from batchgen.model.loaded_model import AttentionKind
 from benchmarks.gpu.device import Bench
 from benchmarks.models import random_model

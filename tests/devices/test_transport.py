@@ -13,7 +13,7 @@ from batchgen.devices.transport import Processes, start_process
 from batchgen.devices.worker import take_device
 from batchgen.devices.workers import Workers
 from batchgen.errors import ModelError
-from batchgen.model.child_process import exit_code, how_it_ended
+from batchgen.process.child_process import exit_code, how_it_ended
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from batchgen.config import EngineConfig
 from batchgen.engine import engine as engine_module
 from batchgen.errors import DevicesLost
 from batchgen.llm import LLM
-from batchgen.model.device_check import Verdict
+from batchgen.model.checks.device_check import Verdict
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 from support.fake_device import FakeAttention, use_fake_device

@@ -13,7 +13,7 @@ from batchgen.kernels.dense_layer import DenseStack, Workspace
 from batchgen.kernels.int8 import Int8Linear, row_length
 from batchgen.kernels.quantization import Int8Packing, quantize_linear
 from batchgen.model.adapter import prepare
-from batchgen.model.int8 import quantize
+from batchgen.model.weights.int8 import quantize
 from support.models import build, engine_for, kernels, make_requests, run
 
 SHAPE = {

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.model.loader import load_model, loaded_bytes
-from batchgen.model.packed import unpacked_weights
-from batchgen.model.quantized import check_quantization, packed_bits, plain_layers, with_dequantization
+from batchgen.model.weights.packed import unpacked_weights
+from batchgen.model.weights.quantized import check_quantization, packed_bits, plain_layers, with_dequantization
 from batchgen.stats import size_text
 from support.models import engine_for, expect, make_requests, run, tiny_tokenizer
 from support.quantized import CHECKPOINTS, PACKED, dequantized, make
@@ -145,7 +145,7 @@ def test_an_unsupported_method_is_refused_by_name_for_hub_models_too(method: str
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchgen.model.quantized.find_spec", lambda name: None)
+    monkeypatch.setattr("batchgen.model.weights.quantized.find_spec", lambda name: None)
     config = AutoConfig.for_model("llama")
     config.quantization_config = {"quant_method": "compressed-tensors"}
     with pytest.raises(ModelError) as e:

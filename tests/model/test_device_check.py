@@ -16,9 +16,9 @@ import torch
 
 from batchgen.config import ModelConfig
 from batchgen.llm import LLM
-from batchgen.model import device_check, device_trials
 from batchgen.model.adapter import prepare
-from batchgen.model.device_check import PARTS, Done, Failed, TrialSetup, Trying, Unknown, Verdict, check_device
+from batchgen.model.checks import device_check, device_trials
+from batchgen.model.checks.device_check import PARTS, Done, Failed, TrialSetup, Trying, Unknown, Verdict, check_device
 from batchgen.model.loaded_model import AttentionKind
 from batchgen.prompts import load_tokenizer
 from support.fake_device import Capture, FakeAttention, ThreadOfTrials, check_as_on_a_gpu, faulty, use_fake_device
@@ -413,6 +413,18 @@ def test_trials_run_again_for_another_version_driver_gpu_model_or_dtype(monkeypa
     assert list(check(monkeypatch, settings={"head_dim": 64, "_name_or_path": "elsewhere"}).off) == ["triton"]
 
 
+def test_the_verdict_depends_on_the_code_that_runs_on_the_device():
+    names = {path.name for path in device_check._sources()}
+    assert names >= {
+        "triton_kernels.py",
+        "cuda_graphs.py",
+        "cuda_runner.py",
+        "runner.py",
+        "sampler.py",
+        "device_trials.py",
+    }
+
+
 def test_an_unreadable_verdict_is_replaced(monkeypatch):
     file = check(monkeypatch, TRITON_FAILED).file
     for broken in ("", "[]", '{"off": 3}', '{"key": {}}'):
@@ -455,7 +467,7 @@ def test_the_trial_process_loads_the_model_and_runs_the_trials(tiny_model_dir, m
 HANGS = """
 import sys, time
 from multiprocessing.connection import Connection
-from batchgen.model.device_check import Trying
+from batchgen.model.checks.device_check import Trying
 connection = Connection(int(sys.argv[1]))
 connection.recv()
 connection.send(Trying("step-ahead"))
@@ -520,7 +532,7 @@ def test_a_job_gives_correct_output_whatever_is_wrong_with_its_device(
     with LLM(tiny_model_dir, device="cpu", compile="off") as llm:
         start = ThreadOfTrials(llm.engine.runner.model)
         start.model = replace(start.model, compile="auto")
-    monkeypatch.setattr("batchgen.model.device_check.check_device", partial(check_device, trial_seconds=seconds))
+    monkeypatch.setattr("batchgen.model.checks.device_check.check_device", partial(check_device, trial_seconds=seconds))
     use_fake_device(monkeypatch, **faults)
     check_as_on_a_gpu(monkeypatch, start)
     texts, attends, notes = job(tiny_model_dir)

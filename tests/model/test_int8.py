@@ -20,9 +20,10 @@ from batchgen.kernels.build import NoKernels
 from batchgen.kernels.int8 import Int8Linear, quantize_weight
 from batchgen.kernels.onednn import OneDnnInt8Linear, sums_are_exact
 from batchgen.kernels.quantization import Quantized, quantize_linear
-from batchgen.model import int8, loader
-from batchgen.model.int8 import check_int8, checkpoint_scales
+from batchgen.model import loader
 from batchgen.model.loader import load_model
+from batchgen.model.weights import int8
+from batchgen.model.weights.int8 import check_int8, checkpoint_scales
 from support.models import build, engine_for, expect, kernels, make_requests, run, tiny_tokenizer
 from support.params import slow_but
 from support.quantized import make

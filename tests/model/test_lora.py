@@ -238,7 +238,7 @@ def test_an_adapter_folder_that_does_not_exist_is_not_looked_up_on_the_hub(tmp_p
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(build("llama"), tmp_path)
-    monkeypatch.setattr("batchgen.model.lora.find_spec", lambda name: None)
+    monkeypatch.setattr("batchgen.model.weights.lora.find_spec", lambda name: None)
     assert refusal(tmp_path) == "--lora needs the package peft; pip install 'batchgen-llm[lora]'"
 
 

@@ -10,8 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
+from batchgen.model.checks.self_check import self_check
 from batchgen.model.loader import load_model
-from batchgen.model.self_check import self_check
 from batchgen.prompts import load_tokenizer
 from support.params import slow_but
 

@@ -1,7 +1,7 @@
 import pytest
 from transformers import AutoConfig, LlamaConfig
 
-from batchgen.model.shrink import Unshrinkable, shrink
+from batchgen.model.checks.shrink import Unshrinkable, shrink
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -11,9 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.plan import plan_attention
 from batchgen.attention.torch_backend import Cascade
+from batchgen.model.checks.device_check import PARTS
+from batchgen.model.checks.device_trials import run_trials
 from batchgen.model.cuda_runner import DeviceStep
-from batchgen.model.device_check import PARTS
-from batchgen.model.device_trials import run_trials
 
 _numbers = count()
 _attentions = {}
@@ -107,7 +107,7 @@ def use_fake_device(monkeypatch, capture=Capture, attention=FakeAttention):
 
     monkeypatch.setattr("batchgen.model.runner.device_step", device_step)
     monkeypatch.setattr(
-        "batchgen.model.device_trials.DeviceAttention",
+        "batchgen.model.checks.device_trials.DeviceAttention",
         lambda cache, max_tokens, device, group: attention(cache, max_tokens),
     )
     return steps
@@ -152,6 +152,6 @@ class ThreadOfTrials:
 
 def check_as_on_a_gpu(monkeypatch, start, name="Fake GPU"):
     """Makes `check_device` treat the CPU as a GPU of this name and start its trials with `start`."""
-    monkeypatch.setattr("batchgen.model.device_check.parts_on", lambda device: tuple(PARTS))
-    monkeypatch.setattr("batchgen.model.device_check.device_identity", lambda device: (name, "driver 1"))
-    monkeypatch.setattr("batchgen.model.device_check.start_trials", start)
+    monkeypatch.setattr("batchgen.model.checks.device_check.parts_on", lambda device: tuple(PARTS))
+    monkeypatch.setattr("batchgen.model.checks.device_check.device_identity", lambda device: (name, "driver 1"))
+    monkeypatch.setattr("batchgen.model.checks.device_check.start_trials", start)

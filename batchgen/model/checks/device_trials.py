@@ -28,7 +28,7 @@ from batchgen.attention.torch_backend import StepAttention
 from batchgen.attention.triton_backend import DeviceAttention
 from batchgen.errors import in_one_line, is_out_of_memory
 from batchgen.kernels.transfer import Readback, put
-from batchgen.model.device_check import Done, Failed, Part, TrialSetup, Trying, Unknown
+from batchgen.model.checks.device_check import Done, Failed, Part, TrialSetup, Trying, Unknown
 from batchgen.model.loaded_model import AttentionKind, LoadedModel
 from batchgen.model.loader import load_model
 from batchgen.model.runner import Runner

@@ -21,8 +21,8 @@ from batchgen.kernels.onednn import sums_are_exact
 from batchgen.kernels.quantization import Quantized, from_layers, quantize_linear
 from batchgen.model.loaded_model import LoadedModel, with_blocks
 from batchgen.model.memory_budget import sequences_of
-from batchgen.model.quantized import is_int8, quant_method
 from batchgen.model.runner import Runner
+from batchgen.model.weights.quantized import is_int8, quant_method
 from batchgen.request import TokenArray
 from batchgen.scheduling.batch import Limits, ScheduledBatch, ScheduledSpan
 from batchgen.scheduling.sequence import GenerationSequence

@@ -25,7 +25,7 @@ from typing import IO, Any, Literal
 import torch
 
 from batchgen.config import ModelConfig
-from batchgen.model.child_process import Process, exit_code, how_it_ended, start_module
+from batchgen.process.child_process import Process, exit_code, how_it_ended, start_module
 from batchgen.process.user_cache import cache_folder, locked, replaced
 from batchgen.stats import version_of
 from batchgen.version import __version__
@@ -47,7 +47,7 @@ INSTEAD: dict[Part, str] = {
 """What happens without the part, in messages."""
 TRIAL_SECONDS = 300.0
 """A trial that takes longer is taken to hang. Part of this is Triton's compiler: a minute for two kinds of layers on a busy machine."""
-_SOURCES = ("attention/*.py", "model/cuda_*.py", "model/device_trials.py", "model/runner.py", "sampling/*.py")
+_SOURCES = ("attention/*.py", "model/cuda_*.py", "model/checks/device_trials.py", "model/runner.py", "sampling/*.py")
 _NO_SETTINGS = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
 
 _logger = logging.getLogger("batchgen")
@@ -187,12 +187,17 @@ def device_identity(device: torch.device) -> tuple[str, str]:
     return torch.cuda.get_device_name(device), driver
 
 
+def _sources() -> list[Path]:
+    """Returns the files of the code that the trials try, and of the trials."""
+    package = Path(__file__).parents[2]
+    return sorted(path for pattern in _SOURCES for path in package.glob(pattern))
+
+
 def _key(config: ModelConfig, hf_config: Any, block_size: int, name: str, driver: str) -> dict[str, str]:
     """Returns what the findings depend on."""
     settings = {k: v for k, v in hf_config.to_dict().items() if k not in _NO_SETTINGS}
     sources = hashlib.sha256()
-    package = Path(__file__).parents[1]
-    for path in sorted(path for pattern in _SOURCES for path in package.glob(pattern)):
+    for path in _sources():
         sources.update(path.read_bytes())
     shape = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     return {
@@ -294,4 +299,4 @@ def _one_process(setup: TrialSetup, start: StartTrials, seconds: float) -> tuple
 
 def start_trials(connection: Connection[Any, Any], said: IO[bytes]) -> Process:
     """Starts the process of trials (`device_trials.main`); what it prints goes to the file `said`."""
-    return start_module("batchgen.model.device_trials", connection, said)
+    return start_module("batchgen.model.checks.device_trials", connection, said)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from batchgen.errors import ModelError
-from batchgen.model.packed import PACKED
+from batchgen.model.weights.packed import PACKED
 from batchgen.model_files import check_quantizer
 from batchgen.prompts.gguf import METHOD
 from batchgen.prompts.tokenizer import language_config, text_config
