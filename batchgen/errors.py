@@ -11,7 +11,7 @@ BatchgenError            exit 1: the job failed; finished rows are kept
 ├── OutputLocked         exit 75: another run holds this output
 └── ClosedPipe           exit 141: standard output was closed by its reader
 
-Interrupted              exit 128 + signal: a `KeyboardInterrupt`: stopped by a signal; the same command continues
+Interrupted              exit 128 + signal: stopped by a signal (a `KeyboardInterrupt`); the same command continues
 RowError                 ends no job: one row fails, the others continue
 """
 
@@ -94,7 +94,7 @@ class ClosedPipe(BatchgenError):
 class Interrupted(KeyboardInterrupt):
     """A signal has stopped the job. Finished rows are kept, and the same command continues.
 
-    Like Python's own, it is no `Exception`: a program that catches the errors of each of its jobs ends when it is told to.
+    It is a `KeyboardInterrupt`, not an `Exception`, so that a signal also ends a program that catches the errors of each of its jobs.
     """
 
     def __init__(self, signum: int) -> None:

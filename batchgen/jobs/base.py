@@ -179,4 +179,4 @@ class StoredResults:
             write_json(self._place / "stats.json", stats)
 
     def _check_held(self) -> None:
-        """Raises `OutputLocked` if another process has taken over. Called before every write."""
+        """Called before every write. A shard raises `OutputLocked` if another process has taken over its lease; a job's lock cannot be taken over."""

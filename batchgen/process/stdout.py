@@ -1,4 +1,4 @@
-"""Standard output: errors of writing to it as errors of batchgen."""
+"""Writes to standard output, and turns what can go wrong there into errors of batchgen."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def discard(stream: TextIO | None) -> None:
     if stream is None:
         return
     with suppress(OSError, ValueError):  # not a real file (in a test), or already closed: nothing will be flushed
+        fd = stream.fileno()
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
+        os.dup2(nowhere, fd)
         os.close(nowhere)

@@ -113,7 +113,7 @@ def _random_model(config: Any, seed: int, trust_remote_code: bool, revision: str
 
 
 def _prompts(seed: int) -> list[TokenArray]:
-    """Returns texts below a prefix of six blocks, two of them also below one of three more, and texts that share nothing."""
+    """Returns five texts. Three begin with the same six blocks, and two of these continue with the same three blocks. The others share nothing."""
     rng = np.random.default_rng(seed)
 
     def text(size: int) -> TokenArray:
