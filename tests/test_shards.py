@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,14 +15,16 @@ from typing import Any
 import pytest
 
 from batchgen import JobConfig, JobReport, SamplingParams, job_status, merge_job, run_job
+from batchgen.config import InputLimits
 from batchgen.errors import Interrupted, OutputError, OutputLocked, UsageError
 from batchgen.jobs.lease import Lease
 from batchgen.jobs.lock import Lock
 from batchgen.jobs.results import Results
 from batchgen.jobs.shards import CLAIMS, forget_plan, load_plan, shard_folder
+from batchgen.jobs.sorted_requests import read_requests, sort_key
 from batchgen.jobs.target import LocalTarget
 from batchgen.progress import Silent
-from support.progress import Recorder, in_phase, interrupt
+from support.progress import Recorder, in_phase, interrupt, rows_done
 from support.runs import Killed
 
 Rows = list[dict[str, Any]]
@@ -101,6 +104,24 @@ def test_a_run_without_shards_counts_the_earlier_runs_of_shards(tiny_model_dir: 
     assert last["job"]["runs"] == 2
     for name in ("prefill_tokens", "completion_tokens"):
         assert 0 < last[name] == last["job"][name] - first[name] < last["job"][name]
+
+
+def test_the_rows_that_have_no_result_are_cut_in_prefix_order(tiny_model_dir: Path, source: Path) -> None:
+    limits = InputLimits(read_rows=4, run_rows=6, window_rows=10, batch_rows=3)
+    with pytest.raises(Interrupted):
+        run_job(config_of(tiny_model_dir, limits=limits), Recorder(rows_done(9), interrupt))
+    with closing(sqlite3.connect("o.jsonl.job/results.sqlite")) as database:
+        done = {key for (key,) in database.execute("SELECT key FROM results")}
+    shard(tiny_model_dir, "1/2", limits=limits)
+    folder = Path("o.jsonl.job")
+    plan = load_plan(folder)
+    assert plan is not None
+    pieces = [read_requests(shard_folder(folder, plan, 1).parent / "requests" / name) for name, _ in plan.pieces]
+    requests = [request for piece in pieces for request in piece]
+    assert len(pieces) > 1
+    assert [sort_key(r) for r in requests] == sorted(sort_key(r) for r in requests)
+    assert 8 <= len(done) == 23 - len(requests)
+    assert done.isdisjoint(r.key for r in requests)
 
 
 def test_a_disk_that_stays_full_is_a_one_line_error_of_a_shard(

@@ -22,6 +22,7 @@ from batchgen.config import InputLimits
 from batchgen.errors import InputCorrupt, Interrupted, OutputError
 from batchgen.jobs.sorted_requests import SortedRequests
 from batchgen.jobs.windows import PlannedWindows
+from batchgen.recording import JobRecord
 from support.params import slow_but
 from support.progress import Recorder, in_phase, interrupt, rows_done
 
@@ -143,6 +144,18 @@ def test_sorted_requests_of_another_input_are_made_again(
     assert len(read_counts(progress)) >= 20  # both readings, of four rows at a time
 
 
+def test_sorted_requests_that_another_version_stored_in_another_form_are_made_again(
+    tiny_model_dir: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tiny_model_dir, write_jsonl(shuffled(40)))
+    with monkeypatch.context() as earlier:
+        earlier.setattr("batchgen.jobs.requests._READING_FORM", 1)
+        stopped(config, 25)
+    progress = Recorder()
+    run_job(config, progress)
+    assert read_counts(progress).count(40) == 2  # both readings
+
+
 def test_the_end_of_a_window_runs_together_with_the_next(
     tiny_model_dir: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +201,22 @@ def test_a_window_that_cannot_be_read_fails_after_the_previous_one_is_done(
     monkeypatch.setattr(SortedRequests, "windows", windows)
     stats = run_job(config_of(tiny_model_dir, write_jsonl(shuffled(40)))).stats
     assert stats["rows_resumed"] == 10
+
+
+def test_a_signal_ends_the_wait_for_the_next_window_at_once(
+    tiny_model_dir: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = []
+
+    def windows(requests: SortedRequests) -> Iterator[list[Any]]:
+        interrupt()
+        planned.append(requests)
+        yield from ()
+
+    monkeypatch.setattr(SortedRequests, "windows", windows)
+    with pytest.raises(Interrupted):
+        run_job(config_of(tiny_model_dir, write_jsonl(shuffled(40))))
+    assert planned == []
 
 
 def test_sorted_requests_with_other_settings_are_made_again(
@@ -320,6 +349,23 @@ def test_failed_rows_run_again_with_retry_errors(tiny_model_dir: Path, write_jso
     assert (again.exit_code, again.stats["rows"], again.stats["rows_resumed"]) == (0, 1, 30)
     assert [row["error"] for row in read_jsonl(Path(report.output))] == [None] * 31
     assert run_job(config_of(tiny_model_dir, source, retry_errors=True)).already_finished
+
+
+BY_NUMBER = {"prompts": PromptConfig(priority_column="n")}
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [({}, 30), ({"window": 10}, 10), (BY_NUMBER, 11), ({"shard": "1/2"}, 30), ({"shard": "1/2"} | BY_NUMBER, None)],
+    ids=["prefix order", "window", "priority", "shard", "shard, priority"],
+)
+def test_the_recorded_tree_is_that_of_all_rows_if_their_windows_follow_each_other(
+    options: dict[str, Any], rows: int | None, tiny_model_dir: Path, write_jsonl: Write
+) -> None:
+    config = config_of(tiny_model_dir, write_jsonl(shuffled(30)), **options)
+    run_job(config)
+    tree = JobRecord.load(Path(f"{config.output}.job")).tree
+    assert (None if tree is None else tree["rows"]) == rows
 
 
 def test_the_plan_covers_the_whole_input(tiny_model_dir: Path, write_jsonl: Write) -> None:
