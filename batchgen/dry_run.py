@@ -92,7 +92,7 @@ class CutFigures:
 class PlanReport:
     """The plan of a job: the figures of all windows, the top of the prefix tree, and the largest groups.
 
-    If windows follow the order of the input, tree and groups are those of the first window.
+    If windows follow the order of the input or of priorities, tree and groups are those of the first window.
     """
 
     figures: PlanFigures
@@ -203,15 +203,16 @@ def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int
             if stream.broken is not None:
                 raise stream.broken
             waiting.close()
+            depth_first = config.prompts.priority_column is None
             for requests in waiting.windows():
-                plan.add_window(requests, follow_on=True)
+                plan.add_window(requests, follow_on=depth_first)
                 if shards is not None:
                     costs.add(in_window_order(requests))
             cuts = None if shards is None else _cuts(costs.shares(shards, config.engine.chunk_size))
         context = context_note(tokenizer.hf_config)
         for note in (*source.notes, *prompts.notes, *([] if context is None else [context])):
             tracker.note(note)
-    report = replace(plan.report(chat=prompts.chat, whole=size is None), cuts=cuts)
+    report = replace(plan.report(chat=prompts.chat, whole=size is None and depth_first), cuts=cuts)
     if config.report is not None:
         report.page().save(config.report)
         tracker.note(f"the report is in {config.report}")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from batchgen import JobConfig, ModelConfig, SamplingParams, plan_job, run_job
-from batchgen.config import PromptConfig
+from batchgen.config import InputLimits, PromptConfig
 from batchgen.dry_run import computed_dtype, kv_bytes_per_token
 from batchgen.errors import UsageError
 from batchgen.kernels import isa
@@ -52,6 +52,22 @@ def test_a_plan_predicts_the_prefill_of_the_run(tiny_model_dir: Path, write_json
     for window in (None, 3):
         config = config_of(tiny_model_dir, write_jsonl(rows()), window=window, output=None, overwrite=True)
         assert plan_job(config).figures.prefill_tokens_min == run_job(config).stats["prefill_tokens"]
+
+
+def test_a_plan_predicts_the_prefill_of_windows_by_priority(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    source = write_jsonl({"prompt": f"{GROUPS[i // 2 % 2]}{i}", "hurry": i} for i in range(8))
+    config = config_of(
+        tiny_model_dir,
+        source,
+        prompts=PromptConfig(priority_column="hurry"),
+        limits=InputLimits(read_rows=2, run_rows=2, window_rows=2, batch_rows=1),
+        overwrite=True,
+    )
+    plan = plan_job(config)
+    assert plan.windows == 4
+    assert plan.figures.prefill_tokens_min == run_job(config).stats["prefill_tokens_min"]
+    assert not plan.whole
+    assert [(line.rows, line.text) for line in plan.tree] == [(2, f"<|begin|>{GROUPS[0]}")]  # of the first window
 
 
 def test_a_plan_writes_nothing_and_loads_no_weights(tiny_model_dir: Path, write_jsonl: Write, tmp_path: Path) -> None:
