@@ -124,6 +124,32 @@ def test_the_rows_that_have_no_result_are_cut_in_prefix_order(tiny_model_dir: Pa
     assert done.isdisjoint(r.key for r in requests)
 
 
+@pytest.mark.parametrize("prune", [False, True])
+def test_a_merge_keeps_results_without_a_row_unless_the_shards_ran_with_prune(
+    prune: bool, tiny_model_dir: Path, source: Path
+) -> None:
+    run_job(config_of(tiny_model_dir))
+    write(rows()[: 20 if prune else 23])  # without --prune, few rows may be missing
+    shard(tiny_model_dir, "1/1", prune=prune, merge=True)
+    assert Path("o.jsonl.job/kept.sqlite").exists() is not prune
+
+
+def test_a_shard_that_another_process_has_taken_over_stores_no_more_results(
+    tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(lease: Lease) -> None:
+        raise OutputLocked("taken over")
+
+    progress = Recorder(rows_done(2), lambda: monkeypatch.setattr(Lease, "check", lost))
+    with pytest.raises(OutputLocked, match="taken over"):
+        run_job(config_of(tiny_model_dir, shard="1/2"), progress)
+    folder = Path("o.jsonl.job")
+    plan = load_plan(folder)
+    assert plan is not None
+    with closing(sqlite3.connect(shard_folder(folder, plan, 1) / "results.sqlite")) as database:
+        assert database.execute("SELECT COUNT(*) FROM results").fetchone() == (2,)
+
+
 def test_a_disk_that_stays_full_is_a_one_line_error_of_a_shard(
     tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
