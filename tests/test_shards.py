@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from batchgen import JobConfig, JobReport, SamplingParams, job_status, merge_job, run_job
@@ -132,6 +134,17 @@ def test_a_merge_keeps_results_without_a_row_unless_the_shards_ran_with_prune(
     write(rows()[: 20 if prune else 23])  # without --prune, few rows may be missing
     shard(tiny_model_dir, "1/1", prune=prune, merge=True)
     assert Path("o.jsonl.job/kept.sqlite").exists() is not prune
+
+
+def test_a_merged_table_has_the_columns_of_a_whole_job_even_if_no_row_fills_them(
+    tiny_model_dir: Path, source: Path
+) -> None:
+    pq.write_table(pa.table({"prompt": pa.nulls(3, pa.string())}), "in.parquet")
+    config = config_of(tiny_model_dir, inputs="in.parquet", output="o.parquet", sampling=SamplingParams(n=2))
+    run_job(replace(config, output="whole.parquet"))
+    run_job(replace(config, shard="1/1", merge=True))
+    assert pq.read_schema("o.parquet") == pq.read_schema("whole.parquet")
+    assert "choices" in pq.read_schema("o.parquet").names
 
 
 def test_a_shard_that_another_process_has_taken_over_stores_no_more_results(
