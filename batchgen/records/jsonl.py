@@ -125,7 +125,7 @@ def _hint(error: json.JSONDecodeError) -> str:
     """Returns how to correct the usual ways of writing a line that is not JSON; empty for others."""
     text, place = error.doc, error.pos
     before, after = text[:place].rstrip(), text[place:].lstrip(" ")
-    if text.strip() in ("[", "[{"):
+    if text.strip() in ("[", "[{") or (text.startswith("[{") and before.endswith(",") and not after):
         return _ARRAY_HINT
     if text.strip() == "{":
         return _LINE_HINT

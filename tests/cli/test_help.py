@@ -77,6 +77,11 @@ def test_help_is_whole_at_every_width(columns: int, cli: Callable[..., Any], mon
         assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_only_the_model_is_shown_as_required(cli: Callable[..., Any]) -> None:
+    shown = " ".join(cli("run", "--help").out.split())
+    assert (shown.count("[required]"), "name of a model on the hub. [required]" in shown) == (1, True)
+
+
 def test_every_option_has_a_help_text_that_is_a_sentence(cli: Callable[..., Any]) -> None:
     for command in COMMANDS.values():
         for p in command.params:

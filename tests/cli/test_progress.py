@@ -22,7 +22,6 @@ from batchgen_cli.progress import (
     Lines,
     Notes,
     Nothing,
-    calm_libraries,
     progress_for,
 )
 from batchgen_cli.stderr import Stderr
@@ -428,7 +427,7 @@ def test_the_width_is_the_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_warnings_of_libraries_are_shown_only_with_verbose(verbose: bool, seen: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with calm_libraries(verbose=verbose):
+        with progress_for(Display(progress=False, verbose=verbose)):
             warnings.warn("x", UserWarning, stacklevel=1)
     assert len(caught) == seen
 

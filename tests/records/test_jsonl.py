@@ -59,6 +59,7 @@ def test_a_malformed_line_gives_its_reason(line, reason):
     [
         (b"[", "(a JSON array becomes JSONL with: jq -c '.[]')"),
         (b"[{", "(a JSON array becomes JSONL with: jq -c '.[]')"),
+        (b'[{"a": 1},', "(a JSON array becomes JSONL with: jq -c '.[]')"),
         (b'[{"a": 1}]', "(a JSON array becomes JSONL with: jq -c '.[]')"),
         (b'[{"role": "user", "content": "a"}]', "(a list of messages becomes a row with: jq -c '{messages: .}')"),
         (b"{", "(objects over several lines become JSONL with: jq -c .)"),
