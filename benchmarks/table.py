@@ -156,12 +156,9 @@ def main() -> None:
         result = json.loads(args.result.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         p.error(f"{args.result} cannot be read: {e}")
-    if result.get("schema") == GPU_SCHEMA:
-        content = gpu_tables(result)
-    elif result.get("schema") == SCHEMA:
-        content = tables(result)
-    else:
+    if result.get("schema") not in (SCHEMA, GPU_SCHEMA):
         p.error(f"{args.result} is not a result of compare.py ({SCHEMA}) or of gpu.sh ({GPU_SCHEMA})")
+    content = gpu_tables(result) if result["schema"] == GPU_SCHEMA else tables(result)
     file = args.write or args.check
     if file is None:
         print(content, end="")

@@ -1,12 +1,19 @@
 """The tables of a result, word for word."""
 
+import re
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from benchmarks.programs import Case
+from benchmarks import table
+from benchmarks.compare import RESULTS
+from benchmarks.programs import ROOT, Case
 from benchmarks.table import put, tables
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+ON_THE_PAGE = re.findall("<!-- benchmarks:(.+):begin -->", PAGE.read_text(encoding="utf-8"))
 
 
 def rows_of(result: Any) -> list[str]:
@@ -114,3 +121,9 @@ def test_tables_go_between_their_markers() -> None:
     assert put(text, "cpu", "new\n") == text.replace("old", "new")
     with pytest.raises(ValueError, match="must be there once each"):
         put("no markers", "cpu", "new\n")
+
+
+@pytest.mark.parametrize("name", ON_THE_PAGE)
+def test_the_page_has_the_tables_of_its_result_files(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["table", str(RESULTS / f"{name}.json"), "--check", str(PAGE)])
+    table.main()
