@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.parsers.thinking import FORMATS, HARMONY, thinking_format, thinking_off
+from batchgen.parsers.thinking import FORMATS, HARMONY, ThoughtStream, thinking_format, thinking_off
 from support.marked import EOS, HARMONY_TOKENS, make, run
 
 TAGS = [f for f in FORMATS if not f.always]
@@ -159,3 +159,16 @@ def test_a_tokenizer_without_marks_has_no_format() -> None:
 )
 def test_the_switch_that_turns_thinking_off_is_found_in_the_template(template: str, off: dict[str, bool]) -> None:
     assert thinking_off(template) == off
+
+
+@pytest.mark.parametrize(
+    ("format", "first", "later"),
+    [(HARMONY, HARMONY.close, f"<|end|><|start|>assistant{HARMONY.close}"), (FORMATS[1], "</think>", "</think>")],
+)
+def test_the_text_that_ends_thoughts_closes_the_message_of_a_channel_that_has_begun(
+    format: Any, first: str, later: str
+) -> None:
+    stream = ThoughtStream(format, "<|start|>assistant<think>", chr)
+    assert stream.ending == first
+    stream.append(ord("x"))
+    assert stream.ending == later
