@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from batchgen.config import EngineConfig, ModelConfig
-from batchgen.devices.transport import Processes
+from batchgen.devices.transport import Gone, Processes
+from batchgen.devices.worker import serve
 from batchgen.devices.workers import Workers
 from batchgen.errors import BatchgenError, DevicesLost, ModelError, OutOfMemory, UsageError
 from batchgen.request import Request
@@ -476,3 +477,12 @@ def test_work_begins_before_all_are_ready_and_those_that_come_late_take_over(fle
     workers.run(when(lambda: len(results) > 5, late.set))
     assert {result.text for result in results[:5]} == {"cpu:0"}
     assert Counter(result.text for result in results)["cpu:1"] > 10
+
+
+def test_a_worker_ends_its_process_when_the_other_end_has_gone():
+    def connect(on_message):
+        on_message(Gone())
+
+    ended = []
+    serve(connect, load=pytest.fail, gone=lambda: ended.append("process"))
+    assert ended == ["process"]
