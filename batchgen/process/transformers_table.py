@@ -40,7 +40,7 @@ def _stored_table(folder: Path, define: Callable[..., _Table]) -> _Table:
     """Returns the table that `define` makes of a folder, from the cache if the files are still the same."""
     digest = hashlib.sha256(repr((str(folder), sorted(_files(folder)))).encode()).hexdigest()
     file = None
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, AttributeError, TypeError):  # it cannot be read, is no JSON, or has another form
         file = cache_folder() / "transformers-tables" / f"{digest[:20]}.json"
         kept: Mapping[str, Mapping[str, list[str]]] = json.loads(file.read_bytes())
         return {

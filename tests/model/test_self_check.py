@@ -10,9 +10,12 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
+from batchgen.model.checks import self_check as checks
 from batchgen.model.checks.self_check import self_check
 from batchgen.model.loader import load_model
 from batchgen.prompts import load_tokenizer
+from batchgen.scheduling.rehearsal import run_steps
+from batchgen.scheduling.sequence import PrefixNodeSpan
 from support.params import slow_but
 
 NEVER_BEFORE = "not on the verified list"
@@ -64,6 +67,25 @@ def test_an_architecture_that_is_exact_passes_at_its_real_size(model_type, setti
     before = config.to_dict()
     self_check(config)
     assert config.to_dict() == before
+
+
+def test_the_check_runs_shared_prefixes_prompts_and_single_tokens_in_the_same_steps(monkeypatch):
+    def recorded(scheduler, launch):
+        def one(batch):
+            copies.extend(batch.moves)
+            steps.append([(isinstance(one.span, PrefixNodeSpan), one.stop - one.start) for one in batch.spans])
+            return launch(batch)
+
+        run_steps(scheduler, one)
+
+    steps, copies = [], []
+    monkeypatch.setattr(checks, "run_steps", recorded)
+    self_check(LlamaConfig())
+    node, token = (True, 22), (False, 1)
+    assert any({node, token} <= set(step) for step in steps)
+    assert any({(False, 5), (False, 19), token} <= set(step) for step in steps)
+    assert max(step.count(token) for step in steps) == 5
+    assert len(copies) == 2  # a block of each of the two prefixes
 
 
 def test_the_check_does_not_touch_the_global_random_state():

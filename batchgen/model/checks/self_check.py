@@ -113,13 +113,16 @@ def _random_model(config: Any, seed: int, trust_remote_code: bool, revision: str
 
 
 def _prompts(seed: int) -> list[TokenArray]:
-    """Returns five texts. Three begin with the same six blocks, and two of these continue with the same three blocks. The others share nothing."""
+    """Returns five texts. Three have a common beginning, and two of these share some tokens more; the others share nothing.
+
+    What texts share ends inside a block, so that blocks are copied.
+    """
     rng = np.random.default_rng(seed)
 
     def text(size: int) -> TokenArray:
         return rng.integers(0, VOCAB, size, dtype=np.int32)
 
-    upper, lower = text(6 * BLOCK), text(3 * BLOCK)
+    upper, lower = text(6 * BLOCK - 3), text(3 * BLOCK - 2)
     tree = [(upper, lower, text(5)), (upper, lower, text(19)), (upper, text(3)), (text(2),), (text(2 * UNKNOWN + 35),)]
     return [np.concatenate(parts) for parts in tree]
 
