@@ -350,7 +350,7 @@ class JobFolder(StoredResults):
         return self.folder / SORTED_FOLDER
 
     def earlier_reading(self, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Returns what an earlier run's first reading saved (`keep_reading`); None unless input and settings are the same and all files are whole."""
+        """Returns what an earlier run's first reading saved (`keep_reading`); None unless input and settings are the same and all of it is whole."""
         with writing(self.folder):
             reading: dict[str, Any] | None = self._results.fact("reading")
             if reading is None or reading["asked"] != self._asked(asked):
@@ -359,6 +359,8 @@ class JobFolder(StoredResults):
                 path = self.sorted_folder / name
                 if not path.exists() or file_digest(path) != digest:
                     return None
+            if any(result is None for result in self._results.failed_rows()):
+                return None
             return reading
 
     def begin_reading(self) -> None:
@@ -398,7 +400,7 @@ class JobFolder(StoredResults):
     def failed_rows(self) -> Iterator[Result]:
         """The results of the rows that never became requests, in input order."""
         with writing(self.folder):
-            yield from self._results.failed_rows()
+            yield from filter(None, self._results.failed_rows())
 
     @property
     def row_count(self) -> int:

@@ -21,7 +21,7 @@ import sqlite3
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,12 +110,10 @@ class Results:
             bad = [key for key, result in _read_all(db) if result is None]
             if bad:
                 self.damaged += len(bad)
-                db.execute("BEGIN")
-                db.executemany("DELETE FROM results WHERE key IS ?", [(key,) for key in bad])
-                db.execute(
-                    "DELETE FROM facts WHERE name = 'reading'"
-                )  # the first reading counted the damaged rows as finished
-                db.execute("COMMIT")
+                with _transaction(db):
+                    db.executemany("DELETE FROM results WHERE key IS ?", [(key,) for key in bad])
+                    # The first reading counted the damaged rows as finished.
+                    db.execute("DELETE FROM facts WHERE name = 'reading'")
             (self._folder / "run.sqlite").unlink(missing_ok=True)
             # Bytes, because a path need not be UTF-8.
             db.execute("ATTACH DATABASE ? AS run", (os.fsencode(self._folder / "run.sqlite"),))
@@ -159,11 +157,10 @@ class Results:
         """Stores the results whose keys have none yet, and writes them to disk. Returns the number of results given."""
         count = 0
         self.commit()
-        self._db.execute("BEGIN")
-        for key, result in entries:
-            self._db.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?, 0)", _entry(key, result))
-            count += 1
-        self._db.execute("COMMIT")
+        with _transaction(self._db):
+            for key, result in entries:
+                self._db.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?, 0)", _entry(key, result))
+                count += 1
         self.flush()
         return count
 
@@ -177,16 +174,11 @@ class Results:
         self.commit()
         self._db.execute("ATTACH DATABASE ? AS other", (os.fsencode(folder / FILE),))
         try:
-            self._db.execute("BEGIN")
-            taken = self._db.execute("INSERT OR REPLACE INTO main.results SELECT * FROM other.results").rowcount
-            # A row's parts continue each other, so parts of two databases must not mix.
-            self._db.execute("DELETE FROM main.under_way WHERE key IN (SELECT key FROM other.under_way)")
-            self._db.execute("INSERT INTO main.under_way SELECT * FROM other.under_way")
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
+            with _transaction(self._db):
+                taken = self._db.execute("INSERT OR REPLACE INTO main.results SELECT * FROM other.results").rowcount
+                # A row's parts continue each other, so parts of two databases must not mix.
+                self._db.execute("DELETE FROM main.under_way WHERE key IN (SELECT key FROM other.under_way)")
+                self._db.execute("INSERT INTO main.under_way SELECT * FROM other.under_way")
         finally:
             self._db.execute("DETACH DATABASE other")
         self.flush()
@@ -270,15 +262,9 @@ class Results:
                 failed[number] = result
         return keys, failed
 
-    def failed_rows(self) -> Iterator[Result]:
-        """Yields the results of the rows that never became requests, in input order."""
-        for number, value, checksum in self._db.execute(
-            "SELECT number, value, checksum FROM rows WHERE key IS NULL ORDER BY number"
-        ):
-            result = _failed_row(number, value, checksum)
-            if result is None:
-                raise Damaged
-            yield result
+    def failed_rows(self) -> Iterator[Result | None]:
+        """Yields the results of the rows that never became requests, in input order; None for a damaged one."""
+        return _read_failed(self._db)
 
     @property
     def row_count(self) -> int:
@@ -307,20 +293,18 @@ class Results:
         self.forget_reading()
         self.flush()  # before the manifest names the new limit, which the remaining results fit
 
-    def forget_unasked(self) -> int:
-        """Drops the results that no row of the output asks for. Returns their number."""
+    def forget_unasked(self) -> None:
+        """Drops the results that no row of the output asks for."""
         self.commit()
-        done = self._db.execute("DELETE FROM results WHERE key NOT IN (SELECT key FROM rows WHERE key IS NOT NULL)")
-        return done.rowcount
+        self._db.execute("DELETE FROM results WHERE key NOT IN (SELECT key FROM rows WHERE key IS NOT NULL)")
 
     # -- the finished output
 
     def know_finished(self, keys: Iterable[bytes]) -> None:
         """Stores the keys of the rows of the existing output."""
         self.commit()
-        self._db.execute("BEGIN")
-        self._db.executemany("INSERT OR IGNORE INTO run.finished VALUES (?)", ((key,) for key in keys))
-        self._db.execute("COMMIT")
+        with _transaction(self._db):
+            self._db.executemany("INSERT OR IGNORE INTO run.finished VALUES (?)", ((key,) for key in keys))
 
     def compared(self) -> tuple[int, int, int]:
         """Returns three numbers of keys: in the finished output, of these missing from the new output, and new in the new output."""
@@ -381,12 +365,8 @@ class Results:
     def _many(self, statement: str, entries: Sequence[Sequence[Any]]) -> None:
         if not entries:
             return
-        if self._batched:
+        with nullcontext() if self._batched else _transaction(self._db):
             self._db.executemany(statement, entries)
-            return
-        self._db.execute("BEGIN IMMEDIATE")
-        self._db.executemany(statement, entries)
-        self._db.execute("COMMIT")
 
     def commit(self) -> None:
         if self._batched:
@@ -426,12 +406,8 @@ def occurrences(db: sqlite3.Connection, digests: Sequence[bytes]) -> list[int]:
     for digest in digests:
         numbers.append(seen.get(digest, 0))
         seen[digest] = numbers[-1] + 1
-    own = not db.in_transaction
-    if own:
-        db.execute("BEGIN")
-    db.executemany("INSERT OR REPLACE INTO run.counts VALUES (?, ?)", sorted(seen.items()))
-    if own:
-        db.execute("COMMIT")
+    with nullcontext() if db.in_transaction else _transaction(db):
+        db.executemany("INSERT OR REPLACE INTO run.counts VALUES (?, ?)", sorted(seen.items()))
     return numbers
 
 
@@ -485,8 +461,7 @@ def read_results(folder: Path) -> Iterator[Result]:
         for _, result in _read_all(db):
             if result is not None:
                 yield result
-        for number, value, checksum in db.execute("SELECT number, value, checksum FROM rows WHERE key IS NULL"):
-            result = _failed_row(number, value, checksum)
+        for result in _read_failed(db):
             if result is not None:
                 yield result
 
@@ -512,6 +487,18 @@ def _format_bytes(path: Path) -> bytes:
 def _open_database(path: Path | str, *, seconds: float = _BUSY_SECONDS, uri: bool = False) -> sqlite3.Connection:
     # Several threads use the connection, one at a time.
     return sqlite3.connect(str(path), timeout=seconds, isolation_level=None, check_same_thread=False, uri=uri)
+
+
+@contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """Commits what is written inside; nothing of it if an exception leaves it."""
+    db.execute("BEGIN")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        db.rollback()
+        raise
 
 
 def _fact(db: sqlite3.Connection, name: str) -> Any:
@@ -543,21 +530,25 @@ def _read_all(db: sqlite3.Connection) -> Iterator[tuple[Any, Result | None]]:
         yield key, decode(key, value, checksum)
 
 
+def _read_failed(db: sqlite3.Connection) -> Iterator[Result | None]:
+    query = "SELECT number, value, checksum FROM rows WHERE key IS NULL ORDER BY number"
+    return (_failed_row(*entry) for entry in db.execute(query))
+
+
 def _salvage(damaged: Path, new: Path) -> int:
     """Writes a new database with the results that can still be read. Returns how many were lost: at least 1, because the number may not be known."""
     lost = 1
     new.unlink(missing_ok=True)
     with closing(_open_database(new)) as into:
         _make_tables(into)
-        into.execute("BEGIN")
-        for key, value, checksum, stays in _readable(damaged):
-            result = decode(key, value, checksum)
-            if result is None:
-                lost += 1
-            else:
-                entry = (*_entry(key, result), 1 if stays else 0)
-                into.execute("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?)", entry)
-        into.execute("COMMIT")
+        with _transaction(into):
+            for key, value, checksum, stays in _readable(damaged):
+                result = decode(key, value, checksum)
+                if result is None:
+                    lost += 1
+                else:
+                    entry = (*_entry(key, result), 1 if stays else 0)
+                    into.execute("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?)", entry)
     return lost
 
 

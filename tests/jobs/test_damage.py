@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -252,6 +254,14 @@ def check_damaged_file(folder: Folder, data: st.DataObject) -> None:
 @given(data=st.data())
 def test_a_damaged_database_only_costs_rows_that_are_generated_again(folder: Folder, data: st.DataObject) -> None:
     check_damaged_results(folder, data)
+
+
+def test_the_input_is_read_again_if_the_error_of_a_row_is_damaged(folder: Folder) -> None:
+    expected = expected_output(folder, "generated")
+    folder.back_to("generated")
+    with closing(sqlite3.connect(folder.job_folder / "results.sqlite")) as db, db:
+        assert db.execute("UPDATE rows SET value = x'00' WHERE key IS NULL").rowcount == 2
+    assert check_goes_on(folder, "generated", expected) == ""
 
 
 @SOME
