@@ -183,21 +183,17 @@ class Tracker:
             self._generating_from = now
         self._new_before = self.run.new.rows
         self._phase, self._passed, self._rows_running, self._phase_began = name, None, 0, now
-        self._changed(new_phase=True)
+        self.changed(new_phase=True)
 
     def passed(self, rows: int) -> None:
         """Sets the number of rows that this phase, which only reads or writes rows, has read or written."""
         self._passed = rows
-        self._changed()
-
-    def rows_changed(self) -> None:
-        """Must be called when a row is done, and when the number of rows becomes known."""
-        self._changed()
+        self.changed()
 
     def generated(self, tokens: int, rows_running: int) -> None:
         """Sets the number of tokens that the engine has generated in this run, and the number of running rows."""
         self._tokens, self._rows_running = tokens, rows_running
-        self._changed()
+        self.changed()
 
     def stopped(self) -> None:
         """Must be called when a run ends early: the last snapshot is passed to `tell`."""
@@ -262,7 +258,8 @@ class Tracker:
         left = max(0.0, self.total - self.run.done - (rows - self._generated_rows))
         return left * seconds / rows
 
-    def _changed(self, *, new_phase: bool = False) -> None:
+    def changed(self, *, new_phase: bool = False) -> None:
+        """Must be called when a row is done, and when the number of rows becomes known."""
         now = self.snapshot()
         self.shown.update(now)
         if new_phase or self._clock() - self._told >= TELL_SECONDS:

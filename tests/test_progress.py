@@ -145,7 +145,7 @@ def test_every_change_is_shown_and_one_per_second_and_phase_is_recorded() -> Non
     for done in range(1, 25):
         clock.now += 0.125
         tracker.run.new.ok = done
-        tracker.rows_changed()
+        tracker.changed()
     tracker.phase("generating")
     assert [(k.phase, k.rows_done) for k in kept] == [
         ("planning", 0),

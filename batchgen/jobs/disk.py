@@ -169,7 +169,7 @@ def write_stats(path: str | None, stats: Mapping[str, Any]) -> None:
 
 
 def json_digest(value: Any) -> str:
-    """Returns a digest of a JSON value, which shows whether a file was changed."""
+    """Returns a digest of a JSON value, by which two values are compared."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchgen.config import JobConfig, ModelConfig, PromptConfig
+from batchgen.jobs.disk import json_digest
 from batchgen.jobs.manifest import MODEL_FILE, load_manifest
 from batchgen.model_files import ADAPTER_WEIGHTS, adapter_folder, gguf_file
 from batchgen.parsers.heads import OutputHead
@@ -99,7 +100,7 @@ def command_digest(config: JobConfig, model: Mapping[str, Any]) -> str:
         "rows": [config.keep, config.id_column, config.token_ids, config.output_format],
         "versions": versions(),
     }
-    return hashlib.blake2b(json.dumps(command, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return json_digest(command)
 
 
 def _head_settings(head: OutputHead | None) -> dict[str, Any]:

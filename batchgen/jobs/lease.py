@@ -27,7 +27,7 @@ from typing import Any
 
 from batchgen.errors import OutputLocked, UsageError
 from batchgen.jobs.disk import file_system, writing
-from batchgen.jobs.lock import held_by_another, lives
+from batchgen.jobs.lock import held_by_another, lives, timestamp
 
 _SIZE = 4096
 """Bytes of a claim, padded: a beat overwrites it in place by one write."""
@@ -197,7 +197,7 @@ def is_alive_here(holder: Mapping[str, Any]) -> bool | None:
     me = _this_process()
     if any(holder.get(name) != me[name] for name in ("host", "boot", "space")):
         return None
-    return bool(lives(dict(holder)))
+    return bool(lives(holder))
 
 
 def seconds_silent(holder: Mapping[str, Any]) -> float | None:
@@ -205,12 +205,10 @@ def seconds_silent(holder: Mapping[str, Any]) -> float | None:
     return seconds_since(holder.get("seen"))
 
 
-def seconds_since(time: Any) -> float | None:
+def seconds_since(text: Any) -> float | None:
     """Seconds since a time in ISO 8601; None for anything else."""
-    try:
-        return (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()
-    except (ValueError, TypeError):
-        return None
+    then = timestamp(text)
+    return None if then is None else time.time() - then
 
 
 def check_shared_folder(folder: Path) -> None:

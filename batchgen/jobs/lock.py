@@ -107,37 +107,38 @@ def holder_of(path: Path) -> dict[str, Any]:
         os.close(fd)
 
 
-def lives(holder: dict[str, Any]) -> bool | None:
+def lives(holder: Mapping[str, Any]) -> bool | None:
     """Whether that process still runs; None if this host cannot tell."""
     if holder["host"] != socket.gethostname():
         return None
     if not _alive(holder["pid"]) and holder["pid"] != os.getpid():
         return False
-    begun, named = _begun(holder["pid"]), _seconds(holder["started"])
-    return not _is_zombie(holder["pid"]) and (begun is None or named is None or begun <= named + _CLOCKS)
+    stat = _process_stat(holder["pid"])
+    if stat[:1] == ["Z"]:  # a zombie: it has ended, and its parent has not collected its exit status yet
+        return False
+    begun, named = _begun(stat), timestamp(holder["started"])
+    return begun is None or named is None or begun <= named + _CLOCKS
 
 
-def _begun(pid: int) -> float | None:
+def _process_stat(pid: int) -> list[str]:
+    """Returns the fields of `/proc/PID/stat` from the state of the process on (proc(5)); empty if the system does not tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _begun(stat: list[str]) -> float | None:
     """Returns when a process started, in seconds since 1970; None if the system does not tell. Needed because process ids are used again."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         boot = Path("/proc/stat").read_text(encoding="ascii", errors="replace").partition("\nbtime ")[2].split()[0]
-        return int(boot) + int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return int(boot) + int(stat[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return None
 
 
-def _is_zombie(pid: int) -> bool:
-    """Whether a process has ended but its parent has not collected its exit status yet."""
-    try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] == "Z"
-        )
-    except (OSError, IndexError):
-        return False
-
-
-def _seconds(time: Any) -> float | None:
+def timestamp(time: Any) -> float | None:
+    """Seconds since 1970 of a time in ISO 8601; None for anything else."""
     try:
         return dt.datetime.fromisoformat(time).timestamp()
     except (ValueError, TypeError):

@@ -58,7 +58,7 @@ class Outcomes:
     def done(self, result: Result, source: str = "") -> None:
         """Counts a row that this run has finished or that failed. `source` is its place in its file, if known. Raises `TooManyErrors`."""
         self.run.new.add(result)
-        self.tracker.rows_changed()
+        self.tracker.changed()
         if result.finish_reason == "length" and repeats(result.token_ids, SUGGESTED_REPEATS):
             self.run.rows_repeating += 1
         if result.error_type is None:
@@ -71,7 +71,7 @@ class Outcomes:
     def resumed(self, result: Result) -> None:
         """Counts a row whose result comes from an earlier run."""
         self.run.resumed.add(result)
-        self.tracker.rows_changed()
+        self.tracker.changed()
 
     def note_cut_rows(self) -> None:
         """Adds notes at the end of a run if rows have no answer, or were cut by `--row-timeout`, or many by `--max-tokens`."""

@@ -224,10 +224,8 @@ class FirstReading:
         """Whether requests that already have results were filtered out in this run."""
         self._sorted: Future[SortedRequests] = Future()
         self._stopped = False
-        self._found = False
-        """Whether there is a request to run."""
-        self._look = threading.Event()
-        """Set once `_found` is known."""
+        self._has_requests: Future[bool] = Future()
+        """Whether there is a request to run, once that is known."""
         self._lock = threading.Lock()
         self._next_phase: str | None = None
         self._thread = threading.Thread(target=self._run, name="batchgen-reading", daemon=True)
@@ -247,8 +245,7 @@ class FirstReading:
 
         Also returns False if an earlier run's reading is used: its requests are compared with the results later, window by window.
         """
-        self._look.wait()
-        return self._found
+        return self._has_requests.result()
 
     def announce(self, phase: str | None) -> None:
         """Sets the phase to show when the reading ends; None shows none."""
@@ -275,7 +272,8 @@ class FirstReading:
         except BaseException as e:  # noqa: BLE001 - raised by `result`
             self._sorted.set_exception(e)
         finally:
-            self._look.set()
+            if not self._has_requests.done():
+                self._has_requests.set_result(False)
             with self._lock:
                 if self._next_phase is not None and self._sorted.exception() is None:
                     self._outcomes.tracker.phase(self._next_phase)
@@ -290,7 +288,7 @@ class FirstReading:
         waiting.close()
         tracker = self._outcomes.tracker
         tracker.total = self._job.row_count
-        tracker.rows_changed()
+        tracker.changed()
         self._job.check_dropped(prune=self._config.prune)
         if waiting.on_disk and self.broken is None:
             reading = {
@@ -315,9 +313,8 @@ class FirstReading:
                 for request in read.requests:
                     waiting.add(request)
                 self._job.add_rows([row.number for row in read.rows], read.keys, read.failed)
-                if read.requests and not self._found:
-                    self._found = True
-                    self._look.set()
+                if read.requests and not self._has_requests.done():
+                    self._has_requests.set_result(True)
                 count += len(rows)
                 self._outcomes.tracker.passed(count)
 
@@ -333,6 +330,6 @@ class FirstReading:
         run.resumed = RowCounts(**earlier["resumed"])
         for result in self._job.failed_rows():
             self._outcomes.done(result)
-        tracker.rows_changed()
+        tracker.changed()
         self._job.check_dropped(prune=self._config.prune)
         return SortedRequests.of(self._job.sorted_folder, earlier["digests"], self._config.limits)
