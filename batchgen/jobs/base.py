@@ -139,44 +139,44 @@ class Job(Store, Protocol):
 class StoredResults:
     """The part of a `Store` that a job's folder and a shard's folder have in common: the results in their database."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.notes: list[str] = []
         self.finished: dict[str, Any] | None = None
         self.previous: dict[str, Any] | None = None
-        self._place = place
+        self.folder = folder
         self._results: Results
 
     def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
-        with writing(self._place):
+        with writing(self.folder):
             return self._results.stored(keys)
 
     def under_way(self) -> dict[bytes, dict[int, Completion]]:
-        with writing(self._place):
+        with writing(self.folder):
             return self._results.under_way()
 
     def append(self, key: bytes, result: Result) -> None:
         self._check_held()
-        with writing(self._place):
+        with writing(self.folder):
             self._results.append(key, result)
 
     def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
         self._check_held()
-        with writing(self._place):
+        with writing(self.folder):
             self._results.keep_under_way(completions)
 
     @property
     def tokens_under_way(self) -> int:
-        with writing(self._place):
+        with writing(self.folder):
             return self._results.tokens_under_way
 
     def flush(self) -> None:
         self._check_held()
-        with writing(self._place):
+        with writing(self.folder):
             self._results.flush()
 
     def save_stats(self, stats: dict[str, Any]) -> None:
-        with writing(self._place):
-            write_json(self._place / "stats.json", stats)
+        with writing(self.folder):
+            write_json(self.folder / "stats.json", stats)
 
     def _check_held(self) -> None:
         """Called before every write. A shard raises `OutputLocked` if another process has taken over its lease; a job's lock cannot be taken over."""

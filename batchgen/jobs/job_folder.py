@@ -65,6 +65,9 @@ _FEW = 10
 class Opened:
     """What `opening.open_job` has found in the job's folder, compared with what the command asks for."""
 
+    spec: JobSpec
+    target: Target
+    folder: Path
     manifest: Manifest
     """That of this run. It takes over what stays of the earlier one's."""
     old: Manifest | None = None
@@ -79,40 +82,31 @@ class Opened:
 
 
 class JobFolder(StoredResults):
-    """One job, from its first window to the rename of its output (`Job`). `opening.open_job` makes it and calls `start`."""
+    """One job, from its first window to the rename of its output (`Job`). `opening.open_job` makes it."""
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        target: Target,
-        folder: Path,
-        lock: Lock,
-        opened: Opened,
-        lease: Lease | None,
-        merging: bool,
-    ) -> None:
-        super().__init__(folder)
+    def __init__(self, opened: Opened, lock: Lock, lease: Lease | None, *, merging: bool) -> None:
+        """Opens the job's database and the files of its output, and takes over the results that there are.
+
+        Of a finished job, only removes what an earlier run has left beside the output.
+        """
+        super().__init__(opened.folder)
         self.notes = opened.notes
         self.finished, self.previous = opened.finished, opened.previous
         self.kept_rows = 0
         self.results_at_hand = 0
-        self.folder, self.output = folder, spec.output
-        self._spec, self._target, self._lock = spec, target, lock
-        self._manifest, self._old, self._limit_raised = opened.manifest, opened.old, opened.limit_raised
-        self._lease, self._merging = lease, merging
-        self._order = DoneOrder(spec.order)
-        self._retry = sorted(spec.retry)
+        self.output = opened.spec.output
+        self._spec, self._target, self._manifest = opened.spec, opened.target, opened.manifest
+        self._old, self._limit_raised = opened.old, opened.limit_raised
+        self._lock, self._lease, self._merging = lock, lease, merging
+        self._order = DoneOrder(opened.spec.order)
         self._appended = False
         """Whether this run has a result of its own."""
         self._files: ExitStack | None = None
         self._record = JobRecord()
         self._row_figures = RowFigures()
+        self._open()
 
-    def start(self) -> None:
-        """Makes the job ready for results: opens its database and the files of its output, and takes over the results that there are.
-
-        Of a finished job, it removes what an earlier run has left beside the output.
-        """
+    def _open(self) -> None:
         if self.finished is not None:
             self._clean_up(self._shrunk())
             return
@@ -157,9 +151,10 @@ class JobFolder(StoredResults):
                     results_of_output(self._target.name, self.folder / "keys", self._spec.form.asked)
                 )
                 self.notes.append(f"{self.output} was finished: {taken} of its results are used again")
-        interrupted = old is not None and old.state == "running" and old.request.get("retry") == self._retry
-        if self._retry and (self._limit_raised or not interrupted):  # an interrupted run has dropped them already
-            results.forget([RETRY_REASONS[name] for name in self._retry])
+        retry = sorted(self._spec.retry)
+        interrupted = old is not None and old.state == "running" and old.request.get("retry") == retry
+        if retry and (self._limit_raised or not interrupted):  # an interrupted run has dropped them already
+            results.forget([RETRY_REASONS[name] for name in retry])
         if self._limit_raised:
             results.forget_cut()
         self.results_at_hand = results.count

@@ -30,7 +30,7 @@ from batchgen.jobs.place import KEPT_FILE, WORK_FILES, check_place, check_space,
 from batchgen.jobs.results import read_facts
 from batchgen.jobs.shards import CLAIMS, check_no_shard_runs, load_plan, read_stats, stores
 from batchgen.jobs.stdout_job import StdoutJob
-from batchgen.jobs.target import Target, open_target
+from batchgen.jobs.target import open_target
 from batchgen.recording import job_record
 from batchgen.records.inputs import Input
 from batchgen.records.output import INPUT_FILE, job_path, jobs_folder
@@ -98,12 +98,10 @@ def open_job(spec: JobSpec, lease: Lease | None = None, *, merging: bool = False
             opening.notes.append(f"an earlier run (process {lock.taken_over}) was killed; this run continues it")
         with nullcontext() if lease else _shards_held(opening), writing(folder):
             opening.compare()
-            job = JobFolder(spec, target, folder, lock, opening, lease, merging)
-            job.start()
+            return JobFolder(opening, lock, lease, merging=merging)
     except BaseException:
         lock.release()
         raise
-    return job
 
 
 def _make_folder(folder: Path, needed: int) -> None:
@@ -131,10 +129,6 @@ def _shards_held(opening: _Opening) -> Iterator[None]:
 @dataclass(slots=True, kw_only=True)
 class _Opening(Opened):
     """Compares a job's folder with what a command asks for."""
-
-    spec: JobSpec
-    target: Target
-    folder: Path
 
     def compare(self) -> None:
         """Drops all results if there is no job to continue. Raises `UsageError` if this command must not continue the job, `OutputLocked`."""

@@ -372,9 +372,9 @@ class ShardFolder(StoredResults):
     def __init__(self, folder: Path, plan: ShardPlan, number: int, output: str) -> None:
         super().__init__(shard_folder(folder, plan, number))
         self.output, self.number, self.count = output, number, plan.count
-        self._folder, self._plan = folder, plan
+        self._job_folder, self._plan = folder, plan
         self._share = plan.shares[number - 1]
-        self.previous = read_stats(self._place)
+        self.previous = read_stats(self.folder)
 
     def is_complete(self, retry: Collection[str]) -> bool:
         """Returns whether this shard, which is done, has no row to `retry`. If so, sets `finished`."""
@@ -393,12 +393,12 @@ class ShardFolder(StoredResults):
                 f"the last run (process {lease.taken_over.get('pid')} on {lease.taken_over.get('host')}) ended without finishing; "
                 "this one continues it"
             )
-        with writing(self._place):
-            self._record = JobRecord.load(self._place)
-            self._results = Results(self._place, flush_every)
+        with writing(self.folder):
+            self._record = JobRecord.load(self.folder)
+            self._results = Results(self.folder, flush_every)
             if self._results.damaged:
                 self.notes.append(
-                    f"{self._results.damaged} results in {self._place} are damaged: their rows are generated again"
+                    f"{self._results.damaged} results in {self.folder} are damaged: their rows are generated again"
                 )
             if retry and (lease.before == "done" or self._results.fact("retry") != retry):
                 self._results.forget([RETRY_REASONS[name] for name in retry])
@@ -412,7 +412,7 @@ class ShardFolder(StoredResults):
 
     def what_is_left(self, *, merges: bool) -> str:
         """Returns a sentence that says what to do about the other shards. `merges`: this run merges them if it can."""
-        left = len(unfinished_shards(self._folder, self._plan))
+        left = len(unfinished_shards(self._job_folder, self._plan))
         if left:
             return f"shard {self.number}/{self.count} is done; {left} of {self.count} are not"
         return (
@@ -426,7 +426,7 @@ class ShardFolder(StoredResults):
             first, last = max(self._share.first - at, 0), min(self._share.last - at, count)
             at += count
             if first < last:
-                yield read_requests(self._place.parent / "requests" / name)[first:last]
+                yield read_requests(self.folder.parent / "requests" / name)[first:last]
 
     def tell(self, progress: Snapshot) -> None:
         self._lease.tell(progress.figures())
@@ -434,7 +434,7 @@ class ShardFolder(StoredResults):
     def keep_record(self, run: Mapping[str, Any] | None, tree: Mapping[str, Any] | None) -> None:
         """Stores the run. The tree is that of the whole job, which the first reading has stored in the job's folder."""
         self._record.keep(run, None)
-        self._record.save(self._place)
+        self._record.save(self.folder)
 
     def finish(self, stats: dict[str, Any]) -> None:
         """Every request has a result. The shard is closed then."""
@@ -453,7 +453,7 @@ class ShardFolder(StoredResults):
         if self.finished is not None:
             return
         try:
-            with writing(self._place), closing(self._results):
+            with writing(self.folder), closing(self._results):
                 self.flush()
         finally:
             self._lease.release()
