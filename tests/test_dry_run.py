@@ -1,5 +1,6 @@
 """A plan tells what a job would share and cost."""
 
+import gzip
 import json
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from batchgen import JobConfig, ModelConfig, SamplingParams, plan_job, run_job
 from batchgen.config import InputLimits, PromptConfig
 from batchgen.dry_run import computed_dtype, kv_bytes_per_token
-from batchgen.errors import UsageError
+from batchgen.errors import InputCorrupt, UsageError
 from batchgen.kernels import isa
 from batchgen.prompts import load_tokenizer
 
@@ -28,6 +29,14 @@ def rows() -> list[dict[str, Any]]:
 def config_of(model: Path, source: Path, **options: Any) -> JobConfig:
     options.setdefault("sampling", SamplingParams(max_tokens=10))
     return JobConfig(inputs=(str(source),), model=ModelConfig(model=str(model)), **options)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_an_input_that_breaks_off_has_no_plan(window: int | None, tiny_model_dir: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl.gz"
+    source.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows()).encode())[:-9])
+    with pytest.raises(InputCorrupt, match=r"in\.jsonl\.gz"):
+        plan_job(config_of(tiny_model_dir, source, window=window))
 
 
 def test_a_plan_shows_the_prefix_tree_and_what_sharing_saves(tiny_model_dir: Path, write_jsonl: Write) -> None:

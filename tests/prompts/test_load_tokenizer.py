@@ -162,10 +162,15 @@ def test_a_models_own_code_is_not_run_unless_the_user_allows_it(tools, tmp_path)
     )
 
 
-def test_a_revision_of_a_local_folder_is_refused(tools, tmp_path):
+def test_a_revision_of_a_local_folder_or_file_is_refused(tools, tmp_path):
     folder = tools.save_model(tmp_path)
     assert failure(folder, revision="main") == (
         f"--revision 'main' names a revision on the hub, and {folder!r} is a local folder; leave --revision out"
+    )
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    assert failure(str(file), revision="main") == (
+        f"--revision 'main' names a revision on the hub, and {str(file)!r} is a local file; leave --revision out"
     )
 
 
