@@ -40,7 +40,8 @@ def status_lines(found: dict[str, Any], now: dt.datetime) -> list[tuple[str, str
     lines = [("output", found["output"]), ("state", _state(found))]
     running = found["state"] == "running"
     if found["phase"]:
-        passed = "" if found["rows_passed"] is None else f", {counted(found['rows_passed'], 'row')} read"
+        how = "read" if found["phase"] in ("reading", "planning") else "written"
+        passed = "" if found["rows_passed"] is None else f", {counted(found['rows_passed'], 'row')} {how}"
         lines.append(("phase", f"{'' if running else 'was '}{found['phase']}{passed}"))
     if found["rows_done"] is not None:
         lines.append(("rows", _rows(found)))

@@ -91,6 +91,11 @@ def test_a_job_that_reads_its_input() -> None:
     ]
 
 
+@pytest.mark.parametrize("phase", ["writing", "joining the shards"])
+def test_a_job_that_writes_its_output(phase: str) -> None:
+    assert lines(RUNNING | {"phase": phase, "rows_passed": 1})[2] == f"phase: {phase}, 1 row written"
+
+
 def test_before_the_first_row_is_done_there_are_no_tokens_of_prompts() -> None:
     at_first = RUNNING | {"rows_total": None, "rows_done": 0, "rows_failed": 0, "rows_kept": 0, "finish_reasons": {}}
     at_first |= {"prompt_tokens": 0, "eta_seconds": None, "results": 0}
