@@ -122,7 +122,8 @@ class LLM:
         self._progress = progress
         self.interrupted: list[Result] = []
         """The results of the last call that ran a list of prompts or a table, if Ctrl-C has ended it. Prompts that were not done have the
-        `finish_reason` "cancelled" and the text they had. Empty after a call that ended by itself."""
+        `finish_reason` "cancelled" and the text they had; labels, scores and embeddings that were not ready have an error of type `cancelled`.
+        Empty after a call that ended by itself."""
 
     def __reduce__(self) -> str:
         raise TypeError(f"a model cannot be sent to another process: {_NEW_IN_CHILD}")
@@ -337,7 +338,7 @@ class LLM:
             done = [replace(results[number], row=place) for place, number in enumerate(numbers)]
             if came():
                 self.interrupted = done
-                whole = sum(result.reason != "cancelled" for result in done)
+                whole = sum("cancelled" not in (result.reason, result.error_type) for result in done)
                 raise KeyboardInterrupt(
                     f"{whole:,} of {len(done):,} prompts were done; LLM.interrupted has the results"
                 )

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchgen import LLM, JobConfig, Result, run_job
+from batchgen import LLM, EngineConfig, JobConfig, Result, run_job
 from batchgen.errors import UsageError
 from batchgen.notebook import JobBar, shown_progress
 from batchgen.progress import GENERATING, Silent, Snapshot
@@ -57,6 +58,26 @@ def test_an_interrupt_keeps_finished_results_and_unfinished_texts(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert llm.generate("zero", short) == before
     assert llm.interrupted == []
+
+
+def test_an_interrupted_call_counts_only_scores_that_were_ready(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(tiny_model_dir, engine=EngineConfig(batch_size=1, share=False))
+    take, calls = llm._take, count()
+
+    def interrupted() -> None:
+        if next(calls) == 6:
+            signal.raise_signal(signal.SIGINT)
+        take()
+
+    monkeypatch.setattr(llm, "_take", interrupted)
+    with pytest.raises(KeyboardInterrupt) as error:
+        llm.score([f"prompt {i}" for i in range(20)], ["a long completion"] * 20)
+    ready = [r for r in llm.interrupted if r.score is not None]
+    assert 0 < len(ready) < 20
+    assert str(error.value) == f"{len(ready)} of 20 prompts were done; LLM.interrupted has the results"
+    assert {r.error_type for r in llm.interrupted if r.score is None} == {"cancelled"}
 
 
 def test_a_progress_bar_is_shown_only_on_request(tiny_model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
