@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config import INPUT_LIMITS
-from batchgen.errors import BatchgenError, OutputError, OutputLocked, UsageError, memory_errors
+from batchgen.errors import BatchgenError, InputCorrupt, OutputError, OutputLocked, UsageError, memory_errors
 from batchgen.jobs.base import JobSpec
 from batchgen.jobs.disk import write_stats
 from batchgen.jobs.job_folder import JobFolder
@@ -21,7 +21,6 @@ from batchgen.jobs.lease import SILENT_SECONDS, Lease, holder_of_lease, is_alive
 from batchgen.jobs.manifest import Manifest, load_manifest
 from batchgen.jobs.opening import open_job
 from batchgen.jobs.outcomes import Outcomes
-from batchgen.jobs.requests import SameInput
 from batchgen.jobs.shards import (
     CLAIMS,
     ShardPlan,
@@ -91,17 +90,28 @@ class JobReport:
 
 
 def write_output(
-    source: Input, job: JobFolder, same: SameInput, outcomes: Outcomes, *, read_rows: int, merging: bool = False
+    source: Input,
+    job: JobFolder,
+    fingerprint: list[dict[str, Any]],
+    outcomes: Outcomes,
+    *,
+    read_rows: int,
+    merging: bool = False,
 ) -> None:
-    """Writes the rows in input order, each with its result, so many at a time. `merging`: the results are those of shards, and count as those of earlier runs."""
-    same.check()
+    """Writes the rows in input order, each with its result, so many at a time.
+
+    `fingerprint`: that of the input when it was read first. `merging`: the results are those of shards, and count as those of earlier runs.
+    Raises `InputCorrupt` if the input has changed since then or breaks off, `OutputError`.
+    """
+    if source.fingerprint() != fingerprint:
+        raise _input_changed(source, job)
     stream, left, passed = RowStream(source.rows()), job.row_count, 0
     while left:
         rows = stream.take(read_rows)
         if stream.broken is not None:
             raise stream.broken
         if not rows:
-            raise same.changed()
+            raise _input_changed(source, job)
         keys, results = job.rows(rows[0].number, rows[-1].number)
         stored = job.stored(list(keys.values()))
         lost = sum(1 for key in keys.values() if key not in stored)
@@ -119,7 +129,18 @@ def write_output(
         left -= len(results)
         passed += len(rows)
         outcomes.tracker.passed(passed)
-    same.check()
+    if source.fingerprint() != fingerprint:
+        raise _input_changed(source, job)
+
+
+def _input_changed(source: Input, job: JobFolder) -> InputCorrupt:
+    """Makes sure that no later run uses the first reading. Returns the error for an input that has changed since then."""
+    job.forget_reading()
+    names = ", ".join(file.shown for file in source.files[:3])
+    return InputCorrupt(
+        f"{names} changed while the job was running",
+        "run the same command again: the results of rows that still exist are kept",
+    )
 
 
 def is_last_shard(output: str, work_dir: str | None) -> bool:
@@ -191,8 +212,7 @@ def _merge_shards(
         outcomes.tracker.total = job.row_count
         outcomes.tracker.phase("writing")
         with outcomes.run.timed("write"):
-            same = SameInput(source, job, plan.asked["inputs"])
-            write_output(source, job, same, outcomes, read_rows=INPUT_LIMITS.read_rows, merging=True)
+            write_output(source, job, plan.asked["inputs"], outcomes, read_rows=INPUT_LIMITS.read_rows, merging=True)
             job.flush()
         # Not `job.previous`: it contains the shards already if a merge was stopped before its end.
         before = figures_so_far(job.folder, plan)

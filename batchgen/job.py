@@ -138,7 +138,7 @@ def _run_in_prefix_order(setup: JobSetup, job: JobFolder, planner: Planner, gene
         raise reading.broken
     outcomes.tracker.phase("writing")
     with signals.interruptible(), outcomes.run.timed("write"):
-        write_output(setup.source, job, reading.input, outcomes, read_rows=setup.config.limits.read_rows)
+        write_output(setup.source, job, reading.fingerprint, outcomes, read_rows=setup.config.limits.read_rows)
 
 
 def _run_windows(requests: Iterator[list[Request]], planner: Planner, generation: _Generation, *, fresh: bool) -> None:

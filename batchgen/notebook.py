@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from batchgen.progress import REFRESH_SECONDS, Progress, Silent, Snapshot, facts, percent, share, speed
+from batchgen.progress import REFRESH_SECONDS, Progress, Silent, Snapshot, facts, percentage, speed
 
 
 def in_notebook() -> bool:
@@ -95,7 +95,7 @@ class JobBar:
         now = self._now
         count = now.rows_done if now.rows_passed is None else now.rows_passed
         of = "" if now.rows_total is None else f"/{now.rows_total:,}"
-        head = now.phase if now.rows_total is None else f"{now.phase}: {percent(now)}%"
+        head = now.phase if now.rows_total is None else f"{now.phase}: {now.percent}%"
         self._bar.draw(head, now.share or 0.0, ", ".join([f"{count:,}{of} rows", *facts(now)]))
 
 
@@ -122,4 +122,4 @@ class PromptBar:
     def _draw(self, bar: _TqdmBar) -> None:
         seconds = max(time.monotonic() - self._began, 1e-9)
         after = f"{self._done:,}/{self._prompts:,} prompts, {speed(self._tokens / seconds, self._done / seconds)}"
-        bar.draw(f"{share(self._done, self._prompts)}%", self._done / max(1, self._prompts), after)
+        bar.draw(f"{percentage(self._done, self._prompts)}%", self._done / max(1, self._prompts), after)

@@ -58,6 +58,13 @@ class Snapshot:
         done = self.rows_done + self.rows_under_way if self.rows_passed is None else float(self.rows_passed)
         return min(1.0, done / self.rows_total) if self.rows_total else 1.0
 
+    @property
+    def percent(self) -> int:
+        """The same as a percentage, which is 100 only if all rows are done; 0 if the number of rows is not known."""
+        if self.rows_passed is not None or not self.rows_total or self.rows_done == self.rows_total:
+            return percentage(self.rows_done if self.rows_passed is None else self.rows_passed, self.rows_total or 0)
+        return min(99, int(100 * (self.share or 0.0)))
+
     def figures(self) -> dict[str, Any]:
         """Returns how far the run is, in the form that docs/status.md describes."""
         return {
@@ -77,16 +84,9 @@ class Snapshot:
         }
 
 
-def share(done: int, total: int) -> int:
+def percentage(done: int, total: int) -> int:
     """Returns a percentage, which is 100 only if all are done."""
     return 100 * done // total if total else 100
-
-
-def percent(now: Snapshot) -> int:
-    """Returns the percentage of this phase's work that is done, with the tokens of unfinished rows. It is 100 only if all rows are done."""
-    if now.rows_passed is not None or now.rows_total in (None, 0) or now.rows_done == now.rows_total:
-        return share(now.rows_done if now.rows_passed is None else now.rows_passed, now.rows_total or 0)
-    return min(99, int(100 * (now.share or 0.0)))
 
 
 def rounded_duration(seconds: float) -> str:

@@ -119,8 +119,9 @@ def consecutive_pieces(requests: Iterable[Request], pieces: int) -> list[Piece]:
 class WaitingPieces:
     """The pieces that wait for devices, which have numbers."""
 
-    def __init__(self, devices: int = 0) -> None:
-        self._shares: dict[int, deque[Piece]] = {device: deque() for device in range(devices)}
+    def __init__(self) -> None:
+        self._shares: dict[int, deque[Piece]] = {}
+        """Of each device, by its number."""
         self._common: deque[Piece] = deque()
         """Pieces for any device, in this order."""
         self._backwards = False

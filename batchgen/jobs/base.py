@@ -104,11 +104,8 @@ class Job(Store, Protocol):
 
     kept_rows: int
     """Number of rows of the existing output. Rows before this number stay in the output despite `--limit`, if they have a result or failed."""
-
-    @property
-    def results_at_hand(self) -> int:
-        """Number of results of earlier runs."""
-        ...
+    results_at_hand: int
+    """Number of results of earlier runs."""
 
     @property
     def first_max_tokens(self) -> int | None:

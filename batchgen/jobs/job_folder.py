@@ -37,14 +37,13 @@ from typing import Any
 
 from batchgen.config import RETRY_REASONS
 from batchgen.errors import UsageError
-from batchgen.jobs import results as results_files
 from batchgen.jobs.base import JobSpec, StoredResults
 from batchgen.jobs.disk import sync_folder, write_json, writing
 from batchgen.jobs.lease import Lease
 from batchgen.jobs.lock import Lock
 from batchgen.jobs.manifest import FIRST_LIMIT, Manifest, as_stored, file_digest
 from batchgen.jobs.place import KEPT_FILE, REMADE_FILES, SORTED_FOLDER, WORK_FILES, check_space, min_bytes, remove_files
-from batchgen.jobs.results import Results
+from batchgen.jobs.results import RESULTS_FILE, Results
 from batchgen.jobs.reuse_output import KEY_BYTES, NO_KEY, is_held_whole, read_keys, results_of_output
 from batchgen.jobs.shards import figures_so_far, forget_plan, load_plan, stores, take_results, take_runs
 from batchgen.jobs.stdout_job import DoneOrder
@@ -115,7 +114,7 @@ class JobFolder(StoredResults):
         if tight is not None:
             self.notes.append(tight)
         remove_files(self.folder, REMADE_FILES)
-        kept, file = self.folder / KEPT_FILE, self.folder / results_files.FILE
+        kept, file = self.folder / KEPT_FILE, self.folder / RESULTS_FILE
         if kept.exists() and not file.exists():
             kept.replace(file)
         with ExitStack() as opened:
@@ -141,7 +140,7 @@ class JobFolder(StoredResults):
                 self.notes.append(f"{self.output} was under way in shards: {taken} of their results are at hand")
         if results.damaged:
             self.notes.append(
-                f"{results.damaged} results in {self.folder / results_files.FILE} are damaged and were dropped: their rows are generated again"
+                f"{results.damaged} results in {self.folder / RESULTS_FILE} are damaged and were dropped: their rows are generated again"
             )
         if self._manifest.keys:
             self.kept_rows = (self.folder / "keys").stat().st_size // KEY_BYTES
@@ -325,7 +324,7 @@ class JobFolder(StoredResults):
 
     def _shrunk(self) -> bool:
         """Opens the database that an earlier run left with its finished output, if there is one, for `_shrink`."""
-        if not (self.folder / results_files.FILE).exists():
+        if not (self.folder / RESULTS_FILE).exists():
             return False
         with closing(Results(self.folder, 0.0)) as results:
             return self._shrink(results)
@@ -333,7 +332,7 @@ class JobFolder(StoredResults):
     def _clean_up(self, left: bool) -> None:
         """Removes the files of the work. If results are left in the database, they stay as `kept.sqlite`."""
         if left:
-            (self.folder / results_files.FILE).replace(self.folder / KEPT_FILE)
+            (self.folder / RESULTS_FILE).replace(self.folder / KEPT_FILE)
         remove_files(self.folder, WORK_FILES)
         sync_folder(self.folder)
 

@@ -60,10 +60,10 @@ class Lease:
     """
 
     def __init__(
-        self, folder: Path, what: str, tell: Callable[[str], None] = lambda _: None, beats: Beats | None = None
+        self, folder: Path, what: str, tell: Callable[[str], None] = lambda _: None, beats: Beats = DEFAULT_BEATS
     ) -> None:
         self._folder, self._what = folder, what
-        self._beats = beats or DEFAULT_BEATS
+        self._beats = beats
         self._me = _this_process()
         self.taken_over: dict[str, Any] | None = None
         """The dead holder that this lease was taken from."""

@@ -10,7 +10,6 @@ from typing import Any
 
 from batchgen.config import RETRY_REASONS, JobConfig
 from batchgen.errors import UsageError
-from batchgen.jobs import results as results_files
 from batchgen.jobs.base import Job, JobSpec
 from batchgen.jobs.disk import sync_folder, writing
 from batchgen.jobs.job_folder import JobFolder, Opened
@@ -27,7 +26,7 @@ from batchgen.jobs.manifest import (
     load_manifest,
 )
 from batchgen.jobs.place import KEPT_FILE, WORK_FILES, check_place, check_space, min_bytes, remove_files
-from batchgen.jobs.results import read_facts
+from batchgen.jobs.results import RESULTS_FILE, read_facts
 from batchgen.jobs.shards import CLAIMS, check_no_shard_runs, load_plan, read_stats, stores
 from batchgen.jobs.stdout_job import StdoutJob
 from batchgen.jobs.target import open_target
@@ -168,7 +167,7 @@ class _Opening(Opened):
             return False
         if load_plan(self.folder) or stores(self.folder):
             return False
-        return not (self.folder / results_files.FILE).exists() or read_facts(self.folder, ())[1] == 0
+        return not (self.folder / RESULTS_FILE).exists() or read_facts(self.folder, ())[1] == 0
 
     def _compare_settings(self, old: Manifest) -> None:
         manifest, output = self.manifest, self.spec.output

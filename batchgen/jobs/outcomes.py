@@ -19,24 +19,18 @@ _MANY = 10
 """A note says that rows were cut by `--max-tokens` if they are at least this many and more than one row in this many."""
 
 
-class ErrorLimit:
-    """The limit of `--max-errors`: a number of rows or a share of the finished rows. No limit if the text is None."""
+def check_errors(max_errors: str, *, failed: int, done: int, last: str) -> None:
+    """Raises `TooManyErrors` if more rows have failed than `--max-errors` allows: a number of rows, or a share of those that are done.
 
-    def __init__(self, text: str | None) -> None:
-        self._text = text
-        self._limit = None if text is None else parse_max_errors(text)
-
-    def check(self, *, failed: int, done: int, last: str) -> None:
-        """Raises `TooManyErrors` if the limit is passed. `last` describes the last failure."""
-        limit = self._limit
-        if limit is None:
-            return
-        over = failed > limit if isinstance(limit, int) else done >= ERROR_SHARE_FROM and failed > limit * done
-        if over:
-            raise TooManyErrors(
-                f"{counted(failed, 'row')} failed of {done:,} done so far, more than --max-errors {self._text} allows; the last one: {last}",
-                "correct the input, or allow more errors, and run the same command again to continue",
-            )
+    `last` describes the last failure.
+    """
+    limit = parse_max_errors(max_errors)
+    over = failed > limit if isinstance(limit, int) else done >= ERROR_SHARE_FROM and failed > limit * done
+    if over:
+        raise TooManyErrors(
+            f"{counted(failed, 'row')} failed of {done:,} done so far, more than --max-errors {max_errors} allows; the last one: {last}",
+            "correct the input, or allow more errors, and run the same command again to continue",
+        )
 
 
 def failure_line(result: Result, source: str = "") -> str:
@@ -53,7 +47,7 @@ class Outcomes:
         self.tracker, self.run = tracker, tracker.run
         self.failures: list[str] = []
         """The first few failed rows of this run: place and reason."""
-        self._limit = ErrorLimit(max_errors)
+        self._max_errors = max_errors
 
     def done(self, result: Result, source: str = "") -> None:
         """Counts a row that this run has finished or that failed. `source` is its place in its file, if known. Raises `TooManyErrors`."""
@@ -66,7 +60,8 @@ class Outcomes:
         last = failure_line(result, source)
         if len(self.failures) < FAILURES_KEPT:
             self.failures.append(last)
-        self._limit.check(failed=self.run.failed, done=self.run.done, last=last)
+        if self._max_errors is not None:
+            check_errors(self._max_errors, failed=self.run.failed, done=self.run.done, last=last)
 
     def resumed(self, result: Result) -> None:
         """Counts a row whose result comes from an earlier run."""

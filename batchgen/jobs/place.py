@@ -8,7 +8,7 @@ from pathlib import Path
 
 from batchgen.config import JobConfig
 from batchgen.errors import OutputError, UsageError
-from batchgen.jobs import results as results_files
+from batchgen.jobs.results import RESULTS_FILES
 from batchgen.jobs.shards import CLAIMS, SHARDS_FOLDER, forget_plan
 from batchgen.jobs.target import Target
 from batchgen.recording import job_record
@@ -24,7 +24,7 @@ PUSH_FOLDER = "push"
 """Files on their way to the Hub (`push.upload`)."""
 REMADE_FILES = ("run.sqlite", "output.partial", "keys.partial", "spool.jsonl")
 """Files that every run makes new and none leaves behind."""
-WORK_FILES = (*results_files.FILES, SORTED_FOLDER, SHARDS_FOLDER, *REMADE_FILES)
+WORK_FILES = (*RESULTS_FILES, SORTED_FOLDER, SHARDS_FOLDER, *REMADE_FILES)
 """Files of a job that is not finished."""
 _OURS = {
     *WORK_FILES,

@@ -183,29 +183,6 @@ def asked_of(config: JobConfig, inputs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-class SameInput:
-    """Tells whether the input is still the one that was read first."""
-
-    def __init__(self, source: Input, job: JobFolder, fingerprint: list[dict[str, Any]]) -> None:
-        self._source, self._job = source, job
-        self.fingerprint = fingerprint
-        """Of the first reading."""
-
-    def check(self) -> None:
-        """Raises `InputCorrupt` if the input has changed since the first reading."""
-        if self._source.fingerprint() != self.fingerprint:
-            raise self.changed()
-
-    def changed(self) -> InputCorrupt:
-        """Makes sure that no later run uses the first reading. Returns the error for a changed input."""
-        self._job.forget_reading()
-        names = ", ".join(file.shown for file in self._source.files[:3])
-        return InputCorrupt(
-            f"{names} changed while the job was running",
-            "run the same command again: the results of rows that still exist are kept",
-        )
-
-
 class FirstReading:
     """Reads the whole input once, in its own thread: every row becomes a request or fails, and the requests without a result are sorted.
 
@@ -218,8 +195,9 @@ class FirstReading:
         self._config, self._source, self._reader, self._job = config, source, reader, job
         self._outcomes = outcomes
         self._stream = RowStream(source.rows())
-        self.input = SameInput(source, job, source.fingerprint())
-        self._asked = asked_of(config, self.input.fingerprint)
+        self.fingerprint = source.fingerprint()
+        """Of the input that is read."""
+        self._asked = asked_of(config, self.fingerprint)
         self.fresh = True
         """Whether requests that already have results were filtered out in this run."""
         self._sorted: Future[SortedRequests] = Future()

@@ -30,12 +30,13 @@ from batchgen.jobs.disk import network_file_system
 from batchgen.records.result_values import completion_values, completions_of, result_of_values, result_values
 from batchgen.result import Completion, Result
 
-FILE = "results.sqlite"
-FILES = (FILE, f"{FILE}-wal", f"{FILE}-shm", f"{FILE}-journal", f"{FILE}.new", "run.sqlite")
+RESULTS_FILE = "results.sqlite"
+_LOG_FILES = tuple(f"{RESULTS_FILE}-{kind}" for kind in ("wal", "shm", "journal"))
+RESULTS_FILES = (RESULTS_FILE, *_LOG_FILES, f"{RESULTS_FILE}.new", "run.sqlite")
 """All files that the two databases may leave in the folder."""
 FORMAT = 2
 """`user_version` of the database."""
-_ASKED_AT_ONCE = 500  # below the smallest limit of parameters that SQLite is built with
+_KEYS_AT_ONCE = 500  # below the smallest limit of parameters that SQLite is built with
 _CACHE_KIB = 1 << 16
 _BUSY_SECONDS = 60.0
 _READ_SECONDS = 2.0
@@ -76,18 +77,18 @@ class Results:
     # -- opening
 
     def _opened(self) -> sqlite3.Connection:
-        path = self._folder / FILE
+        path = self._folder / RESULTS_FILE
         try:
             return self._checked(path)
         except (Damaged, UnicodeDecodeError, sqlite3.DatabaseError) as e:  # UnicodeDecodeError: of SQLite's own message
             if isinstance(e, sqlite3.OperationalError) and not _is_damage(e):
                 raise
         with suppress(OSError):  # the damaged log belongs to the damaged file
-            (self._folder / f"{FILE}.new").unlink()
-        self.damaged += _salvage(path, self._folder / f"{FILE}.new")
-        for name in FILES[1:4]:
+            (self._folder / f"{RESULTS_FILE}.new").unlink()
+        self.damaged += _salvage(path, self._folder / f"{RESULTS_FILE}.new")
+        for name in _LOG_FILES:
             (self._folder / name).unlink(missing_ok=True)
-        (self._folder / f"{FILE}.new").replace(path)
+        (self._folder / f"{RESULTS_FILE}.new").replace(path)
         return self._checked(path)
 
     def _checked(self, path: Path) -> sqlite3.Connection:
@@ -139,7 +140,7 @@ class Results:
     def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
         """Returns the stored results of `keys`. Their row numbers are meaningless."""
         found = {}
-        for key, value, checksum in asked(self._db, "SELECT key, value, checksum FROM results WHERE key IN", keys):
+        for key, value, checksum in select_in(self._db, "SELECT key, value, checksum FROM results WHERE key IN", keys):
             result = decode(key, value, checksum)
             if result is not None:
                 found[key] = result
@@ -172,7 +173,7 @@ class Results:
         with closing(Results(folder, 0.0)) as other:  # reads every result once
             self.damaged += other.damaged
         self.commit()
-        self._db.execute("ATTACH DATABASE ? AS other", (os.fsencode(folder / FILE),))
+        self._db.execute("ATTACH DATABASE ? AS other", (os.fsencode(folder / RESULTS_FILE),))
         try:
             with _transaction(self._db):
                 taken = self._db.execute("INSERT OR REPLACE INTO main.results SELECT * FROM other.results").rowcount
@@ -378,7 +379,7 @@ class Results:
         self.commit()
         if not self._network:
             with suppress(FileNotFoundError):  # nothing was written since the last checkpoint, which has synced
-                fd = os.open(self._folder / f"{FILE}-wal", os.O_RDWR)
+                fd = os.open(self._folder / f"{RESULTS_FILE}-wal", os.O_RDWR)
                 try:
                     os.fsync(fd)
                 finally:
@@ -401,7 +402,7 @@ class Results:
 def occurrences(db: sqlite3.Connection, digests: Sequence[bytes]) -> list[int]:
     """Returns how often each digest has been asked about before with this connection, in this call and all earlier ones (`run.counts`)."""
     # Sorted: neighbours are on one page of the table.
-    seen = dict(asked(db, "SELECT digest, seen FROM run.counts WHERE digest IN", sorted(set(digests))))
+    seen = dict(select_in(db, "SELECT digest, seen FROM run.counts WHERE digest IN", sorted(set(digests))))
     numbers: list[int] = []
     for digest in digests:
         numbers.append(seen.get(digest, 0))
@@ -411,10 +412,10 @@ def occurrences(db: sqlite3.Connection, digests: Sequence[bytes]) -> list[int]:
     return numbers
 
 
-def asked(db: sqlite3.Connection, query: str, keys: Sequence[bytes]) -> Iterator[Any]:
+def select_in(db: sqlite3.Connection, query: str, keys: Sequence[bytes]) -> Iterator[Any]:
     """Yields the rows of a query that ends in IN, for all of these keys."""
-    for start in range(0, len(keys), _ASKED_AT_ONCE):
-        some = keys[start : start + _ASKED_AT_ONCE]
+    for start in range(0, len(keys), _KEYS_AT_ONCE):
+        some = keys[start : start + _KEYS_AT_ONCE]
         yield from db.execute(f"{query} ({','.join('?' * len(some))})", some)
 
 
@@ -442,7 +443,7 @@ def _make_run_tables(db: sqlite3.Connection) -> None:
 
 def read_facts(folder: Path, names: Sequence[str]) -> tuple[dict[str, Any], int | None]:
     """Returns facts by name and the number of results of a job that another process may be running; ({}, None) if they cannot be read now."""
-    if not (folder / FILE).exists():
+    if not (folder / RESULTS_FILE).exists():
         return {}, None
     try:
         with closing(_read_only(folder)) as db:
@@ -468,9 +469,9 @@ def read_results(folder: Path) -> Iterator[Result]:
 
 def _read_only(folder: Path) -> sqlite3.Connection:
     """Opens the database to read it. Another process may be writing it. Raises `sqlite3.Error`."""
-    path = folder / FILE
+    path = folder / RESULTS_FILE
     # A closed WAL database has no log. It is opened as immutable, which creates none. Another one may be in use.
-    closed = _format_bytes(path) == b"\2\2" and not (folder / f"{FILE}-wal").exists()
+    closed = _format_bytes(path) == b"\2\2" and not (folder / f"{RESULTS_FILE}-wal").exists()
     address = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
     return _open_database(address, seconds=_READ_SECONDS, uri=True)
 

@@ -35,7 +35,7 @@ from batchgen.jobs.disk import sync_folder, write_json, writing
 from batchgen.jobs.lease import Lease, check_free_here, check_shared_folder, holder_of_lease, last_claim
 from batchgen.jobs.lock import holder_of, lives
 from batchgen.jobs.manifest import differences
-from batchgen.jobs.results import FILE, Results
+from batchgen.jobs.results import RESULTS_FILE, Results
 from batchgen.jobs.shares import PrefixCosts, Share
 from batchgen.jobs.sorted_requests import read_requests, write_requests
 from batchgen.progress import Snapshot
@@ -144,7 +144,7 @@ def forget_plan(folder: Path) -> None:
 
 def stores(folder: Path) -> list[Path]:
     """Returns the folders of all shards that have a store of results. Finds them also if the plan was deleted."""
-    return [store.parent for store in sorted((folder / SHARDS_FOLDER).glob(f"*/*/{FILE}"))]
+    return [store.parent for store in sorted((folder / SHARDS_FOLDER).glob(f"*/*/{RESULTS_FILE}"))]
 
 
 def take_results(folder: Path, results: Results) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
-from batchgen.progress import GENERATING, REFRESH_SECONDS, Snapshot, facts, percent, rounded_duration
+from batchgen.progress import GENERATING, REFRESH_SECONDS, Snapshot, facts, rounded_duration
 from batchgen.stats import counted
 from batchgen_cli.options import Display
 from batchgen_cli.stderr import Stderr, Stream, event, printable, write_line
@@ -100,7 +100,7 @@ class Lines(Notes):
         self._last = self.clock()
         phase = "" if now.phase == GENERATING else f"{now.phase}, "
         count = now.rows_done if now.rows_passed is None else now.rows_passed
-        of = "" if now.rows_total is None else f" of {now.rows_total:,} ({percent(now)}%)"
+        of = "" if now.rows_total is None else f" of {now.rows_total:,} ({now.percent}%)"
         self.write(f"batchgen: {phase}{', '.join((counted(count, 'row') + of, *facts(self.now)))}")
 
 
@@ -200,7 +200,7 @@ class Bar(Notes):
             return _literal(f"{name}…{waited}"[:width])
         if total is None:
             return _literal(_fitted_line(f"{name}: {counted(count, 'row')}", facts(self.now), width)[:width])
-        head = f"{name}: {percent(now):3d}%"
+        head = f"{name}: {now.percent:3d}%"
         room = width - len(head)
         most = facts(self.now)
         tail = _fitted_line(

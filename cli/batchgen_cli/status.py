@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from batchgen.config import JobConfig
-from batchgen.progress import rounded_duration, share, speed
+from batchgen.progress import percentage, rounded_duration, speed
 from batchgen.stats import counted
 from batchgen_cli.options import AsJson, JobOutput, option_of
 from batchgen_cli.stderr import printable, write_answer
@@ -87,7 +87,7 @@ def _shard(shard: dict[str, Any]) -> str:
         parts[0] += f" for {rounded_duration(silent)}" if silent is not None else ""
     if shard["state"] not in ("done", "not begun"):
         parts[0] += f" (process {shard['pid']} on {shard['host']})"
-    parts.append(f"{done:,} of {counted(total, 'row')} ({share(done, total)}%)")
+    parts.append(f"{done:,} of {counted(total, 'row')} ({percentage(done, total)}%)")
     if shard["rows_failed"]:
         parts.append(f"{shard['rows_failed']:,} failed")
     if shard["completion_tokens_per_s"] or shard["rows_per_s"]:
@@ -145,7 +145,7 @@ def _state(found: dict[str, Any]) -> str:
 
 def _rows(found: dict[str, Any]) -> str:
     done, total = found["rows_done"], found["rows_total"]
-    parts = [f"{done:,} done" if total is None else f"{done:,} of {total:,} done ({share(done, total)}%)"]
+    parts = [f"{done:,} done" if total is None else f"{done:,} of {total:,} done ({percentage(done, total)}%)"]
     if found["rows_failed"]:
         parts.append(f"{found['rows_failed']:,} failed")
     if found["rows_kept"]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.progress import Tracker, rounded_duration, share, speed
+from batchgen.progress import Tracker, percentage, rounded_duration, speed
 from batchgen_cli import stderr
 from batchgen_cli.options import Display
 from batchgen_cli.progress import (
@@ -236,7 +236,7 @@ def test_times_are_as_people_read_them(seconds: float, text: str) -> None:
 
 
 def test_a_share_is_whole_only_when_all_is_done() -> None:
-    assert [share(999_999, 1_000_000), share(1, 1), share(0, 0), share(0, 5)] == [99, 100, 100, 0]
+    assert [percentage(999_999, 1_000_000), percentage(1, 1), percentage(0, 0), percentage(0, 5)] == [99, 100, 100, 0]
 
 
 def test_where_no_tokens_are_generated_speed_is_in_rows() -> None:

@@ -161,8 +161,15 @@ def test_pieces_in_an_order_of_their_own_are_equal_in_cost() -> None:
 # -- taking
 
 
+def waiting_for(devices: int) -> WaitingPieces:
+    shares = WaitingPieces()
+    for device in range(devices):
+        shares.join(device)
+    return shares
+
+
 def shares_of(requests: list[Request], devices: int = 2, **options: Any) -> WaitingPieces:
-    shares = WaitingPieces(devices)
+    shares = waiting_for(devices)
     shares.add(*planned(requests), **options)
     return shares
 
@@ -244,7 +251,7 @@ def test_what_a_lost_device_had_comes_after_the_shares_of_the_others() -> None:
 
 
 def test_a_lost_device_gets_nothing_of_the_next_window() -> None:
-    shares = WaitingPieces(3)
+    shares = waiting_for(3)
     shares.lost(1, [])
     shares.add(*planned([request(i, [i], 1) for i in range(40)]))
     assert taken_by(shares, 0, 100) + taken_by(shares, 2, 100) == list(range(40))
@@ -259,7 +266,7 @@ def test_what_is_dropped_is_not_handed_out() -> None:
 @settings(max_examples=examples(10, 50))
 @given(some_requests(), st.integers(1, 4), st.data())
 def test_whatever_is_asked_all_is_handed_out_once(requests: list[Request], devices: int, data: st.DataObject) -> None:
-    shares = WaitingPieces(devices)
+    shares = waiting_for(devices)
     half = len(requests) // 2
     for window in (requests[:half], requests[half:]):
         if window:
