@@ -79,7 +79,7 @@ def check_command(config: JobConfig) -> JobCommand:
 
 @dataclass(frozen=True, slots=True)
 class JobSetup(JobCommand):
-    """The parts of a job that are needed before its results are opened: also the tokenizer, and what the job is asked for."""
+    """The parts of a job that are known before its results are opened: those of the command, the tokenizer, and what the job is asked for (`spec`)."""
 
     tokenizer: LoadedTokenizer
     prompts: PromptBuilder
