@@ -81,7 +81,7 @@ class CutFigures:
     """The cost of running a job in shards (`run --shard I/N`)."""
 
     rows: tuple[int, ...]
-    """Figures of each shard."""
+    """Number of requests of each shard."""
     cost: tuple[float, ...]
     """Each shard's part of the estimated cost of all; they add up to 1."""
     prefill_tokens_again: int
