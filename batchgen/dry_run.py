@@ -291,9 +291,9 @@ class _PlanBuilder:
 
     def add_window(self, requests: Sequence[Request], *, follow_on: bool = False) -> None:
         """Adds a window. `follow_on`: windows follow each other in depth-first order."""
-        self.windows += 1
         if not requests:
             return
+        self.windows += 1
         prompts = [r.tokens for r in requests]
         plan = self._planned(prompts)
         carried = self._kept.carried(plan, prompts, and_last=follow_on)

@@ -31,6 +31,14 @@ def config_of(model: Path, source: Path, **options: Any) -> JobConfig:
     return JobConfig(inputs=(str(source),), model=ModelConfig(model=str(model)), **options)
 
 
+def test_the_tree_of_windows_is_that_of_the_first_one_with_a_row_that_can_run(
+    tiny_model_dir: Path, write_jsonl: Write
+) -> None:
+    plan = plan_job(config_of(tiny_model_dir, write_jsonl([{"prompt": 1}, {"prompt": 2}, *rows()]), window=2))
+    assert (plan.rows, plan.rows_failed, plan.windows) == (10, 2, 4)
+    assert [(line.tokens, line.rows) for line in plan.tree] == [(1 + len(ROOT) + len("The "), 2)]
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_an_input_that_breaks_off_has_no_plan(window: int | None, tiny_model_dir: Path, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl.gz"
