@@ -1,6 +1,6 @@
 """Damaged files in a job's folder: lost rows are generated again or the run is refused; no row is wrong, missing or repeated.
 
-The whole job runs with the real tokenizer. Only the model is a fake: it answers with the digest of the prompt.
+The whole job runs with the real tokenizer. Only the model is a fake: it answers with the prompt (`support.runs`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -23,48 +23,9 @@ import batchgen.job_setup
 from batchgen import JobConfig, ModelConfig, SamplingParams, run_job
 from batchgen.errors import BatchgenError, OutputError, UsageError
 from batchgen.prompts import load_tokenizer
-from batchgen.request import Leaf, row_digest
-from batchgen.result import Result
-from batchgen.stats import EngineStats
 from support.harness import TINY_SPOOL, write_common_input
 from support.params import examples
-from support.runs import Killed
-
-
-class Oracle:
-    """Replaces the engine: the answer to a prompt is its digest. Dies after `most` answers."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.stats = EngineStats()
-        self.device = self.dtype = self.attention = "none"
-        self.waiting = self.unfinished = 0
-        self.most: int | None = None
-        self.answered: list[int] = []
-        """The rows answered so far."""
-
-    def add(self, leaves: Sequence[Leaf], plan: Any, on_result: Callable[[Result], None]) -> None:
-        self.added = leaves, on_result
-
-    def under_way(self) -> dict[int, Any]:
-        return {}
-
-    def close(self) -> None: ...
-
-    def run(self, stop: Any) -> None:
-        leaves, on_result = self.added
-        for leaf in leaves:
-            if len(self.answered) == self.most:
-                raise Killed
-            request = leaf.request
-            text = row_digest(request.tokens, request.params).hex()
-            self.answered.append(request.row)
-            on_result(
-                Result(
-                    row=request.row, text=text, finish_reason="stop", prompt_tokens=len(request.tokens),
-                    completion_tokens=1, token_ids=(1,),
-                )
-            )  # fmt: skip
+from support.runs import Killed, Oracle
 
 
 class Folder:
@@ -76,8 +37,8 @@ class Folder:
         self.expected: dict[str, bytes] = {}
         write_common_input(path)
 
-    def run(self, *, most: int | None = None, **options: Any) -> list[int]:
-        """Runs the job and returns the generated rows. The run dies after `most` rows."""
+    def run(self, *, most: int | None = None, **options: Any) -> list[str]:
+        """Runs the job and returns the generated prompts. The run dies after `most` prompts."""
         self.oracle.most, self.oracle.answered = most, []
         config = JobConfig(
             inputs=(str(self.path / "in.jsonl"),),
@@ -113,15 +74,11 @@ def folder(
     request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Folder]:
     """A job saved in these states: `new`, `begun` (half of the rows generated), `generated` (all of them), `finished`, and `changed` (finished, with an input changed since)."""
-    oracle = Oracle()
-    tokenizers: dict[ModelConfig, Any] = {}
+    tokenizer = load_tokenizer(ModelConfig(model=str(tiny_model_dir)))
+    oracle = Oracle("a", lambda tokens: str(tokenizer.hf_tokenizer.decode(tokens)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batchgen.job, "open_engine", lambda *_: oracle)
-        patch.setattr(
-            batchgen.job_setup,
-            "load_tokenizer",
-            lambda model: tokenizers.get(model) or tokenizers.setdefault(model, load_tokenizer(model)),
-        )
+        patch.setattr(batchgen.job_setup, "load_tokenizer", lambda _: tokenizer)
         for place, value in TINY_SPOOL.items():
             module, name = place.split(":")
             now = getattr(importlib.import_module(module), name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ from batchgen.jobs.opening import find_finished
 from batchgen.records import open_input
 from batchgen.result import Completion, Result, Score, TokenLogprob
 from support.jobs import SETTINGS
+from support.python_process import environment
 
 
 def test_a_job_leaves_its_output_and_a_small_folder(run, write_input):
@@ -112,9 +112,8 @@ import time; time.sleep(60)
 
 def test_a_killed_job_loses_no_result_and_its_lock_is_taken_over(run, open_, texts, write_input):
     write_input(["a", "b", "c"])
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-c", KILLED, str(Path(__file__).parents[1])]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment()) as process:
         assert process.stdout.readline() == b"appended\n"
         with pytest.raises(OutputLocked, match=f"process {process.pid} on {socket.gethostname()}"):
             open_()

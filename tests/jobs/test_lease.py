@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -16,16 +15,9 @@ import pytest
 from batchgen.errors import OutputLocked, UsageError
 from batchgen.jobs import lease as leases
 from batchgen.jobs.lease import Beats, Lease, check_shared_folder, holder_of_lease, is_alive_here, last_claim
+from support.python_process import holding
 
 QUICK = Beats(every=0.01, silent=0.3, look=0.01)
-HOLD = """
-import sys, time
-from pathlib import Path
-from batchgen.jobs.lease import Lease
-lease = Lease(Path(sys.argv[1]), "shard 2/4 of o.jsonl")
-print("held", flush=True)
-time.sleep(60)
-"""
 
 
 def claim_of_another_machine(folder: Path, number: int = 1, beat: int = 7, state: str = "running") -> Path:
@@ -39,12 +31,8 @@ def claim_of_another_machine(folder: Path, number: int = 1, beat: int = 7, state
 
 @pytest.fixture
 def other_process(tmp_path: Path):
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "2"], stdout=subprocess.PIPE, env=env) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"held\n"
+    with holding(Lease, tmp_path / "2", "shard 2/4 of o.jsonl") as process:
         yield process
-        process.kill()
 
 
 def test_a_lease_is_held_by_one_process_and_names_it(tmp_path: Path, other_process: subprocess.Popen[bytes]) -> None:

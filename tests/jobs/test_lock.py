@@ -15,25 +15,14 @@ import pytest
 
 from batchgen.errors import OutputLocked
 from batchgen.jobs.lock import Lock
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from batchgen.jobs.lock import Lock
-lock = Lock(Path(sys.argv[1]), "o.jsonl")
-print("held", flush=True)
-time.sleep(60)
-"""
+from support.python_process import holding
 
 
 @pytest.fixture
 def other_process(tmp_path):
     """A second process that holds the lock file `tmp_path / "lock"`."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "lock"], stdout=subprocess.PIPE, env=env) as process:
-        assert process.stdout.readline() == b"held\n"
+    with holding(Lock, tmp_path / "lock", "o.jsonl") as process:
         yield process
-        process.kill()
 
 
 def test_the_lock_of_a_running_process_is_respected_and_its_holder_named(tmp_path, other_process):

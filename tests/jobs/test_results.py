@@ -18,6 +18,7 @@ from batchgen.jobs.disk import network_file_system
 from batchgen.jobs.results import Results, occurrences, read_facts, temporary_counts
 from batchgen.result import Completion, Result, TokenLogprob
 from support.params import examples
+from support.python_process import environment
 
 KEYS = [bytes([i]) * 16 for i in range(6)]
 RESULTS = [
@@ -99,8 +100,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.parametrize(("network", "flush_every", "kept"), [(False, 3600, 5), (True, 3600, 0), (True, 0, 5)])
 def test_a_killed_process_loses_only_unflushed_results_on_a_network_file_system(tmp_path, network, flush_every, kept):
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    code = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(network), str(flush_every)], env=env)
+    code = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), str(network), str(flush_every)], env=environment()
+    )
     assert code.returncode == -9
     with opened(tmp_path) as results:
         assert [r.text for r in results.stored(KEYS).values()] == [str(i) for i in range(kept)]

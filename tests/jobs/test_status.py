@@ -20,15 +20,7 @@ from batchgen.jobs.results import Results
 from batchgen.jobs.status import job_status
 from batchgen.progress import Silent, Tracker
 from batchgen.result import Result
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from batchgen.jobs.lock import Lock
-lock = Lock(Path(sys.argv[1]), "o.jsonl")
-print("held", flush=True)
-time.sleep(60)
-"""
+from support.python_process import holding
 
 
 @pytest.fixture
@@ -170,10 +162,7 @@ def test_a_run_that_has_just_begun_does_not_show_the_figures_of_an_earlier_one(f
 
 
 def test_a_killed_job_is_dead_and_its_last_results_are_counted(folder):
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    code = HOLD.replace("sys.argv[1]", repr(str(folder / "lock")))
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env) as process:
-        assert process.stdout.readline() == b"held\n"
+    with holding(Lock, folder / "lock", "o.jsonl") as process:
         assert job_status("o.jsonl")["state"] == "running"
         add_results(folder, 30)
         tell(folder, generated(30, kept=10))

@@ -17,6 +17,7 @@ from batchgen.jobs.opening import open_job
 from batchgen.jobs.stdout_job import StdoutJob
 from batchgen.records import Row, RowForm, open_input
 from batchgen.result import Result
+from support.python_process import environment
 
 
 def job(order="input"):
@@ -87,10 +88,9 @@ except ClosedPipe as e:
 
 
 def test_a_closed_pipe_ends_the_job_quietly_with_its_own_exit_code():
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-c", PIPE, os.path.dirname(__file__)]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=env) as process:
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment()) as process:
         assert process.stdout.readline().decode() == line(0)
         process.stdout.close()
         process.stdin.close()

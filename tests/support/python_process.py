@@ -1,0 +1,31 @@
+"""A second Python process, which finds the modules that this one finds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def environment() -> dict[str, str]:
+    """The environment of such a process."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+
+
+@contextmanager
+def holding(kind: type, path: Path, what: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that holds `kind(path, what)`, a `Lock` or a `Lease`, until it is killed."""
+    code = (
+        f"import time\nfrom pathlib import Path\nfrom {kind.__module__} import {kind.__name__}\n"
+        f"held = {kind.__name__}(Path({str(path)!r}), {what!r})\nprint('held', flush=True)\ntime.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment()) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"held\n"
+            yield process
+        finally:
+            process.kill()
