@@ -15,7 +15,7 @@ from typing import Any
 from batchgen.config import INPUT_LIMITS
 from batchgen.errors import BatchgenError, InputCorrupt, OutputError, OutputLocked, UsageError, memory_errors
 from batchgen.jobs.base import JobSpec
-from batchgen.jobs.disk import write_stats
+from batchgen.jobs.disk import check_stats_file, write_stats
 from batchgen.jobs.job_folder import JobFolder
 from batchgen.jobs.lease import SILENT_SECONDS, Lease, holder_of_lease, is_alive_here, seconds_silent
 from batchgen.jobs.manifest import Manifest, load_manifest
@@ -37,7 +37,7 @@ from batchgen.records import Input, RowForm, RowStream, job_path
 from batchgen.records.files import InputFile
 from batchgen.records.openai_batch import OpenAIForm
 from batchgen.report import ReportPage, report_job
-from batchgen.stats import EngineStats, Setting, check_stats_file, counted, figures
+from batchgen.stats import EngineStats, Setting, counted, figures
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -588,9 +588,9 @@ class JobConfig:
         return None if self.shard is None else parse_shard(self.shard)
 
     @property
-    def retried(self) -> frozenset[str]:
-        """The names given by `retry` and `retry_errors` together."""
-        return frozenset(self.retry) | ({"errors"} if self.retry_errors else set())
+    def retried(self) -> list[str]:
+        """The names given by `retry` and `retry_errors` together, sorted, each once."""
+        return sorted({*self.retry, "errors"} if self.retry_errors else set(self.retry))
 
     @property
     def named_columns(self) -> list[tuple[str, str]]:

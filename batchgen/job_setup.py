@@ -11,6 +11,7 @@ from typing import Any
 from batchgen.config import JobConfig
 from batchgen.errors import UsageError
 from batchgen.jobs.base import Job, JobSpec
+from batchgen.jobs.disk import check_stats_file
 from batchgen.jobs.identity import command_digest, date_of_job, job_settings, local_identity
 from batchgen.jobs.job_folder import JobFolder
 from batchgen.jobs.manifest import as_stored
@@ -30,7 +31,7 @@ from batchgen.records import DatasetChoice, Input, Row, RowStream, open_input, r
 from batchgen.report import check_report_file
 from batchgen.request import Request, TokenArray
 from batchgen.sampling.grammars import Vocabulary
-from batchgen.stats import check_stats_file, versions
+from batchgen.stats import versions
 
 QUANTIZED_TEXTS = 4
 """Rows on which `--quantize` is measured."""

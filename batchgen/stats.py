@@ -15,7 +15,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from batchgen.errors import UsageError
 from batchgen.result import Result
 from batchgen.version import __version__
 
@@ -305,9 +304,3 @@ def version_of(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def check_stats_file(path: str | None) -> None:
-    """Raises `UsageError` if the figures cannot be written to `path`. Called before any work is done."""
-    if path is not None and (not Path(path).absolute().parent.is_dir() or Path(path).is_dir()):
-        raise UsageError(f"--stats {path} cannot be written", "name a file in a folder that exists")

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import OutputError, RowError, UsageError
-from batchgen.jobs.disk import write_stats
+from batchgen.jobs.disk import check_stats_file, write_stats
 from batchgen.result import Result
 from batchgen.stats import (
     EngineStats,
     RowCounts,
     RunFigures,
     Setting,
-    check_stats_file,
     figures,
     memory_bytes_peak,
     version_of,

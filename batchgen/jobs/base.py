@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -34,8 +34,8 @@ class JobSpec:
     work_dir: str | None = None
     overwrite: bool = False
     flush_every: float = 0.0
-    retry: Collection[str] = ()
-    """Reasons of `RETRIES`: the results of rows that ended so are forgotten, and these rows run again."""
+    retry: list[str] = field(default_factory=list)
+    """`JobConfig.retried`: the results of rows that ended so are forgotten, and these rows run again."""
     prune: bool = False
     """The output may lose any number of rows, and results that no row asks for are removed when it is finished."""
     optional: Collection[str] = ()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.errors import OutputError
+from batchgen.errors import OutputError, UsageError
 
 _HINT = "check the disk and run the same command again: finished rows are kept"
 _SQLITE_HINTS = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}
@@ -157,6 +157,12 @@ def _replace(place: Path, new: Path, data: bytes) -> None:
         with suppress(OSError):  # the folder cannot be written to
             new.unlink(missing_ok=True)
         raise
+
+
+def check_stats_file(path: str | None) -> None:
+    """Raises `UsageError` if the figures cannot be written to `path`. Called before any work is done."""
+    if path is not None and (not Path(path).absolute().parent.is_dir() or Path(path).is_dir()):
+        raise UsageError(f"--stats {path} cannot be written", "name a file in a folder that exists")
 
 
 def write_stats(path: str | None, stats: Mapping[str, Any]) -> None:

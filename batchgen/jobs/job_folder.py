@@ -150,7 +150,7 @@ class JobFolder(StoredResults):
                     results_of_output(self._target.name, self.folder / "keys", self._spec.form.asked)
                 )
                 self.notes.append(f"{self.output} was finished: {taken} of its results are used again")
-        retry = sorted(self._spec.retry)
+        retry = self._spec.retry
         interrupted = old is not None and old.state == "running" and old.request.get("retry") == retry
         if retry and (self._limit_raised or not interrupted):  # an interrupted run has dropped them already
             results.forget([RETRY_REASONS[name] for name in retry])

@@ -59,7 +59,7 @@ def find_finished(output: str, *, command: str, input: Input, config: JobConfig)
         return None
     # The rest of the request follows from the command.
     asked = manifest.request | as_stored(_request_of(input, config.limit, config.order))
-    figures = _complete_figures(folder, manifest, asked, retry=sorted(config.retried), prune=config.prune)
+    figures = _complete_figures(folder, manifest, asked, retry=config.retried, prune=config.prune)
     return None if figures is None else (figures, bool(manifest.settings["chat"]))
 
 
@@ -87,7 +87,7 @@ def open_job(spec: JobSpec, lease: Lease | None = None, *, merging: bool = False
         _make_folder(folder, min_bytes(spec.input, output, form))
         lock = Lock(folder / "lock", output, leased=lease is not None)
     try:
-        request = _request_of(spec.input, spec.limit, spec.order) | asdict(form) | {"retry": sorted(spec.retry)}
+        request = _request_of(spec.input, spec.limit, spec.order) | asdict(form) | {"retry": spec.retry}
         manifest = Manifest(
             state="running", output=target.address, command=spec.command,
             settings=as_stored(spec.settings), mentions=as_stored(spec.mentions), request=as_stored(request),
@@ -203,7 +203,7 @@ class _Opening(Opened):
             return
         if there and not self.limit_raised:
             self.finished = _complete_figures(
-                self.folder, old, self.manifest.request, retry=sorted(spec.retry), prune=spec.prune
+                self.folder, old, self.manifest.request, retry=spec.retry, prune=spec.prune
             )
         if self.finished is not None:
             self.previous = None

@@ -193,7 +193,7 @@ class Results:
 
     def under_way(self) -> dict[bytes, dict[int, Completion]]:
         """Returns the unfinished completions of earlier runs, by row key and by the completion's number."""
-        self._write_one("DELETE FROM under_way WHERE key IN (SELECT key FROM results)", ())
+        self._write_one("DELETE FROM under_way WHERE key IN (SELECT key FROM results)")
         self._begun = {}
         damaged = None
         for key, number, start, _, value, checksum in self._db.execute(
@@ -240,7 +240,7 @@ class Results:
     def begin_rows(self) -> None:
         """Drops all rows, before the input is read from its start."""
         self.forget_reading()
-        self._write_one("DELETE FROM rows", ())
+        self._write_one("DELETE FROM rows")
 
     def add_rows(self, rows: Sequence[int], keys: Mapping[int, bytes], failed: Mapping[int, Result]) -> None:
         """Adds rows of the output by their numbers: each has a key, or a result in `failed`."""
@@ -274,10 +274,10 @@ class Results:
 
     def forget(self, reasons: Sequence[str]) -> None:
         """Drops the results that ended for one of these reasons, so that their rows run again."""
-        self.commit()
         marks = ",".join("?" * len(reasons))
-        self._db.execute(f"DELETE FROM results WHERE reason IN ({marks})", tuple(reasons))
+        self._write_one(f"DELETE FROM results WHERE reason IN ({marks})", tuple(reasons))
         self.forget_reading()
+        self.flush()  # before the manifest says that the results were dropped
 
     def forget_cut(self) -> None:
         """Drops completions that were cut by their length: those of unfinished rows, and all results with at least one such completion."""
@@ -296,8 +296,7 @@ class Results:
 
     def forget_unasked(self) -> None:
         """Drops the results that no row of the output asks for."""
-        self.commit()
-        self._db.execute("DELETE FROM results WHERE key NOT IN (SELECT key FROM rows WHERE key IS NOT NULL)")
+        self._write_one("DELETE FROM results WHERE key NOT IN (SELECT key FROM rows WHERE key IS NOT NULL)")
 
     # -- the finished output
 
@@ -353,11 +352,11 @@ class Results:
 
     def forget_reading(self) -> None:
         """Makes sure that no later run uses the first reading of the input."""
-        self._write_one("DELETE FROM facts WHERE name = 'reading'", ())
+        self._write_one("DELETE FROM facts WHERE name = 'reading'")
 
     # -- writing
 
-    def _write_one(self, statement: str, values: Sequence[Any]) -> None:
+    def _write_one(self, statement: str, values: Sequence[Any] = ()) -> None:
         if self._network and not self._batched:
             self._db.execute("BEGIN IMMEDIATE")
             self._batched = True

@@ -302,7 +302,7 @@ def _join(folder: Path, plan: ShardPlan, number: int, spec: JobSpec, tell: Calla
             return None
         _check_no_whole_run(folder, output)
         shard = ShardFolder(folder, plan, number, output)
-        shard.open(lease, sorted(spec.retry), spec.flush_every)
+        shard.open(lease, spec.retry, spec.flush_every)
         return shard
     except BaseException:
         lease.release()

@@ -122,6 +122,16 @@ def test_the_log_is_synced_at_intervals_and_not_for_every_result(tmp_path, monke
         assert len(synced) == 1
 
 
+def test_results_to_generate_again_are_dropped_on_the_disk_before_the_manifest_says_so(folder, monkeypatch):
+    fill(folder)
+    with opened(folder, flush_every=3600) as results:
+        dropped = []
+        flush = results.flush
+        monkeypatch.setattr(results, "flush", lambda: (dropped.append(results.count), flush()))
+        results.forget(["stop"])
+        assert dropped == [results.count]
+
+
 def test_another_process_reads_results_without_changing_the_folder(folder):
     assert read_facts(folder, ("progress",)) == ({}, None)
     with opened(folder) as results:
