@@ -324,6 +324,19 @@ def test_resuming_with_other_settings_is_refused_and_names_them(
     assert again.stats["rows"] == 2
 
 
+def test_every_run_notes_what_is_left_out_of_a_folder(tiny_model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    source, output = tmp_path / "rows" / "a.jsonl", tmp_path / "rows" / "o.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    config = replace(config_of(tiny_model_dir, tmp_path / "rows"), output=str(output))
+    run_job(config)
+    for finished in (True, False):
+        progress = Recorder()
+        assert run_job(config, progress).already_finished is finished
+        assert f"{output} is an output of batchgen: left out of the input" in progress.notes
+        source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+
+
 def test_a_second_run_on_the_same_output_is_refused(tiny_model_dir: Path, write_jsonl: Write) -> None:
     config = config_of(tiny_model_dir, write_jsonl(prompts(4)))
     seen: list[Exception] = []
