@@ -269,6 +269,7 @@ def test_max_errors_ends_the_job_and_keeps_finished_rows(tiny_model_dir: Path, w
         run_job(config_of(tiny_model_dir, source, max_errors="1", window=3))
     report = run_job(config_of(tiny_model_dir, source, window=3))
     assert (report.exit_code, report.stats["rows_resumed"], report.stats["rows_failed"]) == (3, 3, 2)
+    assert report.stats["job"]["runs"] == 2
 
 
 def test_a_limit_takes_the_first_rows_and_can_be_raised_later(
@@ -306,6 +307,7 @@ def test_rows_before_a_broken_place_of_the_input_are_generated_and_kept(tiny_mod
     report = run_job(config)
     assert report.stats["rows_resumed"] > 100
     assert report.stats["rows_resumed"] + report.stats["rows"] == 800
+    assert report.stats["job"]["runs"] == 2  # the figures of the run that broke off count
 
 
 def test_resuming_with_other_settings_is_refused_and_names_them(
