@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, PromptConfig, SamplingParams, run_job
+from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, PromptConfig, SamplingParams, job_status, run_job
 from batchgen.errors import InputCorrupt, Interrupted, OutputLocked, TooManyErrors, UsageError
 from support.progress import Recorder, interrupt, rows_done
 
@@ -156,6 +156,8 @@ def test_an_interrupted_job_keeps_its_results_and_resumes(
     assert not Path(str(config.output)).exists()
     first = json.loads((tmp_path / "stats.json").read_text())
     assert 4 <= first["rows"] < 12
+    status = job_status(str(config.output))
+    assert (status["state"], status["finish_reasons"]["length"]) == ("stopped", first["rows"])  # the last moment, too
     report = run_job(config)
     assert texts(read_jsonl(Path(report.output))) == texts(whole)
     assert (report.stats["rows"], report.stats["rows_resumed"]) == (12 - first["rows"], first["rows"])
