@@ -119,14 +119,16 @@ def test_equal_rows_above_temperature_0_are_sampled_differently(
     assert [tuple(row["token_ids"]) for row in read_jsonl(Path(run_job(other).output))] == token_ids
 
 
-def test_a_second_run_finds_nothing_to_do(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_a_second_run_finds_nothing_to_do_and_writes_the_figures_where_it_is_told(
+    tiny_model_dir: Path, write_jsonl: Write, tmp_path: Path
+) -> None:
     config = config_of(tiny_model_dir, write_jsonl(prompts(4)))
     first = run_job(config)
     written = Path(first.output).stat().st_mtime_ns
     progress = Recorder()
-    second = run_job(config, progress)
+    second = run_job(replace(config, stats=str(tmp_path / "stats.json")), progress)
     assert second.already_finished
-    assert second.stats == first.stats
+    assert second.stats == first.stats == json.loads((tmp_path / "stats.json").read_text())
     assert Path(first.output).stat().st_mtime_ns == written
     assert "loading model" not in progress.phases
 
