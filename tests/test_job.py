@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +14,7 @@ import pytest
 
 from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, PromptConfig, SamplingParams, job_status, run_job
 from batchgen.errors import InputCorrupt, Interrupted, OutputLocked, TooManyErrors, UsageError
-from support.progress import Recorder, interrupt, rows_done
+from support.progress import Recorder, in_phase, interrupt, rows_done
 
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
 Rows = list[dict[str, Any]]
@@ -152,12 +153,15 @@ def test_an_interrupted_job_keeps_its_results_and_resumes(
 ) -> None:
     options: dict[str, Any] = {"engine": EngineConfig(batch_size=2), "stats": str(tmp_path / "stats.json")}
     config = config_of(tiny_model_dir, write_jsonl(prompts(12)), **options)
+    progress = Recorder(rows_done(4), lambda: interrupt(signum))
     with pytest.raises(Interrupted) as error:
-        run_job(config, Recorder(rows_done(4), lambda: interrupt(signum)))
+        run_job(config, progress)
     assert error.value.exit_code == 128 + signum
     assert not Path(str(config.output)).exists()
     first = json.loads((tmp_path / "stats.json").read_text())
     assert 4 <= first["rows"] < 12
+    begun = r"(, and \d+ tokens? of unfinished rows)?"
+    assert re.fullmatch(rf"{first['rows']} of 12 rows are done{begun}: everything is kept", progress.notes[-1])
     status = job_status(str(config.output))
     assert (status["state"], status["finish_reasons"]["length"]) == ("stopped", first["rows"])  # the last moment, too
     report = run_job(config)
@@ -166,6 +170,24 @@ def test_an_interrupted_job_keeps_its_results_and_resumes(
     job = report.stats["job"]
     assert (job["runs"], job["rows"]) == (2, 12)
     assert job["prefill_tokens"] == first["prefill_tokens"] + report.stats["prefill_tokens"]
+
+
+def test_a_job_that_is_interrupted_before_its_first_token_has_nothing_to_keep(
+    tiny_model_dir: Path, write_jsonl: Write
+) -> None:
+    progress = Recorder(in_phase("generating"), interrupt)
+    with pytest.raises(Interrupted):
+        run_job(config_of(tiny_model_dir, write_jsonl(prompts(3))), progress)
+    assert progress.notes[-1] == "no row was done yet, so there is nothing to keep"
+
+
+def test_what_the_writer_has_to_say_is_noted_at_the_end(
+    tiny_model_dir: Path, write_jsonl: Write, tmp_path: Path
+) -> None:
+    source = write_jsonl([{"prompt": "a", "x": 1}, {"prompt": "b", "x": [1]}])
+    progress = Recorder()
+    run_job(config_of(tiny_model_dir, source, output=str(tmp_path / "o.parquet")), progress)
+    assert progress.notes[-1].startswith("column 'x' has values that no one Parquet type fits")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
