@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 from batchgen.config import JobConfig
@@ -14,6 +13,7 @@ from batchgen.jobs.base import Job, JobSpec
 from batchgen.jobs.disk import check_stats_file
 from batchgen.jobs.identity import command_digest, date_of_job, job_settings, local_identity
 from batchgen.jobs.job_folder import JobFolder
+from batchgen.jobs.lease import Lease
 from batchgen.jobs.manifest import as_stored
 from batchgen.jobs.opening import find_finished, open_job
 from batchgen.jobs.outcomes import Outcomes
@@ -203,27 +203,30 @@ def _open_store(setup: JobSetup, signals: Signals, tracker: Tracker) -> Job | Sh
     config = setup.config
     if config.shard_of is None:
         return open_job(setup.spec)
-    asked = asked_of(config, setup.source.fingerprint()) | {
-        "settings": as_stored(setup.spec.settings),
-        "keep": config.keep,
-        "id_column": config.id_column,
-        "token_ids": config.token_ids,
-        "output_format": config.output_format,
-    }
+    asked = as_stored(
+        asked_of(config, setup.source.fingerprint())
+        | {
+            "settings": setup.spec.settings,
+            "keep": config.keep,
+            "id_column": config.id_column,
+            "token_ids": config.token_ids,
+            "output_format": config.output_format,
+        }
+    )
+
+    def read(lease: Lease) -> Job | None:
+        with open_job(setup.spec, lease) as job:
+            if job.finished is not None:
+                return job
+            _plan_shards(setup, job, asked, Tracker(tracker.shown))
+        return None
 
     def waiting(text: str) -> None:
         tracker.phase("waiting")
         tracker.note(text)
 
     with signals.interruptible(), tracker.run.timed("plan"):
-        return open_shard(
-            *config.shard_of,
-            setup.spec,
-            asked=as_stored(asked),
-            open_folder=partial(open_job, setup.spec),
-            read=lambda job: _plan_shards(setup, job, asked, Tracker(tracker.shown)),
-            tell=waiting,
-        )
+        return open_shard(*config.shard_of, setup.spec, asked=asked, read=read, tell=waiting)
 
 
 def _plan_shards(setup: JobSetup, job: Job, asked: dict[str, Any], tracker: Tracker) -> None:
@@ -246,7 +249,7 @@ def _plan_shards(setup: JobSetup, job: Job, asked: dict[str, Any], tracker: Trac
         windows,
         count,
         config.engine.chunk_size,
-        asked=as_stored(asked),
+        asked=asked,
         rows=job.row_count,
         output=output_facts(setup.spec),
         earlier=job.previous["job"] if job.previous else None,

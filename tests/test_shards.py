@@ -66,6 +66,12 @@ def whole(model: Path, **options: Any) -> bytes:
     return Path("whole.jsonl").read_bytes()
 
 
+def check_merged(model: Path) -> None:
+    """Merges the shards, and checks that they write the output of one run."""
+    merge_job("o.jsonl")
+    assert Path("o.jsonl").read_bytes() == whole(model)
+
+
 def test_shards_in_any_order_write_the_output_of_one_run(tiny_model_dir: Path, source: Path) -> None:
     assert [shard(tiny_model_dir, name).shard for name in ("2/3", "3/3", "1/3")] == ["2/3", "3/3", "1/3"]
     assert not Path("o.jsonl").exists()
@@ -338,8 +344,7 @@ def test_shards_continue_from_the_results_of_a_run_without_them(tiny_model_dir: 
     run_job(config_of(tiny_model_dir, limit=9))
     generated = sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2"))
     assert generated == 24 - 9
-    merge_job("o.jsonl")
-    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
+    check_merged(tiny_model_dir)
 
 
 @pytest.mark.slow
@@ -348,8 +353,7 @@ def test_rows_added_between_runs_of_shards_are_generated(tiny_model_dir: Path, s
     write(rows(30))
     generated = sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2"))
     assert generated == 29 - done
-    merge_job("o.jsonl")
-    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
+    check_merged(tiny_model_dir)
 
 
 @pytest.mark.slow
@@ -360,8 +364,7 @@ def test_an_input_that_changes_before_the_merge_is_noticed(tiny_model_dir: Path,
     with pytest.raises(Exception, match=r"in\.jsonl changed while the job was running"):
         merge_job("o.jsonl")
     assert sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2")) == 1
-    merge_job("o.jsonl")
-    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
+    check_merged(tiny_model_dir)
 
 
 @pytest.mark.slow
@@ -370,8 +373,7 @@ def test_rows_that_ended_with_length_run_again_with_retry(tiny_model_dir: Path, 
     assert min(cut) > 0
     again = [shard(tiny_model_dir, name, retry=("length",)).stats["rows"] for name in ("1/2", "2/2")]
     assert again == cut
-    merge_job("o.jsonl")
-    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
+    check_merged(tiny_model_dir)
 
 
 @pytest.mark.slow
@@ -388,8 +390,7 @@ def test_damaged_results_of_a_shard_are_generated_again(tiny_model_dir: Path, so
         merge_job("o.jsonl")
     lost = plan.shares[1].last - plan.shares[1].first
     assert sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2")) == lost
-    merge_job("o.jsonl")
-    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
+    check_merged(tiny_model_dir)
 
 
 def test_a_merge_killed_while_it_removes_the_shards_is_complete(
@@ -425,8 +426,7 @@ def test_a_damaged_plan_can_be_deleted_without_losing_results(tiny_model_dir: Pa
     with pytest.raises(UsageError, match="was made with other settings"):
         run_job(config_of(tiny_model_dir, sampling={"max_tokens": 4}))
     assert generated + sum(shard(tiny_model_dir, name).stats["rows"] for name in ("2/2", "1/2")) == 23
-    merge_job("o.jsonl")
-    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
+    check_merged(tiny_model_dir)
 
 
 def test_results_of_shards_without_a_manifest_are_kept(tiny_model_dir: Path, source: Path) -> None:
@@ -456,8 +456,7 @@ def test_there_may_be_more_shards_than_rows_and_no_rows_at_all(tiny_model_dir: P
     write(rows()[:2])
     for number in range(1, 6):
         shard(tiny_model_dir, f"{number}/5")
-    merge_job("o.jsonl")
-    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
+    check_merged(tiny_model_dir)
     write([])
     for number in (1, 2):
         shard(tiny_model_dir, f"{number}/2", output="empty.jsonl")

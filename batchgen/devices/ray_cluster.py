@@ -265,8 +265,8 @@ class EngineActor:
 
         def connect(on_message: Callable[[Any], None]) -> EngineActor:
             with self._delivering:
+                on_message(self._setup)  # before all other messages
                 self._on_message = on_message
-            on_message(self._setup)
             return self
 
         with few_collections():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from batchgen.jobs.disk import write_json, writing
@@ -53,9 +52,7 @@ class Store(Protocol):
     """The figures of the last run, if this run continues it."""
 
     def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...
 
     def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
         """Returns the stored results of `keys`. Their row numbers are meaningless."""

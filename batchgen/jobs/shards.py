@@ -25,7 +25,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from batchgen.config import RETRY_REASONS, InputLimits
@@ -230,13 +229,12 @@ def open_shard(
     spec: JobSpec,
     *,
     asked: Mapping[str, Any],
-    open_folder: Callable[[Lease], Job],
-    read: Callable[[Job], None],
+    read: Callable[[Lease], Job | None],
     tell: Callable[[str], None],
 ) -> ShardFolder | Job:
     """Returns shard `number` of `count`, held by this process, or the whole job if it is finished. `tell` is called with a sentence before each wait.
 
-    The first to come opens the job's folder by `open_folder` and calls `read`, which leaves a plan; all others wait for it.
+    The first to come calls `read`, which does the first reading and leaves a plan, or returns the job if it is finished; all others wait for it.
     Raises `UsageError` (other settings, shards of another number), `OutputLocked`, `OutputError`, and what `read` raises.
     """
     output, folder = spec.output, job_path(spec.output, spec.work_dir)
@@ -262,7 +260,7 @@ def open_shard(
             shard = _join(folder, plan, number, spec, tell_once)
             if shard is not None:
                 return shard
-        finished = _lead_reading(folder, output, asked, open_folder, read, tell_once)
+        finished = _lead_reading(folder, output, asked, read, tell_once)
         if finished is not None:
             return finished
 
@@ -342,8 +340,7 @@ def _lead_reading(
     folder: Path,
     output: str,
     asked: Mapping[str, Any],
-    open_folder: Callable[[Lease], Job],
-    read: Callable[[Job], None],
+    read: Callable[[Lease], Job | None],
     tell: Callable[[str], None],
 ) -> Job | None:
     """Does the first reading, or waits half a second if another process is doing it. Returns the job if it is finished."""
@@ -355,13 +352,7 @@ def _lead_reading(
         return None
     try:
         plan = load_plan(folder)
-        if plan is not None and plan.asked == asked:
-            return None
-        with open_folder(lease) as job:
-            if job.finished is not None:
-                return job
-            read(job)
-        return None
+        return None if plan is not None and plan.asked == asked else read(lease)
     finally:
         lease.release()
 
@@ -447,9 +438,7 @@ class ShardFolder(StoredResults):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self.finished is not None:
             return
         try:

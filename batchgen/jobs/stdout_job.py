@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from batchgen.jobs.disk import writing
@@ -59,9 +58,7 @@ class StdoutJob:
     def __enter__(self) -> StdoutJob:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._counts.close()
 
     def occurrences(self, digests: Sequence[bytes]) -> list[int]:

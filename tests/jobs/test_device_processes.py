@@ -175,10 +175,7 @@ def test_killing_processes_at_random_moments_does_not_change_the_output(job: Job
     rng = random.Random(5)
     for _ in range(60):
         job.reset()
-        running = job.start()
-        upto = rng.randrange(len(job.whole.calls))
-        while running.calls() < upto and not running.ended():
-            time.sleep(0.0005)
+        running = job.start_up_to(rng)
         workers = running.workers()
         if workers and not running.ended():
             os.kill(rng.choice(workers), signal.SIGKILL)

@@ -16,10 +16,7 @@ KILLS = 3 if FULL else 1
 
 def kill_at_random(job: Job, rng: random.Random) -> bool:
     """Kills one run at a random call. Returns whether it was still alive then."""
-    running = job.start()
-    upto = rng.randrange(len(job.whole.calls))
-    while running.calls() < upto and not running.ended():
-        time.sleep(0.0005)
+    running = job.start_up_to(rng)
     time.sleep(rng.choice((0, 0, 0.001, 0.005)))
     running.kill(9)
     return running.wait().code == -9

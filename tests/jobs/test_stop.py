@@ -55,10 +55,7 @@ def test_signals_at_random_moments_one_after_the_other_lose_no_row(job: Job) -> 
     kept: list[bytes] = []
     for _ in range(6):
         signum = rng.choice(SIGNALS)
-        running = job.start()
-        upto = rng.randrange(len(job.whole.calls))
-        while running.calls() < upto and not running.ended():
-            time.sleep(0.0005)
+        running = job.start_up_to(rng)
         running.kill(signum)
         check_stopped(job, running.wait(), signum)
         if job.is_in_place():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import sqlite3
 import subprocess
@@ -336,6 +337,14 @@ class Job:
     def start(self, *more: str | Path, quiet: bool = True, **plan: Any) -> Running:
         arguments = [*self.case.arguments, *more, *(["-q"] if quiet else [])]
         return self.runs.start(self.folder, arguments, settings=self.case.settings, **plan)
+
+    def start_up_to(self, rng: random.Random) -> Running:
+        """Starts a run. Returns it at a random one of its calls, or when it has ended."""
+        running = self.start()
+        upto = rng.randrange(len(self.whole.calls))
+        while running.calls() < upto and not running.ended():
+            time.sleep(0.0005)
+        return running
 
     def check_output(self, *, finished: bool) -> None:
         """Checks that the output is absent, old or complete; complete if `finished`."""
