@@ -55,7 +55,8 @@ class Lock:
                 f"another run holds {output} (process {holder.get('pid')} on {holder['host']}, since {holder.get('started')}); this host cannot tell whether it still runs",
                 f"wait for it; if it is dead, delete {path}",
             )
-        if holder and not kernel and not known_dead and _alive(holder.get("pid")):
+        another = holder and holder["pid"] != os.getpid()
+        if another and not kernel and not known_dead and _exists(holder["pid"]):
             raise held_by_another(output, holder)
         self.taken_over = holder.get("pid")
         me = {
@@ -111,7 +112,7 @@ def lives(holder: Mapping[str, Any]) -> bool | None:
     """Whether that process still runs; None if this host cannot tell."""
     if holder["host"] != socket.gethostname():
         return None
-    if not _alive(holder["pid"]) and holder["pid"] != os.getpid():
+    if not _exists(holder["pid"]):
         return False
     stat = _process_stat(holder["pid"])
     if stat[:1] == ["Z"]:  # a zombie: it has ended, and its parent has not collected its exit status yet
@@ -161,11 +162,12 @@ def _holder(fd: int) -> dict[str, Any]:
     return holder if known else {}
 
 
-def _alive(pid: Any) -> bool:
+def _exists(pid: Any) -> bool:
+    """Whether a process has this id."""
     try:
         os.kill(int(pid), 0)
     except (ProcessLookupError, ValueError, TypeError):
         return False
-    except PermissionError:
-        return True
-    return int(pid) != os.getpid()
+    except PermissionError:  # it is another user's
+        pass
+    return True

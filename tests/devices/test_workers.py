@@ -15,7 +15,7 @@ from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices.transport import Gone, Processes
 from batchgen.devices.worker import serve
 from batchgen.devices.workers import Workers
-from batchgen.errors import BatchgenError, DevicesLost, ModelError, OutOfMemory, UsageError
+from batchgen.errors import DevicesLost, ModelError, OutOfMemory, UsageError
 from batchgen.request import Request
 from batchgen.result import Result
 from batchgen.sampling_params import SamplingParams
@@ -389,10 +389,6 @@ def test_an_interrupt_while_models_are_loaded_ends_the_processes(fleet: Fleet) -
             ModelConfig(model="m", device="cpu:0,1"), EngineConfig(), Processes(("cpu:0", "cpu:1"), "cpu:0,1", start)
         )
     assert fleet.processes[0].wait(5) == -9
-
-
-def test_errors_are_of_the_one_tree() -> None:
-    assert issubclass(DevicesLost, BatchgenError)
 
 
 class Replacing(Processes):

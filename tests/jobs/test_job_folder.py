@@ -20,7 +20,7 @@ from batchgen.errors import OutputLocked
 from batchgen.jobs.opening import find_finished
 from batchgen.records import open_input
 from batchgen.result import Completion, Result, Score, TokenLogprob
-from support.jobs import SETTINGS
+from support.jobs import FINISHED_FILES, SETTINGS
 from support.python_process import environment
 
 
@@ -46,13 +46,7 @@ def test_a_job_leaves_its_output_and_a_small_folder(run, write_input):
         "keys": 48,
         "lock": 0,
     }
-    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == [
-        "keys",
-        "lock",
-        "manifest.json",
-        "report.json",
-        "stats.json",
-    ]
+    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == FINISHED_FILES
 
 
 def test_only_a_command_that_would_find_nothing_to_do_is_known_to_have_finished_its_job(run, write_input):

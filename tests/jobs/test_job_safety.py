@@ -13,10 +13,9 @@ import pytest
 
 from batchgen.errors import OutputError, OutputLocked, UsageError
 from batchgen.jobs import target
-from batchgen.jobs.manifest import differences
+from batchgen.jobs.manifest import Manifest, differences
 from batchgen.records.writers import DigestFile
-
-SETTINGS = {"model": "tiny", "temperature": 0.0, "max_tokens": 256, "stop": []}
+from support.jobs import FINISHED_FILES, SETTINGS, crash
 
 
 def test_other_settings_are_refused_by_name_and_overwrite_starts_again(run, texts, write_input):
@@ -74,53 +73,31 @@ def test_an_edited_output_is_not_replaced_but_an_identical_copy_is(run, texts, w
     assert texts() == ["B"]
 
 
-@pytest.mark.parametrize("step", ["save", "replace", "move_file"])
+@pytest.mark.parametrize(
+    ("owner", "method", "calls"), [(Manifest, "save", [2, 3]), (Path, "replace", [1]), (target, "move_file", [1])]
+)
 @pytest.mark.parametrize("again", [False, True])
-def test_a_crash_while_finishing_loses_nothing(monkeypatch, step, again, run, texts, write_input):
+def test_a_crash_while_finishing_loses_nothing(monkeypatch, owner, method, calls, again, run, texts, write_input):
     """Crashes at each place where `finish` touches the disk, in a first run and in a run over a finished output."""
-    from batchgen.jobs import job_folder
-
     write_input(["a", "b"])
     if again:
         run()
         write_input(["a", "b", "c"])
-    count = {"save": 2, "replace": 1, "move_file": 1}[step]
-    for crash_at in range(count):
+
+    def counts(what, *_):
+        return method != "replace" or what.name == "keys.partial"
+
+    for at in calls:
         for after in (False, True):
             with monkeypatch.context() as patch:
-                _crash(patch, job_folder, step, crash_at + (step == "save"), after)
+                crash(patch, owner, method, at, after=after, counts=counts)
                 with pytest.raises(KeyboardInterrupt):
                     run()
     job, generated = run()
     assert generated == []
     assert texts() == (["A", "B", "C"] if again else ["A", "B"])
-    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == [
-        "keys",
-        "lock",
-        "manifest.json",
-        "report.json",
-        "stats.json",
-    ]
+    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == FINISHED_FILES
     assert run()[0].finished == job.finished
-
-
-def _crash(patch, module, step, at, after):
-    owner = {"save": module.Manifest, "replace": Path, "move_file": target}[step]
-    real = getattr(owner, step)
-    calls = []
-
-    def crashing(*args):
-        wanted = step != "replace" or args[0].name == "keys.partial"
-        calls.extend([1] * wanted)
-        now = wanted and len(calls) == at + 1
-        if now and not after:
-            raise KeyboardInterrupt
-        done = real(*args)
-        if now:
-            raise KeyboardInterrupt
-        return done
-
-    patch.setattr(owner, step, crashing)
 
 
 def test_the_work_dir_holds_the_folder_of_one_output(run, write_input):

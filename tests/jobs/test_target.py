@@ -10,9 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.errors import OutputError, OutputLocked, UsageError
-from batchgen.jobs import job_folder, target
+from batchgen.jobs import target
+from batchgen.jobs.manifest import Manifest
 from batchgen.jobs.target import RemoteTarget, open_target
 from batchgen.records.output import job_path, jobs_folder
+from support.jobs import FINISHED_FILES, crash
 from support.params import slow_but
 
 HINT = "check the address, your access to it and the connection, or use another -o"
@@ -53,7 +55,7 @@ def test_an_output_in_a_store_appears_complete_and_is_recognized_again(store, ru
     assert everything(fs) == ["bucket/out/o.jsonl"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "in.jsonl"]
     folder = job_path(url, None)
-    assert sorted(p.name for p in folder.iterdir()) == ["keys", "lock", "manifest.json", "report.json", "stats.json"]
+    assert sorted(p.name for p in folder.iterdir()) == FINISHED_FILES
     again, generated = run(url)
     assert (again.finished, generated) == (job.finished, [])
 
@@ -124,12 +126,13 @@ def test_a_crash_while_finishing_loses_nothing(step, again, store, monkeypatch, 
         run(url)
         write_input(["a", "b", "c"])
     what, _, when = step.partition(", ")
+    after = when == "after"
     for _ in range(2):  # the run after the crash crashes too
         with monkeypatch.context() as patch:
             if what == "upload":
-                _crash(patch, RemoteTarget, "put", 1, when)
+                crash(patch, RemoteTarget, "put", 1, after=after)
             else:
-                _crash(patch, job_folder.Manifest, "save", 2 if what == "save" else 3, when)
+                crash(patch, Manifest, "save", 2 if what == "save" else 3, after=after)
             if (what, when) == ("last save", "after"):
                 with pytest.raises(KeyboardInterrupt):
                     run(url)
@@ -140,22 +143,6 @@ def test_a_crash_while_finishing_loses_nothing(step, again, store, monkeypatch, 
     assert lines(fs, url) == (["A", "B", "C"] if again else ["A", "B"])
     assert everything(fs) == ["bucket/out/o.jsonl"]
     assert run(url)[0].finished is not None
-
-
-def _crash(patch, owner, method, at, when):
-    real = getattr(owner, method)
-    calls = []
-
-    def crashing(*args):
-        calls.append(1)
-        if len(calls) == at and when == "before":
-            raise KeyboardInterrupt
-        done = real(*args)
-        if len(calls) == at:
-            raise KeyboardInterrupt
-        return done
-
-    patch.setattr(owner, method, crashing)
 
 
 def test_a_failed_upload_is_a_one_line_error_and_nothing_is_generated_again(store, monkeypatch, run, write_input):

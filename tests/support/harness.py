@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from support.jobs import FINISHED_FILES
+
 SHARED = "The reports of this region begin alike, and differ in what comes after. "
 TINY_SPOOL = {
     "batchgen.config:INPUT_LIMITS": {"read_rows": 5, "run_rows": 6, "window_rows": 6, "batch_rows": 2},
@@ -364,7 +366,7 @@ class Job:
         assert ended.code == self.case.code, ended.err
         self.check_output(finished=True)
         left = {p.name for p in self.job_folder.iterdir()}
-        assert left == {"keys", "lock", "manifest.json", "report.json", "stats.json"}
+        assert left == set(FINISHED_FILES)
         assert {p.name for p in self.folder.iterdir()} <= {
             "in.jsonl", "more.csv", "work", self.output.name, f"{self.output.name}.job",
         }  # fmt: skip

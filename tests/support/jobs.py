@@ -18,6 +18,28 @@ from batchgen.result import Result
 SETTINGS = {"model": "tiny", "temperature": 0.0, "max_tokens": 256, "stop": []}
 
 
+FINISHED_FILES = ["keys", "lock", "manifest.json", "report.json", "stats.json"]
+"""What the folder of a finished job holds."""
+
+
+def crash(patch, owner, method, at, *, after, counts=lambda *args: True):
+    """Makes call `at` (from 1) of a method die, before or `after` it has done its work. Only calls whose arguments `counts` are counted."""
+    real = getattr(owner, method)
+    calls = []
+
+    def crashing(*args):
+        calls.extend([1] * counts(*args))
+        now = counts(*args) and len(calls) == at
+        if now and not after:
+            raise KeyboardInterrupt
+        done = real(*args)
+        if now:
+            raise KeyboardInterrupt
+        return done
+
+    patch.setattr(owner, method, crashing)
+
+
 def write_input_rows(prompts, name="in.jsonl"):
     Path(name).write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
 
