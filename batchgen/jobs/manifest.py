@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Manifest:
     request: dict[str, Any]
     """Everything that may change without losing results: input files, limit, order, columns."""
     outputs: list[dict[str, Any]] = field(default_factory=list)
-    """The `identity` of each file that may be at the output's place: the one before this job, and the one that it wrote."""
+    """The identity (`target`) of each file that may be at the output's place: the one before this job, and the one that it wrote."""
     keys: str = ""
     """Digest of the file of keys of the finished output, also while that is being put in its place."""
     stats: str = ""
@@ -105,29 +105,6 @@ def _words(value: Any) -> str:
         return f"{value:.12g}"
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
-
-
-def identity(path: Path, digest: str | None = None) -> dict[str, Any]:
-    """Returns what a file is recognised by: size, time of change and, if given, the digest of its content."""
-    stat = path.stat()
-    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, DIGEST: digest}
-
-
-def known_as(
-    now: dict[str, Any], identities: Sequence[dict[str, Any]], digest: Callable[[], str]
-) -> dict[str, Any] | None:
-    """Returns the one of `identities` that matches a file whose identity is `now`; None if none does.
-
-    If size and time do not match (because the file was copied, for example), a file of the right size is compared by its content: only then
-    `digest` is called, which reads the file.
-    """
-    if all(value is not None for name, value in now.items() if name != DIGEST):
-        for i in identities:
-            if i | {DIGEST: None} == now | {DIGEST: None}:
-                return i
-    digests = [i[DIGEST] for i in identities if i["size"] == now["size"] and i[DIGEST]]
-    content = digest() if digests else None
-    return now | {DIGEST: content} if content in digests else None
 
 
 def file_digest(path: Path) -> str:

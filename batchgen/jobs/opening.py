@@ -29,7 +29,7 @@ from batchgen.jobs.place import KEPT_FILE, WORK_FILES, check_place, check_space,
 from batchgen.jobs.results import RESULTS_FILE, read_facts
 from batchgen.jobs.shards import CLAIMS, check_no_shard_runs, load_plan, read_stats, stores
 from batchgen.jobs.stdout_job import StdoutJob
-from batchgen.jobs.target import open_target
+from batchgen.jobs.target import known_as, open_target
 from batchgen.recording import job_record
 from batchgen.records.inputs import Input
 from batchgen.records.output import INPUT_FILE, job_path, jobs_folder
@@ -55,7 +55,7 @@ def find_finished(output: str, *, command: str, input: Input, config: JobConfig)
         return None
     if any((folder / name).exists() for name in WORK_FILES) or not target.exists():
         return None
-    if target.known_as(manifest.outputs) is None or not _keys_are_whole(folder, manifest):
+    if known_as(target, manifest.outputs) is None or not _keys_are_whole(folder, manifest):
         return None
     # The rest of the request follows from the command.
     asked = manifest.request | as_stored(_request_of(input, config.limit, config.order))
@@ -190,7 +190,7 @@ class _Opening(Opened):
     def _take_up(self, old: Manifest) -> None:
         spec = self.spec
         there = self.target.exists()
-        standing = self.target.known_as(old.outputs) if there else None
+        standing = known_as(self.target, old.outputs) if there else None
         if there and standing is None:
             raise UsageError(
                 f"{spec.output} was changed since batchgen wrote it", "move it away, or use --overwrite to start again"

@@ -1,7 +1,7 @@
 """The place of the finished output: a local file, replaced by one rename, or an object in a store, replaced by one upload.
 
 A job works in its folder. This module only looks at the file at the output's place and puts the finished file there. A file is recognised by
-its identity (`manifest.identity`): `size`, a field that changes with the content (`mtime_ns`, in a store `version`), and the content's `digest`.
+its identity: `size`, a field that changes with the content (`mtime_ns`, in a store `version`), and the content's `digest`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from batchgen.errors import OutputError, UsageError
 from batchgen.jobs.disk import move_file
-from batchgen.jobs.manifest import DIGEST, digest_of, file_digest, identity, known_as
+from batchgen.jobs.manifest import DIGEST, digest_of, file_digest
 from batchgen.records.remote import (
     address,
     info_of,
@@ -47,14 +47,30 @@ class Target(Protocol):
     def identity(self, digest: str | None = None) -> dict[str, Any]:
         """Returns the identity of the existing output."""
 
-    def known_as(self, identities: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-        """Returns the one of these identities that the existing output has; None if it has none of them."""
+    def digest(self) -> str:
+        """Returns the digest of the existing output, which is read for it."""
 
     def to_be(self, partial: Path, digest: str) -> dict[str, Any]:
         """Returns the identity that `partial` will have at its place, as far as it is known beforehand."""
 
     def put(self, partial: Path, digest: str) -> dict[str, Any]:
         """Puts `partial` in its place atomically and returns its identity. Can be repeated after a crash."""
+
+
+def known_as(target: Target, identities: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Returns the one of `identities` that the existing output has; None if it has none of them.
+
+    If size and time do not match (because the file was copied, for example), a file of the right size is compared by its content: only then
+    it is read.
+    """
+    now = target.identity()
+    if all(value is not None for name, value in now.items() if name != DIGEST):
+        for i in identities:
+            if i | {DIGEST: None} == now | {DIGEST: None}:
+                return i
+    digests = [i[DIGEST] for i in identities if i["size"] == now["size"] and i[DIGEST]]
+    content = target.digest() if digests else None
+    return now | {DIGEST: content} if content in digests else None
 
 
 def open_target(output: str) -> Target:
@@ -81,18 +97,23 @@ class LocalTarget:
         return self._path.exists()
 
     def identity(self, digest: str | None = None) -> dict[str, Any]:
-        return identity(self._path, digest)
+        return _identity_at(self._path, digest)
 
-    def known_as(self, identities: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-        return known_as(self.identity(), identities, lambda: file_digest(self._path))
+    def digest(self) -> str:
+        return file_digest(self._path)
 
     def to_be(self, partial: Path, digest: str) -> dict[str, Any]:
-        return identity(partial, digest)  # a rename keeps the time
+        return _identity_at(partial, digest)  # a rename keeps the time
 
     def put(self, partial: Path, digest: str) -> dict[str, Any]:
         there = self.to_be(partial, digest)
         move_file(partial, self._path)
         return there
+
+
+def _identity_at(path: Path, digest: str | None) -> dict[str, Any]:
+    stat = path.stat()
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, DIGEST: digest}
 
 
 class RemoteTarget:
@@ -135,8 +156,9 @@ class RemoteTarget:
             raise OutputError(f"{self.name} was removed while batchgen looked at it", _AGAIN)
         return {"size": info["size"], "version": object_version(info), DIGEST: digest}
 
-    def known_as(self, identities: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-        return known_as(self.identity(), identities, self._digest)
+    def digest(self) -> str:
+        with reaching(self.name), open_remote(self.name) as file:
+            return digest_of(file)
 
     def to_be(self, partial: Path, digest: str) -> dict[str, Any]:
         return {"size": partial.stat().st_size, "version": None, DIGEST: digest}
@@ -164,10 +186,6 @@ class RemoteTarget:
         with reaching(self.name, verb="reached", hint=_ANOTHER):
             self._fs.invalidate_cache(self._path)
             return info_of(self._fs, self._path)
-
-    def _digest(self) -> str:
-        with reaching(self.name), open_remote(self.name) as file:
-            return digest_of(file)
 
     def _container(self) -> str:
         """Returns the bucket or the repository of the Hub (`user/model`, `datasets/user/name@revision`), which must exist."""

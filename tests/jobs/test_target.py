@@ -12,7 +12,7 @@ import pytest
 from batchgen.errors import OutputError, OutputLocked, UsageError
 from batchgen.jobs import target
 from batchgen.jobs.manifest import Manifest
-from batchgen.jobs.target import RemoteTarget, open_target
+from batchgen.jobs.target import RemoteTarget, known_as, open_target
 from batchgen.records.output import job_path, jobs_folder
 from support.jobs import FINISHED_FILES, crash
 from support.params import slow_but
@@ -248,7 +248,7 @@ def test_a_multipart_upload_is_recognized_again(s3, tmp_path):
     there.check()
     put = there.put(tmp_path / "part", "digest")
     assert put["version"].endswith('-3"')  # an ETag of three parts
-    assert there.known_as([put]) == put
+    assert known_as(there, [put]) == put
 
 
 def test_a_parquet_output_goes_to_a_store_too(store, run, write_input):
