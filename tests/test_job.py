@@ -181,6 +181,24 @@ def test_a_job_that_is_interrupted_before_its_first_token_has_nothing_to_keep(
     assert progress.notes[-1] == "no row was done yet, so there is nothing to keep"
 
 
+@pytest.mark.parametrize(("window", "total"), [(3, None), (4, 3)])
+def test_rows_that_come_are_counted_once_the_first_window_is_the_whole_input(
+    window: int, total: int | None, tiny_model_dir: Path, write_jsonl: Write
+) -> None:
+    progress = Recorder()
+    run_job(config_of(tiny_model_dir, write_jsonl(prompts(3)), window=window), progress)
+    assert {now.rows_total for now in progress.seen if now.phase == "generating"} == {total}
+
+
+def test_before_a_row_is_done_its_tokens_count_as_a_part_of_the_most_that_it_may_have(
+    tiny_model_dir: Path, write_jsonl: Write
+) -> None:
+    progress = Recorder()
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    run_job(config_of(tiny_model_dir, write_jsonl(prompts(1)), sampling=sampling), progress)
+    assert [now.rows_under_way for now in progress.seen if now.phase == "generating"][1:9] == [n / 8 for n in range(8)]
+
+
 def test_what_the_writer_has_to_say_is_noted_at_the_end(
     tiny_model_dir: Path, write_jsonl: Write, tmp_path: Path
 ) -> None:
