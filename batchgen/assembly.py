@@ -17,7 +17,7 @@ from batchgen.errors import BatchgenError, InputCorrupt, OutputError, OutputLock
 from batchgen.jobs.base import JobSpec
 from batchgen.jobs.disk import check_stats_file, write_stats
 from batchgen.jobs.job_folder import JobFolder
-from batchgen.jobs.lease import SILENT_SECONDS, Lease, holder_of_lease, is_alive_here, seconds_silent
+from batchgen.jobs.lease import SILENT_SECONDS, Lease, holder_of_lease, is_alive_here, seconds_since
 from batchgen.jobs.manifest import Manifest, load_manifest
 from batchgen.jobs.opening import open_job
 from batchgen.jobs.outcomes import Outcomes
@@ -247,7 +247,7 @@ def _check_done(folder: Path, plan: ShardPlan, output: str) -> None:
 def _held_shard(shard: str, holder: Mapping[str, Any]) -> OutputLocked:
     """Returns the error for a shard that is not done and that another process has claimed."""
     process = f"process {holder.get('pid')} on {holder.get('host')}"
-    silent = seconds_silent(holder)
+    silent = seconds_since(holder.get("seen"))
     if is_alive_here(holder) or (silent is not None and silent <= SILENT_SECONDS):
         return OutputLocked(f"{shard} runs ({process})", "merge when it is done, or give the shards --merge")
     return OutputLocked(

@@ -200,13 +200,8 @@ def is_alive_here(holder: Mapping[str, Any]) -> bool | None:
     return bool(lives(holder))
 
 
-def seconds_silent(holder: Mapping[str, Any]) -> float | None:
-    """Seconds since the last sign of life of a holder, by its clock and this machine's; None if there was none."""
-    return seconds_since(holder.get("seen"))
-
-
 def seconds_since(text: Any) -> float | None:
-    """Seconds since a time in ISO 8601; None for anything else."""
+    """Seconds since a time in ISO 8601, which another machine's clock may have told; None for anything else."""
     then = timestamp(text)
     return None if then is None else time.time() - then
 

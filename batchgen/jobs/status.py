@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import UsageError
-from batchgen.jobs.lease import SILENT_SECONDS, is_alive_here, last_claim, seconds_silent, seconds_since
+from batchgen.jobs.lease import SILENT_SECONDS, is_alive_here, last_claim, seconds_since
 from batchgen.jobs.lock import holder_of, lives
 from batchgen.jobs.manifest import load_manifest
 from batchgen.jobs.results import read_facts
@@ -81,7 +81,7 @@ def _shard_state(folder: Path, plan: ShardPlan, number: int) -> dict[str, Any]:
     _, claim = last_claim(place)
     claim = claim or {}
     told, stats = claim.get("told") or {}, read_stats(place)
-    silent_for = seconds_silent(claim)
+    silent_for = seconds_since(claim.get("seen"))
     state = {"done": "done", "released": "stopped", "": "not begun"}.get(claim.get("state", ""), "running")
     if state == "running":
         alive = is_alive_here(claim)
