@@ -53,7 +53,7 @@ class JobCommand:
         """Figures of the job that this command has finished, and whether its prompts are chats; None if there may be something to do."""
         if self.config.overwrite:
             return None
-        return find_finished(self.output, command=self.digest, input=self.source, config=self.config)
+        return find_finished(self.output, digest=self.digest, input=self.source, config=self.config)
 
 
 def check_command(config: JobConfig) -> JobCommand:
@@ -183,7 +183,7 @@ def _spec_of(command: JobCommand, tokenizer: LoadedTokenizer, prompts: PromptBui
     )
     return JobSpec(
         output=command.output,
-        command=command.digest,
+        digest=command.digest,
         settings=settings,
         mentions=versions(),
         input=command.source,

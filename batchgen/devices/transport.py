@@ -149,9 +149,8 @@ class WorkerFailed:
     error: BatchgenError
 
 
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """Stands after the last message of the other end, which has gone."""
+class Gone(Exception):
+    """Stands after the last message of the other end, which has gone. A worker raises it, because it has nothing more to do."""
 
 
 Start = Callable[["Connection[Any, Any]", IO[bytes]], Process]

@@ -95,14 +95,10 @@ def serve(connect: Connect, load: Callable[[WorkerSetup], Engine], gone: Callabl
     try:
         with memory_errors():
             worker.run(load)
-    except _OtherEndGone:
+    except Gone:
         pass  # there is nobody to send anything to
     except Exception as e:  # noqa: BLE001 - the job's process must know of any error
         worker.fail(e)
-
-
-class _OtherEndGone(Exception):
-    """The other end has gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +135,6 @@ class _Worker:
                 message = e
         elif isinstance(message, Gone):
             self._gone()
-            message = _OtherEndGone()
         self._inbox.put(message)
 
     def _planned(self, work: Work) -> _PlannedWork:

@@ -26,7 +26,7 @@ class JobSpec:
     """Everything that changes results, a flat dictionary of plain values: a job continues with equal ones only (`identity.job_settings`)."""
     mentions: dict[str, Any]
     """Versions. A difference is only noted."""
-    command: str = ""
+    digest: str = ""
     """`identity.command_digest`, by which the next run may find the job finished; empty where it cannot be known."""
     limit: int | None = None
     order: str = "input"

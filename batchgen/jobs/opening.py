@@ -41,17 +41,17 @@ _RAISE_LIMIT = (
 )
 
 
-def find_finished(output: str, *, command: str, input: Input, config: JobConfig) -> tuple[dict[str, Any], bool] | None:
+def find_finished(output: str, *, digest: str, input: Input, config: JobConfig) -> tuple[dict[str, Any], bool] | None:
     """Returns the figures of an output's job, and whether its prompts are chats, if this command has finished it and `open_job` would find nothing to do.
 
-    Returns None if there is something to do, or if only `open_job` can tell. `command`: `identity.command_digest`. Changes nothing, and needs
+    Returns None if there is something to do, or if only `open_job` can tell. `digest`: `identity.command_digest`. Changes nothing, and needs
     neither the job's lock nor a tokenizer or a model.
     """
     if output == "-":
         return None
     folder, target = job_path(output, config.work_dir), open_target(output)
     manifest = load_manifest(folder / "manifest.json")
-    if manifest is None or not command or (manifest.command, manifest.output) != (command, target.address):
+    if manifest is None or not digest or (manifest.command, manifest.output) != (digest, target.address):
         return None
     if any((folder / name).exists() for name in WORK_FILES) or not target.exists():
         return None
@@ -89,7 +89,7 @@ def open_job(spec: JobSpec, lease: Lease | None = None, *, merging: bool = False
     try:
         request = _request_of(spec.input, spec.limit, spec.order) | asdict(form) | {"retry": spec.retry}
         manifest = Manifest(
-            state="running", output=target.address, command=spec.command,
+            state="running", output=target.address, command=spec.digest,
             settings=as_stored(spec.settings), mentions=as_stored(spec.mentions), request=as_stored(request),
         )  # fmt: skip
         opening = _Opening(spec=spec, target=target, folder=folder, manifest=manifest)

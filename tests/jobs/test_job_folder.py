@@ -50,14 +50,14 @@ def test_a_job_leaves_its_output_and_a_small_folder(run, write_input):
 
 
 def test_only_a_command_that_would_find_nothing_to_do_is_known_to_have_finished_its_job(run, write_input):
-    def is_finished(command: str, **options) -> bool:
+    def is_finished(digest: str, **options) -> bool:
         config = JobConfig(inputs="in.jsonl", model="m", output="o.jsonl", **options)
         source = open_input(["in.jsonl"], format=None, output="o.jsonl")
-        return find_finished("o.jsonl", command=command, input=source, config=config) is not None
+        return find_finished("o.jsonl", digest=digest, input=source, config=config) is not None
 
     spec = {"settings": SETTINGS | {"chat": False}, "stats": {"job": {"finish_reasons": {"stop": 11, "error": 1}}}}
     write_input(["fail", *"abcdefghijk"])
-    run(command="digest", **spec)
+    run(digest="digest", **spec)
     assert is_finished("digest")
     assert is_finished("digest", prune=True)  # nothing to remove
     assert not is_finished("another")
@@ -65,10 +65,10 @@ def test_only_a_command_that_would_find_nothing_to_do_is_known_to_have_finished_
     assert not is_finished("digest", retry="errors")
     write_input(["fail", *"abcdefghij"])
     assert not is_finished("digest")
-    run(command="digest", **spec)
+    run(digest="digest", **spec)
     assert is_finished("digest")
     assert not is_finished("digest", prune=True)  # the result of "k" is still there
-    run(command="", overwrite=True, **spec)
+    run(digest="", overwrite=True, **spec)
     assert not is_finished("")  # the command cannot be known
 
 
