@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen import JobConfig, JobReport, SamplingParams, job_status, merge_job, run_job
+from batchgen import EngineConfig, JobConfig, JobReport, SamplingParams, job_status, merge_job, run_job
 from batchgen.config import InputLimits
 from batchgen.errors import Interrupted, OutputError, OutputLocked, UsageError
 from batchgen.jobs.lease import Lease
@@ -116,8 +116,9 @@ def test_a_run_without_shards_counts_the_earlier_runs_of_shards(tiny_model_dir: 
 
 def test_the_rows_that_have_no_result_are_cut_in_prefix_order(tiny_model_dir: Path, source: Path) -> None:
     limits = InputLimits(read_rows=4, run_rows=6, window_rows=10, batch_rows=3)
+    few = EngineConfig(batch_size=2)
     with pytest.raises(Interrupted):
-        run_job(config_of(tiny_model_dir, limits=limits), Recorder(rows_done(9), interrupt))
+        run_job(config_of(tiny_model_dir, limits=limits, engine=few), Recorder(rows_done(9), interrupt))
     with closing(sqlite3.connect("o.jsonl.job/results.sqlite")) as database:
         done = {key for (key,) in database.execute("SELECT key FROM results")}
     shard(tiny_model_dir, "1/2", limits=limits)
