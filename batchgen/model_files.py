@@ -56,6 +56,8 @@ def check_model_files(config: ModelConfig, *, tokenizer: bool = True) -> None:
 
     Does not look at weights: see `check_weight_files`. `tokenizer` says whether the folder must hold one.
     """
+    if not config.model.strip():  # an empty path would be the current folder
+        raise ModelError("the name of the model is empty", f"{LOCAL}, or a hub name such as org/model")
     folder = Path(config.model).expanduser()
     file = gguf_file(config)
     if file is not None:
@@ -67,7 +69,7 @@ def check_model_files(config: ModelConfig, *, tokenizer: bool = True) -> None:
             "give the folder that holds config.json, the weights and the tokenizer's files",
         )
     if not folder.is_dir():
-        if not config.model.strip() or _is_path(config.model):
+        if _is_path(config.model):
             raise ModelError(
                 f"model folder {config.model!r} does not exist", f"{LOCAL}, or a hub name such as org/model"
             )
