@@ -33,7 +33,7 @@ from batchgen.sampling_params import SamplingParams
 RETRY_REASONS = {"errors": "error", "timeout": "timeout", "length": "length", "repetition": "repetition"}
 """The names that `--retry` takes, and the reason (`Result.reason`) of the results that each one means."""
 POLICIES = ("prefix", "prefill-first", "fifo")
-_NAMED: Rule = (lambda v: v != "", "a name that is not empty")
+_NAMED: Rule = (lambda v: bool(v.strip()), "a name that is not empty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,7 @@ class ModelConfig:
         group="Model",
         flags=["--model", "-m"],
         metavar="MODEL",
+        rules=[_NAMED],
     )
     revision: str | None = option(
         None, "Branch, tag or commit of a model on the hub.", group="Model", metavar="NAME", shown="main"
@@ -55,6 +56,7 @@ class ModelConfig:
         "A LoRA adapter for the model: a folder, or a name on the hub. It is merged into the weights when they are loaded.",
         group="Model",
         metavar="DIR|HUB",
+        rules=[_NAMED],
         shown="none",
     )
     dtype: str = option(
@@ -531,7 +533,12 @@ class JobConfig:
         rules=[at_least(0)],
     )
     work_dir: PathText | None = option(
-        None, "Folder that holds the job's folder.", group="Job", metavar="DIR", shown="beside the output"
+        None,
+        "Folder that holds the job's folder.",
+        group="Job",
+        metavar="DIR",
+        rules=[_NAMED],
+        shown="beside the output",
     )
     shard: str | None = option(
         None,
@@ -575,6 +582,8 @@ class JobConfig:
         check(self)
         if not self.inputs:
             raise UsageError("no input", "name a file, a folder, a glob or - for standard input")
+        if not all(name.strip() for name in self.inputs):
+            raise UsageError("an input has an empty name", "name a file, a folder, a glob or - for standard input")
         self._check_output_format()
         if self.max_errors is not None:
             parse_max_errors(self.max_errors)

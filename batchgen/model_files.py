@@ -56,8 +56,6 @@ def check_model_files(config: ModelConfig, *, tokenizer: bool = True) -> None:
 
     Does not look at weights: see `check_weight_files`. `tokenizer` says whether the folder must hold one.
     """
-    if not config.model.strip():  # an empty path would be the current folder
-        raise ModelError("the name of the model is empty", f"{LOCAL}, or a hub name such as org/model")
     folder = Path(config.model).expanduser()
     file = gguf_file(config)
     if file is not None:

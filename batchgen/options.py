@@ -266,6 +266,8 @@ def comma_list(name: str, text: str) -> tuple[str, ...]:
 
 def file_text(name: str, path: str) -> str:
     """Returns the text of a file."""
+    if not str(path).strip():
+        raise UsageError(f"{name} must name a file, not {path!r}")
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except OSError as e:

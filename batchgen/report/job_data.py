@@ -39,6 +39,8 @@ def report_job(output: str, work_dir: str | None = None) -> ReportPage:
 def default_report_file(output: str) -> str:
     """Returns `answers.report.html` for `answers.jsonl.gz`, in the same folder; in this folder for an output in a store."""
     path = Path(output.rpartition("/")[2] if is_url(output) else output)
+    if not path.name:
+        raise UsageError(f"{output!r} is not the name of an output", "name the output of a run")
     return str(path.with_name(f"{split_name(path.name)[0]}.report.html"))
 
 

@@ -29,7 +29,7 @@ def test_misuse_is_told_in_one_line_before_a_tokenizer_is_loaded(
     monkeypatch.setattr("batchgen.job_setup.load_tokenizer", load_tokenizer)
     make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    names = {"R": "rows.jsonl", "M": str(tiny_model_dir)}
+    names = {"R": "rows.jsonl", "M": str(tiny_model_dir), "EMPTY": ""}
     outcome = cli(*(names.get(word, word) for word in line.split()))
     assert (outcome.code, outcome.out) == (code, ""), outcome
     said = outcome.err.removeprefix("batchgen: error: ")

@@ -162,14 +162,6 @@ def test_a_models_own_code_is_not_run_unless_the_user_allows_it(tools, tmp_path)
     )
 
 
-@pytest.mark.parametrize("name", ["", " "])
-def test_an_empty_name_is_not_the_model_in_the_current_folder(name, tools, tmp_path, monkeypatch):
-    monkeypatch.chdir(tools.save_model(tmp_path))
-    assert failure(name) == (
-        "the name of the model is empty; use a local folder with config.json and the tokenizer's files, or a hub name such as org/model"
-    )
-
-
 def test_a_revision_of_a_local_folder_or_file_is_refused(tools, tmp_path):
     folder = tools.save_model(tmp_path)
     assert failure(folder, revision="main") == (

@@ -1,6 +1,7 @@
 """Ways to misuse the command, each with its exit code and message. All are reported before a tokenizer is loaded.
 
-In arguments and messages, R is a file with one row, {"prompt": "x"}, and M a good model without a chat template.
+In arguments and messages, R is a file with one row, {"prompt": "x"}, and M a good model without a chat template. EMPTY is what an unset
+variable of a shell becomes.
 """
 
 from __future__ import annotations
@@ -126,6 +127,17 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --work-dir no", 2, "ANY"),
     ("run R -m M --stats no/s.json", 2, "--stats no/s.json cannot be written; name a file in a folder that exists"),
     ("status nowhere.jsonl", 2, "ANY"),
+    # empty names
+    ("run EMPTY -m M -o o.jsonl", 2, "an input has an empty name; name a file, a folder, a glob or - for standard input"),
+    ("run R EMPTY -m M -o o.jsonl", 2, "an input has an empty name; name a file, a folder, a glob or - for standard input"),
+    ("run R -m EMPTY", 2, "--model must be a name that is not empty, not ''"),
+    ("run R -m M -o EMPTY", 2, "--output must be a name that is not empty, not ''"),
+    ("run R -m M --work-dir EMPTY", 2, "--work-dir must be a name that is not empty, not ''"),
+    ("run R -m M --lora EMPTY", 2, "--lora must be a name that is not empty, not ''"),
+    ("run R -m M --template EMPTY", 2, "--template must name a file, not ''"),
+    ("run R -m M --system @", 2, "--system must name a file, not ''"),
+    ("report EMPTY", 2, "'' is not the name of an output; name the output of a run"),
+    ("report .", 2, "'.' is not the name of an output; name the output of a run"),
     # models
     ("run R -m nowhere/", 1, "model folder 'nowhere/' does not exist; use a local folder with config.json and the tokenizer's files, or a hub name such as org/model"),
     ("run R -m weights.gguf", 1, "weights.gguf is cut inside its header; the download was not completed: download it again"),
