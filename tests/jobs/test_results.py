@@ -122,6 +122,20 @@ def test_the_log_is_synced_at_intervals_and_not_for_every_result(tmp_path, monke
         assert len(synced) == 1
 
 
+def test_an_output_that_breaks_off_gives_no_result_and_later_results_are_stored(folder):
+    def entries():
+        yield KEYS[0], RESULTS[0]
+        raise OSError("gone")
+
+    with opened(folder) as results:
+        with pytest.raises(OSError, match="gone"):
+            results.add_missing(entries())
+        assert results.count == 0
+        results.append(KEYS[1], RESULTS[1])
+    with opened(folder) as results:
+        assert results.stored(KEYS) == {KEYS[1]: RESULTS[1]}
+
+
 def test_results_to_generate_again_are_dropped_on_the_disk_before_the_manifest_says_so(folder, monkeypatch):
     fill(folder)
     with opened(folder, flush_every=3600) as results:
