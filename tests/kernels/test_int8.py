@@ -27,7 +27,8 @@ def plain(x, weight, bias=None):
     """Computes the layer in float32, with exact sums of the rounded x and weight."""
     values, scales = (part.double() for part in quantize_weight(weight))
     largest = x.float().abs().amax(1, keepdim=True)
-    rounded = (x.float() * torch.where(largest > 0, 127 / largest, 0.0)).round()
+    inverse = torch.full_like(largest, 127) / largest  # `127 / largest` would be the rounded reciprocal times 127
+    rounded = (x.float() * torch.where(largest > 0, inverse, 0.0)).round()
     sums = linear(rounded.double(), values).float()
     y = sums * (largest / 127 * scales.float())
     return y if bias is None else y + bias.float()
