@@ -15,10 +15,10 @@ from typing import Any
 from batchgen.config import INPUT_LIMITS
 from batchgen.errors import BatchgenError, InputCorrupt, OutputError, OutputLocked, UsageError, memory_errors
 from batchgen.jobs.base import JobSpec
-from batchgen.jobs.disk import check_stats_file, write_stats
+from batchgen.jobs.files.disk import check_stats_file, write_stats
+from batchgen.jobs.files.lease import SILENT_SECONDS, Lease, holder_of_lease, is_alive_here, seconds_since
+from batchgen.jobs.files.manifest import Manifest, load_manifest
 from batchgen.jobs.job_folder import JobFolder
-from batchgen.jobs.lease import SILENT_SECONDS, Lease, holder_of_lease, is_alive_here, seconds_since
-from batchgen.jobs.manifest import Manifest, load_manifest
 from batchgen.jobs.opening import open_job
 from batchgen.jobs.outcomes import Outcomes
 from batchgen.jobs.shards import (

@@ -14,11 +14,11 @@ from batchgen.attention.sizes import kv_numbers
 from batchgen.config import JobConfig, ModelConfig, check_config, parse_memory
 from batchgen.errors import UsageError, memory_errors
 from batchgen.jobs.identity import date_of_job, dtype_name
+from batchgen.jobs.order.shares import PrefixCosts, Share
+from batchgen.jobs.order.sorted_requests import SortedRequests, in_window_order
+from batchgen.jobs.order.windows import KeptPrefixes
 from batchgen.jobs.outcomes import FAILURES_KEPT, failure_line
 from batchgen.jobs.place import output_of
-from batchgen.jobs.shares import PrefixCosts, Share
-from batchgen.jobs.sorted_requests import SortedRequests, in_window_order
-from batchgen.jobs.windows import KeptPrefixes
 from batchgen.kernels import isa
 from batchgen.model.architectures import RECURRENT, check_architecture, context_note
 from batchgen.model_files import weight_bytes

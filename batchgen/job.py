@@ -24,14 +24,14 @@ from batchgen.errors import (
 )
 from batchgen.job_setup import JobCommand, JobSetup, check_command, set_up_job
 from batchgen.jobs.base import Job, Store
-from batchgen.jobs.disk import write_stats
+from batchgen.jobs.files.disk import write_stats
 from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.job_folder import JobFolder
+from batchgen.jobs.order.requests import FirstReading
+from batchgen.jobs.order.windows import Planned, PlannedWindows, Planner
 from batchgen.jobs.outcomes import Outcomes
-from batchgen.jobs.requests import FirstReading
 from batchgen.jobs.shards import ShardFolder
 from batchgen.jobs.stdout_job import StdoutJob
-from batchgen.jobs.windows import Planned, PlannedWindows, Planner
 from batchgen.notebook import shown_progress
 from batchgen.process.collector import few_collections
 from batchgen.process.signals import Signals

@@ -10,17 +10,17 @@ from typing import Any
 from batchgen.config import JobConfig
 from batchgen.errors import UsageError
 from batchgen.jobs.base import Job, JobSpec
-from batchgen.jobs.disk import check_stats_file
+from batchgen.jobs.files.disk import check_stats_file
+from batchgen.jobs.files.lease import Lease
+from batchgen.jobs.files.manifest import as_stored
 from batchgen.jobs.identity import command_digest, date_of_job, job_settings, local_identity
 from batchgen.jobs.job_folder import JobFolder
-from batchgen.jobs.lease import Lease
-from batchgen.jobs.manifest import as_stored
 from batchgen.jobs.opening import find_finished, open_job
+from batchgen.jobs.order.requests import FirstReading, RequestReader, asked_of
+from batchgen.jobs.order.sorted_requests import SortedRequests, in_window_order
 from batchgen.jobs.outcomes import Outcomes
 from batchgen.jobs.place import output_of
-from batchgen.jobs.requests import FirstReading, RequestReader, asked_of
 from batchgen.jobs.shards import ShardFolder, open_shard, output_facts, write_plan
-from batchgen.jobs.sorted_requests import SortedRequests, in_window_order
 from batchgen.prefix import Outline
 from batchgen.preflight import check_job
 from batchgen.process.signals import Signals

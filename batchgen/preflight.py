@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 from batchgen.config import JobConfig
 from batchgen.errors import UsageError
-from batchgen.jobs.lock import check_free
+from batchgen.jobs.files.lock import check_free
+from batchgen.jobs.files.target import open_target
 from batchgen.jobs.place import check_place
 from batchgen.jobs.shards import check_shard_free
-from batchgen.jobs.target import open_target
 from batchgen.model_files import check_weight_files, has_chat_template
 from batchgen.prompts.columns import Columns, check_task
 from batchgen.prompts.messages import chosen_template

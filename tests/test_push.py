@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.config import JobConfig
-from batchgen.jobs.lock import Lock
+from batchgen.jobs.files.lock import Lock
 from batchgen.push.card import dataset_card
 from batchgen.push.upload import parquet_shards
 from support.hub import READ_ONLY, TOKEN, FakeRepo, fake_hub

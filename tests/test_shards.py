@@ -19,12 +19,12 @@ import pytest
 from batchgen import EngineConfig, JobConfig, JobReport, SamplingParams, job_status, merge_job, run_job
 from batchgen.config import InputLimits
 from batchgen.errors import Interrupted, OutputError, OutputLocked, UsageError
-from batchgen.jobs.lease import Lease
-from batchgen.jobs.lock import Lock
-from batchgen.jobs.results import Results
+from batchgen.jobs.files.lease import Lease
+from batchgen.jobs.files.lock import Lock
+from batchgen.jobs.files.results import Results
+from batchgen.jobs.files.target import LocalTarget
+from batchgen.jobs.order.sorted_requests import read_requests, sort_key
 from batchgen.jobs.shards import CLAIMS, forget_plan, load_plan, shard_folder
-from batchgen.jobs.sorted_requests import read_requests, sort_key
-from batchgen.jobs.target import LocalTarget
 from batchgen.progress import Silent
 from support.progress import Recorder, in_phase, interrupt, rows_done
 from support.runs import Killed
@@ -518,7 +518,7 @@ def test_standard_streams_and_remote_outputs_cannot_have_shards(tiny_model_dir: 
 def test_shards_in_a_folder_on_an_object_store_are_refused_before_anything_is_written(
     tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchgen.jobs.lease.file_system", lambda folder: "fuse.s3fs")
+    monkeypatch.setattr("batchgen.jobs.files.lease.file_system", lambda folder: "fuse.s3fs")
     with pytest.raises(UsageError, match=r"is on fuse\.s3fs"):
         shard(tiny_model_dir, "1/2")
     assert not Path("o.jsonl.job").exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import OutputError, RowError, UsageError
-from batchgen.jobs.disk import check_stats_file, write_stats
+from batchgen.jobs.files.disk import check_stats_file, write_stats
 from batchgen.result import Result
 from batchgen.stats import (
     EngineStats,

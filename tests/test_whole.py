@@ -20,8 +20,8 @@ import pytest
 from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job, run_job
 from batchgen.config import InputLimits
 from batchgen.errors import InputCorrupt, Interrupted, OutputError
-from batchgen.jobs.sorted_requests import SortedRequests
-from batchgen.jobs.windows import PlannedWindows
+from batchgen.jobs.order.sorted_requests import SortedRequests
+from batchgen.jobs.order.windows import PlannedWindows
 from batchgen.recording import JobRecord
 from support.params import slow_but
 from support.progress import Recorder, in_phase, interrupt, rows_done
@@ -149,7 +149,7 @@ def test_sorted_requests_that_another_version_stored_in_another_form_are_made_ag
 ) -> None:
     config = config_of(tiny_model_dir, write_jsonl(shuffled(40)))
     with monkeypatch.context() as earlier:
-        earlier.setattr("batchgen.jobs.requests._READING_FORM", 1)
+        earlier.setattr("batchgen.jobs.order.requests._READING_FORM", 1)
         stopped(config, 25)
     progress = Recorder()
     run_job(config, progress)

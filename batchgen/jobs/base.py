@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from batchgen.jobs.disk import write_json, writing
-from batchgen.jobs.results import Results
+from batchgen.jobs.files.disk import write_json, writing
+from batchgen.jobs.files.results import Results
 from batchgen.progress import Snapshot
 from batchgen.records import Input, Row, RowForm
 from batchgen.result import Completion, Result

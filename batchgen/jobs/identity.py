@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchgen.config import JobConfig, ModelConfig, PromptConfig
-from batchgen.jobs.disk import json_digest
-from batchgen.jobs.manifest import MODEL_FILE, load_manifest
+from batchgen.jobs.files.disk import json_digest
+from batchgen.jobs.files.manifest import MODEL_FILE, load_manifest
 from batchgen.model_files import ADAPTER_WEIGHTS, adapter_folder, gguf_file
 from batchgen.parsers.heads import OutputHead
 from batchgen.records.output import job_path

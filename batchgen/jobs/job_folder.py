@@ -37,16 +37,16 @@ from typing import Any
 from batchgen.config import RETRY_REASONS
 from batchgen.errors import UsageError
 from batchgen.jobs.base import JobSpec, StoredResults
-from batchgen.jobs.disk import sync_folder, write_json, writing
-from batchgen.jobs.lease import Lease
-from batchgen.jobs.lock import Lock
-from batchgen.jobs.manifest import FIRST_LIMIT, Manifest, as_stored, file_digest
+from batchgen.jobs.files.disk import sync_folder, write_json, writing
+from batchgen.jobs.files.lease import Lease
+from batchgen.jobs.files.lock import Lock
+from batchgen.jobs.files.manifest import FIRST_LIMIT, Manifest, as_stored, file_digest
+from batchgen.jobs.files.results import RESULTS_FILE, Results
+from batchgen.jobs.files.target import Target
 from batchgen.jobs.place import KEPT_FILE, REMADE_FILES, SORTED_FOLDER, WORK_FILES, check_space, min_bytes, remove_files
-from batchgen.jobs.results import RESULTS_FILE, Results
 from batchgen.jobs.reuse_output import KEY_BYTES, NO_KEY, is_held_whole, read_keys, results_of_output
 from batchgen.jobs.shards import figures_so_far, forget_plan, load_plan, stores, take_results, take_runs
 from batchgen.jobs.stdout_job import DoneOrder
-from batchgen.jobs.target import Target
 from batchgen.progress import Snapshot
 from batchgen.recording import JobRecord, RowFigures
 from batchgen.records.output import output_format, output_row

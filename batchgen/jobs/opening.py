@@ -11,11 +11,10 @@ from typing import Any
 from batchgen.config import RETRY_REASONS, JobConfig
 from batchgen.errors import UsageError
 from batchgen.jobs.base import Job, JobSpec
-from batchgen.jobs.disk import sync_folder, writing
-from batchgen.jobs.job_folder import JobFolder, Opened
-from batchgen.jobs.lease import Lease
-from batchgen.jobs.lock import Lock
-from batchgen.jobs.manifest import (
+from batchgen.jobs.files.disk import sync_folder, writing
+from batchgen.jobs.files.lease import Lease
+from batchgen.jobs.files.lock import Lock
+from batchgen.jobs.files.manifest import (
     FIRST_LIMIT,
     LIMIT,
     Manifest,
@@ -25,11 +24,12 @@ from batchgen.jobs.manifest import (
     is_larger_limit,
     load_manifest,
 )
+from batchgen.jobs.files.results import RESULTS_FILE, read_facts
+from batchgen.jobs.files.target import known_as, open_target
+from batchgen.jobs.job_folder import JobFolder, Opened
 from batchgen.jobs.place import KEPT_FILE, WORK_FILES, check_place, check_space, min_bytes, remove_files
-from batchgen.jobs.results import RESULTS_FILE, read_facts
 from batchgen.jobs.shards import CLAIMS, check_no_shard_runs, load_plan, read_stats, stores
 from batchgen.jobs.stdout_job import StdoutJob
-from batchgen.jobs.target import known_as, open_target
 from batchgen.recording import job_record
 from batchgen.records.inputs import Input
 from batchgen.records.output import INPUT_FILE, job_path, jobs_folder

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from batchgen.config import JobConfig
 from batchgen.errors import OutputError, UsageError
-from batchgen.jobs.results import RESULTS_FILES
+from batchgen.jobs.files.results import RESULTS_FILES
+from batchgen.jobs.files.target import Target
 from batchgen.jobs.shards import CLAIMS, SHARDS_FOLDER, forget_plan
-from batchgen.jobs.target import Target
 from batchgen.recording import job_record
 from batchgen.records.inputs import Input
 from batchgen.records.output import RowForm, default_output, jobs_folder, output_format

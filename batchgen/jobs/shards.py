@@ -30,13 +30,13 @@ from typing import Any, Self
 from batchgen.config import RETRY_REASONS, InputLimits
 from batchgen.errors import OutputError, OutputLocked, UsageError
 from batchgen.jobs.base import Job, JobSpec, StoredResults
-from batchgen.jobs.disk import sync_folder, write_json, writing
-from batchgen.jobs.lease import Lease, check_free_here, check_shared_folder, holder_of_lease, last_claim
-from batchgen.jobs.lock import holder_of, lives
-from batchgen.jobs.manifest import differences
-from batchgen.jobs.results import RESULTS_FILE, Results
-from batchgen.jobs.shares import PrefixCosts, Share
-from batchgen.jobs.sorted_requests import read_requests, write_requests
+from batchgen.jobs.files.disk import sync_folder, write_json, writing
+from batchgen.jobs.files.lease import Lease, check_free_here, check_shared_folder, holder_of_lease, last_claim
+from batchgen.jobs.files.lock import holder_of, lives
+from batchgen.jobs.files.manifest import differences
+from batchgen.jobs.files.results import RESULTS_FILE, Results
+from batchgen.jobs.order.shares import PrefixCosts, Share
+from batchgen.jobs.order.sorted_requests import read_requests, write_requests
 from batchgen.progress import Snapshot
 from batchgen.recording import JobRecord
 from batchgen.records.output import job_path

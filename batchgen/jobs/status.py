@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import UsageError
-from batchgen.jobs.lease import SILENT_SECONDS, is_alive_here, last_claim, seconds_since
-from batchgen.jobs.lock import holder_of, lives
-from batchgen.jobs.manifest import load_manifest
-from batchgen.jobs.results import read_facts
+from batchgen.jobs.files.lease import SILENT_SECONDS, is_alive_here, last_claim, seconds_since
+from batchgen.jobs.files.lock import holder_of, lives
+from batchgen.jobs.files.manifest import load_manifest
+from batchgen.jobs.files.results import read_facts
 from batchgen.jobs.shards import ShardPlan, load_plan, read_stats, shard_folder
 from batchgen.records.output import job_path
 from batchgen.records.remote import is_url

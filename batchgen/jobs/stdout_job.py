@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from batchgen.jobs.disk import writing
-from batchgen.jobs.results import occurrences, temporary_counts
+from batchgen.jobs.files.disk import writing
+from batchgen.jobs.files.results import occurrences, temporary_counts
 from batchgen.process.stdout import write_stdout
 from batchgen.progress import Snapshot
 from batchgen.records.jsonl import to_json

@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 
 from batchgen.config import JobConfig
 from batchgen.errors import BatchgenError, OutputError, OutputLocked, UsageError
-from batchgen.jobs.lock import Lock
-from batchgen.jobs.manifest import DIGEST, Manifest, load_manifest
+from batchgen.jobs.files.lock import Lock
+from batchgen.jobs.files.manifest import DIGEST, Manifest, load_manifest
 from batchgen.jobs.place import PUSH_FOLDER
 from batchgen.push.card import SPLIT, dataset_card
 from batchgen.records.hub_errors import reaching_hub

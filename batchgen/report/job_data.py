@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import BatchgenError, UsageError
-from batchgen.jobs.results import read_results
+from batchgen.jobs.files.results import read_results
+from batchgen.jobs.files.target import open_target
 from batchgen.jobs.reuse_output import result_of_row
 from batchgen.jobs.shards import read_stats, stores, take_runs
 from batchgen.jobs.status import job_status, no_job
-from batchgen.jobs.target import open_target
 from batchgen.recording import JobRecord, RowFigures
 from batchgen.records.files import InputFile, split_name
 from batchgen.records.inputs import Input

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import OutputError, UsageError
-from batchgen.jobs.disk import write_whole
+from batchgen.jobs.files.disk import write_whole
 from batchgen.report.sections import body
 from batchgen.version import __version__
 

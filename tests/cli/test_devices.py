@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.jobs.results import read_facts
+from batchgen.jobs.files.results import read_facts
 
 Cli = Callable[..., Any]
 SAMPLE = Path(__file__).parents[2] / "sample_data"

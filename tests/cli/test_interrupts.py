@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.jobs.results import read_facts
+from batchgen.jobs.files.results import read_facts
 
 pytestmark = pytest.mark.slow  # `tests/jobs` has the same claims of a process that is forked
 ROWS = 400

@@ -235,7 +235,7 @@ def command(model: Path, address: str) -> list[str]:
 
 
 def results(folder: Path) -> int:
-    from batchgen.jobs.results import read_facts
+    from batchgen.jobs.files.results import read_facts
 
     return read_facts(folder, ())[1] or 0
 

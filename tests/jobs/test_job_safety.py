@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import OutputError, OutputLocked, UsageError
-from batchgen.jobs import target
-from batchgen.jobs.manifest import Manifest, differences
+from batchgen.jobs.files import target
+from batchgen.jobs.files.manifest import Manifest, differences
 from batchgen.records.writers import DigestFile
 from support.jobs import FINISHED_FILES, SETTINGS, crash
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from batchgen.jobs.windows import KeptPrefixes
+from batchgen.jobs.order.windows import KeptPrefixes
 from batchgen.prefix import plan_prefixes
 
 

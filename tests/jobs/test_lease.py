@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import OutputLocked, UsageError
-from batchgen.jobs import lease as leases
-from batchgen.jobs.lease import Beats, Lease, check_shared_folder, holder_of_lease, is_alive_here, last_claim
+from batchgen.jobs.files import lease as leases
+from batchgen.jobs.files.lease import Beats, Lease, check_shared_folder, holder_of_lease, is_alive_here, last_claim
 from support.python_process import holding
 
 QUICK = Beats(every=0.01, silent=0.3, look=0.01)

@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from batchgen.errors import OutputLocked
-from batchgen.jobs.lock import Lock
+from batchgen.jobs.files.lock import Lock
 from support.python_process import holding
 
 

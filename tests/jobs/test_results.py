@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.jobs import results as results_module
-from batchgen.jobs.disk import network_file_system
-from batchgen.jobs.results import Results, occurrences, read_facts, temporary_counts
+from batchgen.jobs.files import results as results_module
+from batchgen.jobs.files.disk import network_file_system
+from batchgen.jobs.files.results import Results, occurrences, read_facts, temporary_counts
 from batchgen.result import Completion, Result, TokenLogprob
 from support.params import examples
 from support.python_process import environment
@@ -88,7 +88,7 @@ def test_the_last_of_two_results_with_the_same_key_counts(folder):
 KILLED = """
 import sys, os, signal
 from pathlib import Path
-from batchgen.jobs import results as module
+from batchgen.jobs.files import results as module
 from batchgen.result import Result
 module.network_file_system = lambda folder: sys.argv[2] == "True"
 results = module.Results(Path(sys.argv[1]), float(sys.argv[3]))

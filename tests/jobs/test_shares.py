@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batchgen.jobs.shares import PrefixCosts, Share, shard_bounds
+from batchgen.jobs.order.shares import PrefixCosts, Share, shard_bounds
 from support.fakes import request
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.config import InputLimits
-from batchgen.jobs.sorted_requests import SortedRequests, sort_key
+from batchgen.jobs.order.sorted_requests import SortedRequests, sort_key
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 from support.params import examples

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import UsageError
-from batchgen.jobs.lock import Lock
-from batchgen.jobs.manifest import Manifest
-from batchgen.jobs.results import Results
+from batchgen.jobs.files.lock import Lock
+from batchgen.jobs.files.manifest import Manifest
+from batchgen.jobs.files.results import Results
 from batchgen.jobs.status import job_status
 from batchgen.progress import Silent, Tracker
 from batchgen.result import Result

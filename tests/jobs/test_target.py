@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.errors import OutputError, OutputLocked, UsageError
-from batchgen.jobs import target
-from batchgen.jobs.manifest import Manifest
-from batchgen.jobs.target import RemoteTarget, known_as, open_target
+from batchgen.jobs.files import target
+from batchgen.jobs.files.manifest import Manifest
+from batchgen.jobs.files.target import RemoteTarget, known_as, open_target
 from batchgen.records.output import job_path, jobs_folder
 from support.jobs import FINISHED_FILES, crash
 from support.params import slow_but

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.jobs.disk import write_whole
+from batchgen.jobs.files.disk import write_whole
 
 
 def test_a_file_is_replaced_at_once_and_a_link_stays_a_link(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 
 def test_the_process_can_write_to_its_own_standard_output(tmp_path: Path) -> None:
     code = (
-        "from batchgen.jobs.disk import write_whole\n"
+        "from batchgen.jobs.files.disk import write_whole\n"
         "print('before', flush=True); write_whole('/dev/stdout', 'text\\n'); print('after')\n"
     )
     command = [sys.executable, "-c", code]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import batchgen.job
-import batchgen.jobs.results
+import batchgen.jobs.files.results
 from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, SamplingParams, run_job
 from batchgen.engine.engine import Engine
 from batchgen.progress import Silent, Snapshot
@@ -54,7 +54,7 @@ class Clock:
 
         monkeypatch.setattr(Engine, "step", timed)
         clock = SimpleNamespace(monotonic=lambda: self.now, perf_counter=time.perf_counter)
-        for module in (batchgen.job, batchgen.jobs.results):
+        for module in (batchgen.job, batchgen.jobs.files.results):
             monkeypatch.setattr(module, "time", clock)
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.errors import UsageError
-from batchgen.jobs.target import open_target
+from batchgen.jobs.files.target import open_target
 from batchgen.records import DatasetChoice, open_input
 from batchgen.records.hub_errors import reaching_hub
 from support.hub import TOKEN, FakeRepo, fake_hub

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.jobs.results import decode, encode
+from batchgen.jobs.files.results import decode, encode
 from batchgen.jobs.reuse_output import is_held_whole, results_of_output
 from batchgen.records import Row, RowForm, open_input, output_row
 from batchgen.records.writers import DEFAULT_LIMITS, DigestFile, GroupLimits, open_writer

@@ -14,8 +14,8 @@ from batchgen.config import JobConfig
 from batchgen.errors import InputCorrupt
 from batchgen.jobs.base import Job
 from batchgen.jobs.job_folder import JobFolder
+from batchgen.jobs.order.sorted_requests import SortedRequests
 from batchgen.jobs.outcomes import Outcomes
-from batchgen.jobs.sorted_requests import SortedRequests
 from batchgen.prompts import PromptBuilder
 from batchgen.records import Input, Row, RowStream
 from batchgen.records.output import own_id

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from batchgen.errors import OutputError, UsageError
-from batchgen.jobs.disk import move_file
-from batchgen.jobs.manifest import DIGEST, digest_of, file_digest
+from batchgen.jobs.files.disk import move_file
+from batchgen.jobs.files.manifest import DIGEST, digest_of, file_digest
 from batchgen.records.remote import (
     address,
     info_of,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import UsageError
-from batchgen.jobs.disk import json_digest, write_json
+from batchgen.jobs.files.disk import json_digest, write_json
 
 SCHEMA = "batchgen.job/3"
 DIGEST = "digest"

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchgen.config import INPUT_LIMITS, InputLimits
-from batchgen.jobs.disk import reading, writing
+from batchgen.jobs.files.disk import reading, writing
 from batchgen.prefix.order import common_length, depth_first_order, token_key
 from batchgen.records.writers import DigestFile
 from batchgen.request import Request, TokenArray

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from batchgen.jobs.disk import writing
+from batchgen.jobs.files.disk import writing
 from batchgen.prefix.order import common_length
 from batchgen.request import Request, TokenArray
 

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import OutputLocked, UsageError
-from batchgen.jobs.disk import file_system, writing
-from batchgen.jobs.lock import held_by_another, lives, timestamp
+from batchgen.jobs.files.disk import file_system, writing
+from batchgen.jobs.files.lock import held_by_another, lives, timestamp
 
 _SIZE = 4096
 """Bytes of a claim, padded: a beat overwrites it in place by one write."""

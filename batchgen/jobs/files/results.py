@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.jobs.disk import network_file_system
+from batchgen.jobs.files.disk import network_file_system
 from batchgen.records.result_values import completion_values, completions_of, result_of_values, result_values
 from batchgen.result import Completion, Result
 

@@ -1,0 +1,1 @@
+"""The rows of a job as requests, in the order in which they run."""
