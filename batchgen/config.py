@@ -380,7 +380,10 @@ def _parse_window(name: str, text: str) -> int | Literal["all"]:
 
 
 def _parse_kept_columns(name: str, text: str) -> tuple[str, ...] | None:
-    return None if text == "all" else () if text == "none" else comma_list(name, text)
+    columns = () if text == "none" else comma_list(name, text)
+    if not columns and text != "none":
+        raise UsageError(f"{name} must be all, none or names of columns, not {text!r}")
+    return None if text == "all" else columns
 
 
 @dataclass(frozen=True, slots=True)

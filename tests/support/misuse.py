@@ -135,6 +135,7 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --work-dir EMPTY", 2, "--work-dir must be a name that is not empty, not ''"),
     ("run R -m M --lora EMPTY", 2, "--lora must be a name that is not empty, not ''"),
     ("run R -m M --template EMPTY", 2, "--template must name a file, not ''"),
+    ("run R -m M --keep EMPTY", 2, "--keep must be all, none or names of columns, not ''"),
     ("run R -m M --system @", 2, "--system must name a file, not ''"),
     ("report EMPTY", 2, "'' is not the name of an output; name the output of a run"),
     ("report .", 2, "'.' is not the name of an output; name the output of a run"),
