@@ -60,7 +60,7 @@ class Snapshot:
 
     @property
     def percent(self) -> int:
-        """The same as a percentage, which is 100 only if all rows are done; 0 if the number of rows is not known."""
+        """The same as a percentage, which is 100 only if all rows are done. It has no meaning until the number of rows is known."""
         if self.rows_passed is not None or not self.rows_total or self.rows_done == self.rows_total:
             return percentage(self.rows_done if self.rows_passed is None else self.rows_passed, self.rows_total or 0)
         return min(99, int(100 * (self.share or 0.0)))
