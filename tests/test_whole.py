@@ -144,6 +144,22 @@ def test_sorted_requests_of_another_input_are_made_again(
     assert len(read_counts(progress)) >= 20  # both readings, of four rows at a time
 
 
+def test_a_stored_reading_knows_the_rows_of_the_input_and_those_that_had_results_before(
+    tiny_model_dir: Path, write_jsonl: Write
+) -> None:
+    rows = shuffled(60)
+    source = write_jsonl(rows[:30])
+    config = config_of(tiny_model_dir, source)
+    run_job(config)
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stopped(config, 40)
+    progress = Recorder()
+    job = run_job(config, progress).stats["job"]
+    assert read_counts(progress).count(60) == 1  # only the second reading
+    assert {now.rows_total for now in progress.seen if now.phase == "generating"} == {60}
+    assert (job["rows"], job["finish_reasons"]["length"] + job["finish_reasons"]["stop"]) == (60, 60)
+
+
 def test_sorted_requests_that_another_version_stored_in_another_form_are_made_again(
     tiny_model_dir: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
