@@ -45,7 +45,7 @@ from batchgen.jobs.files.results import RESULTS_FILE, Results
 from batchgen.jobs.files.target import Target
 from batchgen.jobs.place import KEPT_FILE, REMADE_FILES, SORTED_FOLDER, WORK_FILES, check_space, min_bytes, remove_files
 from batchgen.jobs.reuse_output import KEY_BYTES, NO_KEY, is_held_whole, read_keys, results_of_output
-from batchgen.jobs.shards import figures_so_far, forget_plan, load_plan, stores, take_results, take_runs
+from batchgen.jobs.shards import SHARDS_FOLDER, figures_so_far, forget_plan, load_plan, stores, take_results, take_runs
 from batchgen.jobs.stdout_job import DoneOrder
 from batchgen.progress import Snapshot
 from batchgen.recording import JobRecord, RowFigures
@@ -305,6 +305,8 @@ class JobFolder(StoredResults):
             self._manifest = replace(self._manifest, state="finished", outputs=[there])
             self._manifest.save(self.folder / "manifest.json")
         with writing(self.folder):
+            # The output may have taken the last space on the disk, and `_shrink` needs a little.
+            remove_files(self.folder, (SORTED_FOLDER, SHARDS_FOLDER))
             if self._spec.prune:
                 self._results.forget_unasked()
             left = self._shrink(self._results)
@@ -315,19 +317,24 @@ class JobFolder(StoredResults):
 
     # -- the folder
 
-    def _shrink(self, results: Results) -> bool:
-        """Removes from the database what the finished output holds. Returns whether results remain."""
+    def _shrink(self, results: Results) -> bool | None:
+        """Removes from the database what the finished output holds. Returns whether results remain; None if the disk is too full for that."""
         return results.shrink(key for key in read_keys(self.folder / "keys") if key != NO_KEY)
 
-    def _shrunk(self) -> bool:
+    def _shrunk(self) -> bool | None:
         """Opens the database that an earlier run left with its finished output, if there is one, for `_shrink`."""
         if not (self.folder / RESULTS_FILE).exists():
             return False
         with closing(Results(self.folder, 0.0)) as results:
             return self._shrink(results)
 
-    def _clean_up(self, left: bool) -> None:
-        """Removes the files of the work. If results are left in the database, they stay as `kept.sqlite`."""
+    def _clean_up(self, left: bool | None) -> None:
+        """Removes the files of the work. If results are `left` in the database, they stay as `kept.sqlite`. If that is not known, the next run removes it."""
+        if left is None:
+            self.notes.append(
+                f"the disk is full, so {self.folder / RESULTS_FILE} stays; the same command removes it once there is space"
+            )
+            return
         if left:
             (self.folder / RESULTS_FILE).replace(self.folder / KEPT_FILE)
         remove_files(self.folder, WORK_FILES)

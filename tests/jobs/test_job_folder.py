@@ -17,6 +17,7 @@ import pytest
 
 from batchgen.config import JobConfig
 from batchgen.errors import OutputLocked
+from batchgen.jobs.files.results import Results
 from batchgen.jobs.opening import find_finished
 from batchgen.records import open_input
 from batchgen.result import Completion, Result, Score, TokenLogprob
@@ -46,6 +47,21 @@ def test_a_job_leaves_its_output_and_a_small_folder(run, write_input):
         "keys": 48,
         "lock": 0,
     }
+    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == FINISHED_FILES
+
+
+def test_a_disk_that_the_output_has_filled_does_not_fail_the_job(run, write_input, monkeypatch):
+    write_input(["a", "fail", "cut"])
+    with monkeypatch.context() as patch:
+        patch.setattr(Results, "shrink", lambda self, keys: None)
+        job, _ = run()
+    assert job.notes == [
+        "the disk is full, so o.jsonl.job/results.sqlite stays; the same command removes it once there is space"
+    ]
+    assert Path("o.jsonl.job/results.sqlite").exists()
+    whole = Path("o.jsonl").read_bytes()
+    job, generated = run()
+    assert (job.finished is not None, generated, Path("o.jsonl").read_bytes()) == (True, [], whole)
     assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == FINISHED_FILES
 
 

@@ -349,6 +349,18 @@ def test_removing_all_results_of_a_finished_output_writes_nothing_to_a_full_disk
         assert before == [file.read_bytes() for file in files]
 
 
+def test_on_a_full_disk_all_results_stay_until_there_is_space(tmp_path):
+    fill(tmp_path)
+    with opened(tmp_path) as results:
+        held = results.stored(KEYS)
+        for database in ("main", "run"):
+            results._db.execute(f"PRAGMA {database}.max_page_count = 1")
+        assert results.shrink(key.to_bytes(16, "big") for key in range(1000)) is None
+        assert results.stored(KEYS) == held
+    with opened(tmp_path) as results:
+        assert results.shrink(KEYS) is False
+
+
 def test_a_finished_job_keeps_only_results_that_its_output_does_not_hold(folder):
     fill(folder)
     with opened(folder) as results:

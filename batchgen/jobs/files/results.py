@@ -317,21 +317,28 @@ class Results:
         finished, gone, new = (int(self._db.execute(query).fetchone()[0]) for query in counts)
         return finished, gone, new
 
-    def shrink(self, keys: Iterable[bytes]) -> bool:
+    def shrink(self, keys: Iterable[bytes]) -> bool | None:
         """Drops the results of these keys, which a finished output holds, and all data of the run. Returns whether any results remain.
 
         If none remain, the files can be removed and nothing is written to them: the output may have taken the last space on the disk.
+        Returns None if there is not even space for that; a later call does the rest.
         """
-        self._db.execute("DELETE FROM run.finished")
-        self.know_finished(keys)
-        held = "stays = 0 AND key IN (SELECT key FROM run.finished)"
-        (remain,) = self._db.execute(f"SELECT EXISTS(SELECT 1 FROM results WHERE NOT ({held}))").fetchone()
-        if not remain:
-            return False
-        self._db.execute(f"DELETE FROM results WHERE {held}")
-        for table in ("under_way", "rows", "facts"):
-            self._db.execute(f"DELETE FROM {table}")
-        self._db.execute("VACUUM main")
+        try:
+            self._db.execute("DELETE FROM run.finished")
+            self.know_finished(keys)
+            held = "stays = 0 AND key IN (SELECT key FROM run.finished)"
+            (remain,) = self._db.execute(f"SELECT EXISTS(SELECT 1 FROM results WHERE NOT ({held}))").fetchone()
+            if not remain:
+                return False
+            with _transaction(self._db):
+                self._db.execute(f"DELETE FROM results WHERE {held}")
+                for table in ("under_way", "rows", "facts"):
+                    self._db.execute(f"DELETE FROM {table}")
+            self._db.execute("VACUUM main")
+        except sqlite3.OperationalError as e:
+            if e.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                raise
+            return None
         return True
 
     # -- facts
