@@ -18,8 +18,7 @@ _EXCERPT = 160
 
 def body(data: Mapping[str, Any]) -> str:
     """Returns the body of the page, except its data and its program."""
-    made = [make(data) for make in _SECTIONS]
-    sections = [(name, title, content) for name, title, content in made if content]
+    sections = [(name, title, content) for name, title, make in _SECTIONS if (content := make(data))]
     links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title, _ in sections)
     parts = "\n".join(
         f'<section id="{name}" aria-labelledby="{name}-title">\n<h2 id="{name}-title">{title}</h2>\n{content}\n</section>'
@@ -107,13 +106,13 @@ def _plan_tiles(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     return tiles
 
 
-# The sections: id, title, content. One without content is left out.
+# The content of each section; empty if there is nothing to show.
 
 
-def _tree(data: Mapping[str, Any]) -> tuple[str, str, str]:
+def _tree(data: Mapping[str, Any]) -> str:
     tree = data["tree"]
     if not tree or not tree["parents"]:
-        return "tree", "Prefix tree", ""
+        return ""
     share = tree["saved_tokens"] / max(1, tree["prompt_tokens"])
     says = (
         f"The prefix tree of {counted(tree['rows'], 'prompt')}: {counted(tree['node_count'], 'node')}. Sharing them saves {tree['saved_tokens']:,} of "
@@ -128,10 +127,7 @@ def _tree(data: Mapping[str, Any]) -> tuple[str, str, str]:
         says += " It is the tree of the run that planned the most rows."
     order = sorted(range(listed), key=lambda i: -tree["saved"][i])[:TABLE_NODES]
     rows = [(tree["node_rows"][i], tree["tokens"][i], tree["saved"][i], _excerpt(tree["texts"][i])) for i in order]
-    return (
-        "tree",
-        "Prefix tree",
-        f"""<p class="hint">Width: rows. Shade: prompt tokens that sharing the node saves. Choose a node to zoom into it and to read its text, with the mouse here or with the buttons below.</p>
+    return f"""<p class="hint">Width: rows. Shade: prompt tokens that sharing the node saves. Choose a node to zoom into it and to read its text, with the mouse here or with the buttons below.</p>
 {_chart("tree-chart", says, _table("The nodes that save the most", ("rows", "own tokens", "saved tokens", "start of the text"), rows), tall=True)}
 <div id="node" class="panel" hidden>
 <h3>The chosen node</h3>
@@ -140,14 +136,13 @@ def _tree(data: Mapping[str, Any]) -> tuple[str, str, str]:
 <pre id="node-text" tabindex="0" aria-label="Text of the node"></pre>
 <h4 id="below-title">Below it</h4>
 <ul id="node-children" aria-labelledby="below-title"></ul>
-</div>""",
-    )
+</div>"""
 
 
-def _speed(data: Mapping[str, Any]) -> tuple[str, str, str]:
+def _speed(data: Mapping[str, Any]) -> str:
     runs = [run for run in data.get("runs", ()) if len(run["seconds"]) > 1]
     if not runs:
-        return "speed", "Tokens per second", ""
+        return ""
     rows = [
         (_run_name(runs, i), f"{run['seconds'][k + 1]:,.1f}", *(f"{run[name][k]:,.0f}" for name in _RATES))
         for i, run in enumerate(runs)
@@ -159,17 +154,17 @@ def _speed(data: Mapping[str, Any]) -> tuple[str, str, str]:
         f"Tokens per second over {exact_duration(sum(run['seconds'][-1] for run in runs))}; at most {listed or 'none'}."
     )
     head = ("run", "seconds", *_RATE_NAMES)
-    return "speed", "Tokens per second", _chart("speed-chart", says, _table("Tokens per second", head, rows))
+    return _chart("speed-chart", says, _table("Tokens per second", head, rows))
 
 
 _RATE_NAMES = ("completion tokens/s", "prompt tokens/s", "scored tokens/s")
 _RATES = ("completion_tokens_per_s", "prefill_tokens_per_s", "scored_tokens_per_s")
 
 
-def _time(data: Mapping[str, Any]) -> tuple[str, str, str]:
+def _time(data: Mapping[str, Any]) -> str:
     bars = data.get("time")
     if not bars:
-        return "time", "Where the time went", ""
+        return ""
     total = data["stats"]["job"]["seconds"]["total"]
     largest = max(bars, key=lambda bar: bar[1])
     says = (
@@ -178,10 +173,10 @@ def _time(data: Mapping[str, Any]) -> tuple[str, str, str]:
     )
     rows = [(name, f"{seconds:,.2f}") for name, seconds in bars]
     table = _table("Where the time went", ("part", "seconds"), [*rows, ("in all", f"{total:,.2f}")])
-    return "time", "Where the time went", _chart("time-chart", says, table)
+    return _chart("time-chart", says, table)
 
 
-def _lengths(data: Mapping[str, Any]) -> tuple[str, str, str]:
+def _lengths(data: Mapping[str, Any]) -> str:
     rows = data.get("rows") or {}
     charts = []
     for name, what in (("prompt_tokens", "prompts"), ("completion_tokens", "completions")):
@@ -192,23 +187,19 @@ def _lengths(data: Mapping[str, Any]) -> tuple[str, str, str]:
                 f"half of them at most {found['p50']:,}, 99% at most {found['p99']:,}."
             )
             charts.append(_chart(f"{name}-chart", says, _bins(f"Lengths of {what}, in tokens", found, whole=True)))
-    return (
-        "lengths",
-        "Lengths of prompts and completions",
-        f'<div class="pair">{"".join(charts)}</div>' if charts else "",
-    )
+    return f'<div class="pair">{"".join(charts)}</div>' if charts else ""
 
 
-def _ends(data: Mapping[str, Any]) -> tuple[str, str, str]:
+def _ends(data: Mapping[str, Any]) -> str:
     rows = data.get("rows")
     if not rows or not rows["rows"]:
-        return "ends", "How rows ended", ""
+        return ""
     ends = [(reason, count) for reason, count in rows["reasons"].items() if reason != "error"]
     ends += [(f"error: {kind}", count) for kind, count in rows["errors"].items()]
     listed = ", ".join(f"{count:,} {reason}" for reason, count in ends)
     table = _table("How rows ended", ("reason", "rows", "part"), [(r, n, f"{n / rows['rows']:.2%}") for r, n in ends])
     samples = "".join(_samples(kind, rows["samples"].get(kind, ())) for kind, _ in ends)
-    return "ends", "How rows ended", _chart("ends-chart", f"{listed}.", table) + f"<h3>Sample rows</h3>{samples}"
+    return _chart("ends-chart", f"{listed}.", table) + f"<h3>Sample rows</h3>{samples}"
 
 
 def _samples(kind: str, samples: Sequence[Mapping[str, Any]]) -> str:
@@ -221,11 +212,11 @@ def _samples(kind: str, samples: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _labels(data: Mapping[str, Any]) -> tuple[str, str, str]:
+def _labels(data: Mapping[str, Any]) -> str:
     found = data.get("rows") or {}
     labels = found.get("labels")
     if not labels:
-        return "labels", "Labels", ""
+        return ""
     rows = [
         (
             label["label"],
@@ -239,14 +230,10 @@ def _labels(data: Mapping[str, Any]) -> tuple[str, str, str]:
     if found["other_labels"]:
         says += f" {counted(found['other_labels'], 'row')} {'has another label' if found['other_labels'] == 1 else 'have other labels'}."
     head = ("label", "rows", "mean probability", "where it was chosen")
-    return (
-        "labels",
-        "Labels",
-        _chart("labels-chart", says, _table("Labels", head, rows[:TABLE_LABELS])),
-    )
+    return _chart("labels-chart", says, _table("Labels", head, rows[:TABLE_LABELS]))
 
 
-def _scores(data: Mapping[str, Any]) -> tuple[str, str, str]:
+def _scores(data: Mapping[str, Any]) -> str:
     rows = data.get("rows") or {}
     charts = ""
     if found := rows.get("scores"):
@@ -258,18 +245,18 @@ def _scores(data: Mapping[str, Any]) -> tuple[str, str, str]:
     if found := rows.get("rewards"):
         says = f"Rewards of {counted(found['count'], 'row')}: from {found['min']:,} to {found['max']:,}, half of them at most {found['p50']:,}."
         charts += _chart("rewards-chart", says, _bins("Rewards", found))
-    return "scores", "Scores and rewards", charts
+    return charts
 
 
-def _memory(data: Mapping[str, Any]) -> tuple[str, str, str]:
+def _memory(data: Mapping[str, Any]) -> str:
     if data["kind"] == "plan":
         bars = data["memory"]
         says = "; ".join(f"{name}: {size_text(count)}" for name, count in bars) + "."
         table = _table("Memory", ("what", "size"), [(name, size_text(count)) for name, count in bars])
-        return "memory", "Memory", _chart("memory-chart", says, table) if bars else ""
+        return _chart("memory-chart", says, table) if bars else ""
     runs = [run for run in data["runs"] if len(run["seconds"]) > 1]
     if not runs or not data["stats"]:
-        return "memory", "Memory", ""
+        return ""
     job = data["stats"]["job"]
     says = f"At most {size_text(job['memory_bytes_peak'])} in all."
     kv = (
@@ -287,45 +274,49 @@ def _memory(data: Mapping[str, Any]) -> tuple[str, str, str]:
         for k in _spread(len(run["seconds"]), max(2, TABLE_ROWS // len(runs)))
     ]
     table = _table("Memory", ("run", "seconds", "memory", "keys and values in use"), rows)
-    return (
-        "memory",
-        "Memory",
-        f'<div class="pair">{_chart("memory-chart", says)}{_chart("kv-chart", kv)}</div>{_behind(table)}',
-    )
+    return f'<div class="pair">{_chart("memory-chart", says)}{_chart("kv-chart", kv)}</div>{_behind(table)}'
 
 
-def _machines(data: Mapping[str, Any]) -> tuple[str, str, str]:
+def _shards(data: Mapping[str, Any]) -> str:
     """The shards of a job, planned or under way."""
     if data["kind"] == "plan":
         cuts = data["plan"]["shards"]
         if not cuts:
-            return "shards", "Shards", ""
+            return ""
         planned = [
             (i + 1, n, f"{part:.1%}") for i, (n, part) in enumerate(zip(cuts["rows"], cuts["cost"], strict=True))
         ]
         again = f"<p>{cuts['prefill_tokens_again']:,} prompt tokens would be run by two shards.</p>"
-        return "shards", "Shards", again + _table("Shards", ("shard", "rows", "part of the work"), planned)
+        return again + _table("Shards", ("shard", "rows", "part of the work"), planned)
     shards = data["status"]["shards"]
     if not shards:
-        return "shards", "Shards", ""
+        return ""
     rows = [(s["shard"], s["state"], s["host"] or "", s["rows_done"] or 0, s["rows_total"]) for s in shards]
-    return "shards", "Shards", _table("Shards", ("shard", "state", "host", "rows done", "rows"), rows)
+    return _table("Shards", ("shard", "state", "host", "rows done", "rows"), rows)
 
 
-def _figures(data: Mapping[str, Any]) -> tuple[str, str, str]:
+def _figures(data: Mapping[str, Any]) -> str:
     found = data["plan"] if data["kind"] == "plan" else data["stats"]
     if not found:
-        return "figures", "All figures", ""
+        return ""
     text = escape(json.dumps(found, indent=1, ensure_ascii=False))
     what = "plan --json" if data["kind"] == "plan" else "stats.json"
-    return (
-        "figures",
-        "All figures",
-        f'<details><summary>{what}</summary><pre tabindex="0" aria-label="{what}">{text}</pre></details>',
-    )
+    return f'<details><summary>{what}</summary><pre tabindex="0" aria-label="{what}">{text}</pre></details>'
 
 
-_SECTIONS = (_tree, _speed, _time, _lengths, _ends, _labels, _scores, _memory, _machines, _figures)
+_SECTIONS = (
+    ("tree", "Prefix tree", _tree),
+    ("speed", "Tokens per second", _speed),
+    ("time", "Where the time went", _time),
+    ("lengths", "Lengths of prompts and completions", _lengths),
+    ("ends", "How rows ended", _ends),
+    ("labels", "Labels", _labels),
+    ("scores", "Scores and rewards", _scores),
+    ("memory", "Memory", _memory),
+    ("shards", "Shards", _shards),
+    ("figures", "All figures", _figures),
+)
+"""Id, title and content of each. One without content is left out."""
 
 
 # Parts of sections.
