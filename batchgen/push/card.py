@@ -125,9 +125,7 @@ def _figure_lines(stats: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("completion tokens", f"{job['completion_tokens']:,}"),
     ]
     if seconds.get("generate"):
-        lines.append(
-            ("time to generate", f"{seconds['generate']:,.1f} s in {job['runs']:,} run{'s'[: job['runs'] != 1]}")
-        )
+        lines.append(("time to generate", f"{seconds['generate']:,.1f} s in {counted(job['runs'], 'run')}"))
         lines.append(("speed", f"{job['rows'] / seconds['generate']:,.1f} rows/s, {job['completion_tokens'] / seconds['generate']:,.1f} completion tokens/s"))  # fmt: skip
     if stats["device"]:
         lines.append(("device", f"{stats['device']}, attention {stats['attention']}"))

@@ -19,6 +19,7 @@ from batchgen.errors import UsageError
 from batchgen.records.files import in_job_folder, split_name
 from batchgen.records.hub_errors import reaching_hub
 from batchgen.records.remote import open_remote
+from batchgen.stats import counted
 
 _HUB = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?/?", re.IGNORECASE)
 _COPY = "refs/convert/parquet"
@@ -85,7 +86,7 @@ class Dataset:
         chosen = self._chosen_splits(splits, choice.split)
         found = list(dict.fromkeys(name for split in chosen for name in self._of_format(split, splits[split], format)))
         which = f"configuration {config}, " if len(self.configs) > 1 else ""
-        note = f"{self.name}: {which}split {'+'.join(chosen)}, {len(found):,} file{'s'[: len(found) != 1]}"
+        note = f"{self.name}: {which}split {'+'.join(chosen)}, {counted(len(found), 'file')}"
         return [name if "://" in name else self.root + name for name in found], note
 
     def _config(self, config: str | None) -> str:

@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.records.jsonl import MAX_LINE, Record, too_long
+from batchgen.stats import counted
 
 PARQUET_BATCH = 256
 """Number of rows that are made Python objects at a time. A row can be a long document."""
@@ -137,7 +138,7 @@ def _csv_records(
 
 def _csv_columns(header: Sequence[str], fields: Sequence[str]) -> dict[str, Any] | str:
     if len(fields) != len(header):
-        return f"{len(fields)} field{'s'[: len(fields) != 1]} where the header has {len(header)}"
+        return f"{counted(len(fields), 'field')} where the header has {len(header)}"
     for name, value in zip(header, fields, strict=True):
         if not value.isascii() and _UNDECODED.search(value):
             return f"column {name!r} is not UTF-8"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.encoding import Encoder
+from support.python_process import environment
 
 
 def load(folder, **options):
@@ -245,12 +245,11 @@ def test_the_hubs_answer_is_told_in_one_line_and_nothing_else_is_on_stderr(tmp_p
     try:
         done = subprocess.run(
             [sys.executable, "-c", _ASK, "org/reponotfound", "org/revisionnotfound", "org/gatedrepo"],
-            env=os.environ
+            env=environment()
             | {
                 "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
                 "HF_HUB_OFFLINE": "0",
                 "HF_HOME": str(tmp_path),
-                "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
             },
             capture_output=True,
             text=True,
@@ -287,7 +286,7 @@ def test_advice_from_libraries_does_not_reach_standard_error(tools, tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=120,
@@ -317,7 +316,7 @@ def test_importing_the_package_imports_neither_torch_nor_transformers():
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=60,
