@@ -84,16 +84,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """A Llama unless `model_type` says otherwise."""
 
-TINY = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 64,
-}
-"""For measurements that are not about the model, such as host memory."""
-
 GPU_CONFIGS: dict[str, dict[str, Any]] = {
     "8b": {
         "model_type": "llama",
@@ -225,14 +215,6 @@ def gpu_model_folder(work: Path, name: str, device: str, dtype: str) -> Path:
         tokenizer = train_tokenizer(1024, files=40) if name == "tiny" else _tokenizer(work)
         tokenizer.save_pretrained(unfinished)
         unfinished.rename(folder)
-    return folder
-
-
-def tiny_model_folder(work: Path) -> Path:
-    folder = work / "models" / "tiny-float32"
-    if not (folder / "config.json").exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        save_model(folder, TINY, train_tokenizer(1024, files=40), "float32")
     return folder
 
 

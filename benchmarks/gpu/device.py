@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from batchgen.attention.kv_cache import LayerShape
 from benchmarks.gpu.floor import Ceiling
 from benchmarks.machine import machine_facts
 from benchmarks.models import GPU_CONFIGS
@@ -68,19 +67,6 @@ class Bench:
             found.append(time.perf_counter() - began)
         return statistics.median(found)
 
-    def device_seconds(self, run: Callable[[], object], calls: int = 10) -> float:
-        """Returns the median time of the device's work alone: some calls are captured as one CUDA graph, so that launches cost nothing."""
-        if self.device.type != "cuda":
-            return self.seconds(run)
-        for _ in range(3):  # compiles and allocates what is needed once
-            run()
-        self.sync()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(calls):
-                run()
-        return self.seconds(graph.replay) / calls
-
     def _by_events(self, run: Callable[[], object], repeats: int) -> float:
         marks: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
         self.sync()
@@ -125,10 +111,6 @@ def shape_of(name: str, dtype: torch.dtype) -> Shape:
         vocabulary=c["vocab_size"],
         dtype=str(dtype).removeprefix("torch."),
     )
-
-
-def layer_shape(shape: Shape, device: torch.device) -> LayerShape:
-    return LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim, device)
 
 
 def gpu_machine() -> dict[str, Any]:

@@ -68,13 +68,3 @@ def prefill_flop(shape: Shape, lengths: Sequence[int]) -> float:
     linear = 2.0 * sum(lengths) * shape.layers * sum(weights.values())
     pairs = sum(length * (length + 1) // 2 for length in lengths)
     return linear + 2.0 * len(lengths) * head + pairs * attention_flop(shape)
-
-
-def busy(intervals: Sequence[tuple[float, float]]) -> float:
-    """Returns the time that at least one of these intervals (from, to) covers."""
-    total, end = 0.0, float("-inf")
-    for begins, ends in sorted(intervals):
-        if ends > end:
-            total += ends - max(begins, end)
-            end = ends
-    return total

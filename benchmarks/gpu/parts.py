@@ -45,11 +45,8 @@ PARTS: dict[str, Part] = {
     "check": Part("benchmarks.gpu.check", "what a job tries before it uses a GPU, and what it would switch off", 240.0),
     "parity": Part("benchmarks.gpu.parity", "tokens and logits against transformers", 540.0),
     "tests": Part("benchmarks.gpu.tests", "the tests that need a GPU", 420.0),
-    "kernels": Part("benchmarks.gpu.kernels", "attention: shared against flat, tiles, beside torch's own", 240.0),
     "decode": Part("benchmarks.gpu.decode", "8B decoding under a shared prefix, against the step's floor", 240.0),
-    "overhead": Part("benchmarks.gpu.overhead", "what of a 0.5B step is not the device's work", 180.0),
     "prefill": Part("benchmarks.gpu.prefill", "prompts against the rate of a large matrix product", 180.0),
-    "profile": Part("benchmarks.gpu.profiles", "where the milliseconds of a step go", 180.0),
     "shared-prefix": _workload("shared-prefix"),
     "nested-groups": _workload("nested-groups"),
     "few-shot": _workload("few-shot"),
@@ -58,7 +55,7 @@ PARTS: dict[str, Part] = {
 }
 GROUPS = {
     "workloads": tuple(name for name, part in PARTS.items() if part.workload and not name.endswith("-8b")),
-    "first": ("check", "decode", "overhead", "prefill", "parity", "tests"),  # the most useful parts for ten minutes
+    "first": ("check", "decode", "prefill", "parity", "tests"),  # the most useful parts for ten minutes
 }
 
 

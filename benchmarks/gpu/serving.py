@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +71,7 @@ class Served:
     def tokens(self, count: int) -> list[int]:
         return [self._random.randrange(FIRST_TOKEN, self.vocabulary) for _ in range(count)]
 
-    def run(
-        self, prompts: Sequence[Sequence[int]], out: int, on_step: Callable[[Moment], None] | None = None
-    ) -> list[Moment]:
+    def run(self, prompts: Sequence[Sequence[int]], out: int) -> list[Moment]:
         """Generates `out` tokens for each prompt. Returns when each step began, and when all were done."""
         sampling = SamplingParams(max_tokens=out, ignore_eos=True)
         requests = [
@@ -94,8 +92,6 @@ class Served:
 
         def stop() -> None:
             moments.append(Moment(time.perf_counter(), stats.completion_tokens, stats.steps))
-            if on_step is not None:
-                on_step(moments[-1])
 
         self.engine.add(leaves, plan, lambda result: failed.append(result.error_message))
         self.bench.sync()

@@ -61,7 +61,6 @@ def single(result: Result) -> str:
     """Returns the table of single figures."""
     lines = [["", ""]]
     for text, part, case, said in (
-        ("0.5B, 256 sequences: of a step not the device's work", "overhead", "0.5b 1024", _outside),
         ("8B, prompts of 2,048 tokens: of the rate of a large matrix product", "prefill", "8b 32 x 2048", _prefill),
         ("8B, prompts of 16,384 tokens", "prefill", "8b 4 x 16384", _prefill),
         ("0.5B, prompts of 2,048 tokens", "prefill", "0.5b 128 x 2048", _prefill),
@@ -72,10 +71,6 @@ def single(result: Result) -> str:
         lines.append([text, missing(result, part, case) if f is None else said(f)])
     lines.append(["architectures whose float32 tokens are those of `generate`", exact(result)])
     return markdown(lines)
-
-
-def _outside(f: Mapping[str, Any]) -> str:
-    return f"{f['outside_share']:.0%} of {f['step_ms']:.1f} ms"
 
 
 def _prefill(f: Mapping[str, Any]) -> str:
@@ -136,7 +131,7 @@ def caption(result: Result) -> str:
     if not entries:
         return (
             "Nothing has been measured on a GPU yet: the code for GPUs has run on an emulated device only, and [checks itself](gpu.md) on a real "
-            "one. `benchmarks/gpu.sh` measures decoding, prefill, host time, parity and whole jobs beside transformers.\n"
+            "one. `benchmarks/gpu.sh` measures decoding, prefill, parity and whole jobs beside transformers.\n"
         )
     used = [result["machines"][place] for place in sorted({e["machine"] for e in entries})]
     where = "; ".join(dict.fromkeys(_machine(machine) for machine in used))

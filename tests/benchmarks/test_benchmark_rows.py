@@ -1,12 +1,7 @@
-"""The rows that are measured, and the figures that are put together from several runs."""
+"""The rows that are measured."""
 
 import random
 
-import pytest
-
-from benchmarks.around import InPlace, model_seconds
-from benchmarks.roofline import Shape
-from benchmarks.scaling import prefix_copies
 from benchmarks.workloads import WORKLOADS, varied_lengths
 
 
@@ -35,36 +30,3 @@ def test_every_workload_says_what_it_is() -> None:
         "varied-lengths",
     ]
     assert all(workload.__doc__ for workload in WORKLOADS.values())
-
-
-def test_the_model_takes_for_each_further_row_what_twice_the_rows_took_more() -> None:
-    real = [{"rows": 512, "model_s": 10.0}, {"rows": 1024, "model_s": 15.12}]
-    assert model_seconds(real, 20_512) == pytest.approx(10.0 + 0.01 * 20_000)
-
-
-@pytest.mark.parametrize(("copies", "rows_share"), [(1, True), (256, False)])
-def test_what_the_pool_holds_more_tells_how_often_the_prefix_is_there(copies: int, rows_share: bool) -> None:
-    shape = Shape(hidden=2, layers=3, heads=2, kv_heads=1, head_dim=4, intermediate=5, vocabulary=7, dtype="bfloat16")
-    token = 3 * 2 * 4 * 2  # layers, keys and values, numbers, bytes
-    by_length = [
-        {"prefix_tokens": 1024, "kv_bytes_peak": 5000},
-        {"prefix_tokens": 8192, "kv_bytes_peak": 5000 + copies * token * 7168},
-    ]
-    assert prefix_copies(by_length, shape) == copies
-    assert (prefix_copies(by_length, shape) < 1.1) is rows_share
-
-
-def test_what_stands_in_for_the_forward_is_not_counted_and_gives_other_logits_each_time() -> None:
-    import torch
-
-    from batchgen.scheduling.batch import ScheduledSpan
-
-    in_place = InPlace(5, torch.float32)
-    spans = [ScheduledSpan(None, 0, 4, 3), ScheduledSpan(None, 0, 2, 2), ScheduledSpan(None, 7, 8, 7)]  # type: ignore[arg-type]
-    batch = type("Batch", (), {"spans": spans})()
-    first, second = in_place.run(batch), in_place.run(batch)
-    assert first.shape == (2, 5)
-    assert not torch.equal(first, second)
-    assert in_place.run(type("Batch", (), {"spans": spans[1:2]})()) is None
-    assert in_place.not_counted(lambda: 7)() == 7
-    assert in_place.seconds > 0

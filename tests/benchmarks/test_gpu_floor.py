@@ -1,16 +1,12 @@
-"""The floor of a decode step and the cost of a prefill, worked out by hand; traces; and the size from which sharing saves time."""
-
-from types import SimpleNamespace
+"""The floor of a decode step and the cost of a prefill, worked out by hand."""
 
 import pytest
 import torch
-from torch._C._autograd import DeviceType
 
 from benchmarks.gpu.decode import Interval
 from benchmarks.gpu.device import shape_of
-from benchmarks.gpu.floor import Ceiling, Cost, busy, decode_costs, floor_seconds, prefill_flop
+from benchmarks.gpu.floor import Ceiling, Cost, decode_costs, floor_seconds, prefill_flop
 from benchmarks.gpu.serving import Moment
-from benchmarks.gpu.traces import Event, Trace, kind_of, outermost, summary, trace_of
 from benchmarks.roofline import Shape
 
 # Weights of a layer: 16x2 + 2x8 + 10x2 + 2x5 = 78; of the head 7x2 = 14. Keys and values of a token: 3 x 2 x 1 x 4 numbers of 2 bytes.
@@ -65,83 +61,3 @@ def test_an_interval_of_steps_says_how_long_one_takes_and_how_much_is_read() -> 
     interval = Interval(Moment(1.0, 100 + 4 * 16, 20), Moment(1.32, 100 + 4 * 32, 36), before=100, sequences=4)
     assert interval.seconds == pytest.approx(0.02)
     assert interval.own == 64 + (16 + 31) / 2
-
-
-@pytest.mark.parametrize(
-    ("intervals", "time"),
-    [([], 0), ([(1, 3)], 2), ([(5, 6), (1, 3)], 3), ([(1, 4), (2, 3)], 3), ([(1, 4), (2, 6), (6, 7)], 6)],
-)
-def test_a_device_is_busy_while_anything_runs(intervals: list[tuple[float, float]], time: float) -> None:
-    assert busy(intervals) == time
-
-
-def test_where_sharing_begins_to_pay_is_where_least_is_lost() -> None:
-    pytest.importorskip("triton")
-    from benchmarks.gpu.kernels import best_threshold
-
-    # Blocks of 32 tokens: 2, 8 and 32 queries x blocks; shared is the better way from 8 on.
-    grid = [
-        {"prefix": 32, "sharers": 2, "shared_ms": 2.0, "flat_ms": 1.0},
-        {"prefix": 64, "sharers": 4, "shared_ms": 1.0, "flat_ms": 1.5},
-        {"prefix": 128, "sharers": 8, "shared_ms": 1.0, "flat_ms": 4.0},
-    ]
-    assert best_threshold(grid) == 4
-    assert best_threshold(grid[1:]) == 1
-    assert best_threshold(grid[:1]) == 4
-
-
-def recorded(name: str, begins: float, ends: float, kind: DeviceType = DeviceType.CUDA, note: bool = False) -> object:
-    """What the profiler gives."""
-    return SimpleNamespace(
-        name=name, device_type=kind, is_user_annotation=note, time_range=SimpleNamespace(start=begins, end=ends)
-    )
-
-
-def test_a_trace_has_what_ran_on_the_device_and_not_what_was_only_marked_there() -> None:
-    events = [
-        recorded("aten::mm", 0, 50, DeviceType.CPU),
-        recorded("gemm", 10, 30),
-        recorded("step", 0, 90, note=True),
-        recorded("nothing", 40, 40),
-        recorded("attend_kernel", 30, 35),
-    ]
-    trace = trace_of(events, torch.device("cuda"), steps=2)
-    assert trace == Trace((Event("gemm", 10, 30), Event("attend_kernel", 30, 35)), 2)
-    assert trace.busy_us == 25
-
-
-def test_a_trace_of_nothing_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"^the profiler saw nothing run on the device$"):
-        trace_of([recorded("aten::mm", 0, 50, DeviceType.CPU)], torch.device("cuda"), 1)
-
-
-def test_of_operations_that_call_one_another_the_outermost_count() -> None:
-    events = [Event("b", 2, 3), Event("a", 0, 10), Event("c", 4, 9), Event("d", 10, 12)]
-    assert [e.name for e in outermost(events)] == ["a", "d"]
-
-
-def test_the_milliseconds_of_a_step_are_told_by_kind_and_by_kernel() -> None:
-    events = (Event("gemm_1", 0, 4000), Event("gemm_1", 4000, 6000), Event("attend_kernel", 6000, 7000))
-    found = summary(Trace(events, 2), step_ms=5.0)
-    assert (found["busy_ms"], found["idle_ms"], found["launches_per_step"]) == (3.5, 1.5, 1.5)
-    assert found["kinds_ms"] == {"matrix products": 3.0, "attention": 0.5}
-    assert found["kernels"] == [
-        {"name": "gemm_1", "per_step": 1.0, "ms": 3.0},
-        {"name": "attend_kernel", "per_step": 0.5, "ms": 0.5},
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("nvjet_tst_192x192_64x4_2x1_v_bz_TNN", "matrix products"),
-        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>", "matrix products"),
-        ("attend_kernel", "attention"),
-        ("Memcpy DtoH (Device -> Pinned)", "copies"),
-        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel", "norms"),
-        ("void at::native::reduce_kernel<512, 1, ArgMaxOps>", "sampling"),
-        ("void at::native::vectorized_elementwise_kernel<4, silu>", "element-wise and other"),
-    ],
-)
-def test_a_kernel_is_told_by_its_name(name: str, kind: str) -> None:
-    assert kind_of(name) == kind

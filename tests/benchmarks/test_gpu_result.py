@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from benchmarks import table
-from benchmarks.gpu.notes import notes
 from benchmarks.gpu.result import START, GpuResult, NotAResult, read_result
 from benchmarks.gpu.tables import caption, compared, exact, tables
 
@@ -78,7 +77,7 @@ def test_of_two_results_the_newer_figures_of_each_case_are_kept(tmp_path: Path) 
     ours.fail("prefill", "8b 4 x 16384", "no")
     theirs.add("decode", "8b 4096", {"by": "theirs"}, 1)
     theirs.add("prefill", "8b 4 x 16384", {"by": "theirs"}, 1)
-    theirs.fail("profile", "8b decode", "no")
+    theirs.fail("check", "8b", "no")
     assert ours.merge(read_result(theirs.path)) == 3
     kept = {
         (e["case"], e["figures"]["by"], ours.json["machines"][e["machine"]]["driver"]) for e in ours.json["figures"]
@@ -86,7 +85,7 @@ def test_of_two_results_the_newer_figures_of_each_case_are_kept(tmp_path: Path) 
     assert kept == {
         ("8b 1024", "ours", "580.1"), ("8b 4096", "theirs", "580.2"), ("8b 4 x 16384", "theirs", "580.2"),
     }  # fmt: skip
-    assert cases(ours, "failures") == [("profile", "8b decode")]
+    assert cases(ours, "failures") == [("check", "8b")]
     assert ours.merge(read_result(theirs.path)) == 0
 
 
@@ -116,14 +115,12 @@ def test_a_table_shows_what_there_is(tmp_path: Path) -> None:
     found = result(tmp_path)
     found.add("decode", "8b 1024", DECODED, 1)
     found.fail("decode", "8b 4096", "no")
-    found.add("overhead", "0.5b 1024", {"outside_share": 0.123, "step_ms": 3.14}, 1)
     found.add("prefill", "8b 32 x 2048", {"matmul_share": 0.555, "tokens_per_s": 27_000.0}, 1)
     found.add("parity", "bfloat16 0.5b", {"difference": 0.0391, "spread_of_transformers": 0.047}, 1)
     lines = tables(found.json).splitlines()
     assert "| 1,024 tokens | 20,000 | 12.8 | 8.6 | 67% |" in lines
     assert "| 4,096 tokens | failed |  |  |  |" in lines
     assert "| 16,384 tokens | not measured |  |  |  |" in lines
-    assert "| 0.5B, 256 sequences: of a step not the device's work | 12% of 3.1 ms |" in lines
     assert "| 8B, prompts of 2,048 tokens: of the rate of a large matrix product | 56%, 27,000 tokens/s |" in lines
     assert any(line.endswith("| 0.0391, 0.047 |") for line in lines)
 
@@ -177,40 +174,3 @@ def test_the_same_tool_puts_it_between_the_markers(tmp_path: Path, monkeypatch: 
     assert readme.read_text() == f"before\n<!-- benchmarks:gpu:begin -->\n{text}<!-- benchmarks:gpu:end -->\nafter\n"
     monkeypatch.setattr("sys.argv", ["table", str(found.path), "--check", str(readme)])
     table.main()
-
-
-def test_what_belongs_into_the_notes_is_said_in_lines(tmp_path: Path) -> None:
-    found = result(tmp_path)
-    assert notes(found.json) == "Nothing has been measured.\n"
-    found.add("decode", "8b 1024", DECODED, 1)
-    step = {
-        "step_ms": 12.5, "idle_ms": 0.25, "launches_per_step": 300.0, "kinds_ms": {"matrix products": 9.0},
-        "kernels": [{"name": "gemm", "per_step": 128.0, "ms": 8.5}],
-    }  # fmt: skip
-    found.add("profile", "8b decode", step, 1)
-    grid = [
-        {"prefix": 64, "sharers": 2, "shared_ms": 2.0, "flat_ms": 1.0},
-        {"prefix": 64, "sharers": 4, "shared_ms": 1.0, "flat_ms": 3.0},
-    ]
-    found.add("kernels", "8b shared or flat", {"grid": grid, "best_shared_reads": 8, "used": 64}, 1)
-    tile = {
-        "tile": {"rows": 128},
-        "variants": [{"change": {}, "ms": 1.0}, {"change": {"keys": 32}, "failed": "no room"}],
-    }
-    found.add("kernels", "8b wide tiles", tile, 1)
-    found.add("kernels", "8b decode shared", {"ms": 0.2}, 1)
-    for entry in found.json["figures"]:
-        entry["date"] = "2026-01-02T03:04:05"
-    assert notes(found.json).splitlines() == [
-        "- 8b decode (2026-01-02, code one): 12.50 ms a step, 300 kernels; idle 0.25, matrix products 9.00",
-        "  - 8.500 ms in 128: `gemm`",
-        "- attention, 8b shared or flat (2026-01-02, code one):",
-        "  - prefix of 64, by sharers: 2: 0.50x, 4: 3.00x",
-        "  - sharing pays best from 8 queries x blocks; 64 is used",
-        "- attention, 8b wide tiles (2026-01-02, code one):",
-        "  - the tile: rows 128",
-        "  - as it is: ms 1.0",
-        "  - keys 32: failed no room",
-        "- attention, 8b decode shared (2026-01-02, code one):",
-        "  - ms 0.2",
-    ]

@@ -168,18 +168,11 @@ def cases_of(result: dict[str, Any]) -> dict[str, list[str]]:
 
 @pytest.mark.nightly
 def test_everything_runs_in_small_without_a_gpu(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    found = run_tiny(tmp_path, "--only", "kernels,decode,overhead,prefill,profile,few-shot")
+    found = run_tiny(tmp_path, "--only", "decode,prefill,few-shot")
     assert found["failures"] == []
     assert cases_of(found) == {
-        "kernels": [
-            "8b shared or flat", "0.5b shared or flat", "8b decode alone", "8b decode shared", "8b prefill 4 x 2048",
-            "8b prefill 1 x 8192", "8b wide tiles", "8b narrow tiles", "8b splits",
-        ],
         "decode": ["8b 1024", "8b 4096", "8b 16384"],
-        "overhead": ["0.5b 1024", "0.5b 0"],
         "prefill": ["8b 32 x 2048", "8b 4 x 16384", "0.5b 128 x 2048"],
-        "profile": ["8b decode", "8b prefill", "0.5b decode", "0.5b prefill"],
         "few-shot": ["batchgen"],
     }  # fmt: skip
     for entry in found["figures"]:
