@@ -5,6 +5,7 @@ Every class raises `UsageError`, which names the option, for an invalid value, a
 
 from __future__ import annotations
 
+import codecs
 import math
 import re
 from collections import Counter
@@ -386,6 +387,13 @@ def _parse_kept_columns(name: str, text: str) -> tuple[str, ...] | None:
     return None if text == "all" else columns
 
 
+def _is_text_encoding(name: str) -> bool:
+    try:
+        return codecs.lookup(name)._is_text_encoding
+    except (LookupError, ValueError):
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class InputLimits:
     """How much of an input is in memory at a time if it is read twice and its requests are sorted.
@@ -418,7 +426,7 @@ class JobConfig:
     """Files, folders, globs, URLs or `-`: one or a list of them."""
     output: PathText | None = option(
         None,
-        "Output file: JSONL (also .gz, .zst) or Parquet, by its suffix. - writes JSONL to standard output.",
+        "Output file: JSONL, CSV or TSV (also .gz, .zst), or Parquet, by its suffix. - writes JSONL to standard output.",
         group="Job",
         flags=["--output", "-o"],
         metavar="OUTPUT",
@@ -431,6 +439,14 @@ class JobConfig:
         group="Job",
         values=["jsonl", "parquet", "csv", "tsv"],
         shown="by suffix",
+    )
+    encoding: str | None = option(
+        None,
+        "Encoding of text files that are not UTF-8, such as cp1252, utf-16 or shift_jis.",
+        group="Job",
+        metavar="NAME",
+        rules=[(_is_text_encoding, "the name of a text encoding, such as cp1252, utf-16 or shift_jis")],
+        shown="utf-8",
     )
     dataset_config: str | None = option(
         None,

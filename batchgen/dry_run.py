@@ -175,6 +175,7 @@ def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int
         source = open_input(
             config.inputs,
             format=config.input_format,
+            encoding=config.encoding,
             output=None,
             choice=DatasetChoice(config.dataset_config, config.split),
         )

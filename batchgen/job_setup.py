@@ -62,6 +62,7 @@ def check_command(config: JobConfig) -> JobCommand:
     source = open_input(
         config.inputs,
         format=config.input_format,
+        encoding=config.encoding,
         output=config.output,
         choice=DatasetChoice(config.dataset_config, config.split),
     )

@@ -199,10 +199,12 @@ def test_pushed_labels_can_be_loaded_by_datasets(hub, run, tmp_path):
 def test_a_large_output_is_pushed_in_several_files(tmp_path):
     maps = pa.array([[("a", 0.5)], None, [], [("b", None)]] * 250, pa.map_(pa.string(), pa.float64()))
     table = pa.table({"n": range(1000), "m": maps, "text": [f"{i:x}" * 50 for i in range(1000)]})
+    table = table.replace_schema_metadata({"huggingface": "the features of datasets"})
     pq.write_table(table, tmp_path / "o.parquet", row_group_size=100)
     (tmp_path / "push").mkdir()
     shards = parquet_shards(tmp_path / "o.parquet", tmp_path / "push", max_bytes=6_000)
     assert 1 < len(shards) <= 10
+    assert {pq.read_schema(shard).metadata[b"huggingface"] for shard in shards} == {b"the features of datasets"}
     back = pa.concat_tables([pq.read_table(shard) for shard in shards])
     assert back.column("n").to_pylist() == list(range(1000))
     assert back.schema.field("m").type == pa.list_(pa.struct([("key", pa.string()), ("value", pa.float64())]))

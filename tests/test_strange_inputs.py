@@ -67,9 +67,9 @@ LINES: list[tuple[str, bytes, tuple[str, str] | None]] = [
     ("NUL bytes", b"\x00\x00\x00", ("invalid_row", "not JSON: Expecting value at column 1")),
     ("a NUL byte in text", b'{"prompt": "a\x00b"}', ("invalid_row", "not JSON: Invalid control character at column 14 (in text it is written \\u0000)")),
     ("a NUL in text, escaped", b'{"prompt": "a\\u0000b"}', None),
-    ("invalid UTF-8", b'{"prompt": "\xff"}', ("invalid_row", "not UTF-8 at byte 13")),
-    ("UTF-16", '{"p": 1}'.encode("utf-16"), ("invalid_row", "not UTF-8 at byte 1")),
-    ("a lone surrogate, encoded", b'{"prompt": "\xed\xa0\x80"}', ("invalid_row", "not UTF-8 at byte 13")),
+    ("invalid UTF-8", b'{"prompt": "\xff"}', ("invalid_row", "not UTF-8 at byte 13 (if the file is in Latin-1 or Windows-1252: --encoding cp1252)")),
+    ("UTF-16", '{"p": 1}'.encode("utf-16"), ("invalid_row", "not UTF-8 at byte 1 (if the file is in UTF-16: --encoding utf-16)")),
+    ("a lone surrogate, encoded", b'{"prompt": "\xed\xa0\x80"}', ("invalid_row", "not UTF-8 at byte 13 (if the file is in Latin-1 or Windows-1252: --encoding cp1252)")),
     (
         "a lone surrogate in the prompt",
         b'{"prompt": "a\\ud800"}',
@@ -216,7 +216,7 @@ def test_every_malformed_csv_record_is_a_failed_row(run):
     assert errors(rows) == [
         None,
         ("invalid_row", "1 field where the header has 3"),
-        ("invalid_row", "column 'prompt' is not UTF-8"),
+        ("invalid_row", "column 'prompt' is not UTF-8 (if the file is in Latin-1 or Windows-1252: --encoding cp1252)"),
         ("invalid_row", "not CSV: ',' expected after '\"'"),
         None,
         None,

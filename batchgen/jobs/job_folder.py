@@ -17,7 +17,7 @@ and, while a process works on it (made new at every start),
 
     run.sqlite       tables that serve this run only
     output.partial   the rows of finished windows, and their keys in keys.partial
-    spool.jsonl      the same rows, while a Parquet output waits for the types of its columns (`writers`)
+    spool.jsonl      the same rows, while a table waits for its columns and their types (`writers`)
 
 The order of steps in `finish` makes a kill safe at every moment. Until the manifest says "finished", the database has every result. Before
 the output takes its place, the manifest names the file that stood there and the file that will. For an output in a store these are size and
@@ -169,6 +169,7 @@ class JobFolder(StoredResults):
             spool=self.folder / "spool.jsonl",
             form=self._spec.form,
             optional=self._spec.optional,
+            in_order=self._spec.order == "input",
         )
         opened.callback(self._writer.abandon)
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from batchgen.records.files import InputFile
+from batchgen.records.files import DELIMITERS, InputFile
 from batchgen.records.inputs import Input
 from batchgen.records.openai_batch import result_of
 from batchgen.records.output import TASK_NAMES, RowForm, output_format
@@ -37,9 +37,12 @@ def results_of_output(output: str, keys: Path, asked: Collection[str] = ()) -> I
     """Yields keys and results of the rows of `output`; row i has the i-th key of `keys`.
 
     Failed rows keep their errors. Results have token ids if the output has them, in a column or in log-probabilities. Rows that the output
-    does not hold whole (`is_held_whole`) are left out. `asked` is `RowForm.asked` of the output.
+    does not hold whole (`is_held_whole`) are left out, and so are all rows of CSV. `asked` is `RowForm.asked` of the output.
     """
-    rows = Input((InputFile(output, *output_format(output)),), []).rows()
+    kind, compression = output_format(output)
+    if kind in DELIMITERS:
+        return
+    rows = Input((InputFile(output, kind, compression),), []).rows()
     for key, row in zip(read_keys(keys), rows, strict=False):
         if key != NO_KEY and row.error is None:
             result = result_of_row(row.columns, asked)
@@ -48,10 +51,12 @@ def results_of_output(output: str, keys: Path, asked: Collection[str] = ()) -> I
 
 
 def is_held_whole(result: Result, form: RowForm, format: str) -> bool:
-    """Whether `results_of_output` can read a result back from an output of this form and format (jsonl or parquet).
+    """Whether `results_of_output` can read a result back from an output of this form and format.
 
-    JSON cannot hold an infinity, and OpenAI's form has no token ids in log-probabilities.
+    JSON cannot hold an infinity, OpenAI's form has no token ids in log-probabilities, and the values of CSV have no types.
     """
+    if format in DELIMITERS:
+        return False
     if result.error_type is not None:
         return True
     with_logprobs = any(c.logprobs is not None for c in result.completions)

@@ -212,7 +212,8 @@ def read_stats(place: Path) -> dict[str, Any] | None:
 
 def output_facts(spec: JobSpec) -> dict[str, Any]:
     """Returns what the merge needs to know about the input and the output's rows, as JSON."""
-    files = [{"name": f.name, "format": f.format, "compression": f.compression} for f in spec.input.files]
+    names = ("name", "format", "compression", "encoding")
+    files = [{name: getattr(file, name) for name in names} for file in spec.input.files]
     here = os.getcwd()  # noqa: PTH109
     return {
         "files": files,

@@ -171,7 +171,8 @@ def parquet_shards(output: Path, folder: Path, max_bytes: int = SHARD_BYTES) -> 
     A map becomes a list of its entries (`key`, `value`), because `datasets` reads no maps. One row group is in memory at a time.
     """
     file = pq.ParquetFile(output)
-    schema = pa.schema([field.with_type(without_maps(field.type)) for field in file.schema_arrow])
+    fields = [field.with_type(without_maps(field.type)) for field in file.schema_arrow]
+    schema = pa.schema(fields, metadata=file.schema_arrow.metadata)
     if schema == file.schema_arrow and output.stat().st_size <= max_bytes:
         return [output]
     shards: list[Path] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import re
@@ -23,6 +24,7 @@ from batchgen.records.remote import is_url, object_version, open_remote, reachin
 
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"}
 FORMATS = ("jsonl", "parquet", "csv", "tsv")
+DELIMITERS = {"csv": ",", "tsv": "\t"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BROKEN = (OSError, EOFError, zlib.error)
 """The exceptions that reading a cut or damaged stream raises."""
@@ -38,8 +40,13 @@ _UNPACKED_BY = {b"BZh": ("bzip2", "bzip2 -dc"), b"\xfd7zXZ": ("xz", "xz -dc"), b
 # Plain and encrypted. A number follows, not text: the first column of a CSV file may be called PARENT.
 _PARQUET = re.compile(rb"PAR[1E][^\x00-\x08\x0b\x0c\x0e-\x1f]{0,3}[\x00-\x08\x0b\x0c\x0e-\x1f]", re.DOTALL)
 _LFS = b"version https://git-lfs"
-_UTF16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
+_UTF16 = (
+    (re.compile(rb"\xff\xfe|\xfe\xff"), "utf-16"),  # byte order marks
+    (re.compile(rb"([^\0]\0){2}"), "utf-16-le"),
+    (re.compile(rb"(\0[^\0]){2}"), "utf-16-be"),
+)
 _AT_COMMIT = re.compile(r"(hf://datasets/[^/@]+/[^/@]+)@[0-9a-f]{40}/")
+_TEXT_PIECE = 1 << 16
 _PIECE = 1 << 10  # small, because what one piece decompresses to, 70 MB at worst, is in memory at once
 
 
@@ -77,6 +84,8 @@ class InputFile:
     """gzip or zstd"""
     folder: str = ""
     """The folder to which a relative name refers; the current one if empty."""
+    encoding: str | None = None
+    """Of text; None for UTF-8."""
 
     @property
     def _path(self) -> Path:
@@ -88,11 +97,13 @@ class InputFile:
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
-        """Yields its bytes, decompressed and buffered; seekable if the format needs that (Parquet)."""
+        """Yields its bytes, decompressed, in UTF-8 if they are text, and buffered; seekable if the format needs that (Parquet)."""
         with self._raw() as raw:
             stream = raw if self.compression is None else decompressed(raw, self.compression)
             if self.name == "-":
                 stream = self._checked(raw)
+            if self.encoding is not None:
+                stream = _buffered(_in_utf8(stream, self.encoding))
             if self.format != "parquet" or (self.name != "-" and self.compression is None and raw.seekable()):
                 yield stream
                 return
@@ -106,6 +117,7 @@ class InputFile:
 
         Downloads nothing. Raises `UsageError` if a store cannot be reached.
         """
+        read = {} if self.encoding is None else {"encoding": self.encoding}
         if is_url(self.name):
             fs, path = remote(self.name)
             with reaching(self.name):
@@ -114,12 +126,12 @@ class InputFile:
             if version is None:
                 return None
             name = _AT_COMMIT.sub(r"\1/", self.name)  # a commit that leaves the file alone does not change it
-            return {"path": name, "size": info.get("size"), "version": version}
+            return {"path": name, "size": info.get("size"), "version": version, **read}
         path_ = self._path
         if not path_.is_file():
             return None
         stat = path_.stat()
-        return {"path": str(path_.absolute()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+        return {"path": str(path_.absolute()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, **read}
 
     def check_start(self) -> None:
         """Raises `UsageError` if the first bytes of a local file show that its content is not what its name says."""
@@ -148,20 +160,22 @@ class InputFile:
             raise UsageError(
                 f"{self.name} is not a Parquet file", "say what it is with --input-format jsonl, csv or tsv"
             )
-        if start.startswith(_UTF16):
-            text = path.with_name(f"utf8-{path.name}")
-            raise UsageError(
-                f"{self.name} is in UTF-16, not in UTF-8", f"convert it: iconv -f UTF-16 -t UTF-8 {self.name} > {text}"
-            )
+        self._check_utf8(start, self.name)
         if self.format == "jsonl":
             self._check_lines(path)
+
+    def _check_utf8(self, start: bytes, name: str) -> None:
+        """Raises `UsageError` if the first bytes of a text are those of UTF-16, and it is to be read as UTF-8."""
+        for pattern, encoding in _UTF16:
+            if self.format != "parquet" and self.encoding is None and pattern.match(start):
+                raise UsageError(f"{name} is in UTF-16, not in UTF-8", f"use --encoding {encoding}")
 
     def _check_lines(self, path: Path) -> None:
         """Raises `UsageError` if the first line of a file of JSON lines only begins an array or an object.
 
         A lone `{` before a line that begins an object of its own is not the file's form but one malformed row.
         """
-        with path.open("rb") as file:
+        with self.open() as file:
             pieces = (line.removeprefix(BOM).strip() for line in iter(partial(file.readline, _PIECE), b""))
             lines = filter(None, pieces)
             first, second = next(lines, b""), next(lines, b"")
@@ -188,8 +202,7 @@ class InputFile:
                 )
         if _PARQUET.match(start) and self.format != "parquet":
             raise UsageError("standard input is a Parquet file", "use --input-format parquet")
-        if start.startswith(_UTF16) and self.format != "parquet":
-            raise UsageError("standard input is in UTF-16, not in UTF-8", "convert it: iconv -f UTF-16 -t UTF-8")
+        self._check_utf8(start, "standard input")
         return stream
 
     def forget(self) -> None:
@@ -218,23 +231,52 @@ def decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
     """Returns the plain bytes of a gzip or zstd stream, buffered. Reading raises one of `BROKEN` if it is cut or damaged."""
     if compression == "gzip":
         return gzip.GzipFile(fileobj=raw, mode="rb")  # type: ignore[return-value]
-    return io.BufferedReader(_ZstdReader(raw))
+    return _buffered(_zstd_pieces(raw))
 
 
-class _ZstdReader(io.RawIOBase):
-    """The frames of a zstandard stream, one after the other.
+def _zstd_pieces(raw: BinaryIO) -> Iterator[bytes]:
+    """Yields the frames of a zstandard stream, one after the other.
 
     The stream reader of zstandard itself ends silently if a file is cut. This one raises `EOFError`, and `OSError` if a file is damaged.
     """
+    import zstandard  # only these files need it
 
-    def __init__(self, raw: BinaryIO) -> None:
-        import zstandard  # only these files need it
+    decompressor = zstandard.ZstdDecompressor()
+    frame: Any = None
+    waiting = b""  # compressed bytes of the next frame
+    while piece := waiting or raw.read(_PIECE):
+        frame, waiting = frame or decompressor.decompressobj(), b""
+        try:
+            yield frame.decompress(piece)
+        except zstandard.ZstdError as e:
+            raise OSError(str(e)) from e
+        if frame.eof:
+            frame, waiting = None, frame.unused_data
+    if frame is not None:
+        raise EOFError("the compressed file ends in the middle of a zstandard frame")
 
-        self._raw = raw
-        self._decompressor = zstandard.ZstdDecompressor()
-        self._damaged = zstandard.ZstdError
-        self._frame: Any = None
-        self._waiting = b""  # compressed bytes of the next frame
+
+def _in_utf8(raw: BinaryIO, encoding: str) -> Iterator[bytes]:
+    """Yields the text of a stream in UTF-8. What cannot be decoded becomes a byte that is not UTF-8, so that only its row is malformed."""
+    decoder = codecs.getincrementaldecoder(encoding)(_UNDECODABLE)
+    while piece := raw.read(_TEXT_PIECE):
+        yield decoder.decode(piece).encode("utf-8", "surrogateescape")
+    yield decoder.decode(b"", True).encode("utf-8", "surrogateescape")
+
+
+_UNDECODABLE = "batchgen.undecodable"
+codecs.register_error(_UNDECODABLE, lambda e: ("\ufffd\udcff", e.end))  # type: ignore[attr-defined]
+
+
+def _buffered(pieces: Iterator[bytes]) -> BinaryIO:
+    return io.BufferedReader(_BytesOf(pieces))
+
+
+class _BytesOf(io.RawIOBase):
+    """The bytes that an iterator yields."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
@@ -242,20 +284,10 @@ class _ZstdReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            piece = self._waiting or self._raw.read(_PIECE)
-            self._waiting = b""
-            if not piece:
-                if self._frame is not None:
-                    raise EOFError("the compressed file ends in the middle of a zstandard frame")
+            piece = next(self._pieces, None)
+            if piece is None:
                 return 0
-            if self._frame is None:
-                self._frame = self._decompressor.decompressobj()
-            try:
-                self._ready = memoryview(self._frame.decompress(piece))
-            except self._damaged as e:
-                raise OSError(str(e)) from e
-            if self._frame.eof:
-                self._waiting, self._frame = self._frame.unused_data, None
+            self._ready = memoryview(piece)
         n = min(len(buffer), len(self._ready))
         buffer[:n], self._ready = self._ready[:n], self._ready[n:]
         return n

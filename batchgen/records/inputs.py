@@ -18,12 +18,13 @@ import pyarrow as pa
 from batchgen.config import JobConfig
 from batchgen.errors import InputCorrupt, RowError, UsageError
 from batchgen.records.dataset_files import NO_CHOICE, DatasetChoice, find_dataset
-from batchgen.records.files import BROKEN, FORMATS, InputFile, in_job_folder, split_name
+from batchgen.records.files import BROKEN, DELIMITERS, FORMATS, InputFile, in_job_folder, split_name
 from batchgen.records.jsonl import Record, read_jsonl
 from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
 from batchgen.records.parquet_types import clean
 from batchgen.records.remote import StoreError, address, info_of, is_url, plain_name, reaching, remote, short_reason
 from batchgen.records.rows import Row, RowStream
+from batchgen.records.schema_metadata import common_metadata
 from batchgen.records.tables import BROKEN_TABLE, parquet_schema, read_csv, read_parquet
 
 _ANY_FORMAT = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
@@ -36,7 +37,12 @@ CHECKED_ROWS = 1_000
 
 
 def open_input(
-    inputs: Sequence[str], *, format: str | None, output: str | None, choice: DatasetChoice = NO_CHOICE
+    inputs: Sequence[str],
+    *,
+    format: str | None,
+    output: str | None,
+    choice: DatasetChoice = NO_CHOICE,
+    encoding: str | None = None,
 ) -> Input:
     """Returns the input that `inputs` name. The files are checked to be there; only their first bytes are read.
 
@@ -54,7 +60,7 @@ def open_input(
                 "- (standard input) cannot be read together with other inputs", "name files only, or - alone"
             )
         _check_chosen(choice, 0, "-")
-        return Input((InputFile("-", format or "jsonl"),), [])
+        return Input((_input_file("-", format or "jsonl", encoding),), [])
     files: list[InputFile] = []
     notes: list[str] = []
     datasets = 0
@@ -73,7 +79,7 @@ def open_input(
             found = [f for f in found if f not in ours]
             if not found:
                 raise UsageError(f"{name} has only outputs of batchgen", "name these files themselves to read them")
-        files += [_input_file(f, format) for f in found]
+        files += [_input_file(f, format, encoding) for f in found]
     for file in files:
         file.check_start()
         if output is not None and same_file(file.name, output):
@@ -126,6 +132,8 @@ class Input:
             for place, columns, size in _records(file, partial(self._renamed, file.shown), self._see):
                 source = clean(file.shown) + place  # a name on disk need not be UTF-8
                 if isinstance(columns, str):
+                    if file.encoding is not None:
+                        columns = columns.replace("not UTF-8", f"not {file.encoding}")
                     yield Row(number, {}, RowError("invalid_row", f"{source}: {columns}"), source, size, file.shown)
                 else:
                     yield Row(number, columns, None, source, size, file.shown)
@@ -190,7 +198,7 @@ class Input:
                         pa.nulls(1, field.type).cast(wider)  # raises: Arrow cannot cast all that it unifies
         except pa.ArrowException:
             return None
-        return unified
+        return unified.with_metadata(common_metadata(schemas))
 
 
 def window_rows(config: JobConfig, source: Input, output: str | None = None) -> int | None:
@@ -228,7 +236,7 @@ def _records(
         elif file.format == "parquet":
             records = read_parquet(stream, on_rename=on_rename, on_schema=on_schema)
         else:
-            records = read_csv(stream, delimiter="\t" if file.format == "tsv" else ",", on_rename=on_rename)
+            records = read_csv(stream, delimiter=DELIMITERS[file.format], on_rename=on_rename)
         with closing(records):  # before the stream is
             for record in records:
                 last = record[0]
@@ -319,15 +327,17 @@ def _known(folder: str, names: Sequence[str], format: str | None) -> list[str]:
     return found
 
 
-def _input_file(name: str, format: str | None) -> InputFile:
+def _input_file(name: str, format: str | None, encoding: str | None) -> InputFile:
     _, by_suffix, compression = split_name(name)
     chosen = format or by_suffix
     if chosen is None:
         hint = _hint_of_suffix(name)
         raise UsageError(f"{name} has an unknown suffix", hint)
-    if not is_url(name) and not os.access(name, os.R_OK):
+    if encoding is not None and chosen == "parquet":
+        raise UsageError(f"--encoding is for text files, and {name} is Parquet", "leave it out")
+    if name != "-" and not is_url(name) and not os.access(name, os.R_OK):
         raise UsageError(f"{name} cannot be read: permission denied", "check its permissions")
-    return InputFile(name, chosen, compression)
+    return InputFile(name, chosen, compression, encoding=encoding)
 
 
 def _hint_of_suffix(name: str) -> str:

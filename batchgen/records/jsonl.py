@@ -67,7 +67,7 @@ def parse_line(line: bytes) -> dict[str, Any] | str:
     try:
         value = json.loads(line.decode())
     except UnicodeDecodeError as e:
-        return f"not UTF-8 at byte {e.start + 1}"
+        return f"not UTF-8 at byte {e.start + 1}{encoding_hint(line)}"
     except json.JSONDecodeError as e:
         return f"not JSON: {e.msg.removesuffix(' at')} at column {e.colno}{_hint(e)}"
     except RecursionError:
@@ -84,6 +84,14 @@ def parse_line(line: bytes) -> dict[str, Any] | str:
     if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         return f"nested more than {MAX_DEPTH} levels deep"
     return value
+
+
+def encoding_hint(text: bytes) -> str:
+    """Returns how to read text that is not UTF-8, if it looks like UTF-16 or an encoding of one byte for each character; empty for others."""
+    if b"\0" in text:
+        return " (if the file is in UTF-16: --encoding utf-16)"
+    only_ascii_is_utf8 = text.decode("utf-8", "ignore").isascii()
+    return " (if the file is in Latin-1 or Windows-1252: --encoding cp1252)" if only_ascii_is_utf8 else ""
 
 
 def to_json(value: Any) -> bytes:

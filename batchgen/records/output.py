@@ -231,16 +231,16 @@ def default_output(inputs: Sequence[str], is_stdin: bool, format: str | None = N
 
 
 def output_format(output: str) -> tuple[str, str | None]:
-    """Returns format (jsonl or parquet) and compression of an output by its suffix. Raises `UsageError` for other suffixes."""
+    """Returns format (one of `FORMATS`) and compression of an output by its suffix. Raises `UsageError` for other suffixes."""
     _, kind, compression = split_name(output)
     if kind == "parquet" and compression:
         raise UsageError(
             f"the output {output} would be compressed twice", "Parquet is compressed inside: leave the suffix out"
         )
-    if kind not in ("jsonl", "parquet"):
+    if kind is None:
         raise UsageError(
             f"the output {output} has an unknown suffix",
-            "use .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or - for standard output",
+            "use .jsonl, .csv, .tsv (or one of them with .gz or .zst) or .parquet, or - for standard output",
         )
     return kind, compression
 

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.records.jsonl import MAX_LINE, Record, too_long
+from batchgen.records.jsonl import MAX_LINE, Record, encoding_hint, too_long
 from batchgen.stats import counted
 
 PARQUET_BATCH = 256
@@ -141,7 +141,7 @@ def _csv_columns(header: Sequence[str], fields: Sequence[str]) -> dict[str, Any]
         return f"{counted(len(fields), 'field')} where the header has {len(header)}"
     for name, value in zip(header, fields, strict=True):
         if not value.isascii() and _UNDECODED.search(value):
-            return f"column {name!r} is not UTF-8"
+            return f"column {name!r} is not UTF-8{encoding_hint(value.encode('utf-8', 'surrogateescape'))}"
     return dict(zip(header, fields, strict=True))
 
 
@@ -182,14 +182,16 @@ def open_parquet(stream: BinaryIO) -> pq.ParquetFile | None:
 
 
 def parquet_schema(stream: BinaryIO) -> pa.Schema | None:
-    """The columns that `read_parquet` yields, all nullable. Returns None if the file is empty."""
+    """The columns that `read_parquet` yields, all nullable, and the metadata of the file. Returns None if the file is empty."""
     file = open_parquet(stream)
     return None if file is None else _columns_read(file)
 
 
 def _columns_read(file: pq.ParquetFile) -> pa.Schema:
     fields = zip(file.schema_arrow, _unique_names(file.schema_arrow.names), strict=True)
-    return pa.schema([field.with_name(name).with_nullable(True) for field, name in fields])
+    return pa.schema(
+        [field.with_name(name).with_nullable(True) for field, name in fields], metadata=file.schema_arrow.metadata
+    )
 
 
 def read_parquet(

@@ -1,7 +1,7 @@
-"""Writes rows with their results to a file: JSONL (plain, gzip, zstd) or Parquet.
+"""Writes rows with their results to a file: JSONL, CSV or TSV (plain, gzip, zstd), or Parquet.
 
 A writer is called any number of times and holds a bounded number of rows. Where a format cannot hold a value, it is converted: for JSON as
-in `jsonl.to_json`, for Parquet as in `ParquetWriter` and `SpoolingWriter`.
+in `jsonl.to_json`, for CSV as in `CsvWriter`, for Parquet as in `ParquetWriter` and `SpoolingWriter`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -20,10 +21,12 @@ from typing import Any, BinaryIO, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.records.files import DELIMITERS
 from batchgen.records.jsonl import plain, to_json
 from batchgen.records.output import INPUT_FILE, TASK_NAMES, RowForm, carried_names, output_format, output_row
 from batchgen.records.parquet_types import ColumnType, clean, id_text
 from batchgen.records.rows import Row
+from batchgen.records.schema_metadata import carried_metadata
 from batchgen.records.tables import ArrowColumns
 from batchgen.result import Result
 
@@ -136,21 +139,24 @@ def open_writer(
     spool: Path,
     form: RowForm,
     optional: Collection[str] = (),
+    in_order: bool = True,
     limits: GroupLimits = DEFAULT_LIMITS,
 ) -> Writer:
     """Returns the writer for the suffix of `output`; it writes to `file`. `schema` is `Input.schema`.
 
-    `optional` names the `OPTIONAL_RESULTS` that a Parquet file has a column for even if no row has them. Without a schema it also has a
-    column for those that any row has.
+    `optional` names the `OPTIONAL_RESULTS` that a table has a column for even if no row has them. Without a schema it also has a
+    column for those that any row has. `in_order`: the rows come in the order of the input.
     """
     kind, compression = output_format(output)
     if kind == "jsonl":
         return JsonlWriter(file, compression, form)
     results = result_types(form)
+    if kind != "parquet":
+        return CsvWriter(file, _Spool(spool, form), DELIMITERS[kind], compression, results, optional)
     if schema is None:
-        return SpoolingWriter(file, spool, results, form, optional, limits)
+        return SpoolingWriter(file, _Spool(spool, form), results, optional, limits)
     results = {n: t for n, t in results.items() if n not in OPTIONAL_RESULTS or n in optional}
-    return ParquetWriter(file, schema, results, form, limits)
+    return ParquetWriter(file, schema, results, form, limits, in_order=in_order)
 
 
 def result_types(form: RowForm) -> dict[str, pa.DataType]:
@@ -178,30 +184,40 @@ class JsonlWriter:
         self.notes: list[str] = []
         self._file = file
         self._form = form
-        self._stream: BinaryIO | Any = file
-        if compression == "gzip":
-            self._stream = gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0)
-        elif compression == "zstd":
-            import zstandard  # only these files need it
-
-            self._stream = zstandard.ZstdCompressor().stream_writer(file, closefd=False)  # type: ignore[arg-type]
+        self._stream = _packed(file, compression)
 
     def write(self, rows: Iterable[Pair]) -> None:
         for row, result in rows:
             self._stream.write(to_json(output_row(row, result, self._form)) + b"\n")
 
     def close(self) -> None:
-        if self._stream is not self._file:
-            self._stream.close()
-        self._file.sync()
-        self._file.close()
+        _close_packed(self._stream, self._file)
 
     def abandon(self) -> None:
         self._file.abandon()
 
 
+def _packed(file: DigestFile, compression: str | None) -> BinaryIO | Any:
+    """Returns a stream that writes to `file`, compressed with gzip, zstd or not at all."""
+    if compression == "gzip":
+        return gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0)
+    if compression == "zstd":
+        import zstandard  # only these files need it
+
+        return zstandard.ZstdCompressor().stream_writer(file, closefd=False)  # type: ignore[arg-type]
+    return file
+
+
+def _close_packed(stream: BinaryIO | Any, file: DigestFile) -> None:
+    if stream is not file:
+        stream.close()
+    file.sync()
+    file.close()
+
+
 class ParquetWriter:
-    """Rows of Parquet input. Carried columns are copied as Arrow arrays, so types, nulls and values stay as they are.
+    """Rows of Parquet input. Carried columns are copied as Arrow arrays, so types, nulls and values stay as they are, and so does the
+    schema's metadata (`carried_metadata`).
 
     If the files of the input have different types, a column has the type that all of them fit. A value that does not fit it all the same
     (a whole number beyond 64 bits, a time out of range) is null; so are the columns of a malformed row. `id` is an int64 if all columns
@@ -215,6 +231,8 @@ class ParquetWriter:
         results: Mapping[str, pa.DataType],
         form: RowForm,
         limits: GroupLimits,
+        *,
+        in_order: bool,
     ) -> None:
         self.notes: list[str] = []
         self._limits = limits
@@ -226,7 +244,11 @@ class ParquetWriter:
         if form.input_file:
             fields.append(pa.field(INPUT_FILE, pa.string()))
         fields += [field for _, field in self._carried]
-        self._parquet = _ParquetFile(file, pa.schema([*fields, *(pa.field(n, t) for n, t in results.items())]))
+        written = pa.schema([*fields, *(pa.field(n, t) for n, t in results.items())])
+        if "id" in schema.names and form.id_column in (None, "id"):
+            names |= {"id": "id"}
+        metadata = carried_metadata(schema, written, names, in_order=in_order)
+        self._parquet = _ParquetFile(file, written.with_metadata(metadata))
         self._places: list[tuple[pa.RecordBatch | None, int]] = []
         """Batch and index of each row that is held; no batch for a malformed row."""
         self._rows: list[dict[str, Any]] = []
@@ -268,8 +290,93 @@ class ParquetWriter:
         self._parquet.write(rows, carried)
 
 
+class _Spool:
+    """Output rows in a file of JSON lines, for tables whose columns are known only after the last row. NaN stays NaN."""
+
+    def __init__(self, path: Path, form: RowForm) -> None:
+        self._path, self._form = path, form
+        self._file = path.open("w+b")
+
+    def add(self, pairs: Iterable[Pair]) -> Iterator[dict[str, Any]]:
+        """Writes rows, and yields each in JSON's types."""
+        for given, result in pairs:
+            row = output_row(given, result, self._form)
+            try:
+                text = json.dumps(row)
+            except (TypeError, ValueError):
+                row = plain(row)
+                text = json.dumps(row)
+            self._file.write(text.encode() + b"\n")
+            yield row
+
+    def rows(self) -> Iterator[tuple[dict[str, Any], int]]:
+        """Yields every row, and its size in bytes."""
+        self._file.seek(0)
+        for line in self._file:
+            yield json.loads(line), len(line)
+
+    def remove(self) -> None:
+        self._file.close()
+        self._path.unlink()
+
+    def abandon(self) -> None:
+        _quietly(self._file.close)
+
+
+class CsvWriter:
+    """A table as text, in UTF-8, whose first line names the columns. A null is an empty field, empty text is `""`.
+
+    Text is written as it is, in quotes where it needs them. A number, true, false, a list or an object is its JSON text (`to_json`).
+    """
+
+    def __init__(
+        self,
+        file: DigestFile,
+        spool: _Spool,
+        delimiter: str,
+        compression: str | None,
+        results: Collection[str],
+        optional: Collection[str],
+    ) -> None:
+        self.notes: list[str] = []
+        self._file, self._spool = file, spool
+        self._stream = _packed(file, compression)
+        self._delimiter = delimiter
+        self._needs_quotes = re.compile(f'^$|["\r\n{delimiter}]')
+        self._results = results
+        self._there = dict.fromkeys(["id", *(set(results) - OPTIONAL_RESULTS), *optional])
+
+    def write(self, rows: Iterable[Pair]) -> None:
+        for row in self._spool.add(rows):
+            self._there.update(dict.fromkeys(row))
+
+    def close(self) -> None:
+        names = [n for n in self._there if n not in self._results] + [n for n in self._results if n in self._there]
+        self._write_line(names)
+        for row, _ in self._spool.rows():
+            row["truncated"] = bool(row.get("truncated"))
+            self._write_line([row.get(name) for name in names])
+        _close_packed(self._stream, self._file)
+        self._spool.remove()
+
+    def _write_line(self, values: Sequence[Any]) -> None:
+        self._stream.write(self._delimiter.join(map(self._field, values)).encode() + b"\n")
+
+    def _field(self, value: Any) -> str:
+        if value is None or value != value:  # NaN
+            return ""
+        text = clean(value) if isinstance(value, str) else to_json(value).decode()
+        if not self._needs_quotes.search(text):
+            return text
+        return '"' + text.replace('"', '""') + '"'
+
+    def abandon(self) -> None:
+        self._spool.abandon()
+        self._file.abandon()
+
+
 class SpoolingWriter:
-    """Rows whose types are known only after the last one (from JSONL and CSV). They are written to `spool` and converted at the end.
+    """Rows whose types are known only after the last one (from JSONL and CSV). They are spooled and converted at the end.
 
     The types are those of `parquet_types.ColumnType`. `id` is an int64 if all ids are whole numbers, else text.
     """
@@ -277,32 +384,21 @@ class SpoolingWriter:
     def __init__(
         self,
         file: DigestFile,
-        spool: Path,
+        spool: _Spool,
         results: dict[str, pa.DataType],
-        form: RowForm,
         optional: Collection[str],
         limits: GroupLimits,
     ) -> None:
         self.notes: list[str] = []
         self._limits = limits
-        self._file = file
-        self._path = spool
-        self._spool = spool.open("w+b")
-        self._form = form
+        self._file, self._spool = file, spool
         self._results = results
         self._there = (results.keys() - OPTIONAL_RESULTS) | set(optional)
         self._types: dict[str, ColumnType] = {}
         self._ids = ColumnType()
 
     def write(self, rows: Iterable[Pair]) -> None:
-        for given, result in rows:
-            row = output_row(given, result, self._form)
-            try:  # NaN stays NaN: Parquet can hold it
-                text = json.dumps(row)
-            except (TypeError, ValueError):
-                row = plain(row)
-                text = json.dumps(row)
-            self._spool.write(text.encode() + b"\n")
+        for row in self._spool.add(rows):
             for name, value in row.items():
                 if name == "id":
                     self._ids.see(value)
@@ -325,8 +421,7 @@ class SpoolingWriter:
         except BaseException:
             parquet.abandon()
             raise
-        self._spool.close()
-        self._path.unlink()
+        self._spool.remove()
         for name, column in self._types.items():
             self.notes += [
                 f"column {place!r} has values that no one Parquet type fits (of several kinds, or too large): all of them are written as JSON text"
@@ -334,13 +429,11 @@ class SpoolingWriter:
             ]
 
     def _convert(self, parquet: _ParquetFile) -> None:
-        self._spool.seek(0)
         rows: list[dict[str, Any]] = []
         size = logprobs = 0
-        for line in self._spool:
-            row = json.loads(line)
+        for row, row_size in self._spool.rows():
             rows.append(row)
-            size += len(line)
+            size += row_size
             logprobs += _logprob_count(row)
             if _full(self._limits, len(rows), size, logprobs):
                 parquet.write(rows, self._carried(rows))
@@ -355,7 +448,7 @@ class SpoolingWriter:
         }
 
     def abandon(self) -> None:
-        _quietly(self._spool.close)
+        self._spool.abandon()
         self._file.abandon()
 
 
@@ -395,7 +488,7 @@ def result_array(rows: Sequence[Mapping[str, Any]], field: pa.Field) -> pa.Array
     values = [row.get(field.name) for row in rows]
     if field.name == "truncated":
         values = [bool(v) for v in values]
-    elif field.name == "id" and pa.types.is_string(field.type):
+    elif field.name == "id" and field.type != pa.int64():
         values = [id_text(v) for v in values]
     elif field.name == "choice_probs":  # Arrow makes a map of pairs
         values = [v and list(v.items()) for v in values]
@@ -464,7 +557,7 @@ def _logprob_count(row: dict[str, Any]) -> int:
 def _id_type(types: Sequence[pa.DataType]) -> pa.DataType:
     if all(pa.types.is_integer(t) and t != pa.uint64() for t in types):
         return pa.int64()
-    return pa.string()
+    return pa.large_string() if set(types) == {pa.large_string()} else pa.string()
 
 
 def _quietly(close: Callable[[], Any]) -> None:

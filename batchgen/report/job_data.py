@@ -14,7 +14,7 @@ from batchgen.jobs.reuse_output import result_of_row
 from batchgen.jobs.shards import read_stats, stores, take_runs
 from batchgen.jobs.status import job_status, no_job
 from batchgen.recording import JobRecord, RowFigures
-from batchgen.records.files import InputFile, split_name
+from batchgen.records.files import DELIMITERS, InputFile, split_name
 from batchgen.records.inputs import Input
 from batchgen.records.output import RowForm, job_path, output_format, output_row
 from batchgen.records.remote import is_url
@@ -106,9 +106,15 @@ def _of_output_alone(output: str, folder: Path) -> dict[str, Any]:
 
 
 def _rows_of_output(output: str) -> dict[str, Any]:
-    """Sums over the rows of a finished output. Rows that are not those of batchgen are left out."""
+    """Sums over the rows of a finished output. Rows that are not those of batchgen are left out. Raises `UsageError` for CSV."""
+    kind, compression = output_format(output)
+    if kind in DELIMITERS:
+        raise UsageError(
+            f"a report cannot be made from {output} alone: the values of CSV have no types",
+            "keep the job's folder beside it",
+        )
     figures = RowFigures()
-    for row in Input((InputFile(output, *output_format(output)),), []).rows():
+    for row in Input((InputFile(output, kind, compression),), []).rows():
         result = None if row.error is not None else result_of_row(row.columns)
         if result is not None:
             figures.add(result, lambda columns=row.columns: columns)  # type: ignore[misc]

@@ -33,7 +33,7 @@ CONTRACT = """
     --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --max-kv-read --kv-memory --host-kv-memory
     --policy --priority-column --window --share --no-share --compile --attention --threads --debug
     --shard --merge --ray --workers --cpus-per-worker --ray-working-dir
-    --output -o --output-format --input-format --limit --order --overwrite --retry-errors --retry --prune --max-errors --row-timeout --keep --flush-every --grace --work-dir --stats --report
+    --output -o --output-format --input-format --encoding --limit --order --overwrite --retry-errors --retry --prune --max-errors --row-timeout --keep --flush-every --grace --work-dir --stats --report
     --dataset-config --split --push --push-public
     --dry-run --progress --no-progress --log-format --quiet -q --verbose -v --help -h
 """

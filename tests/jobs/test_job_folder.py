@@ -163,6 +163,19 @@ def test_rows_are_kept_in_every_format_of_the_output(run, write_input):
         assert rows[1].columns["error"] == {"type": "does_not_fit", "message": "too big"}
 
 
+@pytest.mark.parametrize("output", ["o.csv", "o.tsv.gz"])
+def test_the_results_of_a_csv_output_are_kept_in_the_folder(run, write_input, output):
+    write_input(["a", "fail", "cut"])
+    run(output, token_ids=True)
+    write_input(["d", "a", "fail"])
+    job, generated = run(output, token_ids=True, prune=True)
+    assert generated == ["d"]
+    assert job.notes[0] == f"{output} was finished: 3 of its results are used again"
+    rows = [row.columns for row in open_input([output], format=None, output=None).rows()]
+    assert [(row["text"], row["token_ids"]) for row in rows] == [("D", "[1, 2]"), ("A", "[1, 2]"), ("", "")]
+    assert rows[2]["error"] == '{"type": "does_not_fit", "message": "too big"}'
+
+
 SEVERAL = (
     Completion(text="x", finish_reason="stop", token_ids=(3,), logprobs=(TokenLogprob("x", 3, -0.5),)),
     Completion(text="y", finish_reason="length", token_ids=(4,), logprobs=(TokenLogprob("y", 4, -1.5),)),

@@ -27,8 +27,9 @@ JSONL = b'{"prompt": "one"}\n\n{"prompt": "two"}\n'
 CSV = b"prompt\none\ntwo\n"
 
 
-def opened(*names, format=None, output=None):
-    return open_input([str(n) for n in names], format=format, output=None if output is None else str(output))
+def opened(*names, format=None, output=None, encoding=None):
+    output = None if output is None else str(output)
+    return open_input([str(n) for n in names], format=format, output=output, encoding=encoding)
 
 
 def columns(*names, **options):
@@ -59,6 +60,48 @@ def test_every_format_is_read_plain_and_compressed(folder, suffix, data, compres
     assert [row.source for row in rows] == [name + place for place in places]
     assert [row.number for row in rows] == [0, 1]
     assert [row.error for row in rows] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "name", "pack"),
+    [
+        ("cp1252", "x.jsonl", bytes),
+        ("utf-16", "x.jsonl", bytes),
+        ("utf-16-le", "x.jsonl.gz", gzip.compress),
+        ("cp1252", "x.csv.zst", zstandard.compress),
+        ("utf-16", "x.tsv", bytes),
+        ("gb18030", "x.csv", bytes),
+    ],
+)
+def test_text_in_another_encoding_is_read_if_it_is_named(folder, monkeypatch, encoding, name, pack):
+    texts = ["é", "a" * 70_000 + "ü", "“"] if encoding == "cp1252" else ["é中\n🎈", "中" * 40_000, ""]
+    lines = [json.dumps({"prompt": t}, ensure_ascii=False) for t in texts]
+    data = "\n".join(lines if "jsonl" in name else ['"prompt"', *(f'"{t}"' for t in texts)]) + "\n"
+    (folder / name).write_bytes(pack(data.encode(encoding)))
+    assert columns(name, encoding=encoding) == [{"prompt": t} for t in texts]
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data.encode(encoding))))
+    assert columns("-", encoding=encoding, format=name.split(".")[1]) == [{"prompt": t} for t in texts]
+
+
+def test_a_file_that_is_read_in_another_encoding_counts_as_changed(folder):
+    (folder / "x.jsonl").write_bytes(JSONL)
+    prints = [opened("x.jsonl", encoding=encoding).fingerprint()[0] for encoding in (None, "cp1252")]
+    assert prints[1] == prints[0] | {"encoding": "cp1252"}
+
+
+def test_bytes_that_the_encoding_does_not_have_fail_only_their_row(folder):
+    (folder / "x.csv").write_bytes(b"prompt\n\xe9\na\x81\nb\n")
+    rows = list(opened("x.csv", encoding="cp1252").rows())
+    assert [row.columns for row in rows] == [{"prompt": "é"}, {}, {"prompt": "b"}]
+    assert rows[1].error.message == "x.csv:3: column 'prompt' is not cp1252"
+    (folder / "x.jsonl").write_bytes(
+        '{"prompt": "a"}\n'.encode("utf-16-le") + b"\0\xd8" + '\n{"prompt": "b"}'.encode("utf-16-le")
+    )
+    assert [row.columns for row in opened("x.jsonl", encoding="utf-16-le").rows()] == [
+        {"prompt": "a"},
+        {},
+        {"prompt": "b"},
+    ]
 
 
 def test_streams_of_several_gzip_members_and_zstd_frames_are_read_to_the_end(folder):
@@ -143,7 +186,9 @@ def test_an_output_that_is_named_is_read_and_brackets_in_its_name_are_not_a_glob
         (["link.jsonl"], {}, "link.jsonl is a link to gone.jsonl, which does not exist; check the link"),
         (["packed.jsonl"], {}, "packed.jsonl is compressed with gzip; give it a name that ends with .gz"),
         (["packed.csv"], {}, "packed.csv is compressed with zstandard; give it a name that ends with .zst"),
-        (["utf16.csv"], {}, "utf16.csv is in UTF-16, not in UTF-8; convert it: iconv -f UTF-16 -t UTF-8 utf16.csv > utf8-utf16.csv"),
+        (["utf16.csv"], {}, "utf16.csv is in UTF-16, not in UTF-8; use --encoding utf-16"),
+        (["bare.jsonl"], {}, "bare.jsonl is in UTF-16, not in UTF-8; use --encoding utf-16-be"),
+        (["table.parquet"], {"encoding": "cp1252"}, "--encoding is for text files, and table.parquet is Parquet; leave it out"),
         (["array.jsonl"], {}, "array.jsonl looks like a JSON array, not an object on each line; convert it: jq -c '.[]' array.jsonl > lines-array.jsonl"),
         (["pretty.jsonl"], {}, "pretty.jsonl looks like pretty-printed JSON (objects over several lines), not an object on each line; convert it: jq -c . pretty.jsonl > lines-pretty.jsonl"),
         (["table.jsonl"], {}, "table.jsonl is a Parquet file; use --input-format parquet"),
@@ -172,6 +217,8 @@ def test_an_unusable_input_is_refused_with_a_hint(folder, inputs, options, messa
     (folder / "packed.jsonl").write_bytes(gzip.compress(JSONL))
     (folder / "packed.csv").write_bytes(zstandard.compress(CSV))
     (folder / "utf16.csv").write_text("id,prompt\n", encoding="utf-16")
+    (folder / "bare.jsonl").write_text("{}\n", encoding="utf-16-be")
+    (folder / "table.parquet").touch()
     pq.write_table(pa.table({"prompt": ["a"]}), folder / "table.jsonl")
     (folder / "empty").mkdir()
     (folder / "ours" / "o.jsonl.job").mkdir(parents=True)
@@ -400,7 +447,7 @@ def test_memory_does_not_grow_with_the_file(folder, name):
         (b"PK\x03\x04", "standard input is compressed with zip; unpack it first: unzip -p | batchgen run -"),
         (
             JSONL.decode().encode("utf-16"),
-            "standard input is in UTF-16, not in UTF-8; convert it: iconv -f UTF-16 -t UTF-8",
+            "standard input is in UTF-16, not in UTF-8; use --encoding utf-16",
         ),
     ],
 )

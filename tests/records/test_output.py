@@ -135,8 +135,8 @@ def test_other_inputs_need_a_named_output(inputs, message):
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ("o.csv", "the output o.csv has an unknown suffix; use .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or - for standard output"),
-        ("out", "the output out has an unknown suffix; use .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or - for standard output"),
+        ("o.json", "the output o.json has an unknown suffix; use .jsonl, .csv, .tsv (or one of them with .gz or .zst) or .parquet, or - for standard output"),
+        ("out", "the output out has an unknown suffix; use .jsonl, .csv, .tsv (or one of them with .gz or .zst) or .parquet, or - for standard output"),
         ("o.parquet.gz", "the output o.parquet.gz would be compressed twice; Parquet is compressed inside: leave the suffix out"),
     ],
 )  # fmt: skip
@@ -150,6 +150,8 @@ def test_the_suffix_determines_the_output_format():
     assert output_format("a.JSONL") == ("jsonl", None)
     assert output_format("a.jsonl.gz") == ("jsonl", "gzip")
     assert output_format("a.jsonl.zst") == ("jsonl", "zstd")
+    assert output_format("a.csv.zst") == ("csv", "zstd")
+    assert output_format("a.tsv") == ("tsv", None)
     assert output_format("a.parquet") == ("parquet", None)
 
 

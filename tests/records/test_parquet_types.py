@@ -135,11 +135,6 @@ def test_an_unknown_extension_type_keeps_its_name():
     assert field.type.field("y").metadata == {b"axis": b"north"}
 
 
-def test_metadata_of_the_file_is_not_carried():
-    out = carried(pa.table({"a": [1]}, schema=pa.schema([("a", pa.int64())], metadata={"huggingface": "{}"})))
-    assert out.schema.metadata is None
-
-
 def test_files_with_different_types_get_the_wider_type():
     narrow = pa.schema(
         [pa.field("n", pa.int8(), metadata={"a": "1"}), pa.field("s", pa.struct([("t", pa.timestamp("s"))]))]

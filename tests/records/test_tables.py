@@ -41,7 +41,7 @@ def test_malformed_csv_records_have_a_reason_and_later_ones_are_read():
         (":2", "1 field where the header has 2"),
         (":3", "3 fields where the header has 2"),
         (":4", "not CSV: ',' expected after '\"'"),
-        (":5", "column 'a' is not UTF-8"),
+        (":5", "column 'a' is not UTF-8 (if the file is in Latin-1 or Windows-1252: --encoding cp1252)"),
         (":6", {"a": "q\x00", "b": "3"}),
         (":7", {"a": "4", "b": "5"}),
         (":8", "not CSV: unexpected end of data"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import datetime as dt
 import decimal
 import gzip
 import hashlib
+import io
 import json
 import math
 from pathlib import Path
@@ -86,7 +88,7 @@ def test_jsonl_has_one_object_per_line_plain_or_compressed(tmp_path, name, unpac
 
 
 def test_the_same_rows_give_the_same_bytes(tmp_path):
-    for name in ("o.jsonl.gz", "o.jsonl.zst", "o.parquet"):
+    for name in ("o.jsonl.gz", "o.jsonl.zst", "o.csv.gz", "o.parquet"):
         first = write(tmp_path, name, [{"id": 1, **RESULT}]).read_bytes()
         assert write(tmp_path, name, [{"id": 1, **RESULT}]).read_bytes() == first
 
@@ -97,6 +99,82 @@ def test_no_rows_give_an_empty_file_of_the_right_format(tmp_path):
     assert (table.num_rows, table.schema) == (0, pa.schema([("id", pa.int64()), *RESULT_TYPES]))
     table = pq.read_table(write(tmp_path, "p.parquet", [], schema=pa.schema([("day", pa.date32())])))
     assert table.schema == pa.schema([("id", pa.int64()), ("day", pa.date32()), *RESULT_TYPES])
+
+
+@pytest.mark.parametrize(
+    ("name", "unpack"),
+    [
+        ("o.csv", bytes),
+        ("o.tsv", bytes),
+        ("o.csv.gz", gzip.decompress),
+        ("o.tsv.zst", lambda data: zstandard.ZstdDecompressor().decompressobj().decompress(data)),
+    ],
+)
+def test_csv_has_a_column_for_every_field_of_any_row(tmp_path, name, unpack):
+    rows = [
+        {"id": 1, "s": 'say "a,\tb"', "line": "a\rb", "n": 1.5, "half": "é\ud800", **RESULT, "token_ids": [1, 2]},
+        {
+            "id": "x",
+            "s": "",
+            "line": None,
+            "n": math.nan,
+            "yes": True,
+            "tags": [{"a": 'q"'}],
+            **FAILED,
+            "truncated": True,
+        },
+    ]
+    data = unpack(write(tmp_path, name, rows, token_ids=True).read_bytes()).decode()
+    mark = "," if ".csv" in name else "\t"
+    table = list(csv.DictReader(io.StringIO(data, newline=""), delimiter=mark))
+    assert list(table[0]) == [
+        "id",
+        "s",
+        "line",
+        "n",
+        "half",
+        "yes",
+        "tags",
+        "text",
+        "finish_reason",
+        "usage",
+        "truncated",
+        "token_ids",
+        "error",
+    ]
+    usage = '{"prompt_tokens": 1, "completion_tokens": 2}'
+    assert list(table[0].values()) == [
+        "1",
+        'say "a,\tb"',
+        "a\rb",
+        "1.5",
+        "é\\ud800",
+        "",
+        "",
+        "t",
+        "stop",
+        usage,
+        "false",
+        "[1, 2]",
+        "",
+    ]
+    assert list(table[1].values()) == [
+        "x",
+        "",
+        "",
+        "",
+        "",
+        "true",
+        '[{"a": "q\\""}]',
+        "",
+        "error",
+        usage,
+        "true",
+        "",
+        '{"type": "invalid_row", "message": "m"}',
+    ]
+    assert [line[-1:] for line in data.split("\n")] == ["r", mark, '"', ""]
+    assert f'{mark}""{mark}' in data  # empty text is not null
 
 
 def test_parquet_columns_from_json_get_a_type_that_fits_all_rows(tmp_path):
@@ -233,6 +311,16 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
     max_leaves=8,
 )
+
+
+@settings(max_examples=examples(15, 60), deadline=None)
+@given(st.lists(st.dictionaries(st.text(max_size=2), st.text(max_size=4)), min_size=1, max_size=5))
+def test_any_text_comes_back_from_csv(tmp_path_factory, rows):
+    folder = tmp_path_factory.mktemp("w")
+    rows = [{f"c{name}": text for name, text in row.items()} for row in rows]
+    path = write(folder, "o.csv", [{"id": i, **row, **RESULT} for i, row in enumerate(rows)])
+    read = [row.columns for row in open_input([str(path)], format=None, output=None).rows()]
+    assert [{n: row[n] for n in given} for row, given in zip(read, rows, strict=True)] == rows
 
 
 @settings(max_examples=examples(15, 60), deadline=None)

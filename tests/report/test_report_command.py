@@ -102,6 +102,20 @@ def test_an_output_whose_folder_is_gone_tells_what_its_rows_tell(
     assert data["rows"]["samples"]["length"][0]["id"] == "r0"
 
 
+def test_a_csv_output_needs_its_folder_for_a_report(
+    cli: Cli, source: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "o.csv"
+    cli("run", source, "-m", tiny_model_dir, "--max-tokens", "5", "-o", output)
+    assert cli("report", output, "-o", tmp_path / "r.html").code == 0
+    shutil.rmtree(f"{output}.job")
+    outcome = cli("report", output, "-o", tmp_path / "r.html")
+    message = (
+        f"a report cannot be made from {output} alone: the values of CSV have no types; keep the job's folder beside it"
+    )
+    assert (outcome.code, outcome.err.strip()) == (2, f"batchgen: error: {message}")
+
+
 def test_a_job_that_is_not_finished_reports_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_input_rows(["one", "two", "three", "fail"])

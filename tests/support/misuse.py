@@ -94,6 +94,7 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --max-errors x", 2, "--max-errors 'x' is not a limit; use a number of rows such as 10, or a share such as 5%"),
     ("run R -m M --grace -1", 2, "--grace must be at least 0, not -1.0"),
     ("run R -m M --log-format yaml", 2, "--log-format must be text or json, not 'yaml'"),
+    ("run R -m M --encoding base64", 2, "--encoding must be the name of a text encoding, such as cp1252, utf-16 or shift_jis, not 'base64'"),
     ("run R -m M --output-format csv", 2, "--output-format must be rows or openai, not 'csv'"),
     ("run R -m M --output-format openai --score", 2, "--output-format openai cannot hold scores; leave out one of --output-format and --score"),
     # prompts

@@ -155,15 +155,14 @@ class Results:
         self._flush_if_due()
 
     def add_missing(self, entries: Iterable[tuple[bytes, Result]]) -> int:
-        """Stores the results whose keys have none yet, and writes them to disk. Returns the number of results given."""
-        count = 0
+        """Stores the results whose keys have none yet, and writes them to disk. Returns how many rows of the existing output have one."""
         self.commit()
         with _transaction(self._db):
             for key, result in entries:
                 self._db.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?, 0)", _entry(key, result))
-                count += 1
         self.flush()
-        return count
+        (count,) = self._db.execute("SELECT count(*) FROM run.finished JOIN results USING (key)").fetchone()
+        return int(count)
 
     def take_from(self, folder: Path) -> int:
         """Copies the results and the work under way from the database of another folder, which no process may be using. Returns the number of results.
