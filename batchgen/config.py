@@ -314,15 +314,6 @@ class EngineConfig:
         group="Engine",
         metavar="auto|SIZE",
     )
-    max_kv_read: int | None = option(
-        None,
-        "Maximum number of KV tokens that one step reads. A shared prefix counts once.",
-        group="Engine",
-        metavar="N",
-        rules=[at_least(1)],
-        shown="no limit",
-    )
-    """A step always runs at least one sequence."""
     policy: str = option(
         "prefix", "Order in which rows start and in which a step takes tokens.", group="Engine", values=POLICIES
     )

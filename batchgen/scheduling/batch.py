@@ -29,8 +29,6 @@ class Limits:
     """Maximum number of tokens among them that are not the next token of a decoding sequence."""
     max_scored_tokens: int = 4096
     """Maximum number of tokens of texts that are scored in one forward; each needs the logits of the whole vocabulary."""
-    max_kv_read: int | None = None
-    """Maximum number of tokens whose KV a step reads, those of a node counted once; None for no limit."""
     every_output: bool = False
     """Whether the model's output after every token is wanted, which pooling by the mean needs."""
 
@@ -283,32 +281,27 @@ class SequenceUpdate(NamedTuple):
 
 
 class Budget:
-    """What a step may still take. The first span always fits; otherwise nothing would ever run."""
+    """What a step may still take."""
 
     def __init__(self, limits: Limits) -> None:
         self.tokens = limits.max_batch_tokens
         """Tokens left."""
         self._prefill = limits.max_prefill_tokens
         self._scored = limits.max_scored_tokens
-        self._kv = limits.max_kv_read
         self._every_output = limits.every_output
-        self._read: set[PrefixNodeSpan] = set()
-        self.full = False
-        """Whether a span did not fit the limit of KV tokens."""
         self.spans: list[ScheduledSpan] = []
 
     @property
     def prefill(self) -> int:
         """Tokens left for prompts."""
-        return 0 if self.full else min(self.tokens, self._prefill)
+        return min(self.tokens, self._prefill)
 
     def decode(self, seq: GenerationSequence) -> bool:
         """Adds the sequence's next token to the step. Returns False if the budget is used up."""
-        end = seq.end
-        if self.tokens < 1 or not self._reads(seq, end):
+        if self.tokens < 1:
             return False
         self.tokens -= 1
-        self.spans.append(ScheduledSpan(seq, seq.computed, end, seq.computed, seq.read_state_slot))
+        self.spans.append(ScheduledSpan(seq, seq.computed, seq.end, seq.computed, seq.read_state_slot))
         return True
 
     def slice(self, span: Span) -> None:
@@ -317,26 +310,13 @@ class Budget:
         stop = min(span.end, start + self.prefill)
         if span.scoring:
             stop = min(stop, max(start, wanted) + self._scored)
-        if stop <= start or not self._reads(span, stop):
+        if stop <= start:
             return
         logits = min(max(wanted, start), stop)
         self.tokens -= stop - start
         self._prefill -= stop - start
         self._scored -= stop - logits
         self.spans.append(ScheduledSpan(span, start, stop, logits, span.read_state_slot))
-
-    def _reads(self, span: Span, stop: int) -> bool:
-        """Whether the KV that the span reads fits. If so, it is taken from the budget."""
-        if self._kv is None:
-            return True
-        path = [node_span for node_span in span.path if node_span not in self._read]
-        tokens = stop - span.start + sum(node_span.end - node_span.start for node_span in path)
-        if tokens > self._kv and self.spans:
-            self.full = True
-            return False
-        self._kv -= tokens
-        self._read.update(path)
-        return True
 
 
 @dataclass(slots=True)

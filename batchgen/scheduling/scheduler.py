@@ -459,7 +459,7 @@ class Scheduler(RunningSet):
 
     def _decode(self, decoding: list[GenerationSequence], budget: Budget) -> None:
         """Schedules the next token of every decoding sequence. If not all fit, those that have waited longest go first."""
-        if self.limits.max_kv_read is not None or budget.tokens < len(decoding):
+        if budget.tokens < len(decoding):
             decoding = sorted(decoding, key=lambda s: s.last_step)
         for seq in decoding:
             if not budget.decode(seq):

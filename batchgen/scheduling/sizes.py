@@ -67,7 +67,6 @@ def limits_for(config: EngineConfig, device: str, vocab_size: int) -> Limits:
         max_batch_tokens=batch_tokens,
         max_prefill_tokens=min(config.max_prefill_tokens or batch_tokens, batch_tokens),
         max_scored_tokens=max(1, SCORED_LOGITS // vocab_size),
-        max_kv_read=config.max_kv_read,
     )
 
 

@@ -30,7 +30,7 @@ CONTRACT = """
     --stop --stop-token-id --ignore-eos --seed --n -n --logprobs --token-ids --row-params
     --choices --regex --json-schema --json-whitespace --reasoning --reasoning-budget --max-repeats --sampling-defaults --score --completion-column
     --embed --classify --pooling --normalize --no-normalize --prompt-name --prompt-logprobs
-    --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --max-kv-read --kv-memory --host-kv-memory
+    --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --kv-memory --host-kv-memory
     --policy --priority-column --window --share --no-share --compile --attention --threads --debug
     --shard --merge --ray --workers --cpus-per-worker --ray-working-dir
     --output -o --output-format --input-format --encoding --limit --order --overwrite --retry-errors --retry --prune --max-errors --row-timeout --keep --flush-every --grace --work-dir --stats --report

@@ -231,7 +231,6 @@ def test_a_row_that_runs_out_of_time_keeps_what_it_has_and_is_done(
         (("--host-kv-memory", "50%"), "--host-kv-memory '50%' is not a size; use a size such as 8GiB"),
         (("--device-map", "balanced"), "--device-map must be auto, not 'balanced'"),
         (("--device-map", "auto", "--device", "cpu"), "--device-map chooses the devices itself; leave --device out"),
-        (("--max-kv-read", "0"), "--max-kv-read must be at least 1, not 0"),
     ],
 )
 def test_options_that_cannot_be_met_are_wrong_use(

@@ -39,7 +39,6 @@ def expected():
             {},
             {"batch_size": 4},
             {"max_batch_tokens": 16, "batch_size": 9},
-            {"max_kv_read": 300},
             {"ahead": True},
             {"ahead": True, "max_batch_tokens": 16, "batch_size": 9},
         ],

@@ -73,7 +73,7 @@ def check_once(seed, spare, policy, sliding_window, scored, cancels, ends, state
     needed = max(-(-longest_leaf(w) // block_size) for w in windows)
     s = sim.Simulation(
         blocks=needed + spare, block_size=block_size, tokens=tokens, batch_size=min(tokens, rng.choice([1, 2, 3, 50])),
-        prefill=rng.randint(1, tokens), scored=rng.choice([1, 3, 1000]), kv_read=rng.choice([None, None, 1, 10, 40]),
+        prefill=rng.randint(1, tokens), scored=rng.choice([1, 3, 1000]),
         sliding_window=sliding_window, policy=policy, host_blocks=rng.choice([0, 0, 4, 100]) if state_slots is None else 0, shared_reads=rng.choice([1, 4, 1000]),
         ahead=ahead, ends=ends, state_slots=state_slots,
     )  # fmt: skip

@@ -82,7 +82,7 @@ class Simulation:
 
     def __init__(
         self, blocks: int = 1000, block_size: int = 2, batch_size: int = 100, tokens: int = 1000, prefill: int = 1000,
-        scored: int = 1000, kv_read: int | None = None, sliding_window: int | None = None, policy: str = "prefix",
+        scored: int = 1000, sliding_window: int | None = None, policy: str = "prefix",
         host_blocks: int = 0,
         state_slots: int | None = None,
         shared_reads: int = 4, every_step: Callable[[ScheduledBatch, AttentionPlan | None], None] | None = None,
@@ -93,7 +93,7 @@ class Simulation:
         )
         self.states: dict[int, tuple[int, ...]] = {}
         """By state slot, the tokens whose state it contains."""
-        self.limits = Limits(batch_size, tokens, prefill, scored, kv_read)
+        self.limits = Limits(batch_size, tokens, prefill, scored)
         self.scheduler = Scheduler(
             self.block_manager, self.limits, lambda r: Length(r.max_tokens, ends), POLICIES[policy]
         )
@@ -304,10 +304,6 @@ class Simulation:
         assert step.num_tokens - len(decoding) <= limits.max_prefill_tokens
         scoring = [w for w in step.spans if w.span.scoring]
         assert sum(w.stop - w.logits for w in scoring) <= limits.max_scored_tokens
-        if limits.max_kv_read is not None and len(step.spans) > 1:
-            nodes = {b for w in step.spans for b in w.span.path}
-            own = sum(w.stop - w.span.start for w in step.spans)
-            assert own + sum(b.end - b.start for b in nodes) <= limits.max_kv_read
         places = [w.span.place for w in step.spans]
         assert places == sorted(places)
         indices = [s.sampler_index for s in self.scheduler.running]
