@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from numbers import Integral
@@ -17,6 +17,7 @@ from typing import Any, Self
 from batchgen.config import EngineConfig, ModelConfig, PromptConfig
 from batchgen.devices import AnyEngine, open_engine
 from batchgen.errors import RowError
+from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.notebook import prompt_bar
 from batchgen.prefix import plan_prefixes
 from batchgen.process.signals import noted_interrupt
@@ -24,6 +25,7 @@ from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.params import translated
 from batchgen.records import Row, RowForm
 from batchgen.records.frames import frame_of
+from batchgen.records.output import id_digest, own_id
 from batchgen.request import Request, leaves_of
 from batchgen.result import OnResult, OnToken, Result
 from batchgen.sampling.grammars import Vocabulary
@@ -359,14 +361,13 @@ class LLM:
         rows = [replace(row, number=number) for row, number in zip(rows, numbers, strict=True)]
         requests: list[Request] = []
         failed: list[Result] = []
-        seen: Counter[bytes] = Counter()
         for built in self._builder(params, options).build(rows, own):
             row = self._grammars.checked(built) if isinstance(built, Request) else built
             if isinstance(row, Request):
-                requests.append(row.repeated(seen[row.key]))
-                seen[row.key] += 1
+                requests.append(row)
             else:
                 failed.append(row)
+        requests = _with_row_keys(requests, dict(zip(numbers, rows, strict=True)))
         self._requests.update((request.row, request) for request in requests)
         self._arriving.append(_Arrival(requests, failed, on_result, on_token))
         return numbers
@@ -406,6 +407,15 @@ class LLM:
                 leaves = leaves_of(arrival.requests)
                 plan = plan_prefixes([leaf.tokens for leaf in leaves], self.config.chunk_size, share=self.config.share)
                 self.engine.add(leaves, plan, done, arrival.on_token)
+
+
+def _with_row_keys(requests: list[Request], rows: Mapping[int, Row]) -> list[Request]:
+    """Returns the requests of a call with the keys of their rows, which are given by number."""
+    ids = [own_id(rows[r.row], None) if r.is_sampled else None for r in requests]
+    digests = [None if own is None else id_digest(own) for own in ids]
+    with closing(RowKeys()) as row_keys:
+        keys = row_keys.keys([r.key for r in requests], digests)
+    return [replace(r, key=key) for r, key in zip(requests, keys, strict=True)]
 
 
 def _rows_of(prompts: Any, options: PromptConfig) -> list[Row]:

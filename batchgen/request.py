@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +31,8 @@ class Request:
     max_tokens: int
     """`params.max_tokens`, or less if the model's context leaves less room."""
     key: bytes
-    """The row key (16 bytes): `row_key` of tokens, parameters and occurrence. It seeds the row's random numbers.
-
-    A new request has the key of the first occurrence, which is its digest; `repeated` gives the others.
-    """
+    """The row key (16 bytes), which seeds the row's random numbers. That of a new request is its digest (`row_digest`); a row that is equal to
+    another one gets a key of its own (`jobs.files.row_keys`)."""
     truncated: bool = False
     """Whether the prompt was cut to fit the context."""
     texts: tuple[TokenArray, ...] = ()
@@ -52,9 +50,10 @@ class Request:
     begun: Mapping[int, Completion] = field(default_factory=dict)
     """Completions that an earlier run started, by number. They are continued, unless they have a finish reason."""
 
-    def repeated(self, occurrence: int) -> Request:
-        """Returns this request with the key of a row that equals `occurrence` earlier ones."""
-        return replace(self, key=row_key(self.key, occurrence)) if occurrence else self
+    @property
+    def is_sampled(self) -> bool:
+        """Whether its result depends on random numbers."""
+        return not self.params.greedy and (not self.texts or bool(self.params.choices))
 
     @property
     def leaves(self) -> int:
@@ -142,7 +141,12 @@ def row_digest(
 
 
 def row_key(digest: bytes, occurrence: int) -> bytes:
-    """Returns a row's key (16 bytes), made from its digest and the number (from 0) of its occurrence among equal rows."""
+    """Returns a row's key (16 bytes), made from its digest (or `id_key`) and the number (from 0) of its occurrence among rows with the same one."""
     if occurrence == 0:
         return digest
     return hashlib.blake2b(digest + occurrence.to_bytes(8, "little"), digest_size=16).digest()
+
+
+def id_key(digest: bytes, id: bytes) -> bytes:
+    """Returns the key (16 bytes) of a row whose digest is the key of an equal row. `id` is the digest (16 bytes) of its id."""
+    return hashlib.blake2b(digest + id, digest_size=16, person=b"row").digest()

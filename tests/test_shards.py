@@ -84,7 +84,7 @@ def test_shards_in_any_order_write_the_output_of_one_run(tiny_model_dir: Path, s
     assert report.stats["job"]["runs"] == 3  # the merge is not a run
     assert report.stats["job"]["prefill_tokens"] == sum(entry["prefill_tokens"] for entry in entries)
     assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == [
-        "claims", "keys", "lock", "manifest.json", "report.json", "stats.json",
+        "claims", "keys", "known.sqlite", "lock", "manifest.json", "report.json", "stats.json",
     ]  # fmt: skip
 
 

@@ -86,7 +86,14 @@ def test_several_windows_give_the_output_and_the_prefill_of_one(
 def test_a_finished_job_keeps_only_keys_settings_and_figures(tiny_model_dir: Path, write_jsonl: Write) -> None:
     config = config_of(tiny_model_dir, write_jsonl(shuffled(30)))
     run_job(config)
-    assert sorted(os.listdir(f"{config.output}.job")) == ["keys", "lock", "manifest.json", "report.json", "stats.json"]
+    assert sorted(os.listdir(f"{config.output}.job")) == [
+        "keys",
+        "known.sqlite",
+        "lock",
+        "manifest.json",
+        "report.json",
+        "stats.json",
+    ]
     assert run_job(config).already_finished
 
 

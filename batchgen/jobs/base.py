@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -110,7 +110,13 @@ class Job(Store, Protocol):
         ...
 
     def occurrences(self, digests: Sequence[bytes]) -> list[int]:
-        """Returns how often each digest has been asked about before in this run. Must be called once for every row, in row order."""
+        """Returns how often each digest has been asked about before in this run."""
+        ...
+
+    def keys(
+        self, digests: Sequence[bytes], ids: Sequence[bytes | None], all_ids: Callable[[], Iterable[bytes]] | None
+    ) -> list[bytes]:
+        """Returns the keys of rows (`RowKeys.keys`). Must be called once for every row, in row order."""
         ...
 
     def begin_rows(self) -> None:

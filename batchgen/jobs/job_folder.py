@@ -7,6 +7,7 @@
     results.sqlite   while the job is not finished: finished results, rows under way, progress (`results`)
     sorted/          while the job is not finished: the requests of a large input, sorted
     keys             one key of 16 bytes for every row of the finished output (`reuse_output`)
+    known.sqlite     which of equal rows has their digest as its key (`row_keys`)
     kept.sqlite      results that the finished output does not hold, or not whole; only if there are any
     stats.json       the figures of the last run
     report.json      what the report shows: runs over time, prefix tree, sums over the rows (`recording`)
@@ -27,7 +28,7 @@ digest, because the version is known only after the upload (`target`).
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -118,6 +119,7 @@ class JobFolder(StoredResults):
             kept.replace(file)
         with ExitStack() as opened:
             self._results = opened.enter_context(closing(Results(self.folder, self._spec.flush_every)))
+            self._row_keys = self._results.row_keys()
             self._take_results()
             sync_folder(self.folder)  # a synced database is lost if its folder's entry is not synced
             self._manifest.save(self.folder / "manifest.json")
@@ -203,7 +205,13 @@ class JobFolder(StoredResults):
 
     def occurrences(self, digests: Sequence[bytes]) -> list[int]:
         with writing(self.folder):
-            return self._results.occurrences(digests)
+            return self._row_keys.occurrences(digests)
+
+    def keys(
+        self, digests: Sequence[bytes], ids: Sequence[bytes | None], all_ids: Callable[[], Iterable[bytes]] | None
+    ) -> list[bytes]:
+        with writing(self.folder):
+            return self._row_keys.keys(digests, ids, all_ids)
 
     def append(self, key: bytes, result: Result) -> None:
         self._appended = True
@@ -283,6 +291,8 @@ class JobFolder(StoredResults):
         """Puts the output in its place and closes the job."""
         if self._lease is not None:
             self._lease.check()
+        with writing(self.folder):
+            self._row_keys.forget_unasked()
         with writing(self.output):
             self._writer.close()
             self.notes += self._writer.notes

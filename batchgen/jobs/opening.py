@@ -25,6 +25,7 @@ from batchgen.jobs.files.manifest import (
     load_manifest,
 )
 from batchgen.jobs.files.results import RESULTS_FILE, read_facts
+from batchgen.jobs.files.row_keys import KNOWN_FILES
 from batchgen.jobs.files.target import known_as, open_target
 from batchgen.jobs.job_folder import JobFolder, Opened
 from batchgen.jobs.place import KEPT_FILE, WORK_FILES, check_place, check_space, min_bytes, remove_files
@@ -153,7 +154,7 @@ class _Opening(Opened):
 
     def _start_again(self) -> None:
         """Drops all results. The output that exists stays until the new one replaces it."""
-        remove_files(self.folder, (*WORK_FILES, KEPT_FILE, "keys", "stats.json", *job_record.FILES))
+        remove_files(self.folder, (*WORK_FILES, KEPT_FILE, *KNOWN_FILES, "keys", "stats.json", *job_record.FILES))
         sync_folder(self.folder)
         self._set(outputs=[self.target.identity()] if self.target.exists() else [])
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from batchgen.config import JobConfig
 from batchgen.errors import OutputError, UsageError
 from batchgen.jobs.files.results import RESULTS_FILES
+from batchgen.jobs.files.row_keys import KNOWN_FILES
 from batchgen.jobs.files.target import Target
 from batchgen.jobs.shards import CLAIMS, SHARDS_FOLDER, forget_plan
 from batchgen.recording import job_record
@@ -36,6 +37,7 @@ _OURS = {
     "lock",
     CLAIMS,
     KEPT_FILE,
+    *KNOWN_FILES,
     PUSH_FOLDER,
     *job_record.FILES,
 }

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from batchgen.jobs.files.disk import writing
-from batchgen.jobs.files.results import occurrences, temporary_counts
+from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.process.stdout import write_stdout
 from batchgen.progress import Snapshot
 from batchgen.records.jsonl import to_json
@@ -53,17 +53,23 @@ class StdoutJob:
         self._form = form
         self._order = DoneOrder(order)
         with writing(_COUNTS):
-            self._counts = temporary_counts()
+            self._row_keys = RowKeys()
 
     def __enter__(self) -> StdoutJob:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._counts.close()
+        self._row_keys.close()
 
     def occurrences(self, digests: Sequence[bytes]) -> list[int]:
         with writing(_COUNTS):
-            return occurrences(self._counts, digests)
+            return self._row_keys.occurrences(digests)
+
+    def keys(
+        self, digests: Sequence[bytes], ids: Sequence[bytes | None], all_ids: Callable[[], Iterable[bytes]] | None
+    ) -> list[bytes]:
+        with writing(_COUNTS):
+            return self._row_keys.keys(digests, ids)
 
     def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
         return {}

@@ -177,6 +177,11 @@ def own_id(row: Row, id_column: str | None, *, openai: bool = False) -> Any:
     return next((value for value in values if value is not None), None)
 
 
+def id_digest(id: Any) -> bytes:
+    """Digest (16 bytes) of a row's id: the same for the number 1 and the text 1."""
+    return hashlib.blake2b(id_text(id).encode("utf-8", "replace"), digest_size=16, person=b"id").digest()
+
+
 def carried_names(columns: Sequence[str] | dict[str, Any], form: RowForm) -> dict[str, str]:
     """Returns the output names of the carried columns.
 

@@ -173,7 +173,7 @@ def check_goes_on(folder: Folder, state: str, expected: bytes) -> str:
     assert folder.output() == expected
     left = {p.name for p in folder.job_folder.iterdir()}
     # A finished job may have lost its keys and lock: it needs neither.
-    assert left - {"keys", "lock", "report.json"} == {"manifest.json", "stats.json"}
+    assert left - {"keys", "known.sqlite", "lock", "report.json"} == {"manifest.json", "stats.json"}
     assert folder.run() == []
     return said
 

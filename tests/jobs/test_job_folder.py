@@ -101,7 +101,12 @@ def test_an_interrupted_job_continues_where_it_stopped(run, texts, write_input):
     write_input(["a", "b", "c"])
     assert run(stop_after=2)[1] == ["c", "b"]
     assert not Path("o.jsonl").exists()
-    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == ["lock", "manifest.json", "results.sqlite"]
+    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == [
+        "known.sqlite",
+        "lock",
+        "manifest.json",
+        "results.sqlite",
+    ]
     job, generated = run()
     assert generated == ["a"]
     assert job.notes == []

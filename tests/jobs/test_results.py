@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from batchgen.jobs.files import results as results_module
 from batchgen.jobs.files.disk import network_file_system
-from batchgen.jobs.files.results import Results, occurrences, read_facts, temporary_counts
+from batchgen.jobs.files.results import Results, read_facts
+from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.result import Completion, Result, TokenLogprob
 from support.params import examples
 from support.python_process import environment
@@ -380,13 +381,13 @@ def test_a_finished_job_keeps_only_results_that_its_output_does_not_hold(folder)
 
 def test_equal_digests_are_numbered_over_calls(folder):
     a, b, c = KEYS[:3]
-    with opened(folder) as results, closing(temporary_counts()) as counts:
-        for count in (results.occurrences, lambda digests: occurrences(counts, digests)):
-            assert count([a, b, a, a]) == [0, 0, 1, 2]
-            assert count([]) == []
-            assert count([c, a, b]) == [0, 3, 1]
+    with opened(folder) as results, closing(RowKeys()) as temporary:
+        for row_keys in (results.row_keys(), temporary):
+            assert row_keys.occurrences([a, b, a, a]) == [0, 0, 1, 2]
+            assert row_keys.occurrences([]) == []
+            assert row_keys.occurrences([c, a, b]) == [0, 3, 1]
     with opened(folder) as results:
-        assert results.occurrences([a]) == [0]
+        assert results.row_keys().occurrences([a]) == [0]
 
 
 def test_more_keys_can_be_looked_up_than_fit_one_query(folder):

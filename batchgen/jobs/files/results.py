@@ -9,7 +9,7 @@ The database is in WAL mode. Every result is committed at once, so a killed proc
 so a power cut loses at most the results since then. `status` reads the database from another process. On a network file system, where two
 hosts cannot share a WAL, the database uses a rollback journal and commits every `flush_every` seconds.
 
-Data of this run only (how often a digest has occurred, the keys of the finished output) is in a second, unsynced database, `run.sqlite`.
+Data of this run only (the keys of the finished output, and what `row_keys` counts) is in a second, unsynced database, `run.sqlite`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import sqlite3
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from batchgen.jobs.files.disk import network_file_system
+from batchgen.jobs.files.row_keys import CACHE_KIB, RowKeys, format_bytes, open_database, select_in, transaction
 from batchgen.records.result_values import completion_values, completions_of, result_of_values, result_values
 from batchgen.result import Completion, Result
 
@@ -36,9 +37,6 @@ RESULTS_FILES = (RESULTS_FILE, *_LOG_FILES, f"{RESULTS_FILE}.new", "run.sqlite")
 """All files that the two databases may leave in the folder."""
 FORMAT = 2
 """`user_version` of the database."""
-_KEYS_AT_ONCE = 500  # below the smallest limit of parameters that SQLite is built with
-_CACHE_KIB = 1 << 16
-_BUSY_SECONDS = 60.0
 _READ_SECONDS = 2.0
 _TABLES = """
 CREATE TABLE IF NOT EXISTS results (
@@ -93,13 +91,13 @@ class Results:
 
     def _checked(self, path: Path) -> sqlite3.Connection:
         """Opens the database, reads every result once and drops damaged ones. Raises `Damaged` and errors of SQLite."""
-        if _format_bytes(path) not in (b"", b"\1\1", b"\2\2"):
+        if format_bytes(path) not in (b"", b"\1\1", b"\2\2"):
             raise Damaged  # SQLite would read it and not write it
-        db = _open_database(path)
+        db = open_database(path)
         try:
             db.execute(f"PRAGMA journal_mode = {'TRUNCATE' if self._network else 'WAL'}")
             db.execute(f"PRAGMA synchronous = {'FULL' if self._network else 'NORMAL'}")
-            db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+            db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
             (version,) = db.execute("PRAGMA user_version").fetchone()
             if version == 0:
                 _make_tables(db)
@@ -111,7 +109,7 @@ class Results:
             bad = [key for key, result in _read_all(db) if result is None]
             if bad:
                 self.damaged += len(bad)
-                with _transaction(db):
+                with transaction(db):
                     db.executemany("DELETE FROM results WHERE key IS ?", [(key,) for key in bad])
                     # The first reading counted the damaged rows as finished.
                     db.execute("DELETE FROM facts WHERE name = 'reading'")
@@ -133,9 +131,9 @@ class Results:
         self._known = int(count)
         return self._known
 
-    def occurrences(self, digests: Sequence[bytes]) -> list[int]:
-        """Returns how often each digest has been asked about before in this run, in this call and all earlier ones."""
-        return occurrences(self._db, digests)
+    def row_keys(self) -> RowKeys:
+        """Returns what gives the rows of this run their keys. Called once."""
+        return RowKeys(self._db, self._folder)
 
     def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
         """Returns the stored results of `keys`. Their row numbers are meaningless."""
@@ -157,7 +155,7 @@ class Results:
     def add_missing(self, entries: Iterable[tuple[bytes, Result]]) -> int:
         """Stores the results whose keys have none yet, and writes them to disk. Returns how many rows of the existing output have one."""
         self.commit()
-        with _transaction(self._db):
+        with transaction(self._db):
             for key, result in entries:
                 self._db.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?, 0)", _entry(key, result))
         self.flush()
@@ -174,7 +172,7 @@ class Results:
         self.commit()
         self._db.execute("ATTACH DATABASE ? AS other", (os.fsencode(folder / RESULTS_FILE),))
         try:
-            with _transaction(self._db):
+            with transaction(self._db):
                 taken = self._db.execute("INSERT OR REPLACE INTO main.results SELECT * FROM other.results").rowcount
                 # A row's parts continue each other, so parts of two databases must not mix.
                 self._db.execute("DELETE FROM main.under_way WHERE key IN (SELECT key FROM other.under_way)")
@@ -302,7 +300,7 @@ class Results:
     def know_finished(self, keys: Iterable[bytes]) -> None:
         """Stores the keys of the rows of the existing output."""
         self.commit()
-        with _transaction(self._db):
+        with transaction(self._db):
             self._db.executemany("INSERT OR IGNORE INTO run.finished VALUES (?)", ((key,) for key in keys))
 
     def compared(self) -> tuple[int, int, int]:
@@ -329,7 +327,7 @@ class Results:
             (remain,) = self._db.execute(f"SELECT EXISTS(SELECT 1 FROM results WHERE NOT ({held}))").fetchone()
             if not remain:
                 return False
-            with _transaction(self._db):
+            with transaction(self._db):
                 self._db.execute(f"DELETE FROM results WHERE {held}")
                 for table in ("under_way", "rows", "facts"):
                     self._db.execute(f"DELETE FROM {table}")
@@ -371,7 +369,7 @@ class Results:
     def _many(self, statement: str, entries: Sequence[Sequence[Any]]) -> None:
         if not entries:
             return
-        with nullcontext() if self._batched else _transaction(self._db):
+        with nullcontext() if self._batched else transaction(self._db):
             self._db.executemany(statement, entries)
 
     def commit(self) -> None:
@@ -404,34 +402,6 @@ class Results:
             self._db.close()
 
 
-def occurrences(db: sqlite3.Connection, digests: Sequence[bytes]) -> list[int]:
-    """Returns how often each digest has been asked about before with this connection, in this call and all earlier ones (`run.counts`)."""
-    # Sorted: neighbours are on one page of the table.
-    seen = dict(select_in(db, "SELECT digest, seen FROM run.counts WHERE digest IN", sorted(set(digests))))
-    numbers: list[int] = []
-    for digest in digests:
-        numbers.append(seen.get(digest, 0))
-        seen[digest] = numbers[-1] + 1
-    with nullcontext() if db.in_transaction else _transaction(db):
-        db.executemany("INSERT OR REPLACE INTO run.counts VALUES (?, ?)", sorted(seen.items()))
-    return numbers
-
-
-def select_in(db: sqlite3.Connection, query: str, keys: Sequence[bytes]) -> Iterator[Any]:
-    """Yields the rows of a query that ends in IN, for all of these keys."""
-    for start in range(0, len(keys), _KEYS_AT_ONCE):
-        some = keys[start : start + _KEYS_AT_ONCE]
-        yield from db.execute(f"{query} ({','.join('?' * len(some))})", some)
-
-
-def temporary_counts() -> sqlite3.Connection:
-    """Returns a database with `run.counts` only, in a temporary file that SQLite deletes."""
-    db = _open_database(":memory:")
-    db.execute("ATTACH DATABASE '' AS run")  # SQLite's name for a temporary file
-    _make_run_tables(db)
-    return db
-
-
 def _make_tables(db: sqlite3.Connection) -> None:
     for statement in filter(str.strip, _TABLES.split(";")):
         db.execute(statement)
@@ -441,8 +411,7 @@ def _make_tables(db: sqlite3.Connection) -> None:
 def _make_run_tables(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA run.journal_mode = OFF")
     db.execute("PRAGMA run.synchronous = OFF")
-    db.execute(f"PRAGMA run.cache_size = -{_CACHE_KIB}")
-    db.execute("CREATE TABLE run.counts (digest BLOB PRIMARY KEY, seen INTEGER) WITHOUT ROWID")
+    db.execute(f"PRAGMA run.cache_size = -{CACHE_KIB}")
     db.execute("CREATE TABLE run.finished (key BLOB PRIMARY KEY) WITHOUT ROWID")
 
 
@@ -476,35 +445,9 @@ def _read_only(folder: Path) -> sqlite3.Connection:
     """Opens the database to read it. Another process may be writing it. Raises `sqlite3.Error`."""
     path = folder / RESULTS_FILE
     # A closed WAL database has no log. It is opened as immutable, which creates none. Another one may be in use.
-    closed = _format_bytes(path) == b"\2\2" and not (folder / f"{RESULTS_FILE}-wal").exists()
+    closed = format_bytes(path) == b"\2\2" and not (folder / f"{RESULTS_FILE}-wal").exists()
     address = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
-    return _open_database(address, seconds=_READ_SECONDS, uri=True)
-
-
-def _format_bytes(path: Path) -> bytes:
-    """Returns the versions of writing and reading in the header of a database: 1, or 2 with a log (WAL). Empty without a header."""
-    try:
-        with path.open("rb") as file:
-            return file.read(20)[18:]
-    except FileNotFoundError:
-        return b""
-
-
-def _open_database(path: Path | str, *, seconds: float = _BUSY_SECONDS, uri: bool = False) -> sqlite3.Connection:
-    # Several threads use the connection, one at a time.
-    return sqlite3.connect(str(path), timeout=seconds, isolation_level=None, check_same_thread=False, uri=uri)
-
-
-@contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """Commits what is written inside; nothing of it if an exception leaves it."""
-    db.execute("BEGIN")
-    try:
-        yield
-        db.execute("COMMIT")
-    except BaseException:
-        db.rollback()
-        raise
+    return open_database(address, seconds=_READ_SECONDS, uri=True)
 
 
 def _fact(db: sqlite3.Connection, name: str) -> Any:
@@ -545,9 +488,9 @@ def _salvage(damaged: Path, new: Path) -> int:
     """Writes a new database with the results that can still be read. Returns how many were lost: at least 1, because the number may not be known."""
     lost = 1
     new.unlink(missing_ok=True)
-    with closing(_open_database(new)) as into:
+    with closing(open_database(new)) as into:
         _make_tables(into)
-        with _transaction(into):
+        with transaction(into):
             for key, value, checksum, stays in _readable(damaged):
                 result = decode(key, value, checksum)
                 if result is None:
@@ -561,7 +504,7 @@ def _salvage(damaged: Path, new: Path) -> int:
 def _readable(damaged: Path) -> Iterator[tuple[Any, Any, Any, Any]]:
     """Yields the results that can be read: from the first one forwards and from the last one backwards, up to the damage."""
     for order in ("ASC", "DESC"):
-        with suppress(sqlite3.Error, UnicodeDecodeError), closing(_open_database(damaged)) as db:
+        with suppress(sqlite3.Error, UnicodeDecodeError), closing(open_database(damaged)) as db:
             yield from db.execute(f"SELECT key, value, checksum, stays FROM results NOT INDEXED ORDER BY rowid {order}")
 
 

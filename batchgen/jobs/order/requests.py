@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -18,7 +17,7 @@ from batchgen.jobs.order.sorted_requests import SortedRequests
 from batchgen.jobs.outcomes import Outcomes
 from batchgen.prompts import PromptBuilder
 from batchgen.records import Input, Row, RowStream
-from batchgen.records.output import own_id
+from batchgen.records.output import id_digest, own_id
 from batchgen.records.parquet_types import id_text
 from batchgen.request import Request
 from batchgen.result import Result
@@ -63,21 +62,27 @@ class RowIds:
         self._first = ""
         """The first of these ids and its place."""
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Takes the next rows of the input."""
-        own = [own_id(row, self._id_column, openai=self._openai) for row in rows]
+    def add(self, rows: Sequence[Row]) -> list[bytes | None]:
+        """Takes the next rows of the input. Returns the digests of their ids; None for a row without one."""
+        own = self._own(rows)
         if not self._found and all(value is None for value in own):
             self._unnamed += len(rows)
-            return
+            return [None] * len(rows)
         self._found = True
         texts = [id_text(row.number if value is None else value) for row, value in zip(rows, own, strict=True)]
-        digests = [
-            hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16, person=b"id").digest() for text in texts
-        ]
+        digests = [id_digest(text) for text in texts]
         for row, text, seen in zip(rows, texts, self._job.occurrences(digests), strict=True):
             if seen or self._is_uncounted(text):
                 self._same += 1
                 self._first = self._first or f"{text[:_SHOWN_ID]!r}, {row.source}"
+        return [None if value is None else digest for value, digest in zip(own, digests, strict=True)]
+
+    def digests(self, rows: Iterable[Row]) -> Iterator[bytes]:
+        """Yields the digests of the ids that rows have, without taking the rows."""
+        return (id_digest(value) for row in rows for value in self._own([row]) if value is not None)
+
+    def _own(self, rows: Sequence[Row]) -> list[Any]:
+        return [own_id(row, self._id_column, openai=self._openai) for row in rows]
 
     def note(self) -> str | None:
         """Returns how many rows had the id of an earlier row; None if there are none."""
@@ -104,6 +109,7 @@ class RequestReader:
     def __init__(
         self,
         config: JobConfig,
+        source: Input,
         prompts: PromptBuilder,
         check: Callable[[Request], Request | Result],
         job: Job,
@@ -115,6 +121,7 @@ class RequestReader:
         self._met = 0
         """Results of earlier runs that rows have asked for."""
         self._ids = RowIds(config, job)
+        self._all_ids = None if source.is_stdin else lambda: self._ids.digests(source.rows())
         self._told = 0
         """Number of the prompts' notes that were shown."""
 
@@ -136,10 +143,11 @@ class RequestReader:
         for note in self._prompts.notes[self._told :]:
             self._outcomes.tracker.note(note)
         self._told = len(self._prompts.notes)
-        self._ids.add(rows)
+        ids = dict(zip((row.number for row in rows), self._ids.add(rows), strict=True))
         found = [b for b in built if isinstance(b, Request)]
-        occurrences = self._job.occurrences([request.key for request in found])
-        requests = {r.row: r.repeated(n) for r, n in zip(found, occurrences, strict=True)}
+        named = [ids[r.row] if r.is_sampled else None for r in found]
+        keys = self._job.keys([r.key for r in found], named, self._all_ids)
+        requests = {r.row: replace(r, key=key) for r, key in zip(found, keys, strict=True)}
         stored = self._job.stored([request.key for request in requests.values()])
         self._met += len(stored)
         read = ReadRows([], {}, {}, [])
