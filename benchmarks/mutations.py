@@ -42,6 +42,7 @@ COPIED = (
 AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "scheduler": ("batchgen/scheduling/[!b]*.py", ("tests/scheduling", "tests/engine")),
     "blocks": ("batchgen/scheduling/b*.py", ("tests/scheduling", "tests/engine")),
+    "prefix": ("batchgen/prefix/*.py", ("tests/prefix",)),
     "attention plan": ("batchgen/attention/plan.py", ("tests/attention/test_plan.py", "tests/attention")),
     "jobs": (
         "batchgen/jobs/**/*.py",

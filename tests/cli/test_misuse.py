@@ -28,6 +28,7 @@ def test_misuse_is_told_in_one_line_before_a_tokenizer_is_loaded(
 
     monkeypatch.setattr("batchgen.job_setup.load_tokenizer", load_tokenizer)
     make_files(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)
     names = {"R": "rows.jsonl", "M": str(tiny_model_dir), "EMPTY": ""}
     outcome = cli(*(names.get(word, word) for word in line.split()))
@@ -35,6 +36,7 @@ def test_misuse_is_told_in_one_line_before_a_tokenizer_is_loaded(
     said = outcome.err.removeprefix("batchgen: error: ")
     expected = message.replace("MODEL", str(tiny_model_dir)).replace("NAMES", ", ".join(sorted(NAMES)))
     assert said == f"{expected}\n" or (message == "ANY" and re.fullmatch(r"[^\n]+; [^\n]+\n", said)), said
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -75,3 +77,30 @@ def test_a_held_output_is_told_before_a_tokenizer_is_loaded(
     assert (outcome.code, outcome.out) == (75, "")
     assert outcome.err.startswith("batchgen: error: another run holds o.jsonl (process 7 on here, since 2026-03-04")
     assert (folder / "lock").read_text() != ""
+
+
+def test_a_current_folder_that_was_deleted_is_named(
+    cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    make_files(tmp_path)
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    refused = cli("run", tmp_path / "rows.jsonl", "-m", tiny_model_dir, "-o", tmp_path / "out.jsonl")
+    assert (refused.code, refused.err) == (
+        2, "batchgen: error: the current folder no longer exists; change to another one with cd\n",
+    )  # fmt: skip
+    assert cli("run", "--help").code == 0
+
+
+def test_a_run_that_ended_before_its_first_result_binds_no_other(
+    cli: Callable[..., Any], write_jsonl: Callable[..., Path], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    run = ("run", "-m", tiny_model_dir, write_jsonl([{"prompt": "a"}]), "-o", tmp_path / "out.jsonl")
+    first = cli(*run, "--kv-memory", "1B")
+    assert (first.code, first.err.splitlines()[-1]) == (
+        2, "batchgen: error: --kv-memory 1B does not hold a block of 32 tokens (8.0 KiB); give 8KiB or more, or lower --chunk-size",
+    )  # fmt: skip
+    assert cli(*run, "--max-tokens", "2").code == 0
+    assert "was made with other settings: max_tokens was 2, is 3" in cli(*run, "--max-tokens", "3").err

@@ -101,67 +101,81 @@ def generate(shown: Told, clock: Clock, *, seconds: int, total: int | None = 100
         shown.tokens(0, second * 50)
 
 
-def test_a_log_counts_a_single_row_as_one(clock: Clock) -> None:
-    stream = io.StringIO()
-    generate(Told(Lines(stream, every=1, clock=clock)), clock, seconds=2, total=10)
-    assert stream.getvalue().splitlines() == [
-        "batchgen: 1 row of 10 (10%), 9 s left, 50 tokens/s",
-        "batchgen: 2 rows of 10 (20%), 8 s left, 50 tokens/s",
+@pytest.fixture
+def log(clock: Clock) -> Callable[..., list[str]]:
+    """Runs a function with a display in lines of every ten seconds. Returns the lines, without `batchgen: `."""
+
+    def shown(act: Callable[[Told], None]) -> list[str]:
+        stream = io.StringIO()
+        act(Told(Lines(stream, every=10, clock=clock)))
+        return [line.removeprefix("batchgen: ") for line in stream.getvalue().splitlines()]
+
+    return shown
+
+
+def wait(shown: Told, seconds: int) -> None:
+    for _ in range(seconds):
+        shown.clock.now += 1
+        shown.tick()
+
+
+def test_a_log_gets_a_line_now_and_then(clock: Clock, log: Callable[..., list[str]]) -> None:
+    def act(lines: Told) -> None:
+        generate(lines, clock, seconds=25, failed_from=20)
+        lines.note("a note\nwith a second line")
+
+    assert log(act) == [
+        "10 rows of 100 (10%), 90 s left, 50 tokens/s",
+        "20 rows of 100 (20%), 80 s left, 2 failed, 50 tokens/s",
+        "a note\\nwith a second line",
     ]
+    assert log(lambda lines: generate(lines, clock, seconds=10, total=None)) == ["10 rows, 50 tokens/s"]
 
 
-def test_a_log_gets_a_line_now_and_then(clock: Clock) -> None:
-    stream = io.StringIO()
-    lines = Told(Lines(stream, every=10, clock=clock))
-    lines.phase("loading model")
-    lines.tick()
-    clock.now += 2
-    lines.tick()
-    generate(lines, clock, seconds=25, failed_from=20)
-    lines.note("a note\nwith a second line")
-    assert stream.getvalue().splitlines() == [
-        "batchgen: loading model",
-        "batchgen: 10 rows of 100 (10%), 90 s left, 50 tokens/s",
-        "batchgen: 20 rows of 100 (20%), 80 s left, 2 failed, 50 tokens/s",
-        "batchgen: a note\\nwith a second line",
-    ]
-
-
-def test_a_log_hears_of_every_wait_over_two_seconds_and_that_it_goes_on(clock: Clock) -> None:
-    stream = io.StringIO()
-    lines = Told(Lines(stream, every=10, clock=clock))
-    lines.tick()
-    for phase, seconds in (("loading tokenizer", 1), ("loading model", 25), ("planning", 1), ("writing", 3)):
-        lines.phase(phase)
-        for _ in range(seconds):
-            clock.now += 1
-            lines.tick()
-    assert stream.getvalue().splitlines() == [
-        "batchgen: loading model",
-        "batchgen: loading model, 12 s so far",
-        "batchgen: loading model, 22 s so far",
-        "batchgen: writing",
-    ]
-
-
-def test_a_log_hears_of_a_step_that_takes_long(clock: Clock) -> None:
-    stream = io.StringIO()
-    lines = Told(Lines(stream, every=10, clock=clock))
-    lines.rows(0, 0, 100)
-    lines.phase("generating")
-    for _ in range(25):
-        clock.now += 1
+def test_a_log_hears_of_every_wait_over_two_seconds_and_that_it_goes_on(log: Callable[..., list[str]]) -> None:
+    def act(lines: Told) -> None:
         lines.tick()
-    assert stream.getvalue().splitlines() == ["batchgen: 0 rows of 100 (0%), 0.0 rows/s"] * 2
+        for phase, seconds in (("loading tokenizer", 1), ("loading model", 25), ("planning", 1), ("writing", 3)):
+            lines.phase(phase)
+            wait(lines, seconds)
+
+    assert log(act) == ["loading model", "loading model, 12 s so far", "loading model, 22 s so far", "writing"]
+
+
+def test_a_log_hears_of_steps_that_take_long_and_of_a_long_wait_for_the_first_row(
+    clock: Clock, log: Callable[..., list[str]]
+) -> None:
+    def act(lines: Told) -> None:
+        lines.rows(0, 0, 100)
+        lines.phase("generating")
+        wait(lines, 25)
+        clock.now += 5
+        lines.running(640)
+
+    assert log(act) == ["0 rows of 100 (0%), 0.0 rows/s"] * 2 + ["0 rows of 100 (0%), 21 tokens/s"]
+
+
+def test_a_log_hears_of_rows_that_are_read_and_written(clock: Clock, log: Callable[..., list[str]]) -> None:
+    def act(lines: Told) -> None:
+        lines.phase("planning")
+        clock.now += 10
+        lines.passed(50_000)
+        lines.rows(50_000, 0, 50_000)
+        lines.phase("writing")
+        clock.now += 10
+        lines.passed(25_000)
+
+    assert log(act) == [
+        "planning, 50,000 rows, 5,000 rows/s",
+        "writing, 25,000 rows of 50,000 (50%), 2,500 rows/s",
+    ]
 
 
 def test_events_go_on_while_nothing_changes(clock: Clock) -> None:
     stream = io.StringIO()
     events = Told(Events(stream, 10, clock=clock))
     events.phase("loading model")
-    for _ in range(25):
-        clock.now += 1
-        events.tick()
+    wait(events, 25)
     told = [(e["event"], e.get("phase")) for e in map(json.loads, stream.getvalue().splitlines())]
     assert told == [("phase", "loading model"), ("progress", "loading model"), ("progress", "loading model")]
 
@@ -170,44 +184,9 @@ def test_a_bar_that_counts_nothing_shows_the_seconds(clock: Clock) -> None:
     terminal = Terminal()
     bar = Told(Bar(terminal, clock))  # type: ignore[arg-type]
     bar.phase("loading model")
-    for _ in range(3):
-        clock.now += 1
-        bar.tick()
+    wait(bar, 3)
     bar.close()
     assert terminal.shown[:4] == ["loading model…", "loading model…", "loading model… 2 s", "loading model… 3 s"]
-
-
-def test_a_log_hears_of_rows_that_are_read_and_written(clock: Clock) -> None:
-    stream = io.StringIO()
-    lines = Told(Lines(stream, every=10, clock=clock))
-    lines.phase("planning")
-    clock.now += 10
-    lines.passed(50_000)
-    lines.rows(50_000, 0, 50_000)
-    lines.phase("writing")
-    clock.now += 10
-    lines.passed(25_000)
-    assert stream.getvalue().splitlines() == [
-        "batchgen: planning, 50,000 rows, 5,000 rows/s",
-        "batchgen: writing, 25,000 rows of 50,000 (50%), 2,500 rows/s",
-    ]
-
-
-def test_a_log_hears_of_a_long_wait_for_the_first_row(clock: Clock) -> None:
-    stream = io.StringIO()
-    lines = Told(Lines(stream, every=10, clock=clock))
-    lines.rows(0, 0, 100)
-    lines.phase("generating")
-    clock.now += 10
-    lines.running(640)
-    assert stream.getvalue() == "batchgen: 0 rows of 100 (0%), 64 tokens/s\n"
-
-
-def test_an_unknown_total_has_no_end(clock: Clock) -> None:
-    stream = io.StringIO()
-    lines = Told(Lines(stream, every=10, clock=clock))
-    generate(lines, clock, seconds=10, total=None)
-    assert stream.getvalue() == "batchgen: 10 rows, 50 tokens/s\n"
 
 
 def test_a_log_has_no_control_characters_but_the_ends_of_its_lines(clock: Clock) -> None:
@@ -350,12 +329,6 @@ def test_json_shows_no_bar_and_of_the_rest_what_is_asked_for(
         Told(shown).phase("generating")
         print("a library's line", file=sys.stderr)
     assert [json.loads(line)["event"] for line in terminal.getvalue().splitlines()] == seen
-
-
-def test_quiet_shows_no_notes() -> None:
-    stream = io.StringIO()
-    Nothing(stream).note("x")
-    assert stream.getvalue() == ""
 
 
 def test_what_libraries_write_comes_out_in_whole_escaped_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,35 +214,6 @@ def test_a_row_that_runs_out_of_time_keeps_what_it_has_and_is_done(
     assert row["usage"]["completion_tokens"] < 400
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--score",), "no row has the column 'completion' of --score; the input has 'prompt'"),
-        (("--score", "--choices", "a,b"), "--score cannot be combined with --choices; leave one of them out"),
-        (("--score", "-n", "2"), "--score cannot be combined with --n; leave one of them out"),
-        (("--choices", "a,b", "--regex", "a"), "--choices cannot be combined with --regex"),
-        (("--choices", "a"), "--choices must be two or more different texts, not 'a'"),
-        (("--choices", '["a"'), "--choices must be separated by commas, or a JSON list: "),
-        (("--json-schema", "nowhere.json"), "--json-schema nowhere.json cannot be read: "),
-        (("--logprobs", "1001"), "--logprobs must be between 0 and 1000, not 1001"),
-        (("--policy", "lifo"), "--policy must be prefix, prefill-first or fifo, not 'lifo'"),
-        (("--row-timeout", "0"), "--row-timeout must be above 0, not 0.0"),
-        (("--priority-column", "p"), "no row has the column 'p' of --priority-column; the input has 'prompt'"),
-        (("--host-kv-memory", "50%"), "--host-kv-memory '50%' is not a size; use a size such as 8GiB"),
-        (("--device-map", "balanced"), "--device-map must be auto, not 'balanced'"),
-        (("--device-map", "auto", "--device", "cpu"), "--device-map chooses the devices itself; leave --device out"),
-    ],
-)
-def test_options_that_cannot_be_met_are_wrong_use(
-    cli: Cli, write_jsonl: Write, tiny_model_dir: Path, options: tuple[str, ...], message: str
-) -> None:
-    source = write_jsonl([{"prompt": "x"}])
-    outcome = cli("run", source, "-m", tiny_model_dir, *options)
-    assert outcome.code == 2
-    assert outcome.err.startswith(f"batchgen: error: {message}")
-    assert not source.with_name("prompts.out.jsonl").exists()
-
-
 def test_a_plan_tells_what_labels_and_completions_need(cli: Cli, write_jsonl: Write, tiny_model_dir: Path) -> None:
     source = write_jsonl([{"prompt": "a" * 40, "completion": "b"}])
     plans = [

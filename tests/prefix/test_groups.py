@@ -15,34 +15,9 @@ def prefix_hash(ids, chunk_size):
     return chunk_hashes(np.array(ids, dtype=np.int32), chunk_size)[-1]
 
 
-def test_requests_that_share_whole_chunks_are_a_group():
-    plan = plan_prefixes(arrays([[1, 2, 3, 4, 5], [7, 7, 7], [1, 2, 3, 4, 6], [1, 2, 3, 4, 5, 9]]), 2)
-    assert plan.groups == (Group(prefix_hash([1, 2, 3, 4], 2), 4, 3, 0, 3),)
-
-
-def test_less_than_a_chunk_makes_no_group():
-    plan = plan_prefixes(arrays([[1, 2, 3, 4], [1, 2, 3, 5]]), 4)
-    assert (len(plan.nodes), plan.groups) == (1, ())
-
-
-def test_the_rest_of_a_chunk_does_not_part_a_group():
-    plan = plan_prefixes(arrays([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4]]), 4)
-    assert plan.groups == (Group(prefix_hash([1, 2, 3, 4], 4), 4, 4, 0, 4),)
-
-
-def test_a_prefix_in_which_all_rows_are_in_deeper_groups_is_no_group():
-    plan = plan_prefixes(arrays([[1, 2, 0], [1, 2, 1], [1, 3, 0], [1, 3, 1]]), 1)
-    assert plan.groups == (Group(prefix_hash([1, 2], 1), 2, 2, 0, 2), Group(prefix_hash([1, 3], 1), 2, 2, 2, 4))
-
-
 def test_rows_of_an_outer_group_may_lie_around_an_inner_one():
     plan = plan_prefixes(arrays([[1, 0], [1, 5, 5], [1, 5, 5, 5], [1, 9]]), 1)
     assert plan.groups == (Group(prefix_hash([1], 1), 1, 2, 0, 4), Group(prefix_hash([1, 5, 5], 1), 3, 2, 1, 3))
-
-
-def test_a_row_that_shares_only_with_an_inner_group_is_a_group_of_its_own():
-    plan = plan_prefixes(arrays([[1, 0], [1, 5], [1, 5]]), 1)
-    assert plan.groups == (Group(prefix_hash([1], 1), 1, 1, 0, 3), Group(prefix_hash([1, 5], 1), 2, 2, 1, 3))
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=20), st.integers(1, 4))

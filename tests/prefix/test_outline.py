@@ -51,13 +51,6 @@ def test_nodes_with_few_rows_are_only_in_the_sums():
     assert told(tree) == [(-1, 6, 1, 2, 10, 3, 12, [1, 1]), (0, 3, 1, 4, 8, 1, 3, [4, 4, 4])]
 
 
-def test_rows_that_share_nothing_are_counted():
-    tree = outline_of([[1], [2, 2], [2, 3], [4]])
-    assert (tree.rows, tree.lone_rows, tree.node_count) == (4, 2, 1)
-    tree = outline_of([])
-    assert (tree.rows, tree.prompt_tokens, tree.lone_rows, list(tree.nodes)) == (0, 0, 0, [])
-
-
 def test_it_can_be_asked_on_the_way():
     outline = Outline()
     outline.add(np.array([1, 2, 3], dtype=np.int32))

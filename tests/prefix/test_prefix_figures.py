@@ -58,23 +58,6 @@ def test_saved_tokens_and_shared_fraction():
     assert (f.saved_tokens, f.shared_fraction) == (3, 1 - 5 / 8)
 
 
-def test_figures_without_sharing_store_everything_for_itself():
-    f = figures([[1, 2, 3, 4, 5]] * 2, [3, 3], share=False)
-    assert f.kv_bytes_shared == f.kv_bytes_unshared == 4 * 40
-    assert (f.prefix_nodes, f.groups, f.prefill_tokens_min) == (0, 0, 5)
-
-
-def test_figures_of_nothing_are_zeros():
-    assert figures([], []) == PlanFigures()
-    assert PlanFigures().shared_fraction == 0.0
-
-
-def test_64_requests_under_a_long_prefix_need_an_eighth_of_the_unshared_memory_at_most():
-    f = figures([[7] * 1024 + [i] for i in range(64)], [63] * 64, block_size=16)
-    assert (f.kv_bytes_unshared, f.kv_bytes_shared) == (64 * 68 * 160, (64 + 64 * 4) * 160)
-    assert f.kv_bytes_shared * 8 < f.kv_bytes_unshared
-
-
 @given(token_lists, st.integers(1, 5), st.integers(1, 6))
 def test_shared_kv_is_what_is_stored_when_full_blocks_of_nodes_are_stored_once(lists, block_size, max_tokens):
     f = figures(lists, [max_tokens] * len(lists), block_size=block_size)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.prefix import order as order_module
-from batchgen.prefix.order import common_length, depth_first_order, neighbour_lengths, token_key
+from batchgen.prefix.order import depth_first_order, neighbour_lengths, token_key
 
 token_lists = st.lists(st.integers(0, 2), max_size=12)
 
@@ -18,28 +18,6 @@ def arrays(lists):
 def test_keys_compare_as_tokens_do():
     small, large, longer = arrays([[255], [256], [255, 0]])
     assert token_key(small) < token_key(longer) < token_key(large)
-
-
-def test_common_length_counts_leading_equal_tokens():
-    def common(a, b):
-        return common_length(*arrays([a, b]))
-
-    assert common([1, 2, 3], [1, 2, 4]) == 2
-    assert common([1, 2], [1, 2, 4]) == 2
-    assert common([1, 2], [1, 2]) == 2
-    assert common([1], [2]) == 0
-    assert common([], [2]) == 0
-    assert common([1, 0, 3], [1, 9, 3]) == 1
-
-
-def test_order_is_that_of_the_tokens_and_equal_prompts_keep_theirs():
-    prompts = arrays([[2], [1, 300], [1, 5, 0], [2], [1], [1, 5], [2, 0]])
-    assert depth_first_order(prompts).tolist() == [4, 5, 2, 1, 0, 3, 6]
-
-
-def test_order_of_nothing_is_empty():
-    assert depth_first_order([]).tolist() == []
-    assert neighbour_lengths([], depth_first_order([])).tolist() == [0]
 
 
 @given(st.lists(token_lists, max_size=20), st.integers(1, 5), st.sampled_from([1, 30, 1000]))

@@ -21,32 +21,6 @@ def residents(lists, paths):
 token_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), max_size=20)
 
 
-def test_a_path_is_found_as_deep_as_a_request_follows_it():
-    lists = [[1, 2, 3, 4], [1, 2, 5], [7]]
-    assert residents(lists, [[1, 2, 3, 9], [1, 2], [9], [7, 7], [0]]) == [(0, 0, 3), (1, 0, 2), (3, 2, 1)]
-
-
-def test_a_path_between_two_requests_takes_the_longer_match():
-    assert residents([[1, 1, 1], [1, 3, 9]], [[1, 3, 0], [1, 1, 2]]) == [(0, 1, 2), (1, 0, 2)]
-
-
-def test_of_requests_that_match_equally_the_first_is_named():
-    assert residents([[5, 1], [5, 1], [5, 1], [5, 0], [4]], [[5, 1, 7], [5, 9], [5, 0, 0]]) == [
-        (0, 2, 2),
-        (1, 1, 1),
-        (2, 1, 2),
-    ]
-
-
-def test_fields_have_names():
-    (found,) = residents([[1, 2]], [[1, 3]])
-    assert (found.path, found.position, found.length) == (0, 0, 1)
-
-
-def test_nothing_is_shared_with_an_empty_plan():
-    assert residents([], [[1], [2, 3]]) == []
-
-
 @given(token_lists, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=10), max_size=6))
 def test_residents_are_the_longest_matches_over_all_requests(lists, paths):
     ordered = sorted(lists)

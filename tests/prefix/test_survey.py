@@ -35,20 +35,6 @@ def test_the_nodes_that_save_most_are_listed_in_depth_first_order():
     assert listed(NESTED, 1) == [(0, [1, 1], 6, 10)]
 
 
-def test_a_node_is_indented_only_below_nodes_that_are_listed():
-    assert listed([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 9]], 1) == [(0, [2, 3, 4], 2, 3)]
-
-
-def test_the_largest_groups_come_first():
-    survey = survey_of(NESTED, groups=2)
-    assert [(g.prefix_tokens, g.rows) for g in survey.largest_groups()] == [(9, 2), (5, 2)]
-
-
-def test_of_nothing_there_is_nothing():
-    survey = survey_of([])
-    assert (survey.nodes, survey.groups, survey.largest_nodes(), survey.largest_groups()) == (0, 0, [], [])
-
-
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=40), st.integers(1, 3), st.integers(1, 4))
 def test_counts_nodes_and_groups_are_those_of_the_plan(lists, chunk_size, most):
     prompts = [np.array(ids, dtype=np.int32) for ids in lists]

@@ -19,6 +19,7 @@ def make_files(folder: Path) -> None:
     """Writes the files that the cases name."""
     (folder / "rows.jsonl").write_text('{"prompt": "x"}\n')
     (folder / "others.jsonl").write_text('{"prompt": "y"}\n')
+    (folder / "questions.jsonl").write_text('{"question": "x", "answer": "y"}\n')
     (folder / "mine.jsonl").write_text("mine\n")
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     (folder / "bad.j2").write_text("{{ prompt")
@@ -62,6 +63,8 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --temperature -1", 2, "--temperature must be at least 0, not -1.0"),
     ("run R -m M --temperature nan", 2, "--temperature must be a number, not nan"),
     ("run R -m M --temperature warm", 2, "--temperature must be a number, not 'warm'"),
+    ("run R -m M --repetition-penalty 0", 2, "--repetition-penalty must be above 0, not 0.0"),
+    ("run R -m M --stop EMPTY", 2, "--stop must be texts that are not empty, not ''"),
     ("run R -m M --top-p 0", 2, "--top-p must be above 0 and at most 1, not 0.0"),
     ("run R -m M --min-p 2", 2, "--min-p must be between 0 and 1, not 2.0"),
     ("run R -m M -n 0", 2, "--n must be between 1 and 1024, not 0"),
@@ -69,8 +72,15 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --stop-token-id -1", 2, "--stop-token-id must be token ids, not -1"),
     ("run R -m M --choices yes", 2, "--choices must be two or more different texts, not 'yes'"),
     ("run R -m M --choices a,b -n 2", 2, "--choices cannot be combined with --n"),
+    ("run R -m M --choices a,,b", 2, "--choices must be texts that are not empty, not 'a', '', 'b'"),
+    ("run R -m M --choices [\"a\"", 2, "--choices must be separated by commas, or a JSON list: Expecting ',' delimiter: line 1 column 5 (char 4)"),
+    ("run R -m M --score --choices a,b", 2, "--score cannot be combined with --choices; leave one of them out"),
+    ("run R -m M --score -n 2", 2, "--score cannot be combined with --n; leave one of them out"),
     ("run R -m M --choices [\"a\",1]", 2, "--choices must be texts, and one is 1: put it in quotes"),
     ("run R -m M --regex a --choices a,b", 2, "--choices cannot be combined with --regex"),
+    ("run R -m M --regex a --stop b", 2, "--regex cannot be combined with --stop"),
+    ("run R -m M --regex a --ignore-eos", 2, "--regex cannot be combined with --ignore-eos"),
+    ("run R -m M --regex EMPTY", 2, "--regex must be text that is not empty, not ''"),
     ("run R -m M --regex a(", 2, "--regex cannot be used: unclosed group"),
     ("run R -m M --regex (?=a)b", 2, "--regex cannot be used: look-around, including look-ahead and look-behind, is not supported"),
     ("run R -m M --json-schema nowhere.json", 2, "--json-schema nowhere.json cannot be read: No such file or directory; check the path"),
@@ -80,10 +90,18 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --json-schema schema.json", 2, "--json-schema cannot be used: Invalid type: strin"),
     ("run R -m M --dtype int8", 2, "--dtype must be auto, float32, bfloat16 or float16, not 'int8'"),
     ("run R -m M --device tpu", 2, "--device 'tpu' is unknown; use auto, cpu, mps, cuda, cuda:N or several as in cuda:0,1"),
+    ("run R -m M --device mps:0,1", 2, "--device 'mps:0,1' is unknown; use auto, cpu, mps, cuda, cuda:N or several as in cuda:0,1"),
     ("run R -m M --device cuda:1,1", 2, "--device cuda:1,1 names cuda:1 twice; name each device once"),
     ("run R -m M --device cpu --device-map auto", 2, "--device-map chooses the devices itself; leave --device out"),
+    ("run R -m M --device-map balanced", 2, "--device-map must be auto, not 'balanced'"),
+    ("run R -m M --workers 4", 2, "--workers, --cpus-per-worker and --ray-working-dir are for a cluster; add --ray, or use --device"),
+    ("run R -m M --ray --device cuda:0,1", 2, "with --ray the cluster chooses the devices; use --device cpu or cuda, or leave it out"),
     ("run R -m M --policy lifo", 2, "--policy must be prefix, prefill-first or fifo, not 'lifo'"),
     ("run R -m M --batch-size big", 2, "--batch-size must be a whole number or auto, not 'big'"),
+    ("run R -m M --max-prefill-tokens 0", 2, "--max-prefill-tokens must be at least 1, not 0"),
+    ("run R -m M --chunk-size 0", 2, "--chunk-size must be at least 1, not 0"),
+    ("run R -m M --row-timeout 0", 2, "--row-timeout must be above 0, not 0.0"),
+    ("run R -m M --host-kv-memory 50%", 2, "--host-kv-memory '50%' is not a size; use a size such as 8GiB"),
     ("run R -m M --kv-memory lots", 2, f"--kv-memory 'lots' is not a size; {SIZE}"),
     ("run R -m M --window some", 2, "--window must be a number of rows or all, not 'some'"),
     ("run R -m M --window all --order done", 2, "--window all cannot be combined with --order done; use --window ROWS"),
@@ -93,6 +111,9 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --limit -1", 2, "--limit must be at least 0, not -1"),
     ("run R -m M --max-errors x", 2, "--max-errors 'x' is not a limit; use a number of rows such as 10, or a share such as 5%"),
     ("run R -m M --grace -1", 2, "--grace must be at least 0, not -1.0"),
+    ("run R -m M --flush-every -1", 2, "--flush-every must be at least 0, not -1.0"),
+    ("run R -m M --order random", 2, "--order must be input or done, not 'random'"),
+    ("run R -m M --input-format xml", 2, "--input-format must be jsonl, parquet, csv or tsv, not 'xml'"),
     ("run R -m M --log-format yaml", 2, "--log-format must be text or json, not 'yaml'"),
     ("run R -m M --encoding base64", 2, "--encoding must be the name of a text encoding, such as cp1252, utf-16 or shift_jis, not 'base64'"),
     ("run R -m M --output-format csv", 2, "--output-format must be rows or openai, not 'csv'"),
@@ -106,6 +127,11 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --system Hello", 2, "--system needs a chat template, and the model has none; use --chat-template FILE, or --no-chat for raw prompts"),
     ("run R -m M --system Hello --no-chat", 2, "--system cannot be combined with --no-chat; leave one of them out"),
     ("run R -m M --chat-template-kwargs [1]", 2, f"--chat-template-kwargs must be a JSON object, not [1]; {KWARGS}"),
+    ("run R -m M --chat-template-kwargs {", 2, "ANY"),
+    ("run R -m M --on-long-prompt drop", 2, "--on-long-prompt must be error, truncate-left or truncate-right, not 'drop'"),
+    ("run questions.jsonl -m M", 2, "no row has a column 'prompt'; the input has 'question', 'answer'; "
+        "name one with --prompt-column or --messages-column, or make the prompt with --template"),
+    ("run R -m M --priority-column p", 2, "no row has the column 'p' of --priority-column; the input has 'prompt'"),
     ("run R -m M --prompt-column q", 2, "no row has the column 'q' of --prompt-column; the input has 'prompt'"),
     ("run R -m M --score", 2, "no row has the column 'completion' of --score; the input has 'prompt'"),
     ("run R -m M --row-params heat", 2, "--row-params 'heat' is not a sampling parameter; use NAMES"),
@@ -113,6 +139,8 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --keep nr", 2, "no row has the column 'nr' of --keep; the input has 'prompt'"),
     # files
     ("run 123456 -m M", 2, "no such file: 123456; check the path"),
+    ("plan 123456 -m M", 2, "no such file: 123456; check the path"),
+    ("run a\x1b]0;x\x07.jsonl -m M", 2, "no such file: a\\x1b]0;x\\x07.jsonl; check the path"),
     ("run row.jsonl -m M", 2, "no such file: row.jsonl; did you mean rows.jsonl?"),
     ("run *.tsv -m M", 2, "no file matches *.tsv; check the pattern and the folder it starts from"),
     ("run folder -m M", 2, "ANY"),
@@ -142,6 +170,7 @@ MISUSES: list[tuple[str, int, str]] = [
     ("report .", 2, "'.' is not the name of an output; name the output of a run"),
     # models
     ("run R -m nowhere/", 1, "model folder 'nowhere/' does not exist; use a local folder with config.json and the tokenizer's files, or a hub name such as org/model"),
+    ("run R -m folder/", 1, "model folder 'folder' is empty; give the folder that holds the model"),
     ("run R -m weights.gguf", 1, "weights.gguf is cut inside its header; the download was not completed: download it again"),
     ("run R -m M --revision v1", 1, "--revision 'v1' names a revision on the hub, and 'MODEL' is a local folder; leave --revision out"),
 ]  # fmt: skip
