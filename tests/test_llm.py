@@ -64,10 +64,6 @@ def test_a_prefix_of_an_earlier_call_is_not_run_again(tiny_model_dir: Path) -> N
     assert llm.engine.stats.prefill_tokens - before == 2
 
 
-def test_no_prompts_give_no_results(tiny_model_dir: Path) -> None:
-    assert LLM(str(tiny_model_dir)).generate([]) == []
-
-
 def test_a_missing_model_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
         LLM(str(tmp_path / "nothing"))

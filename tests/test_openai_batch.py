@@ -246,16 +246,3 @@ def test_a_parquet_output_is_refused_before_anything_is_written(tiny_model_dir: 
         f"--output-format openai is JSON lines, and {tmp_path / 'in.out.parquet'} is not; name a .jsonl output with -o"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["in.parquet"]
-
-
-def test_output_format_openai_works_on_the_command_line(
-    cli: Callable[..., Any], tiny_chat_model_dir: Path, write_jsonl: Write
-) -> None:
-    source = write_jsonl(VLLM)
-    done = cli("run", source, "-m", tiny_chat_model_dir, "-o", "-", "--output-format", "openai", "--max-tokens", "2")
-    assert done.code == 3
-    for record, request in zip(done.rows, VLLM, strict=True):
-        check_form(record, request)
-    refused = cli("run", source, "-m", tiny_chat_model_dir, "--output-format", "batch")
-    assert (refused.code, refused.out) == (2, "")
-    assert "--output-format must be rows or openai, not 'batch'" in refused.err

@@ -129,20 +129,9 @@ def test_no_strange_line_is_lost_in_parquet(run):
     assert errors(rows) == [error for name, _, error in LINES if name != "endlessly deep"]
 
 
-@pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.jsonl.gz", "x.csv.zst", "x.parquet"])
-def test_an_empty_file_gives_an_empty_output(run, name):
-    assert run(name, gzip.compress(b"") if name.endswith("gz") else b"", code=0) == []
-
-
 @pytest.mark.parametrize("data", [b"\n\n", b" \r\n\t\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n"])
 def test_blank_lines_are_not_rows(run, data):
     assert run("x.jsonl", data, code=0) == []
-
-
-def test_a_parquet_file_without_rows_gives_an_empty_output(run):
-    stream = io.BytesIO()
-    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), stream)
-    assert run("x.parquet", stream.getvalue(), output="out.parquet", code=0) == []
 
 
 @pytest.mark.parametrize("rows", [3, 0])

@@ -43,16 +43,6 @@ def test_device_files_are_outputs(
     assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", lines)
 
 
-def test_the_summary_has_no_trailing_blanks_and_no_colours(
-    cli: Cli, write_jsonl: Write, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    outcome = cli(
-        "run", write_jsonl([{"prompt": "a"}]), "-m", tiny_model_dir, "-o", tmp_path / "o.jsonl", "--max-tokens", "2"
-    )
-    assert outcome.code == 0
-    assert not re.search(r"[ \t]+$|\x1b", outcome.err, re.MULTILINE)
-
-
 @pytest.mark.slow
 def test_no_color_is_obeyed_on_a_terminal(
     command: list[str], command_environment: dict[str, str], write_jsonl: Write, tiny_model_dir: Path, tmp_path: Path

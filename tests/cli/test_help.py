@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from typer.testing import CliRunner
 from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig
 from batchgen.sampling_params import SamplingParams
 from batchgen_cli.app import app
-from batchgen_cli.options import job_config, shown_params
+from batchgen_cli.options import job_config
 from support.params import slow_but
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -77,11 +76,6 @@ def test_help_is_whole_at_every_width(columns: int, cli: Callable[..., Any], mon
         assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_only_the_model_is_shown_as_required(cli: Callable[..., Any]) -> None:
-    shown = " ".join(cli("run", "--help").out.split())
-    assert (shown.count("[required]"), "name of a model on the hub. [required]" in shown) == (1, True)
-
-
 def test_every_option_has_a_help_text_that_is_a_sentence(cli: Callable[..., Any]) -> None:
     for command in COMMANDS.values():
         for p in command.params:
@@ -123,11 +117,6 @@ def test_every_field_of_the_configuration_is_an_option_but_these() -> None:
 
 def test_plan_takes_every_option_of_run() -> None:
     assert {p.name for p in COMMANDS["plan"].params} == {*RUN, "as_json", "shards"}
-
-
-def test_an_option_that_has_no_group_in_some_versions_of_typer_is_shown() -> None:
-    param = SimpleNamespace(param_type_name="option", name="help")
-    assert shown_params(SimpleNamespace(brief=True), [param]) == {"Options": [param]}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -177,12 +166,3 @@ def test_threads_of_openmp_do_not_spin_for_long_unless_the_user_says_how_they_wa
         monkeypatch.setenv(name, value)
     cli("--version")
     assert os.environ.get("GOMP_SPINCOUNT") == spins
-
-
-def test_the_help_of_the_command_lists_its_options_and_commands(cli: Callable[..., Any]) -> None:
-    shown = cli("--help")
-    assert shown.code == 0
-    assert shown.out.startswith("Usage: batchgen [OPTIONS] COMMAND [ARGS]...\n")
-    assert re.findall(r"^(\w+):$", shown.out, re.MULTILINE) == ["Options", "Commands", "Example"]
-    listed = re.findall(r"^  (\w+) ", shown.out.partition("Commands:")[2].partition("Example:")[0], re.MULTILINE)
-    assert listed == ["run", "plan", "status", "report", "merge", "models"]

@@ -46,39 +46,6 @@ def wait_for_results(process: "subprocess.Popen[str]", output: Path) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)], ids=["TERM", "INT", "HUP"]
-)
-def test_a_signal_ends_the_run_with_its_code_and_the_same_command_goes_on(
-    signum: int, code: int, start: Start, slow_job: Path, cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    process = start(slow_job, *SLOWLY)
-    wait_for_results(process, tmp_path / "prompts.out.jsonl")
-    process.send_signal(signum)
-    out, err = process.communicate(timeout=60)
-    name = signal.Signals(signum).name
-    assert (process.returncode, out) == (code, "")
-    assert err.splitlines()[-1] == (f"batchgen: error: interrupted by {name}; run the same command again to continue")
-    assert "Traceback" not in err
-    output = tmp_path / "prompts.out.jsonl"
-    assert not output.exists()
-    _, finished = read_facts(Path(f"{output}.job"), ())
-    assert finished is not None
-    stats = tmp_path / "stats.json"
-    # Without the slow batches: how rows are batched is free.
-    outcome = cli(
-        "run", slow_job, "-m", tiny_model_dir, "--max-tokens", "100", "--ignore-eos", "--stats", stats, "--limit", "40"
-    )
-    assert outcome.code == 0
-    figures = json.loads(stats.read_text())
-    assert figures["rows_resumed"] == finished >= 4
-    ids = [row["id"] for row in map(json.loads, output.read_text().splitlines())]
-    # Finished rows stay in the output, whatever --limit says.
-    assert ids[:40] == list(range(40))
-    assert ids == sorted({*ids})
-    assert len(ids) == finished + figures["rows"] <= 40 + finished
-
-
 def test_sighup_is_ignored_under_nohup(start: Start, write_jsonl: Callable[..., Path], tmp_path: Path) -> None:
     source = write_jsonl({"prompt": f"row {i}"} for i in range(30))
     process = start(source, *SLOWLY, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
@@ -87,38 +54,6 @@ def test_sighup_is_ignored_under_nohup(start: Start, write_jsonl: Callable[..., 
     process.communicate(timeout=90)
     assert process.returncode == 0
     assert len((tmp_path / "prompts.out.jsonl").read_text().splitlines()) == 30
-
-
-def test_a_second_run_on_the_same_output_is_refused_at_once_and_the_first_goes_on(
-    start: Start, slow_job: Path, cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    process = start(slow_job, *SLOWLY)
-    wait_for_results(process, tmp_path / "prompts.out.jsonl")
-    outcome = cli("run", slow_job, "-m", tiny_model_dir, *SLOWLY)
-    assert outcome.code == 75
-    output = tmp_path / "prompts.out.jsonl"
-    assert outcome.err.startswith(f"batchgen: error: another run holds {output} (process {process.pid} on ")
-    assert outcome.err.endswith("); wait for it to end, or stop it\n")
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGTERM)  # the second one stops at once
-    process.communicate(timeout=60)
-    assert process.returncode == 143
-
-
-def test_a_killed_run_goes_on_where_it_was(
-    start: Start, slow_job: Path, cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    process = start(slow_job, *SLOWLY)
-    wait_for_results(process, tmp_path / "prompts.out.jsonl")
-    process.kill()
-    process.communicate(timeout=60)
-    stats = tmp_path / "stats.json"
-    options = ("--max-tokens", "100", "--ignore-eos", "--limit", "40", "--stats", stats)
-    outcome = cli("run", slow_job, "-m", tiny_model_dir, *options)
-    assert outcome.code == 0
-    assert f"batchgen: an earlier run (process {process.pid}) was killed; this run continues it\n" in outcome.err
-    assert json.loads(stats.read_text())["rows_resumed"] >= 1
 
 
 def test_standard_output_that_is_closed_ends_the_run_quietly(start: Start, slow_job: Path) -> None:

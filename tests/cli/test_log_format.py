@@ -48,11 +48,6 @@ def test_a_run_tells_its_phases_and_ends_with_its_figures(cli: Cli, source: Path
     assert (again["event"], again["already_finished"], again["stats"]) == ("summary", True, summary["stats"])
 
 
-def test_the_rows_on_standard_output_are_as_ever(cli: Cli, source: Path, tiny_model_dir: Path) -> None:
-    outcome = cli("run", source, "-m", tiny_model_dir, "-o", "-", "--max-tokens", "3", "--log-format", "json")
-    assert (len(outcome.rows), events(outcome.err)[-1]["output"]) == (3, "-")
-
-
 def test_a_plan_tells_its_phases(cli: Cli, source: Path, tiny_model_dir: Path) -> None:
     outcome = cli("plan", source, "-m", tiny_model_dir, "--log-format", "json")
     assert {one["event"] for one in events(outcome.err)} == {"phase"}
@@ -89,11 +84,6 @@ def test_with_v_the_traceback_is_in_the_event_and_its_lines_are_escaped_without(
 def test_quiet_leaves_errors_alone(cli: Cli, source: Path, tiny_model_dir: Path) -> None:
     assert cli("run", source, "-m", tiny_model_dir, "--max-tokens", "3", "--log-format", "json", "-q").err == ""
     assert len(events(cli("run", "nothere.jsonl", "-m", "x", "--log-format", "json", "-q").err)) == 1
-
-
-def test_another_format_is_wrong_use(cli: Cli) -> None:
-    outcome = cli("run", "x.jsonl", "-m", "x", "--log-format", "yaml")
-    assert (outcome.code, outcome.err) == (2, "batchgen: error: --log-format must be text or json, not 'yaml'\n")
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 Cli = Callable[..., Any]
@@ -61,45 +59,6 @@ def test_failed_rows_are_counted_and_the_first_reasons_shown(
     assert [line.split(": ")[:2] for line in told[:2]] == [[f"  {source}:{n}", "invalid_row"] for n in (2, 3)]
 
 
-def test_binary_junk_gives_error_rows(cli: Cli, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path) -> None:
-    source = tmp_path / "junk.jsonl"
-    source.write_bytes(b"\x00\xff\xfe\x81junk\n\x9c\x00\x1b[2J\n")
-    outcome = cli("run", source, "-m", tiny_model_dir)
-    assert outcome.code == 3
-    assert "\x1b" not in outcome.err
-    rows = read_jsonl(tmp_path / "junk.out.jsonl")
-    assert [(row["id"], row["text"], row["error"]["type"]) for row in rows] == [
-        (0, None, "invalid_row"),
-        (1, None, "invalid_row"),
-    ]
-
-
-def test_an_empty_file_gives_an_empty_output(cli: Cli, tiny_model_dir: Path, tmp_path: Path) -> None:
-    source = tmp_path / "empty.jsonl"
-    source.touch()
-    assert cli("run", source, "-m", tiny_model_dir).code == 0
-    assert (tmp_path / "empty.out.jsonl").read_bytes() == b""
-
-
-def test_a_prompt_longer_than_the_context_fails_alone_or_is_cut(
-    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    source = write_jsonl([{"prompt": "x" * 600}, {"prompt": "y"}])
-    output = tmp_path / "a.jsonl"
-    assert cli("run", source, "-m", tiny_model_dir, "--max-tokens", "3", "-o", output).code == 3
-    assert [row["error"] for row in read_jsonl(output)] == [
-        {
-            "type": "prompt_too_long",
-            "message": "the prompt has 601 tokens, and the model's context of 512 tokens must hold it and a completion",
-        },
-        None,
-    ]
-    output = tmp_path / "b.jsonl"
-    cut = ("--on-long-prompt", "truncate-left")
-    assert cli("run", source, "-m", tiny_model_dir, "--max-tokens", "3", "-o", output, *cut).code == 0
-    assert [row.get("truncated") for row in read_jsonl(output)] == [True, None]
-
-
 def test_standard_input_goes_to_standard_output_and_nothing_else_does(cli: Cli, tiny_model_dir: Path) -> None:
     outcome = cli("run", "-", "-m", tiny_model_dir, "--max-tokens", "2", stdin='{"prompt": "a"}\n\n{"prompt": "b"}\n')
     assert outcome.code == 0
@@ -111,15 +70,6 @@ def test_quiet_says_nothing(cli: Cli, write_jsonl: Write, tiny_model_dir: Path) 
     source = write_jsonl([{"prompt": "one", "seed": 1}])  # a note would be due
     outcome = cli("run", source, "-m", tiny_model_dir, "--max-tokens", "2", "-q")
     assert (outcome.code, outcome.out, outcome.err) == (0, "", "")
-
-
-def test_parquet_in_parquet_out(cli: Cli, tiny_model_dir: Path, tmp_path: Path) -> None:
-    source = tmp_path / "rows.parquet"
-    pq.write_table(pa.table({"prompt": ["a", "b"], "n": pa.array([1, 2], pa.int8())}), source)
-    assert cli("run", source, "-m", tiny_model_dir, "--max-tokens", "2").code == 0
-    table = pq.read_table(tmp_path / "rows.out.parquet")
-    assert table.column_names == ["id", "prompt", "n", "text", "finish_reason", "usage", "truncated", "error"]
-    assert table.schema.field("n").type == pa.int8()
 
 
 def test_compressed_files_and_named_columns(cli: Cli, tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -175,23 +125,6 @@ def test_max_errors_is_a_failure_of_the_job(cli: Cli, write_jsonl: Write, tiny_m
     assert outcome.err.splitlines()[-1].startswith(
         "batchgen: error: 1 row failed of 1 done so far, more than --max-errors 0 allows; the last one: "
     )
-
-
-def test_a_corrupt_input_ends_the_job(cli: Cli, tiny_model_dir: Path, tmp_path: Path) -> None:
-    source = tmp_path / "cut.jsonl.gz"
-    source.write_bytes(gzip.compress(b'{"prompt": "x"}\n' * 1000)[:-12])
-    outcome = cli("run", source, "-m", tiny_model_dir, "--max-tokens", "1")
-    assert outcome.code == 1
-    assert outcome.err.splitlines()[-1].startswith(f"batchgen: error: {source} breaks off ")
-
-
-def test_figures_go_to_the_file_that_is_named(
-    cli: Cli, write_jsonl: Write, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "stats.json"
-    cli("run", write_jsonl([{"prompt": "x"}]), "-m", tiny_model_dir, "--max-tokens", "1", "--stats", path)
-    stats = json.loads(path.read_text())
-    assert (stats["schema"], stats["rows"], stats["model"]) == ("batchgen.stats/1", 1, str(tiny_model_dir))
 
 
 @pytest.mark.parametrize("verbose", [False, True])

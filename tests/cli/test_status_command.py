@@ -179,12 +179,6 @@ def test_it_imports_neither_torch_nor_transformers(tmp_path: Path, python: Calla
     assert "phase    starting" in done.stdout
 
 
-@pytest.mark.parametrize("option", ["--json", "--work-dir", "--help"])
-def test_its_help_names_its_options(option: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    assert option in cli("status", "--help").out
-
-
 def test_the_documentation_names_every_field_and_every_event() -> None:
     text = (Path(__file__).parents[2] / "docs" / "status.md").read_text("utf-8")
     for name in (

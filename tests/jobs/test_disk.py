@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 from pathlib import Path
 
 import pytest
@@ -138,39 +137,3 @@ def test_standard_output_and_stats_that_cannot_be_written_are_named(job: Job) ->
     assert (ended.code, ended.error) == (1, "--stats /dev/full cannot be written: No space left on device")
     job.check_output(finished=True)
     assert job.run().code == job.case.code
-
-
-@linux
-@pytest.mark.parametrize("job", ["spooled"], indirect=True)
-def test_a_second_run_is_refused_and_does_not_disturb_the_first(job: Job) -> None:
-    job.prepare()
-    running = stopped_at(job, job.results)
-    second = job.run()
-    assert second.code == 75
-    host = socket.gethostname()
-    assert second.error.startswith(f"another run holds out.jsonl (process {running.pid} on {host}, since ")
-    assert second.error.endswith("); wait for it to end, or stop it")
-    assert set(second.calls) == {"flock out.jsonl.job/lock"}
-    running.kill(signal.SIGCONT)
-    assert running.wait().code == job.case.code
-    job.check_output(finished=True)
-
-
-@pytest.mark.parametrize("job", ["spooled"], indirect=True)
-def test_the_lock_of_a_dead_run_is_taken_over_but_not_that_of_another_host(job: Job) -> None:
-    job.prepare_generated()
-    lock = job.job_folder / "lock"
-    dead = json.loads(lock.read_text())
-    theirs = json.dumps(dead | {"host": "elsewhere"})
-    lock.write_text(theirs)
-    before = {p: p.read_bytes() for p in job.job_folder.rglob("*") if p.is_file()}
-    refused = job.run()
-    assert refused.code == 75
-    assert refused.error.startswith(f"another run holds out.jsonl (process {dead['pid']} on elsewhere, since ")
-    assert refused.error.endswith("wait for it; if it is dead, delete out.jsonl.job/lock")
-    assert {p: p.read_bytes() for p in job.job_folder.rglob("*") if p.is_file()} == before
-    lock.write_text(json.dumps(dead))
-    ended = job.run(quiet=False)
-    assert ended.code == job.case.code
-    assert f"batchgen: an earlier run (process {dead['pid']}) was killed; this run continues it\n" in ended.err
-    job.check_output(finished=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import signal
 import socket
@@ -11,8 +10,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from batchgen.config import JobConfig
@@ -86,15 +83,6 @@ def test_only_a_command_that_would_find_nothing_to_do_is_known_to_have_finished_
     assert not is_finished("digest", prune=True)  # the result of "k" is still there
     run(digest="", overwrite=True, **spec)
     assert not is_finished("")  # the command cannot be known
-
-
-def test_a_finished_job_generates_nothing_and_keeps_its_figures(run, write_input):
-    write_input(["a", "b"])
-    run(stats={"rows": 2, "x": [1]})
-    before = Path("o.jsonl").stat().st_mtime_ns
-    job, generated = run()
-    assert job.finished == {"rows": 2, "x": [1]}
-    assert (generated, job.notes, Path("o.jsonl").stat().st_mtime_ns) == ([], [], before)
 
 
 def test_an_interrupted_job_continues_where_it_stopped(run, texts, write_input):
@@ -297,24 +285,6 @@ def test_order_done_writes_results_of_earlier_runs_first_then_in_order_of_comple
     assert texts() == ["D", "C", "B", "A"]
 
 
-def test_parquet_output_of_parquet_input_keeps_its_types(run):
-    table = pa.table({"prompt": ["a", "b"], "day": pa.array([1, None], pa.date32())})
-    pq.write_table(table, "in.parquet")
-    run("o.parquet", inputs=("in.parquet",))
-    out = pq.read_table("o.parquet")
-    assert out.select(["prompt", "day"]) == table
-    assert out["text"].to_pylist() == ["A", "B"]
-
-
-def test_an_empty_input_gives_an_empty_output(run, write_input):
-    write_input([])
-    for output in ("o.jsonl", "o.jsonl.gz", "o.parquet"):
-        assert run(output)[0].finished == {"rows": 0}
-    assert Path("o.jsonl").read_bytes() == b""
-    assert gzip.decompress(Path("o.jsonl.gz").read_bytes()) == b""
-    assert pq.read_table("o.parquet").num_rows == 0
-
-
 def test_the_next_run_finds_the_figures_of_an_interrupted_one(open_, write_input):
     write_input(["a", "b"])
     job, _ = open_()
@@ -324,12 +294,3 @@ def test_the_next_run_finds_the_figures_of_an_interrupted_one(open_, write_input
     job, _ = open_()
     with job:
         assert job.previous == {"rows": 1}
-
-
-def test_occurrences_are_numbered_from_0_in_every_run(open_, write_input):
-    write_input(["a"])
-    for _ in range(2):
-        job, _ = open_()
-        with job:
-            assert job.occurrences([b"x" * 16, b"x" * 16]) == [0, 1]
-            assert job.occurrences([b"x" * 16]) == [2]

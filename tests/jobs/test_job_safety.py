@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
 
-from batchgen.errors import OutputError, OutputLocked, UsageError
+from batchgen.errors import OutputError, UsageError
 from batchgen.jobs.files import target
 from batchgen.jobs.files.manifest import Manifest, differences
 from batchgen.records.writers import DigestFile
@@ -179,17 +176,6 @@ def test_outputs_that_cannot_be_written_are_refused_with_the_reason(output, mess
     assert str(caught.value) == message
 
 
-def test_a_second_run_is_refused_only_while_the_first_is_open(run, open_, write_input):
-    write_input(["a"])
-    job, _ = open_()
-    with job, pytest.raises(OutputLocked) as caught:
-        open_()
-    assert caught.value.message.startswith(
-        f"another run holds o.jsonl (process {os.getpid()} on {socket.gethostname()}, since "
-    )
-    assert run()[1] == ["a"]
-
-
 def test_a_refused_run_releases_the_lock(run, write_input):
     write_input(["a"])
     run()
@@ -197,20 +183,6 @@ def test_a_refused_run_releases_the_lock(run, write_input):
         with pytest.raises(UsageError):
             run(settings={})
     assert run()[0].finished is not None
-
-
-def test_a_full_disk_is_a_one_line_error_and_stored_results_stay(monkeypatch, run, texts, write_input):
-    write_input(["a", "b"])
-    run(stop_after=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(DigestFile, "write", _full)
-        with pytest.raises(OutputError) as caught:
-            run()
-    assert str(caught.value) == (
-        "o.jsonl.job cannot be written: No space left on device; free some space and run the same command again: finished rows are kept"
-    )
-    assert run()[1] == []
-    assert texts() == ["A", "B"]
 
 
 def _full(self, data):
@@ -229,27 +201,6 @@ def test_a_full_disk_at_the_end_leaves_the_old_output_in_place(monkeypatch, outp
             run(output)
     assert Path(output).read_bytes() == old
     assert run(output)[1] == []
-
-
-def test_a_folder_that_cannot_be_created_is_a_one_line_error(monkeypatch, open_, write_input):
-    write_input(["a"])
-
-    def read_only(self, *args, **options):
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(Path, "mkdir", read_only)
-    with pytest.raises(OutputError) as caught:
-        open_()
-    assert str(caught.value) == "o.jsonl.job cannot be written: Read-only file system; write to another place with -o"
-
-
-def test_closing_twice_is_harmless(open_, write_input):
-    write_input(["a"])
-    job, _ = open_()
-    with job:
-        job.close()
-    with contextlib.closing(open_()[0]):
-        pass
 
 
 def test_many_changed_model_files_are_summarized_before_other_settings() -> None:

@@ -54,11 +54,6 @@ def test_logprobs_are_those_of_the_raw_logits_whatever_the_sampling_parameters(d
     assert sampled.tokens == sampler_of(*params).sample(logits, range(4), [0] * 4).tokens
 
 
-def test_without_logprobs_nothing_is_measured():
-    sampled = sampler_of(SamplingParams(), SamplingParams(temperature=1.0)).sample(random_logits(2), range(2), [0, 0])
-    assert sampled.logprobs == [None] * len(sampled.tokens)
-
-
 def test_asking_for_more_logprobs_than_the_vocabulary_has_gives_all_of_them():
     sampled = sampler_of(SamplingParams(logprobs=1000)).sample(random_logits(1), [0], [0])
     assert sorted(sampled.logprobs[0].top_ids) == list(range(V))
@@ -131,28 +126,6 @@ def test_a_masked_row_samples_an_allowed_token_and_other_rows_are_unchanged():
     assert sampled.tokens[0] == max(allowed[0], key=lambda t: float(logits[0, t]))
     assert sampled.tokens[1] in allowed[1]
     assert (sampled.tokens[2:], sampled.valid) == (free.tokens[2:], [True] * 4)
-
-
-def test_probabilities_under_a_mask_are_those_of_the_allowed_tokens():
-    logits = random_logits(1)
-    tokens = [2, 33, 66, 69]
-    got = sampler_of(SamplingParams(temperature=0.8)).probabilities(logits, [0], words([set(tokens)]))[0]
-    want = torch.zeros(V).scatter(0, torch.tensor(tokens), (logits[0, tokens] / 0.8).softmax(-1))
-    torch.testing.assert_close(got, want)
-
-
-def test_tokens_sampled_under_a_mask_follow_the_probabilities():
-    count = 4000
-    params = SamplingParams(temperature=1.0)
-    logits = random_logits(1).expand(count, V)
-    mask = words([{5, 6, 7, 68}]).expand(count, -1)
-    sampler = sampler_of(*[params] * count)
-    expected = sampler.probabilities(logits[:1], [0], mask[:1])[0] * count
-    sampled = torch.bincount(torch.tensor(sampler.sample(logits, range(count), [0] * count, mask).tokens), minlength=V)
-    at = expected > 5
-    spread = float(((sampled - expected)[at] ** 2 / expected[at]).sum())
-    assert sampled[expected == 0].sum() == 0
-    assert spread < 21.1  # chi-squared, 3 degrees of freedom, 1e-4
 
 
 def test_a_row_with_no_allowed_token_is_invalid_and_others_are_valid():

@@ -75,14 +75,3 @@ def test_a_uniform_does_not_depend_on_the_rows_beside_it():
     for i in range(64):
         at = slice(i, i + 1)
         assert uniforms(keys[at], seeds[at], choices[at], positions[at])[0] == together[i]
-
-
-def test_seed_key_choice_and_position_each_change_the_number():
-    base = {"keys": [[1, 2]], "seeds": 3, "choices": 4, "positions": 5}
-    others = [{"keys": [[2, 2]]}, {"keys": [[1, 3]]}, {"seeds": 4}, {"seeds": -3}, {"choices": 3}, {"positions": 6}]
-    numbers = {uniforms_of(**base)[0]} | {uniforms_of(**(base | other))[0] for other in others}
-    assert len(numbers) == 7
-
-
-def test_no_rows_give_no_uniforms():
-    assert uniforms_of(np.zeros((0, 2)), 0, 0, 0).shape == (0,)

@@ -80,15 +80,6 @@ COMBINATIONS = [
 ]
 
 
-def test_probabilities_equal_transformers_for_every_combination_mixed_in_one_batch():
-    generated = [1, 7, 7, 60]
-    logits = random_logits(len(COMBINATIONS))
-    got = sampler_of(*COMBINATIONS, generated=generated).probabilities(logits, range(len(COMBINATIONS)))
-    want = torch.stack([by_transformers(x, p, PROMPT, generated) for x, p in zip(logits, COMBINATIONS, strict=True)])
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
-    assert ((got > 0) == (want > 0)).all()
-
-
 @pytest.mark.parametrize("params", COMBINATIONS[::7])
 def test_probabilities_of_a_row_do_not_depend_on_the_rows_beside_it(params):
     logits = random_logits(3)
@@ -221,30 +212,6 @@ def test_greedy_rows_take_the_same_tokens_beside_sampled_rows_as_alone():
     assert tokens[2] == sampler_of(SamplingParams(repetition_penalty=5.0)).sample(logits[2:3], [0], [0]).tokens[0]
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=1.0),
-        SamplingParams(temperature=1.5, top_k=6),
-        SamplingParams(temperature=2.0, top_p=0.8),
-        SamplingParams(temperature=2.0, top_p=0.9, top_k=9, min_p=0.05),
-    ],
-)
-def test_sampled_tokens_follow_the_probabilities(params):
-    rows = 4000
-    sampler = Sampler(16, CPU)
-    for i in range(rows):
-        sampler.add(i, params, key(i), PROMPT)
-    logits = random_logits(1, 16).expand(rows, 16)
-    tokens = sampler.sample(logits, range(rows), [0] * rows).tokens
-    p = sampler.probabilities(logits[:1], [0])[0].double().numpy()
-    counts = np.bincount(tokens, minlength=16)
-    assert counts[p == 0].sum() == 0
-    want = rows * p[p > 0] / p.sum()
-    chi_squared = ((counts[p > 0] - want) ** 2 / want).sum()
-    assert chi_squared < 40  # at most 15 degrees of freedom: p < 0.0005
-
-
 def test_tokens_over_the_positions_of_one_sequence_follow_the_probabilities():
     sampler = sampler_of(SamplingParams(temperature=1.0), vocabulary=4)
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
@@ -267,53 +234,12 @@ def test_a_uniform_that_rounds_to_one_never_selects_a_token_of_probability_zero(
     assert tokens.tolist() == [1, 2]
 
 
-def test_a_row_samples_the_same_tokens_in_any_batch_and_order():
-    params = [ALL, SamplingParams(temperature=1.0), SamplingParams(temperature=0.7, top_p=0.8), SamplingParams()] * 3
-    steps = [random_logits(len(params), seed=s) for s in range(6)]
-
-    def tokens(order: list[int], sampler_indices: list[int], groups: int) -> dict[int, list[int]]:
-        sampler, sampled = Sampler(V, CPU), {i: [] for i in order}
-        for i, sampler_index in zip(order, sampler_indices, strict=True):
-            sampler.add(sampler_index, params[i], key(i), PROMPT)
-        for step, logits in enumerate(steps):
-            for at in range(0, len(order), groups):
-                some = order[at : at + groups]
-                got = sampler.sample(logits[some], sampler_indices[at : at + groups], [step] * len(some))
-                for i, token in zip(some, got.tokens, strict=True):
-                    sampled[i].append(token)
-        return sampled
-
-    together = tokens(list(range(12)), list(range(12)), 12)
-    assert tokens([5, 0, 11, 3, 2, 1, 4, 7, 6, 10, 9, 8], [40, 3, 7, 0, 1, 2, 30, 31, 32, 9, 8, 6], 5) == together
-    assert tokens(list(range(12)), list(range(12)), 1) == together
-
-
 def test_sampling_in_chunks_gives_the_same_tokens():
     params = [ALL, SamplingParams(), SamplingParams(temperature=1.0)] * 4
     logits = random_logits(12)
     whole = sampler_of(*params).sample(logits, range(12), [0] * 12)
     for rows in (1, 5):
         assert sampler_of(*params, at_once=rows * V).sample(logits, range(12), [0] * 12) == whole
-
-
-def test_other_keys_choices_seeds_and_positions_sample_other_tokens():
-    logits = torch.zeros(1, 4096)
-    warm = SamplingParams(temperature=1.0)
-
-    def sample_token(params=warm, number=0, choice=0, position=0):
-        sampler = Sampler(4096, CPU)
-        sampler.add(0, params, key(number), PROMPT, choice=choice)
-        return sampler.sample(logits, [0], [position]).tokens[0]
-
-    sampled = [
-        sample_token(),
-        sample_token(number=1),
-        sample_token(choice=1),
-        sample_token(position=1),
-        sample_token(SamplingParams(temperature=1.0, seed=1)),
-    ]
-    assert len(set(sampled)) == 5
-    assert sample_token() == sampled[0]
 
 
 # Logits that are not numbers
@@ -462,11 +388,6 @@ def test_sampling_with_the_devices_table_equals_sampling_with_the_hosts_records(
         found.append(sampler.last[:count].tolist())
     assert sampled[0] == sampled[1]
     assert sampled[0][-1] == sampled[0][-2].tokens
-
-
-def test_no_rows_sample_no_tokens():
-    sampled = sampler_of(ALL).sample(random_logits(0), [], [])
-    assert (sampled.tokens, sampled.valid) == ([], [])
 
 
 # Cost

@@ -3,7 +3,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchgen.sampling.scoring import score_targets as measure_targets
 from batchgen.sampling_params import SamplingParams
@@ -50,26 +49,6 @@ def test_scoring_copies_nothing_to_the_host(monkeypatch):
     assert calls == []
 
 
-class Widths(TorchDispatchMode):
-    """Records the size of each float32 tensor that is made."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
-            self.sizes.append(out.numel())
-        return out
-
-
-def test_no_more_than_one_chunk_is_in_float32():
-    with Widths() as widths:
-        score_targets(torch.zeros(50, 13, dtype=torch.bfloat16), [0, 49], [1, 2], 40)
-    assert max(widths.sizes) == 50  # one sum for each row; a chunk has three rows, 39 numbers
-
-
 def test_the_likeliest_token_is_the_one_that_greedy_decoding_samples():
     torch.manual_seed(0)
     logits = (torch.randn(60, 500) * 2).round().bfloat16()  # the largest are often equal
@@ -81,10 +60,6 @@ def test_the_likeliest_token_is_the_one_that_greedy_decoding_samples():
     assert score_targets(logits, range(60), sampled)[1] == [True] * 60
     pairs = [(row, token) for row in range(60) for token in range(500) if token != sampled[row]]
     assert not any(score_targets(logits, *zip(*pairs, strict=True))[1])
-
-
-def test_nothing_to_score_gives_nothing():
-    assert score_targets(torch.zeros(3, 5), [], []) == ([], [])
 
 
 @pytest.mark.parametrize("bad", [[math.nan, 1.0, 0.0], [math.inf, 1.0, 0.0], [-math.inf] * 3])
