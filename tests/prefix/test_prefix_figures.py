@@ -58,6 +58,11 @@ def test_saved_tokens_and_shared_fraction():
     assert (f.saved_tokens, f.shared_fraction) == (3, 1 - 5 / 8)
 
 
+def test_figures_of_nothing_are_zeros():
+    assert figures([], []) == PlanFigures()
+    assert PlanFigures().shared_fraction == 0.0
+
+
 @given(token_lists, st.integers(1, 5), st.integers(1, 6))
 def test_shared_kv_is_what_is_stored_when_full_blocks_of_nodes_are_stored_once(lists, block_size, max_tokens):
     f = figures(lists, [max_tokens] * len(lists), block_size=block_size)
