@@ -20,7 +20,7 @@ from batchgen.jobs.files.lease import SILENT_SECONDS, Lease, holder_of_lease, is
 from batchgen.jobs.files.manifest import Manifest, load_manifest
 from batchgen.jobs.job_folder import JobFolder
 from batchgen.jobs.opening import open_job
-from batchgen.jobs.outcomes import Outcomes
+from batchgen.jobs.outcomes import Outcomes, agreement_with
 from batchgen.jobs.shards import (
     CLAIMS,
     ShardPlan,
@@ -125,7 +125,9 @@ def write_output(
         if merging:
             for result in results.values():
                 outcomes.resumed(result)
-        job.write([row for row in rows if row.number in results], results, keys)
+        there = [row for row in rows if row.number in results]
+        job.write(there, results, keys)
+        outcomes.written(there, results)
         left -= len(results)
         passed += len(rows)
         outcomes.tracker.passed(passed)
@@ -170,7 +172,7 @@ def merge_job(
                 manifest, plan = load_manifest(folder / "manifest.json"), load_plan(folder)
                 if plan is not None and manifest is not None:
                     _check_done(folder, plan, output)
-                    report = _merge_shards(output, work_dir, stats, lease, manifest, plan, Outcomes(tracker, None))
+                    report = _merge_shards(output, work_dir, stats, lease, manifest, plan, tracker)
                     return replace(report, work_dir=work_dir)
             finally:
                 lease.release()
@@ -186,10 +188,12 @@ def _merge_shards(
     lease: Lease,
     manifest: Manifest,
     plan: ShardPlan,
-    outcomes: Outcomes,
+    tracker: Tracker,
 ) -> JobReport:
     facts = plan.output
     source = Input(tuple(InputFile(**file, folder=facts["folder"]) for file in facts["files"]), [])
+    expect = plan.asked.get("expect")
+    outcomes = Outcomes(tracker, None, agreement_with(expect, source))
     shards = shard_figures(job_path(output, work_dir), plan)
     outcomes.tracker.phase("joining the shards")
     spec = JobSpec(
@@ -202,6 +206,7 @@ def _merge_shards(
         work_dir=work_dir,
         retry=manifest.request["retry"],
         prune=facts["prune"],
+        expect=expect,
         optional=facts["optional"],
     )
     with open_job(spec, lease, merging=True) as job:
@@ -223,6 +228,7 @@ def _merge_shards(
         engine = EngineStats(quantization=shards[0]["stats"]["quantization"])
         stats = figures(outcomes.run, engine, setting, earlier=before)
         stats["job"]["runs"] = before["job"]["runs"]  # a merge is no run: it generates nothing
+        stats |= outcomes.figures()
         stats["shards"] = [_shard_line(shard) for shard in shards]
         job.finish(stats)
         outcomes.tracker.show_notes(job.notes)

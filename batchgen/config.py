@@ -251,6 +251,15 @@ class PromptConfig:
         metavar="COL,…",
         parse=comma_list,
     )
+    choices_column: str | None = option(
+        None,
+        "Column that holds a row's own labels: a list, or text as --choices takes it.",
+        group="Constraints",
+        metavar="COL",
+        rules=[_NAMED],
+        shown="none",
+    )
+    """A row without labels in it has those of `SamplingParams.choices`."""
     score: bool = option(
         False,
         "Generate nothing. Score the completion that each row already has.",
@@ -476,6 +485,14 @@ class JobConfig:
         shown="all; 4096 for -",
     )
     """None: all for files, 4,096 rows if input or output is a pipe, 50,000 rows for `order` "done"."""
+    expect: str | None = option(
+        None,
+        "Column with the right label or text of each row: the figures, the summary and the report then say how many are right and how sure the model is.",
+        group="Constraints",
+        metavar="COL",
+        rules=[_NAMED],
+        shown="none",
+    )
     limit: int | None = option(
         None,
         "Generate only the first N rows. Later rows that already have a result stay in the output.",
@@ -615,7 +632,8 @@ class JobConfig:
     def named_columns(self) -> list[tuple[str, str]]:
         """Options that name columns of the input (other than those that make prompts), each with its column."""
         ids = [("--id-column", self.id_column)] if self.id_column is not None else []
-        return ids + [("--keep", name) for name in self.keep or ()]
+        expected = [("--expect", self.expect)] if self.expect is not None else []
+        return ids + expected + [("--keep", name) for name in self.keep or ()]
 
     def _check_shard(self) -> None:
         if self.merge and self.shard is None:

@@ -29,7 +29,7 @@ from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.job_folder import JobFolder
 from batchgen.jobs.order.requests import FirstReading
 from batchgen.jobs.order.windows import Planned, PlannedWindows, Planner
-from batchgen.jobs.outcomes import Outcomes
+from batchgen.jobs.outcomes import Outcomes, agreement_with
 from batchgen.jobs.shards import ShardFolder
 from batchgen.jobs.stdout_job import StdoutJob
 from batchgen.notebook import shown_progress
@@ -83,7 +83,8 @@ def _run_job(config: JobConfig, progress: Progress) -> JobReport:
             if job.finished is not None:
                 return _already_finished(command, job.finished, setup.prompts.chat, _shard_name(config, job))
             tracker.tell = job.tell
-            outcomes = Outcomes(tracker, config.max_errors)
+            expect = None if config.shard else config.expect  # a shard writes no rows
+            outcomes = Outcomes(tracker, config.max_errors, agreement_with(expect, setup.source))
             planner = Planner(
                 config.engine.chunk_size,
                 share=config.engine.share,
@@ -187,6 +188,7 @@ def _run_as_rows_come(setup: JobSetup, job: Job, planner: Planner, generation: _
         with outcomes.run.timed("write"):
             job.add_rows([row.number for row in read.rows], read.keys, read.failed)
             job.write(read.rows, results, read.keys)
+            outcomes.written(read.rows, results)
         rows.clear()  # freed before the next ones are read
         del read, results, window
         with signals.interruptible():
@@ -340,7 +342,7 @@ def _finish_job(job: Store, setup: JobSetup, model: _Model, outcomes: Outcomes) 
     """Gives the output its name and writes the figures."""
     with outcomes.run.timed("write"):
         job.flush()
-    stats = model.figures(job.previous)
+    stats = model.figures(job.previous) | outcomes.figures()
     job.finish(stats)
     outcomes.tracker.show_notes(job.notes)
     write_stats(setup.config.stats, stats)

@@ -196,6 +196,7 @@ def _spec_of(command: JobCommand, tokenizer: LoadedTokenizer, prompts: PromptBui
         order=config.order,
         retry=config.retried,
         prune=config.prune,
+        expect=config.expect,
         optional=prompts.optional_results({} if schema is None else {f.name: f.type for f in schema}),
     )
 
@@ -209,6 +210,7 @@ def _open_store(setup: JobSetup, signals: Signals, tracker: Tracker) -> Job | Sh
         | {
             "settings": setup.spec.settings,
             "keep": config.keep,
+            "expect": config.expect,
             "id_column": config.id_column,
             "token_ids": config.token_ids,
             "output_format": config.output_format,

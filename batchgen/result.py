@@ -126,7 +126,7 @@ class Result:
     completions: tuple[Completion, ...] = ()
     """All completions, if there are several or log-probabilities were asked for; else empty."""
     choice_probs: dict[str, float] | None = None
-    """The probability of each label, in the order they were given. They add up to 1, except for a classification head whose labels do not
+    """The probability of each label, in the order they were given; with `top_choices`, of the likeliest ones, the likeliest first. All add up to 1, except for a classification head whose labels do not
     exclude each other."""
     score: Score | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None

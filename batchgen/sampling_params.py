@@ -16,6 +16,7 @@ from batchgen.options import (
     above,
     at_least,
     between,
+    file_text,
     first_problem,
     json_schema_file,
     option,
@@ -36,7 +37,10 @@ _NOT_EMPTY: Rule = (lambda v: v != "", "text that is not empty")
 
 def _parse_choices(name: str, text: str) -> tuple[str, ...]:
     try:
-        return choices_of(text)
+        if not text.startswith("@"):
+            return choices_of(text)
+        text = file_text(name, text[1:]).strip()
+        return choices_of(text) if text.startswith("[") else tuple(filter(None, map(str.strip, text.splitlines())))
     except ValueError as e:
         raise UsageError(f"--{e}") from None
 
@@ -166,13 +170,22 @@ class SamplingParams:
     )
     choices: tuple[str, ...] | Any = option(
         (),
-        "Labels, separated by commas or as a JSON list. Each is scored instead of generating, and the text is the most likely one.",
+        "Labels, separated by commas, as a JSON list, or in a file (a label a line, or a JSON list). Each is scored instead of generating, and the text is the most likely one.",
         group="Constraints",
-        metavar="A,B,C",
+        metavar="A,B,C|@FILE",
         rules=[_TEXTS, (lambda v: len(set(v)) == len(v) != 1, "two or more different texts")],
         parse=_parse_choices,
     )
     """At a temperature above 0 the text is sampled from the labels."""
+    top_choices: int | None = option(
+        None,
+        "Write the probabilities of the K most likely labels only, the most likely first.",
+        group="Constraints",
+        metavar="K",
+        rules=[at_least(1)],
+        shown="all",
+    )
+    """A label that is sampled is always among them."""
     regex: str | None = option(
         None,
         "Regular expression that the whole completion must match.",

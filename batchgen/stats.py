@@ -204,6 +204,7 @@ def figures(
         "attention": setting.attention,
         "sampling": dict(setting.sampling),
         "quantization": engine.quantization,
+        "expect": None,
         "versions": versions(),
     }
     stats["seconds"] = {name: round(value, 4) for name, value in stats["seconds"].items()}
@@ -247,6 +248,19 @@ def sum_of_jobs(jobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def reasons_in_order(counts: Counter[str]) -> dict[str, int]:
     """Returns the counts of the documented reasons, and of others if there are any."""
     return dict.fromkeys(("stop", "length", "timeout", "error"), 0) | {k: n for k, n in sorted(counts.items()) if n}
+
+
+def confusion_table(expect: Mapping[str, Any], max_labels: int) -> list[list[str]]:
+    """Returns the table of `expect.confusion` line by line, names of labels first: a line for each expected label, a column for each given one.
+
+    Empty if there are more labels.
+    """
+    pairs = {(pair["expected"], pair["given"]): pair["rows"] for pair in expect["confusion"]}
+    labels = sorted({label for pair in pairs for label in pair})
+    if len(labels) > max_labels or expect["confusion_other_rows"]:
+        return []
+    lines = [[one, *(f"{pairs.get((one, other), 0):,}" for other in labels)] for one in labels]
+    return [["expected \\ given", *labels], *lines]
 
 
 def _ratio(part: float, whole: float, nothing: float = 0.0) -> float:

@@ -15,7 +15,7 @@ from batchgen.sampling_params import MAX_LOGPROBS, SamplingParams
 OTHERS: dict[str, Any] = {
     "max_tokens": 3, "temperature": 0.5, "top_p": 0.5, "top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1,
     "presence_penalty": 0.1, "frequency_penalty": 0.1, "stop": ("x",), "stop_token_ids": (3,), "ignore_eos": True,
-    "seed": 1, "n": 2, "logprobs": 0, "choices": ("a", "b"), "regex": "a+", "json_schema": "{}", "json_whitespace": True, "reasoning": "off", "reasoning_budget": 5, "max_repeats": 3,
+    "seed": 1, "n": 2, "logprobs": 0, "choices": ("a", "b"), "regex": "a+", "json_schema": "{}", "json_whitespace": True, "reasoning": "off", "reasoning_budget": 5, "max_repeats": 3, "top_choices": 1,
 }  # fmt: skip
 
 

@@ -88,7 +88,10 @@ class RequestState:
             assert score.output is not None
             if not score.is_number:
                 return self.failed(RowError("numerical_error", "the model's outputs for the prompt are not numbers"))
-            return result(**self.head.result_of(score.output))
+            fields = self.head.result_of(score.output)
+            if "choice_probs" in fields:
+                fields["choice_probs"] = self._top_choices(fields["choice_probs"], fields["text"])
+            return result(**fields)
         sums = [math.fsum(token.logprob for token in tokens) for tokens in scores]
         if any(math.isnan(total) for total in sums):
             return self.failed(RowError("numerical_error", "the model's logits for the text are not numbers"))
@@ -96,7 +99,8 @@ class RequestState:
         if choices:
             probs = _normalised(sums)
             text = choices[_chosen(sums, probs, self.request)]
-            return result(text=text, finish_reason="stop", choice_probs=dict(zip(choices, probs, strict=True)))
+            shown = self._top_choices(dict(zip(choices, probs, strict=True)), text)
+            return result(text=text, finish_reason="stop", choice_probs=shown)
         greedy = all(token.likeliest for token in scores[0])
         return result(
             text=None,
@@ -104,6 +108,14 @@ class RequestState:
             score=Score(sums[0], len(scores[0]), greedy),
             prompt_logprobs=self._prompt_logprobs([token.logprob for token in scores[0]]),
         )
+
+    def _top_choices(self, probs: dict[str, float], text: str) -> dict[str, float]:
+        """Returns the probabilities that the row asks for: all in their order, or those of the likeliest labels and of the one that was chosen."""
+        count = self.request.params.top_choices
+        if count is None:
+            return probs
+        likeliest = sorted(probs, key=lambda label: -probs[label])
+        return {label: probs[label] for place, label in enumerate(likeliest) if place < count or label == text}
 
     def _prompt_logprobs(self, logprobs: list[float]) -> tuple[TokenLogprob, ...] | None:
         wanted = self.request.prompt_logprobs

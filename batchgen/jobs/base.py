@@ -37,6 +37,8 @@ class JobSpec:
     """`JobConfig.retried`: the results of rows that ended so are forgotten, and these rows run again."""
     prune: bool = False
     """The output may lose any number of rows, and results that no row asks for are removed when it is finished."""
+    expect: str | None = None
+    """The column that results are compared with, for the figures."""
     optional: Collection[str] = ()
     """The parts of a result, of those that only some have, that a Parquet output has columns for from the start (`open_writer`)."""
 

@@ -97,7 +97,7 @@ def command_digest(config: JobConfig, model: Mapping[str, Any]) -> str:
         "files": dict(model),
         "prompts": asdict(config.prompts),
         "sampling": asdict(config.sampling),
-        "rows": [config.keep, config.id_column, config.token_ids, config.output_format],
+        "rows": [config.keep, config.id_column, config.token_ids, config.output_format, config.expect],
         "versions": versions(),
     }
     return json_digest(command)
@@ -128,6 +128,7 @@ def _prompt_settings(prompts: PromptConfig, *, chat: bool) -> dict[str, Any]:
         "prompt_logprobs": prompts.prompt_logprobs or None,
         "prompt_name": prompts.prompt_name,
         "completion_column": prompts.completion_column,
+        "choices_column": prompts.choices_column,
     }
 
 

@@ -88,7 +88,8 @@ def open_job(spec: JobSpec, lease: Lease | None = None, *, merging: bool = False
         _make_folder(folder, min_bytes(spec.input, output, form))
         lock = Lock(folder / "lock", output, leased=lease is not None)
     try:
-        request = _request_of(spec.input, spec.limit, spec.order) | asdict(form) | {"retry": spec.retry}
+        request = _request_of(spec.input, spec.limit, spec.order) | asdict(form)
+        request |= {"retry": spec.retry, "expect": spec.expect}
         manifest = Manifest(
             state="running", output=target.address, command=spec.digest,
             settings=as_stored(spec.settings), mentions=as_stored(spec.mentions), request=as_stored(request),
@@ -225,7 +226,8 @@ def _complete_figures(
     stats = read_stats(folder)
     if manifest.state != "finished" or stats is None or not manifest.request["inputs"]:
         return None
-    if manifest.request | {"retry": []} != dict(request) | {"retry": []}:
+    # An older manifest has no `expect`.
+    if {"expect": None} | manifest.request | {"retry": []} != dict(request) | {"retry": []}:
         return None
     if prune and (folder / KEPT_FILE).exists():
         return None

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from batchgen.config import parse_max_errors
 from batchgen.errors import TooManyErrors
 from batchgen.parsers.repetition import repeats
 from batchgen.progress import Tracker
+from batchgen.recording import Agreement
+from batchgen.records import Input, Row
+from batchgen.records.schema_metadata import class_names
 from batchgen.result import Result
 from batchgen.stats import counted
 
@@ -17,6 +23,11 @@ FAILURES_KEPT = 5
 """Number of failed rows that are shown."""
 _MANY = 10
 """A note says that rows were cut by `--max-tokens` if they are at least this many and more than one row in this many."""
+
+
+def agreement_with(column: str | None, source: Input) -> Agreement | None:
+    """Returns what compares results with a column of the input; None without a column."""
+    return None if column is None else Agreement(column, class_names(source.schema, column))
 
 
 def check_errors(max_errors: str, *, failed: int, done: int, last: str) -> None:
@@ -43,8 +54,10 @@ def failure_line(result: Result, source: str = "") -> str:
 class Outcomes:
     """Counts rows as they finish and reports them to the progress."""
 
-    def __init__(self, tracker: Tracker, max_errors: str | None) -> None:
+    def __init__(self, tracker: Tracker, max_errors: str | None, agreement: Agreement | None = None) -> None:
+        """`agreement` counts the rows that are written, if they are compared with a column."""
         self.tracker, self.run = tracker, tracker.run
+        self._agreement = agreement
         self.failures: list[str] = []
         """The first few failed rows of this run: place and reason."""
         self._max_errors = max_errors
@@ -67,6 +80,16 @@ class Outcomes:
         """Counts a row whose result comes from an earlier run."""
         self.run.resumed.add(result)
         self.tracker.changed()
+
+    def written(self, rows: Sequence[Row], results: Mapping[int, Result]) -> None:
+        """Counts rows of the output. `results` are by row number."""
+        if self._agreement is not None:
+            for row in rows:
+                self._agreement.add(results[row.number], row.columns)
+
+    def figures(self) -> dict[str, Any]:
+        """Returns the figures of the rows that were written."""
+        return {} if self._agreement is None else {"expect": self._agreement.as_dict()}
 
     def note_cut_rows(self) -> None:
         """Adds notes at the end of a run if rows have no answer, or were cut by `--row-timeout`, or many by `--max-tokens`."""

@@ -50,7 +50,7 @@ class PromptBuilder:
         thinks = tokenizer.thinking is not None
         model = tokenizer.sampling if prompts.sampling_defaults == "model" and generates else {}
         most = AUTO_MAX_TOKENS_THINKING if thinks else AUTO_MAX_TOKENS
-        self._params = RowParams(prompts.row_params, sampling, model, most)
+        self._params = RowParams(prompts.row_params, sampling, model, most, prompts.choices_column)
         self.sampling = self._params.default
         """The command's parameters, with the model's own for those that were not given."""
         self._first_max_tokens: int | None = None
@@ -61,12 +61,12 @@ class PromptBuilder:
         self._encoder = Encoder(tokenizer.hf_tokenizer, self._renderer.note)
         self._texts = TextEncoder(tokenizer, self._encoder)
         self.reasoning = (
-            tokenizer.thinking is not None and sampling.reasoning == "auto" and generates and not sampling.choices
+            tokenizer.thinking is not None and sampling.reasoning == "auto" and generates and not self._params.labels
         )
         """Whether thoughts are separated from the text of completions."""
-        self.tool_calls = self.chat and tokenizer.tool_format is not None and generates and not sampling.choices
+        self.tool_calls = self.chat and tokenizer.tool_format is not None and generates and not self._params.labels
         """Whether answers may have calls of tools, if rows have tools."""
-        used = {} if sampling.choices else {n: v for n, v in model.items() if n not in sampling.given}
+        used = {} if self._params.labels else {n: v for n, v in model.items() if n not in sampling.given}
         if used:
             shown = ", ".join(f"{name} {value:g}" for name, value in used.items())
             self._renderer.note(
@@ -97,14 +97,17 @@ class PromptBuilder:
 
     def _note_unused(self, sampling: SamplingParams) -> None:
         """Notes sampling options that have no effect because nothing is generated."""
-        task = task_option(self._prompts, self._head) or ("--choices" if sampling.choices else "")
+        labels = "--choices" if sampling.choices else "--choices-column"
+        task = task_option(self._prompts, self._head) or (labels if self._params.labels else "")
         if not task:
             if sampling.reasoning_budget is not None and self._tokenizer.thinking is None:
                 self._renderer.note(
                     "--reasoning-budget has no effect: batchgen does not know how this model marks thoughts"
                 )
             return
-        used = {"seed", "reasoning", *(("choices", "temperature") if task == "--choices" else ())}
+        used = {"seed", "reasoning"}
+        used |= {"choices", "temperature", "top_choices"} if task == labels else set()
+        used |= {"top_choices"} if task == "--classify" else set()
         unused = [flag_of(SamplingParams, f.name) for f in fields(sampling) if f.name in {*sampling.given} - used]
         if unused:
             names = " and ".join(filter(None, (", ".join(unused[:-1]), unused[-1])))
@@ -131,7 +134,7 @@ class PromptBuilder:
             found.add("tool_calls")
         if command.n > 1 or command.logprobs is not None or may_have(("n", "logprobs"), types):
             found.add("choices")
-        if command.choices or may_have(CHOICES_NAMES, types):
+        if self._params.labels or may_have(CHOICES_NAMES, types):
             found.add("choice_probs")
         return frozenset(found)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any, NoReturn
 
@@ -60,6 +61,8 @@ class Columns:
         if prompts.score:
             usual = prompts.completion_column == _DEFAULT.completion_column
             self._needed.append(("--score" if usual else "--completion-column", prompts.completion_column))
+        if prompts.choices_column is not None:
+            self._needed.append(("--choices-column", prompts.choices_column))
         if prompts.priority_column is not None:
             self._needed.append(("--priority-column", prompts.priority_column))
         self._read = {self._prompt, self._messages, *(name for _, name in self._needed)}
@@ -201,8 +204,14 @@ def check_task(prompts: PromptConfig, sampling: SamplingParams, task: str) -> No
     other = next((name for name, given in others.items() if given), None) or (
         not_for_scores(sampling) if option else None
     )
+    if prompts.choices_column is not None:
+        other = other or option.removeprefix("--") or not_for_scores(replace(sampling, choices=()))
+        option = "--choices-column"
     if other is not None:
         raise UsageError(f"{option} cannot be combined with --{other.replace('_', '-')}", "leave one of them out")
+    labels = sampling.choices or prompts.choices_column is not None or task == "classify"
+    if sampling.top_choices is not None and not labels and "choices" not in prompts.row_params:
+        raise UsageError("--top-choices is for labels", "add --choices or --choices-column, or leave it out")
     if prompts.prompt_name is not None and task != "embed":
         raise UsageError("--prompt-name is for --embed", "add --embed, or use --prefix")
     if prompts.prompt_name is not None and prompts.prefix is not None:

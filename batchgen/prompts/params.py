@@ -122,6 +122,7 @@ class RowParams:
         default: SamplingParams,
         model: Mapping[str, Any] | None = None,
         max_tokens: int = AUTO_MAX_TOKENS,
+        choices_column: str | None = None,
     ) -> None:
         """`named` are the columns of `--row-params`, `model` the model's own sampling parameters, `max_tokens` the value of `--max-tokens auto`.
 
@@ -133,11 +134,14 @@ class RowParams:
                     f"--row-params {name!r} is not a sampling parameter", f"use {', '.join(sorted(NAMES))}"
                 )
         self._named = tuple(named)
+        self._choices_column = choices_column
         self._auto = {"max_tokens": max_tokens}
         self._model = {**(model or {}), **self._auto}
         self._given = default
         self.default = self._completed(default)
         """The command's parameters, with the model's for those that were not given."""
+        self.labels = bool(default.choices) or choices_column is not None
+        """Whether the command asks for labels."""
         self._others = (NAMES | _ALIASES.keys()) - set(named)
 
     def of(
@@ -146,11 +150,12 @@ class RowParams:
         body: Mapping[str, Any] | None = None,
         default: SamplingParams | None = None,
     ) -> SamplingParams:
-        """Returns the row's effective parameters: `default` (else the command's), overridden by the named columns, `sampling_params` and `body`.
+        """Returns the row's effective parameters: `default` (else the command's), overridden by the labels in their column, the named columns,
+        `sampling_params` and `body`.
 
         `body` has batchgen's names. Raises `RowError`.
         """
-        own: dict[str, Any] = {}
+        own = self._own_choices(columns)
         for name in self._named:
             value = columns.get(name)
             if value is not None:
@@ -167,13 +172,24 @@ class RowParams:
         except OverflowError:  # whole numbers of JSON can have any size
             raise RowError("unsupported_parameter", f"a number is too large: {_short(own)}") from None
 
+    def _own_choices(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the labels in the column of `--choices-column`, as a parameter. Raises `RowError` if there are none, for the row or the command."""
+        if self._choices_column is None:
+            return {}
+        value = columns.get(self._choices_column)
+        if value is None or value == "":
+            if self._given.choices:
+                return {}
+            raise RowError("invalid_row", f"column {self._choices_column!r} has no labels")
+        return {"choices": _choices(value) if isinstance(value, str) else value}
+
     def sources(self) -> dict[str, dict[str, Any]]:
         """Returns for each sampling parameter the value that rows without their own use, and its origin: `option`, `model`, `auto` or `default`.
 
         But for the temperature, those at their defaults are left out. Empty where labels are scored.
         """
         found: dict[str, dict[str, Any]] = {}
-        for name in () if self.default.choices else _SHOWN:
+        for name in () if self.labels else _SHOWN:
             value, given = getattr(self.default, name), name in self._given.given
             source = "option" if given else "model" if name in self._model else "default"
             source = "auto" if source == "model" and name in self._auto else source

@@ -110,7 +110,7 @@ def _asked(config: JobConfig, head: OutputHead | None) -> tuple[str, ...]:
     sampling = config.sampling
     asked = {
         "choices": sampling.n > 1 or sampling.logprobs is not None,
-        "choice_probs": bool(sampling.choices),
+        "choice_probs": bool(sampling.choices) or config.prompts.choices_column is not None,
     }
     if config.prompts.score or config.prompts.prompt_logprobs:
         return ("score", "prompt_logprobs") if config.prompts.prompt_logprobs else ("score",)

@@ -47,6 +47,16 @@ def carried_metadata(
     return metadata
 
 
+def class_names(schema: pa.Schema | None, column: str) -> list[str]:
+    """Returns the names of the numbers in a column of classes (`ClassLabel`); empty for any other column."""
+    try:
+        metadata = {} if schema is None else schema.metadata
+        feature = json.loads(metadata[_DATASETS])["info"]["features"][column]
+        return list(map(str, feature["names"])) if feature["_type"] == "ClassLabel" else []
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []
+
+
 def _of_datasets(value: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     features = value["info"]["features"]
     return {"info": {"features": {names[old]: of for old, of in features.items() if old in names}}}

@@ -8,11 +8,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from batchgen.stats import counted, size_text
+from batchgen.stats import confusion_table, counted, size_text
 
 TABLE_NODES = 30
 TABLE_ROWS = 24
 TABLE_LABELS = 50
+TABLE_CONFUSION = 30
 _EXCERPT = 160
 
 
@@ -233,6 +234,35 @@ def _labels(data: Mapping[str, Any]) -> str:
     return _chart("labels-chart", says, _table("Labels", head, rows[:TABLE_LABELS]))
 
 
+def _expected(data: Mapping[str, Any]) -> str:
+    found = (data.get("stats") or {}).get("expect")
+    if not found or not found["rows"]:
+        return ""
+    says = f"{found['rows_right']:,} of {counted(found['rows'], 'row')} are as in the column “{escape(found['column'])}” ({found['accuracy']:.1%})."
+    if confusion := confusion_table(found, TABLE_CONFUSION):
+        tables = _table("Expected and given labels", confusion[0], confusion[1:])
+    else:
+        pairs = [(pair["expected"], pair["given"], pair["rows"]) for pair in found["confusion"][:TABLE_ROWS]]
+        tables = _table("Expected and given, the most frequent first", ("expected", "given", "rows"), pairs)
+    calibration = found["calibration"]
+    if calibration is not None:
+        says += (
+            f" The labels that were given have a mean probability of {calibration['mean_probability']:.1%}; "
+            f"the expected calibration error is {calibration['error']:.1%}."
+        )
+        bins = [
+            (f"{b['from']:.1f} to {b['to']:.1f}", b["rows"], f"{b['mean_probability']:.1%}", f"{b['accuracy']:.1%}")
+            for b in calibration["bins"]
+            if b["rows"]
+        ]
+        tables += _table(
+            "How often labels are right, by their probability",
+            ("probability", "rows", "mean probability", "right"),
+            bins,
+        )
+    return f"<p>{says}</p>{tables}"
+
+
 def _scores(data: Mapping[str, Any]) -> str:
     rows = data.get("rows") or {}
     charts = ""
@@ -311,6 +341,7 @@ _SECTIONS = (
     ("lengths", "Lengths of prompts and completions", _lengths),
     ("ends", "How rows ended", _ends),
     ("labels", "Labels", _labels),
+    ("expected", "Right and wrong", _expected),
     ("scores", "Scores and rewards", _scores),
     ("memory", "Memory", _memory),
     ("shards", "Shards", _shards),

@@ -6,7 +6,7 @@ import io
 import re
 from typing import TYPE_CHECKING, Any
 
-from batchgen.stats import counted
+from batchgen.stats import confusion_table, counted
 from batchgen.stats import size_text as size
 from batchgen_cli.stderr import Stderr, event, printable, write_line
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from batchgen.assembly import JobReport
 
 
+CONFUSION_LABELS = 8
+CONFUSION_WIDTH = 20
+"""A table shows which of at most 8 labels are taken for which, if no label has more characters than this."""
 LOG_WIDTH = 140
 """Width of the summary if standard error is not a terminal."""
 
@@ -28,6 +31,8 @@ def show_summary(report: JobReport, *, as_json: bool = False) -> None:
         write_line(
             printable(f"batchgen: {_place(report)} is complete ({counted(job['rows'], 'row')}{also}): nothing to do")
         )
+        if report.stats.get("expect"):
+            _show_table(_expected(report.stats["expect"]))
         return
     _show_table(summary(report))
     if report.failures:
@@ -90,6 +95,7 @@ def summary(report: JobReport) -> list[tuple[str, str]]:
     ]
     if s["sampling"] and s["steps"]:
         lines.append(("sampling", _sampling_line(s["sampling"])))
+    lines += _expected(s.get("expect"))
     if s["steps"]:
         lines += _generation(s)
     seconds = s["seconds"]
@@ -117,6 +123,7 @@ def _merged(report: JobReport) -> list[tuple[str, str]]:
         ("output", _place(report)),
         ("rows", f"{job['rows_ok']:,} done{failed}, by {counted(len(shards), 'shard')}"),
         *_ended_line(job),
+        *_expected(s.get("expect")),
         ("prompt tokens", tokens),
     ]
     if job["completion_tokens"]:
@@ -171,6 +178,46 @@ def _generation(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("KV memory", f"{size(s['kv_bytes_peak'])} at most{unshared}"),
         *([("state memory", f"{size(s['state_bytes_peak'])} at most")] if s["state_bytes_peak"] else []),
     ]
+
+
+def _expected(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Returns how the rows agree with the column of `--expect`: accuracy, calibration, and who is taken for whom."""
+    if found is None:
+        return []
+    others = [(found["rows_failed"], "failed"), (found["rows_without"], f"without a value in {found['column']!r}")]
+    more = "".join(f"; {count:,} {what}" for count, what in others if count)
+    share = f" ({found['accuracy']:.1%})" if found["rows"] else ""
+    lines = [
+        (
+            "accuracy",
+            f"{found['rows_right']:,} of {counted(found['rows'], 'row')} as in {found['column']!r}{share}{more}",
+        )
+    ]
+    calibration = found["calibration"]
+    if calibration is not None:
+        lines.append(
+            (
+                "calibration",
+                f"mean probability {calibration['mean_probability']:.1%}, right {calibration['accuracy']:.1%}: "
+                f"expected calibration error {calibration['error']:.1%}",
+            )
+        )
+    return lines + [("confusion" if place == 0 else "", line) for place, line in enumerate(_confusion(found))]
+
+
+def _confusion(found: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table for a few short labels, else the most frequent mistakes; nothing if all rows are right."""
+    if found["rows_right"] == found["rows"]:
+        return []
+    table = confusion_table(found, CONFUSION_LABELS)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    if not table or max(widths) > CONFUSION_WIDTH:
+        wrong = [pair for pair in found["confusion"] if pair["expected"] != pair["given"]]
+        return [
+            f"expected {pair['expected']!r}, given {pair['given']!r}: {counted(pair['rows'], 'row')}"
+            for pair in wrong[:CONFUSION_LABELS]
+        ]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
 
 
 def _rows_line(s: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from batchgen.assembly import JobReport
+from batchgen.recording import Agreement
 from batchgen.result import Result
 from batchgen.stats import EngineStats, RowCounts, RunFigures, Setting, figures, size_text
 from batchgen_cli.stderr import printable
@@ -92,6 +93,38 @@ def test_the_summary_names_output_rows_tokens_speed_time_and_memory() -> None:
         ("time", "3.5 s: load 1.0, plan 0.0, generate 2.0 (in the model 1.5), write 0.0"),
         ("memory", "1.0 GiB at most"),
         ("model", "m, float32 on cpu, attention cascade"),
+    ]
+
+
+def expected_lines(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The lines about rows that expect the first and are given the second of each pair, with probability 0.75."""
+    agreement = Agreement("gold")
+    for expected, given in pairs:
+        result = replace(DONE, text=given, choice_probs={given: 0.75})
+        agreement.add(result, {"gold": expected})
+    report = report_of()
+    report.stats["expect"] = agreement.as_dict()
+    lines = summary(report)
+    first = next(place for place, (name, _) in enumerate(lines) if name == "accuracy")
+    return lines[first : next(place for place, (name, _) in enumerate(lines) if name == "prompt tokens")]
+
+
+def test_the_summary_says_how_many_rows_are_as_expected_and_which_labels_are_taken_for_which() -> None:
+    assert expected_lines([("a", "a"), ("a", "bb"), ("bb", "bb"), ("bb", "bb")]) == [
+        ("accuracy", "3 of 4 rows as in 'gold' (75.0%)"),
+        ("calibration", "mean probability 75.0%, right 75.0%: expected calibration error 0.0%"),
+        ("confusion", "expected \\ given  a  bb"),
+        ("", "               a  1   1"),
+        ("", "              bb  0   2"),
+    ]
+    assert [name for name, _ in expected_lines([("a", "a")])] == ["accuracy", "calibration"]
+
+
+def test_the_summary_names_the_most_frequent_mistakes_among_many_labels() -> None:
+    wrong = [("0", "1"), ("0", "1"), ("2", "3")]
+    assert expected_lines([(str(i), str(i)) for i in range(9)] + wrong)[2:] == [
+        ("confusion", "expected '0', given '1': 2 rows"),
+        ("", "expected '2', given '3': 1 row"),
     ]
 
 

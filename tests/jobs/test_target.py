@@ -185,7 +185,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_run_and_nothing_
     s3.pipe_file("bucket/folder/x", b"1")
     for url, message in (
         ("s3://nobucket/o.jsonl", f"s3://nobucket/o.jsonl cannot be written: The specified bucket does not exist; {HINT}"),
-        ("s3://bucket/folder", "the output s3://bucket/folder has an unknown suffix; use .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or - for standard output"),
+        ("s3://bucket/folder", "the output s3://bucket/folder has an unknown suffix; use .jsonl, .csv, .tsv (or one of them with .gz or .zst) or .parquet, or - for standard output"),
         ("zip://o.jsonl::s3://bucket/a.zip", "the output zip://o.jsonl::s3://bucket/a.zip is a file inside an archive; write it as a separate file"),
         ("https://host/o.jsonl", "the output https://host/o.jsonl is a web address; name a local file, or a store: s3://bucket/o.jsonl"),
         ("nosuch://bucket/o.jsonl", "nosuch://bucket/o.jsonl cannot be written: Protocol not known: nosuch; use a path, or a URL such as s3://bucket/rows.jsonl"),

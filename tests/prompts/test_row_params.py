@@ -195,7 +195,7 @@ def test_a_column_that_is_not_a_parameter_is_refused(tools):
     assert str(e.value) == (
         "--row-params 'temprature' is not a sampling parameter; use choices, frequency_penalty, ignore_eos, json_schema, "
         "json_whitespace, logprobs, max_repeats, max_tokens, min_p, n, presence_penalty, reasoning, reasoning_budget, regex, repetition_penalty, seed, stop, stop_token_id, "
-        "stop_token_ids, temperature, top_k, top_p"
+        "stop_token_ids, temperature, top_choices, top_k, top_p"
     )
 
 

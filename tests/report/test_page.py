@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import OutputError, UsageError
-from batchgen.recording import RowFigures, tree_record
+from batchgen.recording import Agreement, RowFigures, tree_record
 from batchgen.report.page import POLICY, ReportPage, check_report_file, page
 from batchgen.report.plan_data import plan_data
 from batchgen.report.sections import exact_duration
@@ -71,6 +71,25 @@ def test_reasons_errors_and_labels_are_text_in_the_page_and_in_the_words_of_thei
     assert found.labels["labels-chart"] == f"1 label; the most frequent is “{evil}” with 1 row."
     assert found.labels["ends-chart"] in found.text
     assert found.labels["labels-chart"] in found.text
+
+
+def test_expected_labels_are_a_table_and_their_text_is_text():
+    evil, data = "<img src=x>", job_page_data()
+    agreement = Agreement(evil)
+    for text, probability in (("a", 0.75), (evil, 0.25), ("a", 0.77)):
+        result = Result(row=0, text=text, finish_reason="stop", choice_probs={text: probability})
+        agreement.add(result, {evil: "a"})
+    found = parsed(page(data | {"stats": data["stats"] | {"expect": agreement.as_dict()}}))
+    assert "img" not in found.tags
+    assert (
+        f"2 of 3 rows are as in the column “{evil}” (66.7%). The labels that were given have a mean probability of 59.0%; "
+        "the expected calibration error is 24.3%." in found.text
+    )
+    assert found.captions[-3:-1] == ["Expected and given labels", "How often labels are right, by their probability"]
+    start = found.cells.index(evil)
+    assert found.cells[start : start + 14] == [
+        evil, "0", "0", "a", "1", "2", "0.2 to 0.3", "1", "25.0%", "0.0%", "0.7 to 0.8", "2", "76.0%", "100.0%",
+    ]  # fmt: skip
 
 
 def test_headings_and_tables_say_what_the_charts_show():

@@ -1,0 +1,103 @@
+"""Compares results with the texts that the user expects: how many are right, which are taken for which, and how sure the model is of them.
+
+Any number of rows is counted in bounded memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from batchgen.records.jsonl import to_json
+from batchgen.result import Result
+
+MAX_PAIRS = 1_000
+"""Pairs of an expected and a given text that are counted one by one; all others are counted together."""
+BINS = 10
+_PAIR_TEXT = 80
+"""Characters that are kept of a text in a pair."""
+
+
+class Agreement:
+    """Counts the rows whose text is the one in a column. Blanks around a text do not count."""
+
+    def __init__(self, column: str, names: Sequence[str] = ()) -> None:
+        """`names` are those of the numbers in the column, if it holds the numbers of classes."""
+        self._column, self._names = column, names
+        self._correct = self._failed = self._missing = self._other_pairs = 0
+        self._pairs: Counter[tuple[str, str]] = Counter()
+        self._bins = [[0, 0.0, 0] for _ in range(BINS)]
+        """Rows, the sum of their probabilities, and how many of them are right, by the probability of the label that was given."""
+
+    def add(self, result: Result, columns: Mapping[str, Any]) -> None:
+        expected = self._text(columns.get(self._column))
+        if result.error_type is not None:
+            self._failed += 1
+        elif not expected:
+            self._missing += 1
+        else:
+            given = (result.text or "").strip()
+            self._correct += given == expected
+            pair = (expected[:_PAIR_TEXT], given[:_PAIR_TEXT])
+            if pair in self._pairs or len(self._pairs) < MAX_PAIRS:
+                self._pairs[pair] += 1
+            else:
+                self._other_pairs += 1
+            probability = (result.choice_probs or {}).get(result.text or "")
+            if probability is not None:
+                found = self._bins[min(BINS - 1, int(probability * BINS))]
+                for place, value in enumerate((1, probability, given == expected)):
+                    found[place] += value
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, str) or value is None:
+            return (value or "").strip()
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self._names):
+            return self._names[value].strip()
+        return to_json(value).decode()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the counts as JSON. `error` of the calibration is the expected calibration error (arXiv:1706.04599): the difference of mean
+        probability and share of right rows in each of 10 bins of equal width, averaged over the rows. Shares are None without a row.
+        """
+        rows = self._pairs.total() + self._other_pairs
+        return {
+            "column": self._column,
+            "rows": rows,
+            "rows_right": self._correct,
+            "accuracy": _share(self._correct, rows),
+            "rows_failed": self._failed,
+            "rows_without": self._missing,
+            "confusion": [
+                {"expected": expected, "given": given, "rows": count}
+                for (expected, given), count in self._pairs.most_common()
+            ],
+            "confusion_other_rows": self._other_pairs,
+            "calibration": self._calibration(),
+        }
+
+    def _calibration(self) -> dict[str, Any] | None:
+        rows, total, correct = (sum(found[place] for found in self._bins) for place in range(3))
+        if not rows:
+            return None
+        return {
+            "rows": rows,
+            "mean_probability": _share(total, rows),
+            "accuracy": _share(correct, rows),
+            "error": _share(sum(abs(found[1] - found[2]) for found in self._bins), rows),
+            "bins": [
+                {
+                    "from": place / BINS,
+                    "to": (place + 1) / BINS,
+                    "rows": n,
+                    "mean_probability": _share(total, n),
+                    "accuracy": _share(right, n),
+                }
+                for place, (n, total, right) in enumerate(self._bins)
+            ],
+        }
+
+
+def _share(part: float, whole: float) -> float | None:
+    return round(part / whole, 6) if whole else None

@@ -1,0 +1,78 @@
+"""Results are compared with the texts that the user expects."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchgen.recording.agreement import MAX_PAIRS, Agreement
+from batchgen.result import Result
+
+FAILED = Result(row=0, text=None, finish_reason="error", error_type="invalid_row", error_message="m")
+
+
+def given(text, probability=None):
+    probs = None if probability is None else {text: probability, "other": 1 - probability}
+    return Result(row=0, text=text, finish_reason="stop", choice_probs=probs)
+
+
+def compared(*pairs, **options):
+    agreement = Agreement("gold", **options)
+    for result, expected in pairs:
+        agreement.add(result, {"gold": expected, "text": "not this one"})
+    return agreement.as_dict()
+
+
+def test_rows_are_right_wrong_failed_or_without_a_value():
+    pairs = [
+        (given("a"), "a"),
+        (given(" a\n"), "a "),
+        (given("b"), "a"),
+        (FAILED, "a"),
+        (given("a"), None),
+        (given("a"), " "),
+    ]
+    assert compared(*pairs) == {
+        "column": "gold",
+        "rows": 3,
+        "rows_right": 2,
+        "accuracy": 0.666667,
+        "rows_failed": 1,
+        "rows_without": 2,
+        "confusion": [{"expected": "a", "given": "a", "rows": 2}, {"expected": "a", "given": "b", "rows": 1}],
+        "confusion_other_rows": 0,
+        "calibration": None,
+    }
+    empty = compared()
+    assert (empty["rows"], empty["accuracy"], empty["confusion"]) == (0, None, [])
+
+
+def test_the_calibration_error_is_the_mean_difference_of_probability_and_share_over_the_bins():
+    pairs = [(given("a", 0.95), "a"), (given("a", 0.91), "b"), (given("a", 0.62), "a"), (given("a", 1.0), "a")]
+    found = compared(*pairs, (given("a"), "a"))["calibration"]
+    # 0.9 to 1.0: mean 0.953333, 2 of 3 right; 0.6 to 0.7: 0.62, right. (3 * 0.286667 + 0.38) / 4
+    assert (found["rows"], found["mean_probability"], found["accuracy"], found["error"]) == (4, 0.87, 0.75, 0.31)
+    assert [(b["from"], b["to"], b["rows"]) for b in found["bins"]] == [
+        (i / 10, (i + 1) / 10, {6: 1, 9: 3}.get(i, 0)) for i in range(10)
+    ]
+    assert (found["bins"][9]["mean_probability"], found["bins"][9]["accuracy"]) == (0.953333, 0.666667)
+    assert found["bins"][0]["accuracy"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "names", "right"),
+    [
+        ("pos", 1, ["neg", "pos"], 1),
+        ("1", 1, [], 1),
+        ("true", True, ["no", "yes"], 1),
+        ("5", 5, ["a"], 1),
+        ("a", -1, ["a"], 0),
+    ],
+)
+def test_a_number_is_the_name_of_its_class_or_its_digits(text, expected, names, right):
+    assert compared((given(text), expected), names=names)["rows_right"] == right
+
+
+def test_any_number_of_texts_takes_bounded_memory():
+    found = compared(*((given("x" * 999 + str(i)), str(i)) for i in range(MAX_PAIRS + 5)))
+    assert (found["rows"], len(found["confusion"]), found["confusion_other_rows"]) == (MAX_PAIRS + 5, MAX_PAIRS, 5)
+    assert {len(pair["given"]) for pair in found["confusion"]} == {80}
