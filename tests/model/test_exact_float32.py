@@ -1,0 +1,60 @@
+"""Vector functions of torch on a CPU are exact to float32 from the first one on (docs/decisions/0016)."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.python_process import environment
+
+MODEL = Path(__file__).parents[2] / "sample_data" / "model"
+# Each prints the largest error of a table of cosines of 2,048 positions.
+OF_A_MODEL = f"""
+import torch
+from batchgen.config import ModelConfig
+from batchgen.model.loader import load_model
+from batchgen.prompts import load_tokenizer
+config = ModelConfig(model={str(MODEL)!r}, device="cpu", dtype="float32")
+rotary = load_model(config, load_tokenizer(config)).module.model.rotary_emb
+cos, _ = rotary(torch.zeros(1, 2048, 1), torch.arange(2048)[None])
+exact = torch.outer(torch.arange(2048.0), rotary.inv_freq).double().cos()
+print(float((cos[0, :, : exact.shape[1]] - exact).abs().max()))
+"""
+OF_TORCH = """
+import torch
+angles = torch.outer(torch.arange(2048.0), torch.linspace(0, 1, 64))
+print(float((angles.cos() - angles.double().cos()).abs().max()))
+"""
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory):
+    """A library in which the first vector functions of a process disturb each other every time."""
+    torch_library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    compiler = shutil.which("cc")
+    if compiler is None or not torch_library.exists() or b"mkl_vml_serv_cpu_detect" not in torch_library.read_bytes():
+        pytest.skip("no C compiler, or a torch without MKL's vector functions")
+    library = tmp_path_factory.mktemp("window") / "window.so"
+    source = Path(__file__).with_name("window.c")
+    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"], check=True)
+    return library
+
+
+def largest_error(window, program):
+    """What a program prints that runs in a process with the window and two threads."""
+    env = environment() | {"LD_PRELOAD": str(window), "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, check=True, capture_output=True, text=True)
+    return float(done.stdout)
+
+
+def test_the_cosines_of_a_model_are_exact(window):
+    assert largest_error(window, OF_A_MODEL) < 1e-7
+
+
+@pytest.mark.slow
+def test_the_first_cosines_of_two_threads_are_not_exact(window):
+    """Shows that the test above can fail."""
+    assert largest_error(window, OF_TORCH) > 1e-5
