@@ -160,6 +160,12 @@ def in_one_line(error: BaseException, characters: int = 200) -> str:
     return " ".join(str(error).split())[:characters]
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message: at most 300 characters, valid UTF-8."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:300].encode("utf-8", "backslashreplace").decode()
+
+
 @contextmanager
 def memory_errors() -> Iterator[None]:
     """Turns the errors that Python and torch raise when memory runs out into `OutOfMemory`."""

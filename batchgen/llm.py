@@ -21,6 +21,7 @@ from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.notebook import prompt_bar
 from batchgen.prefix import plan_prefixes
 from batchgen.process.signals import noted_interrupt
+from batchgen.process.templates import template_process
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.params import translated
 from batchgen.records import Row, RowForm
@@ -111,6 +112,8 @@ class LLM:
             raise TypeError(f"engine must be an EngineConfig, not {engine!r}")
         self.config = engine or EngineConfig()
         self.tokenizer: LoadedTokenizer = load_tokenizer(config)
+        if getattr(self.tokenizer.hf_tokenizer, "chat_template", None) is not None:
+            template_process().start()  # while the model is loaded
         self._engine: AnyEngine | None = open_engine(config, self.tokenizer, self.config)
         self._stats: EngineStats | None = None
         self._grammars = Vocabulary(self.tokenizer.hf_tokenizer, self.tokenizer.vocab_size)

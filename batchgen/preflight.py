@@ -16,6 +16,7 @@ from batchgen.jobs.files.target import open_target
 from batchgen.jobs.place import check_place
 from batchgen.jobs.shards import check_shard_free
 from batchgen.model_files import check_weight_files, has_chat_template
+from batchgen.process.templates import template_process
 from batchgen.prompts.columns import Columns, check_task
 from batchgen.prompts.messages import chosen_template
 from batchgen.prompts.params import RowParams
@@ -57,7 +58,9 @@ def _check_prompts(config: JobConfig, source: Input) -> None:
     template = None if prompts.template is None else RowTemplate(prompts.template)
     params = RowParams(prompts.row_params, config.sampling)
     has_template = has_chat_template(config.model)
-    if prompts.chat is False or has_template is False:
+    if prompts.chat is not False and (has_template is not False or prompts.chat_template is not None):
+        template_process().start()  # while the tokenizer is loaded
+    if prompts.chat is False or (has_template is False and prompts.chat_template is None):
         chosen_template(SimpleNamespace(chat_template=None), prompts)
     chat = prompts.chat_template is not None or has_template
     if chat is None or not source.fingerprint() or any(is_url(file.name) for file in source.files):

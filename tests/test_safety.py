@@ -37,12 +37,14 @@ def forbidden(source: str) -> list[str]:
     return found
 
 
-# The compiler, and processes that batchgen starts itself: one for each device, and one that checks the kernels on a GPU.
+# The compiler, and processes that batchgen starts itself: one for each device, one that renders templates, and one that checks the kernels on a GPU.
 # It talks to them over sockets that no other process has.
 ALLOWED = {
     "batchgen/kernels/build.py": ["subprocess.Popen", "subprocess.Popen", "subprocess.run", "subprocess.run"],
     "batchgen/kernels/forwards.py": ["exec"],  # of text in the same file: the variants of a function in transformers
     "batchgen/process/child_process.py": ["subprocess.Popen"],
+    "batchgen/process/template_renderer.py": ["pickle"],
+    "batchgen/process/templates.py": ["pickle"],
     "batchgen/devices/transport.py": ["pickle"],
     "batchgen/devices/ray_cluster.py": ["pickle"],  # Ray pickles everything, and a cluster runs any code it is given
 }

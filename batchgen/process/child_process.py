@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import IO, Any, Protocol
 
@@ -20,18 +21,23 @@ class Process(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
 
-def start_module(module: str, connection: Connection[Any, Any], said: IO[bytes]) -> Process:
-    """Starts a new interpreter that runs `module`. Its argument is the number of the connection's file; what it prints goes to the file `said`.
+def start_module(
+    module: str, connection: Connection[Any, Any], said: IO[bytes], *files: IO[bytes], arguments: Sequence[str] = ()
+) -> Process:
+    """Starts a new interpreter that runs `module`; what it prints goes to the file `said`.
+
+    Its arguments are the numbers of the connection's file and of the other `files`, and then `arguments`.
 
     multiprocessing is not used because it would run the main module of a user's program again.
     """
+    numbers = [connection.fileno(), *(file.fileno() for file in files)]
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)  # noqa: PTH100 - "" is the present folder
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, str(connection.fileno())],
+        [sys.executable, "-P", "-m", module, *map(str, numbers), *arguments],
         stdin=subprocess.DEVNULL,
         stdout=said,
         stderr=said,
-        pass_fds=(connection.fileno(),),
+        pass_fds=numbers,
         env=os.environ | {"PYTHONPATH": path},
     )
 

@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, module_from_spec
@@ -96,6 +97,15 @@ def import_transformers(config: ModelConfig) -> None:
         if settings is not None and b"torchao" not in settings:
             finder.hidden.append("torchao")
     import transformers  # noqa: F401
+
+
+@cache
+def import_chat_templates() -> ModuleType:
+    """Imports the part of transformers that renders chat templates, without torch, for a process that needs nothing else."""
+    finder = _Finder(())
+    finder.hidden = ["torch", "vision"]
+    sys.meta_path.insert(0, finder)
+    return importlib.import_module("transformers.utils.chat_template_utils")
 
 
 def finish_torch() -> bool:

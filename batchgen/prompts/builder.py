@@ -149,13 +149,16 @@ class PromptBuilder:
         """Gives rows the keys that they had when the command's `max_tokens` was this, before a later run raised it. None: it was not raised."""
         self._first_max_tokens = first_max_tokens
 
+    def stop(self) -> None:
+        """Ends `build` in another thread soon, by an exception."""
+        self._renderer.stopped = True
+
     def build(self, rows: Sequence[Row], params: Sequence[SamplingParams] | None = None) -> list[Request | Result]:
         """Returns one item per row, in order: a request, or the result of a row that failed or has nothing to score.
 
         `params`: the default parameters of each row; None for the command's.
         """
-        given = params if params is not None else [None] * len(rows)
-        rendered = [self._renderer.render(row, params=own) for row, own in zip(rows, given, strict=True)]
+        rendered = self._renderer.render(rows, params=params)
         self._renderer.note_columns(rows)
         tokens, texts = self._tokenize(rendered), self._tokenize_texts(rendered)
         return [self._built(*parts) for parts in zip(rows, rendered, tokens, texts, strict=True)]
@@ -319,7 +322,7 @@ class PromptBuilder:
 
     def _shorter(self, row: Row, limit: int) -> TokenArray:
         """Returns the tokens of the prompt if every text keeps at most `limit` characters. Raises `RowError`."""
-        rendered = self._renderer.render(row, limit)
+        (rendered,) = self._renderer.render([row], limit)
         tokens = rendered if isinstance(rendered, RowError) else self._tokenize([rendered])[0]
         if isinstance(tokens, RowError):
             raise tokens

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
 from batchgen.parsers.heads import OutputHead
+from batchgen.process.templates import template_process
 from batchgen.prompts.messages import kind
 from batchgen.prompts.openai import is_chat
 from batchgen.prompts.params import RowParams
@@ -135,7 +136,10 @@ class Columns:
         if self._template is not None:
             missing = sorted(self._template.columns - set(there))
             # A template may use a column only under a condition. So the rows are tried.
-            if missing and not any(_renders(self._template, columns) for columns in rows):
+            given = map(self._template.input, rows)
+            if missing and not any(
+                isinstance(answer, str) for answer in template_process().render("row", self._template.source, given)
+            ):
                 raise UsageError(f"{no_row} the column {missing[0]!r} of --template", hint)
         elif not any(self._usable(columns) for columns in rows):
             self._refuse(rows, there, no_row, hint)
@@ -171,14 +175,6 @@ class Columns:
     def _has_messages(self, columns: Mapping[str, Any]) -> bool:
         value = columns.get(self._messages)
         return value is not None and value != ""  # as an empty field of a CSV file
-
-
-def _renders(template: RowTemplate, columns: Mapping[str, Any]) -> bool:
-    try:
-        template.render(columns)
-    except RowError:
-        return False
-    return True
 
 
 def task_option(prompts: PromptConfig, head: OutputHead | None) -> str:

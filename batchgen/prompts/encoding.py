@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from batchgen.errors import RowError
-from batchgen.prompts.messages import first_line
+from batchgen.errors import RowError, first_line
 from batchgen.prompts.shared_text import SharedText
 from batchgen.prompts.tokenizer import LoadedTokenizer, quiet
 from batchgen.request import TokenArray

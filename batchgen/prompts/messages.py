@@ -1,4 +1,4 @@
-"""Checks a row's messages and renders them with the model's chat template. Knows nothing of tokens."""
+"""Checks a row's messages, and what the model's chat template is given. Knows nothing of tokens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from string import ascii_letters
 from typing import Any
 
 from batchgen.config import PromptConfig
-from batchgen.errors import RowError, UsageError
+from batchgen.errors import RowError, UsageError, first_line
 from batchgen.parsers.thinking import thinking_off
+from batchgen.process.templates import TemplateCall, TemplateFailure, template_process
 
 Message = dict[str, Any]
 _MARK = "batchgen-trial"
+_OF_TRANSFORMERS = "transformers.tokenization_utils_base"
 
 # Names that `apply_chat_template` takes as its own arguments, so a row or command cannot set them as variables.
 _RESERVED = frozenset({
@@ -38,12 +40,6 @@ def kind(value: Any) -> str:
     if isinstance(value, bytes):
         return "bytes"
     return "a list" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message: at most 300 characters, valid UTF-8."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:300].encode("utf-8", "backslashreplace").decode()
 
 
 def conversation(value: Any, where: str, name: str) -> list[Message]:
@@ -199,12 +195,16 @@ class ChatTemplate:
         self._variables = variables
         self._roles_in_parts: frozenset[str] = frozenset()
         self._clock = ""
-        self._check_syntax()
+        made_by = getattr(type(tokenizer), "apply_chat_template", None)
+        if source is None and getattr(made_by, "__module__", _OF_TRANSFORMERS) != _OF_TRANSFORMERS:
+            raise UsageError(
+                f"the tokenizer of this model ({type(tokenizer).__name__}) makes chats with code of its own",
+                "give a template with --chat-template FILE, or use --no-chat for raw prompts",
+            )
+        self._check()
         if now is not None and self.writes_date:
             self._clock = _clock(now)
-        for role in ("user", "system", "assistant"):
-            if not self._shows(role, _MARK) and self._shows(role, _text_content(_MARK)):
-                self._roles_in_parts |= {role}
+        self._roles_in_parts = self._in_parts()
 
     @staticmethod
     def exists(tokenizer: Any) -> bool:
@@ -212,22 +212,44 @@ class ChatTemplate:
         template = tokenizer.chat_template
         return "default" in template if isinstance(template, dict) else template is not None
 
-    def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
-        """Returns the prompt's text with special tokens. A last message of the assistant is left open, so that the model continues it, unless
-        conversations are `whole`.
-
-        Raises `RowError("template_error")` with the template's own message.
+    def call(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> TemplateCall:
+        """Returns the call that makes the prompt's text with special tokens (`text`). A last message of the assistant is left open, so that the
+        model continues it, unless conversations are `whole`. Raises `RowError("template_error")` if there is no template for them.
         """
-        continued = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls") and not self._whole
         if not self.uses("developer"):  # OpenAI's newer name for the role `system`
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+        given = [
+            {**m, "content": _text_content(m["content"])}
+            if m["role"] in self._roles_in_parts and isinstance(m["content"], str)
+            else m
+            for m in messages
+        ]
+        variables = {**self._variables, **(variables or {})}
+        continued = self._continues(messages)
+        arguments = {
+            **self._tokenizer.special_tokens_map,
+            **variables,
+            "conversations": [given],
+            "continue_final_message": continued,
+            "add_generation_prompt": not (continued or self._whole),
+        }
         try:
-            return self._apply(messages, continued, {**self._variables, **variables} if variables else self._variables)
-        except Exception as e:  # noqa: BLE001 - a template is a program of its own and raises what it likes
-            reason = f"chat template: {first_line(e)}"
-            if continued and isinstance(e, ValueError) and "continue_final_message" in reason:
-                reason = "chat template: it changes the last assistant message, so that message cannot be continued"
-            raise RowError("template_error", reason) from None
+            source = str(self._tokenizer.get_chat_template(self._source, variables.get("tools")))
+        except ValueError as e:  # it has several, and none for this conversation
+            raise RowError("template_error", f"chat template: {first_line(e)}") from None
+        return TemplateCall("chat", self._clock + source, arguments)
+
+    def text(self, messages: Sequence[Message], answer: str | TemplateFailure) -> str:
+        """Returns the answer to a call, the text. Raises `RowError("template_error")` with the template's own message if there is none."""
+        if isinstance(answer, str):
+            return answer
+        reason = f"chat template: {answer.message}"
+        if self._continues(messages) and "continue_final_message" in reason:
+            reason = "chat template: it changes the last assistant message, so that message cannot be continued"
+        raise RowError("template_error", reason)
+
+    def _continues(self, messages: Sequence[Message]) -> bool:
+        return messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls") and not self._whole
 
     def thinking_off(self) -> dict[str, bool]:
         """Returns the variables that switch thinking off; none if the template has no switch."""
@@ -254,54 +276,40 @@ class ChatTemplate:
             raise RowError("unsupported_parameter", f"{where} cannot set {reserved[0]}")
         return variables
 
-    def _shows(self, role: str, content: Any) -> bool:
-        """Whether a message with this content appears in the prompt. Some templates of multimodal models expect a list of parts and silently
-        skip plain text.
+    def _in_parts(self) -> frozenset[str]:
+        """Returns the roles whose messages appear in the prompt only as a list of parts. Some templates of multimodal models expect such lists
+        and silently skip plain text.
         """
-        user = {"role": "user", "content": "x"}
-        message = {"role": role, "content": content}
-        turns = {"user": [message], "system": [message, user], "assistant": [user, message, user]}
+        user: Message = {"role": "user", "content": "x"}
+        shown: dict[str, list[bool]] = {}
+        for content in (_MARK, _text_content(_MARK)):
+            for role in ("user", "system", "assistant"):
+                message: Message = {"role": role, "content": content}
+                turns = {"user": [message], "system": [message, user], "assistant": [user, message, user]}
+                answer = self._tried(turns[role])
+                shown.setdefault(role, []).append(isinstance(answer, str) and _MARK in answer)
+        return frozenset(role for role, (plain, parts) in shown.items() if parts and not plain)
+
+    def _tried(self, messages: list[Message]) -> Any:
         try:
-            return _MARK in self._apply(turns[role], False, self._variables)
-        except Exception:  # noqa: BLE001 - the template refuses this conversation
-            return False
+            call = self.call(messages)
+        except RowError as e:
+            return TemplateFailure("error", e.message)
+        return template_process().render(call.form, call.source, [call.given])[0]
 
-    def _apply(self, messages: Sequence[Message], continued: bool, variables: Mapping[str, Any]) -> str:
-        given = [
-            {**m, "content": _text_content(m["content"])}
-            if m["role"] in self._roles_in_parts and isinstance(m["content"], str)
-            else m
-            for m in messages
-        ]
-        source = self._source
-        if self._clock:
-            source = self._clock + self._tokenizer.get_chat_template(source, variables.get("tools"))
-        return str(
-            self._tokenizer.apply_chat_template(
-                given,
-                chat_template=source,
-                tokenize=False,
-                add_generation_prompt=not (continued or self._whole),
-                continue_final_message=continued,
-                **variables,
-            )
-        )
-
-    def _check_syntax(self) -> None:
-        """Raises `UsageError` if the template is not valid. Renders a short message, because plain Jinja does not know all statements of transformers."""
-        from jinja2 import TemplateSyntaxError
-
+    def _check(self) -> None:
+        """Renders a short message. Raises `UsageError` if the template is not valid, or does not end."""
         which = "the model's chat template" if self._source is None else "--chat-template"
-        try:
-            self._apply([{"role": "user", "content": "x"}], False, self._variables)
-        except TemplateSyntaxError as e:
-            raise UsageError(
-                f"{which} is not valid Jinja (line {e.lineno}): {e.message}", "correct it, or give another"
-            ) from None
-        except RecursionError as e:
-            raise UsageError(f"{which} does not work for a short message: {e}", "correct it, or give another") from None
-        except Exception:  # noqa: BLE001 - a template may refuse this conversation; each row gets its own error
-            pass
+        failure = self._tried([{"role": "user", "content": "x"}])
+        if isinstance(failure, str):
+            return
+        if failure.kind == "syntax":
+            wrong = f"{which} is not valid Jinja (line {failure.line}): {failure.message}"
+            raise UsageError(wrong, "correct it, or give another")
+        if failure.kind == "limit":
+            wrong = f"{which} does not work for a short message: {failure.message}"
+            raise UsageError(wrong, "correct it, or give another")
+        # The template may refuse this conversation; each row gets its own error.
 
 
 def chosen_template(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
 from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.thinking import SWITCHES
+from batchgen.process.templates import TemplateCall, template_process
 from batchgen.prompts.columns import (
     Columns,
     Source,
@@ -84,8 +85,13 @@ def _with_texts_cut(value: Any, how: _How) -> Any:
     return [_with_texts_cut(item, how) for item in value] if isinstance(value, list) else value
 
 
+T = TypeVar("T")
+Steps = Generator[TemplateCall, Any, T]
+"""What renders a row: yields each render of a template that it needs, and is sent the answer. So the templates of many rows are rendered together."""
+
+
 class Renderer:
-    """Renders rows one by one and collects notes for the user."""
+    """Renders rows and collects notes for the user."""
 
     chat: bool
     """Whether prompts go through a chat template; otherwise they are sent raw."""
@@ -97,6 +103,8 @@ class Renderer:
     ) -> None:
         """`now`: see `ChatTemplate`. Raises `UsageError` for options that cannot be satisfied: a system message without a chat template, invalid Jinja."""
         self.notes = []
+        self.stopped = False
+        """Set by another thread that does not need the rest of the rows."""
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._params = params
@@ -121,13 +129,30 @@ class Renderer:
         for name in prompts.chat_template_kwargs:
             self._note_unused_variable(name, "--chat-template-kwargs sets")
 
-    def render(self, row: Row, limit: int | None = None, params: SamplingParams | None = None) -> Rendered | RowError:
-        """Returns the rendered row, or the reason why it cannot be rendered.
+    def render(
+        self, rows: Sequence[Row], limit: int | None = None, params: Sequence[SamplingParams | None] | None = None
+    ) -> list[Rendered | RowError]:
+        """Returns the rendered rows, or the reason why one cannot be rendered. Raises `RenderingStopped` after `stopped` was set.
 
         `limit`: number of characters (or token ids) that the prompt's text and each message keep; `--on-long-prompt` says at which end.
         The text around them stays whole: the chat template's own text, `--system`, `--prefix`, the text of `--template`.
-        `params`: the row's default parameters; None for the command's.
+        `params`: the default parameters of each row; None for the command's.
         """
+        running = {i: self._render(row, limit, params[i] if params else None) for i, row in enumerate(rows)}
+        found: dict[int, Rendered | RowError] = {}
+        answers: dict[int, Any] = dict.fromkeys(running)
+        while running:
+            calls: dict[int, TemplateCall] = {}
+            for i, answer in answers.items():
+                try:
+                    calls[i] = running[i].send(answer)
+                except StopIteration as e:
+                    found[i] = e.value
+                    del running[i]
+            answers = template_process().answers(calls, lambda: self.stopped)
+        return [found[i] for i in range(len(rows))]
+
+    def _render(self, row: Row, limit: int | None, params: SamplingParams | None) -> Steps[Rendered | RowError]:
         if row.error is not None:
             return row.error
         try:
@@ -145,7 +170,7 @@ class Renderer:
                 self._prompts.on_long_prompt == "truncate-left",
                 self._thinking_off if labelled and self._head is None else {},
             )
-            prompt = self._from_body(body, how) if body else self._from_columns(row.columns, source, how)
+            prompt = yield from (self._from_body(body, how) if body else self._from_columns(row.columns, source, how))
             if (own.choices or self._prompts.score) and isinstance(prompt, Text) and not prompt.raw:
                 prompt = self._at_the_answer(prompt, own)
             completion = self._completion(row.columns) if self._prompts.score else None
@@ -167,23 +192,27 @@ class Renderer:
             return prompt
         return replace(prompt, text=prompt.text + thinking.no_thoughts)
 
-    def _from_columns(self, columns: Mapping[str, Any], source: Source, how: _How) -> Text | TokenArray:
+    def _from_columns(self, columns: Mapping[str, Any], source: Source, how: _How) -> Steps[Text | TokenArray]:
         both = self.columns.both_note(columns)
         if both is not None:
             self.note(both)
         if source is Source.TEMPLATE:
-            return self._from_template(columns, how)
-        return self._from_messages(columns, how) if source is Source.MESSAGES else self._from_prompt(columns, how)
+            return (yield from self._from_template(columns, how))
+        if source is Source.MESSAGES:
+            return (yield from self._from_messages(columns, how))
+        return (yield from self._from_prompt(columns, how))
 
-    def _from_template(self, columns: Mapping[str, Any], how: _How) -> Text:
+    def _from_template(self, columns: Mapping[str, Any], how: _How) -> Steps[Text]:
         assert self._template is not None
-        return self._prompt_text(self._template.render(_with_texts_cut(columns, how)), self._for_chat(columns, how))
+        given = self._template.input(_with_texts_cut(columns, how))
+        text = self._template.text(columns, (yield TemplateCall("row", self._template.source, given)))
+        return (yield from self._prompt_text(text, self._for_chat(columns, how)))
 
-    def _from_prompt(self, columns: Mapping[str, Any], how: _How) -> Text | TokenArray:
+    def _from_prompt(self, columns: Mapping[str, Any], how: _How) -> Steps[Text | TokenArray]:
         name = self._prompts.prompt_column
         value = columns[name]
         if isinstance(value, str):
-            return self._prompt_text(how.cut(value), self._for_chat(columns, how))
+            return (yield from self._prompt_text(how.cut(value), self._for_chat(columns, how)))
         where = f"column {name!r}"
         if isinstance(value, list) and value and isinstance(value[0], int):
             if self._chat is not None:
@@ -196,14 +225,18 @@ class Renderer:
             hint = f" (--messages-column {name} takes a list of messages)"
         raise RowError("invalid_row", f"{where} must be text, not {kind(value)}{hint}")
 
-    def _from_messages(self, columns: Mapping[str, Any], how: _How) -> Text:
+    def _from_messages(self, columns: Mapping[str, Any], how: _How) -> Steps[Text]:
         name = self._prompts.messages_column
         where = f"column {name!r}"
         if self._chat is None:
             raise RowError("invalid_row", f"{where} needs a chat template: {self.columns.why_raw}")
-        return self._chat_text(conversation(columns[name], where, name), where, self._for_chat(columns, how), how)
+        return (
+            yield from self._chat_text(
+                conversation(columns[name], where, name), where, self._for_chat(columns, how), how
+            )
+        )
 
-    def _from_body(self, body: Body, how: _How) -> Text | TokenArray:
+    def _from_body(self, body: Body, how: _How) -> Steps[Text | TokenArray]:
         if body.model is not None and not _same_model(body.model, str(self._tokenizer.hf_tokenizer.name_or_path)):
             self.note(
                 f"rows ask for model {body.model!r}; all rows are run on {self._tokenizer.hf_tokenizer.name_or_path!r}",
@@ -226,14 +259,18 @@ class Renderer:
                     raise RowError("invalid_row", f"body.tools must be a list of objects, not {kind(body.tools)}")
                 variables["tools"] = tools
                 self._note_unused("tools")
-            return self._chat_text(conversation(body.prompt, body.where, body.where), body.where, variables, how)
+            return (
+                yield from self._chat_text(
+                    conversation(body.prompt, body.where, body.where), body.where, variables, how
+                )
+            )
         if self._prompts.system is not None and body.url != EMBEDDINGS:
             self.note("--system is not used for rows of /v1/completions, whose prompts are raw")
         prompt = body.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]  # a list that holds one prompt
         if isinstance(prompt, str) and body.url == EMBEDDINGS:
-            return self._prompt_text(how.cut(prompt), how.variables)
+            return (yield from self._prompt_text(how.cut(prompt), how.variables))
         if isinstance(prompt, str):
             return Text(self._prefix + how.cut(prompt), raw=True)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
@@ -285,7 +322,7 @@ class Renderer:
         if self._chat is not None and not self._chat.uses(name):
             self.note(f"{who} {name!r}, which the chat template does not use: it has no effect", name)
 
-    def _prompt_text(self, prompt: str, variables: Mapping[str, Any]) -> Text:
+    def _prompt_text(self, prompt: str, variables: Mapping[str, Any]) -> Steps[Text]:
         """Returns the text to send: the prompt as a single user message, or raw."""
         prompt = self._prefix + prompt
         if self._chat is None or not self.chat:
@@ -293,16 +330,16 @@ class Renderer:
         messages: list[Message] = [{"role": "user", "content": prompt}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system})
-        return Text(self._chat.render(messages, variables), raw=False)
+        return Text(self._chat.text(messages, (yield self._chat.call(messages, variables))), raw=False)
 
-    def _chat_text(self, messages: list[Message], where: str, variables: Mapping[str, Any], how: _How) -> Text:
+    def _chat_text(self, messages: list[Message], where: str, variables: Mapping[str, Any], how: _How) -> Steps[Text]:
         assert self._chat is not None
         messages = [{**message, "content": how.cut(message["content"])} for message in messages]
         if self._prompts.prefix:
             messages = with_prefix(messages, self._prompts.prefix, where)
         if self._system is not None:
             messages = with_system(messages, self._system)
-        return Text(self._chat.render(messages, variables), raw=False)
+        return Text(self._chat.text(messages, (yield self._chat.call(messages, variables))), raw=False)
 
     def _completion(self, columns: Mapping[str, Any]) -> str | TokenArray:
         """Returns the text to score, possibly empty, or its token ids. Raises `RowError` if the row has none."""

@@ -9,6 +9,9 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
+_INTERRUPTED = {128 + signum for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
+_EXIT_SECONDS = 2.0
+
 
 def main() -> None:
     """Runs the command line of this process and exits."""
@@ -30,8 +33,12 @@ def main() -> None:
 def _leave(code: int) -> NoReturn:
     """Ends the process as the interpreter does, up to the point where it would free every object, which takes a sixth of a second.
 
-    Threads are waited for and exit handlers run, as in the child processes of multiprocessing.
+    Threads are waited for and exit handlers run, as in the child processes of multiprocessing; after a signal only for a short time.
     """
+    if code in _INTERRUPTED:
+        last = threading.Timer(_EXIT_SECONDS, os._exit, (code,))
+        last.daemon = True
+        last.start()
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

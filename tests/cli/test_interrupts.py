@@ -46,6 +46,25 @@ def wait_for_results(process: "subprocess.Popen[str]", output: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["TERM", "INT"])
+def test_a_signal_ends_a_run_whose_template_does_not_end(
+    signum: int, code: int, start: Start, slow_job: Path, cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "loop.jinja"
+    template.write_text("{{ range(10 ** 12) | sum }}")  # a step of C code
+    process = start(slow_job, "--template", template)
+    assert process.stderr is not None
+    assert any("planning" in line for line in process.stderr)
+    time.sleep(1)
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (code, "")
+    assert err.splitlines()[-1].startswith(f"batchgen: error: interrupted by {signal.Signals(signum).name}; ")
+    template.write_text("{{ prompt }}")
+    outcome = cli("run", slow_job, "-m", tiny_model_dir, "--template", template, "--max-tokens", "2", "--limit", "3")
+    assert outcome.code == 0, outcome.err
+
+
 def test_sighup_is_ignored_under_nohup(start: Start, write_jsonl: Callable[..., Path], tmp_path: Path) -> None:
     source = write_jsonl({"prompt": f"row {i}"} for i in range(30))
     process = start(source, *SLOWLY, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import batchgen.job_setup
 from batchgen import JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job, run_job
 from batchgen.assembly import merge_job
-from batchgen.prompts.messages import ChatTemplate
+from batchgen.process.templates import template_process
+from batchgen.prompts.messages import ChatTemplate, Message
 from support.tokenizers_by_hand import byte_tokenizer
 
 # As Llama 3.2 has it.
@@ -108,19 +110,25 @@ def test_shards_that_start_together_are_one_job(
     assert merge_job(str(config.output)).stats["job"]["rows_ok"] == 2
 
 
+def rendered(template: ChatTemplate, messages: list[Message], variables: dict[str, Any] | None = None) -> str:
+    call = template.call(messages, variables)
+    (answer,) = template_process().render(call.form, call.source, [call.given])
+    return template.text(messages, answer)
+
+
 def test_dates_in_templates_are_formatted_as_in_python() -> None:
     now = datetime(2026, 3, 1, 9, 5, 7)
     asked = "%Y-%m-%d %-d %B %b %H:%M:%S %I %p %A %a %y %j %f %G-W%V-%u %R %s 100%% %%d %%%d %"
     source = "\n {% if true %}{{ strftime_now(" + repr(asked) + ") }}{% endif %}\n{{ messages[0].content }}"
     template = ChatTemplate(byte_tokenizer(), source, {}, now=now)
     assert (
-        template.render([{"role": "user", "content": "x"}]) == f"\n{now.strftime(asked)}x"
+        rendered(template, [{"role": "user", "content": "x"}]) == f"\n{now.strftime(asked)}x"
     )  # chat templates remove the newline after a block
 
 
 def test_a_template_for_tools_has_the_date_of_the_job_too() -> None:
     named = {"default": "{{ strftime_now('%Y') }} plain", "tool_use": "{{ strftime_now('%Y') }} {{ tools[0].name }}"}
     template = ChatTemplate(byte_tokenizer(chat_template=named), None, {}, now=datetime(2001, 1, 1))
-    message = [{"role": "user", "content": "x"}]
-    assert template.render(message) == "2001 plain"
-    assert template.render(message, {"tools": [{"name": "f"}]}) == "2001 f"
+    message: list[Message] = [{"role": "user", "content": "x"}]
+    assert rendered(template, message) == "2001 plain"
+    assert rendered(template, message, {"tools": [{"name": "f"}]}) == "2001 f"

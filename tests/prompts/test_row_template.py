@@ -41,9 +41,8 @@ def test_row_gives_access_to_columns_whose_names_are_not_identifiers(tools):
         ("{{ a | nofilter }}", None, None),
         ("{{ a.__class__ }}", {"a": 1}, "template: access to attribute '__class__' of 'int' object is unsafe."),
         ("{{ a.append(1) }}", {"a": []}, "template: access to attribute 'append' of 'list' object is unsafe."),
-        ("{{ 'x' * a }}", {"a": 10**12}, "template: the result of * is too large"),
-        ("{{ a ** 99999 }}", {"a": 7}, "template: the result of ** is too large"),
-        ("{% for i in range(60000) %}{{ a }}{% endfor %}", {"a": "x" * 200}, "template: it writes more than 10000000 characters"),
+        ("{{ 'x' * a }}", {"a": 10**12}, "template: it needs more than 2048 MiB of memory"),
+        ("{{ a }}", {"a": (i for i in ())}, "template: a value cannot be sent to the process that renders templates: cannot pickle 'generator' object"),
     ],
 )  # fmt: skip
 def test_an_error_in_the_template_fails_only_its_row(tools, template, columns, message):

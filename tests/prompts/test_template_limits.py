@@ -1,28 +1,100 @@
-"""Jinja's sandbox limits what one render of a template may write, loop over and call."""
+"""A render takes at most so much processor time, memory and output, whatever the template does."""
 
 from __future__ import annotations
 
-import tracemalloc
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from batchgen.errors import RowError, UsageError
-from batchgen.prompts.template import RowTemplate
+from batchgen.errors import UsageError
+from batchgen.process.templates import RenderingStopped, TemplateFailure, TemplateProcess
 from support.params import slow_but
 
-ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+NESTED = "{% for a in t %}{% for b in t %}{% for c in t %}{% endfor %}{% endfor %}{% endfor %}"
+C_CODE = "{{ range(10 ** 12) | sum }}"  # one step of C code, during which no other code of its process runs
 RECURSIVE = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
-LOOPS = "its loops run more than 10000000 times"
-CALLS = "it makes more than 1000000 calls"
+LOREM = "{{ lipsum(n=1000000) }}"
+TIME = "it takes more than 1 seconds of processor time"
+MEMORY = "it needs more than 1024 MiB of memory"
 SIZE = "it writes more than 10000000 characters"
+DOUBLING = "{% set n = namespace(x=t) %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
 
 
-@pytest.mark.parametrize(("template", "why"), slow_but([(ENDLESS, LOOPS)], [(ENDLESS, LOOPS), (RECURSIVE, CALLS)]))
-def test_a_template_that_does_not_end_fails_only_its_row(tools, template, why):
-    b = tools.builder(template="{% if a %}" + template + "{% endif %}b")
-    first, second, third = b.build(tools.rows({"a": 0}, {"a": 1}, {"a": 0}))
-    assert tools.text_of(first) == tools.text_of(third) == "<s>b"
-    assert tools.error_of(second) == ("template_error", f"template: {why}")
+@pytest.fixture(scope="module")
+def process() -> Iterator[TemplateProcess]:
+    process = TemplateProcess(seconds=1, memory=1 << 30)
+    yield process
+    process.close()
+
+
+def given(form: str, a: int) -> dict[str, Any]:
+    """Returns the input of a row, or of a conversation."""
+    columns: dict[str, Any] = {"a": a, "t": "x" * 3200}
+    return columns if form == "row" else {**columns, "conversations": [[{"role": "user", "content": "x"}]]}
+
+
+@pytest.mark.parametrize("form", ["row", "chat"])
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        *slow_but([(C_CODE, TIME)], [(C_CODE, TIME), (NESTED, TIME), (RECURSIVE, TIME), (LOREM, TIME)]),
+        ("{{ t.zfill(3000000000) }}", MEMORY),
+        ("{{ t.ljust(3000000000) }}", MEMORY),
+        ("{{ '{:>3000000000}'.format(1) }}", MEMORY),
+        ("{{ '%3000000000d' % 1 }}", MEMORY),
+        ("{{ 'x' * 3000000000 }}", MEMORY),
+        ("{{ [0] * 3000000000 }}", MEMORY),
+        ("{{ t | center(3000000000) }}", MEMORY),
+        ("{{ t | indent(3000000000) }}", MEMORY),
+        ("{{ [1] | batch(1000000000, 'x') | list }}", MEMORY),
+        ("{{ range(10 ** 9) | list }}", MEMORY),
+        (DOUBLING, MEMORY),
+        ("{% for i in range(60000) %}{{ t }}{% endfor %}", SIZE),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
+    ],
+)
+def test_a_template_that_does_not_end_or_grows_fails_its_row_alone(process, form, template, why):
+    if form == "chat" and "range(10" in template:
+        why = "Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000)."
+    source = "{% if a %}" + template + "{% endif %}b"
+    first, failure, last = process.render(form, source, [given(form, a) for a in (0, 1, 0)])
+    assert (first, last) == ("b", "b")
+    assert failure.message == why
+
+
+def test_only_the_row_fails_that_was_rendered_when_the_process_ended(process):
+    inputs = [{"a": i == 300, "i": i} for i in range(400)]
+    answers = process.render("row", "{% if a %}" + C_CODE + "{% endif %}{{ i }}", inputs)
+    assert answers.pop(300) == TemplateFailure("limit", TIME)
+    assert answers == [str(i) for i in range(400) if i != 300]
+
+
+def test_limits_apply_to_each_render_separately(process):
+    turns = "{% for b in t %}{% for c in t %}{% endfor %}{% endfor %}b"  # a fifth of a second or more
+    assert set(process.render("row", turns, [given("row", 0)] * 12)) == {"b"}
+
+
+def test_a_large_batch_is_rendered_in_order(process):
+    texts = [f"{i}" * 1000 for i in range(3000)]
+    assert process.render("row", "{{ t }}", [{"t": text} for text in texts]) == texts
+    assert process.render("row", "{{ t }}", [{"t": "x" * 50_000_000}]) == ["x" * 50_000_000]
+
+
+def test_a_caller_that_stops_does_not_wait_for_a_render():
+    process = TemplateProcess(seconds=3600)
+    calls = iter([False, True])
+    with pytest.raises(RenderingStopped):
+        process.render("row", NESTED, [given("row", 1)], lambda: next(calls))
+    assert process.render("row", "b", [{}]) == ["b"]
+    process.close()
+
+
+def test_a_process_that_was_killed_starts_again(process):
+    process.render("row", "b", [{}])
+    process._child.process.kill()
+    process._child.process.wait()
+    assert process.render("row", "b", [{}]) == ["b"]
 
 
 def test_a_chat_template_that_recurses_for_ever_is_refused_before_the_first_row(tools):
@@ -30,29 +102,6 @@ def test_a_chat_template_that_recurses_for_ever_is_refused_before_the_first_row(
         UsageError, match=r"^the model's chat template does not work for a short message: .*recursion.*; correct it"
     ):
         tools.builder(chat_template="{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")
-
-
-@pytest.mark.parametrize(
-    ("template", "why"),
-    [
-        ("{{ 'x' * (big * 10000) }}", "the result of * is too large"),
-        ("{{ (big * 10000) * 'x' }}", "the result of * is too large"),
-        ("{{ [0] * (big * 10000) }}", "the result of * is too large"),
-        ("{{ 10 ** big }}", "the result of ** is too large"),
-        ("{% set x = 'x' * big %}{% for i in range(9999) %}{{ x }}{% endfor %}", SIZE),
-        ("{% set x = 'x' * big %}{% macro m() %}{% for i in range(9999) %}{{ x }}{% endfor %}{% endmacro %}{{ m() | length }}", SIZE),
-    ],
-)  # fmt: skip
-def test_a_template_that_grows_without_end_fails_its_row_before_memory_runs_out(tools, template, why):
-    b = tools.builder(template="{% set big = 1000000 %}" + template)
-    tracemalloc.start()
-    try:
-        (row,) = b.build(tools.rows({"a": 1}))
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert tools.error_of(row) == ("template_error", f"template: {why}")
-    assert peak < 100_000_000
 
 
 def test_usual_templates_are_not_refused(tools):
@@ -66,30 +115,6 @@ def test_usual_templates_are_not_refused(tools):
     chat = tools.builder(chat_template="{% set a = ['a'] %}" + template, bos=False)
     (draft,) = chat.build(tools.rows({"prompt": "a"}))
     assert tools.text_of(draft) == said
-
-
-def test_the_limits_apply_to_each_render_separately():
-    template = RowTemplate("{{ a.strip() }}{{ a.strip() }}", max_calls=3)
-    assert [template.render({"a": " x "}) for _ in range(5)] == ["xx"] * 5
-    with pytest.raises(RowError, match="it makes more than 3 calls"):
-        RowTemplate("{% for i in a %}{{ i.strip() }}{% endfor %}", max_calls=3).render({"a": ["x"] * 4})
-
-
-def test_running_out_of_memory_or_recursion_fails_the_row(tools, monkeypatch):
-    endless = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
-    b = tools.builder(template="{% if a %}" + endless + "{% endif %}b")
-    first, second = b.build(tools.rows({"a": 1}, {"a": 0}))
-    assert tools.error_of(first)[0] == "template_error"
-    assert "recursion" in tools.error_of(first)[1]
-    assert tools.text_of(second) == "<s>b"
-
-    def no_memory(*_: object) -> str:
-        raise MemoryError
-
-    template = RowTemplate("x")
-    monkeypatch.setattr(template._template, "render", no_memory)
-    with pytest.raises(RowError, match="template: MemoryError"):
-        template.render({})
 
 
 @pytest.mark.parametrize(

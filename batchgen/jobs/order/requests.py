@@ -138,6 +138,10 @@ class RequestReader:
         """Returns a request for each row, or the result of a row that failed. May run in another thread, ahead of `requests`."""
         return [self._check(b) if isinstance(b, Request) else b for b in self._prompts.build(rows)]
 
+    def stop(self) -> None:
+        """Ends `build` in another thread soon, by an exception."""
+        self._prompts.stop()
+
     def requests(self, rows: Sequence[Row], built: Sequence[Request | Result]) -> ReadRows:
         """Returns the rows that are in the output. Must be called for all rows in order. Raises `TooManyErrors`."""
         for note in self._prompts.notes[self._told :]:
@@ -221,6 +225,8 @@ class FirstReading:
 
     def __exit__(self, *exc: object) -> None:
         self._stopped = True
+        if self._thread.is_alive():
+            self._reader.stop()
         self._thread.join(_STOP_SECONDS)
 
     def needs_a_model(self) -> bool:

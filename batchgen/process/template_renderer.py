@@ -1,0 +1,134 @@
+"""The child process of `templates.py`: renders Jinja templates in Jinja's own sandbox, within the limits of time and memory of its arguments."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import lru_cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+from jinja2 import StrictUndefined, TemplateSyntaxError, UndefinedError, meta
+from jinja2.environment import Template
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from batchgen.errors import first_line
+from batchgen.process.lean_imports import import_chat_templates
+from batchgen.process.templates import Form, TemplateFailure
+
+MAX_CHARACTERS = 10_000_000
+"""Characters that a template may write, in addition to those of its input."""
+_IDLE_SECONDS = 0.05
+_SEND_BYTES, _SEND_SECONDS = 1 << 20, 0.1  # answers wait for others up to here
+
+
+def main() -> None:
+    """Runs until the other end has gone. Arguments: the numbers of an open socket and of the file for the place in the batch, seconds, bytes."""
+    # A terminal sends Ctrl-C to all of its processes; the parent decides when this one ends.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    socket, place, seconds, memory = map(int, sys.argv[1:])
+    connection = Connection(socket)
+    connection.send_bytes(pickle.dumps(True))
+    if not connection.poll(_IDLE_SECONDS):
+        import_chat_templates()  # while the parent does something else
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_AS, memory)
+    with suppress(EOFError, OSError):
+        while True:
+            form, source, inputs = pickle.loads(connection.recv_bytes())
+            _answer_all(connection, place, seconds, form, source, inputs)
+
+
+def _answer_all(
+    connection: Connection[Any, Any], place: int, seconds: int, form: Form, source: str, inputs: list[bytes]
+) -> None:
+    """Sends an answer to each input, some at a time."""
+    answers: list[Any] = []
+    size, sent, processor_time = 0, time.monotonic(), 0
+    for i, packed in enumerate(inputs):
+        os.pwrite(place, i.to_bytes(8, "little"), 0)
+        if time.process_time() + seconds > processor_time:
+            processor_time = int(time.process_time()) + seconds + 1
+            _limit(resource.RLIMIT_CPU, processor_time)
+        answers.append(_answer(form, source, packed))
+        size += len(answers[-1]) if isinstance(answers[-1], str) else 0
+        if i + 1 == len(inputs) or size > _SEND_BYTES or time.monotonic() > sent + _SEND_SECONDS:
+            connection.send_bytes(pickle.dumps(answers, pickle.HIGHEST_PROTOCOL))
+            answers, size, sent = [], 0, time.monotonic()
+
+
+def _limit(kind: int, value: int) -> None:
+    """Sets a soft limit, or the hard limit if that is lower."""
+    hard = resource.getrlimit(kind)[1]
+    with suppress(ValueError, OSError):  # macOS does not limit the address space
+        resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+class _NullWrittenError(Exception):
+    pass
+
+
+def _written(value: Any) -> Any:
+    """Returns what `{{ }}` writes. Raises an error for a null, which Jinja would write as the word None."""
+    if value is None:
+        raise _NullWrittenError
+    return value
+
+
+_SANDBOX = ImmutableSandboxedEnvironment(undefined=StrictUndefined, finalize=_written, autoescape=False)
+_SANDBOX.globals["range"] = range  # without Jinja's own limit of 100,000
+
+
+@lru_cache
+def _compiled(source: str) -> Template:
+    return _SANDBOX.from_string(source)
+
+
+def _names(source: str, _: object) -> frozenset[str]:
+    """Returns the names that the template reads and that must be given. Compiles it, too, which finds more errors."""
+    _compiled(source)
+    return frozenset(meta.find_undeclared_variables(_SANDBOX.parse(source)) - _SANDBOX.globals.keys())
+
+
+def _row(source: str, columns: Mapping[str, Any]) -> str:
+    return str(_compiled(source).render({"row": columns, **columns}))
+
+
+def _chat(source: str, arguments: Mapping[str, Any]) -> str:
+    texts, _ = import_chat_templates().render_jinja_template(chat_template=source, **arguments)
+    return str(texts[0])
+
+
+_FORMS: Mapping[Form, Callable[[str, Any], Any]] = {"names": _names, "row": _row, "chat": _chat}
+
+
+def _answer(form: Form, source: str, packed: bytes) -> Any:
+    try:
+        answer = _FORMS[form](source, pickle.loads(packed))
+    except _NullWrittenError:
+        return TemplateFailure("null", "it writes a null")
+    except TemplateSyntaxError as e:
+        return TemplateFailure("syntax", first_line(e), e.lineno)
+    except RecursionError as e:
+        return TemplateFailure("limit", first_line(e))
+    except UndefinedError as e:
+        return TemplateFailure("undefined", first_line(e))
+    except MemoryError:
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0] >> 20
+        return TemplateFailure("limit", f"it needs more than {limit} MiB of memory")
+    except Exception as e:  # noqa: BLE001 - a template is a program of its own and raises what it likes
+        return TemplateFailure("error", first_line(e))
+    if isinstance(answer, str) and len(answer) > MAX_CHARACTERS + len(packed):
+        return TemplateFailure("limit", f"it writes more than {MAX_CHARACTERS} characters")
+    return answer
+
+
+if __name__ == "__main__":
+    main()
