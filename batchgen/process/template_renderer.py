@@ -33,6 +33,7 @@ def main() -> None:
     # A terminal sends Ctrl-C to all of its processes; the parent decides when this one ends.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
+    os.chdir("/")  # the parent's folder may be removed
     socket, place, seconds, memory = map(int, sys.argv[1:])
     connection = Connection(socket)
     connection.send_bytes(pickle.dumps(True))
