@@ -68,19 +68,10 @@ _BIAS_UNIT = 64.0
 
 
 def attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | EveryKey | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    step_attention: Any = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | EveryKey | None,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: torch.Tensor | None = None, step_attention: Any = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """The function that transformers' layers call. Takes query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, V].
 
     Raises `ModelError` for anything that the plan does not cover: no answer is better than a wrong one.

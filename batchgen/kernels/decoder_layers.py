@@ -1,25 +1,24 @@
 """Gives decoder layers forwards that do not use torch's threads: one call of the library if all parts of a layer are kernels, and one for all
 layers if the model only runs them one after the other.
 
-Layers and their attention are recognized by their code (`forwards`). A layer's options of attention are found by running its attention once.
+Layers and their attention are recognized by their code (`recognition`). A layer's options of attention are found by running its attention once.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from batchgen.kernels import forwards
 from batchgen.kernels.dense_layer import DenseLayer, DenseStack, LayerNorms, Workspace, can_join, joined
-from batchgen.kernels.forwards import is_usual_attention, is_written_as
-from batchgen.kernels.fusion import FusedMLP, FusedNorm, FusedRotary, can_fuse, own_forward
+from batchgen.kernels.fusion import FusedMLP, FusedNorm, FusedRotary, can_fuse, known_code, own_forward
 from batchgen.kernels.int8 import Int8Linear, QuantizingNorm
 from batchgen.kernels.ops import PackedLinear, add_rows, can_add
+from batchgen.kernels.recognition import Code, code_of
 from batchgen.kernels.recurrent import can_gate, sigmoid_gate
 
 
@@ -34,11 +33,12 @@ def fuse_layers(model: torch.nn.Module) -> int:
         # What an earlier call has given it may be for layers that were not packed yet.
         earlier = module.__dict__.pop("forward") if _runs_by_parts(module) else None
         plain = own_forward(module)
-        kind = None if plain is None else _kind_of(plain)
-        if plain is None or kind is None:
+        code = known_code(module)
+        if plain is None or code not in _KINDS:
             if earlier is not None:
                 module.forward = earlier
             continue
+        kind = _KINDS[code]
         dense = None if kind.norms is None else _dense_layer(module, kind.norms)
         by_parts = plain if kind.by_parts is None else kind.by_parts
         if dense is not None:
@@ -54,7 +54,7 @@ def fuse_layers(model: torch.nn.Module) -> int:
 
 def _runs_by_parts(layer: torch.nn.Module) -> bool:
     forward = getattr(layer.__dict__.get("forward"), "__func__", None)
-    return forward is not None and any(forward is kind.by_parts for kind in _KINDS)
+    return forward is not None and any(forward is kind.by_parts for kind in _KINDS.values())
 
 
 def last_layer(model: torch.nn.Module, attending: Collection[int], recurrent: Collection[int]) -> int | None:
@@ -75,10 +75,6 @@ def _can_narrow(layer: Any) -> bool:
     """Whether a module is a decoder layer that leaves out the tokens that `PackedAttention.wanted` does not name."""
     forward = getattr(layer.__dict__.get("forward"), "__func__", None)
     return hasattr(layer, "self_attn") and ("dense" in layer.__dict__ or forward is _plain_layer)
-
-
-def _kind_of(forward: Callable[..., Any]) -> _Kind | None:
-    return next((kind for kind in _KINDS if is_written_as(inspect.unwrap(forward), kind.written.forward)), None)
 
 
 def _in_one_call(by_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -250,11 +246,10 @@ def _run_as_kernels(linear: list[Any], norms: list[Any]) -> bool:
 
 def _own_rotary(attention: Any) -> FusedRotary | None:
     """Returns the rotary embeddings of an attention module that computes what `DenseLayer` does; None for others."""
-    forward = attention.__dict__.get("forward")  # `fusion` puts it there
-    rotary = getattr(forward, "__globals__", {}).get("apply_rotary_pos_emb")
+    rotary: FusedRotary | None = attention.__dict__.get("fused_rotary")
     hooked = attention._forward_hooks or attention._forward_pre_hooks
-    usual = is_usual_attention(type(attention).forward)
-    return rotary if isinstance(rotary, FusedRotary) and usual and not hooked else None
+    usual = code_of(type(attention).forward, type(attention)) is Code.ATTENTION
+    return rotary if usual and not hooked else None
 
 
 class _AttentionProbe:
@@ -314,10 +309,8 @@ _FOR_ATTENTION = frozenset({"past_key_values", "position_ids", "position_embeddi
 
 def _fuse_gate(attention: Any) -> None:
     """Gives an attention module with a gate after it a forward that computes the gate with a kernel, if it has `FusedRotary`."""
-    plain = getattr(attention.__dict__.get("forward"), "__func__", None)
-    names = getattr(plain, "__globals__", {})
-    rotary = names.get("apply_rotary_pos_emb")
-    if plain is None or not isinstance(rotary, FusedRotary) or not is_written_as(plain, forwards.gated_attention()):
+    rotary: FusedRotary | None = attention.__dict__.get("fused_rotary")
+    if rotary is None or code_of(type(attention).forward, type(attention)) is not Code.GATED_ATTENTION:
         return
 
     def forward(
@@ -328,8 +321,9 @@ def _fuse_gate(attention: Any) -> None:
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
-        if past_key_values is not None or self.training:
-            found: tuple[torch.Tensor, Any] = plain(
+        kind = self.config._attn_implementation
+        if past_key_values is not None or self.training or kind not in ALL_ATTENTION_FUNCTIONS:
+            found: tuple[torch.Tensor, Any] = type(self).forward(
                 self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
             )
             return found
@@ -337,9 +331,7 @@ def _fuse_gate(attention: Any) -> None:
         q, gate = self.q_proj(hidden_states).view(*shape, -1, 2 * self.head_dim).chunk(2, dim=-1)
         k, v = (part(hidden_states).view(*shape, -1, self.head_dim) for part in (self.k_proj, self.v_proj))
         q, k = rotary(self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2), *position_embeddings)
-        attend = names["ALL_ATTENTION_FUNCTIONS"].get_interface(
-            self.config._attn_implementation, names["eager_attention_forward"]
-        )
+        attend: Any = ALL_ATTENTION_FUNCTIONS[kind]
         mixed, weights = attend(
             self, q, k, v.transpose(1, 2), attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
         )
@@ -383,34 +375,24 @@ def _after_mixing(
 
 
 class _Kind(NamedTuple):
-    """A decoder layer as it is written in transformers."""
+    """A kind of decoder layer."""
 
-    written: Any
-    """The class in `forwards`."""
-    norms: LayerNorms[str] | None
+    norms: LayerNorms[str] | None = None
     """The names of its norms; None if it cannot run in one call."""
     by_parts: Callable[..., torch.Tensor] | None = None
     """A forward that runs its parts, with kernels for the sums; None for the layer's own."""
 
 
-_KINDS = (
-    _Kind(
-        forwards.LlamaLayer,
-        LayerNorms(before_attention="input_layernorm", before_mlp="post_attention_layernorm"),
-        _plain_layer,
-    ),
-    _Kind(forwards.PhiLayer, LayerNorms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")),
-    _Kind(
-        forwards.GemmaLayer,
-        LayerNorms(
-            "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-        ),
-    ),
-    _Kind(
-        forwards.OlmoLayer,
-        LayerNorms(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm"),
-    ),
-    _Kind(forwards.Qwen35Layer, None, _plain_layer),
-    _Kind(forwards.Qwen3NextLayer, None, _plain_layer),
-    _Kind(forwards.GraniteHybridLayer, None, _granite_hybrid_layer),
+_TWO_NORMS = LayerNorms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
+_FOUR_NORMS = LayerNorms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
+_LATE_NORMS = LayerNorms(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
+_KINDS = {
+    Code.LAYER: _Kind(_TWO_NORMS, _plain_layer),
+    Code.LAYER_WITH_DROPOUT: _Kind(_TWO_NORMS),
+    Code.LAYER_OF_FOUR_NORMS: _Kind(_FOUR_NORMS),
+    Code.LAYER_OF_LATE_NORMS: _Kind(_LATE_NORMS),
+    Code.HYBRID_LAYER: _Kind(None, _plain_layer),
+    Code.GRANITE_LAYER: _Kind(None, _granite_hybrid_layer),
+}

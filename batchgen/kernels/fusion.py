@@ -1,23 +1,20 @@
 """Replaces norms, gated norms, rotary embeddings, gated MLPs and linear layers of a loaded model by the kernels for the CPU.
 
-A part is replaced only if its code is known (`forwards`) and the kernel gives the same result on random numbers.
+A part is replaced only if its code is known (`recognition`) and the kernel gives the same result on random numbers.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from types import MethodType
+from typing import Any
 
-import numpy as np
 import torch
 from transformers.activations import GELUTanh, SiLUActivation
 
-from batchgen.kernels import forwards, recurrent
+from batchgen.kernels import recurrent
 from batchgen.kernels.build import DTYPES
-from batchgen.kernels.forwards import is_written_as
 from batchgen.kernels.ops import (
     Activation,
     PackedLinear,
@@ -28,6 +25,8 @@ from batchgen.kernels.ops import (
     rotate,
     take_rows,
 )
+from batchgen.kernels.recognition import Code, code_of
+from batchgen.kernels.renaming import names_in, with_names
 
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}
 """Largest allowed difference of a replacement, relative to the largest number: some roundings, but far less than a mistake."""
@@ -38,7 +37,6 @@ ACTIVATIONS = {
 }
 MIN_POSITIONS = 2048
 """Number of positions in a new table of cos and sin."""
-ROTARIES = (forwards.rotary, forwards.rotary_kept, forwards.rotary_partial, forwards.rotary_phi)
 
 
 class Packing:
@@ -143,43 +141,25 @@ class FusedNorm(torch.nn.Module):
         return norm_after_sum(x, self.factor, self.eps, self.rounds_first, more, by)
 
 
-class NormKind(NamedTuple):
-    """A norm as it is written in transformers."""
-
-    written: Any
-    """The class in `forwards`."""
-    eps: str
-    """The attribute that holds its epsilon."""
-    offset: float
-    """The number that is added to its weight."""
-    rounds_first: bool
-
-
-NORMS = (
-    NormKind(forwards.LlamaNorm, "variance_epsilon", 0.0, rounds_first=True),
-    NormKind(forwards.OlmoNorm, "variance_epsilon", 0.0, rounds_first=False),
-    NormKind(forwards.HeliumNorm, "variance_epsilon", 0.0, rounds_first=False),
-    NormKind(forwards.GemmaNorm, "eps", 1.0, rounds_first=False),
-    NormKind(forwards.Gemma4Norm, "eps", 0.0, rounds_first=False),
-)
+_NORMS = {Code.NORM: (0.0, False), Code.ROUNDED_NORM: (0.0, True), Code.NORM_PLUS_ONE: (1.0, False)}
+"""By code: `offset` and `rounds_first` of a `FusedNorm`."""
 
 
 def _norm(part: Any) -> torch.nn.Module | None:
-    forward = own_forward(part)
+    code = known_code(part)
     weight: Any = getattr(part, "weight", None)
     if (
-        not _is_plain(weight)
+        code not in _NORMS
+        or not _is_plain(weight)
         or weight.dtype not in DTYPES
         or weight.dim() != 1
         or getattr(part, "with_scale", True) is not True
     ):
         return None
-    for kind in NORMS:
-        helper = getattr(kind.written, "_norm", None)
-        if is_written_as(forward, kind.written.forward) and (helper is None or is_written_as(type(part)._norm, helper)):
-            fused = FusedNorm(weight, kind.offset, getattr(part, kind.eps), kind.rounds_first)
-            return fused if _agree(part, fused, weight.shape[0], weight.dtype, NEAR[weight.dtype]) else None
-    return None
+    offset, rounds_first = _NORMS[code]
+    eps: float = part.variance_epsilon if hasattr(part, "variance_epsilon") else part.eps
+    fused = FusedNorm(weight, offset, eps, rounds_first)
+    return fused if _agree(part, fused, weight.shape[0], weight.dtype, NEAR[weight.dtype]) else None
 
 
 class FusedGatedNorm(torch.nn.Module):
@@ -213,22 +193,29 @@ class FusedGatedNorm(torch.nn.Module):
         )  # fmt: skip
 
 
+_GATED_NORMS = {
+    Code.GATE_BEFORE_NORM: (True, True),
+    Code.GATE_AFTER_NORM: (False, False),
+    Code.GATE_AFTER_ROUNDED_NORM: (False, True),
+}
+"""By code: `gate_first` and `rounds` of a `FusedGatedNorm`."""
+
+
 def _gated_norm(part: Any) -> torch.nn.Module | None:
-    forward = own_forward(part)
+    code = known_code(part)
     weight: Any = getattr(part, "weight", None)
-    if not _is_plain(weight) or weight.dtype not in DTYPES or weight.dim() != 1:
-        return None
-    if is_written_as(forward, forwards.Qwen3NextGatedNorm.forward) and part.activation == "silu":
-        fused = FusedGatedNorm(part, gate_first=False, rounds=True)
-    elif is_written_as(forward, forwards.KimiGatedNorm.forward) and part.activation in ("silu", "sigmoid"):
-        fused = FusedGatedNorm(part, gate_first=False, rounds=False)
-    elif is_written_as(forward, forwards.Mamba2GatedNorm517.forward) or (
-        is_written_as(forward, forwards.Mamba2GatedNorm.forward) and weight.shape[0] % part.group_size == 0
+    if (
+        code not in _GATED_NORMS
+        or not _is_plain(weight)
+        or weight.dtype not in DTYPES
+        or weight.dim() != 1
+        or getattr(part, "activation", "silu") not in ("silu", "sigmoid")
+        or weight.shape[0] % getattr(part, "group_size", 1)
     ):
-        fused = FusedGatedNorm(part, gate_first=True, rounds=True)
-    else:
         return None
-    gate = _random(np.random.default_rng(1), 1, 3, weight.shape[0]).to(weight.dtype)
+    gate_first, rounds = _GATED_NORMS[code]
+    fused = FusedGatedNorm(part, gate_first=gate_first, rounds=rounds)
+    gate = _random(torch.Generator().manual_seed(1), 1, 3, weight.shape[0]).to(weight.dtype)
     near = NEAR[weight.dtype]
     agrees = _agree(lambda x: part(x, gate), lambda x: fused(x, gate), weight.shape[0], weight.dtype, near)
     return fused if agrees else None
@@ -247,16 +234,19 @@ class FusedMLP(torch.nn.Module):
         return y
 
 
+_OF_MLPS = (
+    ("gate_proj", "up_proj", "down_proj", "act_fn"),
+    ("gate_up_proj", "down_proj", "activation_fn"),
+    ("input_linear", "output_linear", "activation"),
+)
+"""The names of the parts of gated MLPs in transformers."""
+
+
 def _mlp(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
-    forward = own_forward(part)
-    if is_written_as(forward, forwards.LlamaMLP.forward):
-        gates, down, activation = [part.gate_proj, part.up_proj], part.down_proj, part.act_fn
-    elif is_written_as(forward, forwards.PhiMLP.forward):
-        gates, down, activation = [part.gate_up_proj], part.down_proj, part.activation_fn
-    elif is_written_as(forward, forwards.GraniteMLP.forward):
-        gates, down, activation = [part.input_linear], part.output_linear, part.activation
-    else:
+    if known_code(part) is not Code.GATED_MLP:
         return None
+    names = next(names for names in _OF_MLPS if hasattr(part, names[0]))
+    *gates, down, activation = (getattr(part, name) for name in names)
     act = ACTIVATIONS.get(type(activation))
     if act is None or not all(_can_pack(layer, shared, packing) for layer in (*gates, down)):
         return None
@@ -310,6 +300,12 @@ def own_forward(part: torch.nn.Module) -> Callable[..., Any] | None:
     return None if hooked else type(part).forward
 
 
+def known_code(part: torch.nn.Module) -> Code | None:
+    """Returns what a module's forward computes; None if it is not known, or if the module has hooks or a forward of its own."""
+    forward = own_forward(part)
+    return None if forward is None else code_of(forward, type(part))
+
+
 def _is_plain(tensor: Any) -> bool:
     return type(tensor) is torch.nn.Parameter and tensor.is_floating_point() and tensor.layout == torch.strided
 
@@ -318,13 +314,12 @@ def _agree(
     part: Callable[..., Any], fused: Callable[..., Any], size: int, dtype: torch.dtype, tolerance: float
 ) -> bool:
     """Whether the two give the same result on random numbers."""
-    x = _random(np.random.default_rng(0), 1, 3, size).to(dtype)
+    x = _random(torch.Generator().manual_seed(0), 1, 3, size).to(dtype)
     return _near(fused(x), part(x), tolerance)
 
 
-def _random(numbers: np.random.Generator, *shape: int) -> torch.Tensor:
-    """Returns normally distributed float32, from numpy: torch's generators need parts of torch whose import `lean_imports` postpones."""
-    return torch.from_numpy(numbers.standard_normal(shape, dtype=np.float32))
+def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator)
 
 
 def _near(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
@@ -337,11 +332,10 @@ def _fuse_forward(module: Any, count: Counter[str]) -> None:
 
     torch has a pool of threads beside that of the kernels. Threads of one pool that look for work would keep the other's from the cores.
     """
-    forward = own_forward(module)
-    if _is_plain_embedding(module) and forward is not None:
+    if _is_plain_embedding(module) and own_forward(module) is not None:
         module.forward = MethodType(_embed, module)
         count["embeddings"] += 1
-    if forward is not None and _is_plain_rotary(module, forward):
+    if _is_plain_rotary(module):
         module.forward = MethodType(_cos_and_sin, module)
         count["tables of cos and sin"] += 1
 
@@ -361,12 +355,11 @@ def _embed(self: torch.nn.Embedding, input: torch.Tensor) -> torch.Tensor:
     return take_rows(self.weight, input)
 
 
-def _is_plain_rotary(module: Any, forward: Callable[..., Any]) -> bool:
+def _is_plain_rotary(module: Any) -> bool:
     """Whether cos and sin of a position are the same in every step."""
     kind = getattr(module, "rope_type", None)
-    known = (forwards.LlamaRotary, forwards.LlamaRotary517, forwards.Qwen3Rotary517)
     return (
-        any(is_written_as(inspect.unwrap(forward), form.forward) for form in known)
+        known_code(module) is Code.COS_AND_SIN
         and isinstance(kind, str)
         and kind != "longrope"
         and "dynamic" not in kind
@@ -387,35 +380,29 @@ def _cos_and_sin(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tupl
 
 def _fuse_rotary(model: torch.nn.Module, count: Counter[str]) -> None:
     """Gives attention modules a copy of their forward in which the name `apply_rotary_pos_emb` means the kernel."""
-    made: dict[Callable[..., Any], FunctionType | None] = {}
+    made: dict[Callable[..., Any], FusedRotary | None] = {}
+    module: Any
     for module in model.modules():
-        forward = own_forward(module)
-        if forward is None or "apply_rotary_pos_emb" not in getattr(getattr(forward, "__code__", None), "co_names", ()):
+        forward: Any = own_forward(module)
+        if _ROTARY not in names_in(forward):
             continue
-        if forward not in made:
-            made[forward] = _with_rotary(forward)
-        fused = made[forward]
+        plain = forward.__globals__[_ROTARY]
+        if plain not in made:
+            made[plain] = _rotary(plain)
+        fused = made[plain]
         if fused is not None:
-            module.forward = MethodType(fused, module)
+            module.fused_rotary = fused
+            module.forward = MethodType(with_names(forward, {_ROTARY: fused}), module)
             count["rotary embeddings"] += 1
 
 
-def _with_rotary(forward: Any) -> FunctionType | None:
-    names = forward.__globals__
-    plain = names["apply_rotary_pos_emb"]
-    if not is_written_as(names.get("rotate_half"), forwards.rotate_half):
-        return None
-    known = next((known for known in ROTARIES if is_written_as(plain, known)), None)
-    if known is None:
-        return None
-    fused = FusedRotary(plain, keeps_type=known is forwards.rotary_kept)
-    if not fused.agrees():
-        return None
-    function = FunctionType(
-        forward.__code__, names | {"apply_rotary_pos_emb": fused}, forward.__name__, forward.__defaults__, forward.__closure__
-    )  # fmt: skip
-    function.__kwdefaults__ = forward.__kwdefaults__
-    return function
+_ROTARY = "apply_rotary_pos_emb"
+
+
+def _rotary(plain: Any) -> FusedRotary | None:
+    code = code_of(plain)
+    fused = FusedRotary(plain, keeps_type=code is Code.ROTARY_KEEPS_TYPE)
+    return fused if code in (Code.ROTARY, Code.ROTARY_KEEPS_TYPE) and fused.agrees() else None
 
 
 class FusedRotary:
@@ -436,10 +423,10 @@ class FusedRotary:
 
     def agrees(self) -> bool:
         """Whether it gives the same as the model's own function on random numbers."""
-        numbers = np.random.default_rng(0)
+        generator = torch.Generator().manual_seed(0)
         for dtype in DTYPES:
-            q, k = (_random(numbers, 1, heads, 3, 40).to(dtype) for heads in (4, 2))
-            cos, sin = (_random(numbers, 1, 3, 40).to(dtype) for _ in range(2))
+            q, k = (_random(generator, 1, heads, 3, 40).to(dtype) for heads in (4, 2))
+            cos, sin = (_random(generator, 1, 3, 40).to(dtype) for _ in range(2))
             pairs = zip(self(q, k, cos, sin), self.plain(q, k, cos, sin), strict=True)
             if not all(_near(ours, theirs, NEAR[dtype]) for ours, theirs in pairs):
                 return False

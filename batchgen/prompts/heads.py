@@ -17,15 +17,8 @@ from batchgen.parsers.heads import OutputHead
 
 MODULES = "modules.json"
 _POOLINGS = {"lasttoken": "last", "mean": "mean"}
-_OLD_POOLINGS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
-"""The switches of older files, one for each pooling."""
+_SWITCH = "pooling_mode_"
+"""Older files have a switch for each pooling, which begins with this."""
 
 
 def read_head(config: ModelConfig, hf_config: Any) -> OutputHead | None:
@@ -97,7 +90,8 @@ def _pooling_of(config: ModelConfig, modules: Sequence[Mapping[str, Any]]) -> st
     settings = _json_object(config, place)
     if not settings:
         _check_absent(config, place)
-    modes = settings.get("pooling_mode") or [mode for key, mode in _OLD_POOLINGS.items() if settings.get(key) is True]
+    on = [key.removeprefix(_SWITCH) for key, value in settings.items() if key.startswith(_SWITCH) and value is True]
+    modes = settings.get("pooling_mode") or [mode.removesuffix("_tokens").removesuffix("_token") for mode in on]
     modes = [modes] if isinstance(modes, str) else list(modes) or ["mean"]
     if config.pooling != "auto":
         return config.pooling

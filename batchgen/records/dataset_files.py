@@ -35,10 +35,10 @@ _BETWEEN = "[-._ 0-9]"
 _NO_DATA = {
     "README.md",
     "config.json",
+    "dataset_dict.json",
     "dataset_info.json",
     "dataset_infos.json",
     "dummy_data.zip",
-    "dataset_dict.json",
 }
 _YAML_HEADER = re.compile(r"\s*---[ \t]*\r?\n")
 _README = "README.md"

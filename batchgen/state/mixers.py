@@ -10,12 +10,13 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, cast
 
 import torch
 
 from batchgen.errors import ModelError
+from batchgen.kernels.renaming import names_in, with_names
 from batchgen.state.cache import StateShape
 from batchgen.state.step import StateStep
 
@@ -53,13 +54,14 @@ def install(model: torch.nn.Module) -> RecurrentLayers | None:
     layers = RecurrentLayers()
     _number_blocks(model)
     for module in model.modules():
+        # The decorator that transformers puts around the forward is for weights on another device, which are refused.
         forward = inspect.unwrap(type(module).forward)
-        names = set(getattr(getattr(forward, "__code__", None), "co_names", ()))
+        names = names_in(forward)
         whole = _WHOLE.get(type(module).__name__)
         if whole is not None:
             layers.kinds.add(whole(layers, module))
             continue
-        if not names & set(_SEAMS):
+        if names.isdisjoint(_SEAMS):
             continue
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int):
@@ -68,61 +70,39 @@ def install(model: torch.nn.Module) -> RecurrentLayers | None:
         ours = {name: made(layers, index) for name, (_, made) in seams.items()}
         if type(module).__name__ == "ZambaMambaMixer":
             ours |= _scans_of_heads(layers, module, ours["causal_conv1d_fn"])
-        # The wrapper that transformers puts around the forward is for weights on another device, which are refused.
-        packed = FunctionType(
-            forward.__code__, forward.__globals__ | ours, forward.__name__, forward.__defaults__, forward.__closure__
-        )
-        packed.__kwdefaults__ = forward.__kwdefaults__
-        set_forward(module, MethodType(packed, module))
+        set_forward(module, MethodType(with_names(forward, ours), module))
         layers.kinds |= {kind for kind, _ in seams.values()}
     return layers if layers.kinds else None
 
 
 def _convolution(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
-    def causal_conv1d_fn(
-        hidden_states: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        activation: str | None = None,
-        **_: Any,
-    ) -> torch.Tensor:
+    def convolve(
+        hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None, **_: Any
+    ) -> torch.Tensor:  # fmt: skip
         """[1, C, T]"""
         out = layers.step.convolve(layer, hidden_states[0].t(), weight, bias, activation)
         return out.t().unsqueeze(0)
 
-    return causal_conv1d_fn
+    return convolve
 
 
 def _delta_rule(layers: RecurrentLayers, layer: int) -> Callable[..., tuple[torch.Tensor, None]]:
-    def chunk_gated_delta_rule(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        use_qk_l2norm_in_kernel: bool = False,
-        **_: Any,
-    ) -> tuple[torch.Tensor, None]:
+    def delta_rule(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+        use_qk_l2norm_in_kernel: bool = False, **_: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """[1, T, H, V]"""
         out = layers.step.delta_rule(layer, query[0], key[0], value[0], g[0].float(), beta[0], use_qk_l2norm_in_kernel)
         return out.unsqueeze(0).to(query.dtype), None
 
-    return chunk_gated_delta_rule
+    return delta_rule
 
 
 def _mamba2(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
-    def mamba2_chunk_scan(
-        hidden_states: torch.Tensor,
-        dt: torch.Tensor,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        D: torch.Tensor | None = None,
-        dt_bias: torch.Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, math.inf),
-        **_: Any,
-    ) -> torch.Tensor:
+    def scan(
+        hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf), **_: Any,
+    ) -> torch.Tensor:  # fmt: skip
         """[1, T, H, P]"""
         if dt_bias is not None:
             dt = dt + dt_bias.to(dt.dtype)
@@ -133,22 +113,14 @@ def _mamba2(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
         out = layers.step.mamba2(layer, hidden_states[0], dt[0].float(), limit, A.float(), B[0], C[0], skip)
         return out.unsqueeze(0)
 
-    return mamba2_chunk_scan
+    return scan
 
 
 def _mamba(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
-    def mamba_selective_scan(
-        hidden_states: torch.Tensor,
-        dt: torch.Tensor,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        D: torch.Tensor | None = None,
-        z: torch.Tensor | None = None,
-        delta_bias: torch.Tensor | None = None,
-        delta_softplus: bool = False,
-        **_: Any,
-    ) -> torch.Tensor:
+    def scan(
+        hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None = None,
+        z: torch.Tensor | None = None, delta_bias: torch.Tensor | None = None, delta_softplus: bool = False, **_: Any,
+    ) -> torch.Tensor:  # fmt: skip
         """[1, D, T]"""
         x, step, b, c = (of[0].t().float() for of in (hidden_states, dt, B, C))
         if delta_bias is not None:
@@ -162,7 +134,7 @@ def _mamba(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
             out = out * torch.nn.functional.silu(z[0].t())
         return out.t().unsqueeze(0)
 
-    return mamba_selective_scan
+    return scan
 
 
 def _scans_of_heads(

@@ -9,7 +9,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNo
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
-from batchgen.kernels import forwards, recurrent
+from batchgen.kernels import recurrent
 from batchgen.kernels.fusion import FusedGatedNorm, fuse_small_parts
 from batchgen.state.convolution import convolve_spans
 from batchgen.state.delta_rule import delta_rule_token, normalized
@@ -17,17 +17,6 @@ from batchgen.state.mamba2 import mamba2_token
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 pytestmark = pytest.mark.usefixtures("kernels")
-
-
-class NormWithoutGroups(torch.nn.Module):
-    """The norm of Mamba2, Bamba and Granite 4 H in transformers 5.17."""
-
-    forward = forwards.Mamba2GatedNorm517.forward
-
-    def __init__(self, size):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(size))
-        self.variance_epsilon = 1e-6
 
 
 def bamba_norm(size):
@@ -40,7 +29,6 @@ NORMS = {
     "gate after the norm": lambda size: Qwen3_5RMSNormGated(size),
     "gate after the norm, sigmoid": lambda size: KimiLinearRMSNormGated(size),
     "gate before the norm": bamba_norm,
-    "gate before the norm, without groups": NormWithoutGroups,
     "gate before the norm, groups": lambda size: Zamba2RMSNormGated(size, size // 4),
 }
 

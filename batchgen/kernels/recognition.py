@@ -1,0 +1,175 @@
+"""Recognizes code of transformers that kernels can replace, by digests of its syntax tree.
+
+Formatting, comments, docstrings, annotations, decorators and the names of classes do not matter. Code of a new version of transformers that
+differs from what is known runs as it is, only slower. `python -m batchgen.kernels.recognition` then prints lines for `_KNOWN`.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import inspect
+import pkgutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from enum import Enum, auto
+from functools import cache
+from types import FunctionType, ModuleType
+from typing import Any
+
+
+class Code(Enum):
+    """What a function or the forward of a module computes."""
+
+    NORM = auto()
+    """Root mean square norm, all in float32."""
+    ROUNDED_NORM = auto()
+    """The same, rounded to the type of its input before it is multiplied by the weight."""
+    NORM_PLUS_ONE = auto()
+    """The same in float32, multiplied by the weight plus one."""
+    GATE_BEFORE_NORM = auto()
+    GATE_AFTER_NORM = auto()
+    GATE_AFTER_ROUNDED_NORM = auto()
+    ROTARY = auto()
+    """`apply_rotary_pos_emb`, of whole heads or of their first elements."""
+    ROTARY_KEEPS_TYPE = auto()
+    """The same; results have the types of queries and keys, whatever the type of cos and sin."""
+    COS_AND_SIN = auto()
+    """The cos and sin of positions."""
+    GATED_MLP = auto()
+    ATTENTION = auto()
+    """Projections, norms of queries and keys if the module has them, rotary embeddings, the attention function, an output projection."""
+    GATED_ATTENTION = auto()
+    """The same; half of what the projection of queries gives is a gate of the output."""
+    LAYER = auto()
+    """A decoder layer: norm, attention, sum, norm, MLP, sum."""
+    LAYER_WITH_DROPOUT = auto()
+    """The same with dropouts, which do nothing when a model is used."""
+    LAYER_OF_FOUR_NORMS = auto()
+    """Norms before and after attention and the MLP."""
+    LAYER_OF_LATE_NORMS = auto()
+    """Norms after attention and the MLP."""
+    HYBRID_LAYER = auto()
+    """A decoder layer with attention or a recurrent mixer."""
+    GRANITE_LAYER = auto()
+    """The same, with multipliers of its sums, and an MLP that all tokens share."""
+
+
+_KNOWN = {
+    "247dc60ab2130246": Code.ROUNDED_NORM,  # Llama, Mistral, Qwen, Granite, Phi-3 and most others
+    "a6b9698234f0af85": Code.NORM,  # OLMo 2 and 3, GPT-OSS
+    "796209c6185891ad": Code.NORM,  # Helium, Nemotron-H
+    "357455ec6654d51e": Code.NORM,  # Gemma 3n and 4
+    "876a58b0a75fb3cb": Code.NORM_PLUS_ONE,  # Gemma, Gemma 2 and 3, Qwen3-Next, Qwen 3.5
+    "ebc3ce897991a92e": Code.GATE_BEFORE_NORM,  # Mamba2, Bamba, Granite 4 H, Nemotron-H, Zamba2
+    "068efd66f93ca1b0": Code.GATE_BEFORE_NORM,  # the first three in transformers 5.17: one group
+    "bc9b39af40108015": Code.GATE_AFTER_NORM,  # Kimi Linear, Bailing
+    "e2cb9ca384daa673": Code.GATE_AFTER_ROUNDED_NORM,  # Qwen3-Next, Qwen 3.5, OLMo-hybrid
+    "4075f51d9bf95434": Code.ROTARY,  # Llama and most others
+    "03068fedcbc8f885": Code.ROTARY,  # GPT-NeoX, GLM 4 MoE, Qwen 3.5
+    "8a9c4dda911b3a41": Code.ROTARY,  # Phi-3
+    "1c77ffd1b7f6ae23": Code.ROTARY_KEEPS_TYPE,  # OLMo, LFM3
+    "a2172e70c3b28987": Code.COS_AND_SIN,  # most models
+    "4ec9f0ed160cc55b": Code.COS_AND_SIN,  # most models in transformers 5.17
+    "f25cb967b8d1cb98": Code.COS_AND_SIN,  # Qwen 3, Gemma 2 and others in transformers 5.17
+    "050261bc2de46fa2": Code.GATED_MLP,  # Llama and most others
+    "9d1ad9a4368c1a42": Code.GATED_MLP,  # Phi-3, GLM 4: gate and up in one layer
+    "2eef89ea1651ff27": Code.GATED_MLP,  # Granite's mixtures of experts
+    "b841e8fac48b4e48": Code.ATTENTION,  # Llama, Granite, Gemma
+    "dd2b5311cb0380eb": Code.ATTENTION,  # Qwen 2, Ministral
+    "0256ad913a43d333": Code.ATTENTION,  # Mistral, Mixtral
+    "54748f15cc11aa6a": Code.ATTENTION,  # Qwen 3
+    "e1502f93058c8af8": Code.ATTENTION,  # Qwen 3 VL
+    "8da0ec690fe1fc35": Code.ATTENTION,  # Apertus, Hunyuan 3
+    "b23107988cbda3dc": Code.ATTENTION,  # Gemma 2
+    "ba42d592657a1f4c": Code.ATTENTION,  # Gemma 3
+    "db751e83a7b6059d": Code.ATTENTION,  # OLMo 2, MiniMax M2
+    "fa428568ec1f9e3f": Code.ATTENTION,  # OLMo 3
+    "3fcc8e6cf9ca4a41": Code.ATTENTION,  # Phi-3
+    "044d1ff414dcb40b": Code.GATED_ATTENTION,  # Qwen3-Next, Qwen 3.5
+    "2ba339eb5b14c762": Code.LAYER,  # Llama, Mistral, Qwen 2 and 3 and most others
+    "4b6871dc55138a21": Code.LAYER,  # Qwen 3 VL
+    "323f030e830c9bae": Code.LAYER_WITH_DROPOUT,  # Phi-3
+    "2d2c8b3051be65fa": Code.LAYER_OF_FOUR_NORMS,  # Gemma 2 and 3
+    "60954eb11484c8c0": Code.LAYER_OF_LATE_NORMS,  # OLMo 2 and 3
+    "da2bee7e4dd9c466": Code.HYBRID_LAYER,  # Qwen 3.5
+    "2f80dab623d34bcf": Code.HYBRID_LAYER,  # Qwen3-Next, and Qwen 3.5 with experts
+    "a60bee24d971959a": Code.GRANITE_LAYER,  # Granite 4 H
+}
+
+
+def code_of(function: Any, owner: Any = None) -> Code | None:
+    """Returns what a function computes; None if it is not known. `owner`: the class of which it is a method."""
+    return _KNOWN.get(digest(function, owner) or "")
+
+
+@cache
+def digest(function: Any, owner: Any = None) -> str | None:
+    """Returns the digest of a function and of the methods of `owner` that it calls on itself; None for a function without source."""
+    parts, todo = {}, [("", inspect.unwrap(function))]
+    for name, part in todo:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0]
+        except (OSError, TypeError, SyntaxError):
+            return None
+        if not isinstance(tree, ast.FunctionDef):
+            return None
+        parts[name] = repr((_plain(tree.args), _plain(tree.body[ast.get_docstring(tree) is not None :])))
+        called = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_self(node.value)}
+        methods = ((name, inspect.getattr_static(owner, name, None)) for name in called - parts.keys())
+        todo += [(name, method) for name, method in methods if isinstance(method, FunctionType)]
+    return hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()[:16]
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _plain(node: Any) -> Any:
+    """Returns a syntax tree as tuples, without what differs between versions of Python: empty fields, and places in the text."""
+    if isinstance(node, list):
+        return tuple(map(_plain, node))
+    if not isinstance(node, ast.AST):
+        return node
+    fields = ((name, value) for name, value in ast.iter_fields(node) if name not in _LEFT_OUT)
+    return (type(node).__name__, *((name, _plain(value)) for name, value in fields if value not in (None, [])))
+
+
+_LEFT_OUT = ("annotation", "returns", "decorator_list", "type_comment", "type_params", "kind", "ctx")
+
+
+def unknown_code(modules: Iterable[ModuleType]) -> dict[str, list[str]]:
+    """Returns the digests that `_KNOWN` lacks: each with the names of the classes and functions that have it, the most frequent first."""
+    found: dict[str, list[str]] = {}
+    for module in modules:
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", None) != module.__name__ or not name.endswith(_NAMES):
+                continue
+            made = digest(value.forward, value) if hasattr(value, "forward") else digest(value)
+            if made is not None and made not in _KNOWN:
+                found.setdefault(made, []).append(name)
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+_NAMES = ("Norm", "NormGated", "apply_rotary_pos_emb", "RotaryEmbedding", "MLP", "Attention", "DecoderLayer")
+"""The ends of the names of classes and functions in transformers that have such code."""
+
+
+def _modules() -> Iterator[ModuleType]:
+    """Imports the modules of transformers that contain models. Names those on standard error that need a missing package."""
+    import transformers.models
+
+    for info in pkgutil.walk_packages(transformers.models.__path__, "transformers.models."):
+        if ".modeling_" in info.name:
+            try:
+                yield importlib.import_module(info.name)
+            except ImportError as e:
+                sys.stderr.write(f"{info.name}: {e}\n")
+
+
+if __name__ == "__main__":
+    for made, names in unknown_code(_modules()).items():
+        if len(names) > 1:
+            sys.stdout.write(f'    "{made}": Code.,  # {len(names)}: {", ".join(names[:6])}\n')
