@@ -123,8 +123,9 @@ def write_output(
             )
         results.update({number: replace(stored[key], row=number) for number, key in keys.items()})
         if merging:
-            for result in results.values():
-                outcomes.resumed(result)
+            seen = dict(zip(keys, job.occurrences(list(keys.values())), strict=True))
+            for number, result in results.items():
+                outcomes.resumed(result, equal=int(seen.get(number, 0) > 0))
         there = [row for row in rows if row.number in results]
         job.write(there, results, keys)
         outcomes.written(there, results)

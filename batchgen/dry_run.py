@@ -13,6 +13,7 @@ from typing import Any
 from batchgen.attention.sizes import kv_numbers
 from batchgen.config import JobConfig, ModelConfig, check_config, parse_memory
 from batchgen.errors import UsageError, memory_errors
+from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.jobs.identity import date_of_job, dtype_name
 from batchgen.jobs.order.shares import PrefixCosts, Share
 from batchgen.jobs.order.sorted_requests import SortedRequests, in_window_order
@@ -98,6 +99,8 @@ class PlanReport:
     figures: PlanFigures
     rows: int
     rows_failed: int
+    rows_equal: int
+    """Rows that have the result of an equal row: only `figures.prompt_tokens` counts them."""
     windows: int
     bytes_per_token: int
     """KV of one token in all layers; 0 if the model's configuration does not say."""
@@ -139,6 +142,7 @@ class PlanReport:
             "schema": "batchgen.plan/1",
             "rows": self.rows,
             "rows_failed": self.rows_failed,
+            "rows_equal": self.rows_equal,
             "windows": self.windows,
             "prompt_tokens": f.prompt_tokens,
             "prefill_tokens_min": f.prefill_tokens_min,
@@ -249,7 +253,8 @@ class _PlanBuilder:
         self.bytes_per_state = state_bytes_per_sequence(tokenizer.hf_config, dtype)
         plain, int8 = weight_bytes(config.model, itemsize(dtype)) or (0, 0)
         self.weight_bytes = int8 if config.model.quantize == "int8" else plain
-        self.rows = self.failed = self.windows = 0
+        self.rows = self.failed = self.windows = self.equal = self._equal_tokens = 0
+        self._row_keys = RowKeys()
         self.failures: list[str] = []
         self.figures = PlanFigures()
         self._survey, self._outline = Survey(config.engine.chunk_size, TREE_NODES, GROUPS), Outline()
@@ -281,14 +286,19 @@ class _PlanBuilder:
         return Rehearsal(limits, self.block_size, num_blocks, num_state_slots, POLICIES[engine.policy])
 
     def requests(self, rows: Sequence[Row], built: Sequence[Request | Result]) -> list[Request]:
-        """Counts rows that were built, and returns those that are requests."""
+        """Counts rows that were built, and returns the requests to run: only the first of equal ones whose results cannot differ."""
         self.rows += len(built)
         for row, result in zip(rows, built, strict=True):
             if isinstance(result, Result) and result.error_type is not None:
                 self.failed += 1
                 if len(self.failures) < FAILURES_KEPT:
                     self.failures.append(failure_line(result, row.source))
-        return [row for row in built if isinstance(row, Request)]
+        requests = [row for row in built if isinstance(row, Request)]
+        keys = self._row_keys.keys([r.key for r in requests], [None] * len(requests), [r.is_sampled for r in requests])
+        equal = [r for r, (_, is_equal) in zip(requests, keys, strict=True) if is_equal]
+        self.equal += len(equal)
+        self._equal_tokens += sum(len(r.tokens) for r in equal)
+        return [r for r, (_, is_equal) in zip(requests, keys, strict=True) if not is_equal]
 
     def add_window(self, requests: Sequence[Request], *, follow_on: bool = False) -> None:
         """Adds a window. `follow_on`: windows follow each other in depth-first order."""
@@ -332,12 +342,15 @@ class _PlanBuilder:
         """Returns the plan of all windows. `whole`: the windows came in depth-first order."""
         survey, found = self._survey, self.figures
         survey.end()
+        self._row_keys.close()
+        found = replace(found, prompt_tokens=found.prompt_tokens + self._equal_tokens)
         if whole:  # a node or group that lies in two windows was counted twice
             found = replace(found, prefix_nodes=survey.nodes, groups=survey.groups, grouped_requests=survey.grouped)
         return PlanReport(
             figures=found,
             rows=self.rows,
             rows_failed=self.failed,
+            rows_equal=self.equal,
             windows=self.windows,
             bytes_per_token=self.bytes_per_token,
             bytes_per_state=self.bytes_per_state,

@@ -182,10 +182,12 @@ def _run_as_rows_come(setup: JobSetup, job: Job, planner: Planner, generation: _
             signals.check()
         except BaseException:
             if isinstance(job, StdoutJob):  # it keeps nothing, so the rows that are done are written now
+                read.answer_equal(results)
                 job.write([row for row in read.rows if row.number in results], results, read.keys)
             raise
         tracker.phase("writing")
         with outcomes.run.timed("write"):
+            read.answer_equal(results)
             job.add_rows([row.number for row in read.rows], read.keys, read.failed)
             job.write(read.rows, results, read.keys)
             outcomes.written(read.rows, results)
@@ -268,12 +270,13 @@ class _Generation:
         engine.add(window.leaves, window.plan, self._keep)
 
     def _keep(self, result: Result) -> None:
-        """Takes the result of a row."""
+        """Takes the result of a row, which is that of all equal rows."""
         key, source = self._running.pop(result.row)
         self.job.append(key, result)
         if self._results is not None:
             self._results[result.row] = result
-        self.outcomes.done(result, source)
+        equal = self.job.equal_rows(key)
+        self.outcomes.done(result, source, rows=1 + equal, equal=equal)
 
     def _keep_under_way(self, engine: AnyEngine) -> None:
         """Stores unfinished completions, in case the run is killed. Done as often as possible without taking more than `KEEP_SHARE` of the run."""

@@ -95,7 +95,8 @@ class JobSetup(JobCommand):
 
     def reader(self, job: Job, outcomes: Outcomes) -> RequestReader:
         self.prompts.keep_keys(job.first_max_tokens)
-        return RequestReader(self.config, self.source, self.prompts, self.grammars.checked, job, outcomes)
+        ahead = self.window_size is None
+        return RequestReader(self.config, self.source, self.prompts, self.grammars.checked, job, outcomes, ahead=ahead)
 
     def quantized_texts(self) -> list[TokenArray]:
         """Returns the prompts on which `--quantize` is measured: a few of the first rows, at equal distances."""

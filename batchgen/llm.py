@@ -327,9 +327,11 @@ class LLM:
         with self._only_call("add prompts to it with add(), or call this when that call has returned"):
             self.interrupted = []
             results: dict[int, Result] = {}
-            numbers = self._add(rows, params, options, lambda result: results.__setitem__(result.row, result), None)
+            numbers = self._add(
+                rows, params, options, lambda result: results.__setitem__(result.row, result), None, share=True
+            )
             tokens_before = self.stats.completion_tokens
-            with noted_interrupt() as came, prompt_bar(len(rows), self._progress) as bar:
+            with noted_interrupt() as came, prompt_bar(len({*numbers}), self._progress) as bar:
 
                 def between_steps() -> None:
                     if not came():
@@ -356,7 +358,10 @@ class LLM:
         options: PromptConfig,
         on_result: OnResult,
         on_token: OnToken | None,
+        *,
+        share: bool = False,
     ) -> list[int]:
+        """`share`: of prompts whose results cannot differ only the first runs, and its number is returned for all of them."""
         self.engine  # noqa: B018 - a closed model takes no prompts
         self._check_process()
         own = params if isinstance(params, list) else None
@@ -371,6 +376,10 @@ class LLM:
             else:
                 failed.append(row)
         requests = _with_row_keys(requests, dict(zip(numbers, rows, strict=True)))
+        if share:
+            first: dict[bytes, Request] = {}
+            same = {r.row: first.setdefault(r.key, r).row for r in requests}
+            requests, numbers = list(first.values()), [same.get(number, number) for number in numbers]
         self._requests.update((request.row, request) for request in requests)
         self._arriving.append(_Arrival(requests, failed, on_result, on_token))
         return numbers
@@ -414,11 +423,11 @@ class LLM:
 
 def _with_row_keys(requests: list[Request], rows: Mapping[int, Row]) -> list[Request]:
     """Returns the requests of a call with the keys of their rows, which are given by number."""
-    ids = [own_id(rows[r.row], None) if r.is_sampled else None for r in requests]
+    ids = [own_id(rows[r.row], None) for r in requests]
     digests = [None if own is None else id_digest(own) for own in ids]
     with closing(RowKeys()) as row_keys:
-        keys = row_keys.keys([r.key for r in requests], digests)
-    return [replace(r, key=key) for r, key in zip(requests, keys, strict=True)]
+        keys = row_keys.keys([r.key for r in requests], digests, [r.is_sampled for r in requests])
+    return [replace(r, key=key) for r, (key, _) in zip(requests, keys, strict=True)]
 
 
 def _rows_of(prompts: Any, options: PromptConfig) -> list[Row]:

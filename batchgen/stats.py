@@ -75,6 +75,10 @@ class RowCounts:
     prompt_tokens: int = 0
     """Shared ones are counted for every row. Failed rows do not count."""
     completion_tokens: int = 0
+    equal: int = 0
+    """Rows that have the result of an equal row."""
+    equal_tokens: int = 0
+    """Their completion tokens, which no engine has generated."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of rows by the reason why they ended (`Result.reason`)."""
 
@@ -85,15 +89,18 @@ class RowCounts:
     def rows(self) -> int:
         return self.ok + self.failed
 
-    def add(self, result: Result) -> None:
+    def add(self, result: Result, rows: int = 1, equal: int = 0) -> None:
+        """Adds rows that have this result, of which `equal` have that of an equal row."""
         failed = result.error_type is not None
-        self.failed += failed
-        self.ok += not failed
-        self.truncated += result.truncated
-        self.unanswered += result.unanswered
-        self.reasons[result.reason] += 1
-        self.prompt_tokens += 0 if failed else result.prompt_tokens
-        self.completion_tokens += result.completion_tokens
+        self.failed += rows if failed else 0
+        self.ok += 0 if failed else rows
+        self.truncated += rows if result.truncated else 0
+        self.unanswered += rows if result.unanswered else 0
+        self.reasons[result.reason] += rows
+        self.prompt_tokens += 0 if failed else rows * result.prompt_tokens
+        self.completion_tokens += rows * result.completion_tokens
+        self.equal += equal
+        self.equal_tokens += equal * result.completion_tokens
 
 
 @dataclass(slots=True)
@@ -166,6 +173,7 @@ def figures(
         "rows_ok": new.ok,
         "rows_failed": new.failed,
         "rows_resumed": run.resumed.rows,
+        "rows_equal": new.equal,
         "rows_truncated": new.truncated,
         "finish_reasons": reasons_in_order(new.reasons),
         "prompt_tokens": new.prompt_tokens,
@@ -224,10 +232,14 @@ def _job_sums(stats: Mapping[str, Any], run: RunFigures, earlier: Mapping[str, A
         "rows": run.done,
         "rows_ok": run.new.ok + run.resumed.ok,
         "rows_failed": run.failed,
+        "rows_equal": run.new.equal + run.resumed.equal,
         "rows_truncated": run.new.truncated + run.resumed.truncated,
         "finish_reasons": reasons_in_order(run.all_reasons),
         "prompt_tokens": run.new.prompt_tokens + run.resumed.prompt_tokens,
-        "completion_tokens": stats["completion_tokens"] + run.begun_tokens + run.resumed.completion_tokens,
+        "completion_tokens": stats["completion_tokens"]
+        + run.begun_tokens
+        + run.new.equal_tokens
+        + run.resumed.completion_tokens,
         **{name: earlier.get(name, 0) + stats[name] for name in _SUMMED},
         **{name: max(earlier.get(name, 0), stats[name]) for name in _LARGEST},
         "seconds": {name: round(seconds.get(name, 0.0) + value, 4) for name, value in stats["seconds"].items()},

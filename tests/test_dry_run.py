@@ -107,7 +107,10 @@ def test_rows_that_cannot_be_run_are_counted(tiny_model_dir: Path, write_jsonl: 
 def test_completions_and_labels_take_memory_but_do_not_count_as_prompts(
     tiny_model_dir: Path, write_jsonl: Write
 ) -> None:
-    source = write_jsonl({"prompt": "x" * 31, "completion": "y" * 16} for _ in range(2))  # with <s> a block of 32
+    # With <s> a block of 32. Other seeds, because equal rows would run once.
+    source = write_jsonl(
+        {"prompt": "x" * 31, "completion": "y" * 16, "sampling_params": {"seed": seed}} for seed in range(2)
+    )
 
     def figures(**options: Any) -> dict[str, Any]:
         report = plan_job(config_of(tiny_model_dir, source, **options))
@@ -132,6 +135,11 @@ def test_rows_with_nothing_to_score_add_no_prompt_tokens(tiny_model_dir: Path, w
     source = write_jsonl([{"prompt": "a", "completion": ""}, {"prompt": "a"}, {"prompt": "a", "completion": "b"}])
     plan = plan_job(config_of(tiny_model_dir, source, prompts=PromptConfig(score=True)))
     assert (plan.rows, plan.rows_failed, plan.figures.prompt_tokens) == (3, 1, 2)
+
+
+def test_equal_rows_count_their_prompts_and_nothing_else(tiny_model_dir: Path, write_jsonl: Write) -> None:
+    plan = plan_job(config_of(tiny_model_dir, write_jsonl({"prompt": prompt} for prompt in ("aa", "aa", "b"))))
+    assert (plan.rows, plan.rows_equal, plan.figures.prompt_tokens, plan.figures.prefill_tokens_min) == (3, 1, 8, 4)
 
 
 def test_an_empty_input_has_an_empty_plan(tiny_model_dir: Path, write_jsonl: Write) -> None:

@@ -7,6 +7,7 @@ import pickle
 import re
 import threading
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,21 @@ def test_a_prefix_of_an_earlier_call_is_not_run_again(tiny_model_dir: Path) -> N
     llm.generate([f"{SHARED}c", f"{SHARED}d"], params)
     assert before == 1 + len(SHARED) + 2
     assert llm.engine.stats.prefill_tokens - before == 2
+
+
+def test_equal_prompts_of_a_call_run_once_unless_they_are_sampled(tiny_model_dir: Path) -> None:
+    llm = LLM(str(tiny_model_dir))
+    greedy, sampled = (SamplingParams(max_tokens=4, ignore_eos=True, temperature=t) for t in (0.0, 5.0))
+    first, second, third = llm.generate(["a", "b", "a"], greedy)
+    assert first == replace(third, row=0) != replace(second, row=0)
+    assert ([first.row, second.row, third.row], llm.stats.completion_tokens) == ([0, 1, 2], 8)
+    assert len({result.text for result in llm.generate(["a"] * 3, sampled)}) == 3
+    assert llm.stats.completion_tokens == 8 + 3 * 4
+    results: list[Result] = []
+    llm.add(["a"] * 3, greedy, on_result=results.append)
+    llm.run()
+    assert {result.text for result in results} == {first.text}
+    assert llm.stats.completion_tokens == 8 + 3 * 4 + 3 * 4
 
 
 def test_a_missing_model_is_an_error(tmp_path: Path) -> None:

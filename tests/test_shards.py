@@ -88,6 +88,16 @@ def test_shards_in_any_order_write_the_output_of_one_run(tiny_model_dir: Path, s
     ]  # fmt: skip
 
 
+def test_equal_rows_run_in_one_shard_and_the_merge_counts_them(tiny_model_dir: Path, source: Path) -> None:
+    write([{"prompt": f"{GROUPS[i % 2]} {i % 5}"} for i in range(24)])
+    greedy = SamplingParams(max_tokens=3)
+    ran = [shard(tiny_model_dir, name, sampling=greedy).stats["rows"] for name in ("1/2", "2/2")]
+    report = merge_job("o.jsonl")
+    assert sum(ran) == 10
+    assert (report.stats["job"]["rows"], report.stats["job"]["rows_equal"]) == (24, 14)
+    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir, sampling=greedy)
+
+
 def test_a_merge_that_is_repeated_after_a_failure_counts_every_run_once(
     tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,10 @@ class Store(Protocol):
         """Stores the result of row `result.row`."""
         ...
 
+    def equal_rows(self, key: bytes) -> int:
+        """Returns how many further rows wait for the result of this key. A shard does not know them: the merge counts them."""
+        ...
+
     def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
         """Stores the tokens so far of unfinished completions, by row key and the completion's number."""
         ...
@@ -116,9 +120,21 @@ class Job(Store, Protocol):
         ...
 
     def keys(
-        self, digests: Sequence[bytes], ids: Sequence[bytes | None], all_ids: Callable[[], Iterable[bytes]] | None
-    ) -> list[bytes]:
-        """Returns the keys of rows (`RowKeys.keys`). Must be called once for every row, in row order."""
+        self,
+        digests: Sequence[bytes],
+        ids: Sequence[bytes | None],
+        sampled: Sequence[bool],
+        all_ids: Callable[[], Iterable[bytes]] | None,
+    ) -> list[tuple[bytes, bool]]:
+        """Returns the keys of rows, and whether an earlier row has the same key (`RowKeys.keys`). Must be called once for every row, in row order."""
+        ...
+
+    def of_this_run(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Returns those of `keys` that have a result of this run."""
+        ...
+
+    def add_equal(self, rows: Mapping[bytes, int]) -> None:
+        """Adds numbers of rows that wait for the result of an equal row, by key (`Store.equal_rows`)."""
         ...
 
     def begin_rows(self) -> None:
@@ -160,6 +176,9 @@ class StoredResults:
         self._check_held()
         with writing(self.folder):
             self._results.append(key, result)
+
+    def equal_rows(self, key: bytes) -> int:
+        return 0
 
     def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
         self._check_held()

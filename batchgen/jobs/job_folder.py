@@ -208,10 +208,26 @@ class JobFolder(StoredResults):
             return self._row_keys.occurrences(digests)
 
     def keys(
-        self, digests: Sequence[bytes], ids: Sequence[bytes | None], all_ids: Callable[[], Iterable[bytes]] | None
-    ) -> list[bytes]:
+        self,
+        digests: Sequence[bytes],
+        ids: Sequence[bytes | None],
+        sampled: Sequence[bool],
+        all_ids: Callable[[], Iterable[bytes]] | None,
+    ) -> list[tuple[bytes, bool]]:
         with writing(self.folder):
-            return self._row_keys.keys(digests, ids, all_ids)
+            return self._row_keys.keys(digests, ids, sampled, all_ids)
+
+    def of_this_run(self, keys: Sequence[bytes]) -> set[bytes]:
+        with writing(self.folder):
+            return self._results.of_this_run(keys)
+
+    def add_equal(self, rows: Mapping[bytes, int]) -> None:
+        with writing(self.folder):
+            self._results.add_equal(rows)
+
+    def equal_rows(self, key: bytes) -> int:
+        with writing(self.folder):
+            return self._results.equal_rows(key)
 
     def append(self, key: bytes, result: Result) -> None:
         self._appended = True
@@ -241,7 +257,7 @@ class JobFolder(StoredResults):
 
     def check_dropped(self, *, prune: bool) -> None:
         with writing(self.folder):
-            finished, gone, new = self._results.compared()
+            finished, gone, new, unasked = self._results.compared()
         if not gone:
             return
         lost = max(0, gone - new)  # as many rows as are new were changed, not removed
@@ -253,8 +269,9 @@ class JobFolder(StoredResults):
                 f"{gone:,} of the {finished:,} finished rows of {self.output} are no longer in the input and would be removed from the output",
                 "check the input; --prune removes them, another -o keeps them",
             )
-        what = "removed" if prune else f"kept in {self.folder} and used again if the row comes back"
-        self.notes.append(f"{counted(gone, 'result')} of {self.output} without a row in the input: {what}")
+        if unasked:
+            what = "removed" if prune else f"kept in {self.folder} and used again if the row comes back"
+            self.notes.append(f"{counted(unasked, 'result')} of {self.output} without a row in the input: {what}")
 
     @property
     def _made_with_another_limit(self) -> bool:

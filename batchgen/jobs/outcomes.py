@@ -62,12 +62,15 @@ class Outcomes:
         """The first few failed rows of this run: place and reason."""
         self._max_errors = max_errors
 
-    def done(self, result: Result, source: str = "") -> None:
-        """Counts a row that this run has finished or that failed. `source` is its place in its file, if known. Raises `TooManyErrors`."""
-        self.run.new.add(result)
+    def done(self, result: Result, source: str = "", *, rows: int = 1, equal: int = 0) -> None:
+        """Counts a row that this run has finished or that failed. `source` is its place in its file, if known. Raises `TooManyErrors`.
+
+        `rows`: the number of rows that have this result, of which `equal` have it because they are equal to another one.
+        """
+        self.run.new.add(result, rows, equal)
         self.tracker.changed()
         if result.finish_reason == "length" and repeats(result.token_ids, SUGGESTED_REPEATS):
-            self.run.rows_repeating += 1
+            self.run.rows_repeating += rows
         if result.error_type is None:
             return
         last = failure_line(result, source)
@@ -76,9 +79,9 @@ class Outcomes:
         if self._max_errors is not None:
             check_errors(self._max_errors, failed=self.run.failed, done=self.run.done, last=last)
 
-    def resumed(self, result: Result) -> None:
-        """Counts a row whose result comes from an earlier run."""
-        self.run.resumed.add(result)
+    def resumed(self, result: Result, *, rows: int = 1, equal: int = 0) -> None:
+        """Counts rows whose result comes from an earlier run, as `done` does."""
+        self.run.resumed.add(result, rows, equal)
         self.tracker.changed()
 
     def written(self, rows: Sequence[Row], results: Mapping[int, Result]) -> None:

@@ -1,11 +1,13 @@
-"""A job whose rows go to standard output. It stores nothing and cannot be resumed."""
+"""A job whose rows go to standard output. It keeps results only for later rows that are equal, and cannot be resumed."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from batchgen.jobs.files.disk import writing
+from batchgen.jobs.files.results import decode, encode
 from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.process.stdout import write_stdout
 from batchgen.progress import Snapshot
@@ -15,6 +17,8 @@ from batchgen.records.rows import Row
 from batchgen.result import Completion, Result
 
 _COUNTS = "the temporary file of the rows' keys"
+_RECENT_BYTES = 1 << 26
+"""Results of this size in all are kept for rows that are equal to earlier ones."""
 _NOTHING_KEPT = "nothing is kept of a job without an output file: name one with -o"
 
 
@@ -52,6 +56,12 @@ class StdoutJob:
         self.tokens_under_way = 0
         self._form = form
         self._order = DoneOrder(order)
+        self._lasting: set[bytes] = set()
+        """Keys without a result whose results serve equal rows too."""
+        self._recent: dict[bytes, tuple[bytes, int]] = {}
+        """By key: the newest of these results, and their checksums."""
+        self._bytes = 0
+        self._equal: dict[bytes, int] = {}
         with writing(_COUNTS):
             self._row_keys = RowKeys()
 
@@ -66,19 +76,42 @@ class StdoutJob:
             return self._row_keys.occurrences(digests)
 
     def keys(
-        self, digests: Sequence[bytes], ids: Sequence[bytes | None], all_ids: Callable[[], Iterable[bytes]] | None
-    ) -> list[bytes]:
+        self,
+        digests: Sequence[bytes],
+        ids: Sequence[bytes | None],
+        sampled: Sequence[bool],
+        all_ids: Callable[[], Iterable[bytes]] | None,
+    ) -> list[tuple[bytes, bool]]:
         with writing(_COUNTS):
-            return self._row_keys.keys(digests, ids)
+            keys = self._row_keys.keys(digests, ids, sampled)
+        self._lasting.update(key for (key, _), differs in zip(keys, sampled, strict=True) if not differs)
+        return keys
+
+    def of_this_run(self, keys: Sequence[bytes]) -> set[bytes]:
+        return set(keys)
+
+    def add_equal(self, rows: Mapping[bytes, int]) -> None:
+        self._equal = dict(rows)
+
+    def equal_rows(self, key: bytes) -> int:
+        return self._equal.get(key, 0)
 
     def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
-        return {}
+        found = {key: decode(key, *self._recent[key]) for key in keys if key in self._recent}
+        return {key: result for key, result in found.items() if result is not None}
 
     def under_way(self) -> dict[bytes, dict[int, Completion]]:
         return {}
 
     def append(self, key: bytes, result: Result) -> None:
         self._order.done(result.row)
+        if key in self._lasting:
+            self._lasting.remove(key)
+            value = encode(result)
+            self._recent[key] = value, zlib.crc32(key + value)
+            self._bytes += len(value)
+            while self._bytes > _RECENT_BYTES:
+                self._bytes -= len(self._recent.pop(next(iter(self._recent)))[0])
 
     def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None: ...
     def tell(self, progress: Snapshot) -> None: ...

@@ -71,9 +71,17 @@ def _shards(text: str | None) -> int | None:
 def plan_lines(report: PlanReport) -> list[str]:
     """Returns the plan as lines of text."""
     f = report.figures
-    bad = f" ({report.rows_failed:,} would fail)" if report.rows_failed else ""
+    parts = [
+        f"{count:,} {what}"
+        for count, what in (
+            (report.rows_failed, "would fail"),
+            (report.rows_equal, "would have the result of an equal row"),
+        )
+        if count
+    ]
+    some = f" ({', '.join(parts)})" if parts else ""
     lines = [
-        f"rows               {report.rows:,}{bad}, {'through the chat template' if report.chat else 'as raw text'}",
+        f"rows               {report.rows:,}{some}, {'through the chat template' if report.chat else 'as raw text'}",
         f"prompt tokens      {f.prompt_tokens:,}",
         f"to be prefilled    {f.prefill_tokens_min:,} ({f.shared_fraction:.1%} of the prompt tokens are shared and run once)",
         f"groups             {f.groups:,} with {counted(f.grouped_requests, 'row')}",

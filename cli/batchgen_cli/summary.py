@@ -222,6 +222,8 @@ def _confusion(found: dict[str, Any]) -> list[str]:
 
 def _rows_line(s: dict[str, Any]) -> str:
     parts = [f"{s['rows_ok']:,} done"]
+    if s["rows_equal"]:
+        parts[0] += f" ({s['rows_equal']:,} with the result of an equal row)"
     if s["rows_failed"]:
         parts.append(f"{s['rows_failed']:,} failed")
     if s["rows_resumed"]:

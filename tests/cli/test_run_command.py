@@ -29,10 +29,10 @@ def test_the_summary_says_what_was_done(cli: Cli, write_jsonl: Write, tiny_model
     err = cli("run", source, "-m", tiny_model_dir, "--max-tokens", "3", "--ignore-eos", "--compile", "off").err
     lines = {" ".join(line.split()) for line in err.splitlines()}
     assert f"output {source.with_name('prompts.out.jsonl')}" in lines
-    assert "rows 2 done" in lines
+    assert "rows 2 done (1 with the result of an equal row)" in lines
     assert "prompts raw text" in lines
     assert "prompt tokens 10, of which 5 were run (minimum: 5): 50.0% shared" in lines
-    assert "completion tokens 6" in lines
+    assert "completion tokens 3" in lines
     assert f"model {tiny_model_dir}, float32 on cpu, attention cascade" in lines
 
 

@@ -335,7 +335,7 @@ def test_a_finished_output_is_compared_with_the_rows_of_the_next_run(folder):
     with opened(folder) as results:
         results.know_finished(KEYS[:4])
         results.add_rows([0, 1, 2], {0: KEYS[0], 2: KEYS[5]}, {1: RESULTS[2]})
-        assert results.compared() == (4, 3, 1)
+        assert results.compared() == (4, 3, 1, 3)
         results.forget_unasked()
         assert set(results.stored(KEYS)) == {KEYS[0], KEYS[5]}
 

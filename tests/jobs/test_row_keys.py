@@ -45,11 +45,19 @@ def test_the_first_of_equal_rows_has_their_digest_as_its_key(case: str, calls: s
     ids, expected = CASES[case]
     row_keys = RowKeys()
     lists = [ids] if calls == "one call" else [[own] for own in ids]
-    assert [key for part in lists for key in row_keys.keys([D] * len(part), part)] == expected
+    keys = [key for part in lists for key in row_keys.keys([D] * len(part), part, [True] * len(part))]
+    assert keys == [(key, False) for key in expected]
+
+
+def test_equal_rows_that_are_not_sampled_have_one_key_and_those_after_the_first_are_told() -> None:
+    row_keys = RowKeys()
+    assert row_keys.keys([D, A, D], [A, B, C], [False] * 3) == [(D, False), (A, False), (D, True)]
+    assert row_keys.keys([A, B], [None, A], [False] * 2) == [(A, True), (B, False)]
 
 
 def test_rows_without_equals_have_their_digests_whatever_their_ids() -> None:
-    assert RowKeys().keys([A, B, C, D], [None, D, C, C]) == [A, B, C, D]
+    keys = RowKeys().keys([A, B, C, D], [None, D, C, C], [True] * 4)
+    assert keys == [(A, False), (B, False), (C, False), (D, False)]
 
 
 def runs_of(folder: Path, *inputs: list[bytes | None], finished: bool = True) -> list[list[bytes]]:
@@ -57,7 +65,8 @@ def runs_of(folder: Path, *inputs: list[bytes | None], finished: bool = True) ->
     given = []
     for ids in inputs:
         results = Results(folder, 5.0)
-        given.append(results.row_keys().keys([D] * len(ids), ids, lambda ids=ids: filter(None, ids)))
+        keys = results.row_keys().keys([D] * len(ids), ids, [True] * len(ids), lambda ids=ids: filter(None, ids))
+        given.append([key for key, _ in keys])
         for key in given[-1] if finished else ():
             results.append(key, RESULT)
         results.close()
@@ -82,10 +91,10 @@ def test_rows_of_a_job_that_numbered_them_get_keys_of_their_own_and_keep_their_r
         results.append(key, Result(row=-1, text=str(number), finish_reason="stop"))
     results.know_finished(numbered)
     expected = [D, id_key(D, B), id_key(D, C)]
-    assert results.row_keys().keys([D] * 3, [A, B, C]) == expected
+    assert results.row_keys().keys([D] * 3, [A, B, C], [True] * 3) == [(key, False) for key in expected]
     assert [results.stored(expected)[key].text for key in expected] == ["0", "1", "2"]
     results.add_rows([0, 1, 2], dict(enumerate(expected)), {})
-    assert results.compared() == (3, 0, 0)
+    assert results.compared() == (3, 0, 0, 0)
 
 
 @pytest.mark.parametrize("damage", [b"x" * 10_000, b""])
@@ -97,7 +106,7 @@ def test_a_damaged_memory_is_made_again(tmp_path: Path, damage: bytes) -> None:
 
 def test_owners_without_a_row_and_a_result_are_forgotten(results: Results, tmp_path: Path) -> None:
     row_keys = results.row_keys()
-    row_keys.keys([D, A, B], [C, C, C])
+    row_keys.keys([D, A, B], [C, C, C], [True] * 3)
     results.append(A, RESULT)
     results.add_rows([0], {0: B}, {})
     row_keys.forget_unasked()

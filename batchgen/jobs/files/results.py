@@ -3,6 +3,7 @@
     results    what became of a row, by its key; each value carries a checksum of its own
     under_way  what there is of completions that are not finished, by the key of their row: each entry continues the one before it
     rows       the rows of this run's output: the key of each, or the result of a row that never became a request
+    equal      how many rows wait for the result of an equal row, by key
     facts      single values: the progress of the run, and what the first reading of the input has read
 
 The database is in WAL mode. Every result is committed at once, so a killed process loses none. The log is synced every `flush_every` seconds,
@@ -45,6 +46,7 @@ CREATE TABLE IF NOT EXISTS under_way (
     key BLOB, number INTEGER, start INTEGER, tokens INTEGER NOT NULL, value BLOB, checksum INTEGER,
     PRIMARY KEY (key, number, start)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rows (number INTEGER PRIMARY KEY, key BLOB, value BLOB, checksum INTEGER);
+CREATE TABLE IF NOT EXISTS equal (key BLOB PRIMARY KEY, rows INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value BLOB, checksum INTEGER);
 """
 
@@ -69,6 +71,8 @@ class Results:
         self._synced = time.monotonic()
         self._known = 0
         """`count`, kept up to date without counting."""
+        self._earlier = 0
+        """The last place of a result of an earlier run."""
         self._begun: dict[bytes, dict[int, Completion]] = {}
         """The completions of `under_way`, by the row's key and the completion's number."""
 
@@ -99,10 +103,9 @@ class Results:
             db.execute(f"PRAGMA synchronous = {'FULL' if self._network else 'NORMAL'}")
             db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
             (version,) = db.execute("PRAGMA user_version").fetchone()
-            if version == 0:
-                _make_tables(db)
-            elif version != FORMAT:
+            if version not in (0, FORMAT):
                 raise Damaged
+            _make_tables(db)
             (found,) = db.execute("PRAGMA integrity_check(1)").fetchone()
             if found != "ok":
                 raise Damaged
@@ -127,8 +130,8 @@ class Results:
     @property
     def count(self) -> int:
         """Number of results."""
-        (count,) = self._db.execute("SELECT count(*) FROM results").fetchone()
-        self._known = int(count)
+        count, last = self._db.execute("SELECT count(*), coalesce(max(rowid), 0) FROM results").fetchone()
+        self._known, self._earlier = int(count), int(last)
         return self._known
 
     def row_keys(self) -> RowKeys:
@@ -143,6 +146,11 @@ class Results:
             if result is not None:
                 found[key] = result
         return found
+
+    def of_this_run(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Returns those of `keys` whose results were stored since `count` was asked for."""
+        found = select_in(self._db, "SELECT key, rowid FROM results WHERE key IN", keys)
+        return {key for key, place in found if place > self._earlier}
 
     def append(self, key: bytes, result: Result) -> None:
         """Stores one result."""
@@ -238,6 +246,7 @@ class Results:
         """Drops all rows, before the input is read from its start."""
         self.forget_reading()
         self._write_one("DELETE FROM rows")
+        self._write_one("DELETE FROM equal")
 
     def add_rows(self, rows: Sequence[int], keys: Mapping[int, bytes], failed: Mapping[int, Result]) -> None:
         """Adds rows of the output by their numbers: each has a key, or a result in `failed`."""
@@ -248,6 +257,16 @@ class Results:
                 value = encode(failed[number])
             entries.append((number, key, value, zlib.crc32(number.to_bytes(8, "big") + value)))
         self._many("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", entries)
+
+    def add_equal(self, rows: Mapping[bytes, int]) -> None:
+        """Adds numbers of rows that wait for the result of an equal row, by key."""
+        statement = "INSERT INTO equal VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET rows = rows + excluded.rows"
+        self._many(statement, list(rows.items()))
+
+    def equal_rows(self, key: bytes) -> int:
+        """Returns how many further rows wait for the result of this key."""
+        found = self._db.execute("SELECT rows FROM equal WHERE key = ?", (key,)).fetchone()
+        return int(found[0]) if found else 0
 
     def rows(self, first: int, last: int) -> tuple[dict[int, bytes], dict[int, Result]]:
         """Returns the rows from `first` to `last` that are in the output: the keys of those that became requests, and the results of the others."""
@@ -301,18 +320,21 @@ class Results:
         """Stores the keys of the rows of the existing output."""
         self.commit()
         with transaction(self._db):
-            self._db.executemany("INSERT OR IGNORE INTO run.finished VALUES (?)", ((key,) for key in keys))
+            statement = "INSERT INTO run.finished VALUES (?, 1) ON CONFLICT (key) DO UPDATE SET rows = rows + 1"
+            self._db.executemany(statement, ((key,) for key in keys))
 
-    def compared(self) -> tuple[int, int, int]:
-        """Returns three numbers of keys: in the finished output, of these missing from the new output, and new in the new output."""
-        ours = "SELECT key FROM rows WHERE key IS NOT NULL"
-        counts = (
-            "SELECT count(*) FROM run.finished",
-            f"SELECT count(*) FROM (SELECT key FROM run.finished EXCEPT {ours})",
-            f"SELECT count(*) FROM ({ours} EXCEPT SELECT key FROM run.finished)",
-        )
-        finished, gone, new = (int(self._db.execute(query).fetchone()[0]) for query in counts)
-        return finished, gone, new
+    def compared(self) -> tuple[int, int, int, int]:
+        """Returns three numbers of rows: in the finished output, of these missing from the new output, and new in the new output. The fourth
+        is the number of results for which the new output has no row."""
+        ours = "(SELECT key, count(*) AS rows FROM rows WHERE key IS NOT NULL GROUP BY key) AS ours"
+        less = "sum(max(0, {0}.rows - coalesce({1}.rows, 0))), sum({1}.rows IS NULL) FROM"
+        finished, gone, unasked = self._db.execute(
+            f"SELECT sum(f.rows), {less.format('f', 'ours')} run.finished AS f LEFT JOIN {ours} USING (key)"
+        ).fetchone()
+        (new, _) = self._db.execute(
+            f"SELECT {less.format('ours', 'f')} {ours} LEFT JOIN run.finished AS f USING (key)"
+        ).fetchone()
+        return finished or 0, gone or 0, new or 0, unasked or 0
 
     def shrink(self, keys: Iterable[bytes]) -> bool | None:
         """Drops the results of these keys, which a finished output holds, and all data of the run. Returns whether any results remain.
@@ -329,7 +351,7 @@ class Results:
                 return False
             with transaction(self._db):
                 self._db.execute(f"DELETE FROM results WHERE {held}")
-                for table in ("under_way", "rows", "facts"):
+                for table in ("under_way", "rows", "equal", "facts"):
                     self._db.execute(f"DELETE FROM {table}")
             self._db.execute("VACUUM main")
         except sqlite3.OperationalError as e:
@@ -405,14 +427,15 @@ class Results:
 def _make_tables(db: sqlite3.Connection) -> None:
     for statement in filter(str.strip, _TABLES.split(";")):
         db.execute(statement)
-    db.execute(f"PRAGMA user_version = {FORMAT}")
+    if db.execute("PRAGMA user_version").fetchone() != (FORMAT,):
+        db.execute(f"PRAGMA user_version = {FORMAT}")
 
 
 def _make_run_tables(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA run.journal_mode = OFF")
     db.execute("PRAGMA run.synchronous = OFF")
     db.execute(f"PRAGMA run.cache_size = -{CACHE_KIB}")
-    db.execute("CREATE TABLE run.finished (key BLOB PRIMARY KEY) WITHOUT ROWID")
+    db.execute("CREATE TABLE run.finished (key BLOB PRIMARY KEY, rows INTEGER NOT NULL) WITHOUT ROWID")
 
 
 def read_facts(folder: Path, names: Sequence[str]) -> tuple[dict[str, Any], int | None]:

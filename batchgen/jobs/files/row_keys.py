@@ -1,6 +1,7 @@
-"""The keys of a job's rows. Equal requests are told apart by their ids, and by the number of their occurrence where these do not differ.
+"""The keys of a job's rows. Equal requests have one key, and one result, if their results cannot differ. If they are sampled, they are told apart by
+their ids, and by the number of their occurrence where these do not differ.
 
-The first of equal requests has their digest as its key; the keys of the others are made of the digest and their ids. `known.sqlite` in the
+The first of equal requests that are sampled has their digest as its key; the keys of the others are made of the digest and their ids. `known.sqlite` in the
 job's folder remembers whose key a digest is, so rows keep their keys when others are deleted, moved or inserted. It stays when the job is
 finished. Results of a job whose rows had no ids, or that an earlier version has numbered, get the new keys of their rows.
 
@@ -86,19 +87,23 @@ class RowKeys:
         self,
         digests: Sequence[bytes],
         ids: Sequence[bytes | None],
+        sampled: Sequence[bool],
         all_ids: Callable[[], Iterable[bytes]] | None = None,
-    ) -> list[bytes]:
-        """Returns the keys of the next rows of the input.
+    ) -> list[tuple[bytes, bool]]:
+        """Returns the keys of the next rows of the input, and whether an earlier row has the same key.
 
-        `digests` are those of the rows' requests. `ids` are digests of the rows' ids; None for a row without one. `all_ids` returns those of the
+        `digests` are those of the rows' requests. `ids` are digests of the rows' ids; None for a row without one. `sampled` tells whether equal
+        rows get results of their own. `all_ids` returns those of the
         whole input; without it, all owners are taken to be there.
         """
+        ids = [own if differs else None for own, differs in zip(ids, sampled, strict=True)]
         id_keys = [None if own is None else id_key(digest, own) for digest, own in zip(digests, ids, strict=True)]
         named = [key for key in id_keys if key is not None]
         counts = self._counts([*digests, *named])
         owners = self._owners([digest for digest, own in zip(digests, ids, strict=True) if own is not None])
-        finished, changed, keys = self._finished(named), set(), []
-        for digest, own, other in zip(digests, ids, id_keys, strict=True):
+        finished, changed = self._finished(named), set()
+        keys: list[tuple[bytes, bool]] = []
+        for digest, own, other, differs in zip(digests, ids, id_keys, sampled, strict=True):
             count, owner = counts[digest], owners.get(digest)
             base = digest
             if not count.seen and not count.others:
@@ -122,7 +127,8 @@ class RowKeys:
                 if digest in owners and owners[digest].alone:
                     owners[digest] = replace(owners[digest], alone=False)
                     changed.add(digest)
-            keys.append(row_key(base, counts[base].seen))
+            seen = counts[base].seen
+            keys.append((row_key(base, seen), False) if differs else (base, seen > 0))
             counts[base].seen += 1
         self._save(counts)
         entries = [(digest, *astuple(owners[digest])) for digest in sorted(changed)]

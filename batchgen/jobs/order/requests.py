@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from batchgen.result import Result
 from batchgen.stats import RowCounts, versions
 
 _STOP_SECONDS = 5.0
-_READING_FORM = 2
+_READING_FORM = 3
 """Changes with the form of what a first reading stores: a reading of another form is made again."""
 _SHOWN_ID = 60  # characters of an id in a message
 
@@ -39,12 +40,19 @@ class ReadRows:
     results: dict[int, Result]
     """Results by row number, of rows that never became requests and of rows that have a result from an earlier run."""
     requests: list[Request]
-    """Requests of the other rows."""
+    """Requests of the other rows; of equal rows with one key, only that of the first."""
 
     @property
     def failed(self) -> dict[int, Result]:
         """Results of the rows that never became requests."""
         return {number: result for number, result in self.results.items() if number not in self.keys}
+
+    def answer_equal(self, results: dict[int, Result]) -> None:
+        """Adds to `results`, which are by row number, those of rows that are equal to another of these rows."""
+        first = {request.key: request.row for request in self.requests}
+        for number, key in self.keys.items():
+            if number not in results and first.get(key) in results:
+                results[number] = replace(results[first[key]], row=number)
 
 
 class RowIds:
@@ -114,10 +122,12 @@ class RequestReader:
         check: Callable[[Request], Request | Result],
         job: Job,
         outcomes: Outcomes,
+        *,
+        ahead: bool,
     ) -> None:
-        """`check` returns the request, or the result of a row whose grammar cannot be used."""
+        """`check` returns the request, or the result of a row whose grammar cannot be used. `ahead`: all rows are read before any is generated."""
         self._config, self._prompts, self._check = config, prompts, check
-        self._job, self._outcomes = job, outcomes
+        self._job, self._outcomes, self._ahead = job, outcomes, ahead
         self._met = 0
         """Results of earlier runs that rows have asked for."""
         self._ids = RowIds(config, job)
@@ -149,12 +159,15 @@ class RequestReader:
         self._told = len(self._prompts.notes)
         ids = dict(zip((row.number for row in rows), self._ids.add(rows), strict=True))
         found = [b for b in built if isinstance(b, Request)]
-        named = [ids[r.row] if r.is_sampled else None for r in found]
-        keys = self._job.keys([r.key for r in found], named, self._all_ids)
-        requests = {r.row: replace(r, key=key) for r, key in zip(found, keys, strict=True)}
-        stored = self._job.stored([request.key for request in requests.values()])
-        self._met += len(stored)
-        read = ReadRows([], {}, {}, [])
+        keys = self._job.keys(
+            [r.key for r in found], [ids[r.row] for r in found], [r.is_sampled for r in found], self._all_ids
+        )
+        requests = {r.row: replace(r, key=key) for r, (key, _) in zip(found, keys, strict=True)}
+        equal = {r.row for r, (_, is_equal) in zip(found, keys, strict=True) if is_equal}
+        stored = self._job.stored(list({request.key for request in requests.values()}))
+        of_this_run = self._job.of_this_run([requests[row].key for row in equal if requests[row].key in stored])
+        self._met += sum(1 for row, request in requests.items() if request.key in stored and row not in equal)
+        read, asked, waiting = ReadRows([], {}, {}, []), set[bytes](), Counter[bytes]()
         for row, one in zip(rows, built, strict=True):
             if isinstance(one, Result):
                 if self._is_wanted(row.number, self._job.kept_rows):
@@ -162,16 +175,24 @@ class RequestReader:
                     read.results[row.number] = one
                     self._outcomes.done(one, row.source)
                 continue
-            request = requests[row.number]
-            if (result := stored.get(request.key)) is not None:
-                read.rows.append(row)
-                read.keys[row.number] = request.key
+            request, is_equal = requests[row.number], row.number in equal
+            result = stored.get(request.key)
+            if result is None and not self._is_wanted(row.number):
+                continue
+            read.rows.append(row)
+            read.keys[row.number] = request.key
+            if result is not None:
                 read.results[row.number] = replace(result, row=row.number)
-                self._outcomes.resumed(result)
-            elif self._is_wanted(row.number):
-                read.rows.append(row)
-                read.keys[row.number] = request.key
+                if request.key in of_this_run:
+                    self._outcomes.done(result, row.source, equal=1)
+                else:
+                    self._outcomes.resumed(result, equal=int(is_equal))
+            elif is_equal and (self._ahead or request.key in asked):
+                waiting[request.key] += 1
+            else:
+                asked.add(request.key)
                 read.requests.append(request)
+        self._job.add_equal(waiting)
         return read
 
     def note_same_ids(self) -> None:

@@ -135,7 +135,8 @@ class PlannedWindows:
         stored = self._job.stored([r.key for r in requests])
         for request in requests:
             if request.key in stored:
-                self._outcomes.resumed(stored[request.key])
+                equal = self._job.equal_rows(request.key)
+                self._outcomes.resumed(stored[request.key], rows=1 + equal, equal=equal)
         return [r for r in requests if r.key not in stored]
 
 

@@ -1,0 +1,143 @@
+"""Equal rows whose results cannot differ are computed once. Whole jobs with the real tokenizer and no model (`support.runs`)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen import JobReport, PromptConfig, SamplingParams
+from batchgen.config import INPUT_LIMITS
+from batchgen.errors import UsageError
+from batchgen.jobs.order.requests import FirstReading
+from batchgen.request import Request
+from batchgen.result import Result, Score
+from support.runs import Oracle, Runs
+
+PROMPTS = ["p0", "p1", "p0", "p2", "p0", "p1", "p3", "p0"]
+"""Rows of four different prompts."""
+WINDOWS = pytest.mark.parametrize("window", [None, 3])
+
+
+@pytest.fixture
+def runs(tmp_path: Path, tiny_model_dir: Path) -> Runs:
+    return Runs(tmp_path, tiny_model_dir)
+
+
+def counts(report: JobReport | None) -> tuple[int, ...]:
+    """`rows`, `rows_resumed` and `rows_equal` of a run, and `rows` and `rows_equal` of its job."""
+    assert report is not None
+    stats = report.stats
+    names = [(stats, ("rows", "rows_resumed", "rows_equal")), (stats["job"], ("rows", "rows_equal"))]
+    return tuple(figures[name] for figures, given in names for name in given)
+
+
+@WINDOWS
+def test_equal_rows_run_once_and_all_have_the_result(runs: Runs, window: int | None) -> None:
+    answered, report = runs.run(PROMPTS, window=window)
+    assert sorted(answered) == ["p0", "p1", "p2", "p3"]
+    assert runs.texts() == [f"a: {prompt}" for prompt in PROMPTS]
+    assert [row["id"] for row in runs.rows()] == [*range(8)]
+    assert counts(report) == (8, 0, 4, 8, 4)
+    assert report is not None
+    assert report.stats["finish_reasons"]["stop"] == 8
+    # A completion has one token, and the engine of the test counts none.
+    assert report.stats["job"]["completion_tokens"] == 4
+    assert report.stats["prompt_tokens"] == sum(row["usage"]["prompt_tokens"] for row in runs.rows())
+
+
+@WINDOWS
+def test_added_rows_that_equal_finished_ones_have_their_results(runs: Runs, window: int | None) -> None:
+    runs.run(PROMPTS, window=window)
+    answered, report = runs.run(["p3", *PROMPTS, "p4", "p4"], window=window)
+    assert answered == ["p4"]
+    assert runs.texts() == [f"a: {prompt}" for prompt in ["p3", *PROMPTS, "p4", "p4"]]
+    assert counts(report) == (2, 9, 1, 11, 6)
+
+
+@WINDOWS
+@pytest.mark.parametrize("most", range(4))
+def test_a_killed_job_runs_equal_rows_once_in_all(runs: Runs, window: int | None, most: int) -> None:
+    first, _ = runs.run(PROMPTS, window=window, most=most)
+    second, report = runs.run(PROMPTS, window=window)
+    assert sorted([*first, *second]) == ["p0", "p1", "p2", "p3"]
+    assert runs.texts() == [f"a: {prompt}" for prompt in PROMPTS]
+    assert report is not None
+    assert (report.stats["rows"] + report.stats["rows_resumed"], report.stats["job"]["rows_equal"]) == (8, 4)
+
+
+def test_a_reading_that_is_used_again_knows_the_equal_rows(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchgen.config.INPUT_LIMITS", replace(INPUT_LIMITS, run_rows=2, window_rows=2))
+    runs.run(PROMPTS, most=2)
+    monkeypatch.setattr(FirstReading, "_read_all", None)
+    answered, report = runs.run(PROMPTS)
+    assert len(answered) == 2
+    assert report is not None
+    assert (report.stats["rows"] + report.stats["rows_resumed"], report.stats["job"]["rows_equal"]) == (8, 4)
+
+
+@WINDOWS
+def test_equal_rows_fail_and_are_run_again_together(runs: Runs, window: int | None) -> None:
+    runs.reason = lambda prompt: "timeout" if prompt == "p0" else "stop"
+    runs.run(PROMPTS, window=window)
+    runs.reason = lambda prompt: "stop"
+    answered, report = runs.run(PROMPTS, window=window, retry=("timeout",))
+    assert answered == ["p0"]
+    assert counts(report) == (4, 4, 3, 8, 4)
+
+
+def test_rows_that_leave_a_group_of_equal_rows_count_as_rows(runs: Runs) -> None:
+    rows = ["p0"] * 30 + [f"p{i}" for i in range(1, 21)]
+    runs.run(rows)
+    with pytest.raises(UsageError, match="29 of the 50 finished rows"):
+        runs.run(rows[29:])
+    _, report = runs.run(rows[2:])
+    assert counts(report) == (0, 48, 0, 48, 27)
+    assert not (runs.folder / "o.jsonl.job" / "kept.sqlite").exists()
+
+
+class Scores(Oracle):
+    def answer(self, request: Request, prompt: str) -> Result:
+        return Result(row=request.row, text=None, finish_reason=None, score=Score(-1.0, 1, greedy=True))
+
+
+PARAMS: dict[str, tuple[list[dict[str, Any]], int]] = {
+    "sampled": ([{}, {}], 2),
+    "other parameters": ([{"temperature": 0, "max_tokens": 2}, {"temperature": 0, "max_tokens": 3}], 2),
+    "greedy and sampled": ([{"temperature": 0}, {}, {"temperature": 0}], 2),
+    "sampled labels": ([{"choices": ["a", "b"]}] * 2, 2),
+    "labels": ([{"choices": ["a", "b"], "temperature": 0}] * 2, 1),
+}
+"""Parameters of rows with the same prompt, beside the job's temperature of 1, and how many of the rows run."""
+
+
+@pytest.mark.parametrize("case", PARAMS)
+def test_only_rows_whose_results_cannot_differ_run_once(case: str, runs: Runs) -> None:
+    params, expected = PARAMS[case]
+    rows = [{"prompt": "p", "sampling_params": own} for own in params]
+    answered, _ = runs.run(rows, sampling=SamplingParams(max_tokens=4, temperature=1.0))
+    assert len(answered) == expected
+
+
+def test_equal_texts_are_scored_once(runs: Runs) -> None:
+    runs.engine = Scores
+    rows = [{"prompt": "p", "completion": text} for text in "aba"]
+    answered, report = runs.run(rows, prompts=PromptConfig(score=True), sampling=SamplingParams(temperature=1.0))
+    assert len(answered) == 2
+    assert counts(report) == (3, 0, 1, 3, 1)
+
+
+@pytest.mark.parametrize("kept", [1 << 26, 0])
+def test_on_standard_output_equal_rows_of_later_windows_have_a_kept_result(
+    kept: int, runs: Runs, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.setattr("batchgen.jobs.stdout_job._RECENT_BYTES", kept)
+    runs.output = "-"  # type: ignore[assignment]
+    answered, report = runs.run(PROMPTS, window=3)
+    texts = [json.loads(line)["text"] for line in capfdbinary.readouterr().out.splitlines()]
+    assert texts == [f"a: {prompt}" for prompt in PROMPTS]
+    assert [answered.count(prompt) for prompt in ("p0", "p1", "p2", "p3")] == ([1] * 4 if kept else [3, 2, 1, 1])
+    assert counts(report) == (8, 0, 4 if kept else 1, 8, 4 if kept else 1)
