@@ -289,7 +289,7 @@ class _PlanBuilder:
         """Counts rows that were built, and returns the requests to run: only the first of equal ones whose results cannot differ."""
         self.rows += len(built)
         for row, result in zip(rows, built, strict=True):
-            if isinstance(result, Result) and result.error_type is not None:
+            if isinstance(result, Result) and result.failed:
                 self.failed += 1
                 if len(self.failures) < FAILURES_KEPT:
                     self.failures.append(failure_line(result, row.source))

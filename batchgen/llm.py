@@ -6,13 +6,13 @@ import gc
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, islice
 from numbers import Integral
 from os import PathLike
-from typing import Any, Self
+from typing import Any, Self, overload
 
 from batchgen.config import EngineConfig, ModelConfig, PromptConfig
 from batchgen.devices import AnyEngine, open_engine
@@ -36,6 +36,7 @@ from batchgen.stats import EngineStats
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Mapping[str, Any]
 """A text; a list of messages (`role`, `content`); a list of token ids, used as they are; or a row as in a file, with `prompt` or `messages`."""
 _NEW_IN_CHILD = "create a new LLM there, with the start method spawn of multiprocessing"
+LOOK_AHEAD = 1024
 TASKS = ("generate", "embed", "classify")
 Params = SamplingParams | Mapping[str, Any]
 _CheckedParams = SamplingParams | list[SamplingParams] | None
@@ -58,7 +59,7 @@ class LLM:
     `pooling` and `normalize` are those of `--embed`. `engine` says how the work is batched. Raises `BatchgenError`.
     `with LLM(...) as llm:` closes the model at the end.
 
-    All methods take a single prompt or a list of prompts, and either parameters for all prompts or a list with those of each. Anything
+    All methods take a single prompt or a list of prompts (`generate` also an iterator), and either parameters for all prompts or a list with those of each. Anything
     that is not a `Prompt` or `Params` raises `TypeError` before anything runs.
 
     `generate`, `score`, `embed` and `classify` run a list of prompts and return their results. `add` adds prompts to the loop, and `run` is the loop. Callbacks
@@ -158,20 +159,48 @@ class LLM:
         """Number of prompts that were added and are not done."""
         return len(self._requests)
 
+    @overload
+    def generate(
+        self,
+        prompts: Iterator[Prompt],
+        params: Params | None = None,
+        *,
+        prompt_options: PromptConfig | None = None,
+        look_ahead: int = LOOK_AHEAD,
+    ) -> Generator[Result, None, None]: ...
+    @overload
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: Params | Sequence[Params | None] | None = None,
         *,
         prompt_options: PromptConfig | None = None,
-    ) -> list[Result]:
+    ) -> list[Result]: ...
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt] | Iterator[Prompt],
+        params: Params | Sequence[Params | None] | None = None,
+        *,
+        prompt_options: PromptConfig | None = None,
+        look_ahead: int = LOOK_AHEAD,
+    ) -> list[Result] | Generator[Result, None, None]:
         """Returns one result per prompt, in order; for a single prompt a list of one.
 
+        For an iterator of prompts (a generator, a file's lines) it returns an iterator of results, in the order of the prompts. Each comes as
+        soon as it and those before it are done. At most `look_ahead` prompts are taken before their results are asked for. The model runs
+        while the next result is awaited; other calls may run in between. Closing the iterator cancels the prompts that were taken.
+
         A text becomes a user message in the model's chat template, if it has one, unless `prompt_options` say otherwise. The result of a
-        prompt that cannot be run has the `finish_reason` "error"; the others are not affected. `params` are for all prompts, or a
+        prompt that cannot be run is `failed`; the others are not affected. `params` are for all prompts, or a
         list with those of each (None for the defaults).
         """
-        return self._results_of_task("generate", prompts, params, prompt_options)
+        if not isinstance(prompts, Iterator):
+            return self._results_of_task("generate", prompts, params, prompt_options)
+        self._check_task("generate")
+        if look_ahead < 1:
+            raise ValueError(f"look_ahead must be at least 1, not {look_ahead}")
+        given = None if params is None else one_params(params)
+        return self._stream(prompts, given, _prompt_options(prompt_options), look_ahead)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *, prompt_options: PromptConfig | None = None) -> list[Result]:
         """Embeds prompts. Returns one result per prompt, in order, with its `embedding` (a float32 array). The model needs `task="embed"`.
@@ -351,6 +380,47 @@ class LLM:
                 )
             return done
 
+    def _stream(
+        self, prompts: Iterator[Prompt], params: _CheckedParams, options: PromptConfig, look_ahead: int
+    ) -> Generator[Result, None, None]:
+        """Yields the results of prompts, which are taken when half of the earlier ones have been yielded."""
+        done: dict[int, Result] = {}
+        pending: deque[int] = deque()
+        taken, places, more = count(), count(), True
+
+        def take(result: Result) -> None:
+            done[result.row] = result
+
+        with closing(RowKeys()) as row_keys:
+            try:
+                while more or pending:
+                    if more and 2 * len(pending) <= look_ahead:
+                        free = look_ahead - len(pending)
+                        rows = [_row_of(next(taken), prompt, options) for prompt in islice(prompts, free)]
+                        more = len(rows) == free
+                        pending.extend(self._add(rows, params, options, take, None, share=True, row_keys=row_keys))
+                    self._run_until(lambda: not pending or pending[0] in done)
+                    while pending and pending[0] in done:
+                        number = pending.popleft()
+                        # Equal prompts have one number.
+                        result = done[number] if number in pending else done.pop(number)
+                        yield replace(result, row=next(places))
+            finally:
+                if self._engine is not None:
+                    for number in pending:
+                        self.cancel(number)
+
+    def _run_until(self, done: Callable[[], bool]) -> None:
+        """Runs until `done()`, which must hold when no prompt is unfinished."""
+        if done():
+            return
+        with self._only_call(), noted_interrupt() as came:
+            self._run(lambda: "pause" if done() or came() else None)
+            if came():
+                raise KeyboardInterrupt
+        if not done():
+            raise RuntimeError("the prompts of this iterator were dropped by an exception in another call")
+
     def _add(
         self,
         rows: list[Row],
@@ -360,8 +430,11 @@ class LLM:
         on_token: OnToken | None,
         *,
         share: bool = False,
+        row_keys: RowKeys | None = None,
     ) -> list[int]:
-        """`share`: of prompts whose results cannot differ only the first runs, and its number is returned for all of them."""
+        """`share`: of prompts whose results cannot differ only the first runs, and its number is returned for all of them. `row_keys` tells
+        equal rows of several calls apart.
+        """
         self.engine  # noqa: B018 - a closed model takes no prompts
         self._check_process()
         own = params if isinstance(params, list) else None
@@ -375,7 +448,8 @@ class LLM:
                 requests.append(row)
             else:
                 failed.append(row)
-        requests = _with_row_keys(requests, dict(zip(numbers, rows, strict=True)))
+        with nullcontext(row_keys) if row_keys is not None else closing(RowKeys()) as keys:
+            requests = _with_row_keys(requests, dict(zip(numbers, rows, strict=True)), keys)
         if share:
             first: dict[bytes, Request] = {}
             same = {r.row: first.setdefault(r.key, r).row for r in requests}
@@ -389,16 +463,18 @@ class LLM:
             self.tokenizer, options, params if isinstance(params, SamplingParams) else SamplingParams()
         )
 
-    def _run(self, between_steps: Callable[[], None] = lambda: None) -> None:
-        def take() -> None:
+    def _run(self, between_steps: Callable[[], str | None] = lambda: None) -> None:
+        """Runs until all prompts are done, or `between_steps` returns "pause"."""
+
+        def take() -> str | None:
             self._take()
-            between_steps()
+            return between_steps()
 
         try:
-            take()
-            while self.engine.unfinished:
+            wish = take()
+            while wish is None and self.engine.unfinished:
                 self.engine.run(stop=take)
-                take()
+                wish = take()
         except BaseException:
             self._arriving.clear()
             self._requests.clear()
@@ -421,19 +497,22 @@ class LLM:
                 self.engine.add(leaves, plan, done, arrival.on_token)
 
 
-def _with_row_keys(requests: list[Request], rows: Mapping[int, Row]) -> list[Request]:
+def _with_row_keys(requests: list[Request], rows: Mapping[int, Row], row_keys: RowKeys) -> list[Request]:
     """Returns the requests of a call with the keys of their rows, which are given by number."""
     ids = [own_id(rows[r.row], None) for r in requests]
     digests = [None if own is None else id_digest(own) for own in ids]
-    with closing(RowKeys()) as row_keys:
-        keys = row_keys.keys([r.key for r in requests], digests, [r.is_sampled for r in requests])
+    keys = row_keys.keys([r.key for r in requests], digests, [r.is_sampled for r in requests])
     return [replace(r, key=key) for r, (key, _) in zip(requests, keys, strict=True)]
 
 
 def _rows_of(prompts: Any, options: PromptConfig) -> list[Row]:
     """Returns the prompts of a call as rows."""
     given = _listed("prompts", "a prompt", prompts, _is_prompt)
-    return [Row(place, _columns(prompt, options), None, f"prompt {place}") for place, prompt in enumerate(given)]
+    return [_row_of(place, prompt, options) for place, prompt in enumerate(given)]
+
+
+def _row_of(place: int, prompt: Any, options: PromptConfig) -> Row:
+    return Row(place, _columns(prompt, options), None, f"prompt {place}")
 
 
 def _listed(name: str, one: str, given: Any, is_one: Callable[[Any], bool]) -> list[Any]:

@@ -150,14 +150,19 @@ class Result:
     @property
     def reason(self) -> str:
         """Why the row ended: `error`, `timeout`, `cancelled`, `length`, `repetition` or `stop` (the first of these if completions differ), `embedded`, or `scored`."""
-        if self.error_type is not None:
+        if self.failed:
             return "error"
         reasons = {self.finish_reason, *(c.finish_reason for c in self.completions)}
         otherwise = "scored" if self.embedding is None else "embedded"
         return next((reason for reason in _REASONS if reason in reasons), otherwise)
 
+    @property
+    def failed(self) -> bool:
+        """Whether the row has an error instead of a result."""
+        return self.error_type is not None
+
     @classmethod
-    def failed(cls, row: int, error: RowError, prompt_tokens: int = 0) -> Result:
+    def from_error(cls, row: int, error: RowError, prompt_tokens: int = 0) -> Result:
         return cls(
             row=row,
             text=None,

@@ -91,7 +91,7 @@ class RowCounts:
 
     def add(self, result: Result, rows: int = 1, equal: int = 0) -> None:
         """Adds rows that have this result, of which `equal` have that of an equal row."""
-        failed = result.error_type is not None
+        failed = result.failed
         self.failed += rows if failed else 0
         self.ok += 0 if failed else rows
         self.truncated += rows if result.truncated else 0

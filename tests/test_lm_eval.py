@@ -274,6 +274,16 @@ def run_harness(tasks: Path, environment: Any, *arguments: str) -> subprocess.Co
     )
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_only_the_harness_own_default_device_may_be_missing(model_dir: Path) -> None:
+    from batchgen.errors import ModelError
+    from batchgen.lm_eval import BatchgenLM
+
+    assert BatchgenLM(str(model_dir), device="cuda:0", kv_memory="16MiB").llm.engine.device == "cpu"
+    with pytest.raises(ModelError, match=r"--device cuda:1: this machine has no CUDA device"):
+        BatchgenLM(str(model_dir), device="cuda:1")
+
+
 def test_a_model_that_cannot_be_loaded_ends_the_command_with_one_line(tasks: Path, command_environment: Any) -> None:
     done = run_harness(tasks, command_environment, "--model_args", "pretrained=/nowhere")
     assert done.returncode == 1
@@ -284,7 +294,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_command_with_one_line(tasks: Pat
 def test_the_command_runs_a_task(tasks: Path, model_dir: Path, tmp_path: Path, command_environment: Any) -> None:
     model = f"pretrained={model_dir},dtype=float32,kv_memory=16MiB"
     out = tmp_path / "out"
-    done = run_harness(tasks, command_environment, "--model_args", model, "--device", "cpu", "--output_path", str(out))
+    done = run_harness(tasks, command_environment, "--model_args", model, "--output_path", str(out))
     assert done.returncode == 0, done.stderr[-2000:]
     (file,) = out.rglob("results_*.json")
     results = json.loads(file.read_text())["results"]["local_choice"]

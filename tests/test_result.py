@@ -21,7 +21,8 @@ def request(params: SamplingParams, *texts: np.ndarray, max_tokens: int = 5) -> 
 
 def test_a_failed_row_has_only_an_error() -> None:
     for kind in ROW_ERROR_TYPES:
-        result = Result.failed(3, RowError(kind, "why"), prompt_tokens=7)
+        result = Result.from_error(3, RowError(kind, "why"), prompt_tokens=7)
+        assert result.failed is True
         assert result == Result(
             row=3, text=None, finish_reason="error", prompt_tokens=7, error_type=kind, error_message="why"
         )
@@ -32,6 +33,7 @@ def test_a_failed_row_has_only_an_error() -> None:
 def test_a_result_has_one_completion_by_default() -> None:
     result = Result(row=0, text="a", finish_reason="stop")
     assert (result.completions, result.choice_probs, result.score, result.error_type) == ((), None, None, None)
+    assert result.failed is False
     assert Completion(text="a", finish_reason="stop").logprobs is None
 
 

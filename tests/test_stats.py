@@ -32,7 +32,7 @@ SETTING = Setting(model="m", dtype="float32", device="cpu", attention="cascade")
 
 
 DONE = Result(row=0, text="x", finish_reason="stop", prompt_tokens=20, completion_tokens=5)
-FAILED = Result.failed(0, RowError("does_not_fit", "too big"), prompt_tokens=1000)
+FAILED = Result.from_error(0, RowError("does_not_fit", "too big"), prompt_tokens=1000)
 
 
 def run_of(rows: int, failed: int = 0) -> RunFigures:

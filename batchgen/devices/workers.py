@@ -230,9 +230,12 @@ class Workers:
         """Runs until all requests are done. Calls `stop()` several times a second; see `Engine.run` for what it returns."""
         if not self._alive:
             raise DevicesLost(f"the processes of {self.device} have ended")
+        wish = None
         try:
             while True:
                 wish = stop() if stop else None
+                if wish == "pause":
+                    break
                 if wish is None:
                     self._hand_out()
                 else:
@@ -244,7 +247,7 @@ class Workers:
         finally:
             for worker in self._alive.values():
                 worker.count_idle()
-            if self._rows:
+            if self._rows and wish != "pause":
                 self._abandon()
 
     def under_way(self) -> dict[int, dict[int, Completion]]:

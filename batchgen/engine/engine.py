@@ -155,7 +155,7 @@ class Engine:
         window = self.scheduler.load(ordered, plan, ended)
         self.results.add(window, on_result, on_token)
         for request, leaf in unfit.items():
-            result = Result.failed(request.row, self.sizes.does_not_fit(leaf), len(request.tokens))
+            result = Result.from_error(request.row, self.sizes.does_not_fit(leaf), len(request.tokens))
             self._unfit.append((on_result, result))
 
     def _shortened_leaves(self, leaves: Sequence[Leaf], on_result: OnResult) -> tuple[Sequence[Leaf], OnResult]:
@@ -183,8 +183,10 @@ class Engine:
         """Runs steps until all requests are done.
 
         Calls `stop()` before every step. None continues, "drain" starts nothing new and returns when the running rows are done, and
-        "now" returns at once. Raises `OutOfMemory` if the device has no room for a single token.
+        "now" returns at once. Rows that are not done then are dropped. "pause" returns at once, and the next call goes on with them. Raises
+        `OutOfMemory` if the device has no room for a single token.
         """
+        paused = False
         try:
             while self.scheduler.unfinished or self.loop.in_flight or self._unfit:
                 while self._unfit:
@@ -194,6 +196,10 @@ class Engine:
                 if wish == "now" or (wish == "drain" and not self.scheduler.running):
                     break
                 try:
+                    if wish == "pause":
+                        self._settle()
+                        paused = True
+                        break
                     if self.scheduler.unfinished:
                         self.step(admit=wish is None)
                     else:
@@ -208,7 +214,7 @@ class Engine:
         finally:
             if self._fallback.suspects:
                 self._fallback.keep_suspects(set())
-            if self.unfinished or self.loop.in_flight:
+            if not paused and (self.unfinished or self.loop.in_flight):
                 self._abandon()
             self.executor.free(self.scheduler.take_freed())
             self._update_stats()

@@ -56,7 +56,7 @@ class RequestState:
         return self._scored() if self.request.texts else self._generated()
 
     def failed(self, error: RowError) -> Result:
-        return Result.failed(self.request.row, error, len(self.request.tokens))
+        return Result.from_error(self.request.row, error, len(self.request.tokens))
 
     def _generated(self) -> Result:
         completions = tuple(self.completions[i] for i in range(self.request.leaves))

@@ -71,7 +71,7 @@ class Outcomes:
         self.tracker.changed()
         if result.finish_reason == "length" and repeats(result.token_ids, SUGGESTED_REPEATS):
             self.run.rows_repeating += rows
-        if result.error_type is None:
+        if not result.failed:
             return
         last = failure_line(result, source)
         if len(self.failures) < FAILURES_KEPT:

@@ -57,7 +57,7 @@ def is_held_whole(result: Result, form: RowForm, format: str) -> bool:
     """
     if format in DELIMITERS:
         return False
-    if result.error_type is not None:
+    if result.failed:
         return True
     with_logprobs = any(c.logprobs is not None for c in result.completions)
     if form.openai is not None and with_logprobs:

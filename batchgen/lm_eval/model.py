@@ -19,12 +19,15 @@ from tqdm import tqdm
 from batchgen.config import EngineConfig, PromptConfig
 from batchgen.errors import BatchgenError, RowError, UsageError
 from batchgen.llm import LLM, one_params
+from batchgen.model.loader import pick_device
 from batchgen.prompts.encoding import Encoder
 from batchgen.result import Result
 from batchgen.sampling_params import SamplingParams
 
 _RAW = PromptConfig(chat=False)
 _SCORED = PromptConfig(chat=False, score=True)
+_HARNESS_DEVICE = "cuda:0"
+"""The device that the harness names if the user names none. On a machine without it, any other device is meant, as for the model `hf`."""
 _ENGINE = frozenset(field.name for field in fields(EngineConfig))
 
 
@@ -36,6 +39,7 @@ class BatchgenLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped
         self,
         pretrained: str,
         *,
+        device: str = "auto",
         max_length: int | None = None,
         max_gen_toks: int = 256,
         prefix_token_id: int | None = None,
@@ -49,11 +53,13 @@ class BatchgenLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped
         """Loads the model. Raises `BatchgenError`; `TypeError` for an unknown option, `ValueError` for a `max_length` beyond the context.
 
         The named arguments are those of the harness's model `hf`; `batch_size` and `max_batch_size` are not needed. `options` are those of `LLM`
-        (`device`, `dtype`, `quantize`, …) and of `EngineConfig` (`kv_memory`, …).
+        (`dtype`, `quantize`, …) and of `EngineConfig` (`kv_memory`, …).
         """
         super().__init__()
         engine = {name: options.pop(name) for name in _ENGINE & options.keys()}
-        self.llm = LLM(pretrained, engine=EngineConfig(**engine), **options)
+        if device == _HARNESS_DEVICE and pick_device("auto").type != "cuda":
+            device = "auto"
+        self.llm = LLM(pretrained, device=device, engine=EngineConfig(**engine), **options)
         self.tokenizer = self.llm.tokenizer.hf_tokenizer
         context = self.llm.tokenizer.context_length
         if max_length is not None and not 1 <= max_length <= context:
@@ -214,7 +220,7 @@ class BatchgenLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped
         with tqdm(total=len(prompts), desc=title, disable=quiet) as bar:
 
             def done(result: Result) -> None:
-                if result.error_type is not None:
+                if result.failed:
                     raise BatchgenError(f"request {places[result.row]} of this call failed: {result.error_message}")
                 finish(places[result.row], result)
                 bar.update()

@@ -203,16 +203,16 @@ class PromptBuilder:
         self, row: Row, rendered: Rendered | RowError, tokens: TokenArray | RowError, texts: Texts | RowError
     ) -> Request | Result:
         if isinstance(rendered, RowError):
-            return Result.failed(row.number, rendered)
+            return Result.from_error(row.number, rendered)
         if isinstance(tokens, RowError):
-            return Result.failed(row.number, tokens)
+            return Result.from_error(row.number, tokens)
         if isinstance(texts, RowError):
-            return Result.failed(row.number, texts, len(tokens))
+            return Result.from_error(row.number, texts, len(tokens))
         if len(tokens) == 0:
-            return Result.failed(row.number, RowError("empty_prompt", "the prompt has no tokens"))
+            return Result.from_error(row.number, RowError("empty_prompt", "the prompt has no tokens"))
         if self._check_ids and int(tokens.max()) >= self._tokenizer.vocab_size:
             error = f"the prompt has token {int(tokens.max())}, and the model knows {self._tokenizer.vocab_size} tokens"
-            return Result.failed(row.number, RowError("invalid_row", error))
+            return Result.from_error(row.number, RowError("invalid_row", error))
         return self._request(row, rendered, tokens, texts)
 
     def _request(self, row: Row, rendered: Rendered, tokens: TokenArray, texts: Texts) -> Request | Result:
@@ -220,7 +220,7 @@ class PromptBuilder:
         unknown = self._unknown_stop_token(params)
         if unknown is not None:
             error = RowError("unsupported_parameter", f"stop_token_ids: {unknown}")
-            return Result.failed(row.number, error, len(tokens))
+            return Result.from_error(row.number, error, len(tokens))
         if params.n > 1 and params.greedy:
             self._renderer.note(
                 f"the {params.n} completions of a prompt are identical at temperature 0; use --temperature above 0",
@@ -229,7 +229,7 @@ class PromptBuilder:
         try:
             fitted = self._fitted(row, rendered, tokens, texts)
         except RowError as e:
-            return Result.failed(row.number, e, len(tokens))
+            return Result.from_error(row.number, e, len(tokens))
         truncated = fitted is not tokens
         logprobs = "" if not self._prompts.prompt_logprobs else "completion" if scored else "prompt"
         if scored and len(texts[0]) == 0:  # nothing to run: the empty text has probability 1

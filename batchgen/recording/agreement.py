@@ -32,7 +32,7 @@ class Agreement:
 
     def add(self, result: Result, columns: Mapping[str, Any]) -> None:
         expected = self._text(columns.get(self._column))
-        if result.error_type is not None:
+        if result.failed:
             self._failed += 1
         elif not expected:
             self._missing += 1

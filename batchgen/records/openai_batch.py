@@ -82,7 +82,7 @@ def batch_record(row: Row, result: Result, form: OpenAIForm, *, custom_id: str, 
     `token_ids`) `token_ids` in the choices.
     """
     record: dict[str, Any] = {"id": f"batch_req_{row.number}", "custom_id": custom_id, "response": None, "error": None}
-    if result.error_type is not None:
+    if result.failed:
         record["error"] = {"code": result.error_type, "message": result.error_message}
     else:
         body = _body(row, result, form, token_ids=token_ids)

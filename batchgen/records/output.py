@@ -159,7 +159,7 @@ def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
         out.setdefault(name, None)
     if form.token_ids:
         out["token_ids"] = list(result.token_ids) if ids_known(result) else None
-    failed = result.error_type is not None
+    failed = result.failed
     out["error"] = {"type": result.error_type, "message": result.error_message} if failed else None
     return out
 

@@ -97,9 +97,7 @@ def completions_of(choices: Iterable[Mapping[str, Any]]) -> tuple[Completion, ..
 def ids_known(result: Result) -> bool:
     """Whether a result has its token ids. One that comes from a finished output may have none."""
     sampled = result.token_ids or any(c.token_ids for c in result.completions)
-    generated = (
-        result.error_type is None and result.score is None and result.embedding is None and result.reward is None
-    )
+    generated = not result.failed and result.score is None and result.embedding is None and result.reward is None
     return generated and (bool(sampled) or not result.completion_tokens)
 
 

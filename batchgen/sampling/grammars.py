@@ -90,7 +90,7 @@ class Vocabulary:
         """Returns the request, or the failed result of a row whose grammar cannot be used. Costs nothing without a grammar."""
         fault = self._fault(request.params)
         if fault:
-            return Result.failed(request.row, RowError("constraint_error", fault), len(request.tokens))
+            return Result.from_error(request.row, RowError("constraint_error", fault), len(request.tokens))
         return request
 
     def _fault(self, params: SamplingParams) -> str:

@@ -16,7 +16,7 @@ from support.progress import Recorder
 def test_without_a_limit_any_number_of_rows_may_fail() -> None:
     outcomes = Outcomes(Tracker(Recorder()), None)
     for row in range(200):
-        outcomes.done(Result.failed(row, RowError("does_not_fit", "too big")))
+        outcomes.done(Result.from_error(row, RowError("does_not_fit", "too big")))
     assert outcomes.run.failed == 200
 
 

@@ -25,7 +25,7 @@ def done(row, prompt=10, completion=2, reason="stop", **more):
 
 
 def test_rows_are_counted_by_how_they_ended():
-    failed = Result.failed(7, RowError("prompt_too_long", "5,000 tokens"), prompt_tokens=5000)
+    failed = Result.from_error(7, RowError("prompt_too_long", "5,000 tokens"), prompt_tokens=5000)
     found = figures_of([*(done(i) for i in range(6)), done(6, reason="length", completion=8), failed])
     assert found["rows"] == 8
     assert found["reasons"] == {"stop": 6, "length": 1, "error": 1}

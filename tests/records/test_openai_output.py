@@ -117,7 +117,7 @@ def test_the_custom_id_is_the_requests_own_or_else_the_rows_id(columns, id_colum
 
 
 def test_a_failed_row_has_an_error_and_no_response():
-    failed = Result.failed(4, RowError("prompt_too_long", "too long"), prompt_tokens=7)
+    failed = Result.from_error(4, RowError("prompt_too_long", "too long"), prompt_tokens=7)
     assert made(CHAT, failed) == {
         "id": "batch_req_4",
         "custom_id": "c",
@@ -125,7 +125,8 @@ def test_a_failed_row_has_an_error_and_no_response():
         "error": {"code": "prompt_too_long", "message": "too long"},
     }
     assert (
-        made({"url": 7, "body": {}}, Result.failed(4, RowError("invalid_row", "m")))["error"]["code"] == "invalid_row"
+        made({"url": 7, "body": {}}, Result.from_error(4, RowError("invalid_row", "m")))["error"]["code"]
+        == "invalid_row"
     )
 
 
@@ -211,7 +212,7 @@ WHOLE = [
     ),
     LABEL,
     Result(row=-1, text="", finish_reason="length"),
-    Result.failed(-1, RowError("numerical_error", "m")),
+    Result.from_error(-1, RowError("numerical_error", "m")),
 ]
 
 
@@ -237,7 +238,7 @@ def test_a_result_that_is_read_back_gives_the_same_record_again(tmp_path, column
 
 
 def test_a_failed_row_is_read_back_without_its_prompt_tokens(tmp_path):
-    failed = Result.failed(-1, RowError("does_not_fit", "too big"), prompt_tokens=7)
+    failed = Result.from_error(-1, RowError("does_not_fit", "too big"), prompt_tokens=7)
     assert back(tmp_path, made(CHAT, failed)) == {0: replace(failed, prompt_tokens=0)}
 
 

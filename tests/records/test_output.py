@@ -73,7 +73,7 @@ def test_token_ids_are_written_on_request_and_null_if_unknown():
         made({}, Result(row=4, text="a", finish_reason="stop", completion_tokens=1), token_ids=True)["token_ids"]
         is None
     )
-    failed = Result.failed(4, RowError("invalid_row", "m"))
+    failed = Result.from_error(4, RowError("invalid_row", "m"))
     assert made({}, failed, token_ids=True)["token_ids"] is None
     assert "token_ids" not in made({})
 
@@ -86,7 +86,7 @@ def test_truncated_is_written_only_if_true():
 def test_a_malformed_row_has_only_its_number_and_its_error():
     error = RowError("invalid_row", "x.jsonl:5: not JSON: Expecting value at column 1")
     row = Row(4, {}, error, "x.jsonl:5")
-    assert output_row(row, Result.failed(4, error), RowForm(id_column="name")) == {
+    assert output_row(row, Result.from_error(4, error), RowForm(id_column="name")) == {
         "id": 4,
         "text": None,
         "finish_reason": "error",
@@ -169,7 +169,9 @@ def test_a_failed_row_has_null_for_the_fields_that_the_command_asks_for(
     options: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     form = row_form(JobConfig(inputs="i.jsonl", model="m", **options), "o.jsonl", chat=False)
-    failed = output_row(Row(0, {"prompt": 5}, None, "i.jsonl:1"), Result.failed(0, RowError("invalid_row", "no")), form)
+    failed = output_row(
+        Row(0, {"prompt": 5}, None, "i.jsonl:1"), Result.from_error(0, RowError("invalid_row", "no")), form
+    )
     assert {name: failed.get(name, "absent") for name in ("choices", "choice_probs", "score")} == dict.fromkeys(
         ("choices", "choice_probs", "score"), "absent"
     ) | dict.fromkeys(names)

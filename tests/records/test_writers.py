@@ -261,7 +261,7 @@ def test_parquet_input_columns_keep_types_and_values(tmp_path):
     pq.write_table(PARQUET, tmp_path / "in.parquet")
     source = open_input([str(tmp_path / "in.parquet")], format=None, output=None)
     rows = [(row, Result(row=row.number, text="t", finish_reason="stop")) for row in source.rows()]
-    rows.append((Row(2, {}, None, ""), Result.failed(2, RowError("invalid_row", "m"))))
+    rows.append((Row(2, {}, None, ""), Result.from_error(2, RowError("invalid_row", "m"))))
     table = pq.read_table(write_pairs(tmp_path, "o.parquet", rows, source.schema, RowForm()))
     names = ["input_text" if n == "text" else n for n in PARQUET.column_names]
     assert table.column_names == [*names, "text", "finish_reason", "usage", "truncated", "error"]

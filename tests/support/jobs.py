@@ -59,7 +59,7 @@ def answer(row) -> Result:
     """A fake answer to a row. The prompt `fail` fails."""
     prompt = row.columns["prompt"]
     if prompt == "fail":
-        return Result.failed(row.number, RowError("does_not_fit", "too big"), prompt_tokens=7)
+        return Result.from_error(row.number, RowError("does_not_fit", "too big"), prompt_tokens=7)
     return Result(
         row=row.number, text=prompt.upper(), finish_reason="stop", prompt_tokens=len(prompt), completion_tokens=2,
         token_ids=(1, 2), truncated=prompt == "cut",
@@ -77,11 +77,11 @@ def job_run(output="o.jsonl", *, stop_after=None, stats=None, answer=answer, **o
         keys = {r.number: key_of(r) for r in rows if r.error is None}
         stored = job.stored(list(keys.values()))
         job.add_rows(
-            [r.number for r in rows], keys, {r.number: Result.failed(r.number, r.error) for r in rows if r.error}
+            [r.number for r in rows], keys, {r.number: Result.from_error(r.number, r.error) for r in rows if r.error}
         )
         job.check_dropped(prune=options.get("prune", False))
         results = {n: replace(stored[k], row=n) for n, k in keys.items() if k in stored}
-        results |= {r.number: Result.failed(r.number, r.error) for r in rows if r.error is not None}
+        results |= {r.number: Result.from_error(r.number, r.error) for r in rows if r.error is not None}
         for row in reversed(rows):  # like an engine, in another order
             if row.number not in results:
                 if len(generated) == stop_after:
