@@ -28,6 +28,7 @@ from batchgen.jobs.shards import (
     load_plan,
     running_shards,
     shard_figures,
+    shard_folder,
     unfinished_shards,
 )
 from batchgen.jobs.status import no_job
@@ -242,7 +243,9 @@ def _check_done(folder: Path, plan: ShardPlan, output: str) -> None:
     running = dict(running_shards(folder, plan))
     for number in undone:
         if number in running:
-            raise _held_shard(f"shard {number}/{plan.count} of {output}", running[number])
+            raise _held_shard(
+                shard_folder(folder, plan, number), f"shard {number}/{plan.count} of {output}", running[number]
+            )
     if undone:
         names = ", ".join(f"{number}/{plan.count}" for number in undone[:8])
         more = f" and {len(undone) - 8} more" if len(undone) > 8 else ""
@@ -251,11 +254,11 @@ def _check_done(folder: Path, plan: ShardPlan, output: str) -> None:
         )
 
 
-def _held_shard(shard: str, holder: Mapping[str, Any]) -> OutputLocked:
+def _held_shard(place: Path, shard: str, holder: Mapping[str, Any]) -> OutputLocked:
     """Returns the error for a shard that is not done and that another process has claimed."""
     process = f"process {holder.get('pid')} on {holder.get('host')}"
     silent = seconds_since(holder.get("seen"))
-    if is_alive_here(holder) or (silent is not None and silent <= SILENT_SECONDS):
+    if is_alive_here(place, holder) or (silent is not None and silent <= SILENT_SECONDS):
         return OutputLocked(f"{shard} runs ({process})", "merge when it is done, or give the shards --merge")
     return OutputLocked(
         f"{shard} is not done, and its holder, {process}, has been silent since {holder.get('seen', 'its start')}",

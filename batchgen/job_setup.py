@@ -205,7 +205,7 @@ def _spec_of(command: JobCommand, tokenizer: LoadedTokenizer, prompts: PromptBui
 def _open_store(setup: JobSetup, signals: Signals, tracker: Tracker) -> Job | ShardFolder:
     config = setup.config
     if config.shard_of is None:
-        return open_job(setup.spec)
+        return open_job(setup.spec, tell=tracker.note)
     asked = as_stored(
         asked_of(config, setup.source.fingerprint())
         | {

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 from batchgen.config import JobConfig
 from batchgen.errors import UsageError
-from batchgen.jobs.files.lock import check_free
+from batchgen.jobs.files.lease import check_free_here
 from batchgen.jobs.files.target import open_target
 from batchgen.jobs.place import check_place
-from batchgen.jobs.shards import check_shard_free
+from batchgen.jobs.shards import CLAIMS, check_shard_free
 from batchgen.model_files import check_weight_files, has_chat_template
 from batchgen.process.templates import template_process
 from batchgen.prompts.columns import Columns, check_task
@@ -41,8 +41,8 @@ def check_job(config: JobConfig, source: Input, output: str | None) -> None:
         folder = job_path(output, config.work_dir)
         check_place(output, open_target(output), folder, config.overwrite)
         if config.shard_of is None:
-            check_free(folder / "lock", output)
-        else:  # a lock is waited for
+            check_free_here(folder / CLAIMS, output)
+        else:  # a run that reads or merges is waited for
             check_shard_free(folder, *config.shard_of, output)
     if output is not None:
         check_push(config, output)

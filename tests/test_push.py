@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.config import JobConfig
-from batchgen.jobs.files.lock import Lock
+from batchgen.jobs.files.lease import Lease
 from batchgen.push.card import dataset_card
 from batchgen.push.upload import parquet_shards
 from support.hub import READ_ONLY, TOKEN, FakeRepo, fake_hub
@@ -96,11 +96,11 @@ def test_an_output_that_another_process_is_pushing_is_refused(hub, run):
     on_its_way = job / "push" / "0.parquet"
     on_its_way.parent.mkdir()
     on_its_way.write_bytes(b"of the other process")
-    lock = Lock(job / "lock", str(run.output))
+    lease = Lease(job / "claims", str(run.output))
     again = run()
     assert (again.code, on_its_way.read_bytes()) == (75, b"of the other process")
     assert f"another run holds {run.output} (process " in again.err
-    lock.release()
+    lease.release()
     assert run().code == 0
     assert not on_its_way.exists()
 

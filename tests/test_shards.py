@@ -20,7 +20,6 @@ from batchgen import EngineConfig, JobConfig, JobReport, SamplingParams, job_sta
 from batchgen.config import InputLimits
 from batchgen.errors import Interrupted, OutputError, OutputLocked, UsageError
 from batchgen.jobs.files.lease import Lease
-from batchgen.jobs.files.lock import Lock
 from batchgen.jobs.files.results import Results
 from batchgen.jobs.files.target import LocalTarget
 from batchgen.jobs.order.sorted_requests import read_requests, sort_key
@@ -84,7 +83,7 @@ def test_shards_in_any_order_write_the_output_of_one_run(tiny_model_dir: Path, s
     assert report.stats["job"]["runs"] == 3  # the merge is not a run
     assert report.stats["job"]["prefill_tokens"] == sum(entry["prefill_tokens"] for entry in entries)
     assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == [
-        "claims", "keys", "known.sqlite", "lock", "manifest.json", "report.json", "stats.json",
+        "claims", "keys", "known.sqlite", "manifest.json", "report.json", "stats.json",
     ]  # fmt: skip
 
 
@@ -287,13 +286,14 @@ def test_the_merge_names_the_holder_of_a_shard_on_another_machine(tiny_model_dir
 
 def test_a_shard_is_refused_while_a_run_without_shards_holds_the_job(tiny_model_dir: Path, source: Path) -> None:
     shard(tiny_model_dir, "1/2")
-    folder = Path("o.jsonl.job")
-    lock = Lock(folder / "lock", "o.jsonl")  # held by a run that has not yet taken over the results of the shards
+    lease = Lease(
+        Path("o.jsonl.job") / CLAIMS, "o.jsonl", unsharded=True
+    )  # held by a run that has not yet taken over the results of the shards
     try:
         with pytest.raises(OutputLocked, match=r"a run without --shard holds o\.jsonl \(process"):
             shard(tiny_model_dir, "2/2")
     finally:
-        lock.release()
+        lease.release()
     assert shard(tiny_model_dir, "2/2", merge=True).shard == ""
 
 

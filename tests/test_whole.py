@@ -87,9 +87,9 @@ def test_a_finished_job_keeps_only_keys_settings_and_figures(tiny_model_dir: Pat
     config = config_of(tiny_model_dir, write_jsonl(shuffled(30)))
     run_job(config)
     assert sorted(os.listdir(f"{config.output}.job")) == [
+        "claims",
         "keys",
         "known.sqlite",
-        "lock",
         "manifest.json",
         "report.json",
         "stats.json",

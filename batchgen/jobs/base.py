@@ -200,4 +200,4 @@ class StoredResults:
             write_json(self.folder / "stats.json", stats)
 
     def _check_held(self) -> None:
-        """Called before every write. A shard raises `OutputLocked` if another process has taken over its lease; a job's lock cannot be taken over."""
+        """Called before every write. Raises `OutputLocked` if another process has taken over the lease."""

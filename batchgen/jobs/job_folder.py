@@ -3,7 +3,7 @@
 `OUTPUT.job/` (or `NAME.job/` under the work folder) holds
 
     manifest.json    the settings, what was asked for, the state (`manifest`)
-    lock             which process works on it (`lock`)
+    claims/          which process works on it (`lease`)
     results.sqlite   while the job is not finished: finished results, rows under way, progress (`results`)
     sorted/          while the job is not finished: the requests of a large input, sorted
     keys             one key of 16 bytes for every row of the finished output (`reuse_output`)
@@ -11,7 +11,7 @@
     kept.sqlite      results that the finished output does not hold, or not whole; only if there are any
     stats.json       the figures of the last run
     report.json      what the report shows: runs over time, prefix tree, sums over the rows (`recording`)
-    shards/, claims/ of a job that runs in shards (`shards`)
+    shards/          of a job that runs in shards (`shards`)
     push/            while the output is pushed to the Hub (`push`)
 
 and, while a process works on it (made new at every start),
@@ -40,7 +40,6 @@ from batchgen.errors import UsageError
 from batchgen.jobs.base import JobSpec, StoredResults
 from batchgen.jobs.files.disk import sync_folder, write_json, writing
 from batchgen.jobs.files.lease import Lease
-from batchgen.jobs.files.lock import Lock
 from batchgen.jobs.files.manifest import FIRST_LIMIT, Manifest, as_stored, file_digest
 from batchgen.jobs.files.results import RESULTS_FILE, Results
 from batchgen.jobs.files.target import Target
@@ -83,8 +82,10 @@ class Opened:
 class JobFolder(StoredResults):
     """One job, from its first window to the rename of its output (`Job`). `opening.open_job` makes it."""
 
-    def __init__(self, opened: Opened, lock: Lock, lease: Lease | None, *, merging: bool) -> None:
-        """Opens the job's database and the files of its output, and takes over the results that there are.
+    def __init__(self, opened: Opened, lease: Lease, *, owned: bool, merging: bool) -> None:
+        """`owned`: the lease is released when the job is closed.
+
+        Opens the job's database and the files of its output, and takes over the results that there are.
 
         Of a finished job, only removes what an earlier run has left beside the output.
         """
@@ -96,7 +97,7 @@ class JobFolder(StoredResults):
         self.output = opened.spec.output
         self._spec, self._target, self._manifest = opened.spec, opened.target, opened.manifest
         self._old, self._limit_raised = opened.old, opened.limit_raised
-        self._lock, self._lease, self._merging = lock, lease, merging
+        self._lease, self._owned, self._merging = lease, owned, merging
         self._order = DoneOrder(opened.spec.order)
         self._appended = False
         """Whether this run has a result of its own."""
@@ -182,11 +183,18 @@ class JobFolder(StoredResults):
         self.close()
 
     def close(self) -> None:
-        """Writes everything to disk and releases the lock. Does nothing the second time."""
+        """Writes everything to disk and releases the lease. Does nothing the second time."""
         try:
             self._close_files()
         finally:
-            self._lock.release()
+            self._release()
+
+    def _release(self) -> None:
+        if self._owned:
+            self._lease.release()
+
+    def _check_held(self) -> None:
+        self._lease.check()
 
     def _close_files(self) -> None:
         opened, self._files = self._files, None
@@ -306,8 +314,7 @@ class JobFolder(StoredResults):
 
     def finish(self, stats: dict[str, Any]) -> None:
         """Puts the output in its place and closes the job."""
-        if self._lease is not None:
-            self._lease.check()
+        self._lease.check()
         with writing(self.folder):
             self._row_keys.forget_unasked()
         with writing(self.output):
@@ -341,7 +348,7 @@ class JobFolder(StoredResults):
             self._close_files()
             self._clean_up(left)
         self.finished = stats
-        self._lock.release()
+        self._release()
 
     # -- the folder
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from batchgen.errors import UsageError
 from batchgen.jobs.base import Job, JobSpec
 from batchgen.jobs.files.disk import sync_folder, writing
 from batchgen.jobs.files.lease import Lease
-from batchgen.jobs.files.lock import Lock
 from batchgen.jobs.files.manifest import (
     FIRST_LIMIT,
     LIMIT,
@@ -46,7 +44,7 @@ def find_finished(output: str, *, digest: str, input: Input, config: JobConfig) 
     """Returns the figures of an output's job, and whether its prompts are chats, if this command has finished it and `open_job` would find nothing to do.
 
     Returns None if there is something to do, or if only `open_job` can tell. `digest`: `identity.command_digest`. Changes nothing, and needs
-    neither the job's lock nor a tokenizer or a model.
+    neither the job's lease nor a tokenizer or a model.
     """
     if output == "-":
         return None
@@ -69,10 +67,13 @@ def _request_of(input: Input, limit: int | None, order: str) -> dict[str, Any]:
     return {"inputs": input.fingerprint(), "formats": formats, "limit": limit, "order": order}
 
 
-def open_job(spec: JobSpec, lease: Lease | None = None, *, merging: bool = False) -> Job:
-    """Opens the job of an output: begins it, continues it or finds it finished. This process holds its lock until it is closed.
+def open_job(
+    spec: JobSpec, lease: Lease | None = None, *, merging: bool = False, tell: Callable[[str], None] = lambda _: None
+) -> Job:
+    """Opens the job of an output: begins it, continues it or finds it finished. This process holds its lease until it is closed.
 
-    `lease`: held by this process, for a job that runs in shards. `merging`: the plan of the shards stays until the output is written;
+    `lease`: the job's, if this process holds it already (shards). `tell` is called with a sentence before a wait for a holder that may be dead.
+    `merging`: the plan of the shards stays until the output is written;
     otherwise it is forgotten. Their results become the job's in both cases.
     Raises `UsageError` (an output that is not ours, other settings), `OutputLocked`, `OutputError`.
     """
@@ -86,7 +87,7 @@ def open_job(spec: JobSpec, lease: Lease | None = None, *, merging: bool = False
     check_place(output, target, folder, spec.overwrite)
     with writing(folder):
         _make_folder(folder, min_bytes(spec.input, output, form))
-        lock = Lock(folder / "lock", output, leased=lease is not None)
+    held = lease or Lease(folder / CLAIMS, output, tell, unsharded=True)
     try:
         request = _request_of(spec.input, spec.limit, spec.order) | asdict(form)
         request |= {"retry": spec.retry, "expect": spec.expect}
@@ -95,13 +96,16 @@ def open_job(spec: JobSpec, lease: Lease | None = None, *, merging: bool = False
             settings=as_stored(spec.settings), mentions=as_stored(spec.mentions), request=as_stored(request),
         )  # fmt: skip
         opening = _Opening(spec=spec, target=target, folder=folder, manifest=manifest)
-        if lock.taken_over is not None:
-            opening.notes.append(f"an earlier run (process {lock.taken_over}) was killed; this run continues it")
-        with nullcontext() if lease else _shards_held(opening), writing(folder):
+        if held.taken_over is not None:
+            opening.notes.append(
+                f"an earlier run (process {held.taken_over.get('pid')}) was killed; this run continues it"
+            )
+        with writing(folder):
             opening.compare()
-            return JobFolder(opening, lock, lease, merging=merging)
+            return JobFolder(opening, held, owned=lease is None, merging=merging)
     except BaseException:
-        lock.release()
+        if lease is None:
+            held.release()
         raise
 
 
@@ -112,19 +116,6 @@ def _make_folder(folder: Path, needed: int) -> None:
             check_space(folder, needed)
         folder.mkdir(parents=folder.parent == jobs_folder(), exist_ok=True)  # other parents are the user's to make
         sync_folder(folder.parent)
-
-
-@contextmanager
-def _shards_held(opening: _Opening) -> Iterator[None]:
-    """Keeps shards from starting while the job takes over their results."""
-    if load_plan(opening.folder) is None:
-        yield
-        return
-    lease = Lease(opening.folder / CLAIMS, f"the shards of {opening.spec.output}", opening.notes.append)
-    try:
-        yield
-    finally:
-        lease.release()
 
 
 @dataclass(slots=True, kw_only=True)

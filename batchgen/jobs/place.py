@@ -34,7 +34,6 @@ _OURS = {
     "stats.json",
     "stats.json.new",
     "keys",
-    "lock",
     CLAIMS,
     KEPT_FILE,
     *KNOWN_FILES,

@@ -2,16 +2,14 @@
 
 In addition to the files that `job_folder` describes, the job's folder contains
 
-    claims/            the lease of the process that does the first reading, or merges (`lease`); stays when the job is finished
     shards/plan.json   the shares of the prefix order, written after the first reading (`ShardPlan`)
     shards/ID/         the files of the plan with this id:
       requests/        all requests that had no result, in prefix order
       1/, 2/, …        for each shard: its claims, results.sqlite (`results`), stats.json and report.json
 
-A process works on the whole job (first reading, merge, a run without shards) or on one shard, never on both at the same time. A process that
-reads first or merges holds the lease on `claims` and the job's lock; a run without shards holds only the lock. A shard takes its own lease
-and then checks that nobody works on the whole job. A process for the whole job takes the lease on `claims`, or the lock, and then checks
-that no shard is running. If both start at the same moment, at least one of them sees the other and gives up.
+A process works on the whole job (first reading, merge, a run without shards) or on one shard, never on both at the same time. A process for
+the whole job takes the lease on `claims` and then checks that no shard is running. A shard takes its own lease and then checks that nobody
+works on the whole job. If both start at the same moment, at least one of them sees the other and gives up.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from batchgen.errors import OutputError, OutputLocked, UsageError
 from batchgen.jobs.base import Job, JobSpec, StoredResults
 from batchgen.jobs.files.disk import sync_folder, write_json, writing
 from batchgen.jobs.files.lease import Lease, check_free_here, check_shared_folder, holder_of_lease, last_claim
-from batchgen.jobs.files.lock import holder_of, lives
 from batchgen.jobs.files.manifest import differences
 from batchgen.jobs.files.results import RESULTS_FILE, Results
 from batchgen.jobs.order.shares import PrefixCosts, Share
@@ -299,24 +296,12 @@ def _join(folder: Path, plan: ShardPlan, number: int, spec: JobSpec, tell: Calla
         if holder_of_lease(folder / CLAIMS) is not None or load_plan(folder) != plan:
             lease.release("done" if lease.before == "done" else "released")
             return None
-        _check_no_whole_run(folder, output)
         shard = ShardFolder(folder, plan, number, output)
         shard.open(lease, spec.retry, spec.flush_every)
         return shard
     except BaseException:
         lease.release()
         raise
-
-
-def _check_no_whole_run(folder: Path, output: str) -> None:
-    """Raises `OutputLocked` if a run without shards holds the job: it takes over the shards' results and removes their plan."""
-    path = folder / "lock"
-    holder = holder_of(path)
-    if holder and holder.get("leased") is not True and lives(holder) is not False:  # a leased one is seen by its lease
-        raise OutputLocked(
-            f"a run without --shard holds {output} (process {holder['pid']} on {holder['host']}, since {holder['started']})",
-            f"wait for it to end; if it is dead, delete {path}",
-        )
 
 
 def _check_not_running(folder: Path, plan: ShardPlan, asked: Mapping[str, Any], output: str) -> None:
@@ -348,6 +333,10 @@ def _lead_reading(
     try:
         lease = Lease(folder / CLAIMS, f"the first reading of {output}", tell)
     except OutputLocked as e:
+        holder = holder_of_lease(folder / CLAIMS)
+        if holder and holder["unsharded"]:  # it takes over the shards' results and removes their plan
+            who = f"process {holder['pid']} on {holder['host']}, since {holder['started']}"
+            raise OutputLocked(f"a run without --shard holds {output} ({who})", "wait for it to end") from None
         tell(f"waiting: {e.message}")
         time.sleep(_WAIT_SECONDS)
         return None

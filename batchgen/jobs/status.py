@@ -1,4 +1,4 @@
-"""Reads from a job's folder how far the job is. Takes no lock and writes nothing."""
+"""Reads from a job's folder how far the job is. Takes no lease and writes nothing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 
 from batchgen.errors import UsageError
 from batchgen.jobs.files.lease import SILENT_SECONDS, is_alive_here, last_claim, seconds_since
-from batchgen.jobs.files.lock import holder_of, lives
 from batchgen.jobs.files.manifest import load_manifest
 from batchgen.jobs.files.results import read_facts
-from batchgen.jobs.shards import ShardPlan, load_plan, read_stats, shard_folder
+from batchgen.jobs.shards import CLAIMS, ShardPlan, load_plan, read_stats, shard_folder
 from batchgen.records.output import job_path
 from batchgen.records.remote import is_url
 
@@ -45,10 +44,9 @@ def job_status(output: str, work_dir: str | None = None) -> dict[str, Any]:
 
 
 def _read(output: str, folder: Path) -> dict[str, Any]:
-    holder, manifest = holder_of(folder / "lock"), load_manifest(folder / "manifest.json")
-    if manifest is None and not holder:
+    process, manifest = _process(folder), load_manifest(folder / "manifest.json")
+    if manifest is None and process is None:
         raise no_job(output, folder)
-    process = holder | {"alive": lives(holder)} if holder else None
     sums = _stored_sums(folder)
     if process is not None and process["alive"] is not False:
         state = "running"
@@ -56,7 +54,11 @@ def _read(output: str, folder: Path) -> dict[str, Any]:
         state, process = "finished", None
     else:
         state = "stopped" if process is None else "dead"
-    figures = _of_finished(sums) if state == "finished" else _under_way(folder, state, holder.get("started"))
+    figures = (
+        _of_finished(sums)
+        if state == "finished"
+        else _under_way(folder, state, process["started"] if process else None)
+    )
     plan = None if state == "finished" else load_plan(folder)
     shards = None if plan is None else [_shard_state(folder, plan, number) for number in range(1, plan.count + 1)]
     if plan is not None and shards is not None and process is None:
@@ -75,6 +77,15 @@ def _read(output: str, folder: Path) -> dict[str, Any]:
     }
 
 
+def _process(folder: Path) -> dict[str, Any] | None:
+    """Returns the process that works on the whole job, or was doing so when it died; None if there is none."""
+    _, claim = last_claim(folder / CLAIMS)
+    if not claim or claim.get("state") != "running":
+        return None
+    alive = is_alive_here(folder / CLAIMS, claim)
+    return {name: claim[name] for name in ("pid", "host", "started")} | {"alive": alive}
+
+
 def _shard_state(folder: Path, plan: ShardPlan, number: int) -> dict[str, Any]:
     """Returns how far one shard is, from its claim or, if it is done, from its figures."""
     place, share = shard_folder(folder, plan, number), plan.shares[number - 1]
@@ -84,7 +95,7 @@ def _shard_state(folder: Path, plan: ShardPlan, number: int) -> dict[str, Any]:
     silent_for = seconds_since(claim.get("seen"))
     state = {"done": "done", "released": "stopped", "": "not begun"}.get(claim.get("state", ""), "running")
     if state == "running":
-        alive = is_alive_here(claim)
+        alive = is_alive_here(place, claim)
         if alive is False:
             state = "dead"
         elif alive is None and (silent_for is None or silent_for > SILENT_SECONDS):

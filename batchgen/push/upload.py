@@ -18,9 +18,10 @@ import pyarrow.parquet as pq
 
 from batchgen.config import JobConfig
 from batchgen.errors import BatchgenError, OutputError, OutputLocked, UsageError
-from batchgen.jobs.files.lock import Lock
+from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import DIGEST, Manifest, load_manifest
 from batchgen.jobs.place import PUSH_FOLDER
+from batchgen.jobs.shards import CLAIMS
 from batchgen.push.card import SPLIT, dataset_card
 from batchgen.records.hub_errors import reaching_hub
 from batchgen.records.output import job_path, output_format
@@ -71,7 +72,7 @@ def check_push(config: JobConfig, output: str) -> None:
 def push_output(config: JobConfig, output: str, stats: Mapping[str, Any], tell: Callable[[str], None]) -> str:
     """Pushes the finished output and returns the dataset's address. Does nothing if it is there already.
 
-    Holds the job's lock. Raises `OutputLocked` if another process runs the job or pushes its output, and `OutputError` if the push fails; the
+    Holds the job's lease. Raises `OutputLocked` if another process runs the job or pushes its output, and `OutputError` if the push fails; the
     output itself is complete then.
     """
     assert config.push is not None
@@ -79,13 +80,13 @@ def push_output(config: JobConfig, output: str, stats: Mapping[str, Any], tell: 
     manifest = load_manifest(folder / "manifest.json")
     assert manifest is not None, "a finished job has a manifest"
     try:
-        lock = Lock(folder / "lock", output)
+        lease = Lease(folder / CLAIMS, output, tell, unsharded=True)
         try:
             with reaching_hub(repo, error=OutputError):
                 return _push(config, repo, Path(output), manifest, stats, tell, folder / PUSH_FOLDER)
         finally:
             shutil.rmtree(folder / PUSH_FOLDER, ignore_errors=True)
-            lock.release()
+            lease.release()
     except OutputLocked:
         raise
     except (BatchgenError, OSError) as e:

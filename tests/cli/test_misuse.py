@@ -1,6 +1,6 @@
 """Misuse gives one line and its exit code, before a tokenizer is loaded."""
 
-import fcntl
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from batchgen.jobs.files.lease import Lease
 from batchgen.prompts.params import NAMES
 from support.misuse import MISUSES, make_files
 from support.params import slow_but
@@ -67,16 +68,14 @@ def test_a_held_output_is_told_before_a_tokenizer_is_loaded(
     monkeypatch.setattr("batchgen.job_setup.load_tokenizer", None)
     make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "o.jsonl.job"
-    folder.mkdir()
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write('{"pid": 7, "host": "here", "started": "2026-03-04T05:00:00+00:00"}')
-        lock.flush()
-        outcome = cli("run", "rows.jsonl", "-m", tiny_model_dir, "-o", "o.jsonl")
+    claims = tmp_path / "o.jsonl.job" / "claims"
+    claims.parent.mkdir()
+    lease = Lease(claims, "o.jsonl")
+    outcome = cli("run", "rows.jsonl", "-m", tiny_model_dir, "-o", "o.jsonl")
+    lease.release()
     assert (outcome.code, outcome.out) == (75, "")
-    assert outcome.err.startswith("batchgen: error: another run holds o.jsonl (process 7 on here, since 2026-03-04")
-    assert (folder / "lock").read_text() != ""
+    assert outcome.err.startswith(f"batchgen: error: another run holds o.jsonl (process {os.getpid()} on ")
+    assert len(list(claims.iterdir())) == 1
 
 
 def test_a_current_folder_that_was_deleted_is_named(

@@ -167,7 +167,10 @@ def test_where_there_is_no_job_the_exit_code_is_2(cli: Cli, tmp_path: Path) -> N
 def test_it_imports_neither_torch_nor_transformers(tmp_path: Path, python: Callable[..., Any]) -> None:
     folder = tmp_path / "o.jsonl.job"
     folder.mkdir()
-    (folder / "lock").write_text('{"pid": 1, "host": "elsewhere", "started": "2026-03-04T05:00:00+00:00"}')
+    (folder / "claims").mkdir()
+    (folder / "claims" / "claim-000001").write_text(
+        '{"number": 1, "state": "running", "pid": 1, "host": "elsewhere", "started": "2026-03-04T05:00:00+00:00"}'
+    )
     code = (
         "import atexit, sys\n"
         "atexit.register(lambda: print(sorted({'torch', 'transformers'} & set(sys.modules)), file=sys.stderr))\n"

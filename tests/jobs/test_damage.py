@@ -172,8 +172,8 @@ def check_goes_on(folder: Folder, state: str, expected: bytes) -> str:
         folder.run()
     assert folder.output() == expected
     left = {p.name for p in folder.job_folder.iterdir()}
-    # A finished job may have lost its keys and lock: it needs neither.
-    assert left - {"keys", "known.sqlite", "lock", "report.json"} == {"manifest.json", "stats.json"}
+    # A finished job may have lost its keys and claims: it needs neither.
+    assert left - {"keys", "known.sqlite", "claims", "report.json"} == {"manifest.json", "stats.json"}
     assert folder.run() == []
     return said
 

@@ -1,7 +1,8 @@
-"""Leases of shards: machines that share a folder agree, without file locks, which of them runs a shard."""
+"""Leases: machines that share a folder agree, also without file locks, which of them runs a job or a shard."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.errors import OutputLocked, UsageError
+from batchgen.errors import OutputError, OutputLocked, UsageError
 from batchgen.jobs.files import lease as leases
 from batchgen.jobs.files.lease import Beats, Lease, check_shared_folder, holder_of_lease, is_alive_here, last_claim
 from support.python_process import holding
@@ -24,8 +25,8 @@ def claim_of_another_machine(folder: Path, number: int = 1, beat: int = 7, state
     """Writes the claim of a process on the host `far`."""
     folder.mkdir(exist_ok=True)
     path = folder / f"claim-{number:06d}"
-    holder = {"pid": 12, "host": "far", "boot": "b", "space": "s", "started": "2026-01-01T00:00:00+00:00"}
-    path.write_text(json.dumps(holder | {"state": state, "beat": beat}))
+    holder = {"pid": 12, "host": "far", "boot": "b", "locked": True, "started": "2026-01-01T00:00:00+00:00"}
+    path.write_text(json.dumps(holder | {"number": number, "state": state, "beat": beat}))
     return path
 
 
@@ -39,6 +40,49 @@ def test_a_lease_is_held_by_one_process_and_names_it(tmp_path: Path, other_proce
     with pytest.raises(OutputLocked) as caught:
         Lease(tmp_path / "2", "shard 2/4 of o.jsonl")
     assert f"another run holds shard 2/4 of o.jsonl (process {other_process.pid} on " in str(caught.value)
+    assert caught.value.exit_code == 75
+
+
+def test_two_leases_in_one_process_exclude_each_other(tmp_path: Path) -> None:
+    lease = Lease(tmp_path / "1", "o.jsonl")
+    with pytest.raises(OutputLocked):
+        Lease(tmp_path / "1", "o.jsonl")
+    lease.release()
+
+
+def test_a_claim_that_was_never_written_is_passed_after_a_few_seconds(tmp_path: Path) -> None:
+    (tmp_path / "claim-000007").touch()
+    said: list[str] = []
+    lease = Lease(tmp_path, "o.jsonl", said.append, QUICK)
+    assert (last_claim(tmp_path)[0], len(said)) == (8, 1)
+    lease.release()
+
+
+def test_claims_of_long_ago_are_removed(tmp_path: Path) -> None:
+    for _ in range(103):
+        Lease(tmp_path, "o.jsonl").release()
+    assert sorted(int(p.name[-6:]) for p in tmp_path.iterdir()) == list(range(4, 104))
+
+
+def test_a_claim_that_cannot_be_written_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OutputError, match="cannot be written: No space left on device"):
+        Lease(tmp_path, "o.jsonl")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_file_locks_the_beats_tell_who_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(fd: int, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    lease = Lease(tmp_path, "o.jsonl", beats=QUICK)
+    with pytest.raises(OutputLocked):
+        Lease(tmp_path, "o.jsonl", beats=QUICK)
+    lease.release()
 
 
 def test_a_killed_process_of_this_machine_is_recognized_as_dead_at_once(
@@ -136,7 +180,7 @@ def test_the_holder_can_be_read_without_claiming_the_lease(tmp_path: Path) -> No
     lease = Lease(tmp_path / "1", "shard")
     holder = holder_of_lease(tmp_path / "1")
     assert holder is not None
-    assert (holder["pid"], is_alive_here(holder)) == (os.getpid(), True)
+    assert (holder["pid"], is_alive_here(tmp_path / "1", holder)) == (os.getpid(), True)
     lease.release()
     assert holder_of_lease(tmp_path / "1") is None
 

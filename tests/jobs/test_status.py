@@ -6,17 +6,16 @@ import os
 import signal
 import socket
 import sqlite3
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
 import pytest
 
 from batchgen.errors import UsageError
-from batchgen.jobs.files.lock import Lock
+from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import Manifest
 from batchgen.jobs.files.results import Results
+from batchgen.jobs.shards import CLAIMS
 from batchgen.jobs.status import job_status
 from batchgen.progress import Silent, Tracker
 from batchgen.result import Result
@@ -29,9 +28,13 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = Path("o.jsonl.job")
     folder.mkdir()
-    (folder / "lock").touch()
     save_manifest(folder, "running")
     return folder
+
+
+def write_claim(folder, **claim):
+    (folder / CLAIMS).mkdir()
+    (folder / CLAIMS / "claim-000001").write_text(json.dumps(claim | {"number": 1, "state": "running"}))
 
 
 def save_manifest(folder, state):
@@ -115,14 +118,15 @@ def test_a_stopped_job_tells_the_progress_of_its_last_run(folder):
 
 
 def test_a_running_job_tells_its_process_and_remaining_time(folder):
-    lock = Lock(folder / "lock", "o.jsonl")
-    held = json.loads((folder / "lock").read_text())
+    lease = Lease(folder / CLAIMS, "o.jsonl")
+    (claim,) = (folder / CLAIMS).iterdir()
+    held = json.loads(claim.read_text())
     held["started"] = (dt.datetime.now(dt.UTC) - dt.timedelta(seconds=60)).isoformat(timespec="seconds")
-    (folder / "lock").write_text(json.dumps(held))
+    claim.write_text(json.dumps(held))
     add_results(folder, 20)
     tell(folder, generated(20), seconds_ago=5)
     found = job_status("o.jsonl")
-    lock.release()
+    lease.release()
     assert found["process"] == {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -135,34 +139,26 @@ def test_a_running_job_tells_its_process_and_remaining_time(folder):
 
 def test_workers_are_listed_only_for_a_running_job(folder):
     workers = [{"device": "cpu:0", "state": "running", "rows_done": 3}]
-    lock = Lock(folder / "lock", "o.jsonl")
+    lease = Lease(folder / CLAIMS, "o.jsonl")
     tell(folder, generated(30) | {"workers": workers})
     assert job_status("o.jsonl")["workers"] == workers
-    lock.release()
+    lease.release()
     found = job_status("o.jsonl")
     assert (found["state"], found["workers"]) == ("stopped", None)
-
-
-def test_reading_the_status_does_not_take_the_lock(folder, monkeypatch):
-    def never(*_):
-        raise AssertionError("the lock was touched")
-
-    monkeypatch.setattr("fcntl.flock", never)
-    assert job_status("o.jsonl")["state"] == "stopped"
 
 
 def test_a_run_that_has_just_begun_does_not_show_the_figures_of_an_earlier_one(folder):
     add_results(folder, 20)
     tell(folder, generated(20), seconds_ago=3600)
-    lock = Lock(folder / "lock", "o.jsonl")
+    lease = Lease(folder / CLAIMS, "o.jsonl")
     found = job_status("o.jsonl")
-    lock.release()
+    lease.release()
     assert (found["state"], found["phase"], found["rows_done"], found["rows_total"]) == ("running", "starting", 20, 100)
     assert (found["eta_seconds"], found["completion_tokens_per_s"], found["seconds"]) == (None, None, None)
 
 
 def test_a_killed_job_is_dead_and_its_last_results_are_counted(folder):
-    with holding(Lock, folder / "lock", "o.jsonl") as process:
+    with holding(Lease, folder / CLAIMS, "o.jsonl") as process:
         assert job_status("o.jsonl")["state"] == "running"
         add_results(folder, 30)
         tell(folder, generated(30, kept=10))
@@ -174,18 +170,9 @@ def test_a_killed_job_is_dead_and_its_last_results_are_counted(folder):
     assert (found["rows_done"], found["results"], found["eta_seconds"]) == (42, 42, None)
 
 
-def test_another_process_with_the_pid_of_a_dead_run_is_not_mistaken_for_it(folder):
-    with subprocess.Popen(["sleep", "60"]) as process:
-        holder = {"pid": process.pid, "host": socket.gethostname(), "started": "2020-01-02T03:04:05+00:00"}
-        (folder / "lock").write_text(json.dumps(holder))
-        state = job_status("o.jsonl")["state"]
-        process.kill()
-    assert state == ("dead" if sys.platform == "linux" else "running")
-
-
 def test_a_process_on_another_host_is_assumed_to_run(folder):
     holder = {"pid": 12, "host": "elsewhere", "started": "2026-01-02T03:04:05+00:00"}
-    (folder / "lock").write_text(json.dumps(holder))
+    write_claim(folder, **holder)
     found = job_status("o.jsonl")
     assert (found["state"], found["process"]) == ("running", holder | {"alive": None})
 
@@ -215,8 +202,8 @@ def test_a_finished_job_tells_the_figures_of_all_its_runs(folder):
 
 def test_a_finished_job_stays_finished_when_a_new_run_dies_at_its_start(folder):
     save_manifest(folder, "finished")
-    holder = {"pid": 12, "host": socket.gethostname(), "started": "2020-01-02T03:04:05+00:00"}
-    (folder / "lock").write_text(json.dumps(holder))
+    with holding(Lease, folder / CLAIMS, "o.jsonl"):
+        pass
     assert job_status("o.jsonl")["state"] == "finished"
 
 

@@ -18,7 +18,7 @@ from batchgen.result import Result
 SETTINGS = {"model": "tiny", "temperature": 0.0, "max_tokens": 256, "stop": []}
 
 
-FINISHED_FILES = ["keys", "known.sqlite", "lock", "manifest.json", "report.json", "stats.json"]
+FINISHED_FILES = ["claims", "keys", "known.sqlite", "manifest.json", "report.json", "stats.json"]
 """What the folder of a finished job holds."""
 
 

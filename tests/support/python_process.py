@@ -17,7 +17,7 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def holding(kind: type, path: Path, what: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that holds `kind(path, what)`, a `Lock` or a `Lease`, until it is killed."""
+    """A process that holds `kind(path, what)`, a `Lease`, until it is killed."""
     code = (
         f"import time\nfrom pathlib import Path\nfrom {kind.__module__} import {kind.__name__}\n"
         f"held = {kind.__name__}(Path({str(path)!r}), {what!r})\nprint('held', flush=True)\ntime.sleep(60)\n"

@@ -1,17 +1,18 @@
 """A lease: one process of all machines that see a folder holds it. The holder renews the lease; the others notice when it stops doing so.
 
-File locks are not enough here. On some network file systems a lock holds on one machine only, and no lock tells whether its holder has
-died. A lease needs two properties of a file system, and NFS has both since version 3: if several machines create a file with `O_EXCL`, only
+It allows one run at a time on an output, and on each shard of one. File locks are not enough here. On some network file systems a lock holds on one machine only, and a machine that is gone may leave its
+locks behind. A lease needs two properties of a file system, and NFS has both since version 3: if several machines create a file with `O_EXCL`, only
 one succeeds; and a machine that opens a file sees what was written before the file was closed.
 
 The folder contains `claim-000001`, `claim-000002`…. Each start creates the next claim, and the last claim counts. Every few seconds its
-holder writes a new beat into it. A lease is free if its holder has released it, if its holder was a process of this machine that no longer
-exists, or if the beat has not changed for a minute. The waiting process measures that minute with its own clock; the clocks of two machines
+holder writes a new beat into it. A lease is free if its holder has released it, or if the beat has not changed for a minute. The holder also
+locks its claim (flock): on the same machine the lock tells at once whether it lives. The waiting process measures that minute with its own clock; the clocks of two machines
 are never compared. A holder that was suspended for a minute finds a newer claim, and stops before it writes anything.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -27,8 +28,9 @@ from typing import Any
 
 from batchgen.errors import OutputLocked, UsageError
 from batchgen.jobs.files.disk import file_system, writing
-from batchgen.jobs.files.lock import held_by_another, lives, timestamp
 
+_KEPT = 100
+"""Claims that stay beside the last one. A process that is slow to create the next claim must not find its number free again."""
 _SIZE = 4096
 """Bytes of a claim, padded: a beat overwrites it in place by one write."""
 _CLAIM = re.compile(r"claim-(\d{6,})")
@@ -60,11 +62,19 @@ class Lease:
     """
 
     def __init__(
-        self, folder: Path, what: str, tell: Callable[[str], None] = lambda _: None, beats: Beats = DEFAULT_BEATS
+        self,
+        folder: Path,
+        what: str,
+        tell: Callable[[str], None] = lambda _: None,
+        beats: Beats = DEFAULT_BEATS,
+        *,
+        unsharded: bool = False,
     ) -> None:
+        """`unsharded`: the holder is a run of the whole job without shards. Its claim says so."""
         self._folder, self._what = folder, what
         self._beats = beats
-        self._me = _this_process()
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        self._me = {"pid": os.getpid(), "started": started, **_this_machine(), "unsharded": unsharded}
         self.taken_over: dict[str, Any] | None = None
         """The dead holder that this lease was taken from."""
         self.before = ""
@@ -77,7 +87,14 @@ class Lease:
         with writing(folder):
             folder.mkdir(exist_ok=True)
             self._fd, self._number = self._claim(tell)
-            self._beat()
+            try:
+                self._me |= {"number": self._number, "locked": _locked(self._fd)}
+                self._beat()
+            except BaseException:
+                os.close(self._fd)
+                _claim_path(folder, self._number).unlink(missing_ok=True)
+                raise
+            _claim_path(folder, self._number - _KEPT).unlink(missing_ok=True)
         self._thread = threading.Thread(target=self._run, name="batchgen-lease", daemon=True)
         self._thread.start()
 
@@ -115,19 +132,21 @@ class Lease:
                     raise held_by_another(self._what, holder)
                 self.taken_over = holder
             self.before = "" if holder is None else str(holder.get("state", "running"))
-            path = self._folder / f"claim-{number + 1:06d}"
             with suppress(FileExistsError):
-                return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), number + 1
+                return os.open(
+                    _claim_path(self._folder, number + 1), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644
+                ), number + 1
 
     def _is_dead(self, number: int, holder: dict[str, Any], tell: Callable[[str], None]) -> bool:
-        alive = is_alive_here(holder)
+        alive = is_alive_here(self._folder, holder)
         if alive is not None:
             return not alive
+        silent = self._beats.silent if holder else self._beats.every  # a claim without content was made a moment ago
         tell(
             f"{self._what} was last held by process {holder.get('pid')} on {holder.get('host')}: looking for up to "
-            f"{self._beats.silent:.0f} seconds whether it still runs"
+            f"{silent:.0f} seconds whether it still runs"
         )
-        until = _clock() + self._beats.silent
+        until = _clock() + silent
         while _clock() < until:
             time.sleep(self._beats.look)
             now, other = last_claim(self._folder)
@@ -166,7 +185,7 @@ def last_claim(folder: Path, *, read: bool = True) -> tuple[int, dict[str, Any] 
     if not number or not read:
         return number, None
     try:
-        claim = json.loads((folder / f"claim-{number:06d}").read_bytes())
+        claim = json.loads(_claim_path(folder, number).read_bytes())
     except (ValueError, FileNotFoundError):
         claim = None  # it was made a moment ago
     return number, claim if isinstance(claim, dict) else {}
@@ -180,29 +199,65 @@ def _is_running(claim: Mapping[str, Any]) -> bool:
 def check_free_here(folder: Path, what: str) -> None:
     """Raises `OutputLocked` if a process of this machine holds the lease. Does not take it."""
     _, holder = last_claim(folder)
-    if holder and _is_running(holder) and is_alive_here(holder):
+    if holder and _is_running(holder) and is_alive_here(folder, holder):
         raise held_by_another(what, holder)
 
 
 def holder_of_lease(folder: Path) -> dict[str, Any] | None:
     """Returns the holder that a claim names; None if there is none, or if it was a process of this machine that no longer exists."""
     _, holder = last_claim(folder)
-    if holder is None or not _is_running(holder) or is_alive_here(holder) is False:
+    if holder is None or not _is_running(holder) or is_alive_here(folder, holder) is False:
         return None
     return holder
 
 
-def is_alive_here(holder: Mapping[str, Any]) -> bool | None:
-    """Returns whether the holder, a process of this machine, is running; None if it is a process of another machine or container."""
-    me = _this_process()
-    if any(holder.get(name) != me[name] for name in ("host", "boot", "space")):
+def is_alive_here(folder: Path, holder: Mapping[str, Any]) -> bool | None:
+    """Returns whether the holder that a claim on `folder` names is running; None if it may be a process of another machine, or cannot be asked."""
+    if holder.get("locked") is not True or any(holder.get(name) != value for name, value in _this_machine().items()):
         return None
-    return bool(lives(holder))
+    try:
+        fd = os.open(_claim_path(folder, holder["number"]), os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _locked(fd: int) -> bool:
+    """Locks a claim. The kernel releases the lock when the process ends, in whatever way. Returns False if the file system has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _claim_path(folder: Path, number: int) -> Path:
+    return folder / f"claim-{number:06d}"
+
+
+def _timestamp(time: Any) -> float | None:
+    """Seconds since 1970 of a time in ISO 8601; None for anything else."""
+    try:
+        return datetime.fromisoformat(time).timestamp()
+    except (ValueError, TypeError):
+        return None
+
+
+def held_by_another(what: str, holder: Mapping[str, Any]) -> OutputLocked:
+    """Returns the error for a lease that a process holds; `holder` is empty if that has just started."""
+    who = f"process {holder['pid']} on {holder['host']}, since {holder['started']}" if holder else "just started"
+    return OutputLocked(f"another run holds {what} ({who})", "wait for it to end, or stop it")
 
 
 def seconds_since(text: Any) -> float | None:
     """Seconds since a time in ISO 8601, which another machine's clock may have told; None for anything else."""
-    then = timestamp(text)
+    then = _timestamp(text)
     return None if then is None else time.time() - then
 
 
@@ -216,14 +271,12 @@ def check_shared_folder(folder: Path) -> None:
         )
 
 
-def _this_process() -> dict[str, Any]:
-    """Returns what identifies this process, and the machine and namespace in which its number is valid."""
-    boot, space = "", ""
+def _this_machine() -> dict[str, str]:
+    """Returns what identifies this machine since it was started."""
+    boot = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - it leads nowhere
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"pid": os.getpid(), "host": socket.gethostname(), "boot": boot, "space": space, "started": started}
+    return {"host": socket.gethostname(), "boot": boot}
 
 
 def _clock() -> float:

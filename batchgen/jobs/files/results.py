@@ -56,7 +56,7 @@ class Damaged(Exception):
 
 
 class Results:
-    """The results of one job. Only the holder of the folder's lock may open the database for writing."""
+    """The results of one job. Only the holder of the folder's lease may open the database for writing."""
 
     def __init__(self, folder: Path, flush_every: float) -> None:
         """Raises `OSError` or `sqlite3.Error` if the disk cannot be written."""
