@@ -275,27 +275,6 @@ def test_a_configuration_with_an_unsupported_setting_is_refused(cli, write_jsonl
     assert refused.err.count("batchgen: error:") == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--embed", "--classify"], "--embed and --classify cannot be combined"),
-        (["--embed", "--score"], "--embed cannot be combined with --score"),
-        (["--embed", "--prompt-logprobs"], "--embed cannot be combined with --prompt-logprobs"),
-        (["--embed", "--choices", "a,b"], "--embed cannot be combined with --choices"),
-        (["--embed", "-n", "2"], "--embed cannot be combined with --n"),
-        (["--embed", "--quantize", "int8"], "--quantize is for models that write text, not for --embed"),
-        (["--pooling", "mean"], "--pooling and --normalize are for --embed"),
-        (["--no-normalize"], "--pooling and --normalize are for --embed"),
-        (["--prompt-name", "query"], "--prompt-name is for --embed"),
-        (["--embed", "--prompt-name", "query", "--prefix", "x"], "--prompt-name cannot be combined with --prefix"),
-    ],
-)
-def test_options_that_contradict_each_other_are_refused(cli, last, write_jsonl, options, said):
-    refused = cli("run", write_jsonl([{"prompt": "a"}]), "-m", last, *options)
-    assert refused.code == 2
-    assert said in refused.err
-
-
 def test_an_encoder_is_refused(cli, write_jsonl, tmp_path):
     folder = save_embedder(tmp_path / "m")
     settings = json.loads((folder / "config.json").read_text())

@@ -76,15 +76,3 @@ def test_parquet_has_null_for_the_first_token(cli, tiny_model_dir, write_jsonl, 
     write_jsonl([*ROWS, {"prompt": "One more"}])
     assert f"1 done, {len(ROWS)} kept from an earlier run" in cli(*command).err
     assert pq.read_table(tmp_path / "o.parquet")["prompt_logprobs"].to_pylist()[: len(ROWS)] == first
-
-
-def test_prompt_logprobs_cannot_be_combined_with_generation(cli, tiny_model_dir, write_jsonl):
-    path = write_jsonl(ROWS)
-    for options, said in (
-        (["--choices", "a,b"], "--prompt-logprobs cannot be combined with --choices"),
-        (["-n", "2"], "--prompt-logprobs cannot be combined with --n"),
-        (["--output-format", "openai"], "--output-format openai cannot hold log-probabilities of prompts"),
-    ):
-        refused = cli("run", path, "-m", tiny_model_dir, "--prompt-logprobs", *options)
-        assert refused.code == 2
-        assert said in refused.err

@@ -496,31 +496,10 @@ def test_a_shard_that_merges_does_not_suggest_a_merge(tiny_model_dir: Path, sour
     assert (report.shard, notes[-1]) == ("", "all 2 shards are done")
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"shard": "0/4"}, "--shard '0/4' is not a part of a job"),
-        ({"shard": "5/4"}, "--shard '5/4' is not a part of a job"),
-        ({"shard": "one"}, "--shard 'one' is not a part of a job"),
-        ({"shard": "1/4", "overwrite": True}, "--overwrite would delete the work of the other shards"),
-        ({"shard": "1/4", "order": "done"}, "--shard cuts the prefix order of the whole input"),
-        ({"shard": "1/4", "window": 100}, "--shard cuts the prefix order of the whole input"),
-        ({"merge": True}, "--merge is for a run with --shard"),
-    ],
-)
-def test_options_that_do_not_work_with_shards_are_refused(
-    tiny_model_dir: Path, source: Path, options: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(UsageError, match=said):
-        config_of(tiny_model_dir, **options)
-
-
 def test_standard_streams_and_remote_outputs_cannot_have_shards(tiny_model_dir: Path, source: Path) -> None:
     config = config_of(tiny_model_dir, shard="1/2")
     with pytest.raises(UsageError, match="--shard reads the input twice, which <stdin> does not allow; use a file"):
         run_job(replace(config, inputs=("-",)))
-    with pytest.raises(UsageError, match="--shard writes no row before all rows are done; name an output with -o"):
-        run_job(replace(config, output="-"))
     with pytest.raises(UsageError, match=r"the shards of s3://b/o\.jsonl need a folder that all of them see"):
         run_job(replace(config, output="s3://b/o.jsonl"))
 
