@@ -126,7 +126,7 @@ def test_a_living_process_of_another_machine_keeps_its_lease(tmp_path: Path) -> 
         ended.set()
         thread.join()
     assert said == [
-        "shard 1/2 of o.jsonl was last held by process 12 on far: looking for up to 0 seconds whether it still runs"
+        "shard 1/2 of o.jsonl was last held by process 12 on far: looking for up to 0 seconds whether its process still runs"
     ]
     assert path.exists()
 

@@ -29,6 +29,7 @@ from typing import Any
 from batchgen.errors import OutputLocked, UsageError
 from batchgen.jobs.files.disk import file_system, writing
 
+LEASE_THREAD = "batchgen-lease"
 _KEPT = 100
 """Claims that stay beside the last one. A process that is slow to create the next claim must not find its number free again."""
 _SIZE = 4096
@@ -95,7 +96,7 @@ class Lease:
                 _claim_path(folder, self._number).unlink(missing_ok=True)
                 raise
             _claim_path(folder, self._number - _KEPT).unlink(missing_ok=True)
-        self._thread = threading.Thread(target=self._run, name="batchgen-lease", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=LEASE_THREAD, daemon=True)
         self._thread.start()
 
     def tell(self, progress: Mapping[str, Any]) -> None:
@@ -142,10 +143,8 @@ class Lease:
         if alive is not None:
             return not alive
         silent = self._beats.silent if holder else self._beats.every  # a claim without content was made a moment ago
-        tell(
-            f"{self._what} was last held by process {holder.get('pid')} on {holder.get('host')}: looking for up to "
-            f"{silent:.0f} seconds whether it still runs"
-        )
+        who = f"was last held by process {holder['pid']} on {holder['host']}" if holder else "is claimed"
+        tell(f"{self._what} {who}: looking for up to {silent:.0f} seconds whether its process still runs")
         until = _clock() + silent
         while _clock() < until:
             time.sleep(self._beats.look)
