@@ -355,7 +355,11 @@ class EngineConfig:
     """Number of engines on this machine, this one included. Each gets an equal part of the host's memory."""
     block_tokens: int = 32
     """Tokens that blocks are made for. Measured on CPUs (benchmarks/NOTES.md)."""
-    debug: bool = option(False, "Check the engine's invariants after every step.", group="Engine")
+    debug: bool = option(
+        False,
+        "Check the engine's invariants after every step, and add digests of what the model computes with to the figures.",
+        group="Engine",
+    )
 
     def __post_init__(self) -> None:
         check(self)

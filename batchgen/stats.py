@@ -52,14 +52,20 @@ class EngineStats:
     """Maximum of the memory of the engine's process in bytes; 0 if that is the job's own process."""
     quantization: Mapping[str, Any] | None = None
     """The effect of `--quantize` on the model; None without this option."""
+    parts: Mapping[str, Any] | None = None
+    """What the model consists of (`model.inventory`), with digests under `--debug`."""
 
 
 def side_by_side(engines: Sequence[EngineStats]) -> EngineStats:
     """Returns the figures of engines that run at the same time: sums, but the mean of the time in the model, which is a part of the wall time."""
-    names = [f.name for f in fields(EngineStats) if f.name != "quantization"]
+    of_the_model = ("quantization", "parts")
+    names = [f.name for f in fields(EngineStats) if f.name not in of_the_model]
     sums = {name: sum(getattr(engine, name) for engine in engines) for name in names}
     sums["forward_seconds"] /= max(1, len(engines))
-    return EngineStats(**sums, quantization=next((e.quantization for e in engines if e.quantization), None))
+    first: dict[str, Any] = {
+        name: next((found for e in engines if (found := getattr(e, name))), None) for name in of_the_model
+    }
+    return EngineStats(**sums, **first)
 
 
 @dataclass
@@ -212,6 +218,7 @@ def figures(
         "attention": setting.attention,
         "sampling": dict(setting.sampling),
         "quantization": engine.quantization,
+        "parts": engine.parts,
         "expect": None,
         "versions": versions(),
     }

@@ -26,7 +26,7 @@ NAMES = [
     "recomputed_tokens", "scored_tokens", "prefill_efficiency", "shared_fraction", "completion_tokens",
     "embeddings", "completion_tokens_per_s", "total_tokens_per_s", "rows_per_s", "seconds", "steps", "mean_decode_batch",
     "attention_parts_per_step", "preemptions", "kv_bytes_peak", "kv_bytes_unshared", "state_bytes_peak", "memory_bytes_peak", "groups",
-    "prefix_nodes", "model", "dtype", "device", "attention", "sampling", "quantization", "expect", "versions", "job",
+    "prefix_nodes", "model", "dtype", "device", "attention", "sampling", "quantization", "parts", "expect", "versions", "job",
 ]  # fmt: skip
 SETTING = Setting(model="m", dtype="float32", device="cpu", attention="cascade")
 

@@ -23,6 +23,7 @@ from batchgen.engine.executor import GrammarStopper, KernelsFailed, StepExecutor
 from batchgen.engine.kernel_fallback import KernelFallback
 from batchgen.engine.results import ResultAssembler
 from batchgen.errors import BatchgenError, in_one_line, is_out_of_memory
+from batchgen.model.inventory import digest, digests, parts
 from batchgen.model.loaded_model import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, size_engine
 from batchgen.model.runner import Runner, StatesLost
@@ -96,7 +97,7 @@ class Engine:
     def __init__(self, model: LoadedModel, tokenizer: ModelTokenizer, config: EngineConfig) -> None:
         self.tokenizer = tokenizer
         self.config = config
-        self.stats = EngineStats(quantization=model.quantization)
+        self.stats = EngineStats(quantization=model.quantization, parts=parts(model))
         if model.device.type == "cpu":
             keep_freed_memory()
         model, self.sizes = sized(with_blocks(model, config.block_size), config, tokenizer.context_length)
@@ -137,6 +138,8 @@ class Engine:
         self._shortened: dict[int, Request] = {}
         """By row: unfinished requests whose `max_tokens` were lowered to fit the pool."""
         self._said_shortened = False
+        self._digests: dict[str, str] = {}
+        """With `--debug`: digests of what the model computes with."""
 
     def add(
         self, leaves: Sequence[Leaf], plan: PrefixPlan, on_result: OnResult, on_token: OnToken | None = None
@@ -232,6 +235,7 @@ class Engine:
         self._update_stats()
         if self.config.debug:
             self.scheduler.check()
+            self._keep_digests()
 
     @property
     def unfinished(self) -> int:
@@ -328,6 +332,18 @@ class Engine:
         return GrammarStopper(self.constraints, *arguments) if request.params.guided else Stopper(*arguments)
 
     # -- memory and figures
+
+    def _keep_digests(self) -> None:
+        """Adds digests to the figures: of weights and tables at once, of the KV of the first complete node when there is one with whole blocks."""
+        found = self._digests or digests(self.runner.model)
+        size = self.sizes.block_size
+        nodes = (n for n in self.block_manager.live if n.computed == n.end and n.end >= size and not n.dropped)
+        if "kv" not in found and (node := next(nodes, None)) is not None:
+            kv = self.runner.cache.kv_of(node.table[: node.end // size])
+            found = found | {"kv": digest((str(i), pool) for i, pool in enumerate(kv))}
+        if found is not self._digests:
+            self._digests = found
+            self.stats.parts = {**(self.stats.parts or {}), "digests": found}
 
     def _shrink(self) -> None:
         """After the device ran out of memory, limits steps to the size that succeeded."""
