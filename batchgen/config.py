@@ -543,6 +543,12 @@ class JobConfig:
     )
     """None: all."""
     token_ids: bool = option(False, "Add the completion's token ids to each row.", group="Sampling")
+    parse: str | None = option(
+        None,
+        "Add the JSON value of each valid text to its row, as parsed. For --json-schema; in Parquet a struct.",
+        group="Constraints",
+        values=["json"],
+    )
     output_format: str = option(
         "rows",
         "Write rows in batchgen's own form, or in that of OpenAI's Batch output.",
@@ -616,6 +622,8 @@ class JobConfig:
         if not all(name.strip() for name in self.inputs):
             raise UsageError("an input has an empty name", "name a file, a folder, a glob or - for standard input")
         self._check_output_format()
+        if self.parse is not None and self.sampling.json_schema is None:
+            raise UsageError("--parse json is for texts of --json-schema", "add --json-schema FILE")
         if self.max_errors is not None:
             parse_max_errors(self.max_errors)
         if self.push_public and self.push is None:
@@ -660,6 +668,7 @@ class JobConfig:
             "log-probabilities of prompts": ("--prompt-logprobs", self.prompts.prompt_logprobs),
             "classes": ("--classify", self.model.classify),
         }
+        others["parsed values"] = ("--parse", self.parse is not None)
         other = next(((what, option) for what, (option, given) in others.items() if given), None)
         if self.output_format == "openai" and other is not None:
             raise UsageError(

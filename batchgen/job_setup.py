@@ -21,6 +21,7 @@ from batchgen.jobs.order.sorted_requests import SortedRequests, in_window_order
 from batchgen.jobs.outcomes import Outcomes
 from batchgen.jobs.place import output_of
 from batchgen.jobs.shards import ShardFolder, open_shard, output_facts, write_plan
+from batchgen.parsers.json_schemas import closes
 from batchgen.prefix import Outline
 from batchgen.preflight import check_job
 from batchgen.process.signals import Signals
@@ -141,6 +142,10 @@ def _set_up(command: JobCommand, tracker: Tracker) -> JobSetup:
         )
     grammars = Vocabulary(tokenizer.hf_tokenizer, tokenizer.vocab_size)
     grammars.check(config.sampling)
+    if config.sampling.json_schema is not None and closes(config.sampling.json_schema):
+        tracker.note(
+            'objects of the JSON schema have no other keys than those of their properties; "additionalProperties": true in the schema allows more'
+        )
     tracker.phase("reading")
     window_size = window_rows(config, source, output)
     stream = RowStream(source.rows())
@@ -198,7 +203,8 @@ def _spec_of(command: JobCommand, tokenizer: LoadedTokenizer, prompts: PromptBui
         retry=config.retried,
         prune=config.prune,
         expect=config.expect,
-        optional=prompts.optional_results({} if schema is None else {f.name: f.type for f in schema}),
+        optional=prompts.optional_results({} if schema is None else {f.name: f.type for f in schema})
+        | {"valid", "parsed"}.intersection(form.asked),
     )
 
 

@@ -245,8 +245,9 @@ class LLM:
         builder.check_columns(rows)
         results = self._results_of(rows, given, options)
         head = self.tokenizer.head
-        asked = () if head is None else (head.result_name,)
-        form = RowForm(reasoning=builder.reasoning, tool_calls=builder.tool_calls, asked=asked)
+        asked = [] if head is None else [head.result_name]
+        asked += ["valid"] if any(result.valid is not None for result in results) else []
+        form = RowForm(reasoning=builder.reasoning, tool_calls=builder.tool_calls, asked=tuple(asked))
         return frame.with_results(rows, results, form)
 
     def score(

@@ -123,6 +123,8 @@ class Result:
     token_ids: tuple[int, ...] = ()
     """The (first) completion's tokens as sampled, an end token included."""
     truncated: bool = False
+    valid: bool | None = None
+    """Whether `text` is JSON that its schema allows; None without a schema."""
     completions: tuple[Completion, ...] = ()
     """All completions, if there are several or log-probabilities were asked for; else empty."""
     choice_probs: dict[str, float] | None = None

@@ -87,9 +87,12 @@ class RowCounts:
     """Their completion tokens, which no engine has generated."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of rows by the reason why they ended (`Result.reason`)."""
+    json: Counter[str] = field(default_factory=Counter)
+    """Number of rows by what their text is to their JSON schema: `valid`, `cut` in its middle, `invalid`."""
 
     def __post_init__(self) -> None:
         self.reasons = Counter(self.reasons)  # a plain dict if the counts were stored as JSON
+        self.json = Counter(self.json)
 
     @property
     def rows(self) -> int:
@@ -103,6 +106,8 @@ class RowCounts:
         self.truncated += rows if result.truncated else 0
         self.unanswered += rows if result.unanswered else 0
         self.reasons[result.reason] += rows
+        if result.valid is not None:
+            self.json["valid" if result.valid else "invalid" if result.finish_reason == "stop" else "cut"] += rows
         self.prompt_tokens += 0 if failed else rows * result.prompt_tokens
         self.completion_tokens += rows * result.completion_tokens
         self.equal += equal
@@ -182,6 +187,7 @@ def figures(
         "rows_equal": new.equal,
         "rows_truncated": new.truncated,
         "finish_reasons": reasons_in_order(new.reasons),
+        "json": _json_counts(new.json),
         "prompt_tokens": new.prompt_tokens,
         "prefill_tokens": engine.prefill_tokens,
         "prefill_tokens_min": prefill_min,
@@ -242,6 +248,7 @@ def _job_sums(stats: Mapping[str, Any], run: RunFigures, earlier: Mapping[str, A
         "rows_equal": run.new.equal + run.resumed.equal,
         "rows_truncated": run.new.truncated + run.resumed.truncated,
         "finish_reasons": reasons_in_order(run.all_reasons),
+        "json": _json_counts(run.new.json + run.resumed.json),
         "prompt_tokens": run.new.prompt_tokens + run.resumed.prompt_tokens,
         "completion_tokens": stats["completion_tokens"]
         + run.begun_tokens
@@ -280,6 +287,10 @@ def confusion_table(expect: Mapping[str, Any], max_labels: int) -> list[list[str
         return []
     lines = [[one, *(f"{pairs.get((one, other), 0):,}" for other in labels)] for one in labels]
     return [["expected \\ given", *labels], *lines]
+
+
+def _json_counts(counts: Counter[str]) -> dict[str, int] | None:
+    return {name: counts[name] for name in ("valid", "cut", "invalid")} if counts else None
 
 
 def _ratio(part: float, whole: float, nothing: float = 0.0) -> float:

@@ -21,7 +21,7 @@ from batchgen.stats import (
 )
 
 NAMES = [
-    "schema", "rows", "rows_ok", "rows_failed", "rows_resumed", "rows_equal", "rows_truncated", "finish_reasons",
+    "schema", "rows", "rows_ok", "rows_failed", "rows_resumed", "rows_equal", "rows_truncated", "finish_reasons", "json",
     "prompt_tokens", "prefill_tokens", "prefill_tokens_min",
     "recomputed_tokens", "scored_tokens", "prefill_efficiency", "shared_fraction", "completion_tokens",
     "embeddings", "completion_tokens_per_s", "total_tokens_per_s", "rows_per_s", "seconds", "steps", "mean_decode_batch",

@@ -14,6 +14,7 @@ import numpy as np
 
 from batchgen.errors import RowError
 from batchgen.parsers.heads import OutputHead
+from batchgen.parsers.json_schemas import is_valid
 from batchgen.request import Request
 from batchgen.result import Completion, OnResult, OnToken, Result, Score, TokenLogprob
 from batchgen.sampling.philox import uniforms
@@ -73,6 +74,7 @@ class RequestState:
             tool_calls=first.tool_calls,
             reasoning_tokens=sum(self.reasoning_tokens.values()),
             truncated=self.request.truncated,
+            valid=None if params.json_schema is None else is_valid(first.text, params.json_schema),
             completions=completions if params.n > 1 or params.logprobs is not None else (),
         )
 

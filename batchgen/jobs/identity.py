@@ -97,7 +97,7 @@ def command_digest(config: JobConfig, model: Mapping[str, Any]) -> str:
         "files": dict(model),
         "prompts": asdict(config.prompts),
         "sampling": asdict(config.sampling),
-        "rows": [config.keep, config.id_column, config.token_ids, config.output_format, config.expect],
+        "rows": [config.keep, config.id_column, config.token_ids, config.output_format, config.expect, config.parse],
         "versions": versions(),
     }
     return json_digest(command)

@@ -103,7 +103,13 @@ class Outcomes:
                 f"{reasons['timeout']:,} of {counted(done, 'row')} {were} cut by --row-timeout; "
                 "run again with --retry timeout and a longer --row-timeout to finish"
             )
-        if _MANY * reasons["length"] > done and reasons["length"] >= _MANY:
+        cut = self.run.new.json["cut"] + self.run.resumed.json["cut"]
+        if cut:
+            self.tracker.note(
+                f"{cut:,} of {counted(done, 'row')} {'ends' if cut == 1 else 'end'} in the middle of {'its' if cut == 1 else 'their'} JSON; "
+                f"run again with --retry length and a larger --max-tokens to finish {'it' if cut == 1 else 'them'}{self._of_them_repeat()}"
+            )
+        elif _MANY * reasons["length"] > done and reasons["length"] >= _MANY:
             self.tracker.note(
                 f"{reasons['length']:,} of {done:,} rows were cut by their length (--max-tokens, or the end of the context); "
                 f"run again with --retry length and a larger --max-tokens to finish them{self._of_them_repeat()}"

@@ -109,6 +109,7 @@ def _of_row(columns: dict[str, Any], asked: Collection[str]) -> Result | None:
         tool_calls=calls_of(columns.get("tool_calls")),
         token_ids=tuple(token_ids),
         truncated=bool(columns.get("truncated")),
+        valid=columns.get("valid") if "valid" in asked else None,
         completions=completions,
         choice_probs=None if probs is None else probs_of(probs),
         score=None if score is None else score_of(score),

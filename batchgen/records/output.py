@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from batchgen.config import JobConfig
 from batchgen.errors import UsageError
 from batchgen.parsers.heads import OutputHead
+from batchgen.parsers.json_schemas import enforceable, loaded
 from batchgen.process.user_cache import cache_folder
 from batchgen.records.files import split_name
 from batchgen.records.openai_batch import OpenAIForm, batch_record
@@ -44,7 +46,7 @@ RESULT_NAMES = frozenset(
     )
 )
 """Names of result fields. An input column of such a name is carried as `input_…`."""
-TASK_NAMES = frozenset(("prompt_logprobs", "embedding", "reward"))
+TASK_NAMES = frozenset(("prompt_logprobs", "embedding", "reward", "valid", "parsed"))
 """Names of result fields that only some commands have. For others, an input column of such a name is carried as it is."""
 INPUT_FILE = "input_file"
 """If there are several input files, the column that names the row's file. `--keep` treats it like a column of the input."""
@@ -65,6 +67,8 @@ class RowForm:
     """Whether rows have the thoughts before their text, and how many tokens they took."""
     tool_calls: bool = False
     """Whether Parquet's choices have a field for calls of tools."""
+    parsed: str = ""
+    """The schema of the values of `parsed`, as JSON; empty if rows have no such field."""
     asked: tuple[str, ...] = ()
     """Parts of a result that the command asks of every row: rows that failed have them as null."""
     openai: OpenAIForm | None = None
@@ -94,6 +98,7 @@ def row_form(
             token_ids=config.token_ids,
             reasoning=reasoning,
             tool_calls=tool_calls,
+            parsed=_schema_of_parsed(config),
             asked=_asked(config, head),
         )
     if output != "-" and output_format(output)[0] != "jsonl":
@@ -111,10 +116,21 @@ def _asked(config: JobConfig, head: OutputHead | None) -> tuple[str, ...]:
     asked = {
         "choices": sampling.n > 1 or sampling.logprobs is not None,
         "choice_probs": bool(sampling.choices) or config.prompts.choices_column is not None,
+        "valid": sampling.json_schema is not None or "json_schema" in config.prompts.row_params,
+        "parsed": config.parse is not None,
     }
     if config.prompts.score or config.prompts.prompt_logprobs:
         return ("score", "prompt_logprobs") if config.prompts.prompt_logprobs else ("score",)
     return tuple(name for name, wanted in asked.items() if wanted)
+
+
+def _schema_of_parsed(config: JobConfig) -> str:
+    if config.parse is None:
+        return ""
+    try:
+        return json.dumps(enforceable(loaded(config.sampling.json_schema or "")))
+    except (ValueError, RecursionError):  # another check has the message
+        return ""
 
 
 def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
@@ -141,6 +157,10 @@ def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
         out["usage"]["reasoning_tokens"] = result.reasoning_tokens
     if result.truncated:
         out["truncated"] = True
+    if result.valid is not None and ("valid" in form.asked or "valid" not in out):
+        out["valid"] = result.valid
+    if form.parsed and result.valid:
+        out["parsed"] = json.loads(result.text or "null")
     if result.tool_calls:
         out["tool_calls"] = plain_calls(result.tool_calls)
     if result.completions:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchgen.parsers.json_schemas import referenced
 from batchgen.records.jsonl import to_json
 
 MAX_FIELDS = 200
@@ -90,6 +91,61 @@ class ColumnType:
         if self.name == "object" and self.fields:
             return {clean(k): t.convert(value.get(k)) for k, t in self.fields.items()}
         return clean(to_json(value).decode())
+
+
+def schema_type(schema: Any) -> pa.DataType:
+    """Returns the Arrow type of the values that a JSON schema allows. A value of several kinds, or with keys that the schema does not name, is JSON text."""
+    return _schema_type(schema, schema, 0)
+
+
+def _schema_type(schema: Any, root: Any, depth: int) -> pa.DataType:
+    if not isinstance(schema, dict) or depth > MAX_NESTING:
+        return pa.string()
+    beside = [name for name in ("allOf", "anyOf", "oneOf", "$ref") if name in schema]
+    if "const" in schema or "enum" in schema:
+        column = ColumnType(depth)
+        for value in schema.get("enum", [schema.get("const")]):
+            column.see(value)
+        return column.arrow()
+    if "$ref" in beside and "properties" not in schema:
+        return _schema_type(referenced(schema, root), root, depth + 1)
+    if beside:
+        parts = [part for name in beside if name != "$ref" for part in schema[name]]
+        types = {_schema_type(part, root, depth + 1) for part in parts if part != {"type": "null"}}
+        if types == {pa.int64(), pa.float64()}:
+            return pa.float64()
+        return types.pop() if len(types) == 1 and "properties" not in schema else pa.string()
+    given = schema.get("type")
+    kinds = {given} if isinstance(given, str) else set(given or ())
+    kinds -= {"null"}
+    if kinds == {"array"} and "prefixItems" not in schema:
+        return pa.list_(_schema_type(schema.get("items"), root, depth + 1))
+    properties = schema.get("properties")
+    if (
+        kinds == {"object"}
+        and properties
+        and schema.get("additionalProperties") is False
+        and len(properties) <= MAX_FIELDS
+    ):
+        return pa.struct([pa.field(clean(n), _schema_type(part, root, depth + 1)) for n, part in properties.items()])
+    if kinds == {"integer"} and not any(abs(schema.get(name, 0)) >= 2**63 for name in ("minimum", "maximum")):
+        return pa.int64()
+    return {("number",): pa.float64(), ("integer", "number"): pa.float64(), ("boolean",): pa.bool_()}.get(
+        tuple(sorted(kinds)), pa.string()
+    )
+
+
+def fitted(value: Any, type: pa.DataType) -> Any:
+    """Returns a value of JSON as `pa.array` takes it for a `schema_type`."""
+    if value is None:
+        return None
+    if pa.types.is_struct(type):
+        return {field.name: fitted(value.get(field.name), field.type) for field in type}
+    if pa.types.is_list(type):
+        return [fitted(item, type.value_type) for item in value]
+    if pa.types.is_string(type):
+        return clean(value if isinstance(value, str) else to_json(value).decode())
+    return float(value) if pa.types.is_floating(type) else value
 
 
 def id_text(value: Any) -> str:

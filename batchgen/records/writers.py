@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from batchgen.records.files import DELIMITERS
 from batchgen.records.jsonl import plain, to_json
 from batchgen.records.output import INPUT_FILE, TASK_NAMES, RowForm, carried_names, output_format, output_row
-from batchgen.records.parquet_types import ColumnType, clean, id_text
+from batchgen.records.parquet_types import ColumnType, clean, fitted, id_text, schema_type
 from batchgen.records.rows import Row
 from batchgen.records.schema_metadata import carried_metadata
 from batchgen.records.tables import ArrowColumns
@@ -68,6 +68,8 @@ RESULT_FIELDS = {
     "reasoning": pa.string(),
     "usage": pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())]),
     "truncated": pa.bool_(),
+    "valid": pa.bool_(),
+    "parsed": pa.null(),  # the type is that of the schema
     "tool_calls": _CALLS_TYPE,
     "choices": pa.list_(pa.struct([*_CHOICE, ("token_ids", pa.list_(pa.int32()))])),
     "choice_probs": pa.map_(pa.string(), pa.float64()),
@@ -161,12 +163,14 @@ def open_writer(
 
 def result_types(form: RowForm) -> dict[str, pa.DataType]:
     """Returns the Arrow types of the fields that results of this form may have."""
-    there = TASK_NAMES.intersection(form.asked)
+    there = TASK_NAMES.intersection(form.asked) - ({"parsed"} if not form.parsed else set())
     types = {
         n: t for n, t in RESULT_FIELDS.items() if (n != "token_ids" or form.token_ids) and n not in TASK_NAMES - there
     }
     if not form.token_ids:
         types["choices"] = pa.list_(pa.struct(_CHOICE))
+    if "parsed" in there:
+        types["parsed"] = schema_type(json.loads(form.parsed))
     if form.reasoning:
         types["usage"] = pa.struct([*types["usage"], ("reasoning_tokens", pa.int64())])
         types["choices"] = pa.list_(pa.struct([*types["choices"].value_type, ("reasoning", pa.string())]))
@@ -490,6 +494,8 @@ def result_array(rows: Sequence[Mapping[str, Any]], field: pa.Field) -> pa.Array
         values = [bool(v) for v in values]
     elif field.name == "id" and field.type != pa.int64():
         values = [id_text(v) for v in values]
+    elif field.name == "parsed":
+        values = [fitted(v, field.type) for v in values]
     elif field.name == "choice_probs":  # Arrow makes a map of pairs
         values = [v and list(v.items()) for v in values]
     try:

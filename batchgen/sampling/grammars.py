@@ -4,10 +4,9 @@ llguidance is the extra `batchgen-llm[structured]`; it is imported with the firs
 
 - `regex` has the syntax of Rust's crate `regex`: no look-around and no back-references. `\\d` matches any Unicode digit (`[0-9]` only
   those of ASCII); `\\w` and `\\s` are Unicode too. The whole text must match; `^` and `$` at its ends change nothing.
-- `json_schema` is JSON Schema 2020-12. Properties come in the schema's order. A keyword that cannot be enforced is an error. A
-  `format` is enforced by its shape only (every year has a 29 February). The text is compact, without blanks or line ends outside of
-  strings; with `json_whitespace`, up to 20 of them may stand between two JSON tokens. `"x-guidance"` at the top of the schema
-  overrides both.
+- `json_schema` is JSON Schema 2020-12, narrowed by `parsers/json_schemas.py`. Properties come in the schema's order. A keyword that
+  cannot be enforced is an error; `oneOf` is enforced as `anyOf`. The text is compact, without blanks or line ends outside of strings;
+  with `json_whitespace`, up to 20 of them may stand between two JSON tokens. `"x-guidance"` at the top of the schema overrides both.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.errors import RowError, UsageError
+from batchgen.parsers.json_schemas import enforceable, loaded
 from batchgen.request import Request
 from batchgen.result import Result
 from batchgen.sampling_params import SamplingParams
@@ -38,8 +39,6 @@ _MAX_GRAMMARS = 256  # compiled grammars that are kept: each row may bring its o
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _COMPACT = {"whitespace_flexible": False}
 _SPACED = {"whitespace_pattern": r"[ \n\t]{0,20}"}  # without a bound, a weak model may write nothing else
-_VALUES = ("const", "enum", "default", "examples")  # keywords of a schema that hold values, not schemas
-_MAPS = ("properties", "$defs", "definitions", "dependentSchemas")  # those that hold schemas by name
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,9 +142,13 @@ class Vocabulary:
         if self._loaded is None:
             try:
                 from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
+
+                if find_spec("jsonschema") is None:  # it is imported with the first text
+                    raise ImportError
             except ImportError:
                 raise UsageError(
-                    "a regex or JSON schema needs the package llguidance", "pip install 'batchgen-llm[structured]'"
+                    "a regex or JSON schema needs the packages llguidance and jsonschema",
+                    "pip install 'batchgen-llm[structured]'",
                 ) from None
             of_bytes = self._tokenizer is None
             texts = [bytes([b]) for b in range(256)] if of_bytes else token_bytes(self._tokenizer, self.end)
@@ -235,52 +238,13 @@ def _of_regex(regex: str) -> str:
 
 
 def _of_schema(text: str, spaced: bool) -> str:
-    try:
-        schema = json.loads(text, parse_constant=_not_json)
-    except ValueError as e:
-        raise ValueError(f"it is not JSON ({e})") from None
-    schema = _kept_to(schema)
+    schema = enforceable(loaded(text))
     if isinstance(schema, dict):  # the user's own settings override ours
-        schema = {"x-guidance": _SPACED if spaced else _COMPACT} | schema
+        settings = schema.get("x-guidance", _SPACED if spaced else _COMPACT)
+        # The schemas of `oneOf` may overlap. A text that several of them allow is not valid (`json_schemas.is_valid`).
+        schema["x-guidance"] = {"coerce_one_of": True} | settings if isinstance(settings, dict) else settings
     grammars = [{"lark_grammar": f"{_OPTIONS}start: @schema"}, {"name": "schema", "json_schema": schema}]
     return json.dumps({"grammars": grammars})
-
-
-def _not_json(constant: str) -> None:
-    raise ValueError(f"{constant} is not a number")
-
-
-def _kept_to(schema: Any) -> Any:
-    """Returns the schema in a form that llguidance enforces. Raises `ValueError` if there is none.
-
-    llguidance counts keys that `properties` does not name each time they repeat. A character class that contains all control
-    characters also lets quotes and backslashes in (derivre 0.3), so one control character is removed from negated classes.
-    """
-    if not isinstance(schema, dict):
-        return [_kept_to(part) for part in schema] if isinstance(schema, list) else schema
-    min_properties, required = schema.get("minProperties"), schema.get("required")
-    named = len(required) if isinstance(required, list) else 0
-    if isinstance(min_properties, int | float) and min_properties > max(1, named):
-        raise ValueError(
-            f"minProperties {min_properties} cannot be enforced with {named} required properties, as other keys may repeat"
-        )
-    kept: dict[str, Any] = {}
-    for keyword, part in schema.items():
-        if keyword in _VALUES:
-            kept[keyword] = part
-        elif keyword == "pattern" and isinstance(part, str):
-            kept[keyword] = _without_control(part)
-        elif keyword == "patternProperties" and isinstance(part, dict):
-            kept[keyword] = {_without_control(name): _kept_to(value) for name, value in part.items()}
-        elif keyword in _MAPS and isinstance(part, dict):
-            kept[keyword] = {name: _kept_to(value) for name, value in part.items()}
-        else:
-            kept[keyword] = _kept_to(part)
-    return kept
-
-
-def _without_control(pattern: str) -> str:
-    return re.sub(r"\\.|\[\^-*\]?", lambda m: m[0] if m[0][0] == "\\" else m[0] + r"[\x01]", pattern, flags=re.DOTALL)
 
 
 def one_line(message: str) -> str:

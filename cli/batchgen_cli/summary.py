@@ -234,13 +234,14 @@ def _rows_line(s: dict[str, Any]) -> str:
 def _ended_line(s: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns how this run's rows ended, unless all ended with `stop` and whole prompts. The line `rows` already counts failed rows."""
     counts = {name: n for name, n in s["finish_reasons"].items() if n and name != "error"}
-    truncated = s["rows_truncated"]
+    truncated, texts = s["rows_truncated"], s.get("json") or {}
+    json = [("JSON", ", ".join(f"{n:,} {name}" for name, n in texts.items()))] if any(texts.values()) else []
     if not truncated and counts.keys() <= {"stop", "scored"}:
-        return []
+        return json
     parts = [f"{n:,} {name}" for name, n in counts.items()]
     if truncated:
         parts.append(f"{truncated:,} with a truncated prompt")
-    return [("ended", ", ".join(parts))]
+    return [("ended", ", ".join(parts)), *json]
 
 
 def _sampling_line(values: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ CONTRACT = """
     --chat-template-kwargs --on-long-prompt
     --max-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty
     --stop --stop-token-id --ignore-eos --seed --n -n --logprobs --token-ids --row-params
-    --choices --choices-column --top-choices --expect --regex --json-schema --json-whitespace --reasoning --reasoning-budget --max-repeats --sampling-defaults --score --completion-column
+    --choices --choices-column --top-choices --expect --regex --json-schema --json-whitespace --parse --reasoning --reasoning-budget --max-repeats --sampling-defaults --score --completion-column
     --embed --classify --pooling --normalize --no-normalize --prompt-name --prompt-logprobs
     --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --kv-memory --host-kv-memory
     --policy --priority-column --window --share --no-share --compile --attention --threads --debug

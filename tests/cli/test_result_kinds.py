@@ -121,6 +121,45 @@ def test_completions_match_a_regex_or_a_schema(
             assert matches(row["text"])
 
 
+def test_rows_of_a_schema_say_whether_their_text_is_valid_and_have_its_value(
+    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    schema, stats = tmp_path / "schema.json", tmp_path / "stats.json"
+    schema.write_text('{"type": "object", "properties": {"a": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2},'
+                      '"b": {"type": ["boolean", "null"]}}, "required": ["a", "b"]}')  # fmt: skip
+    rows = [{"prompt": "x", "valid": "of the input"}, {"prompt": "y", "sampling_params": {"max_tokens": 3}}, {"id": 1}]
+    options = ("-m", tiny_model_dir, "--json-schema", schema, "--stats", stats, "--temperature", "1")
+    for output in (tmp_path / "o.jsonl", tmp_path / "o.parquet"):
+        outcome = cli("run", write_jsonl(rows), *options, "-o", output)
+        assert outcome.code == 3
+        assert "1 of 3 rows ends in the middle of its JSON; run again with --retry length" in outcome.err
+        assert "objects of the JSON schema have no other keys" in outcome.err
+        counts = {"valid": 1, "cut": 1, "invalid": 0}
+        assert json.loads(stats.read_text())["json"] == counts
+        outcome = cli(
+            "run", write_jsonl(rows), *options, "-o", output, "--parse", "json"
+        )  # is read back and written again
+        figures = json.loads(stats.read_text())
+        assert (figures["rows"], figures["json"], figures["job"]["json"]) == (1, None, counts)
+        is_table = output.suffix == ".parquet"
+        whole, cut, failed = pq.read_table(output).to_pylist() if is_table else read_jsonl(output)
+        value = json.loads(whole["text"])
+        assert (whole["valid"], whole["parsed"], whole["input_valid"]) == (True, value, "of the input")
+        assert value["a"] in ([1, 1], [1, 2], [2, 1], [2, 2])
+        assert (cut["valid"], cut["parsed"], cut["finish_reason"]) == (False, None, "length")
+        assert (failed["valid"], failed["parsed"]) == (None, None)
+        if is_table:
+            parsed = pa.struct([("a", pa.list_(pa.int64())), ("b", pa.bool_())])
+            assert pq.read_schema(output).field("parsed").type == parsed
+
+
+def test_values_are_parsed_for_a_schema_only(cli: Cli, write_jsonl: Write, tiny_model_dir: Path) -> None:
+    outcome = cli("run", write_jsonl([{"prompt": "a"}]), "-m", tiny_model_dir, "--parse", "json")
+    assert (outcome.code, outcome.err) == (
+        2, "batchgen: error: --parse json is for texts of --json-schema; add --json-schema FILE\n",
+    )  # fmt: skip
+
+
 def test_a_grammar_that_cannot_be_used_is_wrong_use_or_fails_its_row(
     cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.records import RowForm, open_input
-from batchgen.records.parquet_types import without_maps
+from batchgen.records.parquet_types import fitted, schema_type, without_maps
 from batchgen.records.writers import DigestFile, GroupLimits, open_writer
 from batchgen.result import Result
 
@@ -223,3 +223,55 @@ def test_a_map_is_a_list_of_pairs_at_any_depth():
     assert without_maps(pa.large_list(a_map)) == pa.large_list(pairs)
     assert without_maps(pa.list_(a_map, 3)) == pa.list_(pairs, 3)
     assert without_maps(pa.struct([("m", a_map), ("n", pa.int8())])) == pa.struct([("m", pairs), ("n", pa.int8())])
+
+
+def test_a_schema_has_the_arrow_type_of_its_values():
+    schema = {
+        "$defs": {"point": {"type": "object", "properties": {"x": {"type": "number"}}, "additionalProperties": False}},
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "s": {"type": ["string", "null"]},
+            "i": {"type": "integer", "maximum": 7},
+            "large": {"type": "integer", "maximum": 2**63},
+            "f": {"anyOf": [{"type": "integer"}, {"type": "number"}, {"type": "null"}]},
+            "b": {"type": "boolean"},
+            "e": {"enum": ["a", None]},
+            "many": {"enum": ["a", 1]},
+            "points": {"type": "array", "items": {"$ref": "#/$defs/point"}},
+            "one": {"allOf": [{"$ref": "#/$defs/point"}]},
+            "lists": {"enum": [[1], []]},
+            "open": {"type": "object", "properties": {"a": {}}},
+            "either": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+            "any": {},
+            "tree": {"type": "array", "items": {"$ref": "#/properties/tree"}},
+        },
+    }
+    point = pa.struct([("x", pa.float64())])
+    fields = {f.name: f.type for f in schema_type(schema)}
+    tree = fields.pop("tree")
+    assert fields == {
+        "s": pa.string(), "i": pa.int64(), "large": pa.string(), "f": pa.float64(), "b": pa.bool_(), "e": pa.string(),
+        "many": pa.string(), "points": pa.list_(point), "one": point, "lists": pa.list_(pa.int64()), "open": pa.string(),
+        "either": pa.string(), "any": pa.string(),
+    }  # fmt: skip
+    assert str(tree).count("list") > 5
+    value = {
+        "s": None,
+        "f": 1,
+        "many": 1,
+        "points": [{"x": 1}],
+        "open": {"b": [2]},
+        "either": "\ud800",
+        "any": {"a": 1},
+    }
+    expected = {
+        **dict.fromkeys(fields),
+        **value,
+        "many": "1",
+        "open": '{"b": [2]}',
+        "either": "\\ud800",
+        "any": '{"a": 1}',
+    }
+    kept = pa.struct(list(fields.items()))
+    assert pa.array([fitted(value, kept)], kept).to_pylist() == [expected]

@@ -99,6 +99,42 @@ def test_a_regex_matches_the_whole_text(tokenizer: Any, pattern: str, whole: str
             ["[1]"],
         ),
         ("true", ["{}", "null", '{"a": {"a": 1.5e3}}'], ["", "{", "nul"]),
+        ('{"properties": {"a": {}}, "type": "object"}', ["{}", '{"a":[{"b":1}]}'], ['{"b":1}', '{"a":1,"b":1}']),
+        (
+            '{"properties": {"a": {}}, "type": "object", "additionalProperties": true}',
+            ['{"b":1}', '{"a":1,"b":1}'],
+            ["[]"],
+        ),
+        (
+            '{"allOf": [{"properties": {"a": {"type": "null"}}}, {"properties": {"b": {"type": "null"}}}], "type": "object"}',
+            ['{"a":null,"b":null}'],
+            ['{"a":1}'],
+        ),
+        (
+            '{"type": "number"}',
+            ["0", "-1.5", "999999999999999.9999999999"],
+            ["0.12345678901", "1000000000000001", "1e5"],
+        ),
+        ('{"type": "number", "minimum": 0, "exclusiveMaximum": 1}', ["0.5", "0.0000000001"], ["1", "0.00000000001"]),
+        ('{"type": "integer"}', ["9007199254740991"], ["9007199254740992", "-9007199254740992"]),
+        (
+            '{"type": "string", "format": "date"}',
+            ['"2404-02-29"', '"2000-02-29"', '"1999-12-31"', '"0001-01-01"'],
+            ['"2405-02-29"', '"1900-02-29"', '"0000-02-29"', '"0000-01-01"', '"1999-04-31"', '"1999-13-01"'],
+        ),
+        (
+            '{"type": "string", "format": "date-time"}',
+            ['"2024-02-29T23:59:59.123Z"', '"2024-02-28T00:00:00+05:30"'],
+            ['"2023-02-29T00:00:00Z"', '"2024-02-28T23:59:60Z"', '"2024-02-28T24:00:00Z"', '"2024-02-28T00:00:00"'],
+        ),
+        ('{"type": "string", "format": "time"}', ['"23:59:59Z"'], ['"23:59:60Z"', '"23:59:59.1234567Z"']),
+        ('{"type": "string", "format": "date", "pattern": "^2"}', ['"2024-02-29"'], ['"1024-02-29"', '"2023-02-29"']),
+        (
+            '{"type": "array", "uniqueItems": true, "items": {"enum": ["a", "b"]}}',
+            ["[]", '["b","a"]', '[ "a" , "b" ]'],
+            ['["a","a"]', '["a","b","a"]'],
+        ),
+        ('{"oneOf": [{"type": "integer"}, {"minimum": 5, "type": "number"}]}', ["1", "5.5", "6"], ["4.5"]),
     ],
 )
 def test_a_json_schema_allows_valid_values_only(
@@ -140,7 +176,7 @@ def test_the_fault_of_a_regex_is_named(tokenizer: Any, pattern: str, why: str) -
         ('{"items":' * 200 + "{}" + "}" * 200, "recursion limit exceeded"),
         ("[]", "schema must be an object or boolean"),
         ('{"type": "strin"}', "Invalid type: strin"),
-        ('{"type": "array", "uniqueItems": true}', 'Unimplemented keys: ["uniqueItems"]'),
+        ('{"type": "object", "propertyNames": {}}', 'Unimplemented keys: ["propertyNames"]'),
         ('{"type": "string", "format": "foo"}', "Unknown format: foo"),
         ('{"type": "string", "pattern": "("}', "unclosed group"),
         ('{"$ref": "#/$defs/x"}', "Pointer '/$defs/x' does not exist"),
@@ -179,7 +215,7 @@ def test_without_llguidance_the_extra_is_named(tokenizer: Any, monkeypatch: pyte
         with pytest.raises(UsageError) as failure:
             check(tokenizer, params)
         assert str(failure.value) == (
-            "a regex or JSON schema needs the package llguidance; pip install 'batchgen-llm[structured]'"
+            "a regex or JSON schema needs the packages llguidance and jsonschema; pip install 'batchgen-llm[structured]'"
         )
 
 

@@ -1,0 +1,275 @@
+"""JSON schemas of `--json-schema`: what of a schema is enforced, and whether a text is valid against it.
+
+A schema allows more than people mean by it: keys that it does not name, numbers of any length, 2405-02-29 as a date. A model that may
+write such things sometimes never ends. So `enforceable` narrows a schema before it becomes a grammar:
+
+- An object with `properties` has no other keys, unless `additionalProperties`, `patternProperties` or the like say so. An object that is
+  described in several places which hold together (`allOf`, `$ref` beside `properties`, …) stays as it is.
+- A number without bounds is between -10^15 and 10^15 and has at most 10 decimals; a whole number is within ±(2^53 - 1). Bounds of the
+  schema take their place.
+- `date`, `time` and `date-time` exist: no year 0000, no 29 February in other years than leap years, no second 60.
+- `uniqueItems` is enforced for items with an `enum`, as far as there are few different lists.
+
+`is_valid` asks the schema as it was given.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from functools import lru_cache
+from itertools import permutations
+from typing import Any
+
+_VALUES = ("const", "enum", "default", "examples")  # keywords of a schema that hold values, not schemas
+_MAPS = ("properties", "$defs", "definitions", "dependentSchemas")  # those that hold schemas by name
+_BESIDE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "$ref")
+"""Keywords whose schemas apply to the same value as the schema that they are in."""
+_SILENT = {"$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples",
+           "deprecated", "readOnly", "writeOnly", "type", "x-guidance"}  # fmt: skip
+"""Keywords that say nothing about the keys of an object."""
+_OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"}
+MAX_NUMBER = 10**15
+MAX_INTEGER = 2**53 - 1
+MAX_DECIMALS = 10
+MAX_LISTS = 2000
+"""Lists of different items that are enumerated."""
+
+_YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+_DATE = f"({_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+
+
+def loaded(text: str) -> Any:
+    """Returns the schema of a JSON text. Raises `ValueError`."""
+    try:
+        return json.loads(text, parse_constant=_not_json)
+    except ValueError as e:
+        raise ValueError(f"it is not JSON ({e})") from None
+
+
+def enforceable(schema: Any) -> Any:
+    """Returns the schema in the narrower form that is enforced. Raises `ValueError` if it cannot be."""
+    return _Narrowing(schema).of(schema)
+
+
+def closes(text: str) -> bool:
+    """Whether `enforceable` closes an object that JSON Schema leaves open. False for a schema that is not valid."""
+    try:
+        narrowing = _Narrowing(schema := loaded(text))
+        narrowing.of(schema)
+    except (ValueError, RecursionError):
+        return False
+    return narrowing.closed
+
+
+def is_valid(text: str | None, schema: str) -> bool:
+    """Whether a text is JSON and valid against a schema. What the validator does not know (a regular expression in Rust's syntax) counts as met."""
+    try:
+        value = json.loads(text or "", parse_float=Decimal, parse_constant=_not_json)
+    except (ValueError, RecursionError):
+        return False
+    try:
+        return bool(_validator(schema).is_valid(value))
+    except Exception:  # noqa: BLE001 - of Python's regular expressions, of references; the grammar has enforced these
+        return True
+
+
+@lru_cache(256)
+def _validator(schema: str) -> Any:
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    # Decimals, as binary fractions are no exact multiples. An empty registry, as nothing is fetched.
+    given = json.loads(schema, parse_float=Decimal)
+    return validator_for(given, default=Draft202012Validator)(given, registry=Registry())
+
+
+def _not_json(constant: str) -> None:
+    raise ValueError(f"{constant} is not a number")
+
+
+def referenced(schema: Mapping[str, Any], root: Any) -> Any:
+    """Returns the schema that the `$ref` of a schema names; None if it is not within the document `root`."""
+    ref, found = schema.get("$ref"), root
+    if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
+        return None
+    for part in ref[2:].split("/") if ref != "#" else ():
+        name = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+class _Narrowing:
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self.closed = False
+        """Whether an object was closed."""
+        self._joined: set[int] = set()
+        """Ids of schemas that apply to a value beside others."""
+        self._seen: set[tuple[int, bool]] = set()
+        self._find_joined(root, False)
+
+    def _beside(self, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yields the schemas that apply to the same value, each with its keyword."""
+        for keyword in _BESIDE:
+            part = referenced(schema, self._root) if keyword == "$ref" else schema.get(keyword)
+            if isinstance(part, list):
+                yield from ((keyword, one) for one in part)
+            elif keyword == "dependentSchemas" and isinstance(part, dict):
+                yield from ((keyword, one) for one in part.values())
+            elif isinstance(part, dict):
+                yield keyword, part
+
+    def _find_joined(self, schema: Any, joined: bool) -> None:
+        if isinstance(schema, list):
+            for part in schema:
+                self._find_joined(part, False)
+        if not isinstance(schema, dict) or (id(schema), joined) in self._seen:
+            return
+        self._seen.add((id(schema), joined))
+        if joined:
+            self._joined.add(id(schema))
+        said = schema.keys() - _SILENT
+        for keyword, part in self._beside(schema):
+            either = keyword in ("anyOf", "oneOf", "$ref") or (keyword == "allOf" and len(schema[keyword]) == 1)
+            alone = either and len(said) == 1
+            self._find_joined(part, joined or not alone)
+        for keyword, part in schema.items():
+            if keyword in _MAPS and isinstance(part, dict):
+                for one in part.values():
+                    self._find_joined(one, False)
+            elif keyword not in _VALUES and keyword not in _BESIDE:
+                self._find_joined(part, False)
+
+    def of(self, schema: Any) -> Any:
+        """Returns a schema narrowed.
+
+        llguidance counts keys that `properties` does not name each time they repeat. A character class that contains all control
+        characters also lets quotes and backslashes in (derivre 0.3), so one control character is removed from negated classes.
+        """
+        if not isinstance(schema, dict):
+            return [self.of(part) for part in schema] if isinstance(schema, list) else schema
+        kept: dict[str, Any] = {}
+        for keyword, part in schema.items():
+            if keyword in _VALUES:
+                kept[keyword] = part
+            elif keyword == "pattern" and isinstance(part, str):
+                kept[keyword] = _without_control(part)
+            elif keyword == "patternProperties" and isinstance(part, dict):
+                kept[keyword] = {_without_control(name): self.of(value) for name, value in part.items()}
+            elif keyword in _MAPS and isinstance(part, dict):
+                kept[keyword] = {name: self.of(value) for name, value in part.items()}
+            else:
+                kept[keyword] = self.of(part)
+        if self._is_closed(schema):
+            kept["additionalProperties"] = False
+            self.closed = True
+        _check_min_properties(kept)
+        _bound_numbers(kept)
+        _narrow_format(kept)
+        return self._with_different_items(kept)
+
+    def _is_closed(self, schema: Mapping[str, Any]) -> bool:
+        properties, required = schema.get("properties"), schema.get("required", [])
+        if not isinstance(properties, dict) or schema.keys() & _OPENING or id(schema) in self._joined:
+            return False
+        if not isinstance(required, list) or not properties.keys() >= {
+            name for name in required if isinstance(name, str)
+        }:
+            return False
+        return not any(self._has_properties(part, ()) for _, part in self._beside(schema))
+
+    def _has_properties(self, schema: Any, above: tuple[int, ...]) -> bool:
+        if not isinstance(schema, dict) or id(schema) in above:
+            return False
+        parts = (part for _, part in self._beside(schema))
+        return "properties" in schema or any(self._has_properties(part, (*above, id(schema))) for part in parts)
+
+    def _with_different_items(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Returns a schema of lists of different items as the enumeration of these lists. Raises `ValueError` if they are too many."""
+        if "uniqueItems" not in schema:
+            return schema
+        unique = schema.pop("uniqueItems")
+        if unique is not True or schema.get("maxItems", 2) in (0, 1):
+            return schema
+        items = schema.get("items")
+        items = referenced(items, self._root) if isinstance(items, dict) and "$ref" in items else items
+        values = [] if not isinstance(items, dict) else items.get("enum", [items["const"]] if "const" in items else [])
+        values = list({json.dumps(value): value for value in values}.values())
+        sizes = range(int(schema.get("minItems", 0)), min(int(schema.get("maxItems", len(values))), len(values)) + 1)
+        count = sum(math.perm(len(values), size) for size in sizes)
+        others = {"prefixItems", "contains"} & schema.keys()
+        if not values or others or not 0 < count <= MAX_LISTS:
+            raise ValueError(
+                f"uniqueItems can be enforced for items with an enum, and for at most {MAX_LISTS:,} different lists"
+                + (
+                    f", not {count:,}: set a smaller maxItems, or leave it out"
+                    if values and count
+                    else "; leave it out"
+                )
+            )
+        kept = {name: part for name, part in schema.items() if name in _SILENT - {"type"}}
+        return kept | {"enum": [list(found) for size in sizes for found in permutations(values, size)]}
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    types = schema.get("type")
+    return {types} if isinstance(types, str) else set(types) if isinstance(types, list) else set()
+
+
+def _check_min_properties(schema: Mapping[str, Any]) -> None:
+    if schema.get("additionalProperties") is False:
+        return
+    min_properties, required = schema.get("minProperties"), schema.get("required")
+    named = len(required) if isinstance(required, list) else 0
+    if isinstance(min_properties, int | float) and min_properties > max(1, named):
+        raise ValueError(
+            f"minProperties {min_properties} cannot be enforced with {named} required properties, as other keys may repeat"
+        )
+
+
+def _bound_numbers(schema: dict[str, Any]) -> None:
+    """Gives a number the bounds and the decimals that it lacks."""
+    types = _types(schema)
+    if not types & {"number", "integer"} or schema.keys() & {"enum", "const", *_BESIDE}:
+        return
+    limit = MAX_NUMBER if "number" in types else MAX_INTEGER
+    given = {
+        name: bound
+        for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+        if isinstance(bound := schema.get(name), int | float)
+    }
+    if not any("inimum" in name for name in given) and all(bound >= -limit for bound in given.values()):
+        schema["minimum"] = -limit
+    if not any("aximum" in name for name in given) and all(bound <= limit for bound in given.values()):
+        schema["maximum"] = limit
+    fine = [bound for bound in given.values() if abs(bound) > limit or -_exponent(bound) > MAX_DECIMALS]
+    if "number" in types and "multipleOf" not in schema and not fine:
+        schema["multipleOf"] = 10.0**-MAX_DECIMALS
+
+
+def _exponent(number: float) -> int:
+    return int(Decimal(repr(number)).normalize().as_tuple().exponent)
+
+
+def _narrow_format(schema: dict[str, Any]) -> None:
+    """Replaces the format of a date or time by a pattern."""
+    pattern = _FORMATS.get(schema["format"]) if isinstance(schema.get("format"), str) else None
+    if pattern is not None:
+        del schema["format"]
+        if "pattern" in schema:
+            schema["allOf"] = [*schema.get("allOf", []), {"pattern": pattern}]
+        else:
+            schema["pattern"] = pattern
+
+
+def _without_control(pattern: str) -> str:
+    return re.sub(r"\\.|\[\^-*\]?", lambda m: m[0] if m[0][0] == "\\" else m[0] + r"[\x01]", pattern, flags=re.DOTALL)

@@ -1,0 +1,122 @@
+"""What of a JSON schema is enforced, and whether a text is valid against it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from batchgen.parsers.json_schemas import closes, enforceable, is_valid
+
+A: dict[str, Any] = {"properties": {"a": {"type": "null"}}}
+B: dict[str, Any] = {"properties": {"b": {"type": "null"}}}
+OPEN = {"additionalProperties": True}
+
+
+@pytest.mark.parametrize(
+    ("schema", "closed"),
+    [
+        (A, True),
+        ({"type": "object", **A, "required": ["a"]}, True),
+        ({"type": "array", "items": A}, True),
+        ({"anyOf": [A, B]}, True),
+        ({"allOf": [A]}, True),
+        ({"$defs": {"x": A}, "$ref": "#/$defs/x"}, True),
+        ({**A, "anyOf": [{"required": ["a"]}, {"minProperties": 1}]}, True),
+        ({"type": "object"}, False),
+        ({**A, **OPEN}, False),
+        ({**A, "patternProperties": {"^x": {}}}, False),
+        ({**A, "required": ["a", "b"]}, False),
+        ({"allOf": [A, B]}, False),
+        ({**A, "anyOf": [B, {"type": "object"}]}, False),
+        ({"$defs": {"x": A}, "$ref": "#/$defs/x", **B}, False),
+        ({"$defs": {"x": {"anyOf": [A]}}, "allOf": [{"$ref": "#/$defs/x"}, B]}, False),
+        ({"not": A}, False),
+        ({"enum": [A]}, False),
+        ({"type": "strin", "properties": []}, False),
+    ],
+)
+def test_an_object_is_closed_unless_its_schema_opens_it_or_describes_it_in_several_places(
+    schema: dict[str, Any], closed: bool
+) -> None:
+    assert closes(json.dumps(schema)) == closed
+    assert ("false" in json.dumps(enforceable(schema))) == closed
+
+
+def test_a_schema_that_refers_to_itself_is_closed_everywhere() -> None:
+    tree = {"$defs": {"t": {"properties": {"t": {"$ref": "#/$defs/t"}}}}, "$ref": "#/$defs/t"}
+    assert enforceable(tree)["$defs"]["t"]["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    ("schema", "added"),
+    [
+        ({"type": "number"}, {"minimum": -(10**15), "maximum": 10**15, "multipleOf": 1e-10}),
+        ({"type": ["integer", "null"]}, {"minimum": 1 - 2**53, "maximum": 2**53 - 1}),
+        ({"type": "integer", "minimum": 0}, {"maximum": 2**53 - 1}),
+        ({"type": "integer", "exclusiveMinimum": 1e20}, {}),
+        ({"type": "number", "minimum": 0, "exclusiveMaximum": 1}, {"multipleOf": 1e-10}),
+        ({"type": "number", "minimum": 1e-11, "maximum": 1}, {}),
+        ({"type": "number", "minimum": 0, "maximum": 1e20}, {}),
+        ({"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.5}, {}),
+        ({"type": "number", "enum": [1e30]}, {}),
+        ({"type": "string"}, {}),
+    ],
+)
+def test_a_number_gets_the_bounds_and_decimals_that_it_lacks(schema: dict[str, Any], added: dict[str, Any]) -> None:
+    assert enforceable(schema) == schema | added
+
+
+@pytest.mark.parametrize(
+    ("schema", "lists"),
+    [
+        ({"items": {"enum": ["a", "b"]}}, [[], ["a"], ["b"], ["a", "b"], ["b", "a"]]),
+        ({"items": {"enum": [1, 2, 3]}, "minItems": 1, "maxItems": 1}, None),
+        ({"items": {"enum": [1, 1, "1"]}, "minItems": 2, "maxItems": 9}, [[1, "1"], ["1", 1]]),
+        ({"items": {"const": 1}}, [[], [1]]),
+    ],
+)
+def test_lists_of_different_items_are_enumerated(schema: dict[str, Any], lists: Any) -> None:
+    given = {"type": "array", "uniqueItems": True, "title": "t", **schema}
+    expected = {"type": "array", "title": "t", **schema} if lists is None else {"title": "t", "enum": lists}
+    assert enforceable(given) == expected
+    by_name = {"$defs": {"e": schema["items"]}, **given, "items": {"$ref": "#/$defs/e"}}
+    if lists is not None:
+        assert enforceable(by_name)["enum"] == lists
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({}, "at most 2,000 different lists; leave it out"),
+        ({"items": {"enum": list(range(9))}}, "not 986,410: set a smaller maxItems, or leave it out"),
+        ({"items": {"enum": [1]}, "minItems": 2}, "at most 2,000 different lists; leave it out"),
+    ],
+)
+def test_lists_of_different_items_that_are_too_many_cannot_be_enforced(schema: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=f"^uniqueItems can be enforced .*{why}$"):
+        enforceable({"type": "array", "uniqueItems": True, **schema})
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "valid"),
+    [
+        ('{"a": 1}', {"properties": {"a": {"type": "integer"}}}, True),
+        ('{"a": "1"}', {"properties": {"a": {"type": "integer"}}}, False),
+        ('{"a": 1', {}, False),
+        (None, {}, False),
+        ("NaN", {}, False),
+        ("[" * 100_000, {}, False),
+        ("0.3", {"multipleOf": 0.1}, True),
+        ("0.35", {"multipleOf": 0.1}, False),
+        ("1", {"oneOf": [{"type": "integer"}, {"minimum": 0}]}, False),
+        ("[1, 1]", {"uniqueItems": True}, False),
+        ('"é"', {"pattern": "^\\p{L}$"}, True),  # not of Python's syntax: the grammar has enforced it
+        ("1", {"$ref": "https://example.com/schema.json"}, True),  # is not fetched
+    ],
+)
+def test_a_text_is_valid_against_the_schema_as_it_was_given(
+    text: str | None, schema: dict[str, Any], valid: bool
+) -> None:
+    assert is_valid(text, json.dumps(schema)) == valid
