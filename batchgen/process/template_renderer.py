@@ -19,6 +19,7 @@ from jinja2.environment import Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchgen.errors import first_line
+from batchgen.json_values import plain
 from batchgen.process.lean_imports import import_chat_templates
 from batchgen.process.templates import Form, TemplateFailure
 
@@ -84,6 +85,7 @@ def _written(value: Any) -> Any:
 
 
 _SANDBOX = ImmutableSandboxedEnvironment(undefined=StrictUndefined, finalize=_written, autoescape=False)
+_SANDBOX.policies["json.dumps_kwargs"] = {"sort_keys": True, "default": plain}  # of the filter tojson
 _SANDBOX.globals["range"] = range  # without Jinja's own limit of 100,000
 
 

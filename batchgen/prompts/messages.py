@@ -10,6 +10,7 @@ from typing import Any
 
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError, first_line
+from batchgen.json_values import plain
 from batchgen.parsers.thinking import thinking_off
 from batchgen.process.templates import TemplateCall, TemplateFailure, template_process
 
@@ -115,7 +116,7 @@ def objects(value: Any) -> list[Any] | None:
             return None
     if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
         return None
-    return [without_nulls(item) for item in value]
+    return [plain(without_nulls(item)) for item in value]
 
 
 def _joined(parts: Any, where: str) -> str:

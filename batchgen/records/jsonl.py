@@ -4,20 +4,18 @@ Reading: a line ends with `\\n`. A `\\r` before it, a byte order mark at the sta
 repeated, the last value counts. NaN, Infinity and lone surrogates (`"\\ud800"`) are accepted. A line is a malformed row, never an
 exception, if it is not a JSON object in UTF-8, is nested deeper than `MAX_DEPTH`, or is longer than `MAX_LINE` bytes.
 
-Writing (`to_json`) always gives valid JSON in valid UTF-8. NaN and Infinity become null, lone surrogates and Unicode's own line ends their escapes, bytes base64,
-dates and times ISO 8601, durations seconds, a Decimal a string of its digits, and anything else its `str`.
+Writing (`to_json`) always gives valid JSON in valid UTF-8. Lone surrogates and Unicode's own line ends become their escapes, other values
+what `json_values.plain` makes of them.
 """
 
 from __future__ import annotations
 
-import base64
-import datetime as dt
-import decimal
 import json
-import math
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from typing import Any, BinaryIO
+
+from batchgen.json_values import plain
 
 MAX_DEPTH = 100
 """Levels of lists and objects in a row. Every later stage can recurse over more."""
@@ -106,27 +104,6 @@ def to_json(value: Any) -> bytes:
         if character in data:
             data = data.replace(character, escape)
     return data
-
-
-def plain(value: Any) -> Any:
-    """Returns `value` in JSON's types, converted as the module's docstring says."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, str | int):
-        return value
-    if isinstance(value, Mapping):
-        return {k if isinstance(k, str) else str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    if isinstance(value, bytes | bytearray | memoryview):
-        return base64.b64encode(value).decode()
-    if isinstance(value, dt.date | dt.time):  # a datetime is a date
-        return value.isoformat()
-    if isinstance(value, dt.timedelta):
-        return value.total_seconds()
-    if isinstance(value, decimal.Decimal):
-        return str(value)
-    return str(value)
 
 
 def _hint(error: json.JSONDecodeError) -> str:

@@ -21,8 +21,9 @@ from typing import Any, BinaryIO, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.json_values import plain
 from batchgen.records.files import DELIMITERS
-from batchgen.records.jsonl import plain, to_json
+from batchgen.records.jsonl import to_json
 from batchgen.records.output import INPUT_FILE, TASK_NAMES, RowForm, carried_names, output_format, output_row
 from batchgen.records.parquet_types import ColumnType, clean, fitted, id_text, schema_type
 from batchgen.records.rows import Row

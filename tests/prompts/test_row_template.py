@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import datetime as dt
+from decimal import Decimal
+
+import numpy as np
+import pyarrow as pa
 import pytest
 
 
@@ -65,3 +70,34 @@ def test_a_template_can_handle_missing_and_null_columns(tools):
 def test_html_is_not_escaped(tools):
     (draft,) = build(tools, "{{ a }}", {"a": "<b> & 'c'"})
     assert tools.text_of(draft) == "<s><b> & 'c'"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Decimal("1.50"), '"1.50"'),
+        (dt.date(2024, 2, 29), '"2024-02-29"'),
+        (dt.datetime(2024, 2, 29, 1, 2, 3, tzinfo=dt.UTC), '"2024-02-29T01:02:03+00:00"'),
+        (dt.time(1, 2), '"01:02:00"'),
+        (dt.timedelta(seconds=1.5), "1.5"),
+        (b"ab", '"YWI="'),
+        (np.int64(7), "7"),
+        (np.float32(0.5), "0.5"),
+        (np.bool_(True), "true"),
+        (np.datetime64("2024-02-29"), '"2024-02-29"'),
+        (np.array([[1, 2], [3, 4]]), "[[1, 2], [3, 4]]"),
+        (pa.scalar(Decimal("0.10")), '"0.10"'),
+    ],
+)
+def test_tojson_knows_what_tables_hold(tools, value, text):
+    (draft,) = build(tools, "{{ items | tojson }}", {"items": [{"a": value}]})
+    assert tools.text_of(draft) == f'<s>[{{"a": {text}}}]'
+    chat = "{{ documents | tojson }}|{% for m in messages %}{{ m.content }}{% endfor %}"
+    rows = tools.rows({"prompt": "p", "documents": [{"a": value}]})
+    (draft,) = tools.builder(chat_template=chat, bos=False).build(rows)
+    assert tools.text_of(draft) == f'[{{"a": {text}}}]|p'
+
+
+def test_a_template_sees_dates_and_numbers_as_such(tools):
+    (draft,) = build(tools, "{{ d.year + 1 }} {{ n * 2 }}", {"d": dt.date(2024, 2, 29), "n": Decimal("1.5")})
+    assert tools.text_of(draft) == "<s>2025 3.0"

@@ -1,0 +1,34 @@
+"""Values of rows in JSON's types: what Parquet, numpy and Python programs hold and JSON has no form for."""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def plain(value: Any) -> Any:
+    """Returns `value` in JSON's types: bytes are base64, dates and times ISO 8601, durations seconds, a Decimal is a string of its digits.
+
+    NaN and the infinities are null. Scalars and arrays of numpy and Arrow are what they hold; anything else is its `str`.
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, Mapping):
+        return {k if isinstance(k, str) else str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, bytes | bytearray | memoryview):
+        return base64.b64encode(value).decode()
+    if isinstance(value, dt.date | dt.time):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, dt.timedelta):
+        return value.total_seconds()
+    for held in ("tolist", "as_py"):
+        if hasattr(value, held):
+            return plain(getattr(value, held)())
+    return str(value)  # of a Decimal, its digits
