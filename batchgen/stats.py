@@ -184,11 +184,7 @@ def figures(
         "rows_ok": new.ok,
         "rows_failed": new.failed,
         "rows_resumed": run.resumed.rows,
-        "rows_equal": new.equal,
-        "rows_truncated": new.truncated,
-        "finish_reasons": reasons_in_order(new.reasons),
-        "json": _json_counts(new.json),
-        "prompt_tokens": new.prompt_tokens,
+        **_row_sums(new),
         "prefill_tokens": engine.prefill_tokens,
         "prefill_tokens_min": prefill_min,
         "recomputed_tokens": engine.recomputed_tokens,
@@ -245,11 +241,7 @@ def _job_sums(stats: Mapping[str, Any], run: RunFigures, earlier: Mapping[str, A
         "rows": run.done,
         "rows_ok": run.new.ok + run.resumed.ok,
         "rows_failed": run.failed,
-        "rows_equal": run.new.equal + run.resumed.equal,
-        "rows_truncated": run.new.truncated + run.resumed.truncated,
-        "finish_reasons": reasons_in_order(run.all_reasons),
-        "json": _json_counts(run.new.json + run.resumed.json),
-        "prompt_tokens": run.new.prompt_tokens + run.resumed.prompt_tokens,
+        **_row_sums(run.new, run.resumed),
         "completion_tokens": stats["completion_tokens"]
         + run.begun_tokens
         + run.new.equal_tokens
@@ -289,8 +281,17 @@ def confusion_table(expect: Mapping[str, Any], max_labels: int) -> list[list[str
     return [["expected \\ given", *labels], *lines]
 
 
-def _json_counts(counts: Counter[str]) -> dict[str, int] | None:
-    return {name: counts[name] for name in ("valid", "cut", "invalid")} if counts else None
+def _row_sums(*counts: RowCounts) -> dict[str, Any]:
+    """Returns the figures of rows that a run and a job have alike."""
+    reasons = sum((c.reasons for c in counts), Counter[str]())
+    json = sum((c.json for c in counts), Counter[str]())
+    return {
+        "rows_equal": sum(c.equal for c in counts),
+        "rows_truncated": sum(c.truncated for c in counts),
+        "finish_reasons": reasons_in_order(reasons),
+        "json": {name: json[name] for name in ("valid", "cut", "invalid")} if json else None,
+        "prompt_tokens": sum(c.prompt_tokens for c in counts),
+    }
 
 
 def _ratio(part: float, whole: float, nothing: float = 0.0) -> float:
