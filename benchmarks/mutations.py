@@ -1,7 +1,7 @@
 """Which small faults do the tests notice? `python -m benchmarks.mutations --work FOLDER` (hours for all; `--count 40` for a sample)
 
 Copies the tree to FOLDER, puts one fault at a time into a module (a comparison turned round, a call left out, a number one larger) and runs
-the tests of that module alone. Each fault is written to `--output` as a line of JSON: where it is, and whether the tests caught it.
+the tests of that module alone. Each fault is written to `--output` as a line of JSON: where it is, whether the tests caught it, and by which.
 The same `--seed` makes the same faults. `--again FILE` repeats the faults of such a file in the present tree; those whose line is no longer there are
 counted as gone. Tests run in forks of one process that has imported torch.
 """
@@ -61,6 +61,8 @@ ENVIRONMENT = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "HF_HUB_OFFLINE", "TRITON_INTERPRET"), "1"
 )
 """What tests/conftest.py sets, for modules that are imported before it."""
+FOUND = ("found", "by")
+"""What a line of the output has beside the fault."""
 IMPORTED_BEFORE = "ignore::pytest.PytestAssertRewriteWarning"
 OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
@@ -269,6 +271,12 @@ class Runner:
         os.waitpid(pid, 0)
         return None
 
+    def by(self) -> str:
+        """Returns the test that failed first in the last run; empty if none did."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        failed = (line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR ")))
+        return next(failed, "")
+
     def _code(self) -> int:
         try:
             return int((self.tree / "code").read_text())
@@ -313,12 +321,12 @@ def main() -> None:
     faults = sample(options.count, options.seed)
     if options.again:
         entries = [json.loads(line) for line in options.again.read_text(encoding="utf-8").splitlines()]
-        faults = [Fault(**{k: v for k, v in entry.items() if k != "found"}) for entry in entries]
+        faults = [Fault(**{k: v for k, v in entry.items() if k not in FOUND}) for entry in entries]
     faults = [fault for fault in faults if not options.area or fault.area in options.area]
     options.work.mkdir(parents=True, exist_ok=True)
     output = options.output or options.work / "faults.jsonl"
     done = set(output.read_text(encoding="utf-8").splitlines()) if output.exists() else set()
-    known = {json.dumps({k: v for k, v in json.loads(line).items() if k != "found"}) for line in done}
+    known = {json.dumps({k: v for k, v in json.loads(line).items() if k not in FOUND}) for line in done}
     os.environ |= ENVIRONMENT
     for name in ("pyarrow.parquet", "torch", "transformers"):
         importlib.import_module(name)
@@ -332,7 +340,8 @@ def main() -> None:
         result = runner.caught(fault)
         found[fault.area, result] += 1
         with output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(fault) | {"found": result}) + "\n")
+            by = runner.by() if result == "caught" else ""
+            file.write(json.dumps(asdict(fault) | {"found": result, "by": by}) + "\n")
         print(
             f"{result:7} {fault.file}: {fault.line.strip()[:90]}  {fault.old[:30]!r} -> {fault.new[:40]!r}", flush=True
         )
