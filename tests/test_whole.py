@@ -266,7 +266,7 @@ def test_added_and_changed_rows_are_generated_and_the_others_kept(
     run_job(config)
     rows = [*rows[:20], {"prompt": "new", "n": -1}, *rows[25:], *rows[:15]]
     stats = run_job(config_of(tiny_model_dir, write_jsonl(rows))).stats
-    assert (stats["rows"], stats["rows_resumed"]) == (16, 45)
+    assert (stats["rows"], stats["rows_resumed"]) == (1, 60)  # a row that is there twice has the result that there is
     expected = config_of(tiny_model_dir, source, "expected.jsonl")
     run_job(expected)
     assert read_jsonl(Path(str(config.output))) == read_jsonl(Path(str(expected.output)))
