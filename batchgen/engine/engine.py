@@ -368,4 +368,4 @@ class Engine:
         self.stats.kv_bytes_peak = pool.peak_used * self.sizes.block_size * token
         if self.block_manager.state_slots is not None:
             self.stats.state_bytes_peak = self.block_manager.state_slots.peak_used * self.sizes.bytes_per_state_slot
-        self.stats.kv_bytes_unshared = self.scheduler.peak_held_tokens * token
+        self.stats.kv_bytes_unshared = self.block_manager.peak_unshared_blocks * self.sizes.block_size * token

@@ -2,8 +2,11 @@
 
 Storage is in whole blocks; what is computed is exact to the token. A span's block table begins with its parent's full blocks, which
 are shared. The block with the parent's last tokens is either written on by one child or copied into the first own block of each other
-child. Nodes that no leaf needs any more stay for later windows, at most `max_cached_nodes` of them and while memory lasts. The
-least recently used one is evicted first.
+child. While a node has children, its last tokens are always read from a child's block, so the node has no block for them alone.
+
+So the blocks in use are at most those that the running sequences and the childless nodes would have alone, without sharing. The scheduler
+keeps these to the batch size in number. Nodes that no leaf needs any more stay for later windows, at most `max_cached_nodes` of them,
+while no more blocks are in use than sequences have ever needed without sharing. The least recently used one is evicted first.
 
 A model with recurrent layers also needs a state slot for each running sequence and for each node that something still begins at. A
 node's slot is read by all of its children, and each child writes its own. So states exist exactly where the tree branches, and nothing
@@ -12,7 +15,7 @@ can begin between two nodes. Once all children of a node have begun, its slot is
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from batchgen.prefix import resident_lengths
 from batchgen.request import TokenArray
@@ -60,6 +63,11 @@ class BlockManager:
         self._freed_nodes: list[PrefixNodeSpan] = []
         self._moves: list[CopyBlock | SwapOut | SwapIn] = []
         self._reserved_blocks = 0  # blocks that the running sequences may still need
+        self.childless: set[PrefixNodeSpan] = set()
+        """Nodes that leaves need and that have no children now. Each stands for a sequence that begins under it later. If a window does not
+        run in depth-first order, only those of its nodes that have never had children."""
+        self.unshared_blocks = self.peak_unshared_blocks = 0
+        """Blocks that the running sequences and the childless nodes would hold without sharing."""
 
     def blocks_for(self, tokens: int) -> int:
         """Number of blocks that hold `tokens` positions."""
@@ -138,7 +146,14 @@ class BlockManager:
         if not self._open(node_span, reserve + self._reserved_blocks // 2 if reserve else 0):
             return None
         self.live[node_span] = None
+        self.childless.add(node_span)
         return node_span
+
+    def _not_childless(self, node_span: PrefixNodeSpan) -> None:
+        """Notes that the node has children, or that no leaf needs it any more."""
+        if node_span in self.childless:
+            self.childless.remove(node_span)
+            self.unshared_blocks -= _held(node_span)
 
     def attach(self, seq: GenerationSequence, parent: PrefixNodeSpan | None) -> None:
         """Puts the sequence after its parent node; None for the root."""
@@ -159,19 +174,26 @@ class BlockManager:
         self._reserved_blocks += growth
         return True
 
+    def note_unshared(self, scored: Sequence[GenerationSequence]) -> None:
+        """Notes the blocks that would be in use without sharing. `scored` are texts that nodes have scored, and that would run too."""
+        blocks = self.unshared_blocks + sum(self.blocks_for(seq.end) for seq in scored)
+        self.peak_unshared_blocks = max(self.peak_unshared_blocks, blocks)
+
     def grow(self, seq: GenerationSequence) -> bool:
         """Makes room for the sequence's next token. Returns False if no block is free."""
         if seq.computed < len(seq.table) * self.block_size:
             return True
-        if not self._make_room(1):
+        if not self._make_room(1, 0, self.unshared_blocks + 1):
             return False
         seq.table += self.pool.allocate(1)
         self._reserved_blocks -= 1
+        self.unshared_blocks += 1
         return True
 
     def close(self, seq: GenerationSequence) -> None:
         """Releases a sequence's blocks."""
         self._reserved_blocks -= self.blocks_for(seq.max_kv_tokens) - len(seq.table)
+        self.unshared_blocks -= _held(seq)
         self._release(seq)
 
     def drop_behind(self, span: Span) -> None:
@@ -179,6 +201,8 @@ class BlockManager:
         last = self._needed_from(span.computed) // self.block_size
         if last > span.dropped:
             self.pool.release(span.table[span.dropped : last])
+            if isinstance(span, GenerationSequence) or span in self.childless:
+                self.unshared_blocks -= last - span.dropped
             span.dropped = last
 
     def _needed_from(self, computed: int) -> int:
@@ -191,6 +215,8 @@ class BlockManager:
             self.evict(node_span)
             return
         del self.live[node_span]
+        self._not_childless(node_span)
+        self._leave_parent(node_span)
         self._freed_nodes.append(node_span)
         node_span.scores.clear()
         node_span.prompt = node_span.prompt[: node_span.end].copy()  # not a view of a larger array
@@ -202,6 +228,7 @@ class BlockManager:
         """Releases a node's blocks. Sequences below keep their references to them."""
         self.cached.pop(node_span, None)
         self.live.pop(node_span, None)
+        self._not_childless(node_span)
         node_span.evicted = True
         self._freed_nodes.append(node_span)
         self._release(node_span)
@@ -326,63 +353,114 @@ class BlockManager:
         if swapped is not None:
             full, tail = first, 0  # nothing can be shared or copied: the KV is loaded into new blocks
         wanted = self.blocks_for(span.end) - full
-        # A node with full blocks of its own should have them in one run, so it copies its parent's tail. Others write on in that block.
-        writable = parent if tail > 0 and source is parent else None
-        run = isinstance(span, PrefixNodeSpan) and span.end // size > first
-        claims = writable is not None and not run and not self.has_tail_writer(writable)
-        if not self._make_room(wanted - claims + reserve):
-            # One block less is enough if the evictions have freed the tail of the parent's last block.
-            if writable is None or claims or self.has_tail_writer(writable):
-                return False
-            if not self._make_room(wanted - 1 + reserve):
-                return False
-            claims = True
+        unshared = self.unshared_blocks + self.blocks_for(span.end) - (_held(parent) if parent in self.childless else 0)
+
+        def claimed() -> list[PrefixNodeSpan]:
+            # The span may have the parent's last block if no other child has it.
+            free = tail > 0 and parent is not None and source is parent and not self.has_tail_writer(parent)
+            return self._tail_holders(parent) if free and parent is not None else []
+
+        def has_room() -> bool:
+            return self._make_room(wanted - bool(claimed()), reserve, unshared)
+
+        if (
+            not has_room() and not has_room()
+        ):  # evictions may have freed the parent's last block, so that one block less is needed
+            return False
         above = parent.table[:first] if parent else []
         taken = source.table[first:full] if source else []
         dropped = max(parent.dropped if parent else 0, source.dropped if source else 0)
         self.pool.share([*above, *taken][dropped:])
-        fresh = self.pool.allocate_run(wanted - claims) if run else self.pool.allocate(wanted - claims)
-        if claims:
-            assert parent is not None
-            tail_block = parent.table[full]
+        holders, tail_block = claimed(), source.table[full] if source and tail else -1
+        if isinstance(span, PrefixNodeSpan) and span.end // size > first:
+            # A node with full blocks of its own should have them in one run. What holds the parent's last block gets the copy instead.
+            self.pool.release([tail_block] * len(holders))
+            fresh = self.pool.allocate_run(wanted)
+            if holders:
+                self._put_tail(holders, fresh[0])
+        elif holders:
             self.pool.share([tail_block])
-            fresh = [tail_block, *fresh]
-        elif tail:
-            assert source is not None
-            self._moves.append(CopyBlock(source.table[full], fresh[0]))
+            fresh = [tail_block, *self.pool.allocate(wanted - 1)]
+        else:
+            fresh = self.pool.allocate(wanted)
+        if tail and fresh[0] != tail_block:
+            self._moves.append(CopyBlock(tail_block, fresh[0]))
         elif swapped is not None:
             self._moves.append(SwapIn(swapped, first, tuple(fresh[: self.blocks_for(known) - first])))
         span.table = [*above, *taken, *fresh]
         span.dropped = dropped
         span.computed = known
         span.source = source if self._sums else None
+        if parent is not None:
+            self._not_childless(parent)
+            parent.children[span] = None
+            self._share_tail(parent)
+        self.unshared_blocks += _held(span)
         return True
 
     def has_tail_writer(self, node_span: PrefixNodeSpan) -> bool:
         """Whether the block with the node's last tokens also holds tokens of a span below the node."""
+        holders = self._tail_holders(node_span)
+        index = node_span.end // self.block_size
+        return bool(holders) and self.pool.num_references(node_span.table[index]) > len(holders)
+
+    def _tail_holders(self, node_span: PrefixNodeSpan) -> list[PrefixNodeSpan]:
+        """The node and those above it that hold the block with its last tokens. None if that block is full or was released."""
         index, tail = divmod(node_span.end, self.block_size)
-        if not tail:
-            return False
+        if not tail or not node_span.dropped <= index < len(node_span.table):
+            return []
         block = node_span.table[index]
-        above = (*node_span.path, node_span)
-        return self.pool.num_references(block) > sum(
-            span.dropped <= index < len(span.table) and span.table[index] == block for span in above
-        )
+        return [
+            span
+            for span in (*node_span.path, node_span)
+            if span.dropped <= index < len(span.table) and span.table[index] == block
+        ]
+
+    def _put_tail(self, holders: list[PrefixNodeSpan], block: int) -> None:
+        """Puts another block, which holds the same tokens, into the tables in place of the `holders`' last one. They do not hold that one any more."""
+        self.pool.share([block] * len(holders))
+        for node_span in holders:
+            node_span.table[-1] = block
+
+    def _share_tail(self, node_span: PrefixNodeSpan) -> None:
+        """Frees a node's last block if no child has it and a child has a copy of its tokens, which the node can use as well."""
+        holders, index = self._tail_holders(node_span), node_span.end // self.block_size
+        if not holders or self.has_tail_writer(node_span):
+            return
+        for child in node_span.children:
+            if child.dropped <= index:
+                self.pool.release([node_span.table[index]] * len(holders))
+                self._put_tail(holders, child.table[index])
+                return
+
+    def _leave_parent(self, span: Span) -> None:
+        """Notes that the span is not a child that runs any more."""
+        parent = span.parent
+        if parent is not None and span in parent.children:
+            del parent.children[span]
+            if not parent.children and parent in self.live and self.windows[parent.window].depth_first:
+                self.childless.add(parent)
+                self.unshared_blocks += _held(parent)
 
     def _release(self, span: Span) -> None:
         self.pool.release(span.table[span.dropped :])
         span.table, span.dropped = [], 0
+        self._leave_parent(span)
+        if span.parent is not None:
+            self._share_tail(span.parent)
         if self.state_slots is not None:
             self.state_slots.release(self.state_slots_of(span))
             span.state_slot = span.read_state_slot = -1
 
-    def _make_room(self, blocks: int) -> bool:
-        """Evicts cached nodes until so many blocks are free. Returns False if that is not enough."""
-        while self.pool.num_free < blocks and self.cached:
+    def _make_room(self, blocks: int, reserve: int, unshared: int) -> bool:
+        """Evicts cached nodes until `blocks` and `reserve` are free, and until the blocks in use will not be more than have ever been
+        needed without sharing, where `unshared` are needed now. Returns False if too few blocks are free then."""
+        limit = max(unshared, self.peak_unshared_blocks)
+        while self.cached and (self.pool.num_free < blocks + reserve or self.pool.num_used + blocks > limit):
             node_span = next(iter(self.cached))
             self._swap_out(node_span)
             self.evict(node_span)
-        return self.pool.num_free >= blocks
+        return self.pool.num_free >= blocks + reserve
 
     def _swap_out(self, node_span: PrefixNodeSpan) -> None:
         """Copies a cached node's KV to host memory if it fits there. Drops the least recently used nodes for it."""
@@ -396,6 +474,11 @@ class BlockManager:
         node_span.swapped = SwappedBlocks()
         self.swapped[node_span] = None
         self._moves.append(SwapOut(tuple(node_span.table), node_span.swapped))
+
+
+def _held(span: Span) -> int:
+    """Number of blocks that the span would hold without sharing."""
+    return len(span.table) - span.dropped
 
 
 def _covers(node_span: PrefixNodeSpan, kept: PrefixNodeSpan, known: int) -> bool:

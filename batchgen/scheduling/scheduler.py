@@ -40,7 +40,7 @@ class RunningSet:
         self.running: dict[GenerationSequence, None] = {}  # in the order of admission: the newest is preempted first
         self.prefilling: dict[Span, None] = {}  # nodes and sequences whose prompts are not yet run to their end
         self.unfinished = 0  # leaves that have something to run
-        self.held_tokens = 0  # what the running sequences would hold without sharing
+        self._batch_size = batch_size
         self._free_sampler_indices = list(range(batch_size))
         self._freed_sampler_indices: list[int] = []
         self._ended: list[GenerationSequence] = []
@@ -55,6 +55,11 @@ class RunningSet:
         """Whether a node is being computed."""
         return any(isinstance(span, PrefixNodeSpan) for span in self.prefilling)
 
+    def has_place(self, parent: PrefixNodeSpan | None) -> bool:
+        """Whether something may start under this node. A childless node takes the place of a sequence, so that sharing takes no more blocks."""
+        childless = self.block_manager.childless
+        return len(self.running) + len(childless) - (parent in childless) < self._batch_size
+
     def window_of(self, span: Span) -> Window:
         return self.block_manager.windows[span.window]
 
@@ -62,7 +67,6 @@ class RunningSet:
         """Starts a sequence that has its blocks."""
         seq.sampler_index = heapq.heappop(self._free_sampler_indices)
         self.running[seq] = None
-        self.held_tokens += seq.end
         # A prompt that ends at a node has nothing to run: its first token is sampled from logits that the node keeps.
         seq.become(State.PREFILLING if seq.computed < seq.end else State.DECODING)
         self.window_of(seq).add_sequence(seq)
@@ -172,7 +176,6 @@ class RunningSet:
         if not seq.scoring:
             self._freed_sampler_indices.append(seq.sampler_index)
         seq.sampler_index = -1
-        self.held_tokens -= seq.end
         self.block_manager.close(seq)
         seq.become(state)
 
@@ -209,6 +212,8 @@ class Admission:
                 continue
             if budget.prefill <= 0 and not (item < 0 and w.samples_without_a_forward(~item, parent)):
                 return  # a started item would only hold blocks
+            if not self._running.has_place(parent):
+                return
             span = self._start_node(w, item) if item >= 0 else self._start_leaf(w, ~item, parent)
             if span is None:
                 return
@@ -264,8 +269,6 @@ class Admission:
         return node_span
 
     def _start_leaf(self, w: Window, i: int, parent: PrefixNodeSpan | None) -> GenerationSequence | None:
-        if not self._running.num_startable:
-            return None
         seq = w.sequence(i) or self._sequence(w, i)
         alone = not self._running.running and not self._running.prefilling
         if not self._block_manager.open_sequence(seq, parent, None if alone else self._margin):
@@ -300,7 +303,6 @@ class Scheduler(RunningSet):
         self.policy = policy
         self.counts = TokenCounts()
         self.preemptions = 0
-        self.peak_held_tokens = 0
         self._admission = Admission(self, policy, stops)
         self._num_windows = self._num_leaves = 0  # so far
 
@@ -364,9 +366,8 @@ class Scheduler(RunningSet):
             assert not (idle and self.unfinished), "nothing runs and nothing can start"
         if not self.policy.decode_first:
             self._decode(decoding, budget)
+        self.block_manager.note_unshared(scored[: self.limits.batch_size - len(self.running)])
         spans = sorted(budget.spans, key=lambda scheduled: scheduled.span.place)
-        held = self.held_tokens + sum(seq.end for seq in scored)
-        self.peak_held_tokens = max(self.peak_held_tokens, held)
         batch = ScheduledBatch.of(
             spans, self.block_manager.take_moves(), preempted, tuple(started), tuple(scored), self.take_freed()
         )
@@ -397,7 +398,6 @@ class Scheduler(RunningSet):
         for sample in batch.samples:
             seq = sample.sequence
             seq.num_pending_tokens += 1
-            self.held_tokens += 1
             if seq.num_sampled >= seq.request.max_tokens:
                 self.start_finishing(seq)
 
@@ -453,7 +453,8 @@ class Scheduler(RunningSet):
             manager.state_slots.check(manager.state_slots_of(span) for span in spans)
         for span in spans:
             assert len(span.table) * manager.block_size >= span.computed, "KV outside of the block table"
-        assert self.held_tokens == sum(seq.end for seq in self.running), "held tokens do not add up"
+        held = sum(len(span.table) - span.dropped for span in (*self.running, *manager.childless))
+        assert manager.unshared_blocks == held, "blocks without sharing do not add up"
 
     # -- running
 

@@ -169,6 +169,8 @@ class PrefixNodeSpan(Span):
     evicted: bool = False
     swapped: SwappedBlocks | None = None
     """Its KV in host memory, if it was moved there when the node was evicted."""
+    children: dict[Span, None] = field(default_factory=dict)
+    """The spans directly below it that run, and the nodes that leaves need."""
     successor: PrefixNodeSpan | None = None
     """The node that took over its tokens, if it was evicted because of that."""
 

@@ -93,6 +93,8 @@ class Window:
         """By node."""
         self.left = len(leaves)
         """Number of leaves that have something to run."""
+        self.depth_first = not policy.arrival and len({leaf.request.priority for leaf in leaves}) < 2
+        """Whether its leaves start in depth-first order."""
         self._base = base
         self._leaf_order = policy.start_orders(leaves, plan, base)
         self._node_order = self._first_below(plan)  # by node: the first start order below it

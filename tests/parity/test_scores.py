@@ -137,7 +137,8 @@ def test_probabilities_are_the_same_without_sharing():
 def test_the_memory_that_labels_would_take_without_sharing_is_counted():
     engine = engine_for(packed_model("llama"))
     run(engine, scored([PROMPTS[0]], [[[3], [4], [5]]], ["a", "b", "c"]))
-    assert engine.stats.kv_bytes_unshared == 3 * len(PROMPTS[0]) * engine.sizes.bytes_per_token
+    blocks = 3 * -(-len(PROMPTS[0]) // engine.sizes.block_size)
+    assert engine.stats.kv_bytes_unshared == blocks * engine.sizes.block_size * engine.sizes.bytes_per_token
 
 
 def test_above_temperature_0_a_label_is_sampled_by_its_probability():

@@ -15,7 +15,10 @@ from support import simulation as sim
 
 @pytest.fixture
 def memory():
-    return BlockManager(BlockPool(20), block_size=4)
+    manager = BlockManager(BlockPool(20), block_size=4)
+    manager.windows[-1] = SimpleNamespace(depth_first=True)
+    manager.peak_unshared_blocks = 20  # earlier rows have needed so many, so idle nodes may stay
+    return manager
 
 
 def node(start, end, index=0, parent=-1):
@@ -107,18 +110,32 @@ def test_a_node_that_ends_at_the_end_of_a_block_has_no_tail_to_copy(memory):
     assert not memory.has_tail_writer(node_span)
 
 
-def test_a_node_with_blocks_of_its_own_copies_its_parents_tail_so_that_they_form_one_run(memory):
+@pytest.mark.parametrize(("between", "table", "copies"), [(0, [0, 1, 2, 3], ()), (4, [0, 3, 4, 5], ((1, 3),))])
+def test_a_node_with_blocks_of_its_own_has_them_in_one_run_with_its_parents_tail(memory, between, table, copies):
+    """The parent reads its last tokens from the copy in the node's block and keeps no block for them alone."""
     parent = computed_node(memory, 0, 6)
+    after = computed_node(memory, 0, between)
     child = computed_node(memory, 6, 13, parent)
-    assert (parent.table, child.table) == ([0, 1], [0, 2, 3, 4])
-    assert (take_copies(memory), memory.has_tail_writer(parent)) == (((1, 2),), False)
+    assert (parent.table, child.table) == (table[:2], table)
+    assert (take_copies(memory), memory.has_tail_writer(parent)) == (copies, True)
+    check(memory, parent, after, child)
 
 
-def test_a_node_claims_its_parents_tail_if_no_block_is_left_for_a_copy():
-    memory = BlockManager(BlockPool(4), block_size=4)
-    parent = computed_node(memory, 0, 6)
-    child = computed_node(memory, 6, 13, parent)
-    assert (child.table, take_copies(memory), memory.has_tail_writer(parent)) == ([0, 1, 2, 3], (), True)
+def test_a_node_reads_its_last_tokens_from_another_child_when_the_one_that_wrote_on_in_its_block_closes(memory):
+    node_span = computed_node(memory, 0, 6)
+    inner = computed_node(memory, 6, 7, node_span)
+    first, second, other = (sequence(8, 1, i) for i in range(3))
+    for seq, parent in ((first, inner), (second, inner), (other, node_span)):
+        memory.open_sequence(seq, parent, reserve=0)
+    assert [s.table for s in (node_span, inner, first, second, other)] == [[0, 1]] * 3 + [[0, 19], [0, 18]]
+    memory.close(first)
+    assert [s.table for s in (node_span, inner)] == [[0, 19]] * 2
+    memory.close(second)
+    assert [s.table for s in (node_span, inner)] == [[0, 19]] * 2
+    memory.evict(inner)
+    assert node_span.table == [0, 18]
+    check(memory, node_span, other)
+    assert memory.pool.num_used == 2
 
 
 def test_tiny_nodes_on_one_path_share_blocks(memory):
@@ -286,6 +303,7 @@ def test_a_node_with_other_tokens_is_not_reused(memory):
 
 def test_a_node_is_not_evicted_to_make_room_for_the_node_that_reuses_it():
     memory = BlockManager(BlockPool(5), block_size=4)
+    memory.peak_unshared_blocks = 5
     kept, other = cached_node(memory, 11), cached_node(memory, 8)
     later = load_window(memory, [[*range(10), 50], [*range(10), 60]])
     memory.cached[other] = memory.cached.pop(other)  # the node to reuse is now the first to be evicted
@@ -382,7 +400,7 @@ def test_a_node_that_is_still_being_computed_is_reused_up_to_where_it_is(memory)
 def test_the_number_of_idle_nodes_is_limited():
     """Otherwise a long file would fill the pool with nodes that nobody needs again."""
     s = sim.Simulation(block_size=2)
-    s.block_manager.max_cached_nodes = 3
+    s.block_manager.max_cached_nodes, s.block_manager.peak_unshared_blocks = 3, 100
     for first in range(0, 100, 10):
         s.load([[first, *range(5), 50], [first, *range(5), 60]], [1, 1])
         s.finish()

@@ -127,15 +127,14 @@ def test_the_newest_sequence_is_preempted_and_resumes_with_its_tokens():
     assert s.block_manager.pool.num_used == 0
 
 
-def test_every_request_finishes_if_it_fits_alone_and_evicted_nodes_are_computed_again():
-    """A node that copies its parent's tail takes one block more than its path needs. A job must finish without that block."""
-    s = sim.Simulation(blocks=4, block_size=2)
-    node = [5, 5, 5]
-    inner = [*node, 6, 6]
-    plan = s.load([[*inner, 1, 1], [*inner, 2, 2], [*node, 9], [*node, 8]], [2, 2, 1, 1])
+@pytest.mark.parametrize(("policy", "again"), [("prefix", 0), ("fifo", 10)])
+def test_every_request_finishes_if_it_fits_alone_and_evicted_nodes_are_computed_again(policy, again):
+    s = sim.Simulation(blocks=4, block_size=2, policy=policy)
+    one, other = [5, 5, 5, 6, 6], [7, 7, 7, 8, 8]
+    plan = s.load([[*one, 1, 1], [*other, 2, 2], [*one, 9], [*other, 8]], [2, 2, 1, 1])
     s.finish(max_steps=200)
     assert s.rows == [0, 1, 2, 3]
-    assert s.prefilled > plan.prefill_tokens_min  # nodes were evicted and computed again
+    assert s.prefilled == plan.prefill_tokens_min + again
 
 
 def test_an_unfinished_node_is_dropped_if_the_only_running_sequence_needs_its_blocks():
