@@ -15,6 +15,7 @@ from batchgen.config import JobConfig, ModelConfig, check_config, parse_memory
 from batchgen.errors import UsageError, memory_errors
 from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.jobs.identity import date_of_job, dtype_name
+from batchgen.jobs.order.advice import Advice, advice_for, sampled
 from batchgen.jobs.order.shares import PrefixCosts, Share
 from batchgen.jobs.order.sorted_requests import SortedRequests, in_window_order
 from batchgen.jobs.order.windows import KeptPrefixes
@@ -118,6 +119,8 @@ class PlanReport:
     """Whether the windows cover the whole input in prefix order."""
     cuts: CutFigures | None = None
     """The shards, if their number was given."""
+    advice: Advice | None = None
+    """What would save the most prompt tokens."""
     failures: tuple[str, ...] = ()
     """The first few rows that would fail: where, and why."""
     sufficient_memory: str = ""
@@ -160,35 +163,39 @@ class PlanReport:
             "tree": [asdict(line) for line in self.tree],
             "largest_groups": [asdict(line) for line in self.groups],
             "shards": None if self.cuts is None else asdict(self.cuts),
+            "advice": None if self.advice is None else asdict(self.advice),
             "failures": list(self.failures),
         }
 
 
-def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int | None = None) -> PlanReport:
+def plan_job(
+    config: JobConfig,
+    progress: Progress | None = None,
+    *,
+    shards: int | None = None,
+    write_template: str | None = None,
+) -> PlanReport:
     """Returns what a job would share and cost, and with `shards` also what it would cost to run it in so many shards.
 
-    Loads the tokenizer but not the weights. Writes nothing but the report, if the configuration names one. Raises `BatchgenError`.
+    Loads the tokenizer but not the weights. Writes nothing but the report, if the configuration names one, and the file `write_template`: the
+    template in its best order, if another order saves enough. Raises `BatchgenError`.
     """
     check_config(config)
+    if write_template is not None and config.prompts.template is None:
+        raise UsageError("--write-template is for a job with a template", "name one with --template")
     if config.report is not None:
         check_report_file(config.report, "--report")
     if shards is not None:
         config = replace(config, shard=f"1/{shards}")
     tracker = Tracker(progress or Silent())
     with Signals(grace=0) as signals, memory_errors(), few_collections(), signals.interruptible():
-        source = open_input(
-            config.inputs,
-            format=config.input_format,
-            encoding=config.encoding,
-            output=None,
-            choice=DatasetChoice(config.dataset_config, config.split),
-        )
-        check_job(config, source, None)
+        source = _open_input(config)
         tracker.phase("loading tokenizer")
         tokenizer = load_tokenizer(config.model)
         check_architecture(tokenizer.hf_config)
         prompts = PromptBuilder(tokenizer, config.prompts, config.sampling, now=_date_of_prompts(config, source))
         plan = _PlanBuilder(config, tokenizer)
+        sample: list[Row] = []
         tracker.phase("planning")
         size = window_rows(config, source)
         with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
@@ -197,6 +204,7 @@ def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int
             while rows := stream.take(size or config.limits.read_rows, config.limit):
                 if plan.rows == 0:
                     prompts.check_columns(source.rows_to_check(rows, config.limit), config.named_columns)
+                    sample = sampled(rows)
                 requests = plan.requests(rows, prompts.build(rows))
                 rows.clear()  # freed before the next ones are read
                 tracker.passed(plan.rows)
@@ -214,14 +222,38 @@ def plan_job(config: JobConfig, progress: Progress | None = None, *, shards: int
                 if shards is not None:
                     costs.add(in_window_order(requests))
             cuts = None if shards is None else _cuts(costs.shares(shards, config.engine.chunk_size))
+        advice = advice_for(config, tokenizer, prompts, sample)
         context = context_note(tokenizer.hf_config)
         for note in (*source.notes, *prompts.notes, *([] if context is None else [context])):
             tracker.note(note)
-    report = replace(plan.report(chat=prompts.chat, whole=size is None and depth_first), cuts=cuts)
-    if config.report is not None:
-        report.page().save(config.report)
-        tracker.note(f"the report is in {config.report}")
+    report = replace(plan.report(chat=prompts.chat, whole=size is None and depth_first), cuts=cuts, advice=advice)
+    _write_files(report, config.report, write_template, tracker)
     return report
+
+
+def _write_files(report: PlanReport, page: str | None, template: str | None, tracker: Tracker) -> None:
+    """Writes the report to the file `page`, and the template in its best order to `template` if there is a better order."""
+    if page is not None:
+        report.page().save(page)
+        tracker.note(f"the report is in {page}")
+    best = None if report.advice is None else report.advice.template
+    if template is not None and best is not None:
+        Path(template).write_text(best, encoding="utf-8")
+        tracker.note(f"the template in its best order is in {template}")
+    elif template is not None:
+        tracker.note("no other order of the template saves enough: no template was written")
+
+
+def _open_input(config: JobConfig) -> Input:
+    source = open_input(
+        config.inputs,
+        format=config.input_format,
+        encoding=config.encoding,
+        output=None,
+        choice=DatasetChoice(config.dataset_config, config.split),
+    )
+    check_job(config, source, None)
+    return source
 
 
 def _date_of_prompts(config: JobConfig, source: Input) -> datetime | None:

@@ -27,6 +27,7 @@ from batchgen.jobs.base import Job, Store
 from batchgen.jobs.files.disk import write_stats
 from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.job_folder import JobFolder
+from batchgen.jobs.order.advice import SAMPLE_ROWS, advice_for, sampled
 from batchgen.jobs.order.requests import FirstReading
 from batchgen.jobs.order.windows import Planned, PlannedWindows, Planner
 from batchgen.jobs.outcomes import Outcomes, agreement_with
@@ -46,6 +47,9 @@ KEEP_SECONDS = 0.25
 """Minimum time between two writes of unfinished completions."""
 KEEP_SHARE = 0.02
 """Maximum share of a run's time that these writes take, unless `--flush-every` asks for more."""
+
+ADVICE_BELOW = 0.5
+"""A run that shares less of its prompt tokens than this looks for what would share more."""
 
 
 def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
@@ -351,6 +355,9 @@ def _finish_job(job: Store, setup: JobSetup, model: _Model, outcomes: Outcomes) 
     write_stats(setup.config.stats, stats)
     if isinstance(job, ShardFolder):
         outcomes.tracker.note(job.what_is_left(merges=setup.config.merge))
+    elif setup.window_size is None and stats["rows"] >= SAMPLE_ROWS and stats["shared_fraction"] < ADVICE_BELOW:
+        advice = advice_for(setup.config, setup.tokenizer, setup.prompts, sampled(setup.rows))
+        outcomes.tracker.show_notes([] if advice is None else [advice.text])
     return JobReport(
         stats,
         setup.output,

@@ -23,7 +23,7 @@ from batchgen.engine.executor import GrammarStopper, KernelsFailed, StepExecutor
 from batchgen.engine.kernel_fallback import KernelFallback
 from batchgen.engine.results import ResultAssembler
 from batchgen.errors import BatchgenError, in_one_line, is_out_of_memory
-from batchgen.model.inventory import digest, digests, parts
+from batchgen.model.inventory import digests, parts, tensor_digest
 from batchgen.model.loaded_model import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, size_engine
 from batchgen.model.runner import Runner, StatesLost
@@ -340,7 +340,7 @@ class Engine:
         nodes = (n for n in self.block_manager.live if n.computed == n.end and n.end >= size and not n.dropped)
         if "kv" not in found and (node := next(nodes, None)) is not None:
             kv = self.runner.cache.kv_of(node.table[: node.end // size])
-            found = found | {"kv": digest((str(i), pool) for i, pool in enumerate(kv))}
+            found = found | {"kv": tensor_digest((str(i), pool) for i, pool in enumerate(kv))}
         if found is not self._digests:
             self._digests = found
             self.stats.parts = {**(self.stats.parts or {}), "digests": found}

@@ -38,10 +38,10 @@ def digests(model: LoadedModel) -> dict[str, str]:
     for name, module in model.module.named_modules():
         kind = "tables" if "Rotary" in type(module).__name__ else "weights"
         found[kind] += [(f"{name}.{own}", tensor) for own, tensor in _tensors(module)]
-    return {kind: digest(tensors) for kind, tensors in found.items()}
+    return {kind: tensor_digest(tensors) for kind, tensors in found.items()}
 
 
-def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+def tensor_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Returns a digest of named tensors: their names, types, shapes and bytes, in this order."""
     made = hashlib.blake2b(digest_size=8)
     for name, tensor in tensors:

@@ -43,7 +43,7 @@ def plan(**given: Any) -> int:
     from batchgen.dry_run import plan_job  # after the options are known to be good: it takes half a second
 
     with progress_for(display) as shown:
-        report = plan_job(config, shown, shards=shards)
+        report = plan_job(config, shown, shards=shards, write_template=given.get("write_template"))
     if given.get("as_json"):
         write_answer(json.dumps(report.as_dict(), ensure_ascii=False))
     else:
@@ -52,11 +52,18 @@ def plan(**given: Any) -> int:
 
 
 _SHARDS = typer.Option("--shards", metavar="N", help="Show what it costs to run the job in N shards.", show_default="")
+_WRITE = typer.Option(
+    "--write-template",
+    metavar="FILE",
+    help="Write the template in the order that shares the most prompt tokens.",
+    show_default="",
+)
 plan.__signature__ = Signature(  # type: ignore[attr-defined]
     [
         *job_parameters(),
         Parameter("as_json", Parameter.KEYWORD_ONLY, annotation=AsJson, default=False),
         Parameter("shards", Parameter.KEYWORD_ONLY, annotation=Annotated[str | None, _SHARDS], default=None),
+        Parameter("write_template", Parameter.KEYWORD_ONLY, annotation=Annotated[str | None, _WRITE], default=None),
     ]
 )
 
@@ -114,6 +121,8 @@ def plan_lines(report: PlanReport) -> list[str]:
             f"{'in ' + counted(len(shares), 'shard'):<18} {counted(again, 'prompt token')} {'is' if again == 1 else 'are'} run again "
             f"({again / max(1, f.prefill_tokens_min):.2%} of those to be prefilled); the largest shard is {max(shares):.1%} of the work"
         )
+    if report.advice is not None:
+        lines.append(f"advice             {report.advice.text}")
     if report.failures:
         lines += ["", "the first rows that would fail:", *(f"  {line}" for line in report.failures)]
     if report.tree:

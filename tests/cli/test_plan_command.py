@@ -48,7 +48,7 @@ def test_the_plan_is_one_json_object(cli: Cli, source: Path, tiny_model_dir: Pat
         "schema", "rows", "rows_failed", "rows_equal", "windows", "prompt_tokens", "prefill_tokens_min", "shared_fraction",
         "prefix_nodes", "groups", "grouped_rows", "weight_bytes", "kv_bytes_per_token", "kv_bytes_shared", "kv_bytes_unshared",
         "kv_bytes_least", "state_bytes_per_sequence", "state_bytes_peak", "tree", "largest_groups",
-        "shards", "failures",
+        "shards", "advice", "failures",
     ]  # fmt: skip
     assert (plan["schema"], plan["prefill_tokens_min"], plan["groups"]) == ("batchgen.plan/1", 136, 2)
     assert plan["tree"][1] == {
