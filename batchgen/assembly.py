@@ -127,6 +127,7 @@ def write_output(
             seen = dict(zip(keys, job.occurrences(list(keys.values())), strict=True))
             for number, result in results.items():
                 outcomes.resumed(result, equal=int(seen.get(number, 0) > 0))
+            outcomes.tracker.changed()
         there = [row for row in rows if row.number in results]
         job.write(there, results, keys)
         outcomes.written(there, results)

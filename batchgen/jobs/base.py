@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 from batchgen.jobs.files.disk import write_json, writing
 from batchgen.jobs.files.results import Results
+from batchgen.jobs.files.row_memory import KnownRequest
 from batchgen.progress import Snapshot
 from batchgen.records import Input, Row, RowForm
 from batchgen.result import Completion, Result
@@ -127,6 +128,18 @@ class Job(Store, Protocol):
         all_ids: Callable[[], Iterable[bytes]] | None,
     ) -> list[tuple[bytes, bool]]:
         """Returns the keys of rows, and whether an earlier row has the same key (`RowKeys.keys`). Must be called once for every row, in row order."""
+        ...
+
+    def row_digest(self, row: Row) -> bytes | None:
+        """Returns the digest of a row by which the job remembers what it has become; None if it does not."""
+        ...
+
+    def known_requests(self, rows: Sequence[bytes]) -> dict[bytes, KnownRequest]:
+        """Returns what earlier runs have made of rows, by their digests."""
+        ...
+
+    def remember(self, rows: Iterable[tuple[bytes, KnownRequest]]) -> None:
+        """Remembers what rows have become, by their digests."""
         ...
 
     def of_this_run(self, keys: Sequence[bytes]) -> set[bytes]:

@@ -7,7 +7,7 @@
     results.sqlite   while the job is not finished: finished results, rows under way, progress (`results`)
     sorted/          while the job is not finished: the requests of a large input, sorted
     keys             one key of 16 bytes for every row of the finished output (`reuse_output`)
-    known.sqlite     which of equal rows has their digest as its key (`row_keys`)
+    known.sqlite     which of equal rows has their digest as its key (`row_keys`), and what rows have become (`row_memory`)
     kept.sqlite      results that the finished output does not hold, or not whole; only if there are any
     stats.json       the figures of the last run
     report.json      what the report shows: runs over time, prefix tree, sums over the rows (`recording`)
@@ -38,10 +38,11 @@ from typing import Any
 from batchgen.config import RETRY_REASONS
 from batchgen.errors import UsageError
 from batchgen.jobs.base import JobSpec, StoredResults
-from batchgen.jobs.files.disk import sync_folder, write_json, writing
+from batchgen.jobs.files.disk import json_digest, sync_folder, write_json, writing
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import FIRST_LIMIT, Manifest, as_stored, file_digest
 from batchgen.jobs.files.results import RESULTS_FILE, Results
+from batchgen.jobs.files.row_memory import KnownRequest
 from batchgen.jobs.files.target import Target
 from batchgen.jobs.place import KEPT_FILE, REMADE_FILES, SORTED_FOLDER, WORK_FILES, check_space, min_bytes, remove_files
 from batchgen.jobs.reuse_output import KEY_BYTES, NO_KEY, is_held_whole, read_keys, results_of_output
@@ -121,6 +122,8 @@ class JobFolder(StoredResults):
         with ExitStack() as opened:
             self._results = opened.enter_context(closing(Results(self.folder, self._spec.flush_every)))
             self._row_keys = self._results.row_keys()
+            rendering = json_digest({"settings": self._manifest.settings, "versions": self._manifest.mentions})
+            self._row_memory = self._results.row_memory(rendering.encode())
             self._take_results()
             sync_folder(self.folder)  # a synced database is lost if its folder's entry is not synced
             self._manifest.save(self.folder / "manifest.json")
@@ -225,6 +228,17 @@ class JobFolder(StoredResults):
         with writing(self.folder):
             return self._row_keys.keys(digests, ids, sampled, all_ids)
 
+    def row_digest(self, row: Row) -> bytes | None:
+        return None if row.error is not None else self._row_memory.digest(row.columns)
+
+    def known_requests(self, rows: Sequence[bytes]) -> dict[bytes, KnownRequest]:
+        with writing(self.folder):
+            return self._row_memory.find(rows)
+
+    def remember(self, rows: Iterable[tuple[bytes, KnownRequest]]) -> None:
+        with writing(self.folder):
+            self._row_memory.add(rows)
+
     def of_this_run(self, keys: Sequence[bytes]) -> set[bytes]:
         with writing(self.folder):
             return self._results.of_this_run(keys)
@@ -317,6 +331,7 @@ class JobFolder(StoredResults):
         self._lease.check()
         with writing(self.folder):
             self._row_keys.forget_unasked()
+            self._row_memory.forget_unasked(self._results.row_count)
         with writing(self.output):
             self._writer.close()
             self.notes += self._writer.notes

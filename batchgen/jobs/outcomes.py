@@ -80,9 +80,8 @@ class Outcomes:
             check_errors(self._max_errors, failed=self.run.failed, done=self.run.done, last=last)
 
     def resumed(self, result: Result, *, rows: int = 1, equal: int = 0) -> None:
-        """Counts rows whose result comes from an earlier run, as `done` does."""
+        """Counts rows whose result comes from an earlier run, as `done` does. The caller tells the tracker."""
         self.run.resumed.add(result, rows, equal)
-        self.tracker.changed()
 
     def written(self, rows: Sequence[Row], results: Mapping[int, Result]) -> None:
         """Counts rows of the output. `results` are by row number."""

@@ -9,6 +9,7 @@ from typing import Any
 from batchgen.jobs.files.disk import writing
 from batchgen.jobs.files.results import decode, encode
 from batchgen.jobs.files.row_keys import RowKeys
+from batchgen.jobs.files.row_memory import KnownRequest
 from batchgen.process.stdout import write_stdout
 from batchgen.progress import Snapshot
 from batchgen.records.jsonl import to_json
@@ -86,6 +87,14 @@ class StdoutJob:
             keys = self._row_keys.keys(digests, ids, sampled)
         self._lasting.update(key for (key, _), differs in zip(keys, sampled, strict=True) if not differs)
         return keys
+
+    def row_digest(self, row: Row) -> bytes | None:
+        return None
+
+    def known_requests(self, rows: Sequence[bytes]) -> dict[bytes, KnownRequest]:
+        return {}
+
+    def remember(self, rows: Iterable[tuple[bytes, KnownRequest]]) -> None: ...
 
     def of_this_run(self, keys: Sequence[bytes]) -> set[bytes]:
         return set(keys)

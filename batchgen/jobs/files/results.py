@@ -29,6 +29,7 @@ from typing import Any
 
 from batchgen.jobs.files.disk import network_file_system
 from batchgen.jobs.files.row_keys import CACHE_KIB, RowKeys, format_bytes, open_database, select_in, transaction
+from batchgen.jobs.files.row_memory import RowMemory
 from batchgen.records.result_values import completion_values, completions_of, result_of_values, result_values
 from batchgen.result import Completion, Result
 
@@ -133,6 +134,10 @@ class Results:
         count, last = self._db.execute("SELECT count(*), coalesce(max(rowid), 0) FROM results").fetchone()
         self._known, self._earlier = int(count), int(last)
         return self._known
+
+    def row_memory(self, settings: bytes) -> RowMemory:
+        """Returns what earlier runs have made of rows with these settings. `row_keys` must have been called."""
+        return RowMemory(self._db, settings)
 
     def row_keys(self) -> RowKeys:
         """Returns what gives the rows of this run their keys. Called once."""

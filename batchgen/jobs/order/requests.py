@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -13,6 +13,7 @@ from typing import Any, Self
 from batchgen.config import JobConfig
 from batchgen.errors import InputCorrupt
 from batchgen.jobs.base import Job
+from batchgen.jobs.files.row_memory import KnownRequest
 from batchgen.jobs.job_folder import JobFolder
 from batchgen.jobs.order.sorted_requests import SortedRequests
 from batchgen.jobs.outcomes import Outcomes
@@ -28,6 +29,9 @@ _STOP_SECONDS = 5.0
 _READING_FORM = 3
 """Changes with the form of what a first reading stores: a reading of another form is made again."""
 _SHOWN_ID = 60  # characters of an id in a message
+
+
+Built = Request | Result | KnownRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ class RowIds:
 
     def _is_uncounted(self, text: str) -> bool:
         """Whether an id is the number of one of the rows that were not counted."""
-        return re.fullmatch(r"0|[1-9][0-9]{,17}", text) is not None and int(text) < self._unnamed
+        return self._unnamed > 0 and re.fullmatch(r"0|[1-9][0-9]{,17}", text) is not None and int(text) < self._unnamed
 
 
 class RequestReader:
@@ -134,6 +138,8 @@ class RequestReader:
         self._all_ids = None if source.is_stdin else lambda: self._ids.digests(source.rows())
         self._told = 0
         """Number of the prompts' notes that were shown."""
+        self._digests: dict[int, bytes] = {}
+        """Digests of rows that are being built, by number."""
 
     def take(self, stream: RowStream, size: int) -> list[Row]:
         """Returns the next rows to look at; empty if there are no more."""
@@ -144,56 +150,101 @@ class RequestReader:
             return stream.take(size)
         return []
 
-    def build(self, rows: Sequence[Row]) -> list[Request | Result]:
-        """Returns a request for each row, or the result of a row that failed. May run in another thread, ahead of `requests`."""
-        return [self._check(b) if isinstance(b, Request) else b for b in self._prompts.build(rows)]
+    def known(self, rows: Sequence[Row]) -> list[KnownRequest | None]:
+        """Returns what earlier runs have made of rows. They need not be built if they have a result."""
+        digests = [self._job.row_digest(row) for row in rows]
+        known = self._job.known_requests([digest for digest in digests if digest is not None])
+        new = ((row, digest) for row, digest in zip(rows, digests, strict=True) if digest not in known)
+        self._digests.update((row.number, digest) for row, digest in new if digest is not None)
+        return [None if digest is None else known.get(digest) for digest in digests]
+
+    def build(self, rows: Sequence[Row], known: Sequence[KnownRequest | None]) -> list[Built]:
+        """Returns a request for each row, or the result of a row that failed, or what is `known` of it.
+
+        May run in another thread, ahead of `requests`.
+        """
+        built = iter(self._built([row for row, one in zip(rows, known, strict=True) if one is None]))
+        return [next(built) if one is None else one for one in known]
+
+    def _built(self, rows: Sequence[Row]) -> list[Request | Result]:
+        return [self._check(b) if isinstance(b, Request) else b for b in self._prompts.build(rows)] if rows else []
 
     def stop(self) -> None:
         """Ends `build` in another thread soon, by an exception."""
         self._prompts.stop()
 
-    def requests(self, rows: Sequence[Row], built: Sequence[Request | Result]) -> ReadRows:
+    def requests(self, rows: Sequence[Row], built: Sequence[Built]) -> ReadRows:
         """Returns the rows that are in the output. Must be called for all rows in order. Raises `TooManyErrors`."""
         for note in self._prompts.notes[self._told :]:
             self._outcomes.tracker.note(note)
         self._told = len(self._prompts.notes)
-        ids = dict(zip((row.number for row in rows), self._ids.add(rows), strict=True))
-        found = [b for b in built if isinstance(b, Request)]
-        keys = self._job.keys(
-            [r.key for r in found], [ids[r.row] for r in found], [r.is_sampled for r in found], self._all_ids
+        self._remember(rows, built)
+        ids = self._ids.add(rows)
+        found = [
+            (row.number, b, own) for row, b, own in zip(rows, built, ids, strict=True) if not isinstance(b, Result)
+        ]
+        given = self._job.keys(
+            [b.key for _, b, _ in found], [own for *_, own in found], [b.is_sampled for _, b, _ in found], self._all_ids
         )
-        requests = {r.row: replace(r, key=key) for r, (key, _) in zip(found, keys, strict=True)}
-        equal = {r.row for r, (_, is_equal) in zip(found, keys, strict=True) if is_equal}
-        stored = self._job.stored(list({request.key for request in requests.values()}))
-        of_this_run = self._job.of_this_run([requests[row].key for row in equal if requests[row].key in stored])
-        self._met += sum(1 for row, request in requests.items() if request.key in stored and row not in equal)
-        read, asked, waiting = ReadRows([], {}, {}, []), set[bytes](), Counter[bytes]()
+        keys = {number: key for (number, *_), (key, _) in zip(found, given, strict=True)}
+        equal = {number for (number, *_), (_, is_equal) in zip(found, given, strict=True) if is_equal}
+        stored = self._job.stored(list({*keys.values()}))
+        of_this_run = self._job.of_this_run([keys[number] for number in equal if keys[number] in stored])
+        self._met += sum(1 for number, key in keys.items() if key in stored and number not in equal)
+        read, asked, waiting = ReadRows([], {}, {}, []), dict[bytes, tuple[Row, Built]](), Counter[bytes]()
         for row, one in zip(rows, built, strict=True):
             if isinstance(one, Result):
-                if self._is_wanted(row.number, self._job.kept_rows):
-                    read.rows.append(row)
-                    read.results[row.number] = one
-                    self._outcomes.done(one, row.source)
+                self._failed(read, row, one)
                 continue
-            request, is_equal = requests[row.number], row.number in equal
-            result = stored.get(request.key)
+            key, is_equal = keys[row.number], row.number in equal
+            result = stored.get(key)
             if result is None and not self._is_wanted(row.number):
                 continue
             read.rows.append(row)
-            read.keys[row.number] = request.key
+            read.keys[row.number] = key
             if result is not None:
                 read.results[row.number] = replace(result, row=row.number)
-                if request.key in of_this_run:
+                if key in of_this_run:
                     self._outcomes.done(result, row.source, equal=1)
                 else:
                     self._outcomes.resumed(result, equal=int(is_equal))
-            elif is_equal and (self._ahead or request.key in asked):
-                waiting[request.key] += 1
+            elif is_equal and (self._ahead or key in asked):
+                waiting[key] += 1
             else:
-                asked.add(request.key)
-                read.requests.append(request)
+                asked[key] = row, one
+        self._outcomes.tracker.changed()
         self._job.add_equal(waiting)
+        self._ask(read, asked, waiting)
         return read
+
+    def _remember(self, rows: Sequence[Row], built: Sequence[Built]) -> None:
+        """Remembers rows that have become requests. Not those with images, whose files may change while the row stays the same."""
+        found = [(self._digests.pop(row.number, None), one) for row, one in zip(rows, built, strict=True)]
+        self._job.remember(
+            (digest, KnownRequest(one.key, one.is_sampled))
+            for digest, one in found
+            if digest is not None and isinstance(one, Request) and not getattr(one, "images", ())
+        )
+
+    def _failed(self, read: ReadRows, row: Row, result: Result) -> None:
+        if self._is_wanted(row.number, self._job.kept_rows):
+            read.rows.append(row)
+            read.results[row.number] = result
+            self._outcomes.done(result, row.source)
+
+    def _ask(self, read: ReadRows, asked: Mapping[bytes, tuple[Row, Built]], equal: Mapping[bytes, int]) -> None:
+        """Adds the requests of rows that lack a result, by key. Builds those of which only the key was known. `equal` rows wait for a key's result."""
+        late = [row for row, one in asked.values() if isinstance(one, KnownRequest)]
+        built = dict(zip((row.number for row in late), self._built(late), strict=True))
+        for key, (row, one) in asked.items():
+            request = built.get(row.number, one)
+            if isinstance(request, Request):
+                read.requests.append(request if request.key == key else replace(request, key=key))
+            elif isinstance(request, Result):  # the machine was too slow for its template this time
+                self._job.append(key, request)
+                own = [number for number, other in read.keys.items() if other == key]
+                read.results.update({number: replace(request, row=number) for number in own})
+                self._outcomes.done(request, row.source, rows=1 + equal[key], equal=equal[key])
 
     def note_same_ids(self) -> None:
         """Notes how many rows had the id of an earlier row. Called after the last row."""
@@ -313,24 +364,25 @@ class FirstReading:
     def _read_rows(self, waiting: SortedRequests) -> int:
         count = 0
         with ThreadPoolExecutor(1, "batchgen-building") as pool:  # the tokenizer releases Python's lock
-            ahead = pool.submit(self._build)
+            rows, ahead = self._build(pool)
             while True:
-                rows, built = ahead.result()
+                built = ahead.result()
                 if not rows or self._stopped:
                     return count
-                ahead = pool.submit(self._build)
-                read = self._reader.requests(rows, built)
+                present, (rows, ahead) = rows, self._build(pool)
+                read = self._reader.requests(present, built)
                 for request in read.requests:
                     waiting.add(request)
                 self._job.add_rows([row.number for row in read.rows], read.keys, read.failed)
                 if read.requests and not self._has_requests.done():
                     self._has_requests.set_result(True)
-                count += len(rows)
+                count += len(present)
                 self._outcomes.tracker.passed(count)
 
-    def _build(self) -> tuple[list[Row], list[Request | Result]]:
+    def _build(self, pool: ThreadPoolExecutor) -> tuple[list[Row], Future[list[Built]]]:
+        """Takes the next rows and builds them in another thread."""
         rows = self._reader.take(self._stream, self._config.limits.read_rows)
-        return rows, self._reader.build(rows)
+        return rows, pool.submit(self._reader.build, rows, self._reader.known(rows))
 
     def _take_up(self, earlier: dict[str, Any]) -> SortedRequests:
         """Uses the reading of an earlier run."""

@@ -137,6 +137,7 @@ class PlannedWindows:
             if request.key in stored:
                 equal = self._job.equal_rows(request.key)
                 self._outcomes.resumed(stored[request.key], rows=1 + equal, equal=equal)
+        self._outcomes.tracker.changed()
         return [r for r in requests if r.key not in stored]
 
 

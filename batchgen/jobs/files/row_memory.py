@@ -1,0 +1,83 @@
+"""What rows have become, so that a later run of the job need not render and tokenize them again: a table of `known.sqlite` in the job's folder.
+
+known.rows   by digest of a row and of all settings that its prompt depends on: the digest of its request, and whether this is sampled
+"""
+
+from __future__ import annotations
+
+import hashlib
+import marshal
+import pickle
+import sqlite3
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from batchgen.jobs.files.row_keys import select_in, transaction
+
+MAX_ROWS = 2_000_000
+"""Further rows are rendered and tokenized in every run. A row takes some 60 bytes."""
+_SPARE_ROWS = 1_000
+
+
+class KnownRequest(NamedTuple):
+    """What is remembered of a row's request."""
+
+    key: bytes
+    """`row_digest` of the request."""
+    is_sampled: bool
+
+
+class RowMemory:
+    """The rows that the job in a folder has read. `known` must be attached to the database."""
+
+    def __init__(self, db: sqlite3.Connection, settings: bytes) -> None:
+        """`settings`: digest of all that the request of a row depends on, beside the row."""
+        self._db, self._settings = db, settings
+        db.execute(
+            "CREATE TABLE IF NOT EXISTS known.rows (row BLOB PRIMARY KEY, key BLOB, sampled INTEGER, checksum INTEGER) WITHOUT ROWID"
+        )
+        self._count = self._counted()
+        self._empty = not self._count
+
+    def digest(self, columns: Mapping[str, Any]) -> bytes | None:
+        """Returns the digest (16 bytes) of a row; None for a row that has something which cannot be digested."""
+        try:
+            data = marshal.dumps(dict(columns), 2)  # a version that writes equal values equally
+        except ValueError:
+            try:
+                data = pickle.dumps(dict(columns), 5)
+            except (pickle.PicklingError, TypeError, AttributeError, RecursionError):
+                return None
+        return hashlib.blake2b(data, digest_size=16, key=self._settings).digest()
+
+    def find(self, rows: Sequence[bytes]) -> dict[bytes, KnownRequest]:
+        """Returns what earlier runs have made of rows, by the rows' digests. Damaged entries are left out."""
+        if self._empty:
+            return {}
+        found = select_in(self._db, "SELECT * FROM known.rows WHERE row IN", sorted(set(rows)))
+        return {
+            row: KnownRequest(key, bool(s)) for row, key, s, checksum in found if _checksum(row, key, s) == checksum
+        }
+
+    def add(self, rows: Iterable[tuple[bytes, KnownRequest]]) -> None:
+        """Adds rows by their digests, as far as there is room."""
+        entries = [(row, key, int(s), _checksum(row, key, int(s))) for row, (key, s) in rows]
+        entries = sorted(entries[: MAX_ROWS - self._count])
+        if entries:
+            with transaction(self._db):
+                self._db.executemany("INSERT OR REPLACE INTO known.rows VALUES (?, ?, ?, ?)", entries)
+            self._count += len(entries)
+
+    def forget_unasked(self, rows: int) -> None:
+        """Drops rows for which the job has neither a row nor a result, if there are many beside the `rows` rows of the output."""
+        if self._counted() > 2 * rows + _SPARE_ROWS:
+            asked = "SELECT key FROM rows WHERE key IS NOT NULL UNION SELECT digest FROM known.owners UNION SELECT key FROM results"
+            self._db.execute(f"DELETE FROM known.rows WHERE key NOT IN ({asked})")
+
+    def _counted(self) -> int:
+        return int(self._db.execute("SELECT count(*) FROM known.rows").fetchone()[0])
+
+
+def _checksum(row: bytes, key: bytes, sampled: int) -> int:
+    return zlib.crc32(row + key + bytes([sampled]))

@@ -1,0 +1,158 @@
+"""Rows that an earlier run has read are neither rendered nor tokenized again, as long as nothing has changed that their prompts depend on."""
+
+from __future__ import annotations
+
+import datetime as dt
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from copy import deepcopy
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen import SamplingParams
+from batchgen.errors import RowError
+from batchgen.jobs.files import row_memory
+from batchgen.jobs.files.results import Results
+from batchgen.jobs.files.row_keys import KNOWN_FILE
+from batchgen.jobs.files.row_memory import KnownRequest
+from batchgen.prompts import PromptBuilder
+from batchgen.records import Row
+from batchgen.result import Result
+from support.runs import Runs
+
+A, B, C = (letter.encode() * 16 for letter in "abc")
+PROMPTS = [f"p{i}" for i in range(6)]
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Iterator[Results]:
+    with closing(Results(tmp_path, 5.0)) as results:
+        results.row_keys()
+        yield results
+
+
+def test_what_rows_have_become_is_found_by_a_later_run(results: Results) -> None:
+    memory = results.row_memory(b"settings")
+    memory.add([(A, KnownRequest(B, is_sampled=True)), (B, KnownRequest(C, is_sampled=False))])
+    assert results.row_memory(b"settings").find([C, B, A]) == {A: (B, True), B: (C, False)}
+
+
+VALUES = [
+    {"a": 1}, {"a": 1.0}, {"a": "1"}, {"a": True}, {"a": None}, {}, {"b": 1}, {"a": [1]}, {"a": {"b": 1}}, {"a": "\ud800"},
+    {"a": dt.date(2026, 1, 1)}, {"a": "2026-01-01"}, {"a": Decimal(1)}, {"a": b"1"}, {"a": 1, "b": 2}, {"b": 2, "a": 1},
+]  # fmt: skip
+
+
+def test_rows_with_other_columns_or_other_settings_have_other_digests(results: Results) -> None:
+    digests = [results.row_memory(settings).digest(columns) for settings in (b"one", b"two") for columns in VALUES]
+    assert len({*digests}) == 2 * len(VALUES)
+    assert [results.row_memory(b"one").digest(deepcopy(columns)) for columns in VALUES] == digests[: len(VALUES)]
+    assert results.row_memory(b"one").digest({"a": lambda: 1}) is None
+
+
+def test_damaged_entries_are_not_used(results: Results, tmp_path: Path) -> None:
+    results.row_memory(b"").add([(A, KnownRequest(B, is_sampled=True)), (B, KnownRequest(C, is_sampled=False))])
+    with sqlite3.connect(tmp_path / KNOWN_FILE) as db:
+        db.execute("UPDATE rows SET key = ? WHERE row = ?", (C, A))
+    assert results.row_memory(b"").find([A, B]) == {B: (C, False)}
+
+
+def test_its_size_is_bounded(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_memory, "MAX_ROWS", 3)
+    monkeypatch.setattr(row_memory, "_SPARE_ROWS", 0)
+    rows = [bytes([i]) * 16 for i in range(5)]
+    memory = results.row_memory(b"")
+    for row in rows:
+        memory.add([(row, KnownRequest(row, is_sampled=False))])
+    assert [*results.row_memory(b"").find(rows)] == rows[:3]
+    results.append(rows[0], Result(row=0, text="", finish_reason="stop"))
+    results.add_rows([0], {0: rows[1]}, {})
+    memory.forget_unasked(2)
+    assert [*results.row_memory(b"").find(rows)] == rows[:3]
+    memory.forget_unasked(1)
+    assert [*results.row_memory(b"").find(rows)] == rows[:2]
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The rendered prompts, a list for each run that is begun with `runs_of`."""
+    rendered: list[list[str]] = []
+    build = PromptBuilder.build
+
+    def counted(self: PromptBuilder, rows: Sequence[Row], params: Any = None) -> Any:
+        rendered[-1] += [row.columns.get("prompt", "") for row in rows]
+        return build(self, rows, params)
+
+    monkeypatch.setattr(PromptBuilder, "build", counted)
+    return rendered
+
+
+@pytest.fixture
+def runs(tmp_path: Path, tiny_model_dir: Path) -> Runs:
+    return Runs(tmp_path, tiny_model_dir)
+
+
+WINDOWS = pytest.mark.parametrize("window", [None, 4])
+
+
+@WINDOWS
+def test_only_rows_that_are_new_or_changed_are_rendered(runs: Runs, built: list[list[str]], window: int | None) -> None:
+    for rows, expected in (
+        (PROMPTS, PROMPTS),
+        ([*PROMPTS, "new"], ["new"]),
+        (["changed", *PROMPTS[1:], "new"], ["changed"]),
+        ([{"prompt": "new"}, {"prompt": "p2", "n": 1}, *PROMPTS[1:]], ["p2"]),
+    ):
+        built.append([])
+        runs.run(rows, window=window, prune=True)
+        assert built[-1] == expected
+        assert runs.texts() == [f"a: {row if isinstance(row, str) else row['prompt']}" for row in rows]
+
+
+@WINDOWS
+def test_a_known_row_without_a_result_runs(runs: Runs, built: list[list[str]], window: int | None) -> None:
+    runs.reason = lambda prompt: "timeout" if prompt in ("p1", "p4") else "stop"
+    for expected in (PROMPTS, ["p1", "p4"]):
+        built.append([])
+        assert runs.run(PROMPTS, window=window, retry=("timeout",))[0] == expected
+        assert built[-1] == expected
+    assert runs.texts() == [f"a: {prompt}" for prompt in PROMPTS]
+
+
+def test_rows_of_a_killed_run_are_known_if_the_input_changes(runs: Runs, built: list[list[str]]) -> None:
+    built.append([])
+    answered, _ = runs.run(PROMPTS, most=2)
+    built.append([])
+    runs.run([*PROMPTS, "new"])
+    assert sorted(built[-1]) == sorted({*PROMPTS, "new"} - {*answered})
+    assert runs.texts() == [f"a: {prompt}" for prompt in [*PROMPTS, "new"]]
+
+
+def test_rows_are_rendered_again_with_other_settings(runs: Runs, built: list[list[str]]) -> None:
+    runs.reason = lambda prompt: "length" if prompt == "p1" else "stop"
+    built.append([])
+    runs.run(PROMPTS)
+    built.append([])
+    longer = SamplingParams(max_tokens=8)
+    assert runs.run(PROMPTS, sampling=longer, retry=("length",))[0] == ["p1"]
+    assert built[-1] == PROMPTS
+
+
+def test_a_known_row_that_fails_this_time_fails_with_its_equals(
+    runs: Runs, built: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs.reason = lambda prompt: "timeout" if prompt == "p1" else "stop"
+    rows = [*PROMPTS, "p1"]
+    built.append([])
+    runs.run(rows)
+    built.append([])
+    failed = [Result.failed(1, RowError("template_error", "too slow"))]
+    monkeypatch.setattr(PromptBuilder, "build", lambda self, rows, params=None: failed)
+    report = runs.run(rows, retry=("timeout",))[1]
+    assert report is not None
+    assert (report.stats["rows_failed"], report.stats["rows_resumed"]) == (2, 5)
+    assert [row["error"] is not None for row in runs.rows()] == [prompt == "p1" for prompt in rows]
