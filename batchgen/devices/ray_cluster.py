@@ -259,9 +259,6 @@ class EngineActor:
     def _run(self) -> None:
         from batchgen.devices.worker import load, serve
         from batchgen.process.collector import few_collections
-        from batchgen.process.lean_imports import allow_lean_imports
-
-        allow_lean_imports()
 
         def connect(on_message: Callable[[Any], None]) -> EngineActor:
             with self._delivering:

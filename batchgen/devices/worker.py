@@ -22,7 +22,6 @@ from batchgen.devices.transport import Cancel, Channel, Gone, Ready, Stop, Work,
 from batchgen.errors import BatchgenError, DevicesLost, memory_errors
 from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.process.collector import few_collections
-from batchgen.process.lean_imports import allow_lean_imports
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.tokenizer import quiet
 from batchgen.request import Leaf, Request, leaves_of
@@ -57,7 +56,6 @@ def main() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    allow_lean_imports()
     with few_collections():
         serve(partial(Channel, Connection(int(sys.argv[1]))), load, gone=lambda: os._exit(0))
     os._exit(0)  # without waiting for the threads of libraries

@@ -7,9 +7,9 @@ import ctypes
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,7 +46,6 @@ from batchgen.model.weights.quantized import (
 )
 from batchgen.model_files import adapter_folder, check_weight_files, gguf_file, only_pickled
 from batchgen.parsers.heads import OutputHead
-from batchgen.process.lean_imports import finish_torch
 from batchgen.prompts.gguf import alone
 from batchgen.prompts.tokenizer import LoadedTokenizer, checkpoint_dtype, language_config, quiet
 from batchgen.request import TokenArray
@@ -202,8 +201,6 @@ def load_model(
         raise ModelError("--device-map needs the package accelerate", "pip install 'batchgen-llm[device-map]'")
     check_weight_files(config, tokenizer=False)  # the tokenizer has been loaded already
     check_int8(config, tokenizer.hf_config, device)
-    if tokenizer.head is not None or not _loads_lean(config, tokenizer.hf_config):
-        finish_torch()
     notes = _check(config, tokenizer.hf_config)
     on_cuda = device.type == "cuda" and config.device_map is None
     if config.attention == "triton" and not on_cuda:
@@ -255,17 +252,6 @@ def _asked_dtype(config: ModelConfig, hf_config: Any, device: torch.device, proc
     return "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
-def _loads_lean(config: ModelConfig, hf_config: Any) -> bool:
-    """Whether the model loads without the parts of torch whose import is postponed (tests/cli/test_start_up.py checks these kinds)."""
-    return (
-        is_verified(hf_config)
-        and not is_multimodal(hf_config)
-        and quant_method(hf_config) is None
-        and gguf_file(config) is None
-        and config.lora is None
-    )
-
-
 def _from_pretrained(
     config: ModelConfig, hf_config: Any, dtype: Any, device_map: Any, head: OutputHead | None
 ) -> tuple[Any, Mapping[str, Any]]:
@@ -285,7 +271,6 @@ def _from_pretrained(
             elif gguf is not None:
                 place, own["gguf_file"] = stack.enter_context(alone(gguf)), gguf.name
                 own["quantization_config"] = GgufConfig(dequantize=True)
-                stack.enter_context(_without_bar())
             module, found = kind.from_pretrained(
                 place,
                 revision=config.revision,
@@ -299,27 +284,11 @@ def _from_pretrained(
                 **own,
             )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as e:
-        # An operation on the device meta that torch has in Python alone, such as `where` in the rotary embeddings of Llama 3.
-        if isinstance(e, NotImplementedError) and finish_torch():
-            return _from_pretrained(config, hf_config, dtype, device_map, head)
         reason = " ".join(str(e).split())
         if isinstance(e, OSError) and "file named model.safetensors" in reason:  # on the hub
             raise only_pickled(config.model) from e
         raise ModelError(f"the model {config.model!r} cannot be loaded: {reason[:300]}") from e
     return module, found
-
-
-@contextmanager
-def _without_bar() -> Iterator[None]:
-    """Keeps the bar of transformers' GGUF reader off standard error. It has no switch."""
-    from transformers import modeling_gguf_pytorch_utils as reader
-
-    shown = reader.tqdm
-    reader.tqdm = lambda tensors, **_: tensors
-    try:
-        yield
-    finally:
-        reader.tqdm = shown
 
 
 def _unpacked(config: ModelConfig, hf_config: Any) -> dict[str, Any]:

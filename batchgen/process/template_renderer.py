@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,7 +21,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchgen.errors import first_line
 from batchgen.json_values import plain
-from batchgen.process.lean_imports import import_chat_templates
 from batchgen.process.templates import Form, TemplateFailure
 
 MAX_CHARACTERS = 10_000_000
@@ -39,7 +39,7 @@ def main() -> None:
     connection = Connection(socket)
     connection.send_bytes(pickle.dumps(True))
     if not connection.poll(_IDLE_SECONDS):
-        import_chat_templates()  # while the parent does something else
+        _chat_templates()  # while the parent does something else
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, memory)
     with suppress(EOFError, OSError):
@@ -104,8 +104,16 @@ def _row(source: str, columns: Mapping[str, Any]) -> str:
     return str(_compiled(source).render({"row": columns, **columns}))
 
 
+@cache
+def _chat_templates() -> Any:
+    """Imports the part of transformers that renders chat templates. It needs no torch, and this process nothing else."""
+    for package in ("torch", "PIL"):
+        sys.modules[package] = None  # type: ignore[assignment]  # as if it were not installed
+    return import_module("transformers.utils.chat_template_utils")
+
+
 def _chat(source: str, arguments: Mapping[str, Any]) -> str:
-    texts, _ = import_chat_templates().render_jinja_template(chat_template=source, **arguments)
+    texts, _ = _chat_templates().render_jinja_template(chat_template=source, **arguments)
     return str(texts[0])
 
 

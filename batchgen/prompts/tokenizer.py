@@ -17,7 +17,6 @@ from batchgen.model_files import check_model_files, gguf_file
 from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.thinking import ThinkingFormat, thinking_format
 from batchgen.parsers.tool_calls import ToolFormat, tool_format
-from batchgen.process.lean_imports import import_transformers
 from batchgen.prompts.gguf import load_gguf
 from batchgen.prompts.heads import find_file, max_prompt_tokens, read_head
 from batchgen.prompts.hub import load_failure
@@ -94,7 +93,6 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
 def load_config(config: ModelConfig) -> Any:
     """Loads the transformers configuration of a folder or a hub model. Raises `ModelError`, in one line, if it cannot be read."""
     # Imported here because transformers takes seconds to import. Before quiet(), because its import sets its log level.
-    import_transformers(config)
     from transformers import AutoConfig
 
     with quiet():
@@ -122,7 +120,8 @@ def _load_gguf(config: ModelConfig) -> tuple[Any, Any] | None:
     file = gguf_file(config)
     if file is None:
         return None
-    import_transformers(config)
+    import transformers  # noqa: F401 - before quiet(), as above
+
     with quiet():
         try:
             hf_config, tokenizer = load_gguf(file)

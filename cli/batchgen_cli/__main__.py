@@ -20,10 +20,8 @@ def main() -> None:
     from batchgen.process.collector import few_collections
 
     with few_collections():
-        from batchgen.process.lean_imports import allow_lean_imports
         from batchgen_cli.app import run_command
 
-        allow_lean_imports()
         try:
             run_command()
         except SystemExit as e:

@@ -22,9 +22,6 @@ def merge_shards(
 
     The output is that of a run without shards, in the order of the input, and appears by one atomic rename.
     """
-    from batchgen.process.lean_imports import import_arrow
-
-    import_arrow()
     from batchgen.assembly import merge_job
     from batchgen_cli.summary import show_summary
 

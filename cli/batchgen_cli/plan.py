@@ -37,9 +37,6 @@ def plan(**given: Any) -> int:
     display = build(Display, given)
     config = job_config(given)
     shards = _shards(given.get("shards"))
-    from batchgen.process.lean_imports import import_arrow
-
-    import_arrow()
     from batchgen.dry_run import plan_job  # after the options are known to be good: it takes half a second
 
     with progress_for(display) as shown:

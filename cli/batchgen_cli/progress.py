@@ -316,7 +316,7 @@ def calm_libraries(*, verbose: bool) -> Iterator[None]:
         yield
         return
     # The libraries read these when they are imported, which happens inside this context.
-    calm = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    calm = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
     added = {name: value for name, value in calm.items() if name not in os.environ}
     os.environ.update(added)
     try:

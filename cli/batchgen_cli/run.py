@@ -23,9 +23,6 @@ def run(**given: Any) -> int:
         return plan(**given)
     display = build(Display, given)
     config = job_config(given | {"output": _named_output(given["output"])})
-    from batchgen.process.lean_imports import import_arrow
-
-    import_arrow()
     from batchgen.job import run_job  # after the options are known to be good: it takes half a second
     from batchgen_cli.summary import show_summary
 

@@ -27,7 +27,7 @@ def runs(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with (
         (scratch / "zygote.err").open("w") as err,
         subprocess.Popen(
-            [sys.executable, str(root / "tests" / "support" / "zygote.py"), str(tiny_model_dir)],
+            [sys.executable, str(root / "tests" / "support" / "zygote.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=err,

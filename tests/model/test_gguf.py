@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,13 +66,21 @@ def test_the_output_is_that_of_transformers_on_the_dequantized_weights(model: tu
     assert list(got[0].token_ids) == tokens
 
 
-def test_a_note_tells_the_memory_of_the_weights_and_nothing_stays_packed(
-    model: tuple[Path, Path], capfd: pytest.CaptureFixture[str]
+@pytest.mark.slow
+def test_the_command_shows_no_progress_bar_of_a_library(
+    model: tuple[Path, Path], command_environment: dict[str, str], tmp_path: Path
 ) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "x"}\n')
+    command = [sys.executable, "-m", "batchgen_cli", "run", rows, "--model", model[0], "--max-tokens", "2", "-q"]
+    done = subprocess.run(command, env=command_environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_note_tells_the_memory_of_the_weights_and_nothing_stays_packed(model: tuple[Path, Path]) -> None:
     file, _ = model
     config = ModelConfig(model=file, device="cpu", dtype="bfloat16", compile="off")
     loaded = load_model(config, load_tokenizer(config))
-    assert capfd.readouterr().err == ""  # no progress bar
     size = size_text(sum(p.numel() * p.element_size() for p in loaded.module.parameters()))
     assert loaded.notes[0] == (
         f"the GGUF weights were dequantized to bfloat16 and take {size}; activations are not quantized"

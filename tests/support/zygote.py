@@ -1,6 +1,6 @@
 """A process that has imported everything and forks a child for each run of the command, so that a run starts in a fraction of a second.
 
-Its argument is the model's folder. It reads orders from standard input, one JSON object per line, and answers each with one line:
+It reads orders from standard input, one JSON object per line, and answers each with one line:
 `{"start": {...}}` with the child's process id, `{"wait": pid, "block": …}` with its wait status (null while it runs). It ends at the end
 of its input. It has one thread, because a fork copies only the calling thread.
 """
@@ -23,7 +23,7 @@ from support.forked import start_forked
 
 
 def main() -> None:
-    _import_everything(sys.argv[1])
+    _import_everything()
     gc.freeze()  # what is imported stays, in every child
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
@@ -43,13 +43,8 @@ def main() -> None:
         _answer(answers, pid)
 
 
-def _import_everything(model: str) -> None:
-    """Imports what the command imports to run `model`."""
-    from batchgen.config import ModelConfig
-    from batchgen.process.lean_imports import allow_lean_imports, import_transformers
-
-    allow_lean_imports()
-    import_transformers(ModelConfig(model=model))
+def _import_everything() -> None:
+    """Imports what the command imports."""
     import pyarrow.parquet
     import transformers
     import transformers.models.llama.modeling_llama
