@@ -102,11 +102,11 @@ _KNOWN = {
 
 def code_of(function: Any, owner: Any = None) -> Code | None:
     """Returns what a function computes; None if it is not known. `owner`: the class of which it is a method."""
-    return _KNOWN.get(digest(function, owner) or "")
+    return _KNOWN.get(code_digest(function, owner) or "")
 
 
 @cache
-def digest(function: Any, owner: Any = None) -> str | None:
+def code_digest(function: Any, owner: Any = None) -> str | None:
     """Returns the digest of a function and of the methods of `owner` that it calls on itself; None for a function without source."""
     parts, todo = {}, [("", inspect.unwrap(function))]
     for name, part in todo:
@@ -147,7 +147,7 @@ def unknown_code(modules: Iterable[ModuleType]) -> dict[str, list[str]]:
         for name, value in vars(module).items():
             if getattr(value, "__module__", None) != module.__name__ or not name.endswith(_NAMES):
                 continue
-            made = digest(value.forward, value) if hasattr(value, "forward") else digest(value)
+            made = code_digest(value.forward, value) if hasattr(value, "forward") else code_digest(value)
             if made is not None and made not in _KNOWN:
                 found.setdefault(made, []).append(name)
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))

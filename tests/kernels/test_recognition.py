@@ -13,7 +13,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from batchgen.kernels import recognition
-from batchgen.kernels.recognition import Code, code_of, digest, unknown_code
+from batchgen.kernels.recognition import Code, code_digest, code_of, unknown_code
 
 
 class Scaled:
@@ -53,17 +53,17 @@ class OtherMethod(Scaled):
 
 
 def test_annotations_docstrings_decorators_and_layout_do_not_matter():
-    assert digest(Annotated.forward, Annotated) == digest(Scaled.forward, Scaled)
+    assert code_digest(Annotated.forward, Annotated) == code_digest(Scaled.forward, Scaled)
 
 
 @pytest.mark.parametrize("kind", [OtherBody, OtherDefault, OtherMethod])
 def test_other_code_has_another_digest(kind):
-    assert digest(kind.forward, kind) != digest(Scaled.forward, Scaled)
+    assert code_digest(kind.forward, kind) != code_digest(Scaled.forward, Scaled)
 
 
 def test_a_digest_is_the_same_in_every_version_of_python():
     """The syntax tree of this version is compared with the digest as another version computed it."""
-    assert digest(Scaled.forward, Scaled) == "4f66c50f112d73b0"
+    assert code_digest(Scaled.forward, Scaled) == "4f66c50f112d73b0"
 
 
 def test_a_function_without_source_is_not_known():
@@ -102,6 +102,6 @@ def test_classes_of_transformers_are_known(module, name, code):
 
 
 def test_unknown_code_is_listed_with_the_names_that_have_it(monkeypatch):
-    made = digest(modeling_llama.LlamaMLP.forward, modeling_llama.LlamaMLP)
+    made = code_digest(modeling_llama.LlamaMLP.forward, modeling_llama.LlamaMLP)
     monkeypatch.delitem(recognition._KNOWN, made)
     assert unknown_code([modeling_llama, modeling_qwen3]) == {made: ["LlamaMLP", "Qwen3MLP"]}
