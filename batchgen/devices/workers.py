@@ -391,13 +391,15 @@ class Workers:
         failures = 0 if worker.done else worker.failures + 1
         again = self._transport.replaces and failures < MAX_FAILURES and isinstance(error, DevicesLost)
         others = ", ".join(other.device for other in self._alive.values() if other.ready)
-        may_be_lost = worker.ready or self._transport.replaces  # a process must at least load the model
-        others_continue = self._alive and may_be_lost and isinstance(error, DevicesLost | OutOfMemory)
+        # A model that one device has no room for is an error, a process that ends while it loads is not.
+        losses = DevicesLost | OutOfMemory if worker.ready or self._transport.replaces else DevicesLost
+        others_continue = self._alive and isinstance(error, losses)
         if not (others_continue or again):
             raise error
         restart = "it is started again, and " if again else ""
         to = others or ("the first worker that is ready" if again else "the others")
-        self._note(f"{error.message}; {restart}its {len(worker.rows):,} unfinished rows go to {to}")
+        work = f"its {len(worker.rows):,} unfinished rows go to {to}"
+        self._note(f"{error.message}; {restart}{work if worker.ready or again else 'the others do its work'}")
         for row in worker.rows.values():
             row.worker = None
         if worker.ready:

@@ -70,7 +70,7 @@ def check_place(output: str, target: Target, folder: Path, overwrite: bool) -> N
         lacks = "a job folder without manifest.json" if folder.exists() else "no job folder"
         raise UsageError(
             f"{output} exists and has {lacks}, so batchgen does not know whether it may replace it",
-            "use --overwrite to replace it, or another -o",
+            "use the --work-dir of its run if it had one, --overwrite to replace it, or another -o",
         )
 
 

@@ -151,7 +151,7 @@ def _meant(output: Path, folder: Path) -> str:
     jobs = [m.parent.name.removesuffix(".job") for m in folder.parent.glob("*.job/manifest.json")]
     own = output.name.removesuffix(".job")
     near = [own] if own in jobs else difflib.get_close_matches(output.name, jobs, 1)
-    return f"did you mean {output.with_name(near[0])}?" if near else ""
+    return f"did you mean {output.with_name(near[0])}, or has the run a --work-dir?" if near else ""
 
 
 def _under_way(folder: Path, state: str, started: str | None) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def test_the_plan_is_told_in_lines(cli: Cli, source: Path, tiny_model_dir: Path)
         "prefix nodes       3",
         "model weights      275.8 KiB",
         "KV per token       256 B",
-        "KV for all rows    120.0 KiB (unshared: 256.0 KiB) with completions of full length",
+        "KV for all rows    120.0 KiB (unshared: 256.0 KiB) if all ran at once, each to its full length; a run holds a batch of them",
         "KV for longest row 32.0 KiB; with less KV memory that row fails",
         "",
         "the prefixes that save the most (tokens × rows):",

@@ -348,17 +348,30 @@ def test_a_model_that_cannot_be_loaded_is_told_as_on_one_device(fleet: Fleet) ->
         process.wait(5)  # none is left
 
 
-def test_a_process_that_ends_before_it_is_ready_is_told(fleet: Fleet) -> None:
+def ending_while_loading(fleet: Fleet, *places: int) -> None:
     def make(name: str) -> Any:
-        if name == "cpu:0":
-            fleet.processes[0].said.write(b"something\nSegmentation fault\n\n")
-            fleet.processes[0].kill()
+        place = int(name.removeprefix("cpu:"))
+        if place in places:
+            fleet.processes[place].said.write(b"something\nSegmentation fault\n\n")
+            fleet.processes[place].kill()
         return FakeEngine(name)
 
     fleet.make = make
-    with pytest.raises(DevicesLost) as e:
+
+
+def test_the_others_do_the_work_of_a_process_that_ends_while_its_model_loads(fleet: Fleet) -> None:
+    ending_while_loading(fleet, 1)
+    workers = fleet.workers()
+    results = run(workers, grouped(4, 4))
+    assert {result.text for result in results.values()} == {"cpu:0"}
+    assert "the process of cpu:1 ended (SIGKILL: Segmentation fault); the others do its work" in workers.notes
+    assert [line["lost"] for line in workers.by_worker] == [False, True]
+
+
+def test_if_all_processes_end_while_their_models_load_the_last_one_is_told(fleet: Fleet) -> None:
+    ending_while_loading(fleet, 0, 1)
+    with pytest.raises(DevicesLost, match=r"^the process of cpu:[01] ended \(SIGKILL: Segmentation fault\)"):
         fleet.workers()
-    assert e.value.message == "the process of cpu:0 ended (SIGKILL: Segmentation fault)"
 
 
 def test_processes_end_with_what_they_serve(fleet: Fleet) -> None:

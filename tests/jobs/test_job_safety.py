@@ -23,7 +23,7 @@ def test_other_settings_are_refused_by_name_and_overwrite_starts_again(run, text
         run(settings=other)
     assert str(caught.value) == (
         "o.jsonl was made with other settings: temperature was 0, is 0.7; max_tokens was 256, is 64; "
-        f'stop was [], is ["\\n"]; template was not set, is "{"x" * 58}…; use --overwrite to start again, or another -o'
+        f'stop was [], is ["\\n"]; template was not set, is "{"x" * 59}…"; use --overwrite to start again, or another -o'
     )
     assert texts() == ["A"]
     assert run(settings=other, overwrite=True)[1] == ["a"]
@@ -45,7 +45,7 @@ def test_an_unknown_output_is_only_replaced_with_overwrite(run, texts, write_inp
     with pytest.raises(UsageError) as caught:
         run()
     assert str(caught.value) == (
-        "o.jsonl exists and has no job folder, so batchgen does not know whether it may replace it; use --overwrite to replace it, or another -o"
+        "o.jsonl exists and has no job folder, so batchgen does not know whether it may replace it; use the --work-dir of its run if it had one, --overwrite to replace it, or another -o"
     )
     assert not Path("o.jsonl.job").exists()
     run(overwrite=True, stop_after=0)
@@ -201,6 +201,32 @@ def test_a_full_disk_at_the_end_leaves_the_old_output_in_place(monkeypatch, outp
             run(output)
     assert Path(output).read_bytes() == old
     assert run(output)[1] == []
+
+
+SHARED = "Answer the question of the customer in one word, politely and in full. Question: "
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "said"),
+    [
+        ("a", "b", 'x was "a", is "b"'),
+        (
+            SHARED + "{{ q }}",
+            SHARED + "{{ r }}",
+            'x was "…d in full. Question: {{ q }}", is "…d in full. Question: {{ r }}"',
+        ),
+        (SHARED, SHARED + "b" * 90, f'x was "… and in full. Question: ", is "… and in full. Question: {"b" * 34}…"'),
+        (
+            SHARED + "… (900 characters, digest 12ab)",
+            SHARED + "… (900 characters, digest 34cd)",
+            'x was "…(900 characters, digest 12ab)", is "…(900 characters, digest 34cd)"',
+        ),
+        ([SHARED, "a"], [SHARED, "b"], 'x was … in full. Question: ", "a"], is … in full. Question: ", "b"]'),
+        (SHARED, None, f'x was "{SHARED[:59]}…", is not set'),
+    ],
+)
+def test_long_settings_are_shown_where_they_differ(was, now, said):
+    assert differences({"x": was}, {"x": now}) == said
 
 
 def test_many_changed_model_files_are_summarized_before_other_settings() -> None:

@@ -275,7 +275,7 @@ def test_without_a_job_one_line_says_so(make, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("wrong", ["o.jsonl.job", "out.jsonl"])
 def test_a_name_similar_to_that_of_a_job_suggests_the_job(wrong, folder):
-    with pytest.raises(UsageError, match=r"did you mean o\.jsonl\?$"):
+    with pytest.raises(UsageError, match=r"did you mean o\.jsonl, or has the run a --work-dir\?$"):
         job_status(wrong)
 
 

@@ -105,7 +105,7 @@ def test_an_unknown_object_is_only_replaced_with_overwrite(store, run, write_inp
     with pytest.raises(UsageError) as caught:
         run(url)
     assert str(caught.value) == (
-        f"{url} exists and has no job folder, so batchgen does not know whether it may replace it; use --overwrite to replace it, or another -o"
+        f"{url} exists and has no job folder, so batchgen does not know whether it may replace it; use the --work-dir of its run if it had one, --overwrite to replace it, or another -o"
     )
     assert not jobs_folder().exists()
     run(url, overwrite=True, stop_after=0)

@@ -177,7 +177,7 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R others.jsonl -m M", 2, "several inputs need an output; name it with -o"),
     ("run R - -m M", 2, "- (standard input) cannot be read together with other inputs; name files only, or - alone"),
     ("run R -m M -o R", 2, "rows.jsonl is both an input and the output; name another output with -o, or put a glob in quotes, so that batchgen leaves outputs out"),
-    ("run R -m M -o mine.jsonl", 2, "mine.jsonl exists and has no job folder, so batchgen does not know whether it may replace it; use --overwrite to replace it, or another -o"),
+    ("run R -m M -o mine.jsonl", 2, "mine.jsonl exists and has no job folder, so batchgen does not know whether it may replace it; use the --work-dir of its run if it had one, --overwrite to replace it, or another -o"),
     ("run R -m M -o out.xyz", 2, "ANY"),
     ("run R -m M -o folder", 2, "the output folder is a folder; name a file in it"),
     ("run R -m M -o no/out.jsonl", 2, "there is no folder no to write to; create it with mkdir -p no"),

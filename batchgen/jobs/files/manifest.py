@@ -18,6 +18,8 @@ LIMIT = "max_tokens"
 FIRST_LIMIT = "first_max_tokens"
 """The setting that remembers the first `max_tokens` of a job in which `--retry length` has raised it. The rows' keys are made with it."""
 _LONGEST = 60
+_BEFORE = 24
+"""Characters that are shown before the first difference of long texts."""
 _MAX_DIFFERENCES = 6
 _MAX_FILES = 2
 MODEL_FILE = "model file "
@@ -79,13 +81,13 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     for name in dict.fromkeys((*new, *old)):
         was, now = old.get(name, _NO_VALUE), new.get(name, _NO_VALUE)
         if was != now and (was, now) not in ((None, _NO_VALUE), (_NO_VALUE, None)):
-            changed.append((name, _words(was), _words(now)))
+            changed.append((name, _words(was, now), _words(now, was)))
     said = []
     files = [name.removeprefix(MODEL_FILE) for name, _, _ in changed if name.startswith(MODEL_FILE)]
     if len(files) > _MAX_FILES:
         changed = [change for change in changed if not change[0].startswith(MODEL_FILE)]
         said.append(f"{len(files)} files of the model differ ({', '.join(files[:_MAX_FILES])}, …)")
-    said += [f"{name} was {a}, is {b}" if a != b else f"{name} has changed" for name, a, b in changed]
+    said += [f"{name} was {a}, is {b}" for name, a, b in changed]
     more = len(said) - _MAX_DIFFERENCES
     return "; ".join(said if more <= 0 else [*said[:_MAX_DIFFERENCES], f"and {more} more"])
 
@@ -98,13 +100,18 @@ def is_larger_limit(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return not differences({**old, LIMIT: now, FIRST_LIMIT: None}, {**new, FIRST_LIMIT: None})
 
 
-def _words(value: Any) -> str:
+def _words(value: Any, other: Any) -> str:
+    """Returns a value that differs from another one as text: of long texts the part around their first difference."""
     if value is None or value is _NO_VALUE:
         return "not set"
     if isinstance(value, float):
         return f"{value:.12g}"
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+    text, its = (v if isinstance(v, str) else json.dumps(v, ensure_ascii=False, default=str) for v in (value, other))
+    if max(len(text), len(its)) > _LONGEST:
+        same = next((i for i, (a, b) in enumerate(zip(text, its, strict=False)) if a != b), min(len(text), len(its)))
+        text = text if same <= _BEFORE else f"…{text[same - _BEFORE :]}"
+    text = text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+    return json.dumps(text, ensure_ascii=False) if isinstance(value, str) else text
 
 
 def file_digest(path: Path) -> str:
