@@ -140,6 +140,14 @@ class ModelConfig:
         group="Tasks",
         shown="as the model says, else --normalize",
     )
+    image_max_pixels: int | None = option(
+        None,
+        "Make larger images smaller: at most this many pixels. For models whose processor has such a limit.",
+        group="Prompts",
+        metavar="N",
+        rules=[at_least(1)],
+        shown="the model's own",
+    )
     trust_remote_code: bool = option(False, "Allow Python code from the model's folder to run.", group="Model")
     compile: str = option(
         "auto",
@@ -287,6 +295,13 @@ class PromptConfig:
         values=["model", "greedy"],
     )
     """Does not affect labels and scores."""
+    image_column: tuple[str, ...] | Any = option(
+        (),
+        "Columns of images to put before the prompt, or where --template names them: paths, URLs, bytes, or lists of these.",
+        group="Prompts",
+        metavar="COL,…",
+        parse=comma_list,
+    )
     priority_column: str | None = option(
         None, "Column of numbers; rows with lower numbers start first.", group="Engine", metavar="COL"
     )

@@ -401,10 +401,10 @@ class _PlanBuilder:
 
     def _tree_record(self) -> dict[str, Any] | None:
         tree = self._outline.tree()
-        return tree_record(tree, self.tokenizer.hf_tokenizer.decode) if tree.rows else None
+        return tree_record(tree, self.tokenizer.decode) if tree.rows else None
 
     def _line(self, line: NodeLine) -> TreeLine:
-        text = self.tokenizer.hf_tokenizer.decode(line.tokens[:EXCERPT_TOKENS].tolist())
+        text = self.tokenizer.decode(line.tokens[:EXCERPT_TOKENS].tolist())
         return TreeLine(line.level, len(line.tokens), line.rows, line.saved_tokens, text)
 
 

@@ -110,7 +110,8 @@ class Interrupted(KeyboardInterrupt):
 # The types that `error.type` of an output row can have (docs/reference/results.md).
 ROW_ERROR_TYPES = (
     "invalid_row",  # not JSON, not an object, or a column is missing or has the wrong type
-    "unsupported_content",  # a message holds an image or sound; only text can be sent
+    "unsupported_content",  # a message holds video, sound, or an image that the model cannot be shown
+    "invalid_image",  # an image is missing, damaged, or refused by the model's processor
     "template_error",  # the template or chat template failed on this row
     "prompt_too_long",  # the prompt leaves no room in the model's context
     "empty_prompt",  # the prompt has no tokens

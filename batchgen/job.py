@@ -99,7 +99,7 @@ def _run_job(config: JobConfig, progress: Progress) -> JobReport:
             recorder = RunRecorder(
                 config.shard or "",
                 tree=lambda: planner.tree,
-                decode=setup.tokenizer.hf_tokenizer.decode,
+                decode=setup.tokenizer.decode,
                 keep=job.keep_record,
             )
             generation = _Generation(job, model, outcomes, signals, config.flush_every, recorder)
@@ -269,6 +269,8 @@ class _Generation:
             self._running[request.row] = request.key, request.source
             self._rows_asked += 1
             self._tokens_asked += 0 if request.texts else request.max_tokens * request.leaves
+            run.images += len(request.images)
+            run.image_tokens += sum(image.count for image in request.images)
             run.begun_tokens += sum(len(c.token_ids) for c in request.begun.values())
         tracker.expected_tokens = self._tokens_asked / self._rows_asked
         engine.add(window.leaves, window.plan, self._keep)

@@ -19,7 +19,7 @@ from batchgen.jobs.opening import find_finished, open_job
 from batchgen.jobs.order.requests import FirstReading, RequestReader, asked_of
 from batchgen.jobs.order.sorted_requests import SortedRequests, in_window_order
 from batchgen.jobs.outcomes import Outcomes
-from batchgen.jobs.place import output_of
+from batchgen.jobs.place import IMAGES_FOLDER, output_of
 from batchgen.jobs.shards import ShardFolder, open_shard, output_facts, write_plan
 from batchgen.parsers.json_schemas import closes
 from batchgen.prefix import Outline
@@ -96,6 +96,8 @@ class JobSetup(JobCommand):
 
     def reader(self, job: Job, outcomes: Outcomes) -> RequestReader:
         self.prompts.keep_keys(job.first_max_tokens)
+        if isinstance(job, JobFolder):
+            self.prompts.images.store.folder = job.folder / IMAGES_FOLDER
         ahead = self.window_size is None
         return RequestReader(self.config, self.source, self.prompts, self.grammars.checked, job, outcomes, ahead=ahead)
 
@@ -267,7 +269,7 @@ def _plan_shards(setup: JobSetup, job: Job, asked: dict[str, Any], tracker: Trac
     )
     tree = outline.tree()
     if tree.rows:
-        job.keep_record(None, tree_record(tree, setup.tokenizer.hf_tokenizer.decode))
+        job.keep_record(None, tree_record(tree, setup.tokenizer.decode))
     job.end_reading()
 
 

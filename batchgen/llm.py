@@ -23,6 +23,7 @@ from batchgen.prefix import plan_prefixes
 from batchgen.process.signals import noted_interrupt
 from batchgen.process.templates import template_process
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
+from batchgen.prompts.images import PromptImages
 from batchgen.prompts.params import translated
 from batchgen.records import Row, RowForm
 from batchgen.records.frames import frame_of
@@ -119,6 +120,7 @@ class LLM:
         self._stats: EngineStats | None = None
         self._grammars = Vocabulary(self.tokenizer.hf_tokenizer, self.tokenizer.vocab_size)
         self._numbers = count()
+        self._images = PromptImages(self.tokenizer)
         self._arriving: deque[_Arrival] = deque()
         self._requests: dict[int, Request] = {}
         self._process = os.getpid()
@@ -461,7 +463,10 @@ class LLM:
 
     def _builder(self, params: _CheckedParams, options: PromptConfig) -> PromptBuilder:
         return PromptBuilder(
-            self.tokenizer, options, params if isinstance(params, SamplingParams) else SamplingParams()
+            self.tokenizer,
+            options,
+            params if isinstance(params, SamplingParams) else SamplingParams(),
+            images=self._images,
         )
 
     def _run(self, between_steps: Callable[[], str | None] = lambda: None) -> None:

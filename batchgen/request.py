@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +13,30 @@ from numpy.typing import NDArray
 from batchgen.result import Completion
 from batchgen.sampling_params import SamplingParams
 
-TokenArray = NDArray[np.int32]
+TokenArray = NDArray[np.signedinteger[Any]]
+"""Token ids. int64 if some of them stand for images: see `IMAGE_IDS`."""
+IMAGE_IDS = 1 << 62
+"""Token ids from here on stand for images. All tokens of an image have its `Image.token`, so equal prefixes have equal images."""
 NO_TEXT: tuple[TokenArray, ...] = (np.zeros(1, dtype=np.int32),)
 """The `texts` of a request whose prompt alone is wanted, to be embedded, classified or scored. The token itself means nothing."""
 DECODE_COST = 4
 """Cost of a token to generate, in prompt tokens: an estimate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image of a prompt."""
+
+    token: int
+    """The id of its tokens, at least `IMAGE_IDS`: a digest of the file's bytes and of how it is prepared."""
+    count: int
+    """Number of its tokens."""
+    path: str
+    """The file that has its bytes."""
+    grid: tuple[int, int] = (0, 0)
+    """Rows and columns of its tokens, for models whose positions have three axes; (0, 0) for other models."""
+    alone: bool = True
+    """False if it is prepared as one of several images, by a model that makes a difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,7 +46,7 @@ class Request:
     row: int
     """The row's number in the input, from 0."""
     tokens: TokenArray
-    """The prompt, int32 [prompt length], at least one token."""
+    """The prompt [prompt length], at least one token."""
     params: SamplingParams
     max_tokens: int
     """`params.max_tokens`, or less if the model's context leaves less room."""
@@ -47,6 +67,8 @@ class Request:
     """The row's tools as JSON if calls of them are looked for in the answer; else empty."""
     source: str = ""
     """The row's place in its file, for messages; empty if the row comes from no file."""
+    images: tuple[Image, ...] = ()
+    """The prompt's images, in the order of their tokens."""
     begun: Mapping[int, Completion] = field(default_factory=dict)
     """Completions that an earlier run started, by number. They are continued, unless they have a finish reason."""
 
@@ -58,6 +80,11 @@ class Request:
     @property
     def leaves(self) -> int:
         return len(self.texts) or self.params.n
+
+    @property
+    def text_tokens(self) -> TokenArray:
+        """The prompt without its images."""
+        return self.tokens[self.tokens < IMAGE_IDS] if self.images else self.tokens
 
     @property
     def scored_from(self) -> int:
@@ -136,7 +163,7 @@ def row_digest(
     h.update(tools.encode("utf-8", "backslashreplace"))
     for part in (tokens, *texts):
         h.update(len(part).to_bytes(8, "little"))
-        h.update(part.astype("<i4", copy=False).tobytes())
+        h.update(part.astype(f"<i{part.itemsize}", copy=False).tobytes())
     return h.digest()
 
 

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -46,6 +46,8 @@ class EngineStats:
     """Maximum of the memory used by states of recurrent layers, in bytes."""
     kv_bytes_unshared: int = 0
     """Maximum of the KV memory that the same sequences would have used if each had its own copy of its prefix, in bytes."""
+    images_encoded: int = 0
+    """Number of images that the model's encoder has run on."""
     forward_seconds: float = 0.0
     """Time in the model: launching steps and, on an asynchronous device, waiting for them."""
     process_bytes_peak: int = 0
@@ -128,6 +130,10 @@ class RunFigures:
     """Completion tokens of this run's rows that earlier runs had generated."""
     prefill_tokens_min: int = 0
     """Size of the token trie of this run's prompts."""
+    images: int = 0
+    """Images of this run's prompts."""
+    image_tokens: int = 0
+    """Their tokens; shared ones are counted for every row."""
     groups: int = 0
     prefix_nodes: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: {"load": 0.0, "plan": 0.0, "generate": 0.0, "write": 0.0})
@@ -212,13 +218,12 @@ def figures(
         "kv_bytes_unshared": engine.kv_bytes_unshared,
         "state_bytes_peak": engine.state_bytes_peak,
         "memory_bytes_peak": memory_bytes_peak() + engine.process_bytes_peak,
+        "images": run.images,
+        "images_encoded": engine.images_encoded,
+        "image_tokens": run.image_tokens,
         "groups": run.groups,
         "prefix_nodes": run.prefix_nodes,
-        "model": setting.model,
-        "dtype": setting.dtype,
-        "device": setting.device,
-        "attention": setting.attention,
-        "sampling": dict(setting.sampling),
+        **asdict(setting),
         "quantization": engine.quantization,
         "parts": engine.parts,
         "expect": None,
@@ -229,7 +234,10 @@ def figures(
     return stats
 
 
-_SUMMED = ("prefill_tokens", "prefill_tokens_min", "recomputed_tokens", "scored_tokens", "steps", "preemptions")
+_SUMMED = (
+    "prefill_tokens", "prefill_tokens_min", "recomputed_tokens", "scored_tokens", "steps", "preemptions", "images", "images_encoded",
+    "image_tokens",
+)  # fmt: skip
 _LARGEST = ("kv_bytes_peak", "state_bytes_peak", "memory_bytes_peak")
 
 
@@ -257,7 +265,7 @@ def sum_of_jobs(jobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     names = {name for job in jobs for name in job["seconds"]}
     return {
         "runs": sum(job["runs"] for job in jobs),
-        **{name: sum(job[name] for job in jobs) for name in _SUMMED},
+        **{name: sum(job.get(name, 0) for job in jobs) for name in _SUMMED},
         **{name: max((job[name] for job in jobs), default=0) for name in _LARGEST},
         "seconds": {name: sum(job["seconds"].get(name, 0.0) for job in jobs) for name in sorted(names)},
     }

@@ -17,7 +17,7 @@ prompts together, and also with prefill in slices, little memory and preemption.
 Of the {decoders} decoder-only text architectures of transformers {newest} that declare support for attention backends, {exact} are verified. {refused} model types are refused by name, with the reason, before any weights are loaded. A model type that is in no table is checked when it is loaded, with a small model of the same class, and refused if a single logit differs.
 
 Most checkpoints of this year are multimodal. transformers {newest} has {wrappers} multimodal classes around a language model with its own configuration (`text_config`). {wrapped} of them are verified for text, and {others} more that have another structure. They are compared with
-the `generate` of the whole multimodal model, with the vision and audio settings that transformers has by default (`tests/parity/test_wrappers.py`). Only the language model is loaded. The other classes are in the table of refusals. [will-my-model-run.md](will-my-model-run.md) lists families by their names.
+the `generate` of the whole multimodal model, with the vision and audio settings that transformers has by default (`tests/parity/test_wrappers.py`). Only the language model is loaded. {seen} of them are also shown [images](images.md). The other classes are in the table of refusals. [will-my-model-run.md](will-my-model-run.md) lists families by their names.
 
 Models with recurrent layers (gated delta rule, Mamba, lightning attention, RG-LRU, short convolutions) share prefixes as all other models do: see [recurrent.md](recurrent.md).
 
@@ -40,8 +40,8 @@ This page is written by `docs/make_models_table.py`; a test compares the two.
 
 ## Multimodal checkpoints, verified for text: {multimodal}
 
-| `model_type` | language model tested inside |
-| --- | --- |
+| `model_type` | language model tested inside | shown images |
+| --- | --- | --- |
 {wrapper_rows}
 
 A verified wrapper around another verified language model (`llava` around `qwen2`, say) counts as verified too.
@@ -58,6 +58,7 @@ def page() -> str:
     """The whole of docs/models.md."""
     sys.path.insert(0, str(HERE.parent / "tests"))
     from batchgen.model.architectures import REFUSED, VERIFIED, VERIFIED_ON, WRAPPERS
+    from batchgen.prompts.images import FAMILIES
     from support.features import candidates, features_of_all
     from support.wrappers import TEXTS, with_text_config
 
@@ -71,9 +72,11 @@ def page() -> str:
         wrappers=len(with_text_config()),
         wrapped=len(with_text_config() & WRAPPERS),
         others=len(WRAPPERS - with_text_config()),
+        seen=len(WRAPPERS & FAMILIES.keys()),
         multimodal=len(WRAPPERS),
         wrapper_rows="\n".join(
-            f"| `{name}` | {f'`{TEXTS[name][0]}`' if TEXTS[name][0] else 'its own'} |" for name in sorted(WRAPPERS)
+            f"| `{name}` | {f'`{TEXTS[name][0]}`' if TEXTS[name][0] else 'its own'} | {'yes' if name in FAMILIES else ''} |"
+            for name in sorted(WRAPPERS)
         ),
         newest=VERIFIED_ON[-1],
         versions=" and ".join(VERIFIED_ON),

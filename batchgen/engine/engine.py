@@ -22,11 +22,12 @@ from batchgen.config import EngineConfig
 from batchgen.engine.executor import GrammarStopper, KernelsFailed, StepExecutor
 from batchgen.engine.kernel_fallback import KernelFallback
 from batchgen.engine.results import ResultAssembler
-from batchgen.errors import BatchgenError, in_one_line, is_out_of_memory
+from batchgen.errors import BatchgenError, RowError, in_one_line, is_out_of_memory
 from batchgen.model.inventory import digests, parts, tensor_digest
 from batchgen.model.loaded_model import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, size_engine
 from batchgen.model.runner import Runner, StatesLost
+from batchgen.model.vision import ImageFailedError
 from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.thinking import ThinkingFormat
 from batchgen.parsers.tool_calls import ToolFormat
@@ -115,6 +116,9 @@ class Engine:
         )
         self.scheduler = Scheduler(self.block_manager, limits, self._stopper, POLICIES[config.policy])
         self.runner = Runner(model, cache, self.sizes.limits, self.notes, states)
+        self._vision = model.vision
+        self._num_failed_images = 0
+        """Number of the images that cannot be shown and whose rows have ended."""
         verdict = model.verdict
         sampled_on = model.device if verdict.uses("sampler") else CPU
         own_kernels = model.kernels is not None and sampled_on == CPU
@@ -151,15 +155,19 @@ class Engine:
         """
         leaves, on_result = self._shortened_leaves(leaves, on_result)
         ordered = [leaves[i] for i in plan.order]
-        unfit: dict[Request, Leaf] = {
-            leaf.request: leaf for leaf in ordered if self.sizes.blocks_for(leaf) > self.sizes.num_blocks
+        unfit: dict[Request, RowError] = {
+            leaf.request: self.sizes.does_not_fit(leaf)
+            for leaf in ordered
+            if self.sizes.blocks_for(leaf) > self.sizes.num_blocks
         }
         ended = [i for i, leaf in enumerate(ordered) if leaf.request in unfit or leaf.ended]
         window = self.scheduler.load(ordered, plan, ended)
         self.results.add(window, on_result, on_token)
-        for request, leaf in unfit.items():
-            result = Result.from_error(request.row, self.sizes.does_not_fit(leaf), len(request.tokens))
-            self._unfit.append((on_result, result))
+        for request, error in unfit.items():
+            self._unfit.append((on_result, Result.from_error(request.row, error, len(request.tokens))))
+        if self._vision is not None:
+            self._num_failed_images = 0
+            self._vision.expect(dict.fromkeys(image for leaf in ordered for image in leaf.request.images))
 
     def _shortened_leaves(self, leaves: Sequence[Leaf], on_result: OnResult) -> tuple[Sequence[Leaf], OnResult]:
         """Returns the leaves, with requests that `Sizes.fitted` has made fit the pool, and the function to call with their results."""
@@ -212,6 +220,8 @@ class Engine:
                 except StatesLost:
                     self._shrink()
                     self._start_again()
+                except ImageFailedError:
+                    self._start_again()
             with suppress(KernelsFailed):  # the rows of a failed step are not done; the next run runs them again
                 self._settle()
         finally:
@@ -227,6 +237,9 @@ class Engine:
         if self.results.overdue:
             self._settle()  # tokens that were sampled before a row's time was up belong to the row
         self.results.end_due()
+        if self._vision is not None and len(self._vision.failed) > self._num_failed_images:
+            self._num_failed_images = len(self._vision.failed)
+            self.results.fail_shown(self._vision.failed)
         if self._fallback.suspects:
             self._fallback.keep_suspects({request.row for request, *_ in self.results.requests()})
         for update in self.loop.step(admit):
@@ -328,7 +341,14 @@ class Engine:
         self.results.update(update)
 
     def _stopper(self, request: Request) -> Stops:
-        arguments = (request.params, request.max_tokens, self._eos, self._detokenizer, request.tokens, request.tools)
+        arguments = (
+            request.params,
+            request.max_tokens,
+            self._eos,
+            self._detokenizer,
+            request.text_tokens,
+            request.tools,
+        )
         return GrammarStopper(self.constraints, *arguments) if request.params.guided else Stopper(*arguments)
 
     # -- memory and figures
@@ -362,6 +382,8 @@ class Engine:
         self.stats.forward_seconds = self.executor.seconds
         token = self.sizes.bytes_per_token
         self.stats.attention_parts = self.runner.attention_parts
+        if self._vision is not None:
+            self.stats.images_encoded = self._vision.encoded
         self.stats.preemptions = self.scheduler.preemptions
         pool = self.block_manager.pool
         self.stats.kv_bytes = pool.num_used * self.sizes.block_size * token

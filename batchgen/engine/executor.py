@@ -101,11 +101,11 @@ class StepExecutor:
             if not seq.scoring:
                 params = seq.request.params
                 self._sampler.add(
-                    seq.sampler_index, params, seq.request.key, seq.request.tokens, seq.generated, seq.leaf.choice
+                    seq.sampler_index, params, seq.request.key, seq.request.text_tokens, seq.generated, seq.leaf.choice
                 )
                 if params.guided:
                     self._guided.add(_name(seq))
-                    self._constraints.add(_name(seq), params, seq.generated, seq.request.tokens)
+                    self._constraints.add(_name(seq), params, seq.generated, seq.request.text_tokens)
         with self._on_device():
             if self._guided and not len(batch.packed.pending_places):
                 self._constraints.start(_names(batch.samples))  # computed in another thread while the model runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -207,6 +207,13 @@ class ResultAssembler:
         self.end_cancelled()
         while self.overdue:
             self._end(self._rows.get(self._deadlines.popleft()[1]), "timeout")
+
+    def fail_shown(self, failed: Mapping[int, RowError]) -> None:
+        """Ends the rows that have an image that cannot be shown. `failed`: the reasons, by `Image.token`."""
+        for row in list(self._rows.values()):
+            error = next((failed[image.token] for image in row.request.images if image.token in failed), None)
+            if error is not None:
+                self._fail(row, error)
 
     def under_way(self) -> dict[int, dict[int, Completion]]:
         """Returns the completions of unfinished rows, by row and by number of the completion. Unfinished completions have no text."""

@@ -69,6 +69,7 @@ def job_settings(
         **(model_identity(config.model) if model is None else model),
         "dtype": dtype_name(config.model, hf_config),
         "quantize": config.model.quantize,
+        **({"image_max_pixels": config.model.image_max_pixels} if config.model.image_max_pixels else {}),
         **_head_settings(head),
         **_prompt_settings(config.prompts, chat=chat),
         **({} if date is None else {_DATE: date.isoformat()}),
@@ -129,6 +130,7 @@ def _prompt_settings(prompts: PromptConfig, *, chat: bool) -> dict[str, Any]:
         "prompt_name": prompts.prompt_name,
         "completion_column": prompts.completion_column,
         "choices_column": prompts.choices_column,
+        **({"image_column": list(prompts.image_column)} if prompts.image_column else {}),
     }
 
 

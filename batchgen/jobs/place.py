@@ -21,11 +21,13 @@ from batchgen.stats import size_text
 KEPT_FILE = "kept.sqlite"
 """The results of a finished job that its output does not hold, or not whole."""
 SORTED_FOLDER = "sorted"
+IMAGES_FOLDER = "images"
+"""Images of rows that are not local files."""
 PUSH_FOLDER = "push"
 """Files on their way to the Hub (`push.upload`)."""
 REMADE_FILES = ("run.sqlite", "output.partial", "keys.partial", "spool.jsonl")
 """Files that every run makes new and none leaves behind."""
-WORK_FILES = (*RESULTS_FILES, SORTED_FOLDER, SHARDS_FOLDER, *REMADE_FILES)
+WORK_FILES = (*RESULTS_FILES, SORTED_FOLDER, IMAGES_FOLDER, SHARDS_FOLDER, *REMADE_FILES)
 """Files of a job that is not finished."""
 _OURS = {
     *WORK_FILES,

@@ -16,6 +16,7 @@ from batchgen.attention.kv_cache import LayerShape, devices_of
 from batchgen.kernels.build import DTYPES
 from batchgen.kernels.transfer import put
 from batchgen.model.checks.device_check import Verdict
+from batchgen.model.vision import Vision
 from batchgen.state.cache import StateShape
 from batchgen.state.mixers import RecurrentLayers
 
@@ -76,6 +77,8 @@ class LoadedModel:
     """On one CUDA device: off, steps run without graphs; auto, as CUDA graphs if that pays; on, always as graphs, with `torch.compile`."""
     attention: str = "auto"
     """torch: plain torch; triton: batchgen's kernels for CUDA, or an error; auto: batchgen's kernels if the device has some."""
+    vision: Vision | None = None
+    """Shows images to the model; None if it is not shown any."""
     verdict: Verdict = field(default_factory=Verdict)
     """The parts that are switched off on this device."""
     notes: tuple[str, ...] = ()

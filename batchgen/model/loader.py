@@ -30,6 +30,7 @@ from batchgen.model.checks.self_check import self_check
 from batchgen.model.heads import class_for, without_language_head
 from batchgen.model.loaded_model import LoadedModel
 from batchgen.model.multimodal import is_multimodal, left_out, own_class
+from batchgen.model.vision import Vision
 from batchgen.model.weights.int8 import check_int8, check_kernels, checkpoint_scales, quantize
 from batchgen.model.weights.lora import merge_adapter
 from batchgen.model.weights.packed import PACKED, unpacked_weights
@@ -47,6 +48,7 @@ from batchgen.model.weights.quantized import (
 from batchgen.model_files import adapter_folder, check_weight_files, gguf_file, only_pickled
 from batchgen.parsers.heads import OutputHead
 from batchgen.prompts.gguf import alone
+from batchgen.prompts.images import no_images
 from batchgen.prompts.tokenizer import LoadedTokenizer, checkpoint_dtype, language_config, quiet
 from batchgen.request import TokenArray
 from batchgen.stats import size_text
@@ -242,7 +244,10 @@ def load_model(
     if int8:
         scales = checkpoint_scales(tokenizer.hf_config, weight_files(config)) if config.lora is None else {}
         model = quantize(model, texts, scales)
-    return replace(model, attention=config.attention)
+    vision = None
+    if no_images(tokenizer) is None and not model.spread:
+        vision = Vision(config, tokenizer, model.module, model.dtype)
+    return replace(model, attention=config.attention, vision=vision)
 
 
 def _asked_dtype(config: ModelConfig, hf_config: Any, device: torch.device, processes: int) -> Any:

@@ -113,21 +113,24 @@ class Runner:
         return [logits.clone() for half in packed.halves() for logits in self._run(half, last)]
 
     def _forward(self, packed: PackedSpans, last: torch.Tensor | None) -> list[torch.Tensor]:
-        if self._device_step is not None:
+        vision = self.model.vision
+        shows = vision is not None and vision.concerns(packed)
+        if self._device_step is not None and not shows:
             logits = self._device_step(packed, last)
             self.attention_parts += self._device_step.attention.num_parts
             return logits
         device = self.model.device
         attention = self._attention(packed)
         self.attention_parts += attention.num_parts
-        tokens = put(packed.tokens, device)
+        positions = vision.positions(packed.spans, attention.positions) if vision and shows else attention.positions
+        tokens = put(vision.without_images(packed.tokens) if vision and shows else packed.tokens, device)
         if last is not None and len(packed.pending_places):
             pending = last.index_select(0, put(packed.pending_sampler_indices, device))
             tokens.index_copy_(0, put(packed.pending_places, device), pending)
-        with self._recurrent(packed.spans):
+        with self._recurrent(packed.spans), vision.showing(packed) if vision and shows else nullcontext():
             output = self.model.module(
                 input_ids=tokens.unsqueeze(0),
-                position_ids=put(attention.positions, device).unsqueeze(0),
+                position_ids=put(positions, device).unsqueeze(-2),
                 use_cache=False,
                 step_attention=attention,
                 logits_to_keep=self._wanted(packed),

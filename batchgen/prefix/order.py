@@ -11,14 +11,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from batchgen.request import TokenArray
-
-_TOKEN_BYTES = 4
+from batchgen.request import IMAGE_IDS, TokenArray
 
 
 def token_key(tokens: TokenArray) -> bytes:
-    """The tokens as big-endian bytes. Keys compare as token sequences do; a prefix comes before everything it begins."""
-    return tokens.astype(">i4").tobytes()
+    """The tokens as big-endian bytes: 8 for a token of an image, else 4. Keys compare as token sequences do; a prefix comes before everything it begins."""
+    if tokens.dtype == np.int32:
+        return tokens.astype(">i4").tobytes()
+    kept = np.ones((len(tokens), 8), dtype=bool)
+    kept[tokens < IMAGE_IDS, :4] = False
+    return tokens.astype(">i8").view(np.uint8).reshape(-1, 8)[kept].tobytes()
 
 
 def common_length(a: TokenArray, b: TokenArray) -> int:
@@ -55,8 +57,8 @@ def depth_first_order(
         for i in range(1, len(ranks) + 1):
             if i < len(ranks) and keys[ranks[i]] == keys[ranks[start]]:
                 continue
-            # Equal keys that are shorter than the slice reach the ends of their prompts: these are equal, and in order.
-            if i - start > 1 and len(keys[ranks[start]]) == _TOKEN_BYTES * width:
+            # If the prompts end in the slice, they are equal, and in order.
+            if i - start > 1 and len(prompts[members[ranks[start]]]) >= depth + width:
                 unsorted.append((lo + start, lo + i, depth + width))
             start = i
     return np.array(order, dtype=np.int64)
@@ -96,7 +98,7 @@ def chunk_hashes(tokens: TokenArray, chunk_size: int) -> list[bytes]:
     """Hashes of a prompt's whole chunks, 16 bytes each. Hash i identifies the first (i + 1) * chunk_size tokens.
 
     The hashes are chained: hash i is blake2b-128 of hash i - 1 (nothing for the first) and the chunk's tokens as little-endian
-    int32. They are the same in every window and on every machine. Tokens after the last whole chunk do not count. Raises
+    int32 (int64 if some of them stand for images). They are the same in every window and on every machine. Tokens after the last whole chunk do not count. Raises
     `ValueError` if chunk_size is below 1.
     """
     return continue_hashes(b"", tokens, chunk_size)
@@ -106,10 +108,10 @@ def continue_hashes(previous: bytes, tokens: TokenArray, chunk_size: int) -> lis
     """Hashes of the whole chunks of `tokens`, which follow the prefix whose hash is `previous`."""
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
-    data = tokens.astype("<i4", copy=False).tobytes()
-    width = chunk_size * _TOKEN_BYTES
     hashes: list[bytes] = []
-    for start in range(0, len(data) - width + 1, width):
-        previous = hashlib.blake2b(previous + data[start : start + width], digest_size=16).digest()
+    for start in range(0, len(tokens) - chunk_size + 1, chunk_size):
+        chunk = tokens[start : start + chunk_size]
+        kind = "<i4" if chunk.dtype == np.int32 or chunk.max() < IMAGE_IDS else "<i8"
+        previous = hashlib.blake2b(previous + chunk.astype(kind, copy=False).tobytes(), digest_size=16).digest()
         hashes.append(previous)
     return hashes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
-from itertools import count
-from typing import Any
+from itertools import count, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,13 +15,22 @@ from batchgen.errors import RowError, UsageError
 from batchgen.options import flag_of
 from batchgen.prompts.columns import check_task, task_option
 from batchgen.prompts.encoding import Encoder, TextEncoder, Texts
+from batchgen.prompts.images import PromptImages, ShownPrompt
 from batchgen.prompts.params import CHOICES_NAMES, RowParams
 from batchgen.prompts.rendering import Rendered, Renderer, Text
 from batchgen.prompts.tokenizer import LoadedTokenizer
 from batchgen.records.rows import Row
-from batchgen.request import NO_TEXT, Request, TokenArray, row_digest
+from batchgen.request import NO_TEXT, Image, Request, TokenArray, row_digest
 from batchgen.result import Result, Score
 from batchgen.sampling_params import AUTO_MAX_TOKENS, AUTO_MAX_TOKENS_THINKING, SamplingParams
+
+
+class Prompt(NamedTuple):
+    """A prompt's tokens, and the images among them."""
+
+    tokens: TokenArray
+    images: tuple[Image, ...] = ()
+
 
 _ANSWER_SHARE = 4  # a shortened prompt leaves at most a quarter of the context for its completion
 
@@ -41,8 +50,9 @@ class PromptBuilder:
         sampling: SamplingParams,
         *,
         now: datetime | None = None,
+        images: PromptImages | None = None,
     ) -> None:
-        """`now`: the time that a chat template writes; None for the time of each render. Raises `UsageError` for options that cannot be satisfied: a system message without a chat template, invalid Jinja."""
+        """`now`: the time that a chat template writes; None for the time of each render. `images`: those of a builder before this one. Raises `UsageError` for options that cannot be satisfied: a system message without a chat template, invalid Jinja."""
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._head = tokenizer.head
@@ -54,7 +64,8 @@ class PromptBuilder:
         self.sampling = self._params.default
         """The command's parameters, with the model's own for those that were not given."""
         self._first_max_tokens: int | None = None
-        self._renderer = Renderer(tokenizer, prompts, self._params, now)
+        self.images = PromptImages(tokenizer) if images is None else images
+        self._renderer = Renderer(tokenizer, prompts, self._params, self.images, now)
         self.date = now if self._renderer.writes_date else None
         """The time that the chat template writes into prompts; None if it writes none, or that of each render."""
         self.chat, self.notes = self._renderer.chat, self._renderer.notes
@@ -163,19 +174,58 @@ class PromptBuilder:
         tokens, texts = self._tokenize(rendered), self._tokenize_texts(rendered)
         return [self._built(*parts) for parts in zip(rows, rendered, tokens, texts, strict=True)]
 
-    def _tokenize(self, rendered: Sequence[Rendered | RowError]) -> list[TokenArray | RowError]:
-        tokens: dict[int, TokenArray | RowError] = {}
+    def _tokenize(self, rendered: Sequence[Rendered | RowError]) -> list[Prompt | RowError]:
+        found: dict[int, Prompt | RowError] = {}
         texts: dict[bool, dict[int, str]] = {True: {}, False: {}}
+        shown = self._show_images(rendered)
         for i, r in enumerate(rendered):
             if isinstance(r, RowError):
-                tokens[i] = r
+                found[i] = r
             elif isinstance(r.prompt, Text):
-                texts[r.prompt.raw][i] = r.prompt.text
+                prompt = shown.get(i)
+                if isinstance(prompt, RowError):
+                    found[i] = prompt
+                else:
+                    texts[r.prompt.raw or self._lacks_bos(prompt)][i] = r.prompt.text if prompt is None else prompt.text
             else:
-                tokens[i] = r.prompt
+                found[i] = Prompt(r.prompt)
         for raw, of in texts.items():
-            tokens.update(zip(of, self._encoder.encode(list(of.values()), special=raw), strict=True))
-        return [tokens[i] for i in range(len(rendered))]
+            for i, tokens in zip(of, self._encoder.encode(list(of.values()), special=raw), strict=True):
+                found[i] = tokens if isinstance(tokens, RowError) else self._with_images(tokens, shown.get(i))
+        return [found[i] for i in range(len(rendered))]
+
+    def _show_images(self, rendered: Sequence[Rendered | RowError]) -> dict[int, ShownPrompt | RowError]:
+        """Returns the prompts with images, by their places in `rendered`."""
+        prompts = {
+            i: r.prompt
+            for i, r in enumerate(rendered)
+            if isinstance(r, Rendered) and isinstance(r.prompt, Text) and r.prompt.images
+        }
+        files = iter(self.images.store.locate([source for prompt in prompts.values() for source in prompt.images]))
+        found: dict[int, ShownPrompt | RowError] = {}
+        for i, prompt in prompts.items():
+            own = list(islice(files, len(prompt.images)))
+            try:
+                found[i] = self.images.shown(prompt.text, own)
+            except RowError as e:
+                found[i] = e
+        return found
+
+    def _lacks_bos(self, prompt: ShownPrompt | None) -> bool:
+        """Whether special tokens are added to a chat with images, as processors of transformers do if the chat template has written none."""
+        bos = self._tokenizer.hf_tokenizer.bos_token
+        return prompt is not None and not (bos and prompt.text.startswith(bos))
+
+    def _with_images(self, tokens: TokenArray, shown: ShownPrompt | RowError | None) -> Prompt | RowError:
+        error = shown if isinstance(shown, RowError) else self._unknown_token(tokens)
+        if error is not None:
+            return error
+        if not isinstance(shown, ShownPrompt):
+            return Prompt(tokens)
+        try:
+            return Prompt(shown.tokens(tokens), shown.images)
+        except RowError as e:
+            return e
 
     def _tokenize_texts(self, rendered: Sequence[Rendered | RowError]) -> list[Texts | RowError]:
         """Returns the texts to score of each row: its choices or its completion; none if the row is generated."""
@@ -200,22 +250,29 @@ class PromptBuilder:
         return RowError(error.type, f"column {self._prompts.completion_column!r}: {error.message}")
 
     def _built(
-        self, row: Row, rendered: Rendered | RowError, tokens: TokenArray | RowError, texts: Texts | RowError
+        self, row: Row, rendered: Rendered | RowError, prompt: Prompt | RowError, texts: Texts | RowError
     ) -> Request | Result:
         if isinstance(rendered, RowError):
             return Result.from_error(row.number, rendered)
-        if isinstance(tokens, RowError):
-            return Result.from_error(row.number, tokens)
+        if isinstance(prompt, RowError):
+            return Result.from_error(row.number, prompt)
         if isinstance(texts, RowError):
-            return Result.from_error(row.number, texts, len(tokens))
-        if len(tokens) == 0:
+            return Result.from_error(row.number, texts, len(prompt.tokens))
+        if len(prompt.tokens) == 0:
             return Result.from_error(row.number, RowError("empty_prompt", "the prompt has no tokens"))
-        if self._check_ids and int(tokens.max()) >= self._tokenizer.vocab_size:
-            error = f"the prompt has token {int(tokens.max())}, and the model knows {self._tokenizer.vocab_size} tokens"
-            return Result.from_error(row.number, RowError("invalid_row", error))
-        return self._request(row, rendered, tokens, texts)
+        if prompt.images and self._prompts.prompt_logprobs and not self._prompts.score:
+            error = RowError("unsupported_content", "--prompt-logprobs cannot score a prompt with images; --score can")
+            return Result.from_error(row.number, error, len(prompt.tokens))
+        return self._request(row, rendered, prompt, texts)
 
-    def _request(self, row: Row, rendered: Rendered, tokens: TokenArray, texts: Texts) -> Request | Result:
+    def _unknown_token(self, tokens: TokenArray) -> RowError | None:
+        if not self._check_ids or len(tokens) == 0 or int(tokens.max()) < self._tokenizer.vocab_size:
+            return None
+        known = f"the model knows {self._tokenizer.vocab_size} tokens"
+        return RowError("invalid_row", f"the prompt has token {int(tokens.max())}, and {known}")
+
+    def _request(self, row: Row, rendered: Rendered, prompt: Prompt, texts: Texts) -> Request | Result:
+        tokens = prompt.tokens
         params, scored = rendered.params, rendered.completion is not None
         unknown = self._unknown_stop_token(params)
         if unknown is not None:
@@ -227,7 +284,7 @@ class PromptBuilder:
                 "greedy",
             )
         try:
-            fitted = self._fitted(row, rendered, tokens, texts)
+            fitted = self._fitted(row, rendered, prompt, texts)
         except RowError as e:
             return Result.from_error(row.number, e, len(tokens))
         truncated = fitted is not tokens
@@ -258,6 +315,7 @@ class PromptBuilder:
             priority=rendered.priority,
             tools=rendered.tools,
             source=row.source,
+            images=prompt.images,
         )
 
     def _max_tokens_in_key(self, max_tokens: int) -> int:
@@ -269,7 +327,7 @@ class PromptBuilder:
             return first
         return 0 if max_tokens == first else max_tokens  # a row's own limit, which is never 0
 
-    def _fitted(self, row: Row, rendered: Rendered, tokens: TokenArray, texts: Texts) -> TokenArray:
+    def _fitted(self, row: Row, rendered: Rendered, prompt: Prompt, texts: Texts) -> TokenArray:
         """Returns the prompt's tokens if the context can hold them and what follows, else those of a shortened prompt if the user allows it.
 
         The prompt is followed by the longest of `texts`, or by a completion. A shortened prompt leaves room for `max_tokens`, but for at most
@@ -277,6 +335,7 @@ class PromptBuilder:
         run. Raises `RowError("prompt_too_long")`.
         """
         context, truncate = self._tokenizer.context_length, self._prompts.on_long_prompt != "error"
+        tokens = prompt.tokens
         if rendered.completion is not None:
             room = max(0, len(texts[0]) - 1)
             after = f"the text to score, of {len(texts[0])} tokens, without its last one"
@@ -326,7 +385,7 @@ class PromptBuilder:
         tokens = rendered if isinstance(rendered, RowError) else self._tokenize([rendered])[0]
         if isinstance(tokens, RowError):
             raise tokens
-        return tokens
+        return tokens.tokens
 
 
 def _without_padding(tokens: TokenArray, pad: int) -> TokenArray:

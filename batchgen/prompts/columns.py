@@ -58,7 +58,7 @@ class Columns:
             )
             if name != usual
         ]
-        self._needed = list(self._named)
+        self._needed = [*self._named, *(("--image-column", name) for name in prompts.image_column)]
         if prompts.score:
             usual = prompts.completion_column == _DEFAULT.completion_column
             self._needed.append(("--score" if usual else "--completion-column", prompts.completion_column))

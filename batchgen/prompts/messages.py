@@ -13,6 +13,7 @@ from batchgen.errors import RowError, UsageError, first_line
 from batchgen.json_values import plain
 from batchgen.parsers.thinking import thinking_off
 from batchgen.process.templates import TemplateCall, TemplateFailure, template_process
+from batchgen.records.images import IMAGE_PARTS, ImageSource, image_of_part
 
 Message = dict[str, Any]
 _MARK = "batchgen-trial"
@@ -43,11 +44,14 @@ def kind(value: Any) -> str:
     return "a list" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
 
 
-def conversation(value: Any, where: str, name: str) -> list[Message]:
-    """Returns the messages of a row, each content as one text.
+TEXT_ALONE = "only text can be sent"
 
-    `value` is a list of messages, or its JSON as text (in a CSV file). Null keys are dropped, because Parquet adds them. Raises
-    `RowError("invalid_row")`; its message calls the list `where` and a message `name[0]`.
+
+def conversation(value: Any, where: str, name: str, no_images: str | None = TEXT_ALONE) -> list[Message]:
+    """Returns the messages of a row, each content as one text, or, with images, as a list of parts; the `source` of an image's part is its `ImageSource`.
+
+    `value` is a list of messages, or its JSON as text (in a CSV file). Null keys are dropped, because Parquet adds them. `no_images`: why the model is
+    not shown images; None if it is. Raises `RowError("invalid_row")`; its message calls the list `where` and a message `name[0]`.
     """
     if isinstance(value, str):
         try:
@@ -59,10 +63,10 @@ def conversation(value: Any, where: str, name: str) -> list[Message]:
         raise RowError("invalid_row", f"{where} must be a list of messages, not {kind(value)}")
     if not value:
         raise RowError("invalid_row", f"{where} is an empty list")
-    return [_message(message, f"{name}[{i}]") for i, message in enumerate(value)]
+    return [_message(message, f"{name}[{i}]", no_images) for i, message in enumerate(value)]
 
 
-def _message(value: Any, where: str) -> Message:
+def _message(value: Any, where: str, no_images: str | None) -> Message:
     if not isinstance(value, Mapping):
         raise RowError("invalid_row", f"{where} must be an object with role and content, not {kind(value)}")
     if "role" not in value:
@@ -77,7 +81,7 @@ def _message(value: Any, where: str) -> Message:
         message["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
     if content is None and role == "assistant" and (message.get("tool_calls") or message.get("reasoning_content")):
         content = ""  # OpenAI writes null in a turn that only calls tools
-    message["content"] = content if isinstance(content, str) else _joined(content, f"{where}.content")
+    message["content"] = content if isinstance(content, str) else _content(content, f"{where}.content", no_images)
     return message
 
 
@@ -119,28 +123,55 @@ def objects(value: Any) -> list[Any] | None:
     return [plain(without_nulls(item)) for item in value]
 
 
-def _joined(parts: Any, where: str) -> str:
-    """Returns the texts of a content's parts, joined without separators."""
+def _content(parts: Any, where: str, no_images: str | None) -> str | list[Message]:
+    """Returns the texts of a content's parts, joined without separators; with images, the parts."""
     if not isinstance(parts, list | tuple):
         raise RowError("invalid_row", f"{where} must be text or a list of text parts, not {kind(parts)}")
-    texts = []
-    for i, part in enumerate(parts):
-        if not isinstance(part, Mapping):
-            raise RowError("invalid_row", f"{where}[{i}] must be an object with type and text, not {kind(part)}")
-        if part.get("type") != "text":
-            asked = f"{where}[{i}] has type {part.get('type')!r}; only text can be sent"
-            raise RowError("unsupported_content" if isinstance(part.get("type"), str) else "invalid_row", asked)
-        if not isinstance(part.get("text"), str):
-            raise RowError("invalid_row", f"{where}[{i}].text must be text, not {kind(part.get('text'))}")
-        texts.append(part["text"])
-    return "".join(texts)
+    found = [_part(part, f"{where}[{i}]", no_images) for i, part in enumerate(parts)]
+    return found if any("source" in part for part in found) else "".join(part["text"] for part in found)
+
+
+def _part(part: Any, where: str, no_images: str | None) -> Message:
+    if not isinstance(part, Mapping):
+        raise RowError("invalid_row", f"{where} must be an object with type and text, not {kind(part)}")
+    shape = part.get("type")
+    if shape in IMAGE_PARTS and no_images is None:
+        return image_part(image_of_part(part, where), where)
+    if shape != "text":
+        why = (
+            no_images
+            if shape in IMAGE_PARTS and no_images
+            else TEXT_ALONE
+            if no_images
+            else "only text and images can be sent"
+        )
+        raise RowError(
+            "unsupported_content" if isinstance(shape, str) else "invalid_row", f"{where} has type {shape!r}; {why}"
+        )
+    if not isinstance(part.get("text"), str):
+        raise RowError("invalid_row", f"{where}.text must be text, not {kind(part.get('text'))}")
+    return {"type": "text", "text": part["text"]}
+
+
+def image_part(value: str | bytes, where: str) -> Message:
+    """Returns the part of a message for an image."""
+    return {"type": "image", "source": ImageSource(value, where)}
+
+
+def images_of(messages: Sequence[Message]) -> tuple[ImageSource, ...]:
+    """Returns the images of a conversation, in order."""
+    contents = (message["content"] for message in messages)
+    parts = (part for content in contents if not isinstance(content, str) for part in content)
+    return tuple(part["source"] for part in parts if "source" in part)
 
 
 def with_prefix(messages: Sequence[Message], prefix: str, where: str) -> list[Message]:
     """Returns the conversation with `prefix` at the start of its first user message."""
     for i, message in enumerate(messages):
         if message["role"] == "user":
-            return [*messages[:i], {**message, "content": prefix + message["content"]}, *messages[i + 1 :]]
+            content = message["content"]
+            changed = prefix + content if isinstance(content, str) else [*_text_content(prefix), *content]
+            return [*messages[:i], {**message, "content": changed}, *messages[i + 1 :]]
     raise RowError("invalid_row", f"{where} has no user message, which --prefix needs")
 
 
@@ -219,12 +250,7 @@ class ChatTemplate:
         """
         if not self.uses("developer"):  # OpenAI's newer name for the role `system`
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
-        given = [
-            {**m, "content": _text_content(m["content"])}
-            if m["role"] in self._roles_in_parts and isinstance(m["content"], str)
-            else m
-            for m in messages
-        ]
+        given = [{**m, "content": self._as_given(m)} for m in messages]
         variables = {**self._variables, **(variables or {})}
         continued = self._continues(messages)
         arguments = {
@@ -297,6 +323,13 @@ class ChatTemplate:
         except RowError as e:
             return TemplateFailure("error", e.message)
         return template_process().render(call.form, call.source, [call.given])[0]
+
+    def _as_given(self, message: Message) -> Any:
+        """Returns a message's content in the form that the template takes, images without their sources."""
+        content = message["content"]
+        if isinstance(content, str):
+            return _text_content(content) if message["role"] in self._roles_in_parts else content
+        return [{"type": "image"} if "source" in part else part for part in content]
 
     def _check(self) -> None:
         """Renders a short message. Raises `UsageError` if the template is not valid, or does not end."""

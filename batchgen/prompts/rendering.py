@@ -24,11 +24,23 @@ from batchgen.prompts.columns import (
     quoted,
     task_option,
 )
-from batchgen.prompts.messages import Message, chosen_template, conversation, kind, objects, with_prefix, with_system
+from batchgen.prompts.images import PromptImages
+from batchgen.prompts.messages import (
+    Message,
+    chosen_template,
+    conversation,
+    image_part,
+    images_of,
+    kind,
+    objects,
+    with_prefix,
+    with_system,
+)
 from batchgen.prompts.openai import Body, read_body
 from batchgen.prompts.params import RowParams
 from batchgen.prompts.template import RowTemplate
 from batchgen.prompts.tokenizer import LoadedTokenizer
+from batchgen.records.images import ImageSource, reference
 from batchgen.records.openai_batch import EMBEDDINGS, RESPONSES
 from batchgen.records.rows import Row
 from batchgen.request import TokenArray
@@ -42,6 +54,8 @@ class Text:
     text: str
     raw: bool
     """Whether the tokenizer puts its special tokens around the text. A chat template has already written them."""
+    images: tuple[ImageSource, ...] = ()
+    """The images of the text's placeholders, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +79,8 @@ class _How:
     """Number of characters of a text, or of token ids, to keep; None for all."""
     left: bool = False
     """Whether to keep the last ones rather than the first."""
+    file: str = ""
+    """The row's file."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template; those of the command and the row override them."""
 
@@ -90,6 +106,21 @@ Steps = Generator[TemplateCall, Any, T]
 """What renders a row: yields each render of a template that it needs, and is sent the answer. So the templates of many rows are rendered together."""
 
 
+def _content_cut(content: Any, how: _How) -> Any:
+    """Returns a message's content with its texts cut."""
+    if isinstance(content, str):
+        return how.cut(content)
+    return [{**part, "text": how.cut(part["text"])} if "text" in part else part for part in content]
+
+
+def _sources(messages: Sequence[Message], how: _How) -> tuple[ImageSource, ...]:
+    return tuple(replace(source, file=how.file) for source in images_of(messages))
+
+
+def _all_of(images: Mapping[str, list[Message]]) -> list[Message]:
+    return [part for parts in images.values() for part in parts]
+
+
 class Renderer:
     """Renders rows and collects notes for the user."""
 
@@ -99,7 +130,12 @@ class Renderer:
     """Notes for the user, each only once. Grows while rows are rendered."""
 
     def __init__(
-        self, tokenizer: LoadedTokenizer, prompts: PromptConfig, params: RowParams, now: datetime | None = None
+        self,
+        tokenizer: LoadedTokenizer,
+        prompts: PromptConfig,
+        params: RowParams,
+        images: PromptImages,
+        now: datetime | None = None,
     ) -> None:
         """`now`: see `ChatTemplate`. Raises `UsageError` for options that cannot be satisfied: a system message without a chat template, invalid Jinja."""
         self.notes = []
@@ -108,6 +144,7 @@ class Renderer:
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._params = params
+        self._images = images
         self._head = tokenizer.head
         self._task = task_option(prompts, self._head)
         self._chat = chosen_template(tokenizer.hf_tokenizer, prompts, whole=self._head is not None, now=now)
@@ -126,6 +163,8 @@ class Renderer:
         self._template = None if prompts.template is None else RowTemplate(prompts.template)
         self.columns = Columns(prompts, self._template, params, chat=self._chat is not None)
         self._said: set[str] = set()
+        if prompts.image_column and images.refusal is not None:
+            raise UsageError(f"--image-column: {images.refusal}", "leave it out, or use a model that sees")
         for name in prompts.chat_template_kwargs:
             self._note_unused_variable(name, "--chat-template-kwargs sets")
 
@@ -168,6 +207,7 @@ class Renderer:
             how = _How(
                 limit,
                 self._prompts.on_long_prompt == "truncate-left",
+                row.file,
                 self._thinking_off if labelled and self._head is None else {},
             )
             prompt = yield from (self._from_body(body, how) if body else self._from_columns(row.columns, source, how))
@@ -204,15 +244,27 @@ class Renderer:
 
     def _from_template(self, columns: Mapping[str, Any], how: _How) -> Steps[Text]:
         assert self._template is not None
-        given = self._template.input(_with_texts_cut(columns, how))
+        images = self._column_images(columns)
+        # Where the template writes a mark, the image follows.
+        marks = {name: [f"\0{name}\0{i}\0" for i in range(len(parts))] for name, parts in images.items()}
+        shown = {n: of if isinstance(columns.get(n), list | tuple) else "".join(of) for n, of in marks.items()}
+        given = self._template.input({**_with_texts_cut(columns, how), **shown})
         text = self._template.text(columns, (yield TemplateCall("row", self._template.source, given)))
-        return (yield from self._prompt_text(text, self._for_chat(columns, how)))
+        pieces = text.split("\0") if images else [text]
+        variables = self._for_chat(columns, how)
+        if len(pieces) == 1:
+            return (yield from self._prompt_text(text, variables, how, _all_of(images)))
+        parts: list[Message] = [{"type": "text", "text": pieces[0]}]
+        for name, place, rest in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
+            parts += [images[name][int(place)], {"type": "text", "text": rest}]
+        return (yield from self._prompt_text("", variables, how, [part for part in parts if part.get("text", "x")]))
 
     def _from_prompt(self, columns: Mapping[str, Any], how: _How) -> Steps[Text | TokenArray]:
         name = self._prompts.prompt_column
         value = columns[name]
         if isinstance(value, str):
-            return (yield from self._prompt_text(how.cut(value), self._for_chat(columns, how)))
+            images = _all_of(self._column_images(columns))
+            return (yield from self._prompt_text(how.cut(value), self._for_chat(columns, how), how, images))
         where = f"column {name!r}"
         if isinstance(value, list) and value and isinstance(value[0], int):
             if self._chat is not None:
@@ -230,11 +282,8 @@ class Renderer:
         where = f"column {name!r}"
         if self._chat is None:
             raise RowError("invalid_row", f"{where} needs a chat template: {self.columns.why_raw}")
-        return (
-            yield from self._chat_text(
-                conversation(columns[name], where, name), where, self._for_chat(columns, how), how
-            )
-        )
+        messages = conversation(columns[name], where, name, self._images.refusal)
+        return (yield from self._chat_text(messages, where, self._for_chat(columns, how), how))
 
     def _from_body(self, body: Body, how: _How) -> Steps[Text | TokenArray]:
         if body.model is not None and not _same_model(body.model, str(self._tokenizer.hf_tokenizer.name_or_path)):
@@ -259,18 +308,15 @@ class Renderer:
                     raise RowError("invalid_row", f"body.tools must be a list of objects, not {kind(body.tools)}")
                 variables["tools"] = tools
                 self._note_unused("tools")
-            return (
-                yield from self._chat_text(
-                    conversation(body.prompt, body.where, body.where), body.where, variables, how
-                )
-            )
+            messages = conversation(body.prompt, body.where, body.where, self._images.refusal)
+            return (yield from self._chat_text(messages, body.where, variables, how))
         if self._prompts.system is not None and body.url != EMBEDDINGS:
             self.note("--system is not used for rows of /v1/completions, whose prompts are raw")
         prompt = body.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]  # a list that holds one prompt
         if isinstance(prompt, str) and body.url == EMBEDDINGS:
-            return (yield from self._prompt_text(how.cut(prompt), how.variables))
+            return (yield from self._prompt_text(how.cut(prompt), how.variables, how))
         if isinstance(prompt, str):
             return Text(self._prefix + how.cut(prompt), raw=True)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
@@ -322,24 +368,51 @@ class Renderer:
         if self._chat is not None and not self._chat.uses(name):
             self.note(f"{who} {name!r}, which the chat template does not use: it has no effect", name)
 
-    def _prompt_text(self, prompt: str, variables: Mapping[str, Any]) -> Steps[Text]:
-        """Returns the text to send: the prompt as a single user message, or raw."""
-        prompt = self._prefix + prompt
-        if self._chat is None or not self.chat:
-            return Text(prompt, raw=True)
-        messages: list[Message] = [{"role": "user", "content": prompt}]
-        if self._system is not None:
-            messages.insert(0, {"role": "system", "content": self._system})
-        return Text(self._chat.text(messages, (yield self._chat.call(messages, variables))), raw=False)
+    def _column_images(self, columns: Mapping[str, Any]) -> dict[str, list[Message]]:
+        """Returns the images of `--image-column` as parts of a message, by column."""
+        found = {}
+        for name in self._prompts.image_column:
+            value = columns.get(name)
+            several = isinstance(value, list | tuple)
+            values: Sequence[Any] = (
+                value if isinstance(value, list | tuple) else () if value in (None, "") else (value,)
+            )
+            where = [f"column {name!r}" + (f"[{i}]" if several else "") for i in range(len(values))]
+            found[name] = [image_part(reference(v, at), at) for v, at in zip(values, where, strict=True)]
+        return found
+
+    def _prompt_text(
+        self, prompt: str, variables: Mapping[str, Any], how: _How, parts: Sequence[Message] = ()
+    ) -> Steps[Text]:
+        """Returns the text to send: the prompt after the other `parts`, as a single user message or raw."""
+        content: Any = self._prefix + prompt
+        if parts:
+            rest: list[Message] = [{"type": "text", "text": content}] if content else []
+            content = [*parts, *rest]
+        if self._chat is not None and self.chat:
+            messages: list[Message] = [{"role": "user", "content": content}]
+            if self._system is not None:
+                messages.insert(0, {"role": "system", "content": self._system})
+            return (yield from self._rendered(messages, variables, how))
+        if not parts:
+            return Text(content, raw=True)
+        mark = self._images.processor.placeholder
+        images = _sources([{"role": "user", "content": content}], how)
+        return Text("".join(part.get("text", mark) for part in content), raw=True, images=images)
 
     def _chat_text(self, messages: list[Message], where: str, variables: Mapping[str, Any], how: _How) -> Steps[Text]:
         assert self._chat is not None
-        messages = [{**message, "content": how.cut(message["content"])} for message in messages]
+        messages = [{**message, "content": _content_cut(message["content"], how)} for message in messages]
         if self._prompts.prefix:
             messages = with_prefix(messages, self._prompts.prefix, where)
         if self._system is not None:
             messages = with_system(messages, self._system)
-        return Text(self._chat.text(messages, (yield self._chat.call(messages, variables))), raw=False)
+        return (yield from self._rendered(messages, variables, how))
+
+    def _rendered(self, messages: Sequence[Message], variables: Mapping[str, Any], how: _How) -> Steps[Text]:
+        assert self._chat is not None
+        text = self._chat.text(messages, (yield self._chat.call(messages, variables)))
+        return Text(text, raw=False, images=_sources(messages, how))
 
     def _completion(self, columns: Mapping[str, Any]) -> str | TokenArray:
         """Returns the text to score, possibly empty, or its token ids. Raises `RowError` if the row has none."""
@@ -390,7 +463,11 @@ class Renderer:
         ):
             self.note(
                 f"column{'s'[: len(media) > 1]} {quoted(media)} {'are' if len(media) > 1 else 'is'} only copied to the output: "
-                "the model sees text alone, no images, sound or video",
+                + (
+                    "name images in --image-column"
+                    if self._images.refusal is None
+                    else "the model sees text alone, no images, sound or video"
+                ),
                 "media",
             )
         if "columns" in self._said:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from threading import Lock
 from typing import Any
 
@@ -20,6 +21,7 @@ from batchgen.parsers.tool_calls import ToolFormat, tool_format
 from batchgen.prompts.gguf import load_gguf
 from batchgen.prompts.heads import find_file, max_prompt_tokens, read_head
 from batchgen.prompts.hub import load_failure
+from batchgen.request import IMAGE_IDS
 from batchgen.sampling_params import SamplingParams
 
 # Where configurations say how many positions a model has, the usual name first.
@@ -52,8 +54,15 @@ class LoadedTokenizer:
     """How the model marks its thoughts; None if it does not."""
     tool_format: ToolFormat | None = None
     """How the model writes tool calls; None if that is not known."""
+    source: ModelConfig | None = None
+    """Where it was loaded from; None for one that a program has put together."""
     head: OutputHead | None = None
     """How the model embeds or classifies prompts; None for a model that writes text."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of a prompt's tokens, with `[image]` for each run of image tokens."""
+        runs = groupby(tokens, lambda token: token >= IMAGE_IDS)
+        return "".join("[image]" if image else str(self.hf_tokenizer.decode(list(run))) for image, run in runs)
 
 
 def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
@@ -86,6 +95,7 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
         thinking=thinking_format(tokenizer),
         tool_format=tool_format(tokenizer),
         head=head,
+        source=config,
         vocab_size=_positive(getattr(text_config(hf_config), "vocab_size", None)) or len(tokenizer),
     )
 

@@ -79,6 +79,8 @@ def _job_tiles(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         tiles.append(("prompt tokens", f"{job['prompt_tokens']:,}"))
         shared = max(0.0, 1 - job["prefill_tokens"] / job["prompt_tokens"])
         tiles.append(("shared, run once", f"{shared:.1%}"))
+    if job.get("images"):
+        tiles.append(("images", f"{job['images']:,}, {job['images_encoded']:,} encoded"))
     seconds = job["seconds"]
     if job["completion_tokens"]:
         tiles.append(("completion tokens", f"{job['completion_tokens']:,}"))

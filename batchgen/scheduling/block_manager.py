@@ -138,10 +138,11 @@ class BlockManager:
         With `reserve`, that many blocks must stay free, and half of those that the running sequences may still need.
         """
         node = w.plan.nodes[n]
-        parent = w.node_span(node.parent)
+        parent, leaf = w.node_span(node.parent), w.leaves[node.first]
         node_span = PrefixNodeSpan(
             window=w.number, place=w.place(n), parent=parent, start=node.start, table=[], computed=node.start,
-            path=(*parent.path, parent) if parent else (), node=node, wanted=w.wanted[n], prompt=w.leaves[node.first].tokens,
+            path=(*parent.path, parent) if parent else (), node=node, wanted=w.wanted[n], prompt=leaf.tokens,
+            images=leaf.request.images,
         )  # fmt: skip
         if not self._open(node_span, reserve + self._reserved_blocks // 2 if reserve else 0):
             return None

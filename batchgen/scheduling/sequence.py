@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.prefix import PrefixNode
-from batchgen.request import Leaf, Request, TokenArray
+from batchgen.request import Image, Leaf, Request, TokenArray
 from batchgen.result import ToolCall
 
 
@@ -127,6 +127,11 @@ class Span:
         """Whether texts are scored here."""
         raise NotImplementedError
 
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """The images of a prompt that begins with the span's path, in the order of their tokens."""
+        raise NotImplementedError
+
     def next_tokens(self, position: int) -> list[int]:
         """The tokens that follow the one at `position` in the texts that are scored here."""
         return [int(token) for token in self.tokens(position + 1, position + 2)]
@@ -147,7 +152,7 @@ class Span:
         raise NotImplementedError
 
     def tokens(self, start: int, stop: int) -> TokenArray:
-        """Token ids at positions [start, stop), int32, as far as the host knows them."""
+        """Token ids at positions [start, stop), as far as the host knows them."""
         raise NotImplementedError
 
 
@@ -166,6 +171,8 @@ class PrefixNodeSpan(Span):
     wanted: WantedLogits
     prompt: TokenArray
     """The tokens of a leaf below the node; the first `node.end` of them are the node's path."""
+    images: tuple[Image, ...] = ()
+    """Those of the same leaf."""
     evicted: bool = False
     swapped: SwappedBlocks | None = None
     """Its KV in host memory, if it was moved there when the node was evicted."""
@@ -250,6 +257,10 @@ class GenerationSequence(Span):
         self.request = self.leaf.request
         self.scoring = bool(self.request.texts)
         self.start_tokens = len(self.leaf.tokens)
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        return self.request.images
 
     def next_tokens(self, position: int) -> list[int]:
         return [int(self.leaf.scored[-1])] if position == self.end - 1 else Span.next_tokens(self, position)

@@ -168,6 +168,7 @@ def _generation(s: dict[str, Any]) -> list[tuple[str, str]]:
             f"{s['prompt_tokens']:,}, of which {s['prefill_tokens']:,} were run (minimum: "
             f"{s['prefill_tokens_min']:,}): {s['shared_fraction']:.1%} shared",
         ),
+        *_images(s),
         *tokens,
         ("speed", speed),
         (
@@ -218,6 +219,12 @@ def _confusion(found: dict[str, Any]) -> list[str]:
             for pair in wrong[:CONFUSION_LABELS]
         ]
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
+
+
+def _images(s: dict[str, Any]) -> list[tuple[str, str]]:
+    if not s["images"]:
+        return []
+    return [("images", f"{s['images']:,} of {s['image_tokens']:,} tokens, {s['images_encoded']:,} encoded")]
 
 
 def _rows_line(s: dict[str, Any]) -> str:

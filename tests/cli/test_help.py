@@ -24,7 +24,7 @@ RUN = {p.name: p for p in COMMANDS["run"].params}
 CONTRACT = """
     --model -m --revision --lora --dtype --quantize --device --device-map --trust-remote-code
     --prompt-column --messages-column --id-column --template --prefix --chat --no-chat --system --chat-template
-    --chat-template-kwargs --on-long-prompt
+    --chat-template-kwargs --on-long-prompt --image-column --image-max-pixels
     --max-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty
     --stop --stop-token-id --ignore-eos --seed --n -n --logprobs --token-ids --row-params
     --choices --choices-column --top-choices --expect --regex --json-schema --json-whitespace --parse --reasoning --reasoning-budget --max-repeats --sampling-defaults --score --completion-column

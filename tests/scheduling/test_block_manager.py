@@ -27,7 +27,7 @@ def node(start, end, index=0, parent=-1):
 
 def window(start, end, parent=None):
     """A window with one node, whose parent belongs to another window."""
-    leaf = SimpleNamespace(tokens=np.arange(100, dtype=np.int32))
+    leaf = SimpleNamespace(tokens=np.arange(100, dtype=np.int32), request=SimpleNamespace(images=()))
     return SimpleNamespace(
         number=-1, plan=SimpleNamespace(nodes=[node(start, end, 0, -1 if parent is None else 1)]), leaves=[leaf],
         wanted=[WantedLogits()], node_span=lambda n: parent, place=lambda item: (0, 0),

@@ -26,7 +26,7 @@ from batchgen.result import Result
 from batchgen.stats import RowCounts, versions
 
 _STOP_SECONDS = 5.0
-_READING_FORM = 3
+_READING_FORM = 4
 """Changes with the form of what a first reading stores: a reading of another form is made again."""
 _SHOWN_ID = 60  # characters of an id in a message
 
@@ -223,7 +223,7 @@ class RequestReader:
         self._job.remember(
             (digest, KnownRequest(one.key, one.is_sampled))
             for digest, one in found
-            if digest is not None and isinstance(one, Request) and not getattr(one, "images", ())
+            if digest is not None and isinstance(one, Request) and not one.images
         )
 
     def _failed(self, read: ReadRows, row: Row, result: Result) -> None:

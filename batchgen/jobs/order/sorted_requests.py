@@ -26,7 +26,7 @@ from batchgen.config import INPUT_LIMITS, InputLimits
 from batchgen.jobs.files.disk import reading, writing
 from batchgen.prefix.order import common_length, depth_first_order, token_key
 from batchgen.records.writers import DigestFile
-from batchgen.request import Request, TokenArray
+from batchgen.request import IMAGE_IDS, Image, Request, TokenArray
 from batchgen.sampling_params import SamplingParams
 
 _TOKENS = pa.list_(pa.int32())
@@ -42,6 +42,7 @@ _SCHEMA = pa.schema(
         ("prompt_logprobs", pa.dictionary(pa.int32(), pa.string())),
         ("tools", pa.dictionary(pa.int32(), pa.large_string())),
         ("source", pa.string()),
+        ("images", pa.string()),  # the fields of each as JSON; their tokens are 0 in `tokens`
         ("settings", pa.dictionary(pa.int32(), pa.large_string())),  # the parameters, and the tokens of their choices
     ]
 )
@@ -246,7 +247,7 @@ def _to_arrow(requests: Sequence[Request]) -> pa.RecordBatch:
     columns = [
         pa.array([r.row for r in requests], pa.int64()),
         pa.array([r.key for r in requests], pa.binary(16)),
-        _token_lists([r.tokens for r in requests]),
+        _token_lists([np.where(r.tokens < IMAGE_IDS, r.tokens, 0) if r.images else r.tokens for r in requests]),
         pa.array([r.texts[0] if r.texts and not r.params.choices else None for r in requests], _TOKENS),
         pa.array([r.max_tokens for r in requests], pa.int32()),
         pa.array([r.truncated for r in requests], pa.bool_()),
@@ -254,6 +255,7 @@ def _to_arrow(requests: Sequence[Request]) -> pa.RecordBatch:
         pa.array([r.prompt_logprobs for r in requests], pa.string()).dictionary_encode(),
         pa.array([r.tools for r in requests], pa.large_string()).dictionary_encode(),
         pa.array([r.source for r in requests], pa.string()),
+        pa.array([_stored_images(r) for r in requests], pa.string()),
         pa.array(_settings(requests), pa.large_string()).dictionary_encode(),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=_SCHEMA)
@@ -262,7 +264,26 @@ def _to_arrow(requests: Sequence[Request]) -> pa.RecordBatch:
 def _token_lists(arrays: Sequence[TokenArray]) -> pa.Array:
     offsets = np.zeros(len(arrays) + 1, dtype=np.int32)
     np.cumsum([len(a) for a in arrays], out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays)))
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays).astype(np.int32, copy=False)))
+
+
+def _stored_images(request: Request) -> str | None:
+    """Returns a prompt's images, and the places of their tokens, as JSON; None if there are none."""
+    if not request.images:
+        return None
+    places = np.flatnonzero(request.tokens >= IMAGE_IDS).tolist()
+    return json.dumps([[asdict(image) for image in request.images], places])
+
+
+def _with_images(tokens: TokenArray, stored: str | None) -> tuple[TokenArray, tuple[Image, ...]]:
+    """Returns a prompt's tokens with those of its images, and the images. `stored`: see `_stored_images`."""
+    if stored is None:
+        return tokens, ()
+    fields, places = json.loads(stored)
+    images = tuple(Image(**{**of, "grid": tuple(of["grid"])}) for of in fields)
+    wide = tokens.astype(np.int64)
+    wide[places] = np.repeat([image.token for image in images], [image.count for image in images])
+    return wide, images
 
 
 def _settings(requests: Sequence[Request]) -> list[str]:
@@ -286,20 +307,25 @@ def _read_settings(text: str) -> tuple[SamplingParams, tuple[TokenArray, ...]]:
 
 
 def _from_arrow(batch: pa.RecordBatch) -> list[Request]:
-    row, key, tokens, completion, max_tokens, truncated, priority, logprobs, tools, source, settings = batch.columns
+    row, key, tokens, completion, max_tokens, truncated, priority, logprobs, tools, source, images, settings = (
+        batch.columns
+    )
     values, offsets = tokens.values.to_numpy(), tokens.offsets.to_pylist()
     known = [_read_settings(text) for text in settings.dictionary.to_pylist()]
     known_tools = tools.dictionary.to_pylist()
-    columns = (row, key, completion, max_tokens, truncated, priority, logprobs, tools.indices, source, settings.indices)
+    columns = (
+        row, key, completion, max_tokens, truncated, priority, logprobs, tools.indices, source, images, settings.indices,
+    )  # fmt: skip
     requests = []
-    for i, (number, row_key, scored, limit, was_truncated, level, wanted, own_tools, place, setting) in enumerate(
+    for i, (number, row_key, scored, limit, was_truncated, level, wanted, own_tools, place, seen, setting) in enumerate(
         zip(*(column.to_pylist() for column in columns), strict=True)
     ):
         params, choices = known[setting]
+        prompt, shown = _with_images(values[offsets[i] : offsets[i + 1]], seen)
         requests.append(
             Request(
                 row=number,
-                tokens=values[offsets[i] : offsets[i + 1]],
+                tokens=prompt,
                 params=params,
                 max_tokens=limit,
                 key=row_key,
@@ -309,6 +335,7 @@ def _from_arrow(batch: pa.RecordBatch) -> list[Request]:
                 priority=level,
                 tools=known_tools[own_tools],
                 source=place,
+                images=shown,
             )
         )
     return requests

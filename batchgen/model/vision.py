@@ -1,0 +1,285 @@
+"""Shows images to a model: runs its encoder once for each image, and puts the features in the places of the image tokens' embeddings.
+
+The encoder is loaded for the first image of a job. Pixels are prepared in other threads, some images ahead. An image is encoded in a forward of its
+own, so that its features do not depend on what else is encoded. This code has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+from batchgen.config import ModelConfig
+from batchgen.errors import ModelError, RowError
+from batchgen.kernels.transfer import put
+from batchgen.model.multimodal import Absent
+from batchgen.prompts.images import FAMILIES, ImageProcessor
+from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet
+from batchgen.request import IMAGE_IDS, Image
+from batchgen.scheduling.batch import PackedSpans, ScheduledSpan
+from batchgen.scheduling.sequence import GenerationSequence
+
+AHEAD = 4
+"""Number of images whose pixels are prepared before they are needed."""
+FEATURE_BYTES = 1 << 29
+"""Features are kept up to this size, in case another prefix has the same image."""
+
+
+class ImageFailedError(Exception):
+    """The pixels of an image of the batch cannot be prepared. `Vision.failed` has the reason."""
+
+
+class Features(NamedTuple):
+    """What the encoder gives for an image."""
+
+    embeddings: torch.Tensor
+    """[tokens, hidden size]"""
+    deep: tuple[torch.Tensor, ...] = ()
+    """[tokens, hidden size] each, to be added to the output of the first decoder layers."""
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return sum(tensor.nbytes for tensor in (self.embeddings, *self.deep))
+
+
+class Vision:
+    """The eyes of a loaded model."""
+
+    def __init__(self, config: ModelConfig, tokenizer: LoadedTokenizer, module: Any, dtype: torch.dtype) -> None:
+        """`module` is the language model, which runs on one device. Nothing is loaded yet."""
+        self._config, self._tokenizer = config, tokenizer
+        self._module, self._dtype = module, dtype
+        self._family = FAMILIES[language_config(tokenizer.hf_config).model_type]
+        self._features: OrderedDict[int, Features] = OrderedDict()  # the least recently used first
+        self._expected: deque[Image] = deque()
+        self._prepared: dict[int, Future[dict[str, Any]]] = {}
+        self._shown: _Shown | None = None
+        self.failed: dict[int, RowError] = {}
+        """By `Image.token`: the images that cannot be shown, and why."""
+        self._num_deep_layers = 0
+        self.encoded = 0
+        """Number of images that the encoder has run on."""
+        module.get_input_embeddings().register_forward_hook(self._replace_embeddings)
+
+    def expect(self, images: Iterable[Image]) -> None:
+        """Says which images come next, in order. Their pixels are prepared in time."""
+        self._expected.extend(images)
+        self._prepare_ahead()
+
+    def concerns(self, packed: PackedSpans) -> bool:
+        """Whether a batch has tokens of images, or, with positions of three axes, tokens after an image."""
+        if self._family.axes:
+            return any(scheduled.span.images for scheduled in packed.spans)
+        return bool((packed.tokens >= IMAGE_IDS).any())
+
+    def without_images(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns a batch's tokens with an id of the vocabulary in place of each image token."""
+        return np.where(tokens < IMAGE_IDS, tokens, 0)
+
+    def positions(self, spans: Sequence[ScheduledSpan], plain: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the positions of a batch's tokens: `plain` [T], or [3, T] (time, row, column) for models that have these axes."""
+        if not self._family.axes:
+            return plain
+        return np.concatenate([_axes(scheduled) for scheduled in spans], axis=1)
+
+    @contextmanager
+    def showing(self, packed: PackedSpans) -> Iterator[None]:
+        """The batch's forward runs inside. Raises `ImageFailedError`."""
+        places = np.flatnonzero(packed.tokens >= IMAGE_IDS)
+        if not len(places):
+            yield
+            return
+        parts = [part for scheduled in packed.spans for part in self._parts(scheduled)]
+        embeddings = torch.cat([part.embeddings for part in parts])
+        deep = [torch.cat(layer) for layer in zip(*(part.deep for part in parts), strict=True)]
+        self._shown = _Shown(put(places, embeddings.device), embeddings, deep)
+        try:
+            yield
+        finally:
+            self._shown = None
+
+    def _parts(self, scheduled: ScheduledSpan) -> Iterator[Features]:
+        """Yields the features of the image tokens of a span's part, in order."""
+        span, end = scheduled.span, 0
+        if not span.images:
+            return
+        seen = span.tokens(0, scheduled.stop) >= IMAGE_IDS
+        first, last = int(np.count_nonzero(seen[: scheduled.start])), int(np.count_nonzero(seen))
+        for image in span.images:
+            start, end = end, end + image.count
+            if start < last and end > first:
+                at = slice(max(start, first) - start, min(end, last) - start)
+                features = self._features_of(image)
+                yield Features(features.embeddings[at], tuple(layer[at] for layer in features.deep))
+
+    def _features_of(self, image: Image) -> Features:
+        found = self._features.get(image.token)
+        if found is None:
+            found = self._features[image.token] = self._encode(image)
+            while len(self._features) > 1 and sum(of.size for of in self._features.values()) > FEATURE_BYTES:
+                self._features.popitem(last=False)
+        self._features.move_to_end(image.token)
+        return found
+
+    @torch.inference_mode()
+    def _encode(self, image: Image) -> Features:
+        weight = self._module.get_input_embeddings().weight
+        inputs = {
+            name: value.to(weight.device) for name, value in self._pixels(image).items() if name in self._arguments
+        }
+        if "pixel_values" in inputs:
+            inputs["pixel_values"] = inputs["pixel_values"].to(self._dtype)
+        output = self._encoder.get_image_features(**inputs)
+        embeddings = _joined(output.pooler_output).to(weight.dtype)
+        if len(embeddings) != image.count:
+            raise ModelError(
+                f"the encoder gave {len(embeddings)} vectors for an image of {image.count} tokens",
+                "the model's processor and its configuration do not belong together",
+            )
+        deep = tuple(_joined(layer).to(weight.dtype) for layer in getattr(output, "deepstack_features", None) or ())
+        self._add_to_layers(len(deep))
+        self.encoded += 1
+        return Features(embeddings, deep)
+
+    def _pixels(self, image: Image) -> dict[str, Any]:
+        """Waits for an image's pixels. Raises `ImageFailedError`."""
+        future = self._prepared.pop(image.token, None)
+        self._prepare_ahead()
+        try:
+            return self._processor.pixels(image) if future is None else future.result()
+        except RowError as e:
+            self.failed[image.token] = e
+            raise ImageFailedError from e
+
+    def _prepare_ahead(self) -> None:
+        while self._expected and len(self._prepared) < AHEAD:
+            image = self._expected.popleft()
+            if image.token not in self._features and image.token not in self._prepared | self.failed:
+                self._prepared[image.token] = self._threads.submit(self._processor.pixels, image)
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(2, "batchgen-pixels")
+
+    @cached_property
+    def _processor(self) -> ImageProcessor:
+        return ImageProcessor(self._config, self._tokenizer)
+
+    @cached_property
+    def _encoder(self) -> Any:
+        device = self._module.get_input_embeddings().weight.device
+        return load_encoder(self._config, self._tokenizer, self._dtype).to(device)
+
+    @cached_property
+    def _arguments(self) -> frozenset[str]:
+        return frozenset(inspect.signature(self._encoder.get_image_features).parameters)
+
+    def _replace_embeddings(self, _: Any, __: Any, output: torch.Tensor) -> torch.Tensor | None:
+        """Hook after the embedding [1, T, hidden size]."""
+        if self._shown is None:
+            return None
+        return output.index_copy(1, self._shown.places, self._shown.embeddings[None])
+
+    def _add_to_layers(self, count: int) -> None:
+        """Makes the first decoder layers add the images' deep features to their output [1, T, hidden size]."""
+        layers = self._module.get_decoder().layers
+        for index in range(self._num_deep_layers, count):
+            layers[index].register_forward_hook(partial(self._add_deep, index))
+        self._num_deep_layers = max(self._num_deep_layers, count)
+
+    def _add_deep(self, index: int, _: Any, __: Any, output: torch.Tensor) -> torch.Tensor | None:
+        if self._shown is None or not self._shown.deep:
+            return None
+        return output.index_add(1, self._shown.places, self._shown.deep[index][None])
+
+
+class _Shown(NamedTuple):
+    """The images of the forward that is running."""
+
+    places: torch.Tensor
+    """[M] int64: the places of their tokens in the packed batch."""
+    embeddings: torch.Tensor
+    """[M, hidden size]"""
+    deep: list[torch.Tensor]
+
+
+def _joined(features: Any) -> torch.Tensor:
+    """Returns the features of one image as [tokens, hidden size]."""
+    tensor = features if isinstance(features, torch.Tensor) else torch.cat(list(features))
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _axes(scheduled: ScheduledSpan) -> NDArray[np.int64]:
+    """Returns the positions [3, tokens] of a span's part: an image's tokens lie in a grid, and what follows begins after its larger side."""
+    span, start, stop = scheduled.span, scheduled.start, scheduled.stop
+    found = np.tile(np.arange(start, stop, dtype=np.int64), (3, 1))
+    if isinstance(span, GenerationSequence) and start >= span.prompt_end:
+        return found + sum(max(image.grid) - image.count for image in span.images)
+    places = np.flatnonzero(span.tokens(0, stop) >= IMAGE_IDS) if span.images else ()
+    first = shift = 0  # the next image token; position minus place of a token of text
+    for image in span.images:
+        if first >= len(places):
+            break
+        at, first = int(places[first]), first + image.count
+        end = at + image.count
+        if end > start:
+            tokens = np.arange(max(at, start) - at, min(end, stop) - at)
+            row, column = np.divmod(tokens, image.grid[1])
+            found[:, at + tokens - start] = at + shift + np.stack([np.zeros_like(row), row, column])
+        shift += max(image.grid) - image.count
+        text = np.arange(max(end, start), stop)
+        found[:, text - start] = text + shift
+    return found
+
+
+def load_encoder(config: ModelConfig, tokenizer: LoadedTokenizer, dtype: torch.dtype) -> Any:
+    """Loads the parts of a multimodal checkpoint that encode images. Raises `ModelError`."""
+    hf_config = language_config(tokenizer.hf_config)
+    wrapper = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(hf_config)]
+    with quiet():
+        encoder, found = images_only(wrapper).from_pretrained(
+            config.model,
+            config=hf_config,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"the weights in {config.model!r} lack {len(missing)} tensors of the image encoder, among them {missing[0]}",
+            "copy the weights and config.json from one model",
+        )
+    return encoder.eval()
+
+
+def images_only(wrapper: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Returns a class that is built like `wrapper`, with an `Absent` module in place of the decoder and its head."""
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        wrapper.__init__(self, config, *args, **kwargs)
+        language = {self.get_decoder(), self.get_output_embeddings()}
+        for parent in list(self.modules()):
+            for name, child in parent._modules.items():
+                if child in language:
+                    parent._modules[name] = Absent(name)
+
+    body = {
+        "__init__": init, "__module__": wrapper.__module__, "__qualname__": wrapper.__qualname__,
+        "tie_weights": lambda self, *_, **__: None,
+    }  # fmt: skip
+    return type(wrapper.__name__, (wrapper,), body)

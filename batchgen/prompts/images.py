@@ -1,0 +1,287 @@
+"""The model's own image processor: which tokens stand for an image, and the pixels that the encoder reads. Imports no torch of its own.
+
+How many tokens an image has, and which text stands around them, depends on nothing but its size. So a blank image of each size goes through the
+processor of transformers when a prompt is made, and the image itself only shortly before it is encoded.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from batchgen.config import ModelConfig
+from batchgen.errors import RowError, UsageError, in_one_line
+from batchgen.prompts.heads import find_file
+from batchgen.prompts.hub import load_failure
+from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet
+from batchgen.records.images import KNOWN, ImageFile, ImageStore, check_pillow, decode_image, image_digest
+from batchgen.request import IMAGE_IDS, Image, TokenArray
+from batchgen.stats import counted
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How models of a type take images, where they differ."""
+
+    axes: bool = False
+    """Whether positions have three axes: time, row and column."""
+    counted: bool = False
+    """Whether an image is prepared otherwise if the prompt has several."""
+
+
+_PLAIN, _AXES = Family(), Family(axes=True)
+FAMILIES = {
+    "glm46v": _AXES,
+    "glm4v": _AXES,
+    "glm4v_moe": _AXES,
+    "idefics3": _PLAIN,
+    "internvl": _PLAIN,
+    "llava": _PLAIN,
+    "llava_next": _PLAIN,
+    "llava_onevision": Family(counted=True),
+    "mistral3": _PLAIN,
+    "qwen2_5_vl": _AXES,
+    "qwen2_vl": _AXES,
+    "qwen3_5": _AXES,
+    "qwen3_5_moe": _AXES,
+    "qwen3_vl": _AXES,
+    "qwen3_vl_moe": _AXES,
+    "smolvlm": _PLAIN,
+}
+"""By `model_type`: the models that are shown images."""
+_BOTH_WAYS = "in them, the tokens of an image see the tokens after them"
+NOT_SHOWN = {
+    "gemma3": _BOTH_WAYS,
+    "gemma3n": "their text layers take more from an image than its embedding",
+    "gemma4": _BOTH_WAYS,
+    "mllama": "they have layers of cross-attention for images",
+}
+"""By `model_type`: why models that see are not shown images."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLayout:
+    """What stands for an image of a size in a prompt."""
+
+    text: str
+    """The text that replaces the placeholder, with each run of image tokens as one of them."""
+    runs: tuple[int, ...]
+    """The lengths of these runs."""
+    grid: tuple[int, int]
+    """`Image.grid`"""
+
+
+class ImageProcessor:
+    """The processor of one model. Its methods may be called by several threads."""
+
+    def __init__(self, config: ModelConfig, tokenizer: LoadedTokenizer) -> None:
+        """Raises `UsageError` if Pillow is not installed, and `ModelError` if the model's files have no processor that can be loaded."""
+        check_pillow()
+        writer = language_config(tokenizer.hf_config)
+        self._family = FAMILIES[writer.model_type]
+        with quiet():
+            try:
+                self._hf = _load(config, tokenizer)
+                self._options = self._hf._merge_kwargs(tokenizer_init_kwargs={}, return_tensors="pt")["images_kwargs"]
+            except Exception as e:
+                raise load_failure(config, "image processor", e) from e
+        if config.image_max_pixels is not None:
+            self._options |= _limit(self._hf.image_processor, config.image_max_pixels)
+        self.placeholder: str = self._hf.image_token
+        """What a chat template writes for an image."""
+        soft = getattr(writer, "image_token_id", None)
+        self.token: int = writer.image_token_index if soft is None else soft
+        """The id of an image's tokens in the model's configuration."""
+        self._soft: str = tokenizer.hf_tokenizer.convert_ids_to_tokens(self.token)
+        self._runs = re.compile(f"(?:{re.escape(self._soft)})+")
+        settings = [type(self._hf.image_processor).__name__, self._hf.image_processor.to_dict(), self._options]
+        self._settings = json.dumps(settings, sort_keys=True, default=str).encode()
+        self._layouts: dict[tuple[int, int, bool], ImageLayout] = {}
+        self._lock = Lock()
+
+    def image(self, file: ImageFile, *, alone: bool) -> tuple[Image, ImageLayout]:
+        """Returns an image of a prompt, and what stands for it. `alone`: the prompt has no other. Raises `RowError("invalid_image")`."""
+        alone = alone or not self._family.counted
+        layout = self._layout(file, alone)
+        h = hashlib.blake2b(self._settings + file.digest + bytes([alone]), digest_size=8)
+        token = IMAGE_IDS | int.from_bytes(h.digest(), "little") >> 2
+        return Image(token, sum(layout.runs), file.path, layout.grid, alone), layout
+
+    def pixels(self, image: Image) -> dict[str, Any]:
+        """Returns what the encoder takes for an image: tensors by the names of its arguments. Raises `RowError("invalid_image")`."""
+        try:
+            data = Path(image.path).read_bytes()
+            decoded = decode_image(data)
+        except Exception as e:  # noqa: BLE001 - Pillow's readers raise errors of many kinds for damaged files
+            raise RowError("invalid_image", f"the image {image.path!r} cannot be read: {in_one_line(e)}") from None
+        file = ImageFile(image.path, image_digest(data), *decoded.size)
+        now, _ = self.image(file, alone=image.alone)
+        if now.token != image.token:
+            raise RowError("invalid_image", f"the image {image.path!r} has changed since the job read it")
+        inputs, _ = self._processed(decoded, image.alone)
+        return inputs
+
+    def _layout(self, file: ImageFile, alone: bool) -> ImageLayout:
+        from PIL import Image as Pillow
+
+        key = (file.width, file.height, alone)
+        with self._lock:
+            if len(self._layouts) >= KNOWN:
+                self._layouts.clear()
+            if key not in self._layouts:
+                try:
+                    blank = Pillow.new("RGB", (file.width, file.height))
+                    inputs, text = self._processed(blank, alone)
+                except (ValueError, MemoryError) as e:  # such as an aspect ratio that the processor refuses
+                    why = f"the model takes no image of {file.width} x {file.height} pixels: {in_one_line(e)}"
+                    raise RowError("invalid_image", why) from None
+                grid = inputs.get("image_grid_thw")
+                merge = getattr(self._hf.image_processor, "merge_size", 1)
+                self._layouts[key] = ImageLayout(
+                    text=self._runs.sub(lambda _: self._soft, text),
+                    runs=tuple(len(run[0]) // len(self._soft) for run in self._runs.finditer(text)),
+                    grid=(0, 0) if grid is None else (int(grid[0, 1]) // merge, int(grid[0, 2]) // merge),
+                )
+            return self._layouts[key]
+
+    def _processed(self, image: Any, alone: bool) -> tuple[dict[str, Any], str]:
+        """Returns the processor's tensors for a PIL image, and the text that stands for it."""
+        count = 1 if alone else 2
+        with quiet():
+            images, *_ = self._hf.prepare_inputs_layout(images=[image] * count, text=[self.placeholder * count])
+            inputs, texts = self._hf._process_images(images, **self._options)
+        return {name: value if alone else value[:1] for name, value in inputs.items()}, texts[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ShownPrompt:
+    """A prompt's text, and the images in it."""
+
+    text: str
+    """With one image token for each run of them."""
+    images: tuple[Image, ...]
+    runs: tuple[int, ...]
+    """The lengths of the runs of image tokens, in order."""
+    token: int
+    """`ImageProcessor.token`"""
+
+    def tokens(self, ids: TokenArray) -> TokenArray:
+        """Returns the prompt's tokens, int64, from those of its text. Raises `RowError("invalid_row")` if the text has more image tokens than the images."""
+        places = np.flatnonzero(ids == self.token)
+        if len(places) != len(self.runs):
+            raise RowError("invalid_row", "the prompt's text has tokens that stand for images")
+        lengths = np.ones(len(ids), dtype=np.int64)
+        lengths[places] = self.runs
+        tokens = np.repeat(ids.astype(np.int64), lengths)
+        ids_of_images = np.repeat([image.token for image in self.images], [image.count for image in self.images])
+        tokens[tokens == self.token] = ids_of_images
+        return tokens
+
+
+class PromptImages:
+    """Puts the images of rows into their prompts. The processor is loaded with the first image."""
+
+    def __init__(self, tokenizer: LoadedTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._processor: ImageProcessor | None = None
+        self.store = ImageStore()
+        self.refusal = no_images(tokenizer)
+        """Why the model is not shown images; None if it is."""
+
+    @property
+    def processor(self) -> ImageProcessor:
+        if self._processor is None:
+            assert self._tokenizer.source is not None
+            self._processor = ImageProcessor(self._tokenizer.source, self._tokenizer)
+        return self._processor
+
+    def shown(self, text: str, files: Sequence[ImageFile | RowError]) -> ShownPrompt:
+        """Returns a prompt with its images. Raises `RowError`: that of the first image without a file, and for a text with another number of placeholders."""
+        found: list[ImageFile] = []
+        for file in files:
+            if isinstance(file, RowError):
+                raise file
+            found.append(file)
+        before, *after = text.split(self.processor.placeholder)
+        if len(after) != len(files):
+            there = f"the prompt has {counted(len(files), 'image')}, and its text has {counted(len(after), 'place')} for images"
+            raise RowError("template_error", f"{there} ({self.processor.placeholder})")
+        made = [self.processor.image(file, alone=len(files) == 1) for file in found]
+        parts = [part for (_, layout), rest in zip(made, after, strict=True) for part in (layout.text, rest)]
+        runs = tuple(length for _, layout in made for length in layout.runs)
+        return ShownPrompt("".join([before, *parts]), tuple(image for image, _ in made), runs, self.processor.token)
+
+
+def no_images(tokenizer: LoadedTokenizer) -> str | None:
+    """Why a model is not shown images; None if it is."""
+    kind = getattr(language_config(tokenizer.hf_config), "model_type", "")
+    if tokenizer.source is None or kind not in FAMILIES.keys() | NOT_SHOWN.keys():
+        return "only text can be sent"
+    if tokenizer.head is not None:
+        return "only text can be embedded or classified"
+    return None if kind in FAMILIES else f"models of type {kind!r} are not shown images yet: {NOT_SHOWN[kind]}"
+
+
+def _limit(image_processor: Any, max_pixels: int) -> dict[str, Any]:
+    """Returns the options for at most so many pixels. Raises `UsageError` for a processor without such a limit."""
+    if "max_pixels" not in image_processor.valid_kwargs.__annotations__:
+        raise UsageError("--image-max-pixels: the model's image processor has no such limit", "leave it out")
+    smallest = min(max_pixels, getattr(image_processor, "min_pixels", None) or image_processor.size["shortest_edge"])
+    return {"size": {"shortest_edge": smallest, "longest_edge": max_pixels}}
+
+
+def _load(config: ModelConfig, tokenizer: LoadedTokenizer) -> Any:
+    """Returns the model's processor without those of video and sound, which may need packages that images do not need."""
+    from transformers import AutoImageProcessor
+
+    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    kind = _processor_class(config, language_config(tokenizer.hf_config).model_type)
+    if not hasattr(kind, "_process_images"):
+        raise ValueError(f"{kind.__name__} of this version of transformers is not supported: install 5.23")
+    module: Any = sys.modules[kind.__module__]
+    if getattr(module, "num2words", str) is None:
+        module.num2words = str  # SmolVLM spells numbers with it, for videos
+    images_only: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+    parts = {
+        "image_processor": AutoImageProcessor.from_pretrained(config.model, **options),
+        "tokenizer": copy.deepcopy(tokenizer.hf_tokenizer),  # some processors add tokens
+    }
+    settings, _ = images_only.get_processor_dict(config.model, revision=config.revision)
+    return images_only.from_args_and_dict([parts.get(name) for name in images_only.get_attributes()], settings)
+
+
+def _processor_class(config: ModelConfig, model_type: str) -> Any:
+    """Returns the class that the model's files name, else that of its type."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    names = dict(PROCESSOR_MAPPING_NAMES)
+    name = names.get(model_type)
+    for file in ("processor_config.json", "preprocessor_config.json"):
+        path = find_file(config, file)
+        if path is not None:
+            name = json.loads(path.read_text(encoding="utf-8")).get("processor_class") or name
+            break
+    if (
+        find_spec("torchvision") is None
+    ):  # PixtralProcessor imports a function from the module that needs it, and the other one has it too
+        pixtral = "transformers.models.pixtral.image_processing"
+        sys.modules.setdefault(f"{pixtral}_pixtral", importlib.import_module(f"{pixtral}_pil_pixtral"))
+    # From its own module: transformers replaces classes that need torchvision, which they need for videos.
+    for folder in (known.replace("-", "_") for known, of in names.items() if of == name):
+        try:
+            return getattr(importlib.import_module(f"transformers.models.{folder}.processing_{folder}"), str(name))
+        except (ModuleNotFoundError, AttributeError):
+            continue
+    raise ValueError(f"transformers has no processor {name!r}")

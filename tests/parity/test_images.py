@@ -1,0 +1,232 @@
+"""Models that see write the text of their own `generate`, given the inputs of their family's own processor, for rows with and without images."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchgen.config import EngineConfig, ModelConfig, PromptConfig
+from batchgen.engine.engine import Engine
+from batchgen.model.loader import load_model
+from batchgen.prefix import plan_prefixes
+from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
+from batchgen.prompts.images import FAMILIES as SHOWN
+from batchgen.records.rows import Row
+from batchgen.request import Request, leaves_of
+from batchgen.result import Result
+from batchgen.sampling_params import SamplingParams
+from support.models import memory_for, run
+from support.params import slow_but
+from support.vision import FAMILIES, Reference, make, picture
+
+Messages = list[dict[str, Any]]
+TOKENS = 12
+SIZES = {0: (60, 60), 1: (90, 60), 2: (60, 110), 3: (31, 75)}
+"""By picture: width and height."""
+MODES: dict[str, dict[str, Any]] = {
+    "all at once": {},
+    "in slices": {"max_batch_tokens": 24, "batch_size": 4},
+    "memory short": {"batch_size": 3, "kv_memory": "blocks"},
+    "nothing shared": {"share": False},
+}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def image(number: int) -> dict[str, Any]:
+    return {"type": "image", "picture": number}
+
+
+def user(*parts: dict[str, Any]) -> Messages:
+    return [{"role": "user", "content": list(parts)}]
+
+
+CONVERSATIONS: list[Messages] = [
+    user(text("What do you know?")),
+    user(image(0), text("What is this?")),
+    user(image(0), text("What is that?")),
+    user(image(1), text("What is that?")),
+    user(image(1), text("What is that?")),
+    user(text("Look: "), image(2), text(" What is this?")),
+    user(text("Look: "), image(2), image(1), text(" and "), image(0)),
+    user(text("Look: "), image(2), image(3)),
+    [*user(image(3), text("Well?")), {"role": "assistant", "content": "A dog."}, *user(image(0), text("And this?"))],
+]
+
+
+def pictures(messages: Messages) -> list[int]:
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    return [part["picture"] for part in parts if "picture" in part]
+
+
+def with_files(messages: Messages, folder: Path) -> Messages:
+    """The conversation with the paths of its pictures."""
+
+    def changed(content: Any) -> Any:
+        if isinstance(content, str):
+            return content
+        return [
+            {"type": "image", "path": f"{folder}/{part['picture']}.png"} if "picture" in part else part
+            for part in content
+        ]
+
+    return [{**message, "content": changed(message["content"])} for message in messages]
+
+
+class Sees:
+    """A model on disk, loaded by batchgen, and its reference."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.reference: Reference = make(name, folder)
+        self.folder = folder
+        for number, size in SIZES.items():
+            picture(number, *size).save(folder / f"{number}.png")
+        config = ModelConfig(model=str(folder), device="cpu", dtype="float32")
+        self.tokenizer: LoadedTokenizer = load_tokenizer(config)
+        self.model: Any = load_model(config, self.tokenizer)
+
+    def build(self, conversations: list[Messages], **params: Any) -> list[Request]:
+        sampling = SamplingParams(**({"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True} | params))
+        rows = [
+            Row(i, {"messages": with_files(messages, self.folder)}, None, "")
+            for i, messages in enumerate(conversations)
+        ]
+        built = PromptBuilder(self.tokenizer, PromptConfig(), sampling).build(rows)
+        assert not [one for one in built if isinstance(one, Result)], built
+        return built  # type: ignore[return-value]
+
+    def engine(self, **options: Any) -> Engine:
+        config = {"kv_memory": "64MiB", "debug": True} | options
+        engine = Engine(self.model, self.tokenizer, EngineConfig(**(config | {"kv_memory": "64MiB"})))
+        if config["kv_memory"] == "blocks":
+            longest = max(engine.sizes.blocks_for(leaf) for leaf in leaves_of(self.build(CONVERSATIONS)))
+            engine = Engine(
+                self.model, self.tokenizer, EngineConfig(**config | {"kv_memory": memory_for(engine, longest + 1)})
+            )
+        return engine
+
+    @cache  # noqa: B019 - lives as long as the test's parameter
+    def expected(self) -> list[tuple[list[int], list[int]]]:
+        """The prompt and the generated tokens of each conversation."""
+        return [self.reference.generate(m, [picture(n, *SIZES[n]) for n in pictures(m)], TOKENS) for m in CONVERSATIONS]
+
+
+@pytest.fixture(scope="module")
+def sees(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sees:
+    return Sees(request.param, tmp_path_factory.mktemp("sees"))
+
+
+EVERY = pytest.mark.parametrize("sees", slow_but(sorted(FAMILIES), ["llava", "qwen2_5_vl"]), indirect=True)
+QWEN = pytest.mark.parametrize("sees", ["qwen2_5_vl"], indirect=True)
+
+
+@EVERY
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_with_images_write_what_generate_writes(sees: Sees, mode: str) -> None:
+    expected = sees.expected()
+    requests = sees.build(CONVERSATIONS)
+    assert [len(request.tokens) for request in requests] == [len(prompt) for prompt, _ in expected]
+    engine = sees.engine(**MODES[mode])
+    results = run(engine, requests, share=MODES[mode].get("share", True))
+    assert [result.error_message for result in results] == [None] * len(results)
+    assert [list(result.token_ids) for result in results] == [tokens for _, tokens in expected]
+
+
+@EVERY
+def test_the_tiny_models_do_see(sees: Sees) -> None:
+    expected = sees.expected()
+    assert expected[2][1] != expected[3][1]
+    assert expected[3] == expected[4]
+
+
+@EVERY
+def test_each_image_is_encoded_once_and_each_shared_token_runs_once(sees: Sees) -> None:
+    requests = sees.build(CONVERSATIONS)
+    sees.model.vision.encoded = 0
+    sees.model.vision._features.clear()
+    engine = sees.engine()
+    run(engine, requests)
+    plan = plan_prefixes([leaf.tokens for leaf in leaves_of(requests)], 16)
+    assert engine.stats.prefill_tokens == plan.prefill_tokens_min
+    assert engine.stats.images_encoded == len({image.token for request in requests for image in request.images})
+
+
+@QWEN
+def test_labels_and_forks_begin_after_the_same_image(sees: Sees) -> None:
+    labels = ("a cat", "a dog", "no idea")
+    (request,) = sees.build(CONVERSATIONS[3:4], choices=labels, ignore_eos=False)
+    engine = sees.engine()
+    (result,) = run(engine, [request])
+    assert result.choice_probs is not None
+    sums = []
+    processor, model = sees.reference.processor, sees.reference.model
+    prompt = processor.tokenizer.apply_chat_template(CONVERSATIONS[3], tokenize=False, add_generation_prompt=True)
+    start = len(sees.expected()[3][0])
+    for label in labels:
+        inputs = processor(images=[picture(1, *SIZES[1])], text=[prompt + label], return_tensors="pt")
+        with torch.inference_mode():
+            logprobs = model(**inputs).logits[0].double().log_softmax(-1)
+        ids = inputs["input_ids"][0]
+        sums.append(sum(float(logprobs[at - 1, ids[at]]) for at in range(start, len(ids))))
+    weights = torch.tensor(sums, dtype=torch.float64).softmax(0).tolist()
+    assert list(result.choice_probs.values()) == pytest.approx(weights, rel=1e-4)
+    forks = sees.build(CONVERSATIONS[3:4], n=3)
+    before = engine.stats.prefill_tokens
+    (forked,) = run(engine, forks)
+    assert [list(c.token_ids) for c in forked.completions] == [sees.expected()[3][1]] * 3
+    assert engine.stats.prefill_tokens - before <= 1  # the prompt is resident
+
+
+@QWEN
+def test_text_rows_do_not_load_the_encoder(sees: Sees) -> None:
+    config = ModelConfig(model=str(sees.folder), device="cpu", dtype="float32")
+    model = load_model(config, sees.tokenizer)
+    engine = Engine(model, sees.tokenizer, EngineConfig(kv_memory="64MiB"))
+    (result,) = run(engine, sees.build(CONVERSATIONS[:1]))
+    assert list(result.token_ids) == sees.expected()[0][1]
+    assert model.vision is not None
+    assert not {"_encoder", "_processor", "_threads"} & vars(model.vision).keys()
+    run(engine, sees.build(CONVERSATIONS[1:2]))
+    assert "_encoder" in vars(model.vision)
+
+
+@QWEN
+def test_an_image_that_breaks_after_the_reading_fails_its_rows_alone(sees: Sees, tmp_path: Path) -> None:
+    requests = sees.build(CONVERSATIONS)
+    config = ModelConfig(model=str(sees.folder), device="cpu", dtype="float32")
+    model = load_model(config, sees.tokenizer)
+    whole = (sees.folder / "1.png").read_bytes()
+    try:
+        (sees.folder / "1.png").write_bytes(whole[: len(whole) // 2])
+        results = run(
+            Engine(model, sees.tokenizer, EngineConfig(kv_memory="64MiB", debug=True, batch_size=2)), requests
+        )
+    finally:
+        (sees.folder / "1.png").write_bytes(whole)
+    broken = [1 in pictures(messages) for messages in CONVERSATIONS]
+    assert [result.error_type for result in results] == ["invalid_image" if b else None for b in broken]
+    assert all(f"the image '{sees.folder}/1.png'" in str(r.error_message) for r in results if r.error_type)
+    expected = sees.expected()
+    for result, (_, tokens), failed in zip(results, expected, broken, strict=True):
+        assert failed or list(result.token_ids) == tokens
+
+
+@QWEN
+def test_features_beyond_the_limit_are_encoded_again(sees: Sees, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchgen.model.vision.FEATURE_BYTES", 0)
+    sees.model.vision._features.clear()
+    results = run(sees.engine(), sees.build(CONVERSATIONS))
+    assert [list(result.token_ids) for result in results] == [tokens for _, tokens in sees.expected()]
+    assert len(sees.model.vision._features) == 1
+
+
+def test_every_family_that_is_shown_images_is_compared_with_generate() -> None:
+    alike = {"glm46v": "glm4v", "glm4v_moe": "glm4v", "qwen3_5_moe": "qwen3_5", "qwen3_vl_moe": "qwen3_vl"}
+    assert SHOWN.keys() == FAMILIES.keys() | alike.keys()
+    assert set(alike.values()) <= FAMILIES.keys()

@@ -1,0 +1,242 @@
+"""Jobs whose rows have images: every form of input, resume, spool on disk, several devices, shards, faults, figures."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, PromptConfig, SamplingParams, merge_job, run_job
+from batchgen.config import InputLimits
+from batchgen.dry_run import plan_job
+from batchgen.errors import Interrupted, UsageError
+from support.jobs import FINISHED_FILES
+from support.progress import Recorder, interrupt, rows_done
+from support.vision import Reference, make, picture
+
+TOKENS = 8
+Rows = list[dict[str, Any]]
+TINY = InputLimits(read_rows=3, run_rows=3, window_rows=3, batch_rows=2)
+"""Windows of three rows and several files of sorted requests, like a job of millions of rows."""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Reference, Path]:
+    folder = tmp_path_factory.mktemp("models") / "llava"
+    return make("llava", folder), folder
+
+
+@pytest.fixture
+def model(reference: tuple[Reference, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("p").mkdir()
+    for i in range(4):
+        picture(i, 60 + 10 * i, 60).save(f"p/{i}.png")
+    return reference[1]
+
+
+def data_url(i: int) -> str:
+    return "data:image/png;base64," + base64.b64encode(Path(f"p/{i}.png").read_bytes()).decode()
+
+
+QUESTIONS = ("What is this?", "What is that?", "How many?")
+
+
+def rows() -> Rows:
+    """Four pictures with three questions each, in an order that mixes them, and a row of text."""
+    found = [
+        {"id": f"{i}-{n}", "messages": [{"role": "user", "content": [{"type": "image", "path": f"p/{i}.png"}, {"type": "text", "text": QUESTIONS[n]}]}]}
+        for n in range(3)
+        for i in range(4)
+    ]  # fmt: skip
+    return [*found, {"id": "text", "messages": [{"role": "user", "content": "Who are you?"}]}]
+
+
+def write(found: Rows, name: str = "in.jsonl") -> None:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in found))
+
+
+def read(name: str = "o.jsonl") -> Rows:
+    return [json.loads(line) for line in Path(name).read_text().splitlines()]
+
+
+def config_of(model: Path, **options: Any) -> JobConfig:
+    sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    return JobConfig(
+        **{
+            "inputs": "in.jsonl", "output": "o.jsonl", "model": ModelConfig(model=str(model), device="cpu", dtype="float32"),
+            "sampling": sampling, "token_ids": True, "engine": EngineConfig(kv_memory="64MiB", debug=True),
+        } | options
+    )  # fmt: skip
+
+
+def run(model: Path, **options: Any) -> JobReport:
+    return run_job(config_of(model, **options))
+
+
+def answers(name: str = "o.jsonl") -> list[Any]:
+    return [row["token_ids"] for row in read(name)]
+
+
+@pytest.fixture
+def expected(reference: tuple[Reference, Path]) -> list[list[int]]:
+    whole = reference[0]
+    found = []
+    for n in range(3):
+        for i in range(4):
+            content = [{"type": "image"}, {"type": "text", "text": QUESTIONS[n]}]
+            found.append(
+                whole.generate([{"role": "user", "content": content}], [picture(i, 60 + 10 * i, 60)], TOKENS)[1]
+            )
+    return [*found, whole.generate([{"role": "user", "content": "Who are you?"}], [], TOKENS)[1]]
+
+
+def test_a_job_encodes_each_image_once_and_says_so(model: Path, expected: list[list[int]]) -> None:
+    write(rows())
+    stats = run(model).stats
+    assert answers() == expected
+    figures = ("rows_ok", "images", "images_encoded", "image_tokens")
+    assert {name: stats[name] for name in figures} == {
+        "rows_ok": 13, "images": 12, "images_encoded": 4, "image_tokens": 12 * 16,
+    }  # fmt: skip
+    assert stats["prefill_tokens"] == stats["prefill_tokens_min"]
+    assert sorted(path.name for path in Path("o.jsonl.job").iterdir()) == FINISHED_FILES
+
+
+def test_a_stopped_job_goes_on_with_sorted_requests_on_the_disk(model: Path, expected: list[list[int]]) -> None:
+    sent = rows()
+    for i in (1, 5):
+        sent[i]["messages"][0]["content"][0] = {"type": "image_url", "image_url": {"url": data_url(1)}}
+    write(sent)
+    with pytest.raises(Interrupted):
+        run_job(config_of(model, limits=TINY), Recorder(rows_done(4), interrupt))
+    assert [path.name for path in Path("o.jsonl.job/images").iterdir()] != []
+    Path("p/3.png").touch()
+    stats = run(model, limits=TINY).stats
+    assert answers() == expected
+    assert stats["rows_resumed"] >= 4
+    assert not Path("o.jsonl.job/images").exists()
+
+
+def test_two_devices_and_two_shards_write_the_same_rows(model: Path, expected: list[list[int]]) -> None:
+    write(rows())
+    for i in (1, 2):
+        run(model, shard=f"{i}/2", output="shards.jsonl", limits=TINY)
+    merge_job("shards.jsonl")
+    assert answers("shards.jsonl") == expected
+    on_both = ModelConfig(model=str(model), device="cpu:0,1", dtype="float32")
+    run_job(replace(config_of(model), model=on_both))
+    assert answers() == expected
+
+
+def test_columns_of_images_come_before_the_prompt_or_where_the_template_says(
+    model: Path, expected: list[list[int]]
+) -> None:
+    pixels = [Path(f"p/{i}.png").read_bytes() for i in range(4)]
+    table = pa.table(
+        {
+            "prompt": [QUESTIONS[0]] * 4,
+            "file": [f"p/{i}.png" for i in range(4)],
+            "feature": [{"bytes": data, "path": None} for data in pixels],
+            "several": [[data] for data in pixels],
+        }
+    )
+    pq.write_table(table, "in.parquet")
+    for column in ("file", "feature", "several"):
+        report = run(
+            model, inputs="in.parquet", output=f"{column}.parquet", prompts=PromptConfig(image_column=(column,))
+        )
+        assert report.stats["images_encoded"] == 4
+        out = pq.read_table(f"{column}.parquet")
+        assert out["token_ids"].to_pylist() == expected[:4]
+        assert out[column].to_pylist() == table[column].to_pylist()
+    write([{"a": f"p/{i}.png", "b": None, "q": QUESTIONS[0]} for i in range(4)])
+    shown = PromptConfig(image_column=("a", "b"), template="{{ a }}{{ q }}")
+    run(model, prompts=shown)
+    assert answers() == expected[:4]
+
+
+def test_images_of_a_template_are_where_it_writes_them(model: Path, reference: tuple[Reference, Path]) -> None:
+    write([{"pictures": ["p/0.png", "p/1.png"], "q": "Which?"}])
+    template = "First {{ pictures[0] }}, then {{ pictures[1] }}. {{ q }}"
+    run(model, prompts=PromptConfig(image_column=("pictures",), template=template))
+    parts = ["First ", None, ", then ", None, ". Which?"]
+    content = [{"type": "image"} if text is None else {"type": "text", "text": text} for text in parts]
+    shown = [picture(i, 60 + 10 * i, 60) for i in (0, 1)]
+    assert answers() == [reference[0].generate([{"role": "user", "content": content}], shown, TOKENS)[1]]
+
+
+def test_rows_of_the_batch_api_have_images(model: Path, expected: list[list[int]]) -> None:
+    bodies = [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": data_url(0)}}, {"type": "text", "text": QUESTIONS[0]}]}]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [
+            {"type": "input_image", "image_url": data_url(0)}, {"type": "input_text", "text": QUESTIONS[0]}]}]}),
+    ]  # fmt: skip
+    write([{"custom_id": url, "method": "POST", "url": url, "body": body} for url, body in bodies])
+    run(model)
+    assert answers() == [expected[0]] * 2
+    run(model, output="openai.jsonl", output_format="openai", token_ids=False)
+    assert [row["error"] for row in read("openai.jsonl")] == [None] * 2
+
+
+def test_an_image_that_cannot_be_shown_fails_its_row_alone(model: Path, expected: list[list[int]]) -> None:
+    found = rows()[:5]
+    picture(2).save("p/cut.jpg", quality=100)
+    whole = Path("p/cut.jpg").read_bytes()
+    Path("p/cut.jpg").write_bytes(whole[: len(whole) * 2 // 3])
+    Path("p/text.png").write_text("no picture")
+    for row, path in zip(found[1:4], ("p/none.png", "p/cut.jpg", "p/text.png"), strict=True):
+        row["messages"][0]["content"][0]["path"] = path
+    found[4]["messages"][0]["content"][0] = {"type": "video", "path": "x.mp4"}
+    write(found)
+    run(model)
+    here = Path("p/cut.jpg").resolve()
+    cut = read()[2]["error"]["message"].rpartition(": ")[2]
+    assert cut.startswith("image file is truncated (")
+    errors = [row["error"] and (row["error"]["type"], row["error"]["message"]) for row in read()]
+    assert errors == [
+        None,
+        ("invalid_image", "the image 'p/none.png' of messages[0].content[0] cannot be read: No such file or directory"),
+        ("invalid_image", f"the image '{here}' cannot be read: {cut}"),
+        ("invalid_image", "the image 'p/text.png' of messages[0].content[0] is not an image that Pillow can read"),
+        ("unsupported_content", "messages[0].content[0] has type 'video'; only text and images can be sent"),
+    ]
+    assert read()[0]["token_ids"] == expected[0]
+
+
+def test_the_plan_counts_the_tokens_of_images(model: Path) -> None:
+    write(rows())
+    plan = plan_job(config_of(model))
+    stats = run(model).stats
+    assert (plan.figures.prompt_tokens, plan.figures.prefill_tokens_min) == (
+        stats["prompt_tokens"],
+        stats["prefill_tokens_min"],
+    )
+    assert any("[image]" in line.text for line in plan.tree)
+
+
+def test_equal_rows_have_equal_keys_wherever_their_images_are(model: Path) -> None:
+    write(rows()[:1])
+    run(model)
+    moved = rows()[:1]
+    moved[0]["messages"][0]["content"][0] = {"type": "image_url", "image_url": {"url": data_url(0)}}
+    write(moved)
+    assert run(model).stats["rows_resumed"] == 1
+    picture(9).save("p/0.png")
+    write(rows()[:1])
+    assert run(model, prune=True).stats["rows_resumed"] == 0
+
+
+def test_an_image_column_needs_a_model_that_sees(model: Path, tiny_model_dir: Path) -> None:
+    write([{"prompt": "a", "image": "p/0.png"}])
+    with pytest.raises(
+        UsageError, match=r"^--image-column: only text can be sent; leave it out, or use a model that sees$"
+    ):
+        run(tiny_model_dir, prompts=PromptConfig(image_column=("image",)))
