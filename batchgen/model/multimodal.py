@@ -7,15 +7,22 @@ has no place.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
 )
 
@@ -44,8 +51,7 @@ def text_only(wrapper: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Returns a class that is built like `wrapper`, with an `Absent` module in place of every part that text never reaches."""
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        with without_timm():
-            wrapper.__init__(self, config, *args, **kwargs)
+        wrapper.__init__(self, without_timm(config), *args, **kwargs)
         for parent, name in list(_other_parts(self)):
             parent._modules[name] = Absent(name)
 
@@ -67,21 +73,23 @@ class Absent(torch.nn.Module):
         raise ModelError(f"the model runs its {self.name} on text, and only the language model was loaded")
 
 
-@contextmanager
-def without_timm() -> Iterator[None]:
-    """Within the block, towers from the package timm are not built, so that it need not be installed for text."""
-    make = AutoModel.from_config
+def without_timm(config: Any) -> Any:
+    """Returns the configuration of a wrapper whose tower from the package timm is not built, so that it need not be installed for text."""
+    tower: Any = getattr(config, "vision_config", None)
+    if getattr(MODEL_MAPPING.get(type(tower), None), "__name__", "") != "TimmWrapperModel":
+        return config
+    config = copy.deepcopy(config)
+    kind: Any = type(tower)
+    config.vision_config = _no_tower(kind)(**tower.to_dict())
+    return config
 
-    def from_config(config: Any, **kwargs: Any) -> Any:
-        if getattr(MODEL_MAPPING.get(type(config), None), "__name__", "") == "TimmWrapperModel":
-            return Absent("vision_tower")
-        return make(config, **kwargs)
 
-    AutoModel.from_config = from_config
-    try:
-        yield
-    finally:
-        AutoModel.from_config = make
+@cache
+def _no_tower(kind: Any) -> Any:
+    """Returns a class of configurations like `kind`, for which transformers builds an empty model."""
+    config_class = type(f"No{kind.__name__}", (kind,), {"model_type": kind.model_type})
+    AutoModel.register(config_class, type("NoTower", (PreTrainedModel,), {"config_class": config_class}))
+    return config_class
 
 
 def _other_parts(module: Any) -> Iterator[tuple[torch.nn.Module, str]]:
@@ -111,13 +119,20 @@ def own_class(kind: Any, config: Any) -> Any:
 
     Raises `ValueError` for a model whose class is not one of transformers.
     """
-    mapping = getattr(kind, "_model_mapping", None)
+    mapping = _MAPPINGS.get(kind)
     if mapping is None:
         return kind
     if type(config) not in mapping:
         raise ValueError(f"{type(config).__name__} is not a model of transformers")
     found = mapping[type(config)]
     return found[0] if isinstance(found, list | tuple) else found
+
+
+_MAPPINGS: dict[Any, Any] = {
+    AutoModel: MODEL_MAPPING,
+    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForSequenceClassification: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+}
 
 
 def left_out(config: Any) -> frozenset[str]:

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from batchgen.model.multimodal import model_class, without_timm
+from batchgen.model.multimodal import model_class
 from batchgen.prompts.tokenizer import language_config
 from support.models import randomize
 from support.shapes import (
@@ -220,7 +220,7 @@ def text_model(name: str) -> PreTrainedModel:
 def whole_model(text: PreTrainedModel) -> Any:
     """The whole wrapper around the same language model. Parts that text does not need are on the meta device."""
     config = copy.deepcopy(text.config)
-    with torch.device("meta"), without_timm():
+    with torch.device("meta"):
         whole = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]._from_config(
             config, dtype=torch.float32, attn_implementation="eager"
         )
