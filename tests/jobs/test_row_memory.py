@@ -150,7 +150,7 @@ def test_a_known_row_that_fails_this_time_fails_with_its_equals(
     built.append([])
     runs.run(rows)
     built.append([])
-    failed = [Result.failed(1, RowError("template_error", "too slow"))]
+    failed = [Result.from_error(1, RowError("template_error", "too slow"))]
     monkeypatch.setattr(PromptBuilder, "build", lambda self, rows, params=None: failed)
     report = runs.run(rows, retry=("timeout",))[1]
     assert report is not None
