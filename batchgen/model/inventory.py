@@ -51,6 +51,6 @@ def tensor_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def _tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Returns the tensors that a module itself holds, by name. Kernels hold theirs as plain attributes."""
+    """Returns the tensors that a module itself holds, by name. Kernels hold theirs as plain attributes. Parts that were left out have no numbers."""
     held = {**module.__dict__, **module._parameters, **module._buffers}
-    return [(name, tensor) for name, tensor in sorted(held.items()) if isinstance(tensor, torch.Tensor)]
+    return [(name, x) for name, x in sorted(held.items()) if isinstance(x, torch.Tensor) and not x.is_meta]
