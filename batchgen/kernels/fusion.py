@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from transformers.activations import GELUTanh, SiLUActivation
 
@@ -216,7 +215,7 @@ def _gated_norm(part: Any) -> torch.nn.Module | None:
         return None
     gate_first, rounds = _GATED_NORMS[code]
     fused = FusedGatedNorm(part, gate_first=gate_first, rounds=rounds)
-    gate = _random(np.random.default_rng(1), 1, 3, weight.shape[0]).to(weight.dtype)
+    gate = _random(torch.Generator().manual_seed(1), 1, 3, weight.shape[0]).to(weight.dtype)
     near = NEAR[weight.dtype]
     agrees = _agree(lambda x: part(x, gate), lambda x: fused(x, gate), weight.shape[0], weight.dtype, near)
     return fused if agrees else None
@@ -315,13 +314,12 @@ def _agree(
     part: Callable[..., Any], fused: Callable[..., Any], size: int, dtype: torch.dtype, tolerance: float
 ) -> bool:
     """Whether the two give the same result on random numbers."""
-    x = _random(np.random.default_rng(0), 1, 3, size).to(dtype)
+    x = _random(torch.Generator().manual_seed(0), 1, 3, size).to(dtype)
     return _near(fused(x), part(x), tolerance)
 
 
-def _random(generator: np.random.Generator, *shape: int) -> torch.Tensor:
-    """Returns normally distributed float32, from numpy: torch's generators need parts of torch whose import is postponed."""
-    return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32))
+def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator)
 
 
 def _near(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
@@ -425,7 +423,7 @@ class FusedRotary:
 
     def agrees(self) -> bool:
         """Whether it gives the same as the model's own function on random numbers."""
-        generator = np.random.default_rng(0)
+        generator = torch.Generator().manual_seed(0)
         for dtype in DTYPES:
             q, k = (_random(generator, 1, heads, 3, 40).to(dtype) for heads in (4, 2))
             cos, sin = (_random(generator, 1, 3, 40).to(dtype) for _ in range(2))
