@@ -74,19 +74,22 @@ def can_join(linear: Sequence[Linear]) -> bool:
 def joined(parts: Sequence[Linear]) -> Sequence[Linear]:
     """Joins layers that read the same x into one, whose memory they then share.
 
-    Returns them unchanged if one does not fill its last panel, or if one would be joined twice, because it stands in several places.
+    Returns them unchanged if one does not fill its last panel or is in codes, or if one would be joined twice, because it stands in several
+    places.
     """
     panel = library().batchgen_linear_panel()
     if len(parts) == 1 or any(part.out_features % panel for part in parts):
         return parts
-    if len({id(part) for part in parts}) < len(parts) or any(map(_is_joined, parts)):
+    if len({id(part) for part in parts}) < len(parts) or any(map(_stays_apart, parts)):
         return parts
     whole = copy.copy(parts[0])
     whole.out_features = sum(part.out_features for part in parts)
-    whole.weights = in_huge_pages(torch.cat([part.weights for part in parts]))
-    for part, weights in zip(parts, torch.split(whole.weights, [len(part.weights) for part in parts]), strict=True):
-        give_back(part.weights)
+    apart = [part.weights for part in parts if part.weights is not None]
+    whole.weights = in_huge_pages(torch.cat(apart))
+    for part, weights in zip(parts, torch.split(whole.weights, list(map(len, apart))), strict=True):
         part.weights = weights
+    for weights in apart:
+        give_back(weights)
     for name in ("scales", "beginnings"):  # of 8 bits
         if getattr(whole, name, None) is not None:
             setattr(whole, name, torch.cat([getattr(part, name) for part in parts]))
@@ -97,9 +100,9 @@ def joined(parts: Sequence[Linear]) -> Sequence[Linear]:
     return [whole]
 
 
-def _is_joined(part: Linear) -> bool:
-    """Whether a layer's weights are a part of those of a joined layer."""
-    return part.weights.untyped_storage().nbytes() > part.weights.nbytes
+def _stays_apart(part: Linear) -> bool:
+    """Whether a layer's weights are codes, or a part of those of a joined layer."""
+    return part.weights is None or part.weights.untyped_storage().nbytes() > part.weights.nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -364,7 +367,8 @@ class _Prepared:
         self._add(
             kernel("linear", of.dtype, of.kind), Product,
             rows=self._rows, columns=of.out_features, words=of.words, x_row=of.in_features * of.dtype.itemsize // 4, y_row=y_row,
-            activation=of.activation, x=x, weights=of.weights.data_ptr(),
+            activation=of.activation, x=x, weights=None if of.weights is None else of.weights.data_ptr(),
+            codes=None if of.codes is None else of.codes.address,
             bias=None if of.biases is None else of.biases.data_ptr(), y=y,
         )  # fmt: skip
 

@@ -15,6 +15,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from batchgen.kernels import recurrent
 from batchgen.kernels.build import DTYPES
+from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.ops import (
     Activation,
     PackedLinear,
@@ -52,7 +53,7 @@ class Packing:
         biases: list[torch.Tensor | None],
         activation: Activation = Activation.NONE,
     ) -> torch.nn.Module:
-        """Packs one layer, or gate and up, which may be halves of one layer. The weights come from `layers`."""
+        """Packs one layer, or gate and up, which may be halves of one layer. The weights come from `layers`, and may be packed ones."""
         return PackedLinear(weights, biases, activation)
 
     def tolerance(self, dtype: torch.dtype) -> float:
@@ -268,7 +269,7 @@ def _linear(part: Any, shared: Counter[int], packing: Packing, own_kernels: bool
     if not _can_replace(part):
         return None
     dtype = part.weight.dtype
-    if shared[id(part.weight)] > 1:
+    if shared[id(part.weight)] > 1 and not isinstance(part.weight, PackedTensor):
         if not (own_kernels and part.weight.is_contiguous() and fits(part.weight) and is_fast()):
             return None
         fused: torch.nn.Module = SharedLinear(part.weight, part.bias)
@@ -289,7 +290,7 @@ def _can_replace(part: Any) -> bool:
     return (
         type(part) is torch.nn.Linear
         and own_forward(part) is not None
-        and _is_plain(part.weight)
+        and (isinstance(part.weight, PackedTensor) or _is_plain(part.weight))
         and (bias is None or _is_plain(bias))
     )
 

@@ -67,3 +67,9 @@ def give_back(x: torch.Tensor) -> None:
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         madvise(first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE, mmap.MADV_DONTNEED)
+
+
+def give_freed_back() -> None:
+    """Returns memory to the system that was freed and that the C library keeps for later."""
+    with suppress(AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from batchgen.kernels.build import DTYPES, kernel, library
+from batchgen.kernels.coded import Codes, can_share
+from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.isa import X86, instruction_set
 from batchgen.kernels.memory import in_huge_pages
 
@@ -254,12 +256,18 @@ class Product(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "columns", "words", "x_row", "y_row", "activation", "threads")),
         *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "y", "x_scales", "scales", "beginnings")),
         *((name, ctypes.c_int64) for name in ("inner", "group", "w_row")),
+        ("codes", ctypes.c_void_p),
     )
 
 
 def is_fast() -> bool:
     """Whether packed layers are faster on this processor than torch's own."""
     return instruction_set() in X86[1:]
+
+
+def plain_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Returns a weight that is not packed."""
+    return weight.unpacked() if isinstance(weight, PackedTensor) else weight
 
 
 def fits(weight: torch.Tensor) -> bool:
@@ -273,7 +281,7 @@ class PackedLinear(torch.nn.Module):
     def __init__(
         self, weights: list[torch.Tensor], biases: list[torch.Tensor | None], activation: Activation = Activation.NONE
     ) -> None:
-        """`weights` are one [N, K], or gate and up of the same shape. They are copied.
+        """`weights` are one [N, K], or gate and up of the same shape. They are copied. Weights in codes stay codes if `can_share` holds.
 
         Weights in float32 that are all numbers of bfloat16, as those of a bfloat16 checkpoint are, are kept in 16 bits: the
         products and sums are those of float32.
@@ -284,6 +292,22 @@ class PackedLinear(torch.nn.Module):
         self.activation = activation
         self.kind = ""
         """The end of the kernel's name, after the type."""
+        self.words = self.in_features // (4 // self.dtype.itemsize)
+        self.weights: torch.Tensor | None = None
+        """[sides of panels, words of K, columns of a side]; None of codes"""
+        self.codes: Codes | None = None
+        if can_share(weights):
+            self.codes = Codes(weights, panels)  # type: ignore[arg-type]
+        else:
+            self._pack([plain_weight(weight) for weight in weights])
+        self.bias = biases[0] if len(biases) == 1 else None
+        self.biases: torch.Tensor | None = None
+        """[panels, columns of a panel] in float32"""
+        if any(bias is not None for bias in biases):
+            columns = [torch.zeros(self.out_features) if b is None else b.detach().float() for b in biases]
+            self.biases = panels(columns)
+
+    def _pack(self, weights: list[torch.Tensor]) -> None:
         if self.dtype == torch.float32 and all(map(_is_bfloat16, weights)):
             weights = [weight.detach().bfloat16() for weight in weights]
             self.kind = "_by_bfloat16"
@@ -294,25 +318,27 @@ class PackedLinear(torch.nn.Module):
         side = library().batchgen_linear_side_bfloat16() if bfloat16 else library().batchgen_linear_panel()
         # Plain tensors, because torch needs microseconds to look up parameters and buffers.
         self.weights = in_huge_pages(panels(words).view(-1, side, self.words).transpose(1, 2))
-        """[sides of panels, words of K, columns of a side]"""
-        self.bias = biases[0] if len(biases) == 1 else None
-        self.biases: torch.Tensor | None = None
-        """[panels, columns of a panel] in float32"""
-        if any(bias is not None for bias in biases):
-            columns = [torch.zeros(self.out_features) if b is None else b.detach().float() for b in biases]
-            self.biases = panels(columns)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != self.dtype or x.shape[-1] != self.in_features:
             raise ValueError(f"expected [..., {self.in_features}] in {self.dtype}, not {list(x.shape)} in {x.dtype}")
         rows = x.reshape(-1, self.in_features)
         y = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)
-        _multiply(rows, self.weights, self.biases, y, self.words, self.activation, self.kind)
+        _multiply(rows, self.weights, self.biases, y, self.words, self.activation, self.kind, codes=self.codes)
         return y
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the weights."""
+        packed: Any = self.weights if self.codes is None else self.codes
+        return int(packed.nbytes)
 
     @property
     def weight(self) -> torch.Tensor:
         """The weight [N, K] of the plain layer, unpacked at each call, for models that read it."""
+        if self.weights is None:
+            assert self.codes is not None
+            return self.codes.rows(0, self.out_features)
         rows = self.weights.transpose(1, 2).reshape(-1, self.words)[: self.out_features]
         return rows.contiguous().view(self._weight_dtype).to(self.dtype)
 
@@ -344,16 +370,16 @@ class SharedLinear(torch.nn.Module):
 
 
 def _multiply(
-    rows: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None, y: torch.Tensor, words: int,
-    activation: Activation, kind: str, w_row: int = 0,
+    rows: torch.Tensor, weights: torch.Tensor | None, biases: torch.Tensor | None, y: torch.Tensor, words: int,
+    activation: Activation, kind: str, w_row: int = 0, codes: Codes | None = None,
 ) -> None:  # fmt: skip
     """Writes `rows` [R, K] times the weights of N columns to `y` [..., N]. `Product` in linear.h describes the other arguments."""
     if rows.stride(1) != 1 or rows.stride(0) * rows.itemsize % 4:
         rows = rows.contiguous()
     product = Product(
         rows.shape[0], y.shape[-1], words, rows.stride(0) * rows.itemsize // 4, y.shape[-1], activation,
-        torch.get_num_threads(), rows.data_ptr(), weights.data_ptr(), None if biases is None else biases.data_ptr(),
-        y.data_ptr(), w_row=w_row,
+        torch.get_num_threads(), rows.data_ptr(), None if weights is None else weights.data_ptr(),
+        None if biases is None else biases.data_ptr(), y.data_ptr(), w_row=w_row, codes=None if codes is None else codes.address,
     )  # fmt: skip
     kernel("linear", y.dtype, kind)(ctypes.byref(product))
 

@@ -11,7 +11,7 @@ from batchgen.kernels.decoder_layers import fuse_layers
 from batchgen.kernels.fusion import FusedNorm, Packing, fuse_linear
 from batchgen.kernels.int8 import Int8Linear, QuantizingNorm, quantize_weight
 from batchgen.kernels.onednn import OneDnnInt8Linear
-from batchgen.kernels.ops import Activation, PackedLinear
+from batchgen.kernels.ops import Activation, PackedLinear, plain_weight
 from batchgen.model_files import INT8_SMALL
 
 DTYPES_PACKED = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,7 +54,7 @@ def quantize_linear(
         fuse_layers(model)
     rest = sum(p.numel() * p.element_size() for p in model.parameters())
     packed = sum(m.bytes for m in model.modules() if isinstance(m, Int8Linear | OneDnnInt8Linear))
-    packed += sum(m.weights.nbytes for m in model.modules() if isinstance(m, PackedLinear))
+    packed += sum(m.bytes for m in model.modules() if isinstance(m, PackedLinear))
     return Quantized(packing.layers, packing.weights, all_weights, rest + packed)
 
 
@@ -86,7 +86,7 @@ class Int8Packing(Packing):
         self.layers += len(layers)
         self.weights += sum(weight.numel() for weight in weights)
         scales = [scale for layer in layers for scale in self._scales_of(layer, len(weights) // len(layers))]
-        values = [quantize_weight(weight, scale) for weight, scale in zip(weights, scales, strict=True)]
+        values = [quantize_weight(plain_weight(weight), scale) for weight, scale in zip(weights, scales, strict=True)]
         if not self._own_kernels:
             return OneDnnInt8Linear(*values[0], biases[0], weights[0].dtype)
         return Int8Linear(values, biases, weights[0].dtype, activation)

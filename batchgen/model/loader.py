@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors import SafetensorError
@@ -24,6 +25,8 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
+from batchgen.kernels.memory import give_freed_back
+from batchgen.kernels.ops import is_fast
 from batchgen.model.adapter import prepare
 from batchgen.model.architectures import check_architecture, context_note, is_verified
 from batchgen.model.checks.self_check import self_check
@@ -31,18 +34,21 @@ from batchgen.model.heads import class_for, without_language_head
 from batchgen.model.loaded_model import LoadedModel
 from batchgen.model.multimodal import is_multimodal, left_out, own_class
 from batchgen.model.vision import Vision
+from batchgen.model.weights.gguf import gguf_weights
 from batchgen.model.weights.int8 import check_int8, check_kernels, checkpoint_scales, quantize
 from batchgen.model.weights.lora import merge_adapter
-from batchgen.model.weights.packed import PACKED, unpacked_weights
+from batchgen.model.weights.packed import is_read_packed, packed_weights
 from batchgen.model.weights.quantized import (
     check_quantization,
     is_dequantized,
     note_of,
     num_weights,
     packed_bits,
+    packed_in,
     plain_layers,
     quant_method,
     quantization,
+    unpack,
     with_dequantization,
 )
 from batchgen.model_files import adapter_folder, check_weight_files, gguf_file, only_pickled
@@ -51,6 +57,7 @@ from batchgen.prompts.gguf import alone
 from batchgen.prompts.images import no_images
 from batchgen.prompts.tokenizer import LoadedTokenizer, checkpoint_dtype, language_config, quiet
 from batchgen.request import TokenArray
+from batchgen.scheduling.sizes import free_host_memory
 from batchgen.stats import size_text
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -221,10 +228,7 @@ def load_model(
     )
     _check_found(config, found)
     if is_dequantized(tokenizer.hf_config):
-        if config.device_map is None:
-            plain_layers(module)
-        if dtype != "auto":
-            module = module.to(dtype)  # transformers leaves some in bfloat16
+        _settle(module, config, device, dtype)
         notes += (note_of(tokenizer.hf_config, module),)
     if config.lora is not None:
         with quiet():
@@ -240,14 +244,52 @@ def load_model(
         check_kernels(note)
     if tokenizer.head is not None:
         module = without_language_head(module, tokenizer.head)
+    give_freed_back()
     model = prepare(module, notes + note, compiled, config.compile, pack_linear=not int8)
+    if compiled is not None and not int8:
+        _unpack(module, config, device, fused=True)
     if int8:
         scales = checkpoint_scales(tokenizer.hf_config, weight_files(config)) if config.lora is None else {}
         model = quantize(model, texts, scales)
+    give_freed_back()
     vision = None
     if no_images(tokenizer) is None and not model.spread:
         vision = Vision(config, tokenizer, model.module, model.dtype)
     return replace(model, attention=config.attention, vision=vision)
+
+
+def _settle(module: Any, config: ModelConfig, device: torch.device, dtype: Any) -> None:
+    """Gives the weights of a quantized model the form in which they run, in place. `dtype`: see `_asked_dtype`."""
+    if config.device_map is None:
+        plain_layers(module)
+    for parameter in module.parameters():
+        # transformers leaves some in another type. Buffers, such as rotary frequencies, keep theirs.
+        if dtype not in ("auto", parameter.dtype):
+            parameter.data = parameter.data.to(dtype)
+    _unpack(module, config, device)
+
+
+def _unpack(module: Any, config: ModelConfig, device: torch.device, *, fused: bool = False) -> None:
+    """Unpacks the packed weights that our kernels do not read, in place, because plain torch unpacks them again in each step.
+
+    On a CPU, they stay packed if the plain ones took more than half of the free memory. `fused`: layers that kernels replace are replaced.
+    """
+    packed = packed_in(module)
+    reads = config.compile != "off" and config.quantize == "none" and config.lora is None and is_fast()
+    by_kernels = reads and device.type == "cpu" and config.device_map is None
+    if by_kernels:
+        table = module.get_input_embeddings()
+        packed = [
+            (part, name) for part, name in packed if part is not table and (fused or getattr(part, name).dim() > 2)
+        ]
+    plain = sum(getattr(part, name).nbytes for part, name in packed)
+    if (
+        config.lora is not None
+        or device.type != "cpu"
+        or config.device_map is not None
+        or plain <= free_host_memory() // 2
+    ):
+        unpack(packed)
 
 
 def _asked_dtype(config: ModelConfig, hf_config: Any, device: torch.device, processes: int) -> Any:
@@ -261,7 +303,7 @@ def _from_pretrained(
     config: ModelConfig, hf_config: Any, dtype: Any, device_map: Any, head: OutputHead | None
 ) -> tuple[Any, Mapping[str, Any]]:
     """Returns the module, and what transformers found and missed in the files. Raises `ModelError`."""
-    multimodal, method, kind = is_multimodal(hf_config), quant_method(hf_config), class_for(head, hf_config)
+    multimodal, kind = is_multimodal(hf_config), class_for(head, hf_config)
     place: str | None = config.model
     own: dict[str, Any] = {}
     if multimodal or is_dequantized(hf_config):
@@ -269,9 +311,11 @@ def _from_pretrained(
     gguf = gguf_file(config)
     try:
         with quiet(), ExitStack() as stack:
-            if method in PACKED:
+            packed = _packed(config, hf_config, kind, own.get("config"))
+            if packed is not None:
                 kind, place = own_class(kind, own["config"]), None
-                own["state_dict"] = _unpacked(config, hf_config)
+                own["state_dict"] = packed
+                stack.enter_context(patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))  # one weight at a time
                 dtype = dtype_of(config, hf_config) if dtype == "auto" else dtype
             elif gguf is not None:
                 place, own["gguf_file"] = stack.enter_context(alone(gguf)), gguf.name
@@ -296,8 +340,19 @@ def _from_pretrained(
     return module, found
 
 
-def _unpacked(config: ModelConfig, hf_config: Any) -> dict[str, Any]:
-    """Returns the weights of a packed checkpoint, which are downloaded if they are not on the disk."""
+def _packed(config: ModelConfig, hf_config: Any, kind: Any, own_config: Any) -> Mapping[str, Any] | None:
+    """Returns the weights of a packed checkpoint, which are downloaded if they are not on the disk; None for others."""
+    gguf, settings = gguf_file(config), quantization(hf_config)
+    if gguf is not None:
+
+        def empty() -> torch.nn.Module:
+            with torch.device("meta"):
+                module: torch.nn.Module = own_class(kind, own_config)(own_config)
+            return module
+
+        return gguf_weights(gguf, empty)
+    if settings is None or not is_read_packed(settings):
+        return None
     files = weight_files(config)
     if files is None:
         from huggingface_hub import snapshot_download
@@ -305,9 +360,7 @@ def _unpacked(config: ModelConfig, hf_config: Any) -> dict[str, Any]:
         with quiet():
             snapshot_download(config.model, revision=config.revision, allow_patterns=["*.safetensors", _INDEX])
         files = weight_files(config)
-    settings = quantization(hf_config)
-    assert settings is not None
-    return unpacked_weights(config.model, files or [], settings)
+    return packed_weights(config.model, files or [], settings)
 
 
 def _check_found(config: ModelConfig, found: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""Checkpoints that are dequantized while loading: the output is that of transformers, and a note tells the memory."""
+"""Quantized checkpoints: weights stay packed, every number is that of the dequantized weights, and a note tells the memory."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
+from batchgen.kernels.codes import PackedTensor
+from batchgen.model import loader
 from batchgen.model.loader import load_model, loaded_bytes
-from batchgen.model.weights.packed import unpacked_weights
-from batchgen.model.weights.quantized import check_quantization, packed_bits, plain_layers, with_dequantization
+from batchgen.model.weights.packed import packed_weights
+from batchgen.model.weights.quantized import bytes_of, check_quantization, packed_bits, plain_layers
 from batchgen.stats import size_text
 from support.models import engine_for, expect, make_requests, run, tiny_tokenizer
 from support.quantized import CHECKPOINTS, PACKED, dequantized, make
@@ -61,20 +64,74 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return request.param, folder, make(request.param, folder)
 
 
-def load(folder: Path, dtype: str) -> Any:
+@pytest.fixture(autouse=True)
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretends that no memory is free, so that all weights stay packed."""
+    monkeypatch.setattr(loader, "free_host_memory", lambda: 0)
+
+
+def load(folder: Path, dtype: str, compile: str = "off") -> Any:
     tokenizer = replace(tiny_tokenizer(), hf_config=AutoConfig.from_pretrained(folder))
-    return load_model(ModelConfig(model=str(folder), device="cpu", dtype=dtype, compile="off"), tokenizer)
+    return load_model(ModelConfig(model=str(folder), device="cpu", dtype=dtype, compile=compile), tokenizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_weight_is_that_of_the_dequantized_model_to_the_last_bit(
+    checkpoint: tuple[str, Path, Any], dtype: torch.dtype
+) -> None:
+    name, folder, _ = checkpoint
+    weights = dict(load(folder, str(dtype).removeprefix("torch.")).module.named_parameters())
+    expected = dict(dequantized(name, folder, dtype).named_parameters())
+    assert list(weights) == list(expected)
+    for key, weight in weights.items():
+        plain = weight.unpacked() if isinstance(weight, PackedTensor) else weight
+        assert plain.dtype == dtype
+        assert torch.equal(bits_of(plain), bits_of(expected[key])), key
+    packed = {key.split(".")[-2] for key, weight in weights.items() if isinstance(weight, PackedTensor)}
+    linear = set() if name == "mxfp4" else {f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert packed == linear | ({"experts"} if name == "mxfp4" or "experts" in name else set())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_logit_of_our_kernels_is_that_of_the_dequantized_model_to_the_last_bit(
+    checkpoint: tuple[str, Path, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    name, folder, original = checkpoint
+    exact = copy.deepcopy(original).to(dtype)
+    exact.load_state_dict(dequantized(name, folder, dtype).state_dict())
+    exact.save_pretrained(tmp_path)
+    found = []
+    for place in (folder, tmp_path):
+        model = load(place, str(dtype).removeprefix("torch."), compile="auto")
+        for weight in model.module.parameters():
+            if not isinstance(weight, PackedTensor):
+                weight.data = weight.data.clone()  # torch's products depend on where a mapped weight begins in memory
+        logits: list[torch.Tensor] = []
+        model.module.register_forward_hook(lambda _, args, out, logits=logits: logits.append(out.logits[0].clone()))
+        run(engine_for(model), make_requests(PROMPTS, LENGTHS))
+        found.append(bits_of(torch.cat(logits)))
+    assert torch.equal(*found)
+
+
+def test_on_a_cpu_only_weights_that_our_kernels_read_stay_packed_if_memory_allows(
+    checkpoint: tuple[str, Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder, _ = checkpoint
+    monkeypatch.setattr(loader, "free_host_memory", lambda: 1 << 30)
+    for kernels in ("off", "auto"):
+        parameters = load(folder, "bfloat16", compile=kernels).module.parameters()
+        assert {type(p) for p in parameters} == {torch.nn.Parameter}
+
+
+def bits_of(weight: torch.Tensor) -> torch.Tensor:
+    return weight.detach().contiguous().view(torch.int16)
 
 
 @torch.inference_mode()
 def test_the_output_is_that_of_transformers_on_the_dequantized_weights(checkpoint: tuple[str, Path, Any]) -> None:
     name, folder, original = checkpoint
-    if name in PACKED:
-        reference = dequantized(name, folder)
-    else:
-        asked = with_dequantization(AutoConfig.from_pretrained(folder))
-        reference = AutoModelForCausalLM.from_pretrained(folder, config=asked, dtype=torch.float32).float().eval()
-        plain_layers(reference)  # transformers 5.17 rounds activations
+    reference = dequantized(name, folder)
     model = load(folder, "float32")
     expected = [expect(reference, p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     results = run(engine_for(model), make_requests(PROMPTS, LENGTHS))
@@ -85,25 +142,31 @@ def test_the_output_is_that_of_transformers_on_the_dequantized_weights(checkpoin
     assert 1e-3 < apart < WIDEST[name]  # the checkpoint is quantized, and read correctly
 
 
-def test_a_note_tells_the_memory_of_the_dequantized_weights(checkpoint: tuple[str, Path, Any]) -> None:
-    name, folder, _ = checkpoint
+def test_a_note_tells_the_memory_of_the_packed_weights(checkpoint: tuple[str, Path, Any]) -> None:
+    name, folder, original = checkpoint
     model = load(folder, "bfloat16")
     kinds = {"awq": "AWQ", "gptq": "GPTQ", "gptq_v2": "GPTQ", "fp8": "FP8", "mxfp4": "MXFP4"}
     first = name.split()[0]
     kind = kinds.get(first, {"modelopt": "ModelOpt"}.get(first, first if name in PACKED else "compressed-tensors"))
-    size = size_text(sum(p.numel() * p.element_size() for p in model.module.parameters()))
+    weights = list(model.module.parameters())
+    size, whole = size_text(sum(map(bytes_of, weights))), size_text(sum(2 * p.numel() for p in original.parameters()))
     assert model.notes[0] == (
-        f"the {kind} weights were dequantized to bfloat16 and take {size}; activations are not quantized"
+        f"the {kind} weights stay packed and take {size} ({whole} in bfloat16); activations are not quantized"
     )
-    assert {p.dtype for p in model.module.parameters() if p.dim() > 1} == {torch.bfloat16}
+    packed = [p for p in weights if isinstance(p, PackedTensor)]
+    bits = 8 * sum(map(bytes_of, packed)) / sum(p.numel() for p in packed)
+    assert bits < (10.1 if is_in_8_bits(name) else 6.1)  # groups are small here
 
 
-def test_the_loaded_model_has_no_trace_of_the_quantization(checkpoint: tuple[str, Path, Any]) -> None:
+def is_in_8_bits(name: str) -> bool:
+    return "8" in name.replace("A8", "").upper()
+
+
+def test_nothing_but_the_weights_shows_the_quantization(checkpoint: tuple[str, Path, Any]) -> None:
     _, folder, original = checkpoint
     module = load(folder, "bfloat16").module
     assert getattr(module, "is_quantized", False) is False
     assert {type(part) for part in module.modules()} == {type(part) for part in original.modules()}
-    assert {type(p) for p in module.parameters()} == {torch.nn.Parameter}
     assert [name for name, _ in module.named_parameters()] == [name for name, _ in original.named_parameters()]
     assert not any("forward" in part.__dict__ for part in module.modules())
 
@@ -172,7 +235,7 @@ def test_an_unsupported_variant_of_a_format_is_refused(
     file = tmp_path / "model.safetensors"
     save_file({tensor: torch.zeros(1)}, file)
     with pytest.raises(ModelError) as e:
-        unpacked_weights("org/name", [file], settings)
+        packed_weights("org/name", [file], settings)
     assert str(e.value) == (
         f"the model 'org/name' is quantized in a way that batchgen does not read: {problem}; "
         "give the original model, or one quantized in a way that docs/quantized.md lists"

@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -15,7 +17,10 @@ from batchgen import LLM, JobConfig, SamplingParams, run_job
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.jobs.identity import model_identity
+from batchgen.kernels.codes import PackedTensor
 from batchgen.model.loader import load_model
+from batchgen.model.weights.gguf import TYPES, from_blocks
+from batchgen.model.weights.quantized import bytes_of
 from batchgen.model_files import gguf_file
 from batchgen.prompts import load_tokenizer
 from batchgen.stats import size_text
@@ -77,13 +82,17 @@ def test_the_command_shows_no_progress_bar_of_a_library(
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_note_tells_the_memory_of_the_weights_and_nothing_stays_packed(model: tuple[Path, Path]) -> None:
+def test_a_note_tells_the_memory_of_the_weights(model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchgen.model.loader.free_host_memory", lambda: 0)  # so that they stay packed
     file, _ = model
     config = ModelConfig(model=file, device="cpu", dtype="bfloat16", compile="off")
     loaded = load_model(config, load_tokenizer(config))
-    size = size_text(sum(p.numel() * p.element_size() for p in loaded.module.parameters()))
+    weights = list(loaded.module.parameters())
+    whole, size = size_text(sum(p.nbytes for p in weights)), size_text(sum(map(bytes_of, weights)))
     assert loaded.notes[0] == (
-        f"the GGUF weights were dequantized to bfloat16 and take {size}; activations are not quantized"
+        f"the GGUF weights were dequantized to bfloat16 and take {whole}; activations are not quantized"
+        if "F16" in file.name
+        else f"the GGUF weights stay packed and take {size} ({whole} in bfloat16); activations are not quantized"
     )
     assert getattr(loaded.module, "is_quantized", False) is False
     assert {p.dtype for p in loaded.module.parameters()} == {torch.bfloat16}
@@ -137,3 +146,41 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file.write_bytes(b"GGUF" + bytes(30))
     with pytest.raises(ModelError, match=r"needs the package gguf; pip install 'batchgen-llm\[quantized\]'"):
         load_tokenizer(ModelConfig(model=file))
+
+
+def blocks_of(kind: str, numbers: np.random.Generator) -> np.ndarray[Any, Any]:
+    """Random blocks [8, 4 blocks] of a type, whose scales in float16 are finite."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    places = {
+        "Q2_K": (80, 82),
+        "Q3_K": (108,),
+        "Q6_K": (208,),
+        "TQ1_0": (52,),
+        "TQ2_0": (64,),
+        "MXFP4": (),
+        "IQ1_M": (),
+    }
+    minima = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+    size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
+    blocks = numbers.integers(0, 256, (8, 4, size), dtype=np.uint8)
+    for at in places.get(kind, (0, 2) if kind in minima else (0,)):
+        blocks[..., at : at + 2] = numbers.normal(0, 0.02, (8, 4, 1)).astype(np.float16).view(np.uint8)
+    if kind == "IQ1_M":
+        blocks[..., 55] &= 0x3F  # the upper bits of its scale
+    return blocks.reshape(8, -1)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.filterwarnings("ignore")
+def test_the_numbers_of_packed_blocks_are_those_of_the_package_gguf_to_the_last_bit(kind: str) -> None:
+    from gguf import GGMLQuantizationType, dequantize
+
+    data = blocks_of(kind, np.random.default_rng(0))
+    packed = from_blocks(torch.from_numpy(data.copy()), kind)
+    assert isinstance(packed, PackedTensor)
+    expected = torch.from_numpy(dequantize(data, GGMLQuantizationType[kind]).copy())
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(packed.to(dtype).unpacked().view(torch.int16), expected.to(dtype).view(torch.int16))
+    if kind[:2] in ("Q4", "Q5", "Q6", "Q8", "Q3"):
+        assert packed.packed_bytes <= 1.04 * data.nbytes

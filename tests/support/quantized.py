@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from batchgen.model.weights.quantized import plain_layers
 from support.models import build
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -48,25 +49,37 @@ def make(name: str, folder: Path) -> Any:
 
 
 CHECKPOINTS = ("fp8", "fp8 experts", "mxfp4", "W8A8", "W8A16", "W4A16", "FP8_DYNAMIC", "NVFP4A16")
-"""Those that transformers dequantizes."""
+"""Those that transformers can dequantize."""
 PACKED = (
     "awq", "awq experts", "gptq", "gptq in order", "gptq 8 bits", "gptq_v2", "modelopt FP8", "modelopt NVFP4",
     "bitsandbytes nf4", "bitsandbytes fp4", "bitsandbytes int8",
 )  # fmt: skip
-"""Those that we dequantize."""
+"""Those that it cannot."""
 
 
-def dequantized(name: str, folder: Path) -> Any:
-    """The float32 model with the exact dequantized weights of a checkpoint of `PACKED`, from its own library or from the folder `exact`."""
-    from transformers import AutoModelForCausalLM
+def dequantized(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The model with the exact dequantized weights of a checkpoint, by transformers, by the format's own library, or from the folder `exact`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    if name in CHECKPOINTS:
+        config = AutoConfig.from_pretrained(folder)
+        config.quantization_config["dequantize"] = True
+        found = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype).to(dtype).eval()
+        plain_layers(found)  # transformers 5.17 rounds activations
+        return found
     if name.startswith("bitsandbytes"):
         made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for weight in made.parameters():
             if getattr(weight, "quant_state", None) is not None:
                 weight.quant_state.dtype = torch.float32  # otherwise the library rounds to the checkpoint's type
-        return made.dequantize().float().eval()
-    return AutoModelForCausalLM.from_pretrained(folder / "exact", dtype=torch.float32).eval()
+        made = made.dequantize().float()
+        if name.endswith("int8"):  # the library multiplies by a rounded 1 / 127
+            for key, scales in load_file(folder / "model.safetensors").items():
+                if key.endswith(".SCB"):
+                    layer = made.get_submodule(key.removesuffix(".SCB"))
+                    layer.weight.data = (layer.weight / (scales / 127)[:, None]).round() * scales[:, None] / 127
+        return made.to(dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(folder / "exact", dtype=dtype).eval()
 
 
 def _write(model: Any, folder: Path, state: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
@@ -82,8 +95,6 @@ def _write(model: Any, folder: Path, state: dict[str, torch.Tensor], settings: d
 def _fp8(model: Any, folder: Path) -> None:
     """DeepSeek's format: float8_e4m3fn, with a float32 scale for each square block of a weight."""
     model.save_pretrained(folder)  # experts as the hub has them, one by one
-    from safetensors.torch import load_file
-
     state = load_file(folder / "model.safetensors")
     for name, weight in list(state.items()):
         if name.endswith("_proj.weight"):
@@ -154,8 +165,6 @@ def _compressed_tensors(model: Any, preset: str, folder: Path) -> None:
 
 def _packed(model: Any, name: str, folder: Path) -> None:
     """Follows the definition of the format. Also writes the exact dequantized weights to the folder `exact`, in float32."""
-    from safetensors.torch import load_file
-
     model.save_pretrained(folder)  # experts as the hub has them, one by one
     state, exact = load_file(folder / "model.safetensors"), {}
     pack = {"awq": _awq, "gptq": _gptq, "modelopt": _modelopt}[name.split()[0].removesuffix("_v2")]

@@ -4,7 +4,7 @@
 // reads WIDTH words that lie side by side. A panel of a gated layer holds WIDTH / 2 rows of G and the same rows of U. A block of
 // ROWS rows by WIDTH columns is summed in registers, in float32 or in integers; results are rounded where the modules of transformers
 // round. ops.py and int8.py pack the weights. Weights that something else reads too, such as an embedding, stay as they are, and are
-// packed on the way into the cache.
+// packed on the way into the cache. Weights in codes (codes.h) are unpacked on that way.
 //
 // A row's sums do not depend on the rows beside it, nor on threads: each is one chain of products over the inner dimension, in its
 // order, whatever block of rows it is computed in.
@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "activation.h"
+#include "codes.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -47,6 +48,7 @@ constexpr int PREFETCHED = 0;
 // Numbers of x that are widened at a time; MAX_ROWS rows at least.
 constexpr int64_t WIDE_NUMBERS = 1 << 21;
 constexpr int64_t MIN_WIDENED = 1 << 15;  // numbers to widen that are worth a thread
+constexpr int CODED_DEPTH = 64;           // words of codes that a block of rows unpacks at a time: they stay in the smallest cache
 constexpr int64_t MIN_WORK = 1500;  // words of panels times blocks of rows, about 12 cycles each, that are worth a thread
 
 struct Product {  // `Product` in ops.py is the same
@@ -65,6 +67,7 @@ struct Product {  // `Product` in ops.py is the same
     int64_t inner;  // elements of the inner dimension
     int64_t group;  // words from the first E::side columns of a panel to the next ones
     int64_t w_row;  // words from one row of W [columns][words] to the next; 0 where W is packed
+    const Codes* codes;  // the weights, or null where they are numbers
 };
 
 // Computes the sums [R][WIDTH] of R rows of x times a panel, over `words` words. With `more` they are added to those in `sums`, else to `from`
@@ -254,22 +257,24 @@ void multiply(Product p) {
     in_parallel(tasks, threads, [&](Tasks& some) {
         uint32_t sums[MAX_ROWS * WIDTH];
         uint32_t wide[E::a_words == 2 ? DEPTH * WIDTH : 1];
-        std::vector<uint32_t> packed(p.w_row ? DEPTH * WIDTH : 0);
+        std::vector<uint32_t> packed(p.w_row || p.codes ? DEPTH * WIDTH : 0);
         // Returns what this thread reads after word `end` of the task's panel: the rest of the panel, or probably the panel of the task after those
         // that other threads take meanwhile.
         const auto after = [&](int64_t task, int64_t end, int64_t depth) -> Next {
             const int64_t from = end < p.words ? end : 0, next = from > 0 ? task : task + threads;
-            if (next >= tasks || p.w_row) return {nullptr, 0};
+            if (next >= tasks || p.w_row || p.codes) return {nullptr, 0};
             return {p.weights + (next % panels * p.words + from) * WIDTH, std::min(depth, p.words - from)};
         };
         for (int64_t task; (task = some.take()) >= 0;) {
             const int64_t panel = task % panels, begin = task / panels * task_rows, end = std::min(p.rows, begin + task_rows);
             const bool widens = E::a_words == 2 && end - begin >= WIDENED_ROWS;
-            const int64_t depth = widens ? DEPTH / 2 : DEPTH;
+            const int64_t depth = widens ? DEPTH / 2 : p.codes && end - begin <= ROWS ? CODED_DEPTH : DEPTH;
             for (int64_t k = 0; k < p.words; k += depth) {
                 const int64_t words = std::min(depth, p.words - k);
                 const uint32_t* weights = p.weights + panel * p.words * WIDTH + k * E::side;
                 if (p.w_row) pack<WIDTH>(p, panel, k, words, packed.data()), weights = packed.data();
+                if constexpr (!E::scaled)
+                    if (p.codes) unpack<E::per_word, WIDTH, WIDTH>(*p.codes, panel, k * E::per_word, words * E::per_word, packed.data()), weights = packed.data();
                 if constexpr (E::a_words == 2)
                     if (widens) {
                         widen<E>(weights, words, wide);

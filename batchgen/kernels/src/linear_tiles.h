@@ -14,7 +14,7 @@ constexpr int64_t MIN_TILES = 150;  // products of 16 rows, 16 words and a panel
 template <class E, class T>
 class TileTask {
    public:
-    explicit TileTask(const Product& p) : p_(p), packed_(p.w_row ? TILE_DEPTH * WIDTH : 0) {
+    explicit TileTask(const Product& p) : p_(p), packed_(p.w_row || p.codes ? TILE_DEPTH * WIDTH : 0) {
         const int64_t last = p.words - (p.words - 1) / TILE_DEPTH * TILE_DEPTH;
         rows_at_a_time_ = (SIDE - 1) / std::max<int64_t>(1, last / TILE * (WIDTH / SIDE)) + 1;
     }
@@ -29,6 +29,8 @@ class TileTask {
             const uint32_t* weights = p_.weights + panel * p_.words * WIDTH + k * SIDE;
             int64_t from_side = p_.words * SIDE;
             if (p_.w_row) pack<SIDE>(p_, panel, k, words, packed_.data()), weights = packed_.data(), from_side = words * SIDE;
+            if constexpr (!E::scaled)
+                if (p_.codes) unpack<2, WIDTH, SIDE>(*p_.codes, panel, 2 * k, 2 * words, packed_.data()), weights = packed_.data(), from_side = words * SIDE;
             for (int64_t row = begin; row < end; row += SIDE) {
                 add(row, k, words, weights, from_side);
                 if (k + words == p_.words) summed_ = std::min(end, row + SIDE);
@@ -39,7 +41,7 @@ class TileTask {
 
    private:
     void plan_fetching(int64_t rows, int64_t next) {
-        if (next < 0 || p_.w_row) return void(ahead_ = ahead_end_ = nullptr);
+        if (next < 0 || p_.w_row || p_.codes) return void(ahead_ = ahead_end_ = nullptr);
         const int64_t words = p_.words * WIDTH, steps = (rows + SIDE - 1) / SIDE * (WIDTH / SIDE) * ((p_.words + TILE - 1) / TILE);
         ahead_ = p_.weights + next * words;
         ahead_end_ = ahead_ + words;

@@ -10,6 +10,7 @@
 #include <smmintrin.h>
 #include <avxintrin.h>
 #include <avx2intrin.h>
+#include <f16cintrin.h>
 #if defined(__AVXVNNI__)
 #include <avxvnniintrin.h>
 #endif

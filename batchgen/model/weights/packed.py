@@ -1,7 +1,7 @@
-"""Reads weights in packed formats that transformers reads only with another package's kernels: AWQ, GPTQ, bitsandbytes and ModelOpt.
+"""Reads the weights of quantized checkpoints in safetensors, and keeps them packed.
 
-To transformers, the weights look like those of a model that was never quantized. Each is unpacked when transformers asks for it, so that
-only a few weights at a time are in memory in both forms.
+To transformers, the weights look like those of a model that was never quantized: each is a `PackedTensor` of its shape. What a format stores
+is described here, one function a format. Numbers mean what the format's own library makes of them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from batchgen.errors import ModelError
+from batchgen.kernels.codes import E2M1, Coding, PackedTensor, levels_of, packed_planes
 
 _Tensors = Mapping[str, torch.Tensor]
-_Unpack = Callable[[_Tensors, Mapping[str, Any]], torch.Tensor]
+_Read = Callable[[_Tensors, Mapping[str, Any]], torch.Tensor]
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Of each column of a block of eight, the number of its nibble in AWQ's word."""
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _PARTS = {
     "awq": ("qweight", "qzeros", "scales"),
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
@@ -28,24 +28,46 @@ _PARTS = {
         "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "SCB", "weight_format",
     ),
     "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale"),
+    "fp8": ("weight", "weight_scale_inv", "activation_scale", "input_scale"),
+    "mxfp4": ("_blocks", "_scales"),
+    "compressed-tensors": (
+        "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_global_scale", "weight_g_idx",
+        "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point", "k_scale", "v_scale",
+    ),
 }  # fmt: skip
 """The tensors of a weight, by the end of their name, which follows the layer's. Scales of activations and of the KV are not used."""
 PACKED = frozenset(_PARTS)
 """The formats, by their `quant_method`."""
+_COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")
+"""The formats of compressed-tensors that are read here. transformers dequantizes the others."""
 
 
-class PackedWeight:
-    """A weight that is unpacked when it is indexed. Stands in for a slice of a file of safetensors, which transformers indexes."""
+class _Unread:
+    """A packed weight in its file. Stands in for a slice of a file of safetensors, which transformers indexes."""
 
-    def __init__(self, parts: Mapping[str, Any], unpack: _Unpack, settings: Mapping[str, Any]) -> None:
-        self._parts, self._unpack, self._settings = parts, unpack, settings
+    def __init__(self, parts: Mapping[str, Any], read: _Read, settings: Mapping[str, Any]) -> None:
+        self._parts, self._read, self._settings = parts, read, settings
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Returns the whole weight, in float32 or as it is in the file; `index` is `...`."""
-        return self._unpack({name: part[...] for name, part in self._parts.items()}, self._settings)[index]
+        """Returns the weight; `index` is `...`."""
+        return self._read({name: part[...] for name, part in self._parts.items()}, self._settings)
 
 
-def unpacked_weights(model: str, files: Sequence[Path], settings: Mapping[str, Any]) -> dict[str, Any]:
+def is_read_packed(settings: Mapping[str, Any] | None) -> bool:
+    """Whether weights of a checkpoint with these quantization settings are read here."""
+    method = None if settings is None else settings.get("quant_method")
+    if settings is None or method not in PACKED:
+        return False
+    if method != "compressed-tensors":
+        return True
+    groups = list((settings.get("config_groups") or {}).values())
+    formats = {group.get("format") or settings.get("format") for group in groups}
+    bits = {(group.get("weights") or {}).get("num_bits") for group in groups}
+    sparse = (settings.get("sparsity_config") or {}).get("format") not in (None, "dense")
+    return bool(groups) and formats.issubset(_COMPRESSED) and bits.issubset((4, 8)) and not sparse
+
+
+def packed_weights(model: str, files: Sequence[Path], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the weights of the files, by their names in a model that is not quantized. `settings`: the checkpoint's quantization settings.
 
     Raises `ModelError` for a variant of the format that is not known.
@@ -65,20 +87,38 @@ def unpacked_weights(model: str, files: Sequence[Path], settings: Mapping[str, A
             f"the model {model!r} is quantized in a way that batchgen does not read: {problem}",
             "give the original model, or one quantized in a way that docs/quantized.md lists",
         )
+    return _by_weight(slices, method, settings)
+
+
+def _by_weight(slices: Mapping[str, Any], method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Gathers the parts of each weight."""
+    suffixes = sorted(_PARTS[method], key=len, reverse=True)
     layers: dict[str, dict[str, Any]] = {}
     found: dict[str, Any] = {}
     for name, part in slices.items():
-        suffix = next((s for s in sorted(_PARTS[method], key=len, reverse=True) if name.endswith(f".{s}")), None)
-        if suffix is None:
+        if method == "fp8":
+            name = _usual_name(name, slices)
+        ends = (s if s.startswith("_") else f".{s}" for s in suffixes)
+        end = next((end for end in ends if name.endswith(end)), None)
+        if end is None:
             found[name] = part
         else:
-            layers.setdefault(name.removesuffix(f".{suffix}"), {})[suffix] = part
+            layers.setdefault(name.removesuffix(end), {})[end.removeprefix(".")] = part
     for layer, parts in layers.items():
-        if "weight" in parts and len(parts) == 1:
+        if method == "mxfp4":
+            found[layer] = _Unread(parts, _mxfp4, settings)
+        elif "weight" in parts and len(parts) == 1:
             found[f"{layer}.weight"] = parts["weight"]  # a layer that is not quantized
-        elif "weight" in parts or "qweight" in parts:
-            found[f"{layer}.weight"] = PackedWeight(parts, _UNPACK[method], settings)
+        elif not parts.keys().isdisjoint(("weight", "qweight", "weight_packed")):
+            found[f"{layer}.weight"] = _Unread(parts, _READ[method], settings)
     return found
+
+
+def _usual_name(name: str, slices: Mapping[str, Any]) -> str:
+    """Returns the name that most FP8 checkpoints have for the scales of a weight."""
+    layer, _, last = name.rpartition(".")
+    weight = slices.get(f"{layer}.weight") if last in ("scale", "qscale_weight") else None
+    return name if weight is None or weight.get_dtype() not in ("F8_E4M3", "I8") else f"{layer}.weight_scale_inv"
 
 
 def _unknown_variant(method: str, settings: Mapping[str, Any]) -> str | None:
@@ -93,18 +133,29 @@ def _unknown_variant(method: str, settings: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _nibbles(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Returns the numbers of `bits` bits in int32 words, the lowest first, in a new last dimension."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    return (words[..., None] >> shifts) & ((1 << bits) - 1)
+def packed(coding: Coding, codes: torch.Tensor, **parts: torch.Tensor) -> torch.Tensor:
+    """Returns the weight of codes [..., K] in uint8; rows whose numbers do not fill bytes are unpacked."""
+    size = codes.shape[-1]
+    fill = -size % 8
+    if fill:
+        codes = torch.nn.functional.pad(codes, (0, fill))
+    made = PackedTensor(coding, {**packed_planes(codes, coding.bits), **parts})
+    return made.unpacked()[..., :size] if fill else made
+
+
+def _codes(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Returns the numbers of `bits` bits in int32 words, the lowest first, as uint8 in a new last dimension."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    in_bytes = words.contiguous()[..., None].view(torch.uint8)
+    return ((in_bytes[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
 def _awq(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
     """AutoAWQ's `gemm`: int32 [in, out/8], zeros [in/group, out/8] and scales [in/group, out]; in a word, columns are in the order `_AWQ_ORDER`."""
-    weight, zeros = (_nibbles(parts[name], 4)[..., list(_AWQ_ORDER)].flatten(1) for name in ("qweight", "qzeros"))
-    scales = parts["scales"].float()
-    weight = weight.view(scales.shape[0], weight.shape[0] // scales.shape[0], -1) - zeros[:, None]
-    return (weight * scales[:, None]).flatten(0, 1).T.contiguous()
+    codes, zeros = (_codes(parts[name], 4)[..., list(_AWQ_ORDER)].flatten(1).T for name in ("qweight", "qzeros"))
+    scales = parts["scales"].T.contiguous()
+    coding = Coding(4, group=codes.shape[1] // scales.shape[1])
+    return packed(coding, codes, zeros=zeros.contiguous(), scales=scales)
 
 
 def _gptq(parts: _Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
@@ -112,32 +163,50 @@ def _gptq(parts: _Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
 
     Except with `checkpoint_format` `gptq_v2`, stored zeros are too small by one. The bits of a layer may differ from the settings' (`dynamic`).
     """
-    words, scales, groups = parts["qweight"], parts["scales"].float(), parts.get("g_idx")
+    words, scales, groups = parts["qweight"], parts["scales"].T.contiguous(), parts.get("g_idx")
     bits = int(settings["bits"]) if groups is None else words.shape[0] * 32 // len(groups)
-    weight = _nibbles(words.T.contiguous(), bits).flatten(1)  # [out, in]
+    codes = _codes(words.T, bits).flatten(1)
     shift = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
-    zeros = (_nibbles(parts["qzeros"], bits).flatten(1) + shift) & ((1 << bits) - 1)
-    if groups is None:
-        groups = torch.arange(weight.shape[1]) // (weight.shape[1] // scales.shape[0])
-    groups = groups.long()
-    return (weight - zeros[groups].T) * scales[groups].T
+    zeros = (_codes(parts["qzeros"], bits).flatten(1) + shift) & ((1 << bits) - 1)
+    zeros = zeros.T[: scales.shape[0]].contiguous()
+    size = codes.shape[1] // scales.shape[1]
+    if groups is None or torch.equal(groups, torch.arange(codes.shape[1], dtype=groups.dtype) // max(size, 1)):
+        return packed(Coding(bits, group=size), codes, zeros=zeros, scales=scales)
+    return packed(Coding(bits), codes, zeros=zeros, scales=scales, groups=groups.int())
 
 
 def _bitsandbytes(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
     """NF4 and FP4: codes of a table of 16 numbers, with a scale for each block, which may itself be quantized. int8: a scale for each row."""
     state = next((part for name, part in parts.items() if ".quant_state." in name), None)
+    weight = parts["weight"]
     if state is None:
-        return parts["weight"].float() * parts["SCB"].float()[:, None] / 127
+        coding = Coding(8, zero=128, group=weight.shape[1], divisor=127.0)
+        return packed(coding, weight.view(torch.uint8) ^ 0x80, scales=parts["SCB"].float()[:, None])
     made = json.loads(bytes(state.tolist()))
     scales = parts["weight.absmax"]
     if "weight.nested_absmax" in parts:
         nested = parts["weight.nested_absmax"].repeat_interleave(made["nested_blocksize"])[: len(scales)]
         scales = parts["weight.nested_quant_map"][scales.long()] * nested + made["nested_offset"]
-    packed = parts["weight"].flatten()
-    codes = torch.stack([packed >> 4, packed & 15], -1).flatten().long()
-    size = torch.Size(made["shape"]).numel()
-    scales = scales.float().repeat_interleave(made["blocksize"])[:size]
-    return (parts["weight.quant_map"][codes[:size]].float() * scales).view(made["shape"])
+    rows, size = made["shape"]
+    group = made["blocksize"]
+    levels = tuple(parts["weight.quant_map"].float().tolist())
+    codes = torch.stack([weight.flatten() >> 4, weight.flatten() & 15], -1).flatten()[: rows * size]
+    if size % group == 0:
+        return packed(Coding(4, levels, group=group), codes.view(rows, size), scales=scales.float().view(rows, -1))
+    numbers = torch.tensor(levels)[codes.long()] * scales.float().repeat_interleave(group)[: rows * size]
+    return numbers.view(rows, size)  # blocks go on over the end of rows
+
+
+def _in_float8(weight: torch.Tensor, **scales: Any) -> torch.Tensor:
+    if weight.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"weights of type {weight.dtype} are not known here")
+    rounds = scales.pop("rounds", None)
+    return packed(Coding(8, "e4m3", rounds=rounds, group=scales.pop("group")), weight.view(torch.uint8), **scales)
+
+
+def nibbles(weight: torch.Tensor) -> torch.Tensor:
+    """Returns the codes of bytes of two, the lower first."""
+    return torch.stack([weight & 15, weight >> 4], -1).flatten(-2)
 
 
 def _modelopt(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
@@ -145,11 +214,72 @@ def _modelopt(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
     weight, scale = parts["weight"], parts.get("weight_scale")
     if scale is None:
         return weight
+    rows, size = weight.shape[0], weight.shape[-1]
     if weight.dtype != torch.uint8:
-        return weight.float() * (scale.float()[:, None] if scale.dim() == 1 and len(scale) > 1 else scale.float())
-    codes = torch.stack([weight & 15, weight >> 4], -1).flatten(-2).long()
-    scales = scale.float() * parts["weight_scale_2"].float()
-    return torch.tensor(_E2M1)[codes] * scales.repeat_interleave(codes.shape[-1] // scale.shape[-1], -1)
+        return _in_float8(weight, scales=scale.float().view(-1, 1).expand(rows, 1).contiguous(), group=size)
+    coding = Coding(4, E2M1, group=2 * size // scale.shape[-1], sub="e4m3")
+    whole = parts["weight_scale_2"].float().view(1, 1).expand(rows, 1).contiguous()
+    return packed(coding, nibbles(weight), sub=scale.view(torch.uint8), scales=whole)
 
 
-_UNPACK: dict[str, _Unpack] = {"awq": _awq, "gptq": _gptq, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt}
+def _fp8(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
+    """DeepSeek's: a scale for each block of rows and inputs. Weights in int8 are two numbers of FP4 in a byte; scales in uint8 are exponents."""
+    weight, scales = parts["weight"], parts.get("weight_scale_inv")
+    if scales is None:
+        return weight
+    pairs = weight.dtype == torch.int8
+    rows, size = weight.shape[0], weight.shape[1] * (2 if pairs else 1)
+    if scales.dtype == torch.uint8:
+        scales = levels_of("e8m0")[scales.long()]
+    scales = scales.float().reshape(scales.shape[-2:] if scales.dim() > 1 else (1, 1))
+    if rows % scales.shape[0] or size % scales.shape[1]:
+        raise ValueError(f"weights [{rows}, {size}] have scales for {list(scales.shape)} blocks")
+    group = size // scales.shape[1]
+    scales = scales.repeat_interleave(rows // scales.shape[0], 0)
+    if pairs:
+        return packed(Coding(4, E2M1, group=group), nibbles(weight.view(torch.uint8)), scales=scales)
+    return _in_float8(weight, scales=scales, group=group)
+
+
+def _mxfp4(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
+    """OpenAI's, of experts: blocks [E, out, in/32, 16] of two codes in a byte, with an exponent [E, out, in/32]. The weight is [E, in, out]."""
+    coding = Coding(4, E2M1, group=32, sub="e8m0")
+    blocks = {"plane4": parts["_blocks"].flatten(-2), "sub": parts["_scales"]}
+    return PackedTensor(coding, blocks, transposed=True)
+
+
+def _compressed_tensors(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
+    """Codes in words or bytes, with scales for groups, rows or the tensor, in whose type numbers are computed; NVFP4 has an FP8 scale and one for the tensor."""
+    scale, weight = parts.get("weight_scale"), parts.get("weight", parts.get("weight_packed"))
+    assert weight is not None
+    if scale is None:
+        return weight
+    if "weight_global_scale" in parts:
+        whole = parts["weight_global_scale"].float().view(1, 1).expand(len(weight), 1).contiguous()
+        coding = Coding(4, E2M1, group=16, sub="e4m3", divides=True, rounds=torch.bfloat16)
+        return packed(coding, nibbles(weight), sub=scale.view(torch.uint8), scales=whole)
+    rounds = None if scale.dtype == torch.float32 else scale.dtype
+    scale = scale.reshape(-1, scale.shape[-1] if scale.dim() else 1)
+    scale = scale.expand(len(weight), scale.shape[1]).contiguous()
+    if weight.dtype == torch.float8_e4m3fn:
+        return _in_float8(weight, scales=scale, group=weight.shape[1] // scale.shape[1], rounds=rounds)
+    if weight.dtype == torch.int8:
+        bits, codes = 8, weight.view(torch.uint8) ^ 0x80
+    else:
+        size = int(parts["weight_shape"][1])
+        bits = 32 // -(-size // weight.shape[1])
+        codes = _codes(weight, bits).flatten(1)[:, :size]
+    coding = Coding(bits, zero=1 << (bits - 1), group=codes.shape[1] // scale.shape[1], rounds=rounds)
+    zeros = parts.get("weight_zero_point")
+    if zeros is None or not zeros.any():
+        return packed(coding, codes, scales=scale)
+    if zeros.dtype == torch.int32:
+        zeros = _codes(zeros.T, bits).flatten(1).T[: len(codes)]
+    else:
+        zeros = (zeros.to(torch.int16) + coding.zero).to(torch.uint8).expand(scale.shape)
+    return packed(coding, codes, scales=scale, zeros=zeros.contiguous())
+
+
+_READ: dict[str, _Read] = {
+    "awq": _awq, "gptq": _gptq, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "fp8": _fp8, "compressed-tensors": _compressed_tensors,
+}  # fmt: skip

@@ -1,20 +1,22 @@
 """Checkpoints whose weights are quantized: which of them are read, and what they are in memory.
 
-While they are loaded, transformers dequantizes FP8, MXFP4 and compressed-tensors, and `packed` dequantizes AWQ, GPTQ, bitsandbytes and ModelOpt,
-on every kind of device. Then plain weights of 16 or 32 bits run, with all of batchgen's kernels. Weights of torchao stay as they are.
+`packed` and `gguf` read them, and they stay packed, on every kind of device. transformers dequantizes the few kinds that these do not know.
+Weights of torchao stay as they are.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from batchgen.errors import ModelError
-from batchgen.model.weights.packed import PACKED
+from batchgen.kernels.codes import PackedTensor
+from batchgen.model.weights.packed import is_read_packed
 from batchgen.model_files import check_quantizer
 from batchgen.prompts.gguf import METHOD
 from batchgen.prompts.tokenizer import language_config, text_config
@@ -25,8 +27,8 @@ DEQUANTIZED = {
     "awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "modelopt": "ModelOpt",
     METHOD: "GGUF",
 }  # fmt: skip
-"""The formats that are dequantized at load, by `quant_method`, with their names in messages."""
-_PACKAGES = {"fp8": "accelerate", "compressed-tensors": "compressed_tensors", "torchao": "torchao"}
+"""The formats whose numbers are those of the plain weights of a type, by `quant_method`, with their names in messages."""
+_PACKAGES = {"compressed-tensors": "compressed_tensors", "torchao": "torchao"}
 
 
 def quant_method(hf_config: Any) -> str | None:
@@ -36,7 +38,7 @@ def quant_method(hf_config: Any) -> str | None:
 
 
 def is_dequantized(hf_config: Any) -> bool:
-    """Whether the weights become plain ones while they are loaded."""
+    """Whether the weights stand for plain ones of 16 or 32 bits."""
     return quant_method(hf_config) in DEQUANTIZED
 
 
@@ -62,7 +64,7 @@ def check_quantization(model: str, hf_config: Any) -> None:
     """Raises `ModelError` for a format that batchgen does not read, or that needs a package that is not installed."""
     method = quant_method(hf_config)
     check_quantizer(repr(model), method)
-    package = _PACKAGES.get(method or "")
+    package = None if is_read_packed(quantization(hf_config)) else _PACKAGES.get(method or "")
     if package is not None and find_spec(package) is None:
         raise ModelError(
             f"the model {model!r} is quantized with {DEQUANTIZED.get(method or '', method)}, which needs the package {package.replace('_', '-')}",
@@ -74,7 +76,7 @@ def with_dequantization(hf_config: Any) -> Any:
     """Returns a copy of the configuration with which transformers dequantizes the weights, or takes weights that are already plain."""
     asked = copy.deepcopy(hf_config)
     settings = quantization(asked)
-    if quant_method(asked) in PACKED or quant_method(asked) == METHOD:
+    if is_read_packed(settings) or quant_method(asked) == METHOD:
         for part in _configs(asked):
             if hasattr(part, "quantization_config"):
                 del part.quantization_config
@@ -121,12 +123,39 @@ def num_weights(name: str, dtype: str, shape: list[int], bits: int = 4) -> int:
 
 
 def note_of(hf_config: Any, module: torch.nn.Module) -> str:
-    """Returns a sentence for the user about a model that was dequantized."""
+    """Returns a sentence for the user about the weights of a quantized model in memory."""
     parameters = list(module.parameters())
-    size = sum(p.numel() * p.element_size() for p in parameters)
+    whole = size_text(sum(p.numel() * p.element_size() for p in parameters))
     dtype = str(max(parameters, key=torch.Tensor.numel).dtype).removeprefix("torch.")
     name = DEQUANTIZED[quant_method(hf_config) or ""]
-    return f"the {name} weights were dequantized to {dtype} and take {size_text(size)}; activations are not quantized"
+    if not any(isinstance(p, PackedTensor) for p in parameters):
+        return f"the {name} weights were dequantized to {dtype} and take {whole}; activations are not quantized"
+    size = size_text(sum(map(bytes_of, parameters)))
+    return f"the {name} weights stay packed and take {size} ({whole} in {dtype}); activations are not quantized"
+
+
+def bytes_of(weight: torch.Tensor) -> int:
+    """Returns the memory that a weight takes."""
+    return weight.packed_bytes if isinstance(weight, PackedTensor) else weight.nbytes
+
+
+def packed_in(module: torch.nn.Module) -> list[tuple[Any, str]]:
+    """Returns the packed parameters of a module: the part that has each, and its name there."""
+    parameters: list[tuple[Any, str, Any]] = [
+        (m, name, p) for m in module.modules() for name, p in m._parameters.items()
+    ]
+    return [(part, name) for part, name, weight in parameters if isinstance(weight, PackedTensor)]
+
+
+@torch.no_grad()
+def unpack(packed: Sequence[tuple[Any, str]]) -> None:
+    """Makes plain parameters of packed ones (`packed_in`), in place. What shares a packed one shares the plain one."""
+    plain: dict[int, torch.nn.Parameter] = {}
+    kept = [getattr(part, name) for part, name in packed]  # so that no id is used twice
+    for (part, name), weight in zip(packed, kept, strict=True):
+        if id(weight) not in plain:
+            plain[id(weight)] = torch.nn.Parameter(weight.unpacked(), requires_grad=False)
+        part._parameters[name] = plain[id(weight)]
 
 
 def packed_bits(hf_config: Any) -> int:

@@ -1,0 +1,137 @@
+"""Packed weights in the layout of the kernels for the CPU, which unpack a panel on its way into the cache (codes.h)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import torch
+
+from batchgen.kernels.codes import PLANES, PackedTensor, are_alike, offsets_of, scales_of
+from batchgen.kernels.memory import in_huge_pages
+
+_LEVELS = {"table": 1, "e4m3": 2}
+_TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+_FINE = {"u8": 1, "i8": 2, "e4m3": 3, "e8m0": 4}
+_RANGE = (1e-20, 1e20)
+"""Of scales and offsets, except 0: numbers between are neither infinite nor so small that processors differ."""
+
+
+class _Groups(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("coarse", "fine")),
+        *((name, ctypes.c_int64) for name in ("type", "fine_type", "per_coarse", "divides")),
+    )
+
+
+class CodesArguments(ctypes.Structure):
+    """`Codes` in codes.h is the same."""
+
+    _fields_ = (
+        ("planes", ctypes.c_void_p * 4),
+        *((name, ctypes.c_void_p) for name in ("table", "zeros", "group_of")),
+        *((name, _Groups) for name in ("scales", "offsets")),
+        *((name, ctypes.c_int64) for name in ("inputs", "groups", "group", "levels", "zero", "rounds")),
+        ("divisor", ctypes.c_double),
+    )
+
+
+def can_unpack(weight: torch.Tensor) -> bool:
+    """Whether the kernels can unpack a weight [N, K] to exactly the numbers that it stands for."""
+    if not isinstance(weight, PackedTensor) or weight.transposed or weight.dim() != 2:
+        return False
+    coding, parts = weight.coding, weight.parts
+    return (
+        weight.shape[1] % 32 == 0
+        and (coding.group % 8 == 0 if "groups" not in parts else coding.levels is None and "offsets" not in parts)
+        and coding.rounds in (None, torch.bfloat16)
+        and weight.dtype in (torch.float32, torch.bfloat16)
+        and all(parts[name].dtype in _TYPES for name in ("scales", "offsets") if name in parts)
+        and (coding.divisor == 1 or (coding.levels is None and coding.bits == 8 and "offsets" not in parts))
+        and (coding.levels is None or "offsets" not in parts)
+        and (not isinstance(coding.levels, tuple) or coding.bits <= 4)
+        and (coding.levels != "e4m3" or not bool((parts["plane8"] & 0x7F == 0x7F).any()))
+        and _is_in_range(scales_of(coding, parts))
+        and _is_in_range(offsets_of(parts))
+    )
+
+
+def _is_in_range(x: torch.Tensor | None) -> bool:
+    return x is None or bool(((x == 0) | ((x.abs() > _RANGE[0]) & (x.abs() < _RANGE[1]))).all())
+
+
+class Codes:
+    """Packed weights [N, K], one or two of the same form whose rows share each panel."""
+
+    def __init__(self, weights: Sequence[PackedTensor], panels: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
+        """`weights` must be alike, and `can_unpack` hold for each. They are copied. `panels`: see `ops`."""
+        first = weights[0]
+        coding, parts = first.coding, first.parts
+        self.coding = coding
+        self._dtype = first.dtype
+        self.parts: dict[str, torch.Tensor] = {}
+        """[panels, words or groups, columns of a panel]"""
+        for name, part in parts.items():
+            if name == "groups":
+                self.parts[name] = part.int().contiguous()
+            else:
+                rows = [weight.parts[name].contiguous() for weight in weights]
+                rows = [row.view(torch.int32) for row in rows] if name.startswith("plane") else rows
+                self.parts[name] = in_huge_pages(panels(rows).transpose(1, 2))
+        self._table = None
+        if isinstance(coding.levels, tuple):
+            self._table = torch.zeros(16)
+            self._table[: len(coding.levels)] = torch.tensor(coding.levels, dtype=torch.float32)
+        self.argument = self._argument(first.shape[1])
+
+    def _argument(self, inputs: int) -> CodesArguments:
+        coding, parts = self.coding, self.parts
+        counts = [
+            parts[name].shape[1] for name in ("scales", "sub", "zeros", "offsets", "sub_offsets") if name in parts
+        ]
+        groups = max(counts)
+        levels = 0 if coding.levels is None else _LEVELS.get(str(coding.levels), 1)
+        argument = CodesArguments(
+            table=None if self._table is None else self._table.data_ptr(), zeros=self._address("zeros"),
+            group_of=self._address("groups"), scales=self._groups("scales", "sub", coding.sub, groups, coding.divides),
+            offsets=self._groups("offsets", "sub_offsets", "u8", groups), inputs=inputs, groups=groups, group=coding.group or inputs,
+            levels=levels, zero=coding.zero, rounds=coding.rounds is not None, divisor=coding.divisor,
+        )  # fmt: skip
+        for i, size in enumerate((8, 4, 2, 1)):
+            argument.planes[i] = self._address(f"plane{size}") if size in PLANES[coding.bits] else None
+        return argument
+
+    def _groups(self, name: str, sub: str, kind: str, groups: int, divides: bool = False) -> _Groups:
+        coarse, fine = self.parts.get(name), self.parts.get(sub)
+        per_coarse = groups if coarse is None else -(-groups // coarse.shape[1])
+        return _Groups(
+            self._address(name), self._address(sub), 0 if coarse is None else _TYPES[coarse.dtype],
+            0 if fine is None else _FINE[kind], per_coarse, divides,
+        )  # fmt: skip
+
+    def _address(self, name: str) -> int | None:
+        return self.parts[name].data_ptr() if name in self.parts else None
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.argument)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """Returns rows [first, last) of one weight, unpacked."""
+        parts = {}
+        for name, part in self.parts.items():
+            if name == "groups":
+                parts[name] = part
+            else:
+                rows = part.transpose(1, 2).flatten(0, 1)[first:last].contiguous()
+                parts[name] = rows.view(torch.uint8) if name.startswith("plane") else rows
+        return PackedTensor(self.coding, parts, self._dtype).unpacked()
+
+
+def can_share(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether the kernels can unpack all of these weights, in panels that they share."""
+    return all(map(can_unpack, weights)) and all(are_alike(weight, weights[0]) for weight in weights)

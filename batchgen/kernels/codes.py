@@ -1,0 +1,357 @@
+"""Weights that stay packed in memory: codes of a few bits, and what they mean.
+
+All packed formats come down to one form. A code stands for a level, or for itself less a zero; the number is
+
+    round(level * scale [/ divisor] [+ offset])
+
+in float32, with a scale (and an offset, a zero) for each group of inputs of each row. `PackedTensor` is a parameter in this form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
+"""A code's bits lie in planes, lowest bits first: of 4 bits two numbers in a byte, of 2 bits four, of 1 bit eight. The first number is the lowest."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+AT_A_TIME = 1 << 22
+"""Numbers that are unpacked at a time in plain torch, because each step of that takes memory."""
+
+Parts = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """What the codes of a weight mean, apart from its tensors (`Parts`)."""
+
+    bits: int
+    """A key of `PLANES`."""
+    levels: tuple[float, ...] | str | None = None
+    """The level of each code; "e4m3" for the numbers of float8_e4m3fn; None: the code less the zero."""
+    zero: int = 0
+    """Of a coding without levels and without the part `zeros`."""
+    group: int = 0
+    """Inputs that have one scale; 0: the part `groups` has the group of each input."""
+    sub: str = ""
+    """What the part `sub`, a byte for each group, means: "u8", "i8", "e4m3", or "e8m0" for a power of two. It multiplies the scale."""
+    divides: bool = False
+    """Whether the scale is `sub` divided by the part `scales`."""
+    divisor: float = 1.0
+    rounds: torch.dtype | None = None
+    """A type that numbers are rounded to before they are rounded to the weight's own."""
+
+
+@cache
+def levels_of(kind: str) -> torch.Tensor:
+    """Returns the 256 numbers that a byte of this kind stands for, in float32."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    if kind == "e4m3":
+        return numbers.view(torch.float8_e4m3fn).float()
+    if kind == "e8m0":
+        return torch.ldexp(torch.ones(256), numbers.int() - 127)
+    return (numbers.view(torch.int8) if kind == "i8" else numbers).float()
+
+
+def packed_planes(codes: torch.Tensor, bits: int) -> dict[str, torch.Tensor]:
+    """Returns the planes of codes [..., K] in uint8; K must be a multiple of 8."""
+    found, shift = {}, 0
+    for size in PLANES[bits]:
+        count = 8 // size
+        numbers = ((codes >> shift) & ((1 << size) - 1)).reshape(*codes.shape[:-1], -1, count)
+        found[f"plane{size}"] = torch.stack([numbers[..., i] << (i * size) for i in range(count)]).sum(0, dtype=torch.uint8)  # fmt: skip
+        shift += size
+    return found
+
+
+def unpacked_codes(coding: Coding, parts: Parts) -> torch.Tensor:
+    """Returns the codes [..., K] in uint8."""
+    codes, shift = None, 0
+    for size in PLANES[coding.bits]:
+        plane = parts[f"plane{size}"]
+        if size < 8:
+            shifts = torch.arange(0, 8, size, dtype=torch.uint8, device=plane.device)
+            plane = ((plane[..., None] >> shifts) & ((1 << size) - 1)).flatten(-2)
+        codes = plane if codes is None else codes | (plane << shift)
+        shift += size
+    assert codes is not None
+    return codes
+
+
+def scales_of(coding: Coding, parts: Parts) -> torch.Tensor:
+    """Returns the scale of each group, [..., G] in float32."""
+    return _by_group(parts, "scales", coding.sub, coding.divides)
+
+
+def offsets_of(parts: Parts) -> torch.Tensor | None:
+    """Returns the offset of each group, [..., G] in float32; None if there are none."""
+    return _by_group(parts, "offsets", "u8", divides=False) if "offsets" in parts else None
+
+
+def _by_group(parts: Parts, name: str, kind: str, divides: bool) -> torch.Tensor:
+    sub = parts.get("sub" if name == "scales" else f"sub_{name}")
+    if sub is None:
+        return parts[name].float()
+    fine = levels_of(kind).to(sub.device)[sub.long()]
+    if name not in parts:
+        return fine
+    coarse = parts[name].float()
+    coarse = coarse.repeat_interleave(-(-sub.shape[-1] // coarse.shape[-1]), -1)[..., : sub.shape[-1]]
+    return fine / coarse if divides else coarse * fine
+
+
+def dequantize(coding: Coding, parts: Parts) -> torch.Tensor:
+    """Returns the numbers [..., K] in float32, before they are rounded to the weight's type."""
+    codes = unpacked_codes(coding, parts)
+    size = codes.shape[-1]
+
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        """Returns [..., K] of one number for each group."""
+        if x.shape[-1] == 1 or not coding.group:
+            return x if "groups" not in parts else x[..., parts["groups"].long()]
+        return x.repeat_interleave(coding.group, -1)[..., :size]
+
+    if coding.levels is not None:
+        levels = (
+            levels_of(coding.levels)
+            if isinstance(coding.levels, str)
+            else torch.tensor(coding.levels, dtype=torch.float32)
+        )
+        numbers = levels.to(codes.device)[codes.long()]
+    elif "zeros" in parts:
+        numbers = codes.float() - spread(parts["zeros"].float())
+    else:
+        numbers = codes.float() - coding.zero
+    numbers *= spread(scales_of(coding, parts))
+    if coding.divisor != 1:
+        numbers /= coding.divisor
+    offsets = offsets_of(parts)
+    if offsets is not None:
+        numbers += spread(offsets)
+    return numbers if coding.rounds is None else numbers.to(coding.rounds)
+
+
+class _Scratch:
+    """Memory that weights are unpacked into, one after the other: one for each device and type. It grows."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns room for a tensor, which the next call may hand out again."""
+        size = math.prod(shape)
+        found = self._memory.get((device, dtype))
+        if found is None or found.numel() < size:
+            with torch.inference_mode(False):  # may be written in any mode
+                self._memory[device, dtype] = found = torch.empty(size, dtype=dtype, device=device)
+        return found[:size].view(*shape)
+
+
+_scratch = _Scratch()
+
+
+class PackedTensor(torch.Tensor):
+    """A weight [..., N, K] that stays packed. It behaves as the plain tensor of its shape and type.
+
+    What only moves, selects or joins rows keeps it packed. Everything else unpacks it first: a product into memory that all weights share.
+    """
+
+    coding: Coding
+    parts: dict[str, torch.Tensor]
+    transposed: bool
+    """Whether the last two dimensions of the tensor are those of the parts the other way round."""
+    is_view: bool
+    """Whether the plain tensor is a transposed view of another, whose layout products see."""
+
+    @staticmethod
+    def __new__(
+        cls,
+        coding: Coding,
+        parts: Parts,
+        dtype: torch.dtype = torch.float32,
+        *,
+        transposed: bool = False,
+        is_view: bool = False,
+    ) -> PackedTensor:
+        first = parts[f"plane{PLANES[coding.bits][0]}"]
+        shape = [*first.shape[:-1], first.shape[-1] * (8 // PLANES[coding.bits][0])]
+        if transposed:
+            shape[-2:] = shape[:-3:-1]
+        with torch.inference_mode(False):  # views of parameters are not inference tensors
+            made: PackedTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=first.device)
+        made.coding, made.parts, made.transposed, made.is_view = coding, dict(parts), transposed, is_view
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"PackedTensor({list(self.shape)}, {self.dtype}, {self.coding})"
+
+    @property
+    def packed_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    def with_parts(self, change: Callable[[torch.Tensor], torch.Tensor], **new: Any) -> PackedTensor:
+        """Returns a tensor whose parts, all but `groups`, are changed."""
+        parts = {name: part if name == "groups" else change(part) for name, part in self.parts.items()}
+        settings: dict[str, Any] = {
+            name: getattr(self, name) for name in ("coding", "dtype", "transposed", "is_view")
+        } | new
+        return PackedTensor(parts=parts, **settings)
+
+    @torch.inference_mode(False)  # views of it may be views of parameters
+    @torch.no_grad()
+    def unpacked(self, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the plain tensor. `into`: room for it as the parts lie, [..., N, K]."""
+        shape = self.shape if not self.transposed else (*self.shape[:-2], self.shape[-1], self.shape[-2])
+        out = torch.empty(shape, dtype=self.dtype, device=self.device) if into is None else into
+        rows, to = math.prod(shape[:-1]), out.view(-1, shape[-1])
+        flat = self if len(shape) == 2 else self.with_parts(lambda part: part.reshape(rows, part.shape[-1]))
+        at_a_time = max(1, AT_A_TIME // shape[-1])
+        for first in range(0, rows, at_a_time):
+            some = {n: p if n == "groups" else p[first : first + at_a_time] for n, p in flat.parts.items()}
+            to[first : first + at_a_time] = dequantize(self.coding, some)
+        if self.transposed != self.is_view:
+            out = out.transpose(-1, -2).contiguous()
+        return out.transpose(-1, -2) if self.is_view else out
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        packed = _KEPT.get(func)
+        if packed is not None:
+            found = packed(*args, **kwargs)
+            if found is not None:
+                return found
+        shared = func in _PRODUCTS
+        if not shared and func not in _KEPT and (found := func.decompose(*args, **kwargs)) is not NotImplemented:
+            return found  # in inference mode, operations arrive that consist of others
+
+        def plain(x: Any) -> Any:
+            if isinstance(x, PackedTensor):
+                if shared and x.transposed == x.is_view:
+                    shape = x.transpose(-1, -2).shape if x.transposed else x.shape
+                    return x.unpacked(_scratch.take(shape, x.dtype, x.device))
+                return x.unpacked()
+            return type(x)(map(plain, x)) if isinstance(x, list | tuple) else x
+
+        return func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
+
+
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.linear.default, _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.matmul.default, _aten._grouped_mm.default}  # fmt: skip
+"""Operations that read one weight and give something new."""
+
+
+def _copied(x: PackedTensor, *_: Any, dtype: torch.dtype | None = None, device: Any = None, **__: Any) -> PackedTensor:
+    coding = x.coding
+    if dtype is not None and not dtype.is_floating_point:
+        return None  # type: ignore[return-value]
+    if dtype is not None and x.dtype != torch.float32 and dtype != x.dtype and coding.rounds is None:
+        coding = replace(coding, rounds=x.dtype)
+    return x.with_parts(lambda part: part.to(device=device), coding=coding, dtype=dtype or x.dtype)
+
+
+def _leading(x: Any, dim: int) -> int | None:
+    """Returns the dimension of the parts; None if it is not one before the rows' numbers."""
+    dim %= x.dim()
+    return dim if dim < x.dim() - (2 if x.transposed else 1) else None
+
+
+def _along(operation: Any) -> Callable[..., Any]:
+    """Returns an operation on one leading dimension of a packed tensor."""
+
+    def run(x: PackedTensor, dim: int = 0, *args: Any) -> Any:
+        at = _leading(x, dim)
+        return None if at is None else x.with_parts(lambda part: operation(part, at, *args))
+
+    return run
+
+
+def _split(x: PackedTensor, sizes: Any, dim: int = 0) -> Any:
+    at = _leading(x, dim)
+    if at is None:
+        return None
+    sizes = [sizes] * -(-x.shape[at] // sizes) if isinstance(sizes, int) else sizes
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [x.with_parts(lambda part, s=s, n=n: part.narrow(at, s, min(n, x.shape[at] - s))) for s, n in zip(starts, sizes, strict=True)]  # type: ignore[misc]  # fmt: skip
+
+
+def _joined(operation: Any) -> Callable[..., Any]:
+    def run(tensors: Sequence[Any], dim: int = 0) -> Any:
+        first = tensors[0]
+        if not all(isinstance(x, PackedTensor) and are_alike(x, first) for x in tensors):
+            return None
+        inner = 2 if first.transposed else 1
+        at = dim % (first.dim() + (operation is torch.stack))
+        if at > first.dim() - inner or (at == first.dim() - inner and operation is torch.cat):
+            return None
+        parts = {n: p if n == "groups" else operation([x.parts[n] for x in tensors], at) for n, p in first.parts.items()}  # fmt: skip
+        return PackedTensor(first.coding, parts, first.dtype, transposed=first.transposed, is_view=first.is_view)
+
+    return run
+
+
+def are_alike(x: Any, y: Any) -> bool:
+    """Whether two packed tensors differ only in their rows."""
+    return (
+        (x.coding, x.dtype, x.transposed, x.is_view, x.device) == (y.coding, y.dtype, y.transposed, y.is_view, y.device)
+        and {n: (p.dtype, p.shape[-1]) for n, p in x.parts.items()} == {n: (p.dtype, p.shape[-1]) for n, p in y.parts.items()}
+        and ("groups" not in x.parts or torch.equal(x.parts["groups"], y.parts["groups"]))
+    )  # fmt: skip
+
+
+def _viewed(x: PackedTensor, sizes: Sequence[int]) -> Any:
+    known = -math.prod(sizes)
+    sizes = [x.numel() // known if size == -1 else size for size in sizes]
+    if x.transposed or not sizes or sizes[-1] != x.shape[-1]:
+        return x if list(sizes) == list(x.shape) else None
+    return x.with_parts(lambda part: part.reshape(*sizes[:-1], part.shape[-1]))
+
+
+def _swapped(x: PackedTensor, first: int, second: int) -> Any:
+    first, second = sorted((first % x.dim(), second % x.dim()))
+    if (first, second) == (x.dim() - 2, x.dim() - 1):
+        return x.with_parts(lambda part: part, transposed=not x.transposed, is_view=not x.is_view)
+    inner = x.dim() - (2 if x.transposed else 1)
+    return None if second >= inner else x.with_parts(lambda part: part.transpose(first, second))
+
+
+def _rows(x: PackedTensor, indices: Sequence[Any]) -> Any:
+    if len(indices) != 1 or indices[0] is None or _leading(x, 0) is None:
+        return None
+    return x.with_parts(lambda part: part[indices[0]])
+
+
+def _embedded(x: PackedTensor, indices: torch.Tensor, *_: Any) -> Any:
+    return None if x.transposed or x.dim() != 2 else x.with_parts(lambda part: part[indices]).unpacked()
+
+
+_KEPT: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: lambda x: x.with_parts(lambda part: part),
+    _aten.alias.default: lambda x: x.with_parts(lambda part: part),
+    _aten.clone.default: lambda x, **_: x.with_parts(torch.clone),
+    _aten._to_copy.default: _copied,
+    _aten.to.dtype: lambda x, dtype, *_: _copied(x, dtype=dtype),
+    _aten.view.default: _viewed,
+    _aten._unsafe_view.default: _viewed,
+    _aten.reshape.default: _viewed,
+    _aten.t.default: lambda x: _swapped(x, 0, 1),
+    _aten.transpose.int: _swapped,
+    _aten.unsqueeze.default: lambda x, dim: None if dim % (x.dim() + 1) > x.dim() - 1 - x.transposed else x.with_parts(lambda part: part.unsqueeze(dim % (x.dim() + 1))),
+    _aten.select.int: _along(lambda part, dim, index: part.select(dim, int(index))),
+    _aten.slice.Tensor: _along(lambda part, dim, start=None, end=None, step=1: part[(slice(None),) * dim + (slice(start, end, step),)]),
+    _aten.index_select.default: _along(torch.index_select),
+    _aten.split.Tensor: _split,
+    _aten.split_with_sizes.default: _split,
+    _aten.index.Tensor: _rows,
+    _aten.cat.default: _joined(torch.cat),
+    _aten.stack.default: _joined(torch.stack),
+    _aten.embedding.default: _embedded,
+}  # fmt: skip
+"""What keeps a weight packed. A function returns None where the weight must be unpacked."""

@@ -1,0 +1,225 @@
+"""Reads the weights of a GGUF file, and keeps them packed.
+
+A file has blocks of 32 or 256 numbers: codes, and the scales of their groups. The package gguf knows how codes lie in a block: it unpacks
+blocks whose scales are 1. transformers knows which tensor is which weight, and how rows are put in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from batchgen.kernels.codes import Coding
+from batchgen.model.weights.packed import nibbles, packed
+
+_ROWS_AT_A_TIME = 1 << 22  # numbers
+
+
+def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    return blocks[..., at : at + 2].contiguous().view(torch.float16)
+
+
+def _words(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Returns little-endian words of `size` bytes as int64."""
+    in_bytes = x.reshape(*x.shape[:-1], -1, size).long()
+    return (in_bytes << (8 * torch.arange(size))).sum(-1)
+
+
+def _fields(words: torch.Tensor, shifts: list[int], mask: int) -> torch.Tensor:
+    return ((words[..., None] >> torch.tensor(shifts)) & mask).flatten(-2)
+
+
+_Scales = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+
+
+def _one(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"scales": _half(x, 0)}
+
+
+def _and_minimum(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"scales": _half(x, 0), "offsets": _half(x, 2)}
+
+
+def _q2_k(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"scales": _half(x, 80), "sub": x[..., :16] & 15, "offsets": -_half(x, 82), "sub_offsets": x[..., :16] >> 4}
+
+
+def _q3_k(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Scales of 6 bits, less 32: the lower 4 bits of all, then the upper 2."""
+    low, high = x[..., 96:104], x[..., 104:108]
+    low = torch.cat([low & 15, low >> 4], -1)
+    high = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], -1)
+    return {"scales": _half(x, 108), "sub": (low | (high << 4)) - 32}
+
+
+def _q4_k(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Eight scales and eight minima of 6 bits. The upper 2 bits of the last four are in the bytes of the first four."""
+    a, b, rest = x[..., 4:8], x[..., 8:12], x[..., 12:16]
+    scales = torch.cat([a & 63, (rest & 15) | ((a >> 6) << 4)], -1)
+    minima = torch.cat([b & 63, (rest >> 4) | ((b >> 6) << 4)], -1)
+    return {"scales": _half(x, 0), "sub": scales, "offsets": -_half(x, 2), "sub_offsets": minima}
+
+
+def _q6_k(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"scales": _half(x, 208), "sub": x[..., 192:208]}
+
+
+def _iq4_xs(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    low = nibbles(x[..., 4:8])
+    high = _fields(_words(x[..., 2:4], 2), list(range(0, 16, 2)), 3)
+    return {"scales": _half(x, 0), "sub": (low | (high << 4)).to(torch.uint8) - 32}
+
+
+def _odd(d: torch.Tensor, numbers: torch.Tensor, by: float = 1.0) -> dict[str, torch.Tensor]:
+    """Scales d (2 s + 1), times a power of two."""
+    return {"scales": d.float() * by, "sub": (2 * numbers + 1).to(torch.uint8)}
+
+
+def _iq1_m(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    words = _words(x[..., 48:56], 2)
+    d = ((words >> 12) << (4 * torch.arange(4))).sum(-1, keepdim=True).to(torch.int32).to(torch.int16).view(torch.float16)  # fmt: skip
+    return _odd(d, _fields(words, [0, 3, 6, 9], 7))
+
+
+class _Type(NamedTuple):
+    """A type of blocks."""
+
+    bits: int
+    group: int
+    scales: _Scales
+    unit: tuple[tuple[int, str], ...]
+    """Bytes that make the scales 1: where they begin, and what they are, in hexadecimal."""
+    zero: int = 0
+    levels: tuple[float, ...] | None = None
+    sub: str = ""
+    masked: slice | None = None
+    """Bytes whose upper bits are scales, which are to be 0."""
+    mask: int = 15
+
+
+def _both(*levels: float) -> tuple[float, ...]:
+    return tuple(sorted({*levels, *(-level for level in levels)}))
+
+
+_ONE = "003c"
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_IQ3, _IQ2, _IQ1 = _both(4, 12, 20, 28, 36, 44, 52, 62), _both(8, 25, 43), _both(0.125, 0.875, 1.125)
+TYPES = {
+    "Q4_0": _Type(4, 32, _one, ((0, _ONE),), zero=8),
+    "Q4_1": _Type(4, 32, _and_minimum, ((0, _ONE + "0000"),)),
+    "Q5_0": _Type(5, 32, _one, ((0, _ONE),), zero=16),
+    "Q5_1": _Type(5, 32, _and_minimum, ((0, _ONE + "0000"),)),
+    "Q8_0": _Type(8, 32, _one, ((0, _ONE),), zero=128),
+    "Q2_K": _Type(2, 16, _q2_k, ((0, "01" * 16), (80, _ONE + "0000")), sub="u8"),
+    "Q3_K": _Type(3, 16, _q3_k, ((96, "11" * 8 + "aa" * 4), (108, _ONE)), zero=4, sub="i8"),
+    "Q4_K": _Type(4, 32, _q4_k, ((0, _ONE + "0000"), (4, "01" * 4 + "00" * 4 + "01" * 4)), sub="u8"),
+    "Q5_K": _Type(5, 32, _q4_k, ((0, _ONE + "0000"), (4, "01" * 4 + "00" * 4 + "01" * 4)), sub="u8"),
+    "Q6_K": _Type(6, 16, _q6_k, ((192, "01" * 16), (208, _ONE)), zero=32, sub="i8"),
+    "TQ1_0": _Type(2, 256, lambda x: {"scales": _half(x, 52)}, ((52, _ONE),), zero=1),
+    "TQ2_0": _Type(2, 256, lambda x: {"scales": _half(x, 64)}, ((64, _ONE),), zero=1),
+    "IQ4_NL": _Type(4, 32, _one, ((0, _ONE),), levels=_IQ4),
+    "IQ4_XS": _Type(4, 32, _iq4_xs, ((0, _ONE + "aaaa" + "11" * 4),), levels=_IQ4, sub="i8"),
+    "IQ3_XXS": _Type(
+        4, 32, lambda x: _odd(_half(x, 0), _words(x[..., 66:98], 4) >> 28, 1 / 4), ((0, "0044"),), levels=_IQ3, sub="u8", masked=slice(69, 98, 4)
+    ),
+    "IQ3_S": _Type(
+        4, 32, lambda x: _odd(_half(x, 0), nibbles(x[..., 106:110])), ((0, _ONE), (106, "00" * 4)), levels=_both(*range(1, 16, 2)), sub="u8"
+    ),
+    "IQ2_XXS": _Type(
+        3, 32, lambda x: _odd(_half(x, 0), _words(x[..., 2:], 4)[..., 1::2] >> 28, 1 / 8), ((0, "0048"),), levels=_IQ2, sub="u8", masked=slice(9, 66, 8)
+    ),
+    "IQ2_XS": _Type(3, 16, lambda x: _odd(_half(x, 0), nibbles(x[..., 66:]), 1 / 8), ((0, "0048"), (66, "00" * 8)), levels=_IQ2, sub="u8"),
+    "IQ2_S": _Type(3, 16, lambda x: _odd(_half(x, 0), nibbles(x[..., 74:]), 1 / 8), ((0, "0048"), (74, "00" * 8)), levels=_IQ2, sub="u8"),
+    "IQ1_S": _Type(
+        3, 32, lambda x: _odd(_half(x, 0), (_words(x[..., 34:], 2) >> 12) & 7), ((0, _ONE),), levels=_IQ1, sub="u8", masked=slice(35, 50, 2), mask=0x8F
+    ),
+    "IQ1_M": _Type(3, 16, _iq1_m, ((48, "0000000000c00030"),), levels=_IQ1, sub="u8"),
+    "MXFP4": _Type(
+        4, 32, lambda x: {"sub": x[..., :1].contiguous()}, ((0, "80"),), levels=_both(0.0, 1, 2, 3, 4, 6, 8, 12), sub="e8m0"
+    ),
+}  # fmt: skip
+
+
+def from_blocks(data: torch.Tensor, kind: str) -> torch.Tensor:
+    """Returns the weight of blocks [..., bytes of a row] of a type in `TYPES`."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    layout, quantized = TYPES[kind], GGMLQuantizationType[kind]
+    size = GGML_QUANT_SIZES[quantized][1]
+    blocks = data.reshape(*data.shape[:-1], -1, size)
+    parts = {name: part.flatten(-2) for name, part in layout.scales(blocks).items()}
+    unit = blocks.clone()
+    for at, text in layout.unit:
+        written = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+        unit[..., at : at + len(written)] = written
+    if layout.masked is not None:
+        unit[..., layout.masked] &= layout.mask
+    levels = dequantize(unit.flatten(-2).numpy(), quantized)
+    if layout.levels is None:
+        codes = (levels + np.float32(layout.zero)).astype(np.uint8)
+    else:
+        codes = np.searchsorted(np.array(layout.levels, np.float32), levels).astype(np.uint8)
+    halved = tuple(level / 2 for level in layout.levels or ()) if kind == "MXFP4" else layout.levels
+    coding = Coding(layout.bits, halved, layout.zero, layout.group, layout.sub)
+    return packed(coding, torch.from_numpy(codes), **parts)
+
+
+class _Raw:
+    """A weight in blocks, which transformers indexes once."""
+
+    def __init__(self, data: torch.Tensor, kind: str) -> None:
+        self._data: torch.Tensor | None = data
+        self._kind = kind
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        data, self._data = self._data, None
+        assert data is not None
+        return from_blocks(data, self._kind)
+
+
+_MOVES_ROWS = ("TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProcessor", "NemotronTensorProcessor", "Qwen2MoeTensorProcessor", "MiniMaxM2TensorProcessor")  # fmt: skip
+"""The classes of transformers that give a matrix a name and its rows an order, and change no number in it."""
+
+
+def gguf_weights(path: Path, model: Callable[[], torch.nn.Module]) -> Mapping[str, Any] | None:
+    """Returns the weights of a file by their names in the model; None if transformers must unpack them. `model` makes one without weights."""
+    import gguf
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    file = gguf.GGUFReader(path)
+    architecture = reader.read_field(file, "general.architecture")[0]
+    processor = reader.TENSOR_PROCESSORS.get(architecture, reader.TensorProcessor)
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in file.tensors}
+    halves = ((name, name.replace("_gate_exps", "_up_exps")) for name in kinds if "_gate_exps" in name)
+    if processor.__name__ not in _MOVES_ROWS or _has_other_reader(architecture) or any(kinds[a] != kinds[b] for a, b in halves):  # fmt: skip
+        return None
+    plain = gguf.dequantize
+
+    def tagged(data: Any, kind: Any) -> Any:
+        """Returns blocks as they are, with the number of their type after each row."""
+        if kind.name not in TYPES or data.ndim < 2:
+            return plain(data, kind)
+        return np.concatenate([data, np.full((*data.shape[:-1], 1), kind.value, np.uint8)], -1)
+
+    with patch.object(gguf, "dequantize", tagged):
+        loaded = reader.load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model())
+    found: dict[str, Any] = loaded["tensors"]
+    for name, data in found.items():
+        if data.dtype == torch.uint8:
+            kind = gguf.GGMLQuantizationType(int(data.flatten()[-1]))
+            found[name] = _Raw(data[..., :-1], kind.name)
+    return found
+
+
+def _has_other_reader(architecture: str) -> bool:
+    """Whether transformers computes the numbers of this architecture in the model's type, with other roundings (from 5.23 on)."""
+    try:
+        from transformers.integrations.gguf.utils import is_gguf_arch_supported
+    except ImportError:
+        return False
+    return bool(is_gguf_arch_supported(architecture))
