@@ -13,6 +13,7 @@ import numpy as np
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
 from batchgen.options import flag_of
+from batchgen.process.templates import template_process
 from batchgen.prompts.columns import check_task, task_option
 from batchgen.prompts.encoding import Encoder, TextEncoder, Texts
 from batchgen.prompts.images import PromptImages, ShownPrompt
@@ -159,6 +160,10 @@ class PromptBuilder:
     def keep_keys(self, first_max_tokens: int | None) -> None:
         """Gives rows the keys that they had when the command's `max_tokens` was this, before a later run raised it. None: it was not raised."""
         self._first_max_tokens = first_max_tokens
+
+    def close(self) -> None:
+        """Ends the process that renders templates, and so frees its memory. The next `build` starts it again."""
+        template_process().close()
 
     def stop(self) -> None:
         """Ends `build` in another thread soon, by an exception."""

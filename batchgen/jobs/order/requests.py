@@ -169,6 +169,10 @@ class RequestReader:
     def _built(self, rows: Sequence[Row]) -> list[Request | Result]:
         return [self._check(b) if isinstance(b, Request) else b for b in self._prompts.build(rows)] if rows else []
 
+    def close(self) -> None:
+        """Gives back what only building needs. It comes back if more is built."""
+        self._prompts.close()
+
     def stop(self) -> None:
         """Ends `build` in another thread soon, by an exception."""
         self._prompts.stop()
@@ -333,6 +337,7 @@ class FirstReading:
         except BaseException as e:  # noqa: BLE001 - raised by `result`
             self._sorted.set_exception(e)
         finally:
+            self._reader.close()
             if not self._has_requests.done():
                 self._has_requests.set_result(False)
             with self._lock:
