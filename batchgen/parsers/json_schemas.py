@@ -202,9 +202,12 @@ class _Narrowing:
             return schema
         items = schema.get("items")
         items = referenced(items, self._root) if isinstance(items, dict) and "$ref" in items else items
-        values = [] if not isinstance(items, dict) else items.get("enum", [items["const"]] if "const" in items else [])
-        values = list({json.dumps(value): value for value in values}.values())
-        sizes = range(int(schema.get("minItems", 0)), min(int(schema.get("maxItems", len(values))), len(values)) + 1)
+        values = items.get("enum", [items["const"]] if "const" in items else []) if isinstance(items, dict) else []
+        values = list({json.dumps(value): value for value in values}.values()) if isinstance(values, list) else []
+        min_items, max_items = schema.get("minItems", 0), schema.get("maxItems", len(values))
+        if not isinstance(min_items, int) or not isinstance(max_items, int):
+            raise ValueError("minItems and maxItems must be whole numbers")
+        sizes = range(min_items, min(max_items, len(values)) + 1)
         count = sum(math.perm(len(values), size) for size in sizes)
         others = {"prefixItems", "contains"} & schema.keys()
         if not values or others or not 0 < count <= MAX_LISTS:
@@ -247,9 +250,9 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
         for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
         if isinstance(bound := schema.get(name), int | float)
     }
-    if not any("inimum" in name for name in given) and all(bound >= -limit for bound in given.values()):
+    if not schema.keys() & {"minimum", "exclusiveMinimum"} and all(bound >= -limit for bound in given.values()):
         schema["minimum"] = -limit
-    if not any("aximum" in name for name in given) and all(bound <= limit for bound in given.values()):
+    if not schema.keys() & {"maximum", "exclusiveMaximum"} and all(bound <= limit for bound in given.values()):
         schema["maximum"] = limit
     fine = [bound for bound in given.values() if abs(bound) > limit or -_exponent(bound) > MAX_DECIMALS]
     if "number" in types and "multipleOf" not in schema and not fine:

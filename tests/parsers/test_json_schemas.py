@@ -62,6 +62,7 @@ def test_a_schema_that_refers_to_itself_is_closed_everywhere() -> None:
         ({"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.5}, {}),
         ({"type": "number", "enum": [1e30]}, {}),
         ({"type": "string"}, {}),
+        ({"type": "number", "minimum": "0", "maximum": 1}, {"multipleOf": 1e-10}),  # llguidance has the message
     ],
 )
 def test_a_number_gets_the_bounds_and_decimals_that_it_lacks(schema: dict[str, Any], added: dict[str, Any]) -> None:
@@ -91,12 +92,18 @@ def test_lists_of_different_items_are_enumerated(schema: dict[str, Any], lists: 
     [
         ({}, "at most 2,000 different lists; leave it out"),
         ({"items": {"enum": list(range(9))}}, "not 986,410: set a smaller maxItems, or leave it out"),
+        ({"items": {"enum": "abc"}}, "at most 2,000 different lists; leave it out"),
         ({"items": {"enum": [1]}, "minItems": 2}, "at most 2,000 different lists; leave it out"),
     ],
 )
 def test_lists_of_different_items_that_are_too_many_cannot_be_enforced(schema: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=f"^uniqueItems can be enforced .*{why}$"):
         enforceable({"type": "array", "uniqueItems": True, **schema})
+
+
+def test_a_size_that_is_no_number_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^minItems and maxItems must be whole numbers$"):
+        enforceable({"type": "array", "uniqueItems": True, "items": {"enum": [1]}, "minItems": "q"})
 
 
 @pytest.mark.parametrize(
