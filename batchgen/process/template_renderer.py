@@ -35,6 +35,7 @@ def main() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     os.chdir("/")  # the parent's folder may be removed
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads take address space, 40 MB each, and are not needed
     socket, place, seconds, memory = map(int, sys.argv[1:])
     connection = Connection(socket)
     connection.send_bytes(pickle.dumps(True))

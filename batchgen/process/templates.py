@@ -25,7 +25,7 @@ from batchgen.process.child_process import Process, exit_code, how_it_ended, sta
 SECONDS = 10
 """Processor time that one render may take. Up to a second more is possible."""
 MEMORY = 2 << 30
-"""Address space of the child process, in bytes. The process itself takes about 0.3 GiB of it."""
+"""Address space of the child process, in bytes. The process itself takes about 0.15 GiB of it."""
 _BATCH_ROWS, _BATCH_BYTES = 256, 1 << 20  # what is sent at once
 _POLL_SECONDS = 0.2
 
