@@ -37,6 +37,8 @@ class Image:
     """Rows and columns of its tokens, for models whose positions have three axes; (0, 0) for other models."""
     alone: bool = True
     """False if it is prepared as one of several images, by a model that makes a difference."""
+    whole: bool = False
+    """Whether its tokens see one another, those after them too: they run in one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

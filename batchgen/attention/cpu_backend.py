@@ -43,7 +43,7 @@ class _Plan(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("num_tokens", "block_size", "num_shared", "num_chunks", "tile")),
-        *((name, ctypes.c_void_p) for name in ("positions", "kv_indices", "shared", "chunks", "blocks", "starts")),
+        *((name, ctypes.c_void_p) for name in ("positions", "ends", "kv_indices", "shared", "chunks", "blocks", "starts")),
     ]  # fmt: skip
 
 
@@ -101,7 +101,15 @@ class PackedAttention:
         shared = sorted(
             ((p.block, p.num_blocks, p.q_start, p.q_end, p.position) for p in parts), key=lambda part: part[-1]
         )
-        arrays: tuple[Any, ...] = (split.positions, split.kv_indices, shared, chunks, blocks, np.array(indices) * size)
+        arrays: tuple[Any, ...] = (
+            split.positions,
+            split.ends,
+            split.kv_indices,
+            shared,
+            chunks,
+            blocks,
+            np.array(indices) * size,
+        )
         self._arrays = [np.ascontiguousarray(a, dtype=np.int32) for a in arrays]  # kept for as long as the plan is used
         counts = (split.num_tokens, size, len(shared), len(split.chunks))
         self._counts, self._pointers = counts, tuple(a.ctypes.data for a in self._arrays)

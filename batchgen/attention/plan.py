@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.scheduling.batch import ScheduledSpan
-from batchgen.scheduling.sequence import PrefixNodeSpan
+from batchgen.scheduling.sequence import PrefixNodeSpan, last_seen
 
 CAUSAL_CHUNK = 256
 """Maximum number of queries in a causal part. The keys before a chunk in its own span need no mask and are read as a shared part."""
@@ -67,6 +67,8 @@ class CausalPart:
     """[B, L] places in the packed batch; the number of packed tokens where there is no query."""
     q_positions: NDArray[np.int64]
     """[B, L]"""
+    q_ends: NDArray[np.int64]
+    """[B, L] the last position that each query sees: its own, except inside of some images"""
     kv_indices: NDArray[np.int64]
     """[B, S] where in the pool each key lies: block * block size + offset."""
     k_positions: NDArray[np.int64]
@@ -99,11 +101,12 @@ class QueryChunk(NamedTuple):
     """Index in the table of the first block that is not a shared part's."""
     flat: list[tuple[int, int]]
     """Table ranges [from, to) above the own blocks, too small to be a shared part: read with them."""
+    ends: NDArray[np.int64]
+    """[q_end - q_start] the last position that each query sees"""
 
     def ranges(self, block_size: int) -> list[tuple[int, int]]:
         """Table ranges [from, to) of the blocks that it reads, in the order of their positions."""
-        last = (self.start + self.q_end - self.q_start - 1) // block_size
-        return [*sorted(self.flat), (self.own_block, last + 1)]
+        return [*sorted(self.flat), (self.own_block, int(self.ends.max()) // block_size + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,8 @@ class StepParts:
     num_tokens: int
     positions: NDArray[np.int64]
     """[T]"""
+    ends: NDArray[np.int64]
+    """[T] the last position that each token sees"""
     kv_indices: NDArray[np.int64]
     """[T]"""
     shared: list[SharedPart]
@@ -143,6 +148,9 @@ def split_step(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: in
     num_tokens = sum(sizes)
     ends = np.cumsum(sizes)
     positions = np.arange(num_tokens) + np.repeat([w.stop for w in spans] - ends, sizes)
+    seen = positions
+    if any(size > 1 and w.span.images for w, size in zip(spans, sizes, strict=True)):
+        seen = np.concatenate([last_seen(w.span, w.start, w.stop) for w in spans])
     blocks: list[int] = []
     for scheduled, size in zip(spans, sizes, strict=True):
         if size == 1:
@@ -152,8 +160,8 @@ def split_step(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: in
             blocks += table[np.arange(scheduled.start, scheduled.stop) // block_size].tolist()
     kv_indices = np.array(blocks, dtype=np.int64) * block_size + positions % block_size
     parts, flat = _node_parts(spans, sizes, block_size, shared_reads)
-    chunks = _query_chunks(spans, sizes, flat, parts, block_size, shared_reads, chunk)
-    return StepParts(num_tokens, positions, kv_indices, parts, chunks)
+    chunks = _query_chunks(spans, seen, flat, parts, block_size, shared_reads, chunk)
+    return StepParts(num_tokens, positions, seen, kv_indices, parts, chunks)
 
 
 def _node_parts(
@@ -208,7 +216,7 @@ def contiguous_parts(
 
 def _query_chunks(
     spans: Sequence[ScheduledSpan],
-    sizes: list[int],
+    seen: NDArray[np.int64],
     flat: list[list[tuple[int, int]]],
     parts: list[SharedPart],
     block_size: int,
@@ -218,7 +226,8 @@ def _query_chunks(
     """Cuts the spans into chunks of queries. The blocks before a chunk in its own span may become a shared part."""
     chunks: list[QueryChunk] = []
     at = 0
-    for scheduled, size, ranges in zip(spans, sizes, flat, strict=True):
+    for scheduled, ranges in zip(spans, flat, strict=True):
+        size = scheduled.stop - scheduled.start
         table, own = scheduled.span.table, max(scheduled.span.start // block_size, scheduled.span.dropped)
         for offset in range(0, size, max_queries):
             start = scheduled.start + offset
@@ -226,9 +235,9 @@ def _query_chunks(
             behind = start // block_size
             if size > 1 and (q_end - q_start) * (behind - own) >= shared_reads:
                 parts.extend(contiguous_parts(table, own, behind, q_start, q_end, block_size))
-                chunks.append(QueryChunk(q_start, q_end, start, table, behind, ranges))
+                chunks.append(QueryChunk(q_start, q_end, start, table, behind, ranges, seen[q_start:q_end]))
             else:
-                chunks.append(QueryChunk(q_start, q_end, start, table, own, ranges))
+                chunks.append(QueryChunk(q_start, q_end, start, table, own, ranges, seen[q_start:q_end]))
         at += size
     return chunks
 
@@ -286,6 +295,7 @@ def _causal_batch(
     part = CausalPart(
         queries=np.full((B, L), num_tokens, dtype=np.int64),
         q_positions=np.zeros((B, L), dtype=np.int64),
+        q_ends=np.zeros((B, L), dtype=np.int64),
         kv_indices=np.zeros((B, S), dtype=np.int64),
         k_positions=np.full((B, S), PADDING, dtype=np.int64),
     )
@@ -295,6 +305,7 @@ def _causal_batch(
         part.queries[b, :count] = np.arange(chunk.q_start, chunk.q_end)
         part.q_positions[b, :count] = np.arange(chunk.start, chunk.start + count)
         part.q_positions[b, count:] = chunk.start
+        part.q_ends[b, :count], part.q_ends[b, count:] = chunk.ends, chunk.start
         blocks = np.array([chunk.table[i] for i in indices], dtype=np.int64)
         size = len(indices) * block_size
         part.kv_indices[b, :size] = (blocks[:, None] * block_size + offsets).reshape(-1)

@@ -191,7 +191,8 @@ class _Causal:
         self.kv_indices = torch.from_numpy(part.kv_indices.reshape(-1)).to(device)
         self.q_positions = torch.from_numpy(part.q_positions).to(device)
         self.k_positions = torch.from_numpy(part.k_positions).to(device)
-        self.later = self.k_positions[:, None, :] > self.q_positions[:, :, None]  # [B, L, S]
+        q_ends = torch.from_numpy(part.q_ends).to(device)
+        self.later = self.k_positions[:, None, :] > q_ends[:, :, None]  # [B, L, S]
 
     def attend(
         self,

@@ -20,6 +20,7 @@ from batchgen.scheduling.batch import CopyBlock, Limits, PackedSpans, ScheduledB
 from batchgen.scheduling.sequence import GenerationSequence
 from batchgen.state.cache import StateCache
 from batchgen.state.step import StateSpan, StateStep
+from batchgen.stats import counted
 
 
 class StatesLost(MemoryError):
@@ -99,9 +100,9 @@ class Runner:
                 if not is_out_of_memory(e):
                     raise
             # Out of the handler, so that the failed forward's tensors are free.
-            if size == 1:
+            if size == 1 or any(len(half.tokens) == size for half in packed.halves()):
                 raise OutOfMemory(
-                    f"{self.model.device} does not have enough memory for a forward of one token",
+                    f"{self.model.device} does not have enough memory for a forward of {'one token' if size == 1 else counted(size, 'token')}",
                     "lower --kv-memory or --batch-size",
                 )
             self.max_forward_tokens = -(-size // 2)

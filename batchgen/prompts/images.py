@@ -39,10 +39,13 @@ class Family:
     """Whether positions have three axes: time, row and column."""
     counted: bool = False
     """Whether an image is prepared otherwise if the prompt has several."""
+    whole: bool = False
+    """`Image.whole`"""
 
 
 _PLAIN, _AXES = Family(), Family(axes=True)
 FAMILIES = {
+    "gemma3": Family(whole=True),
     "glm46v": _AXES,
     "glm4v": _AXES,
     "glm4v_moe": _AXES,
@@ -61,11 +64,9 @@ FAMILIES = {
     "smolvlm": _PLAIN,
 }
 """By `model_type`: the models that are shown images."""
-_BOTH_WAYS = "in them, the tokens of an image see the tokens after them"
 NOT_SHOWN = {
-    "gemma3": _BOTH_WAYS,
     "gemma3n": "their text layers take more from an image than its embedding",
-    "gemma4": _BOTH_WAYS,
+    "gemma4": "in some of their layers, the tokens of an image see the tokens after them",
     "mllama": "they have layers of cross-attention for images",
 }
 """By `model_type`: why models that see are not shown images."""
@@ -117,7 +118,8 @@ class ImageProcessor:
         layout = self._layout(file, alone)
         h = hashlib.blake2b(self._settings + file.digest + bytes([alone]), digest_size=8)
         token = IMAGE_IDS | int.from_bytes(h.digest(), "little") >> 2
-        return Image(token, sum(layout.runs), file.path, layout.grid, alone), layout
+        whole = self._family.whole
+        return Image(token, sum(layout.runs), file.path, layout.grid, alone, whole), layout
 
     def pixels(self, image: Image) -> dict[str, Any]:
         """Returns what the encoder takes for an image: tensors by the names of its arguments. Raises `RowError("invalid_image")`."""

@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.errors import RowError
-from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span, State, SwappedBlocks, TokenScore
+from batchgen.scheduling.sequence import (
+    GenerationSequence,
+    PrefixNodeSpan,
+    Span,
+    State,
+    SwappedBlocks,
+    TokenScore,
+    uncut,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +93,12 @@ class PackedSpans:
     """[N] places whose logits are wanted, in the order of the rows of logits."""
 
     def halves(self) -> tuple[PackedSpans, PackedSpans]:
-        """Splits two or more tokens into two batches of about the same size. A span may be cut in two."""
+        """Splits two or more tokens into two batches of about the same size. A span may be cut in two, but no image that is `whole`: one batch may be empty."""
         room = len(self.tokens) // 2
         first: list[ScheduledSpan] = []
         second: list[ScheduledSpan] = []
         for scheduled in self.spans:
-            cut = min(scheduled.stop, scheduled.start + room)
+            cut = uncut(scheduled.span, scheduled.start, min(scheduled.stop, scheduled.start + room))
             room -= cut - scheduled.start
             if cut > scheduled.start:
                 first.append(scheduled._replace(stop=cut, logits=min(scheduled.logits, cut)))
@@ -310,6 +318,7 @@ class Budget:
         stop = min(span.end, start + self.prefill)
         if span.scoring:
             stop = min(stop, max(start, wanted) + self._scored)
+        stop = self._uncut(span, start, stop)
         if stop <= start:
             return
         logits = min(max(wanted, start), stop)
@@ -317,6 +326,15 @@ class Budget:
         self._prefill -= stop - start
         self._scored -= stop - logits
         self.spans.append(ScheduledSpan(span, start, stop, logits, span.read_state_slot))
+
+    def _uncut(self, span: Span, start: int, stop: int) -> int:
+        """Returns where to end so that no image is cut whose tokens see one another. An image that is too large for a step has a step of its own."""
+        end = uncut(span, start, stop)
+        if end > start or stop <= start or self.spans:
+            return end
+        image = span.tokens(start, span.end)
+        others = np.flatnonzero(image != image[0])
+        return start + int(others[0]) if len(others) else span.end
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.prefix import PrefixNode
-from batchgen.request import Image, Leaf, Request, TokenArray
+from batchgen.request import IMAGE_IDS, Image, Leaf, Request, TokenArray
 from batchgen.result import ToolCall
 
 
@@ -210,6 +210,27 @@ class PrefixNodeSpan(Span):
 
     def tokens(self, start: int, stop: int) -> TokenArray:
         return self.prompt[start:stop]
+
+
+def last_seen(span: Span, start: int, stop: int) -> NDArray[np.int64]:
+    """Returns, for each position of [start, stop), the last one that its token sees: its own, or the last of its image if that is `whole`."""
+    positions = np.arange(start, stop)
+    if not any(image.whole for image in span.images):
+        return positions
+    tokens = span.tokens(start, stop)
+    ends = np.append(np.flatnonzero(tokens[1:] != tokens[:-1]), len(tokens) - 1)
+    return np.where(tokens < IMAGE_IDS, positions, start + ends[np.searchsorted(ends, positions - start)])
+
+
+def uncut(span: Span, start: int, stop: int) -> int:
+    """Returns the last position up to `stop` at which [start, stop) may end without cutting an image that is `whole`; `start` if there is none."""
+    if not any(image.whole for image in span.images) or stop >= span.end or stop <= start:
+        return stop
+    tokens = span.tokens(start, stop + 1)
+    if tokens[-1] < IMAGE_IDS or tokens[-1] != tokens[-2]:
+        return stop
+    others = np.flatnonzero(tokens != tokens[-1])
+    return start + int(others[-1]) + 1 if len(others) else start
 
 
 class Stops(Protocol):

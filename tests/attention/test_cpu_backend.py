@@ -175,7 +175,7 @@ def test_values_that_are_no_numbers_reach_those_who_attend_to_them_alone(kernels
     values[0, 17, 2] = bad  # the second token of the second block
     cache = written(kernels, keys, values, range(20), 16)
     assert torch.isfinite(cache.values[0]).all()
-    span = type("Span", (), {"table": [0, 1], "path": (), "start": 0, "dropped": 0})()
+    span = type("Span", (), {"table": [0, 1], "path": (), "start": 0, "dropped": 0, "images": ()})()
     from batchgen.scheduling.batch import ScheduledSpan
 
     attention = PackedAttention(kernels, [ScheduledSpan(span, 15, 19, 18)], cache)

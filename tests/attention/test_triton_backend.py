@@ -46,7 +46,7 @@ FINE = Tuning(shared_reads=1, wide_min_keys=1, narrow_min_keys=1, item_keys=0)
 def works_of(*spans):
     """Works (table, start, stop) of spans that share nothing."""
     return [
-        ScheduledSpan(SimpleNamespace(table=table, path=(), start=0, dropped=0), start, stop, stop)
+        ScheduledSpan(SimpleNamespace(table=table, path=(), start=0, dropped=0, images=()), start, stop, stop)
         for table, start, stop in spans
     ]
 

@@ -40,7 +40,9 @@ def node_span(start, end):
 
 def scheduled(table, start, stop, path=(), dropped=0):
     own = path[-1].end if path else 0
-    return ScheduledSpan(SimpleNamespace(table=table, path=path, start=own, dropped=dropped), start, stop, stop)
+    return ScheduledSpan(
+        SimpleNamespace(table=table, path=path, start=own, dropped=dropped, images=()), start, stop, stop
+    )
 
 
 def columns(items):

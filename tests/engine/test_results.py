@@ -182,7 +182,9 @@ def test_other_errors_of_a_forward_are_not_taken_for_out_of_memory():
 
 
 def test_halves_of_a_step_keep_its_order_and_its_logits():
-    a, b, c = (SimpleNamespace(tokens=lambda start, stop, of=of: range(of + start, of + stop)) for of in (0, 10, 20))
+    a, b, c = (
+        SimpleNamespace(images=(), tokens=lambda start, stop, of=of: range(of + start, of + stop)) for of in (0, 10, 20)
+    )
     first, second = pack([ScheduledSpan(a, 0, 7, 6), ScheduledSpan(b, 3, 4, 3), ScheduledSpan(c, 0, 2, 2)]).halves()
     assert first.spans == (ScheduledSpan(a, 0, 5, 5),)
     assert second.spans == (ScheduledSpan(a, 5, 7, 6), ScheduledSpan(b, 3, 4, 3), ScheduledSpan(c, 0, 2, 2))

@@ -30,6 +30,7 @@ SIZES = {0: (60, 60), 1: (90, 60), 2: (60, 110), 3: (31, 75)}
 MODES: dict[str, dict[str, Any]] = {
     "all at once": {},
     "in slices": {"max_batch_tokens": 24, "batch_size": 4},
+    "in slices smaller than an image": {"max_batch_tokens": 7, "batch_size": 4},
     "memory short": {"batch_size": 3, "kv_memory": "blocks"},
     "nothing shared": {"share": False},
 }
@@ -122,7 +123,7 @@ def sees(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Sees(request.param, tmp_path_factory.mktemp("sees"))
 
 
-EVERY = pytest.mark.parametrize("sees", slow_but(sorted(FAMILIES), ["llava", "qwen2_5_vl"]), indirect=True)
+EVERY = pytest.mark.parametrize("sees", slow_but(sorted(FAMILIES), ["gemma3", "llava", "qwen2_5_vl"]), indirect=True)
 QWEN = pytest.mark.parametrize("sees", ["qwen2_5_vl"], indirect=True)
 
 
@@ -155,6 +156,16 @@ def test_each_image_is_encoded_once_and_each_shared_token_runs_once(sees: Sees) 
     plan = plan_prefixes([leaf.tokens for leaf in leaves_of(requests)], 16)
     assert engine.stats.prefill_tokens == plan.prefill_tokens_min
     assert engine.stats.images_encoded == len({image.token for request in requests for image in request.images})
+
+
+@pytest.mark.parametrize("sees", slow_but(["gemma3", "qwen2_5_vl", "qwen3_vl"], ["gemma3"]), indirect=True)
+def test_plain_torch_writes_the_same(sees: Sees) -> None:
+    model = load_model(
+        ModelConfig(model=str(sees.folder), device="cpu", dtype="float32", compile="off"), sees.tokenizer
+    )
+    engine = Engine(model, sees.tokenizer, EngineConfig(kv_memory="64MiB", debug=True, max_batch_tokens=40))
+    results = run(engine, sees.build(CONVERSATIONS))
+    assert [list(result.token_ids) for result in results] == [tokens for _, tokens in sees.expected()]
 
 
 @QWEN

@@ -99,6 +99,17 @@ def _text(model_type: str, **settings: Any) -> dict[str, Any]:
 
 
 FAMILIES = {
+    "gemma3": Seen(
+        {
+            "text_config": LLAMA | SHAPES["gemma3_text"] | {"model_type": "gemma3_text", "vocab_size": VOCAB, "sliding_window": 24},
+            "vision_config": SIGLIP, "image_token_id": ID["<soft>"], "boi_token_index": ID["<boi>"], "eoi_token_index": ID["<eoi>"],
+            "mm_tokens_per_image": 16,
+        },
+        ("gemma3.image_processing_pil_gemma3:Gemma3ImageProcessorPil", {"size": {"height": 56, "width": 56}}),
+        ("gemma3.processing_gemma3:Gemma3Processor", {"image_seq_length": 16}),
+        "<boi>",
+        {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<soft>"},
+    ),
     "glm4v": Seen(
         {
             "text_config": _text("glm4v_text", rope_parameters=ROPE | {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}),

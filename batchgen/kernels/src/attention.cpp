@@ -56,6 +56,7 @@ constexpr int CHUNK = 4;  // times 16 keys that are widened at a time; all rows 
 struct Plan {  // a step; `_Plan` in cpu_backend.py is the same
     int64_t num_tokens, block_size, num_shared, num_chunks, tile;
     const int32_t* positions;  // [num_tokens]
+    const int32_t* ends;       // [num_tokens] the last position that each token sees: its own, or a later one inside of an image
     const int32_t* kv_indices;  // [num_tokens] where in the pool each token's KV goes: block * block_size + offset
     const int32_t* shared;     // [num_shared][5] first block, blocks, first query, end of the queries, position of the first key; by position
     const int32_t* chunks;     // [num_chunks + 1][2] first query, first place in `blocks`; each query is in one chunk, whose keys come after all shared ones
@@ -124,8 +125,7 @@ class Tile {
     // The queries from begin_ to end_.
     void attend() {
         take_queries();
-        const int32_t* position = plan_.positions;
-        const int64_t high = *std::max_element(position + begin_, position + end_);
+        const int64_t high = *std::max_element(plan_.ends + begin_, plan_.ends + end_);
         own_.clear();
         for (int64_t i = first_chunk(); i < plan_.num_chunks && plan_.chunks[2 * i] < end_; i++) {
             const int32_t* chunk = plan_.chunks + 2 * i;
@@ -229,8 +229,8 @@ class Tile {
 
     // Positions of the first and the last key that any of these queries sees.
     std::pair<int64_t, int64_t> seen_by(int64_t from, int64_t to) const {
-        const auto [low, high] = std::minmax_element(plan_.positions + from, plan_.positions + to);
-        return {layer_.sliding_window ? *low - layer_.sliding_window + 1 : 0, *high};
+        const int32_t low = *std::min_element(plan_.positions + from, plan_.positions + to);
+        return {layer_.sliding_window ? low - layer_.sliding_window + 1 : 0, *std::max_element(plan_.ends + from, plan_.ends + to)};
     }
 
     // Collects the keys of a block that are in the group and between `low` and `high`.
@@ -391,7 +391,7 @@ class Tile {
     // Turns a row's scores of a group into weights, in place, as words, and rescales its sums so far to the new largest score. Scores are
     // exponents of 2. Reads and writes only the places in `runs_`.
     NOINLINE void weigh(int64_t r, float* row) {
-        const int64_t position = plan_.positions[begin_ + r / group_];
+        const int64_t position = plan_.positions[begin_ + r / group_], end = plan_.ends[begin_ + r / group_];
         float factor = float(layer_.scale * LOG2E);
         floats most[2] = {splat(-INFINITY), splat(-INFINITY)};
         for (const Run& run : runs_) {
@@ -401,9 +401,9 @@ class Tile {
             }
             // Vectors before `low` have keys before the query's sliding window, and those from `high` on have keys that come after it.
             const int64_t low = layer_.sliding_window ? std::min<int64_t>(run.end, position + 1 - layer_.sliding_window - start_) : 0;
-            const int64_t high = std::max<int64_t>(run.begin, position < start_ ? 0 : (position + 1 - start_) / LANES * LANES);
-            for (int64_t at = run.begin; at < low; at += LANES) mask(row, at, position);
-            for (int64_t at = high; at < run.end; at += LANES) mask(row, at, position);
+            const int64_t high = std::max<int64_t>(run.begin, end < start_ ? 0 : (end + 1 - start_) / LANES * LANES);
+            for (int64_t at = run.begin; at < low; at += LANES) mask(row, at, position, end);
+            for (int64_t at = high; at < run.end; at += LANES) mask(row, at, position, end);
             int at = run.begin;
             for (; at + 2 * LANES <= run.end; at += 2 * LANES) {
                 most[0] = max(most[0], load<floats>(row + at));
@@ -448,14 +448,14 @@ class Tile {
         return cap - 2.0f * cap / (exp(s * (2.0f / cap)) + 1.0f);
     }
 
-    INLINE void mask(float* row, int64_t at, int64_t position) const {
-        store(row + at, select(seen(start_ + at, position), load<floats>(row + at), splat(-INFINITY)));
+    INLINE void mask(float* row, int64_t at, int64_t position, int64_t end) const {
+        store(row + at, select(seen(start_ + at, position, end), load<floats>(row + at), splat(-INFINITY)));
     }
 
-    INLINE ints seen(int64_t key, int64_t query) const {
+    INLINE ints seen(int64_t key, int64_t query, int64_t end) const {
         static const int32_t first[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         const ints at = load<ints>(first) + int32_t(key);
-        const ints yes = at <= ints{} + int32_t(query);
+        const ints yes = at <= ints{} + int32_t(end);
         return layer_.sliding_window ? yes & (at > ints{} + int32_t(query - layer_.sliding_window)) : yes;
     }
 

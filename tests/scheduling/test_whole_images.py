@@ -1,0 +1,73 @@
+"""Images whose tokens see one another are never cut by a step, and each of their tokens sees the whole image."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from batchgen.request import IMAGE_IDS, Image, Leaf, Request
+from batchgen.sampling_params import SamplingParams
+from batchgen.scheduling.batch import Budget, Limits, ScheduledSpan, pack
+from batchgen.scheduling.sequence import GenerationSequence, last_seen, uncut
+from support.simulation import Length
+
+A, B = IMAGE_IDS + 5, IMAGE_IDS + 9
+TOKENS = np.array([1, 2, A, A, A, B, B, 3, A, A, A], dtype=np.int64)
+
+
+def sequence(whole: bool = True, tokens: np.ndarray = TOKENS, end: int = 20) -> GenerationSequence:
+    images = tuple(Image(token, count, "x", whole=whole) for token, count in ((A, 3), (B, 2), (A, 3)))
+    request = Request(
+        row=0, tokens=tokens, params=SamplingParams(max_tokens=9), max_tokens=9, key=bytes(16), images=images
+    )
+    leaf = Leaf(request, 0, tokens)
+    return GenerationSequence(
+        window=0, index=0, place=(0, 1), parent=None, start=0, table=[0], computed=0, leaf=leaf, stops=Length(9)
+    )
+
+
+def test_a_token_of_a_whole_image_sees_its_image_to_the_end() -> None:
+    assert last_seen(sequence(), 0, 11).tolist() == [0, 1, 4, 4, 4, 6, 6, 7, 10, 10, 10]
+    assert last_seen(sequence(), 2, 8).tolist() == [4, 4, 4, 6, 6, 7]
+    assert last_seen(sequence(whole=False), 0, 11).tolist() == list(range(11))
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "end"),
+    [(0, 1, 1), (0, 2, 2), (0, 3, 2), (0, 4, 2), (0, 5, 5), (0, 6, 5), (0, 7, 7), (2, 4, 2), (5, 6, 5), (0, 9, 8), (8, 11, 11)],
+)  # fmt: skip
+def test_a_step_ends_before_or_after_an_image(start: int, stop: int, end: int) -> None:
+    assert uncut(sequence(), start, stop) == end
+    assert uncut(sequence(whole=False), start, stop) == stop
+
+
+def test_an_image_that_is_too_large_for_a_step_has_a_step_of_its_own() -> None:
+    limits = Limits(batch_size=4, max_batch_tokens=2, max_prefill_tokens=2)
+    ends = []
+    seq = sequence()
+    while seq.computed < seq.end:
+        budget = Budget(limits)
+        budget.slice(seq)
+        (scheduled,) = budget.spans
+        ends.append(scheduled.stop)
+        seq.computed = scheduled.stop
+    assert ends == [2, 5, 7, 8, 11]
+
+
+def test_an_image_waits_for_the_next_step_if_this_one_has_no_room_for_it() -> None:
+    budget = Budget(Limits(batch_size=4, max_batch_tokens=5, max_prefill_tokens=5))
+    first, second = sequence(), sequence()
+    first.computed, second.computed = 5, 2
+    budget.slice(first)
+    budget.slice(second)
+    assert [(s.start, s.stop) for s in budget.spans] == [(5, 8)]
+
+
+def test_halves_of_a_batch_keep_images_whole() -> None:
+    packed = pack([ScheduledSpan(sequence(), 0, 8, 8)])
+    first, second = packed.halves()
+    assert [len(half.tokens) for half in (first, second)] == [2, 6]
+    alone = pack([ScheduledSpan(replace(sequence()), 2, 5, 5)])
+    assert [len(half.tokens) for half in alone.halves()] == [0, 3]
