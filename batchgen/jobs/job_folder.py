@@ -6,6 +6,7 @@
     claims/          which process works on it (`lease`)
     results.sqlite   while the job is not finished: finished results, rows under way, progress (`results`)
     sorted/          while the job is not finished: the requests of a large input, sorted
+    images/          while the job is not finished: images of rows that are not local files
     keys             one key of 16 bytes for every row of the finished output (`reuse_output`)
     known.sqlite     which of equal rows has their digest as its key (`row_keys`), and what rows have become (`row_memory`)
     kept.sqlite      results that the finished output does not hold, or not whole; only if there are any

@@ -23,7 +23,7 @@ from batchgen.records.jsonl import BOM
 from batchgen.records.remote import is_url, object_version, open_remote, reaching, remote
 
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"}
-FORMATS = ("jsonl", "parquet", "csv", "tsv")
+FORMATS = tuple(dict.fromkeys(SUFFIXES.values()))
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BROKEN = (OSError, EOFError, zlib.error)
