@@ -43,6 +43,21 @@ MIN_POSITIONS = 2048
 class Packing:
     """Packs the weights of linear layers in their own type. `quantization.Int8Packing` packs them in 8 bits."""
 
+    def __init__(self) -> None:
+        self._agreed: set[Any] = set()
+
+    def agrees(self, part: Any, fused: torch.nn.Module, weights: list[torch.Tensor]) -> bool:
+        """Whether a replacement gives what the part does. Of layers of codes, which are slow to unpack for this, one of each form is compared."""
+        dtype, size = weights[0].dtype, weights[0].shape[1]
+        coded = all(isinstance(weight, PackedTensor) for weight in weights)
+        key = (type(fused), *(getattr(weight, "coding", None) for weight in weights))
+        if coded and key in self._agreed:
+            return True
+        agrees = _agree(part, fused, size, dtype, self.tolerance(dtype))
+        if coded and agrees:
+            self._agreed.add(key)
+        return agrees
+
     def can_pack(self, layer: torch.nn.Linear) -> bool:
         return fits(layer.weight) and is_fast()
 
@@ -257,8 +272,7 @@ def _mlp(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module |
         return None
     gate_up = packing.pack(gates, weights, biases, act)
     fused = FusedMLP(gate_up, packing.pack([down], [down.weight], [down.bias]))
-    dtype = weights[0].dtype
-    return fused if _agree(part, fused, weights[0].shape[1], dtype, packing.tolerance(dtype)) else None
+    return fused if packing.agrees(part, fused, [*weights, down.weight]) else None
 
 
 def _halves(bias: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:
@@ -277,7 +291,7 @@ def _linear(part: Any, shared: Counter[int], packing: Packing, own_kernels: bool
     if not packing.can_pack(part):
         return None
     fused = packing.pack([part], [part.weight], [part.bias])
-    return fused if _agree(part, fused, part.in_features, dtype, packing.tolerance(dtype)) else None
+    return fused if packing.agrees(part, fused, [part.weight]) else None
 
 
 def _can_pack(part: Any, shared: Counter[int], packing: Packing) -> bool:

@@ -62,6 +62,7 @@ class Int8Packing(Packing):
     """Packs the decoder layers' linear layers in 8 bits."""
 
     def __init__(self, model: torch.nn.Module, scales: Mapping[str, torch.Tensor], *, own_kernels: bool) -> None:
+        super().__init__()
         named = {id(m): name for name, m in model.named_modules() if type(m) is torch.nn.Linear}
         self._names = {key: name for key, name in named.items() if any(map(str.isdigit, name.split(".")))}
         self._scales = scales
