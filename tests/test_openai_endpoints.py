@@ -176,7 +176,7 @@ def test_a_file_of_embeddings_requests_is_answered(cli, write_jsonl, read_jsonl,
     np.testing.assert_array_equal(np.frombuffer(base64.b64decode(second), "<f4"), np.float32(first))
     np.testing.assert_allclose(answers[4]["response"]["body"]["data"][0]["embedding"], ids.embedding, atol=1e-6)
     write_jsonl([*rows, ask(EMBEDDINGS, "f", input="More")])
-    assert "o.jsonl was finished: 3 of its results are used again" in cli(*command).err
+    assert "o.jsonl was finished: 2 of its results are used again" in cli(*command).err
 
 
 def test_a_file_of_responses_requests_is_answered(cli, tiny_chat_model_dir, write_jsonl, read_jsonl, tmp_path):

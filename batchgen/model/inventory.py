@@ -44,10 +44,20 @@ def digests(model: LoadedModel) -> dict[str, str]:
 def tensor_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Returns a digest of named tensors: their names, types, shapes and bytes, in this order."""
     made = hashlib.blake2b(digest_size=8)
-    for name, tensor in tensors:
+    for name, tensor in (plain for named in tensors for plain in _plain(*named)):
         made.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         made.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return made.hexdigest()
+
+
+def _plain(name: str, tensor: Any) -> list[tuple[str, torch.Tensor]]:
+    """Returns the tensors of numbers that a tensor of a quantized type consists of; a plain tensor itself."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return [(name, tensor)]
+    parts: dict[str, Any] = getattr(tensor, "parts", None) or {
+        part: getattr(tensor, part) for part in tensor.__tensor_flatten__()[0]
+    }
+    return [found for part, of in sorted(parts.items()) for found in _plain(f"{name}.{part}", of)]
 
 
 def _tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
