@@ -55,10 +55,16 @@ class RunningSet:
         """Whether a node is being computed."""
         return any(isinstance(span, PrefixNodeSpan) for span in self.prefilling)
 
-    def has_place(self, parent: PrefixNodeSpan | None) -> bool:
-        """Whether something may start under this node. A childless node takes the place of a sequence, so that sharing takes no more blocks."""
+    def has_place(self, w: Window, n: int, parent: PrefixNodeSpan | None) -> bool:
+        """Whether node n may start. A childless node takes the place of a sequence, so that sharing takes no more blocks. In depth-first
+        order the leaves before it have their places already, whether they run or wait for other nodes: it must not keep them waiting.
+        """
         childless = self.block_manager.childless
-        return len(self.running) + len(childless) - (parent in childless) < self._batch_size
+        before = w.unfinished_before(n) + max(0, len(self.running) - w.num_sequences)
+        return (
+            not w.depth_first
+            or max(before, len(self.running) + len(childless) - (parent in childless)) < self._batch_size
+        )
 
     def window_of(self, span: Span) -> Window:
         return self.block_manager.windows[span.window]
@@ -212,8 +218,6 @@ class Admission:
                 continue
             if budget.prefill <= 0 and not (item < 0 and w.samples_without_a_forward(~item, parent)):
                 return  # a started item would only hold blocks
-            if not self._running.has_place(parent):
-                return
             span = self._start_node(w, item) if item >= 0 else self._start_leaf(w, ~item, parent)
             if span is None:
                 return
@@ -255,6 +259,8 @@ class Admission:
     def _start_node(self, w: Window, n: int) -> PrefixNodeSpan | None:
         node = w.plan.nodes[n]
         blocks = self._block_manager
+        if not self._running.has_place(w, n, w.node_span(node.parent)):
+            return None
         reserve = 0
         if self._running.running or self._running.prefilling:
             # A node that starts early must not take the memory of work that started before it.
@@ -269,6 +275,8 @@ class Admission:
         return node_span
 
     def _start_leaf(self, w: Window, i: int, parent: PrefixNodeSpan | None) -> GenerationSequence | None:
+        if not self._running.num_startable:
+            return None
         seq = w.sequence(i) or self._sequence(w, i)
         alone = not self._running.running and not self._running.prefilling
         if not self._block_manager.open_sequence(seq, parent, None if alone else self._margin):

@@ -147,6 +147,15 @@ class Window:
         node = self.plan.nodes[item]
         return (self._base + node.first, node.depth)
 
+    @property
+    def num_sequences(self) -> int:
+        """Number of leaves that have begun and are not done."""
+        return len(self._sequences)
+
+    def unfinished_before(self, n: int) -> int:
+        """About how many leaves before those below node n, in depth-first order, have something to run: leaves end nearly in that order."""
+        return self.plan.nodes[n].first - len(self._ended)
+
     # -- nodes
 
     def node_span(self, n: int) -> PrefixNodeSpan | None:

@@ -71,3 +71,15 @@ def test_short_rows_take_a_block_for_each_sequence_and_none_for_tiny_nodes():
     assert len(plan.nodes) > 100
     assert (s.block_manager.pool.peak_used, s.block_manager.peak_unshared_blocks) == (16, 16)
     assert s.prefilled == plan.prefill_tokens_min
+
+
+def test_nodes_that_start_early_do_not_take_the_places_of_waiting_sequences():
+    """Eight groups of four rows, eight sequences at a time: all eight run in the second step and from then on."""
+    s = sim.Simulation(batch_size=8)
+    s.load([[g, g, row] for g in range(8) for row in range(4)], [5] * 32)
+    sizes = []
+    while s.scheduler.unfinished:
+        s.step()
+        sizes.append(len(s.scheduler.running))
+    assert sizes.count(8) >= 4 * 4
+    assert s.steps <= 4 * 5 + 5
