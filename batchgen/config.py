@@ -423,10 +423,10 @@ class InputLimits:
     read_rows: int = 2_000
     """Rows that are read, and written, at a time."""
     run_rows: int = 50_000
-    window_rows: int = 20_000
-    """Fewer than in a run, because a planned request needs much more memory than a waiting one."""
+    window_leaves: int = 20_000
+    """Completions and texts to score. Fewer than the rows of a run, because a planned one needs much more memory than a waiting request."""
     max_tokens: int = 1 << 24
-    """Tokens of a run, and of a window."""
+    """Tokens of a run's prompts, and of a window's leaves: a prompt counts once for each of its labels."""
     max_runs: int = 64
     """Number of runs that are merged at a time."""
     batch_rows: int = 256

@@ -17,7 +17,7 @@ from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.jobs.identity import date_of_job, dtype_name
 from batchgen.jobs.order.advice import Advice, advice_for, sampled
 from batchgen.jobs.order.shares import PrefixCosts, Share
-from batchgen.jobs.order.sorted_requests import SortedRequests, in_window_order
+from batchgen.jobs.order.sorted_requests import SortedRequests, bounded_windows, in_window_order
 from batchgen.jobs.order.windows import KeptPrefixes
 from batchgen.jobs.outcomes import FAILURES_KEPT, failure_line
 from batchgen.jobs.place import output_of
@@ -157,6 +157,7 @@ class PlanReport:
             "kv_bytes_per_token": self.bytes_per_token,
             "kv_bytes_shared": f.kv_bytes_shared,
             "kv_bytes_unshared": f.kv_bytes_unshared,
+            "kv_bytes_batch": f.kv_bytes_batch,
             "kv_bytes_least": f.kv_bytes_min,
             "state_bytes_per_sequence": self.bytes_per_state,
             "state_bytes_peak": self.state_bytes_peak,
@@ -209,7 +210,8 @@ def plan_job(
                 rows.clear()  # freed before the next ones are read
                 tracker.passed(plan.rows)
                 if size is not None:
-                    plan.add_window(requests)
+                    for window in bounded_windows(requests, config.limits):
+                        plan.add_window(window)
                 else:
                     for request in requests:
                         waiting.add(request)
@@ -343,7 +345,9 @@ class _PlanBuilder:
         if len(leaves) > len(requests) or any(r.texts for r in requests):
             # Memory is counted for leaves, everything else for rows.
             tokens = [leaf.tokens for leaf in leaves]
-            stored = self._figures(self._planned(tokens), tokens, [leaf.request.max_tokens for leaf in leaves])
+            stored = self._figures(
+                self._planned(tokens), tokens, [0 if leaf.request.texts else leaf.request.max_tokens for leaf in leaves]
+            )
             window = replace(window, **{f.name: getattr(stored, f.name) for f in fields(stored) if f.name[:3] == "kv_"})
         if self._rehearsal is not None:
             self._rehearsal.run(leaves, self._planned([leaf.tokens for leaf in leaves]))
@@ -365,6 +369,7 @@ class _PlanBuilder:
             max_tokens,
             block_size=self.block_size,
             bytes_per_token=self.bytes_per_token,
+            batch_size=self.config.engine.batch_size or BATCH_SIZE,
             carried=carried,
         )
 

@@ -29,6 +29,7 @@ from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.job_folder import JobFolder
 from batchgen.jobs.order.advice import SAMPLE_ROWS, advice_for, sampled
 from batchgen.jobs.order.requests import FirstReading
+from batchgen.jobs.order.sorted_requests import bounded_windows
 from batchgen.jobs.order.windows import Planned, PlannedWindows, Planner
 from batchgen.jobs.outcomes import Outcomes, agreement_with
 from batchgen.jobs.shards import ShardFolder
@@ -176,14 +177,15 @@ def _run_as_rows_come(setup: JobSetup, job: Job, planner: Planner, generation: _
             tracker.phase(f"planning rows {rows[0].number + 1:,}–{rows[-1].number + 1:,}")
             with outcomes.run.timed("plan"):
                 read = reader.requests(rows, reader.build(rows, reader.known(rows)))
-                window = planner.plan(read.requests) if read.requests else None
         if len(rows) < size and stream.next_number == len(rows):
             tracker.total = len(read.rows)
         results = dict(read.results)
         try:
-            if window is not None:
+            for requests in bounded_windows(read.requests, setup.config.limits):
+                with signals.interruptible(), outcomes.run.timed("plan"):
+                    window = planner.plan(requests)
                 generation.run(window, results=results)
-            signals.check()
+                signals.check()
         except BaseException:
             if isinstance(job, StdoutJob):  # it keeps nothing, so the rows that are done are written now
                 read.answer_equal(results)
@@ -196,7 +198,7 @@ def _run_as_rows_come(setup: JobSetup, job: Job, planner: Planner, generation: _
             job.write(read.rows, results, read.keys)
             outcomes.written(read.rows, results)
         rows.clear()  # freed before the next ones are read
-        del read, results, window
+        del read, results
         with signals.interruptible():
             rows = reader.take(stream, size)
     reader.note_same_ids()

@@ -89,6 +89,11 @@ class Request:
         return self.tokens[self.tokens < IMAGE_IDS] if self.images else self.tokens
 
     @property
+    def leaf_tokens(self) -> int:
+        """Number of tokens of its leaves. The completions of a prompt have its tokens in common; each text to score has a copy."""
+        return len(self.tokens) * max(1, len(self.texts)) + sum(map(len, self.texts))
+
+    @property
     def scored_from(self) -> int:
         """The position of the token after which the first token is scored."""
         return 0 if self.prompt_logprobs == "prompt" else len(self.tokens) - 1

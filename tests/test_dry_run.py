@@ -77,7 +77,7 @@ def test_a_plan_predicts_the_prefill_of_windows_by_priority(tiny_model_dir: Path
         tiny_model_dir,
         source,
         prompts=PromptConfig(priority_column="hurry"),
-        limits=InputLimits(read_rows=2, run_rows=2, window_rows=2, batch_rows=1),
+        limits=InputLimits(read_rows=2, run_rows=2, window_leaves=2, batch_rows=1),
         overwrite=True,
     )
     plan = plan_job(config)

@@ -124,7 +124,7 @@ def test_a_run_without_shards_counts_the_earlier_runs_of_shards(tiny_model_dir: 
 
 
 def test_the_rows_that_have_no_result_are_cut_in_prefix_order(tiny_model_dir: Path, source: Path) -> None:
-    limits = InputLimits(read_rows=4, run_rows=6, window_rows=10, batch_rows=3)
+    limits = InputLimits(read_rows=4, run_rows=6, window_leaves=10, batch_rows=3)
     few = EngineConfig(batch_size=2)
     with pytest.raises(Interrupted):
         run_job(config_of(tiny_model_dir, limits=limits, engine=few), Recorder(rows_done(9), interrupt))

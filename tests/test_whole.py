@@ -30,7 +30,7 @@ Rows = list[dict[str, Any]]
 Write = Callable[..., Path]
 Read = Callable[[Path], Rows]
 GROUPS = 7
-SMALL = InputLimits(read_rows=4, run_rows=10, window_rows=10, batch_rows=3)
+SMALL = InputLimits(read_rows=4, run_rows=10, window_leaves=10, batch_rows=3)
 
 
 def shuffled(count: int) -> Rows:
@@ -42,9 +42,9 @@ def shuffled(count: int) -> Rows:
 
 
 def config_of(model: Path, source: Path, name: str = "out.jsonl", **options: Any) -> JobConfig:
-    options.setdefault("sampling", SamplingParams(max_tokens=4))
+    options = {"sampling": SamplingParams(max_tokens=4), "limits": SMALL} | options
     output = str(source.with_name(name))
-    return JobConfig(inputs=(str(source),), model=ModelConfig(model=str(model)), output=output, limits=SMALL, **options)
+    return JobConfig(inputs=(str(source),), model=ModelConfig(model=str(model)), output=output, **options)
 
 
 def read_counts(progress: Recorder) -> list[int]:
@@ -394,7 +394,7 @@ def test_the_recorded_tree_is_that_of_all_rows_if_their_windows_follow_each_othe
 def test_the_plan_covers_the_whole_input(tiny_model_dir: Path, write_jsonl: Write) -> None:
     source = write_jsonl([*shuffled(80), {"other": 1}])
     whole = plan_job(config_of(tiny_model_dir, source)).as_dict()
-    one = plan_job(config_of(tiny_model_dir, source, window=100)).as_dict()
+    one = plan_job(config_of(tiny_model_dir, source, window=100, limits=InputLimits())).as_dict()
     assert whole["windows"] > 5
     for name in (
         "rows",

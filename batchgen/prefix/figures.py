@@ -33,6 +33,8 @@ class PlanFigures:
     """KV of every prompt with its completion (at `max_tokens`), each stored on its own."""
     kv_bytes_shared: int = 0
     """The same with every node stored once. A node stores the blocks that it fills; the rest of its path is copied into blocks below."""
+    kv_bytes_batch: int = 0
+    """The most that rows which run at once may take in prefix order: the `batch_size` largest, each on its own; never more than `kv_bytes_shared`."""
     kv_bytes_min: int = 0
     """KV of the longest single request. It cannot run with less."""
 
@@ -54,12 +56,13 @@ def plan_figures(
     *,
     block_size: int,
     bytes_per_token: int,
+    batch_size: int,
     carried: int = 0,
 ) -> PlanFigures:
     """Returns the figures of one window. `max_tokens` has one entry per prompt.
 
     `block_size` is in tokens. `bytes_per_token` is the KV of one token in all layers. `carried` is the number of tokens that the window
-    takes over from the one before (`carried_tokens`).
+    takes over from the one before (`carried_tokens`). `batch_size` is the number of prompts that run at once.
     """
     lengths = np.array([len(tokens) for tokens in prompts], dtype=np.int64) + np.array(max_tokens, dtype=np.int64)
     starts = np.array([node.start for node in plan.nodes], dtype=np.int64)
@@ -78,6 +81,7 @@ def plan_figures(
         grouped_requests=sum(group.rows for group in plan.groups),
         kv_bytes_unshared=unshared * block_bytes,
         kv_bytes_shared=shared * block_bytes,
+        kv_bytes_batch=min(shared, int(np.sort(blocks)[-batch_size:].sum())) * block_bytes,
         kv_bytes_min=int(blocks.max(initial=0)) * block_bytes,
     )
 
@@ -105,6 +109,7 @@ def merge_figures(windows: Iterable[PlanFigures]) -> PlanFigures:
             grouped_requests=merged.grouped_requests + window.grouped_requests,
             kv_bytes_unshared=max(merged.kv_bytes_unshared, window.kv_bytes_unshared),
             kv_bytes_shared=max(merged.kv_bytes_shared, window.kv_bytes_shared),
+            kv_bytes_batch=max(merged.kv_bytes_batch, window.kv_bytes_batch),
             kv_bytes_min=max(merged.kv_bytes_min, window.kv_bytes_min),
         )
     return merged

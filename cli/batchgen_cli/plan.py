@@ -96,7 +96,8 @@ def plan_lines(report: PlanReport) -> list[str]:
     if report.bytes_per_token:
         lines += [
             f"KV per token       {size(report.bytes_per_token)}",
-            f"KV for all rows    {size(f.kv_bytes_shared)} (unshared: {size(f.kv_bytes_unshared)}) if all ran at once, each to its full length; a run holds a batch of them",
+            f"KV for a batch     {size(f.kv_bytes_batch)}; a run holds a batch of rows",
+            f"KV for all rows    {size(f.kv_bytes_shared)} (unshared: {size(f.kv_bytes_unshared)}) if all ran at once, each to its full length",
             f"KV for longest row {size(f.kv_bytes_min)}; "
             + (
                 f"it fits --kv-memory {report.sufficient_memory}, which recurrent states share"

@@ -30,7 +30,8 @@ def test_the_plan_is_told_in_lines(cli: Cli, source: Path, tiny_model_dir: Path)
         "prefix nodes       3",
         "model weights      275.8 KiB",
         "KV per token       256 B",
-        "KV for all rows    120.0 KiB (unshared: 256.0 KiB) if all ran at once, each to its full length; a run holds a batch of them",
+        "KV for a batch     120.0 KiB; a run holds a batch of rows",
+        "KV for all rows    120.0 KiB (unshared: 256.0 KiB) if all ran at once, each to its full length",
         "KV for longest row 32.0 KiB; with less KV memory that row fails",
         "",
         "the prefixes that save the most (tokens × rows):",
@@ -47,7 +48,7 @@ def test_the_plan_is_one_json_object(cli: Cli, source: Path, tiny_model_dir: Pat
     assert list(plan) == [
         "schema", "rows", "rows_failed", "rows_equal", "windows", "prompt_tokens", "prefill_tokens_min", "shared_fraction",
         "prefix_nodes", "groups", "grouped_rows", "weight_bytes", "kv_bytes_per_token", "kv_bytes_shared", "kv_bytes_unshared",
-        "kv_bytes_least", "state_bytes_per_sequence", "state_bytes_peak", "tree", "largest_groups",
+        "kv_bytes_batch", "kv_bytes_least", "state_bytes_per_sequence", "state_bytes_peak", "tree", "largest_groups",
         "shards", "advice", "failures",
     ]  # fmt: skip
     assert (plan["schema"], plan["prefill_tokens_min"], plan["groups"]) == ("batchgen.plan/1", 136, 2)

@@ -70,7 +70,7 @@ def test_a_killed_job_runs_equal_rows_once_in_all(runs: Runs, window: int | None
 
 
 def test_a_reading_that_is_used_again_knows_the_equal_rows(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchgen.config.INPUT_LIMITS", replace(INPUT_LIMITS, run_rows=2, window_rows=2))
+    monkeypatch.setattr("batchgen.config.INPUT_LIMITS", replace(INPUT_LIMITS, run_rows=2, window_leaves=2))
     runs.run(PROMPTS, most=2)
     monkeypatch.setattr(FirstReading, "_read_all", None)
     answered, report = runs.run(PROMPTS)

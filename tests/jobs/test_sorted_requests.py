@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import fields
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.config import InputLimits
-from batchgen.jobs.order.sorted_requests import SortedRequests, sort_key
+from batchgen.jobs.order.sorted_requests import SortedRequests, bounded_windows, sort_key
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 from support.params import examples
@@ -37,7 +38,7 @@ def plain(r: Request):
 
 
 def limits(rows=5, tokens=1000, batch=2, runs=3, window=None):
-    return InputLimits(run_rows=rows, window_rows=window or rows, max_tokens=tokens, max_runs=runs, batch_rows=batch)
+    return InputLimits(run_rows=rows, window_leaves=window or rows, max_tokens=tokens, max_runs=runs, batch_rows=batch)
 
 
 def sorted_requests(folder, requests, limits):
@@ -60,6 +61,27 @@ def test_a_run_in_memory_is_cut_into_windows_too(tmp_path) -> None:
     made = sorted_requests(tmp_path, [request(i, [9 - i, 1]) for i in range(9)], limits(rows=9, window=3))
     assert not made.on_disk
     assert [[r.row for r in w] for w in made.windows()] == [[8, 7, 6], [5, 4, 3, 2], [1, 0]]
+
+
+LABELS = {"params": SamplingParams(choices=("a", "b", "c")), "texts": [[4], [5], [6, 7]]}
+
+
+@pytest.mark.parametrize("rows", [2, 100])
+def test_a_window_is_limited_by_its_labels_and_their_tokens(tmp_path, rows) -> None:
+    """Each label is planned with the prompt before it: three labels of a prompt of two tokens are ten tokens."""
+    requests = [request(i, [9 - i, 1], **LABELS) for i in range(5)]
+    for bounds in ({"window": 6}, {"window": 100, "tokens": 20}):
+        made = sorted_requests(tmp_path, requests, limits(rows=rows, batch=1, **bounds))
+        assert made.on_disk == (rows == 2)
+        assert [sorted(r.row for r in w) for w in made.windows()] == [[3, 4], [1, 2], [0]]
+
+
+def test_rows_that_arrive_together_are_planned_in_prefix_order_where_their_labels_are_too_many() -> None:
+    requests = [request(i, [9 - i, 1], **LABELS) for i in range(5)]
+    assert list(bounded_windows(requests, limits(window=15))) == [requests]
+    cut = bounded_windows(requests, limits(window=6, batch=1))
+    assert [[r.row for r in w] for w in cut] == [[4, 3], [2, 1], [0]]
+    assert list(bounded_windows([], limits())) == []
 
 
 def test_one_row_more_than_fits_is_sorted_on_disk(tmp_path) -> None:

@@ -15,11 +15,17 @@ def arrays(lists):
     return [np.array(ids, dtype=np.int32) for ids in lists]
 
 
-def figures(lists, max_tokens, block_size=4, bytes_per_token=10, share=True, carried=0):
+def figures(lists, max_tokens, block_size=4, bytes_per_token=10, share=True, carried=0, batch_size=2):
     prompts = arrays(lists)
     plan = plan_prefixes(prompts, 2, share=share)
     return plan_figures(
-        plan, prompts, max_tokens, block_size=block_size, bytes_per_token=bytes_per_token, carried=carried
+        plan,
+        prompts,
+        max_tokens,
+        block_size=block_size,
+        bytes_per_token=bytes_per_token,
+        batch_size=batch_size,
+        carried=carried,
     )
 
 
@@ -49,6 +55,7 @@ def test_figures_of_a_window():
         grouped_requests=3,
         kv_bytes_unshared=(3 + 4 + 2 + 1) * 40,
         kv_bytes_shared=((1 + 1) + (1 + 2 + 1 + 1)) * 40,
+        kv_bytes_batch=(3 + 4) * 40,
         kv_bytes_min=4 * 40,
     )
 

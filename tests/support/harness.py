@@ -23,7 +23,7 @@ from support.jobs import FINISHED_FILES
 
 SHARED = "The reports of this region begin alike, and differ in what comes after. "
 TINY_SPOOL = {
-    "batchgen.config:INPUT_LIMITS": {"read_rows": 5, "run_rows": 6, "window_rows": 6, "batch_rows": 2},
+    "batchgen.config:INPUT_LIMITS": {"read_rows": 5, "run_rows": 6, "window_leaves": 6, "batch_rows": 2},
     "batchgen.assembly:INPUT_LIMITS": {"read_rows": 5},  # for a merge, which has no configuration
 }
 """Windows of six rows and several files of sorted requests, like a job of millions of rows."""

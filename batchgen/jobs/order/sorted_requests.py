@@ -98,27 +98,10 @@ class SortedRequests:
 
     def windows(self) -> Iterator[list[Request]]:
         """All requests. Each window is the next part of the order; inside a window the order has no meaning."""
-        window: list[Request] = []
-        tokens = 0
-        for batch in self._merged(self._runs) if self._runs else self._from_memory():
-            size = sum(len(r.tokens) for r in batch.requests)
-            full = len(window) + len(batch.requests) > self._limits.window_rows
-            if window and (full or tokens + size > self._limits.max_tokens):
-                ordered = _by_key(batch)
-                end = _best_end(ordered)
-                yield window + ordered[:end]
-                window = ordered[end:]
-                tokens = sum(len(r.tokens) for r in window)
-            else:
-                window += batch.requests
-                tokens += size
-        if window:
-            yield window
-
-    def _from_memory(self) -> Iterator[_Batch]:
+        if self._runs:
+            return _windows(self._merged(self._runs), self._limits)
         ordered, self._waiting = in_window_order(self._waiting), []
-        for batch in _batches(ordered, self._limits):
-            yield _Batch(batch, [sort_key(r) for r in batch])
+        return _windows(_in_batches(ordered, self._limits), self._limits)
 
     def _write_file(self, requests: Iterable[Request]) -> None:
         name = f"run-{self._files_made:05d}"
@@ -130,6 +113,39 @@ class SortedRequests:
         with reading(self._folder), ExitStack() as files:
             runs = [_Run(_read_batches(files.enter_context((self._folder / name).open("rb")))) for name in names]
             yield from _merge_runs([run for run in runs if run.advance()])
+
+
+def bounded_windows(requests: list[Request], limits: InputLimits) -> Iterator[list[Request]]:
+    """The requests of a window: as they are if they are within the limits, else in prefix order in several windows."""
+    if (
+        sum(r.leaves for r in requests) <= limits.window_leaves
+        and sum(r.leaf_tokens for r in requests) <= limits.max_tokens
+    ):
+        return iter([requests] if requests else [])
+    return _windows(_in_batches(in_window_order(requests), limits), limits)
+
+
+def _windows(batches: Iterator[_Batch], limits: InputLimits) -> Iterator[list[Request]]:
+    window: list[Request] = []
+    leaves = tokens = 0
+    for batch in batches:
+        count, size = sum(r.leaves for r in batch.requests), sum(r.leaf_tokens for r in batch.requests)
+        if window and (leaves + count > limits.window_leaves or tokens + size > limits.max_tokens):
+            ordered = _by_key(batch)
+            end = _best_end(ordered)
+            yield window + ordered[:end]
+            window = ordered[end:]
+            leaves, tokens = sum(r.leaves for r in window), sum(r.leaf_tokens for r in window)
+        else:
+            window += batch.requests
+            leaves, tokens = leaves + count, tokens + size
+    if window:
+        yield window
+
+
+def _in_batches(ordered: list[Request], limits: InputLimits) -> Iterator[_Batch]:
+    for batch in _batches(ordered, limits):
+        yield _Batch(batch, [sort_key(r) for r in batch])
 
 
 def write_requests(path: Path, requests: Iterable[Request], limits: InputLimits) -> str:
@@ -226,11 +242,11 @@ def _batches(requests: Iterable[Request], limits: InputLimits) -> Iterator[list[
     batch: list[Request] = []
     tokens = 0
     for request in requests:
-        if batch and (len(batch) == limits.batch_rows or tokens + len(request.tokens) > limits.batch_tokens):
+        if batch and (len(batch) == limits.batch_rows or tokens + request.leaf_tokens > limits.batch_tokens):
             yield batch
             batch, tokens = [], 0
         batch.append(request)
-        tokens += len(request.tokens)
+        tokens += request.leaf_tokens
     if batch:
         yield batch
 
