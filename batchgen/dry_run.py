@@ -224,7 +224,7 @@ def plan_job(
                 if shards is not None:
                     costs.add(in_window_order(requests))
             cuts = None if shards is None else _cuts(costs.shares(shards, config.engine.chunk_size))
-        advice = advice_for(config, tokenizer, prompts, sample)
+        advice = advice_for(config, tokenizer, prompts.date, sample)
         tracker.show_notes([*source.notes, *prompts.notes, *filter(None, [context_note(tokenizer.hf_config)])])
     report = replace(plan.report(chat=prompts.chat, whole=size is None and depth_first), cuts=cuts, advice=advice)
     _write_files(report, config.report, write_template, tracker)

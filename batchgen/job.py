@@ -360,7 +360,7 @@ def _finish_job(job: Store, setup: JobSetup, model: _Model, outcomes: Outcomes) 
     if isinstance(job, ShardFolder):
         outcomes.tracker.note(job.what_is_left(merges=setup.config.merge))
     elif setup.window_size is None and stats["rows"] >= SAMPLE_ROWS and stats["shared_fraction"] < ADVICE_BELOW:
-        advice = advice_for(setup.config, setup.tokenizer, setup.prompts, sampled(setup.rows))
+        advice = advice_for(setup.config, setup.tokenizer, setup.prompts.date, sampled(setup.rows))
         outcomes.tracker.show_notes([] if advice is None else [advice.text])
     return JobReport(
         stats,

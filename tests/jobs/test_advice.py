@@ -101,14 +101,13 @@ def test_no_template_is_written_where_none_is_better_or_given(tiny_model_dir, wr
         plan(tiny_model_dir, source, None, write_template=str(best))
 
 
-@pytest.mark.slow
-def test_a_run_that_shares_little_ends_with_the_advice(tiny_model_dir, tmp_path, write_jsonl):
+def test_a_run_that_shares_little_ends_with_the_advice(tiny_chat_model_dir, tmp_path, write_jsonl):
     notes = Recorder()
     source = write_jsonl([{"review": f"{i * 7919 % 1000}"} for i in range(256)])
     config = JobConfig(
         inputs=(str(source),),
         output=str(tmp_path / "o.jsonl"),
-        model=ModelConfig(model=str(tiny_model_dir)),
+        model=ModelConfig(model=str(tiny_chat_model_dir)),
         prompts=PromptConfig(template="{{review}}\n\n" + INSTRUCTION),
         sampling=SamplingParams(max_tokens=1),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import permutations
 from typing import Any
 
@@ -52,16 +53,15 @@ def sampled(rows: Sequence[Any]) -> list[Any]:
 
 
 def advice_for(
-    config: JobConfig, tokenizer: LoadedTokenizer, prompts: PromptBuilder, rows: Sequence[Row]
+    config: JobConfig, tokenizer: LoadedTokenizer, date: datetime | None, rows: Sequence[Row]
 ) -> Advice | None:
-    """Returns what would save the most prompt tokens of a job, by these rows of its input; None if nothing saves enough."""
+    """Returns what would save the most prompt tokens of a job, by these rows of its input; None if nothing saves enough. `date` is that of the job."""
     good = [row for row in rows if row.error is None]
 
     def tokens_of(template: str | None) -> list[TokenArray]:
-        builder = prompts
-        if template is not None:
-            changed = replace(config.prompts, template=template)
-            builder = PromptBuilder(tokenizer, changed, config.sampling, now=prompts.date)
+        # A builder of its own: that of a job does not build any more once the job has read its input.
+        prompts = config.prompts if template is None else replace(config.prompts, template=template)
+        builder = PromptBuilder(tokenizer, prompts, config.sampling, now=date)
         return [built.tokens for built in builder.build(good) if isinstance(built, Request)]
 
     return advise(config.prompts.template, [row.columns for row in good], tokens_of, tokenizer.hf_tokenizer.decode)
