@@ -244,14 +244,14 @@ def load_model(
         check_kernels(note)
     if tokenizer.head is not None:
         module = without_language_head(module, tokenizer.head)
-    give_freed_back()
+    _give_freed_back(tokenizer.hf_config)
     model = prepare(module, notes + note, compiled, config.compile, pack_linear=not int8)
     if compiled is not None and not int8:
         _unpack(module, config, device, fused=True)
     if int8:
         scales = checkpoint_scales(tokenizer.hf_config, weight_files(config)) if config.lora is None else {}
         model = quantize(model, texts, scales)
-    give_freed_back()
+    _give_freed_back(tokenizer.hf_config)
     vision = None
     if no_images(tokenizer) is None and not model.spread:
         vision = Vision(config, tokenizer, model.module, model.dtype)
@@ -267,6 +267,12 @@ def _settle(module: Any, config: ModelConfig, device: torch.device, dtype: Any) 
         if dtype not in ("auto", parameter.dtype):
             parameter.data = parameter.data.to(dtype)
     _unpack(module, config, device)
+
+
+def _give_freed_back(hf_config: Any) -> None:
+    """Returns the memory to the system that unpacking has freed. Other models free little, and would ask for it again in their first steps."""
+    if is_dequantized(hf_config):
+        give_freed_back()
 
 
 def _unpack(module: Any, config: ModelConfig, device: torch.device, *, fused: bool = False) -> None:
