@@ -22,7 +22,7 @@ from support.vision import Reference, make, picture
 
 TOKENS = 8
 Rows = list[dict[str, Any]]
-TINY = InputLimits(read_rows=3, run_rows=3, window_rows=3, batch_rows=2)
+TINY = InputLimits(read_rows=3, run_rows=3, window_leaves=3, batch_rows=2)
 """Windows of three rows and several files of sorted requests, like a job of millions of rows."""
 
 
