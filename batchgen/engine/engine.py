@@ -142,8 +142,6 @@ class Engine:
         self._shortened: dict[int, Request] = {}
         """By row: unfinished requests whose `max_tokens` were lowered to fit the pool."""
         self._said_shortened = False
-        self._digests: dict[str, str] = {}
-        """With `--debug`: digests of what the model computes with."""
 
     def add(
         self, leaves: Sequence[Leaf], plan: PrefixPlan, on_result: OnResult, on_token: OnToken | None = None
@@ -355,15 +353,14 @@ class Engine:
 
     def _keep_digests(self) -> None:
         """Adds digests to the figures: of weights and tables at once, of the KV of the first complete node when there is one with whole blocks."""
-        found = self._digests or digests(self.runner.model)
+        known = dict(self.stats.parts or {})
+        found = known.get("digests") or digests(self.runner.model)
         size = self.sizes.block_size
         nodes = (n for n in self.block_manager.live if n.computed == n.end and n.end >= size and not n.dropped)
         if "kv" not in found and (node := next(nodes, None)) is not None:
             kv = self.runner.cache.kv_of(node.table[: node.end // size])
             found = found | {"kv": tensor_digest((str(i), pool) for i, pool in enumerate(kv))}
-        if found is not self._digests:
-            self._digests = found
-            self.stats.parts = {**(self.stats.parts or {}), "digests": found}
+        self.stats.parts = known | {"digests": found}
 
     def _shrink(self) -> None:
         """After the device ran out of memory, limits steps to the size that succeeded."""

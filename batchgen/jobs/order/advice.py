@@ -64,7 +64,7 @@ def advice_for(
         builder = PromptBuilder(tokenizer, prompts, config.sampling, now=date)
         return [built.tokens for built in builder.build(good) if isinstance(built, Request)]
 
-    return advise(config.prompts.template, [row.columns for row in good], tokens_of, tokenizer.hf_tokenizer.decode)
+    return advise(config.prompts.template, [row.columns for row in good], tokens_of, tokenizer.decode)
 
 
 def advise(
