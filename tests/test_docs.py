@@ -19,7 +19,7 @@ def named_files(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if DECISIONS not in (ROOT / p).parents], ids=str)
-def test_every_file_that_a_page_names_exists(page: Path) -> None:
+def test_every_file_that_a_page_names_exists(page):
     named = named_files((ROOT / page).read_text("utf-8"))
     assert {path for path in named if not ((ROOT / path).exists() or (ROOT / "batchgen" / path).exists())} == set()
 
@@ -37,7 +37,7 @@ def defined_in(path: Path) -> set[str]:
     return found
 
 
-def test_the_functions_that_the_architecture_page_names_exist() -> None:
+def test_the_functions_that_the_architecture_page_names_exist():
     page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     rows = re.findall(r"^\| `([\w/]+\.py)` \| (.*) \|$", page, re.MULTILINE)
     assert len({file for file, _ in rows}) == 14
@@ -47,6 +47,6 @@ def test_the_functions_that_the_architecture_page_names_exist() -> None:
     assert five == [file for file, _ in rows][:5]
 
 
-def test_the_site_shows_every_page() -> None:
+def test_the_site_shows_every_page():
     shown = re.findall(r": ([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
     assert sorted(shown) == sorted(str(p.relative_to("docs")) for p in PAGES if p.parts[0] == "docs")

@@ -3,7 +3,6 @@
 import gzip
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from batchgen.prompts import load_tokenizer
 
 ROOT = "All rows begin with this text, which is more than a chunk. "
 GROUPS = ["The first group goes on like this. ", "The second one has other words here. "]
-Write = Callable[..., Path]
 
 
 def rows() -> list[dict[str, Any]]:
@@ -31,23 +29,21 @@ def config_of(model: Path, source: Path, **options: Any) -> JobConfig:
     return JobConfig(inputs=(str(source),), model=ModelConfig(model=str(model)), **options)
 
 
-def test_the_tree_of_windows_is_that_of_the_first_one_with_a_row_that_can_run(
-    tiny_model_dir: Path, write_jsonl: Write
-) -> None:
+def test_the_tree_of_windows_is_that_of_the_first_one_with_a_row_that_can_run(tiny_model_dir, write_jsonl):
     plan = plan_job(config_of(tiny_model_dir, write_jsonl([{"prompt": 1}, {"prompt": 2}, *rows()]), window=2))
     assert (plan.rows, plan.rows_failed, plan.windows) == (10, 2, 4)
     assert [(line.tokens, line.rows) for line in plan.tree] == [(1 + len(ROOT) + len("The "), 2)]
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_an_input_that_breaks_off_has_no_plan(window: int | None, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_an_input_that_breaks_off_has_no_plan(window, tiny_model_dir, tmp_path):
     source = tmp_path / "in.jsonl.gz"
     source.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows()).encode())[:-9])
     with pytest.raises(InputCorrupt, match=r"in\.jsonl\.gz"):
         plan_job(config_of(tiny_model_dir, source, window=window))
 
 
-def test_a_plan_shows_the_prefix_tree_and_what_sharing_saves(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_a_plan_shows_the_prefix_tree_and_what_sharing_saves(tiny_model_dir, write_jsonl):
     plan = plan_job(config_of(tiny_model_dir, write_jsonl(rows())))
     root = 1 + len(ROOT) + len("The ")
     rest = [len(group) - len("The ") for group in GROUPS]
@@ -65,13 +61,13 @@ def test_a_plan_shows_the_prefix_tree_and_what_sharing_saves(tiny_model_dir: Pat
     assert plan.figures.kv_bytes_shared < plan.figures.kv_bytes_unshared / 2
 
 
-def test_a_plan_predicts_the_prefill_of_the_run(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_a_plan_predicts_the_prefill_of_the_run(tiny_model_dir, write_jsonl):
     for window in (None, 3):
         config = config_of(tiny_model_dir, write_jsonl(rows()), window=window, output=None, overwrite=True)
         assert plan_job(config).figures.prefill_tokens_min == run_job(config).stats["prefill_tokens"]
 
 
-def test_a_plan_predicts_the_prefill_of_windows_by_priority(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_a_plan_predicts_the_prefill_of_windows_by_priority(tiny_model_dir, write_jsonl):
     source = write_jsonl({"prompt": f"{GROUPS[i // 2 % 2]}{i}", "hurry": i} for i in range(8))
     config = config_of(
         tiny_model_dir,
@@ -87,7 +83,7 @@ def test_a_plan_predicts_the_prefill_of_windows_by_priority(tiny_model_dir: Path
     assert [(line.rows, line.text) for line in plan.tree] == [(2, f"<|begin|>{GROUPS[0]}")]  # of the first window
 
 
-def test_a_plan_writes_nothing_and_loads_no_weights(tiny_model_dir: Path, write_jsonl: Write, tmp_path: Path) -> None:
+def test_a_plan_writes_nothing_and_loads_no_weights(tiny_model_dir, write_jsonl, tmp_path):
     model = tmp_path / "without-weights"
     model.mkdir()
     for path in tiny_model_dir.iterdir():
@@ -99,14 +95,12 @@ def test_a_plan_writes_nothing_and_loads_no_weights(tiny_model_dir: Path, write_
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_rows_that_cannot_be_run_are_counted(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_rows_that_cannot_be_run_are_counted(tiny_model_dir, write_jsonl):
     plan = plan_job(config_of(tiny_model_dir, write_jsonl([*rows(), "junk", {"prompt": "x" * 600}])))
     assert (plan.rows, plan.rows_failed) == (10, 2)
 
 
-def test_completions_and_labels_take_memory_but_do_not_count_as_prompts(
-    tiny_model_dir: Path, write_jsonl: Write
-) -> None:
+def test_completions_and_labels_take_memory_but_do_not_count_as_prompts(tiny_model_dir, write_jsonl):
     # With <s> a block of 32. Other seeds, because equal rows would run once.
     source = write_jsonl(
         {"prompt": "x" * 31, "completion": "y" * 16, "sampling_params": {"seed": seed}} for seed in range(2)
@@ -131,23 +125,23 @@ def test_completions_and_labels_take_memory_but_do_not_count_as_prompts(
     assert figures(sampling=sampled(1), prompts=PromptConfig(score=True)) == {"unshared": 4, "shared": 3, "least": 2}
 
 
-def test_rows_with_nothing_to_score_add_no_prompt_tokens(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_rows_with_nothing_to_score_add_no_prompt_tokens(tiny_model_dir, write_jsonl):
     source = write_jsonl([{"prompt": "a", "completion": ""}, {"prompt": "a"}, {"prompt": "a", "completion": "b"}])
     plan = plan_job(config_of(tiny_model_dir, source, prompts=PromptConfig(score=True)))
     assert (plan.rows, plan.rows_failed, plan.figures.prompt_tokens) == (3, 1, 2)
 
 
-def test_equal_rows_count_their_prompts_and_nothing_else(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_equal_rows_count_their_prompts_and_nothing_else(tiny_model_dir, write_jsonl):
     plan = plan_job(config_of(tiny_model_dir, write_jsonl({"prompt": prompt} for prompt in ("aa", "aa", "b"))))
     assert (plan.rows, plan.rows_equal, plan.figures.prompt_tokens, plan.figures.prefill_tokens_min) == (3, 1, 8, 4)
 
 
-def test_an_empty_input_has_an_empty_plan(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_an_empty_input_has_an_empty_plan(tiny_model_dir, write_jsonl):
     plan = plan_job(config_of(tiny_model_dir, write_jsonl([])))
     assert (plan.rows, plan.figures.prompt_tokens, plan.tree, plan.groups) == (0, 0, (), ())
 
 
-def test_a_missing_prompt_column_is_a_usage_error(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_a_missing_prompt_column_is_a_usage_error(tiny_model_dir, write_jsonl):
     with pytest.raises(UsageError, match="no row has a column 'prompt'"):
         plan_job(config_of(tiny_model_dir, write_jsonl([{"text": "x"}])))
 
@@ -175,12 +169,12 @@ def test_a_missing_prompt_column_is_a_usage_error(tiny_model_dir: Path, write_js
         ({"num_hidden_layers": 3}, "float32", 0),
     ],
 )
-def test_kv_bytes_per_token_come_from_the_configuration(config: dict[str, int], dtype: str, expected: int) -> None:
+def test_kv_bytes_per_token_come_from_the_configuration(config, dtype, expected):
     assert kv_bytes_per_token(SimpleNamespace(**config), dtype) == expected
     assert kv_bytes_per_token(SimpleNamespace(text_config=SimpleNamespace(**config)), dtype) == expected
 
 
-def test_kv_bytes_per_token_equal_those_of_the_engine(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_kv_bytes_per_token_equal_those_of_the_engine(tiny_model_dir, write_jsonl):
     from batchgen import LLM
 
     plan = plan_job(config_of(tiny_model_dir, write_jsonl(rows())))
@@ -189,9 +183,7 @@ def test_kv_bytes_per_token_equal_those_of_the_engine(tiny_model_dir: Path, writ
 
 
 @pytest.mark.parametrize(("fast", "dtype"), [(True, "bfloat16"), (False, "float32")])
-def test_the_plan_counts_the_kv_cache_in_the_dtype_of_the_run(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, dtype: str
-) -> None:
+def test_the_plan_counts_the_kv_cache_in_the_dtype_of_the_run(tiny_model_dir, tmp_path, monkeypatch, fast, dtype):
     folder = tmp_path / "model"
     shutil.copytree(tiny_model_dir, folder)
     settings = json.loads((folder / "config.json").read_text())

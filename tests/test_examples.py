@@ -93,9 +93,7 @@ def workplace(tmp_path: Path, command_environment: dict[str, str]) -> dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_example_runs_and_prints_what_the_page_says(
-    page: Path, workplace: dict[str, str], tmp_path: Path
-) -> None:
+def test_every_example_runs_and_prints_what_the_page_says(page, workplace, tmp_path):
     python, sampled = "", False
     for block in blocks(page):
         code = python + block.text if block.language == "python" else block.text

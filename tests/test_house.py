@@ -44,7 +44,7 @@ def names_in(tree: ast.Module) -> set[str]:
     return found
 
 
-def test_benchmarks_import_only_names_that_exist() -> None:
+def test_benchmarks_import_only_names_that_exist():
     known = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): tree for path, tree in modules().items()}
     wrong = set()
     for path in sorted((ROOT / "benchmarks").rglob("*.py")):
@@ -59,7 +59,7 @@ def test_benchmarks_import_only_names_that_exist() -> None:
     assert wrong == set()
 
 
-def test_functions_fit_on_a_screen() -> None:
+def test_functions_fit_on_a_screen():
     long = {
         f"{path}:{node.lineno} {node.name}"
         for path, tree in modules().items()
@@ -71,7 +71,7 @@ def test_functions_fit_on_a_screen() -> None:
     assert long == set()
 
 
-def test_classes_and_public_functions_have_unique_names() -> None:
+def test_classes_and_public_functions_have_unique_names():
     homes = defaultdict(list)
     for path, tree in modules().items():
         for node in tree.body:
@@ -82,7 +82,7 @@ def test_classes_and_public_functions_have_unique_names() -> None:
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
-def test_a_private_class_does_not_share_the_name_of_another_class() -> None:
+def test_a_private_class_does_not_share_the_name_of_another_class():
     homes = defaultdict(list)
     for path, tree in modules().items():
         for node in tree.body:
@@ -91,7 +91,7 @@ def test_a_private_class_does_not_share_the_name_of_another_class() -> None:
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
-def test_a_private_name_means_one_thing_in_its_package() -> None:
+def test_a_private_name_means_one_thing_in_its_package():
     homes = defaultdict(list)
     for path, tree in modules().items():
         for name in private_names(tree):
@@ -99,7 +99,7 @@ def test_a_private_name_means_one_thing_in_its_package() -> None:
     assert {where: files for where, files in homes.items() if len(files) > 1} == {}
 
 
-def test_the_word_slot_is_used_only_for_state_slots() -> None:
+def test_the_word_slot_is_used_only_for_state_slots():
     """Outside `state/` it is a `state_slot`. A sequence has a `sampler_index` in the sampler, and a token a `kv_index` in the KV pool."""
     found = {
         f"{path} {name}"
@@ -111,7 +111,7 @@ def test_the_word_slot_is_used_only_for_state_slots() -> None:
     assert found == set()
 
 
-def test_attention_windows_are_called_sliding_windows() -> None:
+def test_attention_windows_are_called_sliding_windows():
     found = {
         f"{path} {name}"
         for path, tree in modules().items()
@@ -142,17 +142,17 @@ def private_names(tree: ast.Module) -> set[str]:
     return {name for name in names if name.startswith("_") and not name.startswith("__")}
 
 
-def test_no_folder_has_too_many_files() -> None:
+def test_no_folder_has_too_many_files():
     files = Counter(path.parent for path in modules() if not path.stem.startswith("__"))
     assert {str(folder): count for folder, count in files.items() if count > FOLDER_FILES} == {}
 
 
-def test_every_module_has_a_docstring() -> None:
+def test_every_module_has_a_docstring():
     assert [str(path) for path, tree in modules().items() if not ast.get_docstring(tree)] == []
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain torch", "with kernels"])
-def test_a_decode_step_passes_at_most_twenty_files(compiled: bool) -> None:
+def test_a_decode_step_passes_at_most_twenty_files(compiled):
     """A newcomer who follows a step reads these files."""
     if compiled and kernels() is None:
         pytest.skip("the kernels cannot be compiled here")

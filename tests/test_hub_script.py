@@ -24,7 +24,7 @@ def command_of(*arguments: str) -> list[str]:
     return runpy.run_path(str(SCRIPT))["command_of"](list(arguments))
 
 
-def test_the_scripts_header_names_this_distribution_and_one_of_its_extras() -> None:
+def test_the_scripts_header_names_this_distribution_and_one_of_its_extras():
     (found,) = re.finditer(HEADER, SCRIPT.read_text(encoding="utf-8"))
     lines = found["content"].splitlines(keepends=True)
     header = tomllib.loads("".join(line.removeprefix("# ").removeprefix("#") for line in lines))
@@ -43,18 +43,18 @@ def test_the_scripts_header_names_this_distribution_and_one_of_its_extras() -> N
         (["s3://b/a.jsonl", "o.jsonl.gz", "-n", "2"], ["run", "s3://b/a.jsonl", "-o", "o.jsonl.gz", "-n", "2"]),
     ],
 )  # fmt: skip
-def test_the_scripts_arguments_become_those_of_run(given: list[str], command: list[str]) -> None:
+def test_the_scripts_arguments_become_those_of_run(given, command):
     assert command_of(*given) == command
 
 
-def test_options_before_the_two_names_are_refused(capsys) -> None:
+def test_options_before_the_two_names_are_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         command_of("--model", "m", "me/a", "me/b")
     assert capsys.readouterr().err.endswith("error: INPUT and OUTPUT come before the options\n")
 
 
 @pytest.mark.slow
-def test_the_script_runs_with_local_paths(tiny_model_dir, write_jsonl, tmp_path, command_environment) -> None:
+def test_the_script_runs_with_local_paths(tiny_model_dir, write_jsonl, tmp_path, command_environment):
     rows = write_jsonl([{"prompt": "one"}, {"prompt": "two"}])
     command = [sys.executable, SCRIPT, rows, tmp_path / "out.parquet", "--model", tiny_model_dir, "--max-tokens", "2"]
     done = subprocess.run(command, env=command_environment, capture_output=True, text=True, timeout=300)
@@ -62,7 +62,7 @@ def test_the_script_runs_with_local_paths(tiny_model_dir, write_jsonl, tmp_path,
     assert pq.read_table(tmp_path / "out.parquet")["prompt"].to_pylist() == ["one", "two"]
 
 
-def test_the_script_reads_a_dataset_and_pushes_another(tiny_model_dir, tmp_path, monkeypatch, cli) -> None:
+def test_the_script_reads_a_dataset_and_pushes_another(tiny_model_dir, tmp_path, monkeypatch, cli):
     monkeypatch.chdir(tmp_path)
     with fake_hub(monkeypatch) as hub:
         monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -97,7 +97,7 @@ def expected(reference: tuple[Reference, Path]) -> list[list[int]]:
     return [*found, whole.generate([{"role": "user", "content": "Who are you?"}], [], TOKENS)[1]]
 
 
-def test_a_job_encodes_each_image_once_and_says_so(model: Path, expected: list[list[int]]) -> None:
+def test_a_job_encodes_each_image_once_and_says_so(model, expected):
     write(rows())
     stats = run(model).stats
     assert answers() == expected
@@ -109,7 +109,7 @@ def test_a_job_encodes_each_image_once_and_says_so(model: Path, expected: list[l
     assert sorted(path.name for path in Path("o.jsonl.job").iterdir()) == FINISHED_FILES
 
 
-def test_a_stopped_job_goes_on_with_sorted_requests_on_the_disk(model: Path, expected: list[list[int]]) -> None:
+def test_a_stopped_job_goes_on_with_sorted_requests_on_the_disk(model, expected):
     sent = rows()
     for i in (1, 5):
         sent[i]["messages"][0]["content"][0] = {"type": "image_url", "image_url": {"url": data_url(1)}}
@@ -124,7 +124,7 @@ def test_a_stopped_job_goes_on_with_sorted_requests_on_the_disk(model: Path, exp
     assert not Path("o.jsonl.job/images").exists()
 
 
-def test_two_devices_and_two_shards_write_the_same_rows(model: Path, expected: list[list[int]]) -> None:
+def test_two_devices_and_two_shards_write_the_same_rows(model, expected):
     write(rows())
     for i in (1, 2):
         run(model, shard=f"{i}/2", output="shards.jsonl", limits=TINY)
@@ -135,9 +135,7 @@ def test_two_devices_and_two_shards_write_the_same_rows(model: Path, expected: l
     assert answers() == expected
 
 
-def test_columns_of_images_come_before_the_prompt_or_where_the_template_says(
-    model: Path, expected: list[list[int]]
-) -> None:
+def test_columns_of_images_come_before_the_prompt_or_where_the_template_says(model, expected):
     pixels = [Path(f"p/{i}.png").read_bytes() for i in range(4)]
     table = pa.table(
         {
@@ -162,7 +160,7 @@ def test_columns_of_images_come_before_the_prompt_or_where_the_template_says(
     assert answers() == expected[:4]
 
 
-def test_images_of_a_template_are_where_it_writes_them(model: Path, reference: tuple[Reference, Path]) -> None:
+def test_images_of_a_template_are_where_it_writes_them(model, reference):
     write([{"pictures": ["p/0.png", "p/1.png"], "q": "Which?"}])
     template = "First {{ pictures[0] }}, then {{ pictures[1] }}. {{ q }}"
     run(model, prompts=PromptConfig(image_column=("pictures",), template=template))
@@ -172,7 +170,7 @@ def test_images_of_a_template_are_where_it_writes_them(model: Path, reference: t
     assert answers() == [reference[0].generate([{"role": "user", "content": content}], shown, TOKENS)[1]]
 
 
-def test_rows_of_the_batch_api_have_images(model: Path, expected: list[list[int]]) -> None:
+def test_rows_of_the_batch_api_have_images(model, expected):
     bodies = [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [
             {"type": "image_url", "image_url": {"url": data_url(0)}}, {"type": "text", "text": QUESTIONS[0]}]}]}),
@@ -186,7 +184,7 @@ def test_rows_of_the_batch_api_have_images(model: Path, expected: list[list[int]
     assert [row["error"] for row in read("openai.jsonl")] == [None] * 2
 
 
-def test_an_image_that_cannot_be_shown_fails_its_row_alone(model: Path, expected: list[list[int]]) -> None:
+def test_an_image_that_cannot_be_shown_fails_its_row_alone(model, expected):
     found = rows()[:5]
     picture(2).save("p/cut.jpg", quality=100)
     whole = Path("p/cut.jpg").read_bytes()
@@ -211,7 +209,7 @@ def test_an_image_that_cannot_be_shown_fails_its_row_alone(model: Path, expected
     assert read()[0]["token_ids"] == expected[0]
 
 
-def test_the_plan_counts_the_tokens_of_images(model: Path) -> None:
+def test_the_plan_counts_the_tokens_of_images(model):
     write(rows())
     plan = plan_job(config_of(model))
     stats = run(model).stats
@@ -222,7 +220,7 @@ def test_the_plan_counts_the_tokens_of_images(model: Path) -> None:
     assert any("[image]" in line.text for line in plan.tree)
 
 
-def test_advice_names_images_that_stand_before_common_text(model: Path) -> None:
+def test_advice_names_images_that_stand_before_common_text(model):
     text = {"type": "text", "text": " ".join(map(str, range(60)))}
     write(
         [{"messages": [{"role": "user", "content": [{"type": "image", "path": f"p/{i}.png"}, text]}]} for i in range(4)]
@@ -233,7 +231,7 @@ def test_advice_names_images_that_stand_before_common_text(model: Path) -> None:
     assert "[image]" in advice.text
 
 
-def test_equal_rows_have_equal_keys_wherever_their_images_are(model: Path) -> None:
+def test_equal_rows_have_equal_keys_wherever_their_images_are(model):
     write(rows()[:1])
     run(model)
     moved = rows()[:1]
@@ -245,7 +243,7 @@ def test_equal_rows_have_equal_keys_wherever_their_images_are(model: Path) -> No
     assert run(model, prune=True).stats["rows_resumed"] == 0
 
 
-def test_an_image_column_needs_a_model_that_sees(model: Path, tiny_model_dir: Path) -> None:
+def test_an_image_column_needs_a_model_that_sees(model, tiny_model_dir):
     write([{"prompt": "a", "image": "p/0.png"}])
     with pytest.raises(
         UsageError, match=r"^--image-column: only text can be sent; leave it out, or use a model that sees$"

@@ -36,7 +36,7 @@ def texts(rows: Rows) -> list[str]:
     return [row["text"] for row in rows]
 
 
-def test_a_job_needs_an_input() -> None:
+def test_a_job_needs_an_input():
     with pytest.raises(UsageError, match=r"^no input; name a file, a folder, a glob or - for standard input$"):
         JobConfig(inputs=(), model=ModelConfig(model="m"))
 
@@ -49,7 +49,7 @@ def whole(tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read) -> Rows:
     return read_jsonl(Path(report.output))
 
 
-def test_every_row_has_a_completion_in_input_order(tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read) -> None:
+def test_every_row_has_a_completion_in_input_order(tiny_model_dir, write_jsonl, read_jsonl):
     source = write_jsonl(prompts(6))
     report = run_job(config_of(tiny_model_dir, source))
     rows = read_jsonl(Path(report.output))
@@ -59,7 +59,7 @@ def test_every_row_has_a_completion_in_input_order(tiny_model_dir: Path, write_j
     assert all(row["usage"]["completion_tokens"] <= 4 and row["error"] is None for row in rows)
 
 
-def test_the_figures_count_rows_tokens_and_phases(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_the_figures_count_rows_tokens_and_phases(tiny_model_dir, write_jsonl):
     progress = Recorder()
     stats = run_job(config_of(tiny_model_dir, write_jsonl(prompts(6))), progress).stats
     assert (stats["rows"], stats["rows_ok"], stats["rows_failed"], stats["rows_resumed"]) == (6, 6, 0, 0)
@@ -85,9 +85,7 @@ def test_the_figures_count_rows_tokens_and_phases(tiny_model_dir: Path, write_js
     assert (stats["dtype"], stats["device"], stats["groups"], stats["prefix_nodes"]) == ("float32", "cpu", 2, 3)
 
 
-def test_windows_give_the_same_rows_and_run_a_shared_prefix_once(
-    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read, whole: Rows
-) -> None:
+def test_windows_give_the_same_rows_and_run_a_shared_prefix_once(tiny_model_dir, write_jsonl, read_jsonl, whole):
     report = run_job(config_of(tiny_model_dir, write_jsonl(prompts(12)), window=5))
     assert texts(read_jsonl(Path(report.output))) == texts(whole)
     assert report.stats["prefill_tokens"] == report.stats["prefill_tokens_min"]
@@ -95,9 +93,7 @@ def test_windows_give_the_same_rows_and_run_a_shared_prefix_once(
     assert report.stats["prefill_tokens"] <= (1 + len(SHARED)) + 2 * 11 + 14
 
 
-def test_without_sharing_the_texts_are_the_same_and_whole_prompts_run(
-    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read, whole: Rows
-) -> None:
+def test_without_sharing_the_texts_are_the_same_and_whole_prompts_run(tiny_model_dir, write_jsonl, read_jsonl, whole):
     engine = EngineConfig(share=False)
     report = run_job(config_of(tiny_model_dir, write_jsonl(prompts(12)), engine=engine))
     assert texts(read_jsonl(Path(report.output))) == texts(whole)
@@ -105,9 +101,7 @@ def test_without_sharing_the_texts_are_the_same_and_whole_prompts_run(
     assert report.stats["prefill_tokens_min"] < report.stats["prompt_tokens"] / 2
 
 
-def test_equal_rows_above_temperature_0_are_sampled_differently(
-    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
-) -> None:
+def test_equal_rows_above_temperature_0_are_sampled_differently(tiny_model_dir, write_jsonl, read_jsonl):
     sampling = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)
     source = write_jsonl([{"prompt": "same"}] * 6)
     report = run_job(config_of(tiny_model_dir, source, sampling=sampling, token_ids=True))
@@ -121,8 +115,8 @@ def test_equal_rows_above_temperature_0_are_sampled_differently(
 
 
 def test_a_second_run_finds_nothing_to_do_and_writes_the_figures_where_it_is_told(
-    tiny_model_dir: Path, write_jsonl: Write, tmp_path: Path
-) -> None:
+    tiny_model_dir, write_jsonl, tmp_path
+):
     config = config_of(tiny_model_dir, write_jsonl(prompts(4)))
     first = run_job(config)
     written = Path(first.output).stat().st_mtime_ns
@@ -134,9 +128,7 @@ def test_a_second_run_finds_nothing_to_do_and_writes_the_figures_where_it_is_tol
     assert "loading model" not in progress.phases
 
 
-def test_added_rows_are_generated_and_the_others_kept(
-    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read, whole: Rows
-) -> None:
+def test_added_rows_are_generated_and_the_others_kept(tiny_model_dir, write_jsonl, read_jsonl, whole):
     config = config_of(tiny_model_dir, write_jsonl(prompts(9)))
     run_job(config)
     write_jsonl(list(reversed(prompts(12))))
@@ -149,8 +141,8 @@ def test_added_rows_are_generated_and_the_others_kept(
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_job_keeps_its_results_and_resumes(
-    signum: int, tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read, whole: Rows, tmp_path: Path
-) -> None:
+    signum, tiny_model_dir, write_jsonl, read_jsonl, whole, tmp_path
+):
     options: dict[str, Any] = {"engine": EngineConfig(batch_size=2), "stats": str(tmp_path / "stats.json")}
     config = config_of(tiny_model_dir, write_jsonl(prompts(12)), **options)
     progress = Recorder(rows_done(4), lambda: interrupt(signum))
@@ -173,9 +165,7 @@ def test_an_interrupted_job_keeps_its_results_and_resumes(
     assert job["prefill_tokens"] == first["prefill_tokens"] + report.stats["prefill_tokens"]
 
 
-def test_a_job_that_is_interrupted_before_its_first_token_has_nothing_to_keep(
-    tiny_model_dir: Path, write_jsonl: Write
-) -> None:
+def test_a_job_that_is_interrupted_before_its_first_token_has_nothing_to_keep(tiny_model_dir, write_jsonl):
     progress = Recorder(in_phase("generating"), interrupt)
     with pytest.raises(Interrupted):
         run_job(config_of(tiny_model_dir, write_jsonl(prompts(3))), progress)
@@ -184,25 +174,21 @@ def test_a_job_that_is_interrupted_before_its_first_token_has_nothing_to_keep(
 
 @pytest.mark.parametrize(("window", "total"), [(3, None), (4, 3)])
 def test_rows_that_come_are_counted_once_the_first_window_is_the_whole_input(
-    window: int, total: int | None, tiny_model_dir: Path, write_jsonl: Write
-) -> None:
+    window, total, tiny_model_dir, write_jsonl
+):
     progress = Recorder()
     run_job(config_of(tiny_model_dir, write_jsonl(prompts(3)), window=window), progress)
     assert {now.rows_total for now in progress.seen if now.phase == "generating"} == {total}
 
 
-def test_before_a_row_is_done_its_tokens_count_as_a_part_of_the_most_that_it_may_have(
-    tiny_model_dir: Path, write_jsonl: Write
-) -> None:
+def test_before_a_row_is_done_its_tokens_count_as_a_part_of_the_most_that_it_may_have(tiny_model_dir, write_jsonl):
     progress = Recorder()
     sampling = SamplingParams(max_tokens=8, ignore_eos=True)
     run_job(config_of(tiny_model_dir, write_jsonl(prompts(1)), sampling=sampling), progress)
     assert [now.rows_under_way for now in progress.seen if now.phase == "generating"][1:9] == [n / 8 for n in range(8)]
 
 
-def test_what_the_writer_has_to_say_is_noted_at_the_end(
-    tiny_model_dir: Path, write_jsonl: Write, tmp_path: Path
-) -> None:
+def test_what_the_writer_has_to_say_is_noted_at_the_end(tiny_model_dir, write_jsonl, tmp_path):
     source = write_jsonl([{"prompt": "a", "x": 1}, {"prompt": "b", "x": [1]}])
     progress = Recorder()
     run_job(config_of(tiny_model_dir, source, output=str(tmp_path / "o.parquet")), progress)
@@ -211,8 +197,8 @@ def test_what_the_writer_has_to_say_is_noted_at_the_end(
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_program_that_goes_on_with_its_next_job_after_an_error(
-    signum: int, tiny_model_dir: Path, write_jsonl: Write, tmp_path: Path
-) -> None:
+    signum, tiny_model_dir, write_jsonl, tmp_path
+):
     config = config_of(tiny_model_dir, write_jsonl(prompts(3)), grace=0.0)
     started = []
 
@@ -232,8 +218,8 @@ def test_a_signal_ends_a_program_that_goes_on_with_its_next_job_after_an_error(
     [(signal.SIGTERM, 60.0, 2), (signal.SIGHUP, 60.0, 2), (signal.SIGTERM, 0.0, 1), (signal.SIGINT, 60.0, 1)],
 )
 def test_running_rows_may_finish_within_the_grace_period_after_sigterm_but_not_after_sigint(
-    signum: int, grace: float, done: int, tiny_model_dir: Path, write_jsonl: Write, tmp_path: Path
-) -> None:
+    signum, grace, done, tiny_model_dir, write_jsonl, tmp_path
+):
     lengths = [2, 30, 30, 30]
     source = write_jsonl([{**row, "max_tokens": n} for row, n in zip(prompts(4), lengths, strict=True)])
     config = config_of(
@@ -250,9 +236,7 @@ def test_running_rows_may_finish_within_the_grace_period_after_sigterm_but_not_a
     assert json.loads((tmp_path / "stats.json").read_text())["rows"] == done
 
 
-def test_an_interrupted_job_on_standard_output_writes_its_finished_rows(
-    tiny_model_dir: Path, write_jsonl: Write, whole: Rows, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_job_on_standard_output_writes_its_finished_rows(tiny_model_dir, write_jsonl, whole, capsys):
     options: dict[str, Any] = {"engine": EngineConfig(batch_size=2), "output": "-", "window": 5}
     with pytest.raises(Interrupted):
         run_job(config_of(tiny_model_dir, write_jsonl(prompts(12)), **options), Recorder(rows_done(8), interrupt))
@@ -263,9 +247,7 @@ def test_an_interrupted_job_on_standard_output_writes_its_finished_rows(
     assert len({row["id"] for row in rows}) == len(rows)
 
 
-def test_a_signal_during_planning_ends_the_job_before_the_model_is_loaded(
-    tiny_model_dir: Path, write_jsonl: Write
-) -> None:
+def test_a_signal_during_planning_ends_the_job_before_the_model_is_loaded(tiny_model_dir, write_jsonl):
     source = write_jsonl([{"prompt": 5}, *prompts(3)])  # the first row fails while it is planned
     progress = Recorder(rows_done(1), lambda: interrupt(signal.SIGTERM))
     with pytest.raises(Interrupted) as error:
@@ -274,9 +256,7 @@ def test_a_signal_during_planning_ends_the_job_before_the_model_is_loaded(
     assert "loading model" not in progress.phases
 
 
-def test_failed_rows_are_reported_and_the_others_run(
-    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
-) -> None:
+def test_failed_rows_are_reported_and_the_others_run(tiny_model_dir, write_jsonl, read_jsonl):
     source = write_jsonl([{"prompt": "fine"}, "{not json", {"prompt": 7}, {"prompt": "x" * 600}])
     report = run_job(config_of(tiny_model_dir, source))
     rows = read_jsonl(Path(report.output))
@@ -296,9 +276,7 @@ def test_failed_rows_are_reported_and_the_others_run(
 
 
 @pytest.mark.parametrize("window", [None, 2])
-def test_a_row_that_does_not_fit_in_memory_fails_alone_with_its_place(
-    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read, window: int | None
-) -> None:
+def test_a_row_that_does_not_fit_in_memory_fails_alone_with_its_place(tiny_model_dir, write_jsonl, read_jsonl, window):
     source = write_jsonl([{"prompt": "x" * 400}, {"prompt": "short"}])
     config = config_of(tiny_model_dir, source, engine=EngineConfig(kv_memory="100KiB"), window=window)
     report = run_job(config)
@@ -308,7 +286,7 @@ def test_a_row_that_does_not_fit_in_memory_fails_alone_with_its_place(
     assert [line.partition(" prompt (")[0] for line in report.failures] == [f"{source}:1: does_not_fit:"]
 
 
-def test_max_errors_ends_the_job_and_keeps_finished_rows(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_max_errors_ends_the_job_and_keeps_finished_rows(tiny_model_dir, write_jsonl):
     source = write_jsonl([*prompts(3), {"prompt": 1}, {"prompt": 2}])
     with pytest.raises(TooManyErrors, match=r"2 rows failed of 5 done so far, more than --max-errors 1 allows"):
         run_job(config_of(tiny_model_dir, source, max_errors="1", window=3))
@@ -317,9 +295,7 @@ def test_max_errors_ends_the_job_and_keeps_finished_rows(tiny_model_dir: Path, w
     assert report.stats["job"]["runs"] == 2
 
 
-def test_a_limit_takes_the_first_rows_and_can_be_raised_later(
-    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read, whole: Rows
-) -> None:
+def test_a_limit_takes_the_first_rows_and_can_be_raised_later(tiny_model_dir, write_jsonl, read_jsonl, whole):
     source = write_jsonl(prompts(12))
     report = run_job(config_of(tiny_model_dir, source, limit=5))
     assert texts(read_jsonl(Path(report.output))) == texts(whole)[:5]
@@ -328,14 +304,14 @@ def test_a_limit_takes_the_first_rows_and_can_be_raised_later(
     assert texts(read_jsonl(Path(report.output))) == texts(whole)
 
 
-def test_an_empty_input_gives_an_empty_output_without_loading_a_model(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_an_empty_input_gives_an_empty_output_without_loading_a_model(tiny_model_dir, write_jsonl):
     progress = Recorder()
     report = run_job(config_of(tiny_model_dir, write_jsonl([])), progress)
     assert (report.exit_code, Path(report.output).read_text()) == (0, "")
     assert "loading model" not in progress.phases
 
 
-def test_rows_before_a_broken_place_of_the_input_are_generated_and_kept(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_rows_before_a_broken_place_of_the_input_are_generated_and_kept(tiny_model_dir, tmp_path):
     import gzip
 
     whole = gzip.compress("".join(json.dumps(row) + "\n" for row in prompts(800)).encode())
@@ -355,9 +331,7 @@ def test_rows_before_a_broken_place_of_the_input_are_generated_and_kept(tiny_mod
     assert report.stats["job"]["runs"] == 2  # the figures of the run that broke off count
 
 
-def test_resuming_with_other_settings_is_refused_and_names_them(
-    tiny_model_dir: Path, tiny_chat_model_dir: Path, write_jsonl: Write
-) -> None:
+def test_resuming_with_other_settings_is_refused_and_names_them(tiny_model_dir, tiny_chat_model_dir, write_jsonl):
     source = write_jsonl(prompts(2))
     report = run_job(config_of(tiny_model_dir, source))
     with pytest.raises(UsageError) as error:
@@ -371,7 +345,7 @@ def test_resuming_with_other_settings_is_refused_and_names_them(
     assert again.stats["rows"] == 2
 
 
-def test_every_run_notes_what_is_left_out_of_a_folder(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_every_run_notes_what_is_left_out_of_a_folder(tiny_model_dir, tmp_path):
     (tmp_path / "rows").mkdir()
     source, output = tmp_path / "rows" / "a.jsonl", tmp_path / "rows" / "o.jsonl"
     source.write_text('{"prompt": "a"}\n')
@@ -384,7 +358,7 @@ def test_every_run_notes_what_is_left_out_of_a_folder(tiny_model_dir: Path, tmp_
         source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
 
 
-def test_a_second_run_on_the_same_output_is_refused(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_a_second_run_on_the_same_output_is_refused(tiny_model_dir, write_jsonl):
     config = config_of(tiny_model_dir, write_jsonl(prompts(4)))
     seen: list[Exception] = []
 
@@ -398,7 +372,7 @@ def test_a_second_run_on_the_same_output_is_refused(tiny_model_dir: Path, write_
     assert str(seen[0]).startswith(f"another run holds {config.output} (process {os.getpid()} on ")
 
 
-def test_prompts_go_through_the_models_chat_template(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
+def test_prompts_go_through_the_models_chat_template(tiny_chat_model_dir, write_jsonl):
     source = write_jsonl([{"prompt": "hi"}])
     report = run_job(config_of(tiny_chat_model_dir, source, prompts=PromptConfig(system="be brief")))
     assert report.chat
@@ -406,7 +380,7 @@ def test_prompts_go_through_the_models_chat_template(tiny_chat_model_dir: Path, 
     assert report.stats["prompt_tokens"] == 1 + 1 + 8 + 1 + 1 + 2 + 1 + 1
 
 
-def test_a_note_is_shown_once(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_a_note_is_shown_once(tiny_model_dir, write_jsonl):
     progress = Recorder()
     source = write_jsonl([{"prompt": f"p{i}", "temperature": 0.5} for i in range(6)])
     run_job(config_of(tiny_model_dir, source, window=2), progress)
@@ -415,15 +389,13 @@ def test_a_note_is_shown_once(tiny_model_dir: Path, write_jsonl: Write) -> None:
     ]
 
 
-def test_the_report_equals_the_figures_in_the_job_folder(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_the_report_equals_the_figures_in_the_job_folder(tiny_model_dir, write_jsonl):
     report: JobReport = run_job(config_of(tiny_model_dir, write_jsonl(prompts(2))))
     assert json.loads(Path(f"{report.output}.job", "stats.json").read_text()) == report.stats
 
 
 @pytest.mark.parametrize("window", [None, 2])
-def test_rows_with_a_repeated_id_are_counted_in_one_note_and_all_run(
-    window: int | None, tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
-) -> None:
+def test_rows_with_a_repeated_id_are_counted_in_one_note_and_all_run(window, tiny_model_dir, write_jsonl, read_jsonl):
     ids = ["a", "b", "a", 7, "7", None, None, "a"]
     source = write_jsonl([{"id": own, "prompt": f"{i}"} for i, own in enumerate(ids)])
     said = Recorder()
@@ -446,9 +418,7 @@ def test_rows_with_a_repeated_id_are_counted_in_one_note_and_all_run(
         ([None] * 5, 0, ""),
     ],
 )
-def test_a_row_number_that_replaces_a_missing_id_counts_as_an_id(
-    ids: list[Any], same: int, first: str, window: int | None, tiny_model_dir: Path, write_jsonl: Write
-) -> None:
+def test_a_row_number_that_replaces_a_missing_id_counts_as_an_id(ids, same, first, window, tiny_model_dir, write_jsonl):
     source = write_jsonl([{"id": own, "prompt": f"{i}"} for i, own in enumerate(ids)])
     said = Recorder()
     run_job(config_of(tiny_model_dir, source, window=window), said)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from batchgen import JobConfig, ModelConfig
 from batchgen.job_setup import check_command, set_up_job
 from batchgen.process.signals import Signals
@@ -11,7 +9,7 @@ from batchgen.progress import Silent, Tracker
 from batchgen.stats import versions
 
 
-def test_the_options_of_a_job_are_what_its_store_is_asked_for(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_the_options_of_a_job_are_what_its_store_is_asked_for(tiny_model_dir, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
     options = {
         "limit": 3,

@@ -8,7 +8,6 @@ import re
 import threading
 import weakref
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ from batchgen.errors import ModelError
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
 
 
-def test_results_are_in_the_order_of_the_prompts(tiny_model_dir: Path) -> None:
+def test_results_are_in_the_order_of_the_prompts(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
     prompts = [f"{SHARED}{i}" for i in (3, 1, 2)]
     params = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -28,7 +27,7 @@ def test_results_are_in_the_order_of_the_prompts(tiny_model_dir: Path) -> None:
     assert [llm.generate([p], params)[0].text for p in prompts] == [r.text for r in results]
 
 
-def test_greedy_tokens_equal_those_of_transformers(tiny_model_dir: Path) -> None:
+def test_greedy_tokens_equal_those_of_transformers(tiny_model_dir):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,7 +40,7 @@ def test_greedy_tokens_equal_those_of_transformers(tiny_model_dir: Path) -> None
     assert list(result.token_ids) == ids.tolist()
 
 
-def test_messages_go_through_the_chat_template(tiny_chat_model_dir: Path) -> None:
+def test_messages_go_through_the_chat_template(tiny_chat_model_dir):
     llm = LLM(str(tiny_chat_model_dir), dtype="float32", device="cpu", engine=EngineConfig(batch_size=2))
     results = llm.generate(["hi", [{"role": "user", "content": "hi"}]], SamplingParams(max_tokens=3))
     assert results[0].prompt_tokens == results[1].prompt_tokens == 6
@@ -49,13 +48,13 @@ def test_messages_go_through_the_chat_template(tiny_chat_model_dir: Path) -> Non
     assert raw.prompt_tokens == 3
 
 
-def test_a_prompt_that_cannot_be_run_fails_alone(tiny_model_dir: Path) -> None:
+def test_a_prompt_that_cannot_be_run_fails_alone(tiny_model_dir):
     long, short = LLM(str(tiny_model_dir)).generate(["x" * 600, "x"], SamplingParams(max_tokens=2))
     assert (long.finish_reason, long.error_type, long.text) == ("error", "prompt_too_long", None)
     assert short.error_type is None
 
 
-def test_a_prefix_of_an_earlier_call_is_not_run_again(tiny_model_dir: Path) -> None:
+def test_a_prefix_of_an_earlier_call_is_not_run_again(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
     params = SamplingParams(max_tokens=2)
     llm.generate([f"{SHARED}a", f"{SHARED}b"], params)
@@ -65,7 +64,7 @@ def test_a_prefix_of_an_earlier_call_is_not_run_again(tiny_model_dir: Path) -> N
     assert llm.engine.stats.prefill_tokens - before == 2
 
 
-def test_equal_prompts_of_a_call_run_once_unless_they_are_sampled(tiny_model_dir: Path) -> None:
+def test_equal_prompts_of_a_call_run_once_unless_they_are_sampled(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
     greedy, sampled = (SamplingParams(max_tokens=4, ignore_eos=True, temperature=t) for t in (0.0, 5.0))
     first, second, third = llm.generate(["a", "b", "a"], greedy)
@@ -80,7 +79,7 @@ def test_equal_prompts_of_a_call_run_once_unless_they_are_sampled(tiny_model_dir
     assert llm.stats.completion_tokens == 8 + 3 * 4 + 3 * 4
 
 
-def test_a_missing_model_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_model_is_an_error(tmp_path):
     with pytest.raises(ModelError, match="does not exist"):
         LLM(str(tmp_path / "nothing"))
 
@@ -88,7 +87,7 @@ def test_a_missing_model_is_an_error(tmp_path: Path) -> None:
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
-def test_prompts_can_be_added_while_the_model_runs_and_share_prefixes(tiny_model_dir: Path) -> None:
+def test_prompts_can_be_added_while_the_model_runs_and_share_prefixes(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
     results, tokens = {}, []
 
@@ -111,7 +110,7 @@ def test_prompts_can_be_added_while_the_model_runs_and_share_prefixes(tiny_model
     assert [results[i].text for i in range(4)] == [r.text for r in alone]
 
 
-def test_another_thread_may_add_and_cancel(tiny_model_dir: Path) -> None:
+def test_another_thread_may_add_and_cancel(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
     results: dict[int, Result] = {}
     begun = threading.Event()
@@ -133,7 +132,7 @@ def test_another_thread_may_add_and_cancel(tiny_model_dir: Path) -> None:
     assert 6 < results[first].completion_tokens < 400
 
 
-def test_after_a_failed_callback_the_other_prompts_are_dropped_and_the_model_is_usable(tiny_model_dir: Path) -> None:
+def test_after_a_failed_callback_the_other_prompts_are_dropped_and_the_model_is_usable(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
 
     def broken(result: Result) -> None:
@@ -146,7 +145,7 @@ def test_after_a_failed_callback_the_other_prompts_are_dropped_and_the_model_is_
     assert len(llm.generate(["a", "b"], PARAMS)) == 2
 
 
-def test_run_cannot_be_called_from_a_callback(tiny_model_dir: Path) -> None:
+def test_run_cannot_be_called_from_a_callback(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
     llm.add(["a"], PARAMS, on_result=lambda r: llm.generate(["b"]))
     with pytest.raises(
@@ -155,9 +154,7 @@ def test_run_cannot_be_called_from_a_callback(tiny_model_dir: Path) -> None:
         llm.run()
 
 
-def test_a_model_is_refused_in_a_forked_process_and_not_sent_to_one(
-    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_refused_in_a_forked_process_and_not_sent_to_one(tiny_model_dir, monkeypatch):
     llm = LLM(str(tiny_model_dir))
     want = llm.generate(["a"], PARAMS)
     with monkeypatch.context() as child:
@@ -172,7 +169,7 @@ def test_a_model_is_refused_in_a_forked_process_and_not_sent_to_one(
     assert llm.generate(["a"], PARAMS) == want
 
 
-def test_a_second_thread_is_refused_and_adds_no_prompts(tiny_model_dir: Path) -> None:
+def test_a_second_thread_is_refused_and_adds_no_prompts(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
     want = llm.generate(["a"], PARAMS)
     before = llm.stats.completion_tokens
@@ -197,7 +194,7 @@ def test_a_second_thread_is_refused_and_adds_no_prompts(tiny_model_dir: Path) ->
     assert llm.generate(["a"], PARAMS) == want
 
 
-def test_a_running_model_cannot_be_closed(tiny_model_dir: Path) -> None:
+def test_a_running_model_cannot_be_closed(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
     llm.add(["a"], PARAMS, on_result=lambda r: llm.close())
     with pytest.raises(
@@ -207,7 +204,7 @@ def test_a_running_model_cannot_be_closed(tiny_model_dir: Path) -> None:
     llm.close()
 
 
-def test_several_completions_have_their_own_logprobs(tiny_model_dir: Path) -> None:
+def test_several_completions_have_their_own_logprobs(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
     params = SamplingParams(max_tokens=5, n=3, temperature=1.0, logprobs=2, ignore_eos=True)
     (result,) = llm.generate([SHARED], params)
@@ -222,7 +219,7 @@ def test_several_completions_have_their_own_logprobs(tiny_model_dir: Path) -> No
             assert token.logprob <= token.top[0].logprob
 
 
-def test_a_score_is_the_sum_of_the_texts_logprobs(tiny_model_dir: Path) -> None:
+def test_a_score_is_the_sum_of_the_texts_logprobs(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
     (written,) = llm.generate([SHARED], SamplingParams(max_tokens=5, logprobs=0, ignore_eos=True))
     first, second = llm.score([SHARED, SHARED], [str(written.text), "zq!"])
@@ -237,7 +234,7 @@ def test_a_score_is_the_sum_of_the_texts_logprobs(tiny_model_dir: Path) -> None:
     assert (second.score.greedy, second.text, second.finish_reason) == (False, None, None)
 
 
-def test_labels_have_probabilities(tiny_model_dir: Path) -> None:
+def test_labels_have_probabilities(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
     first, second = llm.generate([SHARED, "x"], SamplingParams(choices=("yes", "no", "maybe")))
     for result in (first, second):
@@ -246,7 +243,7 @@ def test_labels_have_probabilities(tiny_model_dir: Path) -> None:
         assert result.choice_probs[str(result.text)] == max(result.choice_probs.values())
 
 
-def test_completions_with_a_grammar_match_it_beside_others_without_one(tiny_model_dir: Path) -> None:
+def test_completions_with_a_grammar_match_it_beside_others_without_one(tiny_model_dir):
     pytest.importorskip("llguidance")
     llm = LLM(str(tiny_model_dir), engine=EngineConfig(debug=True))
     warm = {"temperature": 1.0, "max_tokens": 40}
@@ -272,7 +269,7 @@ def test_completions_with_a_grammar_match_it_beside_others_without_one(tiny_mode
     assert results[1].text in ("ab", "cd")
 
 
-def test_a_completion_with_a_grammar_is_the_same_after_preemption(tiny_model_dir: Path) -> None:
+def test_a_completion_with_a_grammar_is_the_same_after_preemption(tiny_model_dir):
     pytest.importorskip("llguidance")
     params = SamplingParams(regex="([a-z]{3} ){20}", temperature=1.0, max_tokens=90)
     prompts = [f"{i}" * 30 for i in range(4)]
@@ -286,14 +283,14 @@ def test_a_completion_with_a_grammar_is_the_same_after_preemption(tiny_model_dir
     assert all(r.finish_reason == "stop" for r in got)
 
 
-def test_a_grammar_that_cannot_be_used_fails_only_its_row(tiny_model_dir: Path) -> None:
+def test_a_grammar_that_cannot_be_used_fails_only_its_row(tiny_model_dir):
     pytest.importorskip("llguidance")
     (result,) = LLM(str(tiny_model_dir)).generate(["x"], SamplingParams(regex="(a"))
     assert (result.error_type, result.text) == ("constraint_error", None)
     assert str(result.error_message).startswith("regex cannot be used: ")
 
 
-def test_a_closed_model_is_freed_at_once(tiny_model_dir: Path) -> None:
+def test_a_closed_model_is_freed_at_once(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
     llm.generate(["a"], SamplingParams(max_tokens=1))
     parts = {name: weakref.ref(part) for name, part in llm.engine.runner.model.module.named_modules()}

@@ -27,9 +27,7 @@ def prompts(count: int, taken: list[int] | None = None) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("look_ahead", [1, 2, 8, 100])
-def test_results_are_those_of_a_list_and_no_more_prompts_are_taken_than_the_look_ahead(
-    llm: LLM, look_ahead: int
-) -> None:
+def test_results_are_those_of_a_list_and_no_more_prompts_are_taken_than_the_look_ahead(llm, look_ahead):
     wanted, taken = llm.generate(list(prompts(20)), PARAMS), []
     found = []
     for result in llm.generate(prompts(20, taken), PARAMS, look_ahead=look_ahead):
@@ -39,13 +37,13 @@ def test_results_are_those_of_a_list_and_no_more_prompts_are_taken_than_the_look
     assert llm.unfinished == 0
 
 
-def test_results_of_several_devices_are_those_of_one(llm: LLM, tiny_model_dir: Path) -> None:
+def test_results_of_several_devices_are_those_of_one(llm, tiny_model_dir):
     with threads_as_processes(), LLM(tiny_model_dir, dtype="float32", device="cpu:0,1") as two:
         found = list(two.generate(prompts(30), PARAMS, look_ahead=6))
     assert found == llm.generate(list(prompts(30)), PARAMS)
 
 
-def test_nothing_runs_before_a_result_is_asked_for_and_an_empty_iterator_has_none(llm: LLM) -> None:
+def test_nothing_runs_before_a_result_is_asked_for_and_an_empty_iterator_has_none(llm):
     taken: list[int] = []
     results = llm.generate(prompts(3, taken), PARAMS)
     assert (taken, llm.stats.steps) == ([], 0)
@@ -54,7 +52,7 @@ def test_nothing_runs_before_a_result_is_asked_for_and_an_empty_iterator_has_non
     assert list(llm.generate(iter([]), PARAMS)) == []
 
 
-def test_other_calls_may_run_between_two_results(llm: LLM) -> None:
+def test_other_calls_may_run_between_two_results(llm):
     alone = llm.generate(["another"], PARAMS)
     wanted = llm.generate(list(prompts(9)), PARAMS)
     found = []
@@ -64,7 +62,7 @@ def test_other_calls_may_run_between_two_results(llm: LLM) -> None:
     assert found == wanted
 
 
-def test_closing_the_iterator_cancels_the_prompts_that_were_taken(llm: LLM) -> None:
+def test_closing_the_iterator_cancels_the_prompts_that_were_taken(llm):
     long = SamplingParams(max_tokens=300, ignore_eos=True)
     results = llm.generate((f"{SHARED}{i}" for i in range(50)), long, look_ahead=8)
     next(results)
@@ -75,7 +73,7 @@ def test_closing_the_iterator_cancels_the_prompts_that_were_taken(llm: LLM) -> N
     assert llm.stats.completion_tokens - tokens < 50
 
 
-def test_a_wrong_argument_is_refused_at_the_call_and_a_wrong_prompt_when_it_is_taken(llm: LLM) -> None:
+def test_a_wrong_argument_is_refused_at_the_call_and_a_wrong_prompt_when_it_is_taken(llm):
     with pytest.raises(TypeError, match="params must be SamplingParams"):
         llm.generate(prompts(1), [PARAMS])  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="look_ahead must be at least 1, not 0"):
@@ -87,7 +85,7 @@ def test_a_wrong_argument_is_refused_at_the_call_and_a_wrong_prompt_when_it_is_t
     assert llm.generate(["a"], PARAMS)[0].error_type is None
 
 
-def test_prompts_that_another_call_has_dropped_end_the_iterator(llm: LLM) -> None:
+def test_prompts_that_another_call_has_dropped_end_the_iterator(llm):
     results = llm.generate(prompts(5), SamplingParams(max_tokens=50, ignore_eos=True), look_ahead=5)
     next(results)
     llm.add("b", on_result=lambda result: 1 / 0)

@@ -101,9 +101,7 @@ def evaluated(model: Any, tasks: Path, names: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("folder", ["tiny", "sample"])
-def test_three_tasks_give_the_same_results_as_the_hf_model(
-    folder: str, model_dir: Path, tasks: Path, models: tuple[Any, Any]
-) -> None:
+def test_three_tasks_give_the_same_results_as_the_hf_model(folder, model_dir, tasks, models):
     from lm_eval.models.huggingface import HFLM
 
     from batchgen.lm_eval import BatchgenLM
@@ -153,7 +151,7 @@ PAIRS = [
 ]
 
 
-def test_likelihoods_equal_those_of_the_hf_model(models: tuple[Any, Any]) -> None:
+def test_likelihoods_equal_those_of_the_hf_model(models):
     theirs, ours = models
     for context, continuation in PAIRS:
         if context.strip():
@@ -165,7 +163,7 @@ def test_likelihoods_equal_those_of_the_hf_model(models: tuple[Any, Any]) -> Non
         assert b[1] == a[1], pair
 
 
-def test_a_continuation_that_greedy_decoding_writes_is_greedy(models: tuple[Any, Any]) -> None:
+def test_a_continuation_that_greedy_decoding_writes_is_greedy(models):
     theirs, ours = models
     prompt = torch.tensor([theirs.tok_encode("Once")])
     written = theirs.model.generate(prompt, max_new_tokens=4, do_sample=False)[0, prompt.shape[1] :].tolist()
@@ -174,7 +172,7 @@ def test_a_continuation_that_greedy_decoding_writes_is_greedy(models: tuple[Any,
     assert [greedy for _, greedy in theirs._loglikelihood_tokens(pairs)] == [True, False]
 
 
-def test_long_texts_are_scored_as_by_the_hf_model(models: tuple[Any, Any]) -> None:
+def test_long_texts_are_scored_as_by_the_hf_model(models):
     theirs, ours = models
     lengths = (0, 1, CONTEXT_LENGTH - 2, CONTEXT_LENGTH - 1, CONTEXT_LENGTH, 3 * CONTEXT_LENGTH + 5)
     of = requests("loglikelihood_rolling", *((("abcdefg " * 300)[:length],) for length in lengths))
@@ -192,14 +190,14 @@ def test_long_texts_are_scored_as_by_the_hf_model(models: tuple[Any, Any]) -> No
         {"max_gen_toks": 300, "repetition_penalty": 1.3, "do_sample": False},
     ],
 )  # fmt: skip
-def test_generated_texts_end_where_those_of_the_hf_model_do(given: dict[str, Any], models: tuple[Any, Any]) -> None:
+def test_generated_texts_end_where_those_of_the_hf_model_do(given, models):
     theirs, ours = models
     contexts = ("Once", "Once upon a time ", "<|begin|><|user|>hi<|end|><|assistant|>", "w" * 600)
     of = requests("generate_until", *((context, given) for context in contexts))
     assert ours.generate_until(of) == theirs.generate_until(of)
 
 
-def test_the_requests_of_a_call_share_prefixes(models: tuple[Any, Any]) -> None:
+def test_the_requests_of_a_call_share_prefixes(models):
     _, ours = models
     shared = "one two three four five six seven eight nine ten " * 6
     before = ours.llm.stats.prefill_tokens
@@ -208,7 +206,7 @@ def test_the_requests_of_a_call_share_prefixes(models: tuple[Any, Any]) -> None:
     assert ours.llm.stats.prefill_tokens - before <= 1 + len(shared) + own
 
 
-def test_the_chat_template_is_applied_as_by_the_hf_model(models: tuple[Any, Any]) -> None:
+def test_the_chat_template_is_applied_as_by_the_hf_model(models):
     theirs, ours = models
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     assert ours.apply_chat_template(talk) == theirs.apply_chat_template(talk)
@@ -220,9 +218,7 @@ def test_the_chat_template_is_applied_as_by_the_hf_model(models: tuple[Any, Any]
     assert ours.tokenizer_name == theirs.tokenizer_name
 
 
-def test_the_harness_can_cache_answers(
-    models: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_harness_can_cache_answers(models, tmp_path, monkeypatch):
     from lm_eval.api.model import CacheHook, CachingLM
 
     _, ours = models
@@ -236,7 +232,7 @@ def test_the_harness_can_cache_answers(
         ours.set_cache_hook(CacheHook(None))
 
 
-def test_requests_that_cannot_run_raise_one_clear_error(models: tuple[Any, Any], model_dir: Path) -> None:
+def test_requests_that_cannot_run_raise_one_clear_error(models, model_dir):
     from batchgen.lm_eval import BatchgenLM
 
     _, ours = models
@@ -250,7 +246,7 @@ def test_requests_that_cannot_run_raise_one_clear_error(models: tuple[Any, Any],
         BatchgenLM(str(model_dir), max_length=513, device="cpu")
 
 
-def test_thoughts_are_removed_from_the_answer(models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thoughts_are_removed_from_the_answer(models, monkeypatch):
     _, ours = models
     ids = ours.tok_encode("well|no| yes\n", add_special_tokens=False)
     (mark,) = ours.tok_encode("|", add_special_tokens=False)
@@ -275,7 +271,7 @@ def run_harness(tasks: Path, environment: Any, *arguments: str) -> subprocess.Co
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_only_the_harness_own_default_device_may_be_missing(model_dir: Path) -> None:
+def test_only_the_harness_own_default_device_may_be_missing(model_dir):
     from batchgen.errors import ModelError
     from batchgen.lm_eval import BatchgenLM
 
@@ -284,14 +280,14 @@ def test_only_the_harness_own_default_device_may_be_missing(model_dir: Path) -> 
         BatchgenLM(str(model_dir), device="cuda:1")
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_command_with_one_line(tasks: Path, command_environment: Any) -> None:
+def test_a_model_that_cannot_be_loaded_ends_the_command_with_one_line(tasks, command_environment):
     done = run_harness(tasks, command_environment, "--model_args", "pretrained=/nowhere")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("batchgen: error: model folder '/nowhere' does not exist; ")
 
 
-def test_the_command_runs_a_task(tasks: Path, model_dir: Path, tmp_path: Path, command_environment: Any) -> None:
+def test_the_command_runs_a_task(tasks, model_dir, tmp_path, command_environment):
     model = f"pretrained={model_dir},dtype=float32,kv_memory=16MiB"
     out = tmp_path / "out"
     done = run_harness(tasks, command_environment, "--model_args", model, "--output_path", str(out))

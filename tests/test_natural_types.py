@@ -30,7 +30,7 @@ def chat(tiny_chat_model_dir: Path) -> LLM:
     return LLM(tiny_chat_model_dir)
 
 
-def test_one_string_is_one_prompt(llm: LLM) -> None:
+def test_one_string_is_one_prompt(llm):
     (result,) = llm.generate("Hello", FOUR)
     assert result == llm.generate(["Hello"], FOUR)[0]
     assert result.prompt_tokens == 1 + len("Hello")
@@ -52,23 +52,23 @@ def test_one_string_is_one_prompt(llm: LLM) -> None:
         ([], []),
     ],
 )
-def test_prompts_may_be_texts_token_ids_or_rows_in_any_iterable(llm: LLM, prompts: Any, lengths: list[int]) -> None:
+def test_prompts_may_be_texts_token_ids_or_rows_in_any_iterable(llm, prompts, lengths):
     results = llm.generate(prompts, FOUR)
     assert [(r.error_type, r.prompt_tokens) for r in results] == [(None, length) for length in lengths]
 
 
 @pytest.mark.parametrize("prompts", [[USER], (USER,), [[USER]], [(USER,)], {"messages": [USER]}, {"messages": (USER,)}])
-def test_messages_may_be_one_conversation_or_a_list_of_them(chat: LLM, prompts: Any) -> None:
+def test_messages_may_be_one_conversation_or_a_list_of_them(chat, prompts):
     (result,) = chat.generate(prompts, FOUR)
     assert result == chat.generate("hi", FOUR)[0]
 
 
-def test_token_ids_are_sent_unchanged_even_with_a_chat_template(chat: LLM) -> None:
+def test_token_ids_are_sent_unchanged_even_with_a_chat_template(chat):
     (result,) = chat.generate([5, 6, 7], FOUR)
     assert (result.error_type, result.prompt_tokens) == (None, 3)
 
 
-def test_a_text_becomes_the_column_that_the_options_name(llm: LLM) -> None:
+def test_a_text_becomes_the_column_that_the_options_name(llm):
     options = PromptConfig(prompt_column="question")
     (result,) = llm.generate("Hello", FOUR, prompt_options=options)
     assert result.prompt_tokens == 1 + len("Hello")
@@ -76,7 +76,7 @@ def test_a_text_becomes_the_column_that_the_options_name(llm: LLM) -> None:
     assert result.prompt_tokens == 1 + len("I am Ada")
 
 
-def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+def test_each_prompt_may_have_its_own_parameters(llm):
     params = [FOUR, {"max_tokens": 2, "ignore_eos": True}, None, SamplingParams(max_tokens=3, ignore_eos=True)]
     long = "c" * 490  # with None, the defaults, it generates up to the context of 512 tokens
     results = llm.generate(["a", "b", long, "d"], params)
@@ -87,26 +87,26 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     assert results[3].text == alone.text
 
 
-def test_parameters_may_be_a_dict_with_names_of_openai_and_vllm(llm: LLM) -> None:
+def test_parameters_may_be_a_dict_with_names_of_openai_and_vllm(llm):
     (result,) = llm.generate("a", {"max_completion_tokens": 3, "ignore_eos": True, "top_k": -1, "stop_token_ids": [5]})
     assert result.completion_tokens <= 3
     (label,) = llm.generate("a", {"guided_choice": ["yes", "no"]})
     assert label.text in ("yes", "no")
 
 
-def test_parameters_may_contain_lists(llm: LLM) -> None:
+def test_parameters_may_contain_lists(llm):
     llm.generate("a", SamplingParams(max_tokens=2, stop=["0"], stop_token_ids=[22]))
     (label,) = llm.generate("a", SamplingParams(choices=["yes", "no"]))
     assert set(label.choice_probs or {}) == {"yes", "no"}
 
 
-def test_a_single_pair_can_be_scored(llm: LLM) -> None:
+def test_a_single_pair_can_be_scored(llm):
     (result,) = llm.score("a", "xyz")
     assert result.score is not None
     assert result.score.tokens == 3
 
 
-def test_a_completion_given_as_token_ids_has_the_score_of_its_text(llm: LLM) -> None:
+def test_a_completion_given_as_token_ids_has_the_score_of_its_text(llm):
     ids = llm.tokenizer.hf_tokenizer.encode("xyz", add_special_tokens=False)
     text, listed, array = llm.score(["a"] * 3, ["xyz", ids, np.array(ids)])
     assert text.score == listed.score == array.score
@@ -129,19 +129,19 @@ def test_a_completion_given_as_token_ids_has_the_score_of_its_text(llm: LLM) -> 
         ((["a"], ["x"]), "params[0] must be SamplingParams or a dict, not 'x'"),
     ],
 )  # fmt: skip
-def test_other_types_raise_a_type_error_at_the_call(llm: LLM, arguments: Any, message: str) -> None:
+def test_other_types_raise_a_type_error_at_the_call(llm, arguments, message):
     with pytest.raises(TypeError) as caught:
         llm.generate(*arguments)
     assert str(caught.value) == message
     assert llm.unfinished == 0
 
 
-def test_an_unordered_set_of_completions_is_refused(llm: LLM) -> None:
+def test_an_unordered_set_of_completions_is_refused(llm):
     with pytest.raises(TypeError, match=r"^completions must be in an order, and a set has none: "):
         llm.score(["a", "b"], {"x", "y"})  # type: ignore[arg-type]
 
 
-def test_lists_of_different_lengths_and_wrong_types_are_refused(llm: LLM) -> None:
+def test_lists_of_different_lengths_and_wrong_types_are_refused(llm):
     with pytest.raises(
         ValueError, match=r"^there are 2 prompts and 1 params; give one for each prompt, or one for all$"
     ):
@@ -161,12 +161,12 @@ def test_lists_of_different_lengths_and_wrong_types_are_refused(llm: LLM) -> Non
 
 
 @pytest.mark.parametrize("given", [None, 5, {"a": 1}, b"a"])
-def test_completions_that_are_not_a_list_raise_a_type_error(llm: LLM, given: Any) -> None:
+def test_completions_that_are_not_a_list_raise_a_type_error(llm, given):
     with pytest.raises(TypeError, match=r"^completions must be a text or a list of completions, not "):
         llm.score("a", given)
 
 
-def test_a_callback_that_cannot_be_called_is_refused_before_its_prompts_are_added(llm: LLM) -> None:
+def test_a_callback_that_cannot_be_called_is_refused_before_its_prompts_are_added(llm):
     with pytest.raises(TypeError, match=r"^on_result must be a function, not None$"):
         llm.add("a", on_result=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^on_token must be a function, not 5$"):
@@ -174,7 +174,7 @@ def test_a_callback_that_cannot_be_called_is_refused_before_its_prompts_are_adde
     assert llm.unfinished == 0
 
 
-def test_a_model_is_closed_after_its_with_block_and_later_calls_say_so(tiny_model_dir: Path) -> None:
+def test_a_model_is_closed_after_its_with_block_and_later_calls_say_so(tiny_model_dir):
     with LLM(tiny_model_dir) as llm:
         llm.generate("a", FOUR)
     for call in (lambda: llm.generate("a"), lambda: llm.score("a", "b"), llm.run, lambda: llm.engine):
@@ -184,7 +184,7 @@ def test_a_model_is_closed_after_its_with_block_and_later_calls_say_so(tiny_mode
     llm.close()
 
 
-def test_a_job_config_accepts_texts_paths_and_lists(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_job_config_accepts_texts_paths_and_lists(tiny_model_dir, tmp_path):
     source, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     whole = JobConfig(inputs=source, output=output, model=tiny_model_dir, sampling={"max_tokens": 2}, keep=["prompt"])
@@ -210,13 +210,13 @@ def test_a_job_config_accepts_texts_paths_and_lists(tiny_model_dir: Path, tmp_pa
         ({"keep": [5]}, "keep must be text or a list of texts, not [5]"),
     ],
 )
-def test_a_wrong_type_in_a_job_config_is_named(values: dict[str, Any], message: str) -> None:
+def test_a_wrong_type_in_a_job_config_is_named(values, message):
     with pytest.raises(TypeError) as caught:
         JobConfig(**{"inputs": "a.jsonl", "model": "m"} | values)
     assert str(caught.value) == message
 
 
-def test_options_of_prompts_must_be_text(tiny_model_dir: Path) -> None:
+def test_options_of_prompts_must_be_text(tiny_model_dir):
     assert PromptConfig(row_params="seed").row_params == PromptConfig(row_params=["seed"]).row_params == ("seed",)
     with pytest.raises(TypeError, match=r"^template must be text, not PosixPath\('a.jinja'\)$"):
         PromptConfig(template=Path("a.jinja"))  # type: ignore[arg-type]
@@ -225,7 +225,7 @@ def test_options_of_prompts_must_be_text(tiny_model_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_sees_no_progress_bar_of_transformers(tiny_model_dir: Path) -> None:
+def test_a_program_sees_no_progress_bar_of_transformers(tiny_model_dir):
     program = (
         f"from batchgen import LLM\nLLM({str(tiny_model_dir)!r}, compile='off').generate('a', {{'max_tokens': 2}})\n"
     )
@@ -235,7 +235,7 @@ def test_a_program_sees_no_progress_bar_of_transformers(tiny_model_dir: Path) ->
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "True\n", "")
 
 
-def test_an_engine_of_a_wrong_type_is_refused(tiny_model_dir: Path) -> None:
+def test_an_engine_of_a_wrong_type_is_refused(tiny_model_dir):
     with pytest.raises(TypeError, match=r"^engine must be an EngineConfig, not 'fast'$"):
         LLM(tiny_model_dir, engine="fast")  # type: ignore[arg-type]
     assert LLM(tiny_model_dir, engine=EngineConfig(batch_size=2)).config.batch_size == 2
@@ -243,12 +243,12 @@ def test_an_engine_of_a_wrong_type_is_refused(tiny_model_dir: Path) -> None:
 
 @pytest.mark.parametrize("call", [run_job, plan_job])
 @pytest.mark.parametrize("given", [None, {"inputs": "x.jsonl"}, "x.jsonl"])
-def test_run_job_and_plan_job_take_only_a_job_config(call: Any, given: Any) -> None:
+def test_run_job_and_plan_job_take_only_a_job_config(call, given):
     with pytest.raises(TypeError, match=r"^config must be a JobConfig, not "):
         call(given)
 
 
-def test_threads_that_load_models_take_turns(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_load_models_take_turns(tiny_model_dir, monkeypatch):
     loading, at_once = [], []
 
     def load(*given: Any) -> Any:
@@ -271,7 +271,7 @@ def test_threads_that_load_models_take_turns(tiny_model_dir: Path, monkeypatch: 
     assert at_once == [1, 1, 1]
 
 
-def test_a_pydantic_class_is_accepted_as_json_schema() -> None:
+def test_a_pydantic_class_is_accepted_as_json_schema():
     class Answer:
         @classmethod
         def model_json_schema(cls) -> dict[str, Any]:

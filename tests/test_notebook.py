@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,9 +37,7 @@ def interrupt_when(is_time: Any) -> threading.Thread:
     return thread
 
 
-def test_an_interrupt_keeps_finished_results_and_unfinished_texts(
-    tiny_model_dir: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_keeps_finished_results_and_unfinished_texts(tiny_model_dir, capfd):
     llm = LLM(tiny_model_dir, progress=True)
     short = {"max_tokens": 2, "ignore_eos": True}
     before = llm.generate("zero", short)
@@ -60,9 +57,7 @@ def test_an_interrupt_keeps_finished_results_and_unfinished_texts(
     assert llm.interrupted == []
 
 
-def test_an_interrupted_call_counts_only_scores_that_were_ready(
-    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_call_counts_only_scores_that_were_ready(tiny_model_dir, monkeypatch):
     llm = LLM(tiny_model_dir, engine=EngineConfig(batch_size=1, share=False))
     take, calls = llm._take, count()
 
@@ -80,14 +75,14 @@ def test_an_interrupted_call_counts_only_scores_that_were_ready(
     assert {r.error_type for r in llm.interrupted if r.score is None} == {"cancelled"}
 
 
-def test_a_progress_bar_is_shown_only_on_request(tiny_model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_is_shown_only_on_request(tiny_model_dir, capfd):
     LLM(tiny_model_dir).generate(["a", "b"], {"max_tokens": 2})
     assert "prompts" not in capfd.readouterr().err
     LLM(tiny_model_dir, progress=True).generate(["a", "b"], {"max_tokens": 2})
     assert "2/2 prompts, " in capfd.readouterr().err
 
 
-def test_a_job_in_a_notebook_shows_a_bar_unless_it_is_given_another_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_in_a_notebook_shows_a_bar_unless_it_is_given_another_progress(monkeypatch):
     given = Silent()
     with shown_progress(None) as outside:
         assert type(outside) is Silent
@@ -98,7 +93,7 @@ def test_a_job_in_a_notebook_shows_a_bar_unless_it_is_given_another_progress(mon
         assert other is given
 
 
-def test_the_bar_of_a_job_shows_phase_rows_time_left_and_speed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_of_a_job_shows_phase_rows_time_left_and_speed(capfd):
     bar = JobBar()
     bar.note("a {note}")
     bar.update(Snapshot(phase="loading model"))
@@ -119,7 +114,7 @@ def test_the_bar_of_a_job_shows_phase_rows_time_left_and_speed(capfd: pytest.Cap
     assert "8/8 rows, 60 tokens/s" in shown[-1]
 
 
-def test_the_repr_of_a_result_is_one_short_line() -> None:
+def test_the_repr_of_a_result_is_one_short_line():
     result = Result(
         row=3,
         text="word " * 100,
@@ -142,9 +137,7 @@ def test_the_repr_of_a_result_is_one_short_line() -> None:
     )
 
 
-def test_the_repr_of_a_model_and_of_a_report_is_one_short_line(
-    tiny_model_dir: Path, tmp_path: Path, write_jsonl: Any
-) -> None:
+def test_the_repr_of_a_model_and_of_a_report_is_one_short_line(tiny_model_dir, tmp_path, write_jsonl):
     with LLM(tiny_model_dir) as llm:
         assert repr(llm) == f"LLM({str(tiny_model_dir)!r}, float32 on cpu)"
     assert repr(llm) == f"LLM({str(tiny_model_dir)!r}, closed)"
@@ -168,7 +161,7 @@ def test_the_repr_of_a_model_and_of_a_report_is_one_short_line(
     assert report._repr_html_() is None
 
 
-def test_an_error_is_one_line_in_a_notebook() -> None:
+def test_an_error_is_one_line_in_a_notebook():
     assert UsageError("no input", "name a file")._render_traceback_() == ["UsageError: no input; name a file"]
 
 
@@ -194,12 +187,8 @@ report
 
 @pytest.mark.slow
 def test_a_notebook_shows_bars_and_results_and_survives_an_interrupt(
-    tiny_model_dir: Path,
-    tmp_path: Path,
-    write_jsonl: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    command_environment: dict[str, str],
-) -> None:
+    tiny_model_dir, tmp_path, write_jsonl, monkeypatch, command_environment
+):
     import nbformat
     from nbclient import NotebookClient
 

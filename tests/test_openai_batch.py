@@ -1,7 +1,6 @@
 """Request files from the documentation of OpenAI's Batch API and vLLM's run_batch run unchanged and are answered in OpenAI's format."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from batchgen.progress import Silent
 from support.progress import Recorder, interrupt, rows_done
 
 Rows = list[dict[str, Any]]
-Write = Callable[..., Path]
 CHAT, RAW = "/v1/chat/completions", "/v1/completions"
 
 
@@ -101,7 +99,7 @@ def check_form(record: dict[str, Any], request: dict[str, Any]) -> None:
             assert list(choice["message"]) == ["role", "content", "refusal"]
 
 
-def test_the_file_of_openais_guide_is_answered_unchanged(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
+def test_the_file_of_openais_guide_is_answered_unchanged(tiny_chat_model_dir, write_jsonl):
     progress = Recorder()
     report = run(tiny_chat_model_dir, write_jsonl(GUIDE), progress)
     answers = records(report)
@@ -113,7 +111,7 @@ def test_the_file_of_openais_guide_is_answered_unchanged(tiny_chat_model_dir: Pa
     assert progress.notes == [f"rows ask for model 'some-model-8b'; all rows are run on {str(tiny_chat_model_dir)!r}"]
 
 
-def test_unsupported_requests_of_the_examples_fail_row_by_row(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
+def test_unsupported_requests_of_the_examples_fail_row_by_row(tiny_chat_model_dir, write_jsonl):
     report = run(tiny_chat_model_dir, write_jsonl([*EXAMPLES, *VLLM]))
     answers = records(report)
     assert report.exit_code == 3
@@ -131,17 +129,15 @@ def test_unsupported_requests_of_the_examples_fail_row_by_row(tiny_chat_model_di
     assert answers[0]["response"]["body"]["choices"][0]["message"]["content"].startswith("{")
 
 
-def test_a_file_of_unsupported_requests_is_answered_without_the_model(
-    tiny_chat_model_dir: Path, write_jsonl: Write
-) -> None:
+def test_a_file_of_unsupported_requests_is_answered_without_the_model(tiny_chat_model_dir, write_jsonl):
     report = run(tiny_chat_model_dir, write_jsonl(VLLM[2:]))
     assert (report.exit_code, report.stats["rows_failed"], report.stats["steps"]) == (3, 2, 0)
     assert [record["response"] for record in records(report)] == [None, None]
 
 
 def test_chats_and_completions_with_their_own_parameters_can_share_a_file_and_a_custom_id(
-    tiny_chat_model_dir: Path, write_jsonl: Write
-) -> None:
+    tiny_chat_model_dir, write_jsonl
+):
     rows = [
         ask("same", RAW, prompt="Once upon", max_tokens=3),
         ask("same", CHAT, messages=talk("Hm.", "Hello"), max_tokens=2, temperature=1.5, seed=3, n=2, top_k=-1),
@@ -168,7 +164,7 @@ def test_chats_and_completions_with_their_own_parameters_can_share_a_file_and_a_
     assert sum(label["choice_probs"].values()) == pytest.approx(1.0)
 
 
-def test_answers_contain_the_same_results_as_the_rows_format(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
+def test_answers_contain_the_same_results_as_the_rows_format(tiny_chat_model_dir, write_jsonl):
     rows = [*VLLM, ask("raw", RAW, prompt="Once", temperature=1, n=2)]
     source = write_jsonl(rows)
     ours = records(run(tiny_chat_model_dir, source, output_format="rows", output=str(source.with_name("rows.jsonl"))))
@@ -183,9 +179,7 @@ def test_answers_contain_the_same_results_as_the_rows_format(tiny_chat_model_dir
         assert {n: body["usage"][n] for n in row["usage"]} == row["usage"]
 
 
-def test_plain_rows_are_answered_in_the_openai_format(
-    tiny_model_dir: Path, tiny_chat_model_dir: Path, write_jsonl: Write
-) -> None:
+def test_plain_rows_are_answered_in_the_openai_format(tiny_model_dir, tiny_chat_model_dir, write_jsonl):
     source = write_jsonl([{"prompt": "a", "id": 7}, "{", {"prompt": "b", "n": 1}])
     for model, kind in ((tiny_model_dir, "text_completion"), (tiny_chat_model_dir, "chat.completion")):
         seven, broken, two = records(run(model, source, output=str(source.with_name(f"{kind}.jsonl"))))
@@ -194,7 +188,7 @@ def test_plain_rows_are_answered_in_the_openai_format(
         assert broken["error"]["code"] == "invalid_row"
 
 
-def test_a_resumed_run_writes_the_same_bytes(tiny_chat_model_dir: Path, write_jsonl: Write) -> None:
+def test_a_resumed_run_writes_the_same_bytes(tiny_chat_model_dir, write_jsonl):
     rows = [ask(f"r{i}", (CHAT, RAW)[i % 2], messages=talk("Hm.", f"{i}"), prompt=f"{i}", temperature=1, n=1 + i % 3) for i in range(12)]  # fmt: skip
     source = write_jsonl([*rows, ask("e", "/v1/embeddings", input="x"), rows[0]])
     whole = run(tiny_chat_model_dir, source, output=str(source.with_name("whole.jsonl")))
@@ -205,9 +199,7 @@ def test_a_resumed_run_writes_the_same_bytes(tiny_chat_model_dir: Path, write_js
     assert Path(resumed.output).read_bytes() == Path(whole.output).read_bytes()
 
 
-def test_a_finished_output_is_converted_to_another_format_without_the_model(
-    tiny_chat_model_dir: Path, write_jsonl: Write
-) -> None:
+def test_a_finished_output_is_converted_to_another_format_without_the_model(tiny_chat_model_dir, write_jsonl):
     source = write_jsonl([*VLLM, ask("raw", RAW, prompt="Once", temperature=1, n=2)])
     first = run(tiny_chat_model_dir, source)
     answers = Path(first.output).read_bytes()
@@ -222,9 +214,7 @@ def test_a_finished_output_is_converted_to_another_format_without_the_model(
     assert Path(back.output).read_bytes() == answers
 
 
-def test_rows_added_after_an_openai_output_are_generated_and_the_others_kept(
-    tiny_chat_model_dir: Path, write_jsonl: Write
-) -> None:
+def test_rows_added_after_an_openai_output_are_generated_and_the_others_kept(tiny_chat_model_dir, write_jsonl):
     with_logprobs = ask("l", CHAT, messages=talk("Hm.", "Hello"), logprobs=True)
     first = run(tiny_chat_model_dir, write_jsonl([*VLLM, with_logprobs]))
     before = records(first)
@@ -235,7 +225,7 @@ def test_rows_added_after_an_openai_output_are_generated_and_the_others_kept(
     assert after[5]["custom_id"] == "new"
 
 
-def test_a_parquet_output_is_refused_before_anything_is_written(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_parquet_output_is_refused_before_anything_is_written(tiny_model_dir, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -23,7 +23,7 @@ def build(what: str, folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_has_exactly_two_top_level_packages(tmp_path: Path) -> None:
+def test_the_wheel_has_exactly_two_top_level_packages(tmp_path):
     with zipfile.ZipFile(build("wheel", tmp_path)) as archive:
         names = archive.namelist()
     tops = {name.split("/")[0] for name in names}
@@ -35,14 +35,14 @@ def test_the_wheel_has_exactly_two_top_level_packages(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_source_distribution_contains_the_tests(tmp_path: Path) -> None:
+def test_the_source_distribution_contains_the_tests(tmp_path):
     with tarfile.open(build("sdist", tmp_path)) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "LICENSE", "Makefile", "tests/conftest.py", "cli/batchgen_cli/app.py"} <= names
     assert not [name for name in names if name.startswith((".venv", ".git/", "build/")) or "__pycache__" in name]
 
 
-def test_imports_follow_the_layers(command_environment: dict[str, str]) -> None:
+def test_imports_follow_the_layers(command_environment):
     done = subprocess.run(
         [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"],
         cwd=ROOT,
@@ -54,9 +54,7 @@ def test_imports_follow_the_layers(command_environment: dict[str, str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_another_projects_package_of_the_same_name_is_a_one_line_error(
-    tmp_path: Path, command: list[str], command_environment: dict[str, str]
-) -> None:
+def test_another_projects_package_of_the_same_name_is_a_one_line_error(tmp_path, command, command_environment):
     other = tmp_path / "batchgen" / "__init__.py"
     other.parent.mkdir()
     other.touch()

@@ -36,22 +36,22 @@ class Job:
         return self.tracker.snapshot()
 
 
-def test_time_left_comes_from_the_rows_that_this_run_has_generated() -> None:
+def test_time_left_comes_from_the_rows_that_this_run_has_generated():
     now = Job().after(10, done=20, completion=1000)
     assert (now.rows_per_s, now.completion_tokens_per_s, now.seconds_left) == (2.0, 100.0, 40.0)
 
 
-def test_rows_kept_from_earlier_runs_do_not_count_as_speed() -> None:
+def test_rows_kept_from_earlier_runs_do_not_count_as_speed():
     now = Job(done=60, kept=60).after(10, done=70, kept=60, completion=500)
     assert (now.rows_per_s, now.seconds_left) == (1.0, 30.0)
 
 
-def test_rows_that_fail_during_planning_do_not_count_as_speed() -> None:
+def test_rows_that_fail_during_planning_do_not_count_as_speed():
     now = Job(done=50).after(10, done=60, completion=500)
     assert (now.rows_per_s, now.seconds_left) == (1.0, 40.0)
 
 
-def test_tokens_of_unfinished_rows_count_as_rows_of_the_mean_length() -> None:
+def test_tokens_of_unfinished_rows_count_as_rows_of_the_mean_length():
     job = Job()
     job.after(10, done=20, completion=1000)
     now = job.after(10, done=20, completion=1000, tokens=1500, running=20)
@@ -60,25 +60,25 @@ def test_tokens_of_unfinished_rows_count_as_rows_of_the_mean_length() -> None:
     assert now.share == 0.3
 
 
-def test_a_first_short_row_does_not_promise_an_early_end() -> None:
+def test_a_first_short_row_does_not_promise_an_early_end():
     now = Job().after(10, done=1, completion=2, tokens=5002, running=50)
     assert now.seconds_left == 98 * 10 / 2
 
 
-def test_before_the_first_finished_row_the_maximum_length_is_expected() -> None:
+def test_before_the_first_finished_row_the_maximum_length_is_expected():
     job = Job(expected=200.0)
     now = job.after(10, done=0, completion=0, tokens=1000, running=50)
     assert (now.rows_under_way, now.seconds_left, now.share) == (5.0, 95 * 10 / 5, 0.05)
 
 
-def test_tokens_of_earlier_runs_count_as_done_but_not_as_speed() -> None:
+def test_tokens_of_earlier_runs_count_as_done_but_not_as_speed():
     job = Job(expected=200.0)
     job.run.begun_tokens = 3000
     now = job.after(10, done=0, completion=0, tokens=1000, running=50)
     assert (now.completion_tokens, now.completion_tokens_per_s, now.rows_under_way) == (4000, 100.0, 20.0)
 
 
-def test_time_left_is_unknown_without_a_total_and_after_generating() -> None:
+def test_time_left_is_unknown_without_a_total_and_after_generating():
     assert Job(total=None).after(10, done=20, completion=1000).seconds_left is None
     job = Job()
     assert job.after(10, done=100, completion=5000).seconds_left == 0.0
@@ -86,7 +86,7 @@ def test_time_left_is_unknown_without_a_total_and_after_generating() -> None:
     assert job.tracker.snapshot().seconds_left is None
 
 
-def test_time_between_steps_counts_for_the_speed_and_time_after_the_last_step_does_not() -> None:
+def test_time_between_steps_counts_for_the_speed_and_time_after_the_last_step_does_not():
     job = Job()
     job.after(10, done=20, completion=1000)
     job.tracker.phase("planning rows 21–40")
@@ -97,7 +97,7 @@ def test_time_between_steps_counts_for_the_speed_and_time_after_the_last_step_do
     assert job.tracker.snapshot().completion_tokens_per_s == 1000 / 30
 
 
-def test_rows_that_are_only_read_or_written_have_their_own_speed() -> None:
+def test_rows_that_are_only_read_or_written_have_their_own_speed():
     job = Job()
     job.tracker.phase("writing")
     job.clock.now += 4
@@ -108,7 +108,7 @@ def test_rows_that_are_only_read_or_written_have_their_own_speed() -> None:
     assert (job.tracker.snapshot().rows_passed, job.tracker.snapshot().rows_per_s) == (None, 0.0)
 
 
-def test_the_figures_of_a_snapshot_are_plain_values() -> None:
+def test_the_figures_of_a_snapshot_are_plain_values():
     job = Job(done=10, kept=10)
     job.run.new.prompt_tokens, job.run.new.failed = 4000, 2
     job.run.new.reasons.update({"stop": 17, "length": 1, "error": 2})
@@ -134,7 +134,7 @@ def test_the_figures_of_a_snapshot_are_plain_values() -> None:
     )
 
 
-def test_every_change_is_shown_and_one_per_second_and_phase_is_recorded() -> None:
+def test_every_change_is_shown_and_one_per_second_and_phase_is_recorded():
     clock, shown, kept = Clock(), Recorder(), list[Snapshot]()
     tracker = Tracker(shown, clock)
     tracker.tell = kept.append
@@ -158,7 +158,7 @@ def test_every_change_is_shown_and_one_per_second_and_phase_is_recorded() -> Non
     assert [s.rows_done for s in shown.seen] == [0, 0, 0, *range(1, 25)]
 
 
-def test_a_stopped_run_records_its_last_changes() -> None:
+def test_a_stopped_run_records_its_last_changes():
     job, told = Job(total=10), []
     job.tracker.tell = told.append
     job.after(0.5, done=4, completion=8)
@@ -168,5 +168,5 @@ def test_a_stopped_run_records_its_last_changes() -> None:
 
 
 @pytest.mark.parametrize(("total", "share"), [(None, None), (0, 1.0)])
-def test_the_share_is_none_without_a_total_and_one_without_rows(total: int | None, share: float | None) -> None:
+def test_the_share_is_none_without_a_total_and_one_without_rows(total, share):
     assert Snapshot(rows_total=total).share == share

@@ -9,14 +9,14 @@ import batchgen
 from support.params import slow_but
 
 
-def test_exactly_the_public_names_are_exported() -> None:
+def test_exactly_the_public_names_are_exported():
     assert sorted(batchgen.__all__) == sorted(batchgen._HOMES)
     for name in batchgen.__all__:
         assert getattr(batchgen, name).__name__ == name
     assert set(batchgen.__all__) <= set(dir(batchgen))
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'batchgen' has no attribute 'generate'"):
         batchgen.generate  # noqa: B018
 
@@ -32,9 +32,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         ],
     ),
 )
-def test_importing_batchgen_imports_neither_torch_nor_transformers(
-    statement: str, command_environment: dict[str, str]
-) -> None:
+def test_importing_batchgen_imports_neither_torch_nor_transformers(statement, command_environment):
     check = "import sys; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", f"{statement}; {check}"],

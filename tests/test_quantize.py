@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +42,7 @@ def written(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_figures_say_what_quantization_changes(
-    tiny_model_dir: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
-) -> None:
+def test_the_figures_say_what_quantization_changes(tiny_model_dir, tmp_path, write_jsonl):
     found = job(tiny_model_dir, write_jsonl(ROWS), tmp_path / "o.jsonl").stats["quantization"]
     assert (found["method"], found["layers"], found["rows"], found["tokens"]) == ("int8", 7, 4, 4 * 32)
     assert 0 < found["mean_kl"] < 0.05
@@ -53,7 +50,7 @@ def test_the_figures_say_what_quantization_changes(
     assert json.loads((tmp_path / "o.jsonl.job" / "stats.json").read_text())["quantization"] == found
 
 
-def test_a_quantized_job_resumes(tiny_model_dir: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
+def test_a_quantized_job_resumes(tiny_model_dir, tmp_path, write_jsonl):
     rows = write_jsonl(ROWS)
     job(tiny_model_dir, rows, tmp_path / "whole.jsonl")
     job(tiny_model_dir, rows, tmp_path / "parts.jsonl", limit=3)
@@ -62,16 +59,14 @@ def test_a_quantized_job_resumes(tiny_model_dir: Path, tmp_path: Path, write_jso
     assert written(tmp_path / "parts.jsonl") == written(tmp_path / "whole.jsonl")
 
 
-def test_resuming_without_quantization_is_refused(
-    tiny_model_dir: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
-) -> None:
+def test_resuming_without_quantization_is_refused(tiny_model_dir, tmp_path, write_jsonl):
     rows = write_jsonl(ROWS)
     job(tiny_model_dir, rows, tmp_path / "o.jsonl", limit=1)
     with pytest.raises(UsageError, match='quantize was "int8", is "none"'):
         job(tiny_model_dir, rows, tmp_path / "o.jsonl", quantize="none")
 
 
-def test_plan_and_models_know_the_size_of_the_weights(tiny_model_dir: Path) -> None:
+def test_plan_and_models_know_the_size_of_the_weights(tiny_model_dir):
     model = ModelConfig(model=str(tiny_model_dir))
     with safe_open(tiny_model_dir / "model.safetensors", framework="pt") as file:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is no mapping

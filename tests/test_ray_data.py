@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_each_row_has_the_same_completion_as_alone(local_ray: None, folder: Path, tiny_model_dir: Path) -> None:
+def test_each_row_has_the_same_completion_as_alone(local_ray, folder, tiny_model_dir):
     from batchgen.ray_data import Generate, in_prefix_order
 
     rows = in_prefix_order(ray.data.read_parquet(str(folder / "in")), tiny_model_dir, blocks=4)
@@ -64,7 +64,7 @@ def test_each_row_has_the_same_completion_as_alone(local_ray: None, folder: Path
     assert [result.text for result in alone] == [texts[n] for n in chosen]
 
 
-def test_rows_of_a_topic_are_together_in_prefix_order(local_ray: None, folder: Path, tiny_model_dir: Path) -> None:
+def test_rows_of_a_topic_are_together_in_prefix_order(local_ray, folder, tiny_model_dir):
     from batchgen.ray_data import KEY, in_prefix_order
 
     rows = in_prefix_order(ray.data.read_parquet(str(folder / "in")), tiny_model_dir, blocks=3)

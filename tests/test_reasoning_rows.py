@@ -31,7 +31,7 @@ def thinking_model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def test_a_thinking_model_is_recognised_by_its_template(thinking_model: Path, tiny_chat_model_dir: Path) -> None:
+def test_a_thinking_model_is_recognised_by_its_template(thinking_model, tiny_chat_model_dir):
     thinking = load_tokenizer(ModelConfig(model=thinking_model)).thinking
     assert thinking is not None
     assert (thinking.open, thinking.close) == ("<think>", "</think>")
@@ -48,7 +48,7 @@ def job(model: Path, rows: list[dict[str, Any]], output: Path, **options: Any) -
 ROWS = [{"prompt": "a"}, {"prompt": "b", "reasoning": "the input's own"}]
 
 
-def test_a_row_cut_inside_its_thoughts_has_no_text(thinking_model: Path, tmp_path: Path) -> None:
+def test_a_row_cut_inside_its_thoughts_has_no_text(thinking_model, tmp_path):
     output = tmp_path / "out.jsonl"
     job(thinking_model, ROWS, output)
     first, second = map(json.loads, output.read_text().splitlines())
@@ -64,7 +64,7 @@ def test_a_row_cut_inside_its_thoughts_has_no_text(thinking_model: Path, tmp_pat
     assert keys.index("reasoning") == keys.index("finish_reason") + 1
 
 
-def test_with_reasoning_off_the_thoughts_stay_in_the_text(thinking_model: Path, tmp_path: Path) -> None:
+def test_with_reasoning_off_the_thoughts_stay_in_the_text(thinking_model, tmp_path):
     output = tmp_path / "out.jsonl"
     job(thinking_model, ROWS, output, sampling={"reasoning": "off"})
     first, second = map(json.loads, output.read_text().splitlines())
@@ -74,7 +74,7 @@ def test_with_reasoning_off_the_thoughts_stay_in_the_text(thinking_model: Path, 
     assert second["reasoning"] == "the input's own"
 
 
-def test_parquet_has_columns_for_thoughts(thinking_model: Path, tmp_path: Path) -> None:
+def test_parquet_has_columns_for_thoughts(thinking_model, tmp_path):
     output = tmp_path / "out.parquet"
     job(thinking_model, ROWS[:1], output, sampling={"n": 2, "temperature": 1.0})
     (row,) = pq.read_table(output).to_pylist()
@@ -84,7 +84,7 @@ def test_parquet_has_columns_for_thoughts(thinking_model: Path, tmp_path: Path) 
     assert isinstance(row["choices"][1]["reasoning"], str)
 
 
-def test_the_openai_format_has_thoughts_in_the_message(thinking_model: Path, tmp_path: Path) -> None:
+def test_the_openai_format_has_thoughts_in_the_message(thinking_model, tmp_path):
     output = tmp_path / "out.jsonl"
     job(thinking_model, ROWS[:1], output, output_format="openai")
     body = json.loads(output.read_text())["response"]["body"]
@@ -95,9 +95,7 @@ def test_the_openai_format_has_thoughts_in_the_message(thinking_model: Path, tmp
 
 
 @pytest.mark.parametrize("options", [{}, {"output_format": "openai"}])
-def test_rows_cut_inside_their_thoughts_are_kept_when_the_input_grows(
-    thinking_model: Path, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_rows_cut_inside_their_thoughts_are_kept_when_the_input_grows(thinking_model, tmp_path, options):
     output = tmp_path / "out.jsonl"
     job(thinking_model, ROWS[:1], output, **options)
     before = output.read_text()
@@ -107,7 +105,7 @@ def test_rows_cut_inside_their_thoughts_are_kept_when_the_input_grows(
     assert (stats["rows"], stats["rows_resumed"]) == (1, 1)
 
 
-def test_labels_and_scores_use_the_prompt_with_thinking_off(thinking_model: Path) -> None:
+def test_labels_and_scores_use_the_prompt_with_thinking_off(thinking_model):
     from batchgen import PromptConfig
 
     llm = LLM(thinking_model, dtype="float32")
@@ -131,7 +129,7 @@ SAMPLED = {"temperature": 1.0, "max_tokens": 60}
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_regex_applies_to_the_answer_and_not_to_the_thoughts(thinking_model: Path, n: int) -> None:
+def test_a_regex_applies_to_the_answer_and_not_to_the_thoughts(thinking_model, n):
     pytest.importorskip("llguidance")
     llm = LLM(thinking_model, engine=EngineConfig(debug=True))
     params = SamplingParams(regex="[ab]{3}", reasoning_budget=5, n=n, **SAMPLED)
@@ -142,7 +140,7 @@ def test_a_regex_applies_to_the_answer_and_not_to_the_thoughts(thinking_model: P
         assert result.completion_tokens == n * (5 + len("</think>") + 3)
 
 
-def test_a_schema_applies_to_the_answer_of_a_thinking_model(thinking_model: Path) -> None:
+def test_a_schema_applies_to_the_answer_of_a_thinking_model(thinking_model):
     pytest.importorskip("llguidance")
     schema = {
         "type": "object",
@@ -155,13 +153,13 @@ def test_a_schema_applies_to_the_answer_of_a_thinking_model(thinking_model: Path
     assert result.reasoning_tokens == 9 + len("</think>")
 
 
-def test_a_completion_with_a_grammar_whose_thoughts_do_not_end_has_no_text(thinking_model: Path) -> None:
+def test_a_completion_with_a_grammar_whose_thoughts_do_not_end_has_no_text(thinking_model):
     pytest.importorskip("llguidance")
     (result,) = LLM(thinking_model).generate("x", SamplingParams(regex="[ab]{3}", max_tokens=20))
     assert (result.text, result.finish_reason, result.reasoning_tokens) == (None, "length", 20)
 
 
-def test_a_reasoning_budget_works_without_a_grammar_and_0_means_no_thoughts(thinking_model: Path) -> None:
+def test_a_reasoning_budget_works_without_a_grammar_and_0_means_no_thoughts(thinking_model):
     llm = LLM(thinking_model)
     for budget in (0, 4):
         params = SamplingParams(reasoning_budget=budget, max_tokens=30, ignore_eos=True)
@@ -173,7 +171,7 @@ def test_a_reasoning_budget_works_without_a_grammar_and_0_means_no_thoughts(thin
     assert free == llm.generate(["x", "y"], SamplingParams(max_tokens=12, ignore_eos=True, reasoning_budget=12))
 
 
-def test_a_finished_completion_with_empty_thoughts_is_not_kept_for_a_resume(thinking_model: Path) -> None:
+def test_a_finished_completion_with_empty_thoughts_is_not_kept_for_a_resume(thinking_model):
     llm, lengths, kept = LLM(thinking_model), {}, []
     params = SamplingParams(reasoning_budget=0, n=4, temperature=1.0, max_tokens=60, stop=tuple("abcdefgh"))
 
@@ -187,13 +185,13 @@ def test_a_finished_completion_with_empty_thoughts_is_not_kept_for_a_resume(thin
     assert {part.finish_reason for part in kept} == {""}  # else the tokens of the marks would not be counted
 
 
-def test_a_reasoning_budget_changes_nothing_for_a_model_that_does_not_think(tiny_chat_model_dir: Path) -> None:
+def test_a_reasoning_budget_changes_nothing_for_a_model_that_does_not_think(tiny_chat_model_dir):
     llm = LLM(tiny_chat_model_dir)
     plain = llm.generate("x", SamplingParams(max_tokens=8, ignore_eos=True))
     assert llm.generate("x", SamplingParams(max_tokens=8, ignore_eos=True, reasoning_budget=2)) == plain
 
 
-def test_thoughts_and_answer_are_the_same_after_preemption(thinking_model: Path) -> None:
+def test_thoughts_and_answer_are_the_same_after_preemption(thinking_model):
     pytest.importorskip("llguidance")
     params = SamplingParams(regex="([a-z]{3} ){12}", temperature=1.0, max_tokens=90, reasoning_budget=20)
     prompts = [f"{i}" * 30 for i in range(4)]

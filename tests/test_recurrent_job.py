@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from support.models import build, generate
 from support.params import slow_but
 from support.shapes import RECURRENT_SHAPES
 from support.tiny_model import EOS_ID, save_tiny_tokenizer
-
-Rows = list[dict[str, Any]]
 
 
 def built(name: str) -> Any:
@@ -45,13 +42,7 @@ def prompts() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT_SHAPES)
-def test_a_resumed_job_on_two_devices_equals_generate(
-    name: str,
-    tmp_path: Path,
-    write_jsonl: Callable[..., Path],
-    cli: Callable[..., Any],
-    read_jsonl: Callable[[Path], Rows],
-) -> None:
+def test_a_resumed_job_on_two_devices_equals_generate(name, tmp_path, write_jsonl, cli, read_jsonl):
     folder = saved(name, tmp_path / "model")
     source = write_jsonl([{"prompt": p} for p in prompts()])
     options = ["--model", folder, "--max-tokens", "12", "--temperature", "0", "--debug", "-q"]
@@ -101,9 +92,7 @@ TREES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("tree", slow_but(("nested, few at once", "little memory"), TREES))
-def test_the_plan_predicts_the_memory_of_states(
-    tree: str, folder: Path, tmp_path: Path, write_jsonl: Callable[..., Path]
-) -> None:
+def test_the_plan_predicts_the_memory_of_states(tree, folder, tmp_path, write_jsonl):
     prompts, params, engine = TREES[tree]
     config = JobConfig(
         inputs=(str(write_jsonl([{"prompt": p} for p in prompts])),),

@@ -19,7 +19,7 @@ def request(params: SamplingParams, *texts: np.ndarray, max_tokens: int = 5) -> 
     return Request(row=3, tokens=ids(1, 2), params=params, max_tokens=max_tokens, key=b"k" * 16, texts=texts)
 
 
-def test_a_failed_row_has_only_an_error() -> None:
+def test_a_failed_row_has_only_an_error():
     for kind in ROW_ERROR_TYPES:
         result = Result.from_error(3, RowError(kind, "why"), prompt_tokens=7)
         assert result.failed is True
@@ -30,14 +30,14 @@ def test_a_failed_row_has_only_an_error() -> None:
         RowError("oops", "why")
 
 
-def test_a_result_has_one_completion_by_default() -> None:
+def test_a_result_has_one_completion_by_default():
     result = Result(row=0, text="a", finish_reason="stop")
     assert (result.completions, result.choice_probs, result.score, result.error_type) == ((), None, None, None)
     assert result.failed is False
     assert Completion(text="a", finish_reason="stop").logprobs is None
 
 
-def test_the_leaves_of_a_request_are_its_completions_or_its_texts_without_their_last_token() -> None:
+def test_the_leaves_of_a_request_are_its_completions_or_its_texts_without_their_last_token():
     several = leaves_of([request(SamplingParams(n=3))])
     assert [(leaf.choice, leaf.tokens.tolist(), leaf.scored.tolist(), leaf.max_kv_tokens) for leaf in several] == [
         (i, [1, 2], [], 6) for i in range(3)
@@ -49,7 +49,7 @@ def test_the_leaves_of_a_request_are_its_completions_or_its_texts_without_their_
     ]
 
 
-def test_the_digest_differs_for_other_prompts_parameters_and_texts() -> None:
+def test_the_digest_differs_for_other_prompts_parameters_and_texts():
     params = SamplingParams()
     digests = [
         row_digest(ids(1, 2), params),

@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -51,12 +49,12 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_the_listed_sources_unpickle_evaluate_or_start_programs(path: Path) -> None:
+def test_only_the_listed_sources_unpickle_evaluate_or_start_programs(path):
     allowed = ALLOWED.get(path.relative_to(ROOT).as_posix(), [])
     assert sorted(forbidden(path.read_text("utf-8"))) == allowed
 
 
-def test_the_search_finds_forbidden_calls() -> None:
+def test_the_search_finds_forbidden_calls():
     source = (
         "import pickle\nfrom yaml import load\neval('1')\ntorch.load(x)\nnp.load(x, allow_pickle=True)\nre.compile('a')"
     )
@@ -69,8 +67,8 @@ def there(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_job_writes_only_beside_its_output_and_to_the_users_cache(
-    tmp_path: Path, tiny_chat_model_dir: Path, command: list[str], command_environment: dict[str, str]
-) -> None:
+    tmp_path, tiny_chat_model_dir, command, command_environment
+):
     folders = {name: tmp_path / name for name in ("home", "tmp", "cwd", "out", "in", "cache")}
     for folder in folders.values():
         folder.mkdir()
@@ -109,9 +107,7 @@ def test_a_job_writes_only_beside_its_output_and_to_the_users_cache(
     assert there(tiny_chat_model_dir) == model_before
 
 
-def test_plan_and_status_write_nothing(
-    tmp_path: Path, tiny_model_dir: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_and_status_write_nothing(tmp_path, tiny_model_dir, cli, monkeypatch):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n' * 20)
     monkeypatch.chdir(tmp_path)
     assert cli("plan", "a.jsonl", "--model", tiny_model_dir).code == 0

@@ -35,7 +35,7 @@ def refused(values: dict[str, Any]) -> str:
         {"json_schema": "{}", "stop_token_ids": (1,)}, {"choices": ("a", "b"), "temperature": 1.0},
     ],
 )  # fmt: skip
-def test_values_at_their_limits_and_allowed_combinations_are_accepted(values: dict[str, Any]) -> None:
+def test_values_at_their_limits_and_allowed_combinations_are_accepted(values):
     params = SamplingParams(**values)
     assert {name: getattr(params, name) for name in values} == values
 
@@ -82,7 +82,7 @@ def test_values_at_their_limits_and_allowed_combinations_are_accepted(values: di
         ({"stop_token_ids": ["a"]}, "stop_token_ids must be a whole number or a list of them, not ['a']"),
     ],
 )
-def test_a_value_out_of_range_is_refused_by_name(values: dict[str, Any], message: str) -> None:
+def test_a_value_out_of_range_is_refused_by_name(values, message):
     assert refused(values) == message
 
 
@@ -103,9 +103,7 @@ def test_a_value_out_of_range_is_refused_by_name(values: dict[str, Any], message
         ({"top_k": -1}, {"top_k": 0}),
     ],
 )  # fmt: skip
-def test_values_of_natural_types_are_converted_and_have_the_same_digest(
-    values: dict[str, Any], kept: dict[str, Any]
-) -> None:
+def test_values_of_natural_types_are_converted_and_have_the_same_digest(values, kept):
     params, same = SamplingParams(**values), SamplingParams(**kept)
     assert {name: (type(getattr(params, name)), getattr(params, name)) for name in kept} == {
         name: (type(value), value) for name, value in kept.items()
@@ -127,16 +125,16 @@ def test_values_of_natural_types_are_converted_and_have_the_same_digest(
         (("json_schema", "ignore_eos"), "json_schema cannot be combined with ignore_eos"),
     ],
 )
-def test_parameters_that_contradict_each_other_are_refused(names: tuple[str, ...], message: str) -> None:
+def test_parameters_that_contradict_each_other_are_refused(names, message):
     assert refused({name: OTHERS[name] for name in names}) == message
 
 
-def test_only_a_regex_and_a_schema_are_constraints() -> None:
+def test_only_a_regex_and_a_schema_are_constraints():
     constrained = {name for name, value in OTHERS.items() if SamplingParams(**{name: value}).constrained}
     assert constrained == {"regex", "json_schema"}
 
 
-def test_a_rows_values_replace_the_commands_except_nulls() -> None:
+def test_a_rows_values_replace_the_commands_except_nulls():
     command = SamplingParams(max_tokens=9, temperature=0.5, n=2, logprobs=1)
     merged = command.merged({"max_tokens": 3, "temperature": None, "n": 4.0, "logprobs": 0, "top_p": 1, "stop": "x"})
     assert merged == SamplingParams(max_tokens=3, temperature=0.5, n=4, logprobs=0, top_p=1.0, stop=("x",))
@@ -145,24 +143,24 @@ def test_a_rows_values_replace_the_commands_except_nulls() -> None:
     assert command.merged({}) == command
 
 
-def test_a_single_value_is_accepted_as_a_list_and_stop_token_id_as_a_name() -> None:
+def test_a_single_value_is_accepted_as_a_list_and_stop_token_id_as_a_name():
     merged = SamplingParams().merged({"stop_token_id": 5, "stop": ["a", "b"]})
     assert (merged.stop_token_ids, merged.stop) == ((5,), ("a", "b"))
 
 
 @pytest.mark.parametrize("command", [{"choices": ("a", "b")}, {"regex": "a+"}, {"json_schema": "{}"}])
 @pytest.mark.parametrize("row", [{"choices": ["x", "y"]}, {"regex": "x"}, {"json_schema": '{"type": "null"}'}])
-def test_a_rows_constraint_replaces_the_commands(command: dict[str, Any], row: dict[str, Any]) -> None:
+def test_a_rows_constraint_replaces_the_commands(command, row):
     expected = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
     assert SamplingParams(**command).merged(row) == SamplingParams(**expected)
 
 
-def test_a_row_without_a_constraint_keeps_the_commands() -> None:
+def test_a_row_without_a_constraint_keeps_the_commands():
     command = SamplingParams(regex="a+")
     assert command.merged({"max_tokens": 3, "choices": None}) == SamplingParams(regex="a+", max_tokens=3)
 
 
-def test_a_schema_given_as_an_object_keeps_its_order() -> None:
+def test_a_schema_given_as_an_object_keeps_its_order():
     schema = {"type": "object", "properties": {"z": {"type": "null"}, "a": {"type": "null"}}}
     merged = SamplingParams().merged({"json_schema": schema})
     assert merged.json_schema == '{"type": "object", "properties": {"z": {"type": "null"}, "a": {"type": "null"}}}'
@@ -181,13 +179,13 @@ def test_a_schema_given_as_an_object_keeps_its_order() -> None:
         ({"stop": ("x",)}, {"regex": "a"}, "regex cannot be combined with stop"),
     ],
 )
-def test_an_unsupported_parameter_fails_its_row(command: dict[str, Any], row: dict[str, Any], message: str) -> None:
+def test_an_unsupported_parameter_fails_its_row(command, row, message):
     with pytest.raises(RowError) as caught:
         SamplingParams(**command).merged(row)
     assert (caught.value.type, caught.value.message) == ("unsupported_parameter", message)
 
 
-def test_the_digest_differs_with_every_parameter_and_with_nothing_else() -> None:
+def test_the_digest_differs_with_every_parameter_and_with_nothing_else():
     assert OTHERS.keys() == {f.name for f in fields(SamplingParams)} - {"given"}
     digests = {SamplingParams(**{name: value}).digest() for name, value in OTHERS.items()}
     assert len(digests | {SamplingParams().digest()}) == len(OTHERS) + 1
@@ -196,7 +194,7 @@ def test_the_digest_differs_with_every_parameter_and_with_nothing_else() -> None
     assert len(SamplingParams().digest()) == 16
 
 
-def test_given_values_take_precedence_over_the_models_defaults() -> None:
+def test_given_values_take_precedence_over_the_models_defaults():
     model = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 16_384}
     assert SamplingParams().completed(model) == SamplingParams(**model)
     assert SamplingParams(temperature=0.0).completed(model) == SamplingParams(**model | {"temperature": 0.0})

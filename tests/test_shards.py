@@ -71,7 +71,7 @@ def check_merged(model: Path) -> None:
     assert Path("o.jsonl").read_bytes() == whole(model)
 
 
-def test_shards_in_any_order_write_the_output_of_one_run(tiny_model_dir: Path, source: Path) -> None:
+def test_shards_in_any_order_write_the_output_of_one_run(tiny_model_dir, source):
     assert [shard(tiny_model_dir, name).shard for name in ("2/3", "3/3", "1/3")] == ["2/3", "3/3", "1/3"]
     assert not Path("o.jsonl").exists()
     report = merge_job("o.jsonl")
@@ -87,7 +87,7 @@ def test_shards_in_any_order_write_the_output_of_one_run(tiny_model_dir: Path, s
     ]  # fmt: skip
 
 
-def test_equal_rows_run_in_one_shard_and_the_merge_counts_them(tiny_model_dir: Path, source: Path) -> None:
+def test_equal_rows_run_in_one_shard_and_the_merge_counts_them(tiny_model_dir, source):
     write([{"prompt": f"{GROUPS[i % 2]} {i % 5}"} for i in range(24)])
     greedy = SamplingParams(max_tokens=3)
     ran = [shard(tiny_model_dir, name, sampling=greedy).stats["rows"] for name in ("1/2", "2/2")]
@@ -97,9 +97,7 @@ def test_equal_rows_run_in_one_shard_and_the_merge_counts_them(tiny_model_dir: P
     assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir, sampling=greedy)
 
 
-def test_a_merge_that_is_repeated_after_a_failure_counts_every_run_once(
-    tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_merge_that_is_repeated_after_a_failure_counts_every_run_once(tiny_model_dir, source, monkeypatch):
     before = run_job(config_of(tiny_model_dir)).stats["job"]
     write([*rows(), {"prompt": "one more"}, {"prompt": "and another"}])
     done = [shard(tiny_model_dir, name).stats["prefill_tokens"] for name in ("1/2", "2/2")]
@@ -115,7 +113,7 @@ def test_a_merge_that_is_repeated_after_a_failure_counts_every_run_once(
     assert (found["runs"], found["prefill_tokens"]) == (3, before["prefill_tokens"] + sum(done))
 
 
-def test_a_run_without_shards_counts_the_earlier_runs_of_shards(tiny_model_dir: Path, source: Path) -> None:
+def test_a_run_without_shards_counts_the_earlier_runs_of_shards(tiny_model_dir, source):
     first = shard(tiny_model_dir, "1/2").stats
     last = run_job(config_of(tiny_model_dir)).stats
     assert last["job"]["runs"] == 2
@@ -123,7 +121,7 @@ def test_a_run_without_shards_counts_the_earlier_runs_of_shards(tiny_model_dir: 
         assert 0 < last[name] == last["job"][name] - first[name] < last["job"][name]
 
 
-def test_the_rows_that_have_no_result_are_cut_in_prefix_order(tiny_model_dir: Path, source: Path) -> None:
+def test_the_rows_that_have_no_result_are_cut_in_prefix_order(tiny_model_dir, source):
     limits = InputLimits(read_rows=4, run_rows=6, window_leaves=10, batch_rows=3)
     few = EngineConfig(batch_size=2)
     with pytest.raises(Interrupted):
@@ -143,18 +141,14 @@ def test_the_rows_that_have_no_result_are_cut_in_prefix_order(tiny_model_dir: Pa
 
 
 @pytest.mark.parametrize("prune", [False, True])
-def test_a_merge_keeps_results_without_a_row_unless_the_shards_ran_with_prune(
-    prune: bool, tiny_model_dir: Path, source: Path
-) -> None:
+def test_a_merge_keeps_results_without_a_row_unless_the_shards_ran_with_prune(prune, tiny_model_dir, source):
     run_job(config_of(tiny_model_dir))
     write(rows()[: 20 if prune else 23])  # without --prune, few rows may be missing
     shard(tiny_model_dir, "1/1", prune=prune, merge=True)
     assert Path("o.jsonl.job/kept.sqlite").exists() is not prune
 
 
-def test_a_merged_table_has_the_columns_of_a_whole_job_even_if_no_row_fills_them(
-    tiny_model_dir: Path, source: Path
-) -> None:
+def test_a_merged_table_has_the_columns_of_a_whole_job_even_if_no_row_fills_them(tiny_model_dir, source):
     pq.write_table(pa.table({"prompt": pa.nulls(3, pa.string())}), "in.parquet")
     config = config_of(tiny_model_dir, inputs="in.parquet", output="o.parquet", sampling=SamplingParams(n=2))
     run_job(replace(config, output="whole.parquet"))
@@ -163,9 +157,7 @@ def test_a_merged_table_has_the_columns_of_a_whole_job_even_if_no_row_fills_them
     assert "choices" in pq.read_schema("o.parquet").names
 
 
-def test_a_shard_that_another_process_has_taken_over_stores_no_more_results(
-    tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_another_process_has_taken_over_stores_no_more_results(tiny_model_dir, source, monkeypatch):
     def lost(lease: Lease) -> None:
         raise OutputLocked("taken over")
 
@@ -179,9 +171,7 @@ def test_a_shard_that_another_process_has_taken_over_stores_no_more_results(
         assert database.execute("SELECT COUNT(*) FROM results").fetchone() == (2,)
 
 
-def test_a_disk_that_stays_full_is_a_one_line_error_of_a_shard(
-    tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_stays_full_is_a_one_line_error_of_a_shard(tiny_model_dir, source, monkeypatch):
     def full(results: Results) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
@@ -193,7 +183,7 @@ def test_a_disk_that_stays_full_is_a_one_line_error_of_a_shard(
 
 
 @pytest.mark.slow
-def test_after_the_merge_every_command_has_nothing_to_do(tiny_model_dir: Path, source: Path) -> None:
+def test_after_the_merge_every_command_has_nothing_to_do(tiny_model_dir, source):
     for name in ("1/2", "2/2"):
         shard(tiny_model_dir, name)
     merge_job("o.jsonl")
@@ -204,33 +194,33 @@ def test_after_the_merge_every_command_has_nothing_to_do(tiny_model_dir: Path, s
 
 
 @pytest.mark.slow
-def test_a_finished_shard_has_nothing_to_do(tiny_model_dir: Path, source: Path) -> None:
+def test_a_finished_shard_has_nothing_to_do(tiny_model_dir, source):
     first = shard(tiny_model_dir, "1/2")
     again = shard(tiny_model_dir, "1/2")
     assert (again.already_finished, again.stats["rows"]) == (True, first.stats["rows"])
 
 
-def test_the_last_shard_merges_with_the_option_merge(tiny_model_dir: Path, source: Path) -> None:
+def test_the_last_shard_merges_with_the_option_merge(tiny_model_dir, source):
     assert shard(tiny_model_dir, "2/2", merge=True).shard == "2/2"
     assert not Path("o.jsonl").exists()
     assert shard(tiny_model_dir, "1/2", merge=True).shard == ""
     assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
 
 
-def test_another_number_of_shards_is_refused_before_the_merge(tiny_model_dir: Path, source: Path) -> None:
+def test_another_number_of_shards_is_refused_before_the_merge(tiny_model_dir, source):
     shard(tiny_model_dir, "1/3")
     with pytest.raises(UsageError, match=r"o\.jsonl is under way in 3 shards, not in 4; use --shard 2/3"):
         shard(tiny_model_dir, "2/4")
 
 
 @pytest.mark.slow
-def test_the_merge_names_unfinished_shards(tiny_model_dir: Path, source: Path) -> None:
+def test_the_merge_names_unfinished_shards(tiny_model_dir, source):
     shard(tiny_model_dir, "2/3")
     with pytest.raises(UsageError, match=r"shards of o\.jsonl are not done: 1/3, 3/3; run each of them again"):
         merge_job("o.jsonl")
 
 
-def test_a_job_without_shards_has_nothing_to_merge(tiny_model_dir: Path, source: Path) -> None:
+def test_a_job_without_shards_has_nothing_to_merge(tiny_model_dir, source):
     with pytest.raises(UsageError, match=r"there is no job of o\.jsonl"):
         merge_job("o.jsonl")
     run_job(config_of(tiny_model_dir))
@@ -242,7 +232,7 @@ def test_a_job_without_shards_has_nothing_to_merge(tiny_model_dir: Path, source:
         merge_job("o.jsonl")
 
 
-def test_a_running_shard_is_locked(tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_shard_is_locked(tiny_model_dir, source, monkeypatch):
     shard(tiny_model_dir, "1/2")
     plan = load_plan(Path("o.jsonl.job"))
     assert plan is not None
@@ -264,7 +254,7 @@ def test_a_running_shard_is_locked(tiny_model_dir: Path, source: Path, monkeypat
         lease.release()
 
 
-def test_the_merge_names_the_holder_of_a_shard_on_another_machine(tiny_model_dir: Path, source: Path) -> None:
+def test_the_merge_names_the_holder_of_a_shard_on_another_machine(tiny_model_dir, source):
     shard(tiny_model_dir, "1/2")
     plan = load_plan(Path("o.jsonl.job"))
     assert plan is not None
@@ -284,7 +274,7 @@ def test_the_merge_names_the_holder_of_a_shard_on_another_machine(tiny_model_dir
     assert job_status("o.jsonl")["shards"][1]["state"] == "silent"
 
 
-def test_a_shard_is_refused_while_a_run_without_shards_holds_the_job(tiny_model_dir: Path, source: Path) -> None:
+def test_a_shard_is_refused_while_a_run_without_shards_holds_the_job(tiny_model_dir, source):
     shard(tiny_model_dir, "1/2")
     lease = Lease(
         Path("o.jsonl.job") / CLAIMS, "o.jsonl", unsharded=True
@@ -297,9 +287,7 @@ def test_a_shard_is_refused_while_a_run_without_shards_holds_the_job(tiny_model_
     assert shard(tiny_model_dir, "2/2", merge=True).shard == ""
 
 
-def test_a_shard_makes_a_new_plan_if_its_plan_is_removed_as_it_starts(
-    tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_makes_a_new_plan_if_its_plan_is_removed_as_it_starts(tiny_model_dir, source, monkeypatch):
     shard(tiny_model_dir, "1/2")
     removed = []
 
@@ -314,9 +302,7 @@ def test_a_shard_makes_a_new_plan_if_its_plan_is_removed_as_it_starts(
     assert removed
 
 
-def test_a_shard_that_ends_during_a_merge_does_not_merge(
-    tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_ends_during_a_merge_does_not_merge(tiny_model_dir, source, monkeypatch):
     shard(tiny_model_dir, "1/2")
     shard(tiny_model_dir, "2/2")
     monkeypatch.setattr("batchgen.job.is_last_shard", lambda *_: True)  # both shards have found that they are the last
@@ -327,14 +313,14 @@ def test_a_shard_that_ends_during_a_merge_does_not_merge(
         merging.release()
 
 
-def test_the_output_has_the_columns_that_the_merging_shard_names(tiny_model_dir: Path, source: Path) -> None:
+def test_the_output_has_the_columns_that_the_merging_shard_names(tiny_model_dir, source):
     shard(tiny_model_dir, "1/2", keep=("n",))
     shard(tiny_model_dir, "2/2")  # the input is read again, and results are kept
     shard(tiny_model_dir, "1/2", merge=True)
     assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
 
 
-def test_a_shard_with_other_settings_is_refused(tiny_model_dir: Path, source: Path) -> None:
+def test_a_shard_with_other_settings_is_refused(tiny_model_dir, source):
     shard(tiny_model_dir, "1/2")
     with pytest.raises(
         UsageError, match=r"o\.jsonl was made with other settings: seed was 5, is 6; delete o\.jsonl\.job "
@@ -343,7 +329,7 @@ def test_a_shard_with_other_settings_is_refused(tiny_model_dir: Path, source: Pa
 
 
 @pytest.mark.slow
-def test_a_run_without_shards_continues_from_their_results(tiny_model_dir: Path, source: Path) -> None:
+def test_a_run_without_shards_continues_from_their_results(tiny_model_dir, source):
     done = shard(tiny_model_dir, "2/3").stats["rows"]
     report = run_job(config_of(tiny_model_dir))
     assert (report.stats["rows_resumed"], report.stats["rows"]) == (done, 24 - done)
@@ -351,7 +337,7 @@ def test_a_run_without_shards_continues_from_their_results(tiny_model_dir: Path,
 
 
 @pytest.mark.slow
-def test_shards_continue_from_the_results_of_a_run_without_them(tiny_model_dir: Path, source: Path) -> None:
+def test_shards_continue_from_the_results_of_a_run_without_them(tiny_model_dir, source):
     run_job(config_of(tiny_model_dir, limit=9))
     generated = sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2"))
     assert generated == 24 - 9
@@ -359,7 +345,7 @@ def test_shards_continue_from_the_results_of_a_run_without_them(tiny_model_dir: 
 
 
 @pytest.mark.slow
-def test_rows_added_between_runs_of_shards_are_generated(tiny_model_dir: Path, source: Path) -> None:
+def test_rows_added_between_runs_of_shards_are_generated(tiny_model_dir, source):
     done = shard(tiny_model_dir, "1/2").stats["rows"]
     write(rows(30))
     generated = sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2"))
@@ -368,7 +354,7 @@ def test_rows_added_between_runs_of_shards_are_generated(tiny_model_dir: Path, s
 
 
 @pytest.mark.slow
-def test_an_input_that_changes_before_the_merge_is_noticed(tiny_model_dir: Path, source: Path) -> None:
+def test_an_input_that_changes_before_the_merge_is_noticed(tiny_model_dir, source):
     for name in ("1/2", "2/2"):
         shard(tiny_model_dir, name)
     write(rows(25))
@@ -379,7 +365,7 @@ def test_an_input_that_changes_before_the_merge_is_noticed(tiny_model_dir: Path,
 
 
 @pytest.mark.slow
-def test_rows_that_ended_with_length_run_again_with_retry(tiny_model_dir: Path, source: Path) -> None:
+def test_rows_that_ended_with_length_run_again_with_retry(tiny_model_dir, source):
     cut = [shard(tiny_model_dir, name).stats["finish_reasons"]["length"] for name in ("1/2", "2/2")]
     assert min(cut) > 0
     again = [shard(tiny_model_dir, name, retry=("length",)).stats["rows"] for name in ("1/2", "2/2")]
@@ -388,7 +374,7 @@ def test_rows_that_ended_with_length_run_again_with_retry(tiny_model_dir: Path, 
 
 
 @pytest.mark.slow
-def test_damaged_results_of_a_shard_are_generated_again(tiny_model_dir: Path, source: Path) -> None:
+def test_damaged_results_of_a_shard_are_generated_again(tiny_model_dir, source):
     for name in ("1/2", "2/2"):
         shard(tiny_model_dir, name)
     plan = load_plan(Path("o.jsonl.job"))
@@ -404,9 +390,7 @@ def test_damaged_results_of_a_shard_are_generated_again(tiny_model_dir: Path, so
     check_merged(tiny_model_dir)
 
 
-def test_a_merge_killed_while_it_removes_the_shards_is_complete(
-    tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_merge_killed_while_it_removes_the_shards_is_complete(tiny_model_dir, source, monkeypatch):
     shard(tiny_model_dir, "1/2")
     shard(tiny_model_dir, "2/2")
 
@@ -425,7 +409,7 @@ def test_a_merge_killed_while_it_removes_the_shards_is_complete(
     assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
 
 
-def test_a_damaged_plan_can_be_deleted_without_losing_results(tiny_model_dir: Path, source: Path) -> None:
+def test_a_damaged_plan_can_be_deleted_without_losing_results(tiny_model_dir, source):
     plan = Path("o.jsonl.job/shards/plan.json")
     generated = shard(tiny_model_dir, "1/2").stats["rows"]
     plan.write_text("{")
@@ -440,7 +424,7 @@ def test_a_damaged_plan_can_be_deleted_without_losing_results(tiny_model_dir: Pa
     check_merged(tiny_model_dir)
 
 
-def test_results_of_shards_without_a_manifest_are_kept(tiny_model_dir: Path, source: Path) -> None:
+def test_results_of_shards_without_a_manifest_are_kept(tiny_model_dir, source):
     shard(tiny_model_dir, "1/2")
     Path("o.jsonl.job/manifest.json").unlink()
     with pytest.raises(UsageError, match=r"results but no manifest\.json"):
@@ -448,9 +432,7 @@ def test_results_of_shards_without_a_manifest_are_kept(tiny_model_dir: Path, sou
     assert len(list(Path("o.jsonl.job/shards").glob("*/1/results.sqlite"))) == 1
 
 
-def test_several_relative_inputs_are_merged_from_another_folder(
-    tiny_model_dir: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_relative_inputs_are_merged_from_another_folder(tiny_model_dir, source, tmp_path, monkeypatch):
     Path("more.jsonl").write_text('{"prompt": "one more"}\n')
     options: dict[str, Any] = {"inputs": ("in.jsonl", "more.jsonl")}
     expected = whole(tiny_model_dir, **options)
@@ -463,7 +445,7 @@ def test_several_relative_inputs_are_merged_from_another_folder(
 
 
 @pytest.mark.slow
-def test_there_may_be_more_shards_than_rows_and_no_rows_at_all(tiny_model_dir: Path, source: Path) -> None:
+def test_there_may_be_more_shards_than_rows_and_no_rows_at_all(tiny_model_dir, source):
     write(rows()[:2])
     for number in range(1, 6):
         shard(tiny_model_dir, f"{number}/5")
@@ -475,7 +457,7 @@ def test_there_may_be_more_shards_than_rows_and_no_rows_at_all(tiny_model_dir: P
     assert Path("empty.jsonl").read_bytes() == b""
 
 
-def test_notes_and_status_name_finished_and_missing_shards(tiny_model_dir: Path, source: Path) -> None:
+def test_notes_and_status_name_finished_and_missing_shards(tiny_model_dir, source):
     recorder = Recorder()
     run_job(config_of(tiny_model_dir, shard="1/2"), recorder)
     assert recorder.notes[-1] == "shard 1/2 is done; 1 of 2 are not"
@@ -487,7 +469,7 @@ def test_notes_and_status_name_finished_and_missing_shards(tiny_model_dir: Path,
     assert recorder.notes[-1] == "all 2 shards are done: batchgen merge o.jsonl writes the output"
 
 
-def test_a_shard_that_merges_does_not_suggest_a_merge(tiny_model_dir: Path, source: Path) -> None:
+def test_a_shard_that_merges_does_not_suggest_a_merge(tiny_model_dir, source):
     shard(tiny_model_dir, "1/2")
     notes: list[str] = []
     recorder = Silent()
@@ -496,7 +478,7 @@ def test_a_shard_that_merges_does_not_suggest_a_merge(tiny_model_dir: Path, sour
     assert (report.shard, notes[-1]) == ("", "all 2 shards are done")
 
 
-def test_standard_streams_and_remote_outputs_cannot_have_shards(tiny_model_dir: Path, source: Path) -> None:
+def test_standard_streams_and_remote_outputs_cannot_have_shards(tiny_model_dir, source):
     config = config_of(tiny_model_dir, shard="1/2")
     with pytest.raises(UsageError, match="--shard reads the input twice, which <stdin> does not allow; use a file"):
         run_job(replace(config, inputs=("-",)))
@@ -505,8 +487,8 @@ def test_standard_streams_and_remote_outputs_cannot_have_shards(tiny_model_dir: 
 
 
 def test_shards_in_a_folder_on_an_object_store_are_refused_before_anything_is_written(
-    tiny_model_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_model_dir, source, monkeypatch
+):
     monkeypatch.setattr("batchgen.jobs.files.lease.file_system", lambda folder: "fuse.s3fs")
     with pytest.raises(UsageError, match=r"is on fuse\.s3fs"):
         shard(tiny_model_dir, "1/2")

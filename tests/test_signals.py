@@ -17,13 +17,13 @@ def send(signum: int) -> None:
     time.sleep(0)  # let Python run the handler
 
 
-def test_without_a_signal_the_job_continues() -> None:
+def test_without_a_signal_the_job_continues():
     with Signals(grace=5) as signals:
         assert signals.stop() is None
         signals.check()
 
 
-def test_sigint_stops_at_the_next_step() -> None:
+def test_sigint_stops_at_the_next_step():
     with Signals(grace=5) as signals:
         send(signal.SIGINT)
         assert signals.stop() == "now"
@@ -34,7 +34,7 @@ def test_sigint_stops_at_the_next_step() -> None:
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_sigterm_and_sighup_drain_for_the_grace_period_and_then_stop(signum: int, code: int) -> None:
+def test_sigterm_and_sighup_drain_for_the_grace_period_and_then_stop(signum, code):
     with Signals(grace=0.05) as signals:
         send(signum)
         assert signals.stop() == "drain"
@@ -45,7 +45,7 @@ def test_sigterm_and_sighup_drain_for_the_grace_period_and_then_stop(signum: int
     assert error.value.exit_code == code
 
 
-def test_a_second_signal_stops_at_once_with_the_code_of_the_first() -> None:
+def test_a_second_signal_stops_at_once_with_the_code_of_the_first():
     with Signals(grace=60) as signals:
         send(signal.SIGTERM)
         assert signals.stop() == "drain"
@@ -54,7 +54,7 @@ def test_a_second_signal_stops_at_once_with_the_code_of_the_first() -> None:
     assert error.value.exit_code == 143
 
 
-def test_a_signal_ignored_from_the_start_stays_ignored() -> None:
+def test_a_signal_ignored_from_the_start_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Signals(grace=5) as signals:
@@ -65,14 +65,14 @@ def test_a_signal_ignored_from_the_start_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_signal_handlers_are_restored() -> None:
+def test_signal_handlers_are_restored():
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     with Signals(grace=5):
         assert signal.getsignal(signal.SIGTERM) != before[1]
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
-def test_interruptible_work_ends_at_the_first_signal_even_while_it_waits() -> None:
+def test_interruptible_work_ends_at_the_first_signal_even_while_it_waits():
     reader, writer = os.pipe()
     timer = threading.Timer(0.05, send, [signal.SIGTERM])
     with Signals(grace=60) as signals:
@@ -84,7 +84,7 @@ def test_interruptible_work_ends_at_the_first_signal_even_while_it_waits() -> No
     assert error.value.exit_code == 143
 
 
-def test_a_library_that_raises_its_own_error_does_not_hide_the_interruption() -> None:
+def test_a_library_that_raises_its_own_error_does_not_hide_the_interruption():
     with Signals(grace=60) as signals, pytest.raises(Interrupted), signals.interruptible():
         try:
             send(signal.SIGINT)
@@ -92,7 +92,7 @@ def test_a_library_that_raises_its_own_error_does_not_hide_the_interruption() ->
             raise ValueError("cannot load") from e
 
 
-def test_outside_the_main_thread_no_handlers_are_installed() -> None:
+def test_outside_the_main_thread_no_handlers_are_installed():
     seen = []
 
     def work() -> None:
@@ -106,9 +106,7 @@ def test_outside_the_main_thread_no_handlers_are_installed() -> None:
     assert seen == [(None, before)]
 
 
-def test_a_library_that_catches_exceptions_does_not_catch_the_signal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_library_that_catches_exceptions_does_not_catch_the_signal(capsys):
     with Signals(grace=5) as signals, pytest.raises(Interrupted), signals.interruptible():
         try:
             send(signal.SIGINT)
@@ -122,7 +120,7 @@ class _SendsWhenDeleted:
         send(signal.SIGINT)
 
 
-def test_a_signal_that_python_drops_in_a_finalizer_is_sent_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_that_python_drops_in_a_finalizer_is_sent_again(capsys):
     with Signals(grace=60) as signals, pytest.raises(Interrupted) as error, signals.interruptible():
         _SendsWhenDeleted()
         time.sleep(60)
@@ -130,9 +128,7 @@ def test_a_signal_that_python_drops_in_a_finalizer_is_sent_again(capsys: pytest.
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_signal_is_sent_again_until_it_is_no_longer_dropped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_is_sent_again_until_it_is_no_longer_dropped(monkeypatch, capsys):
     start = threading.Timer.start
 
     def start_and_wait(timer: threading.Timer) -> None:
@@ -146,7 +142,7 @@ def test_a_signal_is_sent_again_until_it_is_no_longer_dropped(
     assert capsys.readouterr() == ("", "")
 
 
-def test_no_signal_is_sent_again_after_the_interrupted_work_has_ended() -> None:
+def test_no_signal_is_sent_again_after_the_interrupted_work_has_ended():
     came: list[int] = []
     before = signal.signal(signal.SIGINT, lambda signum, frame: came.append(signum))
     try:
@@ -161,7 +157,7 @@ def test_no_signal_is_sent_again_after_the_interrupted_work_has_ended() -> None:
     assert came == []
 
 
-def test_a_dropped_signal_counts_as_the_first() -> None:
+def test_a_dropped_signal_counts_as_the_first():
     with Signals(grace=60) as signals:
         with pytest.raises(Interrupted), signals.interruptible():
             _SendsWhenDeleted()
@@ -169,7 +165,7 @@ def test_a_dropped_signal_counts_as_the_first() -> None:
             send(signal.SIGINT)
 
 
-def test_jobs_in_other_threads_do_not_change_pythons_hook() -> None:
+def test_jobs_in_other_threads_do_not_change_pythons_hook():
     hooks = []
 
     def work() -> None:

@@ -60,11 +60,11 @@ def engine_of(completion_tokens: int = 50) -> EngineStats:
     )
 
 
-def test_figures_have_the_documented_names_in_the_documented_order() -> None:
+def test_figures_have_the_documented_names_in_the_documented_order():
     assert list(figures(run_of(10), engine_of(), SETTING)) == NAMES
 
 
-def test_the_page_of_results_documents_every_figure_in_order() -> None:
+def test_the_page_of_results_documents_every_figure_in_order():
     page = (Path(__file__).parent.parent / "docs" / "reference" / "results.md").read_text("utf-8")
     table = page.partition("## Figures")[2]
     first, meanings = zip(*(line.split(" | ", 1) for line in table.splitlines() if line.startswith("| `")), strict=True)
@@ -75,7 +75,7 @@ def test_the_page_of_results_documents_every_figure_in_order() -> None:
         assert stats[name].keys() <= set(re.findall(r"`(\w+)`", said)) | {"total"}, name
 
 
-def test_figures_of_a_run_are_exact() -> None:
+def test_figures_of_a_run_are_exact():
     stats = figures(run_of(10, failed=2), engine_of(), SETTING)
     assert stats["schema"] == "batchgen.stats/1"
     assert (stats["rows"], stats["rows_ok"], stats["rows_failed"], stats["rows_resumed"]) == (12, 10, 2, 0)
@@ -93,21 +93,21 @@ def test_figures_of_a_run_are_exact() -> None:
     assert stats["memory_bytes_peak"] > 10_000_000
 
 
-def test_the_figures_of_an_empty_run_do_not_divide_by_zero() -> None:
+def test_the_figures_of_an_empty_run_do_not_divide_by_zero():
     stats = figures(RunFigures(), EngineStats(), SETTING)
     assert stats["prefill_efficiency"] == 1.0
     assert stats["shared_fraction"] == 0.0
     assert stats["completion_tokens_per_s"] == stats["mean_decode_batch"] == 0.0
 
 
-def test_prefill_tokens_min_never_exceeds_what_was_run() -> None:
+def test_prefill_tokens_min_never_exceeds_what_was_run():
     run = run_of(10)
     run.prefill_tokens_min = 5000  # planned, but stopped before most of it ran
     stats = figures(run, engine_of(), SETTING)
     assert (stats["prefill_tokens_min"], stats["prefill_efficiency"]) == (50, 1.0)
 
 
-def test_the_job_figures_sum_all_runs() -> None:
+def test_the_job_figures_sum_all_runs():
     first = figures(run_of(4, failed=1), engine_of(20), SETTING)
     second_run = run_of(6)
     for _ in range(4):
@@ -125,7 +125,7 @@ def test_the_job_figures_sum_all_runs() -> None:
     assert job["kv_bytes_peak"] == 1000
 
 
-def test_counts_of_rows_come_back_from_json() -> None:
+def test_counts_of_rows_come_back_from_json():
     counts = RowCounts()
     for result in (DONE, FAILED, replace(DONE, text=None, reasoning="hm", truncated=True)):
         counts.add(result)
@@ -133,7 +133,7 @@ def test_counts_of_rows_come_back_from_json() -> None:
     assert RowCounts(**json.loads(json.dumps(vars(counts)))) == counts
 
 
-def test_the_memory_peak_is_in_bytes() -> None:
+def test_the_memory_peak_is_in_bytes():
     before = memory_bytes_peak()
     block = bytearray(64 << 20)
     block[::4096] = b"x" * len(block[::4096])
@@ -141,14 +141,14 @@ def test_the_memory_peak_is_in_bytes() -> None:
     assert before < 64 << 30
 
 
-def test_figures_are_written_as_json(tmp_path: Path) -> None:
+def test_figures_are_written_as_json(tmp_path):
     path = tmp_path / "stats.json"
     write_stats(str(path), {"rows": 3})
     assert json.loads(path.read_text()) == {"rows": 3}
     write_stats(None, {"rows": 3})
 
 
-def test_a_stats_file_in_a_missing_folder_is_refused(tmp_path: Path) -> None:
+def test_a_stats_file_in_a_missing_folder_is_refused(tmp_path):
     path = tmp_path / "nowhere" / "stats.json"
     with pytest.raises(UsageError) as error:
         check_stats_file(str(path))
@@ -160,6 +160,6 @@ def test_a_stats_file_in_a_missing_folder_is_refused(tmp_path: Path) -> None:
     check_stats_file(None)
 
 
-def test_a_missing_package_has_no_version() -> None:
+def test_a_missing_package_has_no_version():
     assert version_of("no-such-package-anywhere") == "not installed"
     assert version_of("pytest") == pytest.__version__

@@ -266,8 +266,8 @@ def test_a_prompt_above_the_limit_of_characters_is_not_tokenized(run, monkeypatc
 
 @pytest.mark.slow
 def test_lines_of_100_mb_take_at_most_fifteen_times_their_size_in_memory(
-    tiny_model_dir: Path, tmp_path: Path, command: list[str], command_environment: dict[str, str]
-) -> None:
+    tiny_model_dir, tmp_path, command, command_environment
+):
     """Compares whole processes: the memory that lines of ten bytes need is subtracted."""
     peaks = []
     size = 100_000_000

@@ -62,7 +62,7 @@ def without_ids(calls: list[dict[str, Any]] | None) -> list[dict[str, Any]] | No
     return None if calls is None else [{k: v for k, v in call.items() if k != "id"} for call in calls]
 
 
-def test_a_row_with_tools_has_the_calls_of_its_answer(calling_model: Path, tmp_path: Path) -> None:
+def test_a_row_with_tools_has_the_calls_of_its_answer(calling_model, tmp_path):
     output = tmp_path / "out.jsonl"
     run(calling_model, ROWS, output)
     first, second = lines(output)
@@ -73,7 +73,7 @@ def test_a_row_with_tools_has_the_calls_of_its_answer(calling_model: Path, tmp_p
     assert first["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"] + len(json.dumps(TOOLS))
 
 
-def test_the_openai_format_has_calls_in_the_message(calling_model: Path, tmp_path: Path) -> None:
+def test_the_openai_format_has_calls_in_the_message(calling_model, tmp_path):
     body = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS}
     rows = [
         {"custom_id": f"{i}", "method": "POST", "url": "/v1/chat/completions", "body": body | more}
@@ -92,7 +92,7 @@ def test_the_openai_format_has_calls_in_the_message(calling_model: Path, tmp_pat
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_parquet_has_columns_for_calls(calling_model: Path, tmp_path: Path, suffix: str) -> None:
+def test_parquet_has_columns_for_calls(calling_model, tmp_path, suffix):
     source, output = tmp_path / f"in.{suffix}", tmp_path / "out.parquet"
     rows = [{"prompt": "a", "tools": json.dumps(TOOLS)}, {"prompt": "a", "tools": None}]
     if suffix == "parquet":
@@ -109,7 +109,7 @@ def test_parquet_has_columns_for_calls(calling_model: Path, tmp_path: Path, suff
 
 
 @pytest.mark.parametrize("options", [{}, {"output_format": "openai"}, {"sampling": {"n": 2}}])
-def test_calls_are_kept_when_the_input_grows(calling_model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_calls_are_kept_when_the_input_grows(calling_model, tmp_path, options):
     output = tmp_path / "out.jsonl"
     run(calling_model, ROWS[:1], output, **options)
     before = output.read_text()
@@ -119,13 +119,13 @@ def test_calls_are_kept_when_the_input_grows(calling_model: Path, tmp_path: Path
     assert (stats["rows"], stats["rows_resumed"]) == (1, 1)
 
 
-def test_tools_of_the_command_apply_to_every_row(calling_model: Path, tmp_path: Path) -> None:
+def test_tools_of_the_command_apply_to_every_row(calling_model, tmp_path):
     output = tmp_path / "out.jsonl"
     run(calling_model, [{"prompt": "a"}], output, prompts=PromptConfig(chat_template_kwargs={"tools": TOOLS}))
     assert without_ids(lines(output)[0]["tool_calls"]) == [CALL]
 
 
-def test_a_body_with_tool_choice_none_also_gets_no_tools_of_the_command(calling_model: Path, tmp_path: Path) -> None:
+def test_a_body_with_tool_choice_none_also_gets_no_tools_of_the_command(calling_model, tmp_path):
     body = {"messages": [{"role": "user", "content": "a"}], "tool_choice": "none"}
     rows = [{"prompt": "a"}, {"url": "/v1/chat/completions", "body": body}]
     output = tmp_path / "out.jsonl"
@@ -142,7 +142,7 @@ def naming_model(calling_model: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_tools_may_have_values_that_json_does_not_have(naming_model: Path, tmp_path: Path) -> None:
+def test_tools_may_have_values_that_json_does_not_have(naming_model, tmp_path):
     since = {"type": "function", "function": {"name": "weather", "since": dt.date(2020, 1, 1)}}
     pq.write_table(pa.Table.from_pylist([{"prompt": "a", "tools": [since]}]), tmp_path / "in.parquet")
     output = tmp_path / "out.jsonl"
@@ -150,14 +150,14 @@ def test_tools_may_have_values_that_json_does_not_have(naming_model: Path, tmp_p
     assert without_ids(lines(output)[0]["tool_calls"]) == [CALL]
 
 
-def test_tools_with_a_lone_surrogate_can_be_stored(naming_model: Path, tmp_path: Path) -> None:
+def test_tools_with_a_lone_surrogate_can_be_stored(naming_model, tmp_path):
     tool = {"type": "function", "function": {"name": "weather", "description": "half of \ud83d"}}
     output = tmp_path / "out.jsonl"
     run(naming_model, [{"prompt": "a", "tools": [tool]}], output, shard="1/1", merge=True)
     assert without_ids(lines(output)[0]["tool_calls"]) == [CALL]
 
 
-def test_a_model_with_an_unknown_format_of_calls_gives_a_note(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_model_with_an_unknown_format_of_calls_gives_a_note(tiny_model_dir, tmp_path):
     output, told = tmp_path / "out.jsonl", Recorder()
     prompts = PromptConfig(chat_template=TEMPLATE)
     source = tmp_path / "in.jsonl"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import pytest
 
 from batchgen.process.user_cache import locked, replaced
 
 
-def test_a_file_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -> None:
+def test_a_file_is_replaced_when_the_new_one_is_complete(tmp_path):
     file = tmp_path / "verdict.json"
     file.write_text("old")
     with replaced(file) as new:
@@ -20,7 +19,7 @@ def test_a_file_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_file_is_unchanged_if_writing_the_new_one_fails(tmp_path: Path) -> None:
+def test_a_file_is_unchanged_if_writing_the_new_one_fails(tmp_path):
     file = tmp_path / "verdict.json"
     file.write_text("old")
     with pytest.raises(ZeroDivisionError), replaced(file) as new:
@@ -30,7 +29,7 @@ def test_a_file_is_unchanged_if_writing_the_new_one_fails(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_lock_creates_its_folder_and_has_one_holder_at_a_time(tmp_path: Path) -> None:
+def test_a_lock_creates_its_folder_and_has_one_holder_at_a_time(tmp_path):
     file = tmp_path / "cache" / "lock"
     order: list[str] = []
     begun = threading.Event()

@@ -6,7 +6,7 @@ import json
 import os
 import random
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import closing
 from itertools import groupby
@@ -27,8 +27,6 @@ from support.params import slow_but
 from support.progress import Recorder, in_phase, interrupt, rows_done
 
 Rows = list[dict[str, Any]]
-Write = Callable[..., Path]
-Read = Callable[[Path], Rows]
 GROUPS = 7
 SMALL = InputLimits(read_rows=4, run_rows=10, window_leaves=10, batch_rows=3)
 
@@ -70,9 +68,7 @@ GREEDY, FORKS = SamplingParams(max_tokens=4), SamplingParams(max_tokens=6, tempe
 
 
 @pytest.mark.parametrize("sampling", slow_but([FORKS], [GREEDY, FORKS]))
-def test_several_windows_give_the_output_and_the_prefill_of_one(
-    sampling: SamplingParams, tiny_model_dir: Path, write_jsonl: Write
-) -> None:
+def test_several_windows_give_the_output_and_the_prefill_of_one(sampling, tiny_model_dir, write_jsonl):
     source = write_jsonl(shuffled(95))
     whole = run_job(config_of(tiny_model_dir, source, sampling=sampling)).stats
     one = run_job(config_of(tiny_model_dir, source, "one.jsonl", sampling=sampling, window=100)).stats
@@ -83,7 +79,7 @@ def test_several_windows_give_the_output_and_the_prefill_of_one(
     assert (whole["rows"], whole["rows_ok"], whole["rows_resumed"]) == (95, 95, 0)
 
 
-def test_a_finished_job_keeps_only_keys_settings_and_figures(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_a_finished_job_keeps_only_keys_settings_and_figures(tiny_model_dir, write_jsonl):
     config = config_of(tiny_model_dir, write_jsonl(shuffled(30)))
     run_job(config)
     assert sorted(os.listdir(f"{config.output}.job")) == [
@@ -97,7 +93,7 @@ def test_a_finished_job_keeps_only_keys_settings_and_figures(tiny_model_dir: Pat
     assert run_job(config).already_finished
 
 
-def test_a_stopped_run_resumes_without_sorting_again(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_a_stopped_run_resumes_without_sorting_again(tiny_model_dir, write_jsonl):
     source = write_jsonl([*shuffled(60), {"prompt": ""}, {"other": 1}])
     expected = config_of(tiny_model_dir, source, "expected.jsonl")
     run_job(expected)
@@ -119,7 +115,7 @@ def test_a_stopped_run_resumes_without_sorting_again(tiny_model_dir: Path, write
 
 
 @pytest.mark.parametrize("damage", slow_but(["flipped"], ["gone", "cut", "flipped"]))
-def test_damaged_sorted_requests_are_made_again(damage: str, tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_damaged_sorted_requests_are_made_again(damage, tiny_model_dir, write_jsonl):
     source = write_jsonl([*shuffled(40), {"other": 1}])
     expected = config_of(tiny_model_dir, source, "expected.jsonl")
     run_job(expected)
@@ -140,9 +136,7 @@ def test_damaged_sorted_requests_are_made_again(damage: str, tiny_model_dir: Pat
 @pytest.mark.parametrize(
     "change", [{"limit": 39}, {"prompts": PromptConfig(priority_column="n")}], ids=["limit", "priority"]
 )
-def test_sorted_requests_of_another_input_are_made_again(
-    change: dict[str, Any], tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
-) -> None:
+def test_sorted_requests_of_another_input_are_made_again(change, tiny_model_dir, write_jsonl, read_jsonl):
     source = write_jsonl(shuffled(40))
     stopped(config_of(tiny_model_dir, source), 25)
     progress = Recorder()
@@ -151,9 +145,7 @@ def test_sorted_requests_of_another_input_are_made_again(
     assert len(read_counts(progress)) >= 20  # both readings, of four rows at a time
 
 
-def test_a_stored_reading_knows_the_rows_of_the_input_and_those_that_had_results_before(
-    tiny_model_dir: Path, write_jsonl: Write
-) -> None:
+def test_a_stored_reading_knows_the_rows_of_the_input_and_those_that_had_results_before(tiny_model_dir, write_jsonl):
     rows = shuffled(60)
     source = write_jsonl(rows[:30])
     config = config_of(tiny_model_dir, source)
@@ -168,8 +160,8 @@ def test_a_stored_reading_knows_the_rows_of_the_input_and_those_that_had_results
 
 
 def test_sorted_requests_that_another_version_stored_in_another_form_are_made_again(
-    tiny_model_dir: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_model_dir, write_jsonl, monkeypatch
+):
     config = config_of(tiny_model_dir, write_jsonl(shuffled(40)))
     with monkeypatch.context() as earlier:
         earlier.setattr("batchgen.jobs.order.requests._READING_FORM", 1)
@@ -179,9 +171,7 @@ def test_sorted_requests_that_another_version_stored_in_another_form_are_made_ag
     assert read_counts(progress).count(40) == 2  # both readings
 
 
-def test_the_end_of_a_window_runs_together_with_the_next(
-    tiny_model_dir: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_window_runs_together_with_the_next(tiny_model_dir, write_jsonl, monkeypatch):
     """Each window of ten has one long row, which would otherwise decode alone."""
     rows = [row | {"sampling_params": {"max_tokens": 40 if i % 10 == 0 else 4}} for i, row in enumerate(shuffled(60))]
     source = write_jsonl(rows)
@@ -209,9 +199,7 @@ def _next_when_planned(windows: Any, waiting: int) -> Any:
 next_if_ready = PlannedWindows.next_if_ready
 
 
-def test_a_window_that_cannot_be_read_fails_after_the_previous_one_is_done(
-    tiny_model_dir: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_that_cannot_be_read_fails_after_the_previous_one_is_done(tiny_model_dir, write_jsonl, monkeypatch):
     def broken(self: Any) -> Iterator[Any]:
         yield next(windows(self))
         raise OutputError("the disk is gone")
@@ -226,9 +214,7 @@ def test_a_window_that_cannot_be_read_fails_after_the_previous_one_is_done(
     assert stats["rows_resumed"] == 10
 
 
-def test_a_signal_ends_the_wait_for_the_next_window_at_once(
-    tiny_model_dir: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_ends_the_wait_for_the_next_window_at_once(tiny_model_dir, write_jsonl, monkeypatch):
     planned = []
 
     def windows(requests: SortedRequests) -> Iterator[list[Any]]:
@@ -242,9 +228,7 @@ def test_a_signal_ends_the_wait_for_the_next_window_at_once(
     assert planned == []
 
 
-def test_sorted_requests_with_other_settings_are_made_again(
-    tiny_model_dir: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sorted_requests_with_other_settings_are_made_again(tiny_model_dir, write_jsonl, monkeypatch):
     """A run that ended before its first result does not fix the settings, so its sorted requests must not be used."""
     source = write_jsonl(shuffled(40))
 
@@ -257,9 +241,7 @@ def test_sorted_requests_with_other_settings_are_made_again(
     assert Path(got.output).read_bytes() == Path(expected.output).read_bytes()
 
 
-def test_added_and_changed_rows_are_generated_and_the_others_kept(
-    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
-) -> None:
+def test_added_and_changed_rows_are_generated_and_the_others_kept(tiny_model_dir, write_jsonl, read_jsonl):
     rows = shuffled(50)
     source = write_jsonl(rows)
     config = config_of(tiny_model_dir, source)
@@ -272,7 +254,7 @@ def test_added_and_changed_rows_are_generated_and_the_others_kept(
     assert read_jsonl(Path(str(config.output))) == read_jsonl(Path(str(expected.output)))
 
 
-def test_rows_with_lower_priority_values_finish_first(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_rows_with_lower_priority_values_finish_first(tiny_model_dir, write_jsonl):
     source = write_jsonl(row | {"p": row["n"] % 2} for row in shuffled(60))
     config = config_of(tiny_model_dir, source, prompts=PromptConfig(priority_column="p"))
     folder = stopped(config, 28)
@@ -283,7 +265,7 @@ def test_rows_with_lower_priority_values_finish_first(tiny_model_dir: Path, writ
     assert not set(stored_keys(folder)) & set(done)
 
 
-def test_parquet_keeps_its_types_in_a_sorted_job(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_parquet_keeps_its_types_in_a_sorted_job(tiny_model_dir, tmp_path):
     table = pa.table(
         {
             "prompt": [f"Group {i % 3} and {i}" for i in range(40)],
@@ -299,9 +281,7 @@ def test_parquet_keeps_its_types_in_a_sorted_job(tiny_model_dir: Path, tmp_path:
     assert out["id"].to_pylist() == list(range(40))
 
 
-def test_rows_before_the_broken_place_of_a_sorted_input_are_kept(
-    tiny_model_dir: Path, tmp_path: Path, write_jsonl: Write
-) -> None:
+def test_rows_before_the_broken_place_of_a_sorted_input_are_kept(tiny_model_dir, tmp_path, write_jsonl):
     import gzip
 
     whole = gzip.compress(write_jsonl(shuffled(2000)).read_bytes())
@@ -321,8 +301,8 @@ def test_rows_before_the_broken_place_of_a_sorted_input_are_kept(
 
 @pytest.mark.parametrize("change", ["longer", "gone"])
 def test_an_input_that_changes_during_the_job_ends_it_and_no_result_is_lost(
-    change: str, tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
-) -> None:
+    change, tiny_model_dir, write_jsonl, read_jsonl
+):
     source = write_jsonl(shuffled(30))
     text = source.read_text()
     config = config_of(tiny_model_dir, source)
@@ -340,9 +320,7 @@ def test_an_input_that_changes_during_the_job_ends_it_and_no_result_is_lost(
     assert len(read_jsonl(Path(str(config.output)))) == 31
 
 
-def test_a_damaged_result_in_the_database_is_noticed_and_generated_again(
-    tiny_model_dir: Path, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_result_in_the_database_is_noticed_and_generated_again(tiny_model_dir, write_jsonl, monkeypatch):
     config = config_of(tiny_model_dir, write_jsonl(shuffled(30)))
     database = Path(f"{config.output}.job") / "results.sqlite"
 
@@ -361,7 +339,7 @@ def test_a_damaged_result_in_the_database_is_noticed_and_generated_again(
     assert (stats["rows"], stats["rows_resumed"]) == (1, 29)
 
 
-def test_failed_rows_run_again_with_retry_errors(tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read) -> None:
+def test_failed_rows_run_again_with_retry_errors(tiny_model_dir, write_jsonl, read_jsonl):
     source = write_jsonl([*shuffled(30), {"prompt": "x" * 400}])
     tight = EngineConfig(kv_memory="64KB")
     report = run_job(config_of(tiny_model_dir, source, engine=tight))
@@ -383,15 +361,15 @@ BY_NUMBER = {"prompts": PromptConfig(priority_column="n")}
     ids=["prefix order", "window", "priority", "shard", "shard, priority"],
 )
 def test_the_recorded_tree_is_that_of_all_rows_if_their_windows_follow_each_other(
-    options: dict[str, Any], rows: int | None, tiny_model_dir: Path, write_jsonl: Write
-) -> None:
+    options, rows, tiny_model_dir, write_jsonl
+):
     config = config_of(tiny_model_dir, write_jsonl(shuffled(30)), **options)
     run_job(config)
     tree = JobRecord.load(Path(f"{config.output}.job")).tree
     assert (None if tree is None else tree["rows"]) == rows
 
 
-def test_the_plan_covers_the_whole_input(tiny_model_dir: Path, write_jsonl: Write) -> None:
+def test_the_plan_covers_the_whole_input(tiny_model_dir, write_jsonl):
     source = write_jsonl([*shuffled(80), {"other": 1}])
     whole = plan_job(config_of(tiny_model_dir, source)).as_dict()
     one = plan_job(config_of(tiny_model_dir, source, window=100, limits=InputLimits())).as_dict()

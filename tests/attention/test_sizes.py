@@ -26,7 +26,7 @@ NAMES = sorted(s for s in SHAPES if s.split("/")[0] not in RECURRENT and s.split
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in NAMES])
-def test_the_configuration_tells_what_a_token_takes(name: str) -> None:
+def test_the_configuration_tells_what_a_token_takes(name):
     model = packed_model(name, compiled=False)
     config = copy.deepcopy(model.module.config)
     if name.split("/")[0] in NO_GROUPS:
@@ -34,7 +34,7 @@ def test_the_configuration_tells_what_a_token_takes(name: str) -> None:
     assert 4 * kv_numbers(config) == bytes_per_token(model.layers, model.dtype)
 
 
-def test_layers_that_see_an_image_alone_keep_nothing_of_a_text() -> None:
+def test_layers_that_see_an_image_alone_keep_nothing_of_a_text():
     kinds = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
     assert kv_numbers(SimpleNamespace(**kinds)) == 4 * 2 * 2 * 16
     assert kv_numbers(SimpleNamespace(**kinds, cross_attention_layers=[1, 3])) == 2 * 2 * 2 * 16

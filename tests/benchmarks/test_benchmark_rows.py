@@ -9,7 +9,7 @@ def words(count: int) -> str:
     return " w" * count
 
 
-def test_varied_lengths_go_from_one_token_to_256_and_are_the_same_each_time() -> None:
+def test_varied_lengths_go_from_one_token_to_256_and_are_the_same_each_time():
     rows = varied_lengths(words, random.Random(1))
     lengths = sorted(out for _, out in rows)
     assert rows == varied_lengths(words, random.Random(1))
@@ -20,7 +20,7 @@ def test_varied_lengths_go_from_one_token_to_256_and_are_the_same_each_time() ->
     assert 128 < lengths[-1] <= 256
 
 
-def test_every_workload_says_what_it_is() -> None:
+def test_every_workload_says_what_it_is():
     assert list(WORKLOADS) == [
         "shared-prefix",
         "nested-groups",

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import table
 from benchmarks.compare import RESULTS
-from benchmarks.programs import ROOT, Case
+from benchmarks.programs import ROOT
 from benchmarks.table import put, tables
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -21,7 +21,7 @@ def rows_of(result: Any) -> list[str]:
     return [line for line in tables(result.json).splitlines() if line.startswith("|")]
 
 
-def test_a_table_has_medians_ratios_and_the_share_of_the_roofline(result: Any) -> None:
+def test_a_table_has_medians_ratios_and_the_share_of_the_roofline(result):
     result.ran("batchgen", 2613.0, 2500.0, 2700.0)
     result.ran("transformers-generate", 194.0, 190.0, 200.0)
     result.ran("vllm", 2200.0, 2100.0, 2300.0)
@@ -37,7 +37,7 @@ def test_a_table_has_medians_ratios_and_the_share_of_the_roofline(result: Any) -
     )
 
 
-def test_what_was_not_measured_is_shown_as_such(result: Any, case: Case) -> None:
+def test_what_was_not_measured_is_shown_as_such(result, case):
     result.ran("batchgen", 100.0)
     result.ran("vllm", 50.0, case=replace(case, dtype="float32"))
     result.ran("openvino", 50.0, case=replace(case, dtype="float32"))
@@ -49,7 +49,7 @@ def test_what_was_not_measured_is_shown_as_such(result: Any, case: Case) -> None
     ]
 
 
-def test_an_engine_with_fewer_rows_has_the_ratio_on_those_rows(result: Any, case: Case) -> None:
+def test_an_engine_with_fewer_rows_has_the_ratio_on_those_rows(result, case):
     result.json["settings"]["engine_rows"] = {"transformers-continuous": 32}
     fewer = replace(case, limit=32)
     result.ran("batchgen", 900.0)
@@ -58,7 +58,7 @@ def test_an_engine_with_fewer_rows_has_the_ratio_on_those_rows(result: Any, case
     assert rows_of(result)[2:] == ["| few shot | bfloat16 | 900 | – | 20.0 **15.0x** (32 rows) |"]
 
 
-def test_each_model_has_a_table_and_rows_are_in_one_order(result: Any, case: Case) -> None:
+def test_each_model_has_a_table_and_rows_are_in_one_order(result, case):
     result.json["models"]["0.3b"] = {"parameters": 300_000_000}
     for model, dtype, workload in (
         ("0.3b", "bfloat16", "few-shot"),
@@ -79,19 +79,19 @@ def test_each_model_has_a_table_and_rows_are_in_one_order(result: Any, case: Cas
     ]
 
 
-def test_the_caption_says_when_repeats_are_not_all_there(result: Any) -> None:
+def test_the_caption_says_when_repeats_are_not_all_there(result):
     result.ran("batchgen", 1.0, 1.0, 1.0)
     result.ran("vllm", 1.0)
     assert "medians of 1 to 3 interleaved runs" in tables(result.json)
 
 
-def test_the_caption_does_not_call_single_runs_medians(result: Any) -> None:
+def test_the_caption_does_not_call_single_runs_medians(result):
     result.ran("batchgen", 1.0)
     result.ran("vllm", 1.0)
     assert tables(result.json).partition("tokens/s, ")[2].startswith("single runs; with tokenizing")
 
 
-def test_the_caption_names_the_processor_and_what_it_stands_in_for(result: Any) -> None:
+def test_the_caption_names_the_processor_and_what_it_stands_in_for(result):
     result.json["settings"]["stand_in"] = "avx2"
     result.ran("batchgen", 1.0)
     assert (
@@ -100,7 +100,7 @@ def test_the_caption_names_the_processor_and_what_it_stands_in_for(result: Any) 
     )
 
 
-def test_the_caption_says_which_engines_computed_in_another_precision_than_their_row(result: Any, case: Case) -> None:
+def test_the_caption_says_which_engines_computed_in_another_precision_than_their_row(result, case):
     result.ran("batchgen", 2.0, precision="float32")
     result.ran("openvino", 1.0, precision="bf16")
     result.ran("llamacpp", 1.0, precision="F16")
@@ -116,7 +116,7 @@ def test_the_caption_says_which_engines_computed_in_another_precision_than_their
     )
 
 
-def test_tables_go_between_their_markers() -> None:
+def test_tables_go_between_their_markers():
     text = "a\n<!-- benchmarks:cpu:begin -->\nold\n<!-- benchmarks:cpu:end -->\nb\n"
     assert put(text, "cpu", "new\n") == text.replace("old", "new")
     with pytest.raises(ValueError, match="must be there once each"):
@@ -124,6 +124,6 @@ def test_tables_go_between_their_markers() -> None:
 
 
 @pytest.mark.parametrize("name", ON_THE_PAGE)
-def test_the_page_has_the_tables_of_its_result_files(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_has_the_tables_of_its_result_files(name, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["table", str(RESULTS / f"{name}.json"), "--check", str(PAGE)])
     table.main()

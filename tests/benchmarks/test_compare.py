@@ -1,18 +1,14 @@
 """Which runs a comparison makes and in which order, what it keeps, and what it leaves out."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks import result_file
-from benchmarks.compare import Comparison, parse
+from benchmarks.compare import parse
 from benchmarks.programs import EngineFailed, NotDone
 from benchmarks.result_file import OtherRun, medians, shares
 
-Make = Callable[..., Comparison]
 NAMES = {"model": "30m", "dtype": "bfloat16", "workload": "few-shot", "limit": None}
 
 
@@ -20,35 +16,33 @@ def names_of(calls: list[tuple[str, int | None]]) -> str:
     return " ".join(name for name, _ in calls)
 
 
-def test_engines_take_turns_and_each_repeat_begins_with_another(engines: Any, comparison: Make) -> None:
+def test_engines_take_turns_and_each_repeat_begins_with_another(engines, comparison):
     comparison("--repeats", "3", others=["vllm", "openvino"]).run()
     assert names_of(engines.calls) == ("batchgen vllm openvino vllm openvino batchgen openvino batchgen vllm")
 
 
-def test_models_are_converted_before_anything_is_timed(engines: Any, comparison: Make) -> None:
+def test_models_are_converted_before_anything_is_timed(engines, comparison):
     made = comparison("--repeats", "1", others=["vllm", "openvino"])
     engines.rates["batchgen"] = EngineFailed("batchgen: what was prepared by then: " + " ".join(engines.prepared))
     made.run()
     assert engines.prepared == ["batchgen", "vllm", "openvino"]
 
 
-def test_generate_runs_at_the_batch_that_its_sweep_found_best(engines: Any, comparison: Make) -> None:
+def test_generate_runs_at_the_batch_that_its_sweep_found_best(engines, comparison):
     made = comparison("--repeats", "1")
     made.run()
     assert names_of(engines.calls) == "transformers-generate sweep batchgen transformers-generate"
     assert made.file.result["sweeps"][0]["best"] == 8
 
 
-def test_each_engine_with_a_sweep_has_its_own(engines: Any, comparison: Make) -> None:
+def test_each_engine_with_a_sweep_has_its_own(engines, comparison):
     comparison("--repeats", "1", others=["transformers-generate", "llamacpp"]).run()
     assert names_of(engines.calls) == (
         "transformers-generate sweep llamacpp sweep batchgen transformers-generate llamacpp"
     )
 
 
-def test_an_engine_that_is_not_installed_is_left_out_and_said_so(
-    engines: Any, comparison: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_that_is_not_installed_is_left_out_and_said_so(engines, comparison, tmp_path, capsys):
     comparison("--repeats", "1", others=["ctranslate2"]).run()
     assert engines.calls == [("batchgen", None)]
     folder = tmp_path / "engines"
@@ -57,7 +51,7 @@ def test_an_engine_that_is_not_installed_is_left_out_and_said_so(
     )
 
 
-def test_every_case_has_its_roofline_and_each_engine_its_share_of_it(engines: Any, comparison: Make) -> None:
+def test_every_case_has_its_roofline_and_each_engine_its_share_of_it(engines, comparison):
     engines.rates |= {"batchgen": 100.0, "vllm": 50.0}
     made = comparison("--repeats", "1", others=["vllm"])
     made.run()
@@ -65,7 +59,7 @@ def test_every_case_has_its_roofline_and_each_engine_its_share_of_it(engines: An
     assert shares(made.file.result, NAMES) == {"batchgen": 0.5, "vllm": 0.25}
 
 
-def test_an_engine_with_fewer_rows_is_compared_with_batchgen_on_just_those(engines: Any, comparison: Make) -> None:
+def test_an_engine_with_fewer_rows_is_compared_with_batchgen_on_just_those(engines, comparison):
     made = comparison("--repeats", "1", "--engine-rows", "vllm=32", others=["vllm"])
     made.run()
     assert engines.calls == [("batchgen", None), ("vllm", 32), ("batchgen", 32)]
@@ -73,19 +67,19 @@ def test_an_engine_with_fewer_rows_is_compared_with_batchgen_on_just_those(engin
     assert medians(made.file.result, NAMES | {"limit": 32}) == {"batchgen": 100.0, "vllm": 100.0}
 
 
-def test_8_bits_are_measured_where_an_engine_has_them(engines: Any, comparison: Make) -> None:
+def test_8_bits_are_measured_where_an_engine_has_them(engines, comparison):
     made = comparison("--repeats", "1", "--dtypes", "int8", others=["vllm", "openvino", "batchgen-torch"])
     made.run()
     assert names_of(engines.calls) == "batchgen vllm openvino"
     assert made.file.result["rooflines"] == []
 
 
-def test_a_limit_of_all_rows_is_none(engines: Any, comparison: Make) -> None:
+def test_a_limit_of_all_rows_is_none(engines, comparison):
     comparison("--repeats", "1", "--engine-rows", "vllm=512", others=["vllm"]).run()
     assert engines.calls == [("batchgen", None), ("vllm", None)]
 
 
-def test_what_fails_once_on_a_case_is_not_tried_again(engines: Any, comparison: Make) -> None:
+def test_what_fails_once_on_a_case_is_not_tried_again(engines, comparison):
     engines.rates["vllm"] = EngineFailed("vllm: exit 1: no")
     made = comparison("--repeats", "3", others=["vllm"])
     made.run()
@@ -95,7 +89,7 @@ def test_what_fails_once_on_a_case_is_not_tried_again(engines: Any, comparison: 
     ]
 
 
-def test_another_number_of_tokens_is_a_failure(engines: Any, comparison: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_tokens_is_a_failure(engines, comparison, monkeypatch):
     made = comparison("--repeats", "1", others=["vllm"])
     monkeypatch.setitem(made.tokens, ("few-shot", None), 1000)
     call = engines.call
@@ -106,9 +100,7 @@ def test_another_number_of_tokens_is_a_failure(engines: Any, comparison: Make, m
     assert [f["message"] for f in made.file.result["failures"]] == ["vllm: made 999 tokens"]
 
 
-def test_going_on_measures_only_what_is_not_there(
-    engines: Any, comparison: Make, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_going_on_measures_only_what_is_not_there(engines, comparison, capsys, tmp_path):
     comparison("--repeats", "2").run()
     engines.calls.clear()
     capsys.readouterr()
@@ -120,15 +112,13 @@ def test_going_on_measures_only_what_is_not_there(
     assert sorted(m["repeat"] for m in made.file.result["measurements"]) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
-def test_going_on_without_a_file_begins(engines: Any, comparison: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_going_on_without_a_file_begins(engines, comparison, capsys):
     comparison("--repeats", "1", "--continue", others=["vllm"]).run()
     assert "result.json is not there yet: a new file is begun\n" in capsys.readouterr().out
     assert names_of(engines.calls) == "batchgen vllm"
 
 
-def test_going_on_with_another_batchgen_measures_it_again(
-    engines: Any, comparison: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_going_on_with_another_batchgen_measures_it_again(engines, comparison, monkeypatch, capsys):
     comparison("--repeats", "2", others=["vllm"]).run()
     engines.calls.clear()
     monkeypatch.setattr(result_file, "source_digest", lambda: "another")
@@ -137,7 +127,7 @@ def test_going_on_with_another_batchgen_measures_it_again(
     assert "batchgen is not what it was: 2 measurements of it are made again\n" in capsys.readouterr().out
 
 
-def test_going_on_tries_a_failure_again_but_not_what_took_too_long(engines: Any, comparison: Make) -> None:
+def test_going_on_tries_a_failure_again_but_not_what_took_too_long(engines, comparison):
     engines.rates |= {"vllm": EngineFailed("vllm: exit 1: no"), "openvino": NotDone("openvino: not done after 900 s")}
     comparison("--repeats", "1", others=["vllm", "openvino"]).run()
     engines.calls.clear()
@@ -145,7 +135,7 @@ def test_going_on_tries_a_failure_again_but_not_what_took_too_long(engines: Any,
     assert names_of(engines.calls) == "vllm"
 
 
-def test_going_on_with_other_settings_is_refused(engines: Any, comparison: Make, tmp_path: Path) -> None:
+def test_going_on_with_other_settings_is_refused(engines, comparison, tmp_path):
     comparison("--repeats", "1", others=[]).run()
     with pytest.raises(OtherRun) as refused:
         comparison("--repeats", "1", "--continue", "--limit", "8", others=[]).run()
@@ -153,11 +143,11 @@ def test_going_on_with_other_settings_is_refused(engines: Any, comparison: Make,
 
 
 @pytest.mark.parametrize("text", ["vllm", "vllm=0", "vllm=x", "batchgen=3", "nothing=3"])
-def test_engine_rows_are_an_engine_and_a_number(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engine_rows_are_an_engine_and_a_number(text, capsys):
     with pytest.raises(SystemExit):
         parse(["--engine-rows", text])
     assert f"{text!r} is not ENGINE=ROWS, with another engine than batchgen" in capsys.readouterr().err
 
 
-def test_engines_lie_beside_the_work_folder(tmp_path: Path) -> None:
+def test_engines_lie_beside_the_work_folder(tmp_path):
     assert parse(["--work", str(tmp_path / "work")]).engines_folder == str(tmp_path / "batchgen-engines")

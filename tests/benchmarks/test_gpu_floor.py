@@ -13,7 +13,7 @@ from benchmarks.roofline import Shape
 SHAPE = Shape(hidden=2, layers=3, heads=2, kv_heads=1, head_dim=4, intermediate=5, vocabulary=7, dtype="bfloat16")
 
 
-def test_each_part_of_a_step_comes_to_what_is_worked_out_by_hand() -> None:
+def test_each_part_of_a_step_comes_to_what_is_worked_out_by_hand():
     pair = 4 * 3 * 2 * 4  # a multiplication and an addition in each of two products, layers, heads, numbers
     assert decode_costs(SHAPE, sequences=10, shared=100, own=5) == {
         "linear layers": Cost(bytes=3 * 78 * 2, flop=2 * 10 * 3 * 78),
@@ -23,20 +23,20 @@ def test_each_part_of_a_step_comes_to_what_is_worked_out_by_hand() -> None:
     }
 
 
-def test_a_part_takes_the_larger_of_its_bytes_and_its_operations() -> None:
+def test_a_part_takes_the_larger_of_its_bytes_and_its_operations():
     ceiling = Ceiling(bandwidth=10.0, matmul=100.0)
     assert Cost(bytes=50, flop=200).seconds(ceiling) == 5.0
     assert Cost(bytes=50, flop=700).seconds(ceiling) == 7.0
     assert floor_seconds({"a": Cost(50, 200), "b": Cost(50, 700)}, ceiling) == 12.0
 
 
-def test_the_prefix_is_read_once_and_multiplied_once_for_each_sequence() -> None:
+def test_the_prefix_is_read_once_and_multiplied_once_for_each_sequence():
     few, many = (decode_costs(SHAPE, sequences, 100, 5)["shared parts"] for sequences in (1, 256))
     assert many.bytes == few.bytes
     assert many.flop == 256 * few.flop
 
 
-def test_8b_at_256_sequences_has_the_floor_that_its_figures_give() -> None:
+def test_8b_at_256_sequences_has_the_floor_that_its_figures_give():
     """At 4 TB/s and 800 TFLOP/s; 6.98 billion weights in the layers, 525 million in the head, 128 KiB of keys and values a token."""
     costs = decode_costs(shape_of("8b", torch.bfloat16), 256, 16_384, 128)
     assert costs["linear layers"].bytes == 2 * 6_979_321_856
@@ -51,12 +51,12 @@ def test_8b_at_256_sequences_has_the_floor_that_its_figures_give() -> None:
     }
 
 
-def test_a_prefill_comes_to_its_linear_layers_its_pairs_and_a_head_for_each_prompt() -> None:
+def test_a_prefill_comes_to_its_linear_layers_its_pairs_and_a_head_for_each_prompt():
     # Prompts of 3 and 2 tokens: 5 through the layers, 6 + 3 pairs.
     assert prefill_flop(SHAPE, [3, 2]) == 2 * 5 * 3 * 78 + 2 * 2 * 14 + 9 * 96
 
 
-def test_an_interval_of_steps_says_how_long_one_takes_and_how_much_is_read() -> None:
+def test_an_interval_of_steps_says_how_long_one_takes_and_how_much_is_read():
     # Four sequences with 64 tokens of their own sample tokens 17 to 32 in 0.32 s: the steps run tokens 16 to 31.
     interval = Interval(Moment(1.0, 100 + 4 * 16, 20), Moment(1.32, 100 + 4 * 32, 36), before=100, sequences=4)
     assert interval.seconds == pytest.approx(0.02)

@@ -25,7 +25,7 @@ def cases(found: GpuResult, kind: str = "figures") -> list[tuple[str, str]]:
     return [(e["part"], e["case"]) for e in found.json[kind]]
 
 
-def test_a_case_is_in_the_file_as_soon_as_it_is_measured(tmp_path: Path) -> None:
+def test_a_case_is_in_the_file_as_soon_as_it_is_measured(tmp_path):
     result(tmp_path).add("decode", "8b 1024", DECODED, 12.345)
     (entry,) = json.loads((tmp_path / "gpu.json").read_text())["figures"]
     assert entry.pop("date").startswith("20")
@@ -35,7 +35,7 @@ def test_a_case_is_in_the_file_as_soon_as_it_is_measured(tmp_path: Path) -> None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["gpu.json"]
 
 
-def test_another_call_goes_on_with_the_file(tmp_path: Path) -> None:
+def test_another_call_goes_on_with_the_file(tmp_path):
     result(tmp_path).add("decode", "8b 1024", DECODED, 1)
     later = result(tmp_path, H200 | {"driver": "580.2"})
     later.add("prefill", "8b 4 x 16384", {}, 1)
@@ -43,7 +43,7 @@ def test_another_call_goes_on_with_the_file(tmp_path: Path) -> None:
     assert [m["driver"] for m in later.json["machines"]] == ["580.1", "580.2"]
 
 
-def test_a_case_that_is_measured_again_is_there_once(tmp_path: Path) -> None:
+def test_a_case_that_is_measured_again_is_there_once(tmp_path):
     found = result(tmp_path)
     found.fail("decode", START, "exit 1: no")
     found.fail("decode", "8b 1024", "no")
@@ -53,7 +53,7 @@ def test_a_case_that_is_measured_again_is_there_once(tmp_path: Path) -> None:
     assert found.json["failures"] == []
 
 
-def test_a_failure_leaves_the_figures_that_were_there(tmp_path: Path) -> None:
+def test_a_failure_leaves_the_figures_that_were_there(tmp_path):
     found = result(tmp_path)
     found.add("decode", "8b 1024", DECODED, 1)
     found.fail("decode", "8b 1024", "not done after 5 s")
@@ -61,7 +61,7 @@ def test_a_failure_leaves_the_figures_that_were_there(tmp_path: Path) -> None:
     assert cases(found, "failures") == [("decode", "8b 1024")]
 
 
-def test_only_figures_of_this_code_on_such_a_machine_need_not_be_made_again(tmp_path: Path) -> None:
+def test_only_figures_of_this_code_on_such_a_machine_need_not_be_made_again(tmp_path):
     result(tmp_path).add("decode", "8b 1024", DECODED, 1)
     assert result(tmp_path).has("decode", "8b 1024")
     assert not result(tmp_path).has("decode", "8b 4096")
@@ -69,7 +69,7 @@ def test_only_figures_of_this_code_on_such_a_machine_need_not_be_made_again(tmp_
     assert not result(tmp_path, H200 | {"driver": "580.2"}).has("decode", "8b 1024")
 
 
-def test_of_two_results_the_newer_figures_of_each_case_are_kept(tmp_path: Path) -> None:
+def test_of_two_results_the_newer_figures_of_each_case_are_kept(tmp_path):
     ours, theirs = result(tmp_path / "a"), result(tmp_path / "b", H200 | {"driver": "580.2"})
     theirs.add("decode", "8b 1024", {"by": "theirs"}, 1)
     ours.add("decode", "8b 1024", {"by": "ours"}, 1)
@@ -89,7 +89,7 @@ def test_of_two_results_the_newer_figures_of_each_case_are_kept(tmp_path: Path) 
     assert ours.merge(read_result(theirs.path)) == 0
 
 
-def test_a_tiny_run_never_gets_into_a_real_result(tmp_path: Path) -> None:
+def test_a_tiny_run_never_gets_into_a_real_result(tmp_path):
     real, tiny = result(tmp_path / "a"), result(tmp_path / "b", tiny=True)
     real.save()
     tiny.save()
@@ -99,19 +99,19 @@ def test_a_tiny_run_never_gets_into_a_real_result(tmp_path: Path) -> None:
         real.merge(tiny.json)
 
 
-def test_another_file_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_another_file_is_not_gone_on_with(tmp_path):
     (tmp_path / "gpu.json").write_text('{"schema": "batchgen.benchmarks/2"}')
     with pytest.raises(NotAResult, match=r"gpu.json is not a result of gpu.sh \(batchgen.gpu/1\)$"):
         result(tmp_path)
 
 
-def test_of_nothing_there_is_one_paragraph_and_no_table(tmp_path: Path) -> None:
+def test_of_nothing_there_is_one_paragraph_and_no_table(tmp_path):
     text = tables(result(tmp_path).json)
     assert text.count("\n") == 1
     assert text.startswith("Nothing has been measured on a GPU yet: ")
 
 
-def test_a_table_shows_what_there_is(tmp_path: Path) -> None:
+def test_a_table_shows_what_there_is(tmp_path):
     found = result(tmp_path)
     found.add("decode", "8b 1024", DECODED, 1)
     found.fail("decode", "8b 4096", "no")
@@ -129,7 +129,7 @@ def ran(rows: int, rate: float) -> dict[str, Any]:
     return {"rows": rows, "tokens_per_s": rate}
 
 
-def test_engines_are_compared_on_the_same_rows(tmp_path: Path) -> None:
+def test_engines_are_compared_on_the_same_rows(tmp_path):
     found = result(tmp_path)
     found.add("few-shot", "batchgen", ran(4000, 30_000.0), 1)
     found.add("few-shot", "batchgen --no-share", ran(4000, 3_000.0), 1)
@@ -141,7 +141,7 @@ def test_engines_are_compared_on_the_same_rows(tmp_path: Path) -> None:
     assert compared(found.json, "few-shot", "transformers-continuous") == "not measured"
 
 
-def test_architectures_that_are_not_exact_are_named(tmp_path: Path) -> None:
+def test_architectures_that_are_not_exact_are_named(tmp_path):
     found = result(tmp_path)
     for name, good in (("llama", True), ("llama/mqa", True), ("qwen2", True), ("gemma2", False)):
         found.add("parity", f"float32 {name}", {"exact": good}, 1)
@@ -150,7 +150,7 @@ def test_architectures_that_are_not_exact_are_named(tmp_path: Path) -> None:
     assert exact(found.json) == "2; not gemma2, opt"
 
 
-def test_the_caption_names_the_gpu_its_driver_and_the_versions(tmp_path: Path) -> None:
+def test_the_caption_names_the_gpu_its_driver_and_the_versions(tmp_path):
     found = result(tmp_path)
     found.add("decode", "8b 1024", DECODED, 1)
     found.json["figures"][0]["date"] = "2026-01-02T03:04:05+00:00"
@@ -163,7 +163,7 @@ def test_the_caption_names_the_gpu_its_driver_and_the_versions(tmp_path: Path) -
     assert caption(later.json).endswith(f" {where}, 2026-01-02 to 2026-01-05. Figures are of 2 states of the code.\n")
 
 
-def test_the_same_tool_puts_it_between_the_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_tool_puts_it_between_the_markers(tmp_path, monkeypatch):
     found = result(tmp_path)
     found.add("decode", "8b 1024", DECODED, 1)
     readme = tmp_path / "README.md"

@@ -62,28 +62,28 @@ def failures(result: dict[str, Any]) -> dict[str, str]:
     return {e["case"]: e["message"] for e in result["failures"]}
 
 
-def test_what_fails_is_noted_and_the_next_case_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_is_noted_and_the_next_case_is_run(tmp_path, monkeypatch):
     found = run_of(tmp_path, monkeypatch, "fails")
     assert (kept(found), failures(found)) == ({"a": [], "c": []}, {"b": "no"})
 
 
-def test_behind_an_error_of_the_device_the_part_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_behind_an_error_of_the_device_the_part_is_begun_anew(tmp_path, monkeypatch):
     found = run_of(tmp_path, monkeypatch, "breaks the device")
     assert (kept(found), failures(found)) == ({"a": [], "c": ["a", "b"]}, {"b": "no"})
 
 
-def test_a_process_that_dies_is_begun_anew_behind_the_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_is_begun_anew_behind_the_case(tmp_path, monkeypatch):
     found = run_of(tmp_path, monkeypatch, "dies")
     assert kept(found) == {"a": [], "c": ["a", "b"]}
     assert failures(found) == {"b": "exit 7: a library says something"}
 
 
-def test_what_hangs_is_ended_and_what_came_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_hangs_is_ended_and_what_came_before_is_kept(tmp_path, monkeypatch):
     found = run_of(tmp_path, monkeypatch, "hangs", within=2.0)
     assert (kept(found), failures(found)) == ({"a": []}, {"b": "not done after 2 s"})
 
 
-def test_parts_are_named_one_by_one_or_together() -> None:
+def test_parts_are_named_one_by_one_or_together():
     assert gpu.part_names("decode,workloads,decode") == [
         "decode", "shared-prefix", "nested-groups", "few-shot", "nothing-shared",
     ]  # fmt: skip
@@ -91,13 +91,13 @@ def test_parts_are_named_one_by_one_or_together() -> None:
         gpu.part_names("speed")
 
 
-def test_a_tiny_run_goes_elsewhere_by_default() -> None:
+def test_a_tiny_run_goes_elsewhere_by_default():
     assert gpu.parse([]).output == ROOT / "benchmarks" / "results"
     assert ROOT not in gpu.parse(["--tiny"]).output.parents
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_there_is_only_the_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_there_is_only_the_tiny_run(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["gpu.sh", str(tmp_path)])
     with pytest.raises(SystemExit) as e:
         gpu.main()
@@ -107,9 +107,7 @@ def test_without_a_gpu_there_is_only_the_tiny_run(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_results_are_merged_by_the_same_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_are_merged_by_the_same_command(tmp_path, monkeypatch, capsys):
     GpuResult(tmp_path / "there" / "gpu.json", {"gpu": "A GPU"}, "code", tiny=False).add("decode", "a", {}, 1)
     monkeypatch.setattr("sys.argv", ["gpu.sh", str(tmp_path / "here"), "--merge", str(tmp_path / "there" / "gpu.json")])
     gpu.main()
@@ -137,7 +135,7 @@ class Slow:
         return Path("rows.jsonl"), {"description": "Rows.", "rows": limit, "completion_tokens": limit}
 
 
-def test_an_engine_that_is_not_done_in_time_gets_fewer_rows() -> None:
+def test_an_engine_that_is_not_done_in_time_gets_fewer_rows():
     workload, needed = Slow(), {512}
     found = theirs(workload, "transformers-generate", (512, 128), needed)  # type: ignore[arg-type]
     assert workload.calls == [(512, "--sweep"), (128, "--sweep"), (128, "--batch")]
@@ -145,7 +143,7 @@ def test_an_engine_that_is_not_done_in_time_gets_fewer_rows() -> None:
     assert needed == {512, 128}
 
 
-def test_an_engine_that_is_never_done_in_time_has_no_figures() -> None:
+def test_an_engine_that_is_never_done_in_time_has_no_figures():
     with pytest.raises(NotDone, match=r"^transformers-continuous: not done after 120 s$"):
         theirs(Slow(), "transformers-continuous", (512, 256), set())  # type: ignore[arg-type]
 
@@ -167,7 +165,7 @@ def cases_of(result: dict[str, Any]) -> dict[str, list[str]]:
 
 
 @pytest.mark.nightly
-def test_everything_runs_in_small_without_a_gpu(tmp_path: Path) -> None:
+def test_everything_runs_in_small_without_a_gpu(tmp_path):
     found = run_tiny(tmp_path, "--only", "decode,prefill,few-shot")
     assert found["failures"] == []
     assert cases_of(found) == {
@@ -182,7 +180,7 @@ def test_everything_runs_in_small_without_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_parity_and_every_workload_run_in_small_without_a_gpu(tmp_path: Path) -> None:
+def test_parity_and_every_workload_run_in_small_without_a_gpu(tmp_path):
     found = run_tiny(tmp_path, "--only", "parity,tests,workloads")
     assert found["failures"] == []
     cases = cases_of(found)

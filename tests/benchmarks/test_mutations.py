@@ -20,7 +20,7 @@ def changes(source: str) -> list[tuple[str, str]]:
     return [(fault.old, fault.new) for fault in faults_of("a", "a.py", source)]
 
 
-def test_faults_turn_conditions_numbers_calls_and_results_but_no_annotation_or_message() -> None:
+def test_faults_turn_conditions_numbers_calls_and_results_but_no_annotation_or_message():
     assert changes(SOURCE) == [
         ("2", "3"),
         ("not words and count > 0", "not (not words and count > 0)"),
@@ -37,7 +37,7 @@ def test_faults_turn_conditions_numbers_calls_and_results_but_no_annotation_or_m
     ]
 
 
-def test_each_fault_gives_a_module_that_python_can_read() -> None:
+def test_each_fault_gives_a_module_that_python_can_read():
     for fault in sample(60, seed=2):
         with open(fault.file, encoding="utf-8") as file:
             changed = with_fault(file.read(), fault)
@@ -45,7 +45,7 @@ def test_each_fault_gives_a_module_that_python_can_read() -> None:
         ast.parse(changed)
 
 
-def test_the_same_seed_makes_the_same_faults_in_all_areas() -> None:
+def test_the_same_seed_makes_the_same_faults_in_all_areas():
     faults = sample(12, seed=3)
     assert faults == sample(12, seed=3)
     assert [fault.area for fault in faults[:7]] == [
@@ -68,5 +68,5 @@ def test_the_same_seed_makes_the_same_faults_in_all_areas() -> None:
         ("", None),
     ],
 )
-def test_a_fault_is_found_by_its_line(source: str, changed: str | None) -> None:
+def test_a_fault_is_found_by_its_line(source, changed):
     assert with_fault(source, Fault("a", "a.py", "x = 1", nth=1, column=4, old="1", new="2")) == changed

@@ -49,32 +49,32 @@ def imports(module: str) -> set[str]:
     return names
 
 
-def test_what_all_engines_share_needs_the_standard_library_alone() -> None:
+def test_what_all_engines_share_needs_the_standard_library_alone():
     assert {name.split(".")[0] for name in imports("benchmarks.engines.common")} <= sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("engine", OTHERS)
-def test_an_engine_of_its_own_environment_imports_nothing_of_ours(engine: str) -> None:
+def test_an_engine_of_its_own_environment_imports_nothing_of_ours(engine):
     found = imports(PROGRAMS[engine].module)
     ours = {name for name in found if name.startswith(("batchgen", "benchmarks"))}
     assert ours <= {"benchmarks.engines.common", "benchmarks.engines.gguf_file", "benchmarks.engines.w8a8_file"}
     assert not {"torch", "transformers"} & {name.split(".")[0] for name in found}
 
 
-def test_an_engine_without_its_environment_is_missing_in_one_line(tmp_path: Path) -> None:
+def test_an_engine_without_its_environment_is_missing_in_one_line(tmp_path):
     assert Launcher(tmp_path, 1).missing("vllm") == (
         f"vllm is left out: it is not in {tmp_path}/vllm (bash benchmarks/setup_engines.sh {tmp_path} vllm)"
     )
 
 
-def test_an_environment_that_was_not_finished_is_missing(tmp_path: Path) -> None:
+def test_an_environment_that_was_not_finished_is_missing(tmp_path):
     (tmp_path / "vllm" / "bin").mkdir(parents=True)
     assert Launcher(tmp_path, 1).missing("vllm") is not None
     (tmp_path / "vllm" / "ready").touch()
     assert Launcher(tmp_path, 1).missing("vllm") is None
 
 
-def test_what_runs_with_this_python_is_never_missing(tmp_path: Path) -> None:
+def test_what_runs_with_this_python_is_never_missing(tmp_path):
     assert [name for name in PROGRAMS if Launcher(tmp_path, 1).missing(name) is None] == [
         OURS,
         "batchgen-torch",
@@ -84,7 +84,7 @@ def test_what_runs_with_this_python_is_never_missing(tmp_path: Path) -> None:
 
 
 @NEEDS_PROC
-def test_a_process_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
+def test_a_process_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
     file = tmp_path / "child"
     script = (
         "import subprocess, sys, time, pathlib\n"
@@ -97,20 +97,20 @@ def test_a_process_that_takes_too_long_is_ended_with_what_it_started(tmp_path: P
     assert not alive(int(file.read_text()))
 
 
-def test_a_process_that_fails_is_told_by_the_last_line_it_wrote() -> None:
+def test_a_process_that_fails_is_told_by_the_last_line_it_wrote():
     with pytest.raises(EngineFailed, match=r"^x: exit 3: why$"):
         run(
             "x", [sys.executable, "-c", "import sys; print('no\\nwhy', file=sys.stderr); sys.exit(3)"], os.environ, 20.0
         )
 
 
-def test_the_figures_are_the_last_json_of_what_is_printed() -> None:
+def test_the_figures_are_the_last_json_of_what_is_printed():
     assert last_json("x", 'loading\n{"a": 1}\n{"a": 2}\nbye\n') == {"a": 2}
     with pytest.raises(EngineFailed, match=r"^x: printed no figures$"):
         last_json("x", "loading\n")
 
 
-def test_a_model_is_converted_once_and_never_seen_half_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_converted_once_and_never_seen_half_done(tmp_path, monkeypatch):
     case = Case("30m", "float32", "few-shot", tmp_path / "model", tmp_path / "rows.jsonl")
     made: list[Path] = []
 
@@ -132,7 +132,7 @@ def test_a_model_is_converted_once_and_never_seen_half_done(tmp_path: Path, monk
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.gguf"]
 
 
-def test_the_prefix_of_all_rows_leaves_each_a_token_of_its_own() -> None:
+def test_the_prefix_of_all_rows_leaves_each_a_token_of_its_own():
     assert shared_prefix([[1, 2, 3], [1, 2, 4, 5]]) == 2
     assert shared_prefix([[1, 2], [1, 2, 3]]) == 1
     assert shared_prefix([[1, 2], [1, 2]]) == 1
@@ -140,7 +140,7 @@ def test_the_prefix_of_all_rows_leaves_each_a_token_of_its_own() -> None:
 
 
 @NEEDS_PROC
-def test_a_process_that_is_terminated_ends_what_it_runs(tmp_path: Path) -> None:
+def test_a_process_that_is_terminated_ends_what_it_runs(tmp_path):
     file = tmp_path / "child"
     inner = f"import os, pathlib, time; pathlib.Path({str(file)!r}).write_text(str(os.getpid())); time.sleep(60)"
     outer = (

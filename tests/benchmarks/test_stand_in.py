@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -30,9 +29,7 @@ int main() {
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
 @pytest.mark.parametrize(("kind", "sees"), [("avx2", "1 0 0"), ("avx512_bf16", "1 1 0")])
-def test_a_program_that_asks_sees_the_smaller_processor_and_keeps_its_own_handler_of_faults(
-    kind: str, sees: str, tmp_path: Path
-) -> None:
+def test_a_program_that_asks_sees_the_smaller_processor_and_keeps_its_own_handler_of_faults(kind, sees, tmp_path):
     if kind not in features():
         pytest.skip(f"this processor has no {kind}")
     try:

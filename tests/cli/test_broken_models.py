@@ -1,9 +1,7 @@
 """Every broken or foreign model folder is refused in one line of its own; most of them before transformers is imported."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
@@ -22,14 +20,7 @@ def expected(name: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("command", ["run", "plan"])
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_model_is_refused_in_a_line_of_its_own(
-    name: str,
-    command: str,
-    cli: Callable[..., Any],
-    tiny_model_dir: Path,
-    write_jsonl: Callable[..., Path],
-    tmp_path: Path,
-) -> None:
+def test_a_broken_model_is_refused_in_a_line_of_its_own(name, command, cli, tiny_model_dir, write_jsonl, tmp_path):
     folder = broken_model(name, tiny_model_dir, tmp_path / "model")
     outcome = cli(command, write_jsonl([{"prompt": "x"}]), "-m", folder, "--no-progress")
     if command == "plan" and name in (

@@ -5,15 +5,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from batchgen.jobs.files.results import read_facts
 
-Cli = Callable[..., Any]
 SAMPLE = Path(__file__).parents[2] / "sample_data"
 
 
@@ -29,9 +26,7 @@ def workers_of(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_rows_go_out_by_one_pipe_whatever_the_processes_say(
-    cli: Cli, tiny_model_dir: Path, write_jsonl: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_rows_go_out_by_one_pipe_whatever_the_processes_say(cli, tiny_model_dir, write_jsonl, tmp_path):
     source = write_jsonl({"prompt": f"Rows with a beginning that is the same, and then number {i}"} for i in range(24))
     stats = tmp_path / "stats.json"
     options = ("-m", tiny_model_dir, "-o", "-", "--max-tokens", "5", "--stats", stats)
@@ -47,8 +42,8 @@ def test_rows_go_out_by_one_pipe_whatever_the_processes_say(
 
 @pytest.mark.slow
 def test_the_sample_is_answered_as_by_one_process_and_no_process_outlives_a_killed_job(
-    command: list[str], command_environment: dict[str, str], tmp_path: Path
-) -> None:
+    command, command_environment, tmp_path
+):
     def start(name: str, *options: str) -> "subprocess.Popen[bytes]":
         arguments = [
             "run",

@@ -5,19 +5,13 @@ import io
 import os
 import re
 import subprocess
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from support.params import slow_but
 
-Cli = Callable[..., Any]
-Write = Callable[..., Path]
 
-
-def test_a_dry_run_prints_what_plan_prints(cli: Cli, write_jsonl: Write, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_dry_run_prints_what_plan_prints(cli, write_jsonl, tiny_model_dir, tmp_path):
     rows, output = write_jsonl([{"prompt": f"The same beginning {i}"} for i in range(3)]), tmp_path / "o.jsonl"
     dry = cli("run", rows, "-m", tiny_model_dir, "-o", output, "--dry-run", "--max-tokens", "3")
     planned = cli("plan", rows, "-m", tiny_model_dir, "--max-tokens", "3")
@@ -27,14 +21,7 @@ def test_a_dry_run_prints_what_plan_prints(cli: Cli, write_jsonl: Write, tiny_mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("output", "lines"), [("/dev/stdout", 2), ("/dev/null", 0)])
-def test_device_files_are_outputs(
-    output: str,
-    lines: int,
-    command: list[str],
-    command_environment: dict[str, str],
-    write_jsonl: Write,
-    tiny_model_dir: Path,
-) -> None:
+def test_device_files_are_outputs(output, lines, command, command_environment, write_jsonl, tiny_model_dir):
     rows = write_jsonl([{"prompt": "a"}, {"prompt": "b"}])
     done = subprocess.run(
         [*command, "run", str(rows), "-m", str(tiny_model_dir), "-o", output, "--max-tokens", "2", "-q"],
@@ -44,9 +31,7 @@ def test_device_files_are_outputs(
 
 
 @pytest.mark.slow
-def test_no_color_is_obeyed_on_a_terminal(
-    command: list[str], command_environment: dict[str, str], write_jsonl: Write, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_no_color_is_obeyed_on_a_terminal(command, command_environment, write_jsonl, tiny_model_dir, tmp_path):
     import pty
 
     rows = write_jsonl([{"prompt": "a"}])
@@ -75,9 +60,7 @@ def test_no_color_is_obeyed_on_a_terminal(
         [(f, p) for f in ("jsonl", "csv", "tsv", "parquet") for p in ("", "gzip", "zstd")],
     ),
 )
-def test_standard_input_has_every_format_and_compression(
-    format: str, packed: str, cli: Cli, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_standard_input_has_every_format_and_compression(format, packed, cli, tiny_model_dir, monkeypatch):
     import pyarrow as pa
     import pyarrow.parquet as pq
     import zstandard
@@ -99,7 +82,7 @@ def test_standard_input_has_every_format_and_compression(
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_ctrl_c_while_a_failure_is_being_told_adds_no_second_line(form: str, python: Callable[..., Any]) -> None:
+def test_ctrl_c_while_a_failure_is_being_told_adds_no_second_line(form, python):
     code = (
         "import sys\n"
         "from batchgen_cli.__main__ import _end\n"
@@ -112,7 +95,7 @@ def test_ctrl_c_while_a_failure_is_being_told_adds_no_second_line(form: str, pyt
     assert "interrupted by SIGTERM" in done.stderr
 
 
-def test_at_its_end_the_command_waits_for_threads_and_runs_exit_handlers(python: Callable[..., Any]) -> None:
+def test_at_its_end_the_command_waits_for_threads_and_runs_exit_handlers(python):
     code = (
         "import atexit, threading, time\n"
         "from concurrent.futures import ThreadPoolExecutor\n"

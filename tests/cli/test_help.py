@@ -4,9 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
 
 import pytest
 import typer.main
@@ -41,7 +39,7 @@ CONTRACT = """
 @pytest.mark.parametrize(
     "arguments", slow_but([["run", "--help"]], [["--help"], ["--version"], ["run", "--help"], ["plan", "--help"]])
 )
-def test_help_and_version_import_nothing_that_is_slow(arguments: list[str], python: Callable[..., Any]) -> None:
+def test_help_and_version_import_nothing_that_is_slow(arguments, python):
     code = (
         "import atexit, sys\n"
         "atexit.register(lambda: print(sorted({'torch', 'transformers', 'tokenizers', 'pyarrow', 'numpy', 'rich'} & set(sys.modules)), file=sys.stderr))\n"
@@ -52,7 +50,7 @@ def test_help_and_version_import_nothing_that_is_slow(arguments: list[str], pyth
     assert (done.returncode, done.stderr) == (0, "[]\n")
 
 
-def test_run_has_exactly_the_options_of_the_contract(cli: Callable[..., Any]) -> None:
+def test_run_has_exactly_the_options_of_the_contract(cli):
     shown = cli("run", "--help").out
     terms = [line for line in shown.splitlines() if re.match(r"  -", line)]
     names = {word.rstrip(",") for line in terms for word in line.split("  ")[1].split() if word.startswith("-")}
@@ -64,7 +62,7 @@ def test_run_has_exactly_the_options_of_the_contract(cli: Callable[..., Any]) ->
 
 
 @pytest.mark.parametrize("columns", [50, 80, 200])
-def test_help_is_whole_at_every_width(columns: int, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_is_whole_at_every_width(columns, cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     shown = cli("run", "--help").out
     assert "…" not in shown.replace("COL,…", "").replace("[:N,…]", "")
@@ -76,7 +74,7 @@ def test_help_is_whole_at_every_width(columns: int, cli: Callable[..., Any], mon
         assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_every_option_has_a_help_text_that_is_a_sentence(cli: Callable[..., Any]) -> None:
+def test_every_option_has_a_help_text_that_is_a_sentence(cli):
     for command in COMMANDS.values():
         for p in command.params:
             if p.param_type_name == "option":
@@ -84,7 +82,7 @@ def test_every_option_has_a_help_text_that_is_a_sentence(cli: Callable[..., Any]
                 assert p.help.split("  [")[0].endswith("."), p.name
 
 
-def test_the_defaults_shown_are_those_of_the_configuration() -> None:
+def test_the_defaults_shown_are_those_of_the_configuration():
     shown = {name: p.show_default for name, p in RUN.items()}
     assert shown["temperature"] == "0"
     assert shown["max_tokens"] == "auto"
@@ -95,7 +93,7 @@ def test_the_defaults_shown_are_those_of_the_configuration() -> None:
     assert config == JobConfig(inputs=("x",), model=ModelConfig(model="m"))
 
 
-def test_every_field_of_the_configuration_is_an_option_but_these() -> None:
+def test_every_field_of_the_configuration_is_an_option_but_these():
     fields_of = {
         f.name
         for config in (SamplingParams, EngineConfig, PromptConfig, ModelConfig, JobConfig)
@@ -115,12 +113,12 @@ def test_every_field_of_the_configuration_is_an_option_but_these() -> None:
     }
 
 
-def test_plan_takes_every_option_of_run() -> None:
+def test_plan_takes_every_option_of_run():
     assert {p.name for p in COMMANDS["plan"].params} == {*RUN, "as_json", "shards", "write_template"}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_knows_the_options_and_their_values(shell: str) -> None:
+def test_completion_knows_the_options_and_their_values(shell):
     def completed(line: str) -> list[str]:
         words = line.split(" ")
         environment = {
@@ -139,7 +137,7 @@ def test_completion_knows_the_options_and_their_values(shell: str) -> None:
     assert "status" in completed("batchgen st")
 
 
-def test_the_version_is_one_line(cli: Callable[..., Any]) -> None:
+def test_the_version_is_one_line(cli):
     from batchgen.stats import version_of
 
     outcome = cli("--version")
@@ -147,7 +145,7 @@ def test_the_version_is_one_line(cli: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("module", ["batchgen", "batchgen_cli"])
-def test_python_m_is_the_command(module: str, command_environment: dict[str, str]) -> None:
+def test_python_m_is_the_command(module, command_environment):
     command = [sys.executable, "-m", module]
     done = subprocess.run([*command, "--version"], env=command_environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout[:9]) == (0, "batchgen ")
@@ -156,9 +154,7 @@ def test_python_m_is_the_command(module: str, command_environment: dict[str, str
 @pytest.mark.parametrize(
     ("chosen", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
 )
-def test_threads_of_openmp_do_not_spin_for_long_unless_the_user_says_how_they_wait(
-    chosen: dict[str, str], spins: str | None, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_of_openmp_do_not_spin_for_long_unless_the_user_says_how_they_wait(chosen, spins, cli, monkeypatch):
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"):
         monkeypatch.setenv(name, "")  # so that it is as before when the test is over
         monkeypatch.delenv(name)

@@ -47,9 +47,7 @@ def wait_for_results(process: "subprocess.Popen[str]", output: Path) -> None:
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["TERM", "INT"])
-def test_a_signal_ends_a_run_whose_template_does_not_end(
-    signum: int, code: int, start: Start, slow_job: Path, cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_signal_ends_a_run_whose_template_does_not_end(signum, code, start, slow_job, cli, tiny_model_dir, tmp_path):
     template = tmp_path / "loop.jinja"
     template.write_text("{{ range(10 ** 12) | sum }}")  # a step of C code
     process = start(slow_job, "--template", template)
@@ -65,7 +63,7 @@ def test_a_signal_ends_a_run_whose_template_does_not_end(
     assert outcome.code == 0, outcome.err
 
 
-def test_sighup_is_ignored_under_nohup(start: Start, write_jsonl: Callable[..., Path], tmp_path: Path) -> None:
+def test_sighup_is_ignored_under_nohup(start, write_jsonl, tmp_path):
     source = write_jsonl({"prompt": f"row {i}"} for i in range(30))
     process = start(source, *SLOWLY, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     wait_for_results(process, tmp_path / "prompts.out.jsonl")
@@ -75,7 +73,7 @@ def test_sighup_is_ignored_under_nohup(start: Start, write_jsonl: Callable[..., 
     assert len((tmp_path / "prompts.out.jsonl").read_text().splitlines()) == 30
 
 
-def test_standard_output_that_is_closed_ends_the_run_quietly(start: Start, slow_job: Path) -> None:
+def test_standard_output_that_is_closed_ends_the_run_quietly(start, slow_job):
     with slow_job.open() as rows:
         process = start("-", "-o", "-", "--max-tokens", "20", "--window", "8", stdin=rows)
     with process:
@@ -100,9 +98,7 @@ command.main()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 5.0])
-def test_ctrl_c_at_any_moment_of_the_start_is_one_line(
-    seconds: float, command_environment: dict[str, str], slow_job: Path, tiny_model_dir: Path
-) -> None:
+def test_ctrl_c_at_any_moment_of_the_start_is_one_line(seconds, command_environment, slow_job, tiny_model_dir):
     words = ["run", str(slow_job), "-m", str(tiny_model_dir), *SLOWLY, "--no-progress"]
     process = subprocess.Popen(
         [sys.executable, "-c", BEGIN, *words],

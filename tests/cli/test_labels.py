@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 Cli = Callable[..., Any]
-Write = Callable[..., Path]
 Read = Callable[[Path], list[dict[str, Any]]]
 
 
@@ -28,7 +27,7 @@ def labelled(cli: Cli, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path) -
     return run
 
 
-def test_labels_may_be_the_lines_of_a_file_or_a_list_in_one(labelled: Any, write_jsonl: Write, tmp_path: Path) -> None:
+def test_labels_may_be_the_lines_of_a_file_or_a_list_in_one(labelled, write_jsonl, tmp_path):
     source, file = write_jsonl([{"prompt": "a"}]), tmp_path / "labels"
     wanted, _ = labelled(source, "--choices", '["yes, sure", "no"]')
     for text in ("\ufeffyes, sure\r\n\n  no \n", ' ["yes, sure",\n"no"]\n'):
@@ -36,7 +35,7 @@ def test_labels_may_be_the_lines_of_a_file_or_a_list_in_one(labelled: Any, write
         assert labelled(source, "--choices", f"@{file}")[0] == wanted
 
 
-def test_labels_of_a_rows_own_column_win_over_the_commands(labelled: Any, write_jsonl: Write) -> None:
+def test_labels_of_a_rows_own_column_win_over_the_commands(labelled, write_jsonl):
     own: list[Any] = [["x", "yz"], '["x, y", "z"]', "x, yz ,q", None, "", ["x"], ["x", 1], {"a": 1}]
     source = write_jsonl([{"prompt": "a", "labels": value} for value in own])
     rows, _ = labelled(source, "--choices-column", "labels", "--choices", "a,b", code=3)
@@ -55,9 +54,7 @@ def test_labels_of_a_rows_own_column_win_over_the_commands(labelled: Any, write_
     ] * 2
 
 
-def test_the_likeliest_labels_are_those_of_the_whole_map_and_the_sampled_one_is_among_them(
-    labelled: Any, write_jsonl: Write
-) -> None:
+def test_the_likeliest_labels_are_those_of_the_whole_map_and_the_sampled_one_is_among_them(labelled, write_jsonl):
     labels = [chr(c) for c in range(ord("a"), ord("u"))]
     source = write_jsonl([{"prompt": f"{i}"} for i in range(8)])
     whole, _ = labelled(source, "--choices", ",".join(labels))
@@ -75,9 +72,7 @@ def expected_figures(tmp_path: Path) -> Any:
     return json.loads((tmp_path / "o.jsonl.job" / "stats.json").read_bytes())["expect"]
 
 
-def test_results_are_compared_with_a_column_also_afterwards(
-    cli: Cli, labelled: Any, write_jsonl: Write, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_results_are_compared_with_a_column_also_afterwards(cli, labelled, write_jsonl, tiny_model_dir, tmp_path):
     source = write_jsonl([{"prompt": f"{i}"} for i in range(6)])
     rows, outcome = labelled(source, "--choices", "a,b")
     assert expected_figures(tmp_path) is None
@@ -95,7 +90,7 @@ def test_results_are_compared_with_a_column_also_afterwards(
     assert "3 of 5 rows" in again.err
 
 
-def test_the_numbers_of_classes_are_compared_by_their_names(labelled: Any, tmp_path: Path) -> None:
+def test_the_numbers_of_classes_are_compared_by_their_names(labelled, tmp_path):
     feature = {"info": {"features": {"gold": {"names": ["a", "b"], "_type": "ClassLabel"}}}}
     table = pa.table({"prompt": ["1", "2"], "gold": [0, 0]})
     pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(feature)}), tmp_path / "i.parquet")
@@ -103,9 +98,7 @@ def test_the_numbers_of_classes_are_compared_by_their_names(labelled: Any, tmp_p
     assert expected_figures(tmp_path)["rows_right"] == [row["text"] for row in rows].count("a")
 
 
-def test_a_pipe_and_a_merge_of_shards_compare_every_row_once(
-    cli: Cli, write_jsonl: Write, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_pipe_and_a_merge_of_shards_compare_every_row_once(cli, write_jsonl, tiny_model_dir, tmp_path):
     source = write_jsonl([{"prompt": f"{i}", "gold": "a"} for i in range(5)])
     options = ("-m", tiny_model_dir, "--choices", "a,b", "--expect", "gold", "--stats", tmp_path / "s.json")
     figures = []
@@ -118,7 +111,7 @@ def test_a_pipe_and_a_merge_of_shards_compare_every_row_once(
     assert figures[0]["rows"] == 5
 
 
-def test_labels_and_columns_of_csv_are_enough_for_all_of_it(cli: Cli, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_labels_and_columns_of_csv_are_enough_for_all_of_it(cli, tiny_model_dir, tmp_path):
     (tmp_path / "i.csv").write_text('prompt,labels,gold\none,"x,y",x\ntwo,"x,y,z",y\n')
     outcome = cli(
         "run", tmp_path / "i.csv", "-m", tiny_model_dir, "-o", tmp_path / "o.csv", "--choices-column", "labels",

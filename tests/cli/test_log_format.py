@@ -11,8 +11,6 @@ import pytest
 
 from batchgen_cli.stderr import wants_json
 
-Cli = Callable[..., Any]
-
 
 def events(err: str) -> list[dict[str, Any]]:
     assert err.isascii()
@@ -27,7 +25,7 @@ def source(write_jsonl: Callable[..., Path]) -> Path:
     return write_jsonl([{"prompt": "a"}, {"prompt": 7, "id": "\x1b[31m"}, '{"prompt": \x1b'])
 
 
-def test_a_run_tells_its_phases_and_ends_with_its_figures(cli: Cli, source: Path, tiny_model_dir: Path) -> None:
+def test_a_run_tells_its_phases_and_ends_with_its_figures(cli, source, tiny_model_dir):
     run = ("run", source, "-m", tiny_model_dir, "--max-tokens", "3", "--log-format", "json")
     outcome = cli(*run)
     told = events(outcome.err)
@@ -48,7 +46,7 @@ def test_a_run_tells_its_phases_and_ends_with_its_figures(cli: Cli, source: Path
     assert (again["event"], again["already_finished"], again["stats"]) == ("summary", True, summary["stats"])
 
 
-def test_a_plan_tells_its_phases(cli: Cli, source: Path, tiny_model_dir: Path) -> None:
+def test_a_plan_tells_its_phases(cli, source, tiny_model_dir):
     outcome = cli("plan", source, "-m", tiny_model_dir, "--log-format", "json")
     assert {one["event"] for one in events(outcome.err)} == {"phase"}
     assert outcome.out.startswith("rows               3 (2 would fail)")
@@ -62,9 +60,7 @@ def test_a_plan_tells_its_phases(cli: Cli, source: Path, tiny_model_dir: Path) -
         (("run", "a\x1b\u202e", "-m", "x"), "no such file: a\x1b\u202e; check the path"),
     ],
 )
-def test_a_failure_is_an_event_wherever_it_comes_from(
-    arguments: tuple[str, ...], message: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_is_an_event_wherever_it_comes_from(arguments, message, cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     outcome = cli(*arguments, "--log-format", "json")
     told = events(outcome.err)
@@ -72,7 +68,7 @@ def test_a_failure_is_an_event_wherever_it_comes_from(
     assert [one["event"] for one in told if one["event"] != "phase"] == ["error"]
 
 
-def test_with_v_the_traceback_is_in_the_event_and_its_lines_are_escaped_without(cli: Cli) -> None:
+def test_with_v_the_traceback_is_in_the_event_and_its_lines_are_escaped_without(cli):
     as_event = events(cli("run", "no\x1b.jsonl", "-m", "x", "-v", "--log-format=json").err)[-1]
     assert as_event["traceback"].startswith("Traceback (most recent call last):\n")
     as_text = cli("run", "no\x1b.jsonl", "-m", "x", "-v").err
@@ -81,7 +77,7 @@ def test_with_v_the_traceback_is_in_the_event_and_its_lines_are_escaped_without(
     assert "\x1b" not in as_text
 
 
-def test_quiet_leaves_errors_alone(cli: Cli, source: Path, tiny_model_dir: Path) -> None:
+def test_quiet_leaves_errors_alone(cli, source, tiny_model_dir):
     assert cli("run", source, "-m", tiny_model_dir, "--max-tokens", "3", "--log-format", "json", "-q").err == ""
     assert len(events(cli("run", "nothere.jsonl", "-m", "x", "--log-format", "json", "-q").err)) == 1
 
@@ -96,15 +92,13 @@ def test_quiet_leaves_errors_alone(cli: Cli, source: Path, tiny_model_dir: Path)
         (["run", "json", "--log-format"], False),
     ],
 )
-def test_the_format_is_known_before_the_command_line_is_understood(arguments: list[str], wanted: bool) -> None:
+def test_the_format_is_known_before_the_command_line_is_understood(arguments, wanted):
     assert wants_json(arguments) is wanted
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
-def test_a_log_on_a_full_disk_ends_no_job(
-    command: list[str], command_environment: dict[str, str], source: Path, tiny_model_dir: Path
-) -> None:
+def test_a_log_on_a_full_disk_ends_no_job(command, command_environment, source, tiny_model_dir):
     run = [*command, "run", str(source), "-m", str(tiny_model_dir), "--max-tokens", "3"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(run, env=command_environment, stderr=full, stdout=subprocess.PIPE, timeout=120)
@@ -113,9 +107,7 @@ def test_a_log_on_a_full_disk_ends_no_job(
 
 
 @pytest.mark.slow
-def test_a_log_whose_reader_has_gone_ends_no_job(
-    command: list[str], command_environment: dict[str, str], source: Path, tiny_model_dir: Path
-) -> None:
+def test_a_log_whose_reader_has_gone_ends_no_job(command, command_environment, source, tiny_model_dir):
     run = [*command, "run", str(source), "-m", str(tiny_model_dir), "--max-tokens", "3"]
     reader, writer = os.pipe()
     os.close(reader)

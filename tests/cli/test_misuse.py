@@ -2,9 +2,6 @@
 
 import os
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,14 +13,8 @@ from support.params import slow_but
 
 @pytest.mark.parametrize(("line", "code", "message"), MISUSES, ids=[line for line, _, _ in MISUSES])
 def test_misuse_is_told_in_one_line_before_a_tokenizer_is_loaded(
-    line: str,
-    code: int,
-    message: str,
-    cli: Callable[..., Any],
-    tiny_model_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    line, code, message, cli, tiny_model_dir, tmp_path, monkeypatch
+):
     def load_tokenizer(config: object) -> None:
         raise AssertionError("a tokenizer is being loaded")
 
@@ -47,9 +38,7 @@ def test_misuse_is_told_in_one_line_before_a_tokenizer_is_loaded(
         [["-o", "no/o.jsonl"], ["--regex", "a("], ["--prompt-column", "q"], ["-o", "mine.jsonl"]],
     ),
 )
-def test_misuse_imports_nothing_that_is_slow(
-    arguments: list[str], python: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_misuse_imports_nothing_that_is_slow(arguments, python, tiny_model_dir, tmp_path):
     make_files(tmp_path)
     code = (
         "import atexit, sys\n"
@@ -62,9 +51,7 @@ def test_misuse_imports_nothing_that_is_slow(
     assert (done.returncode, done.stdout) == (2, "[]\n")
 
 
-def test_a_held_output_is_told_before_a_tokenizer_is_loaded(
-    cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_held_output_is_told_before_a_tokenizer_is_loaded(cli, tiny_model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("batchgen.job_setup.load_tokenizer", None)
     make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -78,9 +65,7 @@ def test_a_held_output_is_told_before_a_tokenizer_is_loaded(
     assert len(list(claims.iterdir())) == 1
 
 
-def test_a_current_folder_that_was_deleted_is_named(
-    cli: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_current_folder_that_was_deleted_is_named(cli, tiny_model_dir, tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()
     make_files(tmp_path)
@@ -93,9 +78,7 @@ def test_a_current_folder_that_was_deleted_is_named(
     assert cli("run", "--help").code == 0
 
 
-def test_a_run_that_ended_before_its_first_result_binds_no_other(
-    cli: Callable[..., Any], write_jsonl: Callable[..., Path], tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_ended_before_its_first_result_binds_no_other(cli, write_jsonl, tiny_model_dir, tmp_path):
     run = ("run", "-m", tiny_model_dir, write_jsonl([{"prompt": "a"}]), "-o", tmp_path / "out.jsonl")
     first = cli(*run, "--kv-memory", "1B")
     assert (first.code, first.err.splitlines()[-1]) == (

@@ -3,16 +3,12 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from support.broken_models import settings
-
-Cli = Callable[..., Any]
 
 
 @pytest.mark.parametrize(
@@ -23,8 +19,8 @@ Cli = Callable[..., Any]
     ],
 )
 def test_a_model_that_would_run_is_told_from_its_configuration_and_what_there_is_of_its_tokenizer(
-    files: str, chat_template: bool | None, prompts: str, cli: Cli, tiny_chat_model_dir: Path, tmp_path: Path
-) -> None:
+    files, chat_template, prompts, cli, tiny_chat_model_dir, tmp_path
+):
     folder = tmp_path / "model"
     folder.mkdir()
     for path in (path for pattern in files.split() for path in tiny_chat_model_dir.glob(pattern)):
@@ -43,9 +39,7 @@ def test_a_model_that_would_run_is_told_from_its_configuration_and_what_there_is
     assert (shown["verified"], shown["chat_template"]) == (True, chat_template)
 
 
-def test_a_context_that_is_shorter_than_the_configuration_says_is_explained(
-    cli: Cli, tiny_chat_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_context_that_is_shorter_than_the_configuration_says_is_explained(cli, tiny_chat_model_dir, tmp_path):
     folder = Path(shutil.copytree(tiny_chat_model_dir, tmp_path / "model"))
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     settings(rope_parameters=rope | {"original_max_position_embeddings": 48})(folder)
@@ -57,7 +51,7 @@ def test_a_context_that_is_shorter_than_the_configuration_says_is_explained(
     assert json.loads(cli("models", tiny_chat_model_dir, "--json").out)["context_note"] is None
 
 
-def test_a_model_that_would_be_refused_is_refused(cli: Cli, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_model_that_would_be_refused_is_refused(cli, tiny_model_dir, tmp_path):
     folder = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
     settings(architectures=["LlamaForSequenceClassification"])(folder)
     outcome = cli("models", folder)
@@ -65,7 +59,7 @@ def test_a_model_that_would_be_refused_is_refused(cli: Cli, tiny_model_dir: Path
     assert "is a classifier or reward model (LlamaForSequenceClassification)" in outcome.err
 
 
-def test_the_verified_and_the_refused_types_are_listed(cli: Cli) -> None:
+def test_the_verified_and_the_refused_types_are_listed(cli):
     outcome = cli("models")
     assert (outcome.code, outcome.err) == (0, "")
     assert "qwen3" in outcome.out.replace(",", " ").split()
@@ -76,7 +70,7 @@ def test_the_verified_and_the_refused_types_are_listed(cli: Cli) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_standard_output_that_is_full_is_named(command: list[str], command_environment: dict[str, str]) -> None:
+def test_standard_output_that_is_full_is_named(command, command_environment):
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(
             [*command, "models"], stdout=full, stderr=subprocess.PIPE, text=True, env=command_environment, check=False
@@ -85,7 +79,7 @@ def test_standard_output_that_is_full_is_named(command: list[str], command_envir
     assert (ended.returncode, ended.stderr) == (1, said)
 
 
-def test_an_answer_to_a_closed_standard_output_is_an_error(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_to_a_closed_standard_output_is_an_error(cli, monkeypatch):
     monkeypatch.setattr("batchgen.process.stdout.sys", SimpleNamespace(stdout=None))
     outcome = cli("models")
     assert (outcome.code, outcome.err) == (1, "batchgen: error: standard output is closed; write it to another place\n")

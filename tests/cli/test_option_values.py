@@ -1,9 +1,6 @@
 """How the texts of options become values. `support/misuse.py` has those that are refused."""
 
-from collections.abc import Callable
 from operator import attrgetter
-from pathlib import Path
-from typing import Any
 
 import pytest
 import typer.main
@@ -21,7 +18,7 @@ def parsed(*arguments: str) -> JobConfig:
         return job_config(ctx.params)
 
 
-def test_what_is_not_given_is_the_default() -> None:
+def test_what_is_not_given_is_the_default():
     assert parsed() == JobConfig(inputs=("x.jsonl",), model=ModelConfig(model="m"))
 
 
@@ -49,11 +46,11 @@ def test_what_is_not_given_is_the_default() -> None:
         ("--seed 3", "sampling.given", ("seed",)),
     ],
 )
-def test_a_text_becomes_a_value(arguments: str, field: str, value: object) -> None:
+def test_a_text_becomes_a_value(arguments, field, value):
     assert attrgetter(field)(parsed(*arguments.split())) == value
 
 
-def test_a_schema_is_that_of_its_file_blanks_apart(tmp_path: Path) -> None:
+def test_a_schema_is_that_of_its_file_blanks_apart(tmp_path):
     path = tmp_path / "s.json"
     path.write_text('\ufeff{\n "type": "object",  "properties": {"b": {}, "a": {}}}\n')
     assert json_schema_file("--json-schema", path) == '{"type": "object", "properties": {"b": {}, "a": {}}}'
@@ -71,13 +68,11 @@ def test_a_schema_is_that_of_its_file_blanks_apart(tmp_path: Path) -> None:
         ("--ray=10.0.0.1:6379", ["--ray=10.0.0.1:6379"]),
     ],
 )
-def test_the_address_of_a_cluster_may_be_left_out(given: str, taken: list[str]) -> None:
+def test_the_address_of_a_cluster_may_be_left_out(given, taken):
     assert _with_ray_address(given.split()) == taken
 
 
-def test_without_the_package_ray_says_how_to_install_it(
-    cli: Callable[..., Any], tiny_model_dir: Path, write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_package_ray_says_how_to_install_it(cli, tiny_model_dir, write_jsonl, monkeypatch):
     monkeypatch.setattr("batchgen.preflight.find_spec", lambda name: None)
     outcome = cli("run", write_jsonl([{"prompt": "x"}]), "-m", tiny_model_dir, "--ray")
     assert (outcome.code, outcome.err) == (

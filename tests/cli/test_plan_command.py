@@ -4,11 +4,8 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-Cli = Callable[..., Any]
 
 ROOT = "All rows begin with this text, which is more than a chunk. "
 GROUPS = ["The first group goes on like this. ", "The second one has other words here. "]
@@ -19,7 +16,7 @@ def source(write_jsonl: Callable[..., Path]) -> Path:
     return write_jsonl({"prompt": f"{ROOT}{GROUPS[i % 2]}{i}"} for i in range(8))
 
 
-def test_the_plan_is_told_in_lines(cli: Cli, source: Path, tiny_model_dir: Path) -> None:
+def test_the_plan_is_told_in_lines(cli, source, tiny_model_dir):
     outcome = cli("plan", source, "-m", tiny_model_dir, "--max-tokens", "10")
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.splitlines() == [
@@ -41,7 +38,7 @@ def test_the_plan_is_told_in_lines(cli: Cli, source: Path, tiny_model_dir: Path)
     ]
 
 
-def test_the_plan_is_one_json_object(cli: Cli, source: Path, tiny_model_dir: Path) -> None:
+def test_the_plan_is_one_json_object(cli, source, tiny_model_dir):
     outcome = cli("plan", source, "-m", tiny_model_dir, "--json", "--max-tokens", "10")
     assert (outcome.code, outcome.err) == (0, "")
     plan = json.loads(outcome.out)
@@ -58,9 +55,7 @@ def test_the_plan_is_one_json_object(cli: Cli, source: Path, tiny_model_dir: Pat
     assert [(group["prefix_tokens"], group["rows"]) for group in plan["largest_groups"]] == [(96, 4), (80, 4)]
 
 
-def test_rows_that_cannot_be_run_and_windows_are_told(
-    cli: Cli, write_jsonl: Callable[..., Path], tiny_chat_model_dir: Path
-) -> None:
+def test_rows_that_cannot_be_run_and_windows_are_told(cli, write_jsonl, tiny_chat_model_dir):
     source = write_jsonl([{"prompt": "a"}, "junk", {"prompt": "b"}])
     out = cli("plan", source, "-m", tiny_chat_model_dir, "--window", "2", "-q").out.splitlines()
     assert out[0] == "rows               3 (1 would fail), through the chat template"
@@ -72,23 +67,19 @@ def test_rows_that_cannot_be_run_and_windows_are_told(
     ]
 
 
-def test_what_a_prompt_holds_does_not_steer_the_terminal(
-    cli: Cli, write_jsonl: Callable[..., Path], tiny_model_dir: Path
-) -> None:
+def test_what_a_prompt_holds_does_not_steer_the_terminal(cli, write_jsonl, tiny_model_dir):
     source = write_jsonl([{"prompt": f"\x1b[2J\x07 and so on {i}"} for i in range(2)])
     assert "\x1b" not in cli("plan", source, "-m", tiny_model_dir).out
 
 
-def test_notes_go_to_standard_error(cli: Cli, write_jsonl: Callable[..., Path], tiny_model_dir: Path) -> None:
+def test_notes_go_to_standard_error(cli, write_jsonl, tiny_model_dir):
     outcome = cli("plan", write_jsonl([{"prompt": "x", "top_k": 3}]), "-m", tiny_model_dir, "--json")
     assert outcome.err.startswith("batchgen: column 'top_k' is copied")
     assert json.loads(outcome.out)["rows"] == 1
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_ends_the_plan_quietly(
-    command: list[str], command_environment: dict[str, str], source: Path, tiny_model_dir: Path
-) -> None:
+def test_a_reader_that_leaves_ends_the_plan_quietly(command, command_environment, source, tiny_model_dir):
     arguments = [*command, "plan", str(source), "-m", str(tiny_model_dir), "--no-progress"]
     with subprocess.Popen(
         arguments, env=command_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -100,7 +91,7 @@ def test_a_reader_that_leaves_ends_the_plan_quietly(
         assert process.wait(timeout=60) == 141
 
 
-def test_the_plan_says_what_cuts_cost(cli: Cli, source: Path, tiny_model_dir: Path) -> None:
+def test_the_plan_says_what_cuts_cost(cli, source, tiny_model_dir):
     outcome = cli("plan", source, "-m", tiny_model_dir, "--json", "--max-tokens", "10", "--shards", "2")
     plan = json.loads(outcome.out)
     assert len(plan["shards"]["rows"]) == len(plan["shards"]["cost"]) == 2

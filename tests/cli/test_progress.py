@@ -119,7 +119,7 @@ def wait(shown: Told, seconds: int) -> None:
         shown.tick()
 
 
-def test_a_log_gets_a_line_now_and_then(clock: Clock, log: Callable[..., list[str]]) -> None:
+def test_a_log_gets_a_line_now_and_then(clock, log):
     def act(lines: Told) -> None:
         generate(lines, clock, seconds=25, failed_from=20)
         lines.note("a note\nwith a second line")
@@ -132,7 +132,7 @@ def test_a_log_gets_a_line_now_and_then(clock: Clock, log: Callable[..., list[st
     assert log(lambda lines: generate(lines, clock, seconds=10, total=None)) == ["10 rows, 50 tokens/s"]
 
 
-def test_a_log_hears_of_every_wait_over_two_seconds_and_that_it_goes_on(log: Callable[..., list[str]]) -> None:
+def test_a_log_hears_of_every_wait_over_two_seconds_and_that_it_goes_on(log):
     def act(lines: Told) -> None:
         lines.tick()
         for phase, seconds in (("loading tokenizer", 1), ("loading model", 25), ("planning", 1), ("writing", 3)):
@@ -142,9 +142,7 @@ def test_a_log_hears_of_every_wait_over_two_seconds_and_that_it_goes_on(log: Cal
     assert log(act) == ["loading model", "loading model, 12 s so far", "loading model, 22 s so far", "writing"]
 
 
-def test_a_log_hears_of_steps_that_take_long_and_of_a_long_wait_for_the_first_row(
-    clock: Clock, log: Callable[..., list[str]]
-) -> None:
+def test_a_log_hears_of_steps_that_take_long_and_of_a_long_wait_for_the_first_row(clock, log):
     def act(lines: Told) -> None:
         lines.rows(0, 0, 100)
         lines.phase("generating")
@@ -155,7 +153,7 @@ def test_a_log_hears_of_steps_that_take_long_and_of_a_long_wait_for_the_first_ro
     assert log(act) == ["0 rows of 100 (0%), 0.0 rows/s"] * 2 + ["0 rows of 100 (0%), 21 tokens/s"]
 
 
-def test_a_log_hears_of_rows_that_are_read_and_written(clock: Clock, log: Callable[..., list[str]]) -> None:
+def test_a_log_hears_of_rows_that_are_read_and_written(clock, log):
     def act(lines: Told) -> None:
         lines.phase("planning")
         clock.now += 10
@@ -171,7 +169,7 @@ def test_a_log_hears_of_rows_that_are_read_and_written(clock: Clock, log: Callab
     ]
 
 
-def test_events_go_on_while_nothing_changes(clock: Clock) -> None:
+def test_events_go_on_while_nothing_changes(clock):
     stream = io.StringIO()
     events = Told(Events(stream, 10, clock=clock))
     events.phase("loading model")
@@ -180,7 +178,7 @@ def test_events_go_on_while_nothing_changes(clock: Clock) -> None:
     assert told == [("phase", "loading model"), ("progress", "loading model"), ("progress", "loading model")]
 
 
-def test_a_bar_that_counts_nothing_shows_the_seconds(clock: Clock) -> None:
+def test_a_bar_that_counts_nothing_shows_the_seconds(clock):
     terminal = Terminal()
     bar = Told(Bar(terminal, clock))  # type: ignore[arg-type]
     bar.phase("loading model")
@@ -189,7 +187,7 @@ def test_a_bar_that_counts_nothing_shows_the_seconds(clock: Clock) -> None:
     assert terminal.shown[:4] == ["loading model…", "loading model…", "loading model… 2 s", "loading model… 3 s"]
 
 
-def test_a_log_has_no_control_characters_but_the_ends_of_its_lines(clock: Clock) -> None:
+def test_a_log_has_no_control_characters_but_the_ends_of_its_lines(clock):
     stream = io.StringIO()
     lines = Told(Lines(stream, every=0, clock=clock))
     lines.phase("loading \x1b[2J model")
@@ -210,19 +208,19 @@ def test_a_log_has_no_control_characters_but_the_ends_of_its_lines(clock: Clock)
         (187_200, "2 d 4 h"),
     ],
 )
-def test_times_are_as_people_read_them(seconds: float, text: str) -> None:
+def test_times_are_as_people_read_them(seconds, text):
     assert rounded_duration(seconds) == text
 
 
-def test_a_share_is_whole_only_when_all_is_done() -> None:
+def test_a_share_is_whole_only_when_all_is_done():
     assert [percentage(999_999, 1_000_000), percentage(1, 1), percentage(0, 0), percentage(0, 5)] == [99, 100, 100, 0]
 
 
-def test_where_no_tokens_are_generated_speed_is_in_rows() -> None:
+def test_where_no_tokens_are_generated_speed_is_in_rows():
     assert [speed(12.6, 3), speed(0, 3), speed(0, 1234.5)] == ["13 tokens/s", "3.0 rows/s", "1,234 rows/s"]
 
 
-def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(clock: Clock) -> None:
+def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(clock):
     terminal = Terminal()
     bar = Told(Bar(terminal, clock))  # type: ignore[arg-type]
     bar.phase("loading model")
@@ -248,7 +246,7 @@ def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(clock: Clock) -> None:
         (10, "generating"),
     ],
 )
-def test_what_does_not_fit_a_narrow_terminal_is_left_out_whole(columns: int, line: str, clock: Clock) -> None:
+def test_what_does_not_fit_a_narrow_terminal_is_left_out_whole(columns, line, clock):
     terminal = Terminal()
     terminal.columns = columns
     bar = Told(Bar(terminal, clock))  # type: ignore[arg-type]
@@ -268,9 +266,7 @@ def test_what_does_not_fit_a_narrow_terminal_is_left_out_whole(columns: int, lin
         ({"TERM": "dumb"}, ""),
     ],
 )
-def test_a_terminal_that_becomes_narrower_keeps_no_part_of_the_old_line(
-    environment: dict[str, str], cleared: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_that_becomes_narrower_keeps_no_part_of_the_old_line(environment, cleared, clock, monkeypatch):
     for name in ("TERM", "TMUX", "XTERM_VERSION"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -286,7 +282,7 @@ def test_a_terminal_that_becomes_narrower_keeps_no_part_of_the_old_line(
     bar.close()
 
 
-def test_the_bar_is_that_of_the_rows_that_go_by_where_they_only_do(clock: Clock) -> None:
+def test_the_bar_is_that_of_the_rows_that_go_by_where_they_only_do(clock):
     terminal = Terminal()
     bar = Told(Bar(terminal, clock))  # type: ignore[arg-type]
     bar.phase("planning")
@@ -301,7 +297,7 @@ def test_the_bar_is_that_of_the_rows_that_go_by_where_they_only_do(clock: Clock)
     assert "writing:  25%|█████████▌                            | 250/1,000, 250 rows/s" in terminal.shown
 
 
-def test_events_are_one_json_object_a_line(clock: Clock) -> None:
+def test_events_are_one_json_object_a_line(clock):
     stream = io.StringIO()
     events = Told(Events(stream, every=10, clock=clock))
     events.note("a note\x7f\n\x1b")
@@ -335,9 +331,7 @@ def test_events_are_one_json_object_a_line(clock: Clock) -> None:
         (None, True, True, Nothing),
     ],
 )
-def test_what_is_shown_depends_on_where(
-    wanted: bool | None, quiet: bool, terminal: bool, kind: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_shown_depends_on_where(wanted, quiet, terminal, kind, monkeypatch):
     monkeypatch.setattr("sys.stderr", Terminal() if terminal else io.StringIO())
     with progress_for(Display(progress=wanted, quiet=quiet)) as shown:
         assert type(shown) is kind
@@ -347,9 +341,7 @@ def test_what_is_shown_depends_on_where(
     ("wanted", "quiet", "seen"),
     [(None, False, ["note", "phase", "log"]), (False, False, ["note", "log"]), (None, True, ["log"])],
 )
-def test_json_shows_no_bar_and_of_the_rest_what_is_asked_for(
-    wanted: bool | None, quiet: bool, seen: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_shows_no_bar_and_of_the_rest_what_is_asked_for(wanted, quiet, seen, monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     with progress_for(Display(progress=wanted, quiet=quiet, log_format="json")) as shown:
@@ -359,7 +351,7 @@ def test_json_shows_no_bar_and_of_the_rest_what_is_asked_for(
     assert [json.loads(line)["event"] for line in terminal.getvalue().splitlines()] == seen
 
 
-def test_what_libraries_write_comes_out_in_whole_escaped_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_libraries_write_comes_out_in_whole_escaped_lines(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
     with progress_for(Display(progress=False)):
@@ -390,9 +382,7 @@ def full(*_: object) -> int:
 
 
 @pytest.mark.parametrize("broken", [None, full])
-def test_a_standard_error_that_is_closed_or_full_ends_nothing(
-    broken: Callable[..., int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_standard_error_that_is_closed_or_full_ends_nothing(broken, monkeypatch):
     terminal = Terminal()
     if broken is not None:
         monkeypatch.setattr(terminal, "write", broken)
@@ -408,7 +398,7 @@ def test_a_standard_error_that_is_closed_or_full_ends_nothing(
     stderr.drop_unwritten()
 
 
-def test_the_width_is_the_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_width_is_the_terminals(monkeypatch):
     main, terminal = os.openpty()
     with open(terminal, "w") as stream:
         monkeypatch.setattr("sys.stderr", stream)
@@ -425,7 +415,7 @@ def test_the_width_is_the_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("verbose", "seen"), [(True, 1), (False, 0)])
-def test_warnings_of_libraries_are_shown_only_with_verbose(verbose: bool, seen: int) -> None:
+def test_warnings_of_libraries_are_shown_only_with_verbose(verbose, seen):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with progress_for(Display(progress=False, verbose=verbose)):
@@ -433,7 +423,7 @@ def test_warnings_of_libraries_are_shown_only_with_verbose(verbose: bool, seen: 
     assert len(caught) == seen
 
 
-def test_what_the_package_logs_is_a_note_and_quiet_with_q(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_package_logs_is_a_note_and_quiet_with_q(capsys):
     for quiet in (False, True):
         with progress_for(Display(progress=False, quiet=quiet)):
             logging.getLogger("batchgen").info("compiling kernels")

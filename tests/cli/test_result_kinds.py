@@ -3,24 +3,18 @@
 import json
 import math
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-Cli = Callable[..., Any]
-Write = Callable[..., Path]
-Read = Callable[[Path], list[dict[str, Any]]]
-
 DRAWN = ("--temperature", "1", "--max-tokens", "4", "--ignore-eos")
 
 
 def test_several_completions_are_choices_and_the_text_is_the_first(
-    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+    cli, write_jsonl, read_jsonl, tiny_model_dir, tmp_path
+):
     source, output = write_jsonl([{"prompt": "one"}, {"prompt": 2}]), tmp_path / "o.jsonl"
     assert cli("run", source, "-m", tiny_model_dir, "-o", output, "-n", "3", *DRAWN).code == 3
     row, failed = read_jsonl(output)
@@ -35,9 +29,7 @@ def test_several_completions_are_choices_and_the_text_is_the_first(
     assert (failed["choices"], failed["error"]["type"]) == (None, "invalid_row")
 
 
-def test_log_probabilities_are_those_of_every_token(
-    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_log_probabilities_are_those_of_every_token(cli, write_jsonl, read_jsonl, tiny_model_dir, tmp_path):
     source, output = write_jsonl([{"prompt": "one"}]), tmp_path / "o.jsonl"
     options = ("--logprobs", "2", "--max-tokens", "3", "--ignore-eos", "--token-ids")
     assert cli("run", source, "-m", tiny_model_dir, "-o", output, *options).code == 0
@@ -51,9 +43,7 @@ def test_log_probabilities_are_those_of_every_token(
         assert token["top"][1]["logprob"] <= token["logprob"] < 0
 
 
-def test_labels_have_probabilities_in_jsonl_and_parquet(
-    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_labels_have_probabilities_in_jsonl_and_parquet(cli, write_jsonl, read_jsonl, tiny_model_dir, tmp_path):
     own = {"prompt": "b", "sampling_params": {"choices": ["x", "yz"]}}
     source = write_jsonl([{"prompt": "a"}, own])
     for output in (tmp_path / "o.jsonl", tmp_path / "o.parquet"):
@@ -71,9 +61,7 @@ def test_labels_have_probabilities_in_jsonl_and_parquet(
     assert pq.read_schema(tmp_path / "o.parquet").field("choice_probs").type == pa.map_(pa.string(), pa.float64())
 
 
-def test_a_score_is_that_of_the_completion_column(
-    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_score_is_that_of_the_completion_column(cli, write_jsonl, read_jsonl, tiny_model_dir, tmp_path):
     written = tmp_path / "w.jsonl"
     source = write_jsonl([{"prompt": "abc"}])
     greedy = ("--max-tokens", "5", "--logprobs", "0", "--ignore-eos")
@@ -101,9 +89,7 @@ def test_a_score_is_that_of_the_completion_column(
     assert without["score"] is None
 
 
-def test_completions_match_a_regex_or_a_schema(
-    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_completions_match_a_regex_or_a_schema(cli, write_jsonl, read_jsonl, tiny_model_dir, tmp_path):
     pytest.importorskip("llguidance")
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"],\n'
@@ -122,8 +108,8 @@ def test_completions_match_a_regex_or_a_schema(
 
 
 def test_rows_of_a_schema_say_whether_their_text_is_valid_and_have_its_value(
-    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+    cli, write_jsonl, read_jsonl, tiny_model_dir, tmp_path
+):
     schema, stats = tmp_path / "schema.json", tmp_path / "stats.json"
     schema.write_text('{"type": "object", "properties": {"a": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2},'
                       '"b": {"type": ["boolean", "null"]}}, "required": ["a", "b"]}')  # fmt: skip
@@ -153,7 +139,7 @@ def test_rows_of_a_schema_say_whether_their_text_is_valid_and_have_its_value(
             assert pq.read_schema(output).field("parsed").type == parsed
 
 
-def test_values_are_parsed_for_a_schema_only(cli: Cli, write_jsonl: Write, tiny_model_dir: Path) -> None:
+def test_values_are_parsed_for_a_schema_only(cli, write_jsonl, tiny_model_dir):
     outcome = cli("run", write_jsonl([{"prompt": "a"}]), "-m", tiny_model_dir, "--parse", "json")
     assert (outcome.code, outcome.err) == (
         2, "batchgen: error: --parse json is for texts of --json-schema; add --json-schema FILE\n",
@@ -161,8 +147,8 @@ def test_values_are_parsed_for_a_schema_only(cli: Cli, write_jsonl: Write, tiny_
 
 
 def test_a_grammar_that_cannot_be_used_is_wrong_use_or_fails_its_row(
-    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+    cli, write_jsonl, read_jsonl, tiny_model_dir, tmp_path
+):
     pytest.importorskip("llguidance")
     source, output = write_jsonl([{"prompt": "a", "sampling_params": {"regex": "(a"}}]), tmp_path / "o.jsonl"
     assert cli("run", source, "-m", tiny_model_dir, "-o", output).code == 3
@@ -172,9 +158,7 @@ def test_a_grammar_that_cannot_be_used_is_wrong_use_or_fails_its_row(
     assert outcome.err.splitlines()[-1].startswith("batchgen: error: --regex cannot be used: ")
 
 
-def test_parquet_to_parquet_has_a_column_for_what_rows_may_ask_for(
-    cli: Cli, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_parquet_to_parquet_has_a_column_for_what_rows_may_ask_for(cli, tiny_model_dir, tmp_path):
     prompts = {"prompt": ["a", "b"]}
     cases: list[tuple[dict[str, Any], tuple[str, ...], list[str]]] = [
         (prompts, (), []),
@@ -197,9 +181,7 @@ def test_parquet_to_parquet_has_a_column_for_what_rows_may_ask_for(
             assert any(value is not None for value in table[name].to_pylist())
 
 
-def test_a_command_again_goes_on_and_other_labels_are_refused(
-    cli: Cli, write_jsonl: Write, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_command_again_goes_on_and_other_labels_are_refused(cli, write_jsonl, tiny_model_dir, tmp_path):
     source, output = write_jsonl([{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "o.jsonl"
     run = ("run", source, "-m", tiny_model_dir, "-o", output)
     assert cli(*run, "--choices", "x,y").code == 0
@@ -217,18 +199,14 @@ def test_a_command_again_goes_on_and_other_labels_are_refused(
         assert kept[row["prompt"]] == row["choice_probs"]
 
 
-def test_rows_with_a_lower_priority_number_come_first(
-    cli: Cli, write_jsonl: Write, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_rows_with_a_lower_priority_number_come_first(cli, write_jsonl, tiny_model_dir, tmp_path):
     prompts = [{"prompt": name, "urgency": urgency} for name, urgency in (("a", 2), ("b", None), ("c", -1), ("d", 1))]
     options = ("--priority-column", "urgency", "--batch-size", "1", "--order", "done", "--max-tokens", "2")
     outcome = cli("run", write_jsonl(prompts), "-m", tiny_model_dir, "-o", "-", *options)
     assert [row["prompt"] for row in outcome.rows] == ["c", "b", "d", "a"]
 
 
-def test_a_policy_changes_the_order_of_the_work_and_not_its_rows(
-    cli: Cli, write_jsonl: Write, tiny_model_dir: Path
-) -> None:
+def test_a_policy_changes_the_order_of_the_work_and_not_its_rows(cli, write_jsonl, tiny_model_dir):
     source = write_jsonl({"prompt": f"{'ab'[i % 2] * 40}{i}"} for i in range(6))
     options = ("--batch-size", "1", "--order", "done", "--max-tokens", "3", "--temperature", "1")
     done = {
@@ -242,8 +220,8 @@ def test_a_policy_changes_the_order_of_the_work_and_not_its_rows(
 
 
 def test_a_row_that_runs_out_of_time_keeps_what_it_has_and_is_done(
-    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+    cli, write_jsonl, read_jsonl, tiny_model_dir, tmp_path
+):
     source, output = write_jsonl([{"prompt": "a"}]), tmp_path / "o.jsonl"
     options = ("--row-timeout", "0.000001", "--max-tokens", "400", "--ignore-eos")
     outcome = cli("run", source, "-m", tiny_model_dir, "-o", output, *options)
@@ -253,7 +231,7 @@ def test_a_row_that_runs_out_of_time_keeps_what_it_has_and_is_done(
     assert row["usage"]["completion_tokens"] < 400
 
 
-def test_a_plan_tells_what_labels_and_completions_need(cli: Cli, write_jsonl: Write, tiny_model_dir: Path) -> None:
+def test_a_plan_tells_what_labels_and_completions_need(cli, write_jsonl, tiny_model_dir):
     source = write_jsonl([{"prompt": "a" * 40, "completion": "b"}])
     plans = [
         json.loads(cli("plan", source, "-m", tiny_model_dir, "--max-tokens", "40", "--json", *options).out)

@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 
-Cli = Callable[..., Any]
-Write = Callable[..., Path]
 Read = Callable[[Path], list[dict[str, Any]]]
 
 
-def test_a_file_of_prompts_in_a_file_of_completions_out(
-    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path
-) -> None:
+def test_a_file_of_prompts_in_a_file_of_completions_out(cli, write_jsonl, read_jsonl, tiny_model_dir):
     source = write_jsonl([{"prompt": "one", "x": 1}, {"prompt": "two", "x": 2}])
     outcome = cli("run", source, "-m", tiny_model_dir, "--max-tokens", "3")
     assert (outcome.code, outcome.out) == (0, "")
@@ -24,7 +20,7 @@ def test_a_file_of_prompts_in_a_file_of_completions_out(
     assert [(row["id"], row["prompt"], row["x"]) for row in rows] == [(0, "one", 1), (1, "two", 2)]
 
 
-def test_the_summary_says_what_was_done(cli: Cli, write_jsonl: Write, tiny_model_dir: Path) -> None:
+def test_the_summary_says_what_was_done(cli, write_jsonl, tiny_model_dir):
     source = write_jsonl([{"prompt": "same"}, {"prompt": "same"}])
     err = cli("run", source, "-m", tiny_model_dir, "--max-tokens", "3", "--ignore-eos", "--compile", "off").err
     lines = {" ".join(line.split()) for line in err.splitlines()}
@@ -36,7 +32,7 @@ def test_the_summary_says_what_was_done(cli: Cli, write_jsonl: Write, tiny_model
     assert f"model {tiny_model_dir}, float32 on cpu, attention cascade" in lines
 
 
-def test_the_same_command_again_does_nothing_and_says_so(cli: Cli, write_jsonl: Write, tiny_model_dir: Path) -> None:
+def test_the_same_command_again_does_nothing_and_says_so(cli, write_jsonl, tiny_model_dir):
     source = write_jsonl([{"prompt": "one"}, {"prompt": 2}])
     arguments = ("run", source, "-m", tiny_model_dir, "--max-tokens", "3")
     assert cli(*arguments).code == 3
@@ -46,9 +42,7 @@ def test_the_same_command_again_does_nothing_and_says_so(cli: Cli, write_jsonl: 
     assert outcome.err == f"batchgen: {output} is complete (2 rows, 1 of them failed): nothing to do\n"
 
 
-def test_failed_rows_are_counted_and_the_first_reasons_shown(
-    cli: Cli, write_jsonl: Write, tiny_model_dir: Path
-) -> None:
+def test_failed_rows_are_counted_and_the_first_reasons_shown(cli, write_jsonl, tiny_model_dir):
     bad = ['{"prompt": "a"', "[1]", '{"prompt": null}', '{"prompt": 5}', '{"q": "x"}', '{"prompt": ""}', '"text"']
     source = write_jsonl([{"prompt": "fine"}, *bad])
     outcome = cli("run", source, "-m", tiny_model_dir, "--max-tokens", "3")
@@ -59,20 +53,20 @@ def test_failed_rows_are_counted_and_the_first_reasons_shown(
     assert [line.split(": ")[:2] for line in told[:2]] == [[f"  {source}:{n}", "invalid_row"] for n in (2, 3)]
 
 
-def test_standard_input_goes_to_standard_output_and_nothing_else_does(cli: Cli, tiny_model_dir: Path) -> None:
+def test_standard_input_goes_to_standard_output_and_nothing_else_does(cli, tiny_model_dir):
     outcome = cli("run", "-", "-m", tiny_model_dir, "--max-tokens", "2", stdin='{"prompt": "a"}\n\n{"prompt": "b"}\n')
     assert outcome.code == 0
     assert [row["prompt"] for row in outcome.rows] == ["a", "b"]
     assert "standard output" in outcome.err
 
 
-def test_quiet_says_nothing(cli: Cli, write_jsonl: Write, tiny_model_dir: Path) -> None:
+def test_quiet_says_nothing(cli, write_jsonl, tiny_model_dir):
     source = write_jsonl([{"prompt": "one", "seed": 1}])  # a note would be due
     outcome = cli("run", source, "-m", tiny_model_dir, "--max-tokens", "2", "-q")
     assert (outcome.code, outcome.out, outcome.err) == (0, "", "")
 
 
-def test_compressed_files_and_named_columns(cli: Cli, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_compressed_files_and_named_columns(cli, tiny_model_dir, tmp_path):
     source = tmp_path / "rows.csv.gz"
     source.write_bytes(gzip.compress(b"key,q,extra\nk1,hello,e1\nk2,world,e2\n"))
     output = tmp_path / "out.jsonl.gz"
@@ -82,9 +76,7 @@ def test_compressed_files_and_named_columns(cli: Cli, tiny_model_dir: Path, tmp_
     assert [(row["id"], row["q"], "extra" in row) for row in rows] == [("k1", "hello", False), ("k2", "world", False)]
 
 
-def test_texts_may_come_from_files(
-    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_chat_model_dir: Path, tmp_path: Path
-) -> None:
+def test_texts_may_come_from_files(cli, write_jsonl, read_jsonl, tiny_chat_model_dir, tmp_path):
     (tmp_path / "system.txt").write_text("Be brief.")
     (tmp_path / "prefix.txt").write_text("Read: ")
     (tmp_path / "t.j2").write_text("{{ a }} and {{ b }}")
@@ -100,9 +92,7 @@ def test_texts_may_come_from_files(
     assert row["usage"]["prompt_tokens"] == len(rendered)
 
 
-def test_sampling_options_reach_the_engine(
-    cli: Cli, write_jsonl: Write, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_sampling_options_reach_the_engine(cli, write_jsonl, read_jsonl, tiny_model_dir, tmp_path):
     source = write_jsonl([{"prompt": "a"}])
 
     def run(name: str, *options: str) -> dict[str, Any]:
@@ -119,7 +109,7 @@ def test_sampling_options_reach_the_engine(
     assert hot[0]["token_ids"] != hot[1]["token_ids"] != greedy["token_ids"]
 
 
-def test_max_errors_is_a_failure_of_the_job(cli: Cli, write_jsonl: Write, tiny_model_dir: Path) -> None:
+def test_max_errors_is_a_failure_of_the_job(cli, write_jsonl, tiny_model_dir):
     outcome = cli("run", write_jsonl([{"prompt": "x"}, {"prompt": 1}]), "-m", tiny_model_dir, "--max-errors", "0")
     assert outcome.code == 1
     assert outcome.err.splitlines()[-1].startswith(
@@ -128,7 +118,7 @@ def test_max_errors_is_a_failure_of_the_job(cli: Cli, write_jsonl: Write, tiny_m
 
 
 @pytest.mark.parametrize("verbose", [False, True])
-def test_verbose_shows_where_an_error_comes_from(verbose: bool, cli: Cli, tmp_path: Path) -> None:
+def test_verbose_shows_where_an_error_comes_from(verbose, cli, tmp_path):
     outcome = cli("run", tmp_path / "no.jsonl", "-m", "x", *(["-v"] if verbose else []))
     assert outcome.code == 2
     assert ("Traceback (most recent call last):" in outcome.err) == verbose
@@ -155,9 +145,7 @@ def test_verbose_shows_where_an_error_comes_from(verbose: bool, cli: Cli, tmp_pa
         (KeyboardInterrupt(), "interrupted by SIGINT"),
     ],
 )
-def test_whatever_goes_wrong_is_one_line(
-    error: BaseException, line: str, cli: Cli, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_goes_wrong_is_one_line(error, line, cli, write_jsonl, monkeypatch):
     def fail(*arguments: object) -> None:
         raise error
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,9 +15,7 @@ main()
 
 
 @pytest.mark.slow
-def test_a_finished_job_is_recognized_without_torch_and_transformers(
-    python: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_finished_job_is_recognized_without_torch_and_transformers(python, tiny_model_dir, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
     command = ["run", "rows.jsonl", "-m", str(tiny_model_dir), "-o", "o.jsonl", "--max-tokens", "2"]
     imported = []

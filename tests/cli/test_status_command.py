@@ -3,7 +3,6 @@
 import datetime as dt
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from batchgen_cli.status import status_lines
 
-Cli = Callable[..., Any]
 NOW = dt.datetime(2026, 3, 4, 5, 6, 10, tzinfo=dt.UTC)
 WHO = {"pid": 12, "host": "here", "started": "2026-03-04T05:00:00+00:00", "alive": True}
 FIGURES = """
@@ -32,7 +30,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     return [f"{name}: {text}" for name, text in status_lines(found, NOW)]
 
 
-def test_a_running_job() -> None:
+def test_a_running_job():
     assert lines(RUNNING) == [
         "output: o.jsonl",
         "state: running: process 12 on here, since 2026-03-04T05:00:00+00:00",
@@ -51,7 +49,7 @@ def worker(device: str, state: str, **figures: Any) -> dict[str, Any]:
     return {"device": device, "state": state, "seconds_silent": None} | nothing | figures
 
 
-def test_the_workers_of_a_running_job() -> None:
+def test_the_workers_of_a_running_job():
     speeds = {"rows_done": 1200, "completion_tokens_per_s": 81.6, "rows_per_s": 2.0}
     workers = [
         worker("cuda on n1", "running", **speeds),
@@ -67,14 +65,14 @@ def test_the_workers_of_a_running_job() -> None:
     ]
 
 
-def test_of_many_workers_those_that_do_not_run_are_shown() -> None:
+def test_of_many_workers_those_that_do_not_run_are_shown():
     workers = [worker(f"cuda on n{i}", "lost" if i < 18 else "running") for i in range(300)]
     told = lines(RUNNING | {"workers": workers})[8:-1]
     assert told[:2] == ["workers: 300: 282 running, 18 lost", "worker: cuda on n0, lost"]
     assert (len(told), told[-1]) == (18, ": and 2 more that do not run")
 
 
-def test_a_job_that_reads_its_input() -> None:
+def test_a_job_that_reads_its_input():
     found = RUNNING | {"phase": "planning", "rows_passed": 70_000, "rows_total": None, "rows_done": 0, "results": 900}
     found |= {
         "eta_seconds": None,
@@ -92,11 +90,11 @@ def test_a_job_that_reads_its_input() -> None:
 
 
 @pytest.mark.parametrize("phase", ["writing", "joining the shards"])
-def test_a_job_that_writes_its_output(phase: str) -> None:
+def test_a_job_that_writes_its_output(phase):
     assert lines(RUNNING | {"phase": phase, "rows_passed": 1})[2] == f"phase: {phase}, 1 row written"
 
 
-def test_before_the_first_row_is_done_there_are_no_tokens_of_prompts() -> None:
+def test_before_the_first_row_is_done_there_are_no_tokens_of_prompts():
     at_first = RUNNING | {"rows_total": None, "rows_done": 0, "rows_failed": 0, "rows_kept": 0, "finish_reasons": {}}
     at_first |= {"prompt_tokens": 0, "eta_seconds": None, "results": 0}
     shown = lines(at_first)
@@ -106,14 +104,14 @@ def test_before_the_first_row_is_done_there_are_no_tokens_of_prompts() -> None:
     assert lines(reading | {"rows_per_s": 0.0})[3:5] == ["rows: 0 done", "time: 51 s"]
 
 
-def test_a_job_on_another_host() -> None:
+def test_a_job_on_another_host():
     found = NOTHING | {"output": "o.jsonl", "state": "running", "process": WHO | {"alive": None}}
     assert lines(found)[1:] == [
         "state: running: process 12 on here, since 2026-03-04T05:00:00+00:00; this host cannot tell whether it still runs"
     ]
 
 
-def test_a_dead_job() -> None:
+def test_a_dead_job():
     found = RUNNING | {"state": "dead", "process": WHO | {"alive": False}, "eta_seconds": None}
     assert lines(found)[1:3] == [
         "state: dead: process 12 on here, since 2026-03-04T05:00:00+00:00, no longer exists; the same command continues the job",
@@ -121,14 +119,12 @@ def test_a_dead_job() -> None:
     ]
 
 
-def test_a_stopped_job_of_which_little_is_known() -> None:
+def test_a_stopped_job_of_which_little_is_known():
     found = NOTHING | {"output": "o\x1b[2J.jsonl", "state": "stopped", "rows_done": 7, "results": 7}
     assert lines(found)[1:] == ["state: stopped; the same command continues the job", "rows: 7 done"]
 
 
-def test_a_finished_job_is_told_in_lines_and_as_json(
-    cli: Cli, write_jsonl: Callable[..., Path], tiny_model_dir: Path
-) -> None:
+def test_a_finished_job_is_told_in_lines_and_as_json(cli, write_jsonl, tiny_model_dir):
     source = write_jsonl([{"prompt": "a"}, {"prompt": "b"}, {"prompt": 7}])
     assert cli("run", source, "-m", tiny_model_dir, "--max-tokens", "3", "--ignore-eos", "-q").code == 3
     output = source.with_suffix(".out.jsonl")
@@ -154,7 +150,7 @@ def test_a_finished_job_is_told_in_lines_and_as_json(
     assert sorted(found) == sorted((*NOTHING, "schema", "output", "folder", "state"))
 
 
-def test_where_there_is_no_job_the_exit_code_is_2(cli: Cli, tmp_path: Path) -> None:
+def test_where_there_is_no_job_the_exit_code_is_2(cli, tmp_path):
     outcome = cli("status", tmp_path / "o\x1b.jsonl")
     place = f"{tmp_path}/o\\x1b.jsonl"
     assert (outcome.code, outcome.out) == (2, "")
@@ -164,7 +160,7 @@ def test_where_there_is_no_job_the_exit_code_is_2(cli: Cli, tmp_path: Path) -> N
     )
 
 
-def test_it_imports_neither_torch_nor_transformers(tmp_path: Path, python: Callable[..., Any]) -> None:
+def test_it_imports_neither_torch_nor_transformers(tmp_path, python):
     folder = tmp_path / "o.jsonl.job"
     folder.mkdir()
     (folder / "claims").mkdir()
@@ -182,7 +178,7 @@ def test_it_imports_neither_torch_nor_transformers(tmp_path: Path, python: Calla
     assert "phase    starting" in done.stdout
 
 
-def test_the_documentation_names_every_field_and_every_event() -> None:
+def test_the_documentation_names_every_field_and_every_event():
     text = (Path(__file__).parents[2] / "docs" / "status.md").read_text("utf-8")
     for name in (
         *NOTHING,
@@ -205,7 +201,7 @@ def shard(number: int, state: str, **figures: Any) -> dict[str, Any]:
     return {"shard": f"{number}/4", "state": state, "pid": 12, "host": "far", "rows_total": 50, **empty, **figures}
 
 
-def test_a_job_in_shards_names_each_and_who_is_silent() -> None:
+def test_a_job_in_shards_names_each_and_who_is_silent():
     shards = [
         shard(1, "done", rows_done=50, rows_failed=2),
         shard(2, "running", rows_done=20, completion_tokens_per_s=240.0),

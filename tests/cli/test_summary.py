@@ -25,7 +25,7 @@ from batchgen_cli.summary import show_summary, summary
         (1 << 51, "2048.0 TiB"),
     ],
 )
-def test_sizes_are_as_people_read_them(count: int, text: str) -> None:
+def test_sizes_are_as_people_read_them(count, text):
     assert size_text(count) == text
 
 
@@ -39,7 +39,7 @@ def test_sizes_are_as_people_read_them(count: int, text: str) -> None:
         ("\udcff", "\\udcff"),
     ],
 )
-def test_control_characters_are_escaped(text: str, shown: str) -> None:
+def test_control_characters_are_escaped(text, shown):
     assert printable(text) == shown
 
 
@@ -78,7 +78,7 @@ def report_of(*, rows: int = 2, failures: tuple[str, ...] = ()) -> JobReport:
     return JobReport(stats, "out.jsonl", False, chat=True, failures=failures)
 
 
-def test_the_summary_names_output_rows_tokens_speed_time_and_memory() -> None:
+def test_the_summary_names_output_rows_tokens_speed_time_and_memory():
     assert summary(report_of(failures=("x",))) == [
         ("output", "out.jsonl"),
         ("rows", "2 done, 1 failed, 1 kept from an earlier run"),
@@ -109,7 +109,7 @@ def expected_lines(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return lines[first : next(place for place, (name, _) in enumerate(lines) if name == "prompt tokens")]
 
 
-def test_the_summary_says_how_many_rows_are_as_expected_and_which_labels_are_taken_for_which() -> None:
+def test_the_summary_says_how_many_rows_are_as_expected_and_which_labels_are_taken_for_which():
     assert expected_lines([("a", "a"), ("a", "bb"), ("bb", "bb"), ("bb", "bb")]) == [
         ("accuracy", "3 of 4 rows as in 'gold' (75.0%)"),
         ("calibration", "mean probability 75.0%, right 75.0%: expected calibration error 0.0%"),
@@ -120,7 +120,7 @@ def test_the_summary_says_how_many_rows_are_as_expected_and_which_labels_are_tak
     assert [name for name, _ in expected_lines([("a", "a")])] == ["accuracy", "calibration"]
 
 
-def test_the_summary_names_the_most_frequent_mistakes_among_many_labels() -> None:
+def test_the_summary_names_the_most_frequent_mistakes_among_many_labels():
     wrong = [("0", "1"), ("0", "1"), ("2", "3")]
     assert expected_lines([(str(i), str(i)) for i in range(9)] + wrong)[2:] == [
         ("confusion", "expected '0', given '1': 2 rows"),
@@ -141,15 +141,13 @@ def test_the_summary_names_the_most_frequent_mistakes_among_many_labels() -> Non
         ({"stop": 3, "length": 1}, 1, "3 stop, 1 length, 1 with a truncated prompt"),
     ],
 )
-def test_how_rows_ended_is_told_if_not_all_stopped_or_prompts_were_truncated(
-    reasons: dict[str, int], truncated: int, text: str | None
-) -> None:
+def test_how_rows_ended_is_told_if_not_all_stopped_or_prompts_were_truncated(reasons, truncated, text):
     run = RunFigures(new=RowCounts(truncated=truncated, reasons=Counter(reasons)))
     stats = figures(run, EngineStats(), Setting("m"))
     assert dict(summary(JobReport(stats, "out.jsonl", False))).get("ended") == text
 
 
-def test_the_effect_of_quantize_is_told_and_measured_only_where_rows_were_generated() -> None:
+def test_the_effect_of_quantize_is_told_and_measured_only_where_rows_were_generated():
     report = report_of()
     found = {"method": "int8", "layers": 14, "weights": 0.75, "weight_bytes": 3 << 20, "mean_kl": None}
     report.stats["quantization"] = found
@@ -160,7 +158,7 @@ def test_the_effect_of_quantize_is_told_and_measured_only_where_rows_were_genera
     assert ("int8", f"{made}; {measured}") in summary(report)
 
 
-def test_a_run_of_labels_tells_rows_per_second_and_no_completions() -> None:
+def test_a_run_of_labels_tells_rows_per_second_and_no_completions():
     report = report_of()
     report.stats.update(completion_tokens=0, completion_tokens_per_s=0.0, total_tokens_per_s=20.0, scored_tokens=1200)
     lines = dict(summary(report))
@@ -169,19 +167,19 @@ def test_a_run_of_labels_tells_rows_per_second_and_no_completions() -> None:
     assert lines["speed"] == "1.0 rows/s, 20 prompt tokens/s"
 
 
-def test_a_run_that_generated_nothing_shows_no_speed() -> None:
+def test_a_run_that_generated_nothing_shows_no_speed():
     names = [name for name, _ in summary(report_of(rows=0))]
     assert names == ["output", "rows", "prompts", "time", "memory", "model"]
 
 
-def test_the_first_failures_follow_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_failures_follow_the_table(capsys):
     show_summary(report_of(failures=("a.jsonl:3: invalid_row: not \x1b JSON",)))
     out, err = capsys.readouterr()
     assert out == ""
     assert err.endswith("the first rows that failed:\n  a.jsonl:3: invalid_row: not \\x1b JSON\n")
 
 
-def test_with_json_the_summary_is_an_event(capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_json_the_summary_is_an_event(capsys):
     report = report_of(failures=("a.jsonl:3: invalid_row: not \x1b JSON",))
     show_summary(report, as_json=True)
     out, err = capsys.readouterr()
@@ -201,7 +199,7 @@ def test_with_json_the_summary_is_an_event(capsys: pytest.CaptureFixture[str]) -
     }
 
 
-def test_a_complete_output_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_complete_output_is_told_in_a_line(capsys):
     stats = {"job": {"rows": 1200, "rows_failed": 3}}
     show_summary(JobReport(stats, "o\x1b.jsonl", True))
     assert (
@@ -209,7 +207,7 @@ def test_a_complete_output_is_told_in_a_line(capsys: pytest.CaptureFixture[str])
     )
 
 
-def test_the_summary_of_a_merge_has_the_sums_over_all_shards() -> None:
+def test_the_summary_of_a_merge_has_the_sums_over_all_shards():
     report = report_of()
     job = report.stats["job"] | {"rows_ok": 380, "rows_failed": 4, "prompt_tokens": 251_000, "prefill_tokens": 12_143}
     job |= {"completion_tokens": 96_000, "finish_reasons": {"stop": 300, "length": 80, "error": 4}}

@@ -62,9 +62,7 @@ def bits_of(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CODINGS)
-def test_a_layer_of_codes_computes_what_the_layer_of_their_numbers_does_to_the_last_bit(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_a_layer_of_codes_computes_what_the_layer_of_their_numbers_does_to_the_last_bit(name, dtype):
     from batchgen.kernels.ops import Activation, PackedLinear
 
     weights = [weight_of(name, dtype), weight_of(name, dtype, seed=1)]
@@ -83,7 +81,7 @@ def test_a_layer_of_codes_computes_what_the_layer_of_their_numbers_does_to_the_l
             assert torch.equal(bits_of(coded(x)), bits_of(whole(x)))
 
 
-def test_weights_that_the_kernels_cannot_unpack_exactly_are_packed_as_numbers() -> None:
+def test_weights_that_the_kernels_cannot_unpack_exactly_are_packed_as_numbers():
     from batchgen.kernels.ops import PackedLinear
 
     tiny, odd, rounded = (weight_of("Q4_0", torch.float32) for _ in range(3))
@@ -98,7 +96,7 @@ def test_weights_that_the_kernels_cannot_unpack_exactly_are_packed_as_numbers() 
 
 
 @pytest.mark.parametrize("bits", PLANES)
-def test_codes_lie_in_planes_the_first_in_the_lowest_bits(bits: int) -> None:
+def test_codes_lie_in_planes_the_first_in_the_lowest_bits(bits):
     codes = (torch.arange(32) % 2**bits).to(torch.uint8)[None]
     planes = packed_planes(codes, bits)
     assert sum(plane.numel() for plane in planes.values()) == 32 * bits // 8
@@ -108,7 +106,7 @@ def test_codes_lie_in_planes_the_first_in_the_lowest_bits(bits: int) -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_moving_rows_keeps_a_weight_packed_and_everything_else_unpacks_it(mode: Any) -> None:
+def test_moving_rows_keeps_a_weight_packed_and_everything_else_unpacks_it(mode):
     weight = torch.nn.Parameter(weight_of("Q6_K", torch.bfloat16))
     assert isinstance(weight, PackedTensor)
     plain = weight.unpacked().detach()

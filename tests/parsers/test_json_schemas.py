@@ -37,14 +37,12 @@ OPEN = {"additionalProperties": True}
         ({"type": "strin", "properties": []}, False),
     ],
 )
-def test_an_object_is_closed_unless_its_schema_opens_it_or_describes_it_in_several_places(
-    schema: dict[str, Any], closed: bool
-) -> None:
+def test_an_object_is_closed_unless_its_schema_opens_it_or_describes_it_in_several_places(schema, closed):
     assert closes(json.dumps(schema)) == closed
     assert ("false" in json.dumps(enforceable(schema))) == closed
 
 
-def test_a_schema_that_refers_to_itself_is_closed_everywhere() -> None:
+def test_a_schema_that_refers_to_itself_is_closed_everywhere():
     tree = {"$defs": {"t": {"properties": {"t": {"$ref": "#/$defs/t"}}}}, "$ref": "#/$defs/t"}
     assert enforceable(tree)["$defs"]["t"]["additionalProperties"] is False
 
@@ -65,7 +63,7 @@ def test_a_schema_that_refers_to_itself_is_closed_everywhere() -> None:
         ({"type": "number", "minimum": "0", "maximum": 1}, {"multipleOf": 1e-10}),  # llguidance has the message
     ],
 )
-def test_a_number_gets_the_bounds_and_decimals_that_it_lacks(schema: dict[str, Any], added: dict[str, Any]) -> None:
+def test_a_number_gets_the_bounds_and_decimals_that_it_lacks(schema, added):
     assert enforceable(schema) == schema | added
 
 
@@ -78,7 +76,7 @@ def test_a_number_gets_the_bounds_and_decimals_that_it_lacks(schema: dict[str, A
         ({"items": {"const": 1}}, [[], [1]]),
     ],
 )
-def test_lists_of_different_items_are_enumerated(schema: dict[str, Any], lists: Any) -> None:
+def test_lists_of_different_items_are_enumerated(schema, lists):
     given = {"type": "array", "uniqueItems": True, "title": "t", **schema}
     expected = {"type": "array", "title": "t", **schema} if lists is None else {"title": "t", "enum": lists}
     assert enforceable(given) == expected
@@ -96,12 +94,12 @@ def test_lists_of_different_items_are_enumerated(schema: dict[str, Any], lists: 
         ({"items": {"enum": [1]}, "minItems": 2}, "at most 2,000 different lists; leave it out"),
     ],
 )
-def test_lists_of_different_items_that_are_too_many_cannot_be_enforced(schema: dict[str, Any], why: str) -> None:
+def test_lists_of_different_items_that_are_too_many_cannot_be_enforced(schema, why):
     with pytest.raises(ValueError, match=f"^uniqueItems can be enforced .*{why}$"):
         enforceable({"type": "array", "uniqueItems": True, **schema})
 
 
-def test_a_size_that_is_no_number_is_named() -> None:
+def test_a_size_that_is_no_number_is_named():
     with pytest.raises(ValueError, match=r"^minItems and maxItems must be whole numbers$"):
         enforceable({"type": "array", "uniqueItems": True, "items": {"enum": [1]}, "minItems": "q"})
 
@@ -123,7 +121,5 @@ def test_a_size_that_is_no_number_is_named() -> None:
         ("1", {"$ref": "https://example.com/schema.json"}, True),  # is not fetched
     ],
 )
-def test_a_text_is_valid_against_the_schema_as_it_was_given(
-    text: str | None, schema: dict[str, Any], valid: bool
-) -> None:
+def test_a_text_is_valid_against_the_schema_as_it_was_given(text, schema, valid):
     assert is_valid(text, json.dumps(schema)) == valid

@@ -21,7 +21,7 @@ def ended_at(tokens: list[int], times: int) -> int | None:
     ("pattern", "times", "needed"),
     [(100, 2, 200), (LONGEST, 3, 3 * LONGEST), (20, 3, 60), (1, 2, SHORTEST), (5, 4, SHORTEST)],
 )
-def test_it_is_seen_at_the_last_token_of_the_last_time(pattern: int, times: int, needed: int) -> None:
+def test_it_is_seen_at_the_last_token_of_the_last_time(pattern, times, needed):
     before = list(range(1000, 1100))
     loop = list(islice(cycle(range(pattern)), 5 * LONGEST))
     assert ended_at(before + loop, times) == len(before) + needed
@@ -29,7 +29,7 @@ def test_it_is_seen_at_the_last_token_of_the_last_time(pattern: int, times: int,
     assert not repeats(before + loop[: needed - 1], times)
 
 
-def test_a_pattern_that_is_longer_or_changes_is_none() -> None:
+def test_a_pattern_that_is_longer_or_changes_is_none():
     assert ended_at(list(range(LONGEST + 1)) * 5, 2) is None
     changing = [token for i in range(30) for token in (*range(20), 100 + i)]
     assert ended_at(changing, 3) is None
@@ -37,7 +37,7 @@ def test_a_pattern_that_is_longer_or_changes_is_none() -> None:
 
 
 @given(st.lists(st.integers(0, 2), max_size=120), st.integers(2, 5))
-def test_both_say_the_same_of_any_tokens(tokens: list[int], times: int) -> None:
+def test_both_say_the_same_of_any_tokens(tokens, times):
     follower = Repetition(times)
     for i, token in enumerate(tokens, 1):
         assert follower.append(token) == repeats(tokens[:i], times)

@@ -42,14 +42,14 @@ def prompt(template: str, thinking: ThinkingFormat | None, row: dict[str, Any], 
         (OSS, HARMONY, "<|start|>user<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>"),
     ],
 )
-def test_labels_and_scores_begin_at_the_answer(template: str, thinking: ThinkingFormat | None, expected: str) -> None:
+def test_labels_and_scores_begin_at_the_answer(template, thinking, expected):
     assert prompt(template, thinking, {"prompt": "a"}) == expected
     assert prompt(template, thinking, {"messages": [{"role": "user", "content": "a"}]}) == expected
     scored = prompt(template, thinking, {"prompt": "a", "completion": "b"}, score=True, sampling=SamplingParams())
     assert scored == expected
 
 
-def test_thoughts_stay_open_for_completions_and_where_the_user_asks_for_them() -> None:
+def test_thoughts_stay_open_for_completions_and_where_the_user_asks_for_them():
     opened = "user: a|assistant: <think>\n"
     assert prompt(R1, THINK, {"prompt": "a"}, sampling=SamplingParams()) == opened
     assert prompt(R1, THINK, {"prompt": "a"}, sampling=SamplingParams(choices=("x", "y"), reasoning="off")) == opened

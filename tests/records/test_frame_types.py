@@ -102,7 +102,7 @@ def own_names(names: list[str]) -> list[str]:
 
 
 @given(tables())
-def test_an_arrow_table_of_any_type_keeps_its_columns(table: pa.Table) -> None:
+def test_an_arrow_table_of_any_type_keeps_its_columns(table):
     out, _ = joined(table)
     own = out.select(own_names(table.column_names))
     assert own.rename_columns(table.column_names).equals(table)
@@ -112,7 +112,7 @@ def test_an_arrow_table_of_any_type_keeps_its_columns(table: pa.Table) -> None:
 
 
 @given(tables())
-def test_a_polars_frame_of_any_type_keeps_its_columns(table: pa.Table) -> None:
+def test_a_polars_frame_of_any_type_keeps_its_columns(table):
     try:
         frame = pl.from_arrow(table)
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, NotImplementedError):
@@ -127,7 +127,7 @@ def test_a_polars_frame_of_any_type_keeps_its_columns(table: pa.Table) -> None:
 
 
 @given(tables(), st.booleans())
-def test_a_pandas_frame_of_any_type_keeps_its_columns(table: pa.Table, arrow_types: bool) -> None:
+def test_a_pandas_frame_of_any_type_keeps_its_columns(table, arrow_types):
     try:
         frame = table.to_pandas(types_mapper=pd.ArrowDtype) if arrow_types else table.to_pandas()
         before = frame.copy(deep=True)
@@ -144,7 +144,7 @@ def test_a_pandas_frame_of_any_type_keeps_its_columns(table: pa.Table, arrow_typ
 
 
 @given(tables())
-def test_a_dataset_of_any_type_keeps_its_columns(table: pa.Table) -> None:
+def test_a_dataset_of_any_type_keeps_its_columns(table):
     try:
         dataset = datasets.Dataset(table)
     except (ValueError, TypeError, NotImplementedError, pa.ArrowException):
@@ -156,7 +156,7 @@ def test_a_dataset_of_any_type_keeps_its_columns(table: pa.Table) -> None:
     assert out["choice_probs"][:] == [[{"key": "x", "value": 1.0}]] * table.num_rows
 
 
-def test_python_objects_without_an_arrow_type_reach_their_rows_unchanged() -> None:
+def test_python_objects_without_an_arrow_type_reach_their_rows_unchanged():
     messages = [
         [{"role": "user", "content": "one"}],
         [{"role": "user", "content": [{"type": "text", "text": "two"}]}],
@@ -172,14 +172,14 @@ def test_python_objects_without_an_arrow_type_reach_their_rows_unchanged() -> No
     assert [row.columns["messages"] for row in frame_of(mixed).rows()] == messages
 
 
-def test_columns_with_numbers_as_names_keep_them() -> None:
+def test_columns_with_numbers_as_names_keep_them():
     frame = pd.DataFrame({0: [1.5, 2.5], "prompt": ["prompt 0", "prompt 1"]})
     out, rows = joined(frame)
     assert list(out.columns)[:2] == [0, "prompt"]
     assert rows[0].columns["0"] == 1.5
 
 
-def test_a_subclass_of_a_dataframe_is_a_table() -> None:
+def test_a_subclass_of_a_dataframe_is_a_table():
     class Mine(pd.DataFrame):
         pass
 

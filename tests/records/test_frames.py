@@ -51,7 +51,7 @@ ARROW: dict[str, Callable[[Any], pa.Table]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_table_is_returned_as_the_same_kind_with_its_columns_unchanged(llm: LLM, kind: str) -> None:
+def test_a_table_is_returned_as_the_same_kind_with_its_columns_unchanged(llm, kind):
     table = KINDS[kind]()
     out = llm.generate_table(table, {"max_tokens": 3})
     assert type(out) is type(table)
@@ -66,7 +66,7 @@ def test_a_table_is_returned_as_the_same_kind_with_its_columns_unchanged(llm: LL
     assert [error and error["type"] for error in after["error"].to_pylist()] == [None, "invalid_row", None]
 
 
-def test_a_pandas_frame_keeps_its_index_and_types(llm: LLM) -> None:
+def test_a_pandas_frame_keeps_its_index_and_types(llm):
     table = pandas_frame()
     out = llm.generate_table(table, {"max_tokens": 1})
     assert out.index.equals(table.index)
@@ -75,7 +75,7 @@ def test_a_pandas_frame_keeps_its_index_and_types(llm: LLM) -> None:
     assert list(table.columns) == list(COLUMNS), "the table that was given is not changed"
 
 
-def test_a_shuffled_and_filtered_dataset_keeps_its_order(llm: LLM) -> None:
+def test_a_shuffled_and_filtered_dataset_keeps_its_order(llm):
     whole = datasets.Dataset.from_dict({"prompt": [f"number {i}" for i in range(8)], "i": list(range(8))})
     part = whole.shuffle(seed=1).filter(lambda row: row["i"] % 2 == 0)
     out = llm.generate_table(part, {"max_tokens": 2})
@@ -83,7 +83,7 @@ def test_a_shuffled_and_filtered_dataset_keeps_its_order(llm: LLM) -> None:
     assert out["text"][:] == [r.text for r in llm.generate(part["prompt"][:], {"max_tokens": 2})]
 
 
-def test_rows_of_a_table_have_their_own_parameters_and_share_prefixes(llm: LLM) -> None:
+def test_rows_of_a_table_have_their_own_parameters_and_share_prefixes(llm):
     table = pa.table({"prompt": ["a", "b"], "sampling_params": [{"max_tokens": 1}, {"max_tokens": 4}]})
     before = llm.stats.prefill_tokens
     out = llm.generate_table(table, {"ignore_eos": True})
@@ -91,14 +91,14 @@ def test_rows_of_a_table_have_their_own_parameters_and_share_prefixes(llm: LLM) 
     assert llm.stats.prefill_tokens - before <= sum(usage["prompt_tokens"] for usage in out["usage"].to_pylist())
 
 
-def test_the_probabilities_of_labels_are_a_column(llm: LLM) -> None:
+def test_the_probabilities_of_labels_are_a_column(llm):
     out = llm.generate_table(pl.DataFrame({"prompt": ["a", "b"]}), {"choices": ["x", "y"]})
     assert set(out["text"]) <= {"x", "y"}
     assert [len(pairs) for pairs in out["choice_probs"]] == [2, 2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_table_has_the_same_columns(llm: LLM, kind: str) -> None:
+def test_an_empty_table_has_the_same_columns(llm, kind):
     whole = KINDS[kind]()
     none = whole.select([]) if kind == "datasets" else whole[:0]
     out = llm.generate_table(none)
@@ -111,7 +111,7 @@ def test_an_empty_table_has_the_same_columns(llm: LLM, kind: str) -> None:
         assert ARROW[kind](out).schema.equals(ARROW[kind](some).schema)
 
 
-def test_a_column_whose_chunks_have_different_dictionaries_is_returned_whole(llm: LLM) -> None:
+def test_a_column_whose_chunks_have_different_dictionaries_is_returned_whole(llm):
     pieces = [pa.array(texts, pa.string()).dictionary_encode() for texts in (["a", "b"], [], ["c", "a", None])]
     table = pa.table({"prompt": pa.chunked_array(pieces)})
     for out in (
@@ -122,7 +122,7 @@ def test_a_column_whose_chunks_have_different_dictionaries_is_returned_whole(llm
         assert [error is None for error in out["error"].to_pylist()] == [True] * 4 + [False]
 
 
-def test_a_list_is_a_type_error_and_a_table_without_prompts_a_usage_error(llm: LLM) -> None:
+def test_a_list_is_a_type_error_and_a_table_without_prompts_a_usage_error(llm):
     with pytest.raises(TypeError, match=r"a DataFrame of pandas or polars, or a datasets.Dataset, not builtins.list"):
         llm.generate_table([{"prompt": "a"}])
     with pytest.raises(UsageError, match="question"):

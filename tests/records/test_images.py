@@ -49,14 +49,14 @@ def locate(tmp_path: Path) -> Callable[..., ImageFile | RowError]:
 @pytest.mark.parametrize(
     "name", ["pictures/red one.png", "FOLDER/pictures/red one.png", "file://FOLDER/pictures/red%20one.png"]
 )
-def test_paths_are_relative_to_the_rows_file(locate: Any, tmp_path: Path, name: str) -> None:
+def test_paths_are_relative_to_the_rows_file(locate, tmp_path, name):
     found = locate(name.replace("FOLDER", str(tmp_path)))
     assert found == ImageFile(str(tmp_path / "pictures" / "red one.png"), image_digest(RED), 6, 4)
     assert not (tmp_path / "kept").exists()
 
 
 @pytest.mark.parametrize("value", [RED, "data:image/png;base64," + base64.b64encode(RED).decode(), "memory://red.png"])
-def test_other_images_are_kept_once_under_their_digest(locate: Any, tmp_path: Path, value: Any) -> None:
+def test_other_images_are_kept_once_under_their_digest(locate, tmp_path, value):
     import fsspec
 
     fsspec.filesystem("memory").pipe("/red.png", RED)
@@ -65,7 +65,7 @@ def test_other_images_are_kept_once_under_their_digest(locate: Any, tmp_path: Pa
     assert [path.read_bytes() for path in (tmp_path / "kept").iterdir()] == [RED]
 
 
-def test_rows_of_a_remote_file_name_no_local_images(locate: Any) -> None:
+def test_rows_of_a_remote_file_name_no_local_images(locate):
     import fsspec
 
     fsspec.filesystem("memory").pipe("/folder/red.png", RED)
@@ -89,16 +89,14 @@ def test_rows_of_a_remote_file_name_no_local_images(locate: Any) -> None:
         ("memory://no.png", "messages[0].content[1]: memory://no.png cannot be read: /no.png"),
     ],
 )  # fmt: skip
-def test_what_is_no_image_fails_with_the_name_of_its_place(
-    locate: Any, tmp_path: Path, value: Any, message: str
-) -> None:
+def test_what_is_no_image_fails_with_the_name_of_its_place(locate, tmp_path, value, message):
     (tmp_path / "rows.txt").write_text("red")
     (tmp_path / "empty.png").touch()
     error = locate(value)
     assert (error.type, error.message) == ("invalid_image", message)
 
 
-def test_a_decompression_bomb_is_refused_without_decoding(locate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decompression_bomb_is_refused_without_decoding(locate, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     error = locate(RED)
     assert error.type == "invalid_image"
@@ -107,7 +105,7 @@ def test_a_decompression_bomb_is_refused_without_decoding(locate: Any, monkeypat
     )
 
 
-def test_sizes_are_those_after_turning_by_exif(locate: Any) -> None:
+def test_sizes_are_those_after_turning_by_exif(locate):
     exif = Image.Exif()
     exif[0x0112] = 6
     turned = encoded(Image.new("RGB", (6, 4), "red"), "JPEG", exif=exif)
@@ -127,7 +125,7 @@ def test_sizes_are_those_after_turning_by_exif(locate: Any) -> None:
     ],
     ids=["cmyk", "16 bits", "transparent", "animated", "grey"],
 )
-def test_every_kind_of_image_becomes_rgb_as_transformers_loads_it(data: bytes) -> None:
+def test_every_kind_of_image_becomes_rgb_as_transformers_loads_it(data):
     from transformers.image_utils import load_image
 
     assert decode_image(data).tobytes() == load_image(Image.open(io.BytesIO(data))).tobytes()
@@ -148,11 +146,11 @@ def test_every_kind_of_image_becomes_rgb_as_transformers_loads_it(data: bytes) -
         ({"type": "image", "base64": "eA=="}, b"x"),
     ],
 )  # fmt: skip
-def test_parts_of_messages_name_images_as_openai_and_transformers_do(part: dict[str, Any], value: Any) -> None:
+def test_parts_of_messages_name_images_as_openai_and_transformers_do(part, value):
     assert image_of_part(part, "here") == value
 
 
 @pytest.mark.parametrize("value", [None, "", 5, {"bytes": None, "path": None}, {}, []])
-def test_a_part_without_an_image_is_an_error(value: Any) -> None:
+def test_a_part_without_an_image_is_an_error(value):
     with pytest.raises(RowError, match=r"^here has no image: it must be a path, a URL, base64 or the bytes of a file$"):
         reference(value, "here")

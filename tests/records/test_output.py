@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from batchgen import JobConfig, PromptConfig, SamplingParams
@@ -165,9 +163,7 @@ def test_the_suffix_determines_the_output_format():
         ({"sampling": SamplingParams(logprobs=0)}, ("choices",)),
     ],
 )
-def test_a_failed_row_has_null_for_the_fields_that_the_command_asks_for(
-    options: dict[str, Any], names: tuple[str, ...]
-) -> None:
+def test_a_failed_row_has_null_for_the_fields_that_the_command_asks_for(options, names):
     form = row_form(JobConfig(inputs="i.jsonl", model="m", **options), "o.jsonl", chat=False)
     failed = output_row(
         Row(0, {"prompt": 5}, None, "i.jsonl:1"), Result.from_error(0, RowError("invalid_row", "no")), form

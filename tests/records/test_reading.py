@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
@@ -21,7 +21,7 @@ def config_of(window: int | Literal["all"] | None, order: str = "input") -> JobC
     return JobConfig(inputs=("x.jsonl",), model=ModelConfig(model="m"), window=window, order=order)
 
 
-def test_rows_before_a_break_are_returned_before_the_error() -> None:
+def test_rows_before_a_break_are_returned_before_the_error():
     stream = RowStream(Breaking((), []).rows())
     read = []
     while rows := stream.take(2):
@@ -37,7 +37,7 @@ def rows_of(
     return window_rows(config_of(window, order), source, output)  # type: ignore[arg-type]
 
 
-def test_files_are_sorted_as_a_whole_and_streams_run_in_windows() -> None:
+def test_files_are_sorted_as_a_whole_and_streams_run_in_windows():
     assert rows_of(None) is None
     assert rows_of("all") is None
     assert rows_of(7) == rows_of(7, once=True) == rows_of(7, "-") == 7
@@ -56,9 +56,7 @@ def test_files_are_sorted_as_a_whole_and_streams_run_in_windows() -> None:
         ({"order": "done"}, "--window all cannot be combined with --order done; use --window ROWS"),
     ],
 )
-def test_window_all_is_refused_if_the_input_cannot_be_read_twice_or_must_be_streamed(
-    given: dict[str, Any], message: str
-) -> None:
+def test_window_all_is_refused_if_the_input_cannot_be_read_twice_or_must_be_streamed(given, message):
     with pytest.raises(UsageError) as error:
         rows_of("all", **given)
     assert str(error.value) == message

@@ -75,7 +75,7 @@ def data_with_a_tree() -> dict[str, Any]:
     return data | {"tree": tree}
 
 
-def test_the_charts_are_drawn_and_the_tree_can_be_walked_through(tmp_path: Path) -> None:
+def test_the_charts_are_drawn_and_the_tree_can_be_walked_through(tmp_path):
     html = page(data_with_a_tree())
     dom = browsed(html.replace("</body>", WALK + "</body>"), tmp_path)
     assert 'data-charts="drawn"' in dom
@@ -88,12 +88,12 @@ def test_the_charts_are_drawn_and_the_tree_can_be_walked_through(tmp_path: Path)
     ]
 
 
-def test_nothing_is_requested(tmp_path: Path) -> None:
+def test_nothing_is_requested(tmp_path):
     html = page(data_with_a_tree()).replace("<style>", WATCH + "<style>", 1)
     assert told(browsed(html, tmp_path), "asked") == {"resources": [], "refused": []}
 
 
-def test_a_request_would_be_refused(tmp_path: Path) -> None:
+def test_a_request_would_be_refused(tmp_path):
     html = page(data_with_a_tree()).replace("<style>", WATCH + "<style>", 1)
     evil = '<img src="http://other.invalid/x.png"><script src="http://other.invalid/y.js"></script>'
     refused = told(browsed(html.replace("<header>", evil + "<header>"), tmp_path), "asked")["refused"]

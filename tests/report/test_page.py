@@ -7,7 +7,6 @@ import os
 import re
 from html.parser import HTMLParser
 from importlib.resources import files
-from pathlib import Path
 
 import pytest
 
@@ -162,7 +161,7 @@ def test_a_notebook_shows_the_page_in_a_frame():
     assert repr(report) == "<answers.jsonl: report: display it in a notebook, or .save('report.html')>"
 
 
-def test_a_page_is_written_only_to_a_file_of_such_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_page_is_written_only_to_a_file_of_such_a_name(tmp_path, monkeypatch):
     report = ReportPage(job_page_data())
     report.save(tmp_path / "r.html")
     assert (tmp_path / "r.html").read_text("utf-8") == report.html

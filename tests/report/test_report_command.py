@@ -14,8 +14,6 @@ from batchgen.report.job_data import job_data
 from support.jobs import job_run, write_input_rows
 from support.reports import parsed
 
-Cli = Callable[..., Any]
-
 ROOT = "All rows begin with this text, which is more than a chunk. "
 GROUPS = ["The first group goes on like this. ", "The second one has other words here. "]
 
@@ -38,7 +36,7 @@ def check_tree(tree: Any) -> None:
     assert tree["texts"] == [f"<|begin|>{ROOT}The ", GROUPS[0].removeprefix("The "), GROUPS[1].removeprefix("The ")]
 
 
-def test_a_run_writes_a_report_of_itself(cli: Cli, source: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_run_writes_a_report_of_itself(cli, source, tiny_model_dir, tmp_path):
     page = tmp_path / "r.html"
     outcome = cli("run", source, "-m", tiny_model_dir, "--max-tokens", "5", "--ignore-eos", "--report", page)
     assert outcome.code == 3
@@ -63,7 +61,7 @@ def test_a_run_writes_a_report_of_itself(cli: Cli, source: Path, tiny_model_dir:
     assert data["time"][0][0] == "load the model"
 
 
-def test_the_report_afterwards_is_the_same(cli: Cli, source: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_the_report_afterwards_is_the_same(cli, source, tiny_model_dir, tmp_path):
     output = tmp_path / "o.jsonl.gz"
     page = tmp_path / "r.html"
     cli("run", source, "-m", tiny_model_dir, "--max-tokens", "5", "-o", output, "--report", page)
@@ -73,9 +71,7 @@ def test_the_report_afterwards_is_the_same(cli: Cli, source: Path, tiny_model_di
     assert data_of(tmp_path / "o.report.html") == data_of(page)
 
 
-def test_a_run_that_has_nothing_to_do_still_reports(
-    cli: Cli, source: Path, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_has_nothing_to_do_still_reports(cli, source, tiny_model_dir, tmp_path):
     command = ("run", source, "-m", tiny_model_dir, "--max-tokens", "5")
     cli(*command)
     assert cli(*command, "--report", tmp_path / "r.html").code == 3
@@ -83,9 +79,7 @@ def test_a_run_that_has_nothing_to_do_still_reports(
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_an_output_whose_folder_is_gone_tells_what_its_rows_tell(
-    cli: Cli, source: Path, tiny_model_dir: Path, tmp_path: Path, suffix: str
-) -> None:
+def test_an_output_whose_folder_is_gone_tells_what_its_rows_tell(cli, source, tiny_model_dir, tmp_path, suffix):
     output = tmp_path / f"o.{suffix}"
     cli("run", source, "-m", tiny_model_dir, "--max-tokens", "5", "--ignore-eos", "-o", output)
     whole = job_data(str(output))
@@ -102,9 +96,7 @@ def test_an_output_whose_folder_is_gone_tells_what_its_rows_tell(
     assert data["rows"]["samples"]["length"][0]["id"] == "r0"
 
 
-def test_a_csv_output_needs_its_folder_for_a_report(
-    cli: Cli, source: Path, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_csv_output_needs_its_folder_for_a_report(cli, source, tiny_model_dir, tmp_path):
     output = tmp_path / "o.csv"
     cli("run", source, "-m", tiny_model_dir, "--max-tokens", "5", "-o", output)
     assert cli("report", output, "-o", tmp_path / "r.html").code == 0
@@ -116,7 +108,7 @@ def test_a_csv_output_needs_its_folder_for_a_report(
     assert (outcome.code, outcome.err.strip()) == (2, f"batchgen: error: {message}")
 
 
-def test_a_job_that_is_not_finished_reports_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_is_not_finished_reports_what_it_has(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_input_rows(["one", "two", "three", "fail"])
     job_run(stop_after=3)
@@ -128,9 +120,7 @@ def test_a_job_that_is_not_finished_reports_what_it_has(tmp_path: Path, monkeypa
     assert "no figures over time" in data["missing"]
 
 
-def test_labels_come_with_their_probabilities(
-    cli: Cli, write_jsonl: Callable[..., Path], tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_labels_come_with_their_probabilities(cli, write_jsonl, tiny_model_dir, tmp_path):
     source = write_jsonl({"prompt": f"row {i}"} for i in range(6))
     output = tmp_path / "o.jsonl"
     cli("run", source, "-m", tiny_model_dir, "--choices", "yes,no", "-o", output)
@@ -143,9 +133,7 @@ def test_labels_come_with_their_probabilities(
         )
 
 
-def test_shards_report_before_and_after_they_are_merged(
-    cli: Cli, source: Path, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_shards_report_before_and_after_they_are_merged(cli, source, tiny_model_dir, tmp_path):
     output = tmp_path / "o.jsonl"
     command = ("run", source, "-m", tiny_model_dir, "--max-tokens", "5", "-o", output)
     cli(*command, "--shard", "1/2")
@@ -161,7 +149,7 @@ def test_shards_report_before_and_after_they_are_merged(
     assert after["rows"]["rows"] == 9
 
 
-def test_a_continued_job_shows_all_of_its_runs(cli: Cli, source: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_continued_job_shows_all_of_its_runs(cli, source, tiny_model_dir, tmp_path):
     command = ("run", source, "-m", tiny_model_dir, "--max-tokens", "5", "-o", tmp_path / "o.jsonl")
     cli(*command, "--limit", "2")
     cli(*command)
@@ -172,7 +160,7 @@ def test_a_continued_job_shows_all_of_its_runs(cli: Cli, source: Path, tiny_mode
     assert len(job_data(str(tmp_path / "o.jsonl"))["runs"]) == 1
 
 
-def test_the_plan_is_drawn_before_anything_runs(cli: Cli, source: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_the_plan_is_drawn_before_anything_runs(cli, source, tiny_model_dir, tmp_path):
     page = tmp_path / "plan.html"
     outcome = cli("plan", source, "-m", tiny_model_dir, "--max-tokens", "5", "--shards", "2", "--report", page)
     assert (outcome.code, outcome.err) == (0, f"batchgen: the report is in {page}\n")
@@ -183,9 +171,7 @@ def test_the_plan_is_drawn_before_anything_runs(cli: Cli, source: Path, tiny_mod
     assert list(tmp_path.glob("*.job")) == []
 
 
-def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
-    cli: Cli, source: Path, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(cli, source, tiny_model_dir, tmp_path):
     for arguments, message in [
         (("--report", "r.txt"), "--report r.txt is not the name of a page; name a file that ends in .html"),
         (
@@ -198,7 +184,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["prompts.jsonl"]
 
 
-def test_what_a_program_gets_displays_itself_in_a_notebook(source: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_what_a_program_gets_displays_itself_in_a_notebook(source, tiny_model_dir, tmp_path):
     config = JobConfig(
         inputs=source, model=tiny_model_dir, output=tmp_path / "o.jsonl", work_dir=tmp_path, sampling={"max_tokens": 5}
     )
@@ -210,7 +196,7 @@ def test_what_a_program_gets_displays_itself_in_a_notebook(source: Path, tiny_mo
     assert replace(report, output="-")._repr_html_() is None
 
 
-def test_without_a_job_the_message_says_what_to_name(cli: Cli, source: Path, tmp_path: Path) -> None:
+def test_without_a_job_the_message_says_what_to_name(cli, source, tmp_path):
     outcome = cli("report", tmp_path / "no.jsonl")
     assert outcome.code == 2
     assert outcome.err == (

@@ -96,7 +96,7 @@ def agree(got: torch.Tensor, want: torch.Tensor) -> None:
 @each_way
 @settings(max_examples=8, deadline=None)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_the_convolution_is_that_of_transformers(kernels: bool, lengths: list[int], seed: int) -> None:
+def test_the_convolution_is_that_of_transformers(kernels, lengths, seed):
     weight, bias = normal(1, CHANNELS, TAPS + 1), normal(2, CHANNELS)
     xs = [normal(10 + i, n, CHANNELS) for i, n in enumerate(lengths)]
     for activation in ("silu", None):
@@ -112,9 +112,7 @@ def test_the_convolution_is_that_of_transformers(kernels: bool, lengths: list[in
 @pytest.mark.parametrize("exact", [False, True])
 @settings(max_examples=8, deadline=None)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_unfolding_gives_the_inputs_before_each_token_and_zeros_before_the_first(
-    exact: bool, lengths: list[int], seed: int
-) -> None:
+def test_unfolding_gives_the_inputs_before_each_token_and_zeros_before_the_first(exact, lengths, seed):
     xs = [normal(10 + i, n, 5) for i, n in enumerate(lengths)]
     shape = StateShape(0, 0, (TAPS, 5)) if exact else StateShape(TAPS, 5)
     got = in_steps(False, lengths, seed, shape, lambda s, pack: s.unfold(LAYER, pack(xs), TAPS, exact=exact))
@@ -126,7 +124,7 @@ def test_unfolding_gives_the_inputs_before_each_token_and_zeros_before_the_first
 @each_way
 @settings(max_examples=8, deadline=None)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_the_delta_rule_is_that_of_transformers(kernels: bool, lengths: list[int], seed: int) -> None:
+def test_the_delta_rule_is_that_of_transformers(kernels, lengths, seed):
     shape = StateShape(1, 1, (HEADS, DEPTH, WIDTH))
     unit = torch.nn.functional.normalize
     qs, ks = ([unit(normal(10 * i + at, n, HEADS, DEPTH), dim=-1) for i, n in enumerate(lengths)] for at in (1, 2))
@@ -152,7 +150,7 @@ def test_the_delta_rule_is_that_of_transformers(kernels: bool, lengths: list[int
 @each_way
 @settings(max_examples=4, deadline=None)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_kimi_delta_attention_is_that_of_transformers(kernels: bool, lengths: list[int], seed: int) -> None:
+def test_kimi_delta_attention_is_that_of_transformers(kernels, lengths, seed):
     shape = StateShape(1, 1, (HEADS, DEPTH, WIDTH))
     qs, ks = ([normal(10 * i + at, n, HEADS, DEPTH) for i, n in enumerate(lengths)] for at in (1, 2))
     vs = [normal(10 * i + 3, n, HEADS, WIDTH) for i, n in enumerate(lengths)]
@@ -174,7 +172,7 @@ def test_kimi_delta_attention_is_that_of_transformers(kernels: bool, lengths: li
 @each_way
 @settings(max_examples=4, deadline=None)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_the_scan_of_mamba_is_that_of_transformers(kernels: bool, lengths: list[int], seed: int) -> None:
+def test_the_scan_of_mamba_is_that_of_transformers(kernels, lengths, seed):
     shape = StateShape(1, 1, (DEPTH, CHANNELS))
     a = -torch.rand(CHANNELS, DEPTH, generator=torch.Generator().manual_seed(7)) * 4
     xs = [normal(10 * i + 1, n, CHANNELS) for i, n in enumerate(lengths)]
@@ -189,7 +187,7 @@ def test_the_scan_of_mamba_is_that_of_transformers(kernels: bool, lengths: list[
 @each_way
 @settings(max_examples=4, deadline=None)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_the_scan_of_an_rg_lru_is_that_of_transformers(kernels: bool, lengths: list[int], seed: int) -> None:
+def test_the_scan_of_an_rg_lru_is_that_of_transformers(kernels, lengths, seed):
     xs = [normal(10 * i + 1, n, CHANNELS) for i, n in enumerate(lengths)]
     decays = [normal(10 * i + 2, n, CHANNELS).sigmoid() for i, n in enumerate(lengths)]
     got = in_steps(
@@ -204,7 +202,7 @@ def test_the_scan_of_an_rg_lru_is_that_of_transformers(kernels: bool, lengths: l
 @each_way
 @settings(max_examples=8, deadline=None)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_the_recurrence_of_mamba2_is_that_of_transformers(kernels: bool, lengths: list[int], seed: int) -> None:
+def test_the_recurrence_of_mamba2_is_that_of_transformers(kernels, lengths, seed):
     shape = StateShape(1, 1, (HEADS, DEPTH, WIDTH))
     skip = normal(9, HEADS)
     a = -torch.tensor([0.1, 1.0, 4.0, 16.0])
@@ -229,7 +227,7 @@ def test_the_recurrence_of_mamba2_is_that_of_transformers(kernels: bool, lengths
             agree(y[t], step[0] + skip[:, None] * xs[i][t])
 
 
-def test_steps_of_mamba2_are_limited_in_prompts_only() -> None:
+def test_steps_of_mamba2_are_limited_in_prompts_only():
     x, dt = normal(1, 6, HEADS, WIDTH), torch.full((6, HEADS), 0.2)
     b, c = normal(2, 6, GROUPS, DEPTH), normal(3, 6, GROUPS, DEPTH)
     a = -torch.ones(HEADS)
@@ -244,7 +242,7 @@ def test_steps_of_mamba2_are_limited_in_prompts_only() -> None:
     torch.testing.assert_close(run(dt, (0.5, math.inf), 1), run(limited, (0.0, math.inf), 0))
 
 
-def test_what_is_not_a_number_stays_in_its_own_sequence() -> None:
+def test_what_is_not_a_number_stays_in_its_own_sequence():
     count = 70
     cache = StateCache({LAYER: StateShape(1, 1, (HEADS, DEPTH, WIDTH))}, 3, torch.float32)
     q, k = (torch.nn.functional.normalize(normal(i, 3 * count, HEADS, DEPTH), dim=-1) for i in (1, 2))
@@ -262,7 +260,7 @@ def test_what_is_not_a_number_stays_in_its_own_sequence() -> None:
     assert torch.equal(bad[2 * count :], good[2 * count :])
 
 
-def test_a_slot_is_as_large_as_its_states() -> None:
+def test_a_slot_is_as_large_as_its_states():
     layers = {0: StateShape(3, 8, (2, 4, 5)), 1: StateShape(2, 8)}
     assert bytes_per_state_slot(layers, torch.bfloat16) == 3 * 8 * 2 + 2 * 4 * 5 * 4 + 2 * 8 * 2
     cache = StateCache(layers, 7, torch.bfloat16)
@@ -270,17 +268,17 @@ def test_a_slot_is_as_large_as_its_states() -> None:
     assert sum(s[:-1].nbytes for s in states) == 7 * bytes_per_state_slot(layers, torch.bfloat16)
 
 
-def test_a_model_without_recurrent_layers_is_left_as_it_is() -> None:
+def test_a_model_without_recurrent_layers_is_left_as_it_is():
     assert install(torch.nn.Sequential(torch.nn.Linear(2, 2))) is None
 
 
-def test_a_recurrent_layer_does_not_run_without_states() -> None:
+def test_a_recurrent_layer_does_not_run_without_states():
     with pytest.raises(ModelError, match="without a step's states"):
         RecurrentLayers().step  # noqa: B018
 
 
 @pytest.mark.skipif(compiled() is None, reason="no compiler")
-def test_in_bfloat16_the_convolution_rounds_where_transformers_does() -> None:
+def test_in_bfloat16_the_convolution_rounds_where_transformers_does():
     weight, bias = normal(1, CHANNELS, TAPS + 1).bfloat16(), normal(2, CHANNELS).bfloat16()
     x = normal(3, 90, CHANNELS).bfloat16()
     cache = StateCache({LAYER: StateShape(TAPS, CHANNELS)}, 1, torch.bfloat16)

@@ -20,19 +20,19 @@ HYBRID = sorted(s for s in SHAPES if s.split("/")[0] in RECURRENT & set(CONFIG_M
 
 
 @pytest.mark.parametrize("name", HYBRID)
-def test_the_plan_of_a_models_memory_is_exact(name: str) -> None:
+def test_the_plan_of_a_models_memory_is_exact(name):
     model = packed_model(name, compiled=False)
     config = model.module.config
     assert state_bytes_per_sequence(config, "float32") == bytes_per_state_slot(model.states, model.dtype)
     assert kv_bytes_per_token(config, "float32") == bytes_per_token(model.layers, model.dtype)
 
 
-def test_a_model_without_recurrent_layers_has_no_states() -> None:
+def test_a_model_without_recurrent_layers_has_no_states():
     assert state_bytes_per_sequence(packed_model("llama").module.config, "float32") == 0
     assert state_bytes_per_sequence(packed_model("granitemoehybrid").module.config, "float32") == 0
 
 
-def test_layers_are_counted_under_the_names_of_older_transformers_too() -> None:
+def test_layers_are_counted_under_the_names_of_older_transformers_too():
     kinds = ["recurrent", "recurrent", "attention"]
     config = SimpleNamespace(model_type="recurrent_gemma", num_hidden_layers=3, layers_block_type=kinds)
     assert (recurrent_layers(config), attention_layers(config)) == (2, 1)
