@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from batchgen.kernels.codes import PLANES, PackedTensor, are_alike, offsets_of, scales_of
-from batchgen.kernels.memory import in_huge_pages
 
 _LEVELS = {"table": 1, "e4m3": 2}
 _TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -37,12 +36,12 @@ class CodesArguments(ctypes.Structure):
 
 
 def can_unpack(weight: torch.Tensor) -> bool:
-    """Whether the kernels can unpack a weight [N, K] to exactly the numbers that it stands for."""
-    if not isinstance(weight, PackedTensor) or weight.transposed or weight.dim() != 2:
+    """Whether the kernels can unpack a weight [N, K] or [E, N, K] to exactly the numbers that it stands for."""
+    if not isinstance(weight, PackedTensor) or weight.transposed or weight.dim() not in (2, 3):
         return False
     coding, parts = weight.coding, weight.parts
     return (
-        weight.shape[1] % 32 == 0
+        weight.shape[-1] % 32 == 0
         and (coding.group % 8 == 0 if "groups" not in parts else coding.levels is None and "offsets" not in parts)
         and coding.rounds in (None, torch.bfloat16)
         and weight.dtype in (torch.float32, torch.bfloat16)
@@ -61,10 +60,12 @@ def _is_in_range(x: torch.Tensor | None) -> bool:
 
 
 class Codes:
-    """Packed weights [N, K], one or two of the same form whose rows share each panel."""
+    """Packed weights [N, K] or [E, N, K], one or two of the same form whose rows share each panel."""
 
-    def __init__(self, weights: Sequence[PackedTensor], panels: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
-        """`weights` must be alike, and `can_unpack` hold for each. They are copied. `panels`: see `ops`."""
+    def __init__(
+        self, weights: Sequence[PackedTensor], in_panels: Callable[[list[torch.Tensor]], torch.Tensor]
+    ) -> None:
+        """`weights` must be alike, and `can_unpack` hold for each. They are copied. `in_panels`: see `ops`."""
         first = weights[0]
         coding, parts = first.coding, first.parts
         self.coding = coding
@@ -77,12 +78,12 @@ class Codes:
             else:
                 rows = [weight.parts[name].contiguous() for weight in weights]
                 rows = [row.view(torch.int32) for row in rows] if name.startswith("plane") else rows
-                self.parts[name] = in_huge_pages(panels(rows).transpose(1, 2))
+                self.parts[name] = in_panels(rows)
         self._table = None
         if isinstance(coding.levels, tuple):
             self._table = torch.zeros(16)
             self._table[: len(coding.levels)] = torch.tensor(coding.levels, dtype=torch.float32)
-        self.argument = self._argument(first.shape[1])
+        self.argument = self._argument(first.shape[-1])
 
     def _argument(self, inputs: int) -> CodesArguments:
         coding, parts = self.coding, self.parts

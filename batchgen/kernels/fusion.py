@@ -1,13 +1,14 @@
-"""Replaces norms, gated norms, rotary embeddings, gated MLPs and linear layers of a loaded model by the kernels for the CPU.
+"""Replaces norms, gated norms, rotary embeddings, gated MLPs, experts and linear layers of a loaded model by the kernels for the CPU.
 
 A part is replaced only if its code is known (`recognition`) and the kernel gives the same result on random numbers.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,12 +17,15 @@ from transformers.activations import GELUTanh, SiLUActivation
 from batchgen.kernels import recurrent
 from batchgen.kernels.build import DTYPES
 from batchgen.kernels.codes import PackedTensor
+from batchgen.kernels.experts import FusedExperts
 from batchgen.kernels.ops import (
     Activation,
+    Gating,
     PackedLinear,
     SharedLinear,
     fits,
     is_fast,
+    linear,
     norm_after_sum,
     rotate,
     take_rows,
@@ -46,9 +50,9 @@ class Packing:
     def __init__(self) -> None:
         self._agreed: set[Any] = set()
 
-    def agrees(self, part: Any, fused: torch.nn.Module, weights: list[torch.Tensor]) -> bool:
+    def agrees(self, part: Any, fused: Any, weights: list[torch.Tensor]) -> bool:
         """Whether a replacement gives what the part does. Of layers of codes, which are slow to unpack for this, one of each form is compared."""
-        dtype, size = weights[0].dtype, weights[0].shape[1]
+        dtype, size = weights[0].dtype, weights[0].shape[-1]
         coded = all(isinstance(weight, PackedTensor) for weight in weights)
         key = (type(fused), *(getattr(weight, "coding", None) for weight in weights))
         if coded and key in self._agreed:
@@ -70,6 +74,9 @@ class Packing:
     ) -> torch.nn.Module:
         """Packs one layer, or gate and up, which may be halves of one layer. The weights come from `layers`, and may be packed ones."""
         return PackedLinear(weights, biases, activation)
+
+    def can_pack_experts(self, weights: list[torch.Tensor]) -> bool:
+        return all(map(fits, weights)) and is_fast()
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """Returns the largest allowed difference from the plain layers, relative to the largest number."""
@@ -99,6 +106,8 @@ def fuse_linear(model: torch.nn.Module, packing: Packing, *, own_kernels: bool =
         shared = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
         if own_kernels:
             _replace(model, "gated MLPs", lambda part: _mlp(part, shared, packing), count)
+            _replace(model, "experts", lambda part: _experts(part, shared, packing), count)
+            _fuse_routers(model, count)
         _replace(model, "linear layers", lambda part: _linear(part, shared, packing, own_kernels), count)
     return count
 
@@ -273,6 +282,96 @@ def _mlp(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module |
     gate_up = packing.pack(gates, weights, biases, act)
     fused = FusedMLP(gate_up, packing.pack([down], [down.weight], [down.bias]))
     return fused if packing.agrees(part, fused, [*weights, down.weight]) else None
+
+
+def _experts(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
+    """Returns the fused experts of a module that transformers' `use_experts_implementation` has decorated; None for others."""
+    names = ("gate_up_proj" if getattr(part, "has_gate", True) else "up_proj", "down_proj")
+    found: list[Any] = [part._parameters.get(name) for name in names]
+    if (
+        not hasattr(part, "_apply_gate")
+        or not hasattr(part, "is_transposed")
+        or own_forward(part) is None
+        or getattr(part, "_is_expert_parallel", False)
+        or getattr(part, "has_post_expert_norm", False)
+        or not all(isinstance(p, PackedTensor) or _is_plain(p) for p in found)
+        or any(p.dim() != 3 or shared[id(p)] > 1 for p in found)
+    ):
+        return None
+    first, down = (p.transpose(1, 2) if part.is_transposed else p for p in found)
+    if not packing.can_pack_experts([first, down]):
+        return None
+    first_bias, down_bias = (part._parameters.get(f"{name}_bias") for name in names)
+    gate = _gate_of(part)
+    weights, biases = [first], [first_bias]
+    if gate.activation is not Activation.NONE:
+        weights = _gate_and_up(first, together=part.is_concatenated)
+        biases = [None, None] if first_bias is None else _gate_and_up(first_bias, together=part.is_concatenated)
+    fused = FusedExperts(PackedLinear(weights, biases, gate), PackedLinear([down], [down_bias]), part)
+    few, places = _few_experts(part)
+    index, by = torch.tensor([[0, 1]] * 3), torch.tensor([[0.5, 0.25]]).to(first.dtype).expand(3, 2)
+    agrees = packing.agrees(lambda x: few(x[0], index, by), lambda x: fused(x[0], places[index], by), [*weights, down])
+    if not agrees:
+        return None
+    if fused.plain is not None:
+        for name in [*names, *(f"{name}_bias" for name in names)]:
+            part._parameters.pop(name, None)
+    return fused
+
+
+def _gate_of(part: Any) -> Gating:
+    """Returns how experts make one number of two; an activation of NONE if the kernels do not know that."""
+    code = code_of(type(part)._apply_gate, type(part)) if part.has_gate else None
+    if code is Code.EXPERTS_GATE:
+        return Gating(ACTIVATIONS.get(type(part.act_fn), Activation.NONE))
+    if code is Code.CLAMPED_GATE:
+        alpha, limit = ((getattr(part, name, None) or getattr(part, f"swiglu_{name}")) for name in ("alpha", "limit"))
+        return Gating(Activation.CLAMPED, float(alpha), float(limit))
+    return Gating()
+
+
+def _gate_and_up(x: Any, *, together: bool) -> list[Any]:
+    """Returns the two halves of [E, 2 N, ...], of which the first half lies before the second or, not `together`, each number before its pair."""
+    return list(x.chunk(2, 1)) if together else [x[:, ::2], x[:, 1::2]]
+
+
+def _few_experts(part: Any) -> tuple[Any, torch.Tensor]:
+    """Returns a copy of a module of experts that has only the first and the last one, and their numbers in the module."""
+    few = copy.copy(part)
+    places = torch.tensor([0, len(part.down_proj) - 1])
+    few._parameters = {
+        name: torch.nn.Parameter(weight[places], requires_grad=False) for name, weight in part._parameters.items()
+    }
+    few.num_experts = 2
+    return few, places
+
+
+class _Functional:
+    """`torch.nn.functional`, whose linear layers are a kernel."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.nn.functional, name)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        known = weight.dtype in DTYPES and fits(weight) and weight.is_contiguous() and weight.dim() == 2
+        if known and x.dtype == weight.dtype and x.device.type == "cpu":
+            return linear(x, weight, bias)
+        return torch.nn.functional.linear(x, weight, bias)
+
+
+def _fuse_routers(model: torch.nn.Module, count: Counter[str]) -> None:
+    """Gives routers a copy of their forward whose linear layer is a kernel: torch's result for a row depends on the rows beside it."""
+    functional = _Functional()
+    for module in model.modules() if is_fast() else ():
+        weight, forward = module._parameters.get("weight"), own_forward(module)
+        named = "Router" in type(module).__name__ and weight is not None and "linear" in names_in(forward)
+        if not named or forward is None:
+            continue
+        found = {name: value for name in names_in(forward) & {"F", "nn"} if (value := forward.__globals__.get(name))}
+        if found.get("F") is torch.nn.functional or found.get("nn") is torch.nn:
+            stand_ins = {"F": functional, "nn": SimpleNamespace(**vars(torch.nn) | {"functional": functional})}
+            module.forward = MethodType(with_names(forward, {name: stand_ins[name] for name in found}), module)
+            count["routers"] += 1
 
 
 def _halves(bias: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:

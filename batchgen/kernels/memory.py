@@ -6,9 +6,11 @@ Every product reads all of its weights. With pages of 4 KiB, the processor spend
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import threading
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -49,15 +51,20 @@ def _start_of(piece: mmap.mmap) -> int:
     return torch.frombuffer(piece, dtype=torch.uint8).data_ptr()
 
 
-def in_huge_pages(x: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous copy of x, next to other such copies, in huge pages if the system has them."""
-    try:
-        piece, at = _pieces.take(x.nbytes)
-    except OSError:
-        return x.clone(memory_format=torch.contiguous_format)  # torch's error says what it lacks
+def empty_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Returns room for a contiguous tensor, next to other such room, in huge pages if the system has them."""
+    count = math.prod(shape)
     with torch.inference_mode(False):  # may be written in any mode
-        y = torch.frombuffer(piece, dtype=x.dtype, count=x.numel(), offset=at).view(x.shape)
-    return y.copy_(x)
+        try:
+            piece, at = _pieces.take(count * dtype.itemsize)
+        except OSError:
+            return torch.empty(shape, dtype=dtype)  # torch's error says what it lacks
+        return torch.frombuffer(piece, dtype=dtype, count=count, offset=at).view(*shape)
+
+
+def in_huge_pages(x: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous copy of x in such room."""
+    return empty_in_huge_pages(x.shape, x.dtype).copy_(x)
 
 
 def give_back(x: torch.Tensor) -> None:

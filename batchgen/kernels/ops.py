@@ -14,7 +14,7 @@ from batchgen.kernels.build import DTYPES, kernel, library
 from batchgen.kernels.coded import Codes, can_share
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.isa import X86, instruction_set
-from batchgen.kernels.memory import in_huge_pages
+from batchgen.kernels.memory import empty_in_huge_pages
 
 
 class Call(NamedTuple):
@@ -247,6 +247,17 @@ class Activation(IntEnum):
     NONE = 0
     SILU = 1
     GELU_TANH = 2
+    CLAMPED = 3
+    """Of gpt-oss, with numbers of its own (`Gating`)."""
+
+
+class Gating(NamedTuple):
+    """How a gated layer makes one number of two."""
+
+    activation: Activation = Activation.NONE
+    alpha: float = 0.0
+    limit: float = 0.0
+    """Of `CLAMPED`: g * sigmoid(alpha * g) * (u + 1), g at most `limit` and u between -`limit` and `limit`."""
 
 
 class Product(ctypes.Structure):
@@ -257,6 +268,10 @@ class Product(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "y", "x_scales", "scales", "beginnings")),
         *((name, ctypes.c_int64) for name in ("inner", "group", "w_row")),
         ("codes", ctypes.c_void_p),
+        ("experts", ctypes.c_int64),
+        ("starts", ctypes.c_void_p),
+        ("first_panel", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("alpha", "limit")),
     )
 
 
@@ -271,41 +286,50 @@ def plain_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def fits(weight: torch.Tensor) -> bool:
-    """Whether a weight [N, K] can be packed: bfloat16 is read in pairs."""
-    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0)
+    """Whether a weight [..., N, K] can be packed: bfloat16 is read in pairs."""
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and weight.shape[-1] % 2 == 0)
 
 
 class PackedLinear(torch.nn.Module):
-    """Maps x [..., K] to [..., N]: a linear layer, or with an activation act(x gate^T) * (x up^T), rounded where the plain modules round."""
+    """Maps x [..., K] to [..., N]: a linear layer, or with an activation act(x gate^T) * (x up^T), rounded where the plain modules round.
+
+    Or the same layer of all experts of a mixture, which maps rows that lie in the order of their experts.
+    """
 
     def __init__(
-        self, weights: list[torch.Tensor], biases: list[torch.Tensor | None], activation: Activation = Activation.NONE
+        self,
+        weights: list[torch.Tensor],
+        biases: list[torch.Tensor | None],
+        activation: Activation | Gating = Activation.NONE,
     ) -> None:
-        """`weights` are one [N, K], or gate and up of the same shape. They are copied. Weights in codes stay codes if `can_share` holds.
+        """`weights` are one [N, K] ([E, N, K] of experts), or gate and up of the same shape; `biases` [N] or [E, N]. They are copied.
 
-        Weights in float32 that are all numbers of bfloat16, as those of a bfloat16 checkpoint are, are kept in 16 bits: the
-        products and sums are those of float32.
+        Weights in codes stay codes if `can_share` holds. Weights in float32 that are all numbers of bfloat16, as those of a bfloat16
+        checkpoint are, are kept in 16 bits: the products and sums are those of float32.
         """
         super().__init__()
-        self.out_features, self.in_features = weights[0].shape
+        self.out_features, self.in_features = weights[0].shape[-2:]
+        self.experts = weights[0].shape[0] if weights[0].dim() == 3 else 0
         self.dtype = weights[0].dtype
-        self.activation = activation
+        self.gate = activation if isinstance(activation, Gating) else Gating(activation)
+        self.activation = self.gate.activation
         self.kind = ""
         """The end of the kernel's name, after the type."""
         self.words = self.in_features // (4 // self.dtype.itemsize)
         self.weights: torch.Tensor | None = None
-        """[sides of panels, words of K, columns of a side]; None of codes"""
+        """[sides of panels, words of K, columns of a side], one expert after the other; None of codes"""
         self.codes: Codes | None = None
         if can_share(weights):
-            self.codes = Codes(weights, panels)  # type: ignore[arg-type]
+            self.codes = Codes(weights, in_panels)  # type: ignore[arg-type]
         else:
             self._pack([plain_weight(weight) for weight in weights])
-        self.bias = biases[0] if len(biases) == 1 else None
+        self.bias = biases[0] if len(biases) == 1 and not self.experts else None
         self.biases: torch.Tensor | None = None
         """[panels, columns of a panel] in float32"""
         if any(bias is not None for bias in biases):
-            columns = [torch.zeros(self.out_features) if b is None else b.detach().float() for b in biases]
-            self.biases = panels(columns)
+            shape = weights[0].shape[:-1]
+            columns = [torch.zeros(shape) if b is None else b.detach().float() for b in biases]
+            self.biases = in_panels([column[..., None] for column in columns]).squeeze(1)
 
     def _pack(self, weights: list[torch.Tensor]) -> None:
         if self.dtype == torch.float32 and all(map(_is_bfloat16, weights)):
@@ -313,18 +337,29 @@ class PackedLinear(torch.nn.Module):
             self.kind = "_by_bfloat16"
         self._weight_dtype = weights[0].dtype
         words = [weight.detach().contiguous().view(torch.int32) for weight in weights]
-        self.words = words[0].shape[1]
+        self.words = words[0].shape[-1]
         bfloat16 = self.dtype == torch.bfloat16
         side = library().batchgen_linear_side_bfloat16() if bfloat16 else library().batchgen_linear_panel()
-        # Plain tensors, because torch needs microseconds to look up parameters and buffers.
-        self.weights = in_huge_pages(panels(words).view(-1, side, self.words).transpose(1, 2))
+        self.weights = in_panels(words, side)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
+        """`starts` [E + 1] of experts: rows [starts[e], starts[e + 1]) of x are those of expert e."""
         if x.dtype != self.dtype or x.shape[-1] != self.in_features:
             raise ValueError(f"expected [..., {self.in_features}] in {self.dtype}, not {list(x.shape)} in {x.dtype}")
         rows = x.reshape(-1, self.in_features)
         y = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)
-        _multiply(rows, self.weights, self.biases, y, self.words, self.activation, self.kind, codes=self.codes)
+        _multiply(
+            rows,
+            self.weights,
+            self.biases,
+            y,
+            self.words,
+            self.gate,
+            self.kind,
+            codes=self.codes,
+            experts=self.experts,
+            starts=starts,
+        )
         return y
 
     @property
@@ -354,38 +389,44 @@ class SharedLinear(torch.nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.weight, self.bias = weight, bias
-        self._weights = weight.detach().view(torch.int32)
-        self._biases = None if bias is None else panels([bias.detach().float()])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != self.weight.dtype or x.shape[-1] != self.in_features:
             raise ValueError(
                 f"expected [..., {self.in_features}] in {self.weight.dtype}, not {list(x.shape)} in {x.dtype}"
             )
-        rows = x.reshape(-1, self.in_features)
-        y = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)
-        words = self._weights.shape[1]
-        _multiply(rows, self._weights, self._biases, y, words, Activation.NONE, "", w_row=words)
-        return y
+        return linear(x, self.weight, self.bias)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns x [..., K] times a weight [N, K] that is packed on the way into the cache, plus a bias. The types must be those of x; see `fits`."""
+    words = weight.detach().view(torch.int32)
+    y = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype)
+    biases = None if bias is None else panels([bias.detach().float()])
+    _multiply(x.reshape(-1, x.shape[-1]), words, biases, y, words.shape[1], Gating(), "", w_row=words.shape[1])
+    return y
 
 
 def _multiply(
-    rows: torch.Tensor, weights: torch.Tensor | None, biases: torch.Tensor | None, y: torch.Tensor, words: int,
-    activation: Activation, kind: str, w_row: int = 0, codes: Codes | None = None,
+    rows: torch.Tensor, weights: torch.Tensor | None, biases: torch.Tensor | None, y: torch.Tensor, words: int, gate: Gating,
+    kind: str, w_row: int = 0, codes: Codes | None = None, experts: int = 0, starts: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes `rows` [R, K] times the weights of N columns to `y` [..., N]. `Product` in linear.h describes the other arguments."""
     if rows.stride(1) != 1 or rows.stride(0) * rows.itemsize % 4:
         rows = rows.contiguous()
     product = Product(
-        rows.shape[0], y.shape[-1], words, rows.stride(0) * rows.itemsize // 4, y.shape[-1], activation,
+        rows.shape[0], y.shape[-1], words, rows.stride(0) * rows.itemsize // 4, y.shape[-1], gate.activation,
         torch.get_num_threads(), rows.data_ptr(), None if weights is None else weights.data_ptr(),
         None if biases is None else biases.data_ptr(), y.data_ptr(), w_row=w_row, codes=None if codes is None else codes.address,
+        experts=experts, starts=None if starts is None else starts.data_ptr(), alpha=gate.alpha, limit=gate.limit,
     )  # fmt: skip
     kernel("linear", y.dtype, kind)(ctypes.byref(product))
 
 
 def _is_bfloat16(weight: torch.Tensor) -> bool:
     """Whether a float32 weight can be packed as bfloat16: bfloat16 holds all of its numbers exactly, and rows have an even length."""
+    if weight.dim() == 3:
+        return all(map(_is_bfloat16, weight))
     return weight.shape[1] % 2 == 0 and not bool((weight.detach().contiguous().view(torch.int32) & 0xFFFF).any())
 
 
@@ -398,3 +439,21 @@ def panels(parts: list[torch.Tensor]) -> torch.Tensor:
         parts = [torch.cat([part, fill]) for part in parts]
     panels = [part.view(-1, width, *part.shape[1:]) for part in parts]
     return panels[0] if len(panels) == 1 else torch.cat(panels, 1)
+
+
+def in_panels(parts: list[torch.Tensor], side: int = 0) -> torch.Tensor:
+    """[sides of panels, W, columns of a side] in huge pages, of one [N, W] or [E, N, W] or of two whose rows share each panel.
+
+    `side`: columns that lie side by side, by default a panel. Each of E experts begins with a panel of its own.
+    """
+    side = side or library().batchgen_linear_panel()
+    made: torch.Tensor | None = None
+    for e, each in enumerate(zip(*(part if part.dim() == 3 else part[None] for part in parts), strict=True)):
+        one = panels(list(each))
+        one = one.view(-1, side, one.shape[2]).transpose(1, 2)
+        if made is None:
+            experts = parts[0].shape[0] if parts[0].dim() == 3 else 1
+            made = empty_in_huge_pages((experts * len(one), *one.shape[1:]), one.dtype)
+        made[e * len(one) : (e + 1) * len(one)] = one
+    assert made is not None
+    return made

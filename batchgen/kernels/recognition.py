@@ -39,6 +39,10 @@ class Code(Enum):
     COS_AND_SIN = auto()
     """The cos and sin of positions."""
     GATED_MLP = auto()
+    EXPERTS_GATE = auto()
+    """Of experts: the activation of the first half, times the second."""
+    CLAMPED_GATE = auto()
+    """The same as in gpt-oss, which limits both."""
     ATTENTION = auto()
     """Projections, norms of queries and keys if the module has them, rotary embeddings, the attention function, an output projection."""
     GATED_ATTENTION = auto()
@@ -77,6 +81,9 @@ _KNOWN = {
     "050261bc2de46fa2": Code.GATED_MLP,  # Llama and most others
     "9d1ad9a4368c1a42": Code.GATED_MLP,  # Phi-3, GLM 4: gate and up in one layer
     "2eef89ea1651ff27": Code.GATED_MLP,  # Granite's mixtures of experts
+    "6aa2f77a83a62b34": Code.EXPERTS_GATE,  # Mixtral, Qwen, DeepSeek and most others
+    "bc94e156905e605e": Code.CLAMPED_GATE,  # gpt-oss
+    "db1b456f3258afa3": Code.CLAMPED_GATE,  # MiniMax M3
     "b841e8fac48b4e48": Code.ATTENTION,  # Llama, Granite, Gemma
     "dd2b5311cb0380eb": Code.ATTENTION,  # Qwen 2, Ministral
     "0256ad913a43d333": Code.ATTENTION,  # Mistral, Mixtral

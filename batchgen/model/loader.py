@@ -285,9 +285,7 @@ def _unpack(module: Any, config: ModelConfig, device: torch.device, *, fused: bo
     by_kernels = reads and device.type == "cpu" and config.device_map is None
     if by_kernels:
         table = module.get_input_embeddings()
-        packed = [
-            (part, name) for part, name in packed if part is not table and (fused or getattr(part, name).dim() > 2)
-        ]
+        packed = [(part, name) for part, name in packed if part is not table and fused]
     plain = sum(getattr(part, name).nbytes for part, name in packed)
     if (
         config.lora is not None

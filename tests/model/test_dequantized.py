@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels.codes import PackedTensor
+from batchgen.kernels.ops import PackedLinear
 from batchgen.model import loader
 from batchgen.model.loader import load_model, loaded_bytes
 from batchgen.model.weights.packed import packed_weights
@@ -117,11 +118,15 @@ def test_every_logit_of_our_kernels_is_that_of_the_dequantized_model_to_the_last
 def test_on_a_cpu_only_weights_that_our_kernels_read_stay_packed_if_memory_allows(
     checkpoint: tuple[str, Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, folder, _ = checkpoint
+    name, folder, _ = checkpoint
     monkeypatch.setattr(loader, "free_host_memory", lambda: 1 << 30)
     for kernels in ("off", "auto"):
-        parameters = load(folder, "bfloat16", compile=kernels).module.parameters()
-        assert {type(p) for p in parameters} == {torch.nn.Parameter}
+        module = load(folder, "bfloat16", compile=kernels).module
+        assert {type(p) for p in module.parameters()} == {torch.nn.Parameter}
+        layers = [part for part in module.modules() if isinstance(part, PackedLinear)]
+        experts = [part for part in layers if part.experts]
+        assert bool(experts) == ("expert" in name or name == "mxfp4") * (kernels == "auto")
+        assert all(part.codes is not None for part in experts or layers[:-1])  # the last one is the head
 
 
 def bits_of(weight: torch.Tensor) -> torch.Tensor:

@@ -196,7 +196,8 @@ def check(model: Any, seed: int, count: int, longest: int) -> None:
         assert torch.equal(logits, want.logits[position]), position
 
 
-MODELS = ["llama", "llama tied", "qwen2", "qwen3", "mistral/sliding_window", "gemma2", "olmo2", "phi3"]
+MIXTURES = ["qwen3_moe", "mixtral", "gpt_oss", "phimoe"]
+MODELS = ["llama", "llama tied", "qwen2", "qwen3", "mistral/sliding_window", "gemma2", "olmo2", "phi3", *MIXTURES]
 """All of their modules have kernels."""
 
 

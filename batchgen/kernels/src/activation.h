@@ -2,7 +2,7 @@
 #pragma once
 #include "vec.h"
 
-enum Activation : int64_t { NONE = 0, SILU = 1, GELU_TANH = 2 };
+enum Activation : int64_t { NONE = 0, SILU = 1, GELU_TANH = 2, CLAMPED = 3 };
 
 // For float32 as exact as a division, for bfloat16 as exact as the result's rounding.
 template <class T>
@@ -25,6 +25,21 @@ INLINE floats rounded(floats x) {
     T kept[LANES];
     store_floats(kept, x);
     return load_floats(kept);
+}
+
+// gpt-oss: g * sigmoid(alpha g) * (u + 1), with g limited from above and u from both sides; each operation is rounded to T.
+template <class T>
+INLINE floats clamped_gate(floats gate, floats up, float alpha, float limit) {
+    const floats most = splat(limit), least = splat(-limit);
+    gate = select(gate > most, most, gate);  // NaN stays
+    up = select(up > most, most, select(up < least, least, up));
+    const floats z = rounded<T>(gate * alpha);
+#if defined(__AVX512F__)
+    const floats share = sizeof(T) == 2 ? reciprocal(1.0f + exp2_of_bounded(z * -1.44269504f)) : 1.0f / (1.0f + exp(-z));
+#else
+    const floats share = 1.0f / (1.0f + exp(-z));
+#endif
+    return rounded<T>(up + 1.0f) * rounded<T>(gate * rounded<T>(share));
 }
 
 // The first `count` numbers of a vector; the others are zero.

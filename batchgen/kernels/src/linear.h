@@ -68,7 +68,70 @@ struct Product {  // `Product` in ops.py is the same
     int64_t group;  // words from the first E::side columns of a panel to the next ones
     int64_t w_row;  // words from one row of W [columns][words] to the next; 0 where W is packed
     const Codes* codes;  // the weights, or null where they are numbers
+    // The experts of a mixture have weights of their own, whose panels follow each other. Rows [starts[e], starts[e + 1]) belong to expert e.
+    int64_t experts;        // 0 if all rows have the same weights
+    const int64_t* starts;  // [experts + 1]
+    int64_t first_panel;    // of the weights of an expert; 0 outside of a task
+    double alpha, limit;    // of the activation
 };
+
+INLINE int64_t panels_of(const Product& p) { return (p.columns * (p.activation == NONE ? 1 : 2) + WIDTH - 1) / WIDTH; }
+
+// The tasks of a product: each is some rows times a panel.
+class ProductTasks {
+   public:
+    struct Task {
+        int64_t expert, panel, begin, end;  // a panel of the expert's, and rows
+    };
+
+    // Cuts the rows of each expert into `wanted` parts if they have so many times `step` rows, and into more if a part has more than `most`.
+    ProductTasks(const Product& p, int64_t panels, int64_t threads, int64_t step, int64_t most) : panels_(panels) {
+        const int64_t experts = std::max<int64_t>(1, p.experts);
+        int64_t busy = 0;
+        for (int64_t e = 0; e < experts; e++) busy += rows_of(p, e) > 0;
+        // Enough tasks for every thread to have several, but no more than that, because each task reads its panel.
+        const int64_t wanted = threads == 1 ? 1 : std::max<int64_t>(1, 4 * threads / std::max<int64_t>(1, panels * busy));
+        for (int64_t e = 0; e < experts; e++) {
+            const int64_t rows = rows_of(p, e);
+            if (rows == 0) continue;
+            const int64_t parts = std::max(wanted, (rows + most - 1) / most), share = (rows + parts - 1) / parts;
+            const int64_t task_rows = (share + step - 1) / step * step;
+            shares_.push_back({count_, e, p.experts ? p.starts[e] : 0, rows, task_rows});
+            count_ += (rows + task_rows - 1) / task_rows * panels;
+        }
+    }
+    int64_t count() const { return count_; }
+    Task at(int64_t task) const {
+        const Share& s = *std::prev(std::upper_bound(shares_.begin(), shares_.end(), task, [](int64_t t, const Share& share) { return t < share.first; }));
+        const int64_t i = task - s.first, begin = i / panels_ * s.task_rows;
+        return {s.expert, i % panels_, s.row + begin, s.row + std::min(s.rows, begin + s.task_rows)};
+    }
+    static int64_t rows_of(const Product& p, int64_t expert) { return p.experts ? p.starts[expert + 1] - p.starts[expert] : p.rows; }
+    // Returns the blocks of `size` rows of all experts.
+    static int64_t blocks(const Product& p, int64_t size) {
+        int64_t found = 0;
+        for (int64_t e = 0; e < std::max<int64_t>(1, p.experts); e++) found += (rows_of(p, e) + size - 1) / size;
+        return found;
+    }
+
+   private:
+    struct Share {  // an expert's rows, which begin at `row`
+        int64_t first, expert, row, rows, task_rows;  // the number of its first task
+    };
+    std::vector<Share> shares_;
+    int64_t count_ = 0;
+    const int64_t panels_;
+};
+
+// Returns the product of one expert's rows, which keep their numbers.
+INLINE Product of_expert(Product p, int64_t expert, int64_t panels) {
+    p.first_panel = expert * panels;
+    if (p.weights) p.weights += p.first_panel * p.words * WIDTH;
+    if (p.bias) p.bias += p.first_panel * WIDTH;
+    if (p.scales) p.scales += p.first_panel * WIDTH;
+    if (p.beginnings) p.beginnings += p.first_panel * WIDTH;
+    return p;
+}
 
 // Computes the sums [R][WIDTH] of R rows of x times a panel, over `words` words. With `more` they are added to those in `sums`, else to `from`
 // if it is given. With each word it prefetches `lines` lines of 64 bytes at `next`: few at a time, or loads would wait for them.
@@ -127,15 +190,18 @@ INLINE void finish(const Product& p, const uint32_t* sums, int64_t panel, int64_
     if (E::scaled)
         for (int v = 0; v < VECTORS; v++) values[v] *= p.x_scales[row] * load<floats>(p.scales + panel * WIDTH + v * LANES);
     if (p.bias)
-        for (int v = 0; v < VECTORS; v++) values[v] += load<floats>(p.bias + panel * WIDTH + v * LANES);
+        for (int v = 0; v < VECTORS; v++) {
+            if (p.experts) values[v] = rounded<T>(values[v]);  // their modules add it to the rounded product
+            values[v] += load<floats>(p.bias + panel * WIDTH + v * LANES);
+        }
     const int width = p.activation == NONE ? WIDTH : WIDTH / 2;
     T* y = (T*)p.y + row * p.y_row + panel * width;
     const int64_t columns = p.columns - panel * width;
     if (p.activation == NONE) return put(y, columns, values);
     floats gated[VECTORS / 2];
     for (int v = 0; v < VECTORS / 2; v++) {
-        const floats up = rounded<T>(values[VECTORS / 2 + v]);
-        gated[v] = rounded<T>(activate<T>(p.activation, rounded<T>(values[v]))) * up;
+        const floats gate = rounded<T>(values[v]), up = rounded<T>(values[VECTORS / 2 + v]);
+        gated[v] = p.activation == CLAMPED ? clamped_gate<T>(gate, up, float(p.alpha), float(p.limit)) : rounded<T>(activate<T>(p.activation, gate)) * up;
     }
     put(y, columns, gated);
 }
@@ -246,15 +312,10 @@ template <class E, class T>
 void multiply(Product p) {
     p.inner = p.words * E::per_word;
     p.group = p.words * E::side;
-    const int64_t panels = (p.columns * (p.activation == NONE ? 1 : 2) + WIDTH - 1) / WIDTH;
-    const int64_t work = panels * p.words * ((p.rows + ROWS - 1) / ROWS);
+    const int64_t panels = panels_of(p), work = panels * p.words * ProductTasks::blocks(p, ROWS);
     const int64_t threads = std::max<int64_t>(1, std::min(p.threads, work / MIN_WORK));
-    // Enough tasks for every thread to have several, but no more than that, because each task reads its panel.
-    const int64_t wanted = threads == 1 ? 1 : std::max<int64_t>(1, 4 * threads / panels);
-    const int64_t parts = std::max(wanted, (p.rows + MAX_ROWS - 1) / MAX_ROWS), share = (p.rows + parts - 1) / parts;
-    const int64_t task_rows = (share + ROWS - 1) / ROWS * ROWS;
-    const int64_t tasks = (p.rows + task_rows - 1) / task_rows * panels;
-    in_parallel(tasks, threads, [&](Tasks& some) {
+    const ProductTasks all(p, panels, threads, ROWS, MAX_ROWS);
+    in_parallel(all.count(), threads, [&](Tasks& some) {
         uint32_t sums[MAX_ROWS * WIDTH];
         uint32_t wide[E::a_words == 2 ? DEPTH * WIDTH : 1];
         std::vector<uint32_t> packed(p.w_row || p.codes ? DEPTH * WIDTH : 0);
@@ -262,28 +323,31 @@ void multiply(Product p) {
         // that other threads take meanwhile.
         const auto after = [&](int64_t task, int64_t end, int64_t depth) -> Next {
             const int64_t from = end < p.words ? end : 0, next = from > 0 ? task : task + threads;
-            if (next >= tasks || p.w_row || p.codes) return {nullptr, 0};
-            return {p.weights + (next % panels * p.words + from) * WIDTH, std::min(depth, p.words - from)};
+            if (next >= all.count() || p.w_row || p.codes) return {nullptr, 0};
+            const auto there = all.at(next);
+            return {p.weights + ((there.expert * panels + there.panel) * p.words + from) * WIDTH, std::min(depth, p.words - from)};
         };
         for (int64_t task; (task = some.take()) >= 0;) {
-            const int64_t panel = task % panels, begin = task / panels * task_rows, end = std::min(p.rows, begin + task_rows);
+            const auto [expert, panel, begin, end] = all.at(task);
+            const Product q = of_expert(p, expert, panels);
             const bool widens = E::a_words == 2 && end - begin >= WIDENED_ROWS;
             const int64_t depth = widens ? DEPTH / 2 : p.codes && end - begin <= ROWS ? CODED_DEPTH : DEPTH;
             for (int64_t k = 0; k < p.words; k += depth) {
                 const int64_t words = std::min(depth, p.words - k);
-                const uint32_t* weights = p.weights + panel * p.words * WIDTH + k * E::side;
+                const uint32_t* weights = q.weights + panel * p.words * WIDTH + k * E::side;
                 if (p.w_row) pack<WIDTH>(p, panel, k, words, packed.data()), weights = packed.data();
                 if constexpr (!E::scaled)
-                    if (p.codes) unpack<E::per_word, WIDTH, WIDTH>(*p.codes, panel, k * E::per_word, words * E::per_word, packed.data()), weights = packed.data();
+                    if (p.codes)
+                        unpack<E::per_word, WIDTH, WIDTH>(*p.codes, q.first_panel + panel, k * E::per_word, words * E::per_word, packed.data()), weights = packed.data();
                 if constexpr (E::a_words == 2)
                     if (widens) {
                         widen<E>(weights, words, wide);
                         const Ahead ahead(after(task, k + words, depth), (end - begin) / ROWS);
-                        slice<typename E::wide, T>(p, panel, begin, end, wide, 2 * k, 2 * words, sums, ahead, {nullptr, 0});
+                        slice<typename E::wide, T>(q, panel, begin, end, wide, 2 * k, 2 * words, sums, ahead, {nullptr, 0});
                         continue;
                     }
                 const Next next = E::a_words == 2 && end - begin > ROWS ? after(task, k + words, depth) : Next{nullptr, 0};
-                slice<E, T>(p, panel, begin, end, weights, k, words, sums, {}, next);
+                slice<E, T>(q, panel, begin, end, weights, k, words, sums, {}, next);
             }
         }
     });
@@ -313,6 +377,9 @@ void run(const Product& p) {
         for (int64_t first = 0; first < p.rows; first += share) {
             Product part = p;
             part.rows = std::min(share, p.rows - first);
+            std::vector<int64_t> starts(p.experts ? p.experts + 1 : 0);  // of these rows
+            for (size_t e = 0; e < starts.size(); e++) starts[e] = std::min(std::max<int64_t>(0, p.starts[e] - first), part.rows);
+            part.starts = starts.data();
             widen_rows((const bf16*)(p.x + first * p.x_row), 2 * p.x_row, part.rows, size, wide.data(), p.threads);
             part.x = (const uint32_t*)wide.data();
             part.x_row = size;

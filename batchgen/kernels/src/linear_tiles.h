@@ -14,15 +14,17 @@ constexpr int64_t MIN_TILES = 150;  // products of 16 rows, 16 words and a panel
 template <class E, class T>
 class TileTask {
    public:
-    explicit TileTask(const Product& p) : p_(p), packed_(p.w_row || p.codes ? TILE_DEPTH * WIDTH : 0) {
+    explicit TileTask(const Product& p) : all_(p), p_(p), packed_(p.w_row || p.codes ? TILE_DEPTH * WIDTH : 0) {
         const int64_t last = p.words - (p.words - 1) / TILE_DEPTH * TILE_DEPTH;
         rows_at_a_time_ = (SIDE - 1) / std::max<int64_t>(1, last / TILE * (WIDTH / SIDE)) + 1;
     }
 
-    // Computes rows [begin, end) of y in a panel, and prefetches the weights of panel `next`, unless it is -1. Vectors finish a row while the
-    // matrix unit works on the rows after it.
-    void run(int64_t panel, int64_t begin, int64_t end, int64_t next) {
+    // Computes a task, and prefetches the weights of panel `next` of all experts, unless it is -1. Vectors finish a row while the matrix unit works
+    // on the rows after it.
+    void run(const ProductTasks::Task& task, int64_t next) {
+        const int64_t panel = task.panel, begin = task.begin, end = task.end;
         plan_fetching(end - begin, next);
+        p_ = of_expert(all_, task.expert, panels_of(all_));
         panel_ = panel, begin_ = finished_ = summed_ = begin, end_ = end;
         for (int64_t k = 0; k < p_.words; k += TILE_DEPTH) {
             const int64_t words = std::min(TILE_DEPTH, p_.words - k);
@@ -30,7 +32,7 @@ class TileTask {
             int64_t from_side = p_.words * SIDE;
             if (p_.w_row) pack<SIDE>(p_, panel, k, words, packed_.data()), weights = packed_.data(), from_side = words * SIDE;
             if constexpr (!E::scaled)
-                if (p_.codes) unpack<2, WIDTH, SIDE>(*p_.codes, panel, 2 * k, 2 * words, packed_.data()), weights = packed_.data(), from_side = words * SIDE;
+                if (p_.codes) unpack<2, WIDTH, SIDE>(*p_.codes, p_.first_panel + panel, 2 * k, 2 * words, packed_.data()), weights = packed_.data(), from_side = words * SIDE;
             for (int64_t row = begin; row < end; row += SIDE) {
                 add(row, k, words, weights, from_side);
                 if (k + words == p_.words) summed_ = std::min(end, row + SIDE);
@@ -43,7 +45,7 @@ class TileTask {
     void plan_fetching(int64_t rows, int64_t next) {
         if (next < 0 || p_.w_row || p_.codes) return void(ahead_ = ahead_end_ = nullptr);
         const int64_t words = p_.words * WIDTH, steps = (rows + SIDE - 1) / SIDE * (WIDTH / SIDE) * ((p_.words + TILE - 1) / TILE);
-        ahead_ = p_.weights + next * words;
+        ahead_ = all_.weights + next * words;
         ahead_end_ = ahead_ + words;
         ahead_at_a_time_ = ((words + TILE - 1) / TILE + steps - 1) / steps * TILE;
     }
@@ -92,7 +94,8 @@ class TileTask {
         finish<E, T>(p_, sums, panel_, finished_++);
     }
 
-    const Product& p_;
+    const Product& all_;
+    Product p_;  // of the task's expert
     int64_t rows_at_a_time_;
     int64_t panel_ = 0, begin_ = 0, end_ = 0;
     int64_t summed_ = 0, finished_ = 0;  // the rows before these are summed, and finished
@@ -108,19 +111,16 @@ class TileTask {
 template <class E, class T>
 void run_tiles(const Product& p) {
     if (p.rows == 0) return;
-    const int64_t panels = (p.columns * (p.activation == NONE ? 1 : 2) + WIDTH - 1) / WIDTH;
-    const int64_t work = panels * ((p.words + TILE - 1) / TILE) * ((p.rows + TILE - 1) / TILE);
+    const int64_t panels = panels_of(p);
+    const int64_t work = panels * ((p.words + TILE - 1) / TILE) * ProductTasks::blocks(p, TILE);
     const int64_t threads = std::max<int64_t>(1, std::min(p.threads, work / MIN_TILES));
-    const int64_t wanted = threads == 1 ? 1 : std::max<int64_t>(1, 4 * threads / panels);
-    const int64_t share = (p.rows + wanted - 1) / wanted;
-    const int64_t task_rows = std::min<int64_t>((share + SIDE - 1) / SIDE * SIDE, MAX_ROWS);
-    const int64_t tasks = (p.rows + task_rows - 1) / task_rows * panels;
-    in_parallel(tasks, threads, [&](Tasks& some) {
+    const ProductTasks all(p, panels, threads, SIDE, MAX_ROWS);
+    in_parallel(all.count(), threads, [&](Tasks& some) {
         TileTask<E, T> task(p);
         for (int64_t i = some.take(), next; i >= 0; i = next) {
             next = some.take();
-            const int64_t begin = i / panels * task_rows;
-            task.run(i % panels, begin, std::min(p.rows, begin + task_rows), next < 0 ? -1 : next % panels);
+            const auto there = all.at(next < 0 ? i : next);
+            task.run(all.at(i), next < 0 ? -1 : there.expert * panels + there.panel);
         }
     });
 }

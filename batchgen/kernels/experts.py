@@ -1,0 +1,80 @@
+"""The experts of a mixture on the kernels for the CPU: the rows of a step lie in the order of their experts, whose weights follow each other.
+
+A row's result does not depend on the rows beside it, so a mixture's tokens are the same whatever the batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from batchgen.kernels.build import kernel, library
+from batchgen.kernels.ops import Activation, PackedLinear
+
+
+class _Route(ctypes.Structure):
+    """`Route` in experts.cpp is the same."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("tokens", "chosen", "experts", "bytes", "x_row", "threads")),
+        *((name, ctypes.c_void_p) for name in ("indices", "x", "starts", "places", "rows")),
+    )
+
+
+class _Combine(ctypes.Structure):
+    """`Combine` in experts.cpp is the same."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("tokens", "chosen", "size", "threads")),
+        *((name, ctypes.c_void_p) for name in ("rows", "weights", "places", "y")),
+    )
+
+
+class FusedExperts(torch.nn.Module):
+    """Maps x [T, K] to the weighted sum of what a token's experts give: down(act(gate(x)) * up(x)), rounded where transformers rounds."""
+
+    def __init__(self, up: PackedLinear, down: PackedLinear, plain: Any) -> None:
+        """`up`: gate and up of all experts. `plain`: the module of transformers, which runs the activation that `up` leaves out."""
+        super().__init__()
+        self.up = up
+        self.down = down
+        self.plain = plain if up.activation == Activation.NONE else None
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """`top_k_index` and `top_k_weights` [T, C]: the experts of each token, and what their results are multiplied by."""
+        x, indices = hidden_states.to(self.up.dtype), top_k_index.long().contiguous()
+        tokens, chosen = indices.shape
+        threads = torch.get_num_threads()
+        starts, places = torch.empty(self.up.experts + 1, dtype=torch.int64), torch.empty_like(indices)
+        rows = torch.empty((tokens * chosen, x.shape[1]), dtype=x.dtype)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        route = _Route(
+            tokens, chosen, self.up.experts, x.shape[1] * x.itemsize, x.stride(0) * x.itemsize, threads,
+            indices.data_ptr(), x.data_ptr(), starts.data_ptr(), places.data_ptr(), rows.data_ptr(),
+        )  # fmt: skip
+        if not library().batchgen_route(ctypes.byref(route)):
+            raise IndexError(f"the number of an expert is out of range: there are {self.up.experts}")
+        y = self.up(rows, starts)
+        if self.plain is not None:
+            y = self.plain._apply_gate(y) if self.plain.has_gate else self.plain.act_fn(y)
+        y = self.down(y, starts)
+        return self._combined(y, top_k_weights, places).to(hidden_states.dtype)
+
+    def _combined(self, rows: torch.Tensor, weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of the rows of each token, which lie at `places`, times their weights."""
+        tokens, chosen = places.shape
+        if weights.dtype != rows.dtype:
+            weights = weights.float()
+        weights = weights.contiguous()
+        out = torch.empty((tokens, rows.shape[1]), dtype=rows.dtype)
+        combine = _Combine(
+            tokens, chosen, rows.shape[1], torch.get_num_threads(),
+            rows.data_ptr(), weights.data_ptr(), places.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        kernel("combine", rows.dtype, "_by_float32" if weights.dtype != rows.dtype else "")(ctypes.byref(combine))
+        return out

@@ -1,0 +1,109 @@
+"""The experts of a mixture: which modules the kernels replace, codes that give the same bits as numbers, and rows that do not depend on others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from batchgen.kernels import fusion
+from batchgen.kernels.codes import PackedTensor
+from batchgen.kernels.experts import FusedExperts
+from batchgen.kernels.ops import Activation
+from support.codings import CODINGS, ROWS, SIZE, bits_of, weight_of
+from support.fusing import fuse
+from support.models import build, kernels
+
+EXPERTS = 3
+IDS = torch.arange(3, 40)[None]
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernels() is None:
+        pytest.skip("the kernels cannot be compiled here")
+    monkeypatch.setattr(fusion, "is_fast", lambda: True)
+
+
+def experts_of(name: str, dtype: torch.dtype) -> list[PackedTensor]:
+    """Returns gate, up and down [E, N, K]; the rows of an expert do not fill its last panel. The inner size is that of the codes."""
+    weights = [weight_of(name, dtype, seed) for seed in range(3 * EXPERTS)]
+    for weight in weights:
+        if "groups" in weight.parts:
+            weight.parts["groups"] = weights[0].parts["groups"]
+    stacked: Any = [torch.stack(weights[i::3]) for i in range(3)]  # type: ignore[arg-type]
+    return stacked
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CODINGS)
+def test_experts_of_codes_compute_what_those_of_their_numbers_do_to_the_last_bit(name: str, dtype: torch.dtype) -> None:
+    from batchgen.kernels.ops import PackedLinear
+
+    weights = experts_of(name, dtype)
+    for some, activation in ((weights[:1], Activation.NONE), (weights[:2], Activation.SILU)):
+        coded = PackedLinear(list(some), [None] * len(some), activation)
+        whole = PackedLinear([weight.unpacked() for weight in some], [None] * len(some), activation)
+        alone = [PackedLinear([weight.unpacked()[e] for weight in some], [None] * len(some), activation) for e in range(EXPERTS)]  # fmt: skip
+        assert coded.codes is not None
+        for counts in ([1, 0, 0], [3, 0, 8], [70, 200, 1], [0, 600, 5]):
+            starts = torch.tensor([0, *counts]).cumsum(0)
+            x = torch.randn(int(starts[-1]), SIZE, generator=torch.Generator().manual_seed(len(counts))).to(dtype)
+            expected = torch.cat([layer(part) for layer, part in zip(alone, x.split(counts), strict=True)])
+            assert torch.equal(bits_of(coded(x, starts)), bits_of(expected))
+            assert torch.equal(bits_of(whole(x, starts)), bits_of(expected))
+
+
+def test_packed_experts_take_what_their_codes_take() -> None:
+    from batchgen.kernels.ops import PackedLinear
+
+    (weight, *_) = experts_of("MXFP4", torch.bfloat16)
+    whole = PackedLinear([weight], [None])
+    assert whole.bytes == weight.packed_bytes * 256 // ROWS  # rows that fill the last panel of each expert
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [
+        ("qwen3_moe", Activation.SILU),
+        ("gpt_oss", Activation.CLAMPED),
+        ("minimax_m3_vl_text", Activation.CLAMPED),
+        ("gemma4_text/experts", Activation.GELU_TANH),
+        ("nemotron_h", Activation.NONE),  # without a gate
+        ("hy_v4", Activation.NONE),  # with a gate that torch computes
+    ],
+)
+@torch.inference_mode()
+def test_experts_are_replaced_and_the_logits_stay_the_same(name: str, activation: Activation) -> None:
+    model = build(name)
+    plain = model(input_ids=IDS, use_cache=False).logits
+    found = fuse(model)
+    fused = [part for part in model.modules() if isinstance(part, FusedExperts)]
+    assert found["experts"] == len(fused) > 0
+    assert {part.up.activation for part in fused} == {activation}
+    assert not any("experts" in name.split(".") for name, _ in model.named_parameters())
+    torch.testing.assert_close(model(input_ids=IDS, use_cache=False).logits, plain, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_what_experts_give_for_a_token_does_not_depend_on_other_tokens(dtype: torch.dtype) -> None:
+    model = build("gpt_oss").to(dtype)
+    fuse(model)
+    mlp: Any = next(part for part in model.modules() if isinstance(getattr(part, "experts", None), FusedExperts))
+    x = torch.randn(1, 40, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    together = mlp(x)[0]
+    for i in (0, 7, 39):
+        assert torch.equal(mlp(x[:, i : i + 1])[0], together[:, i : i + 1])
+
+
+@torch.inference_mode()
+def test_an_expert_that_does_not_exist_is_an_error() -> None:
+    model = build("qwen3_moe")
+    fuse(model)
+    fused = next(part for part in model.modules() if isinstance(part, FusedExperts))
+    x = torch.zeros(1, fused.up.in_features)
+    for number in (-1, fused.up.experts):
+        with pytest.raises(IndexError, match=f"there are {fused.up.experts}$"):
+            fused(x, torch.tensor([[0, number]]), torch.ones(1, 2))
