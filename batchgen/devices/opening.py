@@ -5,19 +5,26 @@ The caller need not know which. With several devices, this process has neither t
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices.threads import cpu_quota, usable_cores
 from batchgen.devices.transport import Processes, start_process
 from batchgen.devices.workers import Workers
+from batchgen.kernels import isa
+from batchgen.model_files import gguf_file
+from batchgen.process.user_cache import cache_folder
 from batchgen.prompts import LoadedTokenizer
 from batchgen.prompts.tokenizer import quiet
 from batchgen.request import TokenArray
+from batchgen.version import __version__
 
 if TYPE_CHECKING:
     from batchgen.engine.engine import Engine
@@ -54,10 +61,17 @@ def use_threads(config: EngineConfig, place: int = 0, processes: int = 1) -> Non
     with quiet():  # torchao writes warnings when it is imported
         import torch
 
+    torch.set_num_threads(num_threads(config, place, processes))
+
+
+def num_threads(config: EngineConfig, place: int = 0, processes: int = 1) -> int:
+    """Returns the number of threads that `use_threads` sets, if it was not called before."""
+    import torch
+
     total = config.threads
     if total is None:  # torch follows affinity and OMP_NUM_THREADS, but not quotas
         total = min(torch.get_num_threads(), cpu_quota() or torch.get_num_threads())
-    torch.set_num_threads(max(1, (total + place) // processes))
+    return max(1, (total + place) // processes)
 
 
 def engine_here(
@@ -65,6 +79,8 @@ def engine_here(
 ) -> Engine:
     """Loads a model on one device. Returns its engine, in this process. Raises `BatchgenError`."""
     with quiet():  # torchao writes warnings when it is imported
+        import torch
+
         from batchgen.engine.engine import Engine  # imports torch
         from batchgen.model.checks.device_check import check_device
         from batchgen.model.loader import load_model, pick_device
@@ -72,4 +88,31 @@ def engine_here(
     with _LOADING:
         verdict = check_device(model, pick_device(model.device), tokenizer.hf_config, config.block_size)
         loaded = load_model(model, tokenizer, config.processes, texts)
-    return Engine(replace(loaded, verdict=verdict), tokenizer, config)
+    costs = costs_file(model, tokenizer.hf_config, config, torch.get_num_threads())
+    return Engine(replace(loaded, verdict=verdict), tokenizer, config, costs)
+
+
+def costs_file(model: ModelConfig, hf_config: Any, config: EngineConfig, threads: int) -> Path | None:
+    """Returns the file of the user's cache that holds the costs of steps of this model on this machine (`StepCosts`); None if there is no cache.
+
+    Its name depends on the shape of the model, not on its weights, and on what decides how a step is computed.
+    """
+    from batchgen.model.checks.device_check import NO_SETTINGS, device_identity
+    from batchgen.model.loader import pick_device
+
+    device = pick_device(model.devices[0])
+    packed = gguf_file(model)
+    key = {
+        "batchgen": __version__,
+        "model": {name: value for name, value in hf_config.to_dict().items() if name not in NO_SETTINGS},
+        "type": [model.dtype, str(getattr(hf_config, "dtype", None)), model.quantize, packed.name if packed else ""],
+        "task": [model.embed, model.classify],
+        "device": [device_identity(device)[0], model.device_map],
+        "processor": [isa.processor(), isa.instruction_set(), threads] if device.type == "cpu" else [],
+        "engine": [model.compile, model.attention, config.block_size, config.share],
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:20]
+    try:
+        return cache_folder() / "step-costs" / f"{digest}.json"
+    except OSError:
+        return None

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Protocol
 
 from batchgen.attention.kv_cache import CPU, KVCache
@@ -42,6 +44,7 @@ from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.block_pool import BlockPool
 from batchgen.scheduling.scheduler import Scheduler, StepLoop
 from batchgen.scheduling.sequence import Stops
+from batchgen.scheduling.step_costs import StepCosts
 from batchgen.scheduling.waiting import POLICIES
 from batchgen.state.cache import StateCache
 from batchgen.stats import EngineStats
@@ -95,9 +98,13 @@ def sized(model: LoadedModel, config: EngineConfig, context_length: int) -> tupl
 class Engine:
     """A model with its block pool. Runs windows of requests, one after the other or together; prefix nodes stay resident between them."""
 
-    def __init__(self, model: LoadedModel, tokenizer: ModelTokenizer, config: EngineConfig) -> None:
+    def __init__(
+        self, model: LoadedModel, tokenizer: ModelTokenizer, config: EngineConfig, costs_file: Path | None = None
+    ) -> None:
+        """`costs_file`: where the costs of steps are kept for later runs."""
         self.tokenizer = tokenizer
         self.config = config
+        self.costs = StepCosts(costs_file)
         self.stats = EngineStats(quantization=model.quantization, parts=parts(model))
         if model.device.type == "cpu":
             keep_freed_memory()
@@ -229,6 +236,7 @@ class Engine:
                 self._abandon()
             self.executor.free(self.scheduler.take_freed())
             self._update_stats()
+            self.costs.save()
 
     def step(self, admit: bool = True) -> None:
         """Runs the next step (`StepLoop.step`) and adds its updates to the results."""
@@ -240,8 +248,11 @@ class Engine:
             self.results.fail_shown(self._vision.failed)
         if self._fallback.suspects:
             self._fallback.keep_suspects({request.row for request, *_ in self.results.requests()})
+        began = time.perf_counter()
         for update in self.loop.step(admit):
             self._apply(update)
+        if len(self.loop.landed) == 1:  # a step ahead: the device has run the step that has landed
+            self.costs.measured.append((self.loop.landed[0], time.perf_counter() - began))
         self._shrink()
         self._update_stats()
         if self.config.debug:

@@ -117,19 +117,28 @@ def has_float16() -> bool:
 @cache
 def features() -> frozenset[str]:
     """Returns the processor's features that this process may use and its maker, as /proc/cpuinfo names them; empty without such a file."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return frozenset()
     found = {
         word
-        for line in lines
+        for line in _cpuinfo()
         if line.startswith(("vendor_id", "flags", "Features"))
         for word in line.partition(":")[2].split()
     }
     if "amx_tile" in found and not _may_use_tiles():
         found.discard("amx_tile")
     return frozenset(found)
+
+
+def processor() -> str:
+    """Returns the name of this machine's processor, as far as it is known."""
+    named = (line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def _may_use_tiles() -> bool:

@@ -131,6 +131,19 @@ def pack(spans: Sequence[ScheduledSpan]) -> PackedSpans:
     return PackedSpans(tuple(spans), tokens, *places)
 
 
+class StepSize(NamedTuple):
+    """What the seconds of a step depend on (`step_costs`)."""
+
+    tokens: int
+    """Tokens of the forward."""
+    logit_rows: int
+    """Tokens whose logits are computed."""
+    keys: int
+    """Keys that are read, each once: those of a prefix count once for all sequences below it."""
+    pairs: int
+    """Pairs of a query and a key that it sees."""
+
+
 class Sample(NamedTuple):
     """A token to be sampled."""
 
@@ -173,6 +186,7 @@ class ScheduledBatch:
     """What one step runs and which of its numbers are wanted. `of` makes it; everything about the step is read from here."""
 
     packed: PackedSpans
+    size: StepSize
     moves: tuple[CopyBlock | SwapOut | SwapIn, ...]
     """Copies of blocks to make before the forward, in this order."""
     samples: tuple[Sample, ...]
@@ -223,8 +237,10 @@ class ScheduledBatch:
                 sampling.append(span)
                 rows.append(row - 1)
         ready = tuple(seq for seq in started if seq.state is State.DECODING)
+        packed = pack(spans)
         return cls(
-            packed=pack(spans),
+            packed=packed,
+            size=_size(packed),
             moves=moves,
             samples=tuple(Sample(seq, seq.sampler_index, seq.num_sampled) for seq in (*sampling, *ready)),
             sample_rows=np.asarray(rows, dtype=np.int64),
@@ -244,6 +260,24 @@ class ScheduledBatch:
     @property
     def num_tokens(self) -> int:
         return len(self.packed.tokens)
+
+
+def _size(packed: PackedSpans) -> StepSize:
+    keys = pairs = 0
+    above: PrefixNodeSpan | None = None
+    read: set[PrefixNodeSpan] = set()
+    for span, start, stop, _, _ in packed.spans:
+        count = stop - start
+        keys += stop - span.start
+        pairs += stop if count == 1 else count * (start + stop + 1) // 2
+        if span.parent is not above:
+            above = span.parent
+            for node_span in reversed(span.path):
+                if node_span in read:
+                    break
+                read.add(node_span)
+                keys += node_span.end - node_span.start
+    return StepSize(len(packed.tokens), len(packed.logits_places), keys, pairs)
 
 
 def _score(scheduled: ScheduledSpan, row: int, targets: ScoreTargets) -> None:

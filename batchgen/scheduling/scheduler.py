@@ -20,7 +20,16 @@ from typing import Any, Generic, Protocol, TypeVar
 from batchgen.errors import RowError
 from batchgen.prefix import PrefixPlan
 from batchgen.request import Leaf, Request
-from batchgen.scheduling.batch import Budget, Freed, Limits, ScheduledBatch, SequenceUpdate, StepOutput, TokenCounts
+from batchgen.scheduling.batch import (
+    Budget,
+    Freed,
+    Limits,
+    ScheduledBatch,
+    SequenceUpdate,
+    StepOutput,
+    StepSize,
+    TokenCounts,
+)
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span, State, Stops
 from batchgen.scheduling.waiting import POLICIES, Cursor, Policy, Queue, Window
@@ -531,6 +540,8 @@ class StepLoop(Generic[Step]):
         self.executor = executor
         self.ahead = ahead
         self.in_flight: deque[Step] = deque()
+        self.landed: list[StepSize] = []
+        """The sizes of the steps whose tokens were read in the last call of `step`."""
 
     def step(self, admit: bool = True) -> Iterator[SequenceUpdate]:
         """Runs the next step. Yields the updates of the steps that are done. Without `admit` no new sequence is started.
@@ -538,6 +549,7 @@ class StepLoop(Generic[Step]):
         If memory is short, it only waits for the step in flight: that step may end sequences, and the tokens of a sequence must be on
         the host before it is preempted.
         """
+        self.landed.clear()
         batch = self.scheduler.schedule(admit)
         if batch is None:
             yield from self.land()
@@ -554,7 +566,9 @@ class StepLoop(Generic[Step]):
 
     def land(self) -> Iterator[SequenceUpdate]:
         """Waits for the first step in flight."""
-        yield from self.scheduler.apply(self.executor.wait(self.in_flight.popleft()))
+        output = self.executor.wait(self.in_flight.popleft())
+        self.landed.append(output.batch.size)
+        yield from self.scheduler.apply(output)
 
     def settle(self) -> Iterator[SequenceUpdate]:
         """Waits for all steps in flight."""

@@ -48,7 +48,8 @@ INSTEAD: dict[Part, str] = {
 TRIAL_SECONDS = 300.0
 """A trial that takes longer is taken to hang. Part of this is Triton's compiler: a minute for two kinds of layers on a busy machine."""
 _SOURCES = ("attention/*.py", "model/cuda_*.py", "model/checks/device_trials.py", "model/runner.py", "sampling/*.py")
-_NO_SETTINGS = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
+NO_SETTINGS = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
+"""Entries of a model's configuration that do not change how its steps are computed."""
 
 _logger = logging.getLogger("batchgen")
 
@@ -195,7 +196,7 @@ def _sources() -> list[Path]:
 
 def _key(config: ModelConfig, hf_config: Any, block_size: int, name: str, driver: str) -> dict[str, str]:
     """Returns what the findings depend on."""
-    settings = {k: v for k, v in hf_config.to_dict().items() if k not in _NO_SETTINGS}
+    settings = {k: v for k, v in hf_config.to_dict().items() if k not in NO_SETTINGS}
     sources = hashlib.sha256()
     for path in _sources():
         sources.update(path.read_bytes())

@@ -1,0 +1,190 @@
+"""What a step costs: seconds from its size, learned from the steps that have run. numpy only.
+
+Steps are kept by kind, the newest few of each, so that many steps of one kind do not outweigh the others, and one slow step is one of
+many. The model is fitted to them when it is asked, no more often than their number grows by a quarter: a constant, a curve over the number
+of tokens that is linear between powers of two and nowhere falls, and parts that are linear in rows of logits, keys and pairs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchgen.process.user_cache import replaced
+from batchgen.scheduling.batch import StepSize
+
+Matrix = NDArray[np.float64]
+
+
+OCTAVES = 16
+"""The curve over tokens has knots at 0, 1, 2, 4, … up to 2^OCTAVES, and goes on straight."""
+KEPT = 8
+"""Steps that are kept of each kind."""
+MIN_STEPS = 4
+"""Steps without which nothing is known."""
+MEASURED = 1 << 16
+"""Measured steps that wait for the next estimate; older ones are forgotten."""
+ROUNDS = 5
+"""Rounds of a fit. Each weighs the steps by the estimates and the errors of the round before."""
+OUTLIER = 3.0
+"""An error of more than so many times the typical one counts less."""
+STIFFNESS = 1e-2
+"""Weight, in steps, of the wish that a token costs the same in neighbouring parts of the curve. It decides where nothing was measured."""
+RIDGE = 1e-6
+"""Keeps small what no step decides, such as the parts of tokens and of rows where both are always equal."""
+_KNOTS = np.array([0, *(1 << i for i in range(OCTAVES + 1))], dtype=np.float64)
+
+
+class StepCosts:
+    """Estimates of the seconds of steps. `seconds` takes a microsecond or two; a fit takes some milliseconds."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        """Begins with the steps that `save` has written to `file`. A file that cannot be read counts as none."""
+        self.file = file
+        self.measured: deque[tuple[StepSize, float]] = deque(maxlen=MEASURED)
+        """Steps that have run, with their seconds: the engine appends them, and the next estimate takes them in."""
+        self._new = self._saved = 0
+        """Number of measured steps that were taken in, now and when they were saved last."""
+        self._kinds: dict[tuple[int, ...], deque[tuple[StepSize, float]]] = {}
+        self._num_steps = 0
+        self._fit_at = MIN_STEPS
+        """Number of steps at which the next fit is due."""
+        self._curve: list[float] = []
+        """Seconds at the knots; empty before the first fit."""
+        self._slopes: list[float] = []
+        self._any_row = self._row = self._key = self._pair = 0.0
+        for size, seconds in _stored(file):
+            self._add(size, seconds)
+
+    @property
+    def known(self) -> bool:
+        """Whether enough steps were measured or loaded for an estimate."""
+        self._take_in()
+        return self._num_steps >= MIN_STEPS
+
+    def seconds(self, size: StepSize) -> float:
+        """Returns the estimated seconds of a step; 0.0 if nothing is `known`."""
+        if self.measured:
+            self._take_in()
+        if self._num_steps >= self._fit_at:
+            self._fit()
+        if not self._curve:
+            return 0.0
+        knot = min(size.tokens.bit_length(), OCTAVES + 1)
+        seconds = self._curve[knot] + self._slopes[knot] * (size.tokens - (1 << knot >> 1))
+        if size.logit_rows:
+            seconds += self._any_row + self._row * size.logit_rows
+        return seconds + self._key * size.keys + self._pair * size.pairs
+
+    def save(self) -> None:
+        """Writes the steps to the file, if their number has grown by a quarter since the last time. Steps of the same kinds that others have
+        written meanwhile give way. Does nothing where the file cannot be written.
+        """
+        self._take_in()
+        if self.file is None or self._new <= self._saved * 5 // 4:
+            return
+        self._saved = self._new
+        merged = StepCosts(self.file)
+        for size, seconds in self._steps():
+            merged._add(size, seconds)
+        steps = [[*size, round(seconds, 7)] for size, seconds in merged._steps()]
+        with suppress(OSError):
+            self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with replaced(self.file) as new:
+                new.write_text(json.dumps(steps, separators=(",", ":")), encoding="utf-8")
+
+    def _take_in(self) -> None:
+        while self.measured:
+            size, seconds = self.measured.popleft()
+            if seconds > 0:
+                self._add(size, seconds)
+                self._new += 1
+
+    def _add(self, size: StepSize, seconds: float) -> None:
+        kind = tuple(map(int.bit_length, size))
+        steps = self._kinds.get(kind)
+        if steps is None:
+            steps = self._kinds[kind] = deque(maxlen=KEPT)
+        steps.append((size, seconds))
+        self._num_steps += 1
+
+    def _steps(self) -> Iterator[tuple[StepSize, float]]:
+        for steps in self._kinds.values():
+            yield from steps
+
+    def _fit(self) -> None:
+        """Least squares of relative errors, in which outliers count less and no part is negative."""
+        self._fit_at = self._num_steps * 5 // 4 + 1
+        sizes, seconds = zip(*self._steps(), strict=True)
+        measured = np.array(seconds)
+        parts = _parts(sizes)
+        estimates = measured + np.median(measured)  # at first, the small steps do not count more by far
+        trust = np.ones(len(measured))
+        found = np.zeros(parts.shape[1])
+        for _ in range(ROUNDS):
+            weights = np.sqrt(trust) / estimates
+            found = _nonnegative(parts * weights[:, None], measured * weights, _stiffness(estimates, parts))
+            estimates = np.maximum(parts @ found, 1e-9)
+            errors = np.abs(measured / estimates - 1)
+            limit = OUTLIER * max(float(np.median(errors)), 0.01)
+            trust = np.minimum(1.0, limit / np.maximum(errors, 1e-9))
+        curve = np.concatenate([[0.0], np.cumsum(found[1 : len(_KNOTS)] * np.diff(_KNOTS))]) + found[0]
+        self._curve, self._slopes = curve.tolist(), [*found[1 : len(_KNOTS)].tolist(), float(found[len(_KNOTS) - 1])]
+        self._any_row, self._row, self._key, self._pair = found[len(_KNOTS) :].tolist()
+
+
+def _stored(file: Path | None) -> list[tuple[StepSize, float]]:
+    """Returns the steps in a file; none if one of them cannot be a step."""
+    try:
+        stored = [(StepSize(*size), float(seconds)) for *size, seconds in json.loads(file.read_bytes())] if file else []
+    except (OSError, ValueError, TypeError):
+        return []
+    good = all(0 < s < math.inf and all(type(n) is int and 0 <= n < 1 << 60 for n in size) for size, s in stored)
+    return stored if good else []
+
+
+def _parts(sizes: Iterable[StepSize]) -> Matrix:
+    """Returns, for each step, what the costs are multiplied with: 1, its tokens in each part of the curve, whether it has rows, rows, keys, pairs."""
+    tokens, rows, keys, pairs = np.array(list(sizes), dtype=np.float64).T
+    inside = [
+        np.clip(tokens - low, 0, high - low) for low, high in zip(_KNOTS[:-1], [*_KNOTS[1:-1], np.inf], strict=True)
+    ]
+    return np.column_stack([np.ones(len(tokens)), *inside, rows > 0, rows, keys, pairs])
+
+
+def _stiffness(estimates: Matrix, parts: Matrix) -> Matrix:
+    """Returns equations that say that neighbouring parts of the curve have the same slope. The first part is the fixed cost of a forward."""
+    count = len(_KNOTS) - 1
+    tokens = parts[:, 1 : 1 + count].sum(axis=1)
+    equations = np.zeros((count - 2, parts.shape[1]))
+    for i in range(2, count):
+        near = np.argmin(np.abs(np.log2(tokens + 1) - np.log2(_KNOTS[i])))
+        scale = math.sqrt(STIFFNESS) * _KNOTS[i] / estimates[near]
+        equations[i - 2, i], equations[i - 2, i + 1] = scale, -scale
+    return equations
+
+
+def _nonnegative(parts: Matrix, wanted: Matrix, stiffness: Matrix) -> Matrix:
+    """Returns non-negative costs that nearly minimise the squared errors. What no step decides is small."""
+    scales = np.sqrt((parts**2).sum(axis=0) + (stiffness**2).sum(axis=0)) + 1e-30
+    scaled, stiff = parts / scales, stiffness / scales
+    normal = scaled.T @ scaled + stiff.T @ stiff + RIDGE * np.eye(len(scales))
+    right = scaled.T @ wanted
+    free = np.ones(len(right), dtype=np.bool_)
+    found: Matrix = np.zeros(len(right))
+    while free.any():
+        found[:] = 0.0
+        found[free] = np.linalg.solve(normal[np.ix_(free, free)], right[free])
+        worst = int(np.argmin(found))
+        if found[worst] >= 0:
+            break
+        free[worst] = False
+    found /= scales
+    return found

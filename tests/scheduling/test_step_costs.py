@@ -1,0 +1,155 @@
+"""What a step costs is learned from the steps that have run."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from batchgen.scheduling.batch import StepSize
+from batchgen.scheduling.rehearsal import run_steps, scheduler_of
+from batchgen.scheduling.step_costs import KEPT, StepCosts
+from support.tiny import build, engine_of, requests_of, run
+
+
+def true_seconds(size):
+    """A machine that reads weights for 5 ms, computes a token in 60 µs, and needs something for rows, keys and pairs."""
+    forward = max(5e-3, 6e-5 * size.tokens) if size.tokens else 0.0
+    return 2e-4 + forward + 1e-5 * size.logit_rows + 2e-8 * size.keys + 1e-9 * size.pairs
+
+
+def steps(seed, count=600):
+    """Steps of a job that decodes up to 256 sequences of 1,000 shared tokens, and now and then prefills beside."""
+    rng = random.Random(seed)
+    for i in range(count):
+        decoding = rng.randint(1, 256)
+        prompt = rng.randint(300, 2048) if i % 8 == 0 else 0
+        own = decoding * rng.randint(1, 200)
+        yield StepSize(decoding + prompt, decoding, 1000 + own + prompt, decoding * 1000 + own + prompt**2 // 2)
+
+
+def observed(sizes, seconds=true_seconds, file=None):
+    costs = StepCosts(file)
+    for size in sizes:
+        costs.measured.append((size, seconds(size)))
+    return costs
+
+
+SIZES = [
+    StepSize(1, 1, 1050, 1050),
+    StepSize(8, 8, 1400, 8400),
+    StepSize(90, 90, 5000, 95_000),
+    StepSize(256, 256, 26_600, 281_600),
+    StepSize(1500, 40, 3500, 1_200_000),
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_estimates_are_right_for_sizes_that_were_not_measured(size):
+    assert observed(steps(0)).seconds(size) == pytest.approx(true_seconds(size), rel=0.1)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_noise_and_pauses_of_the_machine_hardly_matter(size):
+    rng = random.Random(1)
+
+    def measured(size):
+        return true_seconds(size) * rng.uniform(0.8, 1.2) * (30 if rng.random() < 0.02 else 1)
+
+    assert observed(steps(0), measured).seconds(size) == pytest.approx(true_seconds(size), rel=0.25)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_larger_step_never_costs_less(seed):
+    rng = random.Random(seed)
+    costs = observed(steps(seed, 40), lambda _: rng.uniform(1e-3, 1e-1))
+    size = StepSize(1, 1, 1, 1)
+    for _ in range(200):
+        larger = StepSize(*(n + rng.choice((0, 1, n)) for n in size))
+        assert costs.seconds(size) <= costs.seconds(larger) * (1 + 1e-9)
+        size = larger if larger.tokens < 1 << 40 else StepSize(1, 1, 1, 1)
+
+
+def test_a_token_costs_what_it_costs_in_the_nearest_steps_where_none_was_measured():
+    costs = observed(
+        [StepSize(n, 0, 0, 0) for n in (*range(60, 64), *range(512, 530))], lambda size: 1e-4 * size.tokens
+    )
+    for tokens in (100, 200, 400, 1024, 100_000):
+        assert costs.seconds(StepSize(tokens, 0, 0, 0)) == pytest.approx(1e-4 * tokens, rel=0.05)
+
+
+def test_nothing_is_known_before_a_few_steps():
+    costs = observed(SIZES[:3])
+    assert (costs.known, costs.seconds(SIZES[0])) == (False, 0.0)
+    costs.measured.append((SIZES[3], 1.0))
+    assert costs.known
+    assert costs.seconds(SIZES[0]) > 0
+
+
+def test_later_runs_know_what_was_saved(tmp_path):
+    file = tmp_path / "folder" / "costs.json"
+    first = observed(steps(0), file=file)
+    first.save()
+    second = StepCosts(file)
+    assert [second.seconds(size) for size in SIZES] == pytest.approx([first.seconds(size) for size in SIZES], rel=1e-3)
+
+
+def test_newer_steps_take_the_place_of_older_ones_of_their_kind(tmp_path):
+    file = tmp_path / "costs.json"
+    observed(steps(0), file=file).save()
+    observed(steps(1), lambda size: 3 * true_seconds(size), file=file).save()
+    assert StepCosts(file).seconds(SIZES[2]) == pytest.approx(3 * true_seconds(SIZES[2]), rel=0.2)
+
+
+def test_the_file_does_not_grow_with_the_run_and_keeps_the_kinds_of_other_runs(tmp_path):
+    file = tmp_path / "costs.json"
+    observed([StepSize(1000, 0, 0, 0)] * 3, file=file).save()
+    other = observed([StepSize(5, 5, 50, 50)], file=tmp_path / "none.json")
+    other.file = file
+    for _ in range(1000):
+        other.measured.append((StepSize(5, 5, 50, 50), 0.1))
+    other.save()
+    assert sorted(size for *size, _ in json.loads(file.read_text())) == [[5, 5, 50, 50]] * KEPT + [[1000, 0, 0, 0]] * 3
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "null", "[1]", "[[1, 2, 3, 4]]", '{"steps": 5}', '[["1", 1, 1, 1, 0.1]]', "[[1, 1, 1, 1, -1]]",
+     "[[1, 1, 1, 1, NaN]]", "[[1, 1, 1, 1, 1e999]]", "[[-1, 1, 1, 1, 0.1]]", "[[1e400, 1, 1, 1, 0.1]]", "\x00\xff"],
+)  # fmt: skip
+def test_a_damaged_file_is_ignored_and_replaced(tmp_path, content):
+    file = tmp_path / "costs.json"
+    file.write_bytes(content.encode("latin-1"))
+    costs = observed(SIZES, file=file)
+    costs.save()
+    assert [size for *size, _ in json.loads(file.read_text())] == [list(size) for size in SIZES]
+
+
+def test_a_folder_that_cannot_be_written_costs_no_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    observed(SIZES, file=tmp_path / "file" / "costs.json").save()
+
+
+def test_the_size_of_a_step_counts_the_keys_of_a_prefix_once():
+    shared = list(range(64))
+    scheduler = scheduler_of([np.array([*shared, 100, 101]), np.array([*shared, 200])], 3, 32, 1000)
+    sizes = []
+
+    def launch(batch):
+        sizes.append(batch.size)
+        return lambda: [0] * len(batch.samples)
+
+    run_steps(scheduler, launch)
+    assert sizes == [
+        StepSize(64, 0, 64, 64 * 65 // 2),
+        StepSize(3, 2, 64 + 2 + 1, 65 + 66 + 65),
+        StepSize(2, 2, 64 + 3 + 2, 67 + 66),
+        StepSize(2, 2, 64 + 4 + 3, 68 + 67),
+    ]
+
+
+def test_an_engine_keeps_what_its_steps_cost(tmp_path):
+    engine = engine_of(build())
+    engine.costs.file = tmp_path / "costs.json"
+    run(engine, requests_of([[1, 2, 3], [1, 2, 4]], [2, 5]))
+    assert len(json.loads(engine.costs.file.read_text())) == engine.stats.steps
