@@ -9,7 +9,6 @@ import pytest
 
 from batchgen import LLM, PromptConfig
 from support.embedders import QUERY, save_classifier, save_embedder
-from support.fakes import threads_as_processes
 
 SHARED = "All of these texts begin with the same long sentence, and then they differ: "
 PROMPTS = [f"{SHARED}{what} {i % 5}" for i, what in enumerate(("apples", "pears", "plums", "figs") * 3)]
@@ -85,27 +84,6 @@ def test_embeddings_in_parquet_are_lists_of_float32(cli, last, write_jsonl, tmp_
     assert table.schema.field("embedding").type == pa.list_(pa.float32())
     assert "choice_probs" not in table.schema.names
     np.testing.assert_allclose(np.stack(table["embedding"].to_numpy()), expected(last, PROMPTS), atol=1e-5)
-
-
-@pytest.mark.parametrize("output", ["o.jsonl", "o.parquet"])
-def test_a_finished_output_is_reused_and_new_rows_are_added(cli, last, write_jsonl, tmp_path, output):
-    command = ["run", tmp_path / "prompts.jsonl", "-m", last, "--embed", "-o", tmp_path / output]
-
-    def read():
-        path = tmp_path / output
-        if output.endswith("parquet"):
-            return pq.read_table(path)["embedding"].to_pylist()
-        return [json.loads(line)["embedding"] for line in path.read_text().splitlines()]
-
-    write_jsonl([{"prompt": p} for p in PROMPTS[:8]])
-    assert cli(*command, "-q").code == 0
-    first = read()
-    assert "nothing to do" in cli(*command).err
-    write_jsonl([{"prompt": p} for p in [*PROMPTS[:8], "One more"]])
-    again = cli(*command)
-    assert again.code == 0
-    assert "1 done, 8 kept from an earlier run" in again.err
-    assert read()[:8] == first
 
 
 def test_resuming_with_other_options_of_embeddings_is_refused(cli, last, write_jsonl):
@@ -185,23 +163,6 @@ def test_conversations_go_through_the_chat_template_and_texts_do_not(tmp_path):
     np.testing.assert_allclose([results[1].embedding, asked.embedding], want, atol=1e-5)
 
 
-def test_several_devices_give_the_same_embeddings_as_one(cli, last, write_jsonl, read_jsonl, tmp_path):
-    path, out = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "prompts.out.jsonl"
-    with threads_as_processes() as devices:
-        assert cli("run", path, "-m", last, "--embed", "--device", "cpu:0,1", "-q").code == 0
-    assert len(devices) == 2
-    np.testing.assert_allclose(embeddings(read_jsonl(out)), expected(last, PROMPTS), atol=1e-5)
-
-
-def test_embeddings_in_bfloat16_are_close_to_those_of_transformers(cli, mean, write_jsonl, read_jsonl, tmp_path):
-    path, out = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "prompts.out.jsonl"
-    assert cli("run", path, "-m", mean, "--embed", "--dtype", "bfloat16", "--prefix", "", "-q").code == 0
-    want = expected(mean, PROMPTS, mean=True, normalize=False, dtype="bfloat16")
-    np.testing.assert_allclose(embeddings(read_jsonl(out)), want, atol=0.03)
-    exact = expected(mean, PROMPTS, mean=True, normalize=False)
-    assert np.abs(embeddings(read_jsonl(out)) - exact).max() > 1e-4  # it was bfloat16
-
-
 def test_shards_of_embeddings_are_merged(cli, mean, write_jsonl, read_jsonl, tmp_path):
     path, out = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "o.jsonl"
     for shard in ("1/2", "2/2"):
@@ -209,14 +170,6 @@ def test_shards_of_embeddings_are_merged(cli, mean, write_jsonl, read_jsonl, tmp
     assert cli("merge", out, "-q").code == 0
     want = expected(mean, [QUERY + p for p in PROMPTS], mean=True, normalize=False)
     np.testing.assert_allclose(embeddings(read_jsonl(out)), want, atol=1e-5)
-
-
-def test_a_table_gets_a_column_of_embeddings(last):
-    with LLM(last, task="embed") as llm:
-        table = llm.generate_table(pa.table({"prompt": PROMPTS[:4], "reward": [1, 2, 3, 4]}))
-    assert table["reward"].to_pylist() == [1, 2, 3, 4]
-    assert table.schema.field("embedding").type == pa.list_(pa.float32())
-    np.testing.assert_allclose(np.stack(table["embedding"].to_numpy()), expected(last, PROMPTS[:4]), atol=1e-5)
 
 
 def test_a_prompt_may_fill_the_context_and_a_longer_one_fails_alone(last):

@@ -188,13 +188,6 @@ def test_before_a_row_is_done_its_tokens_count_as_a_part_of_the_most_that_it_may
     assert [now.rows_under_way for now in progress.seen if now.phase == "generating"][1:9] == [n / 8 for n in range(8)]
 
 
-def test_what_the_writer_has_to_say_is_noted_at_the_end(tiny_model_dir, write_jsonl, tmp_path):
-    source = write_jsonl([{"prompt": "a", "x": 1}, {"prompt": "b", "x": [1]}])
-    progress = Recorder()
-    run_job(config_of(tiny_model_dir, source, output=str(tmp_path / "o.parquet")), progress)
-    assert progress.notes[-1].startswith("column 'x' has values that no one Parquet type fits")
-
-
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_program_that_goes_on_with_its_next_job_after_an_error(
     signum, tiny_model_dir, write_jsonl, tmp_path
@@ -345,19 +338,6 @@ def test_resuming_with_other_settings_is_refused_and_names_them(tiny_model_dir, 
     assert again.stats["rows"] == 2
 
 
-def test_every_run_notes_what_is_left_out_of_a_folder(tiny_model_dir, tmp_path):
-    (tmp_path / "rows").mkdir()
-    source, output = tmp_path / "rows" / "a.jsonl", tmp_path / "rows" / "o.jsonl"
-    source.write_text('{"prompt": "a"}\n')
-    config = replace(config_of(tiny_model_dir, tmp_path / "rows"), output=str(output))
-    run_job(config)
-    for finished in (True, False):
-        progress = Recorder()
-        assert run_job(config, progress).already_finished is finished
-        assert f"{output} is an output of batchgen: left out of the input" in progress.notes
-        source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-
-
 def test_a_second_run_on_the_same_output_is_refused(tiny_model_dir, write_jsonl):
     config = config_of(tiny_model_dir, write_jsonl(prompts(4)))
     seen: list[Exception] = []
@@ -370,23 +350,6 @@ def test_a_second_run_on_the_same_output_is_refused(tiny_model_dir, write_jsonl)
     assert run_job(config, Recorder(rows_done(2), second)).exit_code == 0
     assert len(seen) == 1
     assert str(seen[0]).startswith(f"another run holds {config.output} (process {os.getpid()} on ")
-
-
-def test_prompts_go_through_the_models_chat_template(tiny_chat_model_dir, write_jsonl):
-    source = write_jsonl([{"prompt": "hi"}])
-    report = run_job(config_of(tiny_chat_model_dir, source, prompts=PromptConfig(system="be brief")))
-    assert report.chat
-    # begin, <|system|>, be brief, <|end|>, <|user|>, hi, <|end|>, <|assistant|>
-    assert report.stats["prompt_tokens"] == 1 + 1 + 8 + 1 + 1 + 2 + 1 + 1
-
-
-def test_a_note_is_shown_once(tiny_model_dir, write_jsonl):
-    progress = Recorder()
-    source = write_jsonl([{"prompt": f"p{i}", "temperature": 0.5} for i in range(6)])
-    run_job(config_of(tiny_model_dir, source, window=2), progress)
-    assert progress.notes == [
-        "column 'temperature' is copied to the output and not used as sampling parameter; name it in --row-params to use it"
-    ]
 
 
 def test_the_report_equals_the_figures_in_the_job_folder(tiny_model_dir, write_jsonl):

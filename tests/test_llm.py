@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from batchgen import LLM, EngineConfig, PromptConfig, Result, SamplingParams
-from batchgen.errors import ModelError
+from batchgen import LLM, EngineConfig, Result, SamplingParams
 
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
 
@@ -40,20 +39,6 @@ def test_greedy_tokens_equal_those_of_transformers(tiny_model_dir):
     assert list(result.token_ids) == ids.tolist()
 
 
-def test_messages_go_through_the_chat_template(tiny_chat_model_dir):
-    llm = LLM(str(tiny_chat_model_dir), dtype="float32", device="cpu", engine=EngineConfig(batch_size=2))
-    results = llm.generate(["hi", [{"role": "user", "content": "hi"}]], SamplingParams(max_tokens=3))
-    assert results[0].prompt_tokens == results[1].prompt_tokens == 6
-    (raw,) = llm.generate(["hi"], SamplingParams(max_tokens=3), prompt_options=PromptConfig(chat=False))
-    assert raw.prompt_tokens == 3
-
-
-def test_a_prompt_that_cannot_be_run_fails_alone(tiny_model_dir):
-    long, short = LLM(str(tiny_model_dir)).generate(["x" * 600, "x"], SamplingParams(max_tokens=2))
-    assert (long.finish_reason, long.error_type, long.text) == ("error", "prompt_too_long", None)
-    assert short.error_type is None
-
-
 def test_a_prefix_of_an_earlier_call_is_not_run_again(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
     params = SamplingParams(max_tokens=2)
@@ -77,11 +62,6 @@ def test_equal_prompts_of_a_call_run_once_unless_they_are_sampled(tiny_model_dir
     llm.run()
     assert {result.text for result in results} == {first.text}
     assert llm.stats.completion_tokens == 8 + 3 * 4 + 3 * 4
-
-
-def test_a_missing_model_is_an_error(tmp_path):
-    with pytest.raises(ModelError, match="does not exist"):
-        LLM(str(tmp_path / "nothing"))
 
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -234,15 +214,6 @@ def test_a_score_is_the_sum_of_the_texts_logprobs(tiny_model_dir):
     assert (second.score.greedy, second.text, second.finish_reason) == (False, None, None)
 
 
-def test_labels_have_probabilities(tiny_model_dir):
-    llm = LLM(str(tiny_model_dir))
-    first, second = llm.generate([SHARED, "x"], SamplingParams(choices=("yes", "no", "maybe")))
-    for result in (first, second):
-        assert result.choice_probs is not None
-        assert sum(result.choice_probs.values()) == pytest.approx(1)
-        assert result.choice_probs[str(result.text)] == max(result.choice_probs.values())
-
-
 def test_completions_with_a_grammar_match_it_beside_others_without_one(tiny_model_dir):
     pytest.importorskip("llguidance")
     llm = LLM(str(tiny_model_dir), engine=EngineConfig(debug=True))
@@ -281,13 +252,6 @@ def test_a_completion_with_a_grammar_is_the_same_after_preemption(tiny_model_dir
     assert small.stats.preemptions > 0
     assert [r.text for r in got] == [r.text for r in want]
     assert all(r.finish_reason == "stop" for r in got)
-
-
-def test_a_grammar_that_cannot_be_used_fails_only_its_row(tiny_model_dir):
-    pytest.importorskip("llguidance")
-    (result,) = LLM(str(tiny_model_dir)).generate(["x"], SamplingParams(regex="(a"))
-    assert (result.error_type, result.text) == ("constraint_error", None)
-    assert str(result.error_message).startswith("regex cannot be used: ")
 
 
 def test_a_closed_model_is_freed_at_once(tiny_model_dir):

@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from batchgen import LLM, EngineConfig, JobConfig, Result, run_job
-from batchgen.errors import UsageError
-from batchgen.notebook import JobBar, shown_progress
-from batchgen.progress import GENERATING, Silent, Snapshot
+from batchgen.notebook import JobBar
+from batchgen.progress import GENERATING, Snapshot
 from batchgen.result import Completion, Score, TokenLogprob
 
 PARAMS = {"max_tokens": 400, "ignore_eos": True}
@@ -80,17 +77,6 @@ def test_a_progress_bar_is_shown_only_on_request(tiny_model_dir, capfd):
     assert "prompts" not in capfd.readouterr().err
     LLM(tiny_model_dir, progress=True).generate(["a", "b"], {"max_tokens": 2})
     assert "2/2 prompts, " in capfd.readouterr().err
-
-
-def test_a_job_in_a_notebook_shows_a_bar_unless_it_is_given_another_progress(monkeypatch):
-    given = Silent()
-    with shown_progress(None) as outside:
-        assert type(outside) is Silent
-    kernel = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object()))
-    monkeypatch.setitem(sys.modules, "IPython", kernel)
-    with shown_progress(None) as inside, shown_progress(given) as other:
-        assert type(inside) is JobBar
-        assert other is given
 
 
 def test_the_bar_of_a_job_shows_phase_rows_time_left_and_speed(capfd):
@@ -159,10 +145,6 @@ def test_the_repr_of_a_model_and_of_a_report_is_one_short_line(tiny_model_dir, t
     (tmp_path / "o.jsonl").unlink()
     shutil.rmtree(tmp_path / "o.jsonl.job")
     assert report._repr_html_() is None
-
-
-def test_an_error_is_one_line_in_a_notebook():
-    assert UsageError("no input", "name a file")._render_traceback_() == ["UsageError: no input; name a file"]
 
 
 SETUP = """

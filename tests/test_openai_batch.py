@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from batchgen import JobConfig, JobReport, ModelConfig, SamplingParams, run_job
-from batchgen.errors import Interrupted, UsageError
+from batchgen.errors import Interrupted
 from batchgen.progress import Silent
 from support.progress import Recorder, interrupt, rows_done
 
@@ -129,12 +129,6 @@ def test_unsupported_requests_of_the_examples_fail_row_by_row(tiny_chat_model_di
     assert answers[0]["response"]["body"]["choices"][0]["message"]["content"].startswith("{")
 
 
-def test_a_file_of_unsupported_requests_is_answered_without_the_model(tiny_chat_model_dir, write_jsonl):
-    report = run(tiny_chat_model_dir, write_jsonl(VLLM[2:]))
-    assert (report.exit_code, report.stats["rows_failed"], report.stats["steps"]) == (3, 2, 0)
-    assert [record["response"] for record in records(report)] == [None, None]
-
-
 def test_chats_and_completions_with_their_own_parameters_can_share_a_file_and_a_custom_id(
     tiny_chat_model_dir, write_jsonl
 ):
@@ -179,15 +173,6 @@ def test_answers_contain_the_same_results_as_the_rows_format(tiny_chat_model_dir
         assert {n: body["usage"][n] for n in row["usage"]} == row["usage"]
 
 
-def test_plain_rows_are_answered_in_the_openai_format(tiny_model_dir, tiny_chat_model_dir, write_jsonl):
-    source = write_jsonl([{"prompt": "a", "id": 7}, "{", {"prompt": "b", "n": 1}])
-    for model, kind in ((tiny_model_dir, "text_completion"), (tiny_chat_model_dir, "chat.completion")):
-        seven, broken, two = records(run(model, source, output=str(source.with_name(f"{kind}.jsonl"))))
-        assert [record["custom_id"] for record in (seven, broken, two)] == ["7", "1", "2"]
-        assert seven["response"]["body"]["object"] == two["response"]["body"]["object"] == kind
-        assert broken["error"]["code"] == "invalid_row"
-
-
 def test_a_resumed_run_writes_the_same_bytes(tiny_chat_model_dir, write_jsonl):
     rows = [ask(f"r{i}", (CHAT, RAW)[i % 2], messages=talk("Hm.", f"{i}"), prompt=f"{i}", temperature=1, n=1 + i % 3) for i in range(12)]  # fmt: skip
     source = write_jsonl([*rows, ask("e", "/v1/embeddings", input="x"), rows[0]])
@@ -223,16 +208,3 @@ def test_rows_added_after_an_openai_output_are_generated_and_the_others_kept(tin
     after = records(report)
     assert after[:5] == before[:5]  # also the row with logprobs, although the format does not hold all of them
     assert after[5]["custom_id"] == "new"
-
-
-def test_a_parquet_output_is_refused_before_anything_is_written(tiny_model_dir, tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "in.parquet")
-    with pytest.raises(UsageError) as caught:
-        run(tiny_model_dir, tmp_path / "in.parquet", output=None)
-    assert str(caught.value) == (
-        f"--output-format openai is JSON lines, and {tmp_path / 'in.out.parquet'} is not; name a .jsonl output with -o"
-    )
-    assert [path.name for path in tmp_path.iterdir()] == ["in.parquet"]

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -32,14 +31,6 @@ def test_the_wheel_has_exactly_two_top_level_packages(tmp_path):
     assert {"batchgen/report/page.js", "batchgen/report/plotly/plotly.min.js"} <= set(names)
     assert any(name.endswith(".data/data/share/man/man1/batchgen.1") for name in names)
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-
-
-@pytest.mark.slow
-def test_the_source_distribution_contains_the_tests(tmp_path):
-    with tarfile.open(build("sdist", tmp_path)) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", "LICENSE", "Makefile", "tests/conftest.py", "cli/batchgen_cli/app.py"} <= names
-    assert not [name for name in names if name.startswith((".venv", ".git/", "build/")) or "__pycache__" in name]
 
 
 def test_imports_follow_the_layers(command_environment):

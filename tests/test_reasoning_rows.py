@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from batchgen import LLM, EngineConfig, JobConfig, SamplingParams, run_job
@@ -62,26 +61,6 @@ def test_a_row_cut_inside_its_thoughts_has_no_text(thinking_model, tmp_path):
     assert second["input_reasoning"] == "the input's own"
     keys = list(first)
     assert keys.index("reasoning") == keys.index("finish_reason") + 1
-
-
-def test_with_reasoning_off_the_thoughts_stay_in_the_text(thinking_model, tmp_path):
-    output = tmp_path / "out.jsonl"
-    job(thinking_model, ROWS, output, sampling={"reasoning": "off"})
-    first, second = map(json.loads, output.read_text().splitlines())
-    assert isinstance(first["text"], str)
-    assert "reasoning" not in first
-    assert "reasoning_tokens" not in first["usage"]
-    assert second["reasoning"] == "the input's own"
-
-
-def test_parquet_has_columns_for_thoughts(thinking_model, tmp_path):
-    output = tmp_path / "out.parquet"
-    job(thinking_model, ROWS[:1], output, sampling={"n": 2, "temperature": 1.0})
-    (row,) = pq.read_table(output).to_pylist()
-    assert (row["text"], row["usage"]["reasoning_tokens"]) == (None, 8)
-    assert [choice["text"] for choice in row["choices"]] == [None, None]
-    assert row["reasoning"] == row["choices"][0]["reasoning"]
-    assert isinstance(row["choices"][1]["reasoning"], str)
 
 
 def test_the_openai_format_has_thoughts_in_the_message(thinking_model, tmp_path):
@@ -153,12 +132,6 @@ def test_a_schema_applies_to_the_answer_of_a_thinking_model(thinking_model):
     assert result.reasoning_tokens == 9 + len("</think>")
 
 
-def test_a_completion_with_a_grammar_whose_thoughts_do_not_end_has_no_text(thinking_model):
-    pytest.importorskip("llguidance")
-    (result,) = LLM(thinking_model).generate("x", SamplingParams(regex="[ab]{3}", max_tokens=20))
-    assert (result.text, result.finish_reason, result.reasoning_tokens) == (None, "length", 20)
-
-
 def test_a_reasoning_budget_works_without_a_grammar_and_0_means_no_thoughts(thinking_model):
     llm = LLM(thinking_model)
     for budget in (0, 4):
@@ -183,12 +156,6 @@ def test_a_finished_completion_with_empty_thoughts_is_not_kept_for_a_resume(thin
     assert len({len(c.token_ids) for c in lengths.values()}) > 1, "all ended together"
     assert {c.reasoning for c in lengths.values()} == {None}
     assert {part.finish_reason for part in kept} == {""}  # else the tokens of the marks would not be counted
-
-
-def test_a_reasoning_budget_changes_nothing_for_a_model_that_does_not_think(tiny_chat_model_dir):
-    llm = LLM(tiny_chat_model_dir)
-    plain = llm.generate("x", SamplingParams(max_tokens=8, ignore_eos=True))
-    assert llm.generate("x", SamplingParams(max_tokens=8, ignore_eos=True, reasoning_budget=2)) == plain
 
 
 def test_thoughts_and_answer_are_the_same_after_preemption(thinking_model):

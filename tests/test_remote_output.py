@@ -115,9 +115,3 @@ def test_an_output_that_a_store_refuses_is_a_one_line_usage_error(store, run, ou
     assert said.code == 2
     assert said.err.splitlines()[-1] == f"batchgen: error: {message}"
     assert store.cat_file("bucket/mine.jsonl") == b"mine"
-
-
-def test_a_remote_input_needs_a_named_output(cli, store, tiny_model_dir):
-    said = cli("run", "s3://bucket/in/a.jsonl", "-m", tiny_model_dir)
-    assert said.code == 2
-    assert "the remote input s3://bucket/in/a.jsonl needs an output; name it with -o" in said.err

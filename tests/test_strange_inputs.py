@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen import JobConfig, ModelConfig, SamplingParams, run_job
-from batchgen.errors import InputCorrupt, UsageError
 from batchgen.prompts import encoding
-from batchgen.records.jsonl import MAX_DEPTH, read_jsonl
-from support.params import slow_but
+from batchgen.records.jsonl import MAX_DEPTH
 
 Row = dict[str, Any]
 Run = Callable[..., list[Row]]
@@ -129,11 +125,6 @@ def test_no_strange_line_is_lost_in_parquet(run):
     assert errors(rows) == [error for name, _, error in LINES if name != "endlessly deep"]
 
 
-@pytest.mark.parametrize("data", [b"\n\n", b" \r\n\t\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n"])
-def test_blank_lines_are_not_rows(run, data):
-    assert run("x.jsonl", data, code=0) == []
-
-
 @pytest.mark.parametrize("rows", [3, 0])
 def test_parquet_on_standard_input_keeps_its_types(run, rows, tmp_path, tiny_model_dir, monkeypatch):
     table = pa.table(
@@ -164,83 +155,6 @@ def test_ids_may_be_equal_and_of_any_kind(run):
     ids = ["a", "a", 1, 1, None, True, 1.5, {"b": [1]}, "9" * 1000]
     rows = run("x.jsonl", b"".join(json.dumps({"prompt": "p", "id": i}).encode() + b"\n" for i in ids), code=0)
     assert [row["id"] for row in rows] == [*ids[:4], 4, *ids[5:]]  # null is not an id: the row number replaces it
-
-
-COLUMNS = 10_000
-
-
-@pytest.mark.parametrize(
-    ("name", "output"),
-    slow_but(
-        [("x.csv", "out.jsonl")],
-        [(name, output) for name in ("x.jsonl", "x.csv", "x.parquet") for output in ("out.jsonl", "out.parquet")],
-    ),
-)
-def test_ten_thousand_columns_are_carried(run, name, output):
-    columns: Row = {"prompt": "p", **{f"c{i}": str(i) for i in range(COLUMNS - 1)}}
-    if name == "x.parquet":
-        stream = io.BytesIO()
-        pq.write_table(pa.table({n: [v] * 3 for n, v in columns.items()}), stream)
-        data = stream.getvalue()
-    elif name == "x.csv":
-        data = (",".join(columns) + "\n" + (",".join(columns.values()) + "\n") * 3).encode()
-    else:
-        data = (json.dumps(columns) + "\n").encode() * 3
-    rows = run(name, data, output=output, code=0)
-    assert len(rows) == 3
-    assert all(columns.items() <= row.items() for row in rows)
-
-
-def test_a_column_of_mixed_types_becomes_text_in_parquet_and_loses_nothing(run):
-    values = [1, "two", [3], {"four": 4}, None, 2**80, 0.5, True]
-    data = b"".join(json.dumps({"prompt": "p", "x": x}).encode() + b"\n" for x in values)
-    assert [row["x"] for row in run("x.jsonl", data, code=0)] == values
-    rows = run("x.jsonl", data, output="out.parquet", code=0)
-    assert [row["x"] for row in rows] == ["1", '"two"', "[3]", '{"four": 4}', None, str(2**80), "0.5", "true"]
-
-
-def test_every_malformed_csv_record_is_a_failed_row(run):
-    data = b'\xef\xbb\xbfid,prompt,\r\n1,a,\r\n2\r\n\r\n3,\xff,\r\n4,"x"y,\r\n5,\x00,z\r\n6,  ,\r\n7,"open'
-    rows = run("x.csv", data, code=3)
-    assert errors(rows) == [
-        None,
-        ("invalid_row", "1 field where the header has 3"),
-        ("invalid_row", "column 'prompt' is not UTF-8 (if the file is in Latin-1 or Windows-1252: --encoding cp1252)"),
-        ("invalid_row", "not CSV: ',' expected after '\"'"),
-        None,
-        None,
-        ("invalid_row", "not CSV: unexpected end of data"),
-    ]
-    assert [row["id"] for row in rows] == ["1", 1, 2, 3, "5", "6", 6]
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "said"),
-    [
-        ("x.csv", b'"a"b,prompt\n1,2\n', "breaks off at its start: ',' expected after '\"'"),
-        ("x.parquet", b"PAR1 nothing", "breaks off at its start: "),
-        ("x.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 3, mtime=0)[:-6], "breaks off after line 3: "),
-    ],
-)
-def test_a_corrupt_file_is_a_one_line_error(run, name, data, said):
-    with pytest.raises(InputCorrupt) as e:
-        run(name, data)
-    assert said in str(e.value)
-    assert "\n" not in str(e.value)
-
-
-def test_a_file_without_any_prompt_is_refused(run):
-    with pytest.raises(UsageError) as e:
-        run("x.jsonl", b'{"text": "a"}\n' * 3)
-    assert str(e.value).startswith("no row has a column 'prompt'; the input has 'text'")
-
-
-def test_a_decompression_bomb_in_one_line_fails_only_its_row(run, monkeypatch):
-    """The line is far larger than its file. The limit outside this test is 256 MiB."""
-    monkeypatch.setattr("batchgen.records.inputs.read_jsonl", partial(read_jsonl, max_line=1_000_000))
-    bomb = b'{"prompt": "' + b"x" * 20_000_000 + b'"}\n'
-    rows = run("x.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' + bomb + b'{"prompt": "a"}\n'), code=3)
-    assert errors(rows) == [None, ("invalid_row", "longer than 1,000,000 bytes"), None]
 
 
 def long_lines(length: int) -> bytes:

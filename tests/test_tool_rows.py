@@ -91,34 +91,6 @@ def test_the_openai_format_has_calls_in_the_message(calling_model, tmp_path):
     assert len(ids) == 2
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_parquet_has_columns_for_calls(calling_model, tmp_path, suffix):
-    source, output = tmp_path / f"in.{suffix}", tmp_path / "out.parquet"
-    rows = [{"prompt": "a", "tools": json.dumps(TOOLS)}, {"prompt": "a", "tools": None}]
-    if suffix == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), source)
-    else:
-        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sampling = ENDS | {"n": 2, "temperature": 1.0}
-    run_job(JobConfig(inputs=source, output=output, model=calling_model, sampling=sampling))
-    first, second = pq.read_table(output).to_pylist()
-    assert without_ids(first["tool_calls"]) == [CALL]
-    assert [without_ids(choice["tool_calls"]) for choice in first["choices"]] == [[CALL], [CALL]]
-    assert second["tool_calls"] is None
-    assert [choice["tool_calls"] for choice in second["choices"]] == [None, None]
-
-
-@pytest.mark.parametrize("options", [{}, {"output_format": "openai"}, {"sampling": {"n": 2}}])
-def test_calls_are_kept_when_the_input_grows(calling_model, tmp_path, options):
-    output = tmp_path / "out.jsonl"
-    run(calling_model, ROWS[:1], output, **options)
-    before = output.read_text()
-    run(calling_model, [*ROWS[:1], {"prompt": "more"}], output, **options)
-    stats = json.loads((tmp_path / "out.jsonl.job" / "stats.json").read_text())
-    assert output.read_text().splitlines()[0] == before.splitlines()[0]
-    assert (stats["rows"], stats["rows_resumed"]) == (1, 1)
-
-
 def test_tools_of_the_command_apply_to_every_row(calling_model, tmp_path):
     output = tmp_path / "out.jsonl"
     run(calling_model, [{"prompt": "a"}], output, prompts=PromptConfig(chat_template_kwargs={"tools": TOOLS}))

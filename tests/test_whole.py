@@ -13,8 +13,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job, run_job
@@ -228,32 +226,6 @@ def test_a_signal_ends_the_wait_for_the_next_window_at_once(tiny_model_dir, writ
     assert planned == []
 
 
-def test_sorted_requests_with_other_settings_are_made_again(tiny_model_dir, write_jsonl, monkeypatch):
-    """A run that ended before its first result does not fix the settings, so its sorted requests must not be used."""
-    source = write_jsonl(shuffled(40))
-
-    with pytest.raises(Interrupted):
-        run_job(config_of(tiny_model_dir, source), Recorder(in_phase("generating"), interrupt))
-    assert list((source.parent / "out.jsonl.job" / "sorted").iterdir())
-    longer = SamplingParams(max_tokens=7)
-    expected = run_job(config_of(tiny_model_dir, source, "expected.jsonl", sampling=longer))
-    got = run_job(config_of(tiny_model_dir, source, sampling=longer))
-    assert Path(got.output).read_bytes() == Path(expected.output).read_bytes()
-
-
-def test_added_and_changed_rows_are_generated_and_the_others_kept(tiny_model_dir, write_jsonl, read_jsonl):
-    rows = shuffled(50)
-    source = write_jsonl(rows)
-    config = config_of(tiny_model_dir, source)
-    run_job(config)
-    rows = [*rows[:20], {"prompt": "new", "n": -1}, *rows[25:], *rows[:15]]
-    stats = run_job(config_of(tiny_model_dir, write_jsonl(rows))).stats
-    assert (stats["rows"], stats["rows_resumed"]) == (1, 60)  # a row that is there twice has the result that there is
-    expected = config_of(tiny_model_dir, source, "expected.jsonl")
-    run_job(expected)
-    assert read_jsonl(Path(str(config.output))) == read_jsonl(Path(str(expected.output)))
-
-
 def test_rows_with_lower_priority_values_finish_first(tiny_model_dir, write_jsonl):
     source = write_jsonl(row | {"p": row["n"] % 2} for row in shuffled(60))
     config = config_of(tiny_model_dir, source, prompts=PromptConfig(priority_column="p"))
@@ -263,22 +235,6 @@ def test_rows_with_lower_priority_values_finish_first(tiny_model_dir, write_json
     folder = stopped(odd, 29)
     assert len(done) == 20
     assert not set(stored_keys(folder)) & set(done)
-
-
-def test_parquet_keeps_its_types_in_a_sorted_job(tiny_model_dir, tmp_path):
-    table = pa.table(
-        {
-            "prompt": [f"Group {i % 3} and {i}" for i in range(40)],
-            "nested": [{"a": [i, None], "b": {"c": str(i)}} for i in range(40)],
-            "day": pa.array(range(40), pa.date32()),
-        }
-    )
-    pq.write_table(table, tmp_path / "in.parquet", row_group_size=7)
-    config = config_of(tiny_model_dir, tmp_path / "in.parquet", "out.parquet")
-    run_job(config)
-    out = pq.read_table(str(config.output))
-    assert out.select(table.column_names).equals(table)
-    assert out["id"].to_pylist() == list(range(40))
 
 
 def test_rows_before_the_broken_place_of_a_sorted_input_are_kept(tiny_model_dir, tmp_path, write_jsonl):
@@ -337,19 +293,6 @@ def test_a_damaged_result_in_the_database_is_noticed_and_generated_again(tiny_mo
     )
     stats = run_job(config).stats
     assert (stats["rows"], stats["rows_resumed"]) == (1, 29)
-
-
-def test_failed_rows_run_again_with_retry_errors(tiny_model_dir, write_jsonl, read_jsonl):
-    source = write_jsonl([*shuffled(30), {"prompt": "x" * 400}])
-    tight = EngineConfig(kv_memory="64KB")
-    report = run_job(config_of(tiny_model_dir, source, engine=tight))
-    failed = [row.get("n", "x") for row in read_jsonl(Path(report.output)) if row["error"]]
-    assert failed == ["x"]
-    assert run_job(config_of(tiny_model_dir, source)).already_finished
-    again = run_job(config_of(tiny_model_dir, source, retry_errors=True))
-    assert (again.exit_code, again.stats["rows"], again.stats["rows_resumed"]) == (0, 1, 30)
-    assert [row["error"] for row in read_jsonl(Path(report.output))] == [None] * 31
-    assert run_job(config_of(tiny_model_dir, source, retry_errors=True)).already_finished
 
 
 BY_NUMBER = {"prompts": PromptConfig(priority_column="n")}

@@ -58,64 +58,6 @@ def test_an_engine_with_fewer_rows_has_the_ratio_on_those_rows(result, case):
     assert rows_of(result)[2:] == ["| few shot | bfloat16 | 900 | – | 20.0 **15.0x** (32 rows) |"]
 
 
-def test_each_model_has_a_table_and_rows_are_in_one_order(result, case):
-    result.json["models"]["0.3b"] = {"parameters": 300_000_000}
-    for model, dtype, workload in (
-        ("0.3b", "bfloat16", "few-shot"),
-        ("30m", "bfloat16", "few-shot"),
-        ("30m", "bfloat16", "shared-prefix"),
-        ("30m", "float32", "shared-prefix"),
-    ):
-        result.ran("batchgen", 1.0, case=replace(case, model=model, dtype=dtype, workload=workload))
-    assert [row.split(" | ")[:2] for row in rows_of(result)] == [
-        ["| 30m (32.0M parameters)", ""],
-        ["| ---", "---"],
-        ["| shared prefix", "float32"],
-        ["| shared prefix", "bfloat16"],
-        ["| few shot", "bfloat16"],
-        ["| 0.3b (300M parameters)", ""],
-        ["| ---", "---"],
-        ["| few shot", "bfloat16"],
-    ]
-
-
-def test_the_caption_says_when_repeats_are_not_all_there(result):
-    result.ran("batchgen", 1.0, 1.0, 1.0)
-    result.ran("vllm", 1.0)
-    assert "medians of 1 to 3 interleaved runs" in tables(result.json)
-
-
-def test_the_caption_does_not_call_single_runs_medians(result):
-    result.ran("batchgen", 1.0)
-    result.ran("vllm", 1.0)
-    assert tables(result.json).partition("tokens/s, ")[2].startswith("single runs; with tokenizing")
-
-
-def test_the_caption_names_the_processor_and_what_it_stands_in_for(result):
-    result.json["settings"]["stand_in"] = "avx2"
-    result.ran("batchgen", 1.0)
-    assert (
-        "own rates. A CPU, which stands in for one with AVX2 at most (benchmarks/stand_in.py), 2 threads, torch 1.2, transformers 1.2, 2026-01-02.\n"
-        in tables(result.json)
-    )
-
-
-def test_the_caption_says_which_engines_computed_in_another_precision_than_their_row(result, case):
-    result.ran("batchgen", 2.0, precision="float32")
-    result.ran("openvino", 1.0, precision="bf16")
-    result.ran("llamacpp", 1.0, precision="F16")
-    result.ran("batchgen", 4.0, case=replace(case, dtype="int8"))
-    result.ran("llamacpp", 2.0, case=replace(case, dtype="int8"), precision="Q8_0")
-    assert rows_of(result)[2:] == [
-        "| few shot | bfloat16 | 2.0 | – | 1.0 **2.0x** | 1.0 **2.0x** |",
-        "| few shot | int8 | 4.0 | – | – | 2.0 **2.0x** |",
-    ]
-    assert (
-        "own rates. In the bfloat16 rows: batchgen float32, llama.cpp F16. In the int8 rows: llama.cpp Q8_0. A CPU, 2 threads"
-        in tables(result.json)
-    )
-
-
 def test_tables_go_between_their_markers():
     text = "a\n<!-- benchmarks:cpu:begin -->\nold\n<!-- benchmarks:cpu:end -->\nb\n"
     assert put(text, "cpu", "new\n") == text.replace("old", "new")

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from benchmarks import result_file
-from benchmarks.compare import parse
 from benchmarks.programs import EngineFailed, NotDone
 from benchmarks.result_file import OtherRun, medians, shares
 
@@ -21,34 +20,11 @@ def test_engines_take_turns_and_each_repeat_begins_with_another(engines, compari
     assert names_of(engines.calls) == ("batchgen vllm openvino vllm openvino batchgen openvino batchgen vllm")
 
 
-def test_models_are_converted_before_anything_is_timed(engines, comparison):
-    made = comparison("--repeats", "1", others=["vllm", "openvino"])
-    engines.rates["batchgen"] = EngineFailed("batchgen: what was prepared by then: " + " ".join(engines.prepared))
-    made.run()
-    assert engines.prepared == ["batchgen", "vllm", "openvino"]
-
-
 def test_generate_runs_at_the_batch_that_its_sweep_found_best(engines, comparison):
     made = comparison("--repeats", "1")
     made.run()
     assert names_of(engines.calls) == "transformers-generate sweep batchgen transformers-generate"
     assert made.file.result["sweeps"][0]["best"] == 8
-
-
-def test_each_engine_with_a_sweep_has_its_own(engines, comparison):
-    comparison("--repeats", "1", others=["transformers-generate", "llamacpp"]).run()
-    assert names_of(engines.calls) == (
-        "transformers-generate sweep llamacpp sweep batchgen transformers-generate llamacpp"
-    )
-
-
-def test_an_engine_that_is_not_installed_is_left_out_and_said_so(engines, comparison, tmp_path, capsys):
-    comparison("--repeats", "1", others=["ctranslate2"]).run()
-    assert engines.calls == [("batchgen", None)]
-    folder = tmp_path / "engines"
-    assert capsys.readouterr().err == (
-        f"ctranslate2 is left out: it is not in {folder}/ctranslate2 (bash benchmarks/setup_engines.sh {folder} ctranslate2)\n"
-    )
 
 
 def test_every_case_has_its_roofline_and_each_engine_its_share_of_it(engines, comparison):
@@ -65,18 +41,6 @@ def test_an_engine_with_fewer_rows_is_compared_with_batchgen_on_just_those(engin
     assert engines.calls == [("batchgen", None), ("vllm", 32), ("batchgen", 32)]
     assert medians(made.file.result, NAMES) == {"batchgen": 100.0}
     assert medians(made.file.result, NAMES | {"limit": 32}) == {"batchgen": 100.0, "vllm": 100.0}
-
-
-def test_8_bits_are_measured_where_an_engine_has_them(engines, comparison):
-    made = comparison("--repeats", "1", "--dtypes", "int8", others=["vllm", "openvino", "batchgen-torch"])
-    made.run()
-    assert names_of(engines.calls) == "batchgen vllm openvino"
-    assert made.file.result["rooflines"] == []
-
-
-def test_a_limit_of_all_rows_is_none(engines, comparison):
-    comparison("--repeats", "1", "--engine-rows", "vllm=512", others=["vllm"]).run()
-    assert engines.calls == [("batchgen", None), ("vllm", None)]
 
 
 def test_what_fails_once_on_a_case_is_not_tried_again(engines, comparison):
@@ -112,12 +76,6 @@ def test_going_on_measures_only_what_is_not_there(engines, comparison, capsys, t
     assert sorted(m["repeat"] for m in made.file.result["measurements"]) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
-def test_going_on_without_a_file_begins(engines, comparison, capsys):
-    comparison("--repeats", "1", "--continue", others=["vllm"]).run()
-    assert "result.json is not there yet: a new file is begun\n" in capsys.readouterr().out
-    assert names_of(engines.calls) == "batchgen vllm"
-
-
 def test_going_on_with_another_batchgen_measures_it_again(engines, comparison, monkeypatch, capsys):
     comparison("--repeats", "2", others=["vllm"]).run()
     engines.calls.clear()
@@ -140,14 +98,3 @@ def test_going_on_with_other_settings_is_refused(engines, comparison, tmp_path):
     with pytest.raises(OtherRun) as refused:
         comparison("--repeats", "1", "--continue", "--limit", "8", others=[]).run()
     assert str(refused.value) == f"{tmp_path}/result.json was made with settings limit None, not 8; --name another"
-
-
-@pytest.mark.parametrize("text", ["vllm", "vllm=0", "vllm=x", "batchgen=3", "nothing=3"])
-def test_engine_rows_are_an_engine_and_a_number(text, capsys):
-    with pytest.raises(SystemExit):
-        parse(["--engine-rows", text])
-    assert f"{text!r} is not ENGINE=ROWS, with another engine than batchgen" in capsys.readouterr().err
-
-
-def test_engines_lie_beside_the_work_folder(tmp_path):
-    assert parse(["--work", str(tmp_path / "work")]).engines_folder == str(tmp_path / "batchgen-engines")

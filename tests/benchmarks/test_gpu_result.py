@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import table
 from benchmarks.gpu.result import START, GpuResult, NotAResult, read_result
-from benchmarks.gpu.tables import caption, compared, exact, tables
+from benchmarks.gpu.tables import compared, tables
 
 H200 = {
     "gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0",
@@ -35,14 +34,6 @@ def test_a_case_is_in_the_file_as_soon_as_it_is_measured(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["gpu.json"]
 
 
-def test_another_call_goes_on_with_the_file(tmp_path):
-    result(tmp_path).add("decode", "8b 1024", DECODED, 1)
-    later = result(tmp_path, H200 | {"driver": "580.2"})
-    later.add("prefill", "8b 4 x 16384", {}, 1)
-    assert cases(later) == [("decode", "8b 1024"), ("prefill", "8b 4 x 16384")]
-    assert [m["driver"] for m in later.json["machines"]] == ["580.1", "580.2"]
-
-
 def test_a_case_that_is_measured_again_is_there_once(tmp_path):
     found = result(tmp_path)
     found.fail("decode", START, "exit 1: no")
@@ -51,14 +42,6 @@ def test_a_case_that_is_measured_again_is_there_once(tmp_path):
     found.add("decode", "8b 1024", {"tokens_per_s": 2}, 1)
     assert [e["figures"] for e in found.json["figures"]] == [{"tokens_per_s": 2}]
     assert found.json["failures"] == []
-
-
-def test_a_failure_leaves_the_figures_that_were_there(tmp_path):
-    found = result(tmp_path)
-    found.add("decode", "8b 1024", DECODED, 1)
-    found.fail("decode", "8b 1024", "not done after 5 s")
-    assert cases(found) == [("decode", "8b 1024")]
-    assert cases(found, "failures") == [("decode", "8b 1024")]
 
 
 def test_only_figures_of_this_code_on_such_a_machine_need_not_be_made_again(tmp_path):
@@ -99,18 +82,6 @@ def test_a_tiny_run_never_gets_into_a_real_result(tmp_path):
         real.merge(tiny.json)
 
 
-def test_another_file_is_not_gone_on_with(tmp_path):
-    (tmp_path / "gpu.json").write_text('{"schema": "batchgen.benchmarks/2"}')
-    with pytest.raises(NotAResult, match=r"gpu.json is not a result of gpu.sh \(batchgen.gpu/1\)$"):
-        result(tmp_path)
-
-
-def test_of_nothing_there_is_one_paragraph_and_no_table(tmp_path):
-    text = tables(result(tmp_path).json)
-    assert text.count("\n") == 1
-    assert text.startswith("Nothing has been measured on a GPU yet: ")
-
-
 def test_a_table_shows_what_there_is(tmp_path):
     found = result(tmp_path)
     found.add("decode", "8b 1024", DECODED, 1)
@@ -139,38 +110,3 @@ def test_engines_are_compared_on_the_same_rows(tmp_path):
     found.add("few-shot", "batchgen 512 rows", ran(512, 20_000.0), 1)
     assert compared(found.json, "few-shot", "transformers-generate") == "1,000 **20.0x** (512 rows)"
     assert compared(found.json, "few-shot", "transformers-continuous") == "not measured"
-
-
-def test_architectures_that_are_not_exact_are_named(tmp_path):
-    found = result(tmp_path)
-    for name, good in (("llama", True), ("llama/mqa", True), ("qwen2", True), ("gemma2", False)):
-        found.add("parity", f"float32 {name}", {"exact": good}, 1)
-    assert exact(found.json) == "2; not gemma2"
-    found.fail("parity", "float32 opt", "no")
-    assert exact(found.json) == "2; not gemma2, opt"
-
-
-def test_the_caption_names_the_gpu_its_driver_and_the_versions(tmp_path):
-    found = result(tmp_path)
-    found.add("decode", "8b 1024", DECODED, 1)
-    found.json["figures"][0]["date"] = "2026-01-02T03:04:05+00:00"
-    where = "NVIDIA H200, driver 580.1, CUDA 13.0, torch 2.11.0, transformers 5.17.0, triton 3.6.0"
-    assert caption(found.json).endswith(f" {where}, 2026-01-02.\n")
-    later = result(tmp_path, source="two")
-    later.json["figures"] = found.json["figures"]
-    later.add("decode", "8b 4096", DECODED, 1)
-    later.json["figures"][1]["date"] = "2026-01-05T03:04:05+00:00"
-    assert caption(later.json).endswith(f" {where}, 2026-01-02 to 2026-01-05. Figures are of 2 states of the code.\n")
-
-
-def test_the_same_tool_puts_it_between_the_markers(tmp_path, monkeypatch):
-    found = result(tmp_path)
-    found.add("decode", "8b 1024", DECODED, 1)
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- benchmarks:gpu:begin -->\n<!-- benchmarks:gpu:end -->\nafter\n")
-    monkeypatch.setattr("sys.argv", ["table", str(found.path), "--write", str(readme)])
-    table.main()
-    text = tables(found.json)
-    assert readme.read_text() == f"before\n<!-- benchmarks:gpu:begin -->\n{text}<!-- benchmarks:gpu:end -->\nafter\n"
-    monkeypatch.setattr("sys.argv", ["table", str(found.path), "--check", str(readme)])
-    table.main()

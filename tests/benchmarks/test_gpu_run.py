@@ -54,46 +54,19 @@ def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, within: fl
     return read_result(result.path)
 
 
-def kept(result: dict[str, Any]) -> dict[str, Any]:
-    return {e["case"]: e["figures"]["skipped"] for e in result["figures"]}
-
-
-def failures(result: dict[str, Any]) -> dict[str, str]:
-    return {e["case"]: e["message"] for e in result["failures"]}
-
-
-def test_what_fails_is_noted_and_the_next_case_is_run(tmp_path, monkeypatch):
-    found = run_of(tmp_path, monkeypatch, "fails")
-    assert (kept(found), failures(found)) == ({"a": [], "c": []}, {"b": "no"})
-
-
-def test_behind_an_error_of_the_device_the_part_is_begun_anew(tmp_path, monkeypatch):
-    found = run_of(tmp_path, monkeypatch, "breaks the device")
-    assert (kept(found), failures(found)) == ({"a": [], "c": ["a", "b"]}, {"b": "no"})
-
-
-def test_a_process_that_dies_is_begun_anew_behind_the_case(tmp_path, monkeypatch):
-    found = run_of(tmp_path, monkeypatch, "dies")
-    assert kept(found) == {"a": [], "c": ["a", "b"]}
-    assert failures(found) == {"b": "exit 7: a library says something"}
-
-
-def test_what_hangs_is_ended_and_what_came_before_is_kept(tmp_path, monkeypatch):
-    found = run_of(tmp_path, monkeypatch, "hangs", within=2.0)
-    assert (kept(found), failures(found)) == ({"a": []}, {"b": "not done after 2 s"})
-
-
-def test_parts_are_named_one_by_one_or_together():
-    assert gpu.part_names("decode,workloads,decode") == [
-        "decode", "shared-prefix", "nested-groups", "few-shot", "nothing-shared",
-    ]  # fmt: skip
-    with pytest.raises(Exception, match=r"^'speed' is no part: check, parity, tests, "):
-        gpu.part_names("speed")
-
-
-def test_a_tiny_run_goes_elsewhere_by_default():
-    assert gpu.parse([]).output == ROOT / "benchmarks" / "results"
-    assert ROOT not in gpu.parse(["--tiny"]).output.parents
+@pytest.mark.parametrize(
+    ("how", "within", "kept", "message"),
+    [
+        ("fails", None, {"a": [], "c": []}, "no"),
+        ("breaks the device", None, {"a": [], "c": ["a", "b"]}, "no"),
+        ("dies", None, {"a": [], "c": ["a", "b"]}, "exit 7: a library says something"),
+        ("hangs", 2.0, {"a": []}, "not done after 2 s"),
+    ],
+)
+def test_a_case_that_fails_is_noted_and_the_others_are_kept(tmp_path, monkeypatch, how, within, kept, message):
+    found = run_of(tmp_path, monkeypatch, how, within)
+    assert {e["case"]: e["figures"]["skipped"] for e in found["figures"]} == kept
+    assert {e["case"]: e["message"] for e in found["failures"]} == {"b": message}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -105,14 +78,6 @@ def test_without_a_gpu_there_is_only_the_tiny_run(tmp_path, monkeypatch):
         str(e.value) == "benchmarks/gpu.sh: there is no CUDA device here; --tiny runs everything in small without one"
     )
     assert list(tmp_path.iterdir()) == []
-
-
-def test_results_are_merged_by_the_same_command(tmp_path, monkeypatch, capsys):
-    GpuResult(tmp_path / "there" / "gpu.json", {"gpu": "A GPU"}, "code", tiny=False).add("decode", "a", {}, 1)
-    monkeypatch.setattr("sys.argv", ["gpu.sh", str(tmp_path / "here"), "--merge", str(tmp_path / "there" / "gpu.json")])
-    gpu.main()
-    assert capsys.readouterr().out.startswith("1 cases of ")
-    assert [e["case"] for e in read_result(tmp_path / "here" / "gpu.json")["figures"]] == ["a"]
 
 
 class Slow:
@@ -141,11 +106,6 @@ def test_an_engine_that_is_not_done_in_time_gets_fewer_rows():
     assert workload.calls == [(512, "--sweep"), (128, "--sweep"), (128, "--batch")]
     assert (found["rows"], found["batch"], found["tokens_per_s"]) == (128, 2, 64.0)
     assert needed == {512, 128}
-
-
-def test_an_engine_that_is_never_done_in_time_has_no_figures():
-    with pytest.raises(NotDone, match=r"^transformers-continuous: not done after 120 s$"):
-        theirs(Slow(), "transformers-continuous", (512, 256), set())  # type: ignore[arg-type]
 
 
 def run_tiny(folder: Path, *options: str) -> dict[str, Any]:

@@ -45,20 +45,6 @@ def test_each_fault_gives_a_module_that_python_can_read():
         ast.parse(changed)
 
 
-def test_the_same_seed_makes_the_same_faults_in_all_areas():
-    faults = sample(12, seed=3)
-    assert faults == sample(12, seed=3)
-    assert [fault.area for fault in faults[:7]] == [
-        "scheduler",
-        "blocks",
-        "prefix",
-        "attention plan",
-        "jobs",
-        "records",
-        "sampling",
-    ]
-
-
 @pytest.mark.parametrize(
     ("source", "changed"),
     [

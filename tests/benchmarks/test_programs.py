@@ -2,7 +2,6 @@
 
 import ast
 import os
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -10,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engines.common import shared_prefix
 from benchmarks.programs import (
-    OURS,
     PROGRAMS,
     ROOT,
     Case,
@@ -20,7 +17,6 @@ from benchmarks.programs import (
     Launcher,
     NotDone,
     converted,
-    last_json,
     run,
 )
 
@@ -49,10 +45,6 @@ def imports(module: str) -> set[str]:
     return names
 
 
-def test_what_all_engines_share_needs_the_standard_library_alone():
-    assert {name.split(".")[0] for name in imports("benchmarks.engines.common")} <= sys.stdlib_module_names
-
-
 @pytest.mark.parametrize("engine", OTHERS)
 def test_an_engine_of_its_own_environment_imports_nothing_of_ours(engine):
     found = imports(PROGRAMS[engine].module)
@@ -65,22 +57,6 @@ def test_an_engine_without_its_environment_is_missing_in_one_line(tmp_path):
     assert Launcher(tmp_path, 1).missing("vllm") == (
         f"vllm is left out: it is not in {tmp_path}/vllm (bash benchmarks/setup_engines.sh {tmp_path} vllm)"
     )
-
-
-def test_an_environment_that_was_not_finished_is_missing(tmp_path):
-    (tmp_path / "vllm" / "bin").mkdir(parents=True)
-    assert Launcher(tmp_path, 1).missing("vllm") is not None
-    (tmp_path / "vllm" / "ready").touch()
-    assert Launcher(tmp_path, 1).missing("vllm") is None
-
-
-def test_what_runs_with_this_python_is_never_missing(tmp_path):
-    assert [name for name in PROGRAMS if Launcher(tmp_path, 1).missing(name) is None] == [
-        OURS,
-        "batchgen-torch",
-        "transformers-generate",
-        "transformers-continuous",
-    ]
 
 
 @NEEDS_PROC
@@ -104,12 +80,6 @@ def test_a_process_that_fails_is_told_by_the_last_line_it_wrote():
         )
 
 
-def test_the_figures_are_the_last_json_of_what_is_printed():
-    assert last_json("x", 'loading\n{"a": 1}\n{"a": 2}\nbye\n') == {"a": 2}
-    with pytest.raises(EngineFailed, match=r"^x: printed no figures$"):
-        last_json("x", "loading\n")
-
-
 def test_a_model_is_converted_once_and_never_seen_half_done(tmp_path, monkeypatch):
     case = Case("30m", "float32", "few-shot", tmp_path / "model", tmp_path / "rows.jsonl")
     made: list[Path] = []
@@ -130,30 +100,3 @@ def test_a_model_is_converted_once_and_never_seen_half_done(tmp_path, monkeypatc
     assert converted("vllm", case) is None
     assert converted("vllm", replace(case, dtype="int8")) == tmp_path / "model.w8a8-int8"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.gguf"]
-
-
-def test_the_prefix_of_all_rows_leaves_each_a_token_of_its_own():
-    assert shared_prefix([[1, 2, 3], [1, 2, 4, 5]]) == 2
-    assert shared_prefix([[1, 2], [1, 2, 3]]) == 1
-    assert shared_prefix([[1, 2], [1, 2]]) == 1
-    assert shared_prefix([[1], [2]]) == 0
-
-
-@NEEDS_PROC
-def test_a_process_that_is_terminated_ends_what_it_runs(tmp_path):
-    file = tmp_path / "child"
-    inner = f"import os, pathlib, time; pathlib.Path({str(file)!r}).write_text(str(os.getpid())); time.sleep(60)"
-    outer = (
-        "import os, sys\n"
-        "from benchmarks.programs import end_children_too, run\n"
-        "end_children_too()\n"
-        f"run('x', [sys.executable, '-c', {inner!r}], os.environ, None)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", outer], cwd=ROOT, stderr=subprocess.DEVNULL)
-    for _ in range(500):
-        if file.exists() and file.read_text():
-            break
-        time.sleep(0.02)
-    process.terminate()
-    process.wait(10)
-    assert not alive(int(file.read_text()))

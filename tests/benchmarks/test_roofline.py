@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 
-from batchgen.prefix import plan_prefixes
 from benchmarks.rates import measure
 from benchmarks.roofline import Load, Rates, Shape, load_of, seconds
 
@@ -43,20 +42,10 @@ def test_a_workload_comes_to_what_is_worked_out_by_hand():
     )
 
 
-def test_rows_with_one_token_out_decode_nothing():
-    load = load_of(prompts([1, 2], [1, 3]), [1, 1])
-    assert (load.layer_tokens, load.steps, load.kv_tokens_read) == (3, 1, 0)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_workload_comes_to_what_counting_each_token_gives(seed):
     rows, made = some_rows(seed)
     assert load_of(prompts(*rows), made) == counted(rows, made)
-
-
-def test_the_prefill_is_the_least_that_the_plan_says():
-    rows = prompts(*some_rows(1)[0])
-    assert load_of(rows, [1] * len(rows)).prefill_tokens == plan_prefixes(rows, 16).prefill_tokens_min
 
 
 def test_the_roofline_is_what_is_worked_out_by_hand():
@@ -68,12 +57,6 @@ def test_the_roofline_is_what_is_worked_out_by_hand():
     assert found["linear_arithmetic"] == (10 * 3 * 2 * 78 + 4 * 2 * 14) / 2.0
     assert found["attention_arithmetic"] == 100 * 3 * 4 * 8 / 4.0
     assert found["total"] == found["linear_arithmetic"] + found["attention_arithmetic"]
-
-
-def test_each_weight_has_its_own_rate():
-    load = Load(prefill_tokens=1, layer_tokens=1, head_tokens=0, pairs=0, steps=1, kv_tokens_read=0)
-    rates = Rates(linear=dict.fromkeys(LINEARS, 1e9) | {"down": 1.0}, attention=1.0, bandwidth=1e9)
-    assert seconds(load, SHAPE, rates)["linear_arithmetic"] == pytest.approx(3 * 2 * 2 * 5, rel=1e-6)
 
 
 def test_reading_counts_where_it_takes_longer_than_the_arithmetic():

@@ -1,14 +1,10 @@
 """The first things that a user tries: device files as outputs, a dry run, no colours."""
 
-import gzip
-import io
 import os
 import re
 import subprocess
 
 import pytest
-
-from support.params import slow_but
 
 
 def test_a_dry_run_prints_what_plan_prints(cli, write_jsonl, tiny_model_dir, tmp_path):
@@ -51,34 +47,6 @@ def test_no_color_is_obeyed_on_a_terminal(command, command_environment, write_js
     assert done.wait() == 0
     assert b"rows" in shown
     assert not re.search(rb"\x1b\[[0-9;]*3[0-7]", shown)
-
-
-@pytest.mark.parametrize(
-    ("format", "packed"),
-    slow_but(
-        [("jsonl", "gzip"), ("csv", ""), ("parquet", "")],
-        [(f, p) for f in ("jsonl", "csv", "tsv", "parquet") for p in ("", "gzip", "zstd")],
-    ),
-)
-def test_standard_input_has_every_format_and_compression(format, packed, cli, tiny_model_dir, monkeypatch):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    import zstandard
-
-    table = io.BytesIO()
-    pq.write_table(pa.table({"prompt": ["a", "b"]}), table)
-    texts = {
-        "jsonl": b'{"prompt": "a"}\n{"prompt": "b"}\n',
-        "csv": b"prompt\na\nb\n",
-        "tsv": b"prompt\tx\na\t1\nb\t2\n",
-    }
-    data = texts.get(format, table.getvalue())
-    data = {"gzip": gzip.compress, "zstd": zstandard.compress}.get(packed, bytes)(data)
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
-    given = () if format == "jsonl" else ("--input-format", format)
-    outcome = cli("run", "-", "-m", tiny_model_dir, "--max-tokens", "2", "-q", *given)
-    assert (outcome.code, outcome.err) == (0, "")
-    assert [row["prompt"] for row in outcome.rows] == ["a", "b"]
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

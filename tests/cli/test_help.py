@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from dataclasses import fields
 
 import pytest
@@ -135,20 +133,6 @@ def test_completion_knows_the_options_and_their_values(shell):
     assert "--temperature" in completed("batchgen run --temp")
     assert completed("batchgen run --dtype fl") == ["float32", "float16"]
     assert "status" in completed("batchgen st")
-
-
-def test_the_version_is_one_line(cli):
-    from batchgen.stats import version_of
-
-    outcome = cli("--version")
-    assert (outcome.code, outcome.out, outcome.err) == (0, f"batchgen {version_of('batchgen')}\n", "")
-
-
-@pytest.mark.parametrize("module", ["batchgen", "batchgen_cli"])
-def test_python_m_is_the_command(module, command_environment):
-    command = [sys.executable, "-m", module]
-    done = subprocess.run([*command, "--version"], env=command_environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout[:9]) == (0, "batchgen ")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Labels from files and columns, the likeliest of many, and labels that are compared with a column of the input."""
 
-import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -109,15 +108,3 @@ def test_a_pipe_and_a_merge_of_shards_compare_every_row_once(cli, write_jsonl, t
     cli("merge", tmp_path / "o.jsonl")
     assert expected_figures(tmp_path) == figures[0]
     assert figures[0]["rows"] == 5
-
-
-def test_labels_and_columns_of_csv_are_enough_for_all_of_it(cli, tiny_model_dir, tmp_path):
-    (tmp_path / "i.csv").write_text('prompt,labels,gold\none,"x,y",x\ntwo,"x,y,z",y\n')
-    outcome = cli(
-        "run", tmp_path / "i.csv", "-m", tiny_model_dir, "-o", tmp_path / "o.csv", "--choices-column", "labels",
-        "--top-choices", "1", "--expect", "gold",
-    )  # fmt: skip
-    assert outcome.code == 0
-    with (tmp_path / "o.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [list(json.loads(row["choice_probs"])) for row in rows] == [[row["text"]] for row in rows]

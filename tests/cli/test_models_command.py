@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -77,9 +76,3 @@ def test_standard_output_that_is_full_is_named(command, command_environment):
         )
     said = "batchgen: error: standard output cannot be written: No space left on device; write it to another place\n"
     assert (ended.returncode, ended.stderr) == (1, said)
-
-
-def test_an_answer_to_a_closed_standard_output_is_an_error(cli, monkeypatch):
-    monkeypatch.setattr("batchgen.process.stdout.sys", SimpleNamespace(stdout=None))
-    outcome = cli("models")
-    assert (outcome.code, outcome.err) == (1, "batchgen: error: standard output is closed; write it to another place\n")

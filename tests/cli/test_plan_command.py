@@ -1,7 +1,6 @@
 """`batchgen plan` as its users see it."""
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,30 +64,6 @@ def test_rows_that_cannot_be_run_and_windows_are_told(cli, write_jsonl, tiny_cha
         "the first rows that would fail:",
         f"  {source}:2: invalid_row: not JSON: Expecting value at column 1",
     ]
-
-
-def test_what_a_prompt_holds_does_not_steer_the_terminal(cli, write_jsonl, tiny_model_dir):
-    source = write_jsonl([{"prompt": f"\x1b[2J\x07 and so on {i}"} for i in range(2)])
-    assert "\x1b" not in cli("plan", source, "-m", tiny_model_dir).out
-
-
-def test_notes_go_to_standard_error(cli, write_jsonl, tiny_model_dir):
-    outcome = cli("plan", write_jsonl([{"prompt": "x", "top_k": 3}]), "-m", tiny_model_dir, "--json")
-    assert outcome.err.startswith("batchgen: column 'top_k' is copied")
-    assert json.loads(outcome.out)["rows"] == 1
-
-
-@pytest.mark.slow
-def test_a_reader_that_leaves_ends_the_plan_quietly(command, command_environment, source, tiny_model_dir):
-    arguments = [*command, "plan", str(source), "-m", str(tiny_model_dir), "--no-progress"]
-    with subprocess.Popen(
-        arguments, env=command_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
-        assert process.stderr.read() == ""
-        assert process.wait(timeout=60) == 141
 
 
 def test_the_plan_says_what_cuts_cost(cli, source, tiny_model_dir):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.progress import Tracker, percentage, rounded_duration, speed
+from batchgen.progress import Tracker, percentage, rounded_duration
 from batchgen_cli import stderr
 from batchgen_cli.options import Display
 from batchgen_cli.progress import (
@@ -153,22 +153,6 @@ def test_a_log_hears_of_steps_that_take_long_and_of_a_long_wait_for_the_first_ro
     assert log(act) == ["0 rows of 100 (0%), 0.0 rows/s"] * 2 + ["0 rows of 100 (0%), 21 tokens/s"]
 
 
-def test_a_log_hears_of_rows_that_are_read_and_written(clock, log):
-    def act(lines: Told) -> None:
-        lines.phase("planning")
-        clock.now += 10
-        lines.passed(50_000)
-        lines.rows(50_000, 0, 50_000)
-        lines.phase("writing")
-        clock.now += 10
-        lines.passed(25_000)
-
-    assert log(act) == [
-        "planning, 50,000 rows, 5,000 rows/s",
-        "writing, 25,000 rows of 50,000 (50%), 2,500 rows/s",
-    ]
-
-
 def test_events_go_on_while_nothing_changes(clock):
     stream = io.StringIO()
     events = Told(Events(stream, 10, clock=clock))
@@ -176,15 +160,6 @@ def test_events_go_on_while_nothing_changes(clock):
     wait(events, 25)
     told = [(e["event"], e.get("phase")) for e in map(json.loads, stream.getvalue().splitlines())]
     assert told == [("phase", "loading model"), ("progress", "loading model"), ("progress", "loading model")]
-
-
-def test_a_bar_that_counts_nothing_shows_the_seconds(clock):
-    terminal = Terminal()
-    bar = Told(Bar(terminal, clock))  # type: ignore[arg-type]
-    bar.phase("loading model")
-    wait(bar, 3)
-    bar.close()
-    assert terminal.shown[:4] == ["loading model…", "loading model…", "loading model… 2 s", "loading model… 3 s"]
 
 
 def test_a_log_has_no_control_characters_but_the_ends_of_its_lines(clock):
@@ -214,10 +189,6 @@ def test_times_are_as_people_read_them(seconds, text):
 
 def test_a_share_is_whole_only_when_all_is_done():
     assert [percentage(999_999, 1_000_000), percentage(1, 1), percentage(0, 0), percentage(0, 5)] == [99, 100, 100, 0]
-
-
-def test_where_no_tokens_are_generated_speed_is_in_rows():
-    assert [speed(12.6, 3), speed(0, 3), speed(0, 1234.5)] == ["13 tokens/s", "3.0 rows/s", "1,234 rows/s"]
 
 
 def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(clock):

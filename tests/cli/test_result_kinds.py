@@ -1,8 +1,6 @@
 """Several completions, log-probabilities, labels, scores and grammars by `batchgen run`: the rows that come out."""
 
 import json
-import math
-import re
 from typing import Any
 
 import pyarrow as pa
@@ -43,24 +41,6 @@ def test_log_probabilities_are_those_of_every_token(cli, write_jsonl, read_jsonl
         assert token["top"][1]["logprob"] <= token["logprob"] < 0
 
 
-def test_labels_have_probabilities_in_jsonl_and_parquet(cli, write_jsonl, read_jsonl, tiny_model_dir, tmp_path):
-    own = {"prompt": "b", "sampling_params": {"choices": ["x", "yz"]}}
-    source = write_jsonl([{"prompt": "a"}, own])
-    for output in (tmp_path / "o.jsonl", tmp_path / "o.parquet"):
-        outcome = cli("run", source, "-m", tiny_model_dir, "-o", output, "--choices", '["yes, sure", "no"]')
-        assert outcome.code == 0
-        assert "completion tokens" not in outcome.err
-        is_table = output.suffix == ".parquet"
-        rows = pq.read_table(output).to_pylist() if is_table else read_jsonl(output)
-        found = [dict(row["choice_probs"]) for row in rows]
-        assert [list(probs) for probs in found] == [["yes, sure", "no"], ["x", "yz"]]
-        for row, probs in zip(rows, found, strict=True):
-            assert math.isclose(sum(probs.values()), 1)
-            assert row["text"] == max(probs, key=lambda label: probs[label])
-            assert (row["finish_reason"], row["usage"]["completion_tokens"], row["error"]) == ("stop", 0, None)
-    assert pq.read_schema(tmp_path / "o.parquet").field("choice_probs").type == pa.map_(pa.string(), pa.float64())
-
-
 def test_a_score_is_that_of_the_completion_column(cli, write_jsonl, read_jsonl, tiny_model_dir, tmp_path):
     written = tmp_path / "w.jsonl"
     source = write_jsonl([{"prompt": "abc"}])
@@ -87,24 +67,6 @@ def test_a_score_is_that_of_the_completion_column(cli, write_jsonl, read_jsonl, 
     assert empty["score"] == {"logprob": 0.0, "tokens": 0, "greedy": True}
     assert without["error"] == {"type": "invalid_row", "message": "column 'answer' is missing"}
     assert without["score"] is None
-
-
-def test_completions_match_a_regex_or_a_schema(cli, write_jsonl, read_jsonl, tiny_model_dir, tmp_path):
-    pytest.importorskip("llguidance")
-    schema = tmp_path / "schema.json"
-    schema.write_text('{"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"],\n'
-                      '"additionalProperties": false, "x-guidance": {"whitespace_flexible": false}}')  # fmt: skip
-    source = write_jsonl([{"prompt": f"{i}"} for i in range(3)])
-    for option, value, matches in (
-        ("--regex", "[0-9]{2}-[a-z]", lambda text: re.fullmatch("[0-9]{2}-[a-z]", text)),
-        ("--json-schema", schema, lambda text: json.loads(text)["a"] in ("x", "y")),
-    ):
-        output = tmp_path / f"{option[2:]}.jsonl"
-        outcome = cli("run", source, "-m", tiny_model_dir, "-o", output, option, value, "--temperature", "1")
-        assert outcome.code == 0
-        for row in read_jsonl(output):
-            assert row["finish_reason"] == "stop"
-            assert matches(row["text"])
 
 
 def test_rows_of_a_schema_say_whether_their_text_is_valid_and_have_its_value(

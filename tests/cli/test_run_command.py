@@ -1,7 +1,5 @@
 """`batchgen run` as its users see it: files, streams, exit codes."""
 
-import gzip
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,16 +62,6 @@ def test_quiet_says_nothing(cli, write_jsonl, tiny_model_dir):
     source = write_jsonl([{"prompt": "one", "seed": 1}])  # a note would be due
     outcome = cli("run", source, "-m", tiny_model_dir, "--max-tokens", "2", "-q")
     assert (outcome.code, outcome.out, outcome.err) == (0, "", "")
-
-
-def test_compressed_files_and_named_columns(cli, tiny_model_dir, tmp_path):
-    source = tmp_path / "rows.csv.gz"
-    source.write_bytes(gzip.compress(b"key,q,extra\nk1,hello,e1\nk2,world,e2\n"))
-    output = tmp_path / "out.jsonl.gz"
-    options = ("--prompt-column", "q", "--id-column", "key", "--keep", "q", "--max-tokens", "2")
-    assert cli("run", source, "-m", tiny_model_dir, "-o", output, *options).code == 0
-    rows = [json.loads(line) for line in gzip.decompress(output.read_bytes()).splitlines()]
-    assert [(row["id"], row["q"], "extra" in row) for row in rows] == [("k1", "hello", False), ("k2", "world", False)]
 
 
 def test_texts_may_come_from_files(cli, write_jsonl, read_jsonl, tiny_chat_model_dir, tmp_path):

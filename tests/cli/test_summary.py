@@ -167,11 +167,6 @@ def test_a_run_of_labels_tells_rows_per_second_and_no_completions():
     assert lines["speed"] == "1.0 rows/s, 20 prompt tokens/s"
 
 
-def test_a_run_that_generated_nothing_shows_no_speed():
-    names = [name for name, _ in summary(report_of(rows=0))]
-    assert names == ["output", "rows", "prompts", "time", "memory", "model"]
-
-
 def test_the_first_failures_follow_the_table(capsys):
     show_summary(report_of(failures=("a.jsonl:3: invalid_row: not \x1b JSON",)))
     out, err = capsys.readouterr()

@@ -17,17 +17,6 @@ def build(tools, length, *, context=8, max_tokens=3, bos=False, **options):
     return out
 
 
-@pytest.mark.parametrize(("length", "max_tokens"), [(1, 3), (5, 3), (6, 2), (7, 1)])
-def test_a_prompt_that_leaves_less_room_gets_a_shorter_completion(tools, length, max_tokens):
-    draft = build(tools, length)
-    assert (len(draft.tokens), draft.max_tokens, draft.params.max_tokens, draft.truncated) == (
-        length,
-        max_tokens,
-        3,
-        False,
-    )
-
-
 @pytest.mark.parametrize("length", [8, 9, 26])
 def test_a_prompt_as_long_as_the_context_is_an_error_with_the_figures(tools, length):
     result = build(tools, length)
@@ -147,11 +136,6 @@ def test_a_long_text_is_tokenized_only_a_few_times(tools, monkeypatch):
     (draft,) = b.build(tools.rows({"prompt": "one, two, three " * 5000 + "€" * 40}))
     assert len(draft.tokens) in (348, 349, 350)
     assert len(limits) <= 12
-
-
-def test_a_context_of_one_token_has_no_room_for_a_completion(tools):
-    result = build(tools, 3, context=1, on_long_prompt="truncate-left")
-    assert result.error_type == "prompt_too_long"
 
 
 def test_an_unknown_value_of_on_long_prompt_is_refused(tools):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
-import numpy as np
 import pytest
 
 from batchgen.errors import UsageError
@@ -23,26 +20,11 @@ def one(tools, columns, **options):
     return out, b.notes
 
 
-@pytest.mark.parametrize("prompt", [{"messages": [USER]}, {"prompt": "a"}])
-@pytest.mark.parametrize("value", [[TOOL], json.dumps([TOOL]), [TOOL | {"extra": None}]])
-def test_tools_of_a_row_reach_the_chat_template(tools, prompt, value):
-    draft, notes = one(tools, prompt | {"tools": value})
-    assert (tools.text_of(draft), notes) == ("[1:add]a", [])
-
-
 def test_an_unknown_format_of_tool_calls_is_noted_once(tools):
     unknown = TEMPLATE.replace("<tool_call>", "calls")
     draft, notes = one(tools, {"prompt": "a", "tools": [TOOL]}, chat_template=unknown)
     assert (tools.text_of(draft), draft.tools) == ("[1:add]a", "")
     assert notes == ["rows have tools, but batchgen does not know how this model writes calls: they stay in the text"]
-
-
-def test_tools_of_an_openai_body_reach_the_chat_template(tools):
-    body = {"messages": [USER], "tools": [TOOL], "tool_choice": "auto"}
-    draft, notes = one(tools, {"url": "/v1/chat/completions", "body": body})
-    assert (tools.text_of(draft), notes) == ("[1:add]a", [])
-    draft, _ = one(tools, {"url": "/v1/chat/completions", "body": body | {"tools": []}})
-    assert tools.text_of(draft) == "a"
 
 
 def test_variables_that_the_chat_template_does_not_use_are_noted(tools):
@@ -75,14 +57,6 @@ def test_images_beside_a_prompt_are_noted_once_as_unseen_unless_the_template_use
     assert b.notes == []
 
 
-def test_an_image_that_is_an_array_is_noted_like_any_other(tools):
-    b = tools.builder(chat_template=TEMPLATE, bos=False)
-    b.build(tools.rows({"prompt": "a", "image": np.zeros((2, 2)), "images": [np.zeros(3)], "audio": {}, "video": b""}))
-    assert b.notes == [
-        "columns 'image', 'images' are only copied to the output: the model sees text alone, no images, sound or video"
-    ]
-
-
 def test_documents_of_a_row_reach_the_chat_template_and_are_shortened_like_messages(tools):
     columns = {"messages": [USER], "documents": [{"title": "T", "text": "abcdefgh"}]}
     draft, notes = one(tools, columns)
@@ -108,48 +82,6 @@ def test_input_that_the_model_does_not_see_is_noted_once(tools, columns, options
     assert b.notes == [note]
 
 
-def test_a_column_with_another_use_is_not_passed_to_the_chat_template(tools):
-    draft, notes = one(tools, {"tools": "hammer"}, template="Use a {{ tools }}")
-    assert (tools.text_of(draft), notes) == ("Use a hammer", [])
-    draft, notes = one(tools, {"prompt": "a", "tools": None, "documents": ""})
-    assert (tools.text_of(draft), notes) == ("a", [])
-
-
-CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
-SHOWN = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments|tojson }}{% endfor %};{% endfor %}"
-
-
-def test_a_message_with_tool_calls_may_have_null_content_and_its_arguments_become_objects(tools):
-    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "2"}]
-    draft, _ = one(tools, {"messages": messages}, chat_template=SHOWN)
-    assert tools.text_of(draft) == 'user:a;assistant:{"x": 1};tool:2;'
-    given = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [CALL | {"function": {"name": "f", "arguments": {"x": 2}}}],
-    }
-    draft, _ = one(tools, {"messages": [USER, given]}, chat_template=SHOWN)
-    assert tools.text_of(draft) == 'user:a;assistant:{"x": 2};'
-
-
-@pytest.mark.parametrize("message", [{"role": "assistant", "content": None}, {"role": "user", "content": None}])
-def test_any_other_message_needs_content(tools, message):
-    result, _ = one(tools, {"messages": [message]})
-    assert tools.error_of(result) == (
-        "invalid_row",
-        "messages[0].content must be text or a list of text parts, not null",
-    )
-
-
-def test_the_developer_role_becomes_system_if_the_template_does_not_know_it(tools):
-    messages = {"messages": [{"role": "developer", "content": "Be."}, USER]}
-    draft, _ = one(tools, messages, chat_template=SHOWN)
-    assert tools.text_of(draft) == "system:Be.;user:a;"
-    knows = "{% for m in messages %}{% if m.role == 'developer' %}D{% endif %}{{ m.content }}{% endfor %}"
-    draft, _ = one(tools, messages, chat_template=knows)
-    assert tools.text_of(draft) == "DBe.a"
-
-
 def test_stop_token_ids_beyond_the_vocabulary_are_refused(tools):
     with pytest.raises(
         UsageError, match=r"^--stop-token-id 260 is beyond the model's 260 tokens; give ids of the model's"
@@ -157,15 +89,6 @@ def test_stop_token_ids_beyond_the_vocabulary_are_refused(tools):
         tools.builder(sampling=SamplingParams(stop_token_ids=[5, 260]))
     result, _ = one(tools, {"prompt": "a", "sampling_params": {"stop_token_ids": [999]}})
     assert tools.error_of(result) == ("unsupported_parameter", "stop_token_ids: 999 is beyond the model's 260 tokens")
-
-
-def test_an_empty_list_of_choices_is_refused(tools):
-    for name in ("choices", "guided_choice"):
-        result, _ = one(tools, {"prompt": "a", "sampling_params": {name: []}})
-        assert tools.error_of(result) == (
-            "unsupported_parameter",
-            "choices must be two or more different texts, not an empty list",
-        )
 
 
 def test_several_completions_at_temperature_0_are_noted_once(tools):
@@ -176,14 +99,6 @@ def test_several_completions_at_temperature_0_are_noted_once(tools):
     b = tools.builder(sampling=SamplingParams(n=3, temperature=0.5))
     b.build(tools.rows({"prompt": "a"}))
     assert b.notes == []
-
-
-def test_every_column_that_the_command_names_must_exist(tools):
-    b = tools.builder()
-    rows = tools.rows({"prompt": "a", "x": 1})
-    b.check_columns(rows, [("--keep", "x")])
-    with pytest.raises(UsageError, match=r"^no row has the column 'nope' of --id-column; the input has 'prompt', 'x'$"):
-        b.check_columns(rows, [("--id-column", "nope")])
 
 
 @pytest.mark.parametrize(
@@ -219,18 +134,3 @@ def test_sampling_options_without_an_effect_are_named(tools, sampling, options, 
 def test_tool_calls_that_are_not_a_list_of_objects_fail_the_row(tools, calls):
     result, _ = one(tools, {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": calls}]})
     assert tools.error_of(result) == ("invalid_row", "messages[1].tool_calls must be a list of objects")
-
-
-def test_arguments_that_are_not_json_stay_text(tools):
-    call = {"function": {"name": "add", "arguments": "{x"}}
-    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-    draft, _ = one(tools, {"messages": messages}, chat_template=SHOWN)
-    assert tools.text_of(draft) == 'assistant:"{x";'
-
-
-def test_bytes_in_place_of_text_fail_the_row(tools):
-    result, _ = one(tools, {"messages": [{"role": "user", "content": b"a"}]})
-    assert tools.error_of(result) == (
-        "invalid_row",
-        "messages[0].content must be text or a list of text parts, not bytes",
-    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from batchgen.sampling_params import SamplingParams
@@ -15,62 +13,6 @@ RAW = "/v1/completions"
 
 def row(url, **body):
     return {"custom_id": "r1", "method": "POST", "url": url, "body": body}
-
-
-def test_a_chat_request_goes_through_the_chat_template_with_its_parameters(tools):
-    draft = tools.one(
-        row(CHAT, model="m", messages=[USER], max_completion_tokens=9, temperature=0.5, top_p=1, stop=["x"], seed=3,
-            frequency_penalty=1, presence_penalty=-1, n=1, stream=False, logprobs=False, top_logprobs=None, user="u",
-            response_format={"type": "text"}, tool_choice="none"),
-        chat_template=tools.CHATML,
-    )  # fmt: skip
-    assert tools.text_of(draft) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-    assert draft.params == SamplingParams(
-        max_tokens=9, temperature=0.5, stop=("x",), seed=3, frequency_penalty=1.0, presence_penalty=-1.0
-    )
-
-
-def test_parameters_missing_from_the_body_take_the_commands_values(tools):
-    draft = tools.one(
-        row(CHAT, messages=[USER], temperature=None),
-        chat_template=tools.CHATML,
-        system="S",
-        sampling=SamplingParams(temperature=0.7, max_tokens=5),
-    )
-    assert draft.params == SamplingParams(temperature=0.7, max_tokens=5)
-    assert tools.text_of(draft).startswith("<|im_start|>system\nS<|im_end|>")
-
-
-@pytest.mark.parametrize(
-    ("url", "asked", "params"),
-    [
-        (CHAT, {"n": 3}, {"n": 3}),
-        (CHAT, {"logprobs": True}, {"logprobs": 0}),
-        (CHAT, {"logprobs": True, "top_logprobs": 4}, {"logprobs": 4}),
-        (CHAT, {"logprobs": False, "top_logprobs": 0}, {}),
-        (RAW, {"logprobs": 2}, {"logprobs": 2}),
-        (CHAT, {"response_format": {"type": "json_object"}}, {"json_schema": '{"type": "object"}'}),
-        (
-            CHAT,
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"b": 1, "a": 2}}}},
-            {"json_schema": '{"b": 1, "a": 2}'},
-        ),
-        (CHAT, {"guided_json": {"type": "null"}}, {"json_schema": '{"type": "null"}'}),
-        (RAW, {"guided_regex": "a+", "guided_choice": None}, {"regex": "a+"}),
-        (RAW, {"guided_choice": ["a", "b"]}, {"choices": ("a", "b")}),
-        (RAW, {"structured_outputs": {"choice": ["a", "b"], "json": None}}, {"choices": ("a", "b")}),
-        (RAW, {"structured_outputs": {"json": {}, "json_object": False}}, {"json_schema": "{}"}),
-        (RAW, {"structured_outputs": None}, {}),
-    ],
-)
-def test_completions_logprobs_and_formats_are_read_under_their_openai_names(tools, url, asked, params):
-    content = {"messages": [USER]} if url == CHAT else {"prompt": "a"}
-    assert tools.one(row(url, **content, **asked), chat_template=tools.CHATML).params == SamplingParams(**params)
-
-
-def test_the_newer_name_of_max_tokens_wins_over_the_older(tools):
-    draft = tools.one(row(RAW, prompt="a", max_tokens=5, max_completion_tokens=6))
-    assert draft.params.max_tokens == 6
 
 
 def test_a_completion_request_is_raw_even_where_there_is_a_chat_template(tools):
@@ -90,50 +32,6 @@ def test_token_ids_of_a_completion_request_are_used_unchanged(tools):
         "body.prompt is a list of token ids, which cannot be combined with --prefix",
     )
     assert tools.error_of(tools.one(row(RAW, prompt=[]))) == ("empty_prompt", "the prompt has no tokens")
-
-
-def test_vllm_parameters_that_ask_for_nothing_are_accepted(tools):
-    draft = tools.one(
-        row(RAW, prompt="a", top_k=-1, min_tokens=0, skip_special_tokens=True, include_stop_str_in_output=False,
-            use_beam_search=False, length_penalty=1.0, add_generation_prompt=True, continue_final_message=False,
-            return_token_ids=None, priority=3, request_id="x"),
-        chat_template=tools.CHATML,
-        sampling=SamplingParams(top_k=5),
-    )  # fmt: skip
-    assert draft.params == SamplingParams()
-    assert tools.error_of(tools.one(row(RAW, prompt="a", min_tokens=5))) == (
-        "unsupported_parameter",
-        "min_tokens is not supported: 5",
-    )
-
-
-def test_messages_that_are_null_do_not_make_a_chat(tools):
-    columns = {"custom_id": "1", "body": {"messages": None, "prompt": "a"}}  # as a table fills them in
-    assert tools.text_of(tools.one(columns, chat_template=tools.CHATML)) == "<s>a"
-
-
-def test_template_variables_of_a_body_win_over_the_commands(tools):
-    template = "{{ a }}{{ b }}"
-    draft = tools.one(
-        row(CHAT, messages=[USER], chat_template_kwargs={"b": "row"}),
-        chat_template=template,
-        chat_template_kwargs={"a": "cmd", "b": "cmd"},
-    )
-    assert tools.text_of(draft) == "cmdrow"
-
-
-def test_the_reasoning_effort_of_a_chat_goes_to_its_template(tools):
-    template = "{{ reasoning_effort }}{{ b }}"
-    asked = row(CHAT, messages=[USER], reasoning_effort="low", chat_template_kwargs={"b": "!"})
-    assert tools.text_of(tools.one(asked, chat_template=template)) == "low!"
-    asked = row(CHAT, messages=[USER], reasoning_effort="low")
-    assert tools.text_of(tools.one(asked, chat_template=template)) == "low"
-
-
-def test_a_different_model_name_is_noted_once(tools):
-    b = tools.builder(chat_template=tools.CHATML)
-    b.build(tools.rows(row(CHAT, model="gpt-x", messages=[USER]), row(CHAT, model="gpt-y", messages=[USER])))
-    assert b.notes == ["rows ask for model 'gpt-x'; all rows are run on ''"]
 
 
 def test_the_model_may_be_named_after_its_folder(tools, tmp_path):
@@ -193,29 +91,3 @@ def test_a_chat_request_without_a_chat_template_fails(tools):
         "invalid_row",
         "/v1/chat/completions needs a chat template: the model has none",
     )
-
-
-def test_without_a_url_the_body_decides_the_kind_of_request(tools):
-    b = tools.builder(chat_template=tools.CHATML)
-    chat, raw = b.build(
-        tools.rows({"custom_id": "1", "body": {"messages": [USER]}}, {"custom_id": "2", "body": {"prompt": "a"}})
-    )
-    assert tools.text_of(chat).startswith("<|im_start|>user\na")
-    assert tools.text_of(raw) == "<s>a"
-
-
-def test_a_body_may_be_json_text_as_in_a_table(tools):
-    columns = row(RAW, prompt="a", seed=3)
-    draft = tools.one(columns | {"body": json.dumps(columns["body"])})
-    assert (tools.text_of(draft), draft.params.seed) == ("<s>a", 3)
-
-
-def test_a_column_that_is_only_named_body_is_not_a_request(tools):
-    assert tools.text_of(tools.one({"body": "Dear all", "prompt": "a", "url": "http://x/y"})) == "<s>a"
-    assert tools.text_of(tools.one({"body": {"x": 1}, "prompt": "a"})) == "<s>a"
-    assert tools.text_of(tools.one({"body": None, "prompt": "a", "url": None, "custom_id": None})) == "<s>a"
-
-
-def test_the_body_wins_over_sampling_params_beside_it(tools):
-    draft = tools.one(row(RAW, prompt="a", seed=3) | {"sampling_params": {"seed": 4, "top_k": 5}})
-    assert draft.params == SamplingParams(seed=3, top_k=5)

@@ -29,20 +29,6 @@ def test_a_raw_prompt_gets_the_tokenizers_special_tokens(tools):
     assert draft.key == row_digest(draft.tokens, draft.params)
 
 
-def test_a_raw_prompt_that_begins_with_the_bos_text_gets_no_second_bos(tools):
-    once, twice, later = tools.builder().build(
-        tools.rows({"prompt": "<s>a"}, {"prompt": "<s><s>a"}, {"prompt": "a<s>"})
-    )
-    assert once.tokens.tolist() == [0, 101]
-    assert twice.tokens.tolist() == [0, 0, 101]  # as it was written
-    assert later.tokens.tolist() == [0, 101, 0]
-
-
-def test_a_tokenizer_that_adds_no_bos_leaves_the_prompt_unchanged(tools):
-    drafts = tools.builder(bos=False).build(tools.rows({"prompt": "a"}, {"prompt": "<s><s>a"}))
-    assert [d.tokens.tolist() for d in drafts] == [[101], [0, 0, 101]]
-
-
 def test_a_sentencepiece_tokenizer_adds_one_bos_too(tools):
     text = tools.loaded(tools.metaspace_tokenizer())
     drafts = PromptBuilder(text, PromptConfig(), SamplingParams()).build(
@@ -63,41 +49,6 @@ def test_a_prompt_without_tokens_is_an_error_row(tools):
     assert some.tokens.tolist() == [101]
 
 
-def test_with_a_chat_template_the_prompt_is_the_user_message(tools):
-    b = tools.builder(chat_template=tools.CHATML)
-    assert b.chat
-    (draft,) = b.build(tools.rows({"prompt": "a"}))
-    assert draft.tokens.tolist() == tools.byte_ids("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n")
-
-
-def test_a_chat_template_that_writes_the_bos_gets_no_second_one(tools):
-    b = tools.builder(chat_template="{{ bos_token }}" + tools.CHATML)
-    (draft,) = b.build(tools.rows({"prompt": "a"}))
-    assert draft.tokens.tolist()[:2] == [0, 2]
-
-
-def test_the_system_message_comes_first_and_the_prefix_begins_the_user_message(tools):
-    b = tools.builder(chat_template=tools.CHATML, system="S", prefix="P:")
-    (draft,) = b.build(tools.rows({"prompt": "a"}))
-    assert tools.text_of(draft) == (
-        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nP:a<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
-def test_the_prefix_goes_before_a_raw_prompt(tools):
-    drafts = tools.builder(prefix="P:").build(tools.rows({"prompt": "a"}, {"prompt": ""}))
-    assert [tools.text_of(d) for d in drafts] == ["<s>P:a", "<s>P:"]
-    (bos,) = tools.builder(prefix="<s>P:").build(tools.rows({"prompt": "a"}))
-    assert tools.text_of(bos) == "<s>P:a"
-
-
-def test_no_chat_sends_prompts_raw(tools):
-    b = tools.builder(chat_template=tools.CHATML, chat=False)
-    assert not b.chat
-    (draft,) = b.build(tools.rows({"prompt": "a"}))
-    assert tools.text_of(draft) == "<s>a"
-
-
 def test_the_users_chat_template_wins_over_the_models(tools):
     for own in (None, tools.CHATML):
         b = PromptBuilder(
@@ -107,11 +58,6 @@ def test_the_users_chat_template_wins_over_the_models(tools):
         )
         assert b.chat
         assert tools.text_of(b.build(tools.rows({"prompt": "a"}))[0]) == "[a|x]"
-
-
-def test_of_several_templates_the_default_is_used(tools):
-    b = tools.builder(chat_template={"default": tools.CHATML, "tool_use": "no"})
-    assert tools.text_of(b.build(tools.rows({"prompt": "a"}))[0]).startswith("<|im_start|>user\na")
 
 
 @pytest.mark.parametrize(
@@ -137,13 +83,6 @@ def test_a_chat_template_that_is_not_jinja_is_refused(tools):
     with pytest.raises(UsageError) as e:
         PromptBuilder(tools.loaded(tools.byte_tokenizer()), PromptConfig(chat_template="{{ x"), SamplingParams())
     assert str(e.value).startswith("--chat-template is not valid Jinja (line 1): unexpected end of template")
-
-
-def test_template_statements_that_transformers_adds_are_supported(tools):
-    b = tools.builder(
-        chat_template="{% generation %}a{% endgeneration %}{% for m in messages %}b{% break %}{% endfor %}"
-    )
-    assert tools.text_of(b.build(tools.rows({"prompt": "x"}))[0]) == "ab"
 
 
 def test_a_raw_prompt_of_token_ids_is_used_unchanged(tools):

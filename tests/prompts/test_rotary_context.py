@@ -33,18 +33,6 @@ def test_the_context_ends_before_positions_depend_on_the_batch(tools, tmp_path, 
     assert load_tokenizer(ModelConfig(model=str(folder))).context_length == length
 
 
-def test_chunked_attention_ends_the_context_after_the_first_chunk(tools, tmp_path):
-    config = {
-        "model_type": "llama4_text",
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "pad_token_id": 0,
-        "num_hidden_layers": 4,
-    }
-    folder = tools.save_model(tmp_path, config=config | {"max_position_embeddings": 512, "attention_chunk_size": 48})
-    assert load_tokenizer(ModelConfig(model=str(folder))).context_length == 48
-
-
 QSA = {"indexer_n_heads": 1, "indexer_kv_heads": 1, "indexer_head_dim": 64, "indexer_compress_ratio": 4}
 BLOCKS = {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2, "index_block_size": 16}
 

@@ -15,27 +15,6 @@ def params(tools, *columns, sampling=None, **options):
     return [d.params if hasattr(d, "params") else tools.error_of(d) for d in out]
 
 
-def test_a_rows_value_wins_and_null_means_the_default(tools):
-    default = SamplingParams(temperature=0.5, top_p=0.9, max_tokens=7)
-    assert params(
-        tools,
-        {"sampling_params": {"temperature": 1, "max_tokens": None, "stop": "x"}},
-        {"sampling_params": None},
-        {"sampling_params": {}},
-        {},
-        sampling=default,
-    ) == [SamplingParams(temperature=1.0, top_p=0.9, max_tokens=7, stop=("x",)), default, default, default]
-
-
-def test_sampling_params_may_be_json_text_as_in_a_csv_file(tools):
-    assert params(
-        tools,
-        {"sampling_params": '{"seed": 3, "stop": ["x", "y"]}'},
-        {"sampling_params": ""},
-        {"sampling_params": "null"},
-    ) == [SamplingParams(seed=3, stop=("x", "y")), SamplingParams(), SamplingParams()]
-
-
 @pytest.mark.parametrize(
     ("value", "error"),
     [
@@ -49,6 +28,7 @@ def test_sampling_params_may_be_json_text_as_in_a_csv_file(tools):
         ({"temprature": 1}, ("unsupported_parameter", "unknown parameter 'temprature'")),
         ({"n": 0}, ("unsupported_parameter", "n must be between 1 and 1024, not 0")),
         ({"logprobs": 2000}, ("unsupported_parameter", "logprobs must be between 0 and 1000, not 2000")),
+        ({"choices": []}, ("unsupported_parameter", "choices must be two or more different texts, not an empty list")),
         ({"choices": ["a"]}, ("unsupported_parameter", "choices must be two or more different texts, not 'a'")),
         ({"choices": ["a", "b"], "n": 2}, ("unsupported_parameter", "choices cannot be combined with n")),
         ({"regex": "a", "json_schema": {}}, ("unsupported_parameter", "regex cannot be combined with json_schema")),
@@ -86,107 +66,6 @@ def test_json_text_that_is_nested_too_deeply_fails_only_its_row(tools, columns):
     failed, other = tools.builder(**options).build(rows)
     assert tools.error_of(failed) == ("invalid_row", "the row has a value that is nested too deeply")
     assert other.params == SamplingParams()
-
-
-def test_parameters_that_ask_for_nothing_are_accepted(tools):
-    neutral = {
-        "n": 1,
-        "logprobs": False,
-        "top_logprobs": 0,
-        "stream": False,
-        "tools": None,
-        "logit_bias": {},
-        "best_of": 1,
-    }
-    assert params(tools, {"sampling_params": neutral}) == [SamplingParams()]
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ({"max_completion_tokens": 9, "max_tokens": 5}, {"max_tokens": 9}),
-        ({"max_new_tokens": 9}, {"max_tokens": 9}),
-        ({"top_k": -1}, {"top_k": 0}),
-        ({"logprobs": True, "top_logprobs": 2}, {"logprobs": 2}),
-        ({"guided_json": {"type": "null"}}, {"json_schema": '{"type": "null"}'}),
-        ({"guided_regex": "a+"}, {"regex": "a+"}),
-        ({"guided_choice": ["a", "b"]}, {"choices": ("a", "b")}),
-        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
-        (
-            {"structured_outputs": {"json": {}, "disable_any_whitespace": False}},
-            {"json_schema": "{}", "json_whitespace": True},
-        ),
-        ({"guided_decoding": {"json_object": True}}, {"json_schema": '{"type": "object"}'}),
-        ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type": "object"}'}),
-    ],
-)
-def test_the_names_of_openai_and_vllm_are_understood_in_sampling_params(tools, theirs, ours):
-    default = SamplingParams(top_k=3)
-    assert params(tools, {"sampling_params": theirs}, sampling=default) == [SamplingParams(**{"top_k": 3} | ours)]
-
-
-def test_the_names_of_openai_and_vllm_are_understood_as_plain_columns(tools):
-    names = ("max_completion_tokens", "guided_choice")
-    assert params(
-        tools, {"max_completion_tokens": "7"}, {"guided_choice": "yes, no"}, {"guided_choice": None}, row_params=names
-    ) == [SamplingParams(max_tokens=7), SamplingParams(choices=("yes", "no")), SamplingParams()]
-
-
-def test_plain_columns_are_parameters_only_if_the_command_names_them(tools):
-    assert params(
-        tools,
-        {"temperature": 0.5, "seed": 4.0, "top_k": 5},
-        {"temperature": None},
-        {"temperature": "0.5", "seed": "4"},
-        {"temperature": "", "seed": ""},
-        {"temperature": "warm"},
-        row_params=("temperature", "seed"),
-    ) == [
-        SamplingParams(temperature=0.5, seed=4),
-        SamplingParams(),
-        SamplingParams(temperature=0.5, seed=4),
-        SamplingParams(),
-        ("unsupported_parameter", "temperature must be a number, not 'warm'"),
-    ]
-
-
-def test_text_of_a_csv_file_is_parsed_as_a_value_except_for_a_stop_string(tools):
-    assert params(
-        tools,
-        {"stop": "5", "stop_token_ids": "[1, 2]", "ignore_eos": "True"},
-        {"stop": "", "stop_token_ids": "", "ignore_eos": "false"},
-        row_params=("stop", "stop_token_ids", "ignore_eos"),
-    ) == [SamplingParams(stop=("5",), stop_token_ids=(1, 2), ignore_eos=True), SamplingParams()]
-
-
-def test_text_of_a_csv_file_may_be_labels_a_regex_or_a_schema(tools):
-    names = ("choices", "regex", "json_schema", "n", "logprobs")
-    assert params(
-        tools,
-        {"choices": "yes, no"},
-        {"choices": '["yes, sure", "no"]'},
-        {"regex": "[1]", "n": "2", "logprobs": "0"},
-        {"json_schema": '{"type":  "null"}'},
-        {"choices": "[yes"},
-        row_params=names,
-    ) == [
-        SamplingParams(choices=("yes", "no")),
-        SamplingParams(choices=("yes, sure", "no")),
-        SamplingParams(regex="[1]", n=2, logprobs=0),
-        SamplingParams(json_schema='{"type":  "null"}'),
-        (
-            "unsupported_parameter",
-            "choices must be separated by commas, or a JSON list: Expecting value: line 1 column 2 (char 1)",
-        ),
-    ]
-
-
-def test_sampling_params_win_over_plain_columns(tools):
-    assert params(
-        tools,
-        {"temperature": 0.5, "top_p": 0.5, "sampling_params": {"temperature": 1.0}},
-        row_params=("temperature", "top_p"),
-    ) == [SamplingParams(temperature=1.0, top_p=0.5)]
 
 
 def test_a_column_that_is_not_a_parameter_is_refused(tools):

@@ -14,26 +14,6 @@ def build(tools, template, *columns, **options):
     return tools.builder(template=template, **options).build(tools.rows(*columns))
 
 
-def test_the_template_makes_the_prompt_from_the_columns(tools):
-    template = "{% for e in examples %}{{ e.q }}={{ e.a }};{% endfor %}{{ question | upper }}\n"
-    (draft,) = build(
-        tools, template, {"examples": [{"q": "x", "a": 1}, {"q": "y", "a": 2}], "question": "z", "prompt": "no"}
-    )
-    assert tools.text_of(draft) == "<s>x=1;y=2;Z"
-
-
-def test_a_rendered_prompt_is_the_users_message_and_has_the_prefix(tools):
-    (draft,) = build(tools, "{{ a }}", {"a": "x"}, chat_template=tools.CHATML, prefix="P:", system="S")
-    assert tools.text_of(draft).startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nP:x<|im_end|>")
-
-
-def test_row_gives_access_to_columns_whose_names_are_not_identifiers(tools):
-    first, second = build(
-        tools, "{{ row['my column'] }}", {"my column": "x"}, {"my column": "y", "row": {"my column": "z"}}
-    )
-    assert (tools.text_of(first), tools.text_of(second)) == ("<s>x", "<s>z")
-
-
 @pytest.mark.parametrize(
     ("template", "columns", "message"),
     [
@@ -61,17 +41,6 @@ def test_an_error_in_the_template_fails_only_its_row(tools, template, columns, m
     assert tools.error_of(result) == ("template_error", message)
 
 
-def test_a_template_can_handle_missing_and_null_columns(tools):
-    template = "{{ a or '-' }}{% if b is defined %}{{ b }}{% endif %}{{ c | default('?') }}"
-    first, second = build(tools, template, {"a": None}, {"a": "x", "b": "y", "c": "z"})
-    assert (tools.text_of(first), tools.text_of(second)) == ("<s>-?", "<s>xyz")
-
-
-def test_html_is_not_escaped(tools):
-    (draft,) = build(tools, "{{ a }}", {"a": "<b> & 'c'"})
-    assert tools.text_of(draft) == "<s><b> & 'c'"
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -96,8 +65,3 @@ def test_tojson_knows_what_tables_hold(tools, value, text):
     rows = tools.rows({"prompt": "p", "documents": [{"a": value}]})
     (draft,) = tools.builder(chat_template=chat, bos=False).build(rows)
     assert tools.text_of(draft) == f'[{{"a": {text}}}]|p'
-
-
-def test_a_template_sees_dates_and_numbers_as_such(tools):
-    (draft,) = build(tools, "{{ d.year + 1 }} {{ n * 2 }}", {"d": dt.date(2024, 2, 29), "n": Decimal("1.5")})
-    assert tools.text_of(draft) == "<s>2025 3.0"

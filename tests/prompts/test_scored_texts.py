@@ -20,24 +20,12 @@ def plain(tools, text):
     return tools.builder()._encoder.encode([text], special=False)[0].tolist()
 
 
-def test_a_label_is_tokenized_separately_from_the_prompt(tools):
-    draft = tools.one({"prompt": "a"}, sampling=SamplingParams(choices=("yes", "no")))
-    assert [t.tolist() for t in draft.texts] == [plain(tools, "yes"), plain(tools, "no")]
-
-
 def test_labels_end_with_the_end_token_if_one_begins_another(tools):
     b = tools.builder(sampling=SamplingParams(choices=("no", "yes", "nothing", "n")))
     (draft,) = b.build(tools.rows({"prompt": "a"}))
     end = b._tokenizer.eos_token_ids[0]
     want = [[*plain(tools, text), end] for text in ("no", "yes", "nothing", "n")]
     assert [t.tolist() for t in draft.texts] == want
-
-
-def test_a_rows_own_labels_replace_those_of_the_command(tools):
-    draft = tools.one(
-        {"prompt": "a", "sampling_params": {"choices": ["x", "y"]}}, sampling=SamplingParams(regex="[0-9]")
-    )
-    assert (draft.params.choices, draft.params.regex, len(draft.texts)) == (("x", "y"), None, 2)
 
 
 def test_the_digest_of_a_labelled_row_is_that_of_its_tokens_and_parameters(tools):
@@ -87,16 +75,6 @@ def test_an_empty_completion_is_certain(tools):
 def test_a_row_without_a_text_to_score_fails_alone(tools, columns, message):
     result = tools.one(columns, score=True, completion_column="answer")
     assert (result.error_type, result.error_message) == ("invalid_row", message)
-
-
-def test_a_column_that_no_row_has_is_a_usage_error(tools):
-    for options, option, name in (
-        ({"score": True}, "--score", "completion"),
-        ({"priority_column": "urgency"}, "--priority-column", "urgency"),
-    ):
-        with pytest.raises(UsageError) as e:
-            tools.builder(**options).check_columns(tools.rows({"prompt": "a"}))
-        assert str(e.value) == f"no row has the column {name!r} of {option}; the input has 'prompt'"
 
 
 @pytest.mark.parametrize(

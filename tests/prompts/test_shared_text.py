@@ -68,13 +68,6 @@ def test_nested_prefixes_are_found_in_any_order_of_the_texts(tools):
     assert watched.tokenized_characters(texts) < len(ROOT) + sum(len(g) - len(ROOT) for g in GROUPS) + 60 * 40
 
 
-def test_texts_that_share_little_are_tokenized_whole(tools):
-    watched = Watched(tools)
-    texts = [f"{i} is a number" for i in range(50)]
-    watched.check_same_tokens(texts, False)
-    assert watched.seen == texts
-
-
 @given(
     st.lists(
         st.tuples(st.sampled_from(["", ROOT, *GROUPS, "<s>" + ROOT]), st.text(max_size=8)).map("".join), max_size=12

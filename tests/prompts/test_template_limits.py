@@ -70,11 +70,6 @@ def test_only_the_row_fails_that_was_rendered_when_the_process_ended(process):
     assert answers == [str(i) for i in range(400) if i != 300]
 
 
-def test_limits_apply_to_each_render_separately(process):
-    turns = "{% for b in t %}{% for c in t %}{% endfor %}{% endfor %}b"  # a fifth of a second or more
-    assert set(process.render("row", turns, [given("row", 0)] * 12)) == {"b"}
-
-
 def test_a_large_batch_is_rendered_in_order(process):
     texts = [f"{i}" * 1000 for i in range(3000)]
     assert process.render("row", "{{ t }}", [{"t": text} for text in texts]) == texts

@@ -138,19 +138,6 @@ def opened(folder, split=None, format=None):
     return open_input([str(folder)], format=format, output=None, choice=DatasetChoice(None, split))
 
 
-def test_outputs_of_batchgen_and_their_folders_are_not_read(tmp_path):
-    folder = make(tmp_path, ["train.jsonl", "train.out.jsonl", "train.out.jsonl.job/train.jsonl"])
-    (folder / "train.out.jsonl.job" / "manifest.json").write_text("{}")
-    source = opened(folder, split="train")
-    assert [f.name for f in source.files] == [f"{folder}/train.jsonl"]
-    assert source.notes[-1] == f"{folder}/train.out.jsonl is an output of batchgen: left out of the input"
-
-
-def test_files_with_another_suffix_are_read_in_the_named_format(tmp_path):
-    folder = make(tmp_path, ["train.json", "train.csv"])
-    assert [f.name for f in opened(folder, "train", format="jsonl").files] == [f"{folder}/train.json"]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -165,14 +152,3 @@ def test_a_header_that_cannot_be_read_is_a_one_line_error(tmp_path, text, messag
     with pytest.raises(UsageError) as caught:
         opened(tmp_path)
     assert str(caught.value).startswith(message.format(tmp_path))
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["# Rows\n\n--- and more\n", "---\n\nText between two lines\n\n---\nMore\n", "---\ntitle: [Rows\n---\n# Rows\n"],
-)
-def test_a_readme_without_configurations_changes_nothing(tmp_path, caplog, text):
-    make(tmp_path, ["rows.jsonl"])
-    (tmp_path / "README.md").write_text(text)
-    assert [f.name for f in opened(tmp_path).files] == [f"{tmp_path}/rows.jsonl"]
-    assert not caplog.records

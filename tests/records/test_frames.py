@@ -75,26 +75,12 @@ def test_a_pandas_frame_keeps_its_index_and_types(llm):
     assert list(table.columns) == list(COLUMNS), "the table that was given is not changed"
 
 
-def test_a_shuffled_and_filtered_dataset_keeps_its_order(llm):
-    whole = datasets.Dataset.from_dict({"prompt": [f"number {i}" for i in range(8)], "i": list(range(8))})
-    part = whole.shuffle(seed=1).filter(lambda row: row["i"] % 2 == 0)
-    out = llm.generate_table(part, {"max_tokens": 2})
-    assert out["i"][:] == part["i"][:]
-    assert out["text"][:] == [r.text for r in llm.generate(part["prompt"][:], {"max_tokens": 2})]
-
-
 def test_rows_of_a_table_have_their_own_parameters_and_share_prefixes(llm):
     table = pa.table({"prompt": ["a", "b"], "sampling_params": [{"max_tokens": 1}, {"max_tokens": 4}]})
     before = llm.stats.prefill_tokens
     out = llm.generate_table(table, {"ignore_eos": True})
     assert [usage["completion_tokens"] for usage in out["usage"].to_pylist()] == [1, 4]
     assert llm.stats.prefill_tokens - before <= sum(usage["prompt_tokens"] for usage in out["usage"].to_pylist())
-
-
-def test_the_probabilities_of_labels_are_a_column(llm):
-    out = llm.generate_table(pl.DataFrame({"prompt": ["a", "b"]}), {"choices": ["x", "y"]})
-    assert set(out["text"]) <= {"x", "y"}
-    assert [len(pairs) for pairs in out["choice_probs"]] == [2, 2]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -37,13 +37,6 @@ def test_rows_of_several_files_have_the_file_name_that_the_user_gave(name, run, 
         assert pq.read_schema(name).field("input_file") == pa.field("input_file", pa.string())
 
 
-def test_rows_of_a_folder_or_a_glob_have_their_file_name(run, two, tmp_path):
-    run(inputs=("data",))
-    assert column() == ["data/x.jsonl", "data/x.jsonl", "data/y.jsonl"]
-    run(inputs=(f"{tmp_path}/data/*",), overwrite=True)
-    assert column() == [f"{tmp_path}/data/{n}.jsonl" for n in "xxy"]
-
-
 def test_only_rows_of_several_files_have_the_column_and_changing_it_generates_nothing(run, two):
     run(inputs=two[:1])
     assert "input_file" not in output()[0]
@@ -51,15 +44,6 @@ def test_only_rows_of_several_files_have_the_column_and_changing_it_generates_no
     assert column() == ["data/x.jsonl", "data/x.jsonl", "data/y.jsonl"]
     assert run(inputs=two, keep=())[1] == []
     assert column() == [None, None, None]
-
-
-def test_keep_selects_input_file_like_a_column_of_the_input(run, two):
-    run(inputs=two, keep=())
-    assert list(output()[0]) == ["id", "text", "finish_reason", "usage", "error"]
-    run(inputs=two, keep=("prompt",))
-    assert list(output()[0])[:3] == ["id", "prompt", "text"]
-    run(inputs=two, keep=("input_file",))
-    assert list(output()[0])[:3] == ["id", "input_file", "text"]
 
 
 def test_a_malformed_row_has_its_file_name(run, two):

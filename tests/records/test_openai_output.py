@@ -192,11 +192,6 @@ def test_fields_that_openai_does_not_have_are_written_only_if_the_result_has_the
     assert body["choices"][0]["text"] == "no"
 
 
-def test_token_ids_that_are_not_known_are_null():
-    (choice,) = body_of(RAW, replace(DONE, token_ids=()), token_ids=True)["choices"]
-    assert choice["token_ids"] is None
-
-
 # Reading records back.
 
 LABEL = Result(row=-1, text="no", finish_reason="stop", prompt_tokens=4, choice_probs={"yes": 0.1, "no": 0.9})
@@ -290,8 +285,3 @@ def test_the_openai_format_needs_a_jsonl_output():
     )
     for output in ("-", "o.jsonl.gz", "o.jsonl.zst"):
         assert form(output=output, keep=()) == form()
-
-
-def test_the_rows_format_needs_no_model():
-    config = JobConfig(inputs=("in.jsonl",), model=MODEL, keep=("a",), id_column="n", token_ids=True)
-    assert row_form(config, "o.parquet", chat=True) == RowForm(keep=("a",), id_column="n", token_ids=True)

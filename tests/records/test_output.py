@@ -20,12 +20,6 @@ def made(columns, result=DONE, *, keep=None, id_column=None, token_ids=False):
     return output_row(row, result, RowForm(keep=keep, id_column=id_column, token_ids=token_ids))
 
 
-def test_an_output_row_has_the_id_the_carried_columns_and_the_result_in_this_order():
-    out = made({"prompt": "Is it?", "id": "a", "n": 1})
-    assert out == {"id": "a", "prompt": "Is it?", "n": 1, **TAIL}
-    assert list(out) == ["id", "prompt", "n", "text", "finish_reason", "usage", "error"]
-
-
 @pytest.mark.parametrize(
     ("columns", "id_column", "expected"),
     [
@@ -74,11 +68,6 @@ def test_token_ids_are_written_on_request_and_null_if_unknown():
     failed = Result.from_error(4, RowError("invalid_row", "m"))
     assert made({}, failed, token_ids=True)["token_ids"] is None
     assert "token_ids" not in made({})
-
-
-def test_truncated_is_written_only_if_true():
-    assert made({}, Result(row=4, text="a", finish_reason="stop", truncated=True))["truncated"] is True
-    assert "truncated" not in made({})
 
 
 def test_a_malformed_row_has_only_its_number_and_its_error():

@@ -124,17 +124,6 @@ def test_nested_values_that_python_cannot_hold_are_carried_unchanged(type, value
     same(pa.array([[{"m": [("k", [value])]}], [], None], pa.large_list(pa.struct([("m", pa.map_(pa.string(), pa.list_(type)))]))))  # fmt: skip
 
 
-def test_an_unknown_extension_type_keeps_its_name():
-    metadata = {"ARROW:extension:name": "geoarrow.point", "ARROW:extension:metadata": '{"crs": "x"}'}
-    point = pa.struct([("x", pa.float64()), pa.field("y", pa.float64(), metadata={"axis": "north"})])
-    table = pa.table(
-        [pa.array([{"x": 1.0, "y": 2.0}], point)], schema=pa.schema([pa.field("p", point, metadata=metadata)])
-    )
-    field = carried(table).schema.field("p")
-    assert field.metadata == {k.encode(): v.encode() for k, v in metadata.items()}
-    assert field.type.field("y").metadata == {b"axis": b"north"}
-
-
 def test_files_with_different_types_get_the_wider_type():
     narrow = pa.schema(
         [pa.field("n", pa.int8(), metadata={"a": "1"}), pa.field("s", pa.struct([("t", pa.timestamp("s"))]))]
@@ -198,14 +187,6 @@ def test_a_repeated_column_gets_another_name_and_a_note():
     assert source.notes == ["in.parquet has more than one column 'prompt': another one is read as 'prompt_3'"]
     list(source.rows())
     assert len(source.notes) == 1
-
-
-def test_the_schema_does_not_depend_on_which_rows_are_written_together():
-    rows = [{"a": None, "b": []}, {"a": None, "b": None}, {"a": {"x": 1}, "b": [1.5]}]
-    table = pa.Table.from_pylist(rows)
-    outs = [carried(table, at_once=n) for n in (1, 2, 3)]
-    assert [out.schema for out in outs] == [outs[0].schema] * 3
-    assert [out.select(["a", "b"]).to_pylist() for out in outs] == [rows] * 3
 
 
 def test_a_row_group_of_large_rows_has_fewer_rows():

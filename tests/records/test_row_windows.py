@@ -13,8 +13,8 @@ import zstandard
 
 from batchgen.records import open_input
 from batchgen.records.files import InputFile
-from batchgen.records.jsonl import MAX_LINE, read_jsonl
-from batchgen.records.rows import MAX_WINDOW_BYTES, Row, RowStream
+from batchgen.records.jsonl import read_jsonl
+from batchgen.records.rows import Row, RowStream
 from batchgen.records.tables import PARQUET_BATCH, read_csv, read_parquet
 from support.params import FULL
 
@@ -32,13 +32,6 @@ def test_a_window_ends_with_the_row_that_exceeds_its_bytes():
     assert sizes_of(4, 4, 4, 4, most=8) == [[4, 4], [4, 4]]
     assert sizes_of(1, 99, 1, 1, most=8) == [[1, 99], [1, 1]]
     assert sizes_of(99, 99, most=8) == [[99], [99]]
-
-
-def test_a_window_ends_after_its_number_of_rows():
-    stream = RowStream(iter(rows(0, 0, 0)))
-    assert [[row.number for row in stream.take(2)] for _ in range(3)] == [[0, 1], [2], []]
-    assert Row(0, {}, None, "").size == 0
-    assert sizes_of(MAX_WINDOW_BYTES, 1, most=MAX_WINDOW_BYTES) == [[MAX_WINDOW_BYTES], [1]]
 
 
 def test_rows_have_their_size_in_the_file(tmp_path):
@@ -66,15 +59,6 @@ def test_no_more_than_a_window_of_long_rows_is_in_memory(tmp_path):
     tracemalloc.stop()
     assert counts == [8] * 7 + [4]
     assert peak < 2 * 8_000_000 + 4_000_000
-
-
-def test_a_line_longer_than_the_limit_is_skipped():
-    fits, long = b'{"a": "' + b"x" * 11 + b'"}', b'{"a": "' + b"x" * 12 + b'"}'
-    assert (len(fits), len(long)) == (20, 21)
-    stream = io.BytesIO(fits + b"\n" + long + b'\n{"b": 1}\n' + long)
-    read = [columns for _, columns, _ in read_jsonl(stream, max_line=20, skip_bytes=4)]
-    assert read == [{"a": "x" * 11}, "longer than 20 bytes", {"b": 1}, "longer than 20 bytes"]
-    assert MAX_LINE == 256 * 1024 * 1024
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])

@@ -83,30 +83,12 @@ def test_an_index_column_that_is_renamed_or_left_out_is_treated_like_any_other(t
     as_read(table.reset_index(drop=True), pd.read_parquet(written("i.parquet", keep=("number", "kind", "text"))))
 
 
-def test_an_index_named_id_keeps_its_values(tmp_path, written):
-    table = frame(index=pd.Index(["a", "b", "c"], name="id"))
-    table.to_parquet(tmp_path / "i.parquet")
-    as_read(table, pd.read_parquet(written("i.parquet")))
-    table = frame(index=pd.CategoricalIndex(["a", "b", "c"], name="id"))  # the ids of results are text
-    table.to_parquet(tmp_path / "i.parquet")
-    out = pd.read_parquet(written("i.parquet"))
-    as_read(table.reset_index(drop=True), out)
-    assert out["id"].tolist() == ["a", "b", "c"]
-
-
 def test_a_range_as_index_is_left_out_if_rows_have_another_order_or_number(tmp_path, written):
     table = frame(index=pd.RangeIndex(10, 13))
     table.to_parquet(tmp_path / "i.parquet")
     as_read(table.reset_index(drop=True), pd.read_parquet(written("i.parquet", in_order=False)))
     twice = pd.concat([table, table], ignore_index=True)
     as_read(twice, pd.read_parquet(written("i.parquet", "i.parquet")))
-
-
-def test_labels_of_columns_that_are_not_text_become_text(tmp_path, written):
-    for labels in ([0, 1], pd.MultiIndex.from_tuples([("a", "x"), ("b", "y")])):
-        pd.DataFrame([[1, 2]], columns=labels, index=[7]).to_parquet(tmp_path / "i.parquet")
-        out = pd.read_parquet(written("i.parquet"))
-        assert (out.index.tolist(), list(out.columns[1:3])) == ([7], [str(label) for label in labels])
 
 
 FEATURES = {

@@ -1,0 +1,227 @@
+"""What rows become: one table of columns, options and the prompt's text with its special tokens, and one of rows and parameters."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from decimal import Decimal
+
+import pytest
+
+from batchgen.sampling_params import SamplingParams
+from support.tokenizers_by_hand import CHATML
+
+CHAT, RAW = "/v1/chat/completions", "/v1/completions"
+
+
+def says(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+def turn(role, text):
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+def asks(url, **body):
+    return {"custom_id": "r1", "method": "POST", "url": url, "body": body}
+
+
+USER, SYSTEM, ANSWER = says("user", "a"), says("system", "S"), says("assistant", "b")
+S, U, OPEN = turn("system", "S"), turn("user", "a"), "<|im_start|>assistant\n"
+ML = {"chat_template": CHATML}
+PARTS_ONLY = CHATML.replace(  # as in Qwen2.5-VL and SmolVLM, which silently leave out plain text
+    "{{ m.content }}", "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+)
+SYSTEM_IN_PARTS = CHATML.replace(  # as in Gemma 3: the system message must be a list of parts
+    "{{ m.content }}", "{{ m.content[0].text if m.role == 'system' else m.content }}"
+)
+NAMED = {"chat_template": "{% for m in messages %}{{ m.content }}{{ m.name is defined }}{% endfor %}"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+TOOLS = "{# answers may have <tool_call> #}{% if tools %}[{{ tools|length }}:{{ tools[0].function.name }}]{% endif %}"
+DOCUMENTS = "{% if documents %}{% for d in documents %}<{{ d.title }}={{ d.text }}>{% endfor %}{% endif %}"
+USES = {"chat_template": TOOLS + DOCUMENTS + "{{ messages[-1].content }}", "bos": False}
+CALLED = {
+    "chat_template": "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.arguments|tojson }}{% endfor %};{% endfor %}"
+}
+KNOWS_DEVELOPERS = "{% for m in messages %}{% if m.role == 'developer' %}D{% endif %}{{ m.content }}{% endfor %}"
+EFFORT = {"chat_template": "{{ reasoning_effort }}{{ b }}"}
+
+
+def calling(arguments, content=None):
+    return says("assistant", content, tool_calls=[{"id": "1", "function": {"name": "add", "arguments": arguments}}])
+
+
+def t(template, **options):
+    return {"template": template, **options}
+
+
+TEXTS = [
+    # Raw prompts: the tokenizer's special tokens, once.
+    ({"prompt": "ab"}, {}, "<s>ab"),
+    ({"prompt": "<s>a"}, {}, "<s>a"),
+    ({"prompt": "<s><s>a"}, {}, "<s><s>a"),
+    ({"prompt": "a<s>"}, {}, "<s>a<s>"),
+    ({"prompt": "a"}, {"bos": False}, "a"),
+    ({"prompt": "<s><s>a"}, {"bos": False}, "<s><s>a"),
+    ({"prompt": "a"}, {"prefix": "P:"}, "<s>P:a"),
+    ({"prompt": ""}, {"prefix": "P:"}, "<s>P:"),
+    ({"prompt": "a"}, {"prefix": "<s>P:"}, "<s>P:a"),
+    ({"prompt": "a"}, ML | {"chat": False}, "<s>a"),
+    ({"prompt": "p", "messages": [USER]}, ML | {"chat": False}, "<s>p"),
+    # A chat template.
+    ({"prompt": "a"}, ML, U + OPEN),
+    ({"prompt": "a"}, {"chat_template": "{{ bos_token }}" + CHATML}, "<s>" + U + OPEN),
+    ({"prompt": "a"}, ML | {"system": "S", "prefix": "P:"}, S + turn("user", "P:a") + OPEN),
+    ({"prompt": "a"}, {"chat_template": {"default": CHATML, "tool_use": "no"}}, U + OPEN),
+    ({"prompt": "x"}, {"chat_template": "{% generation %}a{% endgeneration %}{% for m in messages %}b{% break %}{% endfor %}"}, "ab"),
+    # Messages.
+    ({"messages": [SYSTEM, USER]}, ML, S + U + OPEN),
+    ({"messages": json.dumps([USER])}, ML, U + OPEN),
+    *(({"messages": [USER, says("assistant", end)]}, ML, U + OPEN + end) for end in ("b", "b ", "b\n", "")),
+    ({"messages": [USER, ANSWER, USER]}, ML, U + turn("assistant", "b") + U + OPEN),
+    ({"messages": [says("system", "own"), USER]}, ML | {"system": "S"}, turn("system", "own") + U + OPEN),
+    ({"messages": [USER]}, ML | {"system": "S"}, S + U + OPEN),
+    ({"messages": [SYSTEM, USER, ANSWER, USER]}, ML | {"prefix": "P:"}, S + turn("user", "P:a") + turn("assistant", "b") + U + OPEN),
+    ({"messages": [says("user", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], name=None)]}, NAMED, "abFalse"),
+    *(({"messages": [USER, ANSWER]}, {"chat_template": own, "system": "S"}, S + U + OPEN + "b") for own in (CHATML, PARTS_ONLY, SYSTEM_IN_PARTS)),
+    ({"question": "q", "messages": [USER]}, ML | {"prompt_column": "question"}, turn("user", "q") + OPEN),
+    ({"prompt": "p", "messages": None}, ML, turn("user", "p") + OPEN),
+    ({"messages": [USER, calling('{"x": 1}'), says("tool", "2")]}, CALLED, 'user:a;assistant:{"x": 1};tool:2;'),
+    ({"messages": [USER, calling({"x": 2}, "")]}, CALLED, 'user:a;assistant:{"x": 2};'),
+    ({"messages": [calling("{x", "")]}, CALLED, 'assistant:"{x";'),
+    ({"messages": [says("developer", "Be."), USER]}, CALLED, "system:Be.;user:a;"),
+    ({"messages": [says("developer", "Be."), USER]}, {"chat_template": KNOWS_DEVELOPERS}, "DBe.a"),
+    # Tools and documents.
+    *(({**prompt, "tools": tools}, USES, "[1:add]a") for prompt in ({"messages": [USER]}, {"prompt": "a"}) for tools in ([TOOL], json.dumps([TOOL]), [TOOL | {"extra": None}])),
+    (asks(CHAT, messages=[USER], tools=[TOOL], tool_choice="auto"), USES, "[1:add]a"),
+    (asks(CHAT, messages=[USER], tools=[]), USES, "a"),
+    ({"prompt": "a", "tools": None, "documents": ""}, USES, "a"),
+    ({"tools": "hammer"}, USES | t("Use a {{ tools }}"), "Use a hammer"),
+    ({"messages": [USER], "documents": [{"title": "T", "text": "abcd"}]}, USES, "<T=abcd>a"),
+    # A template over the columns.
+    ({"examples": [{"q": "x", "a": 1}, {"q": "y", "a": 2}], "question": "z", "prompt": "no"}, t("{% for e in examples %}{{ e.q }}={{ e.a }};{% endfor %}{{ question | upper }}\n"), "<s>x=1;y=2;Z"),
+    ({"a": "x"}, ML | t("{{ a }}", prefix="P:", system="S"), S + turn("user", "P:x") + OPEN),
+    ({"my column": "x"}, t("{{ row['my column'] }}"), "<s>x"),
+    ({"my column": "y", "row": {"my column": "z"}}, t("{{ row['my column'] }}"), "<s>z"),
+    ({"a": None}, t("{{ a or '-' }}{% if b is defined %}{{ b }}{% endif %}{{ c | default('?') }}"), "<s>-?"),
+    ({"a": "<b> & 'c'"}, t("{{ a }}"), "<s><b> & 'c'"),
+    ({"d": dt.date(2024, 2, 29), "n": Decimal("1.5")}, t("{{ d.year + 1 }} {{ n * 2 }}"), "<s>2025 3.0"),
+    # OpenAI's Batch form.
+    (asks(CHAT, messages=[USER], temperature=None), ML | {"system": "S"}, S + U + OPEN),
+    *((asks(url, prompt=prompt), ML | {"prefix": "P:"}, "<s>P:a") for url, prompt in ((RAW, "a"), (RAW, ["a"]), ("https://api/v1/completions/", "a"))),
+    ({"custom_id": "1", "body": {"messages": None, "prompt": "a"}}, ML, "<s>a"),  # as a table fills them in
+    ({"custom_id": "1", "body": {"messages": [USER]}}, ML, U + OPEN),
+    (asks(RAW) | {"body": json.dumps({"prompt": "a"})}, {}, "<s>a"),
+    ({"body": "Dear all", "prompt": "a", "url": "http://x/y"}, {}, "<s>a"),
+    ({"body": {"x": 1}, "prompt": "a"}, {}, "<s>a"),
+    ({"body": None, "prompt": "a", "url": None, "custom_id": None}, {}, "<s>a"),
+    (asks(CHAT, messages=[USER], chat_template_kwargs={"b": "row"}), {"chat_template": "{{ a }}{{ b }}", "chat_template_kwargs": {"a": "cmd", "b": "cmd"}}, "cmdrow"),
+    (asks(CHAT, messages=[USER], reasoning_effort="low", chat_template_kwargs={"b": "!"}), EFFORT, "low!"),
+    (asks(CHAT, messages=[USER], reasoning_effort="low"), EFFORT, "low"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("columns", "options", "text"), TEXTS)
+def test_a_row_becomes_its_text(tools, columns, options, text):
+    before = repr(columns)
+    assert tools.text_of(tools.one(columns, **options)) == text
+    assert repr(columns) == before
+
+
+NEUTRAL = {"n": 1, "logprobs": False, "top_logprobs": 0, "stream": False, "tools": None, "logit_bias": {}, "best_of": 1}
+OF_VLLM = {
+    "top_k": -1, "min_tokens": 0, "skip_special_tokens": True, "include_stop_str_in_output": False, "use_beam_search": False, "length_penalty": 1.0,
+    "add_generation_prompt": True, "continue_final_message": False, "return_token_ids": None, "priority": 3, "request_id": "x",
+}  # fmt: skip
+OF_OPENAI = {
+    "model": "m", "max_completion_tokens": 9, "temperature": 0.5, "top_p": 1, "stop": ["x"], "seed": 3, "frequency_penalty": 1, "presence_penalty": -1,
+    "n": 1, "stream": False, "logprobs": False, "top_logprobs": None, "user": "u", "response_format": {"type": "text"}, "tool_choice": "none",
+}  # fmt: skip
+CSV = (
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "choices",
+    "regex",
+    "json_schema",
+    "n",
+    "logprobs",
+    "guided_choice",
+    "max_completion_tokens",
+)
+PLAIN = ("temperature", "top_p", "seed")
+LONG_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"b": 1, "a": 2}}}
+HALF = SamplingParams(temperature=0.5, top_p=0.9, max_tokens=7)
+
+
+def own(value):
+    return {"sampling_params": value}
+
+
+def chats(**asked):
+    return asks(CHAT, messages=[USER], **asked)
+
+
+def raw(**asked):
+    return asks(RAW, prompt="a", **asked)
+
+
+PARAMS = [
+    # The column sampling_params, over the command's values.
+    *((own(value), HALF, {}, HALF) for value in (None, {}, "", "null")),
+    (own({"temperature": 1, "max_tokens": None, "stop": "x"}), HALF, {}, SamplingParams(temperature=1.0, top_p=0.9, max_tokens=7, stop=("x",))),
+    (own('{"seed": 3, "stop": ["x", "y"]}'), {}, {}, {"seed": 3, "stop": ("x", "y")}),
+    (own(NEUTRAL), {}, {}, {}),
+    (own({"choices": ["x", "y"]}), {"regex": "[0-9]"}, {}, {"choices": ("x", "y")}),
+    (own({"max_completion_tokens": 9, "max_tokens": 5}), {}, {}, {"max_tokens": 9}),
+    (own({"max_new_tokens": 9}), {}, {}, {"max_tokens": 9}),
+    (own({"top_k": -1}), {"top_k": 3}, {}, {"top_k": 0}),
+    (own({"logprobs": True, "top_logprobs": 2}), {"top_k": 3}, {}, {"top_k": 3, "logprobs": 2}),
+    (own({"guided_json": {"type": "null"}}), {}, {}, {"json_schema": '{"type": "null"}'}),
+    (own({"guided_regex": "a+"}), {}, {}, {"regex": "a+"}),
+    (own({"guided_choice": ["a", "b"]}), {}, {}, {"choices": ("a", "b")}),
+    (own({"structured_outputs": {"regex": "a+"}}), {}, {}, {"regex": "a+"}),
+    (own({"structured_outputs": {"json": {}, "disable_any_whitespace": False}}), {}, {}, {"json_schema": "{}", "json_whitespace": True}),
+    (own({"guided_decoding": {"json_object": True}}), {}, {}, {"json_schema": '{"type": "object"}'}),
+    (own({"response_format": {"type": "json_object"}}), {}, {}, {"json_schema": '{"type": "object"}'}),
+    # Columns that the command names; text, as in a CSV file.
+    ({"temperature": 0.5, "seed": 4.0, "top_k": 5}, {}, {"row_params": PLAIN}, {"temperature": 0.5, "seed": 4}),
+    ({"temperature": "0.5", "seed": "4"}, {}, {"row_params": PLAIN}, {"temperature": 0.5, "seed": 4}),
+    ({"temperature": None, "seed": ""}, {}, {"row_params": PLAIN}, {}),
+    ({"temperature": 0.5, "top_p": 0.5, "sampling_params": {"temperature": 1.0}}, {}, {"row_params": PLAIN}, {"temperature": 1.0, "top_p": 0.5}),
+    ({"stop": "5", "stop_token_ids": "[1, 2]", "ignore_eos": "True"}, {}, {"row_params": CSV}, {"stop": ("5",), "stop_token_ids": (1, 2), "ignore_eos": True}),
+    ({"stop": "", "stop_token_ids": "", "ignore_eos": "false"}, {}, {"row_params": CSV}, {}),
+    ({"choices": "yes, no"}, {}, {"row_params": CSV}, {"choices": ("yes", "no")}),
+    ({"choices": '["yes, sure", "no"]'}, {}, {"row_params": CSV}, {"choices": ("yes, sure", "no")}),
+    ({"regex": "[1]", "n": "2", "logprobs": "0"}, {}, {"row_params": CSV}, {"regex": "[1]", "n": 2, "logprobs": 0}),
+    ({"json_schema": '{"type":  "null"}'}, {}, {"row_params": CSV}, {"json_schema": '{"type":  "null"}'}),
+    ({"max_completion_tokens": "7", "guided_choice": None}, {}, {"row_params": CSV}, {"max_tokens": 7}),
+    ({"guided_choice": "yes, no"}, {}, {"row_params": CSV}, {"choices": ("yes", "no")}),
+    # OpenAI's Batch form.
+    (chats(**OF_OPENAI), {}, ML, {"max_tokens": 9, "temperature": 0.5, "stop": ("x",), "seed": 3, "frequency_penalty": 1.0, "presence_penalty": -1.0}),
+    (chats(temperature=None), {"temperature": 0.7, "max_tokens": 5}, ML, {"temperature": 0.7, "max_tokens": 5}),
+    (chats(n=3), {}, ML, {"n": 3}),
+    (chats(logprobs=True), {}, ML, {"logprobs": 0}),
+    (chats(logprobs=True, top_logprobs=4), {}, ML, {"logprobs": 4}),
+    (chats(logprobs=False, top_logprobs=0), {}, ML, {}),
+    (chats(response_format={"type": "json_object"}), {}, ML, {"json_schema": '{"type": "object"}'}),
+    (chats(response_format=LONG_SCHEMA), {}, ML, {"json_schema": '{"b": 1, "a": 2}'}),
+    (chats(guided_json={"type": "null"}), {}, ML, {"json_schema": '{"type": "null"}'}),
+    (raw(logprobs=2), {}, {}, {"logprobs": 2}),
+    (raw(guided_regex="a+", guided_choice=None), {}, {}, {"regex": "a+"}),
+    (raw(guided_choice=["a", "b"]), {}, {}, {"choices": ("a", "b")}),
+    (raw(structured_outputs={"choice": ["a", "b"], "json": None}), {}, {}, {"choices": ("a", "b")}),
+    (raw(structured_outputs={"json": {}, "json_object": False}), {}, {}, {"json_schema": "{}"}),
+    (raw(structured_outputs=None), {}, {}, {}),
+    (raw(**OF_VLLM), {"top_k": 5}, ML, {}),
+    (raw(max_tokens=5, max_completion_tokens=6), {}, {}, {"max_tokens": 6}),
+    (raw(seed=3) | {"sampling_params": {"seed": 4, "top_k": 5}}, {}, {}, {"seed": 3, "top_k": 5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("columns", "command", "options", "params"), PARAMS)
+def test_a_row_has_its_parameters(tools, columns, command, options, params):
+    given, expected = (p if isinstance(p, SamplingParams) else SamplingParams(**p) for p in (command, params))
+    request = tools.one({"prompt": "a"} | columns if "body" not in columns else columns, sampling=given, **options)
+    assert request.params == expected
