@@ -437,6 +437,25 @@ class InputLimits:
 INPUT_LIMITS = InputLimits()
 
 
+@dataclass(frozen=True, slots=True)
+class InputFormat:
+    """A format of input files."""
+
+    suffixes: tuple[str, ...]
+    reader: str
+    """The generator that reads it, as `module:function`. It is imported when the first such file is opened."""
+    is_text: bool = True
+    """Whether its files are text. Others are read from their end, and `--encoding` does not apply to them."""
+
+
+INPUT_FORMATS = {
+    "jsonl": InputFormat((".jsonl", ".ndjson"), "batchgen.records.jsonl:read_jsonl"),
+    "parquet": InputFormat((".parquet",), "batchgen.records.tables:read_parquet", is_text=False),
+    "csv": InputFormat((".csv",), "batchgen.records.tables:read_csv"),
+    "tsv": InputFormat((".tsv",), "batchgen.records.tables:read_tsv"),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
     """A whole job: from input files to an output file."""
@@ -456,7 +475,7 @@ class JobConfig:
         None,
         "Format of the input, instead of the one its suffix names.",
         group="Job",
-        values=["jsonl", "parquet", "csv", "tsv"],
+        values=list(INPUT_FORMATS),
         shown="by suffix",
     )
     encoding: str | None = option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import decimal
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -77,6 +78,39 @@ COLUMNS = {
     "text": ["mine", None, ""],
 }
 OWN = [name if name != "text" else "input_text" for name in COLUMNS]
+
+
+def features():
+    return datasets.Features(
+        {
+            "prompt": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=["good", "bad"]),
+            "when": datasets.Value("timestamp[us, tz=UTC]"),
+            "price": datasets.Value("decimal128(6, 2)"),
+            "small": datasets.Value("int8"),
+            "nested": datasets.List(
+                {"name": datasets.Value("string"), "scores": datasets.List(datasets.Value("float32"))}
+            ),
+            "text": datasets.Value("large_string"),
+        }
+    )
+
+
+@pytest.fixture
+def layout(tmp_path) -> Path:
+    """A dataset on disk with the layout of the Hub: two configurations, one of which has its splits in Parquet files."""
+    folder = tmp_path / "dataset"
+    (folder / "data").mkdir(parents=True)
+    rows = datasets.Dataset.from_dict(COLUMNS, features=features())
+    rows.select([0, 1]).to_parquet(folder / "data" / "train-00000-of-00002.parquet")
+    rows.select([2]).to_parquet(folder / "data" / "train-00001-of-00002.parquet")
+    rows.select([0]).to_parquet(folder / "data" / "test-00000-of-00001.parquet")
+    (folder / "other.jsonl").write_bytes(lines("else"))
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/train-*\n  - split: test\n"
+        "    path: data/test-*\n- config_name: other\n  data_files: other.jsonl\n---\n"
+    )
+    return folder
 
 
 def test_the_four_kinds_of_tables_and_a_file_give_the_same_rows(layout, cli, tmp_path, tiny_model_dir):

@@ -18,12 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from batchgen.config import INPUT_FORMATS
 from batchgen.errors import UsageError
 from batchgen.records.jsonl import BOM
 from batchgen.records.remote import is_url, object_version, open_remote, reaching, remote
 
-SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"}
-FORMATS = tuple(dict.fromkeys(SUFFIXES.values()))
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BROKEN = (OSError, EOFError, zlib.error)
@@ -66,9 +65,9 @@ def split_name(name: str) -> tuple[str, str | None, str | None]:
     for suffix, kind in COMPRESSIONS.items():
         if base.lower().endswith(suffix):
             stem, compression = base[: -len(suffix)], kind
-    for suffix, kind in SUFFIXES.items():
-        if stem.lower().endswith(suffix):
-            return stem[: -len(suffix)], kind, compression
+    for kind, known in INPUT_FORMATS.items():
+        if stem.lower().endswith(known.suffixes):
+            return stem.rpartition(".")[0], kind, compression
     return stem, None, compression
 
 
@@ -79,7 +78,7 @@ class InputFile:
     name: str
     """As the user named it; `-` is standard input."""
     format: str
-    """One of `FORMATS`."""
+    """One of `INPUT_FORMATS`."""
     compression: str | None = None
     """gzip or zstd"""
     folder: str = ""
@@ -92,22 +91,26 @@ class InputFile:
         return Path(self.folder, self.name)
 
     @property
+    def is_text(self) -> bool:
+        return INPUT_FORMATS[self.format].is_text
+
+    @property
     def shown(self) -> str:
         return "<stdin>" if self.name == "-" else self.name
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
-        """Yields its bytes, decompressed, in UTF-8 if they are text, and buffered; seekable if the format needs that (Parquet)."""
+        """Yields its bytes, decompressed, in UTF-8 if they are text, and buffered; seekable if they are not text."""
         with self._raw() as raw:
             stream = raw if self.compression is None else decompressed(raw, self.compression)
             if self.name == "-":
                 stream = self._checked(raw)
             if self.encoding is not None:
                 stream = _buffered(_in_utf8(stream, self.encoding))
-            if self.format != "parquet" or (self.name != "-" and self.compression is None and raw.seekable()):
+            if self.is_text or (self.name != "-" and self.compression is None and raw.seekable()):
                 yield stream
                 return
-            with tempfile.TemporaryFile() as whole:  # Parquet is read from its end
+            with tempfile.TemporaryFile() as whole:
                 shutil.copyfileobj(stream, whole, 1 << 20)
                 whole.seek(0)
                 yield whole
@@ -167,7 +170,7 @@ class InputFile:
     def _check_utf8(self, start: bytes, name: str) -> None:
         """Raises `UsageError` if the first bytes of a text are those of UTF-16, and it is to be read as UTF-8."""
         for pattern, encoding in _UTF16:
-            if self.format != "parquet" and self.encoding is None and pattern.match(start):
+            if self.is_text and self.encoding is None and pattern.match(start):
                 raise UsageError(f"{name} is in UTF-16, not in UTF-8", f"use --encoding {encoding}")
 
     def _check_lines(self, path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import importlib
 import os
 import re
 import shlex
@@ -15,19 +16,20 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.config import JobConfig
+from batchgen.config import INPUT_FORMATS, JobConfig
 from batchgen.errors import InputCorrupt, RowError, UsageError
 from batchgen.records.dataset_files import NO_CHOICE, DatasetChoice, find_dataset
-from batchgen.records.files import BROKEN, DELIMITERS, FORMATS, InputFile, in_job_folder, split_name
-from batchgen.records.jsonl import Record, read_jsonl
+from batchgen.records.files import BROKEN, InputFile, in_job_folder, split_name
+from batchgen.records.jsonl import Record
 from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
 from batchgen.records.parquet_types import clean
 from batchgen.records.remote import StoreError, address, info_of, is_url, plain_name, reaching, remote, short_reason
 from batchgen.records.rows import Row, RowStream
 from batchgen.records.schema_metadata import common_metadata
-from batchgen.records.tables import BROKEN_TABLE, parquet_schema, read_csv, read_parquet
+from batchgen.records.tables import BROKEN_TABLE, parquet_schema
 
-_ANY_FORMAT = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+*_OTHERS, _LAST = INPUT_FORMATS
+_ANY_FORMAT = f"{', '.join(_OTHERS)} or {_LAST}"
 DONE_WINDOW_ROWS = 50_000
 PIPE_WINDOW_ROWS = 4_096
 _MODEL_REPO = re.compile(r"hf://((?!(?:datasets|spaces|buckets|models)/)[^/]+/[^/@]+)")
@@ -50,7 +52,7 @@ def open_input(
     `format`, if it is given), sorted, without its sub-folders; a glob for its files, sorted. Outputs of batchgen among them (there is a job folder beside each), and `output` itself, are left out; `Input.notes`
     says so. Raises `UsageError` if something is missing, of an unknown format, not what its name says, or both input and output.
     """
-    if format is not None and format not in FORMATS:
+    if format is not None and format not in INPUT_FORMATS:
         raise UsageError(f"--input-format {format!r} is unknown", f"use {_ANY_FORMAT}")
     inputs = [plain_name(name) for name in inputs]
     output = output and plain_name(output)
@@ -231,13 +233,9 @@ def _records(
     """Yields the records of a file. Raises `InputCorrupt` at the place where it breaks off."""
     last = ""
     with _corrupt(file, lambda: last), file.open() as stream:
-        if file.format == "jsonl":
-            records = read_jsonl(stream)
-        elif file.format == "parquet":
-            records = read_parquet(stream, on_rename=on_rename, on_schema=on_schema)
-        else:
-            records = read_csv(stream, delimiter=DELIMITERS[file.format], on_rename=on_rename)
-        with closing(records):  # before the stream is
+        module, _, reader = INPUT_FORMATS[file.format].reader.partition(":")
+        read = getattr(importlib.import_module(module), reader)
+        with closing(read(stream, on_rename=on_rename, on_schema=on_schema)) as records:  # before the stream is
             for record in records:
                 last = record[0]
                 yield record
@@ -263,7 +261,7 @@ def _unread_folders(name: str, format: str | None) -> list[str]:
     if is_url(name) or not path.is_dir():
         return []
     folders = [p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".") and not p.name.endswith(".job")]
-    formats = {format} if format else set(FORMATS)
+    formats = {format} if format else set(INPUT_FORMATS)
     unread = sorted(f.name for f in folders if any(split_name(p.name)[1] in formats for p in f.rglob("*")))
     if not unread:
         return []
@@ -322,8 +320,9 @@ def _find_remote(url: str, format: str | None) -> tuple[bool, list[str]]:
 def _known(folder: str, names: Sequence[str], format: str | None) -> list[str]:
     found = [n for n in names if (split_name(n)[1] == format if format else split_name(n)[1])]
     if not found:
-        what = "JSONL, Parquet, CSV or TSV" if format is None else format
-        raise UsageError(f"no {what} file in the folder {folder}", "name the files, or a glob, with --input-format")
+        raise UsageError(
+            f"no {format or _ANY_FORMAT} file in the folder {folder}", "name the files, or a glob, with --input-format"
+        )
     return found
 
 
@@ -333,8 +332,8 @@ def _input_file(name: str, format: str | None, encoding: str | None) -> InputFil
     if chosen is None:
         hint = _hint_of_suffix(name)
         raise UsageError(f"{name} has an unknown suffix", hint)
-    if encoding is not None and chosen == "parquet":
-        raise UsageError(f"--encoding is for text files, and {name} is Parquet", "leave it out")
+    if encoding is not None and not INPUT_FORMATS[chosen].is_text:
+        raise UsageError(f"--encoding is for text files, and {name} is {chosen}", "leave it out")
     if name != "-" and not is_url(name) and not os.access(name, os.R_OK):
         raise UsageError(f"{name} cannot be read: permission denied", "check its permissions")
     return InputFile(name, chosen, compression, encoding=encoding)

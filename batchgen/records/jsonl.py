@@ -35,7 +35,7 @@ Record = tuple[str, dict[str, Any] | str, int]
 
 
 def read_jsonl(
-    stream: BinaryIO, *, max_line: int = MAX_LINE, skip_bytes: int = 1 << 20
+    stream: BinaryIO, *, max_line: int = MAX_LINE, skip_bytes: int = 1 << 20, **_: object
 ) -> Generator[Record, None, None]:
     """Yields (`:17`, columns or reason, bytes) of every line that is not blank.
 

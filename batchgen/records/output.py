@@ -14,7 +14,7 @@ from batchgen.errors import UsageError
 from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.json_schemas import enforceable, loaded
 from batchgen.process.user_cache import cache_folder
-from batchgen.records.files import split_name
+from batchgen.records.files import DELIMITERS, split_name
 from batchgen.records.openai_batch import OpenAIForm, batch_record
 from batchgen.records.parquet_types import id_text
 from batchgen.records.remote import address, is_url, plain_name
@@ -256,13 +256,13 @@ def default_output(inputs: Sequence[str], is_stdin: bool, format: str | None = N
 
 
 def output_format(output: str) -> tuple[str, str | None]:
-    """Returns format (one of `FORMATS`) and compression of an output by its suffix. Raises `UsageError` for other suffixes."""
+    """Returns format (one of `INPUT_FORMATS`) and compression of an output by its suffix. Raises `UsageError` for other suffixes."""
     _, kind, compression = split_name(output)
     if kind == "parquet" and compression:
         raise UsageError(
             f"the output {output} would be compressed twice", "Parquet is compressed inside: leave the suffix out"
         )
-    if kind is None:
+    if kind not in ("jsonl", "parquet", *DELIMITERS):
         raise UsageError(
             f"the output {output} has an unknown suffix",
             "use .jsonl, .csv, .tsv (or one of them with .gz or .zst) or .parquet, or - for standard output",

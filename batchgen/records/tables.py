@@ -17,6 +17,7 @@ import csv
 import io
 import re
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any, BinaryIO
 
@@ -62,6 +63,7 @@ def read_csv(
     on_rename: Callable[[str, str], None] = _ignore,
     max_line: int = MAX_LINE,
     skip_chars: int = 1 << 20,
+    **_: object,
 ) -> Generator[Record, None, None]:
     """Yields (`:17`, columns or reason, bytes) of every record; 17 is the line that it begins on.
 
@@ -76,6 +78,9 @@ def read_csv(
         yield from _csv_records(_CsvLines(text, max_line, skip_chars), delimiter, on_rename)
     finally:
         text.detach()  # the caller closes the stream
+
+
+read_tsv = partial(read_csv, delimiter="\t")
 
 
 class _CsvLines:

@@ -17,8 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from batchgen.config import INPUT_FORMATS, InputFormat
 from batchgen.errors import InputCorrupt, UsageError
 from batchgen.records import open_input
+from batchgen.records.output import output_format
 
 ROWS = [{"prompt": "one"}, {"prompt": "two"}]
 JSONL = b'{"prompt": "one"}\n\n{"prompt": "two"}\n'
@@ -166,12 +168,12 @@ def test_an_output_that_is_named_is_read_and_brackets_in_its_name_are_not_a_glob
         (["packed.csv"], {}, "packed.csv is compressed with zstandard; give it a name that ends with .zst"),
         (["utf16.csv"], {}, "utf16.csv is in UTF-16, not in UTF-8; use --encoding utf-16"),
         (["bare.jsonl"], {}, "bare.jsonl is in UTF-16, not in UTF-8; use --encoding utf-16-be"),
-        (["table.parquet"], {"encoding": "cp1252"}, "--encoding is for text files, and table.parquet is Parquet; leave it out"),
+        (["table.parquet"], {"encoding": "cp1252"}, "--encoding is for text files, and table.parquet is parquet; leave it out"),
         (["array.jsonl"], {}, "array.jsonl looks like a JSON array, not an object on each line; convert it: jq -c '.[]' array.jsonl > lines-array.jsonl"),
         (["pretty.jsonl"], {}, "pretty.jsonl looks like pretty-printed JSON (objects over several lines), not an object on each line; convert it: jq -c . pretty.jsonl > lines-pretty.jsonl"),
         (["table.jsonl"], {}, "table.jsonl is a Parquet file; use --input-format parquet"),
         (["q*.jsonl"], {}, "no file matches q*.jsonl; check the pattern and the folder it starts from"),
-        (["empty"], {}, "no JSONL, Parquet, CSV or TSV file in the folder empty; name the files, or a glob, with --input-format"),
+        (["empty"], {}, "no jsonl, parquet, csv or tsv file in the folder empty; name the files, or a glob, with --input-format"),
         (["ours"], {}, "ours has only outputs of batchgen; name these files themselves to read them"),
         (["-", "prompts.jsonl"], {}, "- (standard input) cannot be read together with other inputs; name files only, or - alone"),
         (["prompts.jsonl"], {"format": "xml"}, "--input-format 'xml' is unknown; use jsonl, parquet, csv or tsv"),
@@ -226,6 +228,23 @@ def test_standard_input_is_read_as_bytes(monkeypatch):
     assert source.is_stdin
     assert source.fingerprint() == []
     assert [(r.source, r.columns) for r in source.rows()] == [("<stdin>:1", ROWS[0]), ("<stdin>:3", ROWS[1])]
+
+
+def read_words(stream, **_):
+    for number, line in enumerate(stream, 1):
+        yield f":{number}", {"words": line.decode().split()} if line.strip() else "an empty line", len(line)
+
+
+def test_a_format_is_its_reader_and_a_line_in_the_table_of_formats(folder, monkeypatch):
+    monkeypatch.setitem(INPUT_FORMATS, "words", InputFormat((".txt", ".text"), "a_module:read_words"))
+    monkeypatch.setitem(sys.modules, "a_module", SimpleNamespace(read_words=read_words))
+    (folder / "a.text.gz").write_bytes(gzip.compress(b"one two\n\nthree\n"))
+    assert [row.columns or row.error.message for row in opened("a.text.gz").rows()] == [
+        {"words": ["one", "two"]}, "a.text.gz:2: an empty line", {"words": ["three"]},
+    ]  # fmt: skip
+    assert [file.name for file in opened(".", format="words").files] == ["a.text.gz"]
+    with pytest.raises(UsageError, match=r"^the output o\.txt has an unknown suffix; "):
+        output_format("o.txt")
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.parquet", "x.jsonl.gz", "x.jsonl.zst"])

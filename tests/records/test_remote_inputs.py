@@ -77,7 +77,7 @@ def test_folders_and_globs_give_their_files_sorted_without_hidden_files_and_our_
         ("s3://bucket/no.jsonl", "no such file: s3://bucket/no.jsonl; check the address and your access to it"),
         ("s3://nobucket/x.jsonl", "no such file: s3://nobucket/x.jsonl; check the address and your access to it"),
         ("s3://bucket/no*.jsonl", "no such file: s3://bucket/no*.jsonl; check the address and your access to it"),
-        ("s3://bucket/texts", "no JSONL, Parquet, CSV or TSV file in the folder s3://bucket/texts; name the files, or a glob, with --input-format"),
+        ("s3://bucket/texts", "no jsonl, parquet, csv or tsv file in the folder s3://bucket/texts; name the files, or a glob, with --input-format"),
         ("s3://bucket/texts/x.txt", "s3://bucket/texts/x.txt has an unknown suffix; say what it is with --input-format jsonl, parquet, csv or tsv"),
     ],
 )  # fmt: skip
