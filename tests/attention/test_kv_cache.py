@@ -23,10 +23,6 @@ def test_each_layer_has_keys_and_values_of_its_own_shape():
     assert cache.keys[0].dtype == cache.values[5].dtype == torch.bfloat16
 
 
-def test_the_pool_begins_as_zeros():
-    assert not cache_of(dtype=torch.float16).keys[0].any()
-
-
 def test_tokens_are_written_to_their_places_and_nowhere_else():
     cache = cache_of(2, 2, {0: LayerShape(2, 1, 1), 1: LayerShape(1, 1, 1)})
     keys = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
@@ -34,13 +30,6 @@ def test_tokens_are_written_to_their_places_and_nowhere_else():
     assert cache.keys[0][..., 0].tolist() == [[2, 0, 0, 1], [4, 0, 0, 3]]
     assert cache.values[0][..., 0].tolist() == [[-2, 0, 0, -1], [-4, 0, 0, -3]]
     assert not cache.keys[1].any()
-
-
-def test_blocks_are_copied_whole_in_every_layer():
-    cache = numbered(cache_of(4, 2, {0: LayerShape(1, 1, 1), 1: LayerShape(2, 1, 1)}))
-    cache.copy([(1, 3)])
-    assert cache.keys[0][0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 2, 3]
-    assert cache.values[1][1, :, 0].tolist() == [8, 9, 10, 11, 12, 13, 10, 11]
 
 
 @pytest.mark.parametrize(
@@ -57,18 +46,6 @@ def test_copies_are_made_as_if_one_after_the_other(copies, blocks):
     cache = numbered(cache_of())
     cache.copy(copies)
     assert cache.keys[0].view(6, 2).tolist() == [[2 * p, 2 * p + 1] for p in blocks]
-
-
-def test_a_block_copied_to_twice_holds_the_last():
-    cache = numbered(cache_of())
-    cache.copy([(0, 3), (1, 3)])
-    assert cache.keys[0].view(6, 2)[3].tolist() == [2, 3]
-
-
-def test_bytes_of_a_token_are_those_of_all_layers():
-    layers = {0: LayerShape(2, 8, 6), 1: LayerShape(1, 4, 4)}
-    assert bytes_per_token(layers, torch.float32) == (2 * 14 + 8) * 4
-    assert bytes_per_token(layers, torch.bfloat16) == (2 * 14 + 8) * 2
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

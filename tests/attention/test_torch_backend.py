@@ -8,9 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchgen.attention import plan as plan_module
 from batchgen.attention.base import LayerOptions
-from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import AttentionPlan, SharedPart, plan_attention
-from batchgen.attention.torch_backend import Cascade, StepAttention, broadcast, merge, partial, shared_attention
+from batchgen.attention.torch_backend import Cascade, broadcast, merge, partial, shared_attention
 from support import simulation as sim
 from support.params import examples
 from support.reference_attention import Reference
@@ -143,15 +142,6 @@ def test_half_precision_is_near_the_reference(dtype):
 # -- the shared part
 
 
-def test_shared_kv_is_broadcast_without_a_copy():
-    kv = torch.randn(2, 32, 8)[:, 8:24]
-    wide = broadcast(kv, 64)
-    assert wide.shape == (64, 2, 16, 8)
-    assert wide.stride(0) == 0
-    assert wide.data_ptr() == kv.data_ptr()
-    assert wide.untyped_storage().data_ptr() == kv.untyped_storage().data_ptr()
-
-
 def test_kv_that_was_copied_for_each_query_is_refused():
     q, kv = torch.randn(2, 3, 1, 8), torch.randn(2, 16, 8)
     for k, v in ((broadcast(kv, 3).contiguous(), broadcast(kv, 3)), (broadcast(kv, 3), broadcast(kv, 3).contiguous())):
@@ -224,19 +214,6 @@ def test_the_kv_of_a_group_is_stored_once():
 # -- pieces
 
 
-def plain(q, k, v, scale=1.0):
-    scores = q @ k.transpose(1, 2) * scale
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
-
-
-def test_a_partial_gives_attention_and_the_log_sum_exp_of_its_scores():
-    q, k, v = torch.randn(3, 5, 8), torch.randn(3, 7, 8), torch.randn(3, 7, 4)
-    out, lse = partial(q, k, v, LayerOptions(0.5))
-    want, want_lse = plain(q, k, v, 0.5)
-    torch.testing.assert_close(out, want)
-    torch.testing.assert_close(lse, want_lse)
-
-
 def test_a_query_that_sees_no_key_of_a_part_takes_nothing_from_it():
     q, k = torch.randn(1, 2, 8), torch.randn(1, 4, 8)
     masked = torch.tensor([[True] * 4, [False] * 4])
@@ -249,42 +226,12 @@ def test_a_query_that_sees_no_key_of_a_part_takes_nothing_from_it():
     assert torch.equal(merged_lse[0, 0], before_lse[0, 0])
 
 
-def test_merging_parts_is_attention_over_all_their_keys():
-    q, k, v = torch.randn(2, 3, 8), torch.randn(2, 12, 8), torch.randn(2, 12, 8)
-    out, lse = partial(q, k[:, :5], v[:, :5], LayerOptions(1.0))
-    for start, end in ((5, 6), (6, 12)):
-        merge(out, lse, *partial(q, k[:, start:end], v[:, start:end], LayerOptions(1.0)))
-    want, want_lse = plain(q, k, v)
-    torch.testing.assert_close(out, want)
-    torch.testing.assert_close(lse, want_lse)
-
-
 @pytest.mark.parametrize("size", [300.0, 1e4])
 def test_large_scores_neither_overflow_nor_vanish(size):
     q, k, v = size * torch.ones(1, 1, 4), torch.ones(1, 3, 4), torch.randn(1, 3, 4)
     out, lse = partial(q, k, v, LayerOptions(1.0))
     merge(out, lse, *partial(-q, k, v, LayerOptions(1.0)))
     torch.testing.assert_close(out, v.mean(1, keepdim=True))
-
-
-def test_a_step_writes_its_kv_before_it_attends():
-    seen = []
-
-    def check(step, plan):
-        cache = KVCache({0: LayerShape(1, 4, 4)}, 400, 4, torch.float32)
-        attention = StepAttention(plan, cache)
-        q, kv = torch.randn(2, plan.num_tokens, 4), torch.randn(1, plan.num_tokens, 4)
-        out = attention(0, q, kv, kv, LayerOptions(0.5))
-        assert out.shape == (plan.num_tokens, 2, 4)
-        assert torch.equal(cache.keys[0][:, torch.from_numpy(plan.kv_indices)], kv)
-        want = Reference(step.spans, 4).attend(
-            q.view(1, 2, -1, 4).transpose(1, 2), cache.keys[0], cache.values[0], LayerOptions(0.5)
-        )
-        torch.testing.assert_close(out, want.reshape(plan.num_tokens, 2, 4))
-        seen.append(plan)
-
-    random_steps(9, check, steps=3)
-    assert len(seen) == 3
 
 
 @pytest.mark.parametrize("shared_reads", [1, 10**9])

@@ -137,12 +137,6 @@ def test_it_is_the_reference_under_every_option(device, options):
     compare(device, works_of(*MIXED), 16, K=1, tuning=FINE, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_it_is_the_reference_on_a_tree_under_every_option(device, options):
-    random_steps(4, lambda step: compare(device, step.spans, 16, tuning=FINE, **options))
-
-
 @pytest.mark.parametrize("block_size", [1, 3, 80])
 def test_it_is_the_reference_for_every_block_size(device, block_size):
     tables = [list(range(i, BLOCKS, 3)) for i in range(3)]
@@ -177,18 +171,6 @@ def test_it_is_the_reference_on_random_trees(device, seed):
 @given(seed=st.integers(0, 2**32))
 def test_it_is_the_reference_on_many_random_trees(device, seed):
     random_case(device, seed, steps=5, longest=60)
-
-
-def test_how_reads_are_split_changes_nothing_but_rounding(device):
-    spans = works_of((list(range(20)), 300, 301), (list(range(20, 30)), 100, 110))
-    whole = compare(device, spans, 16)
-    split = compare(device, spans, 16, tuning=Tuning(wide_min_keys=16, narrow_min_keys=16, item_keys=0))
-    torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-5)
-    assert not torch.equal(split, whole)
-
-
-def test_padded_places_write_nothing_and_give_zeros(device):
-    compare(device, works_of(*MIXED[2:]), 16, padding=30)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -278,21 +260,6 @@ def test_a_plan_that_needs_more_room_gets_it_and_says_so(device):
     attention.plan(works_of((table, len(table) - 1, len(table))))
     assert (attention.generation, len(attention._plan)) == (2, 2 * words)
     assert attention.positions.tolist() == [len(table) - 1]
-
-
-@pytest.mark.parametrize(("padded", "message"), [(20, "21 tokens in a batch of 20, of at most 24"), (25, "21 tokens in a batch of 25, of at most 24")])  # fmt: skip
-def test_a_batch_that_does_not_fit_is_refused(padded, message):
-    if not kernels.INTERPRETED:
-        pytest.skip("the kernels are compiled")
-    cache = KVCache({0: LayerShape(1, 16, 16)}, 2, 16, torch.float32)
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        DeviceAttention(cache, 24, torch.device("cpu")).plan(works_of(([0, 1], 0, 21)), padded)
-
-
-@pytest.mark.parametrize(("device_type", "dtype", "size"), [("cpu", torch.float32, 64), ("mps", torch.float32, 64)])
-def test_other_devices_are_not_served(device_type, dtype, size):
-    cache = KVCache({0: LayerShape(1, size, size)}, 2, 16, dtype)
-    assert obstacle(cache, torch.device(device_type)) == "the kernels are for a model on one CUDA device"
 
 
 @pytest.fixture

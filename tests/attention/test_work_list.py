@@ -150,21 +150,6 @@ def test_a_work_that_fills_a_tile_reads_its_block_table_from_end_to_end():
     assert lists.blocks.tolist() == [5, 0, 1, 6, 7, 8, 0, 1, 0, 1]
 
 
-def test_what_a_prompt_has_behind_its_slice_is_read_with_it():
-    lists = listed([scheduled([4, 2, 3], 8, 10), scheduled([7], 0, 1)], 4)
-    assert columns(lists.wide) == [(0, 2, 0, 10, 9, 0, -1)]
-    assert lists.blocks.tolist() == [4, 2, 3, 7]
-
-
-def test_a_shared_part_in_several_runs_of_the_pool_is_one_range():
-    node = node_span(0, 16)
-    spans = [scheduled([8, 9, 2, 5, 20 + i], 16, 17, (node,)) for i in range(2)]
-    assert len(split_step(spans, 4, 1, NO_LIMIT).shared) == 3
-    lists = listed(spans, 4)
-    assert columns(lists.wide) == [(0, 2, 2, 16, "all", 0, 0)]
-    assert lists.blocks.tolist() == [20, 21, 8, 9, 2, 5]
-
-
 def test_blocks_above_and_below_a_shared_part_are_ranges_of_their_own():
     """Only the middle node is a part, because the root has too few blocks."""
     root, middle = node_span(0, 4), node_span(4, 16)
@@ -174,13 +159,6 @@ def test_blocks_above_and_below_a_shared_part_are_ranges_of_their_own():
     assert columns(lists.narrow) == [
         (0, 1, 0, 4, "all", 0, 2), (1, 1, 2, 4, "all", 0, 3), (0, 1, 1, 1, 1, 16, 4), (1, 1, 3, 1, 1, 16, 5),
     ]  # fmt: skip
-
-
-def test_ranges_that_adjoin_are_read_as_one():
-    root, middle = node_span(0, 4), node_span(4, 16)
-    spans = [scheduled([0, 1, 2, 3, 10 + i], 16, 17, (root, middle)) for i in range(2)]
-    lists = listed(spans, 4, shared_reads=NO_LIMIT)
-    assert columns(lists.narrow) == [(0, 1, 0, 17, 17, 0, -1), (1, 1, 5, 17, 17, 0, -1)]
 
 
 @pytest.mark.parametrize(
@@ -220,12 +198,3 @@ def test_the_costly_items_come_first_those_of_the_same_keys_together():
     lists = listed(spans, 256, wide=Lane(4, 6, 1, 640))
     got = [(item[POSITION], item[NUM_KEYS], item[Q_START]) for item in lists.wide.tolist()]
     assert got == [(512, 768, 0), (512, 768, 4), (1280, 768, 0), (1280, 768, 4), (0, 512, 0), (0, 512, 4)]
-
-
-def test_a_split_that_a_causal_query_does_not_reach_shows_it_nothing():
-    spans = [scheduled(list(range(4)), 0, 256)]
-    lists = listed(spans, 64, wide=Lane(256, 100, 1, 1))
-    assert columns(lists.wide) == [
-        (0, 256, 0, 64, 1, 0, 0), (0, 256, 1, 64, -63, 64, 256), (0, 256, 2, 64, -127, 128, 512), (0, 256, 3, 64, -191, 192, 768),
-    ]  # fmt: skip
-    check(spans, 64, lists)

@@ -32,11 +32,6 @@ def folder(tmp_path, monkeypatch):
     return folder
 
 
-def write_claim(folder, **claim):
-    (folder / CLAIMS).mkdir()
-    (folder / CLAIMS / "claim-000001").write_text(json.dumps(claim | {"number": 1, "state": "running"}))
-
-
 def save_manifest(folder, state):
     Manifest(state=state, output="o.jsonl", settings={}, mentions={}, request={}).save(folder / "manifest.json")
 
@@ -170,13 +165,6 @@ def test_a_killed_job_is_dead_and_its_last_results_are_counted(folder):
     assert (found["rows_done"], found["results"], found["eta_seconds"]) == (42, 42, None)
 
 
-def test_a_process_on_another_host_is_assumed_to_run(folder):
-    holder = {"pid": 12, "host": "elsewhere", "started": "2026-01-02T03:04:05+00:00"}
-    write_claim(folder, **holder)
-    found = job_status("o.jsonl")
-    assert (found["state"], found["process"]) == ("running", holder | {"alive": None})
-
-
 def test_a_finished_job_tells_the_figures_of_all_its_runs(folder):
     save_manifest(folder, "finished")
     job = {"runs": 2, "rows": 100, "rows_failed": 3, "prompt_tokens": 2000, "completion_tokens": 1000}
@@ -198,13 +186,6 @@ def test_a_finished_job_tells_the_figures_of_all_its_runs(folder):
         "completion_tokens": 1000,
         "finish_reasons": {"stop": 97, "error": 3},
     }
-
-
-def test_a_finished_job_stays_finished_when_a_new_run_dies_at_its_start(folder):
-    save_manifest(folder, "finished")
-    with holding(Lease, folder / CLAIMS, "o.jsonl"):
-        pass
-    assert job_status("o.jsonl")["state"] == "finished"
 
 
 def test_without_progress_the_results_are_counted(folder):
@@ -239,13 +220,6 @@ def test_the_status_can_be_read_while_the_job_writes(folder):
     results.close()
 
 
-def test_rows_done_never_exceed_the_rows(folder):
-    add_results(folder, 95)
-    tell(folder, generated(95))
-    add_results(folder, 10)
-    assert (job_status("o.jsonl")["rows_done"], job_status("o.jsonl")["results"]) == (100, 105)
-
-
 def test_a_resumed_run_continues_the_count_of_results(folder):
     add_results(folder, 30)
     tell(folder, generated(30))
@@ -277,38 +251,6 @@ def test_without_a_job_one_line_says_so(make, tmp_path, monkeypatch):
 def test_a_name_similar_to_that_of_a_job_suggests_the_job(wrong, folder):
     with pytest.raises(UsageError, match=r"did you mean o\.jsonl, or has the run a --work-dir\?$"):
         job_status(wrong)
-
-
-def test_a_job_under_another_folder_is_found_there(folder):
-    Path("work").mkdir()
-    folder.rename("work/o.jsonl.job")
-    assert job_status("o.jsonl", "work")["state"] == "stopped"
-
-
-def test_a_damaged_manifest_is_reported(folder):
-    (folder / "manifest.json").write_text("{")
-    with pytest.raises(UsageError) as caught:
-        job_status("o.jsonl")
-    assert str(caught.value).startswith("o.jsonl.job/manifest.json is damaged; ")
-
-
-def test_damaged_figures_are_left_out(folder):
-    save_manifest(folder, "finished")
-    for damage in ("{", "[]", '{"job": 3}', "{}"):
-        (folder / "stats.json").write_text(damage)
-        assert (job_status("o.jsonl")["state"], job_status("o.jsonl")["job"]) == ("finished", None)
-    (folder / "stats.json").write_text('{"job": {"rows": 3}}')
-    assert (job_status("o.jsonl")["rows_done"], job_status("o.jsonl")["job"]) == (None, {"rows": 3})
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_folder_without_read_permission_is_reported(folder):
-    folder.chmod(0)
-    try:
-        with pytest.raises(UsageError, match=r"o\.jsonl\.job cannot be read: Permission denied"):
-            job_status("o.jsonl")
-    finally:
-        folder.chmod(0o755)
 
 
 def test_a_job_on_standard_output_has_no_status(tmp_path):

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import fsspec
-import pyarrow.parquet as pq
 import pytest
 
-from batchgen.errors import OutputError, OutputLocked, UsageError
+from batchgen.errors import OutputError, UsageError
 from batchgen.jobs.files import target
 from batchgen.jobs.files.manifest import Manifest
 from batchgen.jobs.files.target import RemoteTarget, known_as, open_target
@@ -60,17 +59,6 @@ def test_an_output_in_a_store_appears_complete_and_is_recognized_again(store, ru
     assert (again.finished, generated) == (job.finished, [])
 
 
-def test_new_rows_are_added_and_the_others_read_from_the_store(store, run, write_input):
-    fs, url = store
-    write_input(["a", "b"])
-    run(url)
-    write_input(["c", "b", "a"])
-    job, generated = run(url)
-    assert generated == ["c"]
-    assert job.notes == [f"{url} was finished: 2 of its results are used again"]
-    assert lines(fs, url) == ["C", "B", "A"]
-
-
 def test_an_edited_object_is_not_replaced_but_an_identical_copy_is(store, run, write_input):
     fs, url = store
     write_input(["a"])
@@ -85,16 +73,6 @@ def test_an_edited_object_is_not_replaced_but_an_identical_copy_is(store, run, w
         == f"{url} was changed since batchgen wrote it; move it away, or use --overwrite to start again"
     )
     assert run(url, overwrite=True)[1] == ["a"]
-    assert lines(fs, url) == ["A"]
-
-
-def test_a_deleted_object_is_generated_again(store, run, write_input):
-    fs, url = store
-    write_input(["a"])
-    run(url)
-    fs.rm_file(url.partition("://")[2])
-    job, generated = run(url)
-    assert (job.notes, generated) == ([f"{url} no longer exists: its rows are generated again"], ["a"])
     assert lines(fs, url) == ["A"]
 
 
@@ -251,21 +229,6 @@ def test_a_multipart_upload_is_recognized_again(s3, tmp_path):
     assert known_as(there, [put]) == put
 
 
-def test_a_parquet_output_goes_to_a_store_too(store, run, write_input):
-    fs, url = store
-    write_input(["a", "b"])
-    run(url.replace(".jsonl", ".parquet"))
-    with fs.open(url.replace(".jsonl", ".parquet")) as file:
-        assert pq.read_table(file)["text"].to_pylist() == ["A", "B"]
-
-
-def test_a_second_run_on_this_host_is_refused_while_the_first_is_open(store, open_, write_input):
-    write_input(["a"])
-    job, _ = open_(store[1])
-    with job, pytest.raises(OutputLocked, match="another run holds"):
-        open_(store[1])
-
-
 def test_the_folder_of_a_remote_output_is_in_the_cache_or_the_work_dir(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     folder = job_path("s3://bucket/a/o.jsonl", None)
@@ -290,13 +253,3 @@ def test_a_work_dir_holds_the_folder_of_one_remote_output(s3, run, write_input):
     assert str(caught.value) == (
         "work/o.jsonl.job is the job folder of s3://bucket/o.jsonl; use another --work-dir, or another -o"
     )
-
-
-def test_a_file_url_is_a_local_file(run, texts, write_input, tmp_path):
-    write_input(["a"])
-    run(f"file://{tmp_path}/o.jsonl", inputs=(f"file://{tmp_path}/in.jsonl",))
-    assert texts() == ["A"]
-    assert Path("o.jsonl.job/keys").exists()
-    assert run("o.jsonl")[0].finished == {"rows": 1}
-    with pytest.raises(UsageError, match="is both an input and the output"):
-        run(f"file://{tmp_path}/in.jsonl")

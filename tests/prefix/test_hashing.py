@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from batchgen.prefix import chunk_hashes
-from batchgen.prefix.order import continue_hashes
 
 
 def tokens(*ids):
@@ -22,16 +21,6 @@ def test_only_whole_chunks_are_hashed():
     assert len(chunk_hashes(tokens(1, 2, 3, 4), 4)) == 1
     assert chunk_hashes(tokens(1, 2, 3, 4, 5, 6, 7), 4) == chunk_hashes(tokens(1, 2, 3, 4), 4)
     assert chunk_hashes(tokens(), 4) == []
-
-
-def test_dtype_and_strides_of_the_tokens_do_not_matter():
-    wide = np.arange(20, dtype=np.int64)
-    assert chunk_hashes(wide[::2], 4) == chunk_hashes(tokens(*range(0, 20, 2)), 4)
-
-
-def test_a_chain_goes_on_from_the_hash_of_a_prefix():
-    whole = chunk_hashes(tokens(*range(8)), 2)
-    assert continue_hashes(whole[1], tokens(4, 5, 6, 7), 2) == whole[2:]
 
 
 def test_a_chunk_size_below_one_is_refused():

@@ -51,17 +51,6 @@ def test_nodes_with_few_rows_are_only_in_the_sums():
     assert told(tree) == [(-1, 6, 1, 2, 10, 3, 12, [1, 1]), (0, 3, 1, 4, 8, 1, 3, [4, 4, 4])]
 
 
-def test_it_can_be_asked_on_the_way():
-    outline = Outline()
-    outline.add(np.array([1, 2, 3], dtype=np.int32))
-    outline.add(np.array([1, 2, 4], dtype=np.int32))
-    first = outline.tree()
-    outline.add(np.array([1, 5], dtype=np.int32))
-    assert [(n.rows, n.tokens) for n in first.nodes] == [(2, 2)]
-    assert [(n.rows, n.tokens) for n in outline.tree().nodes] == [(3, 1), (2, 1)]
-    assert [(n.rows, n.tokens) for n in first.nodes] == [(2, 2)]
-
-
 @given(token_lists, st.integers(1, 6))
 def test_the_outline_is_the_top_of_the_planned_tree(lists, max_nodes):
     prompts = [np.array(ids, dtype=np.int32) for ids in lists]

@@ -60,11 +60,6 @@ def test_figures_of_a_window():
     )
 
 
-def test_saved_tokens_and_shared_fraction():
-    f = figures([[1, 2, 3, 4], [1, 2, 3, 5]], [1, 1])
-    assert (f.saved_tokens, f.shared_fraction) == (3, 1 - 5 / 8)
-
-
 def test_figures_of_nothing_are_zeros():
     assert figures([], []) == PlanFigures()
     assert PlanFigures().shared_fraction == 0.0

@@ -30,11 +30,6 @@ def test_all_nodes_are_listed_as_an_indented_tree():
     ]
 
 
-def test_the_nodes_that_save_most_are_listed_in_depth_first_order():
-    assert listed(NESTED, 3) == [(0, [1, 1], 6, 10), (1, [4, 4, 4, 4], 3, 8), (0, [5] * 5, 2, 5)]
-    assert listed(NESTED, 1) == [(0, [1, 1], 6, 10)]
-
-
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=40), st.integers(1, 3), st.integers(1, 4))
 def test_counts_nodes_and_groups_are_those_of_the_plan(lists, chunk_size, most):
     prompts = [np.array(ids, dtype=np.int32) for ids in lists]

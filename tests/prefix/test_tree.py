@@ -23,22 +23,6 @@ def trie_of(lists):
     return Counter(tuple(ids[:n]) for ids in lists for n in range(1, len(ids) + 1))
 
 
-def test_nested_groups_make_a_nested_tree():
-    plan = plan_prefixes(arrays([[9, 9, 1, 1, 5], [9, 9, 2, 6], [9, 9, 1, 1, 4], [8, 8], [9, 9, 2, 5]]), 2)
-    assert plan.order.tolist() == [3, 2, 0, 4, 1]
-    assert tree(plan) == [(-1, 0, 2, 1, 5, 0), (0, 2, 4, 1, 3, 1), (0, 2, 3, 3, 5, 1)]
-    assert [n.index for n in plan.nodes] == [0, 1, 2]
-    assert plan.leaf_parent.tolist() == [-1, 1, 1, 2, 2]
-    assert (plan.prompt_tokens, plan.prefill_tokens_min, plan.chunk_size) == (20, 2 + 2 + 1 + 1 + 1 + 2 + 1 + 1, 2)
-
-
-def test_a_prompt_that_ends_inside_a_shared_run_cuts_it():
-    plan = plan_prefixes(arrays([[1, 2, 3, 4], [1, 2], [1, 2, 3, 5]]), 16)
-    assert tree(plan) == [(-1, 0, 2, 0, 3, 0), (0, 2, 3, 1, 3, 1)]
-    assert plan.leaf_parent.tolist() == [0, 1, 1]
-    assert plan.prefill_tokens_min == 5
-
-
 def test_equal_prompts_are_one_node_and_have_no_tokens_of_their_own():
     plan = plan_prefixes(arrays([[4, 5, 6]] * 3), 16)
     assert plan.order.tolist() == [0, 1, 2]

@@ -1,7 +1,6 @@
 """The record of a job is of bounded size, and survives whatever happens to its file."""
 
 import json
-from itertools import pairwise
 
 import numpy as np
 
@@ -62,29 +61,6 @@ def test_a_long_run_has_no_more_points_than_a_short_one():
     assert (seconds[0], seconds[-1]) == (0.0, 999.9)
     assert 5 <= len(seconds) <= 10
     assert len(kept) == 101  # after a second, then every ten seconds, and at the end
-
-
-def test_the_moments_of_a_run_in_many_windows_are_spread_over_all_of_it():
-    engine, kept = Engine(), []
-    recorder = recorder_of(engine, kept)
-    for window in range(5000):
-        for step in range(5):
-            engine.now = window * 0.5 + step * 0.1
-            recorder.see(engine.stats, 0)
-        engine.now += 0.05
-        recorder.see(engine.stats, window, always=True)
-    recorder.end()
-    seconds = kept[-1][0]["seconds"]
-    assert (seconds[0], seconds[-1]) == (0.0, 2499.95)
-    assert kept[-1][0]["rows_done"][-1] == 4999
-    assert 200 <= len(seconds) <= 400
-    assert max(b - a for a, b in pairwise(seconds)) < 2 * 2500 / 200
-
-
-def test_a_run_that_generates_nothing_leaves_nothing():
-    kept = []
-    recorder_of(Engine(), kept).end()
-    assert kept == []
 
 
 def test_the_tree_is_recorded_when_it_has_changed():

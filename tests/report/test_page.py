@@ -14,7 +14,6 @@ from batchgen.errors import OutputError, UsageError
 from batchgen.recording import Agreement, RowFigures, tree_record
 from batchgen.report.page import POLICY, ReportPage, check_report_file, page
 from batchgen.report.plan_data import plan_data
-from batchgen.report.sections import exact_duration
 from batchgen.result import Result, Score
 from support.reports import job_page_data, parsed
 
@@ -111,13 +110,6 @@ def test_headings_and_tables_say_what_the_charts_show():
         "Lengths of completions, in tokens", "How rows ended", "Memory",
     ]  # fmt: skip
     assert all(label for label in found.labels.values())  # every chart has words for those who do not see it
-
-
-def test_a_part_without_data_is_left_out():
-    data = job_page_data() | {"tree": None, "runs": [], "time": [], "rows": None, "stats": None, "missing": "all of it"}
-    found = parsed(page(data))
-    assert found.headings == ["answers.jsonl"]
-    assert "Missing here: all of it." in found.text
 
 
 def test_the_plan_is_drawn_with_its_memory_and_shards():
@@ -236,10 +228,3 @@ def test_shards_are_a_table_of_who_has_done_what():
     assert [row for row in zip(*[iter(found.cells)] * 5, strict=False) if "n7" in row] == [
         ("2/2", "running", "n7", "0", "1")
     ]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(3.24, "3.2 s"), (250.4, "4 min 10 s"), (3600, "1 h 0 min"), (7_500, "2 h 5 min")]
-)
-def test_a_duration_is_told_as_exactly_as_its_length_asks(seconds, text):
-    assert exact_duration(seconds) == text

@@ -71,13 +71,6 @@ def test_the_report_afterwards_is_the_same(cli, source, tiny_model_dir, tmp_path
     assert data_of(tmp_path / "o.report.html") == data_of(page)
 
 
-def test_a_run_that_has_nothing_to_do_still_reports(cli, source, tiny_model_dir, tmp_path):
-    command = ("run", source, "-m", tiny_model_dir, "--max-tokens", "5")
-    cli(*command)
-    assert cli(*command, "--report", tmp_path / "r.html").code == 3
-    check_tree(data_of(tmp_path / "r.html")["tree"])
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_an_output_whose_folder_is_gone_tells_what_its_rows_tell(cli, source, tiny_model_dir, tmp_path, suffix):
     output = tmp_path / f"o.{suffix}"
@@ -94,18 +87,6 @@ def test_an_output_whose_folder_is_gone_tells_what_its_rows_tell(cli, source, ti
     for name in ("rows", "reasons", "errors", "completion_tokens"):
         assert data["rows"][name] == whole["rows"][name]
     assert data["rows"]["samples"]["length"][0]["id"] == "r0"
-
-
-def test_a_csv_output_needs_its_folder_for_a_report(cli, source, tiny_model_dir, tmp_path):
-    output = tmp_path / "o.csv"
-    cli("run", source, "-m", tiny_model_dir, "--max-tokens", "5", "-o", output)
-    assert cli("report", output, "-o", tmp_path / "r.html").code == 0
-    shutil.rmtree(f"{output}.job")
-    outcome = cli("report", output, "-o", tmp_path / "r.html")
-    message = (
-        f"a report cannot be made from {output} alone: the values of CSV have no types; keep the job's folder beside it"
-    )
-    assert (outcome.code, outcome.err.strip()) == (2, f"batchgen: error: {message}")
 
 
 def test_a_job_that_is_not_finished_reports_what_it_has(tmp_path, monkeypatch):
@@ -147,17 +128,6 @@ def test_shards_report_before_and_after_they_are_merged(cli, source, tiny_model_
     check_tree(after["tree"])
     assert [run["label"] for run in after["runs"]] == ["1/2", "2/2"]
     assert after["rows"]["rows"] == 9
-
-
-def test_a_continued_job_shows_all_of_its_runs(cli, source, tiny_model_dir, tmp_path):
-    command = ("run", source, "-m", tiny_model_dir, "--max-tokens", "5", "-o", tmp_path / "o.jsonl")
-    cli(*command, "--limit", "2")
-    cli(*command)
-    data = job_data(str(tmp_path / "o.jsonl"))
-    assert [run["rows_done"][-1] for run in data["runs"]] == [2, 9]
-    assert data["tree"]["rows"] == 6  # of the run that planned more
-    cli(*command, "--overwrite")
-    assert len(job_data(str(tmp_path / "o.jsonl"))["runs"]) == 1
 
 
 def test_the_plan_is_drawn_before_anything_runs(cli, source, tiny_model_dir, tmp_path):
