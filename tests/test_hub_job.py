@@ -32,17 +32,8 @@ def test_a_job_on_a_dataset_is_complete_until_the_files_change(hub, cli, tmp_pat
     repo = hub.repos["user/rows"] = FakeRepo({"train.jsonl": lines("one", "two"), "test.jsonl": lines("three")})
     output = tmp_path / "out.jsonl"
     command = [
-        "run",
-        "hf://datasets/user/rows",
-        "--split",
-        "train",
-        "-m",
-        tiny_model_dir,
-        "-o",
-        output,
-        "--max-tokens",
-        4,
-    ]
+        "run", "hf://datasets/user/rows", "--split", "train", "-m", tiny_model_dir, "-o", output, "--max-tokens", 4,
+    ]  # fmt: skip
     done = cli(*command)
     assert (done.code, [row["prompt"] for row in read_jsonl(output)]) == (0, ["one", "two"])
     assert "batchgen: hf://datasets/user/rows: split train, 1 file\n" in done.err

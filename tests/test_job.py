@@ -73,13 +73,8 @@ def test_the_figures_count_rows_tokens_and_phases(tiny_model_dir, write_jsonl):
     assert last.prompt_tokens == stats["prompt_tokens"]
     assert (last.rows_done, last.rows_failed, last.rows_total) == (6, 0, 6)
     assert progress.phases == [
-        "loading tokenizer",
-        "reading",
-        "planning",
-        "loading model",
-        "generating",
-        "writing",
-    ]
+        "loading tokenizer", "reading", "planning", "loading model", "generating", "writing",
+    ]  # fmt: skip
     assert stats["seconds"]["generate"] > 0
     assert stats["seconds"]["total"] >= stats["seconds"]["load"] + stats["seconds"]["generate"]
     assert (stats["dtype"], stats["device"], stats["groups"], stats["prefix_nodes"]) == ("float32", "cpu", 2, 3)

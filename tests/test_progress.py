@@ -115,20 +115,11 @@ def test_the_figures_of_a_snapshot_are_plain_values():
     job.run.resumed.reasons.update({"stop": 10})
     now = job.after(10, done=28, kept=10, completion=900, tokens=1000, running=2)
     assert now.figures() == {
-        "phase": "generating",
-        "rows_total": 100,
-        "rows_done": 30,
-        "rows_failed": 2,
-        "rows_kept": 10,
-        "rows_passed": None,
-        "prompt_tokens": 4000,
-        "completion_tokens": 1000,
-        "completion_tokens_per_s": 100.0,
-        "rows_per_s": 2.0,
-        "seconds": 10.0,
-        "eta_seconds": 30.9,
+        "phase": "generating", "rows_total": 100, "rows_done": 30, "rows_failed": 2, "rows_kept": 10,
+        "rows_passed": None, "prompt_tokens": 4000, "completion_tokens": 1000, "completion_tokens_per_s": 100.0,
+        "rows_per_s": 2.0, "seconds": 10.0, "eta_seconds": 30.9,
         "finish_reasons": {"stop": 27, "length": 1, "error": 2},
-    }
+    }  # fmt: skip
     assert list(now.figures()["finish_reasons"]) == ["stop", "length", "error"], (
         "the order of the summary and the statistics"
     )
@@ -148,12 +139,8 @@ def test_every_change_is_shown_and_one_per_second_and_phase_is_recorded():
         tracker.changed()
     tracker.phase("generating")
     assert [(k.phase, k.rows_done) for k in kept] == [
-        ("planning", 0),
-        ("generating", 0),
-        ("generating", 8),
-        ("generating", 16),
-        ("generating", 24),
-    ]
+        ("planning", 0), ("generating", 0), ("generating", 8), ("generating", 16), ("generating", 24),
+    ]  # fmt: skip
     assert shown.notes == ["a note"]
     assert [s.rows_done for s in shown.seen] == [0, 0, 0, *range(1, 25)]
 

@@ -51,14 +51,10 @@ def test_a_finished_job_is_pushed_as_parquet_with_a_card_in_one_commit(hub, run)
     assert repo.messages == ["batchgen: 3 rows of tiny"]
     digest = hashlib.sha256(repo.files[SHARD]).hexdigest()
     assert [request for request in hub.requests if not request.startswith(("GET", "HEAD"))] == [
-        "POST /api/repos/create",
-        "POST /api/validate-yaml",
-        "POST /api/datasets/me/answers/preupload/main",
-        "POST /datasets/me/answers.git/info/lfs/objects/batch",
-        f"PUT /store/{digest}",
-        f"POST /verify/{digest}",
+        "POST /api/repos/create", "POST /api/validate-yaml", "POST /api/datasets/me/answers/preupload/main",
+        "POST /datasets/me/answers.git/info/lfs/objects/batch", f"PUT /store/{digest}", f"POST /verify/{digest}",
         "POST /api/datasets/me/answers/commit/main",
-    ]
+    ]  # fmt: skip
     assert f"batchgen: pushing {run.output} to {hub.endpoint}/datasets/me/answers\n" in done.err
     assert f"pushed 3 rows in 1 file: {hub.endpoint}/datasets/me/answers/commit/{repo.commit}\n" in done.err
     assert f" pushed              {hub.endpoint}/datasets/me/answers\n" in done.err

@@ -81,13 +81,8 @@ def test_a_finished_job_keeps_only_keys_settings_and_figures(tiny_model_dir, wri
     config = config_of(tiny_model_dir, write_jsonl(shuffled(30)))
     run_job(config)
     assert sorted(os.listdir(f"{config.output}.job")) == [
-        "claims",
-        "keys",
-        "known.sqlite",
-        "manifest.json",
-        "report.json",
-        "stats.json",
-    ]
+        "claims", "keys", "known.sqlite", "manifest.json", "report.json", "stats.json",
+    ]  # fmt: skip
     assert run_job(config).already_finished
 
 
@@ -103,12 +98,8 @@ def test_a_stopped_run_resumes_without_sorting_again(tiny_model_dir, write_jsonl
     assert read_counts(progress) == [*range(4, 62, 4), 62]  # only the second reading
     assert stats["rows_resumed"] >= 20
     assert stats["job"] | {"seconds": 0} == stats["job"] | {
-        "seconds": 0,
-        "rows": 62,
-        "rows_ok": 61,
-        "rows_failed": 1,
-        "runs": 2,
-    }
+        "seconds": 0, "rows": 62, "rows_ok": 61, "rows_failed": 1, "runs": 2,
+    }  # fmt: skip
     assert Path(str(config.output)).read_bytes() == Path(str(expected.output)).read_bytes()
 
 

@@ -12,16 +12,9 @@ from benchmarks.result_file import new_result
 
 MACHINE = {"cpu": "A CPU", "cores": 2, "date": "2026-01-02T03:04:05+00:00", "versions": {"torch": "2.13.0"}}
 SETTINGS = {
-    "threads": 2,
-    "stand_in": None,
-    "limit": None,
-    "sweep": "4,8",
-    "sweep_rows": 8,
-    "quick": False,
-    "repeats": 1,
-    "timeout": 900.0,
-    "engine_rows": {},
-}
+    "threads": 2, "stand_in": None, "limit": None, "sweep": "4,8", "sweep_rows": 8, "quick": False, "repeats": 1,
+    "timeout": 900.0, "engine_rows": {},
+}  # fmt: skip
 CASE = Case("30m", "bfloat16", "few-shot", Path("model"), Path("rows.jsonl"))
 
 

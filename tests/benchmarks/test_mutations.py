@@ -22,19 +22,12 @@ def changes(source: str) -> list[tuple[str, str]]:
 
 def test_faults_turn_conditions_numbers_calls_and_results_but_no_annotation_or_message():
     assert changes(SOURCE) == [
-        ("2", "3"),
-        ("not words and count > 0", "not (not words and count > 0)"),
-        ("not words and count > 0", "((not words) or (count > 0))"),
-        ("not words", "(words)"),
-        ("count > 0", "((count) >= (0))"),
-        ("0", "1"),
-        ("seen.add(len(words) - 1)", "..."),
-        ("len(words) - 1", "((len(words)) + (1))"),
-        ("1", "2"),
-        ("return words[: min(count, 3)]", "return None"),
-        ("min", "max"),
-        ("3", "4"),
-    ]
+        ("2", "3"), ("not words and count > 0", "not (not words and count > 0)"),
+        ("not words and count > 0", "((not words) or (count > 0))"), ("not words", "(words)"),
+        ("count > 0", "((count) >= (0))"), ("0", "1"), ("seen.add(len(words) - 1)", "..."),
+        ("len(words) - 1", "((len(words)) + (1))"), ("1", "2"), ("return words[: min(count, 3)]", "return None"),
+        ("min", "max"), ("3", "4"),
+    ]  # fmt: skip
 
 
 def test_each_fault_gives_a_module_that_python_can_read():

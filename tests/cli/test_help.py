@@ -99,16 +99,8 @@ def test_every_field_of_the_configuration_is_an_option_but_these():
         if "option" not in f.metadata
     }
     assert fields_of == {
-        "inputs",
-        "model",
-        "prompts",
-        "sampling",
-        "engine",
-        "processes",
-        "block_tokens",
-        "limits",
-        "given",
-    }
+        "inputs", "model", "prompts", "sampling", "engine", "processes", "block_tokens", "limits", "given",
+    }  # fmt: skip
 
 
 def test_plan_takes_every_option_of_run():

@@ -339,13 +339,9 @@ def test_what_libraries_write_comes_out_in_whole_escaped_lines(monkeypatch):
     assert sys.stderr is stream
     print("later, by one who kept it", file=kept)
     assert stream.getvalue().splitlines() == [
-        "half a line \\x1b[31m",
-        "100%",
-        "x.py:1: UserWarning: a\\x07warning",
-        "of a thread",
-        "cut off",
+        "half a line \\x1b[31m", "100%", "x.py:1: UserWarning: a\\x07warning", "of a thread", "cut off",
         "later, by one who kept it",
-    ]
+    ]  # fmt: skip
 
 
 def full(*_: object) -> int:

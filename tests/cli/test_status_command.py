@@ -30,18 +30,43 @@ def lines(found: dict[str, Any]) -> list[str]:
     return [f"{name}: {text}" for name, text in status_lines(found, NOW)]
 
 
-def test_a_running_job():
-    assert lines(RUNNING) == [
-        "output: o.jsonl",
-        "state: running: process 12 on here, since 2026-03-04T05:00:00+00:00",
-        "phase: generating",
-        "rows: 1,234 of 5,000 done (24%), 3 failed, 1,000 kept from earlier runs",
-        "ended: 3 error, 31 length, 1,200 stop",
-        "tokens: 23,400 of prompts, 12,345 of completions, 240 tokens/s",
-        "time: 51 s",
-        "left: about 14 min",
-        "updated: 2 s ago",
-    ]
+AT_FIRST = RUNNING | {"rows_total": None, "rows_done": 0, "rows_failed": 0, "rows_kept": 0, "finish_reasons": {}}
+AT_FIRST |= {"prompt_tokens": 0, "eta_seconds": None, "results": 0}
+READING = AT_FIRST | {"completion_tokens": 0, "completion_tokens_per_s": 0.0, "rows_per_s": 7000.0}
+WAS = "process 12 on here, since 2026-03-04T05:00:00+00:00"
+
+
+@pytest.mark.parametrize(
+    ("found", "start", "told"),
+    [
+        (RUNNING, 0, [
+            "output: o.jsonl",
+            f"state: running: {WAS}",
+            "phase: generating",
+            "rows: 1,234 of 5,000 done (24%), 3 failed, 1,000 kept from earlier runs",
+            "ended: 3 error, 31 length, 1,200 stop",
+            "tokens: 23,400 of prompts, 12,345 of completions, 240 tokens/s",
+            "time: 51 s",
+            "left: about 14 min",
+            "updated: 2 s ago",
+        ]),
+        (READING | {"phase": "planning", "rows_passed": 70_000, "results": 900}, 2,
+         ["phase: planning, 70,000 rows read", "rows: 0 done, 900 results stored", "speed: 7,000 rows/s"]),
+        (RUNNING | {"phase": "writing", "rows_passed": 1}, 2, ["phase: writing, 1 row written"]),
+        (RUNNING | {"phase": "joining the shards", "rows_passed": 1}, 2, ["phase: joining the shards, 1 row written"]),
+        (AT_FIRST, 3, ["rows: 0 done", "tokens: 12,345 of completions, 240 tokens/s"]),
+        (READING, 3, ["rows: 0 done", "speed: 7,000 rows/s", "time: 51 s"]),
+        (READING | {"rows_per_s": 0.0}, 3, ["rows: 0 done", "time: 51 s"]),
+        (NOTHING | {"output": "o.jsonl", "state": "running", "process": WHO | {"alive": None}}, 1,
+         [f"state: running: {WAS}; this host cannot tell whether it still runs"]),
+        (RUNNING | {"state": "dead", "process": WHO | {"alive": False}, "eta_seconds": None}, 1,
+         [f"state: dead: {WAS}, no longer exists; the same command continues the job", "phase: was generating"]),
+        (NOTHING | {"output": "o\x1b[2J.jsonl", "state": "stopped", "rows_done": 7, "results": 7}, 1,
+         ["state: stopped; the same command continues the job", "rows: 7 done"]),
+    ],
+)  # fmt: skip
+def test_a_job_is_told_by_its_state(found, start, told):
+    assert lines(found)[start : start + len(told)] == told
 
 
 def worker(device: str, state: str, **figures: Any) -> dict[str, Any]:
@@ -70,58 +95,6 @@ def test_of_many_workers_those_that_do_not_run_are_shown():
     told = lines(RUNNING | {"workers": workers})[8:-1]
     assert told[:2] == ["workers: 300: 282 running, 18 lost", "worker: cuda on n0, lost"]
     assert (len(told), told[-1]) == (18, ": and 2 more that do not run")
-
-
-def test_a_job_that_reads_its_input():
-    found = RUNNING | {"phase": "planning", "rows_passed": 70_000, "rows_total": None, "rows_done": 0, "results": 900}
-    found |= {
-        "eta_seconds": None,
-        "rows_per_s": 7000.0,
-        "completion_tokens_per_s": 0.0,
-        "rows_failed": 0,
-        "rows_kept": 0,
-        "finish_reasons": {},
-    }
-    assert lines(found)[2:5] == [
-        "phase: planning, 70,000 rows read",
-        "rows: 0 done, 900 results stored",
-        "tokens: 23,400 of prompts, 12,345 of completions, 7,000 rows/s",
-    ]
-
-
-@pytest.mark.parametrize("phase", ["writing", "joining the shards"])
-def test_a_job_that_writes_its_output(phase):
-    assert lines(RUNNING | {"phase": phase, "rows_passed": 1})[2] == f"phase: {phase}, 1 row written"
-
-
-def test_before_the_first_row_is_done_there_are_no_tokens_of_prompts():
-    at_first = RUNNING | {"rows_total": None, "rows_done": 0, "rows_failed": 0, "rows_kept": 0, "finish_reasons": {}}
-    at_first |= {"prompt_tokens": 0, "eta_seconds": None, "results": 0}
-    shown = lines(at_first)
-    assert shown[3:5] == ["rows: 0 done", "tokens: 12,345 of completions, 240 tokens/s"]
-    reading = at_first | {"completion_tokens": 0, "completion_tokens_per_s": 0.0, "rows_per_s": 7000.0}
-    assert lines(reading)[3:6] == ["rows: 0 done", "speed: 7,000 rows/s", "time: 51 s"]
-    assert lines(reading | {"rows_per_s": 0.0})[3:5] == ["rows: 0 done", "time: 51 s"]
-
-
-def test_a_job_on_another_host():
-    found = NOTHING | {"output": "o.jsonl", "state": "running", "process": WHO | {"alive": None}}
-    assert lines(found)[1:] == [
-        "state: running: process 12 on here, since 2026-03-04T05:00:00+00:00; this host cannot tell whether it still runs"
-    ]
-
-
-def test_a_dead_job():
-    found = RUNNING | {"state": "dead", "process": WHO | {"alive": False}, "eta_seconds": None}
-    assert lines(found)[1:3] == [
-        "state: dead: process 12 on here, since 2026-03-04T05:00:00+00:00, no longer exists; the same command continues the job",
-        "phase: was generating",
-    ]
-
-
-def test_a_stopped_job_of_which_little_is_known():
-    found = NOTHING | {"output": "o\x1b[2J.jsonl", "state": "stopped", "rows_done": 7, "results": 7}
-    assert lines(found)[1:] == ["state: stopped; the same command continues the job", "rows: 7 done"]
 
 
 def test_a_finished_job_is_told_in_lines_and_as_json(cli, write_jsonl, tiny_model_dir):

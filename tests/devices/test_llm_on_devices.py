@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ def started() -> Iterator[list[ThreadProcess]]:
         yield started
 
 
-def test_results_are_those_of_one_device(started: list[ThreadProcess], tiny_model_dir: Path) -> None:
+def test_results_are_those_of_one_device(started, tiny_model_dir):
     prompts = [f"{SHARED}{'abc'[i % 3]} and its own {i}" for i in range(40)]
     params = SamplingParams(max_tokens=8, temperature=0.8, n=2, seed=3)
     one = LLM(str(tiny_model_dir), device="cpu").generate(prompts, params)
@@ -33,7 +32,7 @@ def test_results_are_those_of_one_device(started: list[ThreadProcess], tiny_mode
     two.close()
 
 
-def test_each_device_runs_a_prefix_of_all_prompts_once(started: list[ThreadProcess], tiny_model_dir: Path) -> None:
+def test_each_device_runs_a_prefix_of_all_prompts_once(started, tiny_model_dir):
     llm = LLM(str(tiny_model_dir), device="cpu:0,1", engine=EngineConfig(batch_size=2))
     llm.generate([f"{SHARED}{i:02d}" for i in range(40)], PARAMS)
     tree = len(SHARED) + 1 + 4 + 40
@@ -45,7 +44,7 @@ def test_each_device_runs_a_prefix_of_all_prompts_once(started: list[ThreadProce
     llm.close()
 
 
-def test_scores_and_labels_are_those_of_one_device(started: list[ThreadProcess], tiny_model_dir: Path) -> None:
+def test_scores_and_labels_are_those_of_one_device(started, tiny_model_dir):
     one, two = (LLM(str(tiny_model_dir), device=device) for device in ("cpu", "cpu:0,1"))
     texts = [f"text {i}" for i in range(12)]
     for a, b in zip(one.score([SHARED] * 12, texts), two.score([SHARED] * 12, texts), strict=True):
@@ -58,9 +57,7 @@ def test_scores_and_labels_are_those_of_one_device(started: list[ThreadProcess],
     two.close()
 
 
-def test_prompts_are_added_watched_and_cancelled_while_it_runs(
-    started: list[ThreadProcess], tiny_model_dir: Path
-) -> None:
+def test_prompts_are_added_watched_and_cancelled_while_it_runs(started, tiny_model_dir):
     llm = LLM(str(tiny_model_dir), device="cpu:0,1")
     results: dict[int, Result] = {}
     tokens: list[tuple[int, int, int]] = []
@@ -82,7 +79,7 @@ def test_prompts_are_added_watched_and_cancelled_while_it_runs(
     llm.close()
 
 
-def test_a_prompt_that_cannot_be_run_fails_alone(started: list[ThreadProcess], tiny_model_dir: Path) -> None:
+def test_a_prompt_that_cannot_be_run_fails_alone(started, tiny_model_dir):
     llm = LLM(str(tiny_model_dir), device="cpu:0,1", engine=EngineConfig(kv_memory="100KiB"))
     long, short, longer = llm.generate(["x" * 400, "x", "y" * 600], PARAMS)
     assert (long.error_type, short.error_type, longer.error_type) == ("does_not_fit", None, "prompt_too_long")
@@ -93,13 +90,13 @@ def test_a_prompt_that_cannot_be_run_fails_alone(started: list[ThreadProcess], t
         llm.generate(["x"], PARAMS)
 
 
-def test_a_model_that_cannot_be_loaded_is_told(started: list[ThreadProcess], tiny_model_dir: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_told(started, tiny_model_dir):
     with pytest.raises(ModelError, match=r"^--device cuda:\d+: this machine has (no|\d+) CUDA device"):
         LLM(str(tiny_model_dir), device="cuda:98,99")
 
 
 @pytest.mark.gpu
-def test_two_gpus_write_what_one_writes(tiny_model_dir: Path) -> None:
+def test_two_gpus_write_what_one_writes(tiny_model_dir):
     import torch
 
     if torch.cuda.device_count() < 2:

@@ -39,9 +39,7 @@ def some_requests(draw: st.DrawFn) -> list[Request]:
 
 @settings(max_examples=examples(10, 50))
 @given(some_requests(), st.integers(1, 5), st.booleans())
-def test_every_request_is_in_one_piece_and_every_piece_in_one_share(
-    requests: list[Request], devices: int, share: bool
-) -> None:
+def test_every_request_is_in_one_piece_and_every_piece_in_one_share(requests, devices, share):
     pieces = pieces_of(requests, devices, share=share)
     assert Counter(rows(pieces)) == Counter(range(len(requests)))
     assert [p.leaves for p in pieces] == [sum(r.leaves for r in p.requests) for p in pieces]
@@ -52,7 +50,7 @@ def test_every_request_is_in_one_piece_and_every_piece_in_one_share(
 
 @settings(max_examples=examples(10, 50))
 @given(some_requests(), st.integers(1, 5))
-def test_costs_add_up_to_the_tokens_of_the_tree_and_those_to_generate(requests: list[Request], devices: int) -> None:
+def test_costs_add_up_to_the_tokens_of_the_tree_and_those_to_generate(requests, devices):
     leaves, plan = planned(requests)
     drawn = sum(DECODE_COST * r.max_tokens * r.params.n for r in requests if not r.texts)
     assert sum(p.cost for p in cut(leaves, plan, devices)) <= plan.prefill_tokens_min + drawn
@@ -62,7 +60,7 @@ def test_costs_add_up_to_the_tokens_of_the_tree_and_those_to_generate(requests: 
 
 @settings(max_examples=examples(10, 50))
 @given(some_requests(), st.integers(2, 5))
-def test_no_share_is_further_from_the_mean_than_a_piece_and_a_prefix(requests: list[Request], devices: int) -> None:
+def test_no_share_is_further_from_the_mean_than_a_piece_and_a_prefix(requests, devices):
     pieces = pieces_of(requests, devices)
     mean = sum(p.cost for p in pieces) / devices
     slack = max(p.cost for p in pieces) + 2 * max(p.shared for p in pieces)
@@ -71,7 +69,7 @@ def test_no_share_is_further_from_the_mean_than_a_piece_and_a_prefix(requests: l
 
 @settings(max_examples=examples(10, 50))
 @given(some_requests(), st.integers(1, 5))
-def test_a_group_is_cut_only_where_it_costs_more_than_a_piece_may(requests: list[Request], devices: int) -> None:
+def test_a_group_is_cut_only_where_it_costs_more_than_a_piece_may(requests, devices):
     leaves, plan = planned(requests)
     pieces = cut(leaves, plan, devices)
     piece_of = {r.row: i for i, p in enumerate(pieces) for r in p.requests}
@@ -90,13 +88,13 @@ def test_a_group_is_cut_only_where_it_costs_more_than_a_piece_may(requests: list
             assert len({piece_of[r.row] for r in below}) == 1
 
 
-def test_two_equal_groups_go_to_a_device_each() -> None:
+def test_two_equal_groups_go_to_a_device_each():
     first, second = deal(pieces_of(grouped(2, 20), 2), 2)
     assert set(rows(first)) == set(range(0, 40, 2))
     assert set(rows(second)) == set(range(1, 40, 2))
 
 
-def test_a_prefix_of_all_rows_is_run_on_both_devices() -> None:
+def test_a_prefix_of_all_rows_is_run_on_both_devices():
     first, second = deal(pieces_of(grouped(1, 40), 2), 2)
     assert [len(rows(first)), len(rows(second))] == [
         18,
@@ -106,18 +104,18 @@ def test_a_prefix_of_all_rows_is_run_on_both_devices() -> None:
     assert [p.shared for p in first] == [0] + [50] * (len(first) - 1)
 
 
-def test_a_long_prefix_of_few_rows_stays_on_one_device() -> None:
+def test_a_long_prefix_of_few_rows_stays_on_one_device():
     first, second = deal(pieces_of(grouped(1, 4, prefix=5000), 2), 2)
     assert sorted([len(rows(first)), len(rows(second))]) == [0, 4]
 
 
-def test_a_group_a_little_larger_than_its_share_stays_whole() -> None:
+def test_a_group_a_little_larger_than_its_share_stays_whole():
     requests = [*grouped(1, 22), *(request(100 + i, [7] * 50 + [1000 + i]) for i in range(18))]
     first, second = deal(pieces_of(requests, 2), 2)
     assert [len(rows(first)), len(rows(second))] == [22, 18]
 
 
-def test_many_small_groups_are_pieces_of_whole_groups() -> None:
+def test_many_small_groups_are_pieces_of_whole_groups():
     pieces = pieces_of(grouped(64, 3), 2)
     assert len(pieces) <= 2 * PIECES + 2
     for piece in pieces:
@@ -125,7 +123,7 @@ def test_many_small_groups_are_pieces_of_whole_groups() -> None:
         assert set(groups.values()) == {3}
 
 
-def test_nothing_shared_is_dealt_by_cost() -> None:
+def test_nothing_shared_is_dealt_by_cost():
     requests = [request(i, [i] * 10, 100 if i < 10 else 1) for i in range(110)]
     first, second = deal(pieces_of(requests, 2), 2)
     costs = [sum(p.cost for p in share) for share in (first, second)]
@@ -133,25 +131,25 @@ def test_nothing_shared_is_dealt_by_cost() -> None:
     assert all(p.shared == 0 for p in (*first, *second))
 
 
-def test_without_sharing_no_prefix_is_spared() -> None:
+def test_without_sharing_no_prefix_is_spared():
     pieces = pieces_of(grouped(1, 40), 2, share=False)
     assert {p.shared for p in pieces} == {0}
     assert sum(p.cost for p in pieces) == 40 * (51 + 3 * DECODE_COST)
 
 
-def test_the_completions_of_a_row_stay_together() -> None:
+def test_the_completions_of_a_row_stay_together():
     requests = [request(i, [5] * 20, params=SamplingParams(n=8)) for i in range(10)]
     assert [p.leaves for p in pieces_of(requests, 2)] == [8] * 10
 
 
-def test_a_deep_tree_is_cut() -> None:
+def test_a_deep_tree_is_cut():
     requests = [request(i, [0] * (i + 1)) for i in range(3000)]
     first, second = deal(pieces_of(requests, 2), 2)
     assert len(rows(first)) + len(rows(second)) == 3000
     assert 1000 < len(rows(first)) < 2000
 
 
-def test_pieces_in_an_order_of_their_own_are_equal_in_cost() -> None:
+def test_pieces_in_an_order_of_their_own_are_equal_in_cost():
     pieces = consecutive_pieces([request(i, [1] * 8, 3) for i in (5, 3, 8, 1, 2, 0, 7, 4)], 4)
     assert [[r.row for r in p.requests] for p in pieces] == [[5, 3], [8, 1], [2, 0], [7, 4]]
     assert {p.cost for p in pieces} == {2 * (8 + 3 * DECODE_COST)}
@@ -178,7 +176,7 @@ def taken_by(shares: WaitingPieces, device: int, leaves: int) -> list[int]:
     return rows(shares.take(device, leaves))
 
 
-def test_a_device_takes_its_share_from_the_front_as_much_as_it_asks_for() -> None:
+def test_a_device_takes_its_share_from_the_front_as_much_as_it_asks_for():
     shares = shares_of([request(i, [i], 1) for i in range(40)])
     assert shares.waiting == 40
     assert taken_by(shares, 0, 3) == [0, 1, 2, 3]  # whole pieces
@@ -187,7 +185,7 @@ def test_a_device_takes_its_share_from_the_front_as_much_as_it_asks_for() -> Non
     assert taken_by(shares, 0, 100) == list(range(4, 20))
 
 
-def test_one_that_has_none_left_takes_over_from_the_back_at_most_half() -> None:
+def test_one_that_has_none_left_takes_over_from_the_back_at_most_half():
     shares = shares_of([request(i, [i], 1) for i in range(40)])
     assert taken_by(shares, 0, 100) == list(range(20))
     assert taken_by(shares, 0, 4) == [36, 37, 38, 39]
@@ -198,7 +196,7 @@ def test_one_that_has_none_left_takes_over_from_the_back_at_most_half() -> None:
     assert shares.waiting == 0
 
 
-def test_groups_are_taken_over_whole_to_the_last() -> None:
+def test_groups_are_taken_over_whole_to_the_last():
     shares = shares_of(grouped(40, 2))
     assert len(taken_by(shares, 0, 100)) == 40
     over = []
@@ -208,7 +206,7 @@ def test_groups_are_taken_over_whole_to_the_last() -> None:
     assert len(over) == 40
 
 
-def test_rows_whose_prefix_costs_more_than_their_wait_are_not_taken_over() -> None:
+def test_rows_whose_prefix_costs_more_than_their_wait_are_not_taken_over():
     shares = shares_of(grouped(2, 40, prefix=400))
     assert len(taken_by(shares, 0, 100)) == 40
     assert len(taken_by(shares, 1, 30)) >= 30
@@ -216,14 +214,14 @@ def test_rows_whose_prefix_costs_more_than_their_wait_are_not_taken_over() -> No
     assert len(taken_by(shares, 1, 100)) <= 10
 
 
-def test_the_next_window_begins_where_the_last_one_ended() -> None:
+def test_the_next_window_begins_where_the_last_one_ended():
     shares = shares_of([request(i, [i], 1) for i in range(40)])
     shares.add(*planned([request(40 + i, [40 + i], 1) for i in range(40)]))
     assert taken_by(shares, 1, 100) == list(range(20, 60))
     assert taken_by(shares, 0, 100) == [*range(20), *range(60, 80)]
 
 
-def test_priorities_come_before_the_prefix_order() -> None:
+def test_priorities_come_before_the_prefix_order():
     requests = [request(i, [i % 2] * 9 + [i], 1, priority=float(-i // 8)) for i in range(32)]
     shares = shares_of(requests)
     order = []
@@ -233,13 +231,13 @@ def test_priorities_come_before_the_prefix_order() -> None:
     assert [requests[row].priority for row in order] == sorted(r.priority for r in requests)
 
 
-def test_rows_are_handed_out_as_they_came_where_that_is_asked_for() -> None:
+def test_rows_are_handed_out_as_they_came_where_that_is_asked_for():
     requests = [request(i, [31 - i], 1) for i in range(32)]
     shares = shares_of(requests, arrival=True)
     assert taken_by(shares, 1, 16) + taken_by(shares, 0, 16) == list(range(32))
 
 
-def test_what_a_lost_device_had_comes_after_the_shares_of_the_others() -> None:
+def test_what_a_lost_device_had_comes_after_the_shares_of_the_others():
     requests = [request(i, [i], 1) for i in range(40)]
     shares = shares_of(requests)
     begun = taken_by(shares, 0, 4)
@@ -250,14 +248,14 @@ def test_what_a_lost_device_had_comes_after_the_shares_of_the_others() -> None:
     assert shares.waiting == 0
 
 
-def test_a_lost_device_gets_nothing_of_the_next_window() -> None:
+def test_a_lost_device_gets_nothing_of_the_next_window():
     shares = waiting_for(3)
     shares.lost(1, [])
     shares.add(*planned([request(i, [i], 1) for i in range(40)]))
     assert taken_by(shares, 0, 100) + taken_by(shares, 2, 100) == list(range(40))
 
 
-def test_what_is_dropped_is_not_handed_out() -> None:
+def test_what_is_dropped_is_not_handed_out():
     shares = shares_of([request(i, [i], 1) for i in range(40)])
     shares.clear()
     assert (shares.waiting, shares.take(0, 9)) == (0, [])
@@ -265,7 +263,7 @@ def test_what_is_dropped_is_not_handed_out() -> None:
 
 @settings(max_examples=examples(10, 50))
 @given(some_requests(), st.integers(1, 4), st.data())
-def test_whatever_is_asked_all_is_handed_out_once(requests: list[Request], devices: int, data: st.DataObject) -> None:
+def test_whatever_is_asked_all_is_handed_out_once(requests, devices, data):
     shares = waiting_for(devices)
     half = len(requests) // 2
     for window in (requests[:half], requests[half:]):
@@ -287,6 +285,6 @@ def test_whatever_is_asked_all_is_handed_out_once(requests: list[Request], devic
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
-def test_fewer_rows_than_devices_are_handed_out(devices: int) -> None:
+def test_fewer_rows_than_devices_are_handed_out(devices):
     shares = shares_of([request(0, [1, 2, 3])], devices)
     assert [row for d in range(devices) for row in taken_by(shares, d, 5)] == [0]

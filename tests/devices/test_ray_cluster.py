@@ -164,7 +164,7 @@ def check(report: JobReport, expected: bytes) -> None:
     assert sum(worker["rows"] for worker in report.stats["workers"]) == ROWS - 1
 
 
-def test_two_nodes_write_what_one_process_writes(connected: Any, tiny_model_dir: Path, expected: bytes) -> None:
+def test_two_nodes_write_what_one_process_writes(connected, tiny_model_dir, expected):
     seen: list[list[str]] = []
 
     class Looking(Silent):
@@ -180,7 +180,7 @@ def test_two_nodes_write_what_one_process_writes(connected: Any, tiny_model_dir:
     assert any(state == "running" for states in seen for state in states)
 
 
-def test_two_nodes_write_the_sample_job_as_one_process_does(connected: Any, expected: bytes) -> None:
+def test_two_nodes_write_the_sample_job_as_one_process_does(connected, expected):
     options = {"inputs": SAMPLE / "prompts.jsonl", "sampling": SamplingParams(max_tokens=24)}
     run_job(config_of(SAMPLE / "model", None, output="one.jsonl", **options))
     report = run_job(config_of(SAMPLE / "model", connected.address, **options))
@@ -194,9 +194,7 @@ TIMES = [3, pytest.param(10, marks=pytest.mark.nightly)]
 
 
 @pytest.mark.parametrize("kills", TIMES)
-def test_actors_that_are_killed_are_replaced(
-    connected: Any, tiny_model_dir: Path, expected: bytes, monkeypatch: pytest.MonkeyPatch, kills: int
-) -> None:
+def test_actors_that_are_killed_are_replaced(connected, tiny_model_dir, expected, monkeypatch, kills):
     actors = Actors(monkeypatch)
 
     def kill(rng: random.Random) -> None:
@@ -212,9 +210,7 @@ def test_actors_that_are_killed_are_replaced(
 
 
 @pytest.mark.parametrize("kills", TIMES)
-def test_nodes_that_are_lost_leave_their_rows_to_others(
-    connected: Any, tiny_model_dir: Path, expected: bytes, monkeypatch: pytest.MonkeyPatch, kills: int
-) -> None:
+def test_nodes_that_are_lost_leave_their_rows_to_others(connected, tiny_model_dir, expected, monkeypatch, kills):
     def lose_a_node(rng: random.Random) -> None:
         connected.remove_node(next(iter(connected.worker_nodes)), allow_graceful=False)
         connected.add_node(num_cpus=1, object_store_memory=80 << 20)
@@ -249,8 +245,8 @@ def results(folder: Path) -> int:
     ],
 )
 def test_a_driver_that_is_killed_goes_on_where_it_was(
-    cluster: Any, tiny_model_dir: Path, expected: bytes, signum: int, kills: int, command_environment: dict[str, str]
-) -> None:
+    cluster, tiny_model_dir, expected, signum, kills, command_environment
+):
     rng = random.Random(signum)
     before = killed = 0
     for _ in range(kills):
@@ -274,8 +270,8 @@ def test_a_driver_that_is_killed_goes_on_where_it_was(
 
 
 def test_a_model_that_the_machines_do_not_have_is_told_in_one_line(
-    connected: Any, tiny_model_dir: Path, expected: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    connected, tiny_model_dir, expected, tmp_path, monkeypatch
+):
     os.symlink(tiny_model_dir, tmp_path / "here")
     monkeypatch.setattr(RayCluster, "setups", moved_away)
     with pytest.raises(
@@ -292,8 +288,8 @@ def moved_away(self: Any, model: ModelConfig, engine: EngineConfig) -> Any:
 
 
 def test_a_model_in_the_working_directory_is_copied_to_the_machines(
-    cluster: Any, tiny_model_dir: Path, expected: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cluster, tiny_model_dir, expected, tmp_path, monkeypatch
+):
     shutil.copytree(tiny_model_dir, tmp_path / "work" / "model")
     model = ModelConfig(
         model=tmp_path / "work" / "model", device="cpu", ray=cluster.address, ray_working_dir=tmp_path / "work"
@@ -321,38 +317,34 @@ def test_a_model_in_the_working_directory_is_copied_to_the_machines(
         ("work/model", "{here}/work/model", "./."),
     ],
 )
-def test_where_the_machines_look_for_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, working_dir: str | None, found: str
-) -> None:
+def test_where_the_machines_look_for_a_model(tmp_path, monkeypatch, model, working_dir, found):
     monkeypatch.chdir(tmp_path)
     Path("work/model").mkdir(parents=True)
     working_dir = None if working_dir is None else working_dir.format(here=tmp_path)
     assert _path_on_workers(model.format(here=tmp_path), working_dir) == found.format(here=tmp_path)
 
 
-def test_a_working_directory_that_cannot_be_used_is_told(connected: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_working_directory_that_cannot_be_used_is_told(connected, tiny_model_dir, tmp_path):
     model = ModelConfig(model=tiny_model_dir, ray=connected.address, ray_working_dir=tmp_path)
     with pytest.raises(UsageError, match="--ray-working-dir comes too late: this program is connected to Ray already"):
         RayCluster(model)
 
 
-def test_a_working_directory_that_is_not_there_is_told(cluster: Any, tiny_model_dir: Path) -> None:
+def test_a_working_directory_that_is_not_there_is_told(cluster, tiny_model_dir):
     model = ModelConfig(model=tiny_model_dir, ray=cluster.address, ray_working_dir="nowhere")
     with pytest.raises(UsageError, match="--ray-working-dir nowhere is not a folder; name one that holds the model"):
         RayCluster(model)
 
 
 @pytest.mark.parametrize(("address", "variable"), [("127.0.0.1:1", ""), ("auto", "127.0.0.1:1")])
-def test_a_cluster_that_is_not_there_is_told_at_once(
-    address: str, variable: str, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_that_is_not_there_is_told_at_once(address, variable, tiny_model_dir, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", variable)
     monkeypatch.setattr("ray.init", None)  # it would try for minutes
     with pytest.raises(UsageError, match=r"there is no Ray cluster at 127\.0\.0\.1:1: Connection refused; start one"):
         RayCluster(ModelConfig(model=tiny_model_dir, ray=address))
 
 
-def test_more_cpus_than_any_machine_has_are_refused(connected: Any, tiny_model_dir: Path, expected: bytes) -> None:
+def test_more_cpus_than_any_machine_has_are_refused(connected, tiny_model_dir, expected):
     model = ModelConfig(model=str(tiny_model_dir), device="cpu", ray=connected.address, cpus_per_worker=64)
     with pytest.raises(UsageError, match="the Ray cluster has no machine with 64 free CPUs"):
         run_job(config_of(tiny_model_dir, None, model=model))

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,13 +25,13 @@ from batchgen.process.child_process import exit_code, how_it_ended
         ("import os; os.write(1, b'x' * 5000); os._exit(1)", "exit code 1: " + "x" * 300),
     ],
 )
-def test_a_signal_or_an_exit_code_and_the_last_line_that_it_printed(program: str, words: str) -> None:
+def test_a_signal_or_an_exit_code_and_the_last_line_that_it_printed(program, words):
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen([sys.executable, "-S", "-c", program], stdout=said, stderr=said)
         assert how_it_ended(exit_code(process), said) == words
 
 
-def test_one_that_does_not_end_is_not_waited_for_for_ever() -> None:
+def test_one_that_does_not_end_is_not_waited_for_for_ever():
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
         assert how_it_ended(exit_code(process, seconds=0.01), said) == "it hangs"
@@ -40,9 +39,7 @@ def test_one_that_does_not_end_is_not_waited_for_for_ever() -> None:
         process.wait()
 
 
-def test_processes_start_from_wherever_the_job_was_started_and_tell_what_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_processes_start_from_wherever_the_job_was_started_and_tell_what_is_wrong(monkeypatch, tmp_path):
     (tmp_path / "json.py").write_text("raise SystemExit('a module of the present folder')")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError) as e:
@@ -51,13 +48,13 @@ def test_processes_start_from_wherever_the_job_was_started_and_tell_what_is_wron
     assert e.value.message == "model folder './nowhere' does not exist"
 
 
-def test_a_device_that_is_not_there_is_told_before_anything_is_loaded() -> None:
+def test_a_device_that_is_not_there_is_told_before_anything_is_loaded():
     with pytest.raises(ModelError, match=r"^--device cuda:99: this machine has (no|\d+) CUDA devices?; use"):
         take_device("cuda:99")
 
 
 @pytest.mark.gpu
-def test_a_process_works_on_its_own_gpu() -> None:
+def test_a_process_works_on_its_own_gpu():
     last = torch.cuda.device_count() - 1
     take_device(f"cuda:{last}")
     assert torch.cuda.current_device() == last

@@ -49,7 +49,7 @@ def when(done: Callable[[], bool], action: Callable[[], Any]) -> Callable[[], No
     return stop
 
 
-def test_every_row_is_done_once_and_all_devices_do_some(fleet: Fleet) -> None:
+def test_every_row_is_done_once_and_all_devices_do_some(fleet):
     workers = fleet.workers("cpu:0,1,2")
     counts: Counter[int] = Counter()
     texts: Counter[Any] = Counter()
@@ -71,14 +71,14 @@ def test_every_row_is_done_once_and_all_devices_do_some(fleet: Fleet) -> None:
     assert workers.stats.process_bytes_peak > 3 << 20
 
 
-def test_each_process_hears_what_it_is(fleet: Fleet) -> None:
+def test_each_process_hears_what_it_is(fleet):
     fleet.workers("cuda:2,0", kv_memory="1GiB")
     setups = sorted(fleet.setups, key=lambda s: s.place)
     assert [(s.model.device, s.place, s.processes) for s in setups] == [("cuda:2", 0, 2), ("cuda:0", 1, 2)]
     assert {(s.engine.kv_memory, s.engine.processes) for s in setups} == {("1GiB", 2)}
 
 
-def test_the_time_in_which_a_worker_has_no_work_is_counted(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_in_which_a_worker_has_no_work_is_counted(fleet, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("batchgen.devices.workers.time", SimpleNamespace(monotonic=lambda: now[0]))
     go_on = threading.Event()
@@ -100,13 +100,13 @@ def test_the_time_in_which_a_worker_has_no_work_is_counted(fleet: Fleet, monkeyp
     assert sorted(worker["idle_seconds"] for worker in workers.by_worker) == [5.0, 7.0]  # one row: one worker has none
 
 
-def test_what_all_say_is_told_once(fleet: Fleet) -> None:
+def test_what_all_say_is_told_once(fleet):
     workers = fleet.workers()
     run(workers, grouped(2, 2))
     assert sorted(workers.notes) == ["all say this", "cpu:0 says this", "cpu:1 says this"]
 
 
-def test_no_process_is_given_more_than_two_batches_at_a_time(fleet: Fleet) -> None:
+def test_no_process_is_given_more_than_two_batches_at_a_time(fleet):
     fleet.make = lambda name: FakeEngine(name, batch_size=4)
     workers = fleet.workers()
     run(workers, [request(i, [i]) for i in range(200)])
@@ -114,13 +114,13 @@ def test_no_process_is_given_more_than_two_batches_at_a_time(fleet: Fleet) -> No
     assert all(4 <= e.max_unfinished <= 8 + pieces for e in fleet.engines.values())
 
 
-def test_one_that_is_slow_leaves_groups_to_the_others(fleet: Fleet) -> None:
+def test_one_that_is_slow_leaves_groups_to_the_others(fleet):
     fleet.make = lambda name: FakeEngine(name, step_seconds=0.02 if name == "cpu:0" else 0.001)
     by = Counter(r.text for r in run(fleet.workers(), grouped(60, 2)).values())
     assert by["cpu:1"] > 2 * by["cpu:0"] > 0
 
 
-def test_a_window_may_be_added_while_another_runs(fleet: Fleet) -> None:
+def test_a_window_may_be_added_while_another_runs(fleet):
     workers = fleet.workers()
     results: dict[int, Result] = {}
     more = iter([[request(100 + i, [i]) for i in range(30)], [request(200 + i, [i]) for i in range(30)]])
@@ -133,7 +133,7 @@ def test_a_window_may_be_added_while_another_runs(fleet: Fleet) -> None:
     assert sorted(results) == [*range(30), *range(100, 130), *range(200, 230)]
 
 
-def test_what_is_under_way_on_all_devices_is_told_while_it_runs(fleet: Fleet) -> None:
+def test_what_is_under_way_on_all_devices_is_told_while_it_runs(fleet):
     workers = fleet.workers(under_way_seconds=(0.0, 0.0))  # with every report
     seen: dict[int, int] = {}
 
@@ -149,14 +149,14 @@ def test_what_is_under_way_on_all_devices_is_told_while_it_runs(fleet: Fleet) ->
     assert workers.under_way() == {}
 
 
-def test_what_is_under_way_is_told_several_times_a_second(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_under_way_is_told_several_times_a_second(fleet, monkeypatch):
     told: list[int] = []
     monkeypatch.setattr(FakeEngine, "under_way", lambda self: told.append(self.stats.steps) or {})
     run(fleet.workers("cpu:0", under_way_seconds=(0.01, 0.02)), [request(0, [0], max_tokens=300)])
     assert len([steps for steps in told if 0 < steps < 300]) >= 5
 
 
-def test_how_far_each_worker_is_can_be_seen_while_they_run(fleet: Fleet) -> None:
+def test_how_far_each_worker_is_can_be_seen_while_they_run(fleet):
     workers = fleet.workers()
     assert [w["device"] for w in workers.progress()] == ["cpu:0", "cpu:1"]
     seen: set[str] = set()
@@ -173,7 +173,7 @@ def test_how_far_each_worker_is_can_be_seen_while_they_run(fleet: Fleet) -> None
     assert all(w["rows_per_s"] > 0 and w["completion_tokens_per_s"] > 0 for w in done)
 
 
-def test_tokens_are_told_in_order_and_before_the_result(fleet: Fleet) -> None:
+def test_tokens_are_told_in_order_and_before_the_result(fleet):
     workers = fleet.workers()
     told: dict[int, list[Any]] = {}
     requests = grouped(3, 4)
@@ -186,7 +186,7 @@ def test_tokens_are_told_in_order_and_before_the_result(fleet: Fleet) -> None:
     assert told == {row: [(0, row)] * 3 + ["result"] for row in range(12)}
 
 
-def test_a_row_can_be_cancelled_wherever_it_is(fleet: Fleet) -> None:
+def test_a_row_can_be_cancelled_wherever_it_is(fleet):
     workers = fleet.workers()
     requests = [request(i, [i], 10_000 if i in (0, 39) else 2) for i in range(40)]
     results: dict[int, Result] = {}
@@ -200,7 +200,7 @@ def test_a_row_can_be_cancelled_wherever_it_is(fleet: Fleet) -> None:
     assert len(run(workers, [request(5, [5])])) == 1
 
 
-def test_a_row_that_waits_may_have_several_completions(fleet: Fleet) -> None:
+def test_a_row_that_waits_may_have_several_completions(fleet):
     workers = fleet.workers()
     requests = [request(i, [i], params=SamplingParams(n=3, max_tokens=3)) for i in range(10)]
     leaves, plan = planned(requests)
@@ -215,7 +215,7 @@ def test_a_row_that_waits_may_have_several_completions(fleet: Fleet) -> None:
 # -- stopping
 
 
-def test_now_drops_the_rest_and_the_next_run_is_whole(fleet: Fleet) -> None:
+def test_now_drops_the_rest_and_the_next_run_is_whole(fleet):
     workers = fleet.workers()
     requests = [request(i, [i], 50) for i in range(100)]
     results = run(workers, requests, lambda: "now" if workers.stats.completion_tokens else None)
@@ -224,7 +224,7 @@ def test_now_drops_the_rest_and_the_next_run_is_whole(fleet: Fleet) -> None:
     assert sorted(run(workers, [request(i, [i]) for i in range(20)])) == list(range(20))
 
 
-def test_drain_lets_what_runs_finish_and_starts_nothing(fleet: Fleet) -> None:
+def test_drain_lets_what_runs_finish_and_starts_nothing(fleet):
     workers = fleet.workers()
     results = run(
         workers,
@@ -236,7 +236,7 @@ def test_drain_lets_what_runs_finish_and_starts_nothing(fleet: Fleet) -> None:
     assert workers.unfinished == 0
 
 
-def test_now_after_drain_does_not_wait_for_what_runs(fleet: Fleet) -> None:
+def test_now_after_drain_does_not_wait_for_what_runs(fleet):
     workers = fleet.workers()
     wishes = iter(["drain"] * 4)
     results = run(
@@ -247,7 +247,7 @@ def test_now_after_drain_does_not_wait_for_what_runs(fleet: Fleet) -> None:
     assert results == {}
 
 
-def test_a_callback_that_fails_drops_the_rest_and_the_devices_can_be_used_again(fleet: Fleet) -> None:
+def test_a_callback_that_fails_drops_the_rest_and_the_devices_can_be_used_again(fleet):
     workers = fleet.workers()
 
     def broken(result: Result) -> None:
@@ -264,7 +264,7 @@ def test_a_callback_that_fails_drops_the_rest_and_the_devices_can_be_used_again(
 # -- processes that end
 
 
-def test_the_rows_of_a_process_that_was_killed_go_to_the_others(fleet: Fleet) -> None:
+def test_the_rows_of_a_process_that_was_killed_go_to_the_others(fleet):
     fleet.make = lambda name: FakeEngine(name, batch_size=4, step_seconds=0.002)
     workers = fleet.workers("cpu:0,1,2")
     requests = [request(i, [i], 20) for i in range(60)]
@@ -277,7 +277,7 @@ def test_the_rows_of_a_process_that_was_killed_go_to_the_others(fleet: Fleet) ->
     assert sorted(run(workers, requests)) == list(range(60))  # the others go on
 
 
-def test_when_the_last_one_ends_the_run_ends_with_its_error(fleet: Fleet) -> None:
+def test_when_the_last_one_ends_the_run_ends_with_its_error(fleet):
     workers = fleet.workers()
     results: list[Result] = []
 
@@ -305,7 +305,7 @@ def test_when_the_last_one_ends_the_run_ends_with_its_error(fleet: Fleet) -> Non
         (MemoryError(), "out of memory: no memory left"),
     ],
 )  # fmt: skip
-def test_an_error_on_one_device_leaves_its_rows_to_the_others(fleet: Fleet, error: Exception, message: str) -> None:
+def test_an_error_on_one_device_leaves_its_rows_to_the_others(fleet, error, message):
     workers = fleet.workers()
     fleet.engines["cpu:0"].failing = error
     assert len(run(workers, grouped(4, 4))) == 16
@@ -317,14 +317,14 @@ def test_an_error_on_one_device_leaves_its_rows_to_the_others(fleet: Fleet, erro
         run(workers, grouped(4, 4))
 
 
-def test_an_error_that_all_would_meet_ends_the_run_at_once(fleet: Fleet) -> None:
+def test_an_error_that_all_would_meet_ends_the_run_at_once(fleet):
     workers = fleet.workers()
     fleet.engines["cpu:0"].failing = UsageError("it is missing", "install it")
     with pytest.raises(UsageError, match=r"^it is missing; install it$"):
         run(workers, grouped(4, 4))
 
 
-def test_an_error_keeps_where_it_came_from(fleet: Fleet) -> None:
+def test_an_error_keeps_where_it_came_from(fleet):
     workers = fleet.workers()
     for engine in fleet.engines.values():
         engine.failing = ZeroDivisionError("x")
@@ -334,7 +334,7 @@ def test_an_error_keeps_where_it_came_from(fleet: Fleet) -> None:
     assert "fakes.py" in "".join(e.value.__notes__)
 
 
-def test_a_model_that_cannot_be_loaded_is_told_as_on_one_device(fleet: Fleet) -> None:
+def test_a_model_that_cannot_be_loaded_is_told_as_on_one_device(fleet):
     def make(name: str) -> Any:
         if name == "cuda:9":
             raise ModelError("--device cuda:9: this machine has 1 CUDA device", "use --device auto or cpu")
@@ -359,7 +359,7 @@ def ending_while_loading(fleet: Fleet, *places: int) -> None:
     fleet.make = make
 
 
-def test_the_others_do_the_work_of_a_process_that_ends_while_its_model_loads(fleet: Fleet) -> None:
+def test_the_others_do_the_work_of_a_process_that_ends_while_its_model_loads(fleet):
     ending_while_loading(fleet, 1)
     workers = fleet.workers()
     results = run(workers, grouped(4, 4))
@@ -368,13 +368,13 @@ def test_the_others_do_the_work_of_a_process_that_ends_while_its_model_loads(fle
     assert [line["lost"] for line in workers.by_worker] == [False, True]
 
 
-def test_if_all_processes_end_while_their_models_load_the_last_one_is_told(fleet: Fleet) -> None:
+def test_if_all_processes_end_while_their_models_load_the_last_one_is_told(fleet):
     ending_while_loading(fleet, 0, 1)
     with pytest.raises(DevicesLost, match=r"^the process of cpu:[01] ended \(SIGKILL: Segmentation fault\)"):
         fleet.workers()
 
 
-def test_processes_end_with_what_they_serve(fleet: Fleet) -> None:
+def test_processes_end_with_what_they_serve(fleet):
     workers = fleet.workers()
     run(workers, grouped(2, 2))
     del workers
@@ -383,7 +383,7 @@ def test_processes_end_with_what_they_serve(fleet: Fleet) -> None:
         assert process.wait(5) == -9
 
 
-def test_closing_twice_does_no_harm(fleet: Fleet) -> None:
+def test_closing_twice_does_no_harm(fleet):
     workers = fleet.workers()
     workers.close()
     workers.close()
@@ -391,7 +391,7 @@ def test_closing_twice_does_no_harm(fleet: Fleet) -> None:
         run(workers, [request(0, [0])])
 
 
-def test_an_interrupt_while_models_are_loaded_ends_the_processes(fleet: Fleet) -> None:
+def test_an_interrupt_while_models_are_loaded_ends_the_processes(fleet):
     def start(*args: Any) -> Any:
         if fleet.processes:
             raise KeyboardInterrupt
@@ -415,7 +415,7 @@ def replacing(fleet: Fleet, count: int = 2) -> Workers:
     return Workers(ModelConfig(model="m", device="cpu"), EngineConfig(), Replacing(names, "some", fleet.start))
 
 
-def test_a_worker_that_is_lost_is_started_again_and_all_rows_are_done_once(fleet: Fleet) -> None:
+def test_a_worker_that_is_lost_is_started_again_and_all_rows_are_done_once(fleet):
     fleet.make = lambda name: FakeEngine(name, step_seconds=0.002)
     workers = replacing(fleet)
     results: Counter[int] = Counter()
@@ -430,7 +430,7 @@ def test_a_worker_that_is_lost_is_started_again_and_all_rows_are_done_once(fleet
     assert any("it is started again, and its" in note for note in workers.notes)
 
 
-def test_when_all_workers_are_lost_at_once_their_successors_go_on(fleet: Fleet) -> None:
+def test_when_all_workers_are_lost_at_once_their_successors_go_on(fleet):
     fleet.make = lambda name: FakeEngine(name, step_seconds=0.002)
     workers = replacing(fleet)
     results: Counter[int] = Counter()
@@ -445,7 +445,7 @@ def test_when_all_workers_are_lost_at_once_their_successors_go_on(fleet: Fleet) 
     assert len(fleet.processes) == 4
 
 
-def test_a_worker_that_is_lost_again_and_again_without_a_row_is_given_up(fleet: Fleet) -> None:
+def test_a_worker_that_is_lost_again_and_again_without_a_row_is_given_up(fleet):
     def make(name: str) -> FakeEngine:
         engine = FakeEngine(name)
         engine.failing = DevicesLost("no more")
@@ -458,7 +458,7 @@ def test_a_worker_that_is_lost_again_and_again_without_a_row_is_given_up(fleet: 
     assert len(fleet.processes) == 3
 
 
-def test_a_worker_that_never_becomes_ready_is_given_up_and_the_others_do_all_rows(fleet: Fleet) -> None:
+def test_a_worker_that_never_becomes_ready_is_given_up_and_the_others_do_all_rows(fleet):
     def make(name: str) -> FakeEngine:
         if name == "cpu:0":
             raise DevicesLost("this machine is broken")
@@ -471,7 +471,7 @@ def test_a_worker_that_never_becomes_ready_is_given_up_and_the_others_do_all_row
     assert len(fleet.processes) == 4
 
 
-def test_work_begins_before_all_are_ready_and_those_that_come_late_take_over(fleet: Fleet) -> None:
+def test_work_begins_before_all_are_ready_and_those_that_come_late_take_over(fleet):
     late = threading.Event()
 
     def make(name: str) -> FakeEngine:

@@ -209,11 +209,11 @@ def check_damaged_file(folder: Folder, data: st.DataObject) -> None:
 
 @SOME
 @given(data=st.data())
-def test_a_damaged_database_only_costs_rows_that_are_generated_again(folder: Folder, data: st.DataObject) -> None:
+def test_a_damaged_database_only_costs_rows_that_are_generated_again(folder, data):
     check_damaged_results(folder, data)
 
 
-def test_the_input_is_read_again_if_the_error_of_a_row_is_damaged(folder: Folder) -> None:
+def test_the_input_is_read_again_if_the_error_of_a_row_is_damaged(folder):
     expected = expected_output(folder, "generated")
     folder.back_to("generated")
     with closing(sqlite3.connect(folder.job_folder / "results.sqlite")) as db, db:
@@ -223,34 +223,28 @@ def test_the_input_is_read_again_if_the_error_of_a_row_is_damaged(folder: Folder
 
 @SOME
 @given(data=st.data())
-def test_any_damaged_file_in_the_folder_is_noticed_or_harmless(folder: Folder, data: st.DataObject) -> None:
+def test_any_damaged_file_in_the_folder_is_noticed_or_harmless(folder, data):
     check_damaged_file(folder, data)
 
 
 @pytest.mark.nightly
 @MANY
 @given(data=st.data())
-def test_a_damaged_database_only_costs_rows_that_are_generated_again_many_examples(
-    folder: Folder, data: st.DataObject
-) -> None:
+def test_a_damaged_database_only_costs_rows_that_are_generated_again_many_examples(folder, data):
     check_damaged_results(folder, data)
 
 
 @pytest.mark.nightly
 @MANY
 @given(data=st.data())
-def test_any_damaged_file_in_the_folder_is_noticed_or_harmless_many_examples(
-    folder: Folder, data: st.DataObject
-) -> None:
+def test_any_damaged_file_in_the_folder_is_noticed_or_harmless_many_examples(folder, data):
     check_damaged_file(folder, data)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["manifest.json", "stats.json"])
 @pytest.mark.parametrize("state", ["begun", "finished", "changed"])
-def test_a_flipped_bit_in_any_byte_of_a_small_file_is_noticed_or_harmless(
-    folder: Folder, state: str, name: str
-) -> None:
+def test_a_flipped_bit_in_any_byte_of_a_small_file_is_noticed_or_harmless(folder, state, name):
     expected = expected_output(folder, state)
     folder.back_to(state)
     path = folder.job_folder / name

@@ -63,7 +63,7 @@ SLOW = ("sampled", "labels", "windows", "in their own order")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in OPTIONS])
-def test_two_processes_write_what_one_writes(runs: Runs, tmp_path: Path, kind: str) -> None:
+def test_two_processes_write_what_one_writes(runs, tmp_path, kind):
     job = Job(runs, Case(options=OPTIONS[kind], settings=TINY_SPOOL), tmp_path / "job")
     job.case = replace(job.case, options=(*OPTIONS[kind], *TWO))
     job.go_on()
@@ -78,7 +78,7 @@ def test_two_processes_write_what_one_writes(runs: Runs, tmp_path: Path, kind: s
 
 
 @pytest.mark.slow
-def test_when_a_devices_process_is_killed_the_other_generates_its_rows(long_job: Job) -> None:
+def test_when_a_devices_process_is_killed_the_other_generates_its_rows(long_job):
     running, workers = in_the_middle(long_job, quiet=False)
     until(lambda: (job_status(str(long_job.output))["workers"] or [{}])[-1].get("state") == "running", running)
     os.kill(workers[0], signal.SIGKILL)
@@ -90,7 +90,7 @@ def test_when_a_devices_process_is_killed_the_other_generates_its_rows(long_job:
 
 
 @pytest.mark.slow
-def test_when_a_devices_process_is_killed_while_it_loads_its_model_the_other_does_the_job(long_job: Job) -> None:
+def test_when_a_devices_process_is_killed_while_it_loads_its_model_the_other_does_the_job(long_job):
     running = long_job.start(quiet=False)
     until(lambda: len(running.workers()) == 2, running)
     os.kill(running.workers()[1], signal.SIGKILL)
@@ -101,7 +101,7 @@ def test_when_a_devices_process_is_killed_while_it_loads_its_model_the_other_doe
 
 
 @pytest.mark.slow
-def test_when_all_device_processes_are_killed_the_job_fails_and_can_continue_later(long_job: Job) -> None:
+def test_when_all_device_processes_are_killed_the_job_fails_and_can_continue_later(long_job):
     running, workers = in_the_middle(long_job)
     os.kill(running.pid, signal.SIGSTOP)  # so that it learns of both at once
     kept = stored_keys(long_job.job_folder)
@@ -120,7 +120,7 @@ def test_when_all_device_processes_are_killed_the_job_fails_and_can_continue_lat
 
 
 @pytest.mark.slow
-def test_when_the_job_is_killed_no_process_stays_and_it_can_continue_later(long_job: Job) -> None:
+def test_when_the_job_is_killed_no_process_stays_and_it_can_continue_later(long_job):
     running, workers = in_the_middle(long_job)
     running.kill(signal.SIGKILL)
     assert running.wait().code == -9
@@ -133,7 +133,7 @@ def test_when_the_job_is_killed_no_process_stays_and_it_can_continue_later(long_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
-def test_a_signal_to_all_processes_is_handled_by_the_job_alone(long_job: Job, signum: signal.Signals) -> None:
+def test_a_signal_to_all_processes_is_handled_by_the_job_alone(long_job, signum):
     """A terminal's Ctrl-C and schedulers signal all processes at once."""
     running, workers = in_the_middle(long_job)
     for pid in (*workers, running.pid):
@@ -152,7 +152,7 @@ def test_a_signal_to_all_processes_is_handled_by_the_job_alone(long_job: Job, si
 
 
 @pytest.mark.slow
-def test_a_second_signal_does_not_wait_for_processes_that_hang(long_job: Job) -> None:
+def test_a_second_signal_does_not_wait_for_processes_that_hang(long_job):
     running, workers = in_the_middle(long_job)
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)
@@ -165,7 +165,7 @@ def test_a_second_signal_does_not_wait_for_processes_that_hang(long_job: Job) ->
     long_job.go_on()
 
 
-def test_a_model_that_cannot_be_loaded_is_still_a_one_line_error(runs: Runs, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_still_a_one_line_error(runs, tmp_path):
     write_common_input(tmp_path)
     ended = runs(tmp_path, ["in.jsonl", "-q", "--device", "cuda:0,97"])
     assert ended.code == 1
@@ -173,7 +173,7 @@ def test_a_model_that_cannot_be_loaded_is_still_a_one_line_error(runs: Runs, tmp
     assert ended.error.endswith("no CUDA device; use --device auto or cpu")
 
 
-def test_memory_that_holds_no_block_is_still_a_usage_error(runs: Runs, tmp_path: Path) -> None:
+def test_memory_that_holds_no_block_is_still_a_usage_error(runs, tmp_path):
     write_common_input(tmp_path)
     ended = runs(tmp_path, ["in.jsonl", "-q", *TWO, "--kv-memory", "1KiB"])
     assert ended.code == 2
@@ -182,7 +182,7 @@ def test_memory_that_holds_no_block_is_still_a_usage_error(runs: Runs, tmp_path:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("job", ["two devices"], indirect=True)
-def test_killing_processes_at_random_moments_does_not_change_the_output(job: Job) -> None:
+def test_killing_processes_at_random_moments_does_not_change_the_output(job):
     rng = random.Random(5)
     for _ in range(60):
         job.reset()

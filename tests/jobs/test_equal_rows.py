@@ -36,7 +36,7 @@ def counts(report: JobReport | None) -> tuple[int, ...]:
 
 
 @WINDOWS
-def test_equal_rows_run_once_and_all_have_the_result(runs: Runs, window: int | None) -> None:
+def test_equal_rows_run_once_and_all_have_the_result(runs, window):
     answered, report = runs.run(PROMPTS, window=window)
     assert sorted(answered) == ["p0", "p1", "p2", "p3"]
     assert runs.texts() == [f"a: {prompt}" for prompt in PROMPTS]
@@ -50,7 +50,7 @@ def test_equal_rows_run_once_and_all_have_the_result(runs: Runs, window: int | N
 
 
 @WINDOWS
-def test_added_rows_that_equal_finished_ones_have_their_results(runs: Runs, window: int | None) -> None:
+def test_added_rows_that_equal_finished_ones_have_their_results(runs, window):
     runs.run(PROMPTS, window=window)
     answered, report = runs.run(["p3", *PROMPTS, "p4", "p4"], window=window)
     assert answered == ["p4"]
@@ -60,7 +60,7 @@ def test_added_rows_that_equal_finished_ones_have_their_results(runs: Runs, wind
 
 @WINDOWS
 @pytest.mark.parametrize("most", range(4))
-def test_a_killed_job_runs_equal_rows_once_in_all(runs: Runs, window: int | None, most: int) -> None:
+def test_a_killed_job_runs_equal_rows_once_in_all(runs, window, most):
     first, _ = runs.run(PROMPTS, window=window, most=most)
     second, report = runs.run(PROMPTS, window=window)
     assert sorted([*first, *second]) == ["p0", "p1", "p2", "p3"]
@@ -69,7 +69,7 @@ def test_a_killed_job_runs_equal_rows_once_in_all(runs: Runs, window: int | None
     assert (report.stats["rows"] + report.stats["rows_resumed"], report.stats["job"]["rows_equal"]) == (8, 4)
 
 
-def test_a_reading_that_is_used_again_knows_the_equal_rows(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reading_that_is_used_again_knows_the_equal_rows(runs, monkeypatch):
     monkeypatch.setattr("batchgen.config.INPUT_LIMITS", replace(INPUT_LIMITS, run_rows=2, window_leaves=2))
     runs.run(PROMPTS, most=2)
     monkeypatch.setattr(FirstReading, "_read_all", None)
@@ -80,7 +80,7 @@ def test_a_reading_that_is_used_again_knows_the_equal_rows(runs: Runs, monkeypat
 
 
 @WINDOWS
-def test_equal_rows_fail_and_are_run_again_together(runs: Runs, window: int | None) -> None:
+def test_equal_rows_fail_and_are_run_again_together(runs, window):
     runs.reason = lambda prompt: "timeout" if prompt == "p0" else "stop"
     runs.run(PROMPTS, window=window)
     runs.reason = lambda prompt: "stop"
@@ -89,7 +89,7 @@ def test_equal_rows_fail_and_are_run_again_together(runs: Runs, window: int | No
     assert counts(report) == (4, 4, 3, 8, 4)
 
 
-def test_rows_that_leave_a_group_of_equal_rows_count_as_rows(runs: Runs) -> None:
+def test_rows_that_leave_a_group_of_equal_rows_count_as_rows(runs):
     rows = ["p0"] * 30 + [f"p{i}" for i in range(1, 21)]
     runs.run(rows)
     with pytest.raises(UsageError, match="29 of the 50 finished rows"):
@@ -115,14 +115,14 @@ PARAMS: dict[str, tuple[list[dict[str, Any]], int]] = {
 
 
 @pytest.mark.parametrize("case", PARAMS)
-def test_only_rows_whose_results_cannot_differ_run_once(case: str, runs: Runs) -> None:
+def test_only_rows_whose_results_cannot_differ_run_once(case, runs):
     params, expected = PARAMS[case]
     rows = [{"prompt": "p", "sampling_params": own} for own in params]
     answered, _ = runs.run(rows, sampling=SamplingParams(max_tokens=4, temperature=1.0))
     assert len(answered) == expected
 
 
-def test_equal_texts_are_scored_once(runs: Runs) -> None:
+def test_equal_texts_are_scored_once(runs):
     runs.engine = Scores
     rows = [{"prompt": "p", "completion": text} for text in "aba"]
     answered, report = runs.run(rows, prompts=PromptConfig(score=True), sampling=SamplingParams(temperature=1.0))
@@ -131,9 +131,7 @@ def test_equal_texts_are_scored_once(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("kept", [1 << 26, 0])
-def test_on_standard_output_equal_rows_of_later_windows_have_a_kept_result(
-    kept: int, runs: Runs, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
+def test_on_standard_output_equal_rows_of_later_windows_have_a_kept_result(kept, runs, monkeypatch, capfdbinary):
     monkeypatch.setattr("batchgen.jobs.stdout_job._RECENT_BYTES", kept)
     runs.output = "-"  # type: ignore[assignment]
     answered, report = runs.run(PROMPTS, window=3)

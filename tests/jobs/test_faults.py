@@ -55,13 +55,13 @@ def check_faults(job: Job, rng: random.Random, every: int) -> int:
 
 
 @pytest.mark.parametrize("job", ["spooled"], indirect=True)
-def test_a_failing_call_ends_the_run_in_one_line_and_the_next_run_continues(job: Job) -> None:
+def test_a_failing_call_ends_the_run_in_one_line_and_the_next_run_continues(job):
     assert check_faults(job, random.Random(1), every=11 if FULL else 200) > 0
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("state", ["generated", "changed", "new"])
 @pytest.mark.parametrize("job", CASES, indirect=True)
-def test_any_failing_call_ends_the_run_in_one_line_and_the_next_run_continues(job: Job, state: str) -> None:
+def test_any_failing_call_ends_the_run_in_one_line_and_the_next_run_continues(job, state):
     job.set_up(state)
     check_faults(job, random.Random(state), every=1)

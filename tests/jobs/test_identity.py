@@ -62,11 +62,11 @@ def write_checkpoint(path: Path, tensors: int, values: int, seed: int = 0, chang
     save_file(arrays, path)
 
 
-def test_a_copy_of_a_model_is_the_same_model(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_copy_of_a_model_is_the_same_model(tiny_model_dir, tmp_path):
     assert identity_of(tiny_model_dir) == identity_of(copy_of(tiny_model_dir, tmp_path))
 
 
-def test_a_change_of_any_file_that_is_read_names_the_file(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_change_of_any_file_that_is_read_names_the_file(tiny_model_dir, tmp_path):
     copy = copy_of(tiny_model_dir, tmp_path)
     size = (copy / "model.safetensors").stat().st_size
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -78,7 +78,7 @@ def test_a_change_of_any_file_that_is_read_names_the_file(tiny_model_dir: Path, 
     assert changed_files(copy, template) == {"model file chat_template.jinja"}
 
 
-def test_other_files_of_a_models_folder_do_not_matter(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_other_files_of_a_models_folder_do_not_matter(tiny_model_dir, tmp_path):
     def add_files(model: Path) -> None:
         for name in (
             "README.md",
@@ -94,14 +94,14 @@ def test_other_files_of_a_models_folder_do_not_matter(tiny_model_dir: Path, tmp_
     assert changed_files(copy, add_files) == set()
 
 
-def test_a_models_own_code_counts_if_it_may_run(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_models_own_code_counts_if_it_may_run(tiny_model_dir, tmp_path):
     copy = copy_of(tiny_model_dir, tmp_path)
     changed = changed_files(copy, lambda m: (m / "modeling_x.py").write_text("x"), trust_remote_code=True)
     assert changed == {"model file modeling_x.py"}
 
 
 @pytest.mark.parametrize("changed", [0, 7, 119])
-def test_one_changed_tensor_of_a_large_file_is_another_model(tmp_path: Path, changed: int) -> None:
+def test_one_changed_tensor_of_a_large_file_is_another_model(tmp_path, changed):
     files = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
     write_checkpoint(files[0], 120, 50_000)
     write_checkpoint(files[1], 120, 50_000, changed=changed)
@@ -118,7 +118,7 @@ def folder_identity_of_file(file: Path) -> Any:
     return folder_identity(folder)
 
 
-def test_only_a_few_megabytes_of_a_large_file_are_read(tmp_path: Path) -> None:
+def test_only_a_few_megabytes_of_a_large_file_are_read(tmp_path):
     path = tmp_path / "model.safetensors"
     write_checkpoint(path, 500, 12_000)
     with path.open("rb") as file:
@@ -128,7 +128,7 @@ def test_only_a_few_megabytes_of_a_large_file_are_read(tmp_path: Path) -> None:
     assert max(start + length for start, length in pieces) == path.stat().st_size
 
 
-def test_a_damaged_header_does_not_prevent_an_identity(tmp_path: Path) -> None:
+def test_a_damaged_header_does_not_prevent_an_identity(tmp_path):
     for begin in (b"", b"\xff" * 8, (5).to_bytes(8, "little") + b"[1,2]"):
         with (tmp_path / "model.safetensors").open("wb") as file:
             file.write(begin)
@@ -136,19 +136,19 @@ def test_a_damaged_header_does_not_prevent_an_identity(tmp_path: Path) -> None:
         assert len(folder_identity(tmp_path)) == 1
 
 
-def test_a_hub_model_that_is_not_cached_is_identified_by_name_and_revision() -> None:
+def test_a_hub_model_that_is_not_cached_is_identified_by_name_and_revision():
     assert identity_of(Path("nobody/nothing")) == {"model": "nobody/nothing at main"}
     assert identity_of(Path("nobody/nothing"), revision="v2") == {"model": "nobody/nothing at v2"}
 
 
-def test_dtype_auto_is_identified_as_that_of_the_checkpoint() -> None:
+def test_dtype_auto_is_identified_as_that_of_the_checkpoint():
     own = SimpleNamespace(dtype="torch.bfloat16")
     assert dtype_name(ModelConfig(model="m"), own) == "bfloat16"
     assert dtype_name(ModelConfig(model="m", dtype="float16"), own) == "float16"
     assert dtype_name(ModelConfig(model="m"), SimpleNamespace()) == "float32"
 
 
-def test_prompt_and_sampling_options_are_settings(tiny_model_dir: Path) -> None:
+def test_prompt_and_sampling_options_are_settings(tiny_model_dir):
     base = settings_of(tiny_model_dir)
     assert base == settings_of(tiny_model_dir)
     new: dict[str, Any] = {"n": 2, "logprobs": 0, "choices": ("a", "b"), "regex": "a", "json_schema": "{}"}
@@ -168,7 +168,7 @@ def test_prompt_and_sampling_options_are_settings(tiny_model_dir: Path) -> None:
     assert json.loads(json.dumps(base)) == base
 
 
-def test_options_that_do_not_change_results_are_not_settings(tiny_model_dir: Path) -> None:
+def test_options_that_do_not_change_results_are_not_settings(tiny_model_dir):
     free = settings_of(tiny_model_dir, window=3, limit=2, order="done", keep=(), flush_every=0.0, token_ids=True)
     assert free == settings_of(tiny_model_dir)
     engine = EngineConfig(policy="fifo", row_timeout=1.0, host_kv_memory="1GiB", batch_size=2)
@@ -178,7 +178,7 @@ def test_options_that_do_not_change_results_are_not_settings(tiny_model_dir: Pat
     assert job_settings(spread, HF_CONFIG, chat=False) == free
 
 
-def test_a_long_text_is_stored_as_its_digest(tiny_model_dir: Path) -> None:
+def test_a_long_text_is_stored_as_its_digest(tiny_model_dir):
     one = settings_of(tiny_model_dir, prompts=PromptConfig(prefix="a" * 1000))["prefix"]
     two = settings_of(tiny_model_dir, prompts=PromptConfig(prefix="a" * 999 + "b"))["prefix"]
     assert isinstance(one, str)
@@ -186,7 +186,7 @@ def test_a_long_text_is_stored_as_its_digest(tiny_model_dir: Path) -> None:
     assert one != two
 
 
-def test_a_long_regex_or_schema_is_stored_as_its_digest(tiny_model_dir: Path) -> None:
+def test_a_long_regex_or_schema_is_stored_as_its_digest(tiny_model_dir):
     for name in ("regex", "json_schema"):
         one, two = (
             settings_of(tiny_model_dir, sampling=SamplingParams(**{name: "a" * 999 + end}))[name] for end in "ab"
@@ -197,8 +197,8 @@ def test_a_long_regex_or_schema_is_stored_as_its_digest(tiny_model_dir: Path) ->
 
 
 def test_another_checkpoint_of_the_same_shapes_is_refused_and_the_file_named(
-    cli: Callable[..., Any], write_jsonl: Callable[..., Path], tiny_model_dir: Path, tmp_path: Path
-) -> None:
+    cli, write_jsonl, tiny_model_dir, tmp_path
+):
     source, output = write_jsonl([{"prompt": "one"}, {"prompt": "two"}]), tmp_path / "o.jsonl"
     checkpoint = copy_of(tiny_model_dir, tmp_path)
     arguments = ("run", source, "-o", output, "--max-tokens", "3", "-m")

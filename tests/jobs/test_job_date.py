@@ -54,9 +54,7 @@ def config(tiny_model_dir: Path, write_jsonl: Callable[..., Path]) -> JobConfig:
     )
 
 
-def test_results_of_yesterday_are_used_again_today(
-    config: JobConfig, clock: _Clock, write_jsonl: Callable[..., Path]
-) -> None:
+def test_results_of_yesterday_are_used_again_today(config, clock, write_jsonl):
     run_job(config)
     clock.time = datetime(2026, 3, 2, 0, 0, 1)
     write_jsonl([{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}])
@@ -69,7 +67,7 @@ def test_results_of_yesterday_are_used_again_today(
     assert (stats["rows_resumed"], stats["rows_ok"]) == (0, 3)
 
 
-def test_a_plan_uses_the_date_of_a_job_that_has_begun(config: JobConfig, clock: _Clock) -> None:
+def test_a_plan_uses_the_date_of_a_job_that_has_begun(config, clock):
     run_job(config)
     assert plan_job(config).tree[0].text == "Today Date: 01 Mar 2026<|user|>"
     for other in (replace(config, overwrite=True), replace(config, output=f"{config.output}.jsonl")):
@@ -78,7 +76,7 @@ def test_a_plan_uses_the_date_of_a_job_that_has_begun(config: JobConfig, clock: 
         assert "01 Mar 2026" not in text
 
 
-def test_a_plan_uses_todays_date_if_there_is_no_job(config: JobConfig, write_jsonl: Callable[..., Path]) -> None:
+def test_a_plan_uses_todays_date_if_there_is_no_job(config, write_jsonl):
     source = Path(config.inputs[0])
     other = source.with_name("other.jsonl")
     other.write_bytes(source.read_bytes())
@@ -89,7 +87,7 @@ def test_a_plan_uses_todays_date_if_there_is_no_job(config: JobConfig, write_jso
     assert plan.tree[0].text in {f"Today Date: {date}<|user|>" for date in dates}
 
 
-def test_shards_of_different_days_are_one_job(config: JobConfig, clock: _Clock) -> None:
+def test_shards_of_different_days_are_one_job(config, clock):
     run_job(replace(config, shard="1/2"))
     clock.time = datetime(2026, 3, 2)
     run_job(replace(config, shard="2/2"))
@@ -97,9 +95,7 @@ def test_shards_of_different_days_are_one_job(config: JobConfig, clock: _Clock) 
     assert merge_job(config.output).stats["job"]["rows_ok"] == 2
 
 
-def test_shards_that_start_together_are_one_job(
-    config: JobConfig, clock: _Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_that_start_together_are_one_job(config, clock, monkeypatch):
     run_job(replace(config, shard="1/2"))
     clock.time = datetime(2026, 3, 1, 23, 59, 59)
     found: list[datetime | None] = [None]  # the second shard looked before the first had begun the job
@@ -116,7 +112,7 @@ def rendered(template: ChatTemplate, messages: list[Message], variables: dict[st
     return template.text(messages, answer)
 
 
-def test_dates_in_templates_are_formatted_as_in_python() -> None:
+def test_dates_in_templates_are_formatted_as_in_python():
     now = datetime(2026, 3, 1, 9, 5, 7)
     asked = "%Y-%m-%d %-d %B %b %H:%M:%S %I %p %A %a %y %j %f %G-W%V-%u %R %s 100%% %%d %%%d %"
     source = "\n {% if true %}{{ strftime_now(" + repr(asked) + ") }}{% endif %}\n{{ messages[0].content }}"
@@ -126,7 +122,7 @@ def test_dates_in_templates_are_formatted_as_in_python() -> None:
     )  # chat templates remove the newline after a block
 
 
-def test_a_template_for_tools_has_the_date_of_the_job_too() -> None:
+def test_a_template_for_tools_has_the_date_of_the_job_too():
     named = {"default": "{{ strftime_now('%Y') }} plain", "tool_use": "{{ strftime_now('%Y') }} {{ tools[0].name }}"}
     template = ChatTemplate(byte_tokenizer(chat_template=named), None, {}, now=datetime(2001, 1, 1))
     message: list[Message] = [{"role": "user", "content": "x"}]

@@ -28,14 +28,9 @@ def test_a_job_leaves_its_output_and_a_small_folder(run, write_input):
     usage = {"prompt_tokens": 1, "completion_tokens": 2}
     first, second, third = (json.loads(line) for line in Path("o.jsonl").read_text().splitlines())
     assert first == {
-        "id": 0,
-        "prompt": "a",
-        "text": "A",
-        "finish_reason": "stop",
-        "usage": usage,
-        "token_ids": [1, 2],
+        "id": 0, "prompt": "a", "text": "A", "finish_reason": "stop", "usage": usage, "token_ids": [1, 2],
         "error": None,
-    }
+    }  # fmt: skip
     assert second["error"] == {"type": "does_not_fit", "message": "too big"}
     assert third["truncated"] is True
     assert generated == ["cut", "fail", "a"]

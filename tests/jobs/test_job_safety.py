@@ -229,7 +229,7 @@ def test_long_settings_are_shown_where_they_differ(was, now, said):
     assert differences({"x": was}, {"x": now}) == said
 
 
-def test_many_changed_model_files_are_summarized_before_other_settings() -> None:
+def test_many_changed_model_files_are_summarized_before_other_settings():
     old = {f"model file {name}": "1 bytes" for name in ("config.json", "a.safetensors", "b.safetensors")}
     new = dict.fromkeys(old, "2 bytes")
     settings = {f"setting {i}": i for i in range(2)}

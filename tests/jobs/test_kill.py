@@ -42,20 +42,20 @@ def check_random_kills(job: Job, rng: random.Random, wanted: int) -> None:
 
 
 @pytest.mark.parametrize("job", slow_but({"spooled"}, CASES), indirect=True)
-def test_a_job_killed_at_random_moments_gives_the_usual_output(job: Job) -> None:
+def test_a_job_killed_at_random_moments_gives_the_usual_output(job):
     check_random_kills(job, random.Random(str(job.case)), KILLS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["spooled", "parquet, windows"], indirect=True)
-def test_a_finished_job_with_a_changed_input_killed_at_random_moments_gives_the_usual_output(job: Job) -> None:
+def test_a_finished_job_with_a_changed_input_killed_at_random_moments_gives_the_usual_output(job):
     job.prepare_changed()
     check_random_kills(job, random.Random(1), KILLS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["several, gzip", "windows"], indirect=True)
-def test_a_job_with_a_raised_limit_killed_at_random_moments_gives_the_usual_output(job: Job) -> None:
+def test_a_job_with_a_raised_limit_killed_at_random_moments_gives_the_usual_output(job):
     job.set_up("raised")
     rng = random.Random(3)
     for _ in range(KILLS):
@@ -97,9 +97,7 @@ def check_every_call(job: Job, how: str, rng: random.Random, *, every: int = 1, 
     ],
 )
 @pytest.mark.parametrize("job", ["spooled"], indirect=True)
-def test_a_job_killed_in_any_step_of_assembly_and_rename_gives_the_usual_output(
-    job: Job, how: str, every: int, least: int
-) -> None:
+def test_a_job_killed_in_any_step_of_assembly_and_rename_gives_the_usual_output(job, how, every, least):
     """After a `cut`, only the synced parts of files and folders are left."""
     job.prepare_generated()
     assert check_every_call(job, how, random.Random(how), every=every, after="write " + job.partial) >= least
@@ -112,7 +110,7 @@ HOWS = ("kill", "torn", "cut")
 @pytest.mark.nightly
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("job", CASES, indirect=True)
-def test_a_job_killed_at_some_calls_of_its_runs_gives_the_usual_output(job: Job, state: str) -> None:
+def test_a_job_killed_at_some_calls_of_its_runs_gives_the_usual_output(job, state):
     job.set_up(state)
     rng = random.Random(state)
     for how in HOWS:
@@ -123,12 +121,12 @@ def test_a_job_killed_at_some_calls_of_its_runs_gives_the_usual_output(job: Job,
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("job", CASES, indirect=True)
-def test_a_job_killed_at_any_call_of_its_runs_gives_the_usual_output(job: Job, state: str, how: str) -> None:
+def test_a_job_killed_at_any_call_of_its_runs_gives_the_usual_output(job, state, how):
     job.set_up(state)
     check_every_call(job, how, random.Random(state))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("job", CASES, indirect=True)
-def test_a_job_killed_a_hundred_times_at_random_moments_gives_the_usual_output(job: Job) -> None:
+def test_a_job_killed_a_hundred_times_at_random_moments_gives_the_usual_output(job):
     check_random_kills(job, random.Random(2), 100)

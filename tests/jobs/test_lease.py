@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import threading
 from pathlib import Path
 
@@ -36,21 +35,21 @@ def other_process(tmp_path: Path):
         yield process
 
 
-def test_a_lease_is_held_by_one_process_and_names_it(tmp_path: Path, other_process: subprocess.Popen[bytes]) -> None:
+def test_a_lease_is_held_by_one_process_and_names_it(tmp_path, other_process):
     with pytest.raises(OutputLocked) as caught:
         Lease(tmp_path / "2", "shard 2/4 of o.jsonl")
     assert f"another run holds shard 2/4 of o.jsonl (process {other_process.pid} on " in str(caught.value)
     assert caught.value.exit_code == 75
 
 
-def test_two_leases_in_one_process_exclude_each_other(tmp_path: Path) -> None:
+def test_two_leases_in_one_process_exclude_each_other(tmp_path):
     lease = Lease(tmp_path / "1", "o.jsonl")
     with pytest.raises(OutputLocked):
         Lease(tmp_path / "1", "o.jsonl")
     lease.release()
 
 
-def test_a_claim_that_was_never_written_is_passed_after_a_few_seconds(tmp_path: Path) -> None:
+def test_a_claim_that_was_never_written_is_passed_after_a_few_seconds(tmp_path):
     (tmp_path / "claim-000007").touch()
     said: list[str] = []
     lease = Lease(tmp_path, "o.jsonl", said.append, QUICK)
@@ -58,13 +57,13 @@ def test_a_claim_that_was_never_written_is_passed_after_a_few_seconds(tmp_path: 
     lease.release()
 
 
-def test_claims_of_long_ago_are_removed(tmp_path: Path) -> None:
+def test_claims_of_long_ago_are_removed(tmp_path):
     for _ in range(103):
         Lease(tmp_path, "o.jsonl").release()
     assert sorted(int(p.name[-6:]) for p in tmp_path.iterdir()) == list(range(4, 104))
 
 
-def test_a_claim_that_cannot_be_written_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_that_cannot_be_written_does_not_stay(tmp_path, monkeypatch):
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
@@ -74,7 +73,7 @@ def test_a_claim_that_cannot_be_written_does_not_stay(tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_file_locks_the_beats_tell_who_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_file_locks_the_beats_tell_who_lives(tmp_path, monkeypatch):
     def unsupported(fd: int, operation: int) -> None:
         raise OSError(95, "Operation not supported")
 
@@ -85,9 +84,7 @@ def test_without_file_locks_the_beats_tell_who_lives(tmp_path: Path, monkeypatch
     lease.release()
 
 
-def test_a_killed_process_of_this_machine_is_recognized_as_dead_at_once(
-    tmp_path: Path, other_process: subprocess.Popen[bytes]
-) -> None:
+def test_a_killed_process_of_this_machine_is_recognized_as_dead_at_once(tmp_path, other_process):
     other_process.send_signal(signal.SIGKILL)  # it stays a zombie, since nobody waits for it
     os.waitid(os.P_PID, other_process.pid, os.WEXITED | os.WNOWAIT)
     lease = Lease(tmp_path / "2", "shard 2/4")
@@ -96,7 +93,7 @@ def test_a_killed_process_of_this_machine_is_recognized_as_dead_at_once(
     lease.release()
 
 
-def test_a_released_lease_can_be_taken_and_tells_its_last_state(tmp_path: Path) -> None:
+def test_a_released_lease_can_be_taken_and_tells_its_last_state(tmp_path):
     first = Lease(tmp_path / "1", "shard")
     first.release("done")
     first.release()
@@ -106,7 +103,7 @@ def test_a_released_lease_can_be_taken_and_tells_its_last_state(tmp_path: Path) 
     second.release()
 
 
-def test_a_living_process_of_another_machine_keeps_its_lease(tmp_path: Path) -> None:
+def test_a_living_process_of_another_machine_keeps_its_lease(tmp_path):
     path = claim_of_another_machine(tmp_path / "1")
     ended = threading.Event()
 
@@ -131,7 +128,7 @@ def test_a_living_process_of_another_machine_keeps_its_lease(tmp_path: Path) -> 
     assert path.exists()
 
 
-def test_the_lease_of_a_silent_process_of_another_machine_is_taken_over(tmp_path: Path) -> None:
+def test_the_lease_of_a_silent_process_of_another_machine_is_taken_over(tmp_path):
     claim_of_another_machine(tmp_path / "1")
     lease = Lease(tmp_path / "1", "shard", beats=QUICK)
     assert lease.taken_over is not None
@@ -140,7 +137,7 @@ def test_the_lease_of_a_silent_process_of_another_machine_is_taken_over(tmp_path
     lease.release()
 
 
-def test_a_process_whose_lease_was_taken_over_stops_with_an_error(tmp_path: Path) -> None:
+def test_a_process_whose_lease_was_taken_over_stops_with_an_error(tmp_path):
     lease = Lease(tmp_path / "1", "shard 1/2 of o.jsonl", beats=Beats(every=60.0, silent=0.0))
     claim_of_another_machine(tmp_path / "1", number=2)
     with pytest.raises(OutputLocked, match=r"shard 1/2 of o\.jsonl was taken over by another run"):
@@ -151,7 +148,7 @@ def test_a_process_whose_lease_was_taken_over_stops_with_an_error(tmp_path: Path
     assert json.loads((tmp_path / "1" / "claim-000001").read_text())["state"] == "running"
 
 
-def test_one_of_many_simultaneous_claims_wins(tmp_path: Path) -> None:
+def test_one_of_many_simultaneous_claims_wins(tmp_path):
     context = multiprocessing.get_context("fork")
     start, won = context.Barrier(9), context.Queue()
     processes = [context.Process(target=claim_or_wait, args=(str(tmp_path / "1"), start, won)) for _ in range(8)]
@@ -175,7 +172,7 @@ def claim_or_wait(folder: str, start: object, won: object) -> None:
     start.wait()  # type: ignore[attr-defined]
 
 
-def test_the_holder_can_be_read_without_claiming_the_lease(tmp_path: Path) -> None:
+def test_the_holder_can_be_read_without_claiming_the_lease(tmp_path):
     assert holder_of_lease(tmp_path / "none") is None
     lease = Lease(tmp_path / "1", "shard")
     holder = holder_of_lease(tmp_path / "1")
@@ -185,7 +182,7 @@ def test_the_holder_can_be_read_without_claiming_the_lease(tmp_path: Path) -> No
     assert holder_of_lease(tmp_path / "1") is None
 
 
-def test_a_mounted_object_store_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mounted_object_store_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(leases, "file_system", lambda folder: "fuse.gcsfuse")
     with pytest.raises(UsageError, match=r"is on fuse\.gcsfuse, where two machines can make the same file"):
         check_shared_folder(tmp_path)

@@ -13,14 +13,14 @@ from batchgen.result import Result, Score, ToolCall
 from support.progress import Recorder
 
 
-def test_without_a_limit_any_number_of_rows_may_fail() -> None:
+def test_without_a_limit_any_number_of_rows_may_fail():
     outcomes = Outcomes(Tracker(Recorder()), None)
     for row in range(200):
         outcomes.done(Result.from_error(row, RowError("does_not_fit", "too big")))
     assert outcomes.run.failed == 200
 
 
-def test_one_more_than_the_number_allowed_is_too_many() -> None:
+def test_one_more_than_the_number_allowed_is_too_many():
     check_errors("2", failed=2, done=3, last="x")
     with pytest.raises(TooManyErrors) as error:
         check_errors("2", failed=3, done=4, last="a.jsonl:4: invalid_row: not JSON")
@@ -30,14 +30,14 @@ def test_one_more_than_the_number_allowed_is_too_many() -> None:
     )
 
 
-def test_a_percentage_applies_from_the_hundredth_row_on() -> None:
+def test_a_percentage_applies_from_the_hundredth_row_on():
     check_errors("10%", failed=99, done=99, last="x")
     check_errors("10%", failed=10, done=100, last="x")
     with pytest.raises(TooManyErrors, match=r"11 rows failed of 100 done so far, more than --max-errors 10% allows"):
         check_errors("10%", failed=11, done=100, last="x")
 
 
-def test_zero_allows_no_failure() -> None:
+def test_zero_allows_no_failure():
     with pytest.raises(TooManyErrors):
         check_errors("0", failed=1, done=1, last="x")
 
@@ -57,20 +57,20 @@ class OutOfMemoryError(RuntimeError):
         ),
     ],
 )
-def test_running_out_of_memory_is_one_error_with_a_fix(error: Exception, message: str) -> None:
+def test_running_out_of_memory_is_one_error_with_a_fix(error, message):
     with pytest.raises(OutOfMemory) as told, memory_errors():
         raise error
     assert str(told.value) == f"{message}; lower --kv-memory, --batch-size or --window"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes"), ModelError("no"), ValueError("x")])
-def test_other_errors_are_not_changed(error: Exception) -> None:
+def test_other_errors_are_not_changed(error):
     with pytest.raises(type(error)) as told, memory_errors():
         raise error
     assert told.value is error
 
 
-def test_garbage_collection_is_restored_after_the_job() -> None:
+def test_garbage_collection_is_restored_after_the_job():
     of_the_tests, of_python = gc.get_threshold(), (700, 10, 10)
     try:
         gc.set_threshold(*of_python)
@@ -81,7 +81,7 @@ def test_garbage_collection_is_restored_after_the_job() -> None:
         gc.set_threshold(*of_the_tests)
 
 
-def test_even_one_row_without_an_answer_is_noted() -> None:
+def test_even_one_row_without_an_answer_is_noted():
     told = Recorder()
     outcomes = Outcomes(Tracker(told), None)
     cut = Result(row=0, text=None, reasoning="hm", finish_reason="length")
@@ -102,7 +102,7 @@ def test_even_one_row_without_an_answer_is_noted() -> None:
 @pytest.mark.parametrize(
     ("repeating", "more"), [(12, "; 12 of them repeat themselves, which --max-repeats 4 ends early"), (9, "")]
 )
-def test_many_rows_that_repeated_themselves_up_to_the_limit_suggest_max_repeats(repeating: int, more: str) -> None:
+def test_many_rows_that_repeated_themselves_up_to_the_limit_suggest_max_repeats(repeating, more):
     told = Recorder()
     outcomes = Outcomes(Tracker(told), None)
     for row in range(20):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ from support.runs import Oracle, Runs
 from support.tiny_model import CONTEXT_LENGTH
 
 Rows = list[dict[str, Any]]
-Read = Callable[[Path], Rows]
-Write = Callable[..., Path]
 
 
 def length(prompt: str, choice: int = 0) -> int:
@@ -66,7 +63,7 @@ CUT_AT_4 = [p for p in PROMPTS if length(p) > 4]
 CUT_AT_8 = [p for p in PROMPTS if length(p) > 8]
 
 
-def test_only_truncated_rows_are_generated_again(runs: Runs) -> None:
+def test_only_truncated_rows_are_generated_again(runs):
     runs.run(PROMPTS, **with_limit(4))
     kept = {row["text"] for row in runs.rows() if row["finish_reason"] == "stop"}
     assert (len(CUT_AT_4), len(CUT_AT_8), len(kept)) == (15, 7, 9)
@@ -82,7 +79,7 @@ def test_only_truncated_rows_are_generated_again(runs: Runs) -> None:
     assert runs.run([*PROMPTS, "new"], **with_limit(12))[0] == ["new"]
 
 
-def test_a_larger_limit_alone_and_a_smaller_one_are_refused(runs: Runs) -> None:
+def test_a_larger_limit_alone_and_a_smaller_one_are_refused(runs):
     runs.run(PROMPTS, **with_limit(4))
     before = {p.name: p.read_bytes() for p in (runs.output, runs.folder / "o.jsonl.job" / "manifest.json")}
     with pytest.raises(UsageError) as error:
@@ -101,7 +98,7 @@ def test_a_larger_limit_alone_and_a_smaller_one_are_refused(runs: Runs) -> None:
     assert before == {p.name: p.read_bytes() for p in (runs.output, runs.folder / "o.jsonl.job" / "manifest.json")}
 
 
-def test_an_input_of_other_rows_is_still_refused_after_the_limit_was_raised(runs: Runs) -> None:
+def test_an_input_of_other_rows_is_still_refused_after_the_limit_was_raised(runs):
     runs.run(PROMPTS, **with_limit(4))
     runs.run(PROMPTS, retry=("length",), **with_limit(8))
     before = runs.rows()
@@ -113,7 +110,7 @@ def test_an_input_of_other_rows_is_still_refused_after_the_limit_was_raised(runs
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_a_killed_run_continues_with_the_new_limit_without_retry(runs: Runs, window: int | None) -> None:
+def test_a_killed_run_continues_with_the_new_limit_without_retry(runs, window):
     runs.run(PROMPTS, **with_limit(4))
     first, report = runs.run(PROMPTS, retry=("length",), most=5, window=window, **with_limit(8))
     assert (len(first), report) == (5, None)
@@ -127,14 +124,14 @@ def test_a_killed_run_continues_with_the_new_limit_without_retry(runs: Runs, win
     assert [row["text"] for row in runs.rows()] == [f"{p}/0 {min(length(p), 8)}" for p in PROMPTS]
 
 
-def test_an_unfinished_job_may_be_continued_with_a_larger_limit(runs: Runs) -> None:
+def test_an_unfinished_job_may_be_continued_with_a_larger_limit(runs):
     first, _ = runs.run(PROMPTS, most=10, **with_limit(4))
     second, _ = runs.run(PROMPTS, retry=("length", "errors"), **with_limit(12))
     assert Counter([*first, *second]) == Counter([*PROMPTS, *(p for p in first if length(p) > 4)])
     assert [row["finish_reason"] for row in runs.rows()] == ["stop"] * 24
 
 
-def test_a_row_runs_again_if_any_of_its_completions_was_truncated(runs: Runs) -> None:
+def test_a_row_runs_again_if_any_of_its_completions_was_truncated(runs):
     sampled = {"temperature": 1.0, "n": 3}
     runs.run(PROMPTS, **with_limit(6, **sampled))
     again, _ = runs.run(PROMPTS, retry=("length",), **with_limit(9, **sampled))
@@ -146,7 +143,7 @@ def test_a_row_runs_again_if_any_of_its_completions_was_truncated(runs: Runs) ->
     assert found == [[f"{p}/{c} {min(length(p, c), 9)}" for c in range(3)] for p in PROMPTS]
 
 
-def test_rows_with_a_limit_of_their_own_keep_it(runs: Runs) -> None:
+def test_rows_with_a_limit_of_their_own_keep_it(runs):
     limits = [None, 4, 8, 6, 12]  # among them the limits of the first and the second run
     rows = [{"prompt": p, "sampling_params": {"max_tokens": limit}} for p in PROMPTS for limit in limits]
     runs.run(rows, **with_limit(4))
@@ -158,9 +155,7 @@ def test_rows_with_a_limit_of_their_own_keep_it(runs: Runs) -> None:
         assert [row["text"] for row in runs.rows()] == expected
 
 
-def test_a_prompt_that_is_shortened_for_a_larger_limit_is_another_row(
-    tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
-) -> None:
+def test_a_prompt_that_is_shortened_for_a_larger_limit_is_another_row(tiny_model_dir, write_jsonl, read_jsonl):
     source = write_jsonl([{"prompt": f"{i} {'a' * CONTEXT_LENGTH}"} for i in range(12)])
     outputs = {}
     for name, limits in (("raised", (4, 32)), ("fresh", (32,))):
@@ -190,8 +185,8 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("sampling", SAMPLED.values(), ids=SAMPLED)
 def test_a_real_model_continues_a_truncated_completion_where_it_ended(
-    sampling: Mapping[str, Any], tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read
-) -> None:
+    sampling, tiny_model_dir, write_jsonl, read_jsonl
+):
     source = write_jsonl([{"prompt": f"row {i}"} for i in range(16)])
     ends = tuple(range(0, 240, 8))  # so that some completions end before the limit
 
@@ -221,7 +216,7 @@ def test_a_real_model_continues_a_truncated_completion_where_it_ended(
         assert longer == run("fresh.jsonl", 12)
 
 
-def test_a_merged_job_is_continued_in_shards(tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read) -> None:
+def test_a_merged_job_is_continued_in_shards(tiny_model_dir, write_jsonl, read_jsonl):
     source = write_jsonl([{"prompt": f"row {i}"} for i in range(12)])
 
     def run(name: str, limit: int, **options: Any) -> Rows:
@@ -252,9 +247,7 @@ def rows_of_any_kind() -> st.SearchStrategy[Rows]:
 
 @given(data=st.data())
 @settings(max_examples=examples(6, 150), deadline=None, suppress_health_check=list(HealthCheck))
-def test_over_any_runs_every_row_is_truncated_at_the_last_limit_or_its_own(
-    tiny_model_dir: Path, data: st.DataObject
-) -> None:
+def test_over_any_runs_every_row_is_truncated_at_the_last_limit_or_its_own(tiny_model_dir, data):
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(Path(folder), tiny_model_dir)
         runs.engine = TruncatingOracle

@@ -35,7 +35,7 @@ def results(tmp_path: Path) -> Iterator[Results]:
         yield results
 
 
-def test_what_rows_have_become_is_found_by_a_later_run(results: Results) -> None:
+def test_what_rows_have_become_is_found_by_a_later_run(results):
     memory = results.row_memory(b"settings")
     memory.add([(A, KnownRequest(B, is_sampled=True)), (B, KnownRequest(C, is_sampled=False))])
     assert results.row_memory(b"settings").find([C, B, A]) == {A: (B, True), B: (C, False)}
@@ -47,21 +47,21 @@ VALUES = [
 ]  # fmt: skip
 
 
-def test_rows_with_other_columns_or_other_settings_have_other_digests(results: Results) -> None:
+def test_rows_with_other_columns_or_other_settings_have_other_digests(results):
     digests = [results.row_memory(settings).digest(columns) for settings in (b"one", b"two") for columns in VALUES]
     assert len({*digests}) == 2 * len(VALUES)
     assert [results.row_memory(b"one").digest(deepcopy(columns)) for columns in VALUES] == digests[: len(VALUES)]
     assert results.row_memory(b"one").digest({"a": lambda: 1}) is None
 
 
-def test_damaged_entries_are_not_used(results: Results, tmp_path: Path) -> None:
+def test_damaged_entries_are_not_used(results, tmp_path):
     results.row_memory(b"").add([(A, KnownRequest(B, is_sampled=True)), (B, KnownRequest(C, is_sampled=False))])
     with sqlite3.connect(tmp_path / KNOWN_FILE) as db:
         db.execute("UPDATE rows SET key = ? WHERE row = ?", (C, A))
     assert results.row_memory(b"").find([A, B]) == {B: (C, False)}
 
 
-def test_its_size_is_bounded(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_size_is_bounded(results, monkeypatch):
     monkeypatch.setattr(row_memory, "MAX_ROWS", 3)
     monkeypatch.setattr(row_memory, "_SPARE_ROWS", 0)
     rows = [bytes([i]) * 16 for i in range(5)]
@@ -100,7 +100,7 @@ WINDOWS = pytest.mark.parametrize("window", [None, 4])
 
 
 @WINDOWS
-def test_only_rows_that_are_new_or_changed_are_rendered(runs: Runs, built: list[list[str]], window: int | None) -> None:
+def test_only_rows_that_are_new_or_changed_are_rendered(runs, built, window):
     for rows, expected in (
         (PROMPTS, PROMPTS),
         ([*PROMPTS, "new"], ["new"]),
@@ -114,7 +114,7 @@ def test_only_rows_that_are_new_or_changed_are_rendered(runs: Runs, built: list[
 
 
 @WINDOWS
-def test_a_known_row_without_a_result_runs(runs: Runs, built: list[list[str]], window: int | None) -> None:
+def test_a_known_row_without_a_result_runs(runs, built, window):
     runs.reason = lambda prompt: "timeout" if prompt in ("p1", "p4") else "stop"
     for expected in (PROMPTS, ["p1", "p4"]):
         built.append([])
@@ -123,7 +123,7 @@ def test_a_known_row_without_a_result_runs(runs: Runs, built: list[list[str]], w
     assert runs.texts() == [f"a: {prompt}" for prompt in PROMPTS]
 
 
-def test_rows_of_a_killed_run_are_known_if_the_input_changes(runs: Runs, built: list[list[str]]) -> None:
+def test_rows_of_a_killed_run_are_known_if_the_input_changes(runs, built):
     built.append([])
     answered, _ = runs.run(PROMPTS, most=2)
     built.append([])
@@ -132,7 +132,7 @@ def test_rows_of_a_killed_run_are_known_if_the_input_changes(runs: Runs, built: 
     assert runs.texts() == [f"a: {prompt}" for prompt in [*PROMPTS, "new"]]
 
 
-def test_rows_are_rendered_again_with_other_settings(runs: Runs, built: list[list[str]]) -> None:
+def test_rows_are_rendered_again_with_other_settings(runs, built):
     runs.reason = lambda prompt: "length" if prompt == "p1" else "stop"
     built.append([])
     runs.run(PROMPTS)
@@ -142,9 +142,7 @@ def test_rows_are_rendered_again_with_other_settings(runs: Runs, built: list[lis
     assert built[-1] == PROMPTS
 
 
-def test_a_known_row_that_fails_this_time_fails_with_its_equals(
-    runs: Runs, built: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_known_row_that_fails_this_time_fails_with_its_equals(runs, built, monkeypatch):
     runs.reason = lambda prompt: "timeout" if prompt == "p1" else "stop"
     rows = [*PROMPTS, "p1"]
     built.append([])

@@ -30,7 +30,7 @@ def runs(tmp_path: Path, tiny_model_dir: Path) -> Runs:
 PROMPTS = [f"p{i}" for i in range(40)]
 
 
-def test_an_empty_input_does_not_empty_a_finished_output(runs: Runs) -> None:
+def test_an_empty_input_does_not_empty_a_finished_output(runs):
     runs.run(PROMPTS)
     before = {p.name: p.read_bytes() for p in (runs.output, runs.folder / "o.jsonl.job" / "manifest.json")}
     with pytest.raises(UsageError) as error:
@@ -46,7 +46,7 @@ def test_an_empty_input_does_not_empty_a_finished_output(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_up_to_a_tenth_of_the_rows_may_leave_and_their_results_come_back(runs: Runs, window: int | None) -> None:
+def test_up_to_a_tenth_of_the_rows_may_leave_and_their_results_come_back(runs, window):
     runs.run(PROMPTS, window=window)
     assert runs.run(PROMPTS[:36], window=window)[0] == []
     assert len(runs.rows()) == 36
@@ -58,7 +58,7 @@ def test_up_to_a_tenth_of_the_rows_may_leave_and_their_results_come_back(runs: R
 
 
 @pytest.mark.parametrize("window", [None, 1])
-def test_a_named_column_may_be_missing_in_the_whole_first_window(runs: Runs, window: int | None) -> None:
+def test_a_named_column_may_be_missing_in_the_whole_first_window(runs, window):
     rows = [{"prompt": "p"}, {"prompt": "q"}, {"prompt": "r", "seed": 5}]
     prompts = PromptConfig(row_params=("seed",))
     assert runs.run(rows, window=window, prompts=prompts)[0] == ["p", "q", "r"]
@@ -69,7 +69,7 @@ def test_a_named_column_may_be_missing_in_the_whole_first_window(runs: Runs, win
         runs.run(rows, window=window, prompts=PromptConfig(row_params=("top_k",)), overwrite=True)
 
 
-def test_replacing_some_rows_is_accepted_but_replacing_all_is_refused(runs: Runs) -> None:
+def test_replacing_some_rows_is_accepted_but_replacing_all_is_refused(runs):
     runs.run(PROMPTS)
     changed = [f"{prompt}!" if i % 2 else prompt for i, prompt in enumerate(PROMPTS)]
     assert len(runs.run(changed)[0]) == 20
@@ -78,7 +78,7 @@ def test_replacing_some_rows_is_accepted_but_replacing_all_is_refused(runs: Runs
     assert runs.run(PROMPTS)[0] == []
 
 
-def test_prune_removes_results_without_a_row(runs: Runs) -> None:
+def test_prune_removes_results_without_a_row(runs):
     runs.run(PROMPTS)
     kept = runs.folder / "o.jsonl.job" / "kept.sqlite"
     runs.run(PROMPTS[:38])
@@ -89,7 +89,7 @@ def test_prune_removes_results_without_a_row(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_a_limit_bounds_the_generated_rows_and_removes_no_results(runs: Runs, window: int | None) -> None:
+def test_a_limit_bounds_the_generated_rows_and_removes_no_results(runs, window):
     rows = [*PROMPTS[:20], None, *PROMPTS[20:]]
     assert sorted(runs.run(rows, limit=5, window=window)[0]) == sorted(PROMPTS[:5])
     assert runs.texts() == [f"a: {prompt}" for prompt in PROMPTS[:5]]
@@ -104,7 +104,7 @@ def test_a_limit_bounds_the_generated_rows_and_removes_no_results(runs: Runs, wi
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("limit", [0, 2])
-def test_a_limit_does_not_forget_the_results_of_a_stopped_job(runs: Runs, limit: int, window: int | None) -> None:
+def test_a_limit_does_not_forget_the_results_of_a_stopped_job(runs, limit, window):
     answered, report = runs.run(PROMPTS, most=21)
     assert (len(answered), report) == (21, None)
     runs.run(PROMPTS, limit=limit, window=window)
@@ -113,7 +113,7 @@ def test_a_limit_does_not_forget_the_results_of_a_stopped_job(runs: Runs, limit:
     assert not set(again) & set(answered)
 
 
-def test_rows_with_given_finish_reasons_run_again_on_request(runs: Runs) -> None:
+def test_rows_with_given_finish_reasons_run_again_on_request(runs):
     runs.reason = lambda prompt: {"1": "timeout", "2": "length"}.get(prompt[-1], "stop")
     _, report = runs.run(PROMPTS)
     assert report is not None
@@ -131,7 +131,7 @@ def test_rows_with_given_finish_reasons_run_again_on_request(runs: Runs) -> None
     assert runs.run(PROMPTS, retry=("timeout", "length"))[0] == []
 
 
-def test_a_finished_job_is_recognised_before_a_tokenizer_is_loaded(runs: Runs) -> None:
+def test_a_finished_job_is_recognised_before_a_tokenizer_is_loaded(runs):
     _, first = runs.run(PROMPTS)
     answered, again = runs.run(PROMPTS)
     assert first is not None
@@ -168,7 +168,7 @@ CHANGES: dict[str, tuple[Callable[[Runs], object], dict[str, Any], int | None]] 
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_after_any_change_a_job_is_not_taken_for_finished(change: str, runs: Runs) -> None:
+def test_after_any_change_a_job_is_not_taken_for_finished(change, runs):
     runs.reason = lambda prompt: "length" if prompt[-1] == "2" else "stop"
     runs.run(PROMPTS)
     happens, options, expected = CHANGES[change]
@@ -181,7 +181,7 @@ def test_after_any_change_a_job_is_not_taken_for_finished(change: str, runs: Run
     assert runs.loaded == 2
 
 
-def test_results_without_a_manifest_are_not_discarded(runs: Runs) -> None:
+def test_results_without_a_manifest_are_not_discarded(runs):
     runs.run(PROMPTS, most=21)
     (runs.folder / "o.jsonl.job" / "manifest.json").unlink()
     with pytest.raises(
@@ -296,14 +296,10 @@ def check_any_runs(base: Path, model: Path, examples: int) -> None:
     Machine.TestCase().runTest()
 
 
-def test_over_any_runs_a_completion_is_generated_once_kept_and_of_the_right_model(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
+def test_over_any_runs_a_completion_is_generated_once_kept_and_of_the_right_model(tmp_path, tiny_model_dir):
     check_any_runs(tmp_path, tiny_model_dir, examples(4, 8))
 
 
 @pytest.mark.nightly
-def test_over_many_more_runs_a_completion_is_generated_once_kept_and_of_the_right_model(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
+def test_over_many_more_runs_a_completion_is_generated_once_kept_and_of_the_right_model(tmp_path, tiny_model_dir):
     check_any_runs(tmp_path, tiny_model_dir, 300)

@@ -7,12 +7,11 @@ import random
 import shutil
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from batchgen.assembly import merge_job
-from support.harness import TINY_SPOOL, Case, Job, Running, Runs, read_output
+from support.harness import TINY_SPOOL, Case, Job, Running, read_output
 
 SHARDS = 4
 ROUNDS = 5
@@ -43,9 +42,7 @@ def finish(job: Job, rng: random.Random, kills: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("--temperature", "0.9", "--seed", "7"), ("-n", "2", "--temperature", "0.9")])
-def test_shards_killed_at_random_moments_give_the_output_of_one_run(
-    runs: Runs, tmp_path: Path, options: tuple[str, ...]
-) -> None:
+def test_shards_killed_at_random_moments_give_the_output_of_one_run(runs, tmp_path, options):
     case = Case(options=(*options, "--flush-every", "0"), settings=TINY_SPOOL)
     job = Job(runs, case, tmp_path / "job")
     rng = random.Random(str(options))
@@ -61,7 +58,7 @@ def test_shards_killed_at_random_moments_give_the_output_of_one_run(
 
 
 @pytest.mark.slow
-def test_a_waiting_shard_takes_over_from_a_killed_first_reader(runs: Runs, tmp_path: Path) -> None:
+def test_a_waiting_shard_takes_over_from_a_killed_first_reader(runs, tmp_path):
     job = Job(runs, Case(settings=TINY_SPOOL), tmp_path / "job")
     job.prepare()
     reader = job.start("--shard", "1/2", "--merge", quiet=False, how="SIGSTOP", at=1, only="write out.jsonl.job/shards")
@@ -81,7 +78,7 @@ def test_a_waiting_shard_takes_over_from_a_killed_first_reader(runs: Runs, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "torn"])
-def test_a_merge_killed_at_any_step_of_its_writing_gives_the_usual_output(runs: Runs, tmp_path: Path, how: str) -> None:
+def test_a_merge_killed_at_any_step_of_its_writing_gives_the_usual_output(runs, tmp_path, how):
     job = Job(runs, replace(Case(settings=TINY_SPOOL)), tmp_path / "job")
     job.prepare()
     for number in (1, 2):

@@ -49,7 +49,7 @@ def sorted_requests(folder, requests, limits):
     return made
 
 
-def test_requests_that_fit_one_run_never_touch_the_disk(tmp_path) -> None:
+def test_requests_that_fit_one_run_never_touch_the_disk(tmp_path):
     made = sorted_requests(tmp_path, [request(i, [9 - i, 1]) for i in range(5)], limits(rows=5))
     assert not made.on_disk
     assert [[r.row for r in w] for w in made.windows()] == [[4, 3, 2, 1, 0]]
@@ -57,7 +57,7 @@ def test_requests_that_fit_one_run_never_touch_the_disk(tmp_path) -> None:
     assert list(SortedRequests(tmp_path).windows()) == []
 
 
-def test_a_run_in_memory_is_cut_into_windows_too(tmp_path) -> None:
+def test_a_run_in_memory_is_cut_into_windows_too(tmp_path):
     made = sorted_requests(tmp_path, [request(i, [9 - i, 1]) for i in range(9)], limits(rows=9, window=3))
     assert not made.on_disk
     assert [[r.row for r in w] for w in made.windows()] == [[8, 7, 6], [5, 4, 3, 2], [1, 0]]
@@ -67,7 +67,7 @@ LABELS = {"params": SamplingParams(choices=("a", "b", "c")), "texts": [[4], [5],
 
 
 @pytest.mark.parametrize("rows", [2, 100])
-def test_a_window_is_limited_by_its_labels_and_their_tokens(tmp_path, rows) -> None:
+def test_a_window_is_limited_by_its_labels_and_their_tokens(tmp_path, rows):
     """Each label is planned with the prompt before it: three labels of a prompt of two tokens are ten tokens."""
     requests = [request(i, [9 - i, 1], **LABELS) for i in range(5)]
     for bounds in ({"window": 6}, {"window": 100, "tokens": 20}):
@@ -76,7 +76,7 @@ def test_a_window_is_limited_by_its_labels_and_their_tokens(tmp_path, rows) -> N
         assert [sorted(r.row for r in w) for w in made.windows()] == [[3, 4], [1, 2], [0]]
 
 
-def test_rows_that_arrive_together_are_planned_in_prefix_order_where_their_labels_are_too_many() -> None:
+def test_rows_that_arrive_together_are_planned_in_prefix_order_where_their_labels_are_too_many():
     requests = [request(i, [9 - i, 1], **LABELS) for i in range(5)]
     assert list(bounded_windows(requests, limits(window=15))) == [requests]
     cut = bounded_windows(requests, limits(window=6, batch=1))
@@ -84,14 +84,14 @@ def test_rows_that_arrive_together_are_planned_in_prefix_order_where_their_label
     assert list(bounded_windows([], limits())) == []
 
 
-def test_one_row_more_than_fits_is_sorted_on_disk(tmp_path) -> None:
+def test_one_row_more_than_fits_is_sorted_on_disk(tmp_path):
     made = sorted_requests(tmp_path, [request(i, [9 - i, 1]) for i in range(6)], limits(rows=5))
     assert made.on_disk
     assert [sorted(r.row for r in w) for w in made.windows()] == [[1, 2, 3, 4, 5], [0]]
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(made.digests)
 
 
-def test_lower_priorities_come_first_and_depth_first_order_among_equals(tmp_path) -> None:
+def test_lower_priorities_come_first_and_depth_first_order_among_equals(tmp_path):
     levels = [0.0, -1.5, 3.0, -0.0, 1e300, -1e300, 0.25]
     made = sorted_requests(
         tmp_path, [request(i, [i], priority=p) for i, p in enumerate(levels)], limits(rows=2, batch=1)
@@ -99,7 +99,7 @@ def test_lower_priorities_come_first_and_depth_first_order_among_equals(tmp_path
     assert [r.row for w in made.windows() for r in sorted(w, key=sort_key)] == [5, 1, 0, 3, 6, 2, 4]
 
 
-def test_a_request_comes_back_from_disk_unchanged(tmp_path) -> None:
+def test_a_request_comes_back_from_disk_unchanged(tmp_path):
     own = SamplingParams(temperature=0.1, stop=("\ud800", "b"), seed=-5)
     labels = SamplingParams(choices=("yes", "no"))
     requests = [
@@ -115,7 +115,7 @@ def test_a_request_comes_back_from_disk_unchanged(tmp_path) -> None:
     assert back[4].tokens.dtype == np.int32
 
 
-def test_a_request_longer_than_a_window_gets_its_own_window(tmp_path) -> None:
+def test_a_request_longer_than_a_window_gets_its_own_window(tmp_path):
     made = sorted_requests(
         tmp_path, [request(0, range(50)), request(1, [1]), request(2, range(1, 30))], limits(rows=100, tokens=10)
     )
@@ -135,7 +135,7 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 )
 def test_windows_follow_each_other_in_order_and_hold_every_request_once(
     tmp_path_factory, rows, window, max_tokens, batch, runs
-) -> None:
+):
     folder = tmp_path_factory.mktemp("made")
     requests = [request(i, ids, priority=p) for i, (ids, p) in enumerate(rows)]
     given_limits = limits(window, max_tokens, batch, runs)

@@ -21,21 +21,21 @@ def free(monkeypatch: pytest.MonkeyPatch):
     return has
 
 
-def test_a_disk_with_enough_space_is_not_mentioned(free) -> None:
+def test_a_disk_with_enough_space_is_not_mentioned(free):
     free(3000)
     assert check_space(Path("x.job"), 1000) is None
     free(0)
     assert check_space(Path("x.job"), 0) is None
 
 
-def test_a_disk_that_may_fill_up_is_mentioned(free) -> None:
+def test_a_disk_that_may_fill_up_is_mentioned(free):
     free(2999 << 20)
     assert check_space(Path("x.job"), 1000 << 20) == (
         "the disk of x.job has 2.9 GiB of free space, and the output alone needs 1000.0 MiB: the disk may fill up (finished rows would be kept)"
     )
 
 
-def test_a_job_that_cannot_fit_is_not_begun(free, open_, write_input) -> None:
+def test_a_job_that_cannot_fit_is_not_begun(free, open_, write_input):
     write_input(["a", "b"])
     free(10)
     with pytest.raises(OutputError) as error:
@@ -50,7 +50,7 @@ def test_a_job_that_cannot_fit_is_not_begun(free, open_, write_input) -> None:
     job.close()
 
 
-def test_the_minimum_output_size_is_known_only_from_json_lines_to_json_lines_with_all_columns(write_input) -> None:
+def test_the_minimum_output_size_is_known_only_from_json_lines_to_json_lines_with_all_columns(write_input):
     write_input(["a", "b"])
     source = open_input(["in.jsonl"], format=None, output=None)
     assert min_bytes(source, "o.jsonl", RowForm()) == 32

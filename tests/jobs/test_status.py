@@ -87,29 +87,12 @@ def test_a_stopped_job_tells_the_progress_of_its_last_run(folder):
     assert contents(folder) == before
     assert found.pop("updated")
     assert found == {
-        "schema": "batchgen.status/1",
-        "output": "o.jsonl",
-        "folder": "o.jsonl.job",
-        "state": "stopped",
-        "process": None,
-        "phase": "generating",
-        "rows_passed": None,
-        "seconds": 10.0,
-        "completion_tokens_per_s": 30.0,
-        "rows_per_s": 2.0,
-        "eta_seconds": None,
-        "rows_total": 100,
-        "rows_done": 30,
-        "rows_failed": 2,
-        "rows_kept": 10,
-        "prompt_tokens": 600,
-        "completion_tokens": 300,
-        "finish_reasons": {"stop": 30},
-        "results": 30,
-        "shards": None,
-        "workers": None,
-        "job": None,
-    }
+        "schema": "batchgen.status/1", "output": "o.jsonl", "folder": "o.jsonl.job", "state": "stopped",
+        "process": None, "phase": "generating", "rows_passed": None, "seconds": 10.0,
+        "completion_tokens_per_s": 30.0, "rows_per_s": 2.0, "eta_seconds": None, "rows_total": 100, "rows_done": 30,
+        "rows_failed": 2, "rows_kept": 10, "prompt_tokens": 600, "completion_tokens": 300,
+        "finish_reasons": {"stop": 30}, "results": 30, "shards": None, "workers": None, "job": None,
+    }  # fmt: skip
 
 
 def test_a_running_job_tells_its_process_and_remaining_time(folder):
@@ -173,19 +156,10 @@ def test_a_finished_job_tells_the_figures_of_all_its_runs(folder):
     found = job_status("o.jsonl")
     assert (found["state"], found["process"], found["job"]) == ("finished", None, job)
     assert {name: value for name, value in found.items() if value is not None and name not in ("state", "job")} == {
-        "schema": "batchgen.status/1",
-        "output": "o.jsonl",
-        "folder": "o.jsonl.job",
-        "seconds": 25.5,
-        "completion_tokens_per_s": 50.0,
-        "rows_per_s": 5.0,
-        "rows_total": 100,
-        "rows_done": 100,
-        "rows_failed": 3,
-        "prompt_tokens": 2000,
-        "completion_tokens": 1000,
-        "finish_reasons": {"stop": 97, "error": 3},
-    }
+        "schema": "batchgen.status/1", "output": "o.jsonl", "folder": "o.jsonl.job", "seconds": 25.5,
+        "completion_tokens_per_s": 50.0, "rows_per_s": 5.0, "rows_total": 100, "rows_done": 100, "rows_failed": 3,
+        "prompt_tokens": 2000, "completion_tokens": 1000, "finish_reasons": {"stop": 97, "error": 3},
+    }  # fmt: skip
 
 
 def test_without_progress_the_results_are_counted(folder):

@@ -42,7 +42,7 @@ def check_signals_at_calls(job: Job, rng: random.Random, every: int) -> int:
 
 @pytest.mark.parametrize("grace", slow_but({None}, [None, "0"]))
 @pytest.mark.parametrize("job", slow_but({"spooled"}, ["spooled", "windows"]), indirect=True)
-def test_a_signal_at_any_call_ends_the_run_and_the_next_run_continues(job: Job, grace: str | None) -> None:
+def test_a_signal_at_any_call_ends_the_run_and_the_next_run_continues(job, grace):
     if grace is not None:
         job.case = replace(job.case, options=(*job.case.options, "--grace", grace))
     assert check_signals_at_calls(job, random.Random(3), every=35 if FULL else 200) >= 1
@@ -50,7 +50,7 @@ def test_a_signal_at_any_call_ends_the_run_and_the_next_run_continues(job: Job, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["sampled, spooled"], indirect=True)
-def test_signals_at_random_moments_one_after_the_other_lose_no_row(job: Job) -> None:
+def test_signals_at_random_moments_one_after_the_other_lose_no_row(job):
     rng = random.Random(4)
     kept: list[bytes] = []
     for _ in range(6):
@@ -69,7 +69,7 @@ def test_signals_at_random_moments_one_after_the_other_lose_no_row(job: Job) -> 
 
 
 @pytest.mark.parametrize("job", ["spooled"], indirect=True)
-def test_a_second_signal_stops_at_once_and_loses_no_row(job: Job) -> None:
+def test_a_second_signal_stops_at_once_and_loses_no_row(job):
     job.case = replace(job.case, options=(*job.case.options, "--grace", "600", "--max-tokens", "80", "--ignore-eos"))
     job.prepare()
     running = job.start(how="SIGSTOP", at=1, only=job.results)
@@ -89,9 +89,7 @@ def test_a_second_signal_stops_at_once_and_loses_no_row(job: Job) -> None:
 @pytest.mark.parametrize("grace", [None, "0"])
 @pytest.mark.parametrize("state", ["new", "generated", "changed"])
 @pytest.mark.parametrize("job", CASES, indirect=True)
-def test_a_signal_at_every_call_of_every_job_ends_the_run_and_the_next_run_continues(
-    job: Job, state: str, grace: str | None
-) -> None:
+def test_a_signal_at_every_call_of_every_job_ends_the_run_and_the_next_run_continues(job, state, grace):
     if grace is not None:
         job.case = replace(job.case, options=(*job.case.options, "--grace", grace))
     job.set_up(state)

@@ -14,7 +14,7 @@ import pytest
 from batchgen.jobs.files.disk import write_whole
 
 
-def test_a_file_is_replaced_at_once_and_a_link_stays_a_link(tmp_path: Path) -> None:
+def test_a_file_is_replaced_at_once_and_a_link_stays_a_link(tmp_path):
     (tmp_path / "real.html").write_text("old")
     (tmp_path / "link.html").symlink_to("real.html")
     with (tmp_path / "real.html").open() as before:
@@ -25,9 +25,7 @@ def test_a_file_is_replaced_at_once_and_a_link_stays_a_link(tmp_path: Path) -> N
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link.html", "real.html"]
 
 
-def test_a_file_stays_unchanged_if_its_replacement_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_stays_unchanged_if_its_replacement_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "f.json").write_text("old")
 
     def full(fd: int) -> None:
@@ -39,7 +37,7 @@ def test_a_file_stays_unchanged_if_its_replacement_cannot_be_written(
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("f.json", "old")]
 
 
-def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     read: list[str] = []
     reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()))
@@ -49,7 +47,7 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     assert read == ["text"]
 
 
-def test_the_process_can_write_to_its_own_standard_output(tmp_path: Path) -> None:
+def test_the_process_can_write_to_its_own_standard_output(tmp_path):
     code = (
         "from batchgen.jobs.files.disk import write_whole\n"
         "print('before', flush=True); write_whole('/dev/stdout', 'text\\n'); print('after')\n"
@@ -62,13 +60,13 @@ def test_the_process_can_write_to_its_own_standard_output(tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == ["log"]
 
 
-def test_a_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
+def test_a_replaced_file_keeps_its_permissions(tmp_path):
     (tmp_path / "f.json").touch(mode=0o600)
     write_whole(tmp_path / "f.json", "new")
     assert (tmp_path / "f.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_mounted_file_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mounted_file_is_written_in_place(tmp_path, monkeypatch):
     (tmp_path / "f.json").write_text("old and longer")
 
     def mounted(*_: object) -> None:

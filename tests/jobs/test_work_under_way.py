@@ -111,9 +111,7 @@ SAMPLINGS = {
 
 
 @pytest.mark.parametrize("name", slow_but({"greedy"}, SAMPLINGS))
-def test_a_job_killed_every_few_steps_gives_the_same_output_and_loses_only_the_last_steps_tokens(
-    name: str, jobs: Jobs
-) -> None:
+def test_a_job_killed_every_few_steps_gives_the_same_output_and_loses_only_the_last_steps_tokens(name, jobs):
     whole = jobs.run("whole.jsonl", SAMPLINGS[name])
     jobs.tokens = 0
     report, kills = jobs.run_killed("killed.jsonl", SAMPLINGS[name], steps=25, flush_every=0.0)
@@ -126,9 +124,7 @@ def test_a_job_killed_every_few_steps_gives_the_same_output_and_loses_only_the_l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [5, 1])
-def test_rows_of_500_tokens_killed_every_few_seconds_take_few_more_tokens_by_default(
-    seconds: int, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_500_tokens_killed_every_few_seconds_take_few_more_tokens_by_default(seconds, jobs, monkeypatch):
     sampling = SamplingParams(max_tokens=500, ignore_eos=True, temperature=0.7)
     whole = jobs.run("whole.jsonl", sampling)
     assert whole.stats["completion_tokens"] == 8 * 500
@@ -161,8 +157,8 @@ main()
 @pytest.mark.nightly
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_process_killed_every_5_seconds_takes_at_most_a_tenth_more_tokens_for_the_same_output(
-    how: signal.Signals, tmp_path: Path, tiny_model_dir: Path, command_environment: dict[str, str]
-) -> None:
+    how, tmp_path, tiny_model_dir, command_environment
+):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": f"And {i}"}) + "\n" for i in range(8)))
     words = f"run in.jsonl -m {tiny_model_dir} --max-tokens 500 --ignore-eos --temperature 0.7 --batch-size 4"
 

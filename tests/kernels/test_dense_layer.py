@@ -17,12 +17,8 @@ from batchgen.model.weights.int8 import quantize
 from support.models import build, engine_for, kernels, make_requests, run
 
 SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 200,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
+    "hidden_size": 128, "intermediate_size": 200, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

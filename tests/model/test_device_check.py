@@ -416,13 +416,8 @@ def test_trials_run_again_for_another_version_driver_gpu_model_or_dtype(monkeypa
 def test_the_verdict_depends_on_the_code_that_runs_on_the_device():
     names = {path.name for path in device_check._sources()}
     assert names >= {
-        "triton_kernels.py",
-        "cuda_graphs.py",
-        "cuda_runner.py",
-        "runner.py",
-        "sampler.py",
-        "device_trials.py",
-    }
+        "triton_kernels.py", "cuda_graphs.py", "cuda_runner.py", "runner.py", "sampler.py", "device_trials.py",
+    }  # fmt: skip
 
 
 def test_an_unreadable_verdict_is_replaced(monkeypatch):

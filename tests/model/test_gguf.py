@@ -54,7 +54,7 @@ def model(
 
 
 @torch.inference_mode()
-def test_the_output_is_that_of_transformers_on_the_dequantized_weights(model: tuple[Path, Path]) -> None:
+def test_the_output_is_that_of_transformers_on_the_dequantized_weights(model):
     file, folder = model
     params = SamplingParams(max_tokens=16, temperature=0)
     llm = LLM(file, dtype="float32")
@@ -72,9 +72,7 @@ def test_the_output_is_that_of_transformers_on_the_dequantized_weights(model: tu
 
 
 @pytest.mark.slow
-def test_the_command_shows_no_progress_bar_of_a_library(
-    model: tuple[Path, Path], command_environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_command_shows_no_progress_bar_of_a_library(model, command_environment, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "x"}\n')
     command = [sys.executable, "-m", "batchgen_cli", "run", rows, "--model", model[0], "--max-tokens", "2", "-q"]
@@ -82,7 +80,7 @@ def test_the_command_shows_no_progress_bar_of_a_library(
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_note_tells_the_memory_of_the_weights(model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_tells_the_memory_of_the_weights(model, monkeypatch):
     monkeypatch.setattr("batchgen.model.loader.free_host_memory", lambda: 0)  # so that they stay packed
     file, _ = model
     config = ModelConfig(model=file, device="cpu", dtype="bfloat16", compile="off")
@@ -98,14 +96,12 @@ def test_a_note_tells_the_memory_of_the_weights(model: tuple[Path, Path], monkey
     assert {p.dtype for p in loaded.module.parameters()} == {torch.bfloat16}
 
 
-def test_a_16_bit_file_runs_in_its_own_dtype_and_others_in_bfloat16(model: tuple[Path, Path]) -> None:
+def test_a_16_bit_file_runs_in_its_own_dtype_and_others_in_bfloat16(model):
     hf_config = load_tokenizer(ModelConfig(model=model[0])).hf_config
     assert str(hf_config.dtype).removeprefix("torch.") == ("float16" if "F16" in model[0].name else "bfloat16")
 
 
-def test_a_job_runs_on_a_folder_with_a_gguf_file_and_recognizes_it_again(
-    model: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_job_runs_on_a_folder_with_a_gguf_file_and_recognizes_it_again(model, tmp_path):
     file, _ = model
     folder = tmp_path / "model"
     folder.mkdir()
@@ -119,7 +115,7 @@ def test_a_job_runs_on_a_folder_with_a_gguf_file_and_recognizes_it_again(
     assert model_identity(ModelConfig(model=folder)) == model_identity(ModelConfig(model=file))
 
 
-def test_a_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path):
     part = tmp_path / "m-00001-of-00002.gguf"
     part.write_bytes(b"GGUF" + bytes(30))
     web = tmp_path / "web.gguf"
@@ -140,7 +136,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path: Path) -
         assert str(e.value) == message
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("batchgen.model_files.find_spec", lambda name: None)
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF" + bytes(30))
@@ -153,14 +149,8 @@ def blocks_of(kind: str, numbers: np.random.Generator) -> np.ndarray[Any, Any]:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     places = {
-        "Q2_K": (80, 82),
-        "Q3_K": (108,),
-        "Q6_K": (208,),
-        "TQ1_0": (52,),
-        "TQ2_0": (64,),
-        "MXFP4": (),
-        "IQ1_M": (),
-    }
+        "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": (), "IQ1_M": (),
+    }  # fmt: skip
     minima = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
     size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
     blocks = numbers.integers(0, 256, (8, 4, size), dtype=np.uint8)
@@ -173,7 +163,7 @@ def blocks_of(kind: str, numbers: np.random.Generator) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.filterwarnings("ignore")
-def test_the_numbers_of_packed_blocks_are_those_of_the_package_gguf_to_the_last_bit(kind: str) -> None:
+def test_the_numbers_of_packed_blocks_are_those_of_the_package_gguf_to_the_last_bit(kind):
     from gguf import GGMLQuantizationType, dequantize
 
     data = blocks_of(kind, np.random.default_rng(0))

@@ -77,7 +77,7 @@ def tokens(model: Any, **options: Any) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", slow_but({"llama"}, MODELS))
-def test_tokens_equal_those_of_the_model_rounded_in_plain_torch(name: str, tmp_path: Path) -> None:
+def test_tokens_equal_those_of_the_model_rounded_in_plain_torch(name, tmp_path):
     written = build(name)
     written.save_pretrained(tmp_path)
     reference = rounded(written)
@@ -89,7 +89,7 @@ def test_tokens_equal_those_of_the_model_rounded_in_plain_torch(name: str, tmp_p
 
 
 @pytest.mark.slow
-def test_the_language_model_of_a_multimodal_checkpoint_is_quantized(tmp_path: Path) -> None:
+def test_the_language_model_of_a_multimodal_checkpoint_is_quantized(tmp_path):
     written = text_model("gemma3")
     written.save_pretrained(tmp_path)
     reference = rounded(whole_model(written))
@@ -97,7 +97,7 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_quantized(tmp_path: Pa
     assert tokens(load(tmp_path)) == expected
 
 
-def test_a_row_has_bitwise_the_same_logits_in_every_batch(tmp_path: Path) -> None:
+def test_a_row_has_bitwise_the_same_logits_in_every_batch(tmp_path):
     build("llama").save_pretrained(tmp_path)
     model = load(tmp_path)
     requests = make_requests(PROMPTS, LENGTHS, logprobs=3)
@@ -108,7 +108,7 @@ def test_a_row_has_bitwise_the_same_logits_in_every_batch(tmp_path: Path) -> Non
 
 
 @torch.inference_mode()
-def test_the_cost_is_the_divergence_from_the_unquantized_model(tmp_path: Path) -> None:
+def test_the_cost_is_the_divergence_from_the_unquantized_model(tmp_path):
     written = build("llama")
     written.save_pretrained(tmp_path)
     model = load(tmp_path)
@@ -134,7 +134,7 @@ def test_the_cost_is_the_divergence_from_the_unquantized_model(tmp_path: Path) -
     )
 
 
-def test_without_texts_a_note_says_that_the_cost_was_not_measured(tmp_path: Path) -> None:
+def test_without_texts_a_note_says_that_the_cost_was_not_measured(tmp_path):
     build("llama").save_pretrained(tmp_path)
     model = load(tmp_path, texts=())
     assert (model.quantization["rows"], model.quantization["mean_kl"], model.quantization["equal_tokens"]) == (
@@ -145,7 +145,7 @@ def test_without_texts_a_note_says_that_the_cost_was_not_measured(tmp_path: Path
     assert "was not measured" in model.notes[-1]
 
 
-def test_the_embedding_the_head_and_narrow_layers_are_not_quantized(tmp_path: Path) -> None:
+def test_the_embedding_the_head_and_narrow_layers_are_not_quantized(tmp_path):
     written = build("llama")
     written.save_pretrained(tmp_path)
     model = load(tmp_path)
@@ -159,7 +159,7 @@ def test_the_embedding_the_head_and_narrow_layers_are_not_quantized(tmp_path: Pa
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_w8a8_checkpoint_keeps_its_own_integer_weights(dtype: str, tmp_path: Path) -> None:
+def test_a_w8a8_checkpoint_keeps_its_own_integer_weights(dtype, tmp_path):
     pytest.importorskip("compressed_tensors")
     make("W8A8", tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
@@ -182,7 +182,7 @@ def test_a_w8a8_checkpoint_keeps_its_own_integer_weights(dtype: str, tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_w8a8_checkpoint_with_an_adapter_gets_new_scales_from_its_merged_weights(tmp_path: Path) -> None:
+def test_a_w8a8_checkpoint_with_an_adapter_gets_new_scales_from_its_merged_weights(tmp_path):
     """The checkpoint's own scales would clip what the adapter adds to the largest weights."""
     pytest.importorskip("compressed_tensors")
     peft = pytest.importorskip("peft")
@@ -207,34 +207,34 @@ def test_a_w8a8_checkpoint_with_an_adapter_gets_new_scales_from_its_merged_weigh
         ({"device_map": "auto"}, "--quantize int8 is for the CPU so far; leave it out, or use --device cpu"),
     ],
 )
-def test_options_that_int8_does_not_support_are_refused(options: dict[str, Any], said: str) -> None:
+def test_options_that_int8_does_not_support_are_refused(options, said):
     config = ModelConfig(model="m", quantize="int8", **options)
     with pytest.raises(ModelError) as refused:
         check_int8(config, AutoConfig.for_model("llama"), torch.device(options.get("device", "cpu")))
     assert str(refused.value) == said
 
 
-def test_a_model_without_layers_to_quantize_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_layers_to_quantize_is_refused(tmp_path):
     build("gpt2").save_pretrained(tmp_path)  # its layers are Conv1D of transformers
     said = r"^--quantize int8: none of the model's linear layers can be packed in 8 bits; leave it out$"
     with pytest.raises(ModelError, match=said):
         load(tmp_path)
 
 
-def test_equal_logits_have_a_divergence_of_exactly_zero() -> None:
+def test_equal_logits_have_a_divergence_of_exactly_zero():
     made = Quantized(1, 1, 2, 3)
     logits = torch.tensor([[0.1, 0.7, -0.3], [3.1, -0.7, 0.2]])
     assert str(int8._compared(made, [logits], [logits + 1e-3], 0.0).mean_kl) == "0.0"
 
 
-def test_a_model_quantized_by_torchao_is_refused() -> None:
+def test_a_model_quantized_by_torchao_is_refused():
     hf_config = AutoConfig.for_model("llama", quantization_config={"quant_method": "torchao"})
     with pytest.raises(ModelError, match=r"^the model 'm' is quantized already \(torchao\); leave --quantize out$"):
         check_int8(ModelConfig(model="m", quantize="int8"), hf_config, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", slow_but((), ["llama", "gemma2"]))
-def test_without_kernels_tokens_are_the_same_through_onednn(name: str, tmp_path: Path) -> None:
+def test_without_kernels_tokens_are_the_same_through_onednn(name, tmp_path):
     if not sums_are_exact():
         pytest.skip("oneDNN's sums are not exact on this processor")
     written = build(name)
@@ -251,7 +251,7 @@ def test_without_kernels_tokens_are_the_same_through_onednn(name: str, tmp_path:
     assert tokens(model) == expected
 
 
-def test_without_a_compiler_a_head_tied_to_the_embedding_is_not_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_a_head_tied_to_the_embedding_is_not_quantized(monkeypatch):
     if not sums_are_exact():
         pytest.skip("oneDNN's sums are not exact on this processor")
 
@@ -265,9 +265,7 @@ def test_without_a_compiler_a_head_tied_to_the_embedding_is_not_quantized(monkey
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_without_kernels_and_without_exact_sums_int8_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_kernels_and_without_exact_sums_int8_is_refused(tmp_path, monkeypatch):
     build("llama").save_pretrained(tmp_path)
     monkeypatch.setattr(
         loader.KernelBuild, "wait", lambda _: (None, ("no C++ compiler (g++) was found; plain torch runs",))
@@ -281,7 +279,7 @@ def test_without_kernels_and_without_exact_sums_int8_is_refused(
     )
 
 
-def test_by_default_nothing_is_quantized(tmp_path: Path) -> None:
+def test_by_default_nothing_is_quantized(tmp_path):
     build("llama").save_pretrained(tmp_path)
     model = load(tmp_path, quantize="none")
     assert model.quantization is None

@@ -69,7 +69,7 @@ def tokens(model: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", slow_but(("plain", "DoRA", "head tied"), (*KINDS, *(f"{kind} tied" for kind in TIED))))
-def test_the_output_is_that_of_peft(kind: str, tmp_path: Path) -> None:
+def test_the_output_is_that_of_peft(kind, tmp_path):
     settings = {"tie_word_embeddings": kind.endswith(" tied")}
     plain = [expect(build("llama", **settings), p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     adapted = write(build("llama", **settings), tmp_path, **KINDS[kind.removesuffix(" tied")])
@@ -84,13 +84,13 @@ def test_the_output_is_that_of_peft(kind: str, tmp_path: Path) -> None:
     assert float((want - got).abs().max()) < 1e-5 * float(want.abs().max())
 
 
-def test_an_adapter_of_a_multimodal_checkpoint_is_merged_into_its_language_model(tmp_path: Path) -> None:
+def test_an_adapter_of_a_multimodal_checkpoint_is_merged_into_its_language_model(tmp_path):
     adapted = write(text_model("gemma3"), tmp_path)
     expected = [expect(adapted, p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     assert tokens(load(tmp_path)) == expected
 
 
-def test_llm_takes_an_adapter(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_llm_takes_an_adapter(tmp_path, tiny_model_dir):
     reference = write(AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32), tmp_path)
     prompt = PROMPTS[0]
     expected = reference.generate(
@@ -110,7 +110,7 @@ def refusal(folder: Path, **options: Any) -> str:
     return str(e.value)
 
 
-def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     write(build("llama"), tmp_path)
     shutil.rmtree(tmp_path / "model")
     build("llama", num_hidden_layers=1).save_pretrained(tmp_path / "model")
@@ -120,7 +120,7 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert "cannot be merged: " in refusal(tmp_path)
 
 
-def test_an_adapter_of_separate_experts_is_merged_into_a_joint_tensor(tmp_path: Path) -> None:
+def test_an_adapter_of_separate_experts_is_merged_into_a_joint_tensor(tmp_path):
     """Older adapters name the modules that transformers 4 had for each expert."""
     model = build("mixtral")
     model.save_pretrained(tmp_path / "model")
@@ -147,7 +147,7 @@ def test_an_adapter_of_separate_experts_is_merged_into_a_joint_tensor(tmp_path: 
     assert tokens(load(tmp_path)) == expected
 
 
-def test_an_adapter_with_older_names_that_peft_converts_is_merged(tmp_path: Path) -> None:
+def test_an_adapter_with_older_names_that_peft_converts_is_merged(tmp_path):
     adapted = write(text_model("gemma3"), tmp_path)
     expected = [expect(adapted, p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
@@ -156,7 +156,7 @@ def test_an_adapter_with_older_names_that_peft_converts_is_merged(tmp_path: Path
     assert tokens(load(tmp_path)) == expected
 
 
-def test_an_adapter_with_older_names_of_multimodal_models_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_an_adapter_with_older_names_of_multimodal_models_is_refused_with_the_reason(tmp_path):
     write(text_model("qwen2_5_vl"), tmp_path)
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
     old = {name.replace("model.language_model.layers", "model.layers"): t for name, t in load_file(weights).items()}
@@ -166,7 +166,7 @@ def test_an_adapter_with_older_names_of_multimodal_models_is_refused_with_the_re
     )
 
 
-def test_an_adapter_that_lacks_tensors_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_that_lacks_tensors_is_refused(tmp_path):
     """peft would only warn and leave the modules without tensors unchanged."""
     write(build("llama", num_hidden_layers=1), tmp_path)
     shutil.rmtree(tmp_path / "model")
@@ -197,9 +197,7 @@ def test_an_adapter_that_lacks_tensors_is_refused(tmp_path: Path) -> None:
         ("adapter_model.safetensors", None, "is cut: it has "),
     ],
 )
-def test_a_damaged_adapter_is_refused_before_the_model_is_loaded(
-    file: str, content: bytes | None, message: str, tmp_path: Path
-) -> None:
+def test_a_damaged_adapter_is_refused_before_the_model_is_loaded(file, content, message, tmp_path):
     write(build("llama"), tmp_path)
     path = tmp_path / "adapter" / file
     path.write_bytes(path.read_bytes()[:-50] if content is None else content)
@@ -208,7 +206,7 @@ def test_a_damaged_adapter_is_refused_before_the_model_is_loaded(
         adapter_folder(str(tmp_path / "adapter"))
 
 
-def test_an_adapter_that_starts_only_after_certain_tokens_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_that_starts_only_after_certain_tokens_is_refused(tmp_path):
     write(build("llama"), tmp_path)
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"alora_invocation_tokens": [7, 8]}))
@@ -217,7 +215,7 @@ def test_an_adapter_that_starts_only_after_certain_tokens_is_refused(tmp_path: P
     )
 
 
-def test_an_adapter_of_another_kind_or_without_weights_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_of_another_kind_or_without_weights_is_refused(tmp_path):
     write(build("llama"), tmp_path)
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"peft_type": "IA3"}))
@@ -228,7 +226,7 @@ def test_an_adapter_of_another_kind_or_without_weights_is_refused(tmp_path: Path
     )
 
 
-def test_an_adapter_folder_that_does_not_exist_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
+def test_an_adapter_folder_that_does_not_exist_is_not_looked_up_on_the_hub(tmp_path):
     write(build("llama"), tmp_path)
     (tmp_path / "adapter").rename(tmp_path / "other")
     assert refusal(tmp_path) == (
@@ -236,13 +234,13 @@ def test_an_adapter_folder_that_does_not_exist_is_not_looked_up_on_the_hub(tmp_p
     )
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
     write(build("llama"), tmp_path)
     monkeypatch.setattr("batchgen.model.weights.lora.find_spec", lambda name: None)
     assert refusal(tmp_path) == "--lora needs the package peft; pip install 'batchgen-llm[lora]'"
 
 
-def test_the_adapter_is_part_of_a_jobs_identity(tmp_path: Path) -> None:
+def test_the_adapter_is_part_of_a_jobs_identity(tmp_path):
     write(build("llama"), tmp_path)
     with_it = ModelConfig(model=str(tmp_path / "model"), lora=str(tmp_path / "adapter"))
     before = model_identity(with_it)

@@ -122,7 +122,7 @@ def test_memory_without_room_for_two_states_is_refused():
 
 @pytest.mark.parametrize("batch_size", [1, 8, 100])
 @pytest.mark.parametrize("state", [1, 7, 64, 150])
-def test_a_request_fits_the_memory_that_its_error_asks_for(batch_size: int, state: int) -> None:
+def test_a_request_fits_the_memory_that_its_error_asks_for(batch_size, state):
     model = model_with(LAYERS, states={2: StateShape(0, 1, (4, 64, state))})
 
     def given(memory: str) -> Any:

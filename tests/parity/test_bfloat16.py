@@ -18,7 +18,7 @@ ERROR_WITHOUT_KERNELS = 1.1
     "name",
     slow_but({"llama"}, ["llama", "qwen2", "qwen3", "gemma2", "mistral/sliding_window", "olmo2", "phi3", "cohere2"]),
 )
-def test_the_rounding_error_is_no_larger_than_that_of_transformers(name: str) -> None:
+def test_the_rounding_error_is_no_larger_than_that_of_transformers(name):
     if kernels() is None:
         pytest.skip("the kernels cannot be compiled here")
     found = bfloat16(Bench(torch.device("cpu"), tiny=True), name)
@@ -29,7 +29,7 @@ def test_the_rounding_error_is_no_larger_than_that_of_transformers(name: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_without_our_kernels_the_rounding_error_is_at_most_a_tenth_larger(name: str) -> None:
+def test_without_our_kernels_the_rounding_error_is_at_most_a_tenth_larger(name):
     found = bfloat16(Bench(torch.device("cpu"), tiny=True), name, compiled=False)
     assert found["attention"] == "cascade"
     assert 0 < found["error"] <= ERROR_WITHOUT_KERNELS * found["error_of_transformers"]

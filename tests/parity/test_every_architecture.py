@@ -68,7 +68,7 @@ def _params(shapes: list[str], quick: Collection[str] | None = None) -> list[obj
 
 
 @pytest.mark.parametrize("name", _params(sorted(SHAPES), CORE))
-def test_tokens_and_logits_equal_those_of_generate(name: str) -> None:
+def test_tokens_and_logits_equal_those_of_generate(name):
     model, expected = packed_model(name), expected_of(name)
     largest = max(float(e.logits.abs().max()) for e in expected)
     requests = make_requests(PROMPTS, LENGTHS)
@@ -98,7 +98,7 @@ WRONG_OPTIONS: dict[str, Callable[[LayerOptions], LayerOptions]] = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", _params(sorted(SHAPES)))
-def test_leaving_out_an_option_of_attention_changes_the_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_out_an_option_of_attention_changes_the_logits(name, monkeypatch):
     model, expected = packed_model(name), expected_of(name)
     largest = max(float(e.logits.abs().max()) for e in expected)
     attend = StepAttention.__call__
@@ -117,18 +117,18 @@ def test_leaving_out_an_option_of_attention_changes_the_logits(name: str, monkey
 
 
 @pytest.mark.parametrize("name", _params(sorted(VERIFIED)))
-def test_no_verified_architecture_is_refused_with_its_default_config(name: str) -> None:
+def test_no_verified_architecture_is_refused_with_its_default_config(name):
     assert refusal(AutoConfig.for_model(name)) is None
 
 
-def test_exactly_the_verified_architectures_are_tested_here() -> None:
+def test_exactly_the_verified_architectures_are_tested_here():
     assert {name.split("/")[0] for name in SHAPES} == VERIFIED
     assert len(VERIFIED) >= 80
     assert not VERIFIED & set(REFUSED)
 
 
 @pytest.mark.parametrize("name", _params(sorted(REFUSED)))
-def test_an_architecture_that_cannot_be_exact_is_refused_with_the_reason(name: str) -> None:
+def test_an_architecture_that_cannot_be_exact_is_refused_with_the_reason(name):
     config = SimpleNamespace(model_type=name)
     assert not is_verified(config)
     with pytest.raises(ModelError) as e:
@@ -137,7 +137,7 @@ def test_an_architecture_that_cannot_be_exact_is_refused_with_the_reason(name: s
 
 
 @pytest.mark.slow
-def test_every_text_architecture_of_transformers_is_verified_or_refused() -> None:
+def test_every_text_architecture_of_transformers_is_verified_or_refused():
     unknown = candidates() - VERIFIED - set(REFUSED)
     if _number(INSTALLED) > _number(VERIFIED_ON[-1]):
         return  # newer architectures check themselves when they are loaded

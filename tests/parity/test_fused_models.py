@@ -55,7 +55,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", _params())
-def test_logits_in_float32_differ_only_by_rounding(name: str) -> None:
+def test_logits_in_float32_differ_only_by_rounding(name):
     model = build(name)
     plain = _logits(model)
     fuse(model)
@@ -65,7 +65,7 @@ def test_logits_in_float32_differ_only_by_rounding(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["llama", "qwen2", "qwen3", "gemma2", "phi3", "olmo2", "granite", "gpt_neox/plain", "cohere2"]
 )
-def test_logits_in_bfloat16_differ_by_no_more_than_their_rounding_error(name: str) -> None:
+def test_logits_in_bfloat16_differ_by_no_more_than_their_rounding_error(name):
     model = build(name).bfloat16()
     exact = _logits(copy.deepcopy(model).float())
     plain = _logits(model)
@@ -76,7 +76,7 @@ def test_logits_in_bfloat16_differ_by_no_more_than_their_rounding_error(name: st
     assert float((fused - plain).abs().max()) <= 1.5 * spread
 
 
-def test_the_parts_of_common_models_are_found() -> None:
+def test_the_parts_of_common_models_are_found():
     """Fails when a change in transformers hides a part from us, which would only make the model slower."""
     found = {name: dict(fuse(build(name))) for name in ("llama", "qwen3", "gemma2", "phi3", "olmo2", "gpt_neox/plain")}
     assert found == {

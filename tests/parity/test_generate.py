@@ -77,7 +77,7 @@ def _tokens(results: Iterable[object]) -> list[list[int]]:
     indirect=True,
     ids=str,
 )
-def test_output_equals_generate(expected: list[list[int]], request: pytest.FixtureRequest) -> None:
+def test_output_equals_generate(expected, request):
     name = request.node.callspec.params["expected"]
     requests = make_requests(PROMPTS, LENGTHS)
     prefill_tokens = plan_prefixes([r.tokens for r in requests], CHUNK).prefill_tokens_min
@@ -90,7 +90,7 @@ def test_output_equals_generate(expected: list[list[int]], request: pytest.Fixtu
 
 
 @pytest.mark.parametrize("name", slow_but((), ["llama", "gpt2"]))
-def test_output_does_not_change_when_memory_is_short(name: str) -> None:
+def test_output_does_not_change_when_memory_is_short(name):
     count = 16 if FULL else 6
     prompts, lengths = PROMPTS[:count], [40 + 3 * i for i in range(16 - count, 16)]
     expected = [generate(reference_model(name), p, n) for p, n in zip(prompts, lengths, strict=True)]
@@ -108,14 +108,14 @@ def test_output_does_not_change_when_memory_is_short(name: str) -> None:
 
 
 @pytest.mark.parametrize("expected", ["llama"], indirect=True, ids=str)
-def test_output_does_not_change_without_sharing(expected: list[list[int]]) -> None:
+def test_output_does_not_change_without_sharing(expected):
     engine = engine_for(packed_model("llama"))
     assert _tokens(run(engine, make_requests(PROMPTS, LENGTHS), share=False)) == expected
     assert engine.stats.prefill_tokens == sum(map(len, PROMPTS))
 
 
 @pytest.mark.parametrize("expected", ["llama", "qwen3"], indirect=True, ids=str)
-def test_output_does_not_depend_on_the_windows(expected: list[list[int]], request: pytest.FixtureRequest) -> None:
+def test_output_does_not_depend_on_the_windows(expected, request):
     engine = engine_for(packed_model(request.node.callspec.params["expected"]))
     requests = make_requests(PROMPTS, LENGTHS)
     results = [r for start in range(0, len(requests), 9) for r in run(engine, requests[start : start + 9])]
@@ -124,7 +124,7 @@ def test_output_does_not_depend_on_the_windows(expected: list[list[int]], reques
     assert engine.stats.prefill_tokens < 0.5 * whole  # nodes of one window serve the next
 
 
-def test_end_of_text_tokens_end_a_completion_as_in_generate() -> None:
+def test_end_of_text_tokens_end_a_completion_as_in_generate():
     model, prompts = reference_model("llama"), PROMPTS[:12]
     free = [generate(model, p, 12) for p in prompts]
     eos = (free[0][3], free[1][0], free[2][11])
@@ -147,14 +147,7 @@ tokens = st.integers(0, 2)  # few different tokens, so that prompts share and co
     step=st.sampled_from([4, 11, None]),
     blocks=st.sampled_from([None, 2, 4]),
 )
-def test_output_equals_generate_on_random_trees(
-    prompts: list[list[int]],
-    lengths: list[int],
-    chunk: int,
-    batch: int | None,
-    step: int | None,
-    blocks: int | None,
-) -> None:
+def test_output_equals_generate_on_random_trees(prompts, lengths, chunk, batch, step, blocks):
     lengths = lengths[: len(prompts)]
     want = [generate(reference_model("llama"), p, n) for p, n in zip(prompts, lengths, strict=True)]
     requests = make_requests(prompts, lengths)

@@ -14,7 +14,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.mark.skipif(
     not transformers.__version__.startswith(f"{VERIFIED_ON[-1]}."), reason="made with the newest version verified"
 )
-def test_a_page_about_models_equals_what_its_script_writes(name: str) -> None:
+def test_a_page_about_models_equals_what_its_script_writes(name):
     spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

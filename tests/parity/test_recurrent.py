@@ -87,9 +87,7 @@ def name_of(request: pytest.FixtureRequest) -> str:
 
 
 @each_family
-def test_a_tree_five_deep_is_prefilled_once_with_every_setting(
-    expected: list[list[int]], request: pytest.FixtureRequest
-) -> None:
+def test_a_tree_five_deep_is_prefilled_once_with_every_setting(expected, request):
     engines = some_of(("in small slices", "a step ahead"), ENGINES)
     for how, options in engines.items():
         engine = engine_for(packed_model(name_of(request)), **options)
@@ -101,9 +99,7 @@ def test_a_tree_five_deep_is_prefilled_once_with_every_setting(
 
 @pytest.mark.parametrize("policy", [pytest.param(p, marks=[pytest.mark.slow] * (p != "prefix")) for p in POLICIES])
 @each_family
-def test_output_does_not_change_when_memory_is_short(
-    expected: list[list[int]], policy: str, request: pytest.FixtureRequest
-) -> None:
+def test_output_does_not_change_when_memory_is_short(expected, policy, request):
     model = packed_model(name_of(request))
     whole = engine_for(model, policy=policy)
     run(whole, make_requests(PROMPTS, LENGTHS))
@@ -118,7 +114,7 @@ def test_output_does_not_change_when_memory_is_short(
 
 
 @pytest.mark.parametrize("name", slow_but({"lfm2"}, RECURRENT_SHAPES))
-def test_preempted_sequences_continue_from_the_nearest_state(name: str) -> None:
+def test_preempted_sequences_continue_from_the_nearest_state(name):
     rng, count = random.Random(4), 12 if FULL else 6
     root = random_tokens(rng, 50)
     prompts = [root + random_tokens(rng, rng.randint(1, 20)) for _ in range(count)]
@@ -137,7 +133,7 @@ def test_preempted_sequences_continue_from_the_nearest_state(name: str) -> None:
 
 
 @pytest.mark.parametrize("batch_size", slow_but({3}, [1, 3, 8]))
-def test_one_state_slot_per_level_of_the_tree_and_per_sequence_is_enough(batch_size: int) -> None:
+def test_one_state_slot_per_level_of_the_tree_and_per_sequence_is_enough(batch_size):
     """With that many slots, no token is run twice."""
     expected = [generate(reference_model("mamba2"), p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     model = packed_model("mamba2")  # whose memory is for states alone
@@ -158,9 +154,7 @@ def test_one_state_slot_per_level_of_the_tree_and_per_sequence_is_enough(batch_s
 
 
 @each_family
-def test_later_windows_continue_from_the_states_that_are_kept(
-    expected: list[list[int]], request: pytest.FixtureRequest
-) -> None:
+def test_later_windows_continue_from_the_states_that_are_kept(expected, request):
     engine = engine_for(packed_model(name_of(request)))
     order = sorted(range(len(PROMPTS)), key=PROMPTS.__getitem__)  # prefix order, as for a whole file
     requests = make_requests(PROMPTS, LENGTHS)
@@ -175,9 +169,7 @@ def test_later_windows_continue_from_the_states_that_are_kept(
 
 
 @pytest.mark.parametrize("name", slow_but({"lfm2"}, ["qwen3_5_text", "falcon_h1", "lfm2", "jamba"]))
-def test_a_step_that_runs_out_of_memory_after_changing_states_is_split(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_runs_out_of_memory_after_changing_states_is_split(name, monkeypatch):
     expected = [generate(reference_model(name), p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     model = packed_model(name)
     forward, sizes = model.module.forward, []
@@ -204,7 +196,7 @@ def test_a_step_that_runs_out_of_memory_after_changing_states_is_split(
 @pytest.mark.parametrize(
     "name", slow_but({"mamba", "qwen3_5_text"}, ["mamba", "mamba2", "jamba", "qwen3_5_text", "minimax"])
 )
-def test_logits_in_bfloat16_differ_from_float32_only_by_rounding(name: str) -> None:
+def test_logits_in_bfloat16_differ_from_float32_only_by_rounding(name):
     """Mamba keeps its residual in float32 beside bfloat16 weights."""
     prompts = [random_tokens(random.Random(6), n) for n in (3, 20, 70)]
     exact = [expect(reference_model(name), p, 1) for p in prompts]
@@ -217,7 +209,7 @@ def test_logits_in_bfloat16_differ_from_float32_only_by_rounding(name: str) -> N
         assert float((last[place] - logits.float()).norm() / last[place].norm()) < 0.1
 
 
-def test_logits_that_are_not_numbers_fail_only_their_own_row() -> None:
+def test_logits_that_are_not_numbers_fail_only_their_own_row():
     """One sequence after another uses the same state slots, so a NaN must not stay in one."""
     model = packed_model("qwen3_5_text", compiled=False)
     embedding = model.module.get_input_embeddings().weight

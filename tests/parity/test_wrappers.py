@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -48,7 +47,7 @@ def tokenizer_of(config: object) -> LoadedTokenizer:
 
 
 @pytest.mark.parametrize("name", _params())
-def test_text_equals_that_of_the_wrappers_own_generate(name: str, tmp_path: Path) -> None:
+def test_text_equals_that_of_the_wrappers_own_generate(name, tmp_path):
     written = text_model(name)
     whole = whole_model(written)
     expected = [expect(whole, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
@@ -70,7 +69,7 @@ def test_text_equals_that_of_the_wrappers_own_generate(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", _params())
-def test_parts_that_text_does_not_need_are_left_out(name: str) -> None:
+def test_parts_that_text_does_not_need_are_left_out(name):
     model = text_model(name)
     left_out = [part.name for part in model.modules() if isinstance(part, Absent)]
     assert left_out or name == "mistral4"
@@ -83,7 +82,7 @@ SMALL = {"fast_vlm", "mistral4", "perception_lm"}
 """These have nothing but a language model, or their vision part needs timm, which tests do without."""
 
 
-def test_at_least_sixty_wrappers_are_verified_and_all_are_tested() -> None:
+def test_at_least_sixty_wrappers_are_verified_and_all_are_tested():
     assert set(TEXTS) == WRAPPERS
     assert len(WRAPPERS & with_text_config()) >= 60
     assert with_text_config() <= WRAPPERS | set(REFUSED)
@@ -91,7 +90,7 @@ def test_at_least_sixty_wrappers_are_verified_and_all_are_tested() -> None:
     assert {inner for inner, _ in TEXTS.values() if inner} - {shape.split("/")[0] for shape in SHAPES} == INNER
 
 
-def test_the_language_model_inside_decides_whether_a_wrapper_is_verified() -> None:
+def test_the_language_model_inside_decides_whether_a_wrapper_is_verified():
     plain = config_of("llava")
     assert is_verified(plain)
     plain.text_config = AutoConfig.for_model("xlstm")
@@ -101,7 +100,7 @@ def test_the_language_model_inside_decides_whether_a_wrapper_is_verified() -> No
     assert not is_verified(alone)
 
 
-def test_only_the_text_part_of_a_checkpoint_that_speaks_is_loaded(tmp_path: Path) -> None:
+def test_only_the_text_part_of_a_checkpoint_that_speaks_is_loaded(tmp_path):
     written = text_model("qwen2_5_omni_thinker")
     config = AutoConfig.for_model("qwen2_5_omni", thinker_config=written.config.to_dict())
     assert is_verified(config)

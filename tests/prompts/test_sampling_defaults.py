@@ -12,13 +12,8 @@ from batchgen.prompts import PromptBuilder, load_tokenizer
 from batchgen.sampling_params import SamplingParams
 
 QWEN = {
-    "do_sample": True,
-    "temperature": 0.6,
-    "top_p": 0.95,
-    "top_k": 20,
-    "repetition_penalty": 1.05,
-    "eos_token_id": 1,
-}
+    "do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05, "eos_token_id": 1,
+}  # fmt: skip
 ASKED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
 
 

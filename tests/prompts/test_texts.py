@@ -139,17 +139,9 @@ OF_OPENAI = {
     "n": 1, "stream": False, "logprobs": False, "top_logprobs": None, "user": "u", "response_format": {"type": "text"}, "tool_choice": "none",
 }  # fmt: skip
 CSV = (
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "choices",
-    "regex",
-    "json_schema",
-    "n",
-    "logprobs",
-    "guided_choice",
+    "stop", "stop_token_ids", "ignore_eos", "choices", "regex", "json_schema", "n", "logprobs", "guided_choice",
     "max_completion_tokens",
-)
+)  # fmt: skip
 PLAIN = ("temperature", "top_p", "seed")
 LONG_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"b": 1, "a": 2}}}
 HALF = SamplingParams(temperature=0.5, top_p=0.9, max_tokens=7)

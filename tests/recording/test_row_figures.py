@@ -37,14 +37,8 @@ def test_rows_are_counted_by_how_they_ended():
     }
     assert (found["prompt_tokens"]["count"], found["prompt_tokens"]["max"]) == (7, 10)  # the failed row is in no length
     assert found["completion_tokens"]["bins"] == [
-        [2, 3, 6],
-        [3, 4, 0],
-        [4, 5, 0],
-        [5, 6, 0],
-        [6, 7, 0],
-        [7, 8, 0],
-        [8, 9, 1],
-    ]
+        [2, 3, 6], [3, 4, 0], [4, 5, 0], [5, 6, 0], [6, 7, 0], [7, 8, 0], [8, 9, 1],
+    ]  # fmt: skip
 
 
 def test_labels_are_counted_with_their_probabilities():

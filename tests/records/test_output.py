@@ -41,15 +41,11 @@ def test_columns_with_the_name_of_a_result_field_get_a_prefix():
     assert (
         out
         == {
-            "id": 4,
-            "input_input_text": "t",
-            "input_error": "e",
-            "input_score": 1,
-            "input_token_ids": 2,
+            "id": 4, "input_input_text": "t", "input_error": "e", "input_score": 1, "input_token_ids": 2,
             "input_text": "i",
         }
         | TAIL
-    )
+    )  # fmt: skip
 
 
 def test_keep_selects_the_carried_columns():

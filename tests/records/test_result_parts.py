@@ -99,27 +99,17 @@ def test_completions_are_written_as_choices_in_order():
 
 def test_the_probabilities_of_a_label_are_in_the_order_of_the_choices():
     assert row_of(LABEL, token_ids=True) == {
-        "id": 4,
-        "text": "no",
-        "finish_reason": "stop",
-        "usage": {"prompt_tokens": 4, "completion_tokens": 0},
-        "choice_probs": {"yes": 0.1, "no": 0.7, "-": 0.2},
-        "token_ids": [],
-        "error": None,
-    }
+        "id": 4, "text": "no", "finish_reason": "stop", "usage": {"prompt_tokens": 4, "completion_tokens": 0},
+        "choice_probs": {"yes": 0.1, "no": 0.7, "-": 0.2}, "token_ids": [], "error": None,
+    }  # fmt: skip
     assert list(row_of(LABEL)["choice_probs"]) == ["yes", "no", "-"]
 
 
 def test_a_scored_row_has_neither_text_nor_finish_reason():
     assert row_of(SCORED, token_ids=True) == {
-        "id": 4,
-        "text": None,
-        "finish_reason": None,
-        "usage": {"prompt_tokens": 4, "completion_tokens": 0},
-        "score": {"logprob": -12.25, "tokens": 5, "greedy": False},
-        "token_ids": None,
-        "error": None,
-    }
+        "id": 4, "text": None, "finish_reason": None, "usage": {"prompt_tokens": 4, "completion_tokens": 0},
+        "score": {"logprob": -12.25, "tokens": 5, "greedy": False}, "token_ids": None, "error": None,
+    }  # fmt: skip
 
 
 def test_token_ids_of_completions_are_null_if_an_earlier_output_had_none():

@@ -63,16 +63,8 @@ def test_the_index_and_the_types_of_pandas_come_back(tmp_path, written):
         out = pd.read_parquet(written("i.parquet"))
         as_read(table, out)
         assert list(out.columns) == [
-            "id",
-            "number",
-            "kind",
-            "input_text",
-            "text",
-            "finish_reason",
-            "usage",
-            "truncated",
-            "error",
-        ]
+            "id", "number", "kind", "input_text", "text", "finish_reason", "usage", "truncated", "error",
+        ]  # fmt: skip
         assert out["text"].tolist() == ["t"] * 3
 
 

@@ -122,14 +122,8 @@ def test_the_plan_is_drawn_with_its_memory_and_shards():
     assert data["memory"] == [("weights", 2048), ("KV of the longest row", 512), ("KV of all rows, shared", 1024)]
     found = parsed(page(data))
     assert found.headings == [
-        "in.jsonl",
-        "Prefix tree",
-        "The chosen node",
-        "Below it",
-        "Memory",
-        "Shards",
-        "All figures",
-    ]
+        "in.jsonl", "Prefix tree", "The chosen node", "Below it", "Memory", "Shards", "All figures",
+    ]  # fmt: skip
     assert (
         found.labels["memory-chart"]
         == "weights: 2.0 KiB; KV of the longest row: 512 B; KV of all rows, shared: 1.0 KiB."

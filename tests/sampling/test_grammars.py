@@ -62,7 +62,7 @@ def takes(tokenizer: Any, params: SamplingParams, text: str) -> bool:
         (r"<\|end\|>", "<|end|>", "<"),
     ],
 )
-def test_a_regex_matches_the_whole_text(tokenizer: Any, pattern: str, whole: str, other: str) -> None:
+def test_a_regex_matches_the_whole_text(tokenizer, pattern, whole, other):
     assert takes(tokenizer, SamplingParams(regex=pattern), whole)
     assert not takes(tokenizer, SamplingParams(regex=pattern), other)
 
@@ -137,9 +137,7 @@ def test_a_regex_matches_the_whole_text(tokenizer: Any, pattern: str, whole: str
         ('{"oneOf": [{"type": "integer"}, {"minimum": 5, "type": "number"}]}', ["1", "5.5", "6"], ["4.5"]),
     ],
 )
-def test_a_json_schema_allows_valid_values_only(
-    tokenizer: Any, schema: str, valid: list[str], other: list[str]
-) -> None:
+def test_a_json_schema_allows_valid_values_only(tokenizer, schema, valid, other):
     params = SamplingParams(json_schema=schema, json_whitespace=True)
     assert [text for text in valid if not takes(tokenizer, params, text)] == []
     assert [text for text in other if takes(tokenizer, params, text)] == []
@@ -161,7 +159,7 @@ def test_a_json_schema_allows_valid_values_only(
         ("\ud800", "it is not Unicode"),
     ],
 )
-def test_the_fault_of_a_regex_is_named(tokenizer: Any, pattern: str, why: str) -> None:
+def test_the_fault_of_a_regex_is_named(tokenizer, pattern, why):
     vocabulary = Vocabulary(tokenizer, len(tokenizer))
     for _ in range(2):  # the second time from the cache
         assert vocabulary.grammar(SamplingParams(regex=pattern)).fault == f"regex cannot be used: {why}"
@@ -191,13 +189,13 @@ def test_the_fault_of_a_regex_is_named(tokenizer: Any, pattern: str, why: str) -
         ),
     ],
 )
-def test_the_fault_of_a_json_schema_is_named(tokenizer: Any, schema: str, why: str) -> None:
+def test_the_fault_of_a_json_schema_is_named(tokenizer, schema, why):
     with pytest.raises(ValueError) as failure:
         check(tokenizer, SamplingParams(json_schema=schema))
     assert str(failure.value) == f"json_schema cannot be used: {why}"
 
 
-def test_min_properties_up_to_the_required_ones_can_be_enforced(tokenizer: Any) -> None:
+def test_min_properties_up_to_the_required_ones_can_be_enforced(tokenizer):
     for schema in (
         '{"type": "object", "required": ["a", "b"], "minProperties": 2}',
         '{"properties": {"minProperties": {"type": "integer"}}, "enum": [{"minProperties": 7}]}',
@@ -205,11 +203,11 @@ def test_min_properties_up_to_the_required_ones_can_be_enforced(tokenizer: Any) 
         check(tokenizer, SamplingParams(json_schema=schema))
 
 
-def test_without_a_grammar_nothing_is_checked() -> None:
+def test_without_a_grammar_nothing_is_checked():
     Vocabulary(object(), 3).check(SamplingParams())
 
 
-def test_without_llguidance_the_extra_is_named(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llguidance_the_extra_is_named(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     for params in (SamplingParams(regex="a"), SamplingParams(json_schema="{")):
         with pytest.raises(UsageError) as failure:
@@ -220,7 +218,7 @@ def test_without_llguidance_the_extra_is_named(tokenizer: Any, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_llguidance_is_not_imported_before_the_first_grammar() -> None:
+def test_llguidance_is_not_imported_before_the_first_grammar():
     program = "import sys, batchgen.sampling.constraints; print('llguidance' in sys.modules)"
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
@@ -228,7 +226,7 @@ def test_llguidance_is_not_imported_before_the_first_grammar() -> None:
 
 
 @pytest.mark.parametrize("kind", ["WordPiece", "CTC", "BPEDecoder", "Strip", None])
-def test_a_tokenizer_whose_tokens_are_not_the_bytes_of_its_text_is_refused(kind: str | None) -> None:
+def test_a_tokenizer_whose_tokens_are_not_the_bytes_of_its_text_is_refused(kind):
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -244,7 +242,7 @@ def test_a_tokenizer_whose_tokens_are_not_the_bytes_of_its_text_is_refused(kind:
         )
 
 
-def test_the_token_bytes_of_a_metaspace_tokenizer_are_those_of_its_decoder(tokenizer: Any) -> None:
+def test_the_token_bytes_of_a_metaspace_tokenizer_are_those_of_its_decoder(tokenizer):
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -259,13 +257,13 @@ def test_the_token_bytes_of_a_metaspace_tokenizer_are_those_of_its_decoder(token
 _ONE = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
 
 
-def test_json_is_written_without_white_space(tokenizer: Any) -> None:
+def test_json_is_written_without_white_space(tokenizer):
     assert takes(tokenizer, SamplingParams(json_schema=_ONE), '{"a":1}')
     for spaced in ('{"a": 1}', '{ "a":1}', '{"a":1 }', '{\n"a":1}'):
         assert not takes(tokenizer, SamplingParams(json_schema=_ONE), spaced)
 
 
-def test_white_space_in_json_is_allowed_on_request_up_to_a_limit(tokenizer: Any) -> None:
+def test_white_space_in_json_is_allowed_on_request_up_to_a_limit(tokenizer):
     """Without the limit, a weak model may write nothing but white space."""
     params = SamplingParams(json_schema=_ONE, json_whitespace=True)
     assert takes(tokenizer, params, '{\n    "a": 1\n}')
@@ -275,7 +273,7 @@ def test_white_space_in_json_is_allowed_on_request_up_to_a_limit(tokenizer: Any)
     assert takes(tokenizer, SamplingParams(json_schema=own), '{"a": 1}')
 
 
-def test_a_schema_with_and_without_white_space_has_two_grammars(tokenizer: Any) -> None:
+def test_a_schema_with_and_without_white_space_has_two_grammars(tokenizer):
     vocabulary = Vocabulary(tokenizer, len(tokenizer))
     spaced = vocabulary.grammar(SamplingParams(json_schema=_ONE, json_whitespace=True))
     assert vocabulary.grammar(SamplingParams(json_schema=_ONE)) is not spaced

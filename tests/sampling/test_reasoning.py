@@ -26,7 +26,7 @@ def of_kind(format: Any, kind: str) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", TAGS, ids=lambda f: f.close)
 @pytest.mark.parametrize("opened", [True, False])
-def test_thoughts_and_answer_are_split_for_any_kind_of_marks(format: Any, kind: str, opened: bool) -> None:
+def test_thoughts_and_answer_are_split_for_any_kind_of_marks(format, kind, opened):
     if kind == "none" and not format.open.isascii():
         return
     tokenizer = of_kind(format, kind)
@@ -41,7 +41,7 @@ def test_thoughts_and_answer_are_split_for_any_kind_of_marks(format: Any, kind: 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", TAGS, ids=lambda f: f.close)
-def test_a_cut_completion_has_text_only_after_the_end_of_its_thoughts(format: Any, kind: str) -> None:
+def test_a_cut_completion_has_text_only_after_the_end_of_its_thoughts(format, kind):
     if kind == "none" and not format.open.isascii():
         return
     tokenizer = of_kind(format, kind)
@@ -59,31 +59,31 @@ def test_a_cut_completion_has_text_only_after_the_end_of_its_thoughts(format: An
             assert "Yes 🙂.".startswith(text.rstrip("\ufffd"))
 
 
-def test_a_completion_that_does_not_think_is_an_answer() -> None:
+def test_a_completion_that_does_not_think_is_an_answer():
     tokenizer = make(plain=("<think>", "</think>"))
     assert run(tokenizer, "q", f"Yes.{EOS}") == ("Yes.", None, 0, "stop")
     assert run(tokenizer, "q<think>\n\n</think>\n\n", f"Yes.{EOS}") == ("Yes.", None, 0, "stop")
     assert run(tokenizer, "q", "<thin air>", max_tokens=6) == ("<thin ", None, 0, "length")
 
 
-def test_empty_thoughts_are_none_unless_they_are_cut() -> None:
+def test_empty_thoughts_are_none_unless_they_are_cut():
     tokenizer = make(special=("<think>", "</think>"))
     assert run(tokenizer, "q", f"<think>\n\n</think>\n\nYes.{EOS}")[:2] == ("Yes.", None)
     assert run(tokenizer, "q<think>", f"</think>Yes.{EOS}") == ("Yes.", None, 1, "stop")
     assert run(tokenizer, "q", "<think>Hm.</think>Yes.", max_tokens=1) == (None, "", 1, "length")
 
 
-def test_marks_earlier_in_the_prompt_do_not_open_thoughts() -> None:
+def test_marks_earlier_in_the_prompt_do_not_open_thoughts():
     tokenizer = make(plain=("<think>", "</think>"))
     assert run(tokenizer, "<think>a</think>b" + "x" * 40, f"Yes.{EOS}")[:2] == ("Yes.", None)
 
 
-def test_marks_in_the_text_of_a_prompt_do_not_open_thoughts() -> None:
+def test_marks_in_the_text_of_a_prompt_do_not_open_thoughts():
     tokenizer = make(plain=("<think>", "</think>"))
     assert run(tokenizer, "What does <think> mean?\n", f"It opens.{EOS}") == ("It opens.", None, 0, "stop")
 
 
-def test_unopened_thoughts_and_thoughts_begun_by_the_prompt_are_found_by_their_end() -> None:
+def test_unopened_thoughts_and_thoughts_begun_by_the_prompt_are_found_by_their_end():
     for tokenizer in (make(plain=("<think>", "</think>")), make(special=("<think>", "</think>"))):
         assert run(tokenizer, "q", f"Hm.</think>\n\nYes.{EOS}")[:2] == ("Yes.", "Hm.")
         assert run(tokenizer, "q<think>I should", f" look.</think>Yes.{EOS}")[:2] == ("Yes.", "look.")
@@ -93,12 +93,12 @@ def test_unopened_thoughts_and_thoughts_begun_by_the_prompt_are_found_by_their_e
     assert run(closed, "q<think>\n\n</think>\n\n", said)[:2] == ("The mark is </think>.", None)
 
 
-def test_reasoning_off_leaves_the_thoughts_in_the_text() -> None:
+def test_reasoning_off_leaves_the_thoughts_in_the_text():
     tokenizer = make(plain=("<think>", "</think>"))
     assert run(tokenizer, "q<think>", f"a</think>b{EOS}", reasoning="off") == ("a</think>b", None, 0, "stop")
 
 
-def test_stop_strings_count_only_in_the_answer() -> None:
+def test_stop_strings_count_only_in_the_answer():
     for tokenizer in (make(plain=("<think>", "</think>")), make(template="<think></think>")):
         found = run(tokenizer, "q<think>", f"one. two.</think>three. four.{EOS}", stop=(". ",))
         assert found[:2] == ("three", "one. two.")
@@ -110,7 +110,7 @@ def test_stop_strings_count_only_in_the_answer() -> None:
 PROMPT = "<|start|>user<|message|>q<|end|><|start|>assistant"
 
 
-def test_all_harmony_channels_except_the_final_one_are_thoughts() -> None:
+def test_all_harmony_channels_except_the_final_one_are_thoughts():
     tokenizer = make(special=HARMONY_TOKENS)
     assert thinking_format(tokenizer) is HARMONY
     whole = (
@@ -125,7 +125,7 @@ def test_all_harmony_channels_except_the_final_one_are_thoughts() -> None:
     assert run(tokenizer, PROMPT, coded)[0] == '{"a":1}'
 
 
-def test_harmony_cut_before_its_final_channel_has_no_text() -> None:
+def test_harmony_cut_before_its_final_channel_has_no_text():
     tokenizer = make(special=HARMONY_TOKENS)
     whole = "<|channel|>analysis<|message|>Think 🙂.<|end|><|start|>assistant<|channel|>final<|message|>2."
     ids = tokenizer.encode(whole, add_special_tokens=False)
@@ -138,12 +138,12 @@ def test_harmony_cut_before_its_final_channel_has_no_text() -> None:
             assert (text, reasoning, tokens) == ("2."[: most - len(ids) + 2], "Think 🙂.", len(ids) - 2)
 
 
-def test_a_prompt_that_opens_the_final_channel_is_answered_at_once() -> None:
+def test_a_prompt_that_opens_the_final_channel_is_answered_at_once():
     tokenizer = make(special=HARMONY_TOKENS)
     assert run(tokenizer, PROMPT + "<|channel|>final<|message|>", "Hi.<|return|>")[:3] == ("Hi.", None, 0)
 
 
-def test_a_tokenizer_without_marks_has_no_format() -> None:
+def test_a_tokenizer_without_marks_has_no_format():
     assert thinking_format(make(template="{{ messages }}")) is None
     assert run(make(), "q<think>", f"a</think>b{EOS}") == ("a</think>b", None, 0, "stop")
 
@@ -157,7 +157,7 @@ def test_a_tokenizer_without_marks_has_no_format() -> None:
         ("{{ message.content }}", {}),
     ],
 )
-def test_the_switch_that_turns_thinking_off_is_found_in_the_template(template: str, off: dict[str, bool]) -> None:
+def test_the_switch_that_turns_thinking_off_is_found_in_the_template(template, off):
     assert thinking_off(template) == off
 
 
@@ -165,9 +165,7 @@ def test_the_switch_that_turns_thinking_off_is_found_in_the_template(template: s
     ("format", "first", "later"),
     [(HARMONY, HARMONY.close, f"<|end|><|start|>assistant{HARMONY.close}"), (FORMATS[1], "</think>", "</think>")],
 )
-def test_the_text_that_ends_thoughts_closes_the_message_of_a_channel_that_has_begun(
-    format: Any, first: str, later: str
-) -> None:
+def test_the_text_that_ends_thoughts_closes_the_message_of_a_channel_that_has_begun(format, first, later):
     stream = ThoughtStream(format, "<|start|>assistant<think>", chr)
     assert stream.ending == first
     stream.append(ord("x"))

@@ -25,14 +25,9 @@ CPU = torch.device("cpu")
 PROMPT = np.array([3, 5, 5, 9], dtype=np.int32)
 GENERATED = [1, 7, 7, 40]
 ON = {
-    "temperature": 0.7,
-    "top_k": 11,
-    "top_p": 0.83,
-    "min_p": 0.06,
-    "repetition_penalty": 1.3,
-    "presence_penalty": 0.37,
-    "frequency_penalty": -0.21,
-}
+    "temperature": 0.7, "top_k": 11, "top_p": 0.83, "min_p": 0.06, "repetition_penalty": 1.3,
+    "presence_penalty": 0.37, "frequency_penalty": -0.21,
+}  # fmt: skip
 OFF = {"temperature": 1.0}
 COMBINATIONS = [
     SamplingParams(**OFF | dict(itertools.compress(ON.items(), switches)))

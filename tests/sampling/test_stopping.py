@@ -346,7 +346,7 @@ def test_decoding_step_by_step_equals_decoding_everything_again(case):
     assert got == expected(name, prompt, tokens, max_tokens, strings, ends=() if ignore_eos else (EOS,))
 
 
-def test_a_repeating_completion_is_ended_only_with_max_repeats() -> None:
+def test_a_repeating_completion_is_ended_only_with_max_repeats():
     tokenizer = make(plain=("<think>", "</think>"))
     ended = complete(tokenizer, "q", "Well, " + "ab" * 50, max_repeats=4)
     assert (ended.finish_reason, ended.text) == ("repetition", "Well, " + "ab" * 16)

@@ -84,7 +84,7 @@ FORMATS = {
 @pytest.mark.parametrize("family", FORMATS)
 @pytest.mark.parametrize("thoughts", ["", "Hm, <b> é.</think>\n\n"])
 @pytest.mark.parametrize("beside", ["", "I will look."])
-def test_tool_calls_are_read_in_the_format_of_each_family(family: str, thoughts: str, beside: str) -> None:
+def test_tool_calls_are_read_in_the_format_of_each_family(family, thoughts, beside):
     mark, written = FORMATS[family]
     tokenizer = make(template=mark + ("<think></think>" if thoughts else ""))
     prompt = "q<think>" if thoughts else "q"
@@ -98,7 +98,7 @@ def test_tool_calls_are_read_in_the_format_of_each_family(family: str, thoughts:
 
 
 @pytest.mark.parametrize("family", FORMATS)
-def test_tool_calls_cut_before_the_end_token_stay_text(family: str) -> None:
+def test_tool_calls_cut_before_the_end_token_stay_text(family):
     mark, written = FORMATS[family]
     tokenizer = make(template=mark)
     size = len(tokenizer.encode(written))
@@ -121,12 +121,12 @@ def test_tool_calls_cut_before_the_end_token_stay_text(family: str) -> None:
         "",
     ],
 )
-def test_an_answer_without_a_readable_call_stays_unchanged(answer: str) -> None:
+def test_an_answer_without_a_readable_call_stays_unchanged(answer):
     stopper = complete(make(template="<tool_call>"), "q", answer + EOS, tools=json.dumps(TOOLS))
     assert (stopper.tool_calls("c"), stopper.text) == ((), answer)
 
 
-def test_a_row_without_tools_has_no_calls() -> None:
+def test_a_row_without_tools_has_no_calls():
     mark, written = FORMATS["Hermes, Qwen 3"]
     stopper = complete(make(template=mark), "q", written + EOS)
     assert (stopper.tool_calls("c"), stopper.text) == ((), written)
@@ -137,7 +137,7 @@ LLAMA = make(
 )
 
 
-def test_an_answer_that_is_a_json_object_is_a_call_if_it_names_a_tool() -> None:
+def test_an_answer_that_is_a_json_object_is_a_call_if_it_names_a_tool():
     written = json.dumps({"name": "weather", "parameters": ARGUMENTS})
     for before in ("", "<|python_tag|>"):
         stopper = complete(LLAMA, "q", before + written + EOS, tools=json.dumps(TOOLS))
@@ -160,7 +160,7 @@ THOUGHT = "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant"
     ],
 )
 @pytest.mark.parametrize("thought", [True, False])
-def test_harmony_messages_to_functions_are_calls_and_not_thoughts(header: str, thought: bool) -> None:
+def test_harmony_messages_to_functions_are_calls_and_not_thoughts(header, thought):
     tokenizer = make(special=HARMONY_TOKENS)
     assert tool_format(tokenizer) is HARMONY_CALLS
     written = (THOUGHT if thought else "") + header + J + "<|call|>"
@@ -175,7 +175,7 @@ def test_harmony_messages_to_functions_are_calls_and_not_thoughts(header: str, t
     assert unsplit.text == ("analysisThink." if thought else "")
 
 
-def test_a_function_that_is_only_named_in_harmony_thoughts_is_not_called() -> None:
+def test_a_function_that_is_only_named_in_harmony_thoughts_is_not_called():
     thought = "<|channel|>analysis<|message|>Either to=functions.news or weather.<|end|><|start|>assistant"
     header = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
     stopper = complete(make(special=HARMONY_TOKENS), PROMPT, thought + header + J + "<|call|>", tools=json.dumps(TOOLS))
@@ -183,7 +183,7 @@ def test_a_function_that_is_only_named_in_harmony_thoughts_is_not_called() -> No
     assert (stopper.text, stopper.reasoning) == ("", "Either to=functions.news or weather.")
 
 
-def test_a_checkpoint_may_define_its_own_format() -> None:
+def test_a_checkpoint_may_define_its_own_format():
     tokenizer = make(template="<tool_call>")
     tokenizer.response_template = {
         "start_anchor": "<bot>",
@@ -203,12 +203,12 @@ def test_a_checkpoint_may_define_its_own_format() -> None:
     assert (call.name, json.loads(call.arguments), stopper.text) == ("weather", ARGUMENTS, "Yes.")
 
 
-def test_a_template_without_a_known_mark_has_no_format() -> None:
+def test_a_template_without_a_known_mark_has_no_format():
     assert tool_format(make(template="{{ tools }}")) is None
 
 
 @pytest.mark.parametrize("family", FORMATS)
-def test_broken_answers_never_raise(family: str) -> None:
+def test_broken_answers_never_raise(family):
     mark, written = FORMATS[family]
     known: Any = tool_format(make(template=mark))
     for at in range(len(written)):

@@ -16,14 +16,9 @@ from support.models import packed_model
 from support.shapes import SHAPES
 
 MIXERS = (
-    "gated delta rule",
-    "Kimi delta attention",
-    "Mamba2",
-    "Mamba",
-    "RG-LRU",
-    "lightning attention",
+    "gated delta rule", "Kimi delta attention", "Mamba2", "Mamba", "RG-LRU", "lightning attention",
     "compressed convolutional attention",
-)
+)  # fmt: skip
 ROPES = {
     "dynamic": "dynamic NTK", "linear": "linear rope", "llama3": "Llama 3 rope", "longrope": "LongRoPE",
     "proportional": "proportional rope", "yarn": "YaRN",
