@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -80,21 +79,6 @@ def test_multi_label_probabilities_are_independent(tmp_path):
     for result, probs in zip(results, want, strict=True):
         assert list(result.choice_probs.values()) == pytest.approx(probs, abs=1e-5)
         assert result.text == LABELS[int(probs.argmax())]
-
-
-@pytest.mark.parametrize("model", ["classifier", "reward_model"])
-def test_parquet_has_the_columns_of_the_head(cli, request, model, write_jsonl, tmp_path):
-    path, folder = write_jsonl([{"prompt": p} for p in PROMPTS]), request.getfixturevalue(model)
-    assert cli("run", path, "-m", folder, "--classify", "-o", tmp_path / "o.parquet", "-q").code == 0
-    table, logits = pq.read_table(tmp_path / "o.parquet"), logits_of(folder, PROMPTS)
-    if model == "reward_model":
-        assert table["reward"].to_pylist() == pytest.approx(logits[:, 0], abs=1e-5)
-        assert "choice_probs" not in table.schema.names
-    else:
-        assert dict(table["choice_probs"][0].as_py()) == pytest.approx(
-            dict(zip(LABELS, softmax(logits)[0], strict=True)), abs=1e-5
-        )
-        assert "reward" not in table.schema.names
 
 
 def test_a_conversation_goes_through_the_chat_template(reward_model):

@@ -228,24 +228,6 @@ def test_a_configuration_with_an_unsupported_setting_is_refused(cli, write_jsonl
     assert refused.err.count("batchgen: error:") == 1
 
 
-def test_an_encoder_is_refused(cli, write_jsonl, tmp_path):
-    folder = save_embedder(tmp_path / "m")
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(settings | {"is_causal": False}))
-    for command in ("run", "plan"):
-        refused = cli(command, write_jsonl([{"prompt": "a"}]), "-m", folder, "--embed")
-        assert refused.code == 1
-        assert "they are encoders, in which a token also sees the tokens after it" in refused.err
-
-
-def test_a_row_with_an_unsupported_sampling_parameter_fails_alone(last):
-    rows = [{"prompt": "a", "sampling_params": {"n": 2}}, {"prompt": "a", "sampling_params": {"temperature": 1.0}}]
-    with LLM(last, task="embed") as llm:
-        bad, good = llm.embed(rows)
-    assert (bad.error_type, bad.error_message) == ("unsupported_parameter", "n cannot be combined with --embed")
-    assert good.error_type is None
-
-
 def test_a_prompt_of_the_model_cannot_be_put_before_token_ids(tmp_path, write_jsonl, read_jsonl, cli):
     folder = save_embedder(tmp_path / "m", prompt_name="query")
     rows = write_jsonl([{"prompt": [5, 6, 7]}, {"prompt": "abc"}])

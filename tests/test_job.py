@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, PromptConfig, SamplingParams, job_status, run_job
+from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, job_status, run_job
 from batchgen.errors import InputCorrupt, Interrupted, OutputLocked, TooManyErrors, UsageError
 from support.progress import Recorder, in_phase, interrupt, rows_done
 
@@ -174,13 +174,6 @@ def test_rows_that_come_are_counted_once_the_first_window_is_the_whole_input(
     progress = Recorder()
     run_job(config_of(tiny_model_dir, write_jsonl(prompts(3)), window=window), progress)
     assert {now.rows_total for now in progress.seen if now.phase == "generating"} == {total}
-
-
-def test_before_a_row_is_done_its_tokens_count_as_a_part_of_the_most_that_it_may_have(tiny_model_dir, write_jsonl):
-    progress = Recorder()
-    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
-    run_job(config_of(tiny_model_dir, write_jsonl(prompts(1)), sampling=sampling), progress)
-    assert [now.rows_under_way for now in progress.seen if now.phase == "generating"][1:9] == [n / 8 for n in range(8)]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -345,11 +338,6 @@ def test_a_second_run_on_the_same_output_is_refused(tiny_model_dir, write_jsonl)
     assert run_job(config, Recorder(rows_done(2), second)).exit_code == 0
     assert len(seen) == 1
     assert str(seen[0]).startswith(f"another run holds {config.output} (process {os.getpid()} on ")
-
-
-def test_the_report_equals_the_figures_in_the_job_folder(tiny_model_dir, write_jsonl):
-    report: JobReport = run_job(config_of(tiny_model_dir, write_jsonl(prompts(2))))
-    assert json.loads(Path(f"{report.output}.job", "stats.json").read_text()) == report.stats
 
 
 @pytest.mark.parametrize("window", [None, 2])

@@ -184,36 +184,6 @@ def test_a_running_model_cannot_be_closed(tiny_model_dir):
     llm.close()
 
 
-def test_several_completions_have_their_own_logprobs(tiny_model_dir):
-    llm = LLM(str(tiny_model_dir))
-    params = SamplingParams(max_tokens=5, n=3, temperature=1.0, logprobs=2, ignore_eos=True)
-    (result,) = llm.generate([SHARED], params)
-    assert result.text == result.completions[0].text
-    assert len({c.token_ids for c in result.completions}) == 3
-    for completion in result.completions:
-        assert completion.logprobs is not None
-        assert [t.token_id for t in completion.logprobs] == list(completion.token_ids)
-        for token in completion.logprobs:
-            assert len(token.top) == 2
-            assert token.top[0].logprob >= token.top[1].logprob
-            assert token.logprob <= token.top[0].logprob
-
-
-def test_a_score_is_the_sum_of_the_texts_logprobs(tiny_model_dir):
-    llm = LLM(str(tiny_model_dir))
-    (written,) = llm.generate([SHARED], SamplingParams(max_tokens=5, logprobs=0, ignore_eos=True))
-    first, second = llm.score([SHARED, SHARED], [str(written.text), "zq!"])
-    assert first.score is not None
-    assert second.score is not None
-    if first.score.tokens == 5:  # the text has the tokens that were sampled
-        assert first.score.greedy
-        logprobs = written.completions[0].logprobs
-        assert first.score.logprob == pytest.approx(sum(t.logprob for t in logprobs or ()), abs=1e-3)
-    assert second.score.tokens == 3
-    assert -200 < second.score.logprob < 0
-    assert (second.score.greedy, second.text, second.finish_reason) == (False, None, None)
-
-
 def test_completions_with_a_grammar_match_it_beside_others_without_one(tiny_model_dir):
     pytest.importorskip("llguidance")
     llm = LLM(str(tiny_model_dir), engine=EngineConfig(debug=True))
@@ -238,20 +208,6 @@ def test_completions_with_a_grammar_match_it_beside_others_without_one(tiny_mode
     llm.run()
     assert results[0].text == free[0].text
     assert results[1].text in ("ab", "cd")
-
-
-def test_a_completion_with_a_grammar_is_the_same_after_preemption(tiny_model_dir):
-    pytest.importorskip("llguidance")
-    params = SamplingParams(regex="([a-z]{3} ){20}", temperature=1.0, max_tokens=90)
-    prompts = [f"{i}" * 30 for i in range(4)]
-    large = LLM(str(tiny_model_dir))
-    want = large.generate(prompts, params)
-    block = large.engine.sizes.bytes_per_token * large.engine.sizes.block_size
-    small = LLM(str(tiny_model_dir), engine=EngineConfig(debug=True, kv_memory=f"{block * 6}B"))
-    got = small.generate(prompts, params)
-    assert small.stats.preemptions > 0
-    assert [r.text for r in got] == [r.text for r in want]
-    assert all(r.finish_reason == "stop" for r in got)
 
 
 def test_a_closed_model_is_freed_at_once(tiny_model_dir):

@@ -218,20 +218,6 @@ def test_the_chat_template_is_applied_as_by_the_hf_model(models):
     assert ours.tokenizer_name == theirs.tokenizer_name
 
 
-def test_the_harness_can_cache_answers(models, tmp_path, monkeypatch):
-    from lm_eval.api.model import CacheHook, CachingLM
-
-    _, ours = models
-    cached = CachingLM(ours, str(tmp_path / "cache.db"))
-    try:
-        of = requests("loglikelihood", ("a", " b"), ("a", " c"))
-        first = cached.loglikelihood(of)
-        monkeypatch.setattr(ours, "llm", None)  # nothing runs any more
-        assert [tuple(answer) for answer in cached.loglikelihood(of)] == first
-    finally:
-        ours.set_cache_hook(CacheHook(None))
-
-
 def test_requests_that_cannot_run_raise_one_clear_error(models, model_dir):
     from batchgen.lm_eval import BatchgenLM
 
@@ -278,13 +264,6 @@ def test_only_the_harness_own_default_device_may_be_missing(model_dir):
     assert BatchgenLM(str(model_dir), device="cuda:0", kv_memory="16MiB").llm.engine.device == "cpu"
     with pytest.raises(ModelError, match=r"--device cuda:1: this machine has no CUDA device"):
         BatchgenLM(str(model_dir), device="cuda:1")
-
-
-def test_a_model_that_cannot_be_loaded_ends_the_command_with_one_line(tasks, command_environment):
-    done = run_harness(tasks, command_environment, "--model_args", "pretrained=/nowhere")
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("batchgen: error: model folder '/nowhere' does not exist; ")
 
 
 def test_the_command_runs_a_task(tasks, model_dir, tmp_path, command_environment):

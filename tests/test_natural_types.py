@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchgen import LLM, EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job, run_job
+from batchgen import LLM, JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job, run_job
 from batchgen.errors import ModelError
 
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -94,84 +93,12 @@ def test_parameters_may_be_a_dict_with_names_of_openai_and_vllm(llm):
     assert label.text in ("yes", "no")
 
 
-def test_parameters_may_contain_lists(llm):
-    llm.generate("a", SamplingParams(max_tokens=2, stop=["0"], stop_token_ids=[22]))
-    (label,) = llm.generate("a", SamplingParams(choices=["yes", "no"]))
-    assert set(label.choice_probs or {}) == {"yes", "no"}
-
-
-def test_a_single_pair_can_be_scored(llm):
-    (result,) = llm.score("a", "xyz")
-    assert result.score is not None
-    assert result.score.tokens == 3
-
-
 def test_a_completion_given_as_token_ids_has_the_score_of_its_text(llm):
     ids = llm.tokenizer.hf_tokenizer.encode("xyz", add_special_tokens=False)
     text, listed, array = llm.score(["a"] * 3, ["xyz", ids, np.array(ids)])
     assert text.score == listed.score == array.score
     assert text.score is not None
     assert text.score.tokens == 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((5,), "prompts must be a prompt or a list of prompts, not 5"),
-        ((None,), "prompts must be a prompt or a list of prompts, not None"),
-        ((b"Hello",), "prompts must be a prompt or a list of prompts, not b'Hello'"),
-        (({"a", "b"},), "prompts must be in an order, and a set has none: give a list, such as sorted(prompts)"),
-        ((frozenset("ab"),), "prompts must be in an order, and a set has none: give a list, such as sorted(prompts)"),
-        (([5.5],), "a prompt must be text, a list of messages (objects with role and content), a list of token ids, or an object with prompt or messages, not 5.5"),
-        ((["a", None],), "a prompt must be text, a list of messages (objects with role and content), a list of token ids, or an object with prompt or messages, not None"),
-        (([{"text": "a"}],), "a prompt must be text, a list of messages (objects with role and content), a list of token ids, or an object with prompt or messages, not {'text': 'a'}"),
-        ((["a"], 5), "params must be SamplingParams, a dict, or a list of them, not 5"),
-        ((["a"], ["x"]), "params[0] must be SamplingParams or a dict, not 'x'"),
-    ],
-)  # fmt: skip
-def test_other_types_raise_a_type_error_at_the_call(llm, arguments, message):
-    with pytest.raises(TypeError) as caught:
-        llm.generate(*arguments)
-    assert str(caught.value) == message
-    assert llm.unfinished == 0
-
-
-def test_an_unordered_set_of_completions_is_refused(llm):
-    with pytest.raises(TypeError, match=r"^completions must be in an order, and a set has none: "):
-        llm.score(["a", "b"], {"x", "y"})  # type: ignore[arg-type]
-
-
-def test_lists_of_different_lengths_and_wrong_types_are_refused(llm):
-    with pytest.raises(
-        ValueError, match=r"^there are 2 prompts and 1 params; give one for each prompt, or one for all$"
-    ):
-        llm.generate(["a", "b"], [FOUR])
-    with pytest.raises(
-        ValueError, match=r"^there are 2 prompts and 1 completions; give one completion for each prompt$"
-    ):
-        llm.score(["a", "b"], ["x"])
-    with pytest.raises(TypeError, match=r"^a completion must be text or a list of token ids, not 5$"):
-        llm.score(["a"], [5])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match=r"^prompt_options must be a PromptConfig, not \{\}$"):
-        llm.generate("a", prompt_options={})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^unknown parameter 'temprature'$"):
-        llm.generate("a", {"temprature": 1})
-    with pytest.raises(ValueError, match=r"^params\[1\]: temperature must be at least 0, not -1\.0$"):
-        llm.generate(["a", "b"], [None, {"temperature": -1}])
-
-
-@pytest.mark.parametrize("given", [None, 5, {"a": 1}, b"a"])
-def test_completions_that_are_not_a_list_raise_a_type_error(llm, given):
-    with pytest.raises(TypeError, match=r"^completions must be a text or a list of completions, not "):
-        llm.score("a", given)
-
-
-def test_a_callback_that_cannot_be_called_is_refused_before_its_prompts_are_added(llm):
-    with pytest.raises(TypeError, match=r"^on_result must be a function, not None$"):
-        llm.add("a", on_result=None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^on_token must be a function, not 5$"):
-        llm.add("a", on_result=print, on_token=5)  # type: ignore[arg-type]
-    assert llm.unfinished == 0
 
 
 def test_a_model_is_closed_after_its_with_block_and_later_calls_say_so(tiny_model_dir):
@@ -193,59 +120,6 @@ def test_a_job_config_accepts_texts_paths_and_lists(tiny_model_dir, tmp_path):
     assert run_job(whole).exit_code == 0
     for inputs in (str(source), [source], (source,), [str(source)]):
         assert JobConfig(inputs=inputs, output=str(output), model=str(tiny_model_dir)).inputs == (str(source),)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"inputs": 5}, "inputs must be a file name, a path or a list of them, not 5"),
-        ({"inputs": [5]}, "inputs must be a file name, a path or a list of them, not [5]"),
-        ({"inputs": [b"a"]}, "inputs must be a file name, a path or a list of them, not [b'a']"),
-        ({"output": 5}, "output must be text or a path, not 5"),
-        ({"model": 5}, "model must be ModelConfig, not 5"),
-        ({"sampling": 5}, "sampling must be SamplingParams, not 5"),
-        ({"prompts": {}}, "prompts must be PromptConfig, not {}"),
-        ({"engine": "fast"}, "engine must be EngineConfig, not 'fast'"),
-        ({"keep": 5}, "keep must be text or a list of texts, not 5"),
-        ({"keep": [5]}, "keep must be text or a list of texts, not [5]"),
-    ],
-)
-def test_a_wrong_type_in_a_job_config_is_named(values, message):
-    with pytest.raises(TypeError) as caught:
-        JobConfig(**{"inputs": "a.jsonl", "model": "m"} | values)
-    assert str(caught.value) == message
-
-
-def test_options_of_prompts_must_be_text(tiny_model_dir):
-    assert PromptConfig(row_params="seed").row_params == PromptConfig(row_params=["seed"]).row_params == ("seed",)
-    with pytest.raises(TypeError, match=r"^template must be text, not PosixPath\('a.jinja'\)$"):
-        PromptConfig(template=Path("a.jinja"))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^model must be text or a path, not 5$"):
-        LLM(5)  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_a_program_sees_no_progress_bar_of_transformers(tiny_model_dir):
-    program = (
-        f"from batchgen import LLM\nLLM({str(tiny_model_dir)!r}, compile='off').generate('a', {{'max_tokens': 2}})\n"
-    )
-    program += "from transformers.utils import logging\nprint(logging.is_progress_bar_enabled())"
-    environment = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "True\n", "")
-
-
-def test_an_engine_of_a_wrong_type_is_refused(tiny_model_dir):
-    with pytest.raises(TypeError, match=r"^engine must be an EngineConfig, not 'fast'$"):
-        LLM(tiny_model_dir, engine="fast")  # type: ignore[arg-type]
-    assert LLM(tiny_model_dir, engine=EngineConfig(batch_size=2)).config.batch_size == 2
-
-
-@pytest.mark.parametrize("call", [run_job, plan_job])
-@pytest.mark.parametrize("given", [None, {"inputs": "x.jsonl"}, "x.jsonl"])
-def test_run_job_and_plan_job_take_only_a_job_config(call, given):
-    with pytest.raises(TypeError, match=r"^config must be a JobConfig, not "):
-        call(given)
 
 
 def test_threads_that_load_models_take_turns(tiny_model_dir, monkeypatch):
@@ -278,5 +152,49 @@ def test_a_pydantic_class_is_accepted_as_json_schema():
             return {"type": "object", "title": "Answer"}
 
     assert SamplingParams(json_schema=Answer).json_schema == '{"type": "object", "title": "Answer"}'
-    with pytest.raises(TypeError, match="json_schema must be an object, or its JSON as text"):
-        SamplingParams(json_schema=dict)
+
+
+A_PROMPT = (
+    "a prompt must be text, a list of messages (objects with role and content), a list of token ids, "
+    "or an object with prompt or messages, not "
+)
+WRONG: list[tuple[Callable[[LLM], Any], type[Exception], str]] = [
+    (lambda llm: llm.generate(5), TypeError, "prompts must be a prompt or a list of prompts, not 5"),
+    (lambda llm: llm.generate(b"Hello"), TypeError, "prompts must be a prompt or a list of prompts, not b'Hello'"),
+    (lambda llm: llm.generate({"a", "b"}), TypeError, "prompts must be in an order, and a set has none: give a list, such as sorted(prompts)"),
+    (lambda llm: llm.generate([5.5]), TypeError, f"{A_PROMPT}5.5"),
+    (lambda llm: llm.generate(["a", None]), TypeError, f"{A_PROMPT}None"),
+    (lambda llm: llm.generate([{"text": "a"}]), TypeError, f"{A_PROMPT}{{'text': 'a'}}"),
+    (lambda llm: llm.generate(["a"], 5), TypeError, "params must be SamplingParams, a dict, or a list of them, not 5"),
+    (lambda llm: llm.generate(["a"], ["x"]), TypeError, "params[0] must be SamplingParams or a dict, not 'x'"),
+    (lambda llm: llm.generate("a", prompt_options={}), TypeError, "prompt_options must be a PromptConfig, not {}"),
+    (lambda llm: llm.generate("a", {"temprature": 1}), ValueError, "unknown parameter 'temprature'"),
+    (lambda llm: llm.generate(["a", "b"], [None, {"temperature": -1}]), ValueError, "params[1]: temperature must be at least 0, not -1.0"),
+    (lambda llm: llm.generate(["a", "b"], [FOUR]), ValueError, "there are 2 prompts and 1 params; give one for each prompt, or one for all"),
+    (lambda llm: llm.score(["a", "b"], ["x"]), ValueError, "there are 2 prompts and 1 completions; give one completion for each prompt"),
+    (lambda llm: llm.score(["a"], [5]), TypeError, "a completion must be text or a list of token ids, not 5"),
+    (lambda llm: llm.score("a", {"a": 1}), TypeError, "completions must be a text or a list of completions, not {'a': 1}"),
+    (lambda llm: llm.score(["a", "b"], {"x", "y"}), TypeError, "completions must be in an order, and a set has none: give a list, such as sorted(completions)"),
+    (lambda llm: llm.add("a", on_result=None), TypeError, "on_result must be a function, not None"),
+    (lambda llm: llm.add("a", on_result=print, on_token=5), TypeError, "on_token must be a function, not 5"),
+    (lambda _: LLM(5), TypeError, "model must be text or a path, not 5"),
+    (lambda _: LLM("m", engine="fast"), TypeError, "engine must be an EngineConfig, not 'fast'"),
+    (lambda _: PromptConfig(template=Path("a.jinja")), TypeError, "template must be text, not PosixPath('a.jinja')"),
+    (lambda _: run_job("x.jsonl"), TypeError, "config must be a JobConfig, not 'x.jsonl'"),
+    (lambda _: plan_job(None), TypeError, "config must be a JobConfig, not None"),
+    (lambda _: JobConfig(inputs=5, model="m"), TypeError, "inputs must be a file name, a path or a list of them, not 5"),
+    (lambda _: JobConfig(inputs=[b"a"], model="m"), TypeError, "inputs must be a file name, a path or a list of them, not [b'a']"),
+    (lambda _: JobConfig(inputs="a", model="m", output=5), TypeError, "output must be text or a path, not 5"),
+    (lambda _: JobConfig(inputs="a", model=5), TypeError, "model must be ModelConfig, not 5"),
+    (lambda _: JobConfig(inputs="a", model="m", sampling=5), TypeError, "sampling must be SamplingParams, not 5"),
+    (lambda _: JobConfig(inputs="a", model="m", keep=[5]), TypeError, "keep must be text or a list of texts, not [5]"),
+    (lambda _: SamplingParams(json_schema=dict), TypeError, "json_schema must be an object, or its JSON as text"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), WRONG, ids=[message for _, _, message in WRONG])
+def test_a_value_of_a_wrong_type_is_named_at_the_call(llm, call, error, message):
+    with pytest.raises(error) as caught:
+        call(llm)
+    assert str(caught.value).startswith(message)
+    assert llm.unfinished == 0

@@ -119,19 +119,6 @@ def test_a_regex_applies_to_the_answer_and_not_to_the_thoughts(thinking_model, n
         assert result.completion_tokens == n * (5 + len("</think>") + 3)
 
 
-def test_a_schema_applies_to_the_answer_of_a_thinking_model(thinking_model):
-    pytest.importorskip("llguidance")
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "boolean"}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    (result,) = LLM(thinking_model).generate("x", SamplingParams(json_schema=schema, reasoning_budget=9, **SAMPLED))
-    assert isinstance(json.loads(str(result.text))["a"], bool)
-    assert result.reasoning_tokens == 9 + len("</think>")
-
-
 def test_a_reasoning_budget_works_without_a_grammar_and_0_means_no_thoughts(thinking_model):
     llm = LLM(thinking_model)
     for budget in (0, 4):

@@ -157,14 +157,6 @@ def test_no_signal_is_sent_again_after_the_interrupted_work_has_ended():
     assert came == []
 
 
-def test_a_dropped_signal_counts_as_the_first():
-    with Signals(grace=60) as signals:
-        with pytest.raises(Interrupted), signals.interruptible():
-            _SendsWhenDeleted()
-        with pytest.raises(Interrupted):
-            send(signal.SIGINT)
-
-
 def test_jobs_in_other_threads_do_not_change_pythons_hook():
     hooks = []
 

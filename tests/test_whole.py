@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import sqlite3
 from collections.abc import Iterator
@@ -77,15 +76,6 @@ def test_several_windows_give_the_output_and_the_prefill_of_one(sampling, tiny_m
     assert (whole["rows"], whole["rows_ok"], whole["rows_resumed"]) == (95, 95, 0)
 
 
-def test_a_finished_job_keeps_only_keys_settings_and_figures(tiny_model_dir, write_jsonl):
-    config = config_of(tiny_model_dir, write_jsonl(shuffled(30)))
-    run_job(config)
-    assert sorted(os.listdir(f"{config.output}.job")) == [
-        "claims", "keys", "known.sqlite", "manifest.json", "report.json", "stats.json",
-    ]  # fmt: skip
-    assert run_job(config).already_finished
-
-
 def test_a_stopped_run_resumes_without_sorting_again(tiny_model_dir, write_jsonl):
     source = write_jsonl([*shuffled(60), {"prompt": ""}, {"other": 1}])
     expected = config_of(tiny_model_dir, source, "expected.jsonl")
@@ -146,18 +136,6 @@ def test_a_stored_reading_knows_the_rows_of_the_input_and_those_that_had_results
     assert read_counts(progress).count(60) == 1  # only the second reading
     assert {now.rows_total for now in progress.seen if now.phase == "generating"} == {60}
     assert (job["rows"], job["finish_reasons"]["length"] + job["finish_reasons"]["stop"]) == (60, 60)
-
-
-def test_sorted_requests_that_another_version_stored_in_another_form_are_made_again(
-    tiny_model_dir, write_jsonl, monkeypatch
-):
-    config = config_of(tiny_model_dir, write_jsonl(shuffled(40)))
-    with monkeypatch.context() as earlier:
-        earlier.setattr("batchgen.jobs.order.requests._READING_FORM", 1)
-        stopped(config, 25)
-    progress = Recorder()
-    run_job(config, progress)
-    assert read_counts(progress).count(40) == 2  # both readings
 
 
 def test_the_end_of_a_window_runs_together_with_the_next(tiny_model_dir, write_jsonl, monkeypatch):
@@ -226,24 +204,6 @@ def test_rows_with_lower_priority_values_finish_first(tiny_model_dir, write_json
     folder = stopped(odd, 29)
     assert len(done) == 20
     assert not set(stored_keys(folder)) & set(done)
-
-
-def test_rows_before_the_broken_place_of_a_sorted_input_are_kept(tiny_model_dir, tmp_path, write_jsonl):
-    import gzip
-
-    whole = gzip.compress(write_jsonl(shuffled(2000)).read_bytes())
-    source = tmp_path / "cut.jsonl.gz"
-    source.write_bytes(whole[:2500])
-    config = config_of(tiny_model_dir, source, sampling=SamplingParams(max_tokens=1))
-    with pytest.raises(InputCorrupt, match="breaks off after line"):
-        run_job(config)
-    lines = len(stored_keys(Path(f"{config.output}.job")))
-    assert lines > 20
-    source.write_bytes(whole)
-    assert (
-        run_job(config_of(tiny_model_dir, source, sampling=SamplingParams(max_tokens=1), limit=lines + 5)).stats["rows"]
-        == 5
-    )
 
 
 @pytest.mark.parametrize("change", ["longer", "gone"])

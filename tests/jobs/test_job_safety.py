@@ -203,32 +203,6 @@ def test_a_full_disk_at_the_end_leaves_the_old_output_in_place(monkeypatch, outp
     assert run(output)[1] == []
 
 
-SHARED = "Answer the question of the customer in one word, politely and in full. Question: "
-
-
-@pytest.mark.parametrize(
-    ("was", "now", "said"),
-    [
-        ("a", "b", 'x was "a", is "b"'),
-        (
-            SHARED + "{{ q }}",
-            SHARED + "{{ r }}",
-            'x was "…d in full. Question: {{ q }}", is "…d in full. Question: {{ r }}"',
-        ),
-        (SHARED, SHARED + "b" * 90, f'x was "… and in full. Question: ", is "… and in full. Question: {"b" * 34}…"'),
-        (
-            SHARED + "… (900 characters, digest 12ab)",
-            SHARED + "… (900 characters, digest 34cd)",
-            'x was "…(900 characters, digest 12ab)", is "…(900 characters, digest 34cd)"',
-        ),
-        ([SHARED, "a"], [SHARED, "b"], 'x was … in full. Question: ", "a"], is … in full. Question: ", "b"]'),
-        (SHARED, None, f'x was "{SHARED[:59]}…", is not set'),
-    ],
-)
-def test_long_settings_are_shown_where_they_differ(was, now, said):
-    assert differences({"x": was}, {"x": now}) == said
-
-
 def test_many_changed_model_files_are_summarized_before_other_settings():
     old = {f"model file {name}": "1 bytes" for name in ("config.json", "a.safetensors", "b.safetensors")}
     new = dict.fromkeys(old, "2 bytes")

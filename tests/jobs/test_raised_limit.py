@@ -131,18 +131,6 @@ def test_an_unfinished_job_may_be_continued_with_a_larger_limit(runs):
     assert [row["finish_reason"] for row in runs.rows()] == ["stop"] * 24
 
 
-def test_a_row_runs_again_if_any_of_its_completions_was_truncated(runs):
-    sampled = {"temperature": 1.0, "n": 3}
-    runs.run(PROMPTS, **with_limit(6, **sampled))
-    again, _ = runs.run(PROMPTS, retry=("length",), **with_limit(9, **sampled))
-    cut = [p for p in PROMPTS if any(length(p, choice) > 6 for choice in range(3))]
-    later = [p for p in cut if length(p) <= 6]
-    assert (len(cut), len(later)) == (23, 12)
-    assert sorted(again) == sorted(cut)
-    found = [[choice["text"] for choice in row["choices"]] for row in runs.rows()]
-    assert found == [[f"{p}/{c} {min(length(p, c), 9)}" for c in range(3)] for p in PROMPTS]
-
-
 def test_rows_with_a_limit_of_their_own_keep_it(runs):
     limits = [None, 4, 8, 6, 12]  # among them the limits of the first and the second run
     rows = [{"prompt": p, "sampling_params": {"max_tokens": limit}} for p in PROMPTS for limit in limits]

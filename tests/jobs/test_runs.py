@@ -69,15 +69,6 @@ def test_a_named_column_may_be_missing_in_the_whole_first_window(runs, window):
         runs.run(rows, window=window, prompts=PromptConfig(row_params=("top_k",)), overwrite=True)
 
 
-def test_replacing_some_rows_is_accepted_but_replacing_all_is_refused(runs):
-    runs.run(PROMPTS)
-    changed = [f"{prompt}!" if i % 2 else prompt for i, prompt in enumerate(PROMPTS)]
-    assert len(runs.run(changed)[0]) == 20
-    with pytest.raises(UsageError, match="40 of the 40 finished rows"):
-        runs.run([f"{prompt}?" for prompt in PROMPTS])
-    assert runs.run(PROMPTS)[0] == []
-
-
 def test_prune_removes_results_without_a_row(runs):
     runs.run(PROMPTS)
     kept = runs.folder / "o.jsonl.job" / "kept.sqlite"

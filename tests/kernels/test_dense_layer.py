@@ -1,8 +1,6 @@
 """A decoder layer in one call of the library gives the same bits as its kernels called one by one."""
 
 import copy
-import gc
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -152,17 +150,6 @@ def test_one_model_serves_engines_with_different_caches_and_threads():
     assert logprobs(model) == together
 
 
-def test_the_kv_cache_of_an_engine_is_freed_before_its_model():
-    model = prepared()
-    engine = engine_for(model)
-    run(engine, make_requests([[5, 6, 7]], [3]))
-    cache = weakref.ref(engine.runner.cache)
-    assert cache() is not None
-    del engine
-    gc.collect()
-    assert cache() is None
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("kind", "changes"),
@@ -284,12 +271,6 @@ def test_a_copy_of_a_model_reads_its_own_weights():
     assert dense.o is layer.self_attn.o_proj
     assert dense.qkv[0].weights.data_ptr() == layer.self_attn.q_proj.weights.data_ptr()
     assert layer.self_attn.q_proj.weights.data_ptr() != model.module.model.layers[0].self_attn.q_proj.weights.data_ptr()
-
-
-def test_a_layer_passes_its_modules_options_to_attention():
-    layers = prepared(kind="gemma2", sliding_window=24).module.model.layers
-    options = [layer.dense.layers[0].options for layer in layers]
-    assert [(of.sliding_window, of.softcap, of.scale) for of in options] == [(24, 1.0, 0.0625), (None, 1.0, 0.0625)]
 
 
 @pytest.mark.parametrize("kind", ["granite", "smollm3", "mixtral"])

@@ -45,30 +45,13 @@ def body_of(columns, result=DONE, **options):
 
 def test_a_chat_request_is_answered_with_a_chat_completion():
     out = made(CHAT)
-    assert out == {
-        "id": "batch_req_4",
-        "custom_id": "c",
-        "response": {
-            "status_code": 200,
-            "request_id": "req_4",
-            "body": {
-                "id": "chatcmpl-4",
-                "object": "chat.completion",
-                "created": 0,
-                "model": "tiny/llama",
-                "choices": [
-                    {
-                        "index": 0,
-                        "message": {"role": "assistant", "content": "Yes.", "refusal": None},
-                        "logprobs": None,
-                        "finish_reason": "stop",
-                    }
-                ],
-                "usage": USAGE,
-            },
-        },
-        "error": None,
-    }
+    message = {"role": "assistant", "content": "Yes.", "refusal": None}
+    body = {
+        "id": "chatcmpl-4", "object": "chat.completion", "created": 0, "model": "tiny/llama",
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}], "usage": USAGE,
+    }  # fmt: skip
+    response = {"status_code": 200, "request_id": "req_4", "body": body}
+    assert out == {"id": "batch_req_4", "custom_id": "c", "response": response, "error": None}
     assert list(out) == ["id", "custom_id", "response", "error"]
 
 

@@ -25,41 +25,24 @@ LOGPROBS = (
     TokenLogprob("", 2, -1e-300),
 )
 SEVERAL = Result(
-    row=-1,
-    text="é",
-    finish_reason="stop",
-    prompt_tokens=9,
-    completion_tokens=3,
-    token_ids=(7, 2),
+    row=-1, text="é", finish_reason="stop", prompt_tokens=9, completion_tokens=3, token_ids=(7, 2),
     completions=(
         Completion(text="é", finish_reason="stop", token_ids=(7, 2), logprobs=LOGPROBS),
         Completion(text="b", finish_reason="length", token_ids=(5,)),
     ),
-)
+)  # fmt: skip
 LABEL = Result(row=-1, text="no", finish_reason="stop", prompt_tokens=4, choice_probs={"yes": 0.1, "no": 0.7, "-": 0.2})
 SCORED = Result(row=-1, text=None, finish_reason=None, prompt_tokens=4, score=Score(-12.25, 5, False))
+TOKENS = [
+    {"token": "é", "token_id": 7, "logprob": -0.1, "top": [
+        {"token": "é", "token_id": 7, "logprob": -0.1}, {"token": "\ufffd", "token_id": 8, "logprob": -2.5},
+    ]},
+    {"token": "", "token_id": 2, "logprob": -1e-300, "top": []},
+]  # fmt: skip
 CHOICES = [
-    {
-        "index": 0,
-        "text": "é",
-        "finish_reason": "stop",
-        "logprobs": [
-            {
-                "token": "é",
-                "token_id": 7,
-                "logprob": -0.1,
-                "top": [
-                    {"token": "é", "token_id": 7, "logprob": -0.1},
-                    {"token": "\ufffd", "token_id": 8, "logprob": -2.5},
-                ],
-            },
-            {"token": "", "token_id": 2, "logprob": -1e-300, "top": []},
-        ],
-    },
+    {"index": 0, "text": "é", "finish_reason": "stop", "logprobs": TOKENS},
     {"index": 1, "text": "b", "finish_reason": "length", "logprobs": None},
 ]
-
-
 ROW = Row(4, {}, None, "x.jsonl:5")
 
 
