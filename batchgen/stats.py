@@ -35,6 +35,10 @@ class EngineStats:
     steps: int = 0
     decode_sequences: int = 0
     """Number of sequences that got a token, summed over steps."""
+    drafted_tokens: int = 0
+    """Draft tokens run through the model to be verified."""
+    accepted_tokens: int = 0
+    """Draft tokens that became part of a completion."""
     attention_parts: int = 0
     """Number of parts of attention (shared, causal, paged), summed over steps."""
     preemptions: int = 0
@@ -212,6 +216,8 @@ def figures(
         },
         "steps": engine.steps,
         "mean_decode_batch": _ratio(engine.decode_sequences, engine.steps),
+        "drafted_tokens": engine.drafted_tokens,
+        "accepted_tokens": engine.accepted_tokens,
         "attention_parts_per_step": _ratio(engine.attention_parts, engine.steps),
         "preemptions": engine.preemptions,
         "kv_bytes_peak": engine.kv_bytes_peak,
@@ -236,7 +242,7 @@ def figures(
 
 _SUMMED = (
     "prefill_tokens", "prefill_tokens_min", "recomputed_tokens", "scored_tokens", "steps", "preemptions", "images", "images_encoded",
-    "image_tokens",
+    "image_tokens", "drafted_tokens", "accepted_tokens",
 )  # fmt: skip
 _LARGEST = ("kv_bytes_peak", "state_bytes_peak", "memory_bytes_peak")
 

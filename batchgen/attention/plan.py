@@ -149,7 +149,7 @@ def split_step(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: in
     ends = np.cumsum(sizes)
     positions = np.arange(num_tokens) + np.repeat([w.stop for w in spans] - ends, sizes)
     seen = positions
-    if any(size > 1 and w.span.images for w, size in zip(spans, sizes, strict=True)):
+    if any(size > 1 and w.span.images and w.start < w.span.prompt_end for w, size in zip(spans, sizes, strict=True)):
         seen = np.concatenate([last_seen(w.span, w.start, w.stop) for w in spans])
     blocks: list[int] = []
     for scheduled, size in zip(spans, sizes, strict=True):

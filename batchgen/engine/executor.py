@@ -108,7 +108,7 @@ class StepExecutor:
                     self._constraints.add(_name(seq), params, seq.generated, seq.request.text_tokens)
         with self._on_device():
             if self._guided and not len(batch.packed.pending_places):
-                self._constraints.start(_names(batch.samples))  # computed in another thread while the model runs
+                self._constraints.start(*_places(batch.samples))  # computed in another thread while the model runs
             logits = self._runner.run(batch, self._sampler.last)
             if logits is not None:
                 logits = logits.to(self._sampler.device)
@@ -127,12 +127,16 @@ class StepExecutor:
         with self._on_device():
             step.samples = [sample for sample in step.batch.samples if sample.sequence.running]
             if step.samples:
+                drafts = [sample.drafts for sample in step.samples]
                 step.sampled = self._sampler.sample(
                     self._logits(step),
                     [sample.sampler_index for sample in step.samples],
                     [sample.position for sample in step.samples],
-                    self._constraints.mask(_names(step.samples)) if self._guided else None,
+                    self._constraints.mask(*_places(step.samples)) if self._guided else None,
+                    drafts if any(drafts) else None,
                 )
+                if step.sampled.kept is not None:
+                    step.samples = [step.samples[row] for row in step.sampled.kept]
             step.logits = None
             parts = [*step.scores, *(step.sampled.tensors if step.sampled else ())]
             step.readback = Readback(parts, self._sampler.device)
@@ -211,5 +215,6 @@ def _name(seq: GenerationSequence) -> Hashable:
     return cast(Hashable, seq.stops)
 
 
-def _names(samples: Sequence[Sample]) -> list[Hashable]:
-    return [_name(sample.sequence) for sample in samples]
+def _places(samples: Sequence[Sample]) -> tuple[list[Hashable], list[tuple[int, ...]]]:
+    """Returns where the samples stand, as `Constraints` knows it: the names of their sequences, and the drafts before them."""
+    return [_name(sample.sequence) for sample in samples], [sample.drafts for sample in samples]

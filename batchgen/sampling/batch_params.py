@@ -55,13 +55,19 @@ class StepParams:
     """The rows of a step, or some of them: the record and the uniform number of each."""
 
     def __init__(
-        self, records: NDArray[Any], u: NDArray[np.float64], device: torch.device, table: torch.Tensor | None
+        self,
+        records: NDArray[Any],
+        u: NDArray[np.float64],
+        device: torch.device,
+        table: torch.Tensor | None,
+        drafts: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """`records` and `u` [N] on the host; `table` [N, columns] on the device, None on the CPU."""
+        """`records` and `u` [N] on the host; `table` [N, columns] on the device, None on the CPU. `drafts`: see `Sampler.sample`."""
         self.records = records
         self._u = u
         self._device = device
         self._table = table
+        self._drafts = drafts
 
     def __len__(self) -> int:
         return len(self.records)
@@ -78,22 +84,30 @@ class StepParams:
         """Returns `column` as [N]."""
         return self.column(name)[:, 0]
 
+    def drafts(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns the draft tokens before the rows, each with the row that it comes before [M]; None if there are none."""
+        if self._drafts is None:
+            return None
+        rows = np.repeat(np.arange(len(self)), [len(tokens) for tokens in self._drafts])
+        tokens = np.array([token for tokens in self._drafts for token in tokens], dtype=np.int64)
+        return put(rows, self._device), put(tokens, self._device)
+
     def part(self, rows: NDArray[np.int64]) -> tuple[StepParams, torch.Tensor | slice]:
         """Returns these rows, and the index that selects them in tensors that have all rows."""
         if len(rows) == len(self):
             return self, slice(None)
         at = put(rows, self._device)
-        return StepParams(
-            self.records[rows], self._u[rows], self._device, None if self._table is None else self._table[at]
-        ), at
+        table = None if self._table is None else self._table[at]
+        drafts = None if self._drafts is None else [self._drafts[row] for row in rows]
+        return StepParams(self.records[rows], self._u[rows], self._device, table, drafts), at
 
     def chunk(self, rows: slice) -> StepParams:
         """Returns a run of adjacent rows."""
         if rows.start == 0 and rows.stop >= len(self):
             return self
-        return StepParams(
-            self.records[rows], self._u[rows], self._device, None if self._table is None else self._table[rows]
-        )
+        table = None if self._table is None else self._table[rows]
+        drafts = None if self._drafts is None else self._drafts[rows]
+        return StepParams(self.records[rows], self._u[rows], self._device, table, drafts)
 
 
 class BatchParams:
@@ -146,17 +160,21 @@ class BatchParams:
         return records
 
     def of_step(
-        self, sampler_indices: Sequence[int], records: NDArray[Any], u: NDArray[np.float64]
+        self,
+        sampler_indices: Sequence[int],
+        records: NDArray[Any],
+        u: NDArray[np.float64],
+        drafts: Sequence[Sequence[int]] | None = None,
     ) -> tuple[StepParams, torch.Tensor]:
         """Returns the rows at these indices, and the indices on the device. Takes one small copy to the device."""
         at = np.asarray(sampler_indices, dtype=np.int64)
         if not self._tabled:
-            return StepParams(records, u, self._device, None), torch.from_numpy(at)
+            return StepParams(records, u, self._device, None, drafts), torch.from_numpy(at)
         self._send()
         columns = put(np.stack([at, u]).astype(_numpy(self._wide)), self._device)
         places = columns[0].long()
         return StepParams(
-            records, u, self._device, torch.cat([self._table[places], columns[1][:, None]], dim=1)
+            records, u, self._device, torch.cat([self._table[places], columns[1][:, None]], dim=1), drafts
         ), places
 
     def _send(self) -> None:

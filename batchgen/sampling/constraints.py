@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,6 +59,8 @@ class _Guided:
     """Tokens that the thoughts may still take; None for no limit."""
     forced: list[int] = field(default_factory=list)
     """The only tokens that are allowed, in this order: they complete the mark that opens the thoughts, or end the thoughts."""
+    drafted: bool = False
+    """Whether this is a copy of a sequence that has taken draft tokens."""
 
     @property
     def thinking(self) -> bool:
@@ -69,6 +72,7 @@ class _MaskJob:
     """Masks that are being computed in the other thread."""
 
     names: list[Hashable]
+    drafts: list[tuple[int, ...]]
     masks: Future[NDArray[np.uint32]]
 
 
@@ -182,21 +186,24 @@ class Constraints:
         self._settle()
         self._rows.clear()
 
-    def start(self, names: Sequence[Hashable]) -> None:
-        """Starts to compute the masks of these sequences in another thread. `mask` of the same sequences then returns them."""
+    def start(self, names: Sequence[Hashable], drafts: Sequence[tuple[int, ...]] = ()) -> None:
+        """Starts to compute the masks of these sequences in another thread. `mask` of the same sequences and drafts then returns them."""
         self._settle()
         rows = [self._rows.get(name) for name in names] if self._rows else []
         if any(rows):
-            self._job = _MaskJob(list(names), self._thread.submit(self._masks, rows))
+            self._job = _MaskJob(list(names), list(drafts), self._thread.submit(self._masks, rows, drafts))
 
-    def mask(self, names: Sequence[Hashable]) -> torch.Tensor | None:
+    def mask(self, names: Sequence[Hashable], drafts: Sequence[tuple[int, ...]] = ()) -> torch.Tensor | None:
         """Returns the allowed tokens, int32 [N, ceil(V / 32)] on the host, in the order of `names`; None if none of them has a grammar.
 
+        `drafts[i]` are tokens that sequence i is taken to have sampled too. It then stands in several rows that follow one another: the first
+        without such tokens, each next one with one more. After a draft that ends the text all bits are set.
+
         Waits for what `start` began, or computes it now. Rows without a grammar have all bits set. Rows whose grammar has failed have
-        all bits but those of end tokens set, so that a token is sampled and `accept` can raise the error.
+        all bits but those of end tokens set, so that a token is sampled and `accept` can raise the error; after drafts no bit is set.
         """
-        if self._job is None or self._job.names != list(names):
-            self.start(names)
+        if self._job is None or self._job.names != list(names) or self._job.drafts != list(drafts):
+            self.start(names, drafts)
         if self._job is None:
             return None
         masks = self._job.masks.result()
@@ -235,8 +242,27 @@ class Constraints:
         if job is not None:
             job.masks.result()
 
-    def _masks(self, rows: Sequence[_Guided | None]) -> NDArray[np.uint32]:
+    def _after(self, row: _Guided | None, token: int) -> _Guided | None:
+        """Returns a copy of a sequence that has taken a draft token; None where nothing limits what comes next, or nothing comes next."""
+        if row is None or row.error is not None:
+            return None
+        row = replace(
+            row, matcher=row.matcher and row.matcher.deep_copy(), tokens=list(row.tokens), thoughts=copy(row.thoughts),
+            forced=list(row.forced), drafted=True,
+        )  # fmt: skip
+        if self._thought(row, token) or row.matcher is None:
+            return row
+        if token in row.ends:
+            return None
+        if not row.matcher.consume_token(token):
+            row.error = _went_wrong(row, "it does not take a draft")
+        return None if row.matcher.is_stopped() and row.error is None else row
+
+    def _masks(self, rows: list[_Guided | None], drafts: Sequence[tuple[int, ...]]) -> NDArray[np.uint32]:
         """Returns the masks [N, V // 32 + 1]. They have room for llguidance's end token, whose bit is not set."""
+        for i, before in enumerate(drafts):
+            if before:
+                rows[i] = self._after(rows[i - 1], before[-1])
         masks = np.full((len(rows), self._vocab_size // 32 + 1), _ALL, dtype=np.uint32)
         for i, row in enumerate(rows):
             if row is not None and row.thinking and row.error is None:
@@ -263,6 +289,9 @@ class Constraints:
         if failed:
             masks[list(failed)] = _ALL
             self._place_ends(masks, failed)
+        for i, row in failed.items():
+            if row.drafted:  # the step that begins there finds out whether the sequence itself fails
+                masks[i] = 0
         return masks
 
     def _mask_thoughts(self, mask: NDArray[np.uint32], row: _Guided) -> None:
@@ -292,6 +321,9 @@ class Constraints:
         Rows with the same grammar share a lexer and may have reached its limits together; alone, the row may be able to go on.
         """
         assert row.grammar is not None
+        if row.drafted:
+            row.error = _went_wrong(row, "it does not take a draft")
+            return
         row.matcher = self._vocabulary.fresh(row.grammar)
         if row.tokens:
             row.matcher.consume_tokens(row.tokens)

@@ -80,21 +80,27 @@ class Penalties:
             some, at = step_params.part(repetition)
             part, penalty = scores[at], some.column("repetition_penalty")
             seen = self._seen.rows[some.rows("seen")]
+            drafts = some.drafts()
+            if drafts is not None:
+                seen[drafts] = True
             scores[at] = torch.where(seen, torch.where(part < 0, part * penalty, part / penalty), part)
         if counted.size:
             some, at = step_params.part(counted)
             counts = self._counts.rows[some.rows("counts")]
+            drafts = some.drafts()
+            if drafts is not None:
+                counts.index_put_(drafts, torch.ones_like(drafts[1], dtype=counts.dtype), accumulate=True)
             part = scores[at] - some.column("frequency_penalty") * counts
             scores[at] = part - some.column("presence_penalty") * (counts > 0)
         return scores
 
     def note(self, tokens: torch.Tensor, step_params: StepParams) -> None:
-        """Remembers the tokens [N] that were sampled."""
+        """Remembers the tokens [N] that were sampled. A sequence may have several."""
         for name, state in (("seen", self._seen), ("counts", self._counts)):
             has = np.flatnonzero(step_params.records[name] >= 0)
             if has.size:
                 some, at = step_params.part(has)
-                rows, ids = some.rows(name), tokens[at]
+                ids = tokens[at]
                 # A Python number would be copied to the device, and the host would wait for that.
-                new = torch.ones_like(ids, dtype=torch.bool) if name == "seen" else state.rows[rows, ids] + 1
-                state.rows[rows, ids] = new
+                ones = torch.ones_like(ids, dtype=state.rows.dtype)
+                state.rows.index_put_((some.rows(name), ids), ones, accumulate=name == "counts")

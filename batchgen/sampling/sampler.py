@@ -50,7 +50,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """One sampled token per row, on the device."""
+    """One sampled token per row, on the device, without the rows that do not count."""
 
     tokens: torch.Tensor
     """int64 [N]"""
@@ -60,6 +60,8 @@ class SamplerOutput:
     """What `measure` returned for the rows that want log-probabilities; None if no row does."""
     wanted: dict[int, int]
     """The number of likeliest tokens that each of those rows wants, by row, in their order."""
+    kept: list[int] | None = None
+    """The rows that count: those whose drafts were all sampled. None for all."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -148,12 +150,17 @@ class Sampler:
         sampler_indices: Sequence[int],
         positions: Sequence[int],
         mask: torch.Tensor | None = None,
+        drafts: Sequence[Sequence[int]] | None = None,
     ) -> SamplerOutput:
         """Samples one token per row and remembers it, for penalties and in `last`.
 
-        Row i of `logits` [N, V] (any float dtype, on the device) belongs to `sampler_indices[i]`; an index occurs at most once. `positions[i]` is
+        Row i of `logits` [N, V] (any float dtype, on the device) belongs to `sampler_indices[i]`. `positions[i]` is
         the number of tokens that the completion had before. `mask`, int32 [N, words] on the host, says which tokens are allowed
         (filters.forbid); rows without a limit have all bits set.
+
+        An index occurs once, or with `drafts` in several rows that follow one another: `drafts[i]` are the tokens before row i that are not
+        sampled yet, none for an index's first row and one more for each next row. A row counts if the rows before it have sampled
+        just these tokens; the others leave no trace. To find that out, the sampler waits for the device.
         """
         records = self._records(logits, sampler_indices)
         if not len(records):
@@ -162,21 +169,28 @@ class Sampler:
         if (records["temperature"] > 0).any():
             places = np.asarray(positions, dtype=np.int64)
             u = uniforms(records["key"], records["seed"], records["choice"], places)
-        step_params, at = self._batch_params.of_step(sampler_indices, records, u)
+        step_params, at = self._batch_params.of_step(sampler_indices, records, u, drafts)
         chunks = [
             self._sample(logits[part], step_params.chunk(part), None if mask is None else mask[part])
             for part in self._chunks(records, mask)
         ]
         tokens = torch.cat([tokens for tokens, _ in chunks])
         valid = torch.cat([valid for _, valid in chunks])
+        kept = None if drafts is None else _kept(tokens.tolist(), valid.tolist(), drafts)
+        if kept is not None and len(kept) < len(records):
+            step_params, rows = step_params.part(np.array(kept))
+            records, at, tokens, valid = records[kept], at[rows], tokens[rows], valid[rows]
         self._penalties.note(tokens, step_params)
         self.last.index_copy_(0, at, tokens)
         wanted = np.flatnonzero(records["logprobs"] >= 0)
         if not wanted.size:
-            return SamplerOutput(tokens, valid, None, {})
+            return SamplerOutput(tokens, valid, None, {}, kept)
         counts, (_, chosen) = records["logprobs"][wanted], step_params.part(wanted)
+        if kept is not None:
+            logits = logits[put(np.array(kept), self._device)]
         measured = measure(logits[chosen], tokens[chosen], int(counts.max()))
-        return SamplerOutput(tokens, valid, measured, dict(zip(wanted.tolist(), counts.tolist(), strict=True)))
+        wants = dict(zip(wanted.tolist(), counts.tolist(), strict=True))
+        return SamplerOutput(tokens, valid, measured, wants, kept)
 
     def _sample(
         self, logits: torch.Tensor, step_params: StepParams, mask: torch.Tensor | None
@@ -289,3 +303,13 @@ class Sampler:
             top = nucleus_top(x, step_params.column("top_p"), total)
         if (step_params.records["top_p"] < 1).any():
             nucleus(weights, x, top, step_params.column("top_p"), total)
+
+
+def _kept(tokens: list[int], valid: list[bool], drafts: Sequence[Sequence[int]]) -> list[int]:
+    """Returns the rows whose drafts the rows before have sampled. A row behind a draft must have numbers too: without them, the next
+    step finds that out."""
+    kept: list[int] = []
+    for row, before in enumerate(drafts):
+        if not before or (kept[-1] == row - 1 and tokens[row - 1] == before[-1] and valid[row]):
+            kept.append(row)
+    return kept

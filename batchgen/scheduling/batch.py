@@ -51,6 +51,8 @@ class ScheduledSpan(NamedTuple):
     """First position after which the logits are wanted; `stop` for none."""
     read: int = -1
     """The span's `read_state_slot` when it was scheduled."""
+    drafts: tuple[int, ...] = ()
+    """Draft tokens of a decoding sequence: guesses of what follows its newest token. They are the span's last tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,8 @@ def pack(spans: Sequence[ScheduledSpan]) -> PackedSpans:
             indices.append(span.sampler_index)
         elif isinstance(span, GenerationSequence) and scheduled.start >= span.start_tokens:
             first = scheduled.start - span.start_tokens
-            tokens[start:end] = span.generated[first : first + end - start]
+            known = [*span.generated, *scheduled.drafts] if scheduled.drafts else span.generated
+            tokens[start:end] = known[first : first + end - start]
         else:
             tokens[start:end] = span.tokens(scheduled.start, scheduled.stop)
         wanted += range(end - (scheduled.stop - scheduled.logits), end)
@@ -151,6 +154,8 @@ class Sample(NamedTuple):
     sampler_index: int
     position: int
     """Number of tokens that the sequence has sampled before."""
+    drafts: tuple[int, ...] = ()
+    """The last of these tokens, if they are drafts: the sample counts only if the sequence samples them in the same step."""
 
 
 class KeptRow(NamedTuple):
@@ -190,7 +195,7 @@ class ScheduledBatch:
     moves: tuple[CopyBlock | SwapOut | SwapIn, ...]
     """Copies of blocks to make before the forward, in this order."""
     samples: tuple[Sample, ...]
-    """The tokens to sample: first those from rows of this step's logits, then those of `ready`."""
+    """The tokens to sample: first those from rows of this step's logits, then those of `ready`. Those of one sequence follow one another."""
     sample_rows: NDArray[np.int64]
     """[S] rows of the logits for the first S samples."""
     kept_rows: tuple[KeptRow, ...]
@@ -216,7 +221,7 @@ class ScheduledBatch:
         freed: Freed = Freed(),  # noqa: B008 - immutable
     ) -> ScheduledBatch:
         """Makes the batch of `spans`, given in depth-first order. `scored` are texts whose tokens the nodes above them have all scored."""
-        sampling: list[GenerationSequence] = []
+        samples: list[Sample] = []
         rows: list[int] = []
         kept: list[KeptRow] = []
         finished: list[GenerationSequence] = []
@@ -233,16 +238,19 @@ class ScheduledBatch:
             elif isinstance(span, GenerationSequence) and span.scoring:
                 if stop == span.end:
                     finished.append(span)
-            elif isinstance(span, GenerationSequence) and scheduled.logits < stop:
-                sampling.append(span)
-                rows.append(row - 1)
+            elif isinstance(span, GenerationSequence):
+                for number in range(stop - scheduled.logits):
+                    drafts = scheduled.drafts[:number]
+                    samples.append(Sample(span, span.sampler_index, span.num_sampled + number, drafts))
+                    rows.append(first + number)
         ready = tuple(seq for seq in started if seq.state is State.DECODING)
+        samples += [Sample(seq, seq.sampler_index, seq.num_sampled) for seq in ready]
         packed = pack(spans)
         return cls(
             packed=packed,
             size=_size(packed),
             moves=moves,
-            samples=tuple(Sample(seq, seq.sampler_index, seq.num_sampled) for seq in (*sampling, *ready)),
+            samples=tuple(samples),
             sample_rows=np.asarray(rows, dtype=np.int64),
             kept_rows=tuple(kept),
             score_targets=targets,
@@ -297,7 +305,7 @@ class StepOutput:
 
     batch: ScheduledBatch
     sequences: Sequence[GenerationSequence]
-    """The sequences that a token was sampled for."""
+    """The sequence that each token was sampled for. A sequence whose drafts were right has several."""
     tokens: Sequence[int]
     valid: Sequence[bool]
     """By sequence: False if its logits are not numbers (a NaN, +inf, or nothing but -inf). The token is meaningless then."""
@@ -346,6 +354,12 @@ class Budget:
         self.spans.append(ScheduledSpan(seq, seq.computed, seq.end, seq.computed, seq.read_state_slot))
         return True
 
+    def draft(self, number: int, tokens: Sequence[int]) -> None:
+        """Adds draft tokens to span `number` of the step, a decoding sequence's."""
+        scheduled = self.spans[number]
+        self.tokens -= len(tokens)
+        self.spans[number] = scheduled._replace(stop=scheduled.stop + len(tokens), drafts=tuple(tokens))
+
     def slice(self, span: Span) -> None:
         """Adds as much of the span's prompt to the step as the budget allows, possibly nothing."""
         start, wanted = span.computed, span.computed if self._every_output else span.logits_from
@@ -380,9 +394,13 @@ class TokenCounts:
     recomputed_tokens: int = 0
     scored_tokens: int = 0
     decode_sequences: int = 0
-    """Tokens sampled for sequences that had not ended."""
+    """Sequences that a token was sampled for and that had not ended, summed over the steps."""
     completion_tokens: int = 0
     """Sampled tokens that became part of a completion."""
+    drafted_tokens: int = 0
+    """Draft tokens that were verified."""
+    accepted_tokens: int = 0
+    """Draft tokens that became part of a completion."""
 
     def count(self, batch: ScheduledBatch) -> None:
         """Counts a batch that has just been scheduled. Its sampled tokens are counted when they reach the host."""

@@ -180,9 +180,9 @@ class BlockManager:
         blocks = self.unshared_blocks + sum(self.blocks_for(seq.end) for seq in scored)
         self.peak_unshared_blocks = max(self.peak_unshared_blocks, blocks)
 
-    def grow(self, seq: GenerationSequence) -> bool:
-        """Makes room for the sequence's next token. Returns False if no block is free."""
-        if seq.computed < len(seq.table) * self.block_size:
+    def grow(self, seq: GenerationSequence, position: int | None = None) -> bool:
+        """Makes room for the token at `position`, by default the sequence's next one. Returns False if no block is free."""
+        if (seq.computed if position is None else position) < len(seq.table) * self.block_size:
             return True
         if not self._make_room(1, 0, self.unshared_blocks + 1):
             return False
@@ -190,6 +190,17 @@ class BlockManager:
         self._reserved_blocks -= 1
         self.unshared_blocks += 1
         return True
+
+    def room_for_drafts(self, seq: GenerationSequence, count: int, reserve: int) -> int:
+        """Makes room for up to `count` tokens behind the sequence's next one, from blocks that nothing holds. `reserve` blocks stay free.
+
+        Returns the number of tokens that there is room for. The sequence keeps the blocks: what follows its next token is written there.
+        """
+        for _ in range(self.blocks_for(seq.computed + 1 + count) - len(seq.table)):
+            held = self.pool.num_used + 1 > max(self.unshared_blocks + 1, self.peak_unshared_blocks)
+            if self.pool.num_free <= reserve or held or not self.grow(seq, len(seq.table) * self.block_size):
+                break
+        return min(count, len(seq.table) * self.block_size - seq.computed - 1)
 
     def close(self, seq: GenerationSequence) -> None:
         """Releases a sequence's blocks."""

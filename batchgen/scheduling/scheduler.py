@@ -6,6 +6,10 @@ that still has children to start. The policy says in which order.
 
 A step may be scheduled before the tokens of the step before it are known. `advance` does what is certain as soon as a step is
 launched; `apply` does what its tokens mean. A sequence that turns out to have ended has run once too often, and that token is dropped.
+
+A step may verify drafts: a decoding sequence runs guesses of its next tokens behind its newest token, and a token is sampled after each.
+The sampler keeps the samples up to the first that is not the draft, so the sequence advances by one token and by one more for each draft
+that was right. What a wrong draft has written to the blocks lies after the sequence's last token, where the next step writes.
 `StepLoop` is the one loop that calls these three methods, for the engine and for everything else that runs steps.
 """
 
@@ -13,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -25,6 +29,7 @@ from batchgen.scheduling.batch import (
     Freed,
     Limits,
     ScheduledBatch,
+    ScheduledSpan,
     SequenceUpdate,
     StepOutput,
     StepSize,
@@ -37,6 +42,22 @@ from batchgen.stats import counted
 
 Step = TypeVar("Step")
 """A batch that was launched, as its executor knows it."""
+
+
+class Drafter(Protocol):
+    """Guesses what decoding sequences will sample. It changes the number of steps, never a result."""
+
+    def propose(self, step: Sequence[ScheduledSpan]) -> Mapping[GenerationSequence, Sequence[int]]:
+        """Returns draft tokens for decoding sequences of a step that is otherwise complete. The scheduler may take fewer of them."""
+        ...
+
+    def verified(self, scheduled: ScheduledSpan, accepted: int) -> None:
+        """Takes note that the first `accepted` drafts of a span were right."""
+        ...
+
+    def finished(self, seq: GenerationSequence) -> None:
+        """Takes note of a completion that has ended."""
+        ...
 
 
 class RunningSet:
@@ -320,6 +341,8 @@ class Scheduler(RunningSet):
         self.policy = policy
         self.counts = TokenCounts()
         self.preemptions = 0
+        self.drafter: Drafter | None = None
+        """Guesses tokens of decoding sequences; None for none. Only for a loop without a step ahead and a model without recurrent states."""
         self._admission = Admission(self, policy, stops)
         self._num_windows = self._num_leaves = 0  # so far
 
@@ -383,6 +406,8 @@ class Scheduler(RunningSet):
             assert not (idle and self.unfinished), "nothing runs and nothing can start"
         if not self.policy.decode_first:
             self._decode(decoding, budget)
+        if self.drafter is not None and decoding:
+            self._draft(self.drafter, budget)
         self.block_manager.note_unshared(scored[: self.limits.batch_size - len(self.running)])
         spans = sorted(budget.spans, key=lambda scheduled: scheduled.span.place)
         batch = ScheduledBatch.of(
@@ -395,7 +420,7 @@ class Scheduler(RunningSet):
         """Does what is certain once the batch is launched and before its tokens are known."""
         for scheduled in batch.spans:
             span = scheduled.span
-            self.block_manager.advance(span, scheduled.stop)
+            self.block_manager.advance(span, scheduled.stop - len(scheduled.drafts))
             if scheduled.stop < span.end:
                 continue
             if isinstance(span, PrefixNodeSpan):
@@ -413,6 +438,8 @@ class Scheduler(RunningSet):
                 if scheduled.span.table:
                     self.block_manager.drop_behind(scheduled.span)
         for sample in batch.samples:
+            if sample.drafts:
+                continue  # it is known only if it counts
             seq = sample.sequence
             seq.num_pending_tokens += 1
             if seq.num_sampled >= seq.request.max_tokens:
@@ -438,11 +465,21 @@ class Scheduler(RunningSet):
         for seq, token, valid, logprobs in sampled:
             if seq.running:
                 yield self._append(seq, token, valid, logprobs)
+        if self.drafter is not None:
+            for scheduled in output.batch.spans:
+                if scheduled.drafts:
+                    self.counts.drafted_tokens += len(scheduled.drafts)
+                    self.drafter.verified(scheduled, scheduled.span.computed - scheduled.start - 1)
 
     def _append(self, seq: GenerationSequence, token: int, valid: bool, logprobs: Any) -> SequenceUpdate:
         """Adds a sampled token to its sequence. Ends the sequence if its completion has ended or failed."""
-        self.counts.decode_sequences += 1
         assert seq.stops is not None
+        if seq.num_pending_tokens:
+            seq.num_pending_tokens -= 1
+            self.counts.decode_sequences += 1
+        else:  # the sample after a draft that was right, whose KV is in the blocks
+            self.block_manager.advance(seq, seq.computed + 1)
+            self.counts.accepted_tokens += 1
         try:
             if not valid:
                 what = f"the model's logits after {counted(len(seq.generated), 'token')} are not numbers"
@@ -454,10 +491,11 @@ class Scheduler(RunningSet):
             self.end(seq, State.FAILED)
             return SequenceUpdate(seq, error=e)
         seq.generated.append(token)
-        seq.num_pending_tokens -= 1
         self.counts.completion_tokens += 1
         if reason is not None:
             self.end(seq, State.FINISHED)
+            if self.drafter is not None:
+                self.drafter.finished(seq)
         assert seq.num_pending_tokens or seq.state is not State.FINISHING, "a completion passes its length"
         return SequenceUpdate(seq, token, reason)
 
@@ -483,6 +521,15 @@ class Scheduler(RunningSet):
             if not budget.decode(seq):
                 break
             seq.last_step = self.counts.steps + 1
+
+    def _draft(self, drafter: Drafter, budget: Budget) -> None:
+        """Adds draft tokens to decoding sequences, as far as tokens, blocks and the lengths of the completions allow."""
+        places = {scheduled.span: number for number, scheduled in enumerate(budget.spans)}
+        for seq, tokens in drafter.propose(budget.spans).items():
+            count = min(len(tokens), budget.tokens, seq.request.max_tokens - seq.num_sampled - 1)
+            count = self.block_manager.room_for_drafts(seq, count, len(self.running))
+            if count > 0:
+                budget.draft(places[seq], tokens[:count])
 
     def _grow_running(self) -> tuple[GenerationSequence, ...] | None:
         """Allocates a block for every sequence whose next token begins one. If no block is free, the newest sequences are preempted.

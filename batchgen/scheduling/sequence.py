@@ -215,7 +215,7 @@ class PrefixNodeSpan(Span):
 def last_seen(span: Span, start: int, stop: int) -> NDArray[np.int64]:
     """Returns, for each position of [start, stop), the last one that its token sees: its own, or the last of its image if that is `whole`."""
     positions = np.arange(start, stop)
-    if not any(image.whole for image in span.images):
+    if not any(image.whole for image in span.images) or start >= span.prompt_end:
         return positions
     tokens = span.tokens(start, stop)
     ends = np.append(np.flatnonzero(tokens[1:] != tokens[:-1]), len(tokens) - 1)

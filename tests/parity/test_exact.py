@@ -1,8 +1,8 @@
 """With our kernels, on one kind of processor, a row's logits and results are the same to the last bit whatever else is in the job.
 
-Every row is run alone in one thread. Then random jobs of many rows are run with other policies, budgets, amounts of memory and
-numbers of threads, and are interrupted and resumed. Every row of logits that is sampled from, every token, log-probability and
-score must be `==`.
+Every row is run alone in one thread. Then random jobs of many rows are run with other policies, budgets, amounts of memory, numbers of
+threads and drafts, right and wrong ones, and are interrupted and resumed. Every row of logits that is sampled from, every token,
+log-probability and score must be `==`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from batchgen.sampling.filters import row_sums
 from batchgen.sampling.scoring import score_targets
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.waiting import POLICIES
+from support.drafters import ForcedDrafter, known_of
 from support.models import build, engine_for, kernels, run
 from support.params import slow_but
 
@@ -66,11 +67,13 @@ class Outcome:
     def watch(self, engine: Engine) -> None:
         sample = engine.sampler.sample
 
-        def sample_and_keep_logits(logits: torch.Tensor, sampler_indices: Any, positions: Any, mask: Any = None) -> Any:
+        def sample_and_keep_logits(logits: torch.Tensor, sampler_indices: Any, positions: Any, *more: Any) -> Any:
             records = engine.sampler._batch_params.of(sampler_indices)
-            for row, record, position in zip(logits, records, positions, strict=True):
-                self.logits[record["key"].tobytes(), int(record["choice"]), int(position)] = row.clone()
-            return sample(logits, sampler_indices, positions, mask)
+            output = sample(logits, sampler_indices, positions, *more)
+            for row in range(len(logits)) if output.kept is None else output.kept:
+                key, choice = records[row]["key"].tobytes(), int(records[row]["choice"])
+                self.logits[key, choice, int(positions[row])] = logits[row].clone()
+            return output
 
         engine.sampler.sample = sample_and_keep_logits  # type: ignore[method-assign]
 
@@ -133,6 +136,13 @@ def alone(model: Any, requests: list[Request]) -> Outcome:
     return outcome
 
 
+def draft(rng: random.Random, engine: Engine, known: dict[tuple[int, int], Any]) -> None:
+    """Lets most engines verify drafts in every step."""
+    if not engine.loop.ahead and rng.random() < 0.7:
+        right, longest = rng.choice([1.0, 0.9, 0.5, 0.0]), rng.choice([1, 3, 20])
+        engine.scheduler.drafter = ForcedDrafter(known, VOCAB, right, longest, rng.randrange(1000))
+
+
 def random_engine(rng: random.Random, model: Any) -> Engine:
     options: dict[str, Any] = {
         "policy": rng.choice(sorted(POLICIES)), "chunk_size": rng.choice([8, 32, 48, 96]),
@@ -143,7 +153,7 @@ def random_engine(rng: random.Random, model: Any) -> Engine:
     return engine_for(model, debug=False, **options)
 
 
-def together(rng: random.Random, model: Any, requests: list[Request]) -> Outcome:
+def together(rng: random.Random, model: Any, requests: list[Request], known: dict[tuple[int, int], Any]) -> Outcome:
     """Runs all rows in one job, half of the time with no more memory than the largest row needs. Interrupts the job up to twice."""
     torch.set_num_threads(rng.randint(1, 4))
     outcome = Outcome()
@@ -156,6 +166,7 @@ def together(rng: random.Random, model: Any, requests: list[Request]) -> Outcome
             engine = engine_for(
                 model, debug=False, kv_memory=memory, chunk_size=engine.config.chunk_size, policy=engine.config.policy
             )
+        draft(rng, engine, known)
         outcome.watch(engine)
         steps = iter(range(10_000) if cut == 0 and rng.random() < 0.5 else range(rng.randint(1, 15)))
         begun = _run(engine, rows, outcome, steps)
@@ -164,6 +175,7 @@ def together(rng: random.Random, model: Any, requests: list[Request]) -> Outcome
             break
     if rows:
         engine = random_engine(rng, model)
+        draft(rng, engine, known)
         outcome.watch(engine)
         _run(engine, rows, outcome, iter(range(10_000)))
     return outcome
@@ -189,7 +201,8 @@ def _run(engine: Engine, rows: list[Request], outcome: Outcome, steps: Iterator[
 def check(model: Any, seed: int, count: int, longest: int) -> None:
     rng = random.Random(seed)
     requests = random_requests(rng, count, longest)
-    want, got = alone(model, requests), together(rng, model, requests)
+    want = alone(model, requests)
+    got = together(rng, model, requests, known_of(want.results))
     assert got.results == want.results
     assert got.logits.keys() <= want.logits.keys()
     for position, logits in got.logits.items():
