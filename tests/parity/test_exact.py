@@ -26,7 +26,7 @@ from batchgen.sampling.filters import row_sums
 from batchgen.sampling.scoring import score_targets
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.waiting import POLICIES
-from support.drafters import ForcedDrafter, known_of
+from support.drafters import ForcedDrafter, known
 from support.models import build, engine_for, kernels, run
 from support.params import slow_but
 
@@ -136,11 +136,11 @@ def alone(model: Any, requests: list[Request]) -> Outcome:
     return outcome
 
 
-def draft(rng: random.Random, engine: Engine, known: dict[tuple[int, int], Any]) -> None:
+def draft(rng: random.Random, engine: Engine, results: dict[int, Any]) -> None:
     """Lets most engines verify drafts in every step."""
     if not engine.loop.ahead and rng.random() < 0.7:
         right, longest = rng.choice([1.0, 0.9, 0.5, 0.0]), rng.choice([1, 3, 20])
-        engine.scheduler.drafter = ForcedDrafter(known, VOCAB, right, longest, rng.randrange(1000))
+        engine.scheduler.drafter = ForcedDrafter(known(results), range(VOCAB), right, longest, rng.randrange(1000))
 
 
 def random_engine(rng: random.Random, model: Any) -> Engine:
@@ -153,8 +153,11 @@ def random_engine(rng: random.Random, model: Any) -> Engine:
     return engine_for(model, debug=False, **options)
 
 
-def together(rng: random.Random, model: Any, requests: list[Request], known: dict[tuple[int, int], Any]) -> Outcome:
-    """Runs all rows in one job, half of the time with no more memory than the largest row needs. Interrupts the job up to twice."""
+def together(rng: random.Random, model: Any, requests: list[Request], results: dict[int, Any]) -> Outcome:
+    """Runs all rows in one job, half of the time with no more memory than the largest row needs. Interrupts the job up to twice.
+
+    Drafts are made from `results`.
+    """
     torch.set_num_threads(rng.randint(1, 4))
     outcome = Outcome()
     rows = rng.sample(requests, len(requests))
@@ -166,7 +169,7 @@ def together(rng: random.Random, model: Any, requests: list[Request], known: dic
             engine = engine_for(
                 model, debug=False, kv_memory=memory, chunk_size=engine.config.chunk_size, policy=engine.config.policy
             )
-        draft(rng, engine, known)
+        draft(rng, engine, results)
         outcome.watch(engine)
         steps = iter(range(10_000) if cut == 0 and rng.random() < 0.5 else range(rng.randint(1, 15)))
         begun = _run(engine, rows, outcome, steps)
@@ -175,7 +178,7 @@ def together(rng: random.Random, model: Any, requests: list[Request], known: dic
             break
     if rows:
         engine = random_engine(rng, model)
-        draft(rng, engine, known)
+        draft(rng, engine, results)
         outcome.watch(engine)
         _run(engine, rows, outcome, iter(range(10_000)))
     return outcome
@@ -202,7 +205,7 @@ def check(model: Any, seed: int, count: int, longest: int) -> None:
     rng = random.Random(seed)
     requests = random_requests(rng, count, longest)
     want = alone(model, requests)
-    got = together(rng, model, requests, known_of(want.results))
+    got = together(rng, model, requests, want.results)
     assert got.results == want.results
     assert got.logits.keys() <= want.logits.keys()
     for position, logits in got.logits.items():

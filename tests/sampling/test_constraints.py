@@ -537,3 +537,54 @@ def test_when_the_budget_of_thoughts_is_used_up_only_their_end_may_follow() -> N
 
 def id_in(tokenizer: Any, token: str) -> int:
     return int(tokenizer.convert_tokens_to_ids(token))
+
+
+def thinking_row(name: str) -> tuple[SamplingParams, str]:
+    """The parameters of a row, and a text that it may have."""
+    return {
+        "regex": (regex("[a-z]{2,9}"), "abcdef"),
+        "schema": (schema(SCHEMA), '{"name":"a b","age":31,"tags":["red"]}'),
+        "thoughts": (schema(SCHEMA), '<think>so {"na</think>{"name":"a b","age":31,"tags":["red"]}'),
+        "budget": (SamplingParams(reasoning_budget=2), "<think>ab</think>yes"),
+        "budget, regex": (regex("[a-z]{2,9}", reasoning_budget=3), "<think>abc</think>yes"),
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["regex", "schema", "thoughts", "budget", "budget, regex"])
+def test_the_masks_after_drafts_are_those_after_the_tokens(name: str) -> None:
+    tokenizer = thinking_tokenizer()
+    params, text = thinking_row(name)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    constraints = Constraints(tokenizer, len(tokenizer), (tokenizer.eos_token_id,), thinking_format(tokenizer))
+    prompt = np.array([id_in(tokenizer, "q")], dtype=np.int32)
+    constraints.add(0, params, (), prompt)
+    constraints.add(2, SamplingParams(), (), prompt)
+    wrong = [(), (tokenizer.eos_token_id,), (tokenizer.eos_token_id, tokens[0])]  # inside of the text
+    for start in range(len(tokens)):
+        drafts = [tuple(tokens[start : start + count]) for count in range(len(tokens) - start)]
+        found = constraints.mask([*[0] * len(drafts), 2], [*drafts, ()])
+        refused = constraints.mask([0] * len(wrong), wrong)
+        assert found is not None
+        assert refused is not None
+        assert (found[len(drafts)] == -1).all()
+        assert torch.equal(found[0], refused[0])
+        constraints.add(1, params, tokens[:start], prompt)  # takes the tokens one by one
+        for count, token in enumerate(tokens[start:]):
+            mask = constraints.mask([1])
+            assert mask is not None
+            assert torch.equal(found[count], mask[0]), (start, count)
+            constraints.accept(1, token)
+        constraints.remove(1)
+        constraints.accept(0, tokens[start])
+
+
+def test_a_grammar_that_fails_after_a_draft_allows_nothing_there(byte_level: Any) -> None:
+    """The step that begins there samples the token, and finds out whether the sequence fails."""
+    size, (a, b, zero) = len(byte_level), (id_in(byte_level, c) for c in "ab0")
+    constraints = constraints_of(byte_level, size)
+    constraints.add(0, regex("a[bc]d"))
+    found = constraints.mask([0, 0, 0], [(), (zero,), (zero, b)])
+    assert found is not None
+    rows = bits(found, size)
+    assert [set(np.flatnonzero(rows[row]).tolist()) for row in (0, 1)] == [{a}, set()]
+    assert allowed(constraints, 0, size) == {a}

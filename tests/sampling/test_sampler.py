@@ -492,3 +492,51 @@ def test_top_p_over_the_likeliest_eighth_of_a_vocabulary_equals_top_p_over_all_o
         for row, p in enumerate(params):
             warped = TopPLogitsWarper(p.top_p)(None, logits[row : row + 1].clone()).softmax(-1)
             torch.testing.assert_close(got[row : row + 1], warped, atol=1e-5, rtol=1e-4)
+
+
+# Rows behind drafts
+
+
+@pytest.mark.parametrize("right", [0, 1, 3, 5])
+def test_rows_behind_drafts_are_sampled_as_if_the_drafts_had_been_sampled(right: int) -> None:
+    rows = [
+        SamplingParams(logprobs=2),
+        ALL,
+        SamplingParams(temperature=1.0, seed=5, logprobs=1),
+        SamplingParams(temperature=1.0, frequency_penalty=1.5),
+        SamplingParams(repetition_penalty=1.8),
+    ]
+    count, most = len(rows), 6
+    # Few tokens, so that they come again and penalties matter.
+    logits = torch.stack([random_logits(count, seed=at) - 20 * (torch.arange(V) > 6) for at in range(most + 1)], dim=1)
+    alone = sampler_of(*rows)
+    steps = [alone.sample(logits[:, at], range(count), [at] * count) for at in range(most + 1)]
+    tokens = [[step.tokens[row] for step in steps] for row in range(count)]
+
+    sampler = sampler_of(*rows)
+    drafts = [[*of[:right], (of[right] + 1) % V, *of[right + 1 : most - 1]] for of in tokens]
+    places = [(row, at) for row in range(count) for at in range(most)]
+    got = sampler.sample(
+        torch.stack([logits[row, at] for row, at in places]),
+        [row for row, _ in places],
+        [at for _, at in places],
+        drafts=[tuple(drafts[row][:at]) for row, at in places],
+    )
+    kept = [(row, at) for row in range(count) for at in range(right + 1)]
+    assert got.tokens == [tokens[row][at] for row, at in kept]
+    assert got.logprobs == [steps[at].logprobs[row] for row, at in kept]
+    # What was rejected has left no trace: the next step samples what it would have sampled.
+    after = sampler.sample(logits[:, right + 1], range(count), [right + 1] * count)
+    assert after == steps[right + 1]
+
+
+def test_a_row_behind_a_right_draft_counts_only_if_it_has_numbers() -> None:
+    sampler = sampler_of(SamplingParams(), SamplingParams(presence_penalty=1.0))
+    logits = random_logits(6)
+    first = [int(logits[0].argmax()), int(logits[3].argmax())]
+    logits[1] = float("nan")
+    logits[3] = -torch.inf
+    drafts = [(), (first[0],), (first[0], 1), (), (first[1],), (first[1], 1)]
+    got = sampler.sample(logits, [0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2], drafts=drafts)
+    assert got.tokens[0] == first[0]
+    assert got.valid == [True, False]

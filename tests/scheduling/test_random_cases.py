@@ -57,15 +57,16 @@ ENDS = (1003, 1008)  # of the eleven tokens that may be sampled
 
 
 def check(seed, spare, policy, sliding_window, scored, cancels, ends=(), state_slots=None):
-    """Runs a random job with and without launching a step ahead. The results must be equal unless requests are cancelled."""
-    one, other = (
-        check_once(seed, spare, policy, sliding_window, scored, cancels, ends, state_slots, ahead)
-        for ahead in (False, True)
+    """Runs a random job step by step, with a step ahead, and with drafts. The results must be equal unless requests are cancelled."""
+    loops = [(False, None), (True, None), *([(False, seed % 4 / 3)] if state_slots is None else [])]
+    one, *others = (
+        check_once(seed, spare, policy, sliding_window, scored, cancels, ends, state_slots, ahead, drafts)
+        for ahead, drafts in loops
     )
-    assert one == other or cancels
+    assert cancels or all(other == one for other in others)
 
 
-def check_once(seed, spare, policy, sliding_window, scored, cancels, ends, state_slots, ahead):
+def check_once(seed, spare, policy, sliding_window, scored, cancels, ends, state_slots, ahead, drafts):
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 3, 4])
     tokens = rng.choice([1, 2, 5, 16, 100])
@@ -75,7 +76,7 @@ def check_once(seed, spare, policy, sliding_window, scored, cancels, ends, state
         blocks=needed + spare, block_size=block_size, tokens=tokens, batch_size=min(tokens, rng.choice([1, 2, 3, 50])),
         prefill=rng.randint(1, tokens), scored=rng.choice([1, 3, 1000]),
         sliding_window=sliding_window, policy=policy, host_blocks=rng.choice([0, 0, 4, 100]) if state_slots is None else 0, shared_reads=rng.choice([1, 4, 1000]),
-        ahead=ahead, ends=ends, state_slots=state_slots,
+        ahead=ahead, ends=ends, state_slots=state_slots, drafts=drafts,
     )  # fmt: skip
     results = []
     for number, w in enumerate(windows):

@@ -1,9 +1,10 @@
-"""Drafters for tests: every draft is verified, right or wrong."""
+"""A drafter for tests: every draft is verified, right or wrong."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from batchgen.scheduling.batch import ScheduledSpan
 from batchgen.scheduling.sequence import GenerationSequence, State
@@ -12,41 +13,48 @@ from batchgen.scheduling.sequence import GenerationSequence, State
 class ForcedDrafter:
     """Drafts up to `longest` tokens for every decoding sequence in every step, each of them right with a probability of about `right`.
 
-    `known` are the completions that are expected, by row and choice. A wrong draft is any token of the vocabulary, end tokens included.
+    `expected` returns what a sequence will sample next, as far as that is known. A wrong draft is any token of the vocabulary, end tokens included.
     """
 
     def __init__(
-        self, known: Mapping[tuple[int, int], Sequence[int]], vocab_size: int, right: float, longest: int = 6, seed: int = 0
-    ) -> None:  # fmt: skip
-        self._known, self._vocab_size, self._right, self._longest = known, vocab_size, right, longest
+        self,
+        expected: Callable[[GenerationSequence], Sequence[int]],
+        vocabulary: Sequence[int],
+        right: float,
+        longest: int = 6,
+        seed: int = 0,
+    ) -> None:
+        self._expected, self._vocabulary, self._right, self._longest = expected, vocabulary, right, longest
         self._random = random.Random(seed)
-        self.accepted = self.drafted = self.ended = 0
+        self.drafted = self.accepted = 0
 
     def propose(self, step: Sequence[ScheduledSpan]) -> dict[GenerationSequence, list[int]]:
         found = {}
         for scheduled in step:
             seq = scheduled.span
             if isinstance(seq, GenerationSequence) and seq.state is State.DECODING:
-                known = self._known[seq.request.row, seq.leaf.choice][seq.num_sampled :]
-                found[seq] = [self._draft(token) for token in known[: self._random.randint(0, self._longest)]]
+                tokens = self._expected(seq)[: self._random.randint(0, self._longest)]
+                found[seq] = [
+                    token if self._random.random() < self._right else self._random.choice(self._vocabulary)
+                    for token in tokens
+                ]
         return found
 
-    def _draft(self, token: int) -> int:
-        return token if self._random.random() < self._right else self._random.randrange(self._vocab_size)
-
     def verified(self, scheduled: ScheduledSpan, accepted: int) -> None:
+        assert 0 <= accepted <= len(scheduled.drafts)
         self.drafted += len(scheduled.drafts)
         self.accepted += accepted
-        assert 0 <= accepted <= len(scheduled.drafts)
 
     def finished(self, seq: GenerationSequence) -> None:
-        self.ended += 1
+        pass
 
 
-def known_of(results: Mapping[int, object]) -> dict[tuple[int, int], Sequence[int]]:
-    """Returns the tokens of results by row, as `ForcedDrafter` wants them."""
-    return {
-        (row, choice): completion.token_ids
-        for row, result in results.items()
-        for choice, completion in enumerate(result.completions or [result])
-    }
+def known(results: Mapping[int, Any]) -> Callable[[GenerationSequence], Sequence[int]]:
+    """Returns what the sequences of rows with these results will sample, as `ForcedDrafter` wants it."""
+
+    def expected(seq: GenerationSequence) -> Sequence[int]:
+        result = results[seq.request.row]
+        whole = (result.completions or [result])[seq.leaf.choice].token_ids
+        return list(whole[seq.num_sampled :])
+
+    return expected

@@ -13,12 +13,23 @@ from batchgen.attention.plan import AttentionPlan, plan_attention
 from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.request import Leaf, Request, leaves_of
 from batchgen.sampling_params import SamplingParams
-from batchgen.scheduling.batch import CopyBlock, Freed, Limits, ScheduledBatch, SequenceUpdate, StepOutput, SwapOut
+from batchgen.scheduling.batch import (
+    CopyBlock,
+    Freed,
+    Limits,
+    Sample,
+    ScheduledBatch,
+    ScheduledSpan,
+    SequenceUpdate,
+    StepOutput,
+    SwapOut,
+)
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.block_pool import BlockPool
 from batchgen.scheduling.scheduler import Scheduler, StepLoop
 from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span, State, TokenScore
 from batchgen.scheduling.waiting import POLICIES
+from support.drafters import ForcedDrafter
 
 
 class Length:
@@ -78,6 +89,7 @@ class Simulation:
 
     Each place in the KV cache records the tokens from the start of its path to its own. The cache is right if and only if these are.
     With `ahead`, the tokens and scores of a step arrive after the next step has been launched, as on a device. Tokens in `ends` end a completion.
+    With `drafts`, every step verifies drafts of which about this share is right.
     """
 
     def __init__(
@@ -86,7 +98,7 @@ class Simulation:
         host_blocks: int = 0,
         state_slots: int | None = None,
         shared_reads: int = 4, every_step: Callable[[ScheduledBatch, AttentionPlan | None], None] | None = None,
-        ahead: bool = False, ends: Container[int] = (),
+        ahead: bool = False, ends: Container[int] = (), drafts: float | None = None,
     ) -> None:  # fmt: skip
         self.block_manager = BlockManager(
             BlockPool(blocks), block_size, sliding_window, host_blocks, BlockPool(state_slots) if state_slots else None
@@ -97,6 +109,8 @@ class Simulation:
         self.scheduler = Scheduler(
             self.block_manager, self.limits, lambda r: Length(r.max_tokens, ends), POLICIES[policy]
         )
+        if drafts is not None:
+            self.scheduler.drafter = ForcedDrafter(self._expected, range(1000, 1011), drafts, longest=5)
         self.block_size = block_size
         self.attention = {"shared_reads": shared_reads}
         """Options of `plan_attention`."""
@@ -112,6 +126,8 @@ class Simulation:
         """The last batch that was launched."""
         self.sampled: dict[GenerationSequence, list[int]] = {}
         """The tokens sampled for each sequence, on the host or not."""
+        self.kept: list[Sample] = []
+        """The samples of the last step that count."""
         self.last: dict[int, int] = {}
         """By sampler index, the token sampled last."""
         self.node_logits: dict[PrefixNodeSpan, tuple[int, ...]] = {}
@@ -215,30 +231,45 @@ class Simulation:
             self.node_logits.pop(node_span, None)
 
     def sample(self, batch: ScheduledBatch) -> None:
-        """Samples a token that depends on the row, the choice and the position."""
+        """Samples a token that depends on the row, the choice and the position. Samples whose drafts are not right do not count."""
         self.check()
-        for seq, sampler_index, position in batch.samples:
-            token = 1000 + (7 * seq.request.row + position + 3 * seq.leaf.choice) % 11
-            self.sampled.setdefault(seq, []).append(token)
-            assert len(self.sampled[seq]) == position + 1
-            self.last[sampler_index] = token
+        self.kept = []
+        for sample in batch.samples:
+            seq, sampler_index, position, drafts = sample
+            sampled = self.sampled.setdefault(seq, [])
+            if list(drafts) == sampled[position - len(drafts) :]:
+                sampled.append(self._token(seq, position))
+                assert len(sampled) == position + 1
+                self.last[sampler_index] = sampled[-1]
+                self.kept.append(sample)
+
+    def _token(self, seq: GenerationSequence, position: int) -> int:
+        return 1000 + (7 * seq.request.row + position + 3 * seq.leaf.choice) % 11
+
+    def _expected(self, seq: GenerationSequence) -> list[int]:
+        return [self._token(seq, position) for position in range(seq.num_sampled, seq.request.max_tokens)]
 
     def wait(self, batch: ScheduledBatch) -> StepOutput:
         rows = self._rows(batch)
         targets = batch.score_targets
         scores = [score(rows[row], token) for row, token in zip(targets.rows, targets.tokens, strict=True)]
-        sequences = [sample.sequence for sample in batch.samples]
-        for (seq, _, position), row in zip(batch.samples, batch.sample_rows.tolist(), strict=False):
-            assert rows[row] == self._prefix(seq, len(seq.leaf.tokens) + position), "the logits of another sequence"
+        for sample, row in zip(batch.samples, batch.sample_rows.tolist(), strict=False):
+            before = len(sample.sequence.leaf.tokens) + sample.position - len(sample.drafts)
+            assert rows[row] == (*self._prefix(sample.sequence, before), *sample.drafts), (
+                "the logits of another sequence"
+            )
+        kept, self.kept = self.kept, []
+        sampled = batch.samples if self.scheduler.drafter is None else kept
+        sequences = [sample.sequence for sample in sampled]
         self.late += sum(not seq.running for seq in sequences)
         return StepOutput(
-            batch, sequences, [self.sampled[s.sequence][s.position] for s in batch.samples], [True] * len(sequences),
+            batch, sequences, [self.sampled[s.sequence][s.position] for s in sampled], [True] * len(sequences),
             [None] * len(sequences), [s.logprob for s in scores], [s.likeliest for s in scores],
         )  # fmt: skip
 
     def _rows(self, batch: ScheduledBatch) -> list[tuple[int, ...]]:
         """The tokens before each row of the logits."""
-        ends = [self._prefix(w.span, position + 1) for w in batch.spans for position in range(w.start, w.stop)]
+        ends = [self._before(w, position + 1) for w in batch.spans for position in range(w.start, w.stop)]
         return [ends[place] for place in batch.packed.logits_places.tolist()]
 
     def cancel(self, index: int) -> None:
@@ -263,6 +294,11 @@ class Simulation:
             return (*span.leaf.tokens.tolist(), *self.sampled.get(span, ()))[:count]
         return tuple(span.tokens(0, count).tolist())
 
+    def _before(self, scheduled: ScheduledSpan, count: int) -> tuple[int, ...]:
+        """The first `count` tokens of a scheduled span's path, its drafts included."""
+        known = scheduled.stop - len(scheduled.drafts)
+        return (*self._prefix(scheduled.span, min(count, known)), *scheduled.drafts[: max(0, count - known)])
+
     def _move(self, step: ScheduledBatch) -> None:
         for move in step.moves:
             if isinstance(move, CopyBlock):
@@ -278,7 +314,7 @@ class Simulation:
         tokens = packed.tokens.copy()
         assert not len(packed.pending_places) or self.loop.ahead
         tokens[packed.pending_places] = [self.last[index] for index in packed.pending_sampler_indices.tolist()]
-        want = [self._prefix(w.span, w.stop)[w.start :] for w in step.spans]
+        want = [self._before(w, w.stop)[w.start :] for w in step.spans]
         assert tokens.tolist() == [token for some in want for token in some], (
             "the tokens of the batch differ from those that were sampled"
         )
@@ -300,8 +336,8 @@ class Simulation:
         assert len(self.scheduler.running) <= limits.batch_size
         assert step.num_tokens <= limits.max_batch_tokens
         decoding = [w for w in step.spans if isinstance(w.span, GenerationSequence) and w.span.state is State.DECODING]
-        assert all(w.stop - w.start == 1 for w in decoding)
-        assert step.num_tokens - len(decoding) <= limits.max_prefill_tokens
+        assert all(w.stop - w.start == 1 + len(w.drafts) for w in decoding)
+        assert step.num_tokens - sum(1 + len(w.drafts) for w in decoding) <= limits.max_prefill_tokens
         scoring = [w for w in step.spans if w.span.scoring]
         assert sum(w.stop - w.logits for w in scoring) <= limits.max_scored_tokens
         places = [w.span.place for w in step.spans]
@@ -330,7 +366,7 @@ class Simulation:
         for scheduled in step.spans:
             for position in range(scheduled.start, scheduled.stop):
                 assert plan.positions[at] == position
-                self.held[int(plan.kv_indices[at])] = self._prefix(scheduled.span, position + 1)
+                self.held[int(plan.kv_indices[at])] = self._before(scheduled, position + 1)
                 at += 1
 
     def _check_reads(self, step: ScheduledBatch, plan: AttentionPlan) -> None:
@@ -338,8 +374,8 @@ class Simulation:
         at = 0
         for scheduled in step.spans:
             for position in range(scheduled.span.dropped * self.block_size, scheduled.stop):
-                assert self.held[kv_index(scheduled.span, position, self.block_size)] == self._prefix(
-                    scheduled.span, position + 1
+                assert self.held[kv_index(scheduled.span, position, self.block_size)] == self._before(
+                    scheduled, position + 1
                 )
             for position in range(scheduled.start, scheduled.stop):
                 first = 0 if self.sliding_window is None else max(0, position + 1 - self.sliding_window)

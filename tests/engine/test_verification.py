@@ -1,0 +1,142 @@
+"""Steps that verify drafts, right and wrong ones, give the results of steps without drafts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen import LLM, EngineConfig, SamplingParams
+from batchgen.engine.engine import Engine
+from batchgen.result import Result
+from support import tiny
+from support.drafters import ForcedDrafter, known
+from support.tiny import VOCAB, build, engine_of, requests_of
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+}
+WARM = SamplingParams(max_tokens=30, temperature=1.0)
+CASES = {
+    "greedy": SamplingParams(max_tokens=40),
+    "greedy, to the end token": SamplingParams(max_tokens=200, temperature=1.3, stop_token_ids=tuple(range(0, 250, 9))),
+    "sampled": SamplingParams(max_tokens=40, temperature=0.7, seed=3, top_p=0.9),
+    "top-k, three choices, logprobs": SamplingParams(max_tokens=12, temperature=1.0, top_k=9, n=3, logprobs=4),
+    "penalties": SamplingParams(
+        max_tokens=40, temperature=0.9, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.6, min_p=0.01
+    ),
+    "greedy penalties, logprobs": SamplingParams(max_tokens=40, frequency_penalty=0.8, presence_penalty=0.1, logprobs=0),
+    "schema": SamplingParams(max_tokens=120, json_schema=json.dumps(SCHEMA)),
+    "schema, sampled, penalties": SamplingParams(
+        max_tokens=120, temperature=1.0, json_schema=json.dumps(SCHEMA), frequency_penalty=0.3, n=2, logprobs=1
+    ),
+    "schema with spaces, cut": SamplingParams(
+        max_tokens=25, temperature=1.0, json_schema=json.dumps(SCHEMA), json_whitespace=True
+    ),
+    "regex": SamplingParams(max_tokens=60, temperature=1.2, regex=r"[a-c]{3,9}(yes|no)\.[0-9]*"),
+    "regex that cannot go on": SamplingParams(max_tokens=60, temperature=1.0, regex="(yes|no|maybe)"),
+    "stop strings": SamplingParams(max_tokens=150, temperature=1.5, stop=("a", "7", "é", "q.")),
+    "regex with a stop token": SamplingParams(max_tokens=60, temperature=1.0, regex="[ab]*", stop_token_ids=(99,)),
+    "repetition": SamplingParams(max_tokens=150, max_repeats=3),
+    "ignored end token": SamplingParams(max_tokens=30, temperature=1.6, ignore_eos=True, logprobs=2),
+    "one token": SamplingParams(max_tokens=1, temperature=1.0),
+    "budget of thoughts": SamplingParams(max_tokens=60, temperature=1.0, reasoning_budget=7),
+    "budget of thoughts, schema": SamplingParams(
+        max_tokens=160, temperature=1.0, reasoning_budget=5, json_schema=json.dumps(SCHEMA)
+    ),
+    "thoughts as text, regex": SamplingParams(max_tokens=40, temperature=1.0, reasoning="off", regex="[ab]{4,30}"),
+}  # fmt: skip
+PROMPTS = ["The same beginning. ", "The same beginning. And more", "Another prompt"]
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    thinking = tmp_path_factory.mktemp("models") / "thinking"
+    shutil.copytree(tiny_model_dir, thinking)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+    (thinking / "chat_template.jinja").write_text(template)
+    return {"plain": tiny_model_dir, "thinking": thinking}
+
+
+def run(model: Path, drafter: Callable[[Engine], Any] = lambda engine: None, **engine: Any) -> list[Result]:
+    with LLM(model, engine=EngineConfig(kv_memory="16MiB", debug=True, **engine)) as llm:
+        assert isinstance(llm.engine, Engine)
+        llm.engine.scheduler.drafter = drafter(llm.engine)
+        pairs = [(prompt, params) for params in CASES.values() for prompt in PROMPTS]
+        return llm.generate([prompt for prompt, _ in pairs], [params for _, params in pairs])
+
+
+@pytest.fixture(scope="module", params=["plain", "thinking"])
+def model(request: pytest.FixtureRequest, models: dict[str, Path]) -> Path:
+    return models[request.param]
+
+
+@pytest.fixture(scope="module")
+def without(model: Path) -> list[Result]:
+    return run(model)
+
+
+@pytest.mark.parametrize("right", [1.0, 0.7, 0.0])
+def test_every_kind_of_row_has_the_same_result(model: Path, without: list[Result], right: float) -> None:
+    drafters = []
+
+    def drafter(engine: Engine) -> ForcedDrafter:
+        results = {result.row: result for result in without}
+        drafters.append(ForcedDrafter(known(results), range(engine.sampler._vocab_size), right, longest=9))
+        return drafters[-1]
+
+    batch_size, tokens = (5, 17) if right == 0.7 else (64, 4096)
+    assert run(model, drafter, batch_size=batch_size, max_batch_tokens=tokens) == without
+    assert drafters[0].drafted > 1000
+    share = drafters[0].accepted / drafters[0].drafted
+    assert share > 0.9 if right == 1 else 0.05 < share < 0.9 if right else share < 0.05
+
+
+def test_drafts_without_numbers_leave_no_trace() -> None:
+    """A draft whose keys are NaN lies in a block that the row's next tokens are written to."""
+    bad, prompts, lengths = 90, [[*range(20), i] for i in range(5)], [40] * 5
+    model = build(poison=bad)
+    want = tiny.run(engine_of(model), requests_of(prompts, lengths))
+    engine = engine_of(model)
+    engine.scheduler.drafter = drafter = ForcedDrafter(known(want), [bad], 0.5)
+    got = tiny.run(engine, requests_of(prompts, lengths))
+    assert {row: r.token_ids for row, r in got.items()} == {row: r.token_ids for row, r in want.items()}
+    assert 0 < drafter.accepted < drafter.drafted
+
+
+def test_a_step_gives_one_token_and_one_more_for_each_right_draft() -> None:
+    requests = requests_of([[1, 2, 3]], [10])
+    want = tiny.run(engine_of(build()), requests)
+
+    class Three:
+        """Drafts three tokens, of which the last is wrong."""
+
+        def propose(self, step: Any) -> Any:
+            seq = step[0].span
+            right = known(want)(seq)[:2]
+            return {seq: [*right, (right[-1] + 1) % VOCAB]} if seq.generated and len(right) == 2 else {}
+
+        def verified(self, scheduled: Any, accepted: int) -> None:
+            taken.append((len(scheduled.drafts), accepted))
+
+        def finished(self, seq: Any) -> None:
+            taken.append(len(seq.generated))
+
+    taken: list[Any] = []
+    engine = engine_of(build())
+    engine.scheduler.drafter = Three()
+    assert tiny.run(engine, requests)[0].token_ids == want[0].token_ids
+    # The prompt gives one token, and then three steps three each. In the last one, the fourth token would be too many.
+    assert taken == [(3, 2), (3, 2), 10, (2, 2)]
+    assert (engine.stats.steps, engine.stats.decode_sequences, engine.stats.completion_tokens) == (4, 4, 10)
+    assert (engine.stats.drafted_tokens, engine.stats.accepted_tokens) == (8, 6)
