@@ -274,7 +274,7 @@ def _size(packed: PackedSpans) -> StepSize:
     keys = pairs = 0
     above: PrefixNodeSpan | None = None
     read: set[PrefixNodeSpan] = set()
-    for span, start, stop, _, _ in packed.spans:
+    for span, start, stop, *_ in packed.spans:
         count = stop - start
         keys += stop - span.start
         pairs += stop if count == 1 else count * (start + stop + 1) // 2
