@@ -186,7 +186,7 @@ def model_folder(work: Path, name: str, dtype: str) -> Path:
     folder = work / "models" / f"{name}-{dtype}"
     if not (folder / "config.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        save_model(folder, SHAPES[name], _tokenizer(work), dtype)
+        save_model(folder, SHAPES[name], shared_tokenizer(work), dtype)
     return folder
 
 
@@ -212,13 +212,13 @@ def gpu_model_folder(work: Path, name: str, device: str, dtype: str) -> Path:
         unfinished = folder.with_name(folder.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         random_model(name, device, dtype).save_pretrained(unfinished)
-        tokenizer = train_tokenizer(1024, files=40) if name == "tiny" else _tokenizer(work)
+        tokenizer = train_tokenizer(1024, files=40) if name == "tiny" else shared_tokenizer(work)
         tokenizer.save_pretrained(unfinished)
         unfinished.rename(folder)
     return folder
 
 
-def _tokenizer(work: Path) -> Any:
+def shared_tokenizer(work: Path) -> Any:
     """The same tokenizer for every model of a work folder, so that they all run the same workloads."""
     from transformers import PreTrainedTokenizerFast
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +15,27 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
-from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, PromptConfig, SamplingParams, merge_job, run_job
+from batchgen import (
+    LLM,
+    EngineConfig,
+    JobConfig,
+    JobReport,
+    ModelConfig,
+    PromptConfig,
+    SamplingParams,
+    merge_job,
+    report_job,
+    run_job,
+)
 from batchgen.config import InputLimits
 from batchgen.dry_run import plan_job
 from batchgen.errors import Interrupted, UsageError
+from batchgen.records.images import image_digest
 from support.jobs import FINISHED_FILES
 from support.progress import Recorder, interrupt, rows_done
+from support.python_process import environment
 from support.vision import Reference, make, picture
 
 TOKENS = 8
@@ -122,6 +140,59 @@ def test_a_stopped_job_goes_on_with_sorted_requests_on_the_disk(model, expected)
     assert answers() == expected
     assert stats["rows_resumed"] >= 4
     assert not Path("o.jsonl.job/images").exists()
+
+
+KILLED = """
+import signal, sys
+sys.path.insert(0, sys.argv[1])
+from batchgen import run_job
+from support.progress import Recorder, interrupt, rows_done
+from test_image_rows import TINY, config_of
+run_job(config_of(sys.argv[2], limits=TINY), Recorder(rows_done(5), lambda: interrupt(signal.SIGKILL)))
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_job_goes_on_and_keeps_its_images_until_it_is_done(model, expected):
+    sent = rows()
+    for n, row in enumerate(sent[:12]):
+        row["messages"][0]["content"][0] = {"type": "image_url", "image_url": {"url": data_url(n % 4)}}
+    write(sent)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(Path(__file__).parent), str(model)], env=environment())
+    assert done.returncode == -signal.SIGKILL
+    assert {path.name for path in Path("o.jsonl.job/images").iterdir()} == {
+        image_digest(Path(f"p/{i}.png").read_bytes()).hex() for i in range(4)
+    }
+    stats = run(model, limits=TINY).stats
+    assert stats["rows_resumed"] >= 5
+    assert answers() == expected
+    assert sorted(path.name for path in Path("o.jsonl.job").iterdir()) == FINISHED_FILES
+
+
+def test_a_loaded_model_is_shown_images_of_pillow(model, expected):
+    def ask(shown: Any) -> Rows:
+        return [
+            {"role": "user", "content": [{"type": "image", "image": shown}, {"type": "text", "text": QUESTIONS[0]}]}
+        ]
+
+    turned = picture(1, 70, 60).transpose(Image.Transpose.ROTATE_90)
+    turned.getexif()[0x0112] = 6
+    params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    with LLM(str(model), device="cpu", dtype="float32", engine=EngineConfig(kv_memory="64MiB")) as llm:
+        results = llm.generate([ask(picture(0)), ask("p/1.png"), ask(turned)], params)
+    assert [list(result.token_ids) for result in results] == [expected[0], expected[1], expected[1]]
+
+
+def test_the_report_shows_small_pictures_of_the_first_rows(model):
+    write(rows())
+    picture(0, 900, 600).save("p/0.png")
+    run(model)
+    page = report_job("o.jsonl")
+    shown = page.data["rows"]["thumbnails"]["length"]
+    assert [len(urls) for urls in shown] == [1, 1, 1, 1]
+    small = Image.open(io.BytesIO(base64.b64decode(shown[0][0].removeprefix("data:image/jpeg;base64,"))))
+    assert small.size == (96, 64)
+    assert f'<img alt="image 1 of the row" src="{shown[0][0]}">' in page.html
 
 
 def test_two_devices_and_two_shards_write_the_same_rows(model, expected):

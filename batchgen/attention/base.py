@@ -28,6 +28,8 @@ class LayerOptions:
     """Scores s become softcap * tanh(s / softcap)."""
     sinks: torch.Tensor | None = None
     """[H] an extra score for each head, which takes probability and has no value."""
+    causal: bool = False
+    """Whether a token never sees the tokens after it, also inside of an image whose tokens see one another in other layers."""
 
 
 def register() -> None:
@@ -102,6 +104,7 @@ def attention_forward(
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
+        causal=sliding_window is None and _images_slide(module),
     )
     number: Any = getattr(module, "layer_number", None)
     layer = getattr(module, "layer_idx", None) if number is None else number()
@@ -134,6 +137,11 @@ def with_key_bias(
     key_tail = torch.cat([bias, torch.full_like(bias, _BIAS_UNIT)], -1)
     pad = torch.nn.functional.pad
     return torch.cat([query, pad(query_tail, (0, fill))], -1), torch.cat([key, pad(key_tail, (0, fill))], -1)
+
+
+def _images_slide(module: torch.nn.Module) -> bool:
+    """Whether the tokens of an image see one another only in layers with a sliding window, as in Gemma 4."""
+    return getattr(getattr(module, "config", None), "use_bidirectional_attention", None) == "vision"
 
 
 def _slides(module: torch.nn.Module) -> bool:

@@ -113,7 +113,7 @@ class PackedAttention:
         self._arrays = [np.ascontiguousarray(a, dtype=np.int32) for a in arrays]  # kept for as long as the plan is used
         counts = (split.num_tokens, size, len(shared), len(split.chunks))
         self._counts, self._pointers = counts, tuple(a.ctypes.data for a in self._arrays)
-        self._plans: dict[int, _Plan] = {}  # by the size of a tile
+        self._plans: dict[tuple[int, bool], _Plan] = {}  # by the size of a tile and `LayerOptions.causal`
         self._narrowed = None if narrowed is None else narrowed[0]
         self._wanted = np.arange(0) if narrowed is None else narrowed[1]
         self._is_wanted = np.zeros(split.num_tokens, dtype=np.bool_)
@@ -147,9 +147,12 @@ class PackedAttention:
 
     def take_over(self, prepared: LayerAttention) -> None:
         """Makes a layer's attention that of this step, which must be kept until it has run."""
-        plan = self._plans.get(prepared.tile)
+        kind = prepared.tile, prepared.causal
+        plan = self._plans.get(kind)
         if plan is None:
-            plan = self._plans[prepared.tile] = _Plan(*self._counts, prepared.tile, *self._pointers)
+            positions, ends, *others = self._pointers
+            ends = positions if prepared.causal else ends
+            plan = self._plans[kind] = _Plan(*self._counts, prepared.tile, positions, ends, *others)
         whole = prepared.index != self._narrowed
         prepared.set_step(ctypes.addressof(plan), None if whole else self._is_wanted.ctypes.data)
 
@@ -161,7 +164,7 @@ class LayerAttention:
         self, library: ctypes.CDLL, cache: KVCache, index: int, q: Heads, k: Heads, v: Heads, out: int, dtype: torch.dtype,
         options: LayerOptions,
     ) -> None:  # fmt: skip
-        self.index = index
+        self.index, self.causal = index, options.causal
         self.tile = max(1, TILE_ROWS * k.heads // q.heads)
         self._sinks = None if options.sinks is None else options.sinks.to(torch.float32).contiguous()
         self._layer = _Layer(

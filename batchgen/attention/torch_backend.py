@@ -7,6 +7,7 @@ one matrix product a key/value head (Hydragen, arXiv:2402.05099); partial result
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -71,7 +72,7 @@ class Cascade:
             q_KTGD.dtype == torch.float32 or math.frexp(options.scale)[0] == 0.5
         ):  # the scaling is exact, and needs no pass over the scores
             q_KTGD = q_KTGD * options.scale
-            options = LayerOptions(1.0, options.sliding_window, options.softcap, options.sinks)
+            options = replace(options, scale=1.0)
         # The extra row takes the padding of causal chunks.
         out = torch.empty((K, T + 1, G, values.shape[-1]), dtype=torch.float32, device=q_KTGD.device)
         lse = torch.empty((K, T + 1, G), dtype=torch.float32, device=q_KTGD.device)
@@ -193,6 +194,7 @@ class _Causal:
         self.k_positions = torch.from_numpy(part.k_positions).to(device)
         q_ends = torch.from_numpy(part.q_ends).to(device)
         self.later = self.k_positions[:, None, :] > q_ends[:, :, None]  # [B, L, S]
+        self.whole_images = not torch.equal(q_ends, self.q_positions)
 
     def attend(
         self,
@@ -206,6 +208,8 @@ class _Causal:
         K, T, G, D = q_KTGD.shape
         B, L, S = self.later.shape
         masked = self.later
+        if options.causal and self.whole_images:
+            masked = self.k_positions[:, None, :] > self.q_positions[:, :, None]
         if options.sliding_window is not None:
             masked = masked | (self.k_positions[:, None, :] <= self.q_positions[:, :, None] - options.sliding_window)
         q = q_KTGD.index_select(1, self.queries.clamp(max=T - 1)).view(K * B, L * G, D)

@@ -124,6 +124,8 @@ class Engine:
         self.scheduler = Scheduler(self.block_manager, limits, self._stopper, POLICIES[config.policy])
         self.runner = Runner(model, cache, self.sizes.limits, self.notes, states)
         self._vision = model.vision
+        if self._vision is not None:
+            self._vision.limit(self.sizes.num_blocks * self.sizes.block_size * self.sizes.bytes_per_token)
         self._num_failed_images = 0
         """Number of the images that cannot be shown and whose rows have ended."""
         verdict = model.verdict
@@ -172,7 +174,10 @@ class Engine:
             self._unfit.append((on_result, Result.from_error(request.row, error, len(request.tokens))))
         if self._vision is not None:
             self._num_failed_images = 0
-            self._vision.expect(dict.fromkeys(image for leaf in ordered for image in leaf.request.images))
+            resident = self.block_manager.resident_length
+            self._vision.expect(
+                {leaf.request: resident(window, i) for i, leaf in enumerate(ordered) if leaf.request.images}
+            )
 
     def _shortened_leaves(self, leaves: Sequence[Leaf], on_result: OnResult) -> tuple[Sequence[Leaf], OnResult]:
         """Returns the leaves, with requests that `Sizes.fitted` has made fit the pool, and the function to call with their results."""
@@ -234,6 +239,8 @@ class Engine:
                 self._fallback.keep_suspects(set())
             if not paused and (self.unfinished or self.loop.in_flight):
                 self._abandon()
+            if not paused and self._vision is not None:
+                self._vision.clear()
             self.executor.free(self.scheduler.take_freed())
             self._update_stats()
             self.costs.save()
@@ -318,6 +325,8 @@ class Engine:
         self.executor.clear()
         self.loop.in_flight.clear()
         self.results.clear()
+        if self._vision is not None:
+            self._vision.clear()
 
     def _without_kernels(self, failed: KernelsFailed) -> None:
         """Continues in plain torch, without any KV that was computed so far.

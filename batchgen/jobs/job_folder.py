@@ -51,6 +51,7 @@ from batchgen.jobs.shards import SHARDS_FOLDER, figures_so_far, forget_plan, loa
 from batchgen.jobs.stdout_job import DoneOrder
 from batchgen.progress import Snapshot
 from batchgen.recording import JobRecord, RowFigures
+from batchgen.records.images import thumbnails
 from batchgen.records.output import output_format, output_row
 from batchgen.records.rows import Row
 from batchgen.records.writers import DigestFile, open_writer
@@ -325,7 +326,8 @@ class JobFolder(StoredResults):
             self._results.keep_beside_output(beside)
         for row in ordered:
             result = results[row.number]
-            self._row_figures.add(result, partial(output_row, row, result, self._spec.form))
+            shown = partial(thumbnails, row.columns, self._spec.settings.get("image_column", ()), row.file)
+            self._row_figures.add(result, partial(output_row, row, result, self._spec.form), shown)
 
     def finish(self, stats: dict[str, Any]) -> None:
         """Puts the output in its place and closes the job."""

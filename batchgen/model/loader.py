@@ -252,10 +252,17 @@ def load_model(
         scales = checkpoint_scales(tokenizer.hf_config, weight_files(config)) if config.lora is None else {}
         model = quantize(model, texts, scales)
     _give_freed_back(tokenizer.hf_config)
-    vision = None
-    if no_images(tokenizer) is None and not model.spread:
-        vision = Vision(config, tokenizer, model.module, model.dtype)
-    return replace(model, attention=config.attention, vision=vision)
+    return replace(model, attention=config.attention, vision=_vision(config, tokenizer, model))
+
+
+def _vision(config: ModelConfig, tokenizer: LoadedTokenizer, model: LoadedModel) -> Vision | None:
+    """Returns what shows images to the model; None if it is not shown any."""
+    if no_images(tokenizer) is not None or model.spread:
+        return None
+    files = weight_files(config) if model.device.type == "cuda" else None  # elsewhere the KV takes half of the memory
+    parts = left_out(tokenizer.hf_config)
+    encoder = loaded_bytes(files, model.dtype) - loaded_bytes(files, model.dtype, parts) if files else 0
+    return Vision(config, tokenizer, model.module, model.dtype, encoder)
 
 
 def _settle(module: Any, config: ModelConfig, device: torch.device, dtype: Any) -> None:

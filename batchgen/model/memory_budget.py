@@ -214,7 +214,10 @@ def _measured(model: LoadedModel, limits: Limits, block_size: int) -> tuple[Limi
         if steps is not None and (
             limits.max_batch_tokens <= MIN_STEP or all(steps[on] <= STEP_SHARE * free[on] for on in free)
         ):
-            left = {on: free_memory(on) for on in free}  # without what the libraries have loaded for the step
+            reserved = model.vision.reserved_bytes if model.vision else 0
+            left = {
+                on: free_memory(on) - reserved for on in free
+            }  # without what the libraries have loaded for the step
             return limits, {
                 on: room_for_blocks(left[on], steps[on], sampling if on == model.device else 0) for on in left
             }

@@ -6,9 +6,10 @@ own, so that its features do not depend on what else is encoded. This code has n
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -19,21 +20,23 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
+from transformers.utils import is_timm_available
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, RowError
 from batchgen.kernels.transfer import put
-from batchgen.model.multimodal import Absent
+from batchgen.model.multimodal import Absent, without_timm
 from batchgen.prompts.images import FAMILIES, ImageProcessor
-from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet
-from batchgen.request import IMAGE_IDS, Image
+from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
+from batchgen.request import IMAGE_IDS, Image, Request, TokenArray
 from batchgen.scheduling.batch import PackedSpans, ScheduledSpan
 from batchgen.scheduling.sequence import GenerationSequence
 
 AHEAD = 4
 """Number of images whose pixels are prepared before they are needed."""
 FEATURE_BYTES = 1 << 29
-"""Features are kept up to this size, in case another prefix has the same image."""
+FEATURE_SHARE = 1 / 8
+"""Features that other prefixes still wait for are kept up to this size, and this share of the KV's."""
 
 
 class ImageFailedError(Exception):
@@ -57,12 +60,20 @@ class Features(NamedTuple):
 class Vision:
     """The eyes of a loaded model."""
 
-    def __init__(self, config: ModelConfig, tokenizer: LoadedTokenizer, module: Any, dtype: torch.dtype) -> None:
-        """`module` is the language model, which runs on one device. Nothing is loaded yet."""
+    def __init__(
+        self, config: ModelConfig, tokenizer: LoadedTokenizer, module: Any, dtype: torch.dtype, weight_bytes: int = 0
+    ) -> None:
+        """`module` is the language model, which runs on one device. Nothing is loaded yet. `weight_bytes`: what the encoder will take."""
         self._config, self._tokenizer = config, tokenizer
         self._module, self._dtype = module, dtype
-        self._family = FAMILIES[language_config(tokenizer.hf_config).model_type]
+        hf_config = language_config(tokenizer.hf_config)
+        self._family = FAMILIES[hf_config.model_type]
+        self._filler: int = (text_config(hf_config).pad_token_id or 0) if self._family.padding else 0
+        self.weight_bytes = weight_bytes
+        self._room = FEATURE_BYTES
         self._features: OrderedDict[int, Features] = OrderedDict()  # the least recently used first
+        self._waiting: defaultdict[int, set[bytes]] = defaultdict(set)
+        """By `Image.token`: the prefixes up to the image's end (`_prefixes`) that have not run yet."""
         self._expected: deque[Image] = deque()
         self._prepared: dict[int, Future[dict[str, Any]]] = {}
         self._shown: _Shown | None = None
@@ -73,10 +84,31 @@ class Vision:
         """Number of images that the encoder has run on."""
         module.get_input_embeddings().register_forward_hook(self._replace_embeddings)
 
-    def expect(self, images: Iterable[Image]) -> None:
-        """Says which images come next, in order. Their pixels are prepared in time."""
-        self._expected.extend(images)
+    @property
+    def reserved_bytes(self) -> int:
+        """The device memory that is left free for the encoder and the features."""
+        return self.weight_bytes + FEATURE_BYTES
+
+    def limit(self, kv_bytes: int) -> None:
+        """Limits the features to a share of what the KV takes."""
+        self._room = min(FEATURE_BYTES, int(FEATURE_SHARE * kv_bytes))
+
+    def expect(self, requests: Mapping[Request, int]) -> None:
+        """Says which requests come next, in order, each with the number of its first tokens that need not run.
+
+        The pixels of their images are prepared in time, and features are kept for all that need them.
+        """
+        for request, resident in requests.items():
+            for image, (end, prefix) in zip(request.images, _prefixes(request.images, request.tokens), strict=True):
+                if end > resident:
+                    self._waiting[image.token].add(prefix)
+                    self._expected.append(image)
         self._prepare_ahead()
+
+    def clear(self) -> None:
+        """Forgets all that was expected, and what was made for it."""
+        for kept in (self._expected, self._prepared, self._waiting, self._features):
+            kept.clear()
 
     def concerns(self, packed: PackedSpans) -> bool:
         """Whether a batch has tokens of images, or, with positions of three axes, tokens after an image."""
@@ -86,7 +118,7 @@ class Vision:
 
     def without_images(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns a batch's tokens with an id of the vocabulary in place of each image token."""
-        return np.where(tokens < IMAGE_IDS, tokens, 0)
+        return np.where(tokens < IMAGE_IDS, tokens, self._filler)
 
     def positions(self, spans: Sequence[ScheduledSpan], plain: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the positions of a batch's tokens: `plain` [T], or [3, T] (time, row, column) for models that have these axes."""
@@ -109,6 +141,21 @@ class Vision:
             yield
         finally:
             self._shown = None
+        for scheduled in packed.spans:
+            self._drop_features(scheduled)
+
+    def _drop_features(self, scheduled: ScheduledSpan) -> None:
+        """Drops the features of the images that end in a span's part, which has run, and that no other prefix waits for."""
+        span = scheduled.span
+        if not span.images:
+            return
+        tokens = span.tokens(0, scheduled.stop)
+        for image, (end, prefix) in zip(span.images, _prefixes(span.images, tokens), strict=False):
+            if end > scheduled.start:
+                self._waiting[image.token].discard(prefix)
+                if not self._waiting[image.token]:
+                    del self._waiting[image.token]
+                    self._features.pop(image.token, None)
 
     def _parts(self, scheduled: ScheduledSpan) -> Iterator[Features]:
         """Yields the features of the image tokens of a span's part, in order."""
@@ -128,7 +175,7 @@ class Vision:
         found = self._features.get(image.token)
         if found is None:
             found = self._features[image.token] = self._encode(image)
-            while len(self._features) > 1 and sum(of.size for of in self._features.values()) > FEATURE_BYTES:
+            while len(self._features) > 1 and sum(of.size for of in self._features.values()) > self._room:
                 self._features.popitem(last=False)
         self._features.move_to_end(image.token)
         return found
@@ -141,7 +188,9 @@ class Vision:
         }
         if "pixel_values" in inputs:
             inputs["pixel_values"] = inputs["pixel_values"].to(self._dtype)
-        output = self._encoder.get_image_features(**inputs)
+        if "vision_feature_layer" in self._arguments and hasattr(self._encoder.config, "vision_feature_layer"):
+            inputs["vision_feature_layer"] = self._encoder.config.vision_feature_layer
+        output = self._image_features(**inputs)
         embeddings = _joined(output.pooler_output).to(weight.dtype)
         if len(embeddings) != image.count:
             raise ModelError(
@@ -156,6 +205,10 @@ class Vision:
     def _pixels(self, image: Image) -> dict[str, Any]:
         """Waits for an image's pixels. Raises `ImageFailedError`."""
         future = self._prepared.pop(image.token, None)
+        if (
+            future is None and len(self._prepared) == AHEAD
+        ):  # the first may not be needed any more: its row may have ended
+            del self._prepared[next(iter(self._prepared))]
         self._prepare_ahead()
         try:
             return self._processor.pixels(image) if future is None else future.result()
@@ -166,7 +219,8 @@ class Vision:
     def _prepare_ahead(self) -> None:
         while self._expected and len(self._prepared) < AHEAD:
             image = self._expected.popleft()
-            if image.token not in self._features and image.token not in self._prepared | self.failed:
+            known = self._features, self._prepared, self.failed
+            if image.token in self._waiting and not any(image.token in kept for kept in known):
                 self._prepared[image.token] = self._threads.submit(self._processor.pixels, image)
 
     @cached_property
@@ -183,8 +237,13 @@ class Vision:
         return load_encoder(self._config, self._tokenizer, self._dtype).to(device)
 
     @cached_property
+    def _image_features(self) -> Any:
+        whole = self._encoder
+        return whole.get_image_features if hasattr(whole, "get_image_features") else whole.model.get_image_features
+
+    @cached_property
     def _arguments(self) -> frozenset[str]:
-        return frozenset(inspect.signature(self._encoder.get_image_features).parameters)
+        return frozenset(inspect.signature(self._image_features).parameters)
 
     def _replace_embeddings(self, _: Any, __: Any, output: torch.Tensor) -> torch.Tensor | None:
         """Hook after the embedding [1, T, hidden size]."""
@@ -213,6 +272,20 @@ class _Shown(NamedTuple):
     embeddings: torch.Tensor
     """[M, hidden size]"""
     deep: list[torch.Tensor]
+
+
+def _prefixes(images: Sequence[Image], tokens: TokenArray) -> Iterator[tuple[int, bytes]]:
+    """Yields the end of each image that ends in these tokens, and a digest of the tokens up to there."""
+    places = np.flatnonzero(tokens >= IMAGE_IDS)
+    h, start, end = hashlib.blake2b(digest_size=16), 0, 0
+    for image in images:
+        end += image.count
+        if end > len(places):
+            return
+        stop = int(places[end - 1]) + 1
+        h.update(tokens[start:stop].tobytes())
+        start = stop
+        yield stop, h.digest()
 
 
 def _joined(features: Any) -> torch.Tensor:
@@ -248,6 +321,10 @@ def load_encoder(config: ModelConfig, tokenizer: LoadedTokenizer, dtype: torch.d
     """Loads the parts of a multimodal checkpoint that encode images. Raises `ModelError`."""
     hf_config = language_config(tokenizer.hf_config)
     wrapper = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(hf_config)]
+    if without_timm(hf_config) is not hf_config and not is_timm_available():
+        raise ModelError(
+            "the image encoder of this model needs the packages timm and torchvision", "pip install timm torchvision"
+        )
     with quiet():
         encoder, found = images_only(wrapper).from_pretrained(
             config.model,
@@ -268,18 +345,18 @@ def load_encoder(config: ModelConfig, tokenizer: LoadedTokenizer, dtype: torch.d
 
 
 def images_only(wrapper: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Returns a class that is built like `wrapper`, with an `Absent` module in place of the decoder and its head."""
+    """Returns a class that is built like `wrapper`, with an `Absent` module in place of the decoder, its head and what hears."""
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         wrapper.__init__(self, config, *args, **kwargs)
         language = {self.get_decoder(), self.get_output_embeddings()}
         for parent in list(self.modules()):
             for name, child in parent._modules.items():
-                if child in language:
+                if child in language or "audio" in name:
                     parent._modules[name] = Absent(name)
 
     body = {
         "__init__": init, "__module__": wrapper.__module__, "__qualname__": wrapper.__qualname__,
-        "tie_weights": lambda self, *_, **__: None,
+        "tie_weights": lambda self, *_, **__: None, "mark_tied_weights_as_initialized": lambda self, *_: None,
     }  # fmt: skip
     return type(wrapper.__name__, (wrapper,), body)

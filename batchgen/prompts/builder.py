@@ -217,9 +217,11 @@ class PromptBuilder:
         return found
 
     def _lacks_bos(self, prompt: ShownPrompt | None) -> bool:
-        """Whether special tokens are added to a chat with images, as processors of transformers do if the chat template has written none."""
+        """Whether special tokens are added to a chat with images, as most processors of transformers do if the chat template has written none."""
+        if prompt is None or not self.images.processor.adds_special_tokens:
+            return False
         bos = self._tokenizer.hf_tokenizer.bos_token
-        return prompt is not None and not (bos and prompt.text.startswith(bos))
+        return not (bos and prompt.text.startswith(bos))
 
     def _with_images(self, tokens: TokenArray, shown: ShownPrompt | RowError | None) -> Prompt | RowError:
         error = shown if isinstance(shown, RowError) else self._unknown_token(tokens)

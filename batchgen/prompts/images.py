@@ -25,7 +25,7 @@ from batchgen.config import ModelConfig
 from batchgen.errors import RowError, UsageError, in_one_line
 from batchgen.prompts.heads import find_file
 from batchgen.prompts.hub import load_failure
-from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet
+from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
 from batchgen.records.images import KNOWN, ImageFile, ImageStore, check_pillow, decode_image, image_digest
 from batchgen.request import IMAGE_IDS, Image, TokenArray
 from batchgen.stats import counted
@@ -41,20 +41,35 @@ class Family:
     """Whether an image is prepared otherwise if the prompt has several."""
     whole: bool = False
     """`Image.whole`"""
+    padding: bool = False
+    """Whether the layers take what belongs to an image token's id (beside its embedding) from the token for padding."""
 
 
 _PLAIN, _AXES = Family(), Family(axes=True)
 FAMILIES = {
+    "aria": _PLAIN,
+    "aya_vision": _PLAIN,
+    "cohere2_vision": _PLAIN,
+    "deepseek_vl": _PLAIN,
+    "exaone4_5": _PLAIN,
     "gemma3": Family(whole=True),
+    "gemma3n": _PLAIN,
+    "gemma4": Family(padding=True),
     "glm46v": _AXES,
     "glm4v": _AXES,
     "glm4v_moe": _AXES,
+    "glm_ocr": _AXES,
     "idefics3": _PLAIN,
     "internvl": _PLAIN,
+    "lfm2_vl": _PLAIN,
+    "lighton_ocr": _PLAIN,
     "llava": _PLAIN,
     "llava_next": _PLAIN,
+    "llava_next_video": _PLAIN,
     "llava_onevision": Family(counted=True),
     "mistral3": _PLAIN,
+    "paddleocr_vl": _AXES,
+    "qianfan_ocr": _PLAIN,
     "qwen2_5_vl": _AXES,
     "qwen2_vl": _AXES,
     "qwen3_5": _AXES,
@@ -62,11 +77,11 @@ FAMILIES = {
     "qwen3_vl": _AXES,
     "qwen3_vl_moe": _AXES,
     "smolvlm": _PLAIN,
+    "vipllava": _PLAIN,
 }
 """By `model_type`: the models that are shown images."""
 NOT_SHOWN = {
-    "gemma3n": "their text layers take more from an image than its embedding",
-    "gemma4": "in some of their layers, the tokens of an image see the tokens after them",
+    "idefics2": "the text around an image depends on whether another one stands beside it",
     "mllama": "they have layers of cross-attention for images",
 }
 """By `model_type`: why models that see are not shown images."""
@@ -92,15 +107,24 @@ class ImageProcessor:
         check_pillow()
         writer = language_config(tokenizer.hf_config)
         self._family = FAMILIES[writer.model_type]
+        # In Gemma 4 it depends on the size of the model.
+        self._whole = (
+            self._family.whole or getattr(text_config(writer), "use_bidirectional_attention", None) == "vision"
+        )
         with quiet():
             try:
                 self._hf = _load(config, tokenizer)
-                self._options = self._hf._merge_kwargs(tokenizer_init_kwargs={}, return_tensors="pt")["images_kwargs"]
+                options = self._hf._merge_kwargs(tokenizer_init_kwargs={}, return_tensors="pt")
             except Exception as e:
                 raise load_failure(config, "image processor", e) from e
+        self._options: dict[str, Any] = options["images_kwargs"]
+        self.adds_special_tokens: bool = options["text_kwargs"].get("add_special_tokens", True)
+        """Whether it adds special tokens to a chat whose template has written none."""
+        if hasattr(self._hf, "use_image_special_tokens"):  # LFM2-VL takes it where the others take options of images
+            self._options["use_image_special_tokens"] = self._hf.use_image_special_tokens
         if config.image_max_pixels is not None:
             self._options |= _limit(self._hf.image_processor, config.image_max_pixels)
-        self.placeholder: str = self._hf.image_token
+        self.placeholder: str = getattr(self._hf, "image_placeholder_token", self._hf.image_token)
         """What a chat template writes for an image."""
         soft = getattr(writer, "image_token_id", None)
         self.token: int = writer.image_token_index if soft is None else soft
@@ -118,8 +142,7 @@ class ImageProcessor:
         layout = self._layout(file, alone)
         h = hashlib.blake2b(self._settings + file.digest + bytes([alone]), digest_size=8)
         token = IMAGE_IDS | int.from_bytes(h.digest(), "little") >> 2
-        whole = self._family.whole
-        return Image(token, sum(layout.runs), file.path, layout.grid, alone, whole), layout
+        return Image(token, sum(layout.runs), file.path, layout.grid, alone, self._whole), layout
 
     def pixels(self, image: Image) -> dict[str, Any]:
         """Returns what the encoder takes for an image: tensors by the names of its arguments. Raises `RowError("invalid_image")`."""
@@ -229,11 +252,13 @@ class PromptImages:
 def no_images(tokenizer: LoadedTokenizer) -> str | None:
     """Why a model is not shown images; None if it is."""
     kind = getattr(language_config(tokenizer.hf_config), "model_type", "")
-    if tokenizer.source is None or kind not in FAMILIES.keys() | NOT_SHOWN.keys():
+    sees = getattr(language_config(tokenizer.hf_config), "vision_config", None) is not None or kind in NOT_SHOWN
+    if tokenizer.source is None or not (kind in FAMILIES or sees):
         return "only text can be sent"
     if tokenizer.head is not None:
         return "only text can be embedded or classified"
-    return None if kind in FAMILIES else f"models of type {kind!r} are not shown images yet: {NOT_SHOWN[kind]}"
+    why = NOT_SHOWN.get(kind, "that has not been compared with transformers")
+    return None if kind in FAMILIES else f"models of type {kind!r} are not shown images yet: {why}"
 
 
 def _limit(image_processor: Any, max_pixels: int) -> dict[str, Any]:

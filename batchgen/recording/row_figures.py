@@ -30,14 +30,17 @@ class RowFigures:
         self._prompts: Counter[int] = Counter()
         self._completions: Counter[int] = Counter()
         self._samples: dict[str, list[dict[str, Any]]] = {}
+        self._thumbnails: dict[str, list[list[str]]] = {}
         self._labels: dict[str, _Label] = {}
         self._other_labels = 0
         self._scores: Counter[float] = Counter()
         self._greedy = 0
         self._rewards: Counter[float] = Counter()
 
-    def add(self, result: Result, row: Callable[[], Mapping[str, Any]]) -> None:
-        """Counts a result. `row` returns its row of the output; it is called only for a row that becomes a sample."""
+    def add(
+        self, result: Result, row: Callable[[], Mapping[str, Any]], thumbnails: Callable[[], list[str]] = list
+    ) -> None:
+        """Counts a result. `row` returns its row of the output, and `thumbnails` pictures of its images as URLs, for a row that becomes a sample."""
         reason = result.reason
         self._reasons[reason] += 1
         kind = reason
@@ -51,6 +54,7 @@ class RowFigures:
         samples = self._samples.setdefault(kind, [])
         if len(samples) < SAMPLES:
             samples.append(shortened(row()))
+            self._thumbnails.setdefault(kind, []).append(thumbnails())
         if result.choice_probs is not None:
             known = {name: value for name, value in result.choice_probs.items() if math.isfinite(value)}
             self._add_label(str(result.text), known)
@@ -78,6 +82,7 @@ class RowFigures:
             "reasons": dict(self._reasons.most_common()),
             "errors": dict(self._errors.most_common()),
             "samples": self._samples,
+            "thumbnails": {kind: shown for kind, shown in self._thumbnails.items() if any(shown)},
             "prompt_tokens": histogram(self._prompts),
             "completion_tokens": histogram(self._completions),
             "labels": [label.as_dict(name) for name, label in labels],

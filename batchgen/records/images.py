@@ -9,14 +9,18 @@ import base64
 import binascii
 import hashlib
 import io
+import shutil
 import tempfile
 import threading
 import urllib.parse
 import warnings
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +32,15 @@ IMAGE_PARTS = frozenset(("image", "image_url", "input_image"))
 THREADS = 8
 KNOWN = 10_000
 """Number of files, and of sizes, that are remembered."""
+_THUMBNAIL = 96
+"""Width and height of a thumbnail, at most, in pixels."""
+_THUMBNAILS = 2
+"""Images of a row that get one."""
 _NAMES = ("image_url", "url", "path", "image")
 _TURNED = frozenset((5, 6, 7, 8))
 """EXIF orientations that exchange width and height."""
 _ORIENTATION = 0x0112
+_PNG_MODES = frozenset(("1", "I;16", "L", "LA", "P", "RGB", "RGBA"))
 _PNG_EXIF = frozenset(("exif", "Raw profile type exif", "XML:com.adobe.xmp"))
 
 
@@ -71,7 +80,15 @@ def image_of_part(part: Mapping[str, Any], where: str) -> str | bytes:
 
 
 def reference(value: Any, where: str) -> str | bytes:
-    """Returns a path, a URL or bytes: `value`, or that of the Hub's image feature (a struct of `bytes` and `path`). Raises `RowError("invalid_image")`."""
+    """Returns a path, a URL or bytes: `value`, that of the Hub's image feature (a struct of `bytes` and `path`), or a PIL image as a file.
+
+    Raises `RowError("invalid_image")`.
+    """
+    if hasattr(value, "getexif") and hasattr(value, "save"):
+        written, exif = io.BytesIO(), value.getexif()
+        plain = value if value.mode in _PNG_MODES else value.convert("RGB")
+        plain.save(written, "PNG", compress_level=1, exif=exif)
+        return written.getvalue()
     if isinstance(value, Mapping) and {"bytes", "path"} & value.keys():
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str | bytes) and value:
@@ -95,6 +112,54 @@ def _opened(data: bytes) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a large image; PIL raises an error for one of twice that size
         return Image.open(io.BytesIO(data))
+
+
+def thumbnails(columns: Mapping[str, Any], image_columns: Sequence[str], file: str) -> list[str]:
+    """Returns small pictures of a row's first images as `data:` URLs, JPEG. Images that are not on this machine or cannot be read are left out.
+
+    `image_columns` are those that hold images themselves; elsewhere they are parts of messages. `file` is the row's.
+    """
+    found = islice(_images_in(columns, frozenset(image_columns)), _THUMBNAILS)
+    return [url for value in found if (url := _thumbnail(ImageSource(value, "", file))) is not None]
+
+
+def _images_in(value: Any, image_columns: Container[str]) -> Iterator[str | bytes]:
+    if isinstance(value, Mapping):
+        if value.get("type") in IMAGE_PARTS:
+            with suppress(RowError):
+                yield image_of_part(value, "")
+            return
+        for name, inner in value.items():
+            if name in image_columns:
+                for one in inner if isinstance(inner, list | tuple) else [inner]:
+                    with suppress(RowError):
+                        yield reference(one, "")
+            else:
+                yield from _images_in(inner, ())
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _images_in(inner, ())
+
+
+def _thumbnail(source: ImageSource) -> str | None:
+    from PIL import ImageOps
+
+    try:
+        data = source.value
+        if isinstance(data, str):
+            place = data if data.startswith("data:") else _place(data, source)
+            if is_url(place):
+                return None
+            data = _from_data_url(data, "") if data.startswith("data:") else Path(place).read_bytes()
+        with _opened(data) as image:
+            image.draft("RGB", (_THUMBNAIL, _THUMBNAIL))  # a JPEG is decoded at about this size
+            small = ImageOps.exif_transpose(image).convert("RGB")
+        small.thumbnail((_THUMBNAIL, _THUMBNAIL))
+        written = io.BytesIO()
+        small.save(written, "JPEG", quality=60)
+    except Exception:  # noqa: BLE001 - Pillow's readers raise errors of many kinds for damaged files; the row has failed with the reason
+        return None
+    return "data:image/jpeg;base64," + base64.b64encode(written.getvalue()).decode("ascii")
 
 
 def check_pillow() -> None:
@@ -125,8 +190,10 @@ class ImageStore:
         return ThreadPoolExecutor(THREADS, "batchgen-images")
 
     @cached_property
-    def _temporary(self) -> tempfile.TemporaryDirectory[str]:
-        return tempfile.TemporaryDirectory(prefix="batchgen-images-")
+    def _temporary(self) -> Path:
+        folder = tempfile.mkdtemp(prefix="batchgen-images-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return Path(folder)
 
     def _located(self, source: ImageSource) -> ImageFile | RowError:
         named = shown(source)
@@ -158,7 +225,7 @@ class ImageStore:
         return found
 
     def _kept(self, data: bytes, named: str) -> ImageFile:
-        folder = Path(self._temporary.name) if self.folder is None else self.folder
+        folder = self._temporary if self.folder is None else self.folder
         folder.mkdir(parents=True, exist_ok=True)
         file = _file_of("", data, named)
         path = folder / file.digest.hex()

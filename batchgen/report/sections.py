@@ -201,14 +201,21 @@ def _ends(data: Mapping[str, Any]) -> str:
     ends += [(f"error: {kind}", count) for kind, count in rows["errors"].items()]
     listed = ", ".join(f"{count:,} {reason}" for reason, count in ends)
     table = _table("How rows ended", ("reason", "rows", "part"), [(r, n, f"{n / rows['rows']:.2%}") for r, n in ends])
-    samples = "".join(_samples(kind, rows["samples"].get(kind, ())) for kind, _ in ends)
+    shown = rows.get("thumbnails") or {}
+    samples = "".join(_samples(kind, rows["samples"].get(kind, ()), shown.get(kind, ())) for kind, _ in ends)
     return _chart("ends-chart", f"{listed}.", table) + f"<h3>Sample rows</h3>{samples}"
 
 
-def _samples(kind: str, samples: Sequence[Mapping[str, Any]]) -> str:
+def _image(number: int, url: str) -> str:
+    return f'<img alt="image {number} of the row" src="{escape(url)}">'
+
+
+def _samples(kind: str, samples: Sequence[Mapping[str, Any]], thumbnails: Sequence[Sequence[str]]) -> str:
+    """`thumbnails`: the URLs of those of each sample's images."""
     rows = "".join(
-        f"<li><dl>{''.join(f'<dt>{escape(name)}</dt><dd>{_value(value)}</dd>' for name, value in row.items())}</dl></li>"
-        for row in samples
+        f"<li>{''.join(_image(i, url) for i, url in enumerate(shown, 1))}"
+        f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{_value(value)}</dd>' for name, value in row.items())}</dl></li>"
+        for row, shown in zip(samples, [*thumbnails, *[()] * len(samples)], strict=False)
     )
     return (
         f"<details><summary>{escape(kind)}: the first {len(samples)}</summary><ol class='samples'>{rows}</ol></details>"

@@ -125,6 +125,15 @@ class BlockManager:
             self._sources[w.number][item] = (node_span, length)
         return True
 
+    def resident_length(self, w: Window, i: int) -> int:
+        """Returns how many of the first tokens of leaf i were found in nodes of earlier windows."""
+        found, n = [~i], int(w.plan.leaf_parent[i])
+        while n >= 0:
+            found.append(n)
+            n = w.plan.nodes[n].parent
+        sources = self._sources[w.number]
+        return max((sources[item][1] for item in found if item in sources), default=0)
+
     def remove_window(self, w: Window) -> None:
         """Forgets a window that is done. Its nodes may stay for later ones."""
         self.windows.pop(w.number, None)

@@ -16,17 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3ForConditionalG
 from batchgen.errors import ModelError
 from batchgen.model.loader import loaded_bytes
 from batchgen.model.multimodal import Absent, left_out, model_class
-from support.params import FULL
 
-SIZE = 4 if FULL else 1  # large enough in `make test-slow` to show in the memory of a process
-TEXT = {
-    "vocab_size": 4096, "hidden_size": 128 * SIZE, "intermediate_size": 512 * SIZE, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
-}  # fmt: skip
-VISION = {
-    "hidden_size": 256 * SIZE, "intermediate_size": 1024 * SIZE, "num_hidden_layers": 5, "num_attention_heads": 16,
-    "image_size": 896, "patch_size": 14,
-}  # fmt: skip
 LOAD = """
 import json, sys
 from pathlib import Path
@@ -41,7 +31,7 @@ def peak():
 config = ModelConfig(model=sys.argv[1], device="cpu", dtype="float32", compile="off")
 hf_config = AutoConfig.from_pretrained(sys.argv[1])
 before = peak()
-model = load_model(config, SimpleNamespace(hf_config=hf_config, head=None))
+model = load_model(config, SimpleNamespace(hf_config=hf_config, head=None, source=None))
 for p in model.module.parameters():
     p.sum()
 print(json.dumps([peak() - before, sum(p.numel() * 4 for p in model.module.parameters())]))
@@ -50,9 +40,20 @@ print(json.dumps([peak() - before, sum(p.numel() * 4 for p in model.module.param
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Gemma 3 checkpoint whose vision part is more than four times as large as its text part."""
-    folder = tmp_path_factory.mktemp("gemma3")
-    config = AutoConfig.for_model("gemma3", text_config=TEXT, vision_config=VISION)
+    return saved(tmp_path_factory.mktemp("gemma3"), 1)
+
+
+def saved(folder: Path, size: int) -> Path:
+    """A Gemma 3 checkpoint. From size 4 on, its vision part is more than four times as large as its text part, and shows in the memory of a process."""
+    text = {
+        "vocab_size": 4096, "hidden_size": 128 * size, "intermediate_size": 512 * size, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 256 * size, "intermediate_size": 1024 * size, "num_hidden_layers": 5, "num_attention_heads": 16,
+        "image_size": 896, "patch_size": 14,
+    }  # fmt: skip
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
     Gemma3ForConditionalGeneration(config).save_pretrained(folder)
     return folder
 
@@ -67,7 +68,8 @@ def sizes(folder: Path) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_peak_memory_is_that_of_the_text_part(checkpoint: Path) -> None:
+def test_peak_memory_is_that_of_the_text_part(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, 4)
     on_disk = sizes(checkpoint)
     assert on_disk["vision"] > 4 * on_disk["text"]
     done = subprocess.run([sys.executable, "-c", LOAD, str(checkpoint)], capture_output=True, text=True, check=True)

@@ -4,28 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from batchgen.request import IMAGE_IDS, Image, Leaf, Request
-from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import Budget, Limits, ScheduledSpan, pack
-from batchgen.scheduling.sequence import GenerationSequence, last_seen, uncut
-from support.simulation import Length
-
-A, B = IMAGE_IDS + 5, IMAGE_IDS + 9
-TOKENS = np.array([1, 2, A, A, A, B, B, 3, A, A, A], dtype=np.int64)
-
-
-def sequence(whole: bool = True, tokens: np.ndarray = TOKENS, end: int = 20) -> GenerationSequence:
-    images = tuple(Image(token, count, "x", whole=whole) for token, count in ((A, 3), (B, 2), (A, 3)))
-    request = Request(
-        row=0, tokens=tokens, params=SamplingParams(max_tokens=9), max_tokens=9, key=bytes(16), images=images
-    )
-    leaf = Leaf(request, 0, tokens)
-    return GenerationSequence(
-        window=0, index=0, place=(0, 1), parent=None, start=0, table=[0], computed=0, leaf=leaf, stops=Length(9)
-    )
+from batchgen.scheduling.sequence import last_seen, uncut
+from support.whole_images import sequence
 
 
 def test_a_token_of_a_whole_image_sees_its_image_to_the_end() -> None:

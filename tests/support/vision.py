@@ -26,8 +26,9 @@ SPECIAL = (
     "<|begin|>", "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<image>", "<video>", "<fake_token_around_image>",
     "<end_of_utterance>", "<global-img>", "<img>", "</img>", "<IMG_CONTEXT>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<|vision_start|>",
     "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>",
-    "<|begin_of_video|>", "<|end_of_video|>", "<boi>", "<eoi>", "<soft>",
+    "<|begin_of_video|>", "<|end_of_video|>", "<boi>", "<eoi>", "<soft>", "<boa>", "<eoa>", "<sound>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "TILE", "TILE_GLOBAL",
     *(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)),
+    "<n_eoi>", "<n_soft>", "<n_0>", "<n_1>", "<n_eoa>", "<n_sound>", "<n_2>", "<n_3>",  # Gemma 3n: of images, and of sound
 )  # fmt: skip
 VOCAB = 256 + len(SPECIAL)
 ID = {token: 256 + i for i, token in enumerate(SPECIAL)}
@@ -61,6 +62,8 @@ class Seen:
     """What the chat template writes for an image."""
     tokens: dict[str, str] = field(default_factory=dict)
     """Attributes of the tokenizer: names of special tokens."""
+    needs: str | None = None
+    """A package that its encoder needs, which the tests do without."""
 
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -98,7 +101,95 @@ def _text(model_type: str, **settings: Any) -> dict[str, Any]:
     return LLAMA | {"model_type": model_type} | settings
 
 
+GEMMA4_EYE = {
+    "model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 3, "position_embedding_size": 64,
+}  # fmt: skip
+
+
+def _gemma4(**settings: Any) -> Seen:
+    text = (
+        LLAMA
+        | SHAPES["gemma4_text"]
+        | {"vocab_size_per_layer_input": VOCAB, "sliding_window": 24, "pad_token_id": 258}
+        | settings
+    )
+    return Seen(
+        {
+            "text_config": text | {"model_type": "gemma4_text", "vocab_size": VOCAB}, "vision_config": GEMMA4_EYE,
+            "audio_config": {"model_type": "gemma4_audio", "num_hidden_layers": 1, "output_proj_dims": 32, "hidden_size": 32},
+            "image_token_id": ID["<soft>"], "boi_token_id": ID["<boi>"], "eoi_token_id": ID["<eoi>"], "audio_token_id": ID["<sound>"],
+            "boa_token_id": ID["<boa>"], "eoa_token_index": ID["<eoa>"], "video_token_id": ID["<|video|>"],
+        },
+        ("gemma4.image_processing_pil_gemma4:Gemma4ImageProcessorPil", {"patch_size": 4, "max_soft_tokens": 70}),
+        ("gemma4.processing_gemma4:Gemma4Processor", {}),
+        "<soft>",
+        {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<soft>", "boa_token": "<boa>", "eoa_token": "<eoa>", "audio_token": "<sound>"},
+    )  # fmt: skip
+
+
+PIXTRAL = SIGLIP | {"model_type": "pixtral", "image_size": 112}
+GLM_IDS = {
+    "image_token_id": ID["<|image|>"], "video_token_id": ID["<|video|>"], "image_start_token_id": ID["<|begin_of_image|>"],
+    "image_end_token_id": ID["<|end_of_image|>"], "video_start_token_id": ID["<|begin_of_video|>"],
+    "video_end_token_id": ID["<|end_of_video|>"],
+}  # fmt: skip
+GLM_IMAGES = (
+    "glm4v.image_processing_pil_glm4v:Glm4vImageProcessorPil", {"size": {"shortest_edge": 28 * 28 * 8, "longest_edge": 28 * 28 * 24}},
+)  # fmt: skip
+GLM = ("glm4v.processing_glm4v:Glm4vProcessor", {})
+GLM_PLACE = "<|begin_of_image|><|image|><|end_of_image|>"
+HALF = {"rope_parameters": ROPE | {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}}
+QWEN_MOE = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": [0],
+    "norm_topk_prob": True,
+}  # fmt: skip
+QWEN3 = ("qwen3_vl.processing_qwen3_vl:Qwen3VLProcessor", {})
+QWEN3_EYE = QWEN_EYE | {"num_position_embeddings": 16}
+
 FAMILIES = {
+    "aria": Seen(
+        {
+            "text_config": LLAMA | SHAPES["aria_text"] | {"model_type": "aria_text"},
+            "vision_config": SIGLIP | {"model_type": "idefics3_vision", "image_size": 980, "patch_size": 98},
+            "image_token_index": ID["<image>"], "projector_patch_to_query_dict": {"100": 16},
+        },
+        ("aria.image_processing_pil_aria:AriaImageProcessorPil", {}),
+        ("aria.processing_aria:AriaProcessor", {"size_conversion": {"980": 16}}),
+        tokens={"image_token": "<image>"},
+    ),
+    "aya_vision": Seen(
+        {
+            "text_config": LLAMA | SHAPES["cohere2"] | {"model_type": "cohere2", "sliding_window": 24},
+            "vision_config": SIGLIP, "image_token_index": ID["<|IMG_PATCH|>"], "downsample_factor": 2, "alignment_intermediate_size": 64,
+        },
+        ("got_ocr2.image_processing_pil_got_ocr2:GotOcr2ImageProcessorPil", {"size": {"height": 56, "width": 56}, "max_patches": 4}),
+        ("aya_vision.processing_aya_vision:AyaVisionProcessor", {"patch_size": 14, "img_size": 56, "downsample_factor": 2}),
+    ),
+    "cohere2_vision": Seen(
+        {
+            "text_config": LLAMA | SHAPES["cohere2"] | {"model_type": "cohere2", "sliding_window": 24}, "vision_config": SIGLIP,
+            "image_token_id": ID["<|IMG_PATCH|>"], "downsample_factor": 2, "alignment_intermediate_size": 64,
+        },
+        ("cohere2_vision.image_processing_cohere2_vision:Cohere2VisionImageProcessor", {"size": {"height": 56, "width": 56}, "max_patches": 4, "patch_size": 2}),
+        ("cohere2_vision.processing_cohere2_vision:Cohere2VisionProcessor", {}),
+        "<|IMG_PATCH|>",
+        {"boi_token": "<|START_OF_IMG|>", "eoi_token": "<|END_OF_IMG|>", "image_token": "<|IMG_PATCH|>", "img_line_break_token": "[IMG_BREAK]"},
+        needs="torchvision",
+    ),
+    "deepseek_vl": Seen(
+        {"text_config": LLAMA, "vision_config": SIGLIP, "image_token_id": ID["<image>"]},
+        ("deepseek_vl.image_processing_pil_deepseek_vl:DeepseekVLImageProcessorPil", {"size": {"height": 56, "width": 56}}),
+        ("deepseek_vl.processing_deepseek_vl:DeepseekVLProcessor", {"num_image_tokens": 16}),
+        tokens={"image_token": "<image>"},
+    ),
+    "exaone4_5": Seen(
+        {
+            "text_config": LLAMA | SHAPES["exaone4"] | {"model_type": "exaone4", "sliding_window": 24}, **QWEN_IDS,
+            "vision_config": QWEN_EYE | {"fullatt_block_indexes": [1], "window_size": 56, "num_key_value_heads": 2},
+        },
+        QWEN_IMAGES, ("exaone4_5.processing_exaone4_5:Exaone4_5_Processor", {}), QWEN_PLACE,
+    ),
     "gemma3": Seen(
         {
             "text_config": LLAMA | SHAPES["gemma3_text"] | {"model_type": "gemma3_text", "vocab_size": VOCAB, "sliding_window": 24},
@@ -110,16 +201,54 @@ FAMILIES = {
         "<boi>",
         {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<soft>"},
     ),
-    "glm4v": Seen(
+    "gemma3n": Seen(
         {
-            "text_config": _text("glm4v_text", rope_parameters=ROPE | {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}),
-            "vision_config": QWEN_EYE | {"image_size": 56}, "image_token_id": ID["<|image|>"], "video_token_id": ID["<|video|>"],
-            "image_start_token_id": ID["<|begin_of_image|>"], "image_end_token_id": ID["<|end_of_image|>"],
-            "video_start_token_id": ID["<|begin_of_video|>"], "video_end_token_id": ID["<|end_of_video|>"],
+            "text_config": LLAMA | SHAPES["gemma3n_text"] | {
+                "model_type": "gemma3n_text", "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB - 8, "sliding_window": 24,
+            },
+            "vision_config": {
+                "model_type": "gemma3n_vision", "architecture": "resnet10t", "hidden_size": 512, "vocab_offset": VOCAB - 8, "vocab_size": 4,
+            },
+            "audio_config": {
+                "model_type": "gemma3n_audio", "conf_num_hidden_layers": 1, "hidden_size": 64, "vocab_offset": VOCAB - 4, "vocab_size": 4,
+            },
+            "image_token_id": VOCAB - 7, "boi_token_id": ID["<boi>"], "eoi_token_id": VOCAB - 8, "audio_token_id": VOCAB - 3,
+            "boa_token_id": ID["<boa>"], "eoa_token_id": VOCAB - 4, "vision_soft_tokens_per_image": 16,
         },
-        ("glm4v.image_processing_pil_glm4v:Glm4vImageProcessorPil", {"size": {"shortest_edge": 28 * 28 * 8, "longest_edge": 28 * 28 * 24}}),
-        ("glm4v.processing_glm4v:Glm4vProcessor", {}),
-        "<|begin_of_image|><|image|><|end_of_image|>",
+        ("siglip.image_processing_pil_siglip:SiglipImageProcessorPil", {"size": {"height": 128, "width": 128}}),
+        ("gemma3n.processing_gemma3n:Gemma3nProcessor", {"image_seq_length": 16}),
+        "<n_soft>",
+        {
+            "boi_token": "<boi>", "eoi_token": "<n_eoi>", "image_token": "<n_soft>", "boa_token": "<boa>", "eoa_token": "<n_eoa>",
+            "audio_token": "<n_sound>",
+        },
+        needs="timm",
+    ),
+    "gemma4": _gemma4(),
+    "gemma4/whole": _gemma4(use_bidirectional_attention="vision", hidden_size_per_layer_input=0, num_kv_shared_layers=0),
+    "glm46v": Seen(
+        {"text_config": _text("glm4v_text", **HALF), "vision_config": QWEN_EYE | {"model_type": "glm4v_vision", "image_size": 56}, **GLM_IDS},
+        ("glm46v.image_processing_pil_glm46v:Glm46VImageProcessorPil", GLM_IMAGES[1]),
+        ("glm46v.processing_glm46v:Glm46VProcessor", {}), GLM_PLACE,
+    ),
+    "glm4v": Seen(
+        {"text_config": _text("glm4v_text", **HALF), "vision_config": QWEN_EYE | {"image_size": 56}, **GLM_IDS},
+        GLM_IMAGES, GLM, GLM_PLACE,
+    ),
+    "glm4v_moe": Seen(
+        {
+            "text_config": _text(
+                "glm4v_moe_text", n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=32, n_group=2,
+                topk_group=1, first_k_dense_replace=1, **HALF,
+            ),
+            "vision_config": QWEN_EYE | {"image_size": 56}, **GLM_IDS,
+        },
+        GLM_IMAGES, GLM, GLM_PLACE,
+    ),
+    "glm_ocr": Seen(
+        {"text_config": _text("glm_ocr_text", **SECTIONS), "vision_config": QWEN_EYE | {"image_size": 56}, **GLM_IDS},
+        ("glm46v.image_processing_pil_glm46v:Glm46VImageProcessorPil", GLM_IMAGES[1]),
+        ("glm46v.processing_glm46v:Glm46VProcessor", {}), GLM_PLACE,
     ),
     "idefics3": Seen(
         {
@@ -139,6 +268,25 @@ FAMILIES = {
         "<IMG_CONTEXT>",
         MARKS,
     ),
+    "lfm2_vl": Seen(
+        {
+            "text_config": LLAMA | SHAPES["lfm2"] | {"model_type": "lfm2"}, "image_token_id": ID["<image>"], "projector_hidden_size": 48,
+            "vision_config": {k: v for k, v in SIGLIP.items() if k not in ("image_size",)} | {"model_type": "siglip2_vision_model", "num_patches": 16},
+        },
+        (
+            "lfm2_vl.image_processing_lfm2_vl:Lfm2VlImageProcessor",
+            {"size": {"height": 56, "width": 56}, "tile_size": 56, "encoder_patch_size": 14, "min_image_tokens": 4, "max_image_tokens": 9, "max_tiles": 4},
+        ),
+        ("lfm2_vl.processing_lfm2_vl:Lfm2VlProcessor", {}),
+        needs="torchvision",
+    ),
+    "lighton_ocr": Seen(
+        {"text_config": _text("qwen3"), "vision_config": PIXTRAL, "image_token_id": ID["[IMG]"]},
+        ("pixtral.image_processing_pil_pixtral:PixtralImageProcessorPil", {"size": {"longest_edge": 84}, "patch_size": 28}),
+        ("lighton_ocr.processing_lighton_ocr:LightOnOcrProcessor", {"patch_size": 14, "spatial_merge_size": 2}),
+        "[IMG]",
+        {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+    ),
     "llava": Seen(
         {"text_config": LLAMA, "vision_config": CLIP, "image_token_id": ID["<image>"]},
         ("clip.image_processing_pil_clip:CLIPImageProcessorPil", SQUARE),
@@ -148,6 +296,14 @@ FAMILIES = {
         {"text_config": LLAMA, "vision_config": CLIP, "image_token_index": ID["<image>"], "image_grid_pinpoints": PINPOINTS},
         ("llava_next.image_processing_pil_llava_next:LlavaNextImageProcessorPil", SQUARE | {"image_grid_pinpoints": PINPOINTS}),
         ("llava_next.processing_llava_next:LlavaNextProcessor", LLAVA),
+    ),
+    "llava_next_video": Seen(
+        {
+            "text_config": LLAMA, "vision_config": CLIP, "image_token_index": ID["<image>"], "video_token_index": ID["<video>"],
+            "image_grid_pinpoints": PINPOINTS,
+        },
+        ("llava_next.image_processing_pil_llava_next:LlavaNextImageProcessorPil", SQUARE | {"image_grid_pinpoints": PINPOINTS}),
+        ("llava_next_video.processing_llava_next_video:LlavaNextVideoProcessor", LLAVA),
     ),
     "llava_onevision": Seen(
         {
@@ -163,11 +319,29 @@ FAMILIES = {
     "mistral3": Seen(
         {
             "text_config": _text("mistral"), "image_token_index": ID["[IMG]"], "spatial_merge_size": 2,
-            "vision_config": SIGLIP | {"model_type": "pixtral", "image_size": 112},
+            "vision_config": PIXTRAL,
         },
         ("pixtral.image_processing_pil_pixtral:PixtralImageProcessorPil", {"size": {"longest_edge": 84}, "patch_size": 28}),
         ("pixtral.processing_pixtral:PixtralProcessor", {"patch_size": 14, "spatial_merge_size": 2}),
         "[IMG]",
+    ),
+    "paddleocr_vl": Seen(
+        {
+            "text_config": _text("paddleocr_vl_text", **SECTIONS), **QWEN_IDS,
+            "vision_config": {k: v for k, v in SIGLIP.items() if k != "model_type"} | {"spatial_merge_size": 2},
+        },
+        ("paddleocr_vl.image_processing_pil_paddleocr_vl:PaddleOCRVLImageProcessorPil", QWEN_IMAGES[1]),
+        ("paddleocr_vl.processing_paddleocr_vl:PaddleOCRVLProcessor", {}), QWEN_PLACE, {"image_token": "<|image_pad|>"},
+    ),
+    "qianfan_ocr": Seen(
+        {
+            "text_config": _text("qwen3"), "image_token_id": ID["<IMG_CONTEXT>"], "image_seq_length": 4, "downsample_ratio": 0.5,
+            "vision_config": {k: v for k, v in SIGLIP.items() if k != "model_type"} | {"image_size": [56, 56], "patch_size": [14, 14]},
+        },
+        ("got_ocr2.image_processing_pil_got_ocr2:GotOcr2ImageProcessorPil", {"size": {"height": 56, "width": 56}, "max_patches": 4}),
+        ("qianfan_ocr.processing_qianfan_ocr:QianfanOCRProcessor", {"image_seq_length": 4}),
+        "<image>",
+        MARKS,
     ),
     "qwen2_vl": Seen(
         {
@@ -184,15 +358,29 @@ FAMILIES = {
         QWEN_IMAGES, ("qwen2_5_vl.processing_qwen2_5_vl:Qwen2_5_VLProcessor", {}), QWEN_PLACE,
     ),
     "qwen3_5": Seen(
-        {"text_config": LLAMA | SHAPES["qwen3_5_text"] | {"model_type": "qwen3_5_text", "vocab_size": VOCAB}, **QWEN_IDS, "vision_config": QWEN_EYE | {"num_position_embeddings": 16}},
-        QWEN_IMAGES, ("qwen3_vl.processing_qwen3_vl:Qwen3VLProcessor", {}), QWEN_PLACE,
+        {"text_config": LLAMA | SHAPES["qwen3_5_text"] | {"model_type": "qwen3_5_text", "vocab_size": VOCAB}, **QWEN_IDS, "vision_config": QWEN3_EYE},
+        QWEN_IMAGES, QWEN3, QWEN_PLACE,
+    ),
+    "qwen3_5_moe": Seen(
+        {
+            "text_config": LLAMA | SHAPES["qwen3_5_moe_text"] | {"model_type": "qwen3_5_moe_text", "vocab_size": VOCAB}, **QWEN_IDS,
+            "vision_config": QWEN3_EYE,
+        },
+        QWEN_IMAGES, QWEN3, QWEN_PLACE,
     ),
     "qwen3_vl": Seen(
         {
             "text_config": _text("qwen3_vl_text", num_hidden_layers=3, **SECTIONS), **QWEN_IDS,
-            "vision_config": QWEN_EYE | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+            "vision_config": QWEN3_EYE | {"deepstack_visual_indexes": [0, 1]},
         },
-        QWEN_IMAGES, ("qwen3_vl.processing_qwen3_vl:Qwen3VLProcessor", {}), QWEN_PLACE,
+        QWEN_IMAGES, QWEN3, QWEN_PLACE,
+    ),
+    "qwen3_vl_moe": Seen(
+        {
+            "text_config": _text("qwen3_vl_moe_text", num_hidden_layers=3, **QWEN_MOE, **SECTIONS), **QWEN_IDS,
+            "vision_config": QWEN3_EYE | {"deepstack_visual_indexes": [0, 1]},
+        },
+        QWEN_IMAGES, QWEN3, QWEN_PLACE,
     ),
     "smolvlm": Seen(
         {
@@ -201,6 +389,11 @@ FAMILIES = {
         },
         ("smolvlm.image_processing_pil_smolvlm:SmolVLMImageProcessorPil", TILED),
         ("smolvlm.processing_smolvlm:SmolVLMProcessor", {"image_seq_len": 4}),
+    ),
+    "vipllava": Seen(
+        {"text_config": LLAMA, "vision_config": CLIP, "image_token_index": ID["<image>"], "vision_feature_layer": [-1, -2, 1]},
+        ("clip.image_processing_pil_clip:CLIPImageProcessorPil", SQUARE),
+        ("llava.processing_llava:LlavaProcessor", LLAVA),
     ),
 }  # fmt: skip
 
@@ -236,13 +429,13 @@ class Reference:
 
     @torch.inference_mode()
     def generate(
-        self, messages: list[dict[str, Any]], images: list[Image.Image], tokens: int
+        self, messages: list[dict[str, Any]], images: list[Image.Image], tokens: int, **options: Any
     ) -> tuple[list[int], list[int]]:
-        """Returns the prompt's token ids and the generated ones, greedily."""
+        """Returns the prompt's token ids and the generated ones, greedily. `options` are the processor's."""
         tokenizer = self.processor.tokenizer
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         if images:
-            inputs = self.processor(images=images, text=[text], return_tensors="pt")
+            inputs = self.processor(images=images, text=[text], return_tensors="pt", **options)
         else:  # as batchgen and every tokenizer: a chat template has written all special tokens
             inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
         out = self.model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)

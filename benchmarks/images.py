@@ -1,0 +1,209 @@
+"""Rows with images: batchgen beside transformers' `generate` on the CPU, in tokens per second.
+
+    python -m benchmarks.images
+
+Two workloads: 100 images with ten questions each, shuffled, and 200 images with one question each. The images are JPEG files of 640 x 480 pixels; the
+model has the shape of Qwen2.5-VL, about 50 million parameters and random weights. Each measurement is a process of its own; the engines take turns. The
+time begins with the rows and ends with the last token: it contains reading and preparing the images, and not loading the model. transformers runs rows
+of similar length together, in batches of each of the sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import WORDS
+from benchmarks.machine import machine_facts
+from benchmarks.models import CONTEXT, WEIGHT_STD, shared_tokenizer
+
+TOKENS = 32
+WORKLOADS = {"ten questions": (100, 10), "one question": (200, 1)}
+"""Images, and questions about each."""
+MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = {
+    "model_type": "qwen2_5_vl_text", "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "intermediate_size": 1408, "max_position_embeddings": CONTEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]},
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+VISION = {
+    "depth": 8, "hidden_size": 384, "num_heads": 6, "intermediate_size": 1024, "out_hidden_size": 512, "patch_size": 14,
+    "window_size": 112, "fullatt_block_indexes": [3, 7],
+}  # fmt: skip
+
+
+def model_that_sees(work: Path, dtype: str) -> Path:
+    """Returns the model's folder under `work`. Makes the model if it is missing."""
+    import torch
+    from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    folder = work / "models" / f"sees-50m-{dtype}"
+    if (folder / "config.json").exists():
+        return folder
+    tokenizer = shared_tokenizer(work)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
+    tokenizer.chat_template = TEMPLATE
+    start, end, image, video = tokenizer.convert_tokens_to_ids(list(MARKS[2:]))
+    config = AutoConfig.for_model(
+        "qwen2_5_vl", text_config=TEXT | {"vocab_size": len(tokenizer)}, vision_config=VISION, image_token_id=image,
+        video_token_id=video, vision_start_token_id=start, vision_end_token_id=end, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=WEIGHT_STD)
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    model.to(getattr(torch, dtype)).save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    Qwen2VLImageProcessorPil().save_pretrained(unfinished)
+    (unfinished / "processor_config.json").write_text('{"processor_class": "Qwen2_5_VLProcessor"}')
+    unfinished.rename(folder)
+    return folder
+
+
+def rows_of(work: Path, workload: str, limit: int) -> list[tuple[str, str]]:
+    """Returns the image file and the question of each row, and makes the files. `limit`: the number of images, at most."""
+    import numpy as np
+    from PIL import Image
+
+    images, questions = WORKLOADS[workload]
+    folder = work / "pictures"
+    folder.mkdir(parents=True, exist_ok=True)
+    rnd = random.Random(5)
+    rows = []
+    for i in range(min(images, limit)):
+        path = folder / f"{i}.jpg"
+        if not path.exists():
+            coarse = np.random.default_rng(i).integers(0, 256, (24, 32, 3), dtype=np.uint8)
+            Image.fromarray(coarse).resize((640, 480), Image.Resampling.BICUBIC).save(path, quality=90)
+        rows += [(str(path), " ".join(rnd.choice(WORDS) for _ in range(8)) + "?") for _ in range(questions)]
+    rnd.shuffle(rows)
+    return rows
+
+
+def batchgen_seconds(model: Path, dtype: str, rows: list[tuple[str, str]]) -> dict[str, Any]:
+    from batchgen import LLM, SamplingParams
+
+    prompts = [
+        [{"role": "user", "content": [{"type": "image", "path": path}, {"type": "text", "text": question}]}]
+        for path, question in rows
+    ]
+    params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    with LLM(str(model), device="cpu", dtype=dtype) as llm:
+        started = time.perf_counter()
+        results = llm.generate(prompts, params)
+        seconds = time.perf_counter() - started
+        assert all(result.error_message is None and len(result.token_ids) == TOKENS for result in results)
+        stats = llm.engine.stats
+        return {"seconds": seconds, "images_encoded": stats.images_encoded, "prefill_tokens": stats.prefill_tokens}
+
+
+def generate_seconds(model: Path, dtype: str, rows: list[tuple[str, str]], size: int) -> dict[str, Any]:
+    import torch
+    from PIL import Image
+    from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    # Without its part for videos, which needs torchvision.
+    kind: Any = type("Processor", (Qwen2_5_VLProcessor,), {"check_argument_for_proper_class": lambda *_: None})
+    processor = kind(
+        image_processor=Qwen2VLImageProcessorPil.from_pretrained(model), tokenizer=tokenizer, video_processor=None
+    )
+    whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    whole.generation_config.eos_token_id = None
+    content = [{"type": "image"}, {"type": "text", "text": "QUESTION"}]
+    shown = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    started = time.perf_counter()
+    ordered = sorted(rows, key=lambda row: len(row[1]))
+    with torch.inference_mode():
+        for i in range(0, len(ordered), size):
+            batch = ordered[i : i + size]
+            inputs = processor(
+                images=[Image.open(path) for path, _ in batch], text=[shown.replace("QUESTION", q) for _, q in batch],
+                padding=True, return_tensors="pt",
+            )  # fmt: skip
+            inputs["pixel_values"] = inputs["pixel_values"].to(whole.dtype)
+            out = whole.generate(**inputs, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
+            assert out.shape == (len(batch), inputs["input_ids"].shape[1] + TOKENS)
+    return {"seconds": time.perf_counter() - started}
+
+
+def measured(args: argparse.Namespace, workload: str, engine: str) -> dict[str, Any]:
+    """Runs one measurement in a process of its own."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.images",
+        "--one",
+        json.dumps([workload, engine]),
+        "--work",
+        str(args.work),
+    ]
+    command += ["--dtype", args.dtype, "--limit", str(args.limit)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(f"{workload}, {engine}: {found['seconds']:.1f} s", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16], help="of transformers")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--limit", type=int, default=1000, help="images of each workload, at most")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "batchgen-benchmarks")
+    parser.add_argument("--out", type=Path, default=None, help="write the figures there, as JSON")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    model = model_that_sees(args.work, args.dtype)
+    if args.one:
+        workload, engine = json.loads(args.one)
+        rows = rows_of(args.work, workload, args.limit)
+        if engine == "batchgen":
+            print(json.dumps(batchgen_seconds(model, args.dtype, rows)))
+        else:
+            print(json.dumps(generate_seconds(model, args.dtype, rows, int(engine.rpartition(" ")[2]))))
+        return
+    figures: dict[str, Any] = {"machine": machine_facts(), "dtype": args.dtype}
+    for workload in WORKLOADS:
+        tokens = len(rows_of(args.work, workload, args.limit)) * TOKENS
+        engines = ["batchgen", *(f"transformers {size}" for size in args.batch_sizes)]
+        runs: dict[str, list[dict[str, Any]]] = {engine: [] for engine in engines}
+        for _ in range(args.repeats):
+            for engine in engines:
+                runs[engine].append(measured(args, workload, engine))
+        speed = {engine: tokens / statistics.median(run["seconds"] for run in of) for engine, of in runs.items()}
+        best = max((engine for engine in engines if engine != "batchgen"), key=lambda engine: speed[engine])
+        for engine in engines:
+            print(f"{workload}, {engine}: {speed[engine]:,.0f} completion tokens/s", flush=True)
+        print(f"{workload}: {speed['batchgen'] / speed[best]:.2f} times {best}", flush=True)
+        figures[workload] = runs
+    if args.out is not None:
+        args.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
