@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -91,11 +89,6 @@ def test_faulty_kernels_are_found_and_graphs_of_them_are_not_tried(model, monkey
     parts, failed, complete = run_trials(model)
     assert (parts, list(failed), complete) == (["sampler", "triton", "step-ahead"], ["triton"], True)
     assert failed["triton"].startswith(KERNEL_FAULTS[fault])
-
-
-def test_rounding_is_not_a_fault(model, monkeypatch):
-    use_fake_device(monkeypatch, attention=faulty(rounding))
-    assert run_trials(model)[1] == {}
 
 
 SOFT = {"sliding_window": 24, "softcap": 20.0, "sinks": torch.float32}
@@ -345,12 +338,6 @@ def test_a_trial_that_hangs_is_killed_and_the_others_still_run(monkeypatch, cach
     assert json.loads(next(cache.glob("*.json")).read_text())["off"] == verdict.off
 
 
-def test_the_trial_of_the_last_part_may_hang_too(monkeypatch):
-    verdict = check(monkeypatch, ([*map(Trying, PARTS)], None, b""), seconds=0.05)
-    assert list(verdict.off) == ["step-ahead"]
-    assert verdict.file is not None
-
-
 @pytest.mark.parametrize(
     ("code", "said", "how"),
     [
@@ -459,34 +446,6 @@ def test_the_trial_process_loads_the_model_and_runs_the_trials(tiny_model_dir, m
     assert len(list(cache.glob("*.json"))) == 1
 
 
-HANGS = """
-import sys, time
-from multiprocessing.connection import Connection
-from batchgen.model.checks.device_check import Trying
-connection = Connection(int(sys.argv[1]))
-connection.recv()
-connection.send(Trying("step-ahead"))
-time.sleep(1000)
-"""
-
-
-@pytest.mark.slow
-def test_a_trial_process_that_hangs_is_killed(monkeypatch, command_environment):
-    processes = []
-
-    def start(connection, said):
-        number = connection.fileno()
-        processes.append(
-            subprocess.Popen([sys.executable, "-c", HANGS, str(number)], pass_fds=(number,), env=command_environment)
-        )
-        return processes[-1]
-
-    check_as_on_a_gpu(monkeypatch, start)
-    verdict = check_device(CONFIG, CPU, hf_config(head_dim=64), 32, trial_seconds=0.2)
-    assert verdict.off == {"step-ahead": "its trial did not return within 0.2 s"}
-    assert [process.returncode for process in processes] == [-signal.SIGKILL]
-
-
 # -- whole jobs on an emulated device
 
 PROMPTS = ["The prefix that all of them share, and " + end for end in ("one", "two", "three", "")]
@@ -543,24 +502,6 @@ def test_attention_chosen_by_the_user_is_not_tried(tiny_model_dir, want, monkeyp
     assert job(tiny_model_dir, attention="torch")[:2] == (want, "cascade")
     with pytest.raises(Exception, match=r"^--attention triton is for one CUDA device; leave it out$"):
         job(tiny_model_dir, attention="triton")
-
-
-@pytest.mark.slow
-def test_the_command_tells_what_is_off_and_writes_the_output_of_plain_torch(
-    tiny_model_dir, want, monkeypatch, tmp_path, cli, write_jsonl, read_jsonl
-):
-    with LLM(tiny_model_dir, device="cpu", compile="off") as llm:
-        start = ThreadOfTrials(replace(llm.engine.runner.model, compile="auto"))
-    use_fake_device(monkeypatch, attention=faulty(one_of_a_thousand))
-    check_as_on_a_gpu(monkeypatch, start)
-    rows = write_jsonl([{"prompt": prompt} for prompt in PROMPTS])
-    for overwrite in ([], ["--overwrite"]):
-        done = cli("run", rows, "-m", tiny_model_dir, "-o", tmp_path / "out.jsonl", "--max-tokens", "12", *overwrite)
-        assert done.code == 0
-        assert [row["text"] for row in read_jsonl(tmp_path / "out.jsonl")] == want
-        assert done.err.count("Fake GPU: batchgen's attention kernels: switched off, plain torch attends") == 1
-        assert ("trying batchgen's kernels on Fake GPU" in done.err) == (not overwrite)
-    assert len(start.started) == 1
 
 
 @pytest.mark.gpu

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -189,67 +188,27 @@ def test_a_package_that_the_tokenizer_files_need_is_named(monkeypatch, tmp_path)
     )
 
 
-class _Hub(BaseHTTPRequestHandler):
-    """Gives the hub's answers; the name of the model chooses which."""
-
-    def do_GET(self) -> None:
-        code = next((c for c in ("RepoNotFound", "RevisionNotFound", "GatedRepo") if c.lower() in self.path), None)
-        self.send_response(403 if code == "GatedRepo" else 404)
-        if code:
-            self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_HEAD = do_GET  # noqa: N815
-
-    def log_message(self, *args: object) -> None:
-        pass
+LOCAL = "use a local folder with config.json and the tokenizer's files"
 
 
-_ASK = """
-import json, sys
-from batchgen.config import ModelConfig
-from batchgen.errors import ModelError
-from batchgen.prompts import load_tokenizer
-for name in sys.argv[1:]:
-    try:
-        load_tokenizer(ModelConfig(model=name, revision="v9"))
-    except ModelError as e:
-        print(json.dumps(str(e)))
-"""
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("RepositoryNotFoundError", f"model 'org/m' is neither a folder here nor a model on the hub; check the name (a private model needs `hf auth login`), or {LOCAL}"),
+        ("RevisionNotFoundError", "model 'org/m' has no revision 'v9' on the hub; give a branch, a tag or a commit of it, or leave --revision out"),
+        ("GatedRepoError", f"model 'org/m' is gated, and you have no access to it; ask for access on its page and log in with `hf auth login`, or {LOCAL}"),
+    ],
+)  # fmt: skip
+def test_the_hubs_answer_is_told_in_one_line(monkeypatch, error, message):
+    import transformers
+    from huggingface_hub import errors
 
+    def refused(*args, **options):
+        answer = SimpleNamespace(status_code=404, headers={}, request=None)
+        raise OSError("a page of advice\nin lines") from getattr(errors, error)("no", response=answer)
 
-@pytest.mark.slow
-def test_the_hubs_answer_is_told_in_one_line_and_nothing_else_is_on_stderr(tmp_path):
-    server = HTTPServer(("127.0.0.1", 0), _Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _ASK, "org/reponotfound", "org/revisionnotfound", "org/gatedrepo"],
-            env=environment()
-            | {
-                "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-                "HF_HUB_OFFLINE": "0",
-                "HF_HOME": str(tmp_path),
-            },
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
-    finally:
-        server.shutdown()
-        server.server_close()
-    local = "use a local folder with config.json and the tokenizer's files"
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [
-        "model 'org/reponotfound' is neither a folder here nor a model on the hub; "
-        f"check the name (a private model needs `hf auth login`), or {local}",
-        "model 'org/revisionnotfound' has no revision 'v9' on the hub; "
-        "give a branch, a tag or a commit of it, or leave --revision out",
-        "model 'org/gatedrepo' is gated, and you have no access to it; "
-        f"ask for access on its page and log in with `hf auth login`, or {local}",
-    ]
-    assert done.stderr == ""
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refused)
+    assert failure("org/m", revision="v9") == message
 
 
 @pytest.mark.slow
