@@ -1,6 +1,5 @@
 """Signals, pipes and locks of the command as a separate process: exit codes as a shell sees them, and the results that are kept."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -10,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from batchgen.jobs.files.results import read_facts
 
 pytestmark = pytest.mark.slow  # `tests/jobs` has the same claims of a process that is forked
 ROWS = 400
@@ -38,14 +35,6 @@ def start(command: list[str], command_environment: dict[str, str], tiny_model_di
 SLOWLY = ("--batch-size", "1", "--max-tokens", "100", "--ignore-eos", "--flush-every", "0")
 
 
-def wait_for_results(process: "subprocess.Popen[str]", output: Path) -> None:
-    end = time.monotonic() + 90
-    while (read_facts(Path(f"{output}.job"), ())[1] or 0) < 4:
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < end, "no results came"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["TERM", "INT"])
 def test_a_signal_ends_a_run_whose_template_does_not_end(signum, code, start, slow_job, cli, tiny_model_dir, tmp_path):
     template = tmp_path / "loop.jinja"
@@ -61,30 +50,6 @@ def test_a_signal_ends_a_run_whose_template_does_not_end(signum, code, start, sl
     template.write_text("{{ prompt }}")
     outcome = cli("run", slow_job, "-m", tiny_model_dir, "--template", template, "--max-tokens", "2", "--limit", "3")
     assert outcome.code == 0, outcome.err
-
-
-def test_sighup_is_ignored_under_nohup(start, write_jsonl, tmp_path):
-    source = write_jsonl({"prompt": f"row {i}"} for i in range(30))
-    process = start(source, *SLOWLY, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    wait_for_results(process, tmp_path / "prompts.out.jsonl")
-    process.send_signal(signal.SIGHUP)
-    process.communicate(timeout=90)
-    assert process.returncode == 0
-    assert len((tmp_path / "prompts.out.jsonl").read_text().splitlines()) == 30
-
-
-def test_standard_output_that_is_closed_ends_the_run_quietly(start, slow_job):
-    with slow_job.open() as rows:
-        process = start("-", "-o", "-", "--max-tokens", "20", "--window", "8", stdin=rows)
-    with process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert json.loads(process.stdout.readline())["id"] == 0
-        process.stdout.close()
-        err = process.stderr.read()
-        assert process.wait(timeout=60) == 141
-    assert "error" not in err
-    assert "Exception" not in err
 
 
 BEGIN = """

@@ -186,16 +186,6 @@ def test_a_long_text_is_stored_as_its_digest(tiny_model_dir):
     assert one != two
 
 
-def test_a_long_regex_or_schema_is_stored_as_its_digest(tiny_model_dir):
-    for name in ("regex", "json_schema"):
-        one, two = (
-            settings_of(tiny_model_dir, sampling=SamplingParams(**{name: "a" * 999 + end}))[name] for end in "ab"
-        )
-        assert isinstance(one, str)
-        assert one.startswith("a" * 40 + "… (1000 characters, digest ")
-        assert one != two
-
-
 def test_another_checkpoint_of_the_same_shapes_is_refused_and_the_file_named(
     cli, write_jsonl, tiny_model_dir, tmp_path
 ):

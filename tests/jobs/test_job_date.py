@@ -76,25 +76,6 @@ def test_a_plan_uses_the_date_of_a_job_that_has_begun(config, clock):
         assert "01 Mar 2026" not in text
 
 
-def test_a_plan_uses_todays_date_if_there_is_no_job(config, write_jsonl):
-    source = Path(config.inputs[0])
-    other = source.with_name("other.jsonl")
-    other.write_bytes(source.read_bytes())
-    before = datetime.now()
-    plan = plan_job(replace(config, inputs=(str(source), str(other)), output=None))
-    dates = {f"{time:%d %b %Y}" for time in (before, datetime.now())}
-    assert plan.rows == 4
-    assert plan.tree[0].text in {f"Today Date: {date}<|user|>" for date in dates}
-
-
-def test_shards_of_different_days_are_one_job(config, clock):
-    run_job(replace(config, shard="1/2"))
-    clock.time = datetime(2026, 3, 2)
-    run_job(replace(config, shard="2/2"))
-    assert config.output is not None
-    assert merge_job(config.output).stats["job"]["rows_ok"] == 2
-
-
 def test_shards_that_start_together_are_one_job(config, clock, monkeypatch):
     run_job(replace(config, shard="1/2"))
     clock.time = datetime(2026, 3, 1, 23, 59, 59)

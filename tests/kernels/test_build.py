@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from batchgen.config import ModelConfig
-from batchgen.errors import ModelError, UsageError
+from batchgen.errors import ModelError
 from batchgen.kernels import build, isa
 from batchgen.kernels.isa import instruction_set
 from batchgen.model.loader import load_model
@@ -121,12 +121,6 @@ def test_the_compilers_message_is_reported(folder):
         build.library()
 
 
-def test_without_a_compiler_there_are_no_kernels(folder, tmp_path, monkeypatch):
-    without_compiler(monkeypatch, tmp_path)
-    with pytest.raises(build.NoKernels, match=r"no C\+\+ compiler \(g\+\+\) was found"):
-        build.library()
-
-
 def test_a_compiler_that_does_not_run_is_named(folder, tmp_path, monkeypatch):
     compiler = tmp_path / "mine"
     compiler.write_text("#!/bin/sh\nexit 3\n")
@@ -146,12 +140,6 @@ def test_a_cache_that_cannot_be_written_is_named(folder, tmp_path):
 def load(tiny_model_dir, **options):
     config = ModelConfig(model=str(tiny_model_dir), device="cpu", **options)
     return load_model(config, load_tokenizer(config))
-
-
-@needs_compiler
-def test_a_model_is_loaded_with_the_kernels_unless_they_are_off(tiny_model_dir):
-    assert load(tiny_model_dir).kernels is build.library()
-    assert load(tiny_model_dir, compile="off").kernels is None
 
 
 def test_the_environment_can_switch_the_kernels_off(folder, monkeypatch, tiny_model_dir):
@@ -176,8 +164,3 @@ def test_on_is_refused_without_a_compiler(folder, tmp_path, monkeypatch, tiny_mo
     with pytest.raises(ModelError) as refused:
         load(tiny_model_dir, compile="on")
     assert str(refused.value) == ("--compile on: no C++ compiler (g++) was found; leave it out, and plain torch runs")
-
-
-def test_an_unknown_value_of_kernels_is_refused():
-    with pytest.raises(UsageError, match="--compile must be auto, on or off, not 'max'"):
-        ModelConfig(model="x", compile="max")

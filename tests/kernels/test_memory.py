@@ -38,12 +38,6 @@ def test_without_huge_pages_in_the_kernel_ordinary_pages_are_used(monkeypatch):
     assert in_huge_pages(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_without_huge_pages_in_the_system_ordinary_pages_are_used(monkeypatch):
-    monkeypatch.setattr(memory, "_pieces", memory._Pieces())
-    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    assert in_huge_pages(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
-
-
 def test_a_mapped_piece_is_unmapped_with_its_last_copy(monkeypatch):
     pieces = memory._Pieces()
     monkeypatch.setattr(memory, "_pieces", pieces)
