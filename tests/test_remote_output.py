@@ -99,19 +99,3 @@ def test_after_a_kill_during_the_upload_the_next_run_finishes_without_the_model(
     assert [row["prompt"] for row in rows(store)] == PROMPTS
     assert "loading model" not in said.err
     assert json.loads((tmp_path / "s.json").read_text())["rows_resumed"] == 3
-
-
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        ("s3://nobucket/o.jsonl", "s3://nobucket/o.jsonl cannot be written: The specified bucket does not exist; check the address, your access to it and the connection, or use another -o"),
-        ("s3://bucket/in/a.jsonl", "s3://bucket/in/a.jsonl is both an input and the output; name another output with -o, or put a glob in quotes, so that batchgen leaves outputs out"),
-        ("s3://bucket/mine.jsonl", "s3://bucket/mine.jsonl exists and has no job folder, so batchgen does not know whether it may replace it; use the --work-dir of its run if it had one, --overwrite to replace it, or another -o"),
-    ],
-)  # fmt: skip
-def test_an_output_that_a_store_refuses_is_a_one_line_usage_error(store, run, output, message):
-    store.pipe_file("bucket/mine.jsonl", b"mine")
-    said = run("s3://bucket/in/a.jsonl", output=output)
-    assert said.code == 2
-    assert said.err.splitlines()[-1] == f"batchgen: error: {message}"
-    assert store.cat_file("bucket/mine.jsonl") == b"mine"

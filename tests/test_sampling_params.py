@@ -143,27 +143,11 @@ def test_a_rows_values_replace_the_commands_except_nulls():
     assert command.merged({}) == command
 
 
-def test_a_single_value_is_accepted_as_a_list_and_stop_token_id_as_a_name():
-    merged = SamplingParams().merged({"stop_token_id": 5, "stop": ["a", "b"]})
-    assert (merged.stop_token_ids, merged.stop) == ((5,), ("a", "b"))
-
-
 @pytest.mark.parametrize("command", [{"choices": ("a", "b")}, {"regex": "a+"}, {"json_schema": "{}"}])
 @pytest.mark.parametrize("row", [{"choices": ["x", "y"]}, {"regex": "x"}, {"json_schema": '{"type": "null"}'}])
 def test_a_rows_constraint_replaces_the_commands(command, row):
     expected = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
     assert SamplingParams(**command).merged(row) == SamplingParams(**expected)
-
-
-def test_a_row_without_a_constraint_keeps_the_commands():
-    command = SamplingParams(regex="a+")
-    assert command.merged({"max_tokens": 3, "choices": None}) == SamplingParams(regex="a+", max_tokens=3)
-
-
-def test_a_schema_given_as_an_object_keeps_its_order():
-    schema = {"type": "object", "properties": {"z": {"type": "null"}, "a": {"type": "null"}}}
-    merged = SamplingParams().merged({"json_schema": schema})
-    assert merged.json_schema == '{"type": "object", "properties": {"z": {"type": "null"}, "a": {"type": "null"}}}'
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from batchgen import EngineConfig, JobConfig, JobReport, SamplingParams, job_status, merge_job, run_job
@@ -24,7 +22,6 @@ from batchgen.jobs.files.results import Results
 from batchgen.jobs.files.target import LocalTarget
 from batchgen.jobs.order.sorted_requests import read_requests, sort_key
 from batchgen.jobs.shards import CLAIMS, forget_plan, load_plan, shard_folder
-from batchgen.progress import Silent
 from support.progress import Recorder, in_phase, interrupt, rows_done
 from support.runs import Killed
 
@@ -148,15 +145,6 @@ def test_a_merge_keeps_results_without_a_row_unless_the_shards_ran_with_prune(pr
     assert Path("o.jsonl.job/kept.sqlite").exists() is not prune
 
 
-def test_a_merged_table_has_the_columns_of_a_whole_job_even_if_no_row_fills_them(tiny_model_dir, source):
-    pq.write_table(pa.table({"prompt": pa.nulls(3, pa.string())}), "in.parquet")
-    config = config_of(tiny_model_dir, inputs="in.parquet", output="o.parquet", sampling=SamplingParams(n=2))
-    run_job(replace(config, output="whole.parquet"))
-    run_job(replace(config, shard="1/1", merge=True))
-    assert pq.read_schema("o.parquet") == pq.read_schema("whole.parquet")
-    assert "choices" in pq.read_schema("o.parquet").names
-
-
 def test_a_shard_that_another_process_has_taken_over_stores_no_more_results(tiny_model_dir, source, monkeypatch):
     def lost(lease: Lease) -> None:
         raise OutputLocked("taken over")
@@ -191,13 +179,6 @@ def test_after_the_merge_every_command_has_nothing_to_do(tiny_model_dir, source)
     assert shard(tiny_model_dir, "1/2").already_finished
     assert shard(tiny_model_dir, "2/5").already_finished
     assert run_job(config_of(tiny_model_dir)).already_finished
-
-
-@pytest.mark.slow
-def test_a_finished_shard_has_nothing_to_do(tiny_model_dir, source):
-    first = shard(tiny_model_dir, "1/2")
-    again = shard(tiny_model_dir, "1/2")
-    assert (again.already_finished, again.stats["rows"]) == (True, first.stats["rows"])
 
 
 def test_the_last_shard_merges_with_the_option_merge(tiny_model_dir, source):
@@ -313,13 +294,6 @@ def test_a_shard_that_ends_during_a_merge_does_not_merge(tiny_model_dir, source,
         merging.release()
 
 
-def test_the_output_has_the_columns_that_the_merging_shard_names(tiny_model_dir, source):
-    shard(tiny_model_dir, "1/2", keep=("n",))
-    shard(tiny_model_dir, "2/2")  # the input is read again, and results are kept
-    shard(tiny_model_dir, "1/2", merge=True)
-    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
-
-
 def test_a_shard_with_other_settings_is_refused(tiny_model_dir, source):
     shard(tiny_model_dir, "1/2")
     with pytest.raises(
@@ -432,18 +406,6 @@ def test_results_of_shards_without_a_manifest_are_kept(tiny_model_dir, source):
     assert len(list(Path("o.jsonl.job/shards").glob("*/1/results.sqlite"))) == 1
 
 
-def test_several_relative_inputs_are_merged_from_another_folder(tiny_model_dir, source, tmp_path, monkeypatch):
-    Path("more.jsonl").write_text('{"prompt": "one more"}\n')
-    options: dict[str, Any] = {"inputs": ("in.jsonl", "more.jsonl")}
-    expected = whole(tiny_model_dir, **options)
-    for name in ("1/2", "2/2"):
-        shard(tiny_model_dir, name, **options)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    merge_job("../o.jsonl")
-    assert Path("../o.jsonl").read_bytes() == expected
-
-
 @pytest.mark.slow
 def test_there_may_be_more_shards_than_rows_and_no_rows_at_all(tiny_model_dir, source):
     write(rows()[:2])
@@ -455,27 +417,6 @@ def test_there_may_be_more_shards_than_rows_and_no_rows_at_all(tiny_model_dir, s
         shard(tiny_model_dir, f"{number}/2", output="empty.jsonl")
     assert merge_job("empty.jsonl").exit_code == 0
     assert Path("empty.jsonl").read_bytes() == b""
-
-
-def test_notes_and_status_name_finished_and_missing_shards(tiny_model_dir, source):
-    recorder = Recorder()
-    run_job(config_of(tiny_model_dir, shard="1/2"), recorder)
-    assert recorder.notes[-1] == "shard 1/2 is done; 1 of 2 are not"
-    found = job_status("o.jsonl")
-    assert (found["state"], found["rows_total"]) == ("stopped", 24)
-    assert [(s["shard"], s["state"]) for s in found["shards"]] == [("1/2", "done"), ("2/2", "not begun")]
-    assert found["rows_done"] == 1 + found["shards"][0]["rows_done"]
-    run_job(config_of(tiny_model_dir, shard="2/2"), recorder)
-    assert recorder.notes[-1] == "all 2 shards are done: batchgen merge o.jsonl writes the output"
-
-
-def test_a_shard_that_merges_does_not_suggest_a_merge(tiny_model_dir, source):
-    shard(tiny_model_dir, "1/2")
-    notes: list[str] = []
-    recorder = Silent()
-    recorder.note = notes.append  # type: ignore[method-assign]
-    report = run_job(config_of(tiny_model_dir, shard="2/2", merge=True), recorder)
-    assert (report.shard, notes[-1]) == ("", "all 2 shards are done")
 
 
 def test_standard_streams_and_remote_outputs_cannot_have_shards(tiny_model_dir, source):
