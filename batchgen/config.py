@@ -72,6 +72,20 @@ class ModelConfig:
         group="Model",
         values=["none", "int8"],
     )
+    weights: str = option(
+        "auto",
+        "Keep the weights in memory (resident), or read those of most layers again in every step, in larger steps (streamed, CPU). auto "
+        "streams those that do not fit. Results are the same.",
+        group="Model",
+        values=["auto", "resident", "streamed"],
+    )
+    weight_memory: str | None = option(
+        None,
+        "Memory that the weights may take; with less, layers are streamed.",
+        group="Model",
+        metavar="SIZE",
+        shown="what is free",
+    )
     device: str = option(
         "auto",
         "Device to run on. auto uses CUDA, else MPS, else the CPU. cuda:0,1 runs one process on each GPU.",
@@ -179,6 +193,13 @@ class ModelConfig:
             raise UsageError("--pooling and --normalize are for --embed", "add --embed, or leave them out")
         if self.quantize != "none" and self.task != "generate":
             raise UsageError(f"--quantize is for models that write text, not for --{self.task}", "leave it out")
+        if self.weight_memory is not None:
+            if not isinstance(parse_memory(self.weight_memory, "--weight-memory"), int):
+                raise UsageError(f"--weight-memory {self.weight_memory!r} is not a size", "use a size such as 4GiB")
+            if self.weights == "resident":
+                raise UsageError("--weight-memory is for streamed weights", "leave out --weights resident")
+        if self.weights == "streamed" and self.quantize != "none":
+            raise UsageError(f"--quantize {self.quantize} needs all weights in memory", "leave out --weights streamed")
         if self.ray is None and any((self.workers, self.cpus_per_worker, self.ray_working_dir)):
             raise UsageError(
                 "--workers, --cpus-per-worker and --ray-working-dir are for a cluster", "add --ray, or use --device"

@@ -23,7 +23,7 @@ from batchgen.jobs.outcomes import FAILURES_KEPT, failure_line
 from batchgen.jobs.place import output_of
 from batchgen.kernels import isa
 from batchgen.model.architectures import RECURRENT, check_architecture, context_note
-from batchgen.model_files import weight_bytes
+from batchgen.model.weights.sizes import MemoryTable, itemsize, memory_table
 from batchgen.prefix import (
     GroupLine,
     NodeLine,
@@ -110,7 +110,9 @@ class PlanReport:
     state_bytes_peak: int
     """The most memory that such states take at once on one device, with completions of full length."""
     weight_bytes: int
-    """Bytes of the model's weights in the type in which they are computed; 0 if that is not known."""
+    """Bytes of the model's weights, packed ones as they are, or with `--quantize int8`; 0 if that is not known."""
+    memory: MemoryTable | None
+    """What the weights would take, and what fits this machine; None if that is not known."""
     block_size: int
     tree: tuple[TreeLine, ...]
     groups: tuple[GroupLine, ...]
@@ -154,6 +156,7 @@ class PlanReport:
             "groups": f.groups,
             "grouped_rows": f.grouped_requests,
             "weight_bytes": self.weight_bytes,
+            "memory": None if self.memory is None else asdict(self.memory),
             "kv_bytes_per_token": self.bytes_per_token,
             "kv_bytes_shared": f.kv_bytes_shared,
             "kv_bytes_unshared": f.kv_bytes_unshared,
@@ -283,8 +286,10 @@ class _PlanBuilder:
         self.block_size = config.engine.block_size
         self.bytes_per_token = kv_bytes_per_token(tokenizer.hf_config, dtype)
         self.bytes_per_state = state_bytes_per_sequence(tokenizer.hf_config, dtype)
-        plain, int8 = weight_bytes(config.model, itemsize(dtype)) or (0, 0)
-        self.weight_bytes = int8 if config.model.quantize == "int8" else plain
+        self.memory = memory_table(config.model, tokenizer.hf_config, dtype)
+        self.weight_bytes = 0
+        if self.memory is not None:
+            self.weight_bytes = self.memory.int8 if config.model.quantize == "int8" else self.memory.kept
         self.rows = self.failed = self.windows = self.equal = self._equal_tokens = 0
         self._row_keys = RowKeys()
         self.failures: list[str] = []
@@ -299,7 +304,8 @@ class _PlanBuilder:
 
         engine = self.config.engine
         device = pick_device(self.config.model.device).type
-        limits = limits_for(engine, device, self.tokenizer.vocab_size)
+        streamed = self.config.model.weights == "streamed"
+        limits = limits_for(engine, device, self.tokenizer.vocab_size, streamed=streamed)
         num_state_slots, num_blocks = (
             limits.batch_size + SNAPSHOTS,
             max_useful_blocks(limits, self.tokenizer.context_length, self.block_size),
@@ -391,6 +397,7 @@ class _PlanBuilder:
             bytes_per_state=self.bytes_per_state,
             state_bytes_peak=self._rehearsal.peak_state_slots * self.bytes_per_state if self._rehearsal else 0,
             weight_bytes=self.weight_bytes,
+            memory=self.memory,
             block_size=self.block_size,
             tree=tuple(self._line(line) for line in survey.largest_nodes()),
             groups=tuple(survey.largest_groups()),
@@ -424,11 +431,6 @@ def computed_dtype(config: ModelConfig, hf_config: Any) -> str:
     if pick_device(config.device).type != "cpu":
         return own
     return str(cpu_dtype(config, hf_config)).removeprefix("torch.")
-
-
-def itemsize(dtype: str) -> int:
-    """Returns the bytes of a number of this type."""
-    return {"float32": 4, "float64": 8}.get(dtype, 2)
 
 
 def kv_bytes_per_token(hf_config: Any, dtype: str) -> int:

@@ -6,7 +6,6 @@ Knows JSON, the layout of safetensors files and the names that other programs gi
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -109,28 +108,7 @@ INT8_SMALL = 16
 """`--quantize int8` leaves a layer as it is if its outputs times this number are at most its inputs. Routers are such layers: they decide much and cost little."""
 
 
-def weight_bytes(config: ModelConfig, itemsize: int) -> tuple[int, int] | None:
-    """Returns the bytes that a model's weights take with `itemsize` bytes each, and with `--quantize int8`.
-
-    None if the headers of the files do not tell: for models on the hub, GGUF files, quantized checkpoints, and checkpoints with other parts than a language model.
-    """
-    folder = Path(config.model).expanduser()
-    if not folder.is_dir() or gguf_file(config) is not None or not any(folder.glob("*.safetensors")):
-        return None
-    settings = read_json(folder / "config.json")
-    if {"quantization_config", "text_config"} & settings.keys():
-        return None
-    plain = int8 = 0
-    for shard in _shards(folder):
-        for name, tensor in _safetensors_header(shard).items():
-            shape = tensor["shape"]
-            plain += math.prod(shape) * itemsize
-            packed = _is_int8_layer(name, shape)
-            int8 += math.prod(shape) + 8 * shape[0] if packed else math.prod(shape) * itemsize
-    return plain, int8
-
-
-def _is_int8_layer(name: str, shape: Sequence[int]) -> bool:
+def is_int8_layer(name: str, shape: Sequence[int]) -> bool:
     """Whether a tensor is the weight of a layer that `--quantize int8` packs, judged by its name and shape."""
     parts = name.split(".")
     return (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.config import ModelConfig
-from batchgen.dry_run import itemsize, kv_bytes_per_token
+from batchgen.dry_run import kv_bytes_per_token
 from batchgen.model.architectures import (
     REFUSED,
     VERIFIED,
@@ -16,7 +16,8 @@ from batchgen.model.architectures import (
     context_note,
     is_verified,
 )
-from batchgen.model_files import check_weight_files, has_tokenizer, weight_bytes
+from batchgen.model.weights.sizes import MemoryTable, memory_table
+from batchgen.model_files import check_weight_files, has_tokenizer
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.tokenizer import checkpoint_dtype, context_length_of, load_config, text_config
 
@@ -39,10 +40,8 @@ class ModelReport:
     """None for a folder without tokenizer files."""
     kv_bytes_per_token: int
     """Bytes of KV per token in the checkpoint's dtype; 0 if the configuration does not say."""
-    weight_bytes: int = 0
-    """Bytes in the checkpoint's dtype; 0 if that is not known."""
-    weight_bytes_int8: int = 0
-    """Bytes with `--quantize int8`."""
+    memory: MemoryTable | None = None
+    """What the weights would take, and what fits this machine; None if the files are not known."""
 
 
 def report_model(config: ModelConfig) -> ModelReport:
@@ -54,7 +53,6 @@ def report_model(config: ModelConfig) -> ModelReport:
     check_architecture(hf_config)
     text = text_config(hf_config)
     dtype = checkpoint_dtype(hf_config)
-    plain, int8 = weight_bytes(config, itemsize(dtype)) or (0, 0)
     return ModelReport(
         model=config.model,
         model_type=str(getattr(hf_config, "model_type", "unknown")),
@@ -66,8 +64,7 @@ def report_model(config: ModelConfig) -> ModelReport:
         vocab_size=tokenizer.vocab_size if tokenizer else int(getattr(text, "vocab_size", 0) or 0),
         chat_template=None if tokenizer is None else tokenizer.hf_tokenizer.chat_template is not None,
         kv_bytes_per_token=kv_bytes_per_token(hf_config, dtype),
-        weight_bytes=plain,
-        weight_bytes_int8=int8,
+        memory=memory_table(config, hf_config, dtype),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import resource
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,6 +53,10 @@ class EngineStats:
     """Maximum of the KV memory that the same sequences would have used if each had its own copy of its prefix, in bytes."""
     images_encoded: int = 0
     """Number of images that the model's encoder has run on."""
+    weight_bytes: int = 0
+    """Bytes of the model's weights, also of those that are streamed."""
+    weight_bytes_read: int = 0
+    """Bytes of streamed weights that steps have read."""
     forward_seconds: float = 0.0
     """Time in the model: launching steps and, on an asynchronous device, waiting for them."""
     process_bytes_peak: int = 0
@@ -179,6 +184,10 @@ class Setting:
     """`RowParams.sources` of the job."""
 
 
+_SIZES = ("preemptions", "kv_bytes_peak", "kv_bytes_unshared", "state_bytes_peak")
+_WEIGHTS = ("weight_bytes", "weight_bytes_read")
+
+
 def figures(
     run: RunFigures, engine: EngineStats, setting: Setting, earlier: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -219,11 +228,9 @@ def figures(
         "drafted_tokens": engine.drafted_tokens,
         "accepted_tokens": engine.accepted_tokens,
         "attention_parts_per_step": _ratio(engine.attention_parts, engine.steps),
-        "preemptions": engine.preemptions,
-        "kv_bytes_peak": engine.kv_bytes_peak,
-        "kv_bytes_unshared": engine.kv_bytes_unshared,
-        "state_bytes_peak": engine.state_bytes_peak,
+        **{name: getattr(engine, name) for name in _SIZES},
         "memory_bytes_peak": memory_bytes_peak() + engine.process_bytes_peak,
+        **{name: getattr(engine, name) for name in _WEIGHTS},
         "images": run.images,
         "images_encoded": engine.images_encoded,
         "image_tokens": run.image_tokens,
@@ -312,25 +319,61 @@ def _ratio(part: float, whole: float, nothing: float = 0.0) -> float:
     return round(part / whole, 6) if whole else nothing
 
 
-def memory_bytes_peak() -> int:
-    """Returns the maximum of this process's memory so far, in bytes."""
+class _MemoryWatch:
+    """Looks at the memory of this process twenty times a second, because the system keeps no maximum of it without pages of files."""
+
+    SECONDS = 0.05
+
+    def __init__(self) -> None:
+        self._peak = 0
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begins to look, if that has not begun."""
+        if self._thread is None and _private_bytes() is not None:
+            self._thread = threading.Thread(target=self._look, name="memory", daemon=True)
+            self._thread.start()
+
+    def _look(self) -> None:
+        while True:
+            self.peak()
+            time.sleep(self.SECONDS)
+
+    def peak(self) -> int | None:
+        """Returns the maximum so far, in bytes; None where the system does not tell."""
+        now = _private_bytes()
+        self._peak = max(self._peak, now or 0)
+        return None if now is None else self._peak
+
+
+_watch = _MemoryWatch()
+
+
+def watch_memory() -> None:
+    """Makes `memory_bytes_peak` know the maximum from now on."""
+    _watch.start()
+
+
+def _private_bytes() -> int | None:
+    """Returns the memory of this process without pages of files, which the system may drop; None where it does not tell."""
     try:
-        # getrusage includes the memory of the parent process at the start; the kernel's own figure does not.
-        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+        _, resident, shared, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return None
+    return (int(resident) - int(shared)) * resource.getpagesize()
+
+
+def memory_bytes_peak() -> int:
+    """Returns the maximum of the memory that belongs to this process so far, in bytes: pages of files, which the system may drop, do not count."""
+    peak = _watch.peak()
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit if peak is None else peak
 
 
 def memory_bytes() -> int:
-    """Returns this process's memory now, in bytes; where the system does not tell, its maximum so far."""
-    try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
-    except (OSError, ValueError, IndexError):
-        return memory_bytes_peak()
+    """Returns the memory that belongs to this process now, in bytes; where the system does not tell, its maximum so far."""
+    found = _private_bytes()
+    return memory_bytes_peak() if found is None else found
 
 
 def size_text(count: float) -> str:

@@ -16,7 +16,7 @@ Look for the family below, or ask the program: `batchgen models NAME` says wheth
 
 **Yes** means verified: for random models of the architecture, batchgen gives the tokens and the logits of transformers' `generate` in float32, also with shared prefixes, little memory and preemption. Fine-tunes, merges and distilled models of a family have its
 architecture and run as it does. An architecture that is in neither table of [models.md](models.md) is checked when it is loaded, with a small model of the same kind (this takes a second or two). It is refused if a single logit differs.
-The table does not say whether the model fits your machine: 16-bit weights take 2 bytes per parameter.
+The table does not say whether the model fits your machine: `batchgen models NAME` does ([memory](memory.md)).
 
 The families are those of the generative models that were downloaded most from the Hugging Face Hub in 2026. {yes} of these {count} run.
 

@@ -12,7 +12,6 @@ from safetensors import safe_open
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, SamplingParams, run_job
 from batchgen.errors import UsageError
-from batchgen.model_files import weight_bytes
 from batchgen.model_report import report_model
 from support.models import kernels
 
@@ -72,7 +71,6 @@ def test_plan_and_models_know_the_size_of_the_weights(tiny_model_dir):
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is no mapping
     numbers = sum(math.prod(shape) for shape in shapes.values())
     packed = [shape for name, shape in shapes.items() if "layers" in name and len(shape) == 2]
-    assert weight_bytes(model, 4) == (4 * numbers, 4 * numbers + sum(8 * n - 3 * n * k for n, k in packed))
-    report = report_model(model)
-    assert (report.weight_bytes, report.weight_bytes_int8) == weight_bytes(model, 4)
-    assert weight_bytes(ModelConfig(model="a/name-on-the-hub"), 4) is None
+    memory = report_model(model).memory
+    assert memory is not None
+    assert (memory.kept, memory.int8) == (4 * numbers, 4 * numbers + sum(8 * n - 3 * n * k for n, k in packed))

@@ -24,6 +24,7 @@ from batchgen.process.user_cache import cache_folder
 from batchgen.prompts import LoadedTokenizer
 from batchgen.prompts.tokenizer import quiet
 from batchgen.request import TokenArray
+from batchgen.stats import watch_memory
 from batchgen.version import __version__
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def engine_here(
         from batchgen.model.checks.device_check import check_device
         from batchgen.model.loader import load_model, pick_device
 
+    watch_memory()
     with _LOADING:
         verdict = check_device(model, pick_device(model.device), tokenizer.hf_config, config.block_size)
         loaded = load_model(model, tokenizer, config.processes, texts)
@@ -109,7 +111,7 @@ def costs_file(model: ModelConfig, hf_config: Any, config: EngineConfig, threads
         "task": [model.embed, model.classify],
         "device": [device_identity(device)[0], model.device_map],
         "processor": [isa.processor(), isa.instruction_set(), threads] if device.type == "cpu" else [],
-        "engine": [model.compile, model.attention, config.block_size, config.share],
+        "engine": [model.compile, model.attention, model.weights, model.weight_memory, config.block_size, config.share],
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:20]
     try:

@@ -105,7 +105,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.config = config
         self.costs = StepCosts(costs_file)
-        self.stats = EngineStats(quantization=model.quantization, parts=parts(model))
+        self.stats = EngineStats(weight_bytes=model.weight_bytes, quantization=model.quantization, parts=parts(model))
         if model.device.type == "cpu":
             keep_freed_memory()
         model, self.sizes = sized(with_blocks(model, config.block_size), config, tokenizer.context_length)
@@ -401,6 +401,8 @@ class Engine:
         self.stats.attention_parts = self.runner.attention_parts
         if self._vision is not None:
             self.stats.images_encoded = self._vision.encoded
+        if self.runner.model.streamed is not None:
+            self.stats.weight_bytes_read = self.runner.model.streamed.bytes_read
         self.stats.preemptions = self.scheduler.preemptions
         pool = self.block_manager.pool
         self.stats.kv_bytes = pool.num_used * self.sizes.block_size * token

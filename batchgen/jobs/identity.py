@@ -38,7 +38,7 @@ _BLOCKS = 64
 _TENSOR_BLOCKS = 192
 _MAX_HEADER_BYTES = 1 << 26
 _LONG_TEXT = 200
-_FREE = ("device", "device_map", "compile", "attention")
+_FREE = ("device", "device_map", "compile", "attention", "weights", "weight_memory")
 """Options of `ModelConfig` that a job may change."""
 _DIGEST_CHARACTERS = 16
 _DATE = "date"

@@ -7,6 +7,7 @@ Layers and their attention are recognized by their code (`recognition`). A layer
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from batchgen.kernels.dense_layer import DenseLayer, DenseStack, LayerNorms, Workspace, can_join, joined
-from batchgen.kernels.fusion import FusedMLP, FusedNorm, FusedRotary, can_fuse, known_code, own_forward
+from batchgen.kernels.fusion import Around, FusedMLP, FusedNorm, FusedRotary, can_fuse, known_code, own_forward
 from batchgen.kernels.int8 import Int8Linear, QuantizingNorm
 from batchgen.kernels.ops import PackedLinear, add_rows, can_add
 from batchgen.kernels.recognition import Code, code_of
@@ -23,7 +24,7 @@ from batchgen.kernels.recurrent import can_gate, sigmoid_gate
 
 
 @torch.inference_mode()
-def fuse_layers(model: torch.nn.Module) -> int:
+def fuse_layers(model: torch.nn.Module, around: Around = nullcontext) -> int:
     """Gives decoder layers whose parts have been replaced (`fusion`) forwards of their own. Returns how many."""
     count = 0
     workspace = Workspace()
@@ -39,7 +40,8 @@ def fuse_layers(model: torch.nn.Module) -> int:
                 module.forward = earlier
             continue
         kind = _KINDS[code]
-        dense = None if kind.norms is None else _dense_layer(module, kind.norms)
+        with around(module):
+            dense = None if kind.norms is None else _dense_layer(module, kind.norms)
         by_parts = plain if kind.by_parts is None else kind.by_parts
         if dense is not None:
             module.dense = DenseStack([dense], None, workspace)

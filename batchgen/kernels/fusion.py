@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -43,11 +44,16 @@ ACTIVATIONS = {
 MIN_POSITIONS = 2048
 """Number of positions in a new table of cos and sin."""
 
+Around = Callable[[torch.nn.Module], AbstractContextManager[Any]]
+"""Returns the context in which a part of a model is packed."""
+
 
 class Packing:
     """Packs the weights of linear layers in their own type. `quantization.Int8Packing` packs them in 8 bits."""
 
-    def __init__(self) -> None:
+    def __init__(self, around: Around = nullcontext) -> None:
+        """`around`: returns the context in which a part is packed."""
+        self.around = around
         self._agreed: set[Any] = set()
 
     def agrees(self, part: Any, fused: Any, weights: list[torch.Tensor]) -> bool:
@@ -105,10 +111,10 @@ def fuse_linear(model: torch.nn.Module, packing: Packing, *, own_kernels: bool =
     if can_fuse(model):
         shared = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
         if own_kernels:
-            _replace(model, "gated MLPs", lambda part: _mlp(part, shared, packing), count)
-            _replace(model, "experts", lambda part: _experts(part, shared, packing), count)
+            _replace(model, "gated MLPs", lambda part: _mlp(part, shared, packing), count, packing)
+            _replace(model, "experts", lambda part: _experts(part, shared, packing), count, packing)
             _fuse_routers(model, count)
-        _replace(model, "linear layers", lambda part: _linear(part, shared, packing, own_kernels), count)
+        _replace(model, "linear layers", lambda part: _linear(part, shared, packing, own_kernels), count, packing)
     return count
 
 
@@ -118,10 +124,12 @@ def can_fuse(model: torch.nn.Module) -> bool:
 
 
 def _replace(
-    model: torch.nn.Module, kind: str, made: Callable[[torch.nn.Module], torch.nn.Module | None], count: Counter[str]
-) -> None:
+    model: torch.nn.Module, kind: str, made: Callable[[torch.nn.Module], torch.nn.Module | None], count: Counter[str],
+    packing: Packing | None = None,
+) -> None:  # fmt: skip
     for part, places in _parts(model):
-        fused = made(part)
+        with nullcontext() if packing is None else packing.around(part):
+            fused = made(part)
         if fused is not None:
             for parent, name in places:
                 parent._modules[name] = fused

@@ -1,4 +1,4 @@
-"""Memory in huge pages for packed weights.
+"""Memory for packed weights: huge pages, or mapped files, whose pages the system may drop.
 
 Every product reads all of its weights. With pages of 4 KiB, the processor spends a part of that time on looking up the pages.
 """
@@ -8,17 +8,26 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import os
+import tempfile
 import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+
+from batchgen.errors import ModelError
 
 HUGE_PAGE = 2 << 20
 PIECE = 64 << 20
 """Bytes that are mapped at a time. Unused ones take no memory."""
 ALIGNMENT = 128
+_MADV_WILLNEED, _MADV_DONTNEED, _MADV_POPULATE_READ = 3, 4, 22
+"""The last one is Linux's, from 5.14 on."""
 
 
 class _Pieces:
@@ -34,17 +43,55 @@ class _Pieces:
         with self._lock:
             piece = None if self._newest is None else self._newest()
             if piece is None or self._next + size > len(piece):
-                piece = mmap.mmap(-1, max(PIECE, size + HUGE_PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                with suppress(AttributeError, OSError):  # systems without huge pages
-                    piece.madvise(mmap.MADV_HUGEPAGE)
+                piece = self._map(size + HUGE_PAGE)
                 self._newest = weakref.ref(piece)
                 self._next = -_start_of(piece) % HUGE_PAGE
             at = self._next
             self._next += -(-size // ALIGNMENT) * ALIGNMENT
             return piece, at
 
+    def _map(self, size: int) -> mmap.mmap:
+        piece = mmap.mmap(-1, max(PIECE, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(AttributeError, OSError):  # systems without huge pages
+            piece.madvise(mmap.MADV_HUGEPAGE)
+        return piece
+
+
+class FilePieces(_Pieces):
+    """Hands out memory in files without a name, each of which vanishes with its memory."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._mapped = 0
+
+    def _map(self, size: int) -> mmap.mmap:
+        """Raises `ModelError` if the disk is full. A page for which the disk has no room would end the process."""
+        size = max(size, self._mapped // 8)  # so that there are not too many files
+        try:
+            with tempfile.TemporaryFile(dir=self._folder) as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+                self._mapped += size
+                return mmap.mmap(file.fileno(), size)
+        except OSError as e:
+            raise ModelError(
+                f"the weights cannot be streamed: no room for them in {self._folder} ({e.strerror})",
+                "free some space, or set XDG_CACHE_HOME to a folder on another disk",
+            ) from e
+
 
 _pieces = _Pieces()
+_in_use: ContextVar[_Pieces] = ContextVar("pieces", default=_pieces)
+
+
+@contextmanager
+def pieces_in(pieces: _Pieces) -> Iterator[None]:
+    """Makes `in_huge_pages` take memory of these pieces."""
+    token = _in_use.set(pieces)
+    try:
+        yield
+    finally:
+        _in_use.reset(token)
 
 
 def _start_of(piece: mmap.mmap) -> int:
@@ -56,7 +103,7 @@ def empty_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tenso
     count = math.prod(shape)
     with torch.inference_mode(False):  # may be written in any mode
         try:
-            piece, at = _pieces.take(count * dtype.itemsize)
+            piece, at = _in_use.get().take(count * dtype.itemsize)
         except OSError:
             return torch.empty(shape, dtype=dtype)  # torch's error says what it lacks
         return torch.frombuffer(piece, dtype=dtype, count=count, offset=at).view(*shape)
@@ -71,12 +118,83 @@ def give_back(x: torch.Tensor) -> None:
     """Returns the pages of a copy by `in_huge_pages` to the system, although its piece has other copies. Nothing may read the copy any more."""
     first, end = -(-x.data_ptr() // mmap.PAGESIZE), (x.data_ptr() + x.nbytes) // mmap.PAGESIZE
     if end > first:
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        madvise(first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE, mmap.MADV_DONTNEED)
+        start, size = first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE
+        in_file = hasattr(mmap, "MADV_REMOVE") and _advise(start, size, mmap.MADV_REMOVE)
+        if not in_file:
+            _advise(start, size, _MADV_DONTNEED)
 
 
 def give_freed_back() -> None:
     """Returns memory to the system that was freed and that the C library keeps for later."""
     with suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class Mapping(NamedTuple):
+    """A part of the process's memory that is a file."""
+
+    start: int
+    end: int
+    shared: bool
+    """Whether what is written to it goes to the file, and not to memory of the process."""
+    file: str
+
+
+def mapped_files() -> list[Mapping]:
+    """Returns the files that are mapped; none where the system does not tell."""
+    found = []
+    with suppress(OSError), Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            place, permissions, _, _, inode, *name = line.rstrip("\n").split(maxsplit=5)
+            if inode != "0":
+                start, end = (int(number, 16) for number in place.split("-"))
+                found.append(Mapping(start, end, permissions.endswith("s"), name[0] if name else ""))
+    return found
+
+
+def drop_read_pages() -> None:
+    """Takes the pages of mapped weights out of the process, which reads them again if it needs them. Nothing may have written to a model's files."""
+    for each in mapped_files():
+        if each.file.endswith((".safetensors", ".gguf")) or (each.shared and each.file.endswith(" (deleted)")):
+            _advise(each.start, each.end - each.start, _MADV_DONTNEED)
+
+
+class Pages:
+    """The pages of mapped files in which some tensors lie."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], mapped: Sequence[Mapping]) -> None:
+        """Tensors that are not in `mapped` are left out."""
+        size = mmap.PAGESIZE
+        places = sorted(
+            (x.data_ptr() // size * size, -(-(x.data_ptr() + x.nbytes) // size) * size) for x in tensors if x.nbytes
+        )
+        self._places: list[list[int]] = []
+        for start, end in places:
+            if not any(each.start <= start < each.end for each in mapped):
+                continue
+            if self._places and start <= self._places[-1][1]:
+                self._places[-1][1] = max(self._places[-1][1], end)
+            else:
+                self._places.append([start, end])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(end - start for start, end in self._places)
+
+    def read(self) -> None:
+        """Reads the pages that are not in memory, and waits for them."""
+        for advice in (_MADV_WILLNEED, _MADV_POPULATE_READ):
+            for start, end in self._places:
+                _advise(start, end - start, advice)
+
+    def drop(self) -> None:
+        """Takes the pages out of the process. They stay in memory only as long as the system needs no memory."""
+        for start, end in self._places:
+            _advise(start, end - start, _MADV_DONTNEED)
+
+
+def _advise(start: int, size: int, advice: int) -> bool:
+    """Calls madvise, without the lock of the interpreter. Returns whether the system has done it."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return bool(madvise(start, size, advice) == 0)

@@ -18,7 +18,7 @@ from batchgen.attention.base import EVERY_KEY, NAME, EveryKey, LayerOptions, reg
 from batchgen.attention.kv_cache import LayerShape
 from batchgen.errors import ModelError
 from batchgen.kernels.decoder_layers import fuse_layers, last_layer
-from batchgen.kernels.fusion import Packing, fuse_linear, fuse_small_parts
+from batchgen.kernels.fusion import Around, Packing, fuse_linear, fuse_small_parts
 from batchgen.model.architectures import INDEXED, RECURRENT, VERIFIED_ON
 from batchgen.model.loaded_model import AttentionKind, LoadedModel, logits_at
 from batchgen.model.own_attention import StepInputs, hand_over
@@ -34,8 +34,12 @@ def prepare(
     compile: str = "auto",
     *,
     pack_linear: bool = True,
+    around: Around = nullcontext,
 ) -> LoadedModel:
-    """Gives a model batchgen's attention and, if there are any, kernels (`pack_linear`: for linear layers too). Raises `ModelError`."""
+    """Gives a model batchgen's attention and, if there are any, kernels (`pack_linear`: for linear layers too). Raises `ModelError`.
+
+    `around`: returns the context in which a part is packed.
+    """
     register()
     if not hand_over(module) and module.config._attn_implementation != NAME:
         with quiet():  # transformers warns of the vision part, which is not there
@@ -43,7 +47,7 @@ def prepare(
     module.eval()
     device = module.get_input_embeddings().weight.device
     spread = len({parameter.device for parameter in module.parameters()}) > 1
-    _change_parts(module, fuse=kernels is not None, pack_linear=pack_linear)
+    _change_parts(module, fuse=kernels is not None, pack_linear=pack_linear, around=around)
     recurrent = install(module)
     probe, states, vocab_size = _probe(module, recurrent, device, spread)
     _settle_frequencies(module)
@@ -68,19 +72,19 @@ def prepare(
     )
 
 
-def _change_parts(module: Any, *, fuse: bool, pack_linear: bool) -> None:
+def _change_parts(module: Any, *, fuse: bool, pack_linear: bool, around: Around) -> None:
     """Changes the parts of some architectures that take a batch for one text. With `fuse`, kernels replace the parts that they can replace."""
     _number_shared_attention(module)
     if fuse:
         fuse_small_parts(module)
         if pack_linear:
-            fuse_linear(module, Packing())
+            fuse_linear(module, Packing(around))
     _scale_by_position(module)
     _pass_on_to_attention(module)
     _see_every_key(module)
     _number_halves(module)
     if fuse:
-        fuse_layers(module)
+        fuse_layers(module, around)
 
 
 def _check_layers(module: Any, probe: _Probe, states: StateProbe) -> None:

@@ -17,6 +17,7 @@ from batchgen.kernels.build import DTYPES
 from batchgen.kernels.transfer import put
 from batchgen.model.checks.device_check import Verdict
 from batchgen.model.vision import Vision
+from batchgen.model.weights.streamed import StreamedWeights
 from batchgen.state.cache import StateShape
 from batchgen.state.mixers import RecurrentLayers
 
@@ -83,6 +84,10 @@ class LoadedModel:
     """The parts that are switched off on this device."""
     notes: tuple[str, ...] = ()
     """Messages for the user about the loading, a sentence each."""
+    weight_bytes: int = 0
+    """Bytes of all weights, also of those that are streamed."""
+    streamed: StreamedWeights | None = None
+    """What reads the weights again in every step; None if they stay in memory."""
     quantization: dict[str, Any] | None = None
     """What `--quantize` did, for the figures of a run; None without."""
 

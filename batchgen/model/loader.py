@@ -7,10 +7,11 @@ import ctypes
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
-from batchgen.kernels.memory import give_freed_back
+from batchgen.kernels.memory import drop_read_pages, give_freed_back
 from batchgen.kernels.ops import is_fast
 from batchgen.model.adapter import prepare
 from batchgen.model.architectures import check_architecture, context_note, is_verified
@@ -42,15 +43,20 @@ from batchgen.model.weights.quantized import (
     check_quantization,
     is_dequantized,
     note_of,
-    num_weights,
-    packed_bits,
     packed_in,
     plain_layers,
     quant_method,
-    quantization,
     unpack,
     with_dequantization,
 )
+from batchgen.model.weights.sizes import (
+    INDEX,
+    num_weights,
+    packed_bits,
+    quantization,
+    weight_files,
+)
+from batchgen.model.weights.streamed import StreamedWeights, bytes_held, streamed_weights
 from batchgen.model_files import adapter_folder, check_weight_files, gguf_file, only_pickled
 from batchgen.parsers.heads import OutputHead
 from batchgen.prompts.gguf import alone
@@ -60,9 +66,10 @@ from batchgen.request import TokenArray
 from batchgen.scheduling.sizes import free_host_memory
 from batchgen.stats import size_text
 
+PAGES_KEPT = 8 << 20
+"""Bytes of a part of the model from which on its pages are dropped when kernels have replaced it."""
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _LANGUAGE_HEADS = ("lm_head.weight", "embed_out.weight")
-_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def check_room(config: ModelConfig, hf_config: Any, device: torch.device) -> None:
@@ -132,7 +139,7 @@ def _bytes_on_disk(config: ModelConfig, hf_config: Any, dtype: torch.dtype | Non
         return sum(int(tensor.n_elements) for tensor in GGUFReader(gguf).tensors) * (dtype or torch.bfloat16).itemsize
     if files is None:
         return None
-    unpacked = packed_bits(hf_config) if is_dequantized(hf_config) else 0
+    unpacked = packed_bits(quantization(hf_config)) if is_dequantized(hf_config) else 0
     return loaded_bytes(files, dtype, left_out(hf_config), unpacked=unpacked)
 
 
@@ -146,19 +153,6 @@ def _bytes_on_the_hub(config: ModelConfig) -> int | None:
     except (HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled, OSError, ValueError):
         return None
     return 4 * sum(found.parameter_count.values())
-
-
-def weight_files(config: ModelConfig) -> list[Path] | None:
-    """Returns the model's safetensors files, in its folder or in the hub's cache; None if some are not on the disk."""
-    if gguf_file(config) is not None:
-        return None
-    index = _path(config, _INDEX)
-    if index is None:
-        whole = _path(config, _WHOLE)
-        return None if whole is None else [whole]
-    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    paths = [_path(config, name) for name in sorted(names)]
-    return None if None in paths else [path for path in paths if path is not None]
 
 
 def loaded_bytes(
@@ -188,16 +182,6 @@ def loaded_bytes(
     return total
 
 
-def _path(config: ModelConfig, name: str) -> Path | None:
-    folder = Path(config.model).expanduser()
-    if folder.is_dir():
-        return folder / name if (folder / name).is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(config.model, name, revision=config.revision)
-    return Path(found) if isinstance(found, str) else None
-
-
 def load_model(
     config: ModelConfig, tokenizer: LoadedTokenizer, processes: int = 1, texts: Sequence[TokenArray] = ()
 ) -> LoadedModel:
@@ -208,7 +192,7 @@ def load_model(
     device = pick_device(config.device)
     if config.device_map is not None and find_spec("accelerate") is None:
         raise ModelError("--device-map needs the package accelerate", "pip install 'batchgen-llm[device-map]'")
-    check_weight_files(config, tokenizer=False)  # the tokenizer has been loaded already
+    check_weight_files(config, tokenizer=False)  # the tokenizer has been loaded
     check_int8(config, tokenizer.hf_config, device)
     notes = _check(config, tokenizer.hf_config)
     on_cuda = device.type == "cuda" and config.device_map is None
@@ -223,17 +207,15 @@ def load_model(
     direct = on_cuda and find_spec("accelerate") is not None
     register()
     dtype = _asked_dtype(config, tokenizer.hf_config, device, processes)
-    module, found = _from_pretrained(
-        config, tokenizer.hf_config, dtype, {"": device} if direct else config.device_map, tokenizer.head
-    )
-    _check_found(config, found)
-    if is_dequantized(tokenizer.hf_config):
-        _settle(module, config, device, dtype)
-        notes += (note_of(tokenizer.hf_config, module),)
-    if config.lora is not None:
-        with quiet():
-            module = merge_adapter(module, config.lora, adapter_folder(config.lora))
-        notes += (f"the adapter {config.lora} was merged into the weights",)
+    itemsize = cpu_dtype(config, tokenizer.hf_config, processes).itemsize
+    streamed = streamed_weights(config, tokenizer.hf_config, device, itemsize, processes)
+    with nullcontext() if streamed is None else streamed.loading():
+        module, found = _from_pretrained(
+            config, tokenizer.hf_config, dtype, {"": device} if direct else config.device_map, tokenizer.head
+        )
+        _check_found(config, found)
+        module, note = _as_it_runs(module, config, tokenizer.hf_config, device, dtype, streamed)
+    notes += note
     if config.device_map is None and not direct:
         module = module.to(device)
     elif config.device_map is not None:
@@ -245,14 +227,20 @@ def load_model(
     if tokenizer.head is not None:
         module = without_language_head(module, tokenizer.head)
     _give_freed_back(tokenizer.hf_config)
-    model = prepare(module, notes + note, compiled, config.compile, pack_linear=not int8)
+    if streamed is not None:
+        streamed.choose(module)
+    around = partial(_packed_part, config, streamed)
+    model = prepare(module, notes + note, compiled, config.compile, pack_linear=not int8, around=around)
     if compiled is not None and not int8:
-        _unpack(module, config, device, fused=True)
+        _unpack(module, config, device, streamed, fused=True)
     if int8:
         scales = checkpoint_scales(tokenizer.hf_config, weight_files(config)) if config.lora is None else {}
         model = quantize(model, texts, scales)
     _give_freed_back(tokenizer.hf_config)
-    return replace(model, attention=config.attention, vision=_vision(config, tokenizer, model))
+    if streamed is not None:
+        model = replace(model, streamed=streamed, notes=(*model.notes, streamed.begin()))
+    vision = _vision(config, tokenizer, model)
+    return replace(model, attention=config.attention, vision=vision, weight_bytes=bytes_held(model.module))
 
 
 def _vision(config: ModelConfig, tokenizer: LoadedTokenizer, model: LoadedModel) -> Vision | None:
@@ -265,15 +253,38 @@ def _vision(config: ModelConfig, tokenizer: LoadedTokenizer, model: LoadedModel)
     return Vision(config, tokenizer, model.module, model.dtype, encoder)
 
 
-def _settle(module: Any, config: ModelConfig, device: torch.device, dtype: Any) -> None:
-    """Gives the weights of a quantized model the form in which they run, in place. `dtype`: see `_asked_dtype`."""
-    if config.device_map is None:
-        plain_layers(module)
-    for parameter in module.parameters():
-        # transformers leaves some in another type. Buffers, such as rotary frequencies, keep theirs.
-        if dtype not in ("auto", parameter.dtype):
-            parameter.data = parameter.data.to(dtype)
-    _unpack(module, config, device)
+@contextmanager
+def _packed_part(config: ModelConfig, streamed: StreamedWeights | None, part: torch.nn.Module) -> Iterator[None]:
+    """The context in which kernels replace a part of the model. The pages of the model's files that were read in it are not kept."""
+    size = sum(parameter.nbytes for parameter in part.parameters())
+    with nullcontext() if streamed is None else streamed.around(part):
+        yield
+    if size > PAGES_KEPT and config.lora is None:  # a merged adapter has changed such pages
+        drop_read_pages()
+
+
+def _as_it_runs(
+    module: Any, config: ModelConfig, hf_config: Any, device: torch.device, dtype: Any, streamed: StreamedWeights | None
+) -> tuple[Any, tuple[str, ...]]:
+    """Gives the weights of a quantized model the form in which they run, in place, and merges the adapter. Returns the model, and notes for the user.
+
+    `dtype`: see `_asked_dtype`.
+    """
+    notes: tuple[str, ...] = ()
+    if is_dequantized(hf_config):
+        if config.device_map is None:
+            plain_layers(module)
+        for parameter in module.parameters():
+            # transformers leaves some in another type. Buffers, such as rotary frequencies, keep theirs.
+            if dtype not in ("auto", parameter.dtype):
+                parameter.data = parameter.data.to(dtype)
+        _unpack(module, config, device, streamed)
+        notes += (note_of(hf_config, module),)
+    if config.lora is not None:
+        with quiet():
+            module = merge_adapter(module, config.lora, adapter_folder(config.lora))
+        notes += (f"the adapter {config.lora} was merged into the weights",)
+    return module, notes
 
 
 def _give_freed_back(hf_config: Any) -> None:
@@ -282,7 +293,9 @@ def _give_freed_back(hf_config: Any) -> None:
         give_freed_back()
 
 
-def _unpack(module: Any, config: ModelConfig, device: torch.device, *, fused: bool = False) -> None:
+def _unpack(
+    module: Any, config: ModelConfig, device: torch.device, streamed: StreamedWeights | None, *, fused: bool = False
+) -> None:
     """Unpacks the packed weights that our kernels do not read, in place, because plain torch unpacks them again in each step.
 
     On a CPU, they stay packed if the plain ones took more than half of the free memory. `fused`: layers that kernels replace are replaced.
@@ -298,9 +311,10 @@ def _unpack(module: Any, config: ModelConfig, device: torch.device, *, fused: bo
         config.lora is not None
         or device.type != "cpu"
         or config.device_map is not None
+        or streamed is not None
         or plain <= free_host_memory() // 2
     ):
-        unpack(packed)
+        unpack(packed, None if streamed is None else streamed.keep)
 
 
 def _asked_dtype(config: ModelConfig, hf_config: Any, device: torch.device, processes: int) -> Any:
@@ -369,7 +383,7 @@ def _packed(config: ModelConfig, hf_config: Any, kind: Any, own_config: Any) -> 
         from huggingface_hub import snapshot_download
 
         with quiet():
-            snapshot_download(config.model, revision=config.revision, allow_patterns=["*.safetensors", _INDEX])
+            snapshot_download(config.model, revision=config.revision, allow_patterns=["*.safetensors", INDEX])
         files = weight_files(config)
     return packed_weights(config.model, files or [], settings)
 

@@ -152,7 +152,7 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
     block_size = config.block_size
     token = bytes_per_token(model.layers, model.dtype)
     state_slot = bytes_per_state_slot(model.states, model.dtype)
-    limits = limits_for(config, model.device.type, model.vocab_size)
+    limits = limits_for(config, model.device.type, model.vocab_size, streamed=model.streamed is not None)
     wish = parse_memory(config.kv_memory)
     if isinstance(wish, int):
         shares = [MemoryShare(wish, block_size * token, state_slot)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,8 @@ BATCH_SIZE = 256
 BATCH_TOKENS = {"cpu": 2048, "mps": 2048, "cuda": 8192}
 SCORED_LOGITS = 1 << 25
 """Maximum number of logits (tokens times vocabulary) of texts that are scored in one forward."""
+STREAMED_LOGITS = 1 << 27
+"""Maximum number of logits of the sequences that decode at once when every step reads the weights again. A step is as large as that allows."""
 AUTO_SHARE = {"cpu": 0.5, "mps": 0.5}
 """Share of the memory that is free once the model is loaded. The rest is for activations and other programs. On CUDA it is measured."""
 SNAPSHOTS = 32
@@ -59,11 +62,12 @@ def memory_option(count: int) -> str:
     return f"{-(-count // unit)}{name}"
 
 
-def limits_for(config: EngineConfig, device: str, vocab_size: int) -> Limits:
-    """Returns the limits of steps on a kind of device: cpu, mps or cuda."""
+def limits_for(config: EngineConfig, device: str, vocab_size: int, *, streamed: bool = False) -> Limits:
+    """Returns the limits of steps on a kind of device: cpu, mps or cuda. `streamed`: every step reads the weights again, whatever its size."""
     batch_tokens = config.max_batch_tokens or BATCH_TOKENS[device]
+    batch_size = max(BATCH_SIZE, STREAMED_LOGITS // vocab_size) if streamed else BATCH_SIZE
     return Limits(
-        batch_size=min(config.batch_size or BATCH_SIZE, batch_tokens),
+        batch_size=min(config.batch_size or batch_size, batch_tokens),
         max_batch_tokens=batch_tokens,
         max_prefill_tokens=min(config.max_prefill_tokens or batch_tokens, batch_tokens),
         max_scored_tokens=max(1, SCORED_LOGITS // vocab_size),
@@ -75,13 +79,34 @@ def max_useful_blocks(limits: Limits, context_length: int, block_size: int) -> i
     return 2 * limits.batch_size * -(-context_length // block_size)
 
 
-def free_host_memory() -> int:
-    """Returns the bytes of memory that can still be allocated."""
+def free_host_memory(root: Path = Path("/")) -> int:
+    """Returns the bytes of memory that can still be allocated, by this machine and by the limit of the process's cgroup."""
+    free = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]
     try:
-        with Path("/proc/meminfo").open(encoding="ascii") as f:
-            for line in f:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")] or free
+        groups = (root / "proc/self/cgroup").read_text(encoding="ascii").splitlines()
+    except OSError:  # not Linux
+        return free[0]
+    for group in groups:
+        _, kinds, path = group.split(":", 2)
+        if not kinds:
+            free += _left_in(root / "sys/fs/cgroup", path, ("memory.max", "memory.current", "inactive_file"))
+        elif "memory" in kinds.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            free += _left_in(root / "sys/fs/cgroup/memory", path, names)
+    return min(free)
+
+
+def _left_in(mounted: Path, path: str, names: tuple[str, str, str]) -> list[int]:
+    """Returns what the limit of a cgroup leaves; nothing without a limit. Inside a container, the group is mounted in place of the first one.
+
+    `names`: the files of the limit and of the memory in use, and the line of the use that files have, which they give up.
+    """
+    limit, used, of_files = names
+    for group in (mounted / path.strip("/"), mounted):
+        with suppress(OSError, ValueError):
+            most, now = (int((group / name).read_text(encoding="ascii")) for name in (limit, used))
+            stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+            return [max(0, most - now + int(stat.get(of_files, 0)))]
+    return []

@@ -73,8 +73,6 @@ def _report_lines(report: ModelReport) -> list[str]:
         if report.verified
         else "may run: its type is not verified; when it is loaded, a small model of its type is compared with transformers"
     )
-    int8 = f"{size(report.weight_bytes_int8)} with --quantize int8"
-    weights = [f"weights   {size(report.weight_bytes)}, {int8}"] if report.weight_bytes else []
     context = [f"          {report.context_note}"] if report.context_note else []
     kv = f"{size(report.kv_bytes_per_token)} per token" if report.kv_bytes_per_token else "unknown"
     return [
@@ -85,5 +83,23 @@ def _report_lines(report: ModelReport) -> list[str]:
         f"size      {counted(report.layers, 'layer')}, {counted(report.vocab_size, 'token')} in the vocabulary, {report.dtype}",
         f"prompts   {_PROMPTS[report.chat_template]}",
         f"KV        {kv}",
-        *weights,
+        *(() if report.memory is None else memory_lines(report.memory, 10)),
     ]
+
+
+def memory_lines(memory: Any, indent: int, kv: int | None = None) -> list[str]:
+    """Returns a table of what the weights take, alone and with `kv` bytes of KV, and whether it fits this machine."""
+    chosen = {"resident": "as they are", "streamed": "streamed"}.get(memory.auto or "")
+    lines = [("in memory", "weights" if kv is None else "weights, with KV", f"of {size(memory.free)} that are free")]
+    ways = (
+        ("as they are", memory.kept, memory.kept),
+        ("--quantize int8", memory.int8, memory.int8_load),
+        ("streamed", memory.streamed, memory.streamed),
+    )
+    for name, count, needed in ways:
+        room = memory.free - needed
+        fits = "does not fit" if room < 0 else "fits" if room >= (memory.kv if kv is None else kv) else "little KV fits"
+        both = size(count) if kv is None else f"{size(count)}, {size(count + kv)}"
+        lines.append((name, both, fits + ("; --weights auto takes this" if name == chosen else "")))
+    starts = ["weights".ljust(indent), *[" " * indent] * 3]
+    return [f"{start}{name:<17}{sizes:<22}{fits}" for start, (name, sizes, fits) in zip(starts, lines, strict=True)]

@@ -12,6 +12,7 @@ from batchgen.errors import UsageError
 from batchgen.options import whole_number
 from batchgen.stats import counted
 from batchgen.stats import size_text as size
+from batchgen_cli.models import memory_lines
 from batchgen_cli.options import AsJson, Command, Display, build, job_config, job_parameters
 from batchgen_cli.progress import progress_for
 from batchgen_cli.stderr import printable, write_answer
@@ -91,8 +92,8 @@ def plan_lines(report: PlanReport) -> list[str]:
         f"groups             {f.groups:,} with {counted(f.grouped_requests, 'row')}",
         f"prefix nodes       {f.prefix_nodes:,}",
     ]
-    if report.weight_bytes:
-        lines.append(f"model weights      {size(report.weight_bytes)}")
+    if report.memory is not None:
+        lines += memory_lines(report.memory, 19, f.kv_bytes_batch)
     if report.bytes_per_token:
         lines += [
             f"KV per token       {size(report.bytes_per_token)}",

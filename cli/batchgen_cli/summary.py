@@ -105,11 +105,16 @@ def summary(report: JobReport) -> list[tuple[str, str]]:
             "time",
             f"{seconds['total']:.1f} s: {parts} (in the model {seconds['forward']:.1f}), write {seconds['write']:.1f}",
         ),
-        ("memory", f"{size(s['memory_bytes_peak'])} at most"),
+        ("memory", f"{size(s['memory_bytes_peak'])} at most{_read_again(s)}"),
         ("model", _model(s)),
         *_quantization(s["quantization"]),
     ]
     return lines
+
+
+def _read_again(s: dict[str, Any]) -> str:
+    read = s.get("weight_bytes_read")  # which figures of an older version lack
+    return f"; {size(read)} of weights were read again in {counted(s['steps'], 'step')}" if read else ""
 
 
 def _merged(report: JobReport) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 RUN = {p.name: p for p in COMMANDS["run"].params}
 
 CONTRACT = """
-    --model -m --revision --lora --dtype --quantize --device --device-map --trust-remote-code
+    --model -m --revision --lora --dtype --quantize --weights --weight-memory --device --device-map --trust-remote-code
     --prompt-column --messages-column --id-column --template --prefix --chat --no-chat --system --chat-template
     --chat-template-kwargs --on-long-prompt --image-column --image-max-pixels
     --max-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty

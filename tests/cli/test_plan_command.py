@@ -15,7 +15,8 @@ def source(write_jsonl: Callable[..., Path]) -> Path:
     return write_jsonl({"prompt": f"{ROOT}{GROUPS[i % 2]}{i}"} for i in range(8))
 
 
-def test_the_plan_is_told_in_lines(cli, source, tiny_model_dir):
+def test_the_plan_is_told_in_lines(cli, source, tiny_model_dir, monkeypatch):
+    monkeypatch.setattr("batchgen.model.weights.sizes.free_host_memory", lambda: 8 << 20)
     outcome = cli("plan", source, "-m", tiny_model_dir, "--max-tokens", "10")
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.splitlines() == [
@@ -24,7 +25,10 @@ def test_the_plan_is_told_in_lines(cli, source, tiny_model_dir):
         "to be prefilled    136 (82.5% of the prompt tokens are shared and run once)",
         "groups             2 with 8 rows",
         "prefix nodes       3",
-        "model weights      275.8 KiB",
+        "weights            in memory        weights, with KV      of 8.0 MiB that are free",
+        "                   as they are      275.8 KiB, 395.8 KiB  fits; --weights auto takes this",
+        "                   --quantize int8  171.8 KiB, 291.8 KiB  fits",
+        "                   streamed         275.8 KiB, 395.8 KiB  fits",
         "KV per token       256 B",
         "KV for a batch     120.0 KiB; a run holds a batch of rows",
         "KV for all rows    120.0 KiB (unshared: 256.0 KiB) if all ran at once, each to its full length",
@@ -43,8 +47,8 @@ def test_the_plan_is_one_json_object(cli, source, tiny_model_dir):
     plan = json.loads(outcome.out)
     assert list(plan) == [
         "schema", "rows", "rows_failed", "rows_equal", "windows", "prompt_tokens", "prefill_tokens_min", "shared_fraction",
-        "prefix_nodes", "groups", "grouped_rows", "weight_bytes", "kv_bytes_per_token", "kv_bytes_shared", "kv_bytes_unshared",
-        "kv_bytes_batch", "kv_bytes_least", "state_bytes_per_sequence", "state_bytes_peak", "tree", "largest_groups",
+        "prefix_nodes", "groups", "grouped_rows", "weight_bytes", "memory", "kv_bytes_per_token", "kv_bytes_shared",
+        "kv_bytes_unshared", "kv_bytes_batch", "kv_bytes_least", "state_bytes_per_sequence", "state_bytes_peak", "tree", "largest_groups",
         "shards", "advice", "failures",
     ]  # fmt: skip
     assert (plan["schema"], plan["prefill_tokens_min"], plan["groups"]) == ("batchgen.plan/1", 136, 2)

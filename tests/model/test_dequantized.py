@@ -19,7 +19,8 @@ from batchgen.kernels.ops import PackedLinear
 from batchgen.model import loader
 from batchgen.model.loader import load_model, loaded_bytes
 from batchgen.model.weights.packed import packed_weights
-from batchgen.model.weights.quantized import bytes_of, check_quantization, packed_bits, plain_layers
+from batchgen.model.weights.quantized import bytes_of, check_quantization, plain_layers
+from batchgen.model.weights.sizes import packed_bits, quantization
 from batchgen.stats import size_text
 from support.models import engine_for, expect, make_requests, run, tiny_tokenizer
 from support.quantized import CHECKPOINTS, PACKED, dequantized, make
@@ -195,7 +196,9 @@ def test_a_forward_that_rounds_activations_is_removed() -> None:
 def test_the_memory_needed_is_that_of_the_dequantized_weights(checkpoint: tuple[str, Path, Any]) -> None:
     name, folder, original = checkpoint
     needed = loaded_bytes(
-        [folder / "model.safetensors"], torch.bfloat16, unpacked=packed_bits(AutoConfig.from_pretrained(folder))
+        [folder / "model.safetensors"],
+        torch.bfloat16,
+        unpacked=packed_bits(quantization(AutoConfig.from_pretrained(folder))),
     )
     real = sum(2 * p.numel() for p in original.parameters())
     assert (

@@ -17,7 +17,9 @@ from batchgen import LLM
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.jobs.identity import model_identity
+from batchgen.kernels.memory import mapped_files
 from batchgen.model.loader import load_model
+from batchgen.model.weights.streamed import decoder_layers, tensors_in
 from batchgen.model_files import adapter_folder
 from support.late import late
 from support.models import build, engine_for, expect, make_requests, run, tiny_tokenizer
@@ -248,3 +250,14 @@ def test_the_adapter_is_part_of_a_jobs_identity(tmp_path):
     shutil.rmtree(tmp_path / "adapter")
     write(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tmp_path, lora_alpha=16)
     assert {name for name in before if model_identity(with_it)[name] != before[name]} >= {"--lora adapter_config.json"}
+
+
+@pytest.mark.parametrize("kind", ["all layers", "tied"])
+def test_merged_weights_can_be_streamed(kind: str, tmp_path: Path) -> None:
+    write(build("llama", num_hidden_layers=4, tie_word_embeddings=kind == "tied"), tmp_path, **KINDS[kind])
+    for kernels_are in ("off", "auto"):
+        streamed = load(tmp_path, weights="streamed", compile=kernels_are)
+        assert tokens(streamed) == tokens(load(tmp_path, weights="resident", compile=kernels_are))
+        mapped = mapped_files()
+        for x in tensors_in(decoder_layers(streamed.module)[0]):
+            assert x.nbytes < 4096 or any(each.shared and each.start <= x.data_ptr() < each.end for each in mapped)

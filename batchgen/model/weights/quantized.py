@@ -7,8 +7,7 @@ Weights of torchao stay as they are.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,9 +16,9 @@ import torch
 from batchgen.errors import ModelError
 from batchgen.kernels.codes import PackedTensor
 from batchgen.model.weights.packed import is_read_packed
+from batchgen.model.weights.sizes import configs_of, quantization
 from batchgen.model_files import check_quantizer
 from batchgen.prompts.gguf import METHOD
-from batchgen.prompts.tokenizer import language_config, text_config
 from batchgen.stats import size_text
 
 DEQUANTIZED = {
@@ -77,7 +76,7 @@ def with_dequantization(hf_config: Any) -> Any:
     asked = copy.deepcopy(hf_config)
     settings = quantization(asked)
     if is_read_packed(settings) or quant_method(asked) == METHOD:
-        for part in _configs(asked):
+        for part in configs_of(asked):
             if hasattr(part, "quantization_config"):
                 del part.quantization_config
     elif settings is not None and is_dequantized(asked):
@@ -103,23 +102,6 @@ def plain_layers(module: torch.nn.Module) -> None:
                 del part._parameters[name]
         if dequantized or getattr(part.__dict__.get("forward"), "__func__", None) is type(part).forward:
             part.__dict__.pop("forward", None)
-
-
-def num_weights(name: str, dtype: str, shape: list[int], bits: int = 4) -> int:
-    """Returns how many plain numbers a quantized tensor of a safetensors file holds; 0 for scales, and for tensors that are not quantized.
-
-    `bits`: size of a number in a packed word.
-    """
-    count = math.prod(shape)
-    if name.endswith(".qweight"):  # AWQ and GPTQ
-        return count * 32 // bits
-    if name.endswith(".weight") and dtype == "U8":  # bitsandbytes and NVFP4
-        return 2 * count
-    if name.endswith("_blocks"):  # MXFP4: two to a byte
-        return 2 * count
-    if name.endswith(".weight_packed"):  # compressed-tensors, of 4 bits
-        return count * (8 if dtype == "I32" else 2)
-    return count if dtype.startswith("F8_") or dtype == "I8" else 0
 
 
 def note_of(hf_config: Any, module: torch.nn.Module) -> str:
@@ -148,30 +130,13 @@ def packed_in(module: torch.nn.Module) -> list[tuple[Any, str]]:
 
 
 @torch.no_grad()
-def unpack(packed: Sequence[tuple[Any, str]]) -> None:
-    """Makes plain parameters of packed ones (`packed_in`), in place. What shares a packed one shares the plain one."""
+def unpack(packed: Sequence[tuple[Any, str]], keep: Callable[[torch.Tensor], None] | None = None) -> None:
+    """Makes plain parameters of packed ones (`packed_in`), in place. What shares a packed one shares the plain one. `keep` gets each plain one."""
     plain: dict[int, torch.nn.Parameter] = {}
     kept = [getattr(part, name) for part, name in packed]  # so that no id is used twice
     for (part, name), weight in zip(packed, kept, strict=True):
         if id(weight) not in plain:
             plain[id(weight)] = torch.nn.Parameter(weight.unpacked(), requires_grad=False)
+            if keep is not None:
+                keep(plain[id(weight)])
         part._parameters[name] = plain[id(weight)]
-
-
-def packed_bits(hf_config: Any) -> int:
-    """Returns the bits of a number in a packed word, as the configuration says."""
-    bits = (quantization(hf_config) or {}).get("bits")
-    return bits if isinstance(bits, int) and bits > 0 else 4
-
-
-def _configs(hf_config: Any) -> tuple[Any, ...]:
-    return hf_config, language_config(hf_config), text_config(hf_config)
-
-
-def quantization(hf_config: Any) -> dict[str, Any] | None:
-    """Returns the settings of the quantization, of the checkpoint or of the language model in it; None if it is not quantized."""
-    for part in _configs(hf_config):
-        found = getattr(part, "quantization_config", None)
-        if isinstance(found, dict):
-            return found
-    return None

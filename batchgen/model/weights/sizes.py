@@ -1,0 +1,297 @@
+"""How much memory a model's weights take, judged by the headers of its files, and whether they stay in memory or are streamed. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batchgen.attention.sizes import kv_numbers
+from batchgen.config import ModelConfig, parse_memory
+from batchgen.errors import ModelError
+from batchgen.kernels import isa
+from batchgen.model_files import gguf_file, is_int8_layer
+from batchgen.prompts.gguf import METHOD
+from batchgen.prompts.tokenizer import OTHER_PARTS, language_config, quiet, text_config
+from batchgen.scheduling.sizes import free_host_memory
+from batchgen.stats import size_text
+
+LAYERS_READ = 3
+"""Layers that are in memory at once when layers are streamed: one runs while two are read."""
+KV_TOKENS = 8192
+"""Weights stay in memory if so many tokens of KV fit beside them. With less, steps are too small to be fast."""
+_WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_GGUF_BITS = {
+    "Q2_K": 3.125, "Q4_K": 4.625, "Q5_K": 5.625, "TQ1_0": 2.06, "IQ3_XXS": 4.375, "IQ3_S": 4.375, "IQ2_XXS": 3.375, "IQ2_XS": 3.625,
+    "IQ2_S": 3.625, "IQ1_S": 3.375, "IQ1_M": 3.625,
+}  # fmt: skip
+"""Bits of a number in memory, of the types that take more there than in the file."""
+_SCALES = ("scales", "scale", "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale", "absmax", "nested_absmax", "quant_map", "nested_quant_map", "SCB")  # fmt: skip
+"""The last parts of the names of tensors that belong to a packed weight, and stay in their own type."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a model's files."""
+
+    name: str
+    dtype: str
+    """As safetensors or GGUF name it."""
+    shape: Sequence[int]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSizes:
+    """The memory that a model's weights take, in bytes."""
+
+    kept: int
+    """As they are: packed ones stay packed."""
+    int8: int
+    """With `--quantize int8`."""
+    streamed: int
+    """The least when layers are streamed: what is outside of the layers, and `LAYERS_READ` of them."""
+    plain: int
+    """When nothing stays packed."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTable:
+    """What the weights would take on a CPU of this machine, and what fits."""
+
+    free: int
+    """The memory that is free now, in bytes."""
+    kept: int
+    """Bytes of the weights as they are: packed ones stay packed."""
+    int8: int
+    """With `--quantize int8`."""
+    int8_load: int
+    """With `--quantize int8`, while they are loaded."""
+    streamed: int
+    """The least with `--weights streamed`."""
+    kv: int
+    """Bytes of `KV_TOKENS` tokens, which `--weights auto` wants to have free beside the weights."""
+    auto: str | None
+    """What `--weights auto` takes: resident or streamed; None if the model cannot run."""
+
+
+def memory_table(config: ModelConfig, hf_config: Any, dtype: str) -> MemoryTable | None:
+    """Returns the table for a model that is computed in this type; None if the headers of the files cannot be read."""
+    sizes = sizes_of(config, hf_config, itemsize(dtype))
+    if sizes is None:
+        return None
+    free, kv = free_host_memory(), kv_beside(hf_config, itemsize(dtype))
+    auto: str | None = None
+    with suppress(ModelError):
+        asked = replace(config, weights="auto", quantize="none")
+        auto = "streamed" if are_streamed(asked, sizes, kv, free) else "resident"
+    return MemoryTable(free, sizes.kept, sizes.int8, sizes.plain, sizes.streamed, kv, auto)
+
+
+def kv_beside(hf_config: Any, itemsize: int) -> int:
+    """Returns the bytes of KV that are to fit beside weights that stay in memory; 0 if the configuration does not say."""
+    return KV_TOKENS * kv_numbers(text_config(hf_config)) * itemsize
+
+
+def itemsize(dtype: str) -> int:
+    """Returns the bytes of a number of this type."""
+    return {"float32": 4, "float64": 8}.get(dtype, 2)
+
+
+def are_streamed(config: ModelConfig, sizes: WeightSizes | None, kv: int, free: int) -> bool:
+    """Whether the weights are streamed on a CPU. `kv`: the KV that is to fit beside them, in bytes; `free`: the free memory.
+
+    Weights of unknown `sizes` are taken to fit. Raises `ModelError` if they can be neither in memory nor streamed.
+    """
+    limit = None if config.weight_memory is None else int(parse_memory(config.weight_memory) or 0)
+    if sizes is None:
+        return config.weights == "streamed" or limit is not None
+    unpacked = config.quantize != "none" or config.lora is not None
+    needed = sizes.plain if unpacked else sizes.kept
+    if config.weights != "streamed" and (needed + kv <= free if limit is None else needed <= limit):
+        return False
+    can_stream = config.quantize == "none" and config.weights != "resident"
+    if not can_stream and needed <= free:
+        return False
+    there = f"the weights take {size_text(needed)}, and {size_text(free)} of memory are free"
+    if not can_stream and config.quantize != "none":
+        raise ModelError(f"--quantize int8 needs all weights in memory: {there}", "leave it out, and they are streamed")
+    if not can_stream:
+        raise ModelError(there, "leave out --weights resident, and most of them are read again in every step")
+    if limit is not None and limit < sizes.streamed:
+        raise ModelError(
+            f"--weight-memory {config.weight_memory} is too little: the embedding, the head and {LAYERS_READ} layers take {size_text(sizes.streamed)}",
+            f"give --weight-memory {-(-sizes.streamed * 11 // 10 >> 20)}MiB or more",
+        )
+    if sizes.streamed > free:
+        raise ModelError(
+            f"{there}; with --weights streamed, the embedding, the head and {LAYERS_READ} layers would still take {size_text(sizes.streamed)}",
+            "use a smaller or a quantized model, or a machine with more memory",
+        )
+    return True
+
+
+def weight_files(config: ModelConfig) -> list[Path] | None:
+    """Returns the model's safetensors files, in its folder or in the hub's cache; None if some are not on the disk."""
+    if gguf_file(config) is not None:
+        return None
+    index = _path(config, INDEX)
+    if index is None:
+        whole = _path(config, _WHOLE)
+        return None if whole is None else [whole]
+    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    paths = [_path(config, name) for name in sorted(names)]
+    return None if None in paths else [path for path in paths if path is not None]
+
+
+def _path(config: ModelConfig, name: str) -> Path | None:
+    folder = Path(config.model).expanduser()
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(config.model, name, revision=config.revision)
+    return Path(found) if isinstance(found, str) else None
+
+
+def stored_tensors(config: ModelConfig) -> list[StoredTensor] | None:
+    """Returns the tensors in a model's files. For a model that is not on the disk, the hub is asked for their headers; None if it has none."""
+    gguf, files = gguf_file(config), weight_files(config)
+    if gguf is not None:
+        from gguf import GGUFReader
+
+        found = GGUFReader(gguf).tensors
+        return [StoredTensor(t.name, t.tensor_type.name, t.shape.tolist()[::-1], int(t.n_bytes)) for t in found]
+    if files is not None:
+        return [tensor for path in files for tensor in _in_file(path)]
+    return None if Path(config.model).expanduser().exists() else _on_the_hub(config)
+
+
+def _in_file(path: Path) -> list[StoredTensor]:
+    with path.open("rb") as f:
+        header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+    header.pop("__metadata__", None)
+    return [
+        StoredTensor(name, t["dtype"], t["shape"], t["data_offsets"][1] - t["data_offsets"][0])
+        for name, t in header.items()
+    ]
+
+
+def _on_the_hub(config: ModelConfig) -> list[StoredTensor] | None:
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled
+
+    try:
+        found = get_safetensors_metadata(config.model, revision=config.revision)
+    except (HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled, OSError, ValueError):
+        return None
+    return [
+        StoredTensor(name, t.dtype, t.shape, t.data_offsets[1] - t.data_offsets[0])
+        for file in found.files_metadata.values()
+        for name, t in file.tensors.items()
+    ]
+
+
+def sizes_of(config: ModelConfig, hf_config: Any, itemsize: int) -> WeightSizes | None:
+    """Returns the memory of a model's weights; None if the headers of its files cannot be read. `itemsize`: see `weight_sizes`."""
+    tensors = stored_tensors(config)
+    if tensors is None:
+        return None
+    without: frozenset[str] = frozenset()
+    if text_config(hf_config) is not hf_config or any(
+        getattr(hf_config, part, None) is not None for part in OTHER_PARTS
+    ):
+        with quiet():
+            from batchgen.model.multimodal import left_out  # with torch
+        without = left_out(hf_config)
+    return weight_sizes(tensors, quantization(hf_config), itemsize, without)
+
+
+def weight_sizes(
+    tensors: Iterable[StoredTensor], settings: Mapping[str, Any] | None, itemsize: int, without: frozenset[str] = frozenset()
+) -> WeightSizes:  # fmt: skip
+    """Returns the memory of these tensors, without those of modules named in `without`.
+
+    `settings`: the checkpoint's quantization settings. `itemsize`: bytes of a number in the type in which the model is computed.
+    """
+    layers: defaultdict[str, int] = defaultdict(int)
+    kept = int8 = plain = 0
+    for tensor in tensors:
+        if not without.isdisjoint(tensor.name.split(".")):
+            continue
+        here, numbers = _kept(tensor, settings, itemsize)
+        whole = numbers * itemsize if numbers else tensor.nbytes
+        kept += here
+        plain += whole
+        name = f"{tensor.name.rpartition('.')[0]}.weight" if numbers else tensor.name
+        int8 += numbers + 8 * tensor.shape[0] if is_int8_layer(name, tensor.shape) else whole
+        layers[_layer_of(tensor.name)] += here
+    outside = layers.pop("", 0)
+    at_once = LAYERS_READ * max(layers.values(), default=0)
+    return WeightSizes(kept, int8, min(kept, outside + at_once), plain)
+
+
+def _kept(tensor: StoredTensor, settings: Mapping[str, Any] | None, itemsize: int) -> tuple[int, int]:
+    """Returns the bytes that a tensor takes if it stays packed, and its number of numbers; none of scales and of whole numbers."""
+    method = (settings or {}).get("quant_method")
+    count = math.prod(tensor.shape)
+    if method == METHOD and tensor.dtype not in _FLOATS:
+        return int(count * _GGUF_BITS[tensor.dtype] / 8) if tensor.dtype in _GGUF_BITS else tensor.nbytes, count
+    packed = method not in (None, METHOD)
+    numbers = num_weights(tensor.name, tensor.dtype, list(tensor.shape), packed_bits(settings)) if packed else 0
+    if numbers:
+        return tensor.nbytes, numbers
+    if tensor.dtype not in _FLOATS or (packed and tensor.name.rpartition(".")[2] in _SCALES):
+        return tensor.nbytes, 0
+    # Our kernels keep weights in 16 bits that are computed in float32, if these hold their numbers.
+    half = tensor.dtype == "BF16" and len(tensor.shape) == 2 and _layer_of(tensor.name) and isa.instruction_set() != isa.NONE  # fmt: skip
+    return count * (2 if half else itemsize), count
+
+
+def _layer_of(name: str) -> str:
+    """Returns the part of a tensor's name that names its layer; empty for one outside of the layers."""
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return "" if number is None else ".".join(parts[: number + 1])
+
+
+def num_weights(name: str, dtype: str, shape: list[int], bits: int = 4) -> int:
+    """Returns how many plain numbers a quantized tensor of a safetensors file holds; 0 for scales, and for tensors that are not quantized.
+
+    `bits`: size of a number in a packed word.
+    """
+    count = math.prod(shape)
+    if name.endswith(".qweight"):  # AWQ and GPTQ
+        return count * 32 // bits
+    if name.endswith(".weight") and dtype == "U8":  # bitsandbytes and NVFP4
+        return 2 * count
+    if name.endswith("_blocks"):  # MXFP4: two to a byte
+        return 2 * count
+    if name.endswith(".weight_packed"):  # compressed-tensors, of 4 bits
+        return count * (8 if dtype == "I32" else 2)
+    return count if dtype.startswith("F8_") or dtype == "I8" else 0
+
+
+def packed_bits(settings: Mapping[str, Any] | None) -> int:
+    """Returns the bits of a number in a packed word, as the quantization settings say."""
+    bits = (settings or {}).get("bits")
+    return bits if isinstance(bits, int) and bits > 0 else 4
+
+
+def configs_of(hf_config: Any) -> tuple[Any, ...]:
+    """Returns the configurations that may have the settings of the quantization: the checkpoint's, and those of the language model in it."""
+    return hf_config, language_config(hf_config), text_config(hf_config)
+
+
+def quantization(hf_config: Any) -> dict[str, Any] | None:
+    """Returns the settings of the quantization, of the checkpoint or of the language model in it; None if it is not quantized."""
+    for part in configs_of(hf_config):
+        found = getattr(part, "quantization_config", None)
+        if isinstance(found, dict):
+            return found
+    return None

@@ -1,0 +1,255 @@
+"""Streamed weights: layers are read again in every step, and give the bits of weights that stay in memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from batchgen.config import ModelConfig
+from batchgen.errors import ModelError, UsageError
+from batchgen.kernels.memory import FilePieces, Pages, in_huge_pages, mapped_files, pieces_in
+from batchgen.kernels.ops import PackedLinear
+from batchgen.model.loader import load_model
+from batchgen.model.weights.sizes import StoredTensor, WeightSizes, are_streamed, sizes_of, weight_sizes
+from batchgen.model.weights.streamed import ReadAhead, decoder_layers, tensors_in
+from batchgen.scheduling.sizes import free_host_memory
+from batchgen.stats import memory_bytes
+from support.models import build, engine_for, kernels, make_requests, run, tiny_tokenizer
+from support.quantized import make
+
+pytestmark = [
+    pytest.mark.skipif(not mapped_files(), reason="streamed weights need Linux"),
+    pytest.mark.filterwarnings("ignore"),  # libraries warn of each other
+]
+PROMPTS = [list(range(3, 60)), [*range(3, 50), 7, 8, 9], [11, 12], list(range(70, 120))]
+LENGTHS = [6, 3, 8, 4]
+PLAIN = {"llama": 5, "qwen3_moe": 4, "qwen3_5_text": 4, "gpt2": 4}
+"""Plain models, with their numbers of layers."""
+
+
+def load(folder: Path, **options: Any) -> Any:
+    tokenizer = replace(tiny_tokenizer(), hf_config=AutoConfig.from_pretrained(folder))
+    return load_model(ModelConfig(**{"model": str(folder), "device": "cpu"} | options), tokenizer)
+
+
+def saved(name: str, folder: Path) -> Path:
+    if name in PLAIN:
+        count = {"n_layer": PLAIN[name]} if name == "gpt2" else {"num_hidden_layers": PLAIN[name]}
+        build(name, **(count if name in ("llama", "gpt2") else {})).save_pretrained(folder)
+    else:
+        make(name, folder)
+    return folder
+
+
+@torch.inference_mode()
+def logits_of(model: Any) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    model.module.register_forward_hook(lambda _, args, out: found.append(out.logits[0].clone()))
+    run(engine_for(model), make_requests(PROMPTS, LENGTHS))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("compile", ["auto", "off"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [*PLAIN, "awq", "gptq", "mxfp4", "fp8 experts"])
+def test_every_logit_is_that_of_weights_in_memory_to_the_last_bit(
+    name: str, dtype: str, compile: str, tmp_path: Path
+) -> None:
+    folder = saved(name, tmp_path)
+    model = load(folder, weights="streamed", dtype=dtype, compile=compile)
+    layers = decoder_layers(model.module)
+    if compile == "auto" and kernels() is not None and name in ("llama", "awq"):
+        assert any(isinstance(part, PackedLinear) for part in layers[0].modules())
+    mapped = mapped_files()
+    for layer in layers:
+        large = [x for x in tensors_in(layer) if x.nbytes >= 4096]
+        assert all(any(m.start <= x.data_ptr() < m.end for m in mapped) for x in large)
+    assert torch.equal(logits_of(model), logits_of(load(folder, weights="resident", dtype=dtype, compile=compile)))
+    per_step = sum(Pages(tensors_in(layer), mapped).nbytes for layer in layers)
+    assert model.streamed.bytes_read >= per_step > 0
+
+
+def test_layers_for_which_there_is_room_stay_in_memory(tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path)
+    whole = sum(p.nbytes for p in load(folder, compile="off").module.parameters())
+    for size, streamed in ((whole - 1, 4), (whole, 0)):  # of five layers, three are in memory at once
+        model = load(folder, compile="off", weights="streamed", weight_memory=f"{size}B")
+        assert sum(bool(layer._forward_hooks) for layer in decoder_layers(model.module)) == streamed
+    assert model.notes == ("all weights stay in memory: there is room for them",)
+
+
+def test_three_layers_are_read_ahead_in_order_and_dropped_after_use() -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Layer:
+        nbytes = 10
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def read(self) -> None:
+            calls.append(("read", self.number))
+
+        def drop(self) -> None:
+            calls.append(("drop", self.number))
+
+    ahead = ReadAhead([Layer(i) for i in range(4)])  # type: ignore[arg-type]
+    for layer in range(4):
+        ahead.wait(layer)
+        ahead.done(layer)
+    ahead.wait(0)  # the next step
+    ahead._thread.shutdown()
+    assert [number for what, number in calls if what == "drop"] == [0, 1, 2, 3]
+    assert [number for what, number in calls if what == "read"] == [0, 1, 2, 3, 0, 1, 2]
+    assert ahead.bytes_read == 70
+    assert ReadAhead([]).bytes_read == 0
+
+
+def test_weights_in_files_are_not_the_memory_of_the_process_and_leave_no_file(tmp_path: Path) -> None:
+    x = torch.ones(8 << 20)
+    before = memory_bytes()
+    with pieces_in(FilePieces(tmp_path)):
+        y = in_huge_pages(x)
+    assert torch.equal(x, y)
+    assert memory_bytes() - before < 8 << 20
+    assert list(tmp_path.iterdir()) == []
+    pages = Pages([y], mapped_files())
+    assert y.nbytes <= pages.nbytes <= y.nbytes + 8192
+    pages.drop()
+    pages.read()
+    assert torch.equal(x, y)
+    assert Pages([x], mapped_files()).nbytes == 0
+
+
+def test_a_full_disk_is_an_error_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = saved("llama", tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ModelError, match=r"no room for them in .*/weights \(No space left on device\)"):
+        load(folder, weights="streamed")
+
+
+SIZES = WeightSizes(kept=100 << 20, int8=120 << 20, streamed=30 << 20, plain=400 << 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "free", "expected"),
+    [
+        ({}, 120, False),
+        ({}, 109, True),  # no room for the KV
+        ({}, 29, "100.0 MiB, and 29.0 MiB of memory are free; with --weights streamed, .* still take 30.0 MiB"),
+        ({"weights": "streamed"}, 1000, True),
+        ({"weight_memory": "100MiB"}, 1000, False),
+        ({"weight_memory": "99MiB"}, 1000, True),
+        ({"weight_memory": "29MiB"}, 1000, "--weight-memory 29MiB is too little: .* 3 layers take 30.0 MiB"),
+        ({"weights": "resident"}, 100, False),
+        ({"weights": "resident"}, 99, "the weights take 100.0 MiB, and 99.0 MiB of memory are free"),
+        ({"quantize": "int8"}, 400, False),
+        ({"quantize": "int8"}, 399, "--quantize int8 needs all weights in memory: the weights take 400.0 MiB"),
+        ({"lora": "adapter"}, 405, True),
+    ],
+)
+def test_weights_are_streamed_when_they_do_not_fit(options: dict[str, str], free: int, expected: bool | str) -> None:
+    config = ModelConfig(model="m", **options)  # type: ignore[arg-type]
+    if isinstance(expected, str):
+        with pytest.raises(ModelError, match=expected):
+            are_streamed(config, SIZES, 10 << 20, free << 20)
+    else:
+        assert are_streamed(config, SIZES, 10 << 20, free << 20) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight_memory": "much"}, "--weight-memory 'much' is not a size"),
+        ({"weight_memory": "80%"}, "--weight-memory '80%' is not a size"),
+        ({"weight_memory": "1GiB", "weights": "resident"}, "--weight-memory is for streamed weights"),
+        ({"quantize": "int8", "weights": "streamed"}, "--quantize int8 needs all weights in memory"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ModelConfig(model="m", **options)  # type: ignore[arg-type]
+
+
+def test_weights_are_not_streamed_over_several_devices(tiny_model_dir: Path) -> None:
+    with pytest.raises(ModelError, match="only on a CPU so far"):
+        load(tiny_model_dir, weights="streamed", device_map="auto", device="auto")
+
+
+def test_sizes_are_told_from_the_headers_of_files() -> None:
+    tensors = [
+        StoredTensor("model.embed_tokens.weight", "BF16", [100, 64], 12800),
+        *(StoredTensor(f"model.layers.{i}.mlp.up_proj.qweight", "I32", [8, 640], 20480) for i in range(5)),
+        *(StoredTensor(f"model.layers.{i}.mlp.up_proj.scales", "F16", [1, 640], 1280) for i in range(5)),
+        *(StoredTensor(f"model.layers.{i}.norm.weight", "BF16", [64], 128) for i in range(5)),
+        StoredTensor("vision.0.weight", "BF16", [1000], 2000),
+    ]
+    settings = {"quant_method": "gptq", "bits": 4}
+    found = weight_sizes(tensors, settings, 2, frozenset({"vision"}))
+    assert found.kept == 12800 + 5 * (20480 + 1280 + 128)
+    assert found.streamed == 12800 + 3 * (20480 + 1280 + 128)
+    assert found.plain == 12800 + 5 * (2 * 64 * 640 + 1280 + 128)
+
+
+@pytest.mark.parametrize("name", ["llama", "awq", "gptq", "mxfp4", "fp8 experts", "bitsandbytes int8"])
+def test_sizes_are_those_of_the_loaded_model(name: str, tmp_path: Path) -> None:
+    folder = saved(name, tmp_path)
+    if kernels() is None:
+        pytest.skip("the kernels cannot be compiled here")
+    model = load(folder, dtype="float32" if name == "llama" else "bfloat16", weights="resident")
+    itemsize = 4 if name == "llama" else 2
+    sizes = sizes_of(ModelConfig(model=str(folder)), AutoConfig.from_pretrained(folder), itemsize)
+    assert sizes is not None
+    tables = sum(part.table.nbytes for part in model.module.modules() if "table" in part.__dict__)  # of cos and sin
+    assert 0.75 < sizes.kept / (model.weight_bytes - tables) < 1.1  # tiny panels are filled up
+
+
+def test_a_limit_of_the_cgroup_is_a_limit_of_the_free_memory(tmp_path: Path) -> None:
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    write("proc/meminfo", "MemTotal: 900 kB\nMemAvailable: 800 kB\n")
+    assert free_host_memory(tmp_path) == 800 * 1024
+    write("proc/self/cgroup", "0::/job\n")
+    group = "sys/fs/cgroup/job/"
+    for name, text in (("max", "max\n"), ("current", "100000\n"), ("stat", "anon 50\ninactive_file 50000\n")):
+        write(f"{group}memory.{name}", text)
+    assert free_host_memory(tmp_path) == 800 * 1024
+    write(f"{group}memory.max", "300000\n")
+    assert free_host_memory(tmp_path) == 250000
+    write("proc/self/cgroup", "4:memory:/docker/1\n0::/\n")  # as in a container, where the group is the first one
+    group = "sys/fs/cgroup/memory/"
+    for name, text in (("limit_in_bytes", "90000"), ("usage_in_bytes", "60000"), ("stat", "total_inactive_file 1000\n")):  # fmt: skip
+        write(f"{group}memory.{name}", text)
+    assert free_host_memory(tmp_path) == 31000
+
+
+PEAK = """
+import time
+from batchgen.stats import memory_bytes, memory_bytes_peak, watch_memory
+watch_memory()
+block = b"x" * (256 << 20)
+most = memory_bytes()
+while memory_bytes_peak.__globals__["_watch"]._peak < most:
+    time.sleep(0.01)
+del block
+assert memory_bytes() < most - (200 << 20)
+assert memory_bytes_peak() >= most
+"""
+
+
+def test_the_peak_of_the_memory_is_known_after_it() -> None:
+    subprocess.run([sys.executable, "-c", PEAK], check=True, timeout=120)
