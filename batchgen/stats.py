@@ -184,8 +184,8 @@ class Setting:
     """`RowParams.sources` of the job."""
 
 
-_SIZES = ("preemptions", "kv_bytes_peak", "kv_bytes_unshared", "state_bytes_peak")
-_WEIGHTS = ("weight_bytes", "weight_bytes_read")
+_POOL_FIGURES = ("preemptions", "kv_bytes_peak", "kv_bytes_unshared", "state_bytes_peak")
+_WEIGHT_FIGURES = ("weight_bytes", "weight_bytes_read")
 
 
 def figures(
@@ -228,9 +228,9 @@ def figures(
         "drafted_tokens": engine.drafted_tokens,
         "accepted_tokens": engine.accepted_tokens,
         "attention_parts_per_step": _ratio(engine.attention_parts, engine.steps),
-        **{name: getattr(engine, name) for name in _SIZES},
+        **{name: getattr(engine, name) for name in _POOL_FIGURES},
         "memory_bytes_peak": memory_bytes_peak() + engine.process_bytes_peak,
-        **{name: getattr(engine, name) for name in _WEIGHTS},
+        **{name: getattr(engine, name) for name in _WEIGHT_FIGURES},
         "images": run.images,
         "images_encoded": engine.images_encoded,
         "image_tokens": run.image_tokens,
