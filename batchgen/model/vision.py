@@ -186,8 +186,7 @@ class Vision:
         inputs = {
             name: value.to(weight.device) for name, value in self._pixels(image).items() if name in self._arguments
         }
-        if "pixel_values" in inputs:
-            inputs["pixel_values"] = inputs["pixel_values"].to(self._dtype)
+        inputs = {name: value.to(self._dtype) if value.is_floating_point() else value for name, value in inputs.items()}
         if "vision_feature_layer" in self._arguments and hasattr(self._encoder.config, "vision_feature_layer"):
             inputs["vision_feature_layer"] = self._encoder.config.vision_feature_layer
         output = self._image_features(**inputs)
@@ -238,8 +237,7 @@ class Vision:
 
     @cached_property
     def _image_features(self) -> Any:
-        whole = self._encoder
-        return whole.get_image_features if hasattr(whole, "get_image_features") else whole.model.get_image_features
+        return getattr(self._encoder, "model", self._encoder).get_image_features
 
     @cached_property
     def _arguments(self) -> frozenset[str]:

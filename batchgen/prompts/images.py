@@ -59,6 +59,7 @@ FAMILIES = {
     "glm4v": _AXES,
     "glm4v_moe": _AXES,
     "glm_ocr": _AXES,
+    "granite_docling": _PLAIN,
     "idefics3": _PLAIN,
     "internvl": _PLAIN,
     "lfm2_vl": _PLAIN,
@@ -77,6 +78,7 @@ FAMILIES = {
     "qwen3_vl": _AXES,
     "qwen3_vl_moe": _AXES,
     "smolvlm": _PLAIN,
+    "video_llama_3": _PLAIN,
     "vipllava": _PLAIN,
 }
 """By `model_type`: the models that are shown images."""

@@ -233,7 +233,9 @@ class ImageStore:
             new = folder / f"{path.name}.{threading.get_ident()}.partial"
             new.write_bytes(data)
             new.replace(path)
-        return ImageFile(str(path), file.digest, file.width, file.height)
+        return ImageFile(
+            str(path.absolute()), file.digest, file.width, file.height
+        )  # workers may run in another folder
 
 
 def shown(source: ImageSource) -> str:

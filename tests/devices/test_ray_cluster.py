@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from batchgen.devices.transport import Gone, Ready, WorkerReport
 from batchgen.errors import ModelError, UsageError
 from batchgen.progress import Silent, Snapshot
 from support.progress import Recorder
+from support.vision import make, picture
 
 ray = pytest.importorskip("ray")
 from batchgen.devices.ray_cluster import RayCluster, _path_on_workers  # noqa: E402
@@ -178,6 +180,23 @@ def test_two_nodes_write_what_one_process_writes(connected, tiny_model_dir, expe
     assert len(report.stats["workers"]) == 2
     assert not any(worker["lost"] for worker in report.stats["workers"])
     assert any(state == "running" for states in seen for state in states)
+
+
+def test_rows_with_images_are_written_as_one_process_writes_them(connected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make("llava", tmp_path / "sees")
+    rows = []
+    for i in range(16):
+        picture(i % 4).save(f"{i % 4}.png")
+        url = "data:image/png;base64," + base64.b64encode(Path(f"{i % 4}.png").read_bytes()).decode()
+        shown = {"type": "image", "path": f"{i % 4}.png"} if i % 3 else {"type": "image", "url": url}
+        rows.append({"messages": [{"role": "user", "content": [shown, {"type": "text", "text": f"What is {i}?"}]}]})
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_job(config_of(tmp_path / "sees", None, output="one.jsonl"))
+    stats = run_job(config_of(tmp_path / "sees", connected.address)).stats
+    assert Path("o.jsonl").read_bytes() == Path("one.jsonl").read_bytes()
+    assert (stats["rows_ok"], stats["images"]) == (16, 16)
+    assert 4 <= stats["images_encoded"] <= 8
 
 
 def test_two_nodes_write_the_sample_job_as_one_process_does(connected, expected):

@@ -211,7 +211,8 @@ def test_labels_and_forks_begin_after_the_same_image(sees: Sees) -> None:
     before = engine.stats.prefill_tokens
     (forked,) = run(engine, forks)
     assert [list(c.token_ids) for c in forked.completions] == [sees.expected()[3][1]] * 3
-    assert engine.stats.prefill_tokens - before <= 1  # the prompt is resident
+    # The prompt is resident; a recurrent state is kept only at the end of a node, which was the labels' own.
+    assert engine.stats.prefill_tokens - before <= (len(request.tokens) if sees.model.states else 1)
 
 
 @QWEN

@@ -250,6 +250,16 @@ FAMILIES = {
         ("glm46v.image_processing_pil_glm46v:Glm46VImageProcessorPil", GLM_IMAGES[1]),
         ("glm46v.processing_glm46v:Glm46VProcessor", {}), GLM_PLACE,
     ),
+    "granite_docling": Seen(
+        {
+            "text_config": _text("granite_docling_text", attention_multiplier=0.25, residual_multiplier=1.0), "image_token_id": ID["<image>"],
+            "vision_config": {k: v for k, v in SIGLIP.items() if k != "model_type"} | {
+                "out_hidden_size": 64, "scale_factor": 2, "deepstack_visual_indexes": [0, 1], "use_fine_route": False,
+            },
+        },
+        ("granite_docling.image_processing_pil_granite_docling:GraniteDoclingImageProcessorPil", {"size": {"height": 56, "width": 56}, "max_patches": 4}),
+        ("granite_docling.processing_granite_docling:GraniteDoclingProcessor", {"image_seq_len": 4}),
+    ),
     "idefics3": Seen(
         {
             "text_config": LLAMA, "vision_config": SIGLIP | {"model_type": "idefics3_vision"}, "image_token_id": ID["<image>"],
@@ -389,6 +399,14 @@ FAMILIES = {
         },
         ("smolvlm.image_processing_pil_smolvlm:SmolVLMImageProcessorPil", TILED),
         ("smolvlm.processing_smolvlm:SmolVLMProcessor", {"image_seq_len": 4}),
+    ),
+    "video_llama_3": Seen(
+        {
+            "text_config": _text("qwen2"), "image_token_id": ID["<|image_pad|>"], "video_token_id": ID["<|video_pad|>"],
+            "vision_config": {k: v for k, v in SIGLIP.items() if k not in ("model_type", "image_size")},
+        },
+        ("video_llama_3.image_processing_pil_video_llama_3:VideoLlama3ImageProcessorPil", QWEN_IMAGES[1] | {"merge_size": 2}),
+        ("video_llama_3.processing_video_llama_3:VideoLlama3Processor", {}), QWEN_PLACE,
     ),
     "vipllava": Seen(
         {"text_config": LLAMA, "vision_config": CLIP, "image_token_index": ID["<image>"], "vision_feature_layer": [-1, -2, 1]},
