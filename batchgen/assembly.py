@@ -122,7 +122,7 @@ def write_output(
                 f"the results of {job.output} are damaged: {lost:,} of them cannot be read",
                 f"{'run all shards' if merging else 'run the same command'} again: only these rows are generated again",
             )
-        results.update({number: replace(stored[key], row=number) for number, key in keys.items()})
+        results.update({number: stored[key] for number, key in keys.items()})
         if merging:
             seen = dict(zip(keys, job.occurrences(list(keys.values())), strict=True))
             for number, result in results.items():

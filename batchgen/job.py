@@ -45,9 +45,9 @@ from batchgen.result import Result
 from batchgen.stats import EngineStats, Setting, counted, figures
 
 KEEP_SECONDS = 0.25
-"""Minimum time between two writes of unfinished completions."""
+"""Minimum time between two commits of results and unfinished completions."""
 KEEP_SHARE = 0.02
-"""Maximum share of a run's time that these writes take, unless `--flush-every` asks for more."""
+"""Maximum share of a run's time that these commits take, unless `--flush-every` asks for more."""
 
 ADVICE_BELOW = 0.5
 """A run that shares less of its prompt tokens than this looks for what would share more."""
@@ -247,7 +247,7 @@ class _Generation:
             tracker.generated(stats.completion_tokens, max(1, engine.unfinished - engine.waiting))
             self._recorder.see(stats, self.outcomes.run.done)
             wish = self.signals.stop()
-            if not isinstance(self.job, StdoutJob) and (wish == "now" or time.monotonic() >= self._keep_next):
+            if wish == "now" or time.monotonic() >= self._keep_next:
                 self._keep_under_way(engine)
             if wish is None and windows is not None:
                 another = windows.next_if_ready(engine.waiting)
@@ -259,6 +259,8 @@ class _Generation:
             engine.run(between_steps)
         finally:
             self.model.last_token_at = time.perf_counter()
+            self.job.commit()
+            tracker.changed()
             self._recorder.see(engine.stats, self.outcomes.run.done, always=True)
             tracker.show_notes(engine.notes)
 
@@ -287,7 +289,7 @@ class _Generation:
         self.outcomes.done(result, source, rows=1 + equal, equal=equal)
 
     def _keep_under_way(self, engine: AnyEngine) -> None:
-        """Stores unfinished completions, in case the run is killed. Done as often as possible without taking more than `KEEP_SHARE` of the run."""
+        """Commits results and unfinished completions, in case the run is killed. Done as often as possible without taking more than `KEEP_SHARE` of the run."""
         began = time.monotonic()
         self.job.keep_under_way({self._running[row][0]: parts for row, parts in engine.under_way().items()})
         now = time.monotonic()

@@ -99,7 +99,7 @@ class JobSetup(JobCommand):
         if isinstance(job, JobFolder):
             self.prompts.images.store.folder = job.folder / IMAGES_FOLDER
         ahead = self.window_size is None
-        return RequestReader(self.config, self.source, self.prompts, self.grammars.checked, job, outcomes, ahead=ahead)
+        return RequestReader(self.config, self.prompts, self.grammars.checked, job, outcomes, ahead=ahead)
 
     def quantized_texts(self) -> list[TokenArray]:
         """Returns the prompts on which `--quantize` is measured: a few of the first rows, at equal distances."""

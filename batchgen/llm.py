@@ -14,10 +14,12 @@ from numbers import Integral
 from os import PathLike
 from typing import Any, Self, overload
 
-from batchgen.config import EngineConfig, ModelConfig, PromptConfig
+from batchgen.config import INPUT_LIMITS, EngineConfig, ModelConfig, PromptConfig
 from batchgen.devices import AnyEngine, open_engine
+from batchgen.engine.results import unstarted_result
 from batchgen.errors import RowError
 from batchgen.jobs.files.row_keys import RowKeys
+from batchgen.jobs.order.sorted_requests import bounded_windows
 from batchgen.notebook import prompt_bar
 from batchgen.prefix import plan_prefixes
 from batchgen.process.signals import noted_interrupt
@@ -122,16 +124,15 @@ class LLM:
         self._numbers = count()
         self._images = PromptImages(self.tokenizer)
         self._arriving: deque[_Arrival] = deque()
+        # Windows that the engine does not have yet: a planned label takes far more memory than a waiting prompt.
+        self._waiting: deque[tuple[Iterator[list[Request]], OnResult, OnToken | None]] = deque()
         self._requests: dict[int, Request] = {}
-        self._process = os.getpid()
-        self._running = threading.Lock()
-        """Held by the one call that runs the model."""
-        self._name = config.model
-        self._progress = progress
+        self._cancelled: set[Request] = set()
+        self._running = threading.Lock()  # held by the one call that runs the model
+        self._process, self._name, self._progress = os.getpid(), config.model, progress
         self.interrupted: list[Result] = []
-        """The results of the last call that ran a list of prompts or a table, if Ctrl-C has ended it. Prompts that were not done have the
-        `finish_reason` "cancelled" and the text they had; labels, scores and embeddings that were not ready have an error of type `cancelled`.
-        Empty after a call that ended by itself."""
+        """The results of the last call that ran a list of prompts or a table, if Ctrl-C has ended it; else empty. Prompts that were not done have the
+        `finish_reason` "cancelled" and their text so far; labels, scores and embeddings that were not ready have an error of type `cancelled`."""
 
     def __reduce__(self) -> str:
         raise TypeError(f"a model cannot be sent to another process: {_NEW_IN_CHILD}")
@@ -301,6 +302,7 @@ class LLM:
         """Ends a prompt. Its result has the `finish_reason` "cancelled" and the text generated so far. Does nothing if it is done."""
         request = self._requests.get(number)
         if request is not None:
+            self._cancelled.add(request)
             self.engine.cancel(request)
 
     def run(self) -> None:
@@ -370,8 +372,8 @@ class LLM:
                         bar.update(len(results), self.stats.completion_tokens - tokens_before)
                         return
                     # The bar stays where it is: cancelled prompts are not done.
-                    for request in list(self._requests.values()):
-                        self.engine.cancel(request)
+                    for number in list(self._requests):
+                        self.cancel(number)
 
                 self._run(between_steps)
             done = [replace(results[number], row=place) for place, number in enumerate(numbers)]
@@ -482,25 +484,44 @@ class LLM:
                 self.engine.run(stop=take)
                 wish = take()
         except BaseException:
-            self._arriving.clear()
-            self._requests.clear()
+            for dropped in (self._arriving, self._waiting, self._requests, self._cancelled):
+                dropped.clear()
             raise
 
     def _take(self) -> None:
-        """Gives the added prompts to the engine."""
+        """Gives the added prompts to the engine: those of large calls window by window, while fewer than half a window wait there."""
         while self._arriving:
             arrival = self._arriving.popleft()
 
             def done(result: Result, on_result: OnResult = arrival.on_result) -> None:
-                self._requests.pop(result.row, None)
+                request = self._requests.pop(result.row, None)
+                if request is not None:
+                    self._cancelled.discard(request)
                 on_result(result)
 
             for result in arrival.failed:
                 done(result)
-            if arrival.requests:
-                leaves = leaves_of(arrival.requests)
-                plan = plan_prefixes([leaf.tokens for leaf in leaves], self.config.chunk_size, share=self.config.share)
-                self.engine.add(leaves, plan, done, arrival.on_token)
+            self._waiting.append((bounded_windows(arrival.requests, INPUT_LIMITS), done, arrival.on_token))
+        while self._waiting and 2 * self.engine.waiting < INPUT_LIMITS.window_leaves:
+            windows, on_result, on_token = self._waiting[0]
+            window = next(windows, None)
+            if window is None:
+                self._waiting.popleft()
+            else:
+                self._give([r for r in window if not self._is_cancelled(r, on_result)], on_result, on_token)
+
+    def _give(self, requests: list[Request], on_result: OnResult, on_token: OnToken | None) -> None:
+        leaves = leaves_of(requests)
+        if leaves:
+            plan = plan_prefixes([leaf.tokens for leaf in leaves], self.config.chunk_size, share=self.config.share)
+            self.engine.add(leaves, plan, on_result, on_token)
+
+    def _is_cancelled(self, request: Request, on_result: OnResult) -> bool:
+        """Ends a request that was cancelled before the engine had it."""
+        if request not in self._cancelled:
+            return False
+        on_result(unstarted_result(request, "cancelled"))
+        return True
 
 
 def _with_row_keys(requests: list[Request], rows: Mapping[int, Row], row_keys: RowKeys) -> list[Request]:

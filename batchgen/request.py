@@ -182,5 +182,5 @@ def row_key(digest: bytes, occurrence: int) -> bytes:
 
 
 def id_key(digest: bytes, id: bytes) -> bytes:
-    """Returns the key (16 bytes) of a row whose digest is the key of an equal row. `id` is the digest (16 bytes) of its id."""
+    """Returns the key (16 bytes) of a sampled row with an id. `id` is the digest (16 bytes) of its id."""
     return hashlib.blake2b(digest + id, digest_size=16, person=b"row").digest()

@@ -220,3 +220,34 @@ def test_a_closed_model_is_freed_at_once(tiny_model_dir):
     finally:
         gc.enable()
     assert [name for name, part in parts.items() if part() is not None] == []
+
+
+def test_labels_of_many_prompts_are_planned_window_by_window(tiny_model_dir: Path) -> None:
+    llm = LLM(str(tiny_model_dir))
+    labels = {"choices": [f"{a}{b}" for a in "abcdefgh" for b in "abcde"]}
+    prompts = [f"row {i}" for i in range(1_000)]
+    waiting = []
+    numbers = llm.add(prompts, labels, on_result=lambda r: waiting.append((r.row, llm.engine.waiting, r.text)))
+    llm.run()
+    assert sorted(row for row, *_ in waiting) == numbers
+    assert max(count for _, count, _ in waiting) <= 30_500 < 1_000 * 40
+    texts = {row: text for row, _, text in waiting}
+    assert [texts[n] for n in numbers[::200]] == [r.text for r in llm.generate(prompts[::200], labels)]
+
+
+def test_a_prompt_is_cancelled_before_its_window_is_planned(tiny_model_dir: Path) -> None:
+    llm = LLM(str(tiny_model_dir))
+    labels = {"choices": [f"{a}{b}" for a in "abcdefgh" for b in "abcde"]}
+    results: dict[int, Result] = {}
+
+    def done(result: Result) -> None:
+        results[result.row] = result
+        if len(results) == 1:
+            for number in numbers:
+                llm.cancel(number)
+
+    numbers = llm.add([f"row {i}" for i in range(800)], labels, on_result=done)
+    llm.run()
+    assert [results[n].error_type for n in numbers].count("cancelled") > 600
+    assert llm.unfinished == 0
+    assert llm.generate(["row 0"], labels)[0].text is not None

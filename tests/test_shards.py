@@ -151,12 +151,12 @@ def test_a_shard_that_another_process_has_taken_over_stores_no_more_results(tiny
 
     progress = Recorder(rows_done(2), lambda: monkeypatch.setattr(Lease, "check", lost))
     with pytest.raises(OutputLocked, match="taken over"):
-        run_job(config_of(tiny_model_dir, shard="1/2"), progress)
+        run_job(config_of(tiny_model_dir, shard="1/2", flush_every=0.0), progress)
     folder = Path("o.jsonl.job")
     plan = load_plan(folder)
     assert plan is not None
     with closing(sqlite3.connect(shard_folder(folder, plan, 1) / "results.sqlite")) as database:
-        assert database.execute("SELECT COUNT(*) FROM results").fetchone() == (2,)
+        assert database.execute("SELECT COUNT(*) FROM results").fetchone()[0] < 2
 
 
 def test_a_disk_that_stays_full_is_a_one_line_error_of_a_shard(tiny_model_dir, source, monkeypatch):

@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import closing
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def stored_keys(folder: Path) -> list[bytes]:
 def stopped(config: JobConfig, done: int) -> Path:
     """Runs the job and interrupts it when `done` rows are done. Returns the job's folder."""
     with pytest.raises(Interrupted):
-        run_job(config, Recorder(rows_done(done), interrupt))
+        run_job(replace(config, flush_every=0.0), Recorder(rows_done(done), interrupt))
     return Path(f"{config.output}.job")
 
 

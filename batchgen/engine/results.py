@@ -129,6 +129,26 @@ class RequestState:
         )
 
 
+def unstarted_result(request: Request, reason: str) -> Result:
+    """Returns the result of a request that was ended before an engine had it: `reason` is cancelled or timeout."""
+    if request.texts:
+        return Result.from_error(request.row, _ended(reason), len(request.tokens))
+    params, nothing = request.params, Completion(text="", finish_reason=reason)
+    return Result(
+        row=request.row,
+        text="",
+        finish_reason=reason,
+        prompt_tokens=len(request.tokens),
+        truncated=request.truncated,
+        valid=None if params.json_schema is None else False,
+        completions=(nothing,) * params.n if params.n > 1 or params.logprobs is not None else (),
+    )
+
+
+def _ended(reason: str) -> RowError:
+    return RowError(reason, f"the row was ended ({reason}) before it was done")
+
+
 class ResultAssembler:
     """The unfinished rows: which leaves of each have ended, and when its time is up. Makes the results of those that are done.
 
@@ -248,7 +268,7 @@ class ResultAssembler:
         if row is None:
             return  # already done
         if row.request.texts:
-            self._fail(row, RowError(reason, f"the row was ended ({reason}) before it was done"))
+            self._fail(row, _ended(reason))
             return
         for choice, place in row.places.items():
             if choice not in row.completions:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from batchgen.errors import OutputLocked
 from batchgen.jobs.files.disk import write_json, writing
+from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.results import Results
 from batchgen.jobs.files.row_memory import KnownRequest
 from batchgen.progress import Snapshot
@@ -66,7 +68,11 @@ class Store(Protocol):
         ...
 
     def append(self, key: bytes, result: Result) -> None:
-        """Stores the result of row `result.row`."""
+        """Stores the result of row `result.row`. `commit` must follow soon."""
+        ...
+
+    def commit(self) -> None:
+        """Makes the results that were appended survive the end of this process."""
         ...
 
     def equal_rows(self, key: bytes) -> int:
@@ -121,11 +127,7 @@ class Job(Store, Protocol):
         ...
 
     def keys(
-        self,
-        digests: Sequence[bytes],
-        ids: Sequence[bytes | None],
-        sampled: Sequence[bool],
-        all_ids: Callable[[], Iterable[bytes]] | None,
+        self, digests: Sequence[bytes], ids: Sequence[bytes | None], sampled: Sequence[bool]
     ) -> list[tuple[bytes, bool]]:
         """Returns the keys of rows, and whether an earlier row has the same key (`RowKeys.keys`). Must be called once for every row, in row order."""
         ...
@@ -176,6 +178,7 @@ class StoredResults:
         self.previous: dict[str, Any] | None = None
         self.folder = folder
         self._results: Results
+        self._lease: Lease
 
     def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
         with writing(self.folder):
@@ -186,9 +189,12 @@ class StoredResults:
             return self._results.under_way()
 
     def append(self, key: bytes, result: Result) -> None:
+        self._results.append(key, result)
+
+    def commit(self) -> None:
         self._check_held()
         with writing(self.folder):
-            self._results.append(key, result)
+            self._results.commit()
 
     def equal_rows(self, key: bytes) -> int:
         return 0
@@ -213,4 +219,9 @@ class StoredResults:
             write_json(self.folder / "stats.json", stats)
 
     def _check_held(self) -> None:
-        """Called before every write. Raises `OutputLocked` if another process has taken over the lease."""
+        """Called before every write. Raises `OutputLocked` if another process has taken over the lease; drops what was not committed then."""
+        try:
+            self._lease.check()
+        except OutputLocked:
+            self._results.discard()
+            raise

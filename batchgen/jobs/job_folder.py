@@ -8,7 +8,7 @@
     sorted/          while the job is not finished: the requests of a large input, sorted
     images/          while the job is not finished: images of rows that are not local files
     keys             one key of 16 bytes for every row of the finished output (`reuse_output`)
-    known.sqlite     which of equal rows has their digest as its key (`row_keys`), and what rows have become (`row_memory`)
+    known.sqlite     what rows have become (`row_memory`)
     kept.sqlite      results that the finished output does not hold, or not whole; only if there are any
     stats.json       the figures of the last run
     report.json      what the report shows: runs over time, prefix tree, sums over the rows (`recording`)
@@ -29,7 +29,7 @@ digest, because the version is known only after the upload (`target`).
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -198,15 +198,12 @@ class JobFolder(StoredResults):
         if self._owned:
             self._lease.release()
 
-    def _check_held(self) -> None:
-        self._lease.check()
-
     def _close_files(self) -> None:
         opened, self._files = self._files, None
         if opened is not None:
             with writing(self.folder):
                 with opened:
-                    self._results.flush()
+                    self.flush()
                 remove_files(self.folder, REMADE_FILES)
 
     # -- results
@@ -221,14 +218,10 @@ class JobFolder(StoredResults):
             return self._row_keys.occurrences(digests)
 
     def keys(
-        self,
-        digests: Sequence[bytes],
-        ids: Sequence[bytes | None],
-        sampled: Sequence[bool],
-        all_ids: Callable[[], Iterable[bytes]] | None,
+        self, digests: Sequence[bytes], ids: Sequence[bytes | None], sampled: Sequence[bool]
     ) -> list[tuple[bytes, bool]]:
         with writing(self.folder):
-            return self._row_keys.keys(digests, ids, sampled, all_ids)
+            return self._row_keys.keys(digests, ids, sampled)
 
     def row_digest(self, row: Row) -> bytes | None:
         return None if row.error is not None else self._row_memory.digest(row.columns)
@@ -250,6 +243,8 @@ class JobFolder(StoredResults):
             self._results.add_equal(rows)
 
     def equal_rows(self, key: bytes) -> int:
+        if not self._results.any_equal:
+            return 0
         with writing(self.folder):
             return self._results.equal_rows(key)
 
@@ -318,11 +313,8 @@ class JobFolder(StoredResults):
         with writing(self.folder):
             self._writer.write((row, results[row.number]) for row in ordered)
             self._keys.write(b"".join(keys.get(row.number, NO_KEY) for row in ordered))
-            beside = [
-                key
-                for number, key in keys.items()
-                if not is_held_whole(results[number], self._spec.form, output_format(self.output)[0])
-            ]
+            form, kind = self._spec.form, output_format(self.output)[0]
+            beside = [key for number, key in keys.items() if not is_held_whole(results[number], form, kind)]
             self._results.keep_beside_output(beside)
         for row in ordered:
             result = results[row.number]
@@ -333,7 +325,6 @@ class JobFolder(StoredResults):
         """Puts the output in its place and closes the job."""
         self._lease.check()
         with writing(self.folder):
-            self._row_keys.forget_unasked()
             self._row_memory.forget_unasked(self._results.row_count)
         with writing(self.output):
             self._writer.close()

@@ -63,12 +63,11 @@ class Outcomes:
         self._max_errors = max_errors
 
     def done(self, result: Result, source: str = "", *, rows: int = 1, equal: int = 0) -> None:
-        """Counts a row that this run has finished or that failed. `source` is its place in its file, if known. Raises `TooManyErrors`.
+        """Counts a row that this run has finished or that failed. The caller tells the tracker. `source` is its place in its file, if known. Raises `TooManyErrors`.
 
         `rows`: the number of rows that have this result, of which `equal` have it because they are equal to another one.
         """
         self.run.new.add(result, rows, equal)
-        self.tracker.changed()
         if result.finish_reason == "length" and repeats(result.token_ids, SUGGESTED_REPEATS):
             self.run.rows_repeating += rows
         if not result.failed:

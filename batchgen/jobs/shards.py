@@ -436,6 +436,3 @@ class ShardFolder(StoredResults):
                 self.flush()
         finally:
             self._lease.release()
-
-    def _check_held(self) -> None:
-        self._lease.check()

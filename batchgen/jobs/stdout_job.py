@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from batchgen.jobs.files.disk import writing
@@ -77,11 +77,7 @@ class StdoutJob:
             return self._row_keys.occurrences(digests)
 
     def keys(
-        self,
-        digests: Sequence[bytes],
-        ids: Sequence[bytes | None],
-        sampled: Sequence[bool],
-        all_ids: Callable[[], Iterable[bytes]] | None,
+        self, digests: Sequence[bytes], ids: Sequence[bytes | None], sampled: Sequence[bool]
     ) -> list[tuple[bytes, bool]]:
         with writing(_COUNTS):
             keys = self._row_keys.keys(digests, ids, sampled)
@@ -123,6 +119,7 @@ class StdoutJob:
                 self._bytes -= len(self._recent.pop(next(iter(self._recent)))[0])
 
     def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None: ...
+    def commit(self) -> None: ...
     def tell(self, progress: Snapshot) -> None: ...
     def keep_record(self, run: Mapping[str, Any] | None, tree: Mapping[str, Any] | None) -> None: ...
     def begin_rows(self) -> None: ...

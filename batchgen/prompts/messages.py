@@ -227,6 +227,10 @@ class ChatTemplate:
         self._variables = variables
         self._roles_in_parts: frozenset[str] = frozenset()
         self._clock = ""
+        self._special_tokens = dict(tokenizer.special_tokens_map)
+        self._sources: dict[bool, str] = {}
+        """The texts of the template, for conversations with tools and for those without."""
+        self._used: dict[str, bool] = {}
         made_by = getattr(type(tokenizer), "apply_chat_template", None)
         if source is None and getattr(made_by, "__module__", _OF_TRANSFORMERS) != _OF_TRANSFORMERS:
             raise UsageError(
@@ -254,17 +258,23 @@ class ChatTemplate:
         variables = {**self._variables, **(variables or {})}
         continued = self._continues(messages)
         arguments = {
-            **self._tokenizer.special_tokens_map,
+            **self._special_tokens,
             **variables,
             "conversations": [given],
             "continue_final_message": continued,
             "add_generation_prompt": not (continued or self._whole),
         }
-        try:
-            source = str(self._tokenizer.get_chat_template(self._source, variables.get("tools")))
-        except ValueError as e:  # it has several, and none for this conversation
-            raise RowError("template_error", f"chat template: {first_line(e)}") from None
-        return TemplateCall("chat", self._clock + source, arguments)
+        return TemplateCall("chat", self._clock + self._text_for(variables.get("tools")), arguments)
+
+    def _text_for(self, tools: Any) -> str:
+        source = self._sources.get(tools is not None)
+        if source is None:
+            try:
+                source = str(self._tokenizer.get_chat_template(self._source, tools))
+            except ValueError as e:  # it has several, and none for this conversation
+                raise RowError("template_error", f"chat template: {first_line(e)}") from None
+            self._sources[tools is not None] = source
+        return source
 
     def text(self, messages: Sequence[Message], answer: str | TemplateFailure) -> str:
         """Returns the answer to a call, the text. Raises `RowError("template_error")` with the template's own message if there is none."""
@@ -284,8 +294,10 @@ class ChatTemplate:
 
     def uses(self, name: str) -> bool:
         """Whether the template contains a name."""
-        own = self._tokenizer.chat_template if self._source is None else self._source
-        return any(name in text for text in (own.values() if isinstance(own, dict) else (own,)))
+        if name not in self._used:
+            own = self._tokenizer.chat_template if self._source is None else self._source
+            self._used[name] = any(name in text for text in (own.values() if isinstance(own, dict) else (own,)))
+        return self._used[name]
 
     @property
     def writes_date(self) -> bool:

@@ -131,8 +131,9 @@ class Input:
         for file in self.files:
             if limit is not None and number >= limit:
                 return
+            name = clean(file.shown)  # a name on disk need not be UTF-8
             for place, columns, size in _records(file, partial(self._renamed, file.shown), self._see):
-                source = clean(file.shown) + place  # a name on disk need not be UTF-8
+                source = name + place
                 if isinstance(columns, str):
                     if file.encoding is not None:
                         columns = columns.replace("not UTF-8", f"not {file.encoding}")

@@ -28,6 +28,7 @@ _COMMA_HINT = " (leave out the comma before the bracket)"
 _LINE_HINT = " (objects over several lines become JSONL with: jq -c .)"
 _LINE_ENDS = [(c.encode(), b"\\u%04x" % ord(c)) for c in "\x85\u2028\u2029"]
 """Characters that end a line for some readers (Python's `str.splitlines`), and their escapes in JSON."""
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 BOM = b"\xef\xbb\xbf"
 
 Record = tuple[str, dict[str, Any] | str, int]
@@ -95,9 +96,9 @@ def encoding_hint(text: bytes) -> str:
 def to_json(value: Any) -> bytes:
     """Returns `value` as one line of JSON in UTF-8, without a line end."""
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = _ENCODER.encode(value)
     except (ValueError, TypeError):
-        text = json.dumps(plain(value), ensure_ascii=False, allow_nan=False)
+        text = _ENCODER.encode(plain(value))
     # Only lone surrogates cannot be encoded. Python's escape for them is also JSON's.
     data = text.encode("utf-8", "backslashreplace")
     for character, escape in _LINE_ENDS:

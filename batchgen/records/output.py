@@ -192,9 +192,11 @@ def row_id(row: Row, id_column: str | None) -> Any:
 
 def own_id(row: Row, id_column: str | None, *, openai: bool = False) -> Any:
     """Returns the value of the id column, else of `id` or `custom_id` (in OpenAI's form `custom_id` or `id`). Null counts as missing; None if all are."""
-    names = (id_column, "custom_id", "id") if openai else (id_column, "id", "custom_id")
-    values = (row.columns.get(name) for name in names if name is not None)
-    return next((value for value in values if value is not None), None)
+    for name in (id_column, "custom_id", "id") if openai else (id_column, "id", "custom_id"):
+        value = None if name is None else row.columns.get(name)
+        if value is not None:
+            return value
+    return None
 
 
 def id_digest(id: Any) -> bytes:

@@ -10,6 +10,7 @@ import base64
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,13 @@ from numpy.typing import NDArray
 from batchgen.result import Completion, Result, Score, TokenLogprob, ToolCall
 
 _FIELDS = {f.name: f.default for f in fields(Result) if f.name not in ("row", "embedding")}
+_values_of = attrgetter(*_FIELDS)
 
 
 def result_values(result: Result) -> dict[str, Any]:
     """Returns a result without its row number and without fields that have their defaults. Only its probabilities may be infinite or NaN."""
-    values = {n: v for n, default in _FIELDS.items() if (v := getattr(result, n)) != default}
+    found = zip(_FIELDS.items(), _values_of(result), strict=True)
+    values = {name: value for (name, default), value in found if value is not default and value != default}
     if result.completions:
         values["completions"] = completion_values(result, token_ids=True)
     if result.tool_calls:

@@ -18,6 +18,7 @@ completion ends, U+FFFD at the end of the text is not searched because it may st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 from batchgen.parsers.repetition import Repetition
@@ -30,6 +31,7 @@ from batchgen.sampling_params import SamplingParams
 _PROMPT_END = 32  # number of prompt tokens that are searched for open thoughts
 _CONTEXT = 8  # number of tokens decoded before a completion; a character that they begin inside of is shorter
 _OPEN = 4  # number of tokens whose text is decoded again with every next token; settling them costs a decode
+_CONTEXTS_KEPT = 1024  # most prompts of a job end alike
 _MAX_OPEN = 64  # the same inside a run of bytes; a run of twice as many bytes is not a character
 _REPLACEMENT = "\ufffd"
 
@@ -57,6 +59,7 @@ class Detokenizer:
         self.tool_format = tool_format
         """How the model writes calls of tools."""
         self._decode = _decoder(tokenizer)
+        self._decode_context = lru_cache(maxsize=_CONTEXTS_KEPT)(self._decode)
         self._pieces: dict[int, str] = {}
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         found = zip(names, tokenizer.convert_tokens_to_ids(names), strict=True)
@@ -89,11 +92,12 @@ class Detokenizer:
         start = max(0, len(prompt) - _CONTEXT)
         while start > 0 and int(prompt[start]) in self.byte_tokens:
             start -= 1
-        return [int(t) for t in prompt[start:]]
+        found: list[int] = prompt[start:].tolist()
+        return found
 
     def text(self, context: Sequence[int], tokens: Sequence[int]) -> str:
         """Returns the text that `tokens` add after `context`."""
-        return _added(self.decode([*context]), self.decode([*context, *tokens]))
+        return _added(self._decode_context(tuple(context)), self.decode([*context, *tokens]))
 
 
 def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:

@@ -378,8 +378,10 @@ class BlockManager:
 
         def claimed() -> list[PrefixNodeSpan]:
             # The span may have the parent's last block if no other child has it.
-            free = tail > 0 and parent is not None and source is parent and not self.has_tail_writer(parent)
-            return self._tail_holders(parent) if free and parent is not None else []
+            if not tail or parent is None or source is not parent:
+                return []
+            holders = self._tail_holders(parent)
+            return [] if self.has_tail_writer(parent, holders) else holders
 
         def has_room() -> bool:
             return self._make_room(wanted - bool(claimed()), reserve, unshared)
@@ -419,9 +421,9 @@ class BlockManager:
         self.unshared_blocks += _held(span)
         return True
 
-    def has_tail_writer(self, node_span: PrefixNodeSpan) -> bool:
-        """Whether the block with the node's last tokens also holds tokens of a span below the node."""
-        holders = self._tail_holders(node_span)
+    def has_tail_writer(self, node_span: PrefixNodeSpan, holders: list[PrefixNodeSpan] | None = None) -> bool:
+        """Whether the block with the node's last tokens also holds tokens of a span below the node. `holders`: its `_tail_holders`, if known."""
+        holders = self._tail_holders(node_span) if holders is None else holders
         index = node_span.end // self.block_size
         return bool(holders) and self.pool.num_references(node_span.table[index]) > len(holders)
 
@@ -431,11 +433,13 @@ class BlockManager:
         if not tail or not node_span.dropped <= index < len(node_span.table):
             return []
         block = node_span.table[index]
-        return [
-            span
-            for span in (*node_span.path, node_span)
-            if span.dropped <= index < len(span.table) and span.table[index] == block
-        ]
+        holders = [node_span]
+        for span in reversed(node_span.path):
+            if span.end <= index * self.block_size:
+                break  # it ends in an earlier block, and so do the nodes above it
+            if span.dropped <= index < len(span.table) and span.table[index] == block:
+                holders.append(span)
+        return holders
 
     def _put_tail(self, holders: list[PrefixNodeSpan], block: int) -> None:
         """Puts another block, which holds the same tokens, into the tables in place of the `holders`' last one. They do not hold that one any more."""
@@ -446,7 +450,7 @@ class BlockManager:
     def _share_tail(self, node_span: PrefixNodeSpan) -> None:
         """Frees a node's last block if no child has it and a child has a copy of its tokens, which the node can use as well."""
         holders, index = self._tail_holders(node_span), node_span.end // self.block_size
-        if not holders or self.has_tail_writer(node_span):
+        if not holders or self.has_tail_writer(node_span, holders):
             return
         for child in node_span.children:
             if child.dropped <= index:

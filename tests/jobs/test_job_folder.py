@@ -100,6 +100,7 @@ from support.jobs import answer, job_open, key_of
 job, source = job_open()
 for row in list(source.rows())[:2]:
     job.append(key_of(row), answer(row))
+job.commit()
 print("appended", flush=True)
 import time; time.sleep(60)
 """

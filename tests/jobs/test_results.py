@@ -95,12 +95,15 @@ module.network_file_system = lambda folder: sys.argv[2] == "True"
 results = module.Results(Path(sys.argv[1]), float(sys.argv[3]))
 for i in range(5):
     results.append(bytes([i]) * 16, Result(row=i, text=str(i), finish_reason="stop"))
+results.commit()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 @pytest.mark.parametrize(("network", "flush_every", "kept"), [(False, 3600, 5), (True, 3600, 0), (True, 0, 5)])
-def test_a_killed_process_loses_only_unflushed_results_on_a_network_file_system(tmp_path, network, flush_every, kept):
+def test_a_killed_process_loses_only_results_that_were_not_committed_and_on_a_network_file_system_not_flushed(
+    tmp_path, network, flush_every, kept
+):
     code = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), str(network), str(flush_every)], env=environment()
     )
@@ -114,12 +117,14 @@ def test_the_log_is_synced_at_intervals_and_not_for_every_result(tmp_path, monke
     monkeypatch.setattr(os, "fsync", synced.append)
     with opened(tmp_path, flush_every=3600) as results:
         results.append(KEYS[0], RESULTS[0])
+        results.commit()
         assert synced == []
         results.flush()
         assert len(synced) == 1
     with opened(tmp_path, flush_every=0) as results:
         synced.clear()
         results.append(KEYS[1], RESULTS[1])
+        results.commit()
         assert len(synced) == 1
 
 
@@ -226,10 +231,12 @@ def test_a_damaged_result_is_left_out_and_counted_and_the_input_is_read_again(tm
 def test_a_full_disk_is_an_error_and_earlier_results_stay(tmp_path):
     with opened(tmp_path) as results:
         results.append(KEYS[0], RESULTS[0])
+        results.commit()
         (pages,) = results._db.execute("PRAGMA page_count").fetchone()
         results._db.execute(f"PRAGMA max_page_count = {pages}")
         with pytest.raises(sqlite3.OperationalError, match="full"):
             results.append(KEYS[4], RESULTS[4])
+            results.commit()
         assert results.stored(KEYS) == {KEYS[0]: RESULTS[0]}
     with opened(tmp_path) as results:
         assert results.stored(KEYS) == {KEYS[0]: RESULTS[0]}

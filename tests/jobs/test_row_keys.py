@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +21,18 @@ from support.params import examples
 from support.runs import Oracle, Runs
 
 D, A, B, C = (letter.encode() * 16 for letter in "dabc")
-RESULT = Result(row=-1, text="first", finish_reason="stop")
-
-
-@pytest.fixture
-def results(tmp_path: Path) -> Iterator[Results]:
-    results = Results(tmp_path, 5.0)
-    yield results
-    results.close()
-
 
 CASES: dict[str, tuple[list[bytes | None], list[bytes]]] = {
     "without ids": ([None] * 3, [D, row_key(D, 1), row_key(D, 2)]),
-    "with other ids": ([A, B, C], [D, id_key(D, B), id_key(D, C)]),
-    "with equal ids": ([A, A, B, B], [D, row_key(D, 1), id_key(D, B), row_key(id_key(D, B), 1)]),
+    "with other ids": ([A, B, C], [id_key(D, A), id_key(D, B), id_key(D, C)]),
+    "with equal ids": ([A, A, B, B], [key for own in (A, B) for key in (id_key(D, own), row_key(id_key(D, own), 1))]),
     "only some with ids": ([None, A, B, None], [D, id_key(D, A), id_key(D, B), row_key(D, 1)]),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("calls", ["one call", "a call for each row"])
-def test_the_first_of_equal_rows_has_their_digest_as_its_key(case: str, calls: str) -> None:
+def test_a_sampled_row_has_a_key_of_its_id_or_of_the_number_of_its_occurrence(case: str, calls: str) -> None:
     ids, expected = CASES[case]
     row_keys = RowKeys()
     lists = [ids] if calls == "one call" else [[own] for own in ids]
@@ -55,63 +46,42 @@ def test_equal_rows_that_are_not_sampled_have_one_key_and_those_after_the_first_
     assert row_keys.keys([A, B], [None, A], [False] * 2) == [(A, True), (B, False)]
 
 
-def test_rows_without_equals_have_their_digests_whatever_their_ids() -> None:
-    keys = RowKeys().keys([A, B, C, D], [None, D, C, C], [True] * 4)
-    assert keys == [(A, False), (B, False), (C, False), (D, False)]
-
-
-def runs_of(folder: Path, *inputs: list[bytes | None], finished: bool = True) -> list[list[bytes]]:
-    """The keys of equal rows in several runs of a job, of which each gives every row a result."""
-    given = []
-    for ids in inputs:
-        results = Results(folder, 5.0)
-        keys = results.row_keys().keys([D] * len(ids), ids, [True] * len(ids), lambda ids=ids: filter(None, ids))
-        given.append([key for key, _ in keys])
-        for key in given[-1] if finished else ():
-            results.append(key, RESULT)
-        results.close()
-    return given
-
-
-def test_keys_outlive_the_rows_before_them(tmp_path: Path) -> None:
-    assert runs_of(tmp_path, [A, B], [B], [C, B, A]) == [
-        [D, id_key(D, B)],
-        [id_key(D, B)],
-        [id_key(D, C), id_key(D, B), D],
-    ]
-
-
-def test_a_row_that_was_alone_gives_its_digest_to_the_row_that_takes_its_place(tmp_path: Path) -> None:
-    assert runs_of(tmp_path, [A], [B], [C, B]) == [[D], [D], [id_key(D, C), D]]
-
-
-def test_rows_of_a_job_that_numbered_them_get_keys_of_their_own_and_keep_their_results(results: Results) -> None:
-    numbered = [D, row_key(D, 1), row_key(D, 2)]
-    for number, key in enumerate(numbered):
+def finished(results: Results, keys: list[bytes]) -> None:
+    """Gives rows results, whose texts are their numbers."""
+    for number, key in enumerate(keys):
         results.append(key, Result(row=-1, text=str(number), finish_reason="stop"))
-    results.know_finished(numbered)
-    expected = [D, id_key(D, B), id_key(D, C)]
-    assert results.row_keys().keys([D] * 3, [A, B, C], [True] * 3) == [(key, False) for key in expected]
-    assert [results.stored(expected)[key].text for key in expected] == ["0", "1", "2"]
-    results.add_rows([0, 1, 2], dict(enumerate(expected)), {})
-    assert results.compared() == (3, 0, 0, 0)
+    results.know_finished(keys)
+    results.commit()
+
+
+@pytest.mark.parametrize("owner", [None, A, C])
+def test_rows_of_an_earlier_version_or_without_ids_keep_their_results_when_they_get_keys_of_their_own(
+    tmp_path: Path, owner: bytes | None
+) -> None:
+    if owner is None:
+        old = [D, row_key(D, 1), row_key(D, 2)]
+    else:  # the row that came first in the first run
+        old = [D if own == owner else id_key(D, own) for own in (A, B, C)]
+        with closing(sqlite3.connect(tmp_path / KNOWN_FILE)) as db:
+            db.execute("CREATE TABLE owners (digest BLOB PRIMARY KEY, id BLOB, alone INTEGER) WITHOUT ROWID")
+            db.execute("INSERT INTO owners VALUES (?, ?, 0)", (D, owner))
+            db.commit()
+    with closing(Results(tmp_path, 5.0)) as results:
+        finished(results, old)
+        expected = [id_key(D, own) for own in (A, B, C)]
+        assert results.row_keys().keys([D] * 3, [A, B, C], [True] * 3) == [(key, False) for key in expected]
+        assert [results.stored(expected)[key].text for key in expected] == ["0", "1", "2"]
+        results.add_rows([0, 1, 2], dict(enumerate(expected)), {})
+        assert results.compared() == (3, 0, 0, 0)
 
 
 @pytest.mark.parametrize("damage", [b"x" * 10_000, b""])
 def test_a_damaged_memory_is_made_again(tmp_path: Path, damage: bytes) -> None:
-    runs_of(tmp_path, [A, B])
-    (tmp_path / KNOWN_FILE).write_bytes(damage)
-    assert runs_of(tmp_path, [B, A]) == [[id_key(D, B), D]]
-
-
-def test_owners_without_a_row_and_a_result_are_forgotten(results: Results, tmp_path: Path) -> None:
-    row_keys = results.row_keys()
-    row_keys.keys([D, A, B], [C, C, C], [True] * 3)
-    results.append(A, RESULT)
-    results.add_rows([0], {0: B}, {})
-    row_keys.forget_unasked()
-    with sqlite3.connect(tmp_path / KNOWN_FILE) as db:
-        assert [digest for (digest,) in db.execute("SELECT digest FROM owners ORDER BY digest")] == [A, B]
+    for _ in range(2):
+        with closing(Results(tmp_path, 5.0)) as results:
+            keys = results.row_keys().keys([D, D], [B, A], [True] * 2)
+            assert keys == [(id_key(D, B), False), (id_key(D, A), False)]
+        (tmp_path / KNOWN_FILE).write_bytes(damage)
 
 
 class Sampling(Oracle):
@@ -156,3 +126,17 @@ def test_rows_with_ids_keep_their_texts_when_equal_ones_are_deleted_moved_and_in
             assert len({*texts.values()}) == len(pool), "equal rows have texts of their own"
             assert texts == {own: known.get(own, texts[own]) for own, _ in pool}
             known = texts if prune else known | texts
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_rows_with_ids_get_the_same_texts_in_any_order(
+    tmp_path: Path, tiny_model_dir: Path, window: int | None
+) -> None:
+    texts = []
+    for name, pool in (("forwards", FIRST), ("backwards", FIRST[::-1]), ("fewer", FIRST[4:])):
+        (tmp_path / name).mkdir()
+        runs = Runs(tmp_path / name, tiny_model_dir)
+        runs.engine = Sampling
+        runs.run([{"id": own, "prompt": prompt} for own, prompt in pool], window=window, sampling=SAMPLED)
+        texts.append({row["id"]: row["text"] for row in runs.rows()})
+    assert texts[0] == texts[1] == {own: texts[0][own] for own, _ in FIRST[:4]} | texts[2]

@@ -190,6 +190,7 @@ def test_the_status_can_be_read_while_the_job_writes(folder):
     results.tell(generated(0))
     for done in (1, 2, 3):
         results.append(bytes([done]) * 16, Result(row=done, text="x", finish_reason="stop"))
+        results.commit()
         assert (job_status("o.jsonl")["rows_done"], job_status("o.jsonl")["results"]) == (done, done)
     results.close()
 

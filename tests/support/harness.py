@@ -337,7 +337,8 @@ class Job:
         return self.run().calls
 
     def start(self, *more: str | Path, quiet: bool = True, **plan: Any) -> Running:
-        arguments = [*self.case.arguments, *more, *(["-q"] if quiet else [])]
+        # Results are committed after every step, so that a run has many moments to be killed at.
+        arguments = [*self.case.arguments, "--flush-every", "0", *more, *(["-q"] if quiet else [])]
         return self.runs.start(self.folder, arguments, settings=self.case.settings, **plan)
 
     def start_up_to(self, rng: random.Random) -> Running:

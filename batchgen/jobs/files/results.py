@@ -6,9 +6,9 @@
     equal      how many rows wait for the result of an equal row, by key
     facts      single values: the progress of the run, and what the first reading of the input has read
 
-The database is in WAL mode. Every result is committed at once, so a killed process loses none. The log is synced every `flush_every` seconds,
-so a power cut loses at most the results since then. `status` reads the database from another process. On a network file system, where two
-hosts cannot share a WAL, the database uses a rollback journal and commits every `flush_every` seconds.
+The database is in WAL mode. Results are committed about four times a second (`job.KEEP_SECONDS`), together with the rows under way: a killed
+process loses what came since. The log is synced every `flush_every` seconds, so a power cut loses at most the results since then. `status` reads the database from another process. On a
+network file system, where two hosts cannot share a WAL, the database uses a rollback journal and commits every `flush_every` seconds.
 
 Data of this run only (the keys of the finished output, and what `row_keys` counts) is in a second, unsynced database, `run.sqlite`.
 """
@@ -22,7 +22,7 @@ import sqlite3
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,14 +66,18 @@ class Results:
         self.damaged = 0
         """Number of damaged results, which were dropped."""
         self._network = network_file_system(folder)
-        self._db = self._opened()
-        self._batched = False
-        """Whether a transaction is open that `flush` commits."""
+        self._connection = self._opened()
+        self._new: list[tuple[bytes, str, bytes, int]] = []
+        """Entries of `results` that are not in the database yet: in order of their keys, many together take a third of the time."""
+        self._ended: list[tuple[bytes]] = []
+        """Keys of those that were under way."""
         self._synced = time.monotonic()
         self._known = 0
         """`count`, kept up to date without counting."""
         self._earlier = 0
         """The last place of a result of an earlier run."""
+        self.any_equal = bool(self._db.execute("SELECT EXISTS(SELECT 1 FROM equal)").fetchone()[0])
+        """Whether rows wait for the result of an equal row."""
         self._begun: dict[bytes, dict[int, Completion]] = {}
         """The completions of `under_way`, by the row's key and the completion's number."""
 
@@ -126,6 +130,19 @@ class Results:
             raise
         return db
 
+    @property
+    def _db(self) -> sqlite3.Connection:
+        if self._new:
+            self._write_new()
+        return self._connection
+
+    def _write_new(self) -> None:
+        new, ended, self._new, self._ended = sorted(self._new), self._ended, [], []
+        if not self._connection.in_transaction:
+            self._connection.execute("BEGIN IMMEDIATE")
+        self._connection.executemany("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, 0)", new)
+        self._connection.executemany("DELETE FROM under_way WHERE key = ?", ended)
+
     # -- results
 
     @property
@@ -158,16 +175,15 @@ class Results:
         return {key for key, place in found if place > self._earlier}
 
     def append(self, key: bytes, result: Result) -> None:
-        """Stores one result."""
-        self._write_one("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, 0)", _entry(key, result))
+        """Stores one result. `commit` or `flush` must follow."""
+        self._new.append(_entry(key, result))
         self._known += 1
         if self._begun.pop(key, None) is not None:
-            self._write_one("DELETE FROM under_way WHERE key = ?", (key,))
-        self._flush_if_due()
+            self._ended.append((key,))
 
     def add_missing(self, entries: Iterable[tuple[bytes, Result]]) -> int:
         """Stores the results whose keys have none yet, and writes them to disk. Returns how many rows of the existing output have one."""
-        self.commit()
+        self._end_transaction()
         with transaction(self._db):
             for key, result in entries:
                 self._db.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?, 0)", _entry(key, result))
@@ -182,7 +198,7 @@ class Results:
         """
         with closing(Results(folder, 0.0)) as other:  # reads every result once
             self.damaged += other.damaged
-        self.commit()
+        self._end_transaction()
         self._db.execute("ATTACH DATABASE ? AS other", (os.fsencode(folder / RESULTS_FILE),))
         try:
             with transaction(self._db):
@@ -237,7 +253,7 @@ class Results:
                 parts.append(_part_entry(key, number, 0 if earlier is None else len(earlier.token_ids), completion))
         self._many("DELETE FROM under_way WHERE key = ? AND number = ?", again)
         self._many("INSERT OR REPLACE INTO under_way VALUES (?, ?, ?, ?, ?, ?)", parts)
-        self._flush_if_due()
+        self.commit()
 
     @property
     def tokens_under_way(self) -> int:
@@ -252,6 +268,7 @@ class Results:
         self.forget_reading()
         self._write_one("DELETE FROM rows")
         self._write_one("DELETE FROM equal")
+        self.any_equal = False
 
     def add_rows(self, rows: Sequence[int], keys: Mapping[int, bytes], failed: Mapping[int, Result]) -> None:
         """Adds rows of the output by their numbers: each has a key, or a result in `failed`."""
@@ -267,6 +284,7 @@ class Results:
         """Adds numbers of rows that wait for the result of an equal row, by key."""
         statement = "INSERT INTO equal VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET rows = rows + excluded.rows"
         self._many(statement, list(rows.items()))
+        self.any_equal |= bool(rows)
 
     def equal_rows(self, key: bytes) -> int:
         """Returns how many further rows wait for the result of this key."""
@@ -302,7 +320,6 @@ class Results:
 
     def forget_cut(self) -> None:
         """Drops completions that were cut by their length: those of unfinished rows, and all results with at least one such completion."""
-        self.commit()
         cut = [
             (key,)
             for key, result in _read_all(self._db)
@@ -323,7 +340,6 @@ class Results:
 
     def know_finished(self, keys: Iterable[bytes]) -> None:
         """Stores the keys of the rows of the existing output."""
-        self.commit()
         with transaction(self._db):
             statement = "INSERT INTO run.finished VALUES (?, 1) ON CONFLICT (key) DO UPDATE SET rows = rows + 1"
             self._db.executemany(statement, ((key,) for key in keys))
@@ -347,6 +363,7 @@ class Results:
         If none remain, the files can be removed and nothing is written to them: the output may have taken the last space on the disk.
         Returns None if there is not even space for that; a later call does the rest.
         """
+        self._end_transaction()
         try:
             self._db.execute("DELETE FROM run.finished")
             self.know_finished(keys)
@@ -388,25 +405,29 @@ class Results:
     # -- writing
 
     def _write_one(self, statement: str, values: Sequence[Any] = ()) -> None:
-        if self._network and not self._batched:
+        if self._network and not self._db.in_transaction:
             self._db.execute("BEGIN IMMEDIATE")
-            self._batched = True
         self._db.execute(statement, values)
 
     def _many(self, statement: str, entries: Sequence[Sequence[Any]]) -> None:
-        if not entries:
-            return
-        with nullcontext() if self._batched else transaction(self._db):
-            self._db.executemany(statement, entries)
+        if entries:
+            with transaction(self._db):
+                self._db.executemany(statement, entries)
 
     def commit(self) -> None:
-        if self._batched:
+        """Makes everything that was written survive the end of this process. On a network file system only `flush` does."""
+        if not self._network:
+            self._end_transaction()
+        if time.monotonic() - self._synced >= self._flush_every:
+            self.flush()
+
+    def _end_transaction(self) -> None:
+        if self._db.in_transaction:
             self._db.execute("COMMIT")
-            self._batched = False
 
     def flush(self) -> None:
         """Writes everything to disk."""
-        self.commit()
+        self._end_transaction()
         if not self._network:
             with suppress(FileNotFoundError):  # nothing was written since the last checkpoint, which has synced
                 fd = os.open(self._folder / f"{RESULTS_FILE}-wal", os.O_RDWR)
@@ -416,17 +437,18 @@ class Results:
                     os.close(fd)
         self._synced = time.monotonic()
 
-    def _flush_if_due(self) -> None:
-        if time.monotonic() - self._synced >= self._flush_every:
-            self.flush()
+    def discard(self) -> None:
+        """Drops what was not committed."""
+        self._new.clear()
+        self._connection.rollback()
 
     def close(self) -> None:
         """Closes the database, which then is one file on disk. Does nothing the second time."""
         try:
             with suppress(sqlite3.ProgrammingError):  # closed already
-                self.commit()
+                self._end_transaction()
         finally:
-            self._db.close()
+            self._connection.close()
 
 
 def _make_tables(db: sqlite3.Connection) -> None:
@@ -541,9 +563,12 @@ def _entry(key: bytes, result: Result) -> tuple[bytes, str, bytes, int]:
     return key, result.reason, value, zlib.crc32(key + value)
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
+
+
 def _json(value: Any) -> bytes:
     # Python's JSON can hold infinities. Only lone surrogates cannot be encoded; Python's escape for them is also JSON's.
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    return _ENCODER.encode(value).encode("utf-8", "backslashreplace")
 
 
 def _length_and_reason(completion: Completion) -> tuple[int, str]:

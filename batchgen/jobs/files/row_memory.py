@@ -72,7 +72,7 @@ class RowMemory:
     def forget_unasked(self, rows: int) -> None:
         """Drops rows for which the job has neither a row nor a result, if there are many beside the `rows` rows of the output."""
         if self._counted() > 2 * rows + _SPARE_ROWS:
-            asked = "SELECT key FROM rows WHERE key IS NOT NULL UNION SELECT digest FROM known.owners UNION SELECT key FROM results"
+            asked = "SELECT key FROM rows WHERE key IS NOT NULL UNION SELECT digest FROM run.counts UNION SELECT key FROM results"
             self._db.execute(f"DELETE FROM known.rows WHERE key NOT IN ({asked})")
 
     def _counted(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -26,7 +26,7 @@ from batchgen.result import Result
 from batchgen.stats import RowCounts, versions
 
 _STOP_SECONDS = 5.0
-_READING_FORM = 4
+_READING_FORM = 5
 """Changes with the form of what a first reading stores: a reading of another form is made again."""
 _SHOWN_ID = 60  # characters of an id in a message
 
@@ -42,7 +42,7 @@ class ReadRows:
     keys: dict[int, bytes]
     """Keys by row number. Rows that never became requests have none."""
     results: dict[int, Result]
-    """Results by row number, of rows that never became requests and of rows that have a result from an earlier run."""
+    """Results by row number (their own `row` may be another), of rows that never became requests and of rows that have a result from an earlier run."""
     requests: list[Request]
     """Requests of the other rows; of equal rows with one key, only that of the first."""
 
@@ -56,7 +56,7 @@ class ReadRows:
         first = {request.key: request.row for request in self.requests}
         for number, key in self.keys.items():
             if number not in results and first.get(key) in results:
-                results[number] = replace(results[first[key]], row=number)
+                results[number] = results[first[key]]
 
 
 class RowIds:
@@ -76,7 +76,7 @@ class RowIds:
 
     def add(self, rows: Sequence[Row]) -> list[bytes | None]:
         """Takes the next rows of the input. Returns the digests of their ids; None for a row without one."""
-        own = self._own(rows)
+        own = [own_id(row, self._id_column, openai=self._openai) for row in rows]
         if not self._found and all(value is None for value in own):
             self._unnamed += len(rows)
             return [None] * len(rows)
@@ -88,13 +88,6 @@ class RowIds:
                 self._same += 1
                 self._first = self._first or f"{text[:_SHOWN_ID]!r}, {row.source}"
         return [None if value is None else digest for value, digest in zip(own, digests, strict=True)]
-
-    def digests(self, rows: Iterable[Row]) -> Iterator[bytes]:
-        """Yields the digests of the ids that rows have, without taking the rows."""
-        return (id_digest(value) for row in rows for value in self._own([row]) if value is not None)
-
-    def _own(self, rows: Sequence[Row]) -> list[Any]:
-        return [own_id(row, self._id_column, openai=self._openai) for row in rows]
 
     def note(self) -> str | None:
         """Returns how many rows had the id of an earlier row; None if there are none."""
@@ -121,7 +114,6 @@ class RequestReader:
     def __init__(
         self,
         config: JobConfig,
-        source: Input,
         prompts: PromptBuilder,
         check: Callable[[Request], Request | Result],
         job: Job,
@@ -135,7 +127,6 @@ class RequestReader:
         self._met = 0
         """Results of earlier runs that rows have asked for."""
         self._ids = RowIds(config, job)
-        self._all_ids = None if source.is_stdin else lambda: self._ids.digests(source.rows())
         self._told = 0
         """Number of the prompts' notes that were shown."""
         self._digests: dict[int, bytes] = {}
@@ -188,7 +179,7 @@ class RequestReader:
             (row.number, b, own) for row, b, own in zip(rows, built, ids, strict=True) if not isinstance(b, Result)
         ]
         given = self._job.keys(
-            [b.key for _, b, _ in found], [own for *_, own in found], [b.is_sampled for _, b, _ in found], self._all_ids
+            [b.key for _, b, _ in found], [own for *_, own in found], [b.is_sampled for _, b, _ in found]
         )
         keys = {number: key for (number, *_), (key, _) in zip(found, given, strict=True)}
         equal = {number for (number, *_), (_, is_equal) in zip(found, given, strict=True) if is_equal}
@@ -207,7 +198,7 @@ class RequestReader:
             read.rows.append(row)
             read.keys[row.number] = key
             if result is not None:
-                read.results[row.number] = replace(result, row=row.number)
+                read.results[row.number] = result
                 if key in of_this_run:
                     self._outcomes.done(result, row.source, equal=1)
                 else:
@@ -247,7 +238,7 @@ class RequestReader:
             elif isinstance(request, Result):  # the machine was too slow for its template this time
                 self._job.append(key, request)
                 own = [number for number, other in read.keys.items() if other == key]
-                read.results.update({number: replace(request, row=number) for number in own})
+                read.results.update(dict.fromkeys(own, request))
                 self._outcomes.done(request, row.source, rows=1 + equal[key], equal=equal[key])
 
     def note_same_ids(self) -> None:
