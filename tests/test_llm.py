@@ -92,7 +92,7 @@ def test_prompts_can_be_added_while_the_model_runs_and_share_prefixes(tiny_model
 
 def test_another_thread_may_add_and_cancel(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
-    results: dict[int, Result] = {}
+    results = {}
     begun = threading.Event()
     endless = SamplingParams(max_tokens=400, ignore_eos=True)
     (first,) = llm.add(
@@ -202,7 +202,7 @@ def test_completions_with_a_grammar_match_it_beside_others_without_one(tiny_mode
     (found,) = llm.generate(["x"], SamplingParams(json_schema=schema, **warm))
     if found.finish_reason == "stop":
         assert isinstance(json.loads(str(found.text))["a"], bool)
-    results: dict[int, Result] = {}
+    results = {}
     llm.add([SHARED], SamplingParams(**warm), on_result=lambda r: results.__setitem__(0, r))
     llm.add(["x"], SamplingParams(regex="ab|cd", **warm), on_result=lambda r: results.__setitem__(1, r))
     llm.run()
@@ -222,7 +222,7 @@ def test_a_closed_model_is_freed_at_once(tiny_model_dir):
     assert [name for name, part in parts.items() if part() is not None] == []
 
 
-def test_labels_of_many_prompts_are_planned_window_by_window(tiny_model_dir: Path) -> None:
+def test_labels_of_many_prompts_are_planned_window_by_window(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
     labels = {"choices": [f"{a}{b}" for a in "abcdefgh" for b in "abcde"]}
     prompts = [f"row {i}" for i in range(1_000)]
@@ -235,12 +235,12 @@ def test_labels_of_many_prompts_are_planned_window_by_window(tiny_model_dir: Pat
     assert [texts[n] for n in numbers[::200]] == [r.text for r in llm.generate(prompts[::200], labels)]
 
 
-def test_a_prompt_is_cancelled_before_its_window_is_planned(tiny_model_dir: Path) -> None:
+def test_a_prompt_is_cancelled_before_its_window_is_planned(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
     labels = {"choices": [f"{a}{b}" for a in "abcdefgh" for b in "abcde"]}
-    results: dict[int, Result] = {}
+    results = {}
 
-    def done(result: Result) -> None:
+    def done(result):
         results[result.row] = result
         if len(results) == 1:
             for number in numbers:
