@@ -171,6 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16], help="of transformers")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", type=int, default=1000, help="images of each workload, at most")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "batchgen-benchmarks")
@@ -188,7 +189,7 @@ def main() -> None:
             print(json.dumps(generate_seconds(model, args.dtype, rows, int(engine.rpartition(" ")[2]))))
         return
     figures: dict[str, Any] = {"machine": machine_facts(), "dtype": args.dtype}
-    for workload in WORKLOADS:
+    for workload in args.workloads:
         tokens = len(rows_of(args.work, workload, args.limit)) * TOKENS
         engines = ["batchgen", *(f"transformers {size}" for size in args.batch_sizes)]
         runs: dict[str, list[dict[str, Any]]] = {engine: [] for engine in engines}

@@ -174,10 +174,9 @@ class Engine:
             self._unfit.append((on_result, Result.from_error(request.row, error, len(request.tokens))))
         if self._vision is not None:
             self._num_failed_images = 0
-            resident = self.block_manager.resident_length
-            self._vision.expect(
-                {leaf.request: resident(window, i) for i, leaf in enumerate(ordered) if leaf.request.images}
-            )
+            resident, skipped = self.block_manager.resident_length, set(ended)
+            shown = ((i, leaf.request) for i, leaf in enumerate(ordered) if i not in skipped and leaf.request.images)
+            self._vision.expect({request: resident(window, i) for i, request in shown})
 
     def _shortened_leaves(self, leaves: Sequence[Leaf], on_result: OnResult) -> tuple[Sequence[Leaf], OnResult]:
         """Returns the leaves, with requests that `Sizes.fitted` has made fit the pool, and the function to call with their results."""
