@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from batchgen.kernels.codes import PLANES, PackedTensor, are_alike, offsets_of, scales_of
+from batchgen.kernels.codes import PLANES, Coding, PackedTensor, Parts, are_alike, offsets_of, scales_of
 
 _LEVELS = {"table": 1, "e4m3": 2}
 _TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -47,11 +47,24 @@ def can_unpack(weight: torch.Tensor) -> bool:
         and weight.dtype in (torch.float32, torch.bfloat16)
         and all(parts[name].dtype in _TYPES for name in ("scales", "offsets") if name in parts)
         and (coding.divisor == 1 or (coding.levels is None and coding.bits == 8 and "offsets" not in parts))
-        and (coding.levels is None or "offsets" not in parts)
+        and ("offsets" not in parts or (coding.levels is None and _products_are_exact(coding, parts)))
         and (not isinstance(coding.levels, tuple) or coding.bits <= 4)
         and (coding.levels != "e4m3" or not bool((parts["plane8"] & 0x7F == 0x7F).any()))
         and _is_in_range(scales_of(coding, parts))
         and _is_in_range(offsets_of(parts))
+    )
+
+
+def _products_are_exact(coding: Coding, parts: Parts) -> bool:
+    """Whether float32 holds every product of a code and a scale, so that rounding it before an offset is added changes nothing."""
+    coarse = parts.get("scales")
+    bits = coding.bits + 11 + (8 if coding.sub else 0)
+    return (
+        coarse is not None
+        and coarse.dtype != torch.float32
+        and coding.sub in ("", "u8", "i8")
+        and not coding.divides
+        and bits <= 24
     )
 
 

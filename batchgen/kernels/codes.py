@@ -10,7 +10,7 @@ in float32, with a scale (and an offset, a zero) for each group of inputs of eac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -58,6 +58,13 @@ def levels_of(kind: str) -> torch.Tensor:
     return (numbers.view(torch.int8) if kind == "i8" else numbers).float()
 
 
+@cache
+def _levels_on(levels: str | tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Returns levels in float32 on a device, where they stay: a CUDA graph must not copy them from the host."""
+    found = levels_of(levels) if isinstance(levels, str) else torch.tensor(levels, dtype=torch.float32)
+    return found.to(device)
+
+
 def packed_planes(codes: torch.Tensor, bits: int) -> dict[str, torch.Tensor]:
     """Returns the planes of codes [..., K] in uint8; K must be a multiple of 8."""
     found, shift = {}, 0
@@ -97,7 +104,7 @@ def _by_group(parts: Parts, name: str, kind: str, divides: bool) -> torch.Tensor
     sub = parts.get("sub" if name == "scales" else f"sub_{name}")
     if sub is None:
         return parts[name].float()
-    fine = levels_of(kind).to(sub.device)[sub.long()]
+    fine = _levels_on(kind, sub.device)[sub.long()]
     if name not in parts:
         return fine
     coarse = parts[name].float()
@@ -117,12 +124,7 @@ def dequantize(coding: Coding, parts: Parts) -> torch.Tensor:
         return x.repeat_interleave(coding.group, -1)[..., :size]
 
     if coding.levels is not None:
-        levels = (
-            levels_of(coding.levels)
-            if isinstance(coding.levels, str)
-            else torch.tensor(coding.levels, dtype=torch.float32)
-        )
-        numbers = levels.to(codes.device)[codes.long()]
+        numbers = _levels_on(coding.levels, codes.device)[codes.long()]
     elif "zeros" in parts:
         numbers = codes.float() - spread(parts["zeros"].float())
     else:
@@ -153,6 +155,13 @@ class _Scratch:
 
 
 _scratch = _Scratch()
+
+
+def reserve_scratch(weights: Iterable[torch.Tensor]) -> None:
+    """Takes the memory that these weights are unpacked into, so that it never moves: CUDA graphs keep its address."""
+    for weight in weights:
+        if isinstance(weight, PackedTensor):
+            _scratch.take(weight.shape, weight.dtype, weight.device)
 
 
 class PackedTensor(torch.Tensor):

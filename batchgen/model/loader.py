@@ -15,7 +15,6 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from safetensors import SafetensorError
@@ -26,6 +25,7 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
+from batchgen.kernels.codes import reserve_scratch
 from batchgen.kernels.memory import drop_read_pages, give_freed_back
 from batchgen.kernels.ops import is_fast
 from batchgen.model.adapter import prepare
@@ -40,14 +40,16 @@ from batchgen.model.weights.int8 import check_int8, check_kernels, checkpoint_sc
 from batchgen.model.weights.lora import merge_adapter
 from batchgen.model.weights.packed import is_read_packed, packed_weights
 from batchgen.model.weights.quantized import (
+    as_unquantized,
     check_quantization,
-    is_dequantized,
+    fitting,
+    is_weight_only,
     note_of,
+    one_weight_at_a_time,
     packed_in,
     plain_layers,
     quant_method,
     unpack,
-    with_dequantization,
 )
 from batchgen.model.weights.sizes import (
     INDEX,
@@ -75,8 +77,8 @@ _LANGUAGE_HEADS = ("lm_head.weight", "embed_out.weight")
 def check_room(config: ModelConfig, hf_config: Any, device: torch.device) -> None:
     """Raises `ModelError` if the model's files are on the disk and their weights do not fit on this CUDA device."""
     dtype = dtype_of(config, hf_config)
-    as_stored = quant_method(hf_config) is not None and not is_dequantized(hf_config)
-    needed = _bytes_on_disk(config, hf_config, None if as_stored else dtype)
+    as_stored = quant_method(hf_config) is not None and not is_weight_only(hf_config)
+    needed = _bytes_on_disk(config, hf_config, None if as_stored else dtype, packed=True)
     if needed is None:
         return
     if needed > torch.cuda.mem_get_info(device)[0]:  # asking about the other devices takes some of their memory
@@ -120,27 +122,37 @@ def cpu_dtype(config: ModelConfig, hf_config: Any, processes: int = 1) -> torch.
         or own not in (torch.bfloat16, torch.float16)
         or fast
         or not isa.features()  # an unknown processor
-        or (quant_method(hf_config) is not None and not is_dequantized(hf_config))
+        or (quant_method(hf_config) is not None and not is_weight_only(hf_config))
     ):
         return own
     needed = _bytes_on_disk(config, hf_config, torch.float32)
-    if needed is None and not is_dequantized(hf_config):
+    if needed is None and not is_weight_only(hf_config):
         needed = _bytes_on_the_hub(config)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return torch.float32 if needed is not None and needed * processes <= memory // 2 else own
 
 
-def _bytes_on_disk(config: ModelConfig, hf_config: Any, dtype: torch.dtype | None) -> int | None:
-    """Returns the bytes of the weights as `dtype` (None: as stored), from the headers of their files; None if some files are not on the disk."""
+def _bytes_on_disk(
+    config: ModelConfig, hf_config: Any, dtype: torch.dtype | None, *, packed: bool = False
+) -> int | None:
+    """Returns the bytes of the weights as `dtype` (None: as stored), from the headers of their files; None if some files are not on the disk.
+
+    `packed`: quantized weights that can stay packed count as stored, and the largest as `dtype`, because it is unpacked when it is used.
+    """
     gguf, files = gguf_file(config), weight_files(config)
     if gguf is not None:
         from gguf import GGUFReader
 
-        return sum(int(tensor.n_elements) for tensor in GGUFReader(gguf).tensors) * (dtype or torch.bfloat16).itemsize
+        tensors, size = GGUFReader(gguf).tensors, (dtype or torch.bfloat16).itemsize
+        counts = [int(tensor.n_elements) for tensor in tensors]
+        return sum(int(tensor.n_bytes) for tensor in tensors) + max(counts) * size if packed else sum(counts) * size
     if files is None:
         return None
-    unpacked = packed_bits(quantization(hf_config)) if is_dequantized(hf_config) else 0
-    return loaded_bytes(files, dtype, left_out(hf_config), unpacked=unpacked)
+    settings = quantization(hf_config)
+    bits = packed_bits(settings) if is_weight_only(hf_config) else 0
+    if packed and is_read_packed(settings):
+        return loaded_bytes(files, dtype, left_out(hf_config), scratch=bits)
+    return loaded_bytes(files, dtype, left_out(hf_config), unpacked=bits)
 
 
 def _bytes_on_the_hub(config: ModelConfig) -> int | None:
@@ -161,12 +173,14 @@ def loaded_bytes(
     without: frozenset[str] = frozenset(),
     *,
     unpacked: int = 0,
+    scratch: int = 0,
 ) -> int:
     """Returns the bytes of the files' tensors, without those of modules named in `without`: floating-point tensors as `dtype` (None: as stored).
 
     `unpacked`: bits of the numbers in packed words; quantized tensors then count as `dtype` too. 0 counts them as stored.
+    `scratch`: bits of the numbers in packed words; the largest quantized tensor counts once more, as `dtype`.
     """
-    total = 0
+    total = largest = 0
     for path in files:
         with path.open("rb") as f:
             header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
@@ -174,12 +188,15 @@ def loaded_bytes(
             if name == "__metadata__" or not without.isdisjoint(name.split(".")):
                 continue
             start, end = tensor["data_offsets"]
-            quantized = num_weights(name, tensor["dtype"], tensor["shape"], unpacked) if unpacked else 0
+            quantized = num_weights(name, tensor["dtype"], tensor["shape"], unpacked or scratch or 4)
+            if scratch and dtype is not None:
+                largest = max(largest, quantized * dtype.itemsize)
+            quantized *= bool(unpacked)
             if dtype is not None and (quantized or tensor["dtype"] in _FLOATS):
                 total += (quantized or math.prod(tensor["shape"])) * dtype.itemsize
             else:
                 total += end - start
-    return total
+    return total + largest
 
 
 def load_model(
@@ -271,13 +288,15 @@ def _as_it_runs(
     `dtype`: see `_asked_dtype`.
     """
     notes: tuple[str, ...] = ()
-    if is_dequantized(hf_config):
+    if is_weight_only(hf_config):
         if config.device_map is None:
             plain_layers(module)
         for parameter in module.parameters():
             # transformers leaves some in another type. Buffers, such as rotary frequencies, keep theirs.
             if dtype not in ("auto", parameter.dtype):
                 parameter.data = parameter.data.to(dtype)
+        if config.device_map is None:
+            module = module.to(device)
         _unpack(module, config, device, streamed)
         notes += (note_of(hf_config, module),)
     if config.lora is not None:
@@ -289,7 +308,7 @@ def _as_it_runs(
 
 def _give_freed_back(hf_config: Any) -> None:
     """Returns the memory to the system that unpacking has freed. Other models free little, and would ask for it again in their first steps."""
-    if is_dequantized(hf_config):
+    if is_weight_only(hf_config):
         give_freed_back()
 
 
@@ -298,23 +317,21 @@ def _unpack(
 ) -> None:
     """Unpacks the packed weights that our kernels do not read, in place, because plain torch unpacks them again in each step.
 
-    On a CPU, they stay packed if the plain ones took more than half of the free memory. `fused`: layers that kernels replace are replaced.
+    They stay packed if the plain ones took more than half of the free memory of their device. `fused`: layers that kernels replace are replaced.
     """
     packed = packed_in(module)
     reads = config.compile != "off" and config.quantize == "none" and config.lora is None and is_fast()
-    by_kernels = reads and device.type == "cpu" and config.device_map is None
-    if by_kernels:
+    if reads and device.type == "cpu" and config.device_map is None:
         table = module.get_input_embeddings()
         packed = [(part, name) for part, name in packed if part is not table and fused]
-    plain = sum(getattr(part, name).nbytes for part, name in packed)
-    if (
-        config.lora is not None
-        or device.type != "cpu"
-        or config.device_map is not None
-        or streamed is not None
-        or plain <= free_host_memory() // 2
-    ):
-        unpack(packed, None if streamed is None else streamed.keep)
+    if config.lora is None and streamed is None:
+        packed = fitting(packed, _free_memory)
+    unpack(packed, None if streamed is None else streamed.keep)
+    reserve_scratch(parameter for parameter in module.parameters() if parameter.device.type == "cuda")
+
+
+def _free_memory(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()
 
 
 def _asked_dtype(config: ModelConfig, hf_config: Any, device: torch.device, processes: int) -> Any:
@@ -331,8 +348,8 @@ def _from_pretrained(
     multimodal, kind = is_multimodal(hf_config), class_for(head, hf_config)
     place: str | None = config.model
     own: dict[str, Any] = {}
-    if multimodal or is_dequantized(hf_config):
-        own["config"] = with_dequantization(language_config(hf_config))
+    if multimodal or is_weight_only(hf_config):
+        own["config"] = as_unquantized(language_config(hf_config))
     gguf = gguf_file(config)
     try:
         with quiet(), ExitStack() as stack:
@@ -340,7 +357,7 @@ def _from_pretrained(
             if packed is not None:
                 kind, place = own_class(kind, own["config"]), None
                 own["state_dict"] = packed
-                stack.enter_context(patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))  # one weight at a time
+                stack.enter_context(one_weight_at_a_time())
                 dtype = dtype_of(config, hf_config) if dtype == "auto" else dtype
             elif gguf is not None:
                 place, own["gguf_file"] = stack.enter_context(alone(gguf)), gguf.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from batchgen.kernels import codes
 from batchgen.kernels.codes import PLANES, Coding, PackedTensor, packed_planes, unpacked_codes
 from support.codings import CODINGS, ROWS, SIZE, bits_of, weight_of
 
@@ -86,3 +87,15 @@ def test_moving_rows_keeps_a_weight_packed_and_everything_else_unpacks_it(mode):
             found = change(weight)
             assert not isinstance(found, PackedTensor)
             assert torch.equal(found, change(plain))
+
+
+def test_reserved_memory_for_unpacked_weights_does_not_move(monkeypatch):
+    monkeypatch.setattr(codes, "_scratch", codes._Scratch())
+    weights = [weight_of(name, torch.bfloat16) for name in ("Q4_0", "NF4", "FP8")]
+    large = torch.cat([weights[0], weights[0]])
+    codes.reserve_scratch([*weights, large, torch.ones(3)])
+    place = codes._scratch.take([1], torch.bfloat16, torch.device("cpu")).data_ptr()
+    x = torch.randn(2, SIZE).bfloat16()
+    for weight in (*weights, large):
+        assert torch.equal(torch.nn.functional.linear(x, weight), torch.nn.functional.linear(x, weight.unpacked()))
+        assert codes._scratch.take([1], torch.bfloat16, torch.device("cpu")).data_ptr() == place

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from batchgen.kernels import fusion
+from batchgen.kernels.build import library
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.experts import FusedExperts
 from batchgen.kernels.ops import Activation
@@ -60,7 +61,10 @@ def test_packed_experts_take_what_their_codes_take() -> None:
 
     (weight, *_) = experts_of("MXFP4", torch.bfloat16)
     whole = PackedLinear([weight], [None])
-    assert whole.bytes == weight.packed_bytes * 256 // ROWS  # rows that fill the last panel of each expert
+    panel = library().batchgen_linear_panel()
+    assert (
+        whole.bytes * ROWS == weight.packed_bytes * -(-ROWS // panel) * panel
+    )  # the last panel of each expert is filled up
 
 
 @pytest.mark.parametrize(

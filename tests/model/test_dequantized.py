@@ -193,17 +193,33 @@ def test_a_forward_that_rounds_activations_is_removed() -> None:
     assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
 
 
-def test_the_memory_needed_is_that_of_the_dequantized_weights(checkpoint: tuple[str, Path, Any]) -> None:
+def test_the_memory_needed_is_that_of_the_packed_weights_and_of_the_largest_one_unpacked(
+    checkpoint: tuple[str, Path, Any],
+) -> None:
     name, folder, original = checkpoint
-    needed = loaded_bytes(
-        [folder / "model.safetensors"],
-        torch.bfloat16,
-        unpacked=packed_bits(quantization(AutoConfig.from_pretrained(folder))),
-    )
+    files, bits = [folder / "model.safetensors"], packed_bits(quantization(AutoConfig.from_pretrained(folder)))
+    whole = loaded_bytes(files, torch.bfloat16, unpacked=bits)
     real = sum(2 * p.numel() for p in original.parameters())
-    assert (
-        real <= needed < (2 if name == "W8A16" else 1.2) * real
-    )  # and the scales; four numbers of 8 bits are taken for eight of 4
+    # and the scales; four numbers of 8 bits are taken for eight of 4
+    assert real <= whole < (2 if name == "W8A16" else 1.2) * real
+    stored = loaded_bytes(files, torch.bfloat16)
+    largest = max(2 * p.numel() for n, p in original.named_parameters() if n.endswith("proj.weight") or "experts" in n)
+    scratch = loaded_bytes(files, torch.bfloat16, scratch=bits) - stored
+    assert scratch >= largest // (4 if "experts" in name else 1)  # the experts of a file are not stacked
+    weights = sum(map(bytes_of, load(folder, "bfloat16").module.parameters()))
+    assert weights <= 1.15 * stored
+
+
+@torch.inference_mode()
+def test_a_model_on_several_devices_unpacks_a_layer_when_it_runs(checkpoint: tuple[str, Path, Any]) -> None:
+    pytest.importorskip("accelerate")
+    name, folder, _ = checkpoint
+    tokenizer = replace(tiny_tokenizer(), hf_config=AutoConfig.from_pretrained(folder))
+    model = load_model(ModelConfig(model=str(folder), dtype="float32", device_map="auto"), tokenizer)
+    assert any(isinstance(weight, PackedTensor) for weight in model.module.parameters())
+    reference = dequantized(name, folder)
+    expected = [expect(reference, p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    assert [list(r.token_ids) for r in run(engine_for(model), make_requests(PROMPTS, LENGTHS))] == expected
 
 
 @pytest.mark.parametrize("method", ["aqlm", "hqq", "quark"])

@@ -48,7 +48,8 @@ constexpr int PREFETCHED = 0;
 // Numbers of x that are widened at a time; MAX_ROWS rows at least.
 constexpr int64_t WIDE_NUMBERS = 1 << 21;
 constexpr int64_t MIN_WIDENED = 1 << 15;  // numbers to widen that are worth a thread
-constexpr int CODED_DEPTH = 64;           // words of codes that a block of rows unpacks at a time: they stay in the smallest cache
+constexpr int CODED_DEPTH = 64;           // words of codes that are unpacked at a time: they stay in the smallest cache
+constexpr int IN_REGISTERS = 2;           // so many rows unpack codes in registers
 constexpr int64_t MIN_WORK = 1500;  // words of panels times blocks of rows, about 12 cycles each, that are worth a thread
 
 struct Product {  // `Product` in ops.py is the same
@@ -206,6 +207,31 @@ INLINE void finish(const Product& p, const uint32_t* sums, int64_t panel, int64_
     put(y, columns, gated);
 }
 
+// Multiplies R rows of x from row `begin` on by a panel of codes, which are unpacked in registers, and finishes the rows.
+template <class E, class T, int R>
+void coded_rows(const Product& p, int64_t panel, int64_t begin, uint32_t* sums) {
+    constexpr int SOME = 2;  // vectors of columns at a time: enough for sums not to wait for each other
+    const uint32_t* x = p.x + begin * p.x_row;
+    with_form(*p.codes, [&](auto form) {
+        typedef Unpacker<decltype(form), E::per_word> Columns;
+        for (int v = 0; v < VECTORS; v += SOME) {
+            Columns left(*p.codes, p.first_panel + panel, v * LANES, WIDTH, 0), right(*p.codes, p.first_panel + panel, (v + 1) * LANES, WIDTH, 0);
+            floats acc[R][SOME] = {};
+            for (int64_t k = 0; k < p.inner; k += 8) {
+                uints words[SOME][Columns::WORDS];
+                left.unpack(k, words[0]), right.unpack(k, words[1]);
+                for (int i = 0; i < Columns::WORDS; i++) {
+                    const uints some[SOME] = {words[0][i], words[1][i]};
+                    E::template multiply<R, SOME>(acc, some, x + (k / E::per_word + i) * E::a_words, p.x_row);
+                }
+            }
+            for (int r = 0; r < R; r++)
+                for (int n = 0; n < SOME; n++) store(sums + r * WIDTH + (v + n) * LANES, acc[r][n]);
+        }
+    });
+    for (int r = 0; r < R; r++) finish<E, T>(p, sums + r * WIDTH, panel, begin + r);
+}
+
 struct Next {  // words of a panel that a thread reads next; null if there are none
     const uint32_t* weights;
     int64_t words;
@@ -330,8 +356,14 @@ void multiply(Product p) {
         for (int64_t task; (task = some.take()) >= 0;) {
             const auto [expert, panel, begin, end] = all.at(task);
             const Product q = of_expert(p, expert, panels);
+            if constexpr (!E::scaled)
+                if (p.codes && end - begin <= IN_REGISTERS) {
+                    if (end - begin == 1) coded_rows<E, T, 1>(q, panel, begin, sums);
+                    if (end - begin == 2) coded_rows<E, T, 2>(q, panel, begin, sums);
+                    continue;
+                }
             const bool widens = E::a_words == 2 && end - begin >= WIDENED_ROWS;
-            const int64_t depth = widens ? DEPTH / 2 : p.codes && end - begin <= ROWS ? CODED_DEPTH : DEPTH;
+            const int64_t depth = p.codes ? CODED_DEPTH : widens ? DEPTH / 2 : DEPTH;
             for (int64_t k = 0; k < p.words; k += depth) {
                 const int64_t words = std::min(depth, p.words - k);
                 const uint32_t* weights = q.weights + panel * p.words * WIDTH + k * E::side;

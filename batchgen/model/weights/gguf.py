@@ -6,10 +6,10 @@ blocks whose scales are 1. transformers knows which tensor is which weight, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -206,7 +206,7 @@ def gguf_weights(path: Path, model: Callable[[], torch.nn.Module]) -> Mapping[st
             return plain(data, kind)
         return np.concatenate([data, np.full((*data.shape[:-1], 1), kind.value, np.uint8)], -1)
 
-    with patch.object(gguf, "dequantize", tagged):
+    with _in_place_of_dequantize(tagged):
         loaded = reader.load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model())
     found: dict[str, Any] = loaded["tensors"]
     for name, data in found.items():
@@ -214,6 +214,19 @@ def gguf_weights(path: Path, model: Callable[[], torch.nn.Module]) -> Mapping[st
             kind = gguf.GGMLQuantizationType(int(data.flatten()[-1]))
             found[name] = _Raw(data[..., :-1], kind.name)
     return found
+
+
+@contextmanager
+def _in_place_of_dequantize(function: Callable[..., Any]) -> Iterator[None]:
+    """Lets the reader of transformers, which imports `gguf.dequantize` when it runs, call another function."""
+    import gguf
+
+    plain = gguf.dequantize
+    gguf.dequantize = function
+    try:
+        yield
+    finally:
+        gguf.dequantize = plain
 
 
 def _has_other_reader(architecture: str) -> bool:

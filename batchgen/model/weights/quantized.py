@@ -7,7 +7,9 @@ Weights of torchao stay as they are.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,12 +23,12 @@ from batchgen.model_files import check_quantizer
 from batchgen.prompts.gguf import METHOD
 from batchgen.stats import size_text
 
-DEQUANTIZED = {
+WEIGHT_ONLY = {
     "fp8": "FP8", "mxfp4": "MXFP4", "compressed-tensors": "compressed-tensors",
     "awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "modelopt": "ModelOpt",
     METHOD: "GGUF",
 }  # fmt: skip
-"""The formats whose numbers are those of the plain weights of a type, by `quant_method`, with their names in messages."""
+"""The formats of which only the weights are quantized, or only the weights are used so, by `quant_method`, with their names in messages."""
 _PACKAGES = {"compressed-tensors": "compressed_tensors", "torchao": "torchao"}
 
 
@@ -36,9 +38,9 @@ def quant_method(hf_config: Any) -> str | None:
     return None if found is None else str(found.get("quant_method", "unknown"))
 
 
-def is_dequantized(hf_config: Any) -> bool:
+def is_weight_only(hf_config: Any) -> bool:
     """Whether the weights stand for plain ones of 16 or 32 bits."""
-    return quant_method(hf_config) in DEQUANTIZED
+    return quant_method(hf_config) in WEIGHT_ONLY
 
 
 def is_int8(hf_config: Any) -> bool:
@@ -66,20 +68,20 @@ def check_quantization(model: str, hf_config: Any) -> None:
     package = None if is_read_packed(quantization(hf_config)) else _PACKAGES.get(method or "")
     if package is not None and find_spec(package) is None:
         raise ModelError(
-            f"the model {model!r} is quantized with {DEQUANTIZED.get(method or '', method)}, which needs the package {package.replace('_', '-')}",
+            f"the model {model!r} is quantized with {WEIGHT_ONLY.get(method or '', method)}, which needs the package {package.replace('_', '-')}",
             "pip install 'batchgen-llm[quantized]'",
         )
 
 
-def with_dequantization(hf_config: Any) -> Any:
-    """Returns a copy of the configuration with which transformers dequantizes the weights, or takes weights that are already plain."""
+def as_unquantized(hf_config: Any) -> Any:
+    """Returns a copy of the configuration with which transformers makes the model of an unquantized checkpoint, and dequantizes weights not read here."""
     asked = copy.deepcopy(hf_config)
     settings = quantization(asked)
     if is_read_packed(settings) or quant_method(asked) == METHOD:
         for part in configs_of(asked):
             if hasattr(part, "quantization_config"):
                 del part.quantization_config
-    elif settings is not None and is_dequantized(asked):
+    elif settings is not None and is_weight_only(asked):
         settings["dequantize"] = True
     return asked
 
@@ -109,7 +111,7 @@ def note_of(hf_config: Any, module: torch.nn.Module) -> str:
     parameters = list(module.parameters())
     whole = size_text(sum(p.numel() * p.element_size() for p in parameters))
     dtype = str(max(parameters, key=torch.Tensor.numel).dtype).removeprefix("torch.")
-    name = DEQUANTIZED[quant_method(hf_config) or ""]
+    name = WEIGHT_ONLY[quant_method(hf_config) or ""]
     if not any(isinstance(p, PackedTensor) for p in parameters):
         return f"the {name} weights were dequantized to {dtype} and take {whole}; activations are not quantized"
     size = size_text(sum(map(bytes_of, parameters)))
@@ -121,12 +123,36 @@ def bytes_of(weight: torch.Tensor) -> int:
     return weight.packed_bytes if isinstance(weight, PackedTensor) else weight.nbytes
 
 
+@contextmanager
+def one_weight_at_a_time() -> Iterator[None]:
+    """Keeps transformers from reading weights in threads of its own, ahead of those that it needs."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
 def packed_in(module: torch.nn.Module) -> list[tuple[Any, str]]:
     """Returns the packed parameters of a module: the part that has each, and its name there."""
     parameters: list[tuple[Any, str, Any]] = [
         (m, name, p) for m in module.modules() for name, p in m._parameters.items()
     ]
     return [(part, name) for part, name, weight in parameters if isinstance(weight, PackedTensor)]
+
+
+def fitting(packed: Sequence[tuple[Any, str]], free: Callable[[torch.device], int]) -> list[tuple[Any, str]]:
+    """Returns the packed parameters whose plain ones take at most half of the `free` bytes of their device."""
+    plain: dict[torch.device, int] = {}
+    for part, name in packed:
+        weight = getattr(part, name)
+        plain[weight.device] = plain.get(weight.device, 0) + weight.nbytes
+    fit = {device for device, size in plain.items() if size <= free(device) // 2}
+    return [(part, name) for part, name in packed if getattr(part, name).device in fit]
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ process. What needs no other form than the model's own files have stays there.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +13,6 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 from weakref import WeakSet
 
 import torch
@@ -27,7 +25,7 @@ from batchgen.config import ModelConfig, parse_memory
 from batchgen.errors import ModelError
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.memory import FilePieces, Pages, in_huge_pages, mapped_files, pieces_in
-from batchgen.model.weights.quantized import bytes_of
+from batchgen.model.weights.quantized import bytes_of, one_weight_at_a_time
 from batchgen.model.weights.sizes import LAYERS_READ, are_streamed, kv_beside, sizes_of
 from batchgen.process.user_cache import cache_folder
 from batchgen.scheduling.sizes import free_host_memory
@@ -96,7 +94,7 @@ class StreamedWeights:
             register_module_module_registration_hook(keep_all),  # peft gives a layer back when its weight is merged
         )
         try:
-            with patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"):  # transformers would read many weights ahead
+            with one_weight_at_a_time():
                 yield
         finally:
             for hook in hooks:
