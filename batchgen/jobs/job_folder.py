@@ -122,7 +122,9 @@ class JobFolder(StoredResults):
         if kept.exists() and not file.exists():
             kept.replace(file)
         with ExitStack() as opened:
-            self._results = opened.enter_context(closing(Results(self.folder, self._spec.flush_every)))
+            self._results = opened.enter_context(
+                closing(Results(self.folder, self._spec.flush_every, self._spec.form.asked))
+            )
             self._row_keys = self._results.row_keys()
             rendering = json_digest({"settings": self._manifest.settings, "versions": self._manifest.mentions})
             self._row_memory = self._results.row_memory(rendering.encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ from batchgen.records.result_values import (
 from batchgen.result import Result
 
 KEY_BYTES = 16
+_SHORT_LINE = 1024
+"""Bytes of a line that is taken as it is. Of a longer one most is the row's own columns, which a database of results need not hold."""
 NO_KEY = bytes(KEY_BYTES)
 """The key of a row that never became a request."""
 
@@ -33,21 +36,35 @@ def read_keys(path: Path) -> Iterator[bytes]:
             yield key
 
 
-def results_of_output(output: str, keys: Path, asked: Collection[str] = ()) -> Iterator[tuple[bytes, Result]]:
-    """Yields keys and results of the rows of `output`; row i has the i-th key of `keys`.
+def results_of_output(output: str, keys: Path, asked: Collection[str] = ()) -> Iterator[tuple[bytes, Result | bytes]]:
+    """Yields the keys of the rows of `output`, and their results, or their lines if these are JSON and short; row i has the i-th key of `keys`.
 
-    Failed rows keep their errors. Results have token ids if the output has them, in a column or in log-probabilities. Rows that the output
+    Failed rows keep their errors. Results have token ids if the output has them, in a column or in log-probabilities. Results that the output
     does not hold whole (`is_held_whole`) are left out, and so are all rows of CSV. `asked` is `RowForm.asked` of the output.
     """
     kind, compression = output_format(output)
     if kind in DELIMITERS:
         return
-    rows = Input((InputFile(output, kind, compression),), []).rows()
-    for key, row in zip(read_keys(keys), rows, strict=False):
-        if key != NO_KEY and row.error is None:
-            result = result_of_row(row.columns, asked)
-            if result is not None:
-                yield key, result
+    file = InputFile(output, kind, compression)
+    if kind == "jsonl":
+        with file.open() as lines:
+            for key, line in zip(read_keys(keys), lines, strict=False):
+                found = line if len(line) <= _SHORT_LINE else result_of_line(line, asked)
+                if key != NO_KEY and found is not None:
+                    yield key, found
+        return
+    for key, row in zip(read_keys(keys), Input((file,), []).rows(), strict=False):
+        result = None if key == NO_KEY or row.error is not None else result_of_row(row.columns, asked)
+        if result is not None:
+            yield key, result
+
+
+def result_of_line(line: bytes, asked: Collection[str] = TASK_NAMES) -> Result | None:
+    """Does what `result_of_row` does, for a line of JSON."""
+    try:
+        return result_of_row(json.loads(line), asked)
+    except ValueError:
+        return None
 
 
 def is_held_whole(result: Result, form: RowForm, format: str) -> bool:

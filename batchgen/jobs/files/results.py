@@ -1,6 +1,7 @@
 """Finished results, unfinished completions and progress of a job: one SQLite database, `results.sqlite` in the job's folder.
 
-    results    what became of a row, by its key; each value carries a checksum of its own
+    results    what became of a row, by its key: the result, or the row of a finished output that has it (then without a reason); each value
+               carries a checksum of its own
     under_way  what there is of completions that are not finished, by the key of their row: each entry continues the one before it
     rows       the rows of this run's output: the key of each, or the result of a row that never became a request
     equal      how many rows wait for the result of an equal row, by key
@@ -21,7 +22,7 @@ import os
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from typing import Any
 from batchgen.jobs.files.disk import network_file_system
 from batchgen.jobs.files.row_keys import CACHE_KIB, RowKeys, format_bytes, open_database, select_in, transaction
 from batchgen.jobs.files.row_memory import RowMemory
+from batchgen.jobs.reuse_output import result_of_row
+from batchgen.records.output import TASK_NAMES
 from batchgen.records.result_values import completion_values, completions_of, result_of_values, result_values
 from batchgen.result import Completion, Result
 
@@ -59,9 +62,10 @@ class Damaged(Exception):
 class Results:
     """The results of one job. Only the holder of the folder's lease may open the database for writing."""
 
-    def __init__(self, folder: Path, flush_every: float) -> None:
-        """Raises `OSError` or `sqlite3.Error` if the disk cannot be written."""
+    def __init__(self, folder: Path, flush_every: float, asked: Collection[str] = TASK_NAMES) -> None:
+        """`asked`: `RowForm.asked` of the output. Raises `OSError` or `sqlite3.Error` if the disk cannot be written."""
         self._folder = folder
+        self._asked = asked
         self._flush_every = flush_every
         self.damaged = 0
         """Number of damaged results, which were dropped."""
@@ -92,7 +96,7 @@ class Results:
                 raise
         with suppress(OSError):  # the damaged log belongs to the damaged file
             (self._folder / f"{RESULTS_FILE}.new").unlink()
-        self.damaged += _salvage(path, self._folder / f"{RESULTS_FILE}.new")
+        self.damaged += _salvage(path, self._folder / f"{RESULTS_FILE}.new", self._asked)
         for name in _LOG_FILES:
             (self._folder / name).unlink(missing_ok=True)
         (self._folder / f"{RESULTS_FILE}.new").replace(path)
@@ -114,7 +118,7 @@ class Results:
             (found,) = db.execute("PRAGMA integrity_check(1)").fetchone()
             if found != "ok":
                 raise Damaged
-            bad = [key for key, result in _read_all(db) if result is None]
+            bad = [key for key, result in _read_all(db, self._asked) if result is None]
             if bad:
                 self.damaged += len(bad)
                 with transaction(db):
@@ -164,7 +168,7 @@ class Results:
         """Returns the stored results of `keys`. Their row numbers are meaningless."""
         found = {}
         for key, value, checksum in select_in(self._db, "SELECT key, value, checksum FROM results WHERE key IN", keys):
-            result = decode(key, value, checksum)
+            result = decode(key, value, checksum, self._asked)
             if result is not None:
                 found[key] = result
         return found
@@ -181,12 +185,18 @@ class Results:
         if self._begun.pop(key, None) is not None:
             self._ended.append((key,))
 
-    def add_missing(self, entries: Iterable[tuple[bytes, Result]]) -> int:
-        """Stores the results whose keys have none yet, and writes them to disk. Returns how many rows of the existing output have one."""
+    def add_missing(self, entries: Iterable[tuple[bytes, Result | bytes]]) -> int:
+        """Stores the results whose keys have none yet, or the rows of an output that have them, and writes them to disk. Returns how many rows of
+        the existing output have one."""
         self._end_transaction()
         with transaction(self._db):
-            for key, result in entries:
-                self._db.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?, 0)", _entry(key, result))
+            self._db.executemany(
+                "INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?, 0)",
+                (
+                    (key, "", result, zlib.crc32(key + result)) if isinstance(result, bytes) else _entry(key, result)
+                    for key, result in entries
+                ),
+            )
         self.flush()
         (count,) = self._db.execute("SELECT count(*) FROM run.finished JOIN results USING (key)").fetchone()
         return int(count)
@@ -313,6 +323,8 @@ class Results:
 
     def forget(self, reasons: Sequence[str]) -> None:
         """Drops the results that ended for one of these reasons, so that their rows run again."""
+        rows = _read_all(self._db, self._asked, "WHERE reason = ''")
+        self._many("UPDATE results SET reason = ? WHERE key = ?", [(r.reason, key) for key, r in rows if r is not None])
         marks = ",".join("?" * len(reasons))
         self._write_one(f"DELETE FROM results WHERE reason IN ({marks})", tuple(reasons))
         self.forget_reading()
@@ -322,7 +334,7 @@ class Results:
         """Drops completions that were cut by their length: those of unfinished rows, and all results with at least one such completion."""
         cut = [
             (key,)
-            for key, result in _read_all(self._db)
+            for key, result in _read_all(self._db, self._asked)
             if result is not None and any(c.finish_reason == "length" for c in result.completions)
         ]
         self._many("DELETE FROM results WHERE key = ?", cut)
@@ -524,9 +536,11 @@ def _failed_row(number: int, value: bytes, checksum: int) -> Result | None:
     return None if result is None else replace(result, row=number)
 
 
-def _read_all(db: sqlite3.Connection) -> Iterator[tuple[Any, Result | None]]:
-    for key, value, checksum in db.execute("SELECT key, value, checksum FROM results"):
-        yield key, decode(key, value, checksum)
+def _read_all(
+    db: sqlite3.Connection, asked: Collection[str] = TASK_NAMES, where: str = ""
+) -> Iterator[tuple[Any, Result | None]]:
+    for key, value, checksum in db.execute(f"SELECT key, value, checksum FROM results {where}"):
+        yield key, decode(key, value, checksum, asked)
 
 
 def _read_failed(db: sqlite3.Connection) -> Iterator[Result | None]:
@@ -534,7 +548,7 @@ def _read_failed(db: sqlite3.Connection) -> Iterator[Result | None]:
     return (_failed_row(*entry) for entry in db.execute(query))
 
 
-def _salvage(damaged: Path, new: Path) -> int:
+def _salvage(damaged: Path, new: Path, asked: Collection[str]) -> int:
     """Writes a new database with the results that can still be read. Returns how many were lost: at least 1, because the number may not be known."""
     lost = 1
     new.unlink(missing_ok=True)
@@ -542,7 +556,7 @@ def _salvage(damaged: Path, new: Path) -> int:
         _make_tables(into)
         with transaction(into):
             for key, value, checksum, stays in _readable(damaged):
-                result = decode(key, value, checksum)
+                result = decode(key, value, checksum, asked)
                 if result is None:
                     lost += 1
                 else:
@@ -616,9 +630,14 @@ def encode(result: Result) -> bytes:
     return _json(result_values(result))
 
 
-def decode(key: bytes, value: bytes, checksum: int) -> Result | None:
-    """Returns the result of an entry, with row -1; None if it is damaged or was written by a version with other fields."""
+def decode(key: bytes, value: bytes, checksum: int, asked: Collection[str] = TASK_NAMES) -> Result | None:
+    """Returns the result of an entry, with row -1; None if it is damaged, was written by a version with other fields, or is the row of an output
+    that does not hold it whole. `asked`: `RowForm.asked` of that output."""
     try:
-        return result_of_values(json.loads(value)) if zlib.crc32(key + value) == checksum else None
+        if zlib.crc32(key + value) != checksum:
+            return None
+        values = json.loads(value)
+        is_row = "usage" in values or "text" not in values  # of the output: batchgen's own form, or OpenAI's
+        return result_of_row(values, asked) if is_row else result_of_values(values)
     except (ValueError, TypeError, AttributeError, KeyError):
         return None
