@@ -23,10 +23,9 @@ from batchgen.errors import (
     memory_errors,
 )
 from batchgen.job_setup import JobCommand, JobSetup, check_command, set_up_job
-from batchgen.jobs.base import Job, Store
 from batchgen.jobs.files.disk import write_stats
 from batchgen.jobs.identity import dtype_name
-from batchgen.jobs.job_folder import JobFolder
+from batchgen.jobs.job_folder import Job, JobFolder, Store
 from batchgen.jobs.order.advice import SAMPLE_ROWS, advice_for, sampled
 from batchgen.jobs.order.requests import FirstReading
 from batchgen.jobs.order.sorted_requests import bounded_windows

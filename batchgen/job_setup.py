@@ -9,12 +9,12 @@ from typing import Any
 
 from batchgen.config import JobConfig
 from batchgen.errors import UsageError
-from batchgen.jobs.base import Job, JobSpec
+from batchgen.jobs.base import JobSpec
 from batchgen.jobs.files.disk import check_stats_file
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import as_stored
 from batchgen.jobs.identity import command_digest, date_of_job, job_settings, local_identity
-from batchgen.jobs.job_folder import JobFolder
+from batchgen.jobs.job_folder import Job, JobFolder
 from batchgen.jobs.opening import find_finished, open_job
 from batchgen.jobs.order.requests import FirstReading, RequestReader, asked_of
 from batchgen.jobs.order.sorted_requests import SortedRequests, in_window_order

@@ -34,7 +34,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from batchgen.config import RETRY_REASONS
 from batchgen.errors import UsageError
@@ -47,8 +47,17 @@ from batchgen.jobs.files.row_memory import KnownRequest
 from batchgen.jobs.files.target import Target
 from batchgen.jobs.place import KEPT_FILE, REMADE_FILES, SORTED_FOLDER, WORK_FILES, check_space, min_bytes, remove_files
 from batchgen.jobs.reuse_output import KEY_BYTES, NO_KEY, is_held_whole, read_keys, results_of_output
-from batchgen.jobs.shards import SHARDS_FOLDER, figures_so_far, forget_plan, load_plan, stores, take_results, take_runs
-from batchgen.jobs.stdout_job import DoneOrder
+from batchgen.jobs.shards import (
+    SHARDS_FOLDER,
+    ShardFolder,
+    figures_so_far,
+    forget_plan,
+    load_plan,
+    stores,
+    take_results,
+    take_runs,
+)
+from batchgen.jobs.stdout_job import DoneOrder, StdoutJob
 from batchgen.progress import Snapshot
 from batchgen.recording import JobRecord, RowFigures
 from batchgen.records.images import thumbnails
@@ -96,7 +105,9 @@ class JobFolder(StoredResults):
         self.notes = opened.notes
         self.finished, self.previous = opened.finished, opened.previous
         self.kept_rows = 0
+        """Number of rows of the existing output. Rows before this number stay in the output despite `--limit`, if they have a result or failed."""
         self.results_at_hand = 0
+        """Number of results of earlier runs."""
         self.output = opened.spec.output
         self._spec, self._target, self._manifest = opened.spec, opened.target, opened.manifest
         self._old, self._limit_raised = opened.old, opened.limit_raised
@@ -205,6 +216,7 @@ class JobFolder(StoredResults):
         if opened is not None:
             with writing(self.folder):
                 with opened:
+                    self._row_memory.flush()
                     self.flush()
                 remove_files(self.folder, REMADE_FILES)
 
@@ -212,6 +224,7 @@ class JobFolder(StoredResults):
 
     @property
     def first_max_tokens(self) -> int | None:
+        """The `max_tokens` with which the job began, if `--retry length` has raised it since; else None. Rows keep the keys that they had then."""
         first: int | None = self._manifest.settings.get(FIRST_LIMIT)
         return first
 
@@ -222,10 +235,12 @@ class JobFolder(StoredResults):
     def keys(
         self, digests: Sequence[bytes], ids: Sequence[bytes | None], sampled: Sequence[bool]
     ) -> list[tuple[bytes, bool]]:
+        """Does what `RowKeys.keys` does. Must be called once for every row, in row order."""
         with writing(self.folder):
             return self._row_keys.keys(digests, ids, sampled)
 
     def row_digest(self, row: Row) -> bytes | None:
+        """Returns the digest of a row by which the job remembers what it has become; None if it does not."""
         return None if row.error is not None else self._row_memory.digest(row.columns)
 
     def known_requests(self, rows: Sequence[bytes]) -> dict[bytes, KnownRequest]:
@@ -256,13 +271,14 @@ class JobFolder(StoredResults):
         self._order.done(result.row)
 
     def tell(self, progress: Snapshot) -> None:
-        """Ignores errors: a full disk is reported by the next result that cannot be written."""
+        """Stores how far the run is, for `batchgen status`. Ignores errors: a full disk is reported by the next result that cannot be written."""
         try:
             self._results.tell(progress.figures() | {"workers": progress.workers})
         except sqlite3.Error:
             return
 
     def keep_record(self, run: Mapping[str, Any] | None, tree: Mapping[str, Any] | None) -> None:
+        """Stores what the report shows of this run (`recording`), each part unless it is None."""
         self._record.keep(run, tree)
         self._record.save(self.folder)
 
@@ -277,6 +293,7 @@ class JobFolder(StoredResults):
             self._results.add_rows(rows, keys, failed)
 
     def check_dropped(self, *, prune: bool) -> None:
+        """Must be called when all rows are known. Raises `UsageError` if many rows of the finished output would be removed without `prune`."""
         with writing(self.folder):
             finished, gone, new, unasked = self._results.compared()
         if not gone:
@@ -311,6 +328,7 @@ class JobFolder(StoredResults):
             self._clean_up(left)
 
     def write(self, rows: Sequence[Row], results: Mapping[int, Result], keys: Mapping[int, bytes]) -> None:
+        """Writes output rows. `results` and `keys` are by row number; rows that never became requests have no key."""
         ordered = self._order.sort(rows)
         with writing(self.folder):
             self._writer.write((row, results[row.number]) for row in ordered)
@@ -454,3 +472,9 @@ class JobFolder(StoredResults):
 
     def _asked(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         return as_stored({**asked, "settings": self._manifest.settings})
+
+
+Job: TypeAlias = JobFolder | StdoutJob
+"""A job, from its first window to its output."""
+Store: TypeAlias = Job | ShardFolder
+"""Where the results of a job, or of one of its shards, go."""

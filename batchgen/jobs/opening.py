@@ -9,7 +9,7 @@ from typing import Any
 
 from batchgen.config import RETRY_REASONS, JobConfig
 from batchgen.errors import UsageError
-from batchgen.jobs.base import Job, JobSpec
+from batchgen.jobs.base import JobSpec
 from batchgen.jobs.files.disk import sync_folder, writing
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import (
@@ -25,7 +25,7 @@ from batchgen.jobs.files.manifest import (
 from batchgen.jobs.files.results import RESULTS_FILE, read_facts
 from batchgen.jobs.files.row_keys import KNOWN_FILES
 from batchgen.jobs.files.target import known_as, open_target
-from batchgen.jobs.job_folder import JobFolder, Opened
+from batchgen.jobs.job_folder import Job, JobFolder, Opened
 from batchgen.jobs.place import KEPT_FILE, WORK_FILES, check_place, check_space, min_bytes, remove_files
 from batchgen.jobs.shards import CLAIMS, check_no_shard_runs, load_plan, read_stats, stores
 from batchgen.jobs.stdout_job import StdoutJob

@@ -23,11 +23,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from batchgen.config import RETRY_REASONS, InputLimits
 from batchgen.errors import OutputError, OutputLocked, UsageError
-from batchgen.jobs.base import Job, JobSpec, StoredResults
+from batchgen.jobs.base import JobSpec, StoredResults
 from batchgen.jobs.files.disk import sync_folder, write_json, writing
 from batchgen.jobs.files.lease import Lease, check_free_here, check_shared_folder, holder_of_lease, last_claim
 from batchgen.jobs.files.manifest import differences
@@ -40,6 +40,9 @@ from batchgen.records.output import job_path
 from batchgen.records.remote import is_url
 from batchgen.request import Request
 from batchgen.stats import sum_of_jobs
+
+if TYPE_CHECKING:
+    from batchgen.jobs.job_folder import Job
 
 CLAIMS = "claims"
 SHARDS_FOLDER = "shards"

@@ -45,7 +45,7 @@ class DoneOrder:
 
 
 class StdoutJob:
-    """A `Job` for `-o -`. Raises `ClosedPipe` when the reader has closed the pipe."""
+    """A job for `-o -`, with the methods of `JobFolder`. Raises `ClosedPipe` when the reader has closed the pipe."""
 
     def __init__(self, form: RowForm, *, order: str) -> None:
         self.notes: list[str] = []

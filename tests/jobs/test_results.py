@@ -17,6 +17,10 @@ from batchgen.jobs.files import results as results_module
 from batchgen.jobs.files.disk import network_file_system
 from batchgen.jobs.files.results import Results, read_facts
 from batchgen.jobs.files.row_keys import RowKeys
+from batchgen.jobs.reuse_output import is_held_whole
+from batchgen.records.jsonl import to_json
+from batchgen.records.output import RowForm, output_row
+from batchgen.records.rows import Row
 from batchgen.result import Completion, Result, TokenLogprob
 from support.params import examples
 from support.python_process import environment
@@ -410,6 +414,25 @@ def test_stored_results_are_not_replaced_by_those_of_an_output(folder):
         results.append(KEYS[0], RESULTS[0])
         results.add_missing([(KEYS[0], RESULTS[1]), (KEYS[1], RESULTS[1])])
         assert results.stored(KEYS) == {KEYS[0]: RESULTS[0], KEYS[1]: RESULTS[1]}
+
+
+def test_lines_of_an_output_are_results_until_they_are_damaged_or_to_be_generated_again(folder):
+    form = RowForm(token_ids=True)
+    rows = [Row(i, {"prompt": "é", "usage": 1, "n": i}, None, "") for i in range(len(KEYS))]
+    lines = [to_json(output_row(row, result, form)) + b"\n" for row, result in zip(rows, RESULTS, strict=True)]
+    held = {key: replace(r, row=-1) for key, r in ALL.items() if is_held_whole(r, form, "jsonl")}
+    with opened(folder) as results:
+        assert results.add_missing(zip(KEYS, lines, strict=True)) == 0  # no key is known as finished
+        found = results.stored(KEYS)
+        assert len(held) > 3
+        assert {key: result for key, result in found.items() if key in held} == held
+        results._db.execute("UPDATE results SET value = value || 'x' WHERE key = ?", (KEYS[0],))
+    with opened(folder) as results:
+        assert results.damaged == 1 + len(KEYS) - len(found)
+        results.forget(["error", "timeout"])
+        assert set(results.stored(KEYS)) == {
+            k for k in found if k != KEYS[0] and found[k].reason not in ("error", "timeout")
+        }
 
 
 @pytest.mark.parametrize(

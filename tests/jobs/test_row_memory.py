@@ -38,6 +38,7 @@ def results(tmp_path: Path) -> Iterator[Results]:
 def test_what_rows_have_become_is_found_by_a_later_run(results):
     memory = results.row_memory(b"settings")
     memory.add([(A, KnownRequest(B, is_sampled=True)), (B, KnownRequest(C, is_sampled=False))])
+    memory.flush()
     assert results.row_memory(b"settings").find([C, B, A]) == {A: (B, True), B: (C, False)}
 
 
@@ -55,7 +56,9 @@ def test_rows_with_other_columns_or_other_settings_have_other_digests(results):
 
 
 def test_damaged_entries_are_not_used(results, tmp_path):
-    results.row_memory(b"").add([(A, KnownRequest(B, is_sampled=True)), (B, KnownRequest(C, is_sampled=False))])
+    memory = results.row_memory(b"")
+    memory.add([(A, KnownRequest(B, is_sampled=True)), (B, KnownRequest(C, is_sampled=False))])
+    memory.flush()
     with sqlite3.connect(tmp_path / KNOWN_FILE) as db:
         db.execute("UPDATE rows SET key = ? WHERE row = ?", (C, A))
     assert results.row_memory(b"").find([A, B]) == {B: (C, False)}
@@ -68,6 +71,7 @@ def test_its_size_is_bounded(results, monkeypatch):
     memory = results.row_memory(b"")
     for row in rows:
         memory.add([(row, KnownRequest(row, is_sampled=False))])
+    memory.flush()
     assert [*results.row_memory(b"").find(rows)] == rows[:3]
     results.append(rows[0], Result(row=0, text="", finish_reason="stop"))
     results.add_rows([0], {0: rows[1]}, {})

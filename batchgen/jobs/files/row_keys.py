@@ -146,7 +146,8 @@ def _attach_known(db: sqlite3.Connection, folder: Path) -> None:
             db.execute("DETACH DATABASE known")
         for name in KNOWN_FILES:
             (folder / name).unlink(missing_ok=True)
-    db.execute("PRAGMA known.synchronous = OFF")  # what a power cut damages is made again
+    db.execute("PRAGMA known.synchronous = OFF")  # what a kill or a power cut damages is made again
+    db.execute("PRAGMA known.journal_mode = MEMORY")
     db.execute(f"PRAGMA known.cache_size = -{CACHE_KIB}")
 
 

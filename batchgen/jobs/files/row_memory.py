@@ -18,6 +18,8 @@ from batchgen.jobs.files.row_keys import select_in, transaction
 MAX_ROWS = 2_000_000
 """Further rows are rendered and tokenized in every run. A row takes some 60 bytes."""
 _SPARE_ROWS = 1_000
+_BATCH_ROWS = 20_000
+"""Rows that are written together. In the order of their digests, many together change fewer pages of the table."""
 
 
 class KnownRequest(NamedTuple):
@@ -39,6 +41,7 @@ class RowMemory:
         )
         self._count = self._counted()
         self._empty = not self._count
+        self._new: list[tuple[bytes, KnownRequest]] = []
 
     def digest(self, columns: Mapping[str, Any]) -> bytes | None:
         """Returns the digest (16 bytes) of a row; None for a row that has something which cannot be digested."""
@@ -61,16 +64,24 @@ class RowMemory:
         }
 
     def add(self, rows: Iterable[tuple[bytes, KnownRequest]]) -> None:
-        """Adds rows by their digests, as far as there is room."""
-        entries = [(row, key, int(s), _checksum(row, key, int(s))) for row, (key, s) in rows]
+        """Adds rows by their digests, as far as there is room. `flush` must follow."""
+        self._new += rows
+        if len(self._new) >= _BATCH_ROWS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what was added."""
+        entries = [(row, key, int(s), _checksum(row, key, int(s))) for row, (key, s) in self._new]
         entries = sorted(entries[: MAX_ROWS - self._count])
+        self._new = []
         if entries:
             with transaction(self._db):
                 self._db.executemany("INSERT OR REPLACE INTO known.rows VALUES (?, ?, ?, ?)", entries)
             self._count += len(entries)
 
     def forget_unasked(self, rows: int) -> None:
-        """Drops rows for which the job has neither a row nor a result, if there are many beside the `rows` rows of the output."""
+        """Writes what was added. Drops rows for which the job has neither a row nor a result, if there are many beside the `rows` rows of the output."""
+        self.flush()
         if self._counted() > 2 * rows + _SPARE_ROWS:
             asked = "SELECT key FROM rows WHERE key IS NOT NULL UNION SELECT digest FROM run.counts UNION SELECT key FROM results"
             self._db.execute(f"DELETE FROM known.rows WHERE key NOT IN ({asked})")

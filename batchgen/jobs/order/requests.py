@@ -12,9 +12,8 @@ from typing import Any, Self
 
 from batchgen.config import JobConfig
 from batchgen.errors import InputCorrupt
-from batchgen.jobs.base import Job
 from batchgen.jobs.files.row_memory import KnownRequest
-from batchgen.jobs.job_folder import JobFolder
+from batchgen.jobs.job_folder import Job, JobFolder
 from batchgen.jobs.order.sorted_requests import SortedRequests
 from batchgen.jobs.outcomes import Outcomes
 from batchgen.prompts import PromptBuilder

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Self
 
-from batchgen.jobs.base import Store
+from batchgen.jobs.job_folder import Store
 from batchgen.jobs.outcomes import Outcomes
 from batchgen.prefix import Outline, PrefixNode, PrefixOutline, PrefixPlan, carried_tokens, plan_prefixes
 from batchgen.prefix.order import depth_first_order
