@@ -18,8 +18,7 @@ from batchgen.jobs.base import JobSpec
 from batchgen.jobs.files.disk import check_stats_file, write_stats
 from batchgen.jobs.files.lease import SILENT_SECONDS, Lease, holder_of_lease, is_alive_here, seconds_since
 from batchgen.jobs.files.manifest import Manifest, load_manifest
-from batchgen.jobs.job_folder import JobFolder
-from batchgen.jobs.opening import open_job
+from batchgen.jobs.job_folder import JobFolder, open_job
 from batchgen.jobs.outcomes import Outcomes, agreement_with
 from batchgen.jobs.shards import (
     CLAIMS,

@@ -14,8 +14,8 @@ from batchgen.jobs.files.disk import check_stats_file
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import as_stored
 from batchgen.jobs.identity import command_digest, date_of_job, job_settings, local_identity
-from batchgen.jobs.job_folder import Job, JobFolder
-from batchgen.jobs.opening import find_finished, open_job
+from batchgen.jobs.job_folder import Job, JobFolder, open_job
+from batchgen.jobs.opening import find_finished
 from batchgen.jobs.order.requests import FirstReading, RequestReader, asked_of
 from batchgen.jobs.order.sorted_requests import SortedRequests, in_window_order
 from batchgen.jobs.outcomes import Outcomes

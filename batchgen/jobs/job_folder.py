@@ -29,9 +29,9 @@ digest, because the version is known only after the upload (`target`).
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -44,10 +44,21 @@ from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import FIRST_LIMIT, Manifest, as_stored, file_digest
 from batchgen.jobs.files.results import RESULTS_FILE, Results
 from batchgen.jobs.files.row_memory import KnownRequest
-from batchgen.jobs.files.target import Target
-from batchgen.jobs.place import KEPT_FILE, REMADE_FILES, SORTED_FOLDER, WORK_FILES, check_space, min_bytes, remove_files
+from batchgen.jobs.files.target import open_target
+from batchgen.jobs.opening import Opening, request_of
+from batchgen.jobs.place import (
+    KEPT_FILE,
+    REMADE_FILES,
+    SORTED_FOLDER,
+    WORK_FILES,
+    check_place,
+    check_space,
+    min_bytes,
+    remove_files,
+)
 from batchgen.jobs.reuse_output import KEY_BYTES, NO_KEY, is_held_whole, read_keys, results_of_output
 from batchgen.jobs.shards import (
+    CLAIMS,
     SHARDS_FOLDER,
     ShardFolder,
     figures_so_far,
@@ -61,7 +72,7 @@ from batchgen.jobs.stdout_job import DoneOrder, StdoutJob
 from batchgen.progress import Snapshot
 from batchgen.recording import JobRecord, RowFigures
 from batchgen.records.images import thumbnails
-from batchgen.records.output import output_format, output_row
+from batchgen.records.output import INPUT_FILE, job_path, jobs_folder, output_format, output_row
 from batchgen.records.rows import Row
 from batchgen.records.writers import DigestFile, open_writer
 from batchgen.result import Result
@@ -71,30 +82,10 @@ _FEW = 10
 """An output of fewer finished rows than this may lose all of them at once without `--prune`."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Opened:
-    """What `opening.open_job` has found in the job's folder, compared with what the command asks for."""
-
-    spec: JobSpec
-    target: Target
-    folder: Path
-    manifest: Manifest
-    """That of this run. It takes over what stays of the earlier one's."""
-    old: Manifest | None = None
-    """That of the run before, which this one continues; None if the job begins."""
-    limit_raised: bool = False
-    """Whether this run continues the job with a larger `max_tokens`."""
-    finished: dict[str, Any] | None = None
-    """`Job.finished`"""
-    previous: dict[str, Any] | None = None
-    """`Job.previous`"""
-    notes: list[str] = field(default_factory=list)
-
-
 class JobFolder(StoredResults):
-    """One job, from its first window to the rename of its output (`Job`). `opening.open_job` makes it."""
+    """One job, from its first window to the rename of its output (`Job`). `open_job` makes it."""
 
-    def __init__(self, opened: Opened, lease: Lease, *, owned: bool, merging: bool) -> None:
+    def __init__(self, opened: Opening, lease: Lease, *, owned: bool, merging: bool) -> None:
         """`owned`: the lease is released when the job is closed.
 
         Opens the job's database and the files of its output, and takes over the results that there are.
@@ -478,3 +469,54 @@ Job: TypeAlias = JobFolder | StdoutJob
 """A job, from its first window to its output."""
 Store: TypeAlias = Job | ShardFolder
 """Where the results of a job, or of one of its shards, go."""
+
+
+def open_job(
+    spec: JobSpec, lease: Lease | None = None, *, merging: bool = False, tell: Callable[[str], None] = lambda _: None
+) -> Job:
+    """Opens the job of an output: begins it, continues it or finds it finished. This process holds its lease until it is closed.
+
+    `lease`: the job's, if this process holds it already (shards). `tell` is called with a sentence before a wait for a holder that may be dead.
+    `merging`: the plan of the shards stays until the output is written;
+    otherwise it is forgotten. Their results become the job's in both cases.
+    Raises `UsageError` (an output that is not ours, other settings), `OutputLocked`, `OutputError`.
+    """
+    output, form = spec.output, spec.form
+    named = form.keep is None or INPUT_FILE in form.keep
+    form = replace(form, input_file=named and len(spec.input.files) > 1)
+    if output == "-":
+        return StdoutJob(form, order=spec.order)
+    spec = replace(spec, form=form)
+    target, folder = open_target(output), job_path(output, spec.work_dir)
+    check_place(output, target, folder, spec.overwrite)
+    with writing(folder):
+        _make_folder(folder, min_bytes(spec.input, output, form))
+    held = lease or Lease(folder / CLAIMS, output, tell, unsharded=True)
+    try:
+        request = request_of(spec.input, spec.limit, spec.order) | asdict(form)
+        request |= {"retry": spec.retry, "expect": spec.expect}
+        manifest = Manifest(
+            state="running", output=target.address, command=spec.digest,
+            settings=as_stored(spec.settings), mentions=as_stored(spec.mentions), request=as_stored(request),
+        )  # fmt: skip
+        opening = Opening(spec=spec, target=target, folder=folder, manifest=manifest)
+        if held.taken_over is not None:
+            opening.notes.append(
+                f"an earlier run (process {held.taken_over.get('pid')}) was killed; this run continues it"
+            )
+        with writing(folder):
+            opening.compare()
+            return JobFolder(opening, held, owned=lease is None, merging=merging)
+    except BaseException:
+        if lease is None:
+            held.release()
+        raise
+
+
+def _make_folder(folder: Path, needed: int) -> None:
+    """Makes a job's folder unless there is one. Raises `OutputError`, and makes none, if the output of `needed` bytes cannot fit on the disk."""
+    if not folder.exists():
+        if folder.parent.exists():
+            check_space(folder, needed)
+        folder.mkdir(parents=folder.parent == jobs_folder(), exist_ok=True)  # other parents are the user's to make
+        sync_folder(folder.parent)

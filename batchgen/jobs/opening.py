@@ -1,17 +1,16 @@
-"""Opens the job of an output: begins it, continues it, or finds it finished. Refuses an output that is not ours or was made with other settings."""
+"""Compares the folder of a job with what a command asks for: the job begins, continues or is finished. Refuses an output that is not ours or was made with other settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from batchgen.config import RETRY_REASONS, JobConfig
 from batchgen.errors import UsageError
 from batchgen.jobs.base import JobSpec
-from batchgen.jobs.files.disk import sync_folder, writing
-from batchgen.jobs.files.lease import Lease
+from batchgen.jobs.files.disk import sync_folder
 from batchgen.jobs.files.manifest import (
     FIRST_LIMIT,
     LIMIT,
@@ -24,14 +23,12 @@ from batchgen.jobs.files.manifest import (
 )
 from batchgen.jobs.files.results import RESULTS_FILE, read_facts
 from batchgen.jobs.files.row_keys import KNOWN_FILES
-from batchgen.jobs.files.target import known_as, open_target
-from batchgen.jobs.job_folder import Job, JobFolder, Opened
-from batchgen.jobs.place import KEPT_FILE, WORK_FILES, check_place, check_space, min_bytes, remove_files
-from batchgen.jobs.shards import CLAIMS, check_no_shard_runs, load_plan, read_stats, stores
-from batchgen.jobs.stdout_job import StdoutJob
+from batchgen.jobs.files.target import Target, known_as, open_target
+from batchgen.jobs.place import KEPT_FILE, WORK_FILES, remove_files
+from batchgen.jobs.shards import check_no_shard_runs, load_plan, read_stats, stores
 from batchgen.recording import job_record
 from batchgen.records.inputs import Input
-from batchgen.records.output import INPUT_FILE, job_path, jobs_folder
+from batchgen.records.output import job_path
 from batchgen.stats import counted
 
 _START_AGAIN = "use --overwrite to start again, or another -o"
@@ -57,70 +54,34 @@ def find_finished(output: str, *, digest: str, input: Input, config: JobConfig) 
     if known_as(target, manifest.outputs) is None or not _keys_are_whole(folder, manifest):
         return None
     # The rest of the request follows from the command.
-    asked = manifest.request | as_stored(_request_of(input, config.limit, config.order))
+    asked = manifest.request | as_stored(request_of(input, config.limit, config.order))
     figures = _complete_figures(folder, manifest, asked, retry=config.retried, prune=config.prune)
     return None if figures is None else (figures, bool(manifest.settings["chat"]))
 
 
-def _request_of(input: Input, limit: int | None, order: str) -> dict[str, Any]:
+def request_of(input: Input, limit: int | None, order: str) -> dict[str, Any]:
     formats = [f.format for f in input.files]
     return {"inputs": input.fingerprint(), "formats": formats, "limit": limit, "order": order}
 
 
-def open_job(
-    spec: JobSpec, lease: Lease | None = None, *, merging: bool = False, tell: Callable[[str], None] = lambda _: None
-) -> Job:
-    """Opens the job of an output: begins it, continues it or finds it finished. This process holds its lease until it is closed.
-
-    `lease`: the job's, if this process holds it already (shards). `tell` is called with a sentence before a wait for a holder that may be dead.
-    `merging`: the plan of the shards stays until the output is written;
-    otherwise it is forgotten. Their results become the job's in both cases.
-    Raises `UsageError` (an output that is not ours, other settings), `OutputLocked`, `OutputError`.
-    """
-    output, form = spec.output, spec.form
-    named = form.keep is None or INPUT_FILE in form.keep
-    form = replace(form, input_file=named and len(spec.input.files) > 1)
-    if output == "-":
-        return StdoutJob(form, order=spec.order)
-    spec = replace(spec, form=form)
-    target, folder = open_target(output), job_path(output, spec.work_dir)
-    check_place(output, target, folder, spec.overwrite)
-    with writing(folder):
-        _make_folder(folder, min_bytes(spec.input, output, form))
-    held = lease or Lease(folder / CLAIMS, output, tell, unsharded=True)
-    try:
-        request = _request_of(spec.input, spec.limit, spec.order) | asdict(form)
-        request |= {"retry": spec.retry, "expect": spec.expect}
-        manifest = Manifest(
-            state="running", output=target.address, command=spec.digest,
-            settings=as_stored(spec.settings), mentions=as_stored(spec.mentions), request=as_stored(request),
-        )  # fmt: skip
-        opening = _Opening(spec=spec, target=target, folder=folder, manifest=manifest)
-        if held.taken_over is not None:
-            opening.notes.append(
-                f"an earlier run (process {held.taken_over.get('pid')}) was killed; this run continues it"
-            )
-        with writing(folder):
-            opening.compare()
-            return JobFolder(opening, held, owned=lease is None, merging=merging)
-    except BaseException:
-        if lease is None:
-            held.release()
-        raise
-
-
-def _make_folder(folder: Path, needed: int) -> None:
-    """Makes a job's folder unless there is one. Raises `OutputError`, and makes none, if the output of `needed` bytes cannot fit on the disk."""
-    if not folder.exists():
-        if folder.parent.exists():
-            check_space(folder, needed)
-        folder.mkdir(parents=folder.parent == jobs_folder(), exist_ok=True)  # other parents are the user's to make
-        sync_folder(folder.parent)
-
-
 @dataclass(slots=True, kw_only=True)
-class _Opening(Opened):
-    """Compares a job's folder with what a command asks for."""
+class Opening:
+    """What a job's folder holds, compared with what a command asks for."""
+
+    spec: JobSpec
+    target: Target
+    folder: Path
+    manifest: Manifest
+    """That of this run. It takes over what stays of the earlier one's."""
+    old: Manifest | None = None
+    """That of the run before, which this one continues; None if the job begins."""
+    limit_raised: bool = False
+    """Whether this run continues the job with a larger `max_tokens`."""
+    finished: dict[str, Any] | None = None
+    """The figures of the job if there is nothing to do."""
+    previous: dict[str, Any] | None = None
+    """The figures of the run before."""
+    notes: list[str] = field(default_factory=list)
 
     def compare(self) -> None:
         """Drops all results if there is no job to continue. Raises `UsageError` if this command must not continue the job, `OutputLocked`."""

@@ -13,7 +13,7 @@ import pytest
 
 from batchgen.errors import OutputError
 from batchgen.jobs.base import JobSpec
-from batchgen.jobs.opening import open_job
+from batchgen.jobs.job_folder import open_job
 from batchgen.jobs.stdout_job import StdoutJob
 from batchgen.records import Row, RowForm, open_input
 from batchgen.result import Result

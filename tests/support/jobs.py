@@ -11,7 +11,7 @@ import pytest
 
 from batchgen.errors import RowError
 from batchgen.jobs.base import JobSpec
-from batchgen.jobs.opening import open_job
+from batchgen.jobs.job_folder import open_job
 from batchgen.records import RowForm, open_input
 from batchgen.result import Result
 
