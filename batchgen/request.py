@@ -41,6 +41,13 @@ class Image:
     """Whether its tokens see one another, those after them too: they run in one step."""
 
 
+def image_ends(images: Sequence[Image], tokens: TokenArray) -> list[int]:
+    """Returns the end (the position after its last token) of each image that ends in these tokens, which begin with the prompt."""
+    places = np.flatnonzero(tokens >= IMAGE_IDS)
+    ends = np.cumsum([image.count for image in images])
+    return [int(places[end - 1]) + 1 for end in ends.tolist() if end <= len(places)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
     """A row rendered and tokenized, with the parameters of its completion."""

@@ -174,9 +174,7 @@ class Engine:
             self._unfit.append((on_result, Result.from_error(request.row, error, len(request.tokens))))
         if self._vision is not None:
             self._num_failed_images = 0
-            resident, skipped = self.block_manager.resident_length, set(ended)
-            shown = ((i, leaf.request) for i, leaf in enumerate(ordered) if i not in skipped and leaf.request.images)
-            self._vision.expect({request: resident(window, i) for i, request in shown})
+            self._vision.expect(self.block_manager.images_to_run(window))
 
     def _shortened_leaves(self, leaves: Sequence[Leaf], on_result: OnResult) -> tuple[Sequence[Leaf], OnResult]:
         """Returns the leaves, with requests that `Sizes.fitted` has made fit the pool, and the function to call with their results."""

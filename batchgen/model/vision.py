@@ -6,10 +6,9 @@ own, so that its features do not depend on what else is encoded. This code has n
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -28,7 +27,7 @@ from batchgen.kernels.transfer import put
 from batchgen.model.multimodal import Absent, without_timm
 from batchgen.prompts.images import FAMILIES, ImageProcessor
 from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
-from batchgen.request import IMAGE_IDS, Image, Request, TokenArray
+from batchgen.request import IMAGE_IDS, Image, image_ends
 from batchgen.scheduling.batch import PackedSpans, ScheduledSpan
 from batchgen.scheduling.sequence import GenerationSequence
 
@@ -36,7 +35,7 @@ AHEAD = 4
 """Number of images whose pixels are prepared before they are needed."""
 FEATURE_BYTES = 1 << 29
 FEATURE_SHARE = 1 / 8
-"""Features that other prefixes still wait for are kept up to this size, and this share of the KV's."""
+"""Features that other spans still wait for are kept up to this size, and this share of the KV's."""
 
 
 class ImageFailedError(Exception):
@@ -72,8 +71,8 @@ class Vision:
         self.weight_bytes = weight_bytes
         self._room = FEATURE_BYTES
         self._features: OrderedDict[int, Features] = OrderedDict()  # the least recently used first
-        self._waiting: defaultdict[int, set[bytes]] = defaultdict(set)
-        """By `Image.token`: the prefixes up to the image's end (`_prefixes`) that have not run yet."""
+        self._waiting: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
+        """By `Image.token`: the spans (`Span.key`) in which the image ends, and where, if they have not run that far."""
         self._expected: deque[Image] = deque()
         self._prepared: dict[int, Future[dict[str, Any]]] = {}
         self._shown: _Shown | None = None
@@ -93,16 +92,15 @@ class Vision:
         """Limits the features to a share of what the KV takes."""
         self._room = min(FEATURE_BYTES, int(FEATURE_SHARE * kv_bytes))
 
-    def expect(self, requests: Mapping[Request, int]) -> None:
-        """Says which requests come next, in order, each with the number of its first tokens that need not run.
+    def expect(self, images: Iterable[tuple[Image, tuple[int, ...]]]) -> None:
+        """Says which images come next, in order, each with the span (`Span.key`) in which it ends, and where.
 
-        The pixels of their images are prepared in time, and features are kept for all that need them.
+        Their pixels are prepared in time, and features are kept for all spans that need them.
         """
-        for request, resident in requests.items():
-            for image, (end, prefix) in zip(request.images, _prefixes(request.images, request.tokens), strict=True):
-                if end > resident:
-                    self._waiting[image.token].add(prefix)
-                    self._expected.append(image)
+        for image, end in images:
+            if end not in self._waiting[image.token]:
+                self._waiting[image.token].add(end)
+                self._expected.append(image)
         self._prepare_ahead()
 
     def clear(self) -> None:
@@ -149,10 +147,9 @@ class Vision:
         span = scheduled.span
         if not span.images:
             return
-        tokens = span.tokens(0, scheduled.stop)
-        for image, (end, prefix) in zip(span.images, _prefixes(span.images, tokens), strict=False):
+        for image, end in zip(span.images, image_ends(span.images, span.tokens(0, scheduled.stop)), strict=False):
             if end > scheduled.start:
-                self._waiting[image.token].discard(prefix)
+                self._waiting[image.token].discard((*span.key, end))
                 if not self._waiting[image.token]:
                     del self._waiting[image.token]
                     self._features.pop(image.token, None)
@@ -270,20 +267,6 @@ class _Shown(NamedTuple):
     embeddings: torch.Tensor
     """[M, hidden size]"""
     deep: list[torch.Tensor]
-
-
-def _prefixes(images: Sequence[Image], tokens: TokenArray) -> Iterator[tuple[int, bytes]]:
-    """Yields the end of each image that ends in these tokens, and a digest of the tokens up to there."""
-    places = np.flatnonzero(tokens >= IMAGE_IDS)
-    h, start, end = hashlib.blake2b(digest_size=16), 0, 0
-    for image in images:
-        end += image.count
-        if end > len(places):
-            return
-        stop = int(places[end - 1]) + 1
-        h.update(tokens[start:stop].tobytes())
-        start = stop
-        yield stop, h.digest()
 
 
 def _joined(features: Any) -> torch.Tensor:

@@ -15,10 +15,10 @@ can begin between two nodes. Once all children of a node have begun, its slot is
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from batchgen.prefix import resident_lengths
-from batchgen.request import TokenArray
+from batchgen.request import Image, TokenArray, image_ends
 from batchgen.scheduling.batch import CopyBlock, SwapIn, SwapOut
 from batchgen.scheduling.block_pool import BlockPool
 from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span, SwappedBlocks
@@ -125,14 +125,23 @@ class BlockManager:
             self._sources[w.number][item] = (node_span, length)
         return True
 
-    def resident_length(self, w: Window, i: int) -> int:
-        """Returns how many of the first tokens of leaf i were found in nodes of earlier windows."""
-        found, n = [~i], int(w.plan.leaf_parent[i])
-        while n >= 0:
-            found.append(n)
-            n = w.plan.nodes[n].parent
+    def images_to_run(self, w: Window) -> Iterator[tuple[Image, tuple[int, ...]]]:
+        """Yields the images that the window's leaves need, each with the span (`Span.key`) in whose own tokens it ends, and where; not those that
+        nodes of earlier windows hold."""
         sources = self._sources[w.number]
-        return max((sources[item][1] for item in found if item in sources), default=0)
+        for i, leaf in enumerate(w.leaves):
+            if w.has_ended(i) or not leaf.request.images:
+                continue
+            path, n = [], int(w.plan.leaf_parent[i])
+            while n >= 0:
+                path.append(w.plan.nodes[n])
+                n = path[-1].parent
+            items = [~i, *(node.index for node in path)]
+            resident = max((sources[item][1] for item in items if item in sources), default=0)
+            for image, end in zip(leaf.request.images, image_ends(leaf.request.images, leaf.tokens), strict=True):
+                if end > resident:
+                    item = next((node.index for node in path if node.start < end <= node.end), ~i)
+                    yield image, (w.number, item, end)
 
     def remove_window(self, w: Window) -> None:
         """Forgets a window that is done. Its nodes may stay for later ones."""

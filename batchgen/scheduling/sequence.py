@@ -123,6 +123,11 @@ class Span:
         raise NotImplementedError
 
     @property
+    def key(self) -> tuple[int, int]:
+        """The number of its window, and its item."""
+        return self.window, self.item
+
+    @property
     def scoring(self) -> bool:
         """Whether texts are scored here."""
         raise NotImplementedError

@@ -171,7 +171,11 @@ def test_each_image_is_encoded_once_and_each_shared_token_runs_once(sees: Sees) 
     run(engine, requests)
     plan = plan_prefixes([leaf.tokens for leaf in leaves_of(requests)], 16)
     assert engine.stats.prefill_tokens == plan.prefill_tokens_min
-    assert engine.stats.images_encoded == len({image.token for request in requests for image in request.images})
+    different = len({image.token for request in requests for image in request.images})
+    assert engine.stats.images_encoded == different
+    sees.model.vision.encoded = 0
+    run(sees.engine(), requests, share=False)
+    assert sees.model.vision.encoded == different
 
 
 @pytest.mark.parametrize(
