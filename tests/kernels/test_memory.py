@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batchgen.kernels import memory
-from batchgen.kernels.memory import ALIGNMENT, PIECE, give_back, in_huge_pages
+from batchgen.kernels.memory import ALIGNMENT, PIECE, give_back, in_huge_pages, pieces_in
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (1, 2), (4096, 300)], ids=str)
@@ -33,27 +33,27 @@ class Refused(mmap.mmap):
 
 
 def test_without_huge_pages_in_the_kernel_ordinary_pages_are_used(monkeypatch):
-    monkeypatch.setattr(memory, "_pieces", memory._Pieces())
     monkeypatch.setattr(mmap, "mmap", Refused)
-    assert in_huge_pages(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
+    with pieces_in(memory._Pieces()):
+        assert in_huge_pages(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_mapped_piece_is_unmapped_with_its_last_copy(monkeypatch):
+def test_a_mapped_piece_is_unmapped_with_its_last_copy():
     pieces = memory._Pieces()
-    monkeypatch.setattr(memory, "_pieces", pieces)
-    first, second = in_huge_pages(torch.arange(5)), in_huge_pages(torch.arange(7))
-    piece = weakref.ref(pieces.take(0)[0])
-    del first
-    assert piece() is not None
-    del second
-    assert piece() is None
-    assert in_huge_pages(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
+    with pieces_in(pieces):
+        first, second = in_huge_pages(torch.arange(5)), in_huge_pages(torch.arange(7))
+        piece = weakref.ref(pieces.take(0)[0])
+        del first
+        assert piece() is not None
+        del second
+        assert piece() is None
+        assert in_huge_pages(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_if_mapping_fails_torch_allocates_the_memory(monkeypatch):
-    monkeypatch.setattr(memory, "_pieces", memory._Pieces())
     monkeypatch.setattr(memory, "PIECE", 1 << 60)
-    assert in_huge_pages(torch.arange(6).view(2, 3).T).tolist() == [[0, 3], [1, 4], [2, 5]]
+    with pieces_in(memory._Pieces()):
+        assert in_huge_pages(torch.arange(6).view(2, 3).T).tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
 def test_a_copy_made_in_inference_mode_can_be_written_later():
