@@ -163,15 +163,6 @@ def test_conversations_go_through_the_chat_template_and_texts_do_not(tmp_path):
     np.testing.assert_allclose([results[1].embedding, asked.embedding], want, atol=1e-5)
 
 
-def test_shards_of_embeddings_are_merged(cli, mean, write_jsonl, read_jsonl, tmp_path):
-    path, out = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "o.jsonl"
-    for shard in ("1/2", "2/2"):
-        assert cli("run", path, "-m", mean, "--embed", "-o", out, "--shard", shard, "-q").code == 0
-    assert cli("merge", out, "-q").code == 0
-    want = expected(mean, [QUERY + p for p in PROMPTS], mean=True, normalize=False)
-    np.testing.assert_allclose(embeddings(read_jsonl(out)), want, atol=1e-5)
-
-
 def test_a_prompt_may_fill_the_context_and_a_longer_one_fails_alone(last):
     with LLM(last, task="embed") as llm:
         whole, longer = llm.embed(["x" * 511, "x" * 512])

@@ -123,17 +123,6 @@ def test_a_second_run_finds_nothing_to_do_and_writes_the_figures_where_it_is_tol
     assert "loading model" not in progress.phases
 
 
-def test_added_rows_are_generated_and_the_others_kept(tiny_model_dir, write_jsonl, read_jsonl, whole):
-    config = config_of(tiny_model_dir, write_jsonl(prompts(9)))
-    run_job(config)
-    write_jsonl(list(reversed(prompts(12))))
-    report = run_job(config)
-    assert not report.already_finished
-    assert (report.stats["rows"], report.stats["rows_resumed"]) == (3, 9)
-    assert texts(read_jsonl(Path(report.output))) == texts(whole)[::-1]
-    assert (report.stats["job"]["rows"], report.stats["job"]["rows_ok"]) == (12, 12)
-
-
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_job_keeps_its_results_and_resumes(
     signum, tiny_model_dir, write_jsonl, read_jsonl, whole, tmp_path
@@ -274,15 +263,6 @@ def test_max_errors_ends_the_job_and_keeps_finished_rows(tiny_model_dir, write_j
     report = run_job(config_of(tiny_model_dir, source, window=3))
     assert (report.exit_code, report.stats["rows_resumed"], report.stats["rows_failed"]) == (3, 3, 2)
     assert report.stats["job"]["runs"] == 2
-
-
-def test_a_limit_takes_the_first_rows_and_can_be_raised_later(tiny_model_dir, write_jsonl, read_jsonl, whole):
-    source = write_jsonl(prompts(12))
-    report = run_job(config_of(tiny_model_dir, source, limit=5))
-    assert texts(read_jsonl(Path(report.output))) == texts(whole)[:5]
-    report = run_job(config_of(tiny_model_dir, source))
-    assert report.stats["rows_resumed"] == 5
-    assert texts(read_jsonl(Path(report.output))) == texts(whole)
 
 
 def test_an_empty_input_gives_an_empty_output_without_loading_a_model(tiny_model_dir, write_jsonl):

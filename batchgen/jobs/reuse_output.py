@@ -12,14 +12,7 @@ from batchgen.records.files import DELIMITERS, InputFile
 from batchgen.records.inputs import Input
 from batchgen.records.openai_batch import result_of
 from batchgen.records.output import TASK_NAMES, RowForm, output_format
-from batchgen.records.result_values import (
-    calls_of,
-    completions_of,
-    embedding_of,
-    logprobs_of,
-    probs_of,
-    score_of,
-)
+from batchgen.records.result_values import PARTS, calls_of, completions_of, parts_of
 from batchgen.result import Result
 
 KEY_BYTES = 16
@@ -103,14 +96,12 @@ def result_of_row(columns: dict[str, Any], asked: Collection[str] = TASK_NAMES) 
 
 
 def _of_row(columns: dict[str, Any], asked: Collection[str]) -> Result | None:
-    usage, error = columns["usage"], columns["error"]
-    probs, score, token_ids = columns.get("choice_probs"), columns.get("score"), columns.get("token_ids")
+    usage, error, token_ids = columns["usage"], columns["error"], columns.get("token_ids")
     thought = usage.get("reasoning_tokens")  # otherwise a column `reasoning` is the input's
-    # Else these columns are the input's.
     wordless = columns["text"] is None and not error
-    own = {name: columns.get(name) for name in TASK_NAMES.intersection(asked)} if wordless else {}
-    embedding, reward, logprobs = own.get("embedding"), own.get("reward"), own.get("prompt_logprobs")
-    if columns["text"] is None and not (error or score or thought or embedding is not None or reward is not None):
+    inputs = TASK_NAMES.difference(asked) if wordless else TASK_NAMES  # columns that are the input's
+    parts = parts_of({name: columns.get(name) for name in PARTS.keys() - inputs})
+    if wordless and not (thought or parts.keys() & {"score", "embedding", "reward"}):
         return None
     completions = completions_of(columns.get("choices") or ())
     if token_ids is None:
@@ -128,11 +119,7 @@ def _of_row(columns: dict[str, Any], asked: Collection[str]) -> Result | None:
         truncated=bool(columns.get("truncated")),
         valid=columns.get("valid") if "valid" in asked else None,
         completions=completions,
-        choice_probs=None if probs is None else probs_of(probs),
-        score=None if score is None else score_of(score),
-        prompt_logprobs=None if logprobs is None else logprobs_of(logprobs),
-        embedding=None if embedding is None else embedding_of(embedding),
-        reward=None if reward is None else float(reward),
         error_type=error["type"] if error else None,
         error_message=error["message"] if error else None,
+        **parts,
     )

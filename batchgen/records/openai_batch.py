@@ -5,16 +5,15 @@ Equal results give equal bytes: records contain no times and no random ids.
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from batchgen.records.result_values import (
     calls_of,
+    coded_embedding,
+    decoded_embedding,
     embedding_of,
     ids_known,
     plain_calls,
@@ -128,10 +127,10 @@ def _embeddings_answer(row: Row, result: Result, form: OpenAIForm) -> dict[str, 
     assert result.embedding is not None
     body = row.columns.get("body")
     asked = body.get("encoding_format") if isinstance(body, Mapping) and is_batch_row(row.columns) else None
-    coded = base64.b64encode(result.embedding.astype("<f4").tobytes()).decode() if asked == "base64" else None
+    numbers = coded_embedding(result.embedding) if asked == "base64" else plain_embedding(result.embedding)
     answer: dict[str, Any] = {
         "object": "list",
-        "data": [{"object": "embedding", "index": 0, "embedding": coded or plain_embedding(result.embedding)}],
+        "data": [{"object": "embedding", "index": 0, "embedding": numbers}],
         "model": form.model,
         "usage": {"prompt_tokens": result.prompt_tokens, "total_tokens": result.prompt_tokens},
     }
@@ -306,14 +305,13 @@ def result_of(record: Mapping[str, Any]) -> Result | None:
 
 def _result_of_embeddings(body: Mapping[str, Any]) -> Result:
     given = body["data"][0]["embedding"]
-    coded = np.frombuffer(base64.b64decode(given), dtype="<f4") if isinstance(given, str) else None
     return Result(
         row=-1,
         text=None,
         finish_reason=None,
         prompt_tokens=body["usage"]["prompt_tokens"],
         truncated=bool(body.get("truncated")),
-        embedding=embedding_of(given) if coded is None else coded.astype(np.float32),
+        embedding=decoded_embedding(given) if isinstance(given, str) else embedding_of(given),
     )
 
 

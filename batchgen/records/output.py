@@ -18,33 +18,15 @@ from batchgen.records.files import DELIMITERS, split_name
 from batchgen.records.openai_batch import OpenAIForm, batch_record
 from batchgen.records.parquet_types import id_text
 from batchgen.records.remote import address, is_url, plain_name
-from batchgen.records.result_values import (
-    completion_values,
-    ids_known,
-    plain_calls,
-    plain_embedding,
-    plain_logprobs,
-    plain_score,
-)
+from batchgen.records.result_values import completion_values, ids_known, plain_calls, plain_parts
 from batchgen.records.rows import Row
 from batchgen.result import Result
 
 _MAX_NAME = 100  # characters that the folder of a remote output's job takes from its name
 
-RESULT_NAMES = frozenset(
-    (
-        "text",
-        "finish_reason",
-        "usage",
-        "error",
-        "truncated",
-        "choices",
-        "choice_probs",
-        "score",
-        "token_ids",
-        "tool_calls",
-    )
-)
+RESULT_NAMES = frozenset([
+    "text", "finish_reason", "usage", "error", "truncated", "choices", "choice_probs", "score", "token_ids", "tool_calls",
+])  # fmt: skip
 """Names of result fields. An input column of such a name is carried as `input_…`."""
 TASK_NAMES = frozenset(("prompt_logprobs", "embedding", "reward", "valid", "parsed"))
 """Names of result fields that only some commands have. For others, an input column of such a name is carried as it is."""
@@ -165,16 +147,7 @@ def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
         out["tool_calls"] = plain_calls(result.tool_calls)
     if result.completions:
         out["choices"] = completion_values(result, token_ids=form.token_ids)
-    if result.choice_probs is not None:
-        out["choice_probs"] = dict(result.choice_probs)
-    if result.score is not None:
-        out["score"] = plain_score(result.score)
-    if result.prompt_logprobs is not None:
-        out["prompt_logprobs"] = plain_logprobs(result.prompt_logprobs)
-    if result.embedding is not None:
-        out["embedding"] = plain_embedding(result.embedding)
-    if result.reward is not None:
-        out["reward"] = result.reward
+    out |= plain_parts(result)
     for name in form.asked:
         out.setdefault(name, None)
     if form.token_ids:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, fields
 from operator import attrgetter
 from typing import Any
 
@@ -30,13 +30,7 @@ def result_values(result: Result) -> dict[str, Any]:
         values["completions"] = completion_values(result, token_ids=True)
     if result.tool_calls:
         values["tool_calls"] = plain_calls(result.tool_calls)
-    if result.score is not None:
-        values["score"] = plain_score(result.score)
-    if result.prompt_logprobs is not None:
-        values["prompt_logprobs"] = plain_logprobs(result.prompt_logprobs)
-    if result.embedding is not None:
-        values["embedding"] = base64.b64encode(result.embedding.astype("<f4").tobytes()).decode()
-    return values
+    return values | plain_parts(result, _STORED_PARTS)
 
 
 def result_of_values(values: dict[str, Any]) -> Result:
@@ -47,15 +41,7 @@ def result_of_values(values: dict[str, Any]) -> Result:
         values["completions"] = completions_of(values["completions"])
     if "tool_calls" in values:
         values["tool_calls"] = calls_of(values["tool_calls"])
-    if "choice_probs" in values:
-        values["choice_probs"] = probs_of(values["choice_probs"])
-    if "score" in values:
-        values["score"] = score_of(values["score"])
-    if "prompt_logprobs" in values:
-        values["prompt_logprobs"] = logprobs_of(values["prompt_logprobs"])
-    if "embedding" in values:
-        values["embedding"] = np.frombuffer(base64.b64decode(values["embedding"]), dtype="<f4").astype(np.float32)
-    return Result(row=-1, **values)
+    return Result(row=-1, **values | parts_of(values, _STORED_PARTS))
 
 
 def completion_values(result: Result, *, token_ids: bool) -> list[dict[str, Any]]:
@@ -115,21 +101,17 @@ def calls_of(values: Iterable[Mapping[str, Any]] | None) -> tuple[ToolCall, ...]
     return tuple(ToolCall(_as_text(name), _as_text(f["name"]), _as_text(f["arguments"])) for name, f in calls)
 
 
-def plain_score(score: Score) -> dict[str, Any]:
-    return {"logprob": score.logprob, "tokens": score.tokens, "greedy": score.greedy}
-
-
-def score_of(value: Mapping[str, Any]) -> Score:
+def _score_of(value: Mapping[str, Any]) -> Score:
     return Score(_as_number(value["logprob"]), int(value["tokens"]), bool(value["greedy"]))
 
 
-def plain_logprobs(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+def _plain_logprobs(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
     """Returns the log-probabilities of a text's tokens. The first token of a prompt has null."""
     return [_token_entry(t) | ({"logprob": None} if math.isnan(t.logprob) else {}) for t in logprobs]
 
 
-def logprobs_of(values: Iterable[Mapping[str, Any]]) -> tuple[TokenLogprob, ...]:
-    """Returns the log-probabilities that `plain_logprobs` was given. Raises `ValueError` where JSON has null for an infinity."""
+def _logprobs_of(values: Iterable[Mapping[str, Any]]) -> tuple[TokenLogprob, ...]:
+    """Returns the log-probabilities that `_plain_logprobs` was given. Raises `ValueError` where JSON has null for an infinity."""
     found = []
     for place, value in enumerate(values):
         if value["logprob"] is None and place:
@@ -159,6 +141,16 @@ def probs_of(value: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, 
     return {_as_text(choice): _as_number(p) for choice, p in dict(value).items()}
 
 
+def coded_embedding(embedding: NDArray[np.float32]) -> str:
+    """Returns an embedding as little-endian float32 in base64."""
+    return base64.b64encode(embedding.astype("<f4").tobytes()).decode()
+
+
+def decoded_embedding(text: str) -> NDArray[np.float32]:
+    """Returns the embedding that `coded_embedding` was given."""
+    return np.frombuffer(base64.b64decode(text), dtype="<f4").astype(np.float32)
+
+
 def _token_entry(token: TokenLogprob) -> dict[str, Any]:
     return {"token": token.token, "token_id": token.token_id, "logprob": token.logprob}
 
@@ -185,3 +177,31 @@ def _as_number(value: Any) -> float:
     if not isinstance(value, int | float):
         raise TypeError(f"not a number: {value!r}")
     return float(value)
+
+
+Part = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+"""The functions that make a plain value of a part, and the part of that value."""
+PARTS: dict[str, Part] = {
+    "choice_probs": (dict, probs_of),
+    "score": (asdict, _score_of),
+    "prompt_logprobs": (_plain_logprobs, _logprobs_of),
+    "embedding": (plain_embedding, embedding_of),
+    "reward": (float, float),
+}
+"""The fields of a result that only some results have (None otherwise), as output rows hold them."""
+_parts = attrgetter(*PARTS)
+_STORED_PARTS = PARTS | {"embedding": (coded_embedding, decoded_embedding)}
+
+
+def plain_parts(result: Result, parts: Mapping[str, Part] = PARTS) -> dict[str, Any]:
+    """Returns the parts that a result has as plain values."""
+    values = {}
+    for name, part in zip(parts, _parts(result), strict=True):
+        if part is not None:
+            values[name] = parts[name][0](part)
+    return values
+
+
+def parts_of(values: Mapping[str, Any], parts: Mapping[str, Part] = PARTS) -> dict[str, Any]:
+    """Returns the parts that `plain_parts` made `values` of. A missing or null one is left out."""
+    return {name: back(values[name]) for name, (_, back) in parts.items() if values.get(name) is not None}

@@ -195,10 +195,11 @@ def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(clock):
     terminal = Terminal()
     bar = Told(Bar(terminal, clock))  # type: ignore[arg-type]
     bar.phase("loading model")
+    wait(bar, 3)
     generate(bar, clock, seconds=30, total=60, failed_from=30)
     bar.note("a note \x1b[2J")
     bar.close()
-    assert terminal.shown[0] == "loading model…"
+    assert terminal.shown[:4] == ["loading model…", "loading model…", "loading model… 2 s", "loading model… 3 s"]
     assert "generating:  50%|████████▌        | 30/60, 30 s left, 2 failed, 50 tokens/s" in terminal.shown
     assert "batchgen: a note \\x1b[2J" in terminal.shown
     assert set(terminal.getvalue().rsplit("\r", 2)[1]) == {" "}

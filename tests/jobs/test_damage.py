@@ -207,10 +207,22 @@ def check_damaged_file(folder: Folder, data: st.DataObject) -> None:
     check_goes_on(folder, state, expected)
 
 
+DAMAGED = pytest.mark.parametrize("check", [check_damaged_results, check_damaged_file])
+
+
+@DAMAGED
 @SOME
 @given(data=st.data())
-def test_a_damaged_database_only_costs_rows_that_are_generated_again(folder, data):
-    check_damaged_results(folder, data)
+def test_damage_only_costs_rows_that_are_generated_again_or_is_noticed(folder, check, data):
+    check(folder, data)
+
+
+@pytest.mark.nightly
+@DAMAGED
+@MANY
+@given(data=st.data())
+def test_damage_only_costs_rows_that_are_generated_again_or_is_noticed_many_examples(folder, check, data):
+    check(folder, data)
 
 
 def test_the_input_is_read_again_if_the_error_of_a_row_is_damaged(folder):
@@ -219,26 +231,6 @@ def test_the_input_is_read_again_if_the_error_of_a_row_is_damaged(folder):
     with closing(sqlite3.connect(folder.job_folder / "results.sqlite")) as db, db:
         assert db.execute("UPDATE rows SET value = x'00' WHERE key IS NULL").rowcount == 2
     assert check_goes_on(folder, "generated", expected) == ""
-
-
-@SOME
-@given(data=st.data())
-def test_any_damaged_file_in_the_folder_is_noticed_or_harmless(folder, data):
-    check_damaged_file(folder, data)
-
-
-@pytest.mark.nightly
-@MANY
-@given(data=st.data())
-def test_a_damaged_database_only_costs_rows_that_are_generated_again_many_examples(folder, data):
-    check_damaged_results(folder, data)
-
-
-@pytest.mark.nightly
-@MANY
-@given(data=st.data())
-def test_any_damaged_file_in_the_folder_is_noticed_or_harmless_many_examples(folder, data):
-    check_damaged_file(folder, data)
 
 
 @pytest.mark.nightly

@@ -131,18 +131,6 @@ def test_an_unfinished_job_may_be_continued_with_a_larger_limit(runs):
     assert [row["finish_reason"] for row in runs.rows()] == ["stop"] * 24
 
 
-def test_rows_with_a_limit_of_their_own_keep_it(runs):
-    limits = [None, 4, 8, 6, 12]  # among them the limits of the first and the second run
-    rows = [{"prompt": p, "sampling_params": {"max_tokens": limit}} for p in PROMPTS for limit in limits]
-    runs.run(rows, **with_limit(4))
-    for order in (rows, rows[::-1]):
-        runs.run(order, retry=("length",), **with_limit(8))
-        expected = [
-            f"{r['prompt']}/0 {min(length(r['prompt']), r['sampling_params']['max_tokens'] or 8)}" for r in order
-        ]
-        assert [row["text"] for row in runs.rows()] == expected
-
-
 def test_a_prompt_that_is_shortened_for_a_larger_limit_is_another_row(tiny_model_dir, write_jsonl, read_jsonl):
     source = write_jsonl([{"prompt": f"{i} {'a' * CONTEXT_LENGTH}"} for i in range(12)])
     outputs = {}

@@ -11,7 +11,6 @@ import os
 import sys
 from types import SimpleNamespace
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -208,13 +207,6 @@ def test_an_unusable_input_is_refused_with_a_hint(folder, inputs, options, messa
     assert str(caught.value) == message
 
 
-def test_tsv_is_recognised_by_suffix_or_by_the_named_format(folder):
-    (folder / "x.tsv").write_bytes(b'id\tprompt\n1\ta, b\n2\t"c\td"\n')
-    assert columns("x.tsv") == [{"id": "1", "prompt": "a, b"}, {"id": "2", "prompt": "c\td"}]
-    (folder / "x.txt").write_bytes((folder / "x.tsv").read_bytes())
-    assert columns("x.txt", format="tsv") == columns("x.tsv")
-
-
 def test_an_output_that_is_a_link_to_an_input_is_refused(folder):
     (folder / "a.jsonl").write_bytes(JSONL)
     (folder / "b.jsonl").symlink_to("a.jsonl")
@@ -353,26 +345,6 @@ def test_the_schema_combines_those_of_all_parquet_files(folder):
     assert opened("a.parquet", "b.parquet").schema == pa.schema([("n", pa.int64()), ("day", pa.date32())])
     assert opened("a.parquet", "c.parquet").schema is None
     assert opened("a.parquet", "d.jsonl").schema is None
-
-
-def test_fsspec_reads_files_folders_and_globs_of_urls():
-    fs = fsspec.filesystem("memory")
-    fs.pipe("/bucket/b.jsonl", JSONL)
-    fs.pipe("/bucket/a.parquet", parquet_bytes(ROWS))
-    assert columns("memory://bucket/b.jsonl") == ROWS
-    assert columns("memory://bucket/a.parquet") == ROWS
-    assert [f.name for f in opened("memory://bucket").files] == [
-        "memory:///bucket/a.parquet",
-        "memory:///bucket/b.jsonl",
-    ]
-    assert columns("memory://bucket/*.jsonl") == ROWS
-    source = opened("memory://bucket/b.jsonl")
-    before = source.fingerprint()
-    assert before == source.fingerprint()
-    assert before[0]["path"] == "memory://bucket/b.jsonl"
-    with pytest.raises(UsageError) as caught:
-        opened("memory://bucket/c.jsonl")
-    assert str(caught.value) == "no such file: memory://bucket/c.jsonl; check the address and your access to it"
 
 
 def test_a_url_without_fsspec_or_with_an_unknown_scheme_is_refused(monkeypatch):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import tracemalloc
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -61,9 +63,17 @@ def test_no_more_than_a_window_of_long_rows_is_in_memory(tmp_path):
     assert peak < 2 * 8_000_000 + 4_000_000
 
 
+def test_a_line_longer_than_the_limit_is_skipped():
+    fits, long = b'{"a": "' + b"x" * 11 + b'"}', b'{"a": "' + b"x" * 12 + b'"}'
+    stream = io.BytesIO(fits + b"\n" + long + b'\n{"b": 1}\n' + long)
+    read = [columns for _, columns, _ in read_jsonl(stream, max_line=20, skip_bytes=4)]
+    assert read == [{"a": "x" * 11}, "longer than 20 bytes", {"b": 1}, "longer than 20 bytes"]
+
+
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize("piece", [1, 2, 3, 4, 5, 100])
-def test_a_csv_line_longer_than_the_limit_is_skipped(end, piece):
+def test_a_csv_line_longer_than_the_limit_is_skipped(end, piece, request):
+    request.addfinalizer(partial(csv.field_size_limit, csv.field_size_limit()))  # the limit is the whole process's
     lines = [b"a,b", b"1,2", b"x" * 30 + b",1", b"3,4", b'"' + b"x" * 12, b"y" * 12 + b'",1', b"5,6", b"x" * 30]
     read = [
         (place, columns) for place, columns, _ in read_csv(io.BytesIO(end.join(lines)), max_line=20, skip_chars=piece)
