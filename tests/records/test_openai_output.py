@@ -11,11 +11,11 @@ import pytest
 
 from batchgen.config import JobConfig, ModelConfig, PromptConfig
 from batchgen.errors import RowError, UsageError
-from batchgen.jobs.reuse_output import results_of_output
 from batchgen.records import Row, output_row, row_form
 from batchgen.records.jsonl import to_json
 from batchgen.records.output import RowForm
 from batchgen.result import Completion, Result, TokenLogprob
+from support.jobs import reused_results
 
 MODEL = ModelConfig(model="tiny/llama")
 CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}}
@@ -198,7 +198,7 @@ def back(folder: Path, *records) -> dict[int, Result]:
     """The results that are read back from an output of these records, by place."""
     (folder / "o.jsonl").write_bytes(b"".join(to_json(record) + b"\n" for record in records))
     (folder / "keys").write_bytes(b"".join(bytes([i]) * 16 for i in range(1, len(records) + 1)))
-    return {key[0] - 1: result for key, result in results_of_output(str(folder / "o.jsonl"), folder / "keys")}
+    return {key[0] - 1: result for key, result in reused_results(folder / "o.jsonl", folder / "keys")}
 
 
 @pytest.mark.parametrize("columns", [CHAT, RAW])

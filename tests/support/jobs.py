@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 
 from batchgen.errors import RowError
 from batchgen.jobs.base import JobSpec
+from batchgen.jobs.files.results import decode
 from batchgen.jobs.job_folder import open_job
+from batchgen.jobs.reuse_output import results_of_output
 from batchgen.records import RowForm, open_input
 from batchgen.result import Result
 
@@ -38,6 +41,14 @@ def crash(patch, owner, method, at, *, after, counts=lambda *args: True):
         return done
 
     patch.setattr(owner, method, crashing)
+
+
+def reused_results(output, keys):
+    """Yields the keys and results that a job takes from a finished output, lines that it takes as they are decoded."""
+    for key, found in results_of_output(str(output), keys):
+        result = found if isinstance(found, Result) else decode(key, found, zlib.crc32(key + found))
+        if result is not None:
+            yield key, result
 
 
 def write_input_rows(prompts, name="in.jsonl"):
