@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from batchgen.errors import UsageError
-from batchgen.records.files import in_job_folder, split_name
+from batchgen.records.files import ANY_FORMAT, in_job_folder, split_name
 from batchgen.records.hub_errors import reaching_hub
 from batchgen.records.remote import open_remote
 from batchgen.stats import counted
@@ -183,7 +183,7 @@ class Dataset:
                 else ""
             )
             raise UsageError(
-                f"split {split} of {self.name} has no {format or 'JSONL, Parquet, CSV or TSV'} file{f' (but {there})' if there else ''}",
+                f"split {split} of {self.name} has no {format or ANY_FORMAT} file{f' (but {there})' if there else ''}",
                 f"name the format with --input-format{copy}",
             )
         kinds = sorted({str(formats[name]) for name in found if formats[name]})

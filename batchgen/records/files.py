@@ -23,6 +23,9 @@ from batchgen.errors import UsageError
 from batchgen.records.jsonl import BOM
 from batchgen.records.remote import is_url, object_version, open_remote, reaching, remote
 
+*_OTHERS, _LAST = INPUT_FORMATS
+ANY_FORMAT = f"{', '.join(_OTHERS)} or {_LAST}"
+"""The names of the formats, for messages."""
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BROKEN = (OSError, EOFError, zlib.error)

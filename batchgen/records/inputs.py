@@ -19,7 +19,7 @@ import pyarrow as pa
 from batchgen.config import INPUT_FORMATS, JobConfig
 from batchgen.errors import InputCorrupt, RowError, UsageError
 from batchgen.records.dataset_files import NO_CHOICE, DatasetChoice, find_dataset
-from batchgen.records.files import BROKEN, InputFile, in_job_folder, split_name
+from batchgen.records.files import ANY_FORMAT, BROKEN, InputFile, in_job_folder, split_name
 from batchgen.records.jsonl import Record
 from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
 from batchgen.records.parquet_types import clean
@@ -28,8 +28,6 @@ from batchgen.records.rows import Row, RowStream
 from batchgen.records.schema_metadata import common_metadata
 from batchgen.records.tables import BROKEN_TABLE, parquet_schema
 
-*_OTHERS, _LAST = INPUT_FORMATS
-_ANY_FORMAT = f"{', '.join(_OTHERS)} or {_LAST}"
 DONE_WINDOW_ROWS = 50_000
 PIPE_WINDOW_ROWS = 4_096
 _MODEL_REPO = re.compile(r"hf://((?!(?:datasets|spaces|buckets|models)/)[^/]+/[^/@]+)")
@@ -53,7 +51,7 @@ def open_input(
     says so. Raises `UsageError` if something is missing, of an unknown format, not what its name says, or both input and output.
     """
     if format is not None and format not in INPUT_FORMATS:
-        raise UsageError(f"--input-format {format!r} is unknown", f"use {_ANY_FORMAT}")
+        raise UsageError(f"--input-format {format!r} is unknown", f"use {ANY_FORMAT}")
     inputs = [plain_name(name) for name in inputs]
     output = output and plain_name(output)
     if "-" in inputs:
@@ -322,7 +320,7 @@ def _known(folder: str, names: Sequence[str], format: str | None) -> list[str]:
     found = [n for n in names if (split_name(n)[1] == format if format else split_name(n)[1])]
     if not found:
         raise UsageError(
-            f"no {format or _ANY_FORMAT} file in the folder {folder}", "name the files, or a glob, with --input-format"
+            f"no {format or ANY_FORMAT} file in the folder {folder}", "name the files, or a glob, with --input-format"
         )
     return found
 
@@ -344,7 +342,7 @@ def _hint_of_suffix(name: str) -> str:
     """Returns how to convert a file with an unknown suffix to an input."""
     suffix = "" if is_url(name) else Path(name).suffix.lower()
     quoted, jsonl = shlex.quote(name), shlex.quote(name[: len(name) - len(suffix)] + ".jsonl")
-    say = f"say what it is with --input-format {_ANY_FORMAT}"
+    say = f"say what it is with --input-format {ANY_FORMAT}"
     match suffix:
         case ".json":
             return f"{say}; a JSON array becomes JSONL with: jq -c '.[]' {quoted} > {jsonl}"

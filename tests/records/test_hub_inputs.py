@@ -162,7 +162,7 @@ def test_a_private_dataset_needs_the_token(hub, monkeypatch):
         ("user/rows@v2", {"config": "en"}, "dataset user/rows has no revision 'v2'; use a branch, a tag or a commit of it"),
         ("user/rows?split=train", {}, "hf://datasets/user/rows?split=train is not the name of a dataset; choose a part of it with --dataset-config and --split"),
         ("user/mixed", {}, "split train of hf://datasets/user/mixed has files of several formats: jsonl, parquet; choose one with --input-format"),
-        ("user/pictures", {}, "split train of hf://datasets/user/pictures has no JSONL, Parquet, CSV or TSV file (but .json, .png); name the format with --input-format, or read the Hub's Parquet copy, hf://datasets/user/pictures@refs/convert/parquet"),
+        ("user/pictures", {}, "split train of hf://datasets/user/pictures has no jsonl, parquet, csv or tsv file (but .json, .png); name the format with --input-format, or read the Hub's Parquet copy, hf://datasets/user/pictures@refs/convert/parquet"),
         ("user/empty", {}, "hf://datasets/user/empty has no data files; name its files, or a glob"),
         ("user/broken", {}, "the configs of hf://datasets/user/broken/README.md cannot be read: data_files is 7; correct that file"),
     ],
