@@ -130,6 +130,24 @@ def give_freed_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+class Loading:
+    """Returns what loading weights leaves behind to the system, now and then: freed memory, and pages of the model's files."""
+
+    EVERY = 256 << 20
+    """Bytes of plain weights."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    def add(self, weight: torch.Tensor) -> None:
+        """Counts a weight that was loaded."""
+        self._bytes += weight.nbytes
+        if self._bytes >= self.EVERY:
+            self._bytes = 0
+            give_freed_back()
+            drop_read_pages()
+
+
 class Mapping(NamedTuple):
     """A part of the process's memory that is a file."""
 

@@ -25,7 +25,7 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
-from batchgen.kernels.codes import reserve_scratch
+from batchgen.kernels.codes import PackedTensor, reserve_scratch
 from batchgen.kernels.memory import drop_read_pages, give_freed_back
 from batchgen.kernels.ops import is_fast
 from batchgen.model.adapter import prepare
@@ -272,10 +272,13 @@ def _vision(config: ModelConfig, tokenizer: LoadedTokenizer, model: LoadedModel)
 
 @contextmanager
 def _packed_part(config: ModelConfig, streamed: StreamedWeights | None, part: torch.nn.Module) -> Iterator[None]:
-    """The context in which kernels replace a part of the model. The pages of the model's files that were read in it are not kept."""
+    """The context in which kernels replace a part of the model. What the part took goes back to the system: freed memory, and pages of files."""
     size = sum(parameter.nbytes for parameter in part.parameters())
+    packed = any(isinstance(parameter, PackedTensor) for parameter in part.parameters())
     with nullcontext() if streamed is None else streamed.around(part):
         yield
+    if size > PAGES_KEPT and packed:
+        give_freed_back()
     if size > PAGES_KEPT and config.lora is None:  # a merged adapter has changed such pages
         drop_read_pages()
 

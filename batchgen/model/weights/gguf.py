@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from batchgen.kernels.codes import Coding
+from batchgen.kernels.memory import Loading
 from batchgen.model.weights.packed import nibbles, packed
 
 _ROWS_AT_A_TIME = 1 << 22  # numbers
@@ -172,14 +173,16 @@ def from_blocks(data: torch.Tensor, kind: str) -> torch.Tensor:
 class _Raw:
     """A weight in blocks, which transformers indexes once."""
 
-    def __init__(self, data: torch.Tensor, kind: str) -> None:
+    def __init__(self, data: torch.Tensor, kind: str, loading: Loading) -> None:
         self._data: torch.Tensor | None = data
-        self._kind = kind
+        self._kind, self._loading = kind, loading
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         data, self._data = self._data, None
         assert data is not None
-        return from_blocks(data, self._kind)
+        weight = from_blocks(data, self._kind)
+        self._loading.add(weight)
+        return weight
 
 
 _MOVES_ROWS = ("TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProcessor", "NemotronTensorProcessor", "Qwen2MoeTensorProcessor", "MiniMaxM2TensorProcessor")  # fmt: skip
@@ -209,10 +212,11 @@ def gguf_weights(path: Path, model: Callable[[], torch.nn.Module]) -> Mapping[st
     with _in_place_of_dequantize(tagged):
         loaded = reader.load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model())
     found: dict[str, Any] = loaded["tensors"]
+    loading = Loading()
     for name, data in found.items():
         if data.dtype == torch.uint8:
             kind = gguf.GGMLQuantizationType(int(data.flatten()[-1]))
-            found[name] = _Raw(data[..., :-1], kind.name)
+            found[name] = _Raw(data[..., :-1], kind.name, loading)
     return found
 
 

@@ -15,6 +15,7 @@ import torch
 
 from batchgen.errors import ModelError
 from batchgen.kernels.codes import E2M1, Coding, PackedTensor, levels_of, packed_planes
+from batchgen.kernels.memory import Loading
 
 _Tensors = Mapping[str, torch.Tensor]
 _Read = Callable[[_Tensors, Mapping[str, Any]], torch.Tensor]
@@ -45,12 +46,14 @@ _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quan
 class _Unread:
     """A packed weight in its file. Stands in for a slice of a file of safetensors, which transformers indexes."""
 
-    def __init__(self, parts: Mapping[str, Any], read: _Read, settings: Mapping[str, Any]) -> None:
-        self._parts, self._read, self._settings = parts, read, settings
+    def __init__(self, parts: Mapping[str, Any], read: _Read, settings: Mapping[str, Any], loading: Loading) -> None:
+        self._parts, self._read, self._settings, self._loading = parts, read, settings, loading
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Returns the weight; `index` is `...`."""
-        return self._read({name: part[...] for name, part in self._parts.items()}, self._settings)
+        weight = self._read({name: part[...] for name, part in self._parts.items()}, self._settings)
+        self._loading.add(weight)
+        return weight
 
 
 def is_read_packed(settings: Mapping[str, Any] | None) -> bool:
@@ -95,6 +98,7 @@ def _by_weight(slices: Mapping[str, Any], method: str, settings: Mapping[str, An
     suffixes = sorted(_PARTS[method], key=len, reverse=True)
     layers: dict[str, dict[str, Any]] = {}
     found: dict[str, Any] = {}
+    loading = Loading()
     for name, part in slices.items():
         if method == "fp8":
             name = _usual_name(name, slices)
@@ -106,11 +110,11 @@ def _by_weight(slices: Mapping[str, Any], method: str, settings: Mapping[str, An
             layers.setdefault(name.removesuffix(end), {})[end.removeprefix(".")] = part
     for layer, parts in layers.items():
         if method == "mxfp4":
-            found[layer] = _Unread(parts, _mxfp4, settings)
+            found[layer] = _Unread(parts, _mxfp4, settings, loading)
         elif "weight" in parts and len(parts) == 1:
             found[f"{layer}.weight"] = parts["weight"]  # a layer that is not quantized
         elif not parts.keys().isdisjoint(("weight", "qweight", "weight_packed")):
-            found[f"{layer}.weight"] = _Unread(parts, _READ[method], settings)
+            found[f"{layer}.weight"] = _Unread(parts, _READ[method], settings, loading)
     return found
 
 
