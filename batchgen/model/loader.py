@@ -224,7 +224,7 @@ def load_model(
     direct = on_cuda and find_spec("accelerate") is not None
     register()
     dtype = _asked_dtype(config, tokenizer.hf_config, device, processes)
-    itemsize = cpu_dtype(config, tokenizer.hf_config, processes).itemsize
+    itemsize = cpu_dtype(config, tokenizer.hf_config, processes).itemsize if device.type == "cpu" else 0
     streamed = streamed_weights(config, tokenizer.hf_config, device, itemsize, processes)
     with nullcontext() if streamed is None else streamed.loading():
         module, found = _from_pretrained(
