@@ -167,6 +167,8 @@ class ResultAssembler:
         self._piece = piece
         self._timeout = timeout
         self._rows: dict[Request, RequestState] = {}
+        self._started: dict[Request, RequestState] = {}
+        """Those that have run, in this run or an earlier one: only they can have tokens."""
         self._deadlines: deque[tuple[float, Request]] = deque()  # in order, because all rows have the same time
         self._cancelled: deque[Request] = deque()
         self.watched = False
@@ -184,6 +186,8 @@ class ResultAssembler:
                     row = RequestState(leaf.request, on_result, on_token, window, head=self._head, piece=self._piece)
                     row.completions = {n: c for n, c in leaf.request.begun.items() if c.finish_reason}
                     self._rows[leaf.request] = row
+                    if leaf.request.begun:
+                        self._started[leaf.request] = row
                 self._rows[leaf.request].places[leaf.choice] = place
 
     def update(self, update: SequenceUpdate) -> None:
@@ -238,7 +242,7 @@ class ResultAssembler:
     def under_way(self) -> dict[int, dict[int, Completion]]:
         """Returns the completions of unfinished rows, by row and by number of the completion. Unfinished completions have no text."""
         found = {}
-        for row in self._rows.values():
+        for row in self._started.values():
             # A completion with thoughts is left out and generated again: the number of its thoughts' tokens would be lost.
             begun = {choice: c for choice, c in row.completions.items() if not row.reasoning_tokens.get(choice)}
             for choice, place in row.places.items():
@@ -256,10 +260,12 @@ class ResultAssembler:
     def clear(self) -> None:
         """Forgets all rows: the job is being interrupted."""
         self._rows.clear()
+        self._started.clear()
         self._deadlines.clear()
         self._cancelled.clear()
 
     def _begin(self, row: RequestState) -> None:
+        self._started[row.request] = row
         if self._timeout is not None and not row.began:
             row.began = True
             self._deadlines.append((time.monotonic() + self._timeout, row.request))
@@ -280,7 +286,7 @@ class ResultAssembler:
     def _finish(self, row: RequestState) -> None:
         """Calls `on_result` if the row is whole."""
         if row.whole:
-            del self._rows[row.request]
+            self._forget(row)
             row.on_result(row.result())
 
     def _fail(self, row: RequestState, error: RowError) -> None:
@@ -288,8 +294,12 @@ class ResultAssembler:
         for choice, place in row.places.items():
             if choice not in row.completions and choice not in row.scores:
                 self._cut(row, place)
-        del self._rows[row.request]
+        self._forget(row)
         row.on_result(row.failed(error))
+
+    def _forget(self, row: RequestState) -> None:
+        del self._rows[row.request]
+        self._started.pop(row.request, None)
 
     def _cut(self, row: RequestState, place: int) -> GenerationSequence | None:
         """Ends a leaf. Returns its sequence if it had begun."""

@@ -83,10 +83,11 @@ def test_a_folder_whose_name_is_not_utf8_holds_results(tmp_path):
 
 
 def test_the_last_of_two_results_with_the_same_key_counts(folder):
-    for result in RESULTS[:2]:
+    for first, last in (RESULTS[:2], RESULTS[1::-1]):
         with opened(folder) as results:
-            results.append(KEYS[0], result)
-            assert results.stored(KEYS) == {KEYS[0]: result}
+            results.append(KEYS[0], first)
+            results.append(KEYS[0], last)
+            assert results.stored(KEYS) == {KEYS[0]: last}
             assert results.count == 1
 
 

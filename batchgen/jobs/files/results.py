@@ -25,6 +25,7 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ class Results:
         return self._connection
 
     def _write_new(self) -> None:
-        new, ended, self._new, self._ended = sorted(self._new), self._ended, [], []
+        new, ended, self._new, self._ended = sorted(self._new, key=itemgetter(0)), self._ended, [], []
         if not self._connection.in_transaction:
             self._connection.execute("BEGIN IMMEDIATE")
         self._connection.executemany("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, 0)", new)

@@ -236,6 +236,7 @@ class RequestReader:
                 read.requests.append(request if request.key == key else replace(request, key=key))
             elif isinstance(request, Result):  # the machine was too slow for its template this time
                 self._job.append(key, request)
+                self._job.commit()
                 own = [number for number, other in read.keys.items() if other == key]
                 read.results.update(dict.fromkeys(own, request))
                 self._outcomes.done(request, row.source, rows=1 + equal[key], equal=equal[key])
