@@ -363,6 +363,12 @@ class EngineConfig:
         "prefix", "Order in which rows start and in which a step takes tokens.", group="Engine", values=POLICIES
     )
     share: bool = option(True, "Run shared prefixes once, or run every prompt whole (for comparison).", group="Engine")
+    speculate: str = option(
+        "auto",
+        "Run guesses of the next tokens of a row in the same step and keep those that come true (auto: where that is faster). The output is the same.",
+        group="Engine",
+        values=["auto", "off"],
+    )
     row_timeout: float | None = option(
         None,
         "End a row after this time and keep the text it has.",

@@ -40,6 +40,13 @@ class EngineStats:
     """Draft tokens run through the model to be verified."""
     accepted_tokens: int = 0
     """Draft tokens that became part of a completion."""
+    drafted_grammar: int = 0
+    """Of these tokens, by source (`drafting.chances.SOURCES`): the text that a grammar forced, the outputs of other rows, and the row's own prompt."""
+    accepted_grammar: int = 0
+    drafted_outputs: int = 0
+    accepted_outputs: int = 0
+    drafted_prompt: int = 0
+    accepted_prompt: int = 0
     attention_parts: int = 0
     """Number of parts of attention (shared, causal, paged), summed over steps."""
     preemptions: int = 0
@@ -227,6 +234,7 @@ def figures(
         "mean_decode_batch": _ratio(engine.decode_sequences, engine.steps),
         "drafted_tokens": engine.drafted_tokens,
         "accepted_tokens": engine.accepted_tokens,
+        "drafts": _drafts(engine),
         "attention_parts_per_step": _ratio(engine.attention_parts, engine.steps),
         **{name: getattr(engine, name) for name in _POOL_FIGURES},
         "memory_bytes_peak": memory_bytes_peak() + engine.process_bytes_peak,
@@ -300,6 +308,13 @@ def confusion_table(expect: Mapping[str, Any], max_labels: int) -> list[list[str
         return []
     lines = [[one, *(f"{pairs.get((one, other), 0):,}" for other in labels)] for one in labels]
     return [["expected \\ given", *labels], *lines]
+
+
+def _drafts(engine: EngineStats) -> dict[str, dict[str, int]]:
+    return {
+        source: {made: getattr(engine, f"{made}_{source}") for made in ("drafted", "accepted")}
+        for source in ("grammar", "outputs", "prompt")
+    }
 
 
 def _row_sums(*counts: RowCounts) -> dict[str, Any]:

@@ -25,7 +25,7 @@ NAMES = [
     "prompt_tokens", "prefill_tokens", "prefill_tokens_min",
     "recomputed_tokens", "scored_tokens", "prefill_efficiency", "shared_fraction", "completion_tokens",
     "embeddings", "completion_tokens_per_s", "total_tokens_per_s", "rows_per_s", "seconds", "steps", "mean_decode_batch",
-    "drafted_tokens", "accepted_tokens", "attention_parts_per_step", "preemptions", "kv_bytes_peak", "kv_bytes_unshared", "state_bytes_peak", "memory_bytes_peak",
+    "drafted_tokens", "accepted_tokens", "drafts", "attention_parts_per_step", "preemptions", "kv_bytes_peak", "kv_bytes_unshared", "state_bytes_peak", "memory_bytes_peak",
     "weight_bytes", "weight_bytes_read", "images",
     "images_encoded", "image_tokens", "groups", "prefix_nodes", "model", "dtype", "device", "attention", "sampling", "quantization", "parts", "expect", "versions", "job",
 ]  # fmt: skip

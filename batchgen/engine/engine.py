@@ -12,15 +12,17 @@ import ctypes
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from batchgen.attention.kv_cache import CPU, KVCache
 from batchgen.config import EngineConfig
+from batchgen.drafting.chances import SOURCES
+from batchgen.drafting.speculator import Speculator
 from batchgen.engine.executor import GrammarStopper, KernelsFailed, StepExecutor
 from batchgen.engine.kernel_fallback import KernelFallback
 from batchgen.engine.results import ResultAssembler
@@ -142,6 +144,16 @@ class Engine:
             model.device.type == "cuda" and not model.spread and verdict.uses("sampler") and verdict.uses("step-ahead")
         )
         self.loop = StepLoop(self.scheduler, self.executor, int(ahead))
+        if (
+            config.speculate == "auto"
+            and model.device.type == "cpu"
+            and not ahead
+            and head is None
+            and not model.states
+        ):
+            self.scheduler.drafter = Speculator(
+                self.costs, lambda seq: self.constraints.forced(cast(Hashable, seq.stops))
+            )
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._detokenizer = Detokenizer(tokenizer.hf_tokenizer, tokenizer.thinking, tokenizer.tool_format)
         self.results = ResultAssembler(self.scheduler, self._detokenizer.piece, config.row_timeout, head)
@@ -393,6 +405,10 @@ class Engine:
         """Copies the counts of scheduler, executor, runner and block manager into `stats`. Nothing else writes the figures of a step."""
         for name in TokenCounts.__slots__:
             setattr(self.stats, name, getattr(self.scheduler.counts, name))
+        if isinstance(self.scheduler.drafter, Speculator):
+            for source in SOURCES:
+                setattr(self.stats, f"drafted_{source}", self.scheduler.drafter.drafted[source])
+                setattr(self.stats, f"accepted_{source}", self.scheduler.drafter.accepted[source])
         self.stats.forward_seconds = self.executor.seconds
         token = self.sizes.bytes_per_token
         self.stats.attention_parts = self.runner.attention_parts

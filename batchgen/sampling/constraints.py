@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 _ALL = np.uint32(0xFFFFFFFF)
+_MAX_SPELLINGS = 10_000
 
 
 @dataclass(eq=False)
@@ -59,6 +60,8 @@ class _Guided:
     """Tokens that the thoughts may still take; None for no limit."""
     forced: list[int] = field(default_factory=list)
     """The only tokens that are allowed, in this order: they complete the mark that opens the thoughts, or end the thoughts."""
+    spelling: tuple[int, bytes] = (0, b"")
+    """The text that was forced when `Constraints.forced` was asked last, and the number of `tokens` before it."""
     drafted: bool = False
     """Whether this is a copy of a sequence that has taken draft tokens."""
 
@@ -100,6 +103,8 @@ class Constraints:
         self._rows: dict[Hashable, _Guided] = {}
         self._thread = ThreadPoolExecutor(1, "masks")  # starts with the first job
         self._job: _MaskJob | None = None
+        self._spellings: dict[bytes, list[int]] = {}
+        """By text that a grammar has forced: tokens for it."""
 
     def add(
         self, name: Hashable, params: SamplingParams, generated: Sequence[int] = (), prompt: TokenArray | None = None
@@ -235,6 +240,30 @@ class Constraints:
         if row.error is not None:
             raise row.error
         return ended or row.matcher.is_stopped()
+
+    def forced(self, name: Hashable) -> Sequence[int]:
+        """Returns a guess of the tokens of the text that the sequence's grammar forces next; nothing if it leaves a choice.
+
+        It is spelled as the model has spelled the same forced text before, else as the tokenizer would.
+        """
+        self._settle()
+        row = self._rows.get(name)
+        if row is None or row.error is not None:
+            return ()
+        if row.forced:
+            return row.forced
+        if row.matcher is None or row.thoughts is not None:
+            return ()
+        start, text = row.spelling
+        if text and (spelled := self._vocabulary.spelling(row.tokens[start:], len(text))):
+            self._spellings[text] = spelled
+        text = row.matcher.compute_ff_bytes()
+        row.spelling = len(row.tokens), text
+        if text and text not in self._spellings:
+            if len(self._spellings) >= _MAX_SPELLINGS:
+                self._spellings.clear()
+            self._spellings[text] = self._tokenizer.encode(text.decode(errors="ignore"), add_special_tokens=False)
+        return self._spellings[text] if text else ()
 
     def _settle(self) -> None:
         """Waits until no matcher is in use by the other thread, and drops the masks that it has computed."""

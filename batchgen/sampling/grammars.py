@@ -62,6 +62,8 @@ class Vocabulary:
         self.end = size
         self._tokenizer = tokenizer
         self._loaded: tuple[LLTokenizer, LLExecutor] | None = None
+        self._lengths: list[int] = []
+        """By token, the number of its bytes, once `_loaded`."""
         self._grammars: OrderedDict[tuple[str | None, str | None, bool], Grammar] = OrderedDict()
         self._lock = Lock()
 
@@ -108,6 +110,14 @@ class Vocabulary:
             _, executor = self._llguidance()
             executor.unsafe_compute_mask_ptr(list(matchers), masks.ctypes.data, words * masks.itemsize, rows)
 
+    def spelling(self, tokens: Sequence[int], length: int) -> list[int]:
+        """Returns the first of `tokens` that have at least `length` bytes together; nothing if all of them have fewer."""
+        for count, token in enumerate(tokens, 1):
+            length -= self._lengths[token]
+            if length <= 0:
+                return list(tokens[:count])
+        return []
+
     def _compile(self, regex: str | None, schema: str | None, spaced: bool) -> Grammar:
         text = ""
         try:
@@ -152,6 +162,7 @@ class Vocabulary:
                 ) from None
             of_bytes = self._tokenizer is None
             texts = [bytes([b]) for b in range(256)] if of_bytes else token_bytes(self._tokenizer, self.end)
+            self._lengths = [len(text) for text in texts]
             tokens = _Tokens([*texts, b""], self.end)
             self._loaded = LLTokenizer(TokenizerWrapper(tokens)), LLExecutor()
         return self._loaded

@@ -180,9 +180,28 @@ def _generation(s: dict[str, Any]) -> list[tuple[str, str]]:
             "steps",
             f"{s['steps']:,}, on average {sequences}{s['attention_parts_per_step']:,.1f} parts of attention{preempted}",
         ),
+        *_drafts(s),
         ("prefix tree", f"{counted(s['prefix_nodes'], 'node')}, {counted(s['groups'], 'group')}"),
         ("KV memory", f"{size(s['kv_bytes_peak'])} at most{unshared}"),
         *([("state memory", f"{size(s['state_bytes_peak'])} at most")] if s["state_bytes_peak"] else []),
+    ]
+
+
+def _drafts(s: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns how many guesses of next tokens came true, by source; nothing if there were none."""
+    if not s["drafted_tokens"]:
+        return []
+    names = {"grammar": "forced by a grammar", "outputs": "as in other outputs", "prompt": "as in the prompt"}
+    sources = [
+        f"{of['accepted']:,} of {of['drafted']:,} {names[source]}"
+        for source, of in s["drafts"].items()
+        if of["drafted"]
+    ]
+    return [
+        (
+            "drafts",
+            f"{s['accepted_tokens']:,} of {counted(s['drafted_tokens'], 'token')} came true: {', '.join(sources)}",
+        )
     ]
 
 

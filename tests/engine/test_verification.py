@@ -69,7 +69,7 @@ def models(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 def run(model: Path, drafter: Callable[[Engine], Any] = lambda engine: None, **engine: Any) -> list[Result]:
-    with LLM(model, engine=EngineConfig(kv_memory="16MiB", debug=True, **engine)) as llm:
+    with LLM(model, engine=EngineConfig(kv_memory="16MiB", debug=True, speculate="off", **engine)) as llm:
         assert isinstance(llm.engine, Engine)
         llm.engine.scheduler.drafter = drafter(llm.engine)
         pairs = [(prompt, params) for params in CASES.values() for prompt in PROMPTS]

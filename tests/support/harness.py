@@ -187,6 +187,9 @@ CASES = {
     "labels": Case(options=("--choices", "north,south,southern"), settings=TINY_SPOOL),
     "two devices": Case(options=("--device", "cpu:0,1"), settings=TINY_SPOOL),
     "embeddings": Case(options=("--embed", "--pooling", "mean"), settings=TINY_SPOOL),
+    "drafts": Case(
+        options=("-n", "2", "--temperature", "0.6"), settings=TINY_SPOOL | {"batchgen.drafting.speculator:ALWAYS": True}
+    ),
     "another folder": Case(options=("--work-dir", "work"), settings=TINY_SPOOL),
 }
 

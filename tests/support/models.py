@@ -110,7 +110,7 @@ def make_requests(prompts: list[list[int]], max_tokens: list[int], **params: Any
 
 def engine_for(model: Any, eos: tuple[int, ...] = (), ahead: bool = False, **config: Any) -> Engine:
     """`ahead`: whether a step is launched before the tokens of the previous one are known, as on CUDA."""
-    options = {"kv_memory": "64MiB", "debug": True} | config
+    options = {"kv_memory": "64MiB", "debug": True, "speculate": "off"} | config
     engine = Engine(model, tiny_tokenizer(eos=eos), EngineConfig(**options))
     engine.loop.ahead = ahead
     return engine

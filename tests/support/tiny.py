@@ -38,7 +38,11 @@ def engine_of(model, eos=(), blocks=None, **config):
     tokenizer = LoadedTokenizer(
         hf_tokenizer=Numbers(), hf_config=None, context_length=2048, eos_token_ids=eos, vocab_size=VOCAB
     )
-    options = {"kv_memory": f"{blocks * BLOCK * TOKEN}B" if blocks else "64MiB", "debug": True} | config
+    options = {
+        "kv_memory": f"{blocks * BLOCK * TOKEN}B" if blocks else "64MiB",
+        "debug": True,
+        "speculate": "off",
+    } | config
     engine = Engine(model, tokenizer, EngineConfig(**options))
     if AHEAD is not None:
         engine.loop.ahead = AHEAD
