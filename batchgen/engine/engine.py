@@ -144,16 +144,7 @@ class Engine:
             model.device.type == "cuda" and not model.spread and verdict.uses("sampler") and verdict.uses("step-ahead")
         )
         self.loop = StepLoop(self.scheduler, self.executor, int(ahead))
-        if (
-            config.speculate == "auto"
-            and model.device.type == "cpu"
-            and not ahead
-            and head is None
-            and not model.states
-        ):
-            self.scheduler.drafter = Speculator(
-                self.costs, lambda seq: self.constraints.forced(cast(Hashable, seq.stops))
-            )
+        self.scheduler.drafter = None if ahead or head is not None else self._drafter()
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._detokenizer = Detokenizer(tokenizer.hf_tokenizer, tokenizer.thinking, tokenizer.tool_format)
         self.results = ResultAssembler(self.scheduler, self._detokenizer.piece, config.row_timeout, head)
@@ -366,6 +357,13 @@ class Engine:
         if update.reason == "scored" or update.error is not None or self._fallback.suspects:
             self._fallback.examine(update)
         self.results.update(update)
+
+    def _drafter(self) -> Speculator | None:
+        """A state of a recurrent layer cannot be taken back, and on a GPU the tokens of a step are read one step later."""
+        model = self.runner.model
+        if self.config.speculate == "off" or model.device.type != "cpu" or model.states:
+            return None
+        return Speculator(self.costs, lambda seq: self.constraints.forced(cast(Hashable, seq.stops)))
 
     def _stopper(self, request: Request) -> Stops:
         arguments = (

@@ -216,7 +216,7 @@ def test_rows_under_a_grammar_are_the_same_beside_others(tiny_model_dir, batch_s
     pytest.importorskip("llguidance")
     runs = []
     for ahead in (False, True):
-        llm = LLM(str(tiny_model_dir), engine=EngineConfig(batch_size=batch_size))
+        llm = LLM(str(tiny_model_dir), engine=EngineConfig(batch_size=batch_size, speculate="off"))
         llm.engine.loop.ahead = ahead
         results = []
         for number, kind in enumerate(GRAMMARS):
@@ -235,7 +235,7 @@ def test_a_row_that_is_cancelled_while_its_last_token_is_drawn_leaves_no_grammar
     pytest.importorskip("llguidance")
     outcomes = []
     for ahead in (False, True):
-        llm = LLM(str(tiny_model_dir))
+        llm = LLM(str(tiny_model_dir), engine=EngineConfig(speculate="off"))
         llm.engine.loop.ahead = ahead
         results = []
         params = SamplingParams(max_tokens=4, regex="[ab]{9}")
