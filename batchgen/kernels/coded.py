@@ -69,7 +69,11 @@ def _products_are_exact(coding: Coding, parts: Parts) -> bool:
 
 
 def _is_in_range(x: torch.Tensor | None) -> bool:
-    return x is None or bool(((x == 0) | ((x.abs() > _RANGE[0]) & (x.abs() < _RANGE[1]))).all())
+    if x is None:
+        return True
+    sizes = x.abs()
+    least, most = sizes.masked_fill_(sizes == 0, 1.0).aminmax()
+    return bool(least > _RANGE[0]) and bool(most < _RANGE[1])
 
 
 class Codes:

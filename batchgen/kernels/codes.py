@@ -69,11 +69,21 @@ def packed_planes(codes: torch.Tensor, bits: int) -> dict[str, torch.Tensor]:
     """Returns the planes of codes [..., K] in uint8; K must be a multiple of 8."""
     found, shift = {}, 0
     for size in PLANES[bits]:
-        count = 8 // size
-        numbers = ((codes >> shift) & ((1 << size) - 1)).reshape(*codes.shape[:-1], -1, count)
-        found[f"plane{size}"] = torch.stack([numbers[..., i] << (i * size) for i in range(count)]).sum(0, dtype=torch.uint8)  # fmt: skip
+        part = codes if len(PLANES[bits]) == 1 else (codes >> shift) & ((1 << size) - 1)
+        found[f"plane{size}"] = packed_plane(part.contiguous(), size)
         shift += size
     return found
+
+
+def packed_plane(codes: torch.Tensor, size: int) -> torch.Tensor:
+    """Returns the plane of codes [..., K] of 1, 2, 4 or 8 bits in uint8, contiguous."""
+    if size == 8:
+        return codes
+    words = codes.view({4: torch.int16, 2: torch.int32, 1: torch.int64}[size])  # of the codes of one byte
+    plane = words
+    for i in range(1, 8 // size):
+        plane = plane | (words >> (i * (8 - size)))
+    return plane.to(torch.uint8)
 
 
 def unpacked_codes(coding: Coding, parts: Parts) -> torch.Tensor:

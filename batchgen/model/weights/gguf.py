@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from batchgen.kernels.codes import Coding
+from batchgen.kernels.codes import Coding, PackedTensor, packed_plane
 from batchgen.kernels.memory import Loading
 from batchgen.model.weights.packed import nibbles, packed
 
@@ -87,6 +88,34 @@ def _iq1_m(x: torch.Tensor) -> dict[str, torch.Tensor]:
     return _odd(d, _fields(words, [0, 3, 6, 9], 7))
 
 
+def _nibbles(x: torch.Tensor, half: int) -> dict[str, torch.Tensor]:
+    """Returns the plane of the codes of bytes. The lower nibbles of `half` bytes are `half` codes, the upper ones the next as many."""
+    words = x.contiguous().view(torch.int16)  # two neighbours, each of two codes
+    words = words.view(*x.shape[:-1], -1, 1, half // 2)
+    pairs = torch.cat([(words & 15) | ((words >> 4) & 240), ((words >> 4) & 15) | ((words >> 8) & 240)], -2)
+    return {"plane4": pairs.to(torch.uint8).flatten(-3)}
+
+
+def _upper(x: torch.Tensor, size: int) -> dict[str, torch.Tensor]:
+    """Returns the plane of the bits above the fourth. The lowest `size` bits of 32 bytes are those of 32 codes, the next bits those of the next 32."""
+    x = x.reshape(*x.shape[:-1], -1, 1, 32)
+    codes = torch.cat([(x >> shift) & ((1 << size) - 1) for shift in range(0, 8, size)], -2)
+    return {f"plane{size}": packed_plane(codes.flatten(-3), size)}
+
+
+_PLANES: dict[str, _Scales] = {
+    "Q4_0": lambda x: _nibbles(x[..., 2:], 16),
+    "Q4_1": lambda x: _nibbles(x[..., 4:], 16),
+    "Q8_0": lambda x: {"plane8": x[..., 2:] ^ 128},
+    "Q4_K": lambda x: _nibbles(x[..., 16:], 32),
+    "Q5_K": lambda x: _nibbles(x[..., 48:], 32) | _upper(x[..., 16:48], 1),
+    "Q6_K": lambda x: _nibbles(x[..., :128], 64) | _upper(x[..., 128:192], 2),
+    "IQ4_NL": lambda x: _nibbles(x[..., 2:], 16),
+    "IQ4_XS": lambda x: _nibbles(x[..., 8:], 16),
+}
+"""The planes of the blocks of the usual types, which are read without the package gguf: that makes float32 of each number."""
+
+
 class _Type(NamedTuple):
     """A type of blocks."""
 
@@ -148,26 +177,34 @@ TYPES = {
 
 def from_blocks(data: torch.Tensor, kind: str) -> torch.Tensor:
     """Returns the weight of blocks [..., bytes of a row] of a type in `TYPES`."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    layout, quantized = TYPES[kind], GGMLQuantizationType[kind]
-    size = GGML_QUANT_SIZES[quantized][1]
+    layout = TYPES[kind]
+    size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
     blocks = data.reshape(*data.shape[:-1], -1, size)
     parts = {name: part.flatten(-2) for name, part in layout.scales(blocks).items()}
-    unit = blocks.clone()
+    halved = tuple(level / 2 for level in layout.levels or ()) if kind == "MXFP4" else layout.levels
+    coding = Coding(layout.bits, halved, layout.zero, layout.group, layout.sub)
+    if kind in _PLANES:
+        planes = {name: plane.flatten(-2) for name, plane in _PLANES[kind](blocks).items()}
+        return PackedTensor(coding, planes | parts)
+    return packed(coding, _codes_of_unit_blocks(blocks.clone(), kind), **parts)
+
+
+def _codes_of_unit_blocks(unit: torch.Tensor, kind: str) -> torch.Tensor:
+    """Returns the codes of blocks, whose scales it sets to 1, in place."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    layout = TYPES[kind]
     for at, text in layout.unit:
         written = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
         unit[..., at : at + len(written)] = written
     if layout.masked is not None:
         unit[..., layout.masked] &= layout.mask
-    levels = dequantize(unit.flatten(-2).numpy(), quantized)
+    levels = dequantize(unit.flatten(-2).numpy(), GGMLQuantizationType[kind])
     if layout.levels is None:
-        codes = (levels + np.float32(layout.zero)).astype(np.uint8)
-    else:
-        codes = np.searchsorted(np.array(layout.levels, np.float32), levels).astype(np.uint8)
-    halved = tuple(level / 2 for level in layout.levels or ()) if kind == "MXFP4" else layout.levels
-    coding = Coding(layout.bits, halved, layout.zero, layout.group, layout.sub)
-    return packed(coding, torch.from_numpy(codes), **parts)
+        return torch.from_numpy((levels + np.float32(layout.zero)).astype(np.uint8))
+    return torch.from_numpy(np.searchsorted(np.array(layout.levels, np.float32), levels).astype(np.uint8))
 
 
 class _Raw:
@@ -209,7 +246,7 @@ def gguf_weights(path: Path, model: Callable[[], torch.nn.Module]) -> Mapping[st
             return plain(data, kind)
         return np.concatenate([data, np.full((*data.shape[:-1], 1), kind.value, np.uint8)], -1)
 
-    with _in_place_of_dequantize(tagged):
+    with _instead(gguf, "dequantize", tagged), _instead(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)):
         loaded = reader.load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model())
     found: dict[str, Any] = loaded["tensors"]
     loading = Loading()
@@ -221,16 +258,14 @@ def gguf_weights(path: Path, model: Callable[[], torch.nn.Module]) -> Mapping[st
 
 
 @contextmanager
-def _in_place_of_dequantize(function: Callable[..., Any]) -> Iterator[None]:
-    """Lets the reader of transformers, which imports `gguf.dequantize` when it runs, call another function."""
-    import gguf
-
-    plain = gguf.dequantize
-    gguf.dequantize = function
+def _instead(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Lets the reader of transformers, which imports functions when it runs, call another one. It makes a map of all names for each module."""
+    plain = getattr(module, name)
+    setattr(module, name, function)
     try:
         yield
     finally:
-        gguf.dequantize = plain
+        setattr(module, name, plain)
 
 
 def _has_other_reader(architecture: str) -> bool:
