@@ -90,7 +90,7 @@ def _report_lines(report: ModelReport) -> list[str]:
 def memory_lines(memory: Any, indent: int, kv: int | None = None) -> list[str]:
     """Returns a table of what the weights take, alone and with `kv` bytes of KV, and whether it fits this machine."""
     chosen = {"resident": "as they are", "streamed": "streamed"}.get(memory.auto or "")
-    lines = [("in memory", "weights" if kv is None else "weights, with KV", f"of {size(memory.free)} that are free")]
+    lines = [("on a CPU", "in memory" if kv is None else "in memory, with KV", f"of {size(memory.free)} that are free")]
     ways = (
         ("as they are", memory.kept, memory.kept),
         ("--quantize int8", memory.int8, memory.int8_load),

@@ -25,7 +25,7 @@ def test_the_plan_is_told_in_lines(cli, source, tiny_model_dir, monkeypatch):
         "to be prefilled    136 (82.5% of the prompt tokens are shared and run once)",
         "groups             2 with 8 rows",
         "prefix nodes       3",
-        "weights            in memory        weights, with KV      of 8.0 MiB that are free",
+        "weights            on a CPU         in memory, with KV    of 8.0 MiB that are free",
         "                   as they are      275.8 KiB, 395.8 KiB  fits; --weights auto takes this",
         "                   --quantize int8  171.8 KiB, 291.8 KiB  fits",
         "                   streamed         275.8 KiB, 395.8 KiB  fits",

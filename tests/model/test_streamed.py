@@ -201,6 +201,7 @@ def test_sizes_are_told_from_the_headers_of_files() -> None:
     assert found.kept == 12800 + 5 * (20480 + 1280 + 128)
     assert found.streamed == 12800 + 3 * (20480 + 1280 + 128)
     assert found.plain == 12800 + 5 * (2 * 64 * 640 + 1280 + 128)
+    assert found.int8 == 12800 + 5 * (64 * 640 + 8 * 640 + 1280 + 128)
 
 
 @pytest.mark.parametrize("name", ["llama", "awq", "gptq", "mxfp4", "fp8 experts", "bitsandbytes int8"])

@@ -229,7 +229,9 @@ def weight_sizes(
         kept += here
         plain += whole
         name = f"{tensor.name.rpartition('.')[0]}.weight" if numbers else tensor.name
-        int8 += numbers + 8 * tensor.shape[0] if is_int8_layer(name, tensor.shape) else whole
+        # Words of packed numbers may lie the other way round; none is of a router.
+        shape = tensor.shape if tensor.dtype in _FLOATS else [max(tensor.shape, default=0)] * len(tensor.shape)
+        int8 += numbers + 8 * shape[0] if is_int8_layer(name, shape) else whole
         layers[_layer_of(tensor.name)] += here
     outside = layers.pop("", 0)
     at_once = LAYERS_READ * max(layers.values(), default=0)
