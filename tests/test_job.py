@@ -246,7 +246,9 @@ def test_failed_rows_are_reported_and_the_others_run(tiny_model_dir, write_jsonl
 
 
 @pytest.mark.parametrize("window", [None, 2])
-def test_a_row_that_does_not_fit_in_memory_fails_alone_with_its_place(tiny_model_dir, write_jsonl, read_jsonl, window):
+def test_a_row_that_does_not_fit_in_memory_fails_alone_with_its_place_and_runs_again_on_request(
+    tiny_model_dir, write_jsonl, read_jsonl, window
+):
     source = write_jsonl([{"prompt": "x" * 400}, {"prompt": "short"}])
     config = config_of(tiny_model_dir, source, engine=EngineConfig(kv_memory="100KiB"), window=window)
     report = run_job(config)
@@ -254,6 +256,11 @@ def test_a_row_that_does_not_fit_in_memory_fails_alone_with_its_place(tiny_model
     assert report.exit_code == 3
     assert [row["error"] and row["error"]["type"] for row in rows] == ["does_not_fit", None]
     assert [line.partition(" prompt (")[0] for line in report.failures] == [f"{source}:1: does_not_fit:"]
+    more = replace(config, engine=EngineConfig())
+    assert run_job(more).already_finished
+    again = run_job(replace(more, retry_errors=True))
+    assert (again.exit_code, again.stats["rows"], again.stats["rows_resumed"]) == (0, 1, 1)
+    assert [row["error"] for row in read_jsonl(Path(again.output))] == [None, None]
 
 
 def test_max_errors_ends_the_job_and_keeps_finished_rows(tiny_model_dir, write_jsonl):

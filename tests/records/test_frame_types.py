@@ -172,6 +172,12 @@ def test_python_objects_without_an_arrow_type_reach_their_rows_unchanged():
     assert [row.columns["messages"] for row in frame_of(mixed).rows()] == messages
 
 
+def test_columns_with_numbers_as_names_keep_them():
+    out, rows = joined(pd.DataFrame({0: [1.5, 2.5], "prompt": ["prompt 0", "prompt 1"]}))
+    assert list(out.columns)[:2] == [0, "prompt"]
+    assert rows[0].columns["0"] == 1.5
+
+
 def test_a_subclass_of_a_dataframe_is_a_table():
     class Mine(pd.DataFrame):
         pass

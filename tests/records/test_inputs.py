@@ -59,6 +59,8 @@ def test_every_format_is_read_plain_and_compressed(folder, suffix, data, compres
     assert [row.source for row in rows] == [name + place for place in places]
     assert [row.number for row in rows] == [0, 1]
     assert [row.error for row in rows] == [None, None]
+    (folder / f"x.dat{compression}").write_bytes(pack(data))
+    assert columns(f"x.dat{compression}", format=suffix[1:]) == ROWS
 
 
 @pytest.mark.parametrize(
@@ -144,6 +146,16 @@ def test_a_glob_gives_its_files_sorted_and_skips_job_folders(folder):
     source = opened("**/*.jsonl")
     assert [f.name for f in source.files] == ["a.jsonl", "b.jsonl"]
     assert source.notes == ["z.jsonl is an output of batchgen: left out of the input"]
+
+
+def test_a_file_whose_name_is_not_utf8_is_read(folder):
+    name = os.fsdecode(b"bad\xff.jsonl")
+    try:
+        (folder / name).write_text('{"prompt": "a"}\n')
+    except OSError:
+        pytest.skip("this file system has only names in UTF-8")
+    (row,) = opened(name).rows()
+    assert (row.source, row.file, row.columns) == ("bad\\udcff.jsonl:1", name, {"prompt": "a"})
 
 
 def test_an_output_that_is_named_is_read_and_brackets_in_its_name_are_not_a_glob(folder):
@@ -333,6 +345,7 @@ def test_the_fingerprint_changes_with_the_file(folder):
     before = source.fingerprint()
     assert [(p["path"], p["size"]) for p in before] == [(str(folder / "a.jsonl"), len(JSONL))]
     assert source.fingerprint() == before
+    assert opened("a.jsonl", encoding="cp1252").fingerprint() == [before[0] | {"encoding": "cp1252"}]
     (folder / "a.jsonl").write_bytes(JSONL + JSONL)
     assert source.fingerprint() != before
 

@@ -71,6 +71,11 @@ def test_folders_and_globs_give_their_files_sorted_without_hidden_files_and_our_
         opened("s3://bucket/in/b.jsonl", output="S3://bucket/in/b.jsonl")
 
 
+def test_an_existing_key_with_brackets_or_a_question_mark_is_not_a_glob(s3):
+    s3.pipe_file("bucket/x[1]?.jsonl", JSONL)
+    assert columns("s3://bucket/x[1]?.jsonl") == ROWS
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [

@@ -17,7 +17,7 @@ from batchgen.jobs.files.results import decode, encode
 from batchgen.jobs.reuse_output import is_held_whole
 from batchgen.records import Row, RowForm, open_input, output_row
 from batchgen.records.writers import DEFAULT_LIMITS, DigestFile, GroupLimits, open_writer
-from batchgen.result import Completion, Result, Score, TokenLogprob
+from batchgen.result import Completion, Result, Score, TokenLogprob, ToolCall
 from support.jobs import reused_results
 
 KEY = bytes(range(16))
@@ -52,8 +52,8 @@ def row_of(result, *, token_ids=False, columns=None):
     return output_row(row, result, RowForm(token_ids=token_ids))
 
 
-def written(folder, name, results, *, schema=None, token_ids=False, optional=(), limits=DEFAULT_LIMITS):
-    options = {"form": RowForm(token_ids=token_ids), "optional": optional, "limits": limits}
+def written(folder, name, results, *, schema=None, optional=(), limits=DEFAULT_LIMITS, **form):
+    options = {"form": RowForm(**form), "optional": optional, "limits": limits}
     writer = open_writer(DigestFile(folder / name), name, schema=schema, spool=folder / "spool", **options)
     writer.write((ROW, result) for result in results)
     writer.close()
@@ -147,6 +147,19 @@ def test_parquet_has_the_requested_columns_and_those_that_rows_have(tmp_path):
         "finish_reason",
         "logprobs",
     ]
+
+
+@pytest.mark.parametrize("schema", [None, pa.schema([])])
+def test_parquet_has_columns_for_thoughts_and_calls_if_rows_may_have_them(tmp_path, schema):
+    first, second = SEVERAL.completions
+    own = {"reasoning": "hm", "tool_calls": (ToolCall("c1", "f", "{}"),)}
+    result = replace(SEVERAL, reasoning_tokens=2, completions=(replace(first, **own), second), **own)
+    kinds = {"optional": ("choices", "tool_calls", "reasoning"), "reasoning": True, "tool_calls": True}
+    (row,) = pq.read_table(written(tmp_path, "o.parquet", [result], schema=schema, **kinds)).to_pylist()
+    calls = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    assert (row["reasoning"], row["usage"]["reasoning_tokens"], row["tool_calls"]) == ("hm", 2, calls)
+    assert [(c["reasoning"], c["tool_calls"]) for c in row["choices"]] == [("hm", calls), (None, None)]
+    assert row_of(result, columns={"reasoning": "the input's own"})["reasoning"] == "the input's own"
 
 
 def test_labels_that_are_not_utf8_keep_their_probabilities_in_parquet(tmp_path):
