@@ -12,7 +12,9 @@ from typing import Any
 
 from batchgen.attention.sizes import kv_numbers
 from batchgen.config import JobConfig, ModelConfig, check_config, parse_memory
+from batchgen.devices.opening import costs_file, num_threads
 from batchgen.errors import UsageError, memory_errors
+from batchgen.jobs.files.results import read_keyed_results
 from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.jobs.identity import date_of_job, dtype_name
 from batchgen.jobs.order.advice import Advice, advice_for, sampled
@@ -21,6 +23,7 @@ from batchgen.jobs.order.sorted_requests import SortedRequests, bounded_windows,
 from batchgen.jobs.order.windows import KeptPrefixes
 from batchgen.jobs.outcomes import FAILURES_KEPT, failure_line
 from batchgen.jobs.place import output_of
+from batchgen.jobs.reuse_output import read_keys
 from batchgen.kernels import isa
 from batchgen.model.architectures import RECURRENT, check_architecture, context_note
 from batchgen.model.weights.sizes import MemoryTable, itemsize, memory_table
@@ -43,9 +46,11 @@ from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.tokenizer import text_config
 from batchgen.recording import tree_record
 from batchgen.records import DatasetChoice, Input, Row, RowStream, open_input, window_rows
+from batchgen.records.output import job_path
 from batchgen.report import ReportPage, check_report_file, report_plan
 from batchgen.request import Request, TokenArray, leaves_of
 from batchgen.result import Result
+from batchgen.scheduling.duration import Duration, Estimate, Lengths
 from batchgen.scheduling.rehearsal import Rehearsal
 from batchgen.scheduling.sizes import (
     AUTO_SHARE,
@@ -58,6 +63,7 @@ from batchgen.scheduling.sizes import (
     memory_option,
     sufficient_memory,
 )
+from batchgen.scheduling.step_costs import StepCosts
 from batchgen.scheduling.waiting import POLICIES
 from batchgen.state.sizes import attention_layers, state_bytes
 
@@ -88,6 +94,47 @@ class CutFigures:
     """Each shard's part of the estimated cost of all; they add up to 1."""
     prefill_tokens_again: int
     """Prompt tokens that a shard runs although the shard before it runs them too."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRows:
+    """The figures of rows that were run to measure (`job.measure_job`)."""
+
+    rows: int
+    seconds: float
+    """From the moment when the model was loaded."""
+    rows_per_s: float
+    completion_tokens: int
+    completion_tokens_per_s: float
+
+    @classmethod
+    def of(cls, stats: Mapping[str, Any]) -> MeasuredRows:
+        """Takes them from the figures of a run."""
+        names = [f.name for f in fields(cls) if f.name != "seconds"]
+        return cls(seconds=stats["seconds"]["generate"], **{name: stats[name] for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class LengthFigures:
+    """The distribution of the lengths of completions, in tokens."""
+
+    completions: int
+    mean: float
+    half: int
+    """Half of them have at most so many."""
+    most: int
+    """Nine in ten have at most so many."""
+    max: int
+
+    @classmethod
+    def of(cls, lengths: Lengths) -> LengthFigures | None:
+        """Returns the distribution; None if there are no lengths."""
+        tokens = lengths.tokens
+        count = len(tokens)
+        if not count:
+            return None
+        at = [int(tokens[-(-count * part // 10) - 1]) for part in (5, 9, 10)]
+        return cls(count, round(float(tokens.mean()), 3), *at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +174,12 @@ class PlanReport:
     """The first few rows that would fail: where, and why."""
     sufficient_memory: str = ""
     """A `--kv-memory` that holds the longest row: its KV and, if the model has recurrent layers, its states."""
+    measured: MeasuredRows | None = None
+    """What rows that were run for this plan took; None if none were."""
+    lengths: LengthFigures | None = None
+    """The lengths of the completions that the job has so far; None if it has none."""
+    estimate: Estimate | None = None
+    """How long the rows without a result will take; None if nothing is known of this model's steps on this machine."""
     title: str = ""
     """The inputs, as they were named."""
     prefix_tree: Mapping[str, Any] | None = None
@@ -168,6 +221,9 @@ class PlanReport:
             "largest_groups": [asdict(line) for line in self.groups],
             "shards": None if self.cuts is None else asdict(self.cuts),
             "advice": None if self.advice is None else asdict(self.advice),
+            "measured": None if self.measured is None else asdict(self.measured),
+            "lengths": None if self.lengths is None else asdict(self.lengths),
+            "estimate": None if self.estimate is None else asdict(self.estimate),
             "failures": list(self.failures),
         }
 
@@ -178,17 +234,14 @@ def plan_job(
     *,
     shards: int | None = None,
     write_template: str | None = None,
+    measured: MeasuredRows | None = None,
 ) -> PlanReport:
-    """Returns what a job would share and cost, and with `shards` also what it would cost to run it in so many shards.
+    """Returns what a job would share and cost, and with `shards` also what it would cost to run it in so many shards. `measured`: see `PlanReport`.
 
     Loads the tokenizer but not the weights. Writes nothing but the report, if the configuration names one, and the file `write_template`: the
     template in its best order, if another order saves enough. Raises `BatchgenError`.
     """
-    check_config(config)
-    if write_template is not None and config.prompts.template is None:
-        raise UsageError("--write-template is for a job with a template", "name one with --template")
-    if config.report is not None:
-        check_report_file(config.report, "--report")
+    _check(config, write_template)
     if shards is not None:
         config = replace(config, shard=f"1/{shards}")
     tracker = Tracker(progress or Silent())
@@ -198,7 +251,7 @@ def plan_job(
         tokenizer = load_tokenizer(config.model)
         check_architecture(tokenizer.hf_config)
         prompts = PromptBuilder(tokenizer, config.prompts, config.sampling, now=_date_of_prompts(config, source))
-        plan = _PlanBuilder(config, tokenizer)
+        plan = _PlanBuilder(config, tokenizer, _EarlierRows(config, source))
         sample: list[Row] = []
         tracker.phase("planning")
         size = window_rows(config, source)
@@ -229,9 +282,18 @@ def plan_job(
             cuts = None if shards is None else _cuts(costs.shares(shards, config.engine.chunk_size))
         advice = advice_for(config, tokenizer, prompts.date, sample)
         tracker.show_notes([*source.notes, *prompts.notes, *filter(None, [context_note(tokenizer.hf_config)])])
-    report = replace(plan.report(chat=prompts.chat, whole=size is None and depth_first), cuts=cuts, advice=advice)
+    found = plan.report(chat=prompts.chat, whole=size is None and depth_first)
+    report = replace(found, cuts=cuts, advice=advice, measured=measured)
     _write_files(report, config.report, write_template, tracker)
     return report
+
+
+def _check(config: JobConfig, write_template: str | None) -> None:
+    check_config(config)
+    if write_template is not None and config.prompts.template is None:
+        raise UsageError("--write-template is for a job with a template", "name one with --template")
+    if config.report is not None:
+        check_report_file(config.report, "--report")
 
 
 def _write_files(report: PlanReport, page: str | None, template: str | None, tracker: Tracker) -> None:
@@ -277,10 +339,30 @@ def _cuts(shares: Sequence[Share]) -> CutFigures:
     )
 
 
+class _EarlierRows:
+    """What the job has finished so far."""
+
+    def __init__(self, config: JobConfig, source: Input) -> None:
+        self.keys: set[bytes] = set()
+        self.lengths = Lengths()
+        ends: list[tuple[int, bool]] = []
+        if config.overwrite:
+            return
+        with suppress(UsageError, OSError):  # no output is named, or it has no folder
+            folder = job_path(output_of(config, source), config.work_dir)
+            for key, result in read_keyed_results(folder):
+                self.keys.add(key)
+                completions = [(len(c.token_ids), c.finish_reason) for c in result.completions]
+                completions = completions or [(result.completion_tokens, result.finish_reason or "")]
+                ends += [(tokens, reason == "length") for tokens, reason in completions if tokens]
+            self.lengths = Lengths(ends)
+            self.keys.update(read_keys(folder / "keys"))
+
+
 class _PlanBuilder:
     """Plans a job window by window and adds up the figures."""
 
-    def __init__(self, config: JobConfig, tokenizer: LoadedTokenizer) -> None:
+    def __init__(self, config: JobConfig, tokenizer: LoadedTokenizer, earlier: _EarlierRows) -> None:
         self.config, self.tokenizer = config, tokenizer
         dtype = computed_dtype(config.model, tokenizer.hf_config)
         self.block_size = config.engine.block_size
@@ -297,13 +379,26 @@ class _PlanBuilder:
         self._survey, self._outline = Survey(config.engine.chunk_size, TREE_NODES, GROUPS), Outline()
         self._kept = KeptPrefixes()
         self._rehearsal = self._rehearse() if self.bytes_per_state else None
+        self._earlier = earlier
+        self._duration = self._timed()
+
+    def _timed(self) -> Duration | None:
+        """Returns what finds how long the job takes; None if nothing is known of this model on this machine."""
+        model, engine = self.config.model, self.config.engine
+        if model.ray is not None:
+            return None
+        devices = len(model.devices)
+        file = costs_file(model, self.tokenizer.hf_config, engine, num_threads(engine, processes=devices))
+        costs = StepCosts(file)
+        rehearsal = self._rehearse() if costs.known else None
+        return None if rehearsal is None else Duration(costs, rehearsal, self._earlier.lengths, devices)
 
     def _rehearse(self) -> Rehearsal | None:
         """Returns the job's scheduler with the sizes of `memory_budget.size_engine`; None where the memory holds no two states."""
         from batchgen.model.loader import pick_device  # with torch
 
         engine = self.config.engine
-        device = pick_device(self.config.model.device).type
+        device = pick_device(self.config.model.devices[0]).type
         streamed = self.config.model.weights == "streamed"
         limits = limits_for(engine, device, self.tokenizer.vocab_size, streamed=streamed)
         num_state_slots, num_blocks = (
@@ -321,6 +416,7 @@ class _PlanBuilder:
             num_blocks = blocks if isinstance(wish, int) and self.bytes_per_token else min(num_blocks, blocks)
         if num_state_slots < 2 or num_blocks < 1:
             return None
+        num_state_slots *= bool(self.bytes_per_state)
         return Rehearsal(limits, self.block_size, num_blocks, num_state_slots, POLICIES[engine.policy])
 
     def requests(self, rows: Sequence[Row], built: Sequence[Request | Result]) -> list[Request]:
@@ -336,7 +432,11 @@ class _PlanBuilder:
         equal = [r for r, (_, is_equal) in zip(requests, keys, strict=True) if is_equal]
         self.equal += len(equal)
         self._equal_tokens += sum(len(r.tokens) for r in equal)
-        return [r for r, (_, is_equal) in zip(requests, keys, strict=True) if not is_equal]
+        return [
+            r if r.key == key else replace(r, key=key)
+            for r, (key, is_equal) in zip(requests, keys, strict=True)
+            if not is_equal
+        ]
 
     def add_window(self, requests: Sequence[Request], *, follow_on: bool = False) -> None:
         """Adds a window. `follow_on`: windows follow each other in depth-first order."""
@@ -356,7 +456,10 @@ class _PlanBuilder:
             )
             window = replace(window, **{f.name: getattr(stored, f.name) for f in fields(stored) if f.name[:3] == "kv_"})
         if self._rehearsal is not None:
-            self._rehearsal.run(leaves, self._planned([leaf.tokens for leaf in leaves]))
+            self._rehearsal.find_peak(leaves, self._planned([leaf.tokens for leaf in leaves]))
+        lacking = [request for request in requests if request.key not in self._earlier.keys]
+        if self._duration is not None and lacking:
+            self._duration.add(lacking, self.config.engine.chunk_size, share=self.config.engine.share)
         self.figures = merge_figures([self.figures, window])
         if (follow_on or self.windows == 1) and self.config.engine.share:
             for i in plan.order.tolist():
@@ -406,6 +509,8 @@ class _PlanBuilder:
             title=", ".join(Path(name).name for name in self.config.inputs),
             prefix_tree=self._tree_record(),
             failures=tuple(self.failures),
+            lengths=LengthFigures.of(self._earlier.lengths),
+            estimate=None if self._duration is None else self._duration.estimate(),
             sufficient_memory=memory_option(
                 sufficient_memory(found.kv_bytes_min, self.bytes_per_state, self.config.engine.batch_size or BATCH_SIZE)
             ),

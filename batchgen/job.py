@@ -14,12 +14,14 @@ from typing import Any
 from batchgen.assembly import JobReport, is_last_shard, merge_job, write_output
 from batchgen.config import JobConfig, check_config
 from batchgen.devices import AnyEngine, Workers, open_engine
+from batchgen.dry_run import MeasuredRows
 from batchgen.errors import (
     DevicesLost,
     InputCorrupt,
     Interrupted,
     OutputLocked,
     TooManyErrors,
+    UsageError,
     memory_errors,
 )
 from batchgen.job_setup import JobCommand, JobSetup, check_command, set_up_job
@@ -28,7 +30,7 @@ from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.job_folder import Job, JobFolder, Store
 from batchgen.jobs.order.advice import SAMPLE_ROWS, advice_for, sampled
 from batchgen.jobs.order.requests import FirstReading
-from batchgen.jobs.order.sorted_requests import bounded_windows
+from batchgen.jobs.order.sorted_requests import bounded_windows, spread
 from batchgen.jobs.order.windows import Planned, PlannedWindows, Planner
 from batchgen.jobs.outcomes import Outcomes, agreement_with
 from batchgen.jobs.shards import ShardFolder
@@ -72,7 +74,26 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
         return report
 
 
-def _run_job(config: JobConfig, progress: Progress) -> JobReport:
+def measure_job(config: JobConfig, rows: int, progress: Progress | None = None) -> MeasuredRows | None:
+    """Generates a few rows from all over the prefix order and keeps their results: the run of the job does not compute them again.
+
+    Returns the figures of these rows; None if the job is finished. Raises what `run_job` raises, and `UsageError` if nothing could be kept.
+    """
+    check_config(config)
+    if config.shard is not None:
+        raise UsageError("--measure is for a whole job, not for a shard", "leave out --shard")
+    if config.output == "-" or "-" in config.inputs:
+        raise UsageError(
+            "--measure keeps the results for the run, so it needs an input that can be read again, and an output file",
+            "use a file, and -o FILE",
+        )
+    with shown_progress(progress) as shown:
+        report = _run_job(replace(config, window="all", order="input"), shown, rows)
+    return None if report.already_finished else MeasuredRows.of(report.stats)
+
+
+def _run_job(config: JobConfig, progress: Progress, measured: int | None = None) -> JobReport:
+    """Runs a job to its end; with `measured`, only so many of its rows."""
     tracker = Tracker(progress)
     with Signals(config.grace) as signals, memory_errors(), few_collections():
         with signals.interruptible():
@@ -110,7 +131,7 @@ def _run_job(config: JobConfig, progress: Progress) -> JobReport:
                     _run_as_rows_come(setup, job, planner, generation)
                 else:
                     assert isinstance(job, JobFolder), "standard output has windows"
-                    _run_in_prefix_order(setup, job, planner, generation)
+                    _run_in_prefix_order(setup, job, planner, generation, measured)
                 tracker.show_notes(job.notes)
                 outcomes.note_cut_rows()
             except (Interrupted, InputCorrupt, TooManyErrors, DevicesLost) as e:
@@ -122,11 +143,18 @@ def _run_job(config: JobConfig, progress: Progress) -> JobReport:
             finally:
                 model.close()
                 recorder.end()
+            if measured:
+                return JobReport(_keep_stopped(job, config, model), setup.output, already_finished=False)
             return _finish_job(job, setup, model, outcomes)
 
 
-def _run_in_prefix_order(setup: JobSetup, job: JobFolder, planner: Planner, generation: _Generation) -> None:
-    """Reads the input once to sort all requests, generates them in prefix order, and reads it a second time to write the output."""
+def _run_in_prefix_order(
+    setup: JobSetup, job: JobFolder, planner: Planner, generation: _Generation, measured: int | None = None
+) -> None:
+    """Reads the input once to sort all requests, generates them in prefix order, and reads it a second time to write the output.
+
+    With `measured`, generates only so many, at equal distances in the order, and writes no output.
+    """
     outcomes, signals = generation.outcomes, generation.signals
     outcomes.tracker.phase("planning")
     with FirstReading(setup.config, setup.source, setup.reader(job, outcomes), job, outcomes) as reading:
@@ -138,9 +166,12 @@ def _run_in_prefix_order(setup: JobSetup, job: JobFolder, planner: Planner, gene
             reading.announce(None)
         with signals.interruptible(), outcomes.run.timed("plan"):
             requests = reading.result()
-    _run_windows(requests.windows(), planner, generation, fresh=reading.fresh)
+            windows = requests.windows() if measured is None else iter([spread(requests.windows(), measured)])
+    _run_windows(windows, planner, generation, fresh=reading.fresh)
     if reading.broken is not None:
         raise reading.broken
+    if measured is not None:
+        return
     outcomes.tracker.phase("writing")
     with signals.interruptible(), outcomes.run.timed("write"):
         write_output(setup.source, job, reading.fingerprint, outcomes, read_rows=setup.config.limits.read_rows)
@@ -373,12 +404,13 @@ def _finish_job(job: Store, setup: JobSetup, model: _Model, outcomes: Outcomes) 
     )
 
 
-def _keep_stopped(job: Store, config: JobConfig, model: _Model) -> None:
-    """Keeps the results and the figures of a run that stops early."""
+def _keep_stopped(job: Store, config: JobConfig, model: _Model) -> dict[str, Any]:
+    """Keeps the results and the figures of a run that stops early. Returns the figures."""
     job.flush()
     stats = model.figures(job.previous)
     job.save_stats(stats)
     write_stats(config.stats, stats)
+    return stats
 
 
 def _already_finished(command: JobCommand, stats: dict[str, Any], chat: bool, shard: str = "") -> JobReport:

@@ -15,6 +15,7 @@ import gc
 import io
 import json
 import logging
+import shutil
 import signal
 import sys
 import urllib.request
@@ -105,6 +106,15 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_chat_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model with a chat template."""
     return save_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-chat", chat=True)
+
+
+@pytest.fixture(autouse=True)
+def step_costs_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Each test begins without costs of steps, and leaves none to the user's cache."""
+    folder = tmp_path_factory.getbasetemp() / "step-costs-of-a-test"
+    shutil.rmtree(folder, ignore_errors=True)
+    monkeypatch.setattr("batchgen.devices.opening.cache_folder", lambda: folder)
+    return folder
 
 
 @pytest.fixture

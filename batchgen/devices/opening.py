@@ -107,7 +107,14 @@ def costs_file(model: ModelConfig, hf_config: Any, config: EngineConfig, threads
     key = {
         "batchgen": __version__,
         "model": {name: value for name, value in hf_config.to_dict().items() if name not in NO_SETTINGS},
-        "type": [model.dtype, str(getattr(hf_config, "dtype", None)), model.quantize, packed.name if packed else ""],
+        "type": [
+            model.dtype,
+            str(getattr(hf_config, "dtype", None)),
+            model.quantize,
+            packed.name if packed else "",
+            model.weights,
+            model.weight_memory,
+        ],
         "task": [model.embed, model.classify],
         "device": [device_identity(device)[0], model.device_map],
         "processor": [isa.processor(), isa.instruction_set(), threads] if device.type == "cpu" else [],

@@ -1,21 +1,21 @@
 """Runs the scheduler outside an engine. Integers only.
 
-`batchgen plan` runs a job's steps without a model, to find how many state slots they take. Checks run the steps of a few prompts, with given
+`batchgen plan` runs a job's steps without a model, to find how many state slots and how much time they take. Checks run the steps of a few prompts, with given
 tokens, to compare ways of computing them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.request import Leaf, Request, TokenArray, leaves_of
 from batchgen.sampling_params import SamplingParams
-from batchgen.scheduling.batch import Limits, ScheduledBatch, StepOutput
+from batchgen.scheduling.batch import Limits, ScheduledBatch, StepOutput, StepSize
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.block_pool import BlockPool
 from batchgen.scheduling.scheduler import Scheduler, StepLoop
-from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span
+from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span, Stops
 from batchgen.scheduling.waiting import Policy
 
 MAX_STEPS = 20_000
@@ -25,14 +25,23 @@ Launch = Callable[[ScheduledBatch], Callable[[], Sequence[int]]]
 
 
 class Rehearsal:
-    """A job's scheduler with the sizes that its engine will have. Every completion is as long as it may be."""
+    """A job's scheduler with the sizes that its engine will have, and without a model."""
 
-    def __init__(self, limits: Limits, block_size: int, num_blocks: int, num_state_slots: int, policy: Policy) -> None:
-        """`num_state_slots` is at least two."""
-        self._state_slots = BlockPool(num_state_slots)
+    def __init__(
+        self,
+        limits: Limits,
+        block_size: int,
+        num_blocks: int,
+        num_state_slots: int,
+        policy: Policy,
+    ) -> None:
+        """`num_state_slots` is 0 for a model without states, else at least two."""
+        self._state_slots = BlockPool(num_state_slots) if num_state_slots else None
         self._blocks = BlockManager(BlockPool(num_blocks), block_size, state_slots=self._state_slots)
-        self._scheduler = Scheduler(self._blocks, limits, _FixedLength, policy)
-        self._loop = StepLoop(self._scheduler, _Launcher(_no_model), ahead=0)
+        self.stops: Callable[[Request], Stops] = FixedLength
+        """Makes what ends a completion. By default each is as long as it may be."""
+        self.scheduler = Scheduler(self._blocks, limits, lambda request: self.stops(request), policy)
+        self._loop = StepLoop(self.scheduler, _Launcher(_no_model), ahead=0)
         self._spans = 0
         """Nodes of all windows so far."""
         self._steps = 0
@@ -40,25 +49,38 @@ class Rehearsal:
     @property
     def peak_state_slots(self) -> int:
         """The most state slots in use at once so far, those of nodes that are kept for later windows included."""
-        return self._state_slots.peak_used
+        return self._state_slots.peak_used if self._state_slots else 0
 
-    def run(self, leaves: Sequence[Leaf], plan: PrefixPlan) -> None:
-        """Runs a window until the peak cannot rise any more. `leaves` and `plan`: see `Engine.add`."""
-        scheduler = self._scheduler
+    def find_peak(self, leaves: Sequence[Leaf], plan: PrefixPlan) -> None:
+        """Runs a window until the peak of state slots cannot rise any more. `leaves` and `plan`: see `Engine.add`."""
+        assert self._state_slots is not None
+        self._spans += len(plan.nodes)
+        possible = min(self._state_slots.num_blocks, min(self.scheduler.limits.batch_size, len(leaves)) + self._spans)
+        steps = self.run(leaves, plan, MAX_STEPS - self._steps if self.peak_state_slots < possible else 0)
+        for _ in steps:
+            self._steps += 1
+            if self.peak_state_slots >= possible:
+                steps.close()
+
+    def run(self, leaves: Sequence[Leaf], plan: PrefixPlan, max_steps: int) -> Generator[StepSize, None, None]:
+        """Runs a window and yields the size of each step, of `max_steps` at most. Rows that do not fit the memory are left out."""
         ordered = [leaves[i] for i in plan.order]
         room = self._blocks.pool.num_blocks
-        unfit = [i for i, leaf in enumerate(ordered) if self._blocks.blocks_for(leaf.max_kv_tokens) > room]
-        self._spans += len(plan.nodes)
-        possible = min(self._state_slots.num_blocks, min(scheduler.limits.batch_size, len(ordered)) + self._spans)
-        if self.peak_state_slots >= possible or self._steps >= MAX_STEPS:
+        ended = [
+            i for i, leaf in enumerate(ordered) if leaf.ended or self._blocks.blocks_for(leaf.max_kv_tokens) > room
+        ]
+        if max_steps <= 0:
             return
-        scheduler.load(ordered, plan, unfit)
-        while scheduler.unfinished and self.peak_state_slots < possible and self._steps < MAX_STEPS:
-            for _ in self._loop.step():
-                pass
-            self._steps += 1
-        scheduler.abandon()
-        scheduler.take_freed()
+        self.scheduler.load(ordered, plan, ended)
+        try:
+            while self.scheduler.unfinished and max_steps > 0:
+                for _ in self._loop.step():
+                    pass
+                max_steps -= 1
+                yield from self._loop.landed
+        finally:
+            self.scheduler.abandon()
+            self.scheduler.take_freed()
 
 
 def scheduler_of(
@@ -85,7 +107,7 @@ def scheduler_of(
     state_slots = BlockPool(num_state_slots) if num_state_slots else None
     manager = BlockManager(BlockPool(blocks), block_size, sliding_window, 0, state_slots)
     limits = Limits(len(prompts), max(prefill_tokens, len(prompts)), prefill_tokens)
-    scheduler = Scheduler(manager, limits, _FixedLength)
+    scheduler = Scheduler(manager, limits, FixedLength)
     plan = plan_prefixes(prompts, block_size, share=share)
     scheduler.load([leaves[i] for i in plan.order], plan)
     return scheduler
@@ -109,14 +131,15 @@ def run_steps(scheduler: Scheduler, launch: Launch, ahead: int = 0) -> None:
         pass
 
 
-class _FixedLength:
+class FixedLength:
     """Ends a completion at its length (`sequence.Stops`)."""
 
     text = reasoning = None
     reasoning_tokens = 0
 
-    def __init__(self, request: Request) -> None:
-        self._left = request.max_tokens
+    def __init__(self, request: Request, length: int | None = None) -> None:
+        """The length is `request.max_tokens` if none is given."""
+        self._left = length or request.max_tokens
 
     def append(self, token: int) -> str | None:
         self._left -= 1

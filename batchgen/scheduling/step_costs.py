@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.process.user_cache import replaced
-from batchgen.scheduling.batch import StepSize
+from batchgen.scheduling.batch import Limits, StepSize
 
 Matrix = NDArray[np.float64]
 
@@ -27,7 +27,7 @@ OCTAVES = 16
 """The curve over tokens has knots at 0, 1, 2, 4, … up to 2^OCTAVES, and goes on straight."""
 KEPT = 8
 """Steps that are kept of each kind."""
-MIN_STEPS = 4
+MIN_STEPS = 2
 """Steps without which nothing is known."""
 MEASURED = 1 << 16
 """Measured steps that wait for the next estimate; older ones are forgotten."""
@@ -82,6 +82,12 @@ class StepCosts:
         if size.logit_rows:
             seconds += self._any_row + self._row * size.logit_rows
         return seconds + self._key * size.keys + self._pair * size.pairs
+
+    def rates(self, limits: Limits) -> tuple[float, float]:
+        """Returns the seconds of a prompt token and of a completion token in full steps, without those for keys: rates to compare work by."""
+        tokens, batch = limits.max_batch_tokens, limits.batch_size
+        prefill = self.seconds(StepSize(2 * tokens, 0, 0, 0)) - self.seconds(StepSize(tokens, 0, 0, 0))
+        return prefill / tokens, self.seconds(StepSize(batch, batch, 0, 0)) / batch
 
     def save(self) -> None:
         """Writes the steps to the file, if their number has grown by a quarter since the last time. Steps of the same kinds that others have

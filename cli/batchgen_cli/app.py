@@ -81,7 +81,7 @@ def _main_options(
 def run_command(arguments: Sequence[str] | None = None) -> None:
     """Runs the command and exits with its code. A wrong command line is reported in one line."""
     _wait_asleep()
-    arguments = _with_ray_address(sys.argv[1:] if arguments is None else list(arguments))
+    arguments = _with_values(sys.argv[1:] if arguments is None else list(arguments))
     as_json = wants_json(arguments)
 
     def command() -> int:
@@ -108,15 +108,19 @@ def parser() -> Any:
     return typer.main.get_command(app)
 
 
-_RAY_ADDRESS = re.compile(r"auto|local|ray://.*|[^/\s-][^/\s]*:\d+")
+_ALONE = {
+    "--ray": (re.compile(r"auto|local|ray://.*|[^/\s-][^/\s]*:\d+"), "auto"),
+    "--measure": (re.compile(r"\d+"), "32"),
+}
+"""Options that may stand alone: what their value looks like, and the value that they have then."""
 
 
-def _with_ray_address(arguments: list[str]) -> list[str]:
-    """`--ray` may stand alone: it is `--ray auto` unless an address follows."""
+def _with_values(arguments: list[str]) -> list[str]:
+    """Gives the options of `_ALONE` that stand alone their values."""
     found: list[str] = []
     for argument, following in zip(arguments, (*arguments[1:], ""), strict=False):
-        alone = argument == "--ray" and not _RAY_ADDRESS.fullmatch(following)
-        found.append("--ray=auto" if alone else argument)
+        value, default = _ALONE.get(argument, (None, ""))
+        found.append(argument if value is None or value.fullmatch(following) else f"{argument}={default}")
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 
 from batchgen.errors import UsageError
 from batchgen.options import whole_number
+from batchgen.progress import rounded_duration
 from batchgen.stats import counted
 from batchgen.stats import size_text as size
 from batchgen_cli.models import memory_lines
@@ -37,11 +39,17 @@ def plan(**given: Any) -> int:
     """
     display = build(Display, given)
     config = job_config(given)
-    shards = _shards(given.get("shards"))
+    shards, rows = _count("--shards", given.get("shards")), _count("--measure", given.get("measure"))
     from batchgen.dry_run import plan_job  # after the options are known to be good: it takes half a second
 
     with progress_for(display) as shown:
-        report = plan_job(config, shown, shards=shards, write_template=given.get("write_template"))
+        measured = None
+        if rows is not None:
+            from batchgen.job import measure_job
+
+            measured = measure_job(config, rows, shown)
+            config = replace(config, overwrite=False)  # the measured rows stay
+        report = plan_job(config, shown, shards=shards, write_template=given.get("write_template"), measured=measured)
     if given.get("as_json"):
         write_answer(json.dumps(report.as_dict(), ensure_ascii=False))
     else:
@@ -56,20 +64,27 @@ _WRITE = typer.Option(
     help="Write the template in the order that shares the most prompt tokens.",
     show_default="",
 )
+_MEASURE = typer.Option(
+    "--measure",
+    metavar="[ROWS]",
+    help="Load the model and run a few rows from all over the job (32), to say how long it takes. The run uses their results.",
+    show_default="",
+)
 plan.__signature__ = Signature(  # type: ignore[attr-defined]
     [
         *job_parameters(),
         Parameter("as_json", Parameter.KEYWORD_ONLY, annotation=AsJson, default=False),
         Parameter("shards", Parameter.KEYWORD_ONLY, annotation=Annotated[str | None, _SHARDS], default=None),
+        Parameter("measure", Parameter.KEYWORD_ONLY, annotation=Annotated[str | None, _MEASURE], default=None),
         Parameter("write_template", Parameter.KEYWORD_ONLY, annotation=Annotated[str | None, _WRITE], default=None),
     ]
 )
 
 
-def _shards(text: str | None) -> int | None:
-    count = None if text is None else whole_number("--shards", text)
+def _count(option: str, text: str | None) -> int | None:
+    count = None if text is None else whole_number(option, text)
     if count is not None and count < 1:
-        raise UsageError(f"--shards must be at least 1, not {count}")
+        raise UsageError(f"{option} must be at least 1, not {count}")
     return count
 
 
@@ -120,6 +135,7 @@ def plan_lines(report: PlanReport) -> list[str]:
             f"{'in ' + counted(len(shares), 'shard'):<18} {counted(again, 'prompt token')} {'is' if again == 1 else 'are'} run again "
             f"({again / max(1, f.prefill_tokens_min):.2%} of those to be prefilled); the largest shard is {max(shares):.1%} of the work"
         )
+    lines += [f"{name:<18} {text}" for name, text in time_lines(report)]
     if report.advice is not None:
         lines.append(f"advice             {report.advice.text}")
     if report.failures:
@@ -132,3 +148,40 @@ def plan_lines(report: PlanReport) -> list[str]:
             f"{'  ' * (line.level + 1)}{line.tokens:,} × {line.rows:,}  {json.dumps(text, ensure_ascii=False)}"
         )
     return lines
+
+
+def time_lines(report: PlanReport) -> list[tuple[str, str]]:
+    """Returns what is known of the time that a job takes, as names and texts."""
+    lines = []
+    if (measured := report.measured) is not None:
+        tokens = f", {measured.completion_tokens_per_s:,.0f} completion tokens/s" if measured.completion_tokens else ""
+        lines.append(
+            (
+                "measured",
+                f"{counted(measured.rows, 'row')} in {duration(measured.seconds)}: {measured.rows_per_s:.3g} rows/s{tokens}; the run keeps their results",
+            )
+        )
+    if (lengths := report.lengths) is not None:
+        lines.append(
+            (
+                "lengths",
+                f"{lengths.mean:,.0f} tokens on average, half at most {lengths.half:,}, 9 in 10 at most {lengths.most:,}, the longest {lengths.max:,} ({counted(lengths.completions, 'completion')} so far)",
+            )
+        )
+    estimate = report.estimate
+    if estimate is None:
+        lines.append(
+            ("time", "not known: no steps of this model on this machine were measured yet (--measure does that)")
+        )
+        return lines
+    low, seconds, high = (duration(s) for s in (estimate.low, estimate.seconds, estimate.high))
+    rows = f"to generate {counted(estimate.rows, 'row')}"
+    if estimate.lengths == "max_tokens":
+        text = f"at most about {seconds} {rows} (at least {low}): how long completions get is not known (--measure runs a few rows)"
+    else:
+        text = f"about {seconds} {rows} (between {low} and {high})"
+    return [*lines, ("time", text)]
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else rounded_duration(seconds)

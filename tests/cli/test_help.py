@@ -104,7 +104,7 @@ def test_every_field_of_the_configuration_is_an_option_but_these():
 
 
 def test_plan_takes_every_option_of_run():
-    assert {p.name for p in COMMANDS["plan"].params} == {*RUN, "as_json", "shards", "write_template"}
+    assert {p.name for p in COMMANDS["plan"].params} == {*RUN, "as_json", "measure", "shards", "write_template"}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -8,6 +8,9 @@ import pytest
 
 ROOT = "All rows begin with this text, which is more than a chunk. "
 GROUPS = ["The first group goes on like this. ", "The second one has other words here. "]
+TIME_UNKNOWN = (
+    "time               not known: no steps of this model on this machine were measured yet (--measure does that)"
+)
 
 
 @pytest.fixture
@@ -33,6 +36,7 @@ def test_the_plan_is_told_in_lines(cli, source, tiny_model_dir, monkeypatch):
         "KV for a batch     120.0 KiB; a run holds a batch of rows",
         "KV for all rows    120.0 KiB (unshared: 256.0 KiB) if all ran at once, each to its full length",
         "KV for longest row 32.0 KiB; with less KV memory that row fails",
+        TIME_UNKNOWN,
         "",
         "the prefixes that save the most (tokens × rows):",
         '  64 × 8  "<|begin|>All rows begin with this text, which i…"',
@@ -49,7 +53,7 @@ def test_the_plan_is_one_json_object(cli, source, tiny_model_dir):
         "schema", "rows", "rows_failed", "rows_equal", "windows", "prompt_tokens", "prefill_tokens_min", "shared_fraction",
         "prefix_nodes", "groups", "grouped_rows", "weight_bytes", "memory", "kv_bytes_per_token", "kv_bytes_shared",
         "kv_bytes_unshared", "kv_bytes_batch", "kv_bytes_least", "state_bytes_per_sequence", "state_bytes_peak", "tree", "largest_groups",
-        "shards", "advice", "failures",
+        "shards", "advice", "measured", "lengths", "estimate", "failures",
     ]  # fmt: skip
     assert (plan["schema"], plan["prefill_tokens_min"], plan["groups"]) == ("batchgen.plan/1", 136, 2)
     assert plan["tree"][1] == {
@@ -62,8 +66,9 @@ def test_rows_that_cannot_be_run_and_windows_are_told(cli, write_jsonl, tiny_cha
     source = write_jsonl([{"prompt": "a"}, "junk", {"prompt": "b"}])
     out = cli("plan", source, "-m", tiny_chat_model_dir, "--window", "2", "-q").out.splitlines()
     assert out[0] == "rows               3 (1 would fail), through the chat template"
-    assert out[-4:] == [
+    assert out[-5:] == [
         "windows            2; memory is that of the largest one, and the tree is that of the first one",
+        TIME_UNKNOWN,
         "",
         "the first rows that would fail:",
         f"  {source}:2: invalid_row: not JSON: Expecting value at column 1",

@@ -495,13 +495,18 @@ def read_results(folder: Path) -> Iterator[Result]:
 
     Another process may be running the job. Ends early if the database cannot be read now.
     """
+    for _, result in read_keyed_results(folder):
+        yield result
     with suppress(sqlite3.Error, UnicodeDecodeError), closing(_read_only(folder)) as db:
-        for _, result in _read_all(db):
+        yield from filter(None, _read_failed(db))
+
+
+def read_keyed_results(folder: Path) -> Iterator[tuple[bytes, Result]]:
+    """Yields those of rows that became requests, with their keys (`read_results`)."""
+    with suppress(sqlite3.Error, UnicodeDecodeError), closing(_read_only(folder)) as db:
+        for key, result in _read_all(db):
             if result is not None:
-                yield result
-        for result in _read_failed(db):
-            if result is not None:
-                yield result
+                yield key, result
 
 
 def _read_only(folder: Path) -> sqlite3.Connection:

@@ -148,6 +148,20 @@ def _in_batches(ordered: list[Request], limits: InputLimits) -> Iterator[_Batch]
         yield _Batch(batch, [sort_key(r) for r in batch])
 
 
+def spread(windows: Iterable[list[Request]], count: int) -> list[Request]:
+    """Returns `count` requests, or all if there are not as many, at about equal distances in the order. Holds at most twice as many."""
+    chosen: list[Request] = []
+    step, number = 1, 0
+    for window in windows:
+        for request in in_window_order(window):
+            if number % step == 0:
+                chosen.append(request)
+            if len(chosen) == 2 * count:
+                chosen, step = chosen[::2], 2 * step
+            number += 1
+    return [chosen[i * len(chosen) // count] for i in range(count)] if len(chosen) > count else chosen
+
+
 def write_requests(path: Path, requests: Iterable[Request], limits: InputLimits) -> str:
     """Writes requests to a new file, in their order. Returns the digest of the file, which is on disk then."""
     with writing(path.parent), closing(DigestFile(path)) as file:

@@ -1,0 +1,98 @@
+"""How long a job takes: runs its steps without a model and adds up what they cost. Knows token ids, not rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchgen.prefix import plan_prefixes
+from batchgen.request import Request, leaves_of
+from batchgen.scheduling.rehearsal import FixedLength, Rehearsal
+from batchgen.scheduling.step_costs import StepCosts
+
+MAX_STEPS = 1000
+"""Steps that are run. The time of the others is estimated from these, by the tokens that they have."""
+COST_ERROR = 0.15
+"""What the costs of steps add to the range of an estimate, as a part of it."""
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """How long the rows that have no result yet will take, from the moment when the model is loaded."""
+
+    seconds: float
+    low: float
+    high: float
+    rows: int
+    """Number of these rows."""
+    lengths: str
+    """What the lengths of completions are taken from: `rows`, those that the job has finished; `max_tokens`, which are upper limits; or
+    `none`, because nothing is generated."""
+
+
+class Lengths:
+    """The lengths of completions to expect, from those of finished rows."""
+
+    def __init__(self, ends: Iterable[tuple[int, bool]] = ()) -> None:
+        """`ends`: of each finished completion, its number of tokens and whether `max_tokens` has cut it."""
+        self._ends = sorted(ends)
+        self.tokens = np.array([tokens for tokens, _ in self._ends], dtype=np.int64)
+        """In ascending order."""
+
+    def of(self, request: Request, number: int) -> int:
+        """Returns the length of the completions of the request of this number. The lengths of finished rows take turns, in their proportions."""
+        if not self._ends:
+            return request.max_tokens
+        # Multiples of the golden ratio lie evenly in any part of a job.
+        tokens, cut = self._ends[int((number + 0.5) * _GOLDEN % 1 * len(self._ends))]
+        return request.max_tokens if cut else min(tokens, request.max_tokens)
+
+    @property
+    def error(self) -> float:
+        """The standard error of their mean, as a part of it."""
+        count = len(self.tokens)
+        return float(self.tokens.std() / self.tokens.mean() / math.sqrt(count)) if count else 0.0
+
+
+class Duration:
+    """Adds up the time of a job's windows."""
+
+    def __init__(self, costs: StepCosts, rehearsal: Rehearsal, lengths: Lengths, devices: int = 1) -> None:
+        """`rehearsal` ends completions by `stops`."""
+        self._costs, self._rehearsal, self._lengths, self._devices = costs, rehearsal, lengths, devices
+        rehearsal.stops = lambda request: FixedLength(request, self._expected[request])
+        self._expected: dict[Request, int] = {}
+        self._steps_left = MAX_STEPS
+        self._seconds = 0.0
+        self._prefill = self._decode = self._rows = 0
+        """Of all windows: tokens of prompts and texts to run, tokens to generate, rows."""
+
+    def add(self, requests: Sequence[Request], chunk_size: int, *, share: bool) -> None:
+        """Adds a window."""
+        leaves = leaves_of(requests)
+        plan = plan_prefixes([leaf.tokens for leaf in leaves], chunk_size, share=share)
+        self._expected = {r: self._lengths.of(r, number) for number, r in enumerate(requests, self._rows)}
+        self._rows += len(requests)
+        self._prefill += plan.prefill_tokens_min
+        self._decode += sum(0 if r.texts else r.leaves * length for r, length in self._expected.items())
+        for size in self._rehearsal.run(leaves, plan, self._steps_left):
+            self._seconds += self._costs.seconds(size)
+            self._steps_left -= 1
+
+    def estimate(self) -> Estimate:
+        """Returns the time of all windows. Its range has the errors of costs and lengths; completions of unknown length may all be short."""
+        counts = self._rehearsal.scheduler.counts
+        prefill, decode = self._costs.rates(self._rehearsal.scheduler.limits)
+        ran = prefill * (counts.prefill_tokens + counts.scored_tokens) + decode * counts.decode_sequences
+        whole = prefill * self._prefill + decode * self._decode
+        seconds = self._seconds * max(1.0, whole / ran if ran else 1.0) / self._devices
+        generating = decode * self._decode / whole if whole else 0.0
+        known = len(self._lengths.tokens) > 0 or not self._decode
+        error = math.hypot(COST_ERROR, 2 * generating * self._lengths.error)
+        low = seconds * (1 if known else 1 - generating) * max(0.0, 1 - error)
+        basis = "none" if not self._decode else "rows" if known else "max_tokens"
+        return Estimate(round(seconds, 3), round(low, 3), round(seconds * (1 + error), 3), self._rows, basis)
