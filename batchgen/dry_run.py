@@ -46,7 +46,7 @@ from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.tokenizer import text_config
 from batchgen.recording import tree_record
 from batchgen.records import DatasetChoice, Input, Row, RowStream, open_input, window_rows
-from batchgen.records.output import job_path
+from batchgen.records.output import id_digest, job_path, own_id
 from batchgen.report import ReportPage, check_report_file, report_plan
 from batchgen.request import Request, TokenArray, leaves_of
 from batchgen.result import Result
@@ -428,7 +428,14 @@ class _PlanBuilder:
                 if len(self.failures) < FAILURES_KEPT:
                     self.failures.append(failure_line(result, row.source))
         requests = [row for row in built if isinstance(row, Request)]
-        keys = self._row_keys.keys([r.key for r in requests], [None] * len(requests), [r.is_sampled for r in requests])
+        openai = self.config.output_format == "openai"
+        own = [
+            own_id(row, self.config.id_column, openai=openai)
+            for row, r in zip(rows, built, strict=True)
+            if isinstance(r, Request)
+        ]
+        ids = [None if value is None else id_digest(value) for value in own]
+        keys = self._row_keys.keys([r.key for r in requests], ids, [r.is_sampled for r in requests])
         equal = [r for r, (_, is_equal) in zip(requests, keys, strict=True) if is_equal]
         self.equal += len(equal)
         self._equal_tokens += sum(len(r.tokens) for r in equal)

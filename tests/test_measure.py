@@ -24,6 +24,7 @@ KINDS = {
     "several": {"sampling": SamplingParams(max_tokens=6, temperature=1.0, n=3)},
     "labels": {"sampling": SamplingParams(choices=("yes", "no"))},
     "scores": {"prompts": PromptConfig(score=True, completion_column="prompt")},
+    "own ids": {"sampling": SamplingParams(max_tokens=10, temperature=1.0), "id_column": "prompt"},
     "windows": {"window": 8},
     "as they finish": {"order": "done"},
 }

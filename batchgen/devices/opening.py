@@ -112,8 +112,6 @@ def costs_file(model: ModelConfig, hf_config: Any, config: EngineConfig, threads
             str(getattr(hf_config, "dtype", None)),
             model.quantize,
             packed.name if packed else "",
-            model.weights,
-            model.weight_memory,
         ],
         "task": [model.embed, model.classify],
         "device": [device_identity(device)[0], model.device_map],
