@@ -159,7 +159,7 @@ class Speculator:
 
     def _read(self, seq: GenerationSequence) -> None:
         if seq not in self._texts:
-            prompt = seq.request.tokens
+            prompt = seq.request.text_tokens
             self._texts[seq] = OutputText(prompt), PromptText(prompt)
         text = self._texts[seq][0]
         text.tokens += seq.generated[len(text.tokens) - text.start :]
