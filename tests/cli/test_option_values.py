@@ -7,7 +7,7 @@ import typer.main
 
 from batchgen.config import JobConfig, ModelConfig
 from batchgen.options import json_schema_file
-from batchgen_cli.app import _with_ray_address, app
+from batchgen_cli.app import _with_values, app
 from batchgen_cli.options import job_config
 
 
@@ -66,10 +66,13 @@ def test_a_schema_is_that_of_its_file_blanks_apart(tmp_path):
         ("--ray ray://head:10001", ["--ray", "ray://head:10001"]),
         ("--ray local", ["--ray", "local"]),
         ("--ray=10.0.0.1:6379", ["--ray=10.0.0.1:6379"]),
+        ("--measure", ["--measure=32"]),
+        ("--measure 8 rows.jsonl", ["--measure", "8", "rows.jsonl"]),
+        ("--measure rows.jsonl", ["--measure=32", "rows.jsonl"]),
     ],
 )
-def test_the_address_of_a_cluster_may_be_left_out(given, taken):
-    assert _with_ray_address(given.split()) == taken
+def test_the_address_of_a_cluster_and_the_rows_to_measure_may_be_left_out(given, taken):
+    assert _with_values(given.split()) == taken
 
 
 def test_without_the_package_ray_says_how_to_install_it(cli, tiny_model_dir, write_jsonl, monkeypatch):

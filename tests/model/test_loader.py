@@ -113,6 +113,7 @@ def test_on_cuda_weights_are_loaded_directly_to_the_device(tiny_model_dir, accel
 @pytest.mark.parametrize(("fast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_dtype_auto_is_that_of_the_checkpoint_or_float32_if_that_is_faster(folder, monkeypatch, fast, dtype):
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    isa.instruction_set()  # is remembered, so it must not be that of the processor below
     monkeypatch.setattr(isa, "has_bfloat16", lambda: fast)
     monkeypatch.setattr(isa, "features", lambda: frozenset({"avx2"}))
     model = load(folder, compile="off")

@@ -64,6 +64,8 @@ def test_the_dtype_is_the_requested_one_or_that_of_the_checkpoint(option, own, d
 def machine(monkeypatch):
     """Pretends that the machine has another processor and so many bytes of memory."""
 
+    loader.isa.instruction_set()  # is remembered, so it must not be that of the processor below
+
     def pretend(*, memory=GIB, bfloat16=False, features=frozenset({"avx2"})):
         sizes = {"SC_PHYS_PAGES": memory // 4096, "SC_PAGE_SIZE": 4096}
         monkeypatch.setattr(loader.os, "sysconf", sizes.__getitem__)
