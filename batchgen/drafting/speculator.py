@@ -25,16 +25,20 @@ LONGEST = 24
 """Maximum number of draft tokens of a sequence in a step."""
 MAX_DRAFTS = 512
 """Maximum number of draft tokens in a step: each needs a row of logits."""
-GAIN = 1.03
+GAIN = 1.05
 """Drafts must promise to be faster by this factor: costs and chances are estimates."""
 HOPE = 0.95
 """The best chance that is expected of drafts before any are searched."""
 SHARE = 0.01
 """Largest share of the time that searches in vain take."""
+LEARNING = 0.05
+"""Share of the time of the steps with drafts in which outputs are added to the index."""
 MAX_REST = 64
 """Steps at most until it is worked out again whether drafts pay, if they did not."""
 RECENT = 256
 """Finished outputs that are kept while drafts do not pay, to learn from them when they do."""
+TRIAL = 12
+"""Steps with drafts after which it is checked whether they were faster than steps without."""
 MIN_CHANCE = 0.2
 """Drafts that are less likely to be accepted are not followed further."""
 
@@ -54,6 +58,7 @@ class Speculator:
         self._recent: deque[GenerationSequence] = deque(maxlen=RECENT)
         self._made: dict[GenerationSequence, Draft] = {}
         self._resting = (0, 0)  # steps that are left, and the spans of the step in which drafts could not pay
+        self._trial = Trial()
         self.drafted = dict.fromkeys(SOURCES, 0)
         self.accepted = dict.fromkeys(SOURCES, 0)
 
@@ -61,24 +66,31 @@ class Speculator:
 
     def propose(self, step: Sequence[ScheduledSpan]) -> Mapping[GenerationSequence, Sequence[int]]:
         """Returns draft tokens by sequence. See `scheduler.Drafter`."""
+        decoding = [s for s in step if isinstance(s.span, GenerationSequence) and s.span.state is State.DECODING]
+        pause = self._trial.next_step(len(decoding) if len(decoding) == len(step) else 0)
+        if pause and not ALWAYS:
+            self._resting = pause, len(step)
         self._made.clear()
         steps, spans = self._resting
         if steps and len(step) > 0.8 * spans:
             self._resting = steps - 1, spans
             return {}
-        decoding = [s for s in step if isinstance(s.span, GenerationSequence) and s.span.state is State.DECODING]
-        began = time.perf_counter()
         load = _size(decoding)
         if not self._can_pay(load):
             self._resting = MAX_REST, len(step)
             return {}
-        self._learn([s.span for s in decoding if isinstance(s.span, GenerationSequence)])
+        began = time.perf_counter()
+        self._learn(
+            [s.span for s in decoding if isinstance(s.span, GenerationSequence)], LEARNING * self._seconds(load)
+        )
         drafts = {s.span: self._draft(s.span) for s in decoding if isinstance(s.span, GenerationSequence)}
+        search = time.perf_counter() - began
         found = {seq: draft for seq, draft in drafts.items() if draft}
-        self._made = self._admitted(load, time.perf_counter() - began, found)
+        self._made = self._admitted(load, search, found)
+        self._trial.drafted = bool(self._made)
         self._chances.fade()
         # A search that was in vain is not repeated before its time is a small share of that of the steps.
-        rest = 0.0 if self._made or ALWAYS else (time.perf_counter() - began) / (SHARE * self._seconds(load))
+        rest = 0.0 if self._made or ALWAYS else search / (SHARE * self._seconds(load))
         self._resting = min(MAX_REST, int(rest)), len(step)
         return {seq: [token for token, _ in draft] for seq, draft in self._made.items()}
 
@@ -86,6 +98,7 @@ class Speculator:
         """Learns from a verified draft. See `scheduler.Drafter`."""
         seq = scheduled.span
         assert isinstance(seq, GenerationSequence)
+        self._trial.accepted += accepted
         for place, (_, kind) in enumerate(self._made[seq][: len(scheduled.drafts)]):
             self.drafted[kind.source] += 1
             if place < accepted:
@@ -146,24 +159,29 @@ class Speculator:
                         best, chance = (found, source, count), likely
         return best
 
-    def _learn(self, decoding: list[GenerationSequence]) -> None:
-        """Adds to the index what the sequences have written since the last time."""
-        while self._recent:
-            seq = self._recent.popleft()
-            self._read(seq)
-            self._texts.pop(seq, None)
+    def _learn(self, decoding: list[GenerationSequence], seconds: float) -> None:
+        """Reads what the sequences have written since the last time, and adds it to the index for so many seconds; the rest next time."""
+        until = time.perf_counter() + seconds
         for seq in decoding:
             self._read(seq)
+        for seq in decoding:
+            if time.perf_counter() > until:
+                break
+            self._outputs.add(self._texts[seq][0], _group(seq))
+        while self._recent and time.perf_counter() < until:
+            seq = self._recent.popleft()
+            self._outputs.add(self._read(seq), _group(seq))
+            del self._texts[seq]
         if len(self._texts) > 2 * len(decoding) + 64:  # of rows that were cancelled or preempted
             self._texts = {seq: self._texts[seq] for seq in decoding}
 
-    def _read(self, seq: GenerationSequence) -> None:
+    def _read(self, seq: GenerationSequence) -> OutputText:
         if seq not in self._texts:
             prompt = seq.request.text_tokens
             self._texts[seq] = OutputText(prompt), PromptText(prompt)
         text = self._texts[seq][0]
         text.tokens += seq.generated[len(text.tokens) - text.start :]
-        self._outputs.add(text, _group(seq))
+        return text
 
     # -- prices
 
@@ -210,6 +228,55 @@ class Speculator:
         for _, seq in ranked[:count]:
             admitted[seq] = admitted.get(seq, 0) + 1
         return {seq: drafts[seq][:n] for seq, n in admitted.items()}
+
+
+class Trial:
+    """Compares the steps that had drafts with those that had none, by the time that passes from one step to the next.
+
+    Costs and chances are estimates. What counts is whether tokens did come faster, so drafts that were not worth it stop for some time, and for longer each time.
+    """
+
+    def __init__(self) -> None:
+        self.drafted = False
+        """Whether the step under way has drafts."""
+        self.accepted = 0
+        """The draft tokens of the step under way that were right."""
+        self._sequences = 0
+        self._began = 0.0
+        self._plain: dict[int, float] = {}
+        """Seconds of a sequence in a step of decoding sequences without drafts, by the bits of their number."""
+        self._steps = 0
+        self._took = self._plainly = 0.0
+        """Steps with drafts since the last check, their seconds, and those of as many tokens without drafts."""
+        self._rest = MAX_REST
+
+    def next_step(self, sequences: int) -> int:
+        """Takes note that a step ends and one of `sequences` decoding sequences begins; 0 if it runs anything else.
+
+        Returns the number of steps that should have no drafts.
+        """
+        now = time.perf_counter()
+        rest = self._step_done(now - self._began) if self._sequences and self._began else 0
+        self._sequences, self._began, self.drafted, self.accepted = sequences, now, False, 0
+        first = sequences > 0 and sequences.bit_length() not in self._plain
+        return max(rest, 1) if first else rest
+
+    def _step_done(self, seconds: float) -> int:
+        bits = self._sequences.bit_length()
+        plain = self._plain.get(bits)
+        if not self.drafted:
+            each = seconds / self._sequences
+            self._plain[bits] = each if plain is None else 0.8 * plain + 0.2 * min(each, 2 * plain)
+            return 0
+        self._steps += 1
+        self._took += seconds
+        self._plainly += (self._sequences + self.accepted) * (plain or 0.0)
+        if self._steps < TRIAL:
+            return 0
+        paid = self._took * GAIN < self._plainly
+        self._steps, self._took, self._plainly = 0, 0.0, 0.0
+        self._rest = MAX_REST if paid else min(2 * self._rest, 8 * MAX_REST)
+        return 0 if paid else self._rest
 
 
 def _counts(most: int) -> list[int]:

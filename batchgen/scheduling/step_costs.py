@@ -1,7 +1,7 @@
 """What a step costs: seconds from its size, learned from the steps that have run. numpy only.
 
 Steps are kept by kind, the newest few of each, so that many steps of one kind do not outweigh the others, and one slow step is one of
-many. The model is fitted to them when it is asked, no more often than their number grows by a quarter: a constant, a curve over the number
+many. The model is fitted to them when it is asked, no more often than the number of measured ones grows by half: a constant, a curve over the number
 of tokens that is linear between powers of two and nowhere falls, and parts that are linear in rows of logits, keys and pairs.
 """
 
@@ -54,8 +54,8 @@ class StepCosts:
         """Number of measured steps that were taken in, now and when they were saved last."""
         self._kinds: dict[tuple[int, ...], deque[tuple[StepSize, float]]] = {}
         self._num_steps = 0
-        self._fit_at = MIN_STEPS
-        """Number of steps at which the next fit is due."""
+        self._fit_at = 0
+        """Number of measured steps at which the next fit is due."""
         self._curve: list[float] = []
         """Seconds at the knots; empty before the first fit."""
         self._slopes: list[float] = []
@@ -73,7 +73,7 @@ class StepCosts:
         """Returns the estimated seconds of a step; 0.0 if nothing is `known`."""
         if self.measured:
             self._take_in()
-        if self._num_steps >= self._fit_at:
+        if self._num_steps >= MIN_STEPS and self._new >= self._fit_at:
             self._fit()
         if not self._curve:
             return 0.0
@@ -127,7 +127,7 @@ class StepCosts:
 
     def _fit(self) -> None:
         """Least squares of relative errors, in which outliers count less and no part is negative."""
-        self._fit_at = self._num_steps * 5 // 4 + 1
+        self._fit_at = self._new * 3 // 2 + MIN_STEPS
         sizes, seconds = zip(*self._steps(), strict=True)
         measured = np.array(seconds)
         parts = _parts(sizes)

@@ -12,7 +12,7 @@ import pytest
 from batchgen import LLM, EngineConfig, JobConfig, SamplingParams, run_job
 from batchgen.drafting import speculator as module
 from batchgen.drafting.chances import Chances, DraftKind
-from batchgen.drafting.speculator import LONGEST, MAX_REST, Speculator
+from batchgen.drafting.speculator import LONGEST, MAX_REST, TRIAL, Speculator, Trial
 from batchgen.engine.engine import Engine
 from batchgen.request import Request, leaves_of
 from batchgen.scheduling.batch import ScheduledSpan, StepSize
@@ -33,6 +33,12 @@ class Prices:
     def seconds(self, size: StepSize) -> float:
         self.asked += 1
         return 1 + self.each * size.tokens
+
+
+@pytest.fixture
+def estimates_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What steps really take does not count."""
+    monkeypatch.setattr(Trial, "next_step", lambda self, sequences: 0)
 
 
 def decoding(count: int, generated: list[int], max_tokens: int = 100) -> list[ScheduledSpan]:
@@ -58,12 +64,33 @@ def speculator(each: float = 0.001, forced: tuple[int, ...] = ()) -> Speculator:
     return Speculator(Prices(each), lambda _: forced)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("seconds", "rests"), [(1.2, [0, 0]), (2.5, [MAX_REST * 2, MAX_REST * 4])])
+def test_drafts_that_did_not_make_tokens_come_faster_rest_longer_each_time(
+    seconds: float, rests: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight sequences take a second without drafts; with drafts, each gets two tokens in a step."""
+    now, trial = [1.0], Trial()
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    assert trial.next_step(8) == 1  # nothing is known about steps without drafts
+    now[0] += 1.0
+    assert trial.next_step(8) == 0
+    for rest in rests:
+        given = []
+        for _ in range(TRIAL):
+            trial.drafted, trial.accepted = True, 8
+            now[0] += seconds
+            given.append(trial.next_step(8))
+        assert given == [0] * (TRIAL - 1) + [rest]
+
+
+@pytest.mark.usefixtures("estimates_alone")
 def test_a_completion_that_copies_its_prompt_is_drafted_from_it() -> None:
     step = decoding(2, PROMPT[4:12])
     drafts = speculator().propose(step)
     assert [list(drafts[s.span])[:5] for s in step] == [PROMPT[12:17]] * 2  # type: ignore[index]
 
 
+@pytest.mark.usefixtures("estimates_alone")
 def test_a_draft_is_no_longer_than_the_completion_may_become() -> None:
     (scheduled,) = decoding(1, [104, 105], max_tokens=5)
     assert list(speculator().propose([scheduled])[scheduled.span]) == [106, 107]  # type: ignore[index]
@@ -71,12 +98,14 @@ def test_a_draft_is_no_longer_than_the_completion_may_become() -> None:
     assert speculator().propose([scheduled]) == {}
 
 
+@pytest.mark.usefixtures("estimates_alone")
 def test_text_that_a_grammar_forces_comes_before_everything_else() -> None:
     (scheduled,) = decoding(1, [104, 105])
     drafts = list(speculator(forced=(1, 2, 107)).propose([scheduled])[scheduled.span])  # type: ignore[index]
     assert drafts[:3] == [1, 2, 107]
 
 
+@pytest.mark.usefixtures("estimates_alone")
 def test_rows_are_drafted_from_what_others_have_written_and_from_finished_ones() -> None:
     found = speculator()
     first, second, third = decoding(3, [1, 2, 3, 4, 5, 6, 7])
@@ -87,6 +116,7 @@ def test_rows_are_drafted_from_what_others_have_written_and_from_finished_ones()
     assert list(found.propose([third])[third.span])[:2] == [6, 7]  # type: ignore[index]
 
 
+@pytest.mark.usefixtures("estimates_alone")
 def test_nothing_is_drafted_where_a_token_more_costs_as_much_as_it_gives() -> None:
     step = decoding(20, PROMPT[4:12])
     assert speculator(each=10.0).propose(step) == {}
@@ -94,6 +124,7 @@ def test_nothing_is_drafted_where_a_token_more_costs_as_much_as_it_gives() -> No
     assert 0 < few < many <= 20 * LONGEST
 
 
+@pytest.mark.usefixtures("estimates_alone")
 def test_the_likeliest_drafts_are_admitted_first() -> None:
     step = decoding(4, [104, 105])
     forced = step[1].span
@@ -101,6 +132,7 @@ def test_the_likeliest_drafts_are_admitted_first() -> None:
     assert found.propose(step) == {forced: [1, 2, 3]}
 
 
+@pytest.mark.usefixtures("estimates_alone")
 def test_costs_are_worked_out_again_only_after_some_steps_or_with_fewer_rows() -> None:
     found, step = speculator(each=10.0), decoding(20, [104, 105])
     found.propose(step)
@@ -115,6 +147,7 @@ def test_costs_are_worked_out_again_only_after_some_steps_or_with_fewer_rows() -
     assert found._costs.asked > asked  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("estimates_alone")
 def test_drafts_that_fail_are_given_up_and_tried_again_later() -> None:
     chances, kind = Chances(), DraftKind("outputs", 4, 0, True)
     first = chances.of(kind)
@@ -129,6 +162,7 @@ def test_drafts_that_fail_are_given_up_and_tried_again_later() -> None:
     assert chances.of(kind) > 0.98
 
 
+@pytest.mark.usefixtures("estimates_alone")
 def test_chances_are_learned_up_to_the_first_wrong_token() -> None:
     found = speculator()
     (scheduled,) = decoding(1, PROMPT[4:12])
