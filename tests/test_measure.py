@@ -94,7 +94,11 @@ def one_second_a_step(config, step_costs_folder):
 def test_the_steps_of_the_plan_are_those_of_the_run(options, tiny_model_dir, write_jsonl, tmp_path, step_costs_folder):
     sampling = SamplingParams(max_tokens=10, ignore_eos=True)
     config = config_of(
-        tiny_model_dir, write_jsonl(ROWS), tmp_path / "out.jsonl", sampling=sampling, engine=EngineConfig(**options)
+        tiny_model_dir,
+        write_jsonl(ROWS),
+        tmp_path / "out.jsonl",
+        sampling=sampling,
+        engine=EngineConfig(speculate="off", **options),
     )
     steps = run_job(config).stats["steps"]
     one_second_a_step(config, step_costs_folder)

@@ -69,6 +69,7 @@ sharded = st.builds(
 @example(["train.jsonl", "test/rows.jsonl"])
 @example(["config.json", "rows.jsonl"])
 @example(["data/train-00000-of-00003.jsonl", "data/.hidden-00000-of-00002.jsonl"])
+@example(["data/my-train-00000-of-00002.jsonl"])
 def test_without_configurations_the_splits_equal_those_of_datasets(names):
     with tempfile.TemporaryDirectory() as place:
         folder = make(Path(place), [name for name in names if not any(other.startswith(f"{name}/") for other in names)])
@@ -76,7 +77,13 @@ def test_without_configurations_the_splits_equal_those_of_datasets(names):
         visible = [name for name in visible if not name.rpartition("/")[2].startswith(".")]
         if not visible:
             return
-        assert ours(folder) == theirs(folder)
+        try:
+            wanted = theirs(folder)
+        except ValueError as e:  # the package refuses shards of a split with such a name
+            if "Split name should match" not in str(e):
+                raise
+            return
+        assert ours(folder) == wanted
 
 
 names = ["en/a.jsonl", "en/b.jsonl", "en/train.jsonl", "en/test/c.jsonl", "d.jsonl", "README.jsonl", "x/.y/z.jsonl"]
