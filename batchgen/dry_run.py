@@ -20,7 +20,7 @@ from batchgen.jobs.identity import date_of_job, dtype_name
 from batchgen.jobs.order.advice import Advice, advice_for, sampled
 from batchgen.jobs.order.shares import PrefixCosts, Share
 from batchgen.jobs.order.sorted_requests import SortedRequests, bounded_windows, in_window_order
-from batchgen.jobs.order.windows import KeptPrefixes
+from batchgen.jobs.order.windows import Planned, Planner
 from batchgen.jobs.outcomes import FAILURES_KEPT, failure_line
 from batchgen.jobs.place import output_of
 from batchgen.jobs.reuse_output import read_keys
@@ -30,9 +30,7 @@ from batchgen.model.weights.sizes import MemoryTable, itemsize, memory_table
 from batchgen.prefix import (
     GroupLine,
     NodeLine,
-    Outline,
     PlanFigures,
-    PrefixPlan,
     Survey,
     merge_figures,
     plan_figures,
@@ -48,7 +46,7 @@ from batchgen.recording import tree_record
 from batchgen.records import DatasetChoice, Input, Row, RowStream, open_input, window_rows
 from batchgen.records.output import id_digest, job_path, own_id
 from batchgen.report import ReportPage, check_report_file, report_plan
-from batchgen.request import Request, TokenArray, leaves_of
+from batchgen.request import Request
 from batchgen.result import Result
 from batchgen.scheduling.duration import Duration, Estimate, Lengths
 from batchgen.scheduling.rehearsal import Rehearsal
@@ -251,10 +249,11 @@ def plan_job(
         tokenizer = load_tokenizer(config.model)
         check_architecture(tokenizer.hf_config)
         prompts = PromptBuilder(tokenizer, config.prompts, config.sampling, now=_date_of_prompts(config, source))
-        plan = _PlanBuilder(config, tokenizer, _EarlierRows(config, source))
+        size = window_rows(config, source)
+        whole = size is None and config.prompts.priority_column is None
+        plan = _PlanBuilder(config, tokenizer, _EarlierRows(config, source), whole=whole)
         sample: list[Row] = []
         tracker.phase("planning")
-        size = window_rows(config, source)
         with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
             waiting, costs = SortedRequests(Path(folder), config.limits), PrefixCosts(Path(folder))
             stream = RowStream(source.rows())
@@ -274,16 +273,14 @@ def plan_job(
             if stream.broken is not None:
                 raise stream.broken
             waiting.close()
-            depth_first = config.prompts.priority_column is None
             for requests in waiting.windows():
-                plan.add_window(requests, follow_on=depth_first)
+                plan.add_window(requests)
                 if shards is not None:
                     costs.add(in_window_order(requests))
             cuts = None if shards is None else _cuts(costs.shares(shards, config.engine.chunk_size))
         advice = advice_for(config, tokenizer, prompts.date, sample)
         tracker.show_notes([*source.notes, *prompts.notes, *filter(None, [context_note(tokenizer.hf_config)])])
-    found = plan.report(chat=prompts.chat, whole=size is None and depth_first)
-    report = replace(found, cuts=cuts, advice=advice, measured=measured)
+    report = replace(plan.report(chat=prompts.chat), cuts=cuts, advice=advice, measured=measured)
     _write_files(report, config.report, write_template, tracker)
     return report
 
@@ -362,7 +359,8 @@ class _EarlierRows:
 class _PlanBuilder:
     """Plans a job window by window and adds up the figures."""
 
-    def __init__(self, config: JobConfig, tokenizer: LoadedTokenizer, earlier: _EarlierRows) -> None:
+    def __init__(self, config: JobConfig, tokenizer: LoadedTokenizer, earlier: _EarlierRows, *, whole: bool) -> None:
+        """`whole`: windows follow each other in depth-first order."""
         self.config, self.tokenizer = config, tokenizer
         dtype = computed_dtype(config.model, tokenizer.hf_config)
         self.block_size = config.engine.block_size
@@ -376,8 +374,10 @@ class _PlanBuilder:
         self._row_keys = RowKeys()
         self.failures: list[str] = []
         self.figures = PlanFigures()
-        self._survey, self._outline = Survey(config.engine.chunk_size, TREE_NODES, GROUPS), Outline()
-        self._kept = KeptPrefixes()
+        self._whole = whole
+        engine = config.engine
+        self._planner = Planner(engine.chunk_size, share=engine.share, consecutive=whole, under_way={})
+        self._survey = Survey(engine.chunk_size, TREE_NODES, GROUPS)
         self._rehearsal = self._rehearse() if self.bytes_per_state else None
         self._earlier = earlier
         self._duration = self._timed()
@@ -445,57 +445,47 @@ class _PlanBuilder:
             if not is_equal
         ]
 
-    def add_window(self, requests: Sequence[Request], *, follow_on: bool = False) -> None:
-        """Adds a window. `follow_on`: windows follow each other in depth-first order."""
+    def add_window(self, requests: Sequence[Request]) -> None:
+        """Adds a window."""
         if not requests:
             return
         self.windows += 1
-        prompts = [r.tokens for r in requests]
-        plan = self._planned(prompts)
-        carried = self._kept.carried(plan, prompts, and_last=follow_on)
-        window = self._figures(plan, prompts, [r.max_tokens for r in requests], carried)
-        leaves = leaves_of(requests)
-        if len(leaves) > len(requests) or any(r.texts for r in requests):
-            # Memory is counted for leaves, everything else for rows.
-            tokens = [leaf.tokens for leaf in leaves]
-            stored = self._figures(
-                self._planned(tokens), tokens, [0 if leaf.request.texts else leaf.request.max_tokens for leaf in leaves]
-            )
-            window = replace(window, **{f.name: getattr(stored, f.name) for f in fields(stored) if f.name[:3] == "kv_"})
-        if self._rehearsal is not None:
-            self._rehearsal.find_peak(leaves, self._planned([leaf.tokens for leaf in leaves]))
-        lacking = [request for request in requests if request.key not in self._earlier.keys]
-        if self._duration is not None and lacking:
-            self._duration.add(lacking, self.config.engine.chunk_size, share=self.config.engine.share)
-        self.figures = merge_figures([self.figures, window])
-        if (follow_on or self.windows == 1) and self.config.engine.share:
-            for i in plan.order.tolist():
-                self._survey.add(prompts[i])
-                self._outline.add(prompts[i])
-
-    def _planned(self, prompts: Sequence[TokenArray]) -> PrefixPlan:
-        return plan_prefixes(prompts, self.config.engine.chunk_size, share=self.config.engine.share)
-
-    def _figures(
-        self, plan: PrefixPlan, prompts: Sequence[TokenArray], max_tokens: Sequence[int], carried: int = 0
-    ) -> PlanFigures:
-        return plan_figures(
-            plan,
-            prompts,
-            max_tokens,
+        planned = self._planner.plan(requests)
+        leaves, engine = planned.leaves, self.config.engine
+        window = plan_figures(
+            planned.row_plan,
+            planned.plan,
+            [len(leaf.tokens) + (0 if leaf.request.texts else leaf.request.max_tokens) for leaf in leaves],
             block_size=self.block_size,
             bytes_per_token=self.bytes_per_token,
-            batch_size=self.config.engine.batch_size or BATCH_SIZE,
-            carried=carried,
+            batch_size=engine.batch_size or BATCH_SIZE,
+            prefill_tokens_min=planned.prefill_tokens_min,
         )
+        self.figures = merge_figures([self.figures, window])
+        if self._rehearsal is not None:
+            self._rehearsal.find_peak(leaves, planned.plan)
+        if self._duration is not None:
+            self._add_time(self._duration, planned)
+        if (self._whole or self.windows == 1) and engine.share:
+            for i in planned.row_plan.order.tolist():
+                self._survey.add(requests[i].tokens)
 
-    def report(self, *, chat: bool, whole: bool) -> PlanReport:
-        """Returns the plan of all windows. `whole`: the windows came in depth-first order."""
-        survey, found = self._survey, self.figures
+    def _add_time(self, duration: Duration, planned: Planned) -> None:
+        """Adds the time of the requests that have no result yet."""
+        leaves, plan = planned.leaves, planned.plan
+        lacking = [leaf for leaf in leaves if leaf.request.key not in self._earlier.keys]
+        if len(lacking) < len(leaves):
+            plan = plan_prefixes([leaf.tokens for leaf in lacking], plan.chunk_size, share=self.config.engine.share)
+        if lacking:
+            duration.add(lacking, plan)
+
+    def report(self, *, chat: bool) -> PlanReport:
+        """Returns the plan of all windows."""
+        survey, found, tree = self._survey, self.figures, self._planner.tree
         survey.end()
         self._row_keys.close()
         found = replace(found, prompt_tokens=found.prompt_tokens + self._equal_tokens)
-        if whole:  # a node or group that lies in two windows was counted twice
+        if self._whole:  # a node or group that lies in two windows was counted twice
             found = replace(found, prefix_nodes=survey.nodes, groups=survey.groups, grouped_requests=survey.grouped)
         return PlanReport(
             figures=found,
@@ -512,9 +502,9 @@ class _PlanBuilder:
             tree=tuple(self._line(line) for line in survey.largest_nodes()),
             groups=tuple(survey.largest_groups()),
             chat=chat,
-            whole=whole,
+            whole=self._whole,
             title=", ".join(Path(name).name for name in self.config.inputs),
-            prefix_tree=self._tree_record(),
+            prefix_tree=None if tree is None else tree_record(tree, self.tokenizer.decode),
             failures=tuple(self.failures),
             lengths=LengthFigures.of(self._earlier.lengths),
             estimate=None if self._duration is None else self._duration.estimate(),
@@ -522,10 +512,6 @@ class _PlanBuilder:
                 sufficient_memory(found.kv_bytes_min, self.bytes_per_state, self.config.engine.batch_size or BATCH_SIZE)
             ),
         )
-
-    def _tree_record(self) -> dict[str, Any] | None:
-        tree = self._outline.tree()
-        return tree_record(tree, self.tokenizer.decode) if tree.rows else None
 
     def _line(self, line: NodeLine) -> TreeLine:
         text = self.tokenizer.decode(line.tokens[:EXCERPT_TOKENS].tolist())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -20,7 +20,6 @@ class PlanFigures:
     The KV figures are in bytes of whole blocks. Of several windows they are those of the largest, because windows follow each other.
     """
 
-    requests: int = 0
     prompt_tokens: int = 0
     prefill_tokens_min: int = 0
     """Size of the prompts' token trie, less the tokens carried over from the window before."""
@@ -50,35 +49,33 @@ class PlanFigures:
 
 
 def plan_figures(
-    plan: PrefixPlan,
-    prompts: Sequence[TokenArray],
-    max_tokens: Sequence[int],
+    rows: PrefixPlan,
+    leaves: PrefixPlan,
+    lengths: Sequence[int],
     *,
     block_size: int,
     bytes_per_token: int,
     batch_size: int,
-    carried: int = 0,
+    prefill_tokens_min: int,
 ) -> PlanFigures:
-    """Returns the figures of one window. `max_tokens` has one entry per prompt.
+    """Returns the figures of one window: those of tokens and groups by the plan of its rows, those of memory by the plan of its leaves.
 
-    `block_size` is in tokens. `bytes_per_token` is the KV of one token in all layers. `carried` is the number of tokens that the window
-    takes over from the one before (`carried_tokens`). `batch_size` is the number of prompts that run at once.
+    `lengths` are those of the leaves in full, in tokens. `block_size` is in tokens. `bytes_per_token` is the KV of one token in all layers.
+    `batch_size` is the number of leaves that run at once.
     """
-    lengths = np.array([len(tokens) for tokens in prompts], dtype=np.int64) + np.array(max_tokens, dtype=np.int64)
-    starts = np.array([node.start for node in plan.nodes], dtype=np.int64)
-    ends = np.array([node.end for node in plan.nodes], dtype=np.int64)
-    own_starts = np.append(ends, 0)[plan.leaf_parent]  # index -1 is the extra 0
-    blocks = -(-lengths // block_size)
+    starts = np.array([node.start for node in leaves.nodes], dtype=np.int64)
+    ends = np.array([node.end for node in leaves.nodes], dtype=np.int64)
+    own_starts = np.append(ends, 0)[leaves.leaf_parent]  # index -1 is the extra 0
+    blocks = -(-np.array(lengths, dtype=np.int64) // block_size)
     unshared = int(blocks.sum())
     shared = unshared - int((own_starts // block_size).sum()) + int((ends // block_size - starts // block_size).sum())
     block_bytes = block_size * bytes_per_token
     return PlanFigures(
-        requests=len(prompts),
-        prompt_tokens=plan.prompt_tokens,
-        prefill_tokens_min=plan.prefill_tokens_min - carried,
-        prefix_nodes=len(plan.nodes),
-        groups=len(plan.groups),
-        grouped_requests=sum(group.rows for group in plan.groups),
+        prompt_tokens=rows.prompt_tokens,
+        prefill_tokens_min=prefill_tokens_min,
+        prefix_nodes=len(rows.nodes),
+        groups=len(rows.groups),
+        grouped_requests=sum(group.rows for group in rows.groups),
         kv_bytes_unshared=unshared * block_bytes,
         kv_bytes_shared=shared * block_bytes,
         kv_bytes_batch=min(shared, int(np.sort(blocks)[-batch_size:].sum())) * block_bytes,
@@ -98,18 +95,8 @@ def carried_tokens(plan: PrefixPlan, prompts: Sequence[TokenArray], paths: Seque
 
 def merge_figures(windows: Iterable[PlanFigures]) -> PlanFigures:
     """Figures of windows that follow each other: sums, and for the KV the largest window's."""
-    merged = PlanFigures()
-    for window in windows:
-        merged = PlanFigures(
-            requests=merged.requests + window.requests,
-            prompt_tokens=merged.prompt_tokens + window.prompt_tokens,
-            prefill_tokens_min=merged.prefill_tokens_min + window.prefill_tokens_min,
-            prefix_nodes=merged.prefix_nodes + window.prefix_nodes,
-            groups=merged.groups + window.groups,
-            grouped_requests=merged.grouped_requests + window.grouped_requests,
-            kv_bytes_unshared=max(merged.kv_bytes_unshared, window.kv_bytes_unshared),
-            kv_bytes_shared=max(merged.kv_bytes_shared, window.kv_bytes_shared),
-            kv_bytes_batch=max(merged.kv_bytes_batch, window.kv_bytes_batch),
-            kv_bytes_min=max(merged.kv_bytes_min, window.kv_bytes_min),
-        )
-    return merged
+    windows, merged = list(windows), {}
+    for f in fields(PlanFigures):
+        values = [getattr(window, f.name) for window in windows]
+        merged[f.name] = max(values, default=0) if f.name.startswith("kv_") else sum(values)
+    return PlanFigures(**merged)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchgen.prefix import plan_prefixes
-from batchgen.request import Request, leaves_of
+from batchgen.prefix import PrefixPlan
+from batchgen.request import Leaf, Request
 from batchgen.scheduling.rehearsal import FixedLength, Rehearsal
 from batchgen.scheduling.step_costs import StepCosts
 
@@ -71,10 +71,9 @@ class Duration:
         self._prefill = self._decode = self._rows = 0
         """Of all windows: tokens of prompts and texts to run, tokens to generate, rows."""
 
-    def add(self, requests: Sequence[Request], chunk_size: int, *, share: bool) -> None:
-        """Adds a window."""
-        leaves = leaves_of(requests)
-        plan = plan_prefixes([leaf.tokens for leaf in leaves], chunk_size, share=share)
+    def add(self, leaves: Sequence[Leaf], plan: PrefixPlan) -> None:
+        """Adds a window: the leaves of its requests, with their plan."""
+        requests = dict.fromkeys(leaf.request for leaf in leaves)
         self._expected = {r: self._lengths.of(r, number) for number, r in enumerate(requests, self._rows)}
         self._rows += len(requests)
         self._prefill += plan.prefill_tokens_min

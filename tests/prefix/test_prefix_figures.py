@@ -16,16 +16,15 @@ def arrays(lists):
 
 
 def figures(lists, max_tokens, block_size=4, bytes_per_token=10, share=True, carried=0, batch_size=2):
-    prompts = arrays(lists)
-    plan = plan_prefixes(prompts, 2, share=share)
+    plan = plan_prefixes(arrays(lists), 2, share=share)
     return plan_figures(
         plan,
-        prompts,
-        max_tokens,
+        plan,
+        [len(ids) + new for ids, new in zip(lists, max_tokens, strict=True)],
         block_size=block_size,
         bytes_per_token=bytes_per_token,
         batch_size=batch_size,
-        carried=carried,
+        prefill_tokens_min=plan.prefill_tokens_min - carried,
     )
 
 
@@ -47,7 +46,6 @@ def test_figures_of_a_window():
     root = [1, 2, 3, 4, 5, 6]
     lists = [[*root, 7, 8, 9, 1], [*root, 7, 8, 9, 2], [*root, 1], [9]]
     assert figures(lists, [2, 3, 1, 1]) == PlanFigures(
-        requests=4,
         prompt_tokens=28,
         prefill_tokens_min=6 + 3 + 1 + 1 + 1 + 1,
         prefix_nodes=2,
@@ -84,7 +82,7 @@ def test_windows_add_up_and_need_the_memory_of_the_largest():
     a = figures([[1, 2, 3, 4], [1, 2, 3, 5]], [4, 4])
     b = figures([[1, 2, 9], [1, 2, 8], [1, 2, 7]], [1, 1, 1], carried=2)
     merged = merge_figures([a, b])
-    assert (merged.requests, merged.prompt_tokens, merged.prefill_tokens_min) == (5, 17, 5 + 3)
+    assert (merged.prompt_tokens, merged.prefill_tokens_min) == (17, 5 + 3)
     assert (merged.prefix_nodes, merged.groups, merged.grouped_requests) == (2, 2, 5)
     assert (merged.kv_bytes_unshared, merged.kv_bytes_shared, merged.kv_bytes_min) == (4 * 40, 4 * 40, 80)
     assert merge_figures([a]) == a

@@ -11,7 +11,6 @@ from typing import Self
 from batchgen.jobs.job_folder import Store
 from batchgen.jobs.outcomes import Outcomes
 from batchgen.prefix import Outline, PrefixNode, PrefixOutline, PrefixPlan, carried_tokens, plan_prefixes
-from batchgen.prefix.order import depth_first_order
 from batchgen.process.signals import Signals
 from batchgen.request import Leaf, Request, TokenArray, leaves_of
 from batchgen.result import Completion
@@ -24,6 +23,9 @@ class Planned:
     requests: list[Request]
     leaves: list[Leaf]
     plan: PrefixPlan
+    """Of the leaves."""
+    row_plan: PrefixPlan
+    """Of the rows' prompts, without texts to score; the same object if each row is a leaf."""
     prefill_tokens_min: int
     """Size of the prompts' token trie, minus the tokens that earlier windows have run."""
 
@@ -45,26 +47,19 @@ class Planner:
     def plan(self, requests: Sequence[Request]) -> Planned:
         begun = self._under_way
         requests = [replace(r, begun=begun[r.key]) if r.key in begun else r for r in requests]
-        leaves = leaves_of(requests)
-        prompts = [leaf.tokens for leaf in leaves]
-        plan = plan_prefixes(prompts, self._chunk_size, share=self._share)
-        carried = self._kept.carried(plan, prompts, and_last=self._consecutive)
-        prefill_min = plan.prefill_tokens_min
-        if any(request.texts for request in requests):  # the plan holds their tokens, which belong to no prompt
-            alone = plan_prefixes([r.tokens for r in requests], plan.chunk_size, share=False)
-            prefill_min = alone.prefill_tokens_min
+        leaves, prompts = leaves_of(requests), [r.tokens for r in requests]
+        row_plan = plan = self._planned([leaf.tokens for leaf in leaves])
+        if len(leaves) > len(requests) or any(r.texts for r in requests):
+            row_plan = self._planned(prompts)
+        carried = self._kept.carried(row_plan, prompts, and_last=self._consecutive)
         if self._share and (self._consecutive or self.tree is None):
-            self._add_to_outline(requests, plan)
-        return Planned(requests, leaves, plan, max(0, prefill_min - carried))
+            for i in row_plan.order.tolist():
+                self._outline.add(prompts[i])
+            self.tree = self._outline.tree()
+        return Planned(requests, leaves, plan, row_plan, max(0, row_plan.prefill_tokens_min - carried))
 
-    def _add_to_outline(self, requests: Sequence[Request], plan: PrefixPlan) -> None:
-        prompts = [r.tokens for r in requests]
-        # A plan of several leaves for a request, or of labels, has an order of its own.
-        alike = len(plan.order) == len(prompts) and not any(r.texts for r in requests)
-        order = plan.order if alike else depth_first_order(prompts)
-        for i in order.tolist():
-            self._outline.add(prompts[i])
-        self.tree = self._outline.tree()
+    def _planned(self, prompts: Sequence[TokenArray]) -> PrefixPlan:
+        return plan_prefixes(prompts, self._chunk_size, share=self._share)
 
 
 class PlannedWindows:
