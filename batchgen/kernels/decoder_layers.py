@@ -15,7 +15,16 @@ import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from batchgen.kernels.dense_layer import DenseLayer, DenseStack, LayerNorms, Workspace, can_join, joined
+from batchgen.kernels.dense_layer import (
+    DenseLayer,
+    DenseStack,
+    LayerNorms,
+    Workspace,
+    can_join,
+    in_one_call,
+    joined,
+    stack_forward,
+)
 from batchgen.kernels.fusion import Around, FusedMLP, FusedNorm, FusedRotary, can_fuse, known_code, own_forward
 from batchgen.kernels.int8 import Int8Linear, QuantizingNorm
 from batchgen.kernels.ops import PackedLinear, add_rows, can_add
@@ -45,7 +54,7 @@ def fuse_layers(model: torch.nn.Module, around: Around = nullcontext) -> int:
         by_parts = plain if kind.by_parts is None else kind.by_parts
         if dense is not None:
             module.dense = DenseStack([dense], None, workspace)
-            module.forward = MethodType(_in_one_call(by_parts), module)
+            module.forward = MethodType(in_one_call(by_parts), module)
         elif kind.by_parts is not None:
             module.forward = MethodType(by_parts, module)
         count += "forward" in module.__dict__
@@ -79,25 +88,6 @@ def _can_narrow(layer: Any) -> bool:
     return hasattr(layer, "self_attn") and ("dense" in layer.__dict__ or forward is _plain_layer)
 
 
-def _in_one_call(by_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns the forward of a layer that has a `DenseLayer`. `by_parts` runs if the dense layer does not take the inputs."""
-
-    def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        attention: Any = kwargs.get("step_attention")
-        if (
-            hasattr(attention, "prepared")
-            and kwargs.get("attention_mask") is None
-            and kwargs.get("past_key_values") is None
-        ):
-            dense: DenseStack = self.dense
-            cos, sin = kwargs["position_embeddings"]
-            if dense.takes(hidden_states, cos, sin):
-                return dense(hidden_states, cos, sin, attention)
-        return by_parts(self, hidden_states, **kwargs)
-
-    return forward
-
-
 def _fuse_stack(body: Any, workspace: Workspace) -> None:
     """Gives the body of a model a forward that runs all of its layers in one call, if it does nothing but run its parts one after the other."""
     layers = getattr(body, "layers", None)
@@ -109,7 +99,7 @@ def _fuse_stack(body: Any, workspace: Workspace) -> None:
         return
     if {(dense.o.dtype, dense.o.out_features) for dense in stack} == {(norm.dtype, len(norm.factor))}:
         body.stack = DenseStack(stack, norm, workspace)
-        body.forward = MethodType(_stack_forward, body)
+        body.forward = MethodType(stack_forward, body)
 
 
 def _is_chain(body: Any) -> bool:
@@ -171,38 +161,6 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 def _same(found: Any, expected: Sequence[Any]) -> bool:
     """Whether these are the very objects that are expected."""
     return isinstance(found, list | tuple) and list(map(id, found)) == list(map(id, expected))
-
-
-def _stack_forward(
-    self: Any,
-    input_ids: torch.Tensor | None = None,
-    attention_mask: Any = None,
-    position_ids: torch.Tensor | None = None,
-    past_key_values: Any = None,
-    inputs_embeds: torch.Tensor | None = None,
-    use_cache: bool | None = None,
-    **kwargs: Any,
-) -> Any:
-    """The forward of a body that has a `DenseStack`. The body's own runs for inputs that the stack does not take, and if its parts have hooks."""
-    attention: Any = kwargs.get("step_attention")
-    plain = (
-        hasattr(attention, "prepared")
-        and attention_mask is None
-        and past_key_values is None
-        and use_cache is False
-        and position_ids is not None
-        and all(value is None for name, value in kwargs.items() if name != "step_attention")
-        and not any(part._forward_hooks or part._forward_pre_hooks for part in (*self.layers, self.norm))
-    )
-    if plain:
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cos, sin = self.rotary_emb(x, position_ids)
-        if self.stack.takes(x, cos, sin):
-            return BaseModelOutputWithPast(last_hidden_state=self.stack(x, cos, sin, attention))
-    return type(self).forward(
-        self, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
-        inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
-    )  # fmt: skip
 
 
 def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:

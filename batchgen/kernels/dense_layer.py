@@ -10,13 +10,14 @@ import copy
 import ctypes
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import accumulate
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from batchgen.kernels.build import kernel, library
 from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, QuantizedRows, empty_rows, padded_rows, row_length
@@ -217,6 +218,57 @@ class DenseStack:
             },
         )
         return out if wanted is None else torch.zeros_like(x).index_copy_(1, wanted, out)
+
+
+def in_one_call(by_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Returns the forward of a layer that has a `DenseLayer`. `by_parts` runs if the dense layer does not take the inputs."""
+
+    def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        attention: Any = kwargs.get("step_attention")
+        if (
+            hasattr(attention, "prepared")
+            and kwargs.get("attention_mask") is None
+            and kwargs.get("past_key_values") is None
+        ):
+            dense: DenseStack = self.dense
+            cos, sin = kwargs["position_embeddings"]
+            if dense.takes(hidden_states, cos, sin):
+                return dense(hidden_states, cos, sin, attention)
+        return by_parts(self, hidden_states, **kwargs)
+
+    return forward
+
+
+def stack_forward(
+    self: Any,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: Any = None,
+    position_ids: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: torch.Tensor | None = None,
+    use_cache: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """The forward of a body that has a `DenseStack`. The body's own runs for inputs that the stack does not take, and if its parts have hooks."""
+    attention: Any = kwargs.get("step_attention")
+    plain = (
+        hasattr(attention, "prepared")
+        and attention_mask is None
+        and past_key_values is None
+        and use_cache is False
+        and position_ids is not None
+        and all(value is None for name, value in kwargs.items() if name != "step_attention")
+        and not any(part._forward_hooks or part._forward_pre_hooks for part in (*self.layers, self.norm))
+    )
+    if plain:
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cos, sin = self.rotary_emb(x, position_ids)
+        if self.stack.takes(x, cos, sin):
+            return BaseModelOutputWithPast(last_hidden_state=self.stack(x, cos, sin, attention))
+    return type(self).forward(
+        self, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
+    )  # fmt: skip
 
 
 def _widths(layer: DenseLayer) -> tuple[int, ...]:

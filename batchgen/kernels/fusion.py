@@ -24,12 +24,13 @@ from batchgen.kernels.ops import (
     Gating,
     PackedLinear,
     SharedLinear,
+    cos_and_sin,
+    embed,
     fits,
     is_fast,
     linear,
     norm_after_sum,
     rotate,
-    take_rows,
 )
 from batchgen.kernels.recognition import Code, code_of
 from batchgen.kernels.renaming import names_in, with_names
@@ -41,8 +42,6 @@ ACTIVATIONS = {
     SiLUActivation: Activation.SILU,
     GELUTanh: Activation.GELU_TANH,
 }
-MIN_POSITIONS = 2048
-"""Number of positions in a new table of cos and sin."""
 
 Around = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 """Returns the context in which a part of a model is packed."""
@@ -455,10 +454,10 @@ def _fuse_forward(module: Any, count: Counter[str]) -> None:
     torch has a pool of threads beside that of the kernels. Threads of one pool that look for work would keep the other's from the cores.
     """
     if _is_plain_embedding(module) and own_forward(module) is not None:
-        module.forward = MethodType(_embed, module)
+        module.forward = MethodType(embed, module)
         count["embeddings"] += 1
     if _is_plain_rotary(module):
-        module.forward = MethodType(_cos_and_sin, module)
+        module.forward = MethodType(cos_and_sin, module)
         count["tables of cos and sin"] += 1
 
 
@@ -471,12 +470,6 @@ def _is_plain_embedding(module: Any) -> bool:
     )
 
 
-def _embed(self: torch.nn.Embedding, input: torch.Tensor) -> torch.Tensor:
-    if input.dtype != torch.int64 or self.weight.device.type != "cpu":
-        return torch.nn.functional.embedding(input, self.weight)
-    return take_rows(self.weight, input)
-
-
 def _is_plain_rotary(module: Any) -> bool:
     """Whether cos and sin of a position are the same in every step."""
     kind = getattr(module, "rope_type", None)
@@ -486,18 +479,6 @@ def _is_plain_rotary(module: Any) -> bool:
         and kind != "longrope"
         and "dynamic" not in kind
     )
-
-
-def _cos_and_sin(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns cos and sin [1, T, R] from a table over positions. The module's own forward makes the table, and a larger one if needed."""
-    table = self.__dict__.get("table")
-    positions = int(position_ids.max()) + 1 if position_ids.numel() else 0
-    if table is None or table.dtype != x.dtype or len(table) < positions:
-        every = torch.arange(max(MIN_POSITIONS, 1 << (positions - 1).bit_length()))
-        self.table = table = torch.cat(type(self).forward(self, x, every[None]), -1)[0]
-    size = table.shape[1] // 2
-    rows = take_rows(table, position_ids)
-    return rows[..., :size], rows[..., size:]
 
 
 def _fuse_rotary(model: torch.nn.Module, count: Counter[str]) -> None:

@@ -16,6 +16,9 @@ from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.isa import X86, instruction_set
 from batchgen.kernels.memory import empty_in_huge_pages
 
+MIN_POSITIONS = 2048
+"""Number of positions in a new table of cos and sin."""
+
 
 class Call(NamedTuple):
     """A call of a kernel with one argument. The memory that the argument points to must be kept until the kernel has run."""
@@ -167,6 +170,25 @@ def take_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     if not library().batchgen_take_rows(ctypes.byref(rows)):
         raise IndexError(f"an index is out of range: the table has {len(table)} rows")
     return y
+
+
+def embed(self: torch.nn.Embedding, input: torch.Tensor) -> torch.Tensor:
+    """The forward of an embedding."""
+    if input.dtype != torch.int64 or self.weight.device.type != "cpu":
+        return torch.nn.functional.embedding(input, self.weight)
+    return take_rows(self.weight, input)
+
+
+def cos_and_sin(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The forward of a module of rotary embeddings: cos and sin [1, T, R] from a table over positions. The module's own forward makes the table, and a larger one if needed."""
+    table = self.__dict__.get("table")
+    positions = int(position_ids.max()) + 1 if position_ids.numel() else 0
+    if table is None or table.dtype != x.dtype or len(table) < positions:
+        every = torch.arange(max(MIN_POSITIONS, 1 << (positions - 1).bit_length()))
+        self.table = table = torch.cat(type(self).forward(self, x, every[None]), -1)[0]
+    size = table.shape[1] // 2
+    rows = take_rows(table, position_ids)
+    return rows[..., :size], rows[..., size:]
 
 
 def norm_arguments(

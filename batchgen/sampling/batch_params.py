@@ -72,6 +72,11 @@ class StepParams:
     def __len__(self) -> int:
         return len(self.records)
 
+    @property
+    def penalized(self) -> bool:
+        """Whether a row has a penalty."""
+        return bool(((self.records["seen"] >= 0) | (self.records["counts"] >= 0)).any())
+
     def column(self, name: str) -> torch.Tensor:
         """Returns a field of the rows' records [N, 1] on the device; the name `u` gives their uniform numbers."""
         if self._table is None:

@@ -71,10 +71,8 @@ class Penalties:
                 rows.give_back(int(record[name]))
 
     def applied(self, logits: torch.Tensor, step_params: StepParams) -> torch.Tensor:
-        """Returns a float32 copy of the logits [N, V] with the penalties applied; `logits` themselves if no row has a penalty."""
+        """Returns a float32 copy of the logits [N, V] with the penalties applied."""
         repetition, counted = (np.flatnonzero(step_params.records[name] >= 0) for name in ("seen", "counts"))
-        if not repetition.size and not counted.size:
-            return logits
         scores = logits.to(torch.float32, copy=True)
         if repetition.size:
             some, at = step_params.part(repetition)

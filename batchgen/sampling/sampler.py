@@ -180,7 +180,8 @@ class Sampler:
         if kept is not None and len(kept) < len(records):
             step_params, rows = step_params.part(np.array(kept))
             records, at, tokens, valid = records[kept], at[rows], tokens[rows], valid[rows]
-        self._penalties.note(tokens, step_params)
+        if step_params.penalized:
+            self._penalties.note(tokens, step_params)
         self.last.index_copy_(0, at, tokens)
         wanted = np.flatnonzero(records["logprobs"] >= 0)
         if not wanted.size:
@@ -196,7 +197,8 @@ class Sampler:
         self, logits: torch.Tensor, step_params: StepParams, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [n] and whether the logits are numbers [n]."""
-        scores = self._masked(self._penalties.applied(logits, step_params), mask)
+        scores = self._penalties.applied(logits, step_params) if step_params.penalized else logits
+        scores = self._masked(scores, mask)
         best, tokens = self._likeliest(scores)
         for some, at, ids, weights in self._choices(scores, best, step_params):
             likeliest = tokens[at] if ids is None else weights.argmax(dim=-1)

@@ -228,7 +228,7 @@ class Admission:
     def admit(self, budget: Budget, started: list[GenerationSequence], scored: list[GenerationSequence]) -> None:
         """Fills the rest of a step. Adds to `started` the sequences that begin in it, and to `scored` the texts that nodes have scored completely."""
         queue = self._running.queue
-        while queue:
+        while queue.heap:
             cursor = queue.top
             w, item = cursor.window, cursor.item
             if w.is_done(item):

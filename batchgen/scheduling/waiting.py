@@ -300,26 +300,24 @@ class Queue:
     """What may start next: a heap of cursors, one for each resident node that still has children to start."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[StartOrder, int, int, Cursor]] = []
+        self.heap: list[tuple[StartOrder, int, int, Cursor]] = []
+        """Empty if nothing waits."""
         self._tick = count()  # orders cursors whose start order and depth are equal
-
-    def __len__(self) -> int:
-        return len(self._heap)
 
     @property
     def top(self) -> Cursor:
         """The cursor whose next item comes first."""
-        return self._heap[0][3]
+        return self.heap[0][3]
 
     def push(self, cursor: Cursor) -> None:
         if not cursor.queued:
             cursor.queued = True
             depth = cursor.window.place(cursor.item)[1]
-            heapq.heappush(self._heap, (cursor.start_order, depth, next(self._tick), cursor))
+            heapq.heappush(self.heap, (cursor.start_order, depth, next(self._tick), cursor))
 
     def pop(self) -> Cursor:
         """Removes and returns the top."""
-        cursor = heapq.heappop(self._heap)[3]
+        cursor = heapq.heappop(self.heap)[3]
         cursor.queued = False
         return cursor
 
@@ -348,7 +346,7 @@ class Queue:
             self._restart(w, n, min(c.start_order for c in waiting))
 
     def clear(self) -> None:
-        self._heap.clear()
+        self.heap.clear()
 
     def _restart(self, w: Window, n: int, since: StartOrder) -> None:
         cursor = w.restart(n, since)

@@ -273,7 +273,7 @@ def heap_calls(monkeypatch, waiting, steps):
         patch.setattr(waiting_module, "heapq", fake)
         for _ in range(steps):
             s.step()
-    return len(calls), len(s.scheduler.queue)
+    return len(calls), len(s.scheduler.queue.heap)
 
 
 def test_the_cost_of_a_step_does_not_depend_on_how_many_requests_wait(monkeypatch):
