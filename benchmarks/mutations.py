@@ -1,15 +1,18 @@
 """Which small faults do the tests notice? `python -m benchmarks.mutations --work FOLDER` (hours for all; `--count 40` for a sample)
 
-Copies the tree to FOLDER, puts one fault at a time into a module (a comparison turned round, a call left out, a number one larger) and runs
-the tests of that module alone. Each fault is written to `--output` as a line of JSON: where it is, whether the tests caught it, and by which.
-The same `--seed` makes the same faults. `--again FILE` repeats the faults of such a file in the present tree; those whose line is no longer there are
-counted as gone. Tests run in forks of one process that has imported torch.
+Copies the tree to FOLDER, and notes there which functions each test calls. Then it puts one fault at a time into a module (a comparison turned
+round, a call left out, a number one larger) and runs the tests that call the function: those named after the module first, then the fastest, for at
+most `--seconds`. Each fault is written to `--output` as a line of JSON: where it is, whether the tests caught it, and by which. A run that was
+interrupted goes on where it stopped. The same `--seed` makes the same faults. `--again FILE` repeats the faults of such a file in the present tree:
+one that was caught by a test whose file is the same stays caught, and one whose line is no longer there is gone.
+Tests run in forks of one process that has imported torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import importlib
 import json
 import os
@@ -17,15 +20,18 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = (
@@ -46,7 +52,7 @@ AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "attention plan": ("batchgen/attention/plan.py", ("tests/attention/test_plan.py", "tests/attention")),
     "jobs": (
         "batchgen/jobs/**/*.py",
-        ("tests/jobs", "tests/test_job.py", "tests/test_whole.py", "tests/test_shards.py"),
+        ("tests/jobs", "tests/recording", "tests/test_job.py", "tests/test_whole.py", "tests/test_shards.py"),
     ),
     "records": ("batchgen/records/*.py", ("tests/records", "tests/test_openai_batch.py")),
     "sampling": ("batchgen/sampling/*.py", ("tests/sampling",)),
@@ -55,7 +61,7 @@ AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "command": ("cli/batchgen_cli/*.py", ("tests/cli",)),
     "reports": ("batchgen/recording/*.py", ("tests/recording", "tests/report")),
 }
-"""The modules of each area, and the tests that are run for a fault in one of them."""
+"""The modules of each area, and the tests among which those that call a faulty function are looked for."""
 OPPOSITE: dict[type[ast.AST], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -65,8 +71,8 @@ ENVIRONMENT = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "HF_HUB_OFFLINE", "TRITON_INTERPRET"), "1"
 )
 """What tests/conftest.py sets, for modules that are imported before it."""
-FOUND = ("found", "by")
-"""What a line of the output has beside the fault."""
+FOUND = ("found", "by", "digest")
+"""What a line of the output has beside the fault: the result, the test that failed first, and the digest of its file."""
 IMPORTED_BEFORE = "ignore::pytest.PytestAssertRewriteWarning"
 OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
@@ -189,27 +195,32 @@ def faults_of(area: str, file: str, source: str) -> Iterator[Fault]:
         yield Fault(area, file, line, lines[: node.lineno - 1].count(line), column, finder.segment(node), new)
 
 
+def line_number(source: str, fault: Fault) -> int:
+    """Returns the number of the fault's line, from 1; 0 if it is no longer there."""
+    places = [i for i, line in enumerate(source.splitlines(), start=1) if line == fault.line]
+    return places[fault.nth] if fault.nth < len(places) else 0
+
+
 def with_fault(source: str, fault: Fault) -> str | None:
     """Returns the module with the fault, or None if its place is no longer there."""
-    lines = source.splitlines(keepends=True)
-    places = [i for i, line in enumerate(lines) if line.rstrip("\n") == fault.line]
-    if fault.nth >= len(places):
+    number = line_number(source, fault)
+    if not number:
         return None
-    at = sum(map(len, lines[: places[fault.nth]])) + fault.column
+    at = sum(map(len, source.splitlines(keepends=True)[: number - 1])) + fault.column
     if not source.startswith(fault.old, at):
         return None
     return source[:at] + fault.new + source[at + len(fault.old) :]
 
 
-def sample(count: int, seed: int) -> list[Fault]:
+def sample(count: int, seed: int, areas: Iterable[str] = AREAS) -> list[Fault]:
     """Returns `count` faults, as many from each area if it has them, and in an area from all of its modules."""
     chosen: list[Fault] = []
     shuffled = random.Random(seed)
     queues: list[list[Fault]] = []
-    for area, (modules, _) in AREAS.items():
+    for area in areas:
         found = [
             fault
-            for path in sorted(ROOT.glob(modules))
+            for path in sorted(ROOT.glob(AREAS[area][0]))
             for fault in faults_of(area, path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
         ]
         shuffled.shuffle(found)
@@ -219,12 +230,74 @@ def sample(count: int, seed: int) -> list[Fault]:
     return chosen[:count]
 
 
+def function_of(source: str, number: int) -> str:
+    """Returns the qualified name of the function that line `number` is in; empty if it is in none."""
+    names: list[tuple[int, str]] = []
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            below = prefix
+            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+                below = f"{prefix}{child.name}."
+                if isinstance(child, ast.FunctionDef):
+                    if child.body[0].lineno <= number <= (child.end_lineno or 0):
+                        names.append((child.lineno, prefix + child.name))
+                    below += "<locals>."
+            visit(child, below)
+
+    visit(ast.parse(source), "")
+    return max(names, default=(0, ""))[1]
+
+
+class CallRecorder:
+    """A plugin of pytest that appends a line of JSON to `file` for each test: its name, how long it took, and the functions that it called."""
+
+    def __init__(self, file: Path, tree: Path) -> None:
+        self._file, self._tree = file, f"{tree}{os.sep}"
+        self._called: set[tuple[str, str]] = set()
+        self._lines: list[str] = []
+        self._at = ""
+
+    def _note(self, frame: FrameType, event: str, arg: object) -> None:
+        self._called.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        if str(item.path) != self._at:
+            self.pytest_sessionfinish()
+            self._at = str(item.path)
+        self._called.clear()
+        start = time.monotonic()
+        threading.settrace(self._note)
+        sys.settrace(self._note)
+        yield
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+        here = self._tree + "batchgen"
+        called = sorted([f.removeprefix(self._tree), name] for f, name in self._called if f.startswith(here))
+        seconds = round(time.monotonic() - start, 3)
+        entry = {"test": item.nodeid, "digest": digest(item.path), "seconds": seconds, "called": called}
+        self._lines.append(json.dumps(entry) + "\n")
+
+    def pytest_sessionfinish(self) -> None:
+        """Writes the tests of a file when all of them have run."""
+        with self._file.open("a", encoding="utf-8") as file:
+            file.writelines(self._lines)
+        self._lines.clear()
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.exists() else ""
+
+
 class Runner:
     """Runs tests of a copy of the tree in forks of this process."""
 
-    def __init__(self, work: Path) -> None:
+    def __init__(self, work: Path, seconds: float) -> None:
         self.tree = work / "tree"
         self.log = work / "log"
+        self._calls = work / "calls.jsonl"
+        self._limit = seconds
         shutil.rmtree(self.tree, ignore_errors=True)
         for name in COPIED:
             there, copy = ROOT / name, self.tree / name
@@ -233,44 +306,76 @@ class Runner:
             else:
                 shutil.copy2(there, copy)
         self.paths = [str(self.tree), str(self.tree / "cli"), str(self.tree / "tests")]
+        self.callers: dict[tuple[str, str], list[tuple[float, str]]] = {}
+        """The tests that call a function of a file, and the seconds that each takes."""
         self.seconds: dict[str, float] = {}
-        """How long the tests of an area take."""
 
-    def tests_of(self, fault: Fault) -> tuple[str, ...]:
-        """Returns the tests of the fault's area, those that are named after its module first."""
-        tests = AREAS[fault.area][1]
-        nearest = sorted((self.tree / tests[0]).glob(f"test_{Path(fault.file).stem}.py"))
-        return (*(p.relative_to(self.tree).as_posix() for p in nearest), *tests)
+    def learn(self, areas: Iterable[str]) -> None:
+        """Notes which functions the tests of these areas call. Test files that are as they were when this was last done do not run."""
+        for folder in dict.fromkeys(folder for area in areas for folder in AREAS[area][1]):
+            known = {(entry["test"].partition("::")[0], entry["digest"]) for entry in self._entries()}
+            path = self.tree / folder
+            files = sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
+            new = [name for f in files if ((name := f.relative_to(self.tree).as_posix()), digest(f)) not in known]
+            if new and self.run(new, 1800.0, CallRecorder(self._calls, self.tree)) not in (0, 5):
+                sys.exit(f"without any fault, tests of {folder} fail or take half an hour; see {self.log}")
+        for entry in self._entries():
+            test, seconds = entry["test"], entry["seconds"]
+            if digest(self.tree / test.partition("::")[0]) == entry["digest"]:
+                self.seconds[test] = seconds
+                for file, name in entry["called"]:
+                    self.callers.setdefault((file, name), []).append((seconds, test))
 
-    def caught(self, fault: Fault) -> str:
+    def _entries(self) -> Iterator[dict[str, Any]]:
+        if self._calls.exists():
+            yield from map(json.loads, self._calls.read_text(encoding="utf-8").splitlines())
+
+    def tests_of(self, fault: Fault, first: str) -> list[str]:
+        """Returns test `first` if there is one, then those that call the faulty function, for as long as the limit allows."""
+        source = (self.tree / fault.file).read_text(encoding="utf-8")
+        callers = self.callers.get((fault.file, function_of(source, line_number(source, fault))))
+        if callers is None:  # it runs when the module is imported, or in another process
+            folders = [folder for folder in AREAS[fault.area][1] if (self.tree / folder).exists()]
+            callers = [(s, t) for t, s in self.seconds.items() if t.startswith(tuple(folders))]
+        stem = f"/test_{Path(fault.file).stem}.py::"
+        chosen, left = [first] if first in self.seconds else [], self._limit
+        for seconds, test in sorted(callers, key=lambda pair: (stem not in pair[1], pair)):
+            left -= seconds
+            if left < 0 and chosen:
+                break
+            if test != first:
+                chosen.append(test)
+        return chosen[:400]
+
+    def caught(self, fault: Fault, first: str = "") -> str:
         """Returns "caught", "missed", "hung" or "gone"."""
-        if fault.area not in self.seconds:
-            tests, start = AREAS[fault.area][1], time.monotonic()
-            if self.run(tests, 3600.0) != 0:
-                sys.exit(f"without any fault, these tests fail: {' '.join(tests)}; see {self.log}")
-            self.seconds[fault.area] = time.monotonic() - start
         module = self.tree / fault.file
         source = module.read_text(encoding="utf-8") if module.exists() else ""
         faulty = with_fault(source, fault)
         if faulty is None:
             return "gone"
+        tests = self.tests_of(fault, first)
         try:
             module.write_text(faulty, encoding="utf-8")
-            code = self.run(self.tests_of(fault), 120.0 + 5 * self.seconds[fault.area])
+            code = self.run(tests, 60.0 + 8 * sum(self.seconds[test] for test in tests))
         finally:
             module.write_text(source, encoding="utf-8")
-        return {None: "hung", 0: "missed"}.get(code, "caught")
+        return {None: "hung", 0: "missed", 5: "missed"}.get(code, "caught")
 
-    def run(self, tests: Sequence[str], timeout: float) -> int | None:
+    def run(self, tests: Sequence[str], timeout: float, *plugins: object) -> int | None:
         """Returns pytest's exit code, or None if it was not done after `timeout` seconds."""
         pid = os.fork()
         if pid == 0:
-            self._child(tests)
+            self._child(tests, plugins)
         end = time.monotonic() + timeout
-        while time.monotonic() < end:
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                return self._code()
-            time.sleep(0.05)
+        try:
+            while time.monotonic() < end:
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    return self._code()
+                time.sleep(0.05)
+        except BaseException:
+            os.killpg(pid, signal.SIGKILL)
+            raise
         os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         return None
@@ -278,8 +383,11 @@ class Runner:
     def by(self) -> str:
         """Returns the test that failed first in the last run; empty if none did."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        failed = (line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR ")))
-        return next(failed, "")
+        failed = (line.split(" ", 1)[1] for line in lines if line.startswith(("FAILED ", "ERROR ")))
+        return next(failed, "").partition(" - ")[0]
+
+    def digest_of(self, test: str) -> str:
+        return digest(self.tree / test.partition("::")[0]) if test else ""
 
     def _code(self) -> int:
         try:
@@ -287,7 +395,7 @@ class Runner:
         except FileNotFoundError:  # the process died
             return 70
 
-    def _child(self, tests: Sequence[str]) -> None:
+    def _child(self, tests: Sequence[str], plugins: Sequence[object]) -> None:
         """Runs pytest and writes its exit code to a file. Does not return."""
         os.setsid()
         (self.tree / "code").unlink(missing_ok=True)
@@ -300,11 +408,10 @@ class Runner:
             del sys.modules[name]
         sys.dont_write_bytecode = True
         os.environ |= {"PYTHONPATH": os.pathsep.join(self.paths), "PYTHONDONTWRITEBYTECODE": "1"}
-        import pytest
-
+        options = ["-q", "--tb=line", "-p", "no:cacheprovider", "-W", IMPORTED_BEFORE]
         code = 70
         try:
-            code = int(pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-W", IMPORTED_BEFORE, *tests]))
+            code = int(pytest.main([*options, *([] if plugins else ["-x"]), *tests], list(plugins)))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -319,14 +426,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="default: faults.jsonl in --work")
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=60.0, help="longest run of tests for a fault (default: 60)")
     parser.add_argument("--area", action="append", choices=list(AREAS), help="only these areas; may be repeated")
     parser.add_argument("--again", type=Path, help="repeat the faults of this file")
     options = parser.parse_args()
-    faults = sample(options.count, options.seed)
+    faults = sample(options.count, options.seed, options.area or list(AREAS))
+    before: dict[Fault, dict[str, Any]] = {}
     if options.again:
         entries = [json.loads(line) for line in options.again.read_text(encoding="utf-8").splitlines()]
-        faults = [Fault(**{k: v for k, v in entry.items() if k not in FOUND}) for entry in entries]
-    faults = [fault for fault in faults if not options.area or fault.area in options.area]
+        before = {Fault(**{k: v for k, v in entry.items() if k not in FOUND}): entry for entry in entries}
+        faults = [fault for fault in before if fault.area in (options.area or AREAS)]
     options.work.mkdir(parents=True, exist_ok=True)
     output = options.output or options.work / "faults.jsonl"
     done = set(output.read_text(encoding="utf-8").splitlines()) if output.exists() else set()
@@ -336,16 +445,23 @@ def main() -> None:
         importlib.import_module(name)
 
     signal.signal(signal.SIGTERM, _leave)
-    runner = Runner(options.work)
+    runner = Runner(options.work, options.seconds)
+    runner.learn(options.area or AREAS)
     found: Counter[tuple[str, str]] = Counter()
     for fault in faults:
         if json.dumps(asdict(fault)) in known:
             continue
-        result = runner.caught(fault)
+        entry = before.get(fault, {})
+        by = entry.get("by", "")
+        if entry.get("found") == "caught" and by and entry.get("digest") == runner.digest_of(by):
+            result = "caught"
+        else:
+            result = runner.caught(fault, by)
+            by = runner.by() if result == "caught" else ""
         found[fault.area, result] += 1
         with output.open("a", encoding="utf-8") as file:
-            by = runner.by() if result == "caught" else ""
-            file.write(json.dumps(asdict(fault) | {"found": result, "by": by}) + "\n")
+            line = asdict(fault) | {"found": result, "by": by, "digest": runner.digest_of(by)}
+            file.write(json.dumps(line) + "\n")
         print(
             f"{result:7} {fault.file}: {fault.line.strip()[:90]}  {fault.old[:30]!r} -> {fault.new[:40]!r}", flush=True
         )

@@ -93,15 +93,19 @@ def test_prompts_can_be_added_while_the_model_runs_and_share_prefixes(tiny_model
 def test_another_thread_may_add_and_cancel(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
     results = {}
-    begun = threading.Event()
+    begun, added = threading.Event(), threading.Event()
     endless = SamplingParams(max_tokens=400, ignore_eos=True)
     (first,) = llm.add(
-        ["one"], endless, on_result=lambda r: results.__setitem__(r.row, r), on_token=lambda *_: begun.set()
+        ["one"],
+        endless,
+        on_result=lambda r: results.__setitem__(r.row, r),
+        on_token=lambda *_: (begun.set(), added.wait(60)),
     )
 
     def other() -> None:
-        begun.wait(30)
+        begun.wait(60)
         llm.add(["two"], PARAMS, on_result=lambda r: (results.__setitem__(r.row, r), llm.cancel(first)))
+        added.set()
 
     thread = threading.Thread(target=other)
     thread.start()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import threading
-import time
 from itertools import count
 from typing import Any
 
@@ -14,6 +11,7 @@ import numpy as np
 import pytest
 
 from batchgen import LLM, EngineConfig, JobConfig, Result, run_job
+from batchgen.engine.engine import Engine
 from batchgen.notebook import JobBar
 from batchgen.progress import GENERATING, Snapshot
 from batchgen.result import Completion, Score, TokenLogprob
@@ -21,28 +19,21 @@ from batchgen.result import Completion, Score, TokenLogprob
 PARAMS = {"max_tokens": 400, "ignore_eos": True}
 
 
-def interrupt_when(is_time: Any) -> threading.Thread:
-    """Sends this process the signal of Ctrl-C as soon as `is_time()`."""
-
-    def wait() -> None:
-        while not is_time():
-            time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    return thread
-
-
-def test_an_interrupt_keeps_finished_results_and_unfinished_texts(tiny_model_dir, capfd):
+def test_an_interrupt_keeps_finished_results_and_unfinished_texts(tiny_model_dir, capfd, monkeypatch):
     llm = LLM(tiny_model_dir, progress=True)
     short = {"max_tokens": 2, "ignore_eos": True}
     before = llm.generate("zero", short)
-    begun = llm.stats.steps
-    thread = interrupt_when(lambda: llm.stats.steps > begun + 5)
+    last, step = llm.stats.steps + 5, Engine.step
+
+    def interrupted(engine: Engine, admit: bool) -> None:
+        if engine.stats.steps == last:
+            signal.raise_signal(signal.SIGINT)
+        step(engine, admit)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
     with pytest.raises(KeyboardInterrupt, match=r"^1 of 3 prompts were done; LLM\.interrupted has the results$"):
         llm.generate(["zero", "one", "two"], [short, PARAMS, PARAMS])
-    thread.join()
+    monkeypatch.setattr(Engine, "step", step)
     shown = capfd.readouterr().err
     assert "1/3 prompts" in shown.splitlines()[-1]
     assert "3/3 prompts" not in shown

@@ -40,7 +40,7 @@ def test_imports_follow_the_layers(command_environment):
         env=command_environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

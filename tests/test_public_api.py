@@ -40,6 +40,6 @@ def test_importing_batchgen_imports_neither_torch_nor_transformers(statement, co
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.stdout == "[]\n"

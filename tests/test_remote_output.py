@@ -89,7 +89,7 @@ def test_after_a_kill_during_the_upload_the_next_run_finishes_without_the_model(
     command = ["run", "s3://bucket/in/a.jsonl", "-m", str(tiny_model_dir), "--max-tokens", "4", "-o", "s3://bucket/o.jsonl"]  # fmt: skip
     environment = command_environment | {k: v for k, v in os.environ.items() if k.startswith(("AWS_", "XDG_"))}
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED.format(when=when), *command], env=environment, capture_output=True, timeout=120
+        [sys.executable, "-c", KILLED.format(when=when), *command], env=environment, capture_output=True, timeout=300
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     store.invalidate_cache()

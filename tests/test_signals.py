@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,11 +35,14 @@ def test_sigint_stops_at_the_next_step():
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_sigterm_and_sighup_drain_for_the_grace_period_and_then_stop(signum, code):
-    with Signals(grace=0.05) as signals:
+def test_sigterm_and_sighup_drain_for_the_grace_period_and_then_stop(signum, code, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("batchgen.process.signals.time", SimpleNamespace(monotonic=lambda: now[0]))
+    with Signals(grace=5) as signals:
         send(signum)
+        now[0] = 104.9
         assert signals.stop() == "drain"
-        time.sleep(0.06)
+        now[0] = 105.0
         assert signals.stop() == "now"
         with pytest.raises(Interrupted) as error:
             signals.check()

@@ -69,11 +69,9 @@ def test_at_its_end_the_command_waits_for_threads_and_runs_exit_handlers(python)
         "from concurrent.futures import ThreadPoolExecutor\n"
         "from batchgen_cli.__main__ import main\n"
         "atexit.register(lambda: print('a handler'))\n"
-        "def later(text):\n"
-        "    time.sleep(0.1)\n"
-        "    print(text)\n"
-        "threading.Thread(target=later, args=('a thread',)).start()\n"
-        "ThreadPoolExecutor(1).submit(lambda: (time.sleep(0.2), later('a task')))\n"
+        "first = threading.Event()\n"
+        "threading.Thread(target=lambda: (time.sleep(0.1), print('a thread'), first.set())).start()\n"
+        "ThreadPoolExecutor(1).submit(lambda: (first.wait(), time.sleep(0.1), print('a task')))\n"
         "main()\n"
     )
     done = python(code, "run")

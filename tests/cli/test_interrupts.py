@@ -44,7 +44,7 @@ def test_a_signal_ends_a_run_whose_template_does_not_end(signum, code, start, sl
     assert any("planning" in line for line in process.stderr)
     time.sleep(1)
     process.send_signal(signum)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (code, "")
     assert err.splitlines()[-1].startswith(f"batchgen: error: interrupted by {signal.Signals(signum).name}; ")
     template.write_text("{{ prompt }}")
@@ -73,7 +73,7 @@ def test_ctrl_c_at_any_moment_of_the_start_is_one_line(seconds, command_environm
     assert process.stdout.readline() == "begun\n"
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (130, "")
     *notes, last = err.splitlines()
     assert last.startswith("batchgen: error: interrupted by SIGINT")

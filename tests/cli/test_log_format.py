@@ -89,6 +89,6 @@ def test_the_format_is_known_before_the_command_line_is_understood(arguments, wa
 def test_a_log_on_a_full_disk_ends_no_job(command, command_environment, source, tiny_model_dir):
     run = [*command, "run", str(source), "-m", str(tiny_model_dir), "--max-tokens", "3"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(run, env=command_environment, stderr=full, stdout=subprocess.PIPE, timeout=120)
+        done = subprocess.run(run, env=command_environment, stderr=full, stdout=subprocess.PIPE, timeout=300)
     assert (done.returncode, done.stdout) == (3, b"")
     assert source.with_suffix(".out.jsonl").exists()

@@ -28,8 +28,8 @@ def until(done: Callable[[], bool], running: Running) -> None:
 
 
 def gone(pids: list[int]) -> bool:
-    """Waits up to 10 s for the processes to end. Returns whether all have."""
-    end = time.monotonic() + 10
+    """Waits up to a minute for the processes to end. Returns whether all have."""
+    end = time.monotonic() + 60
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < end:
         time.sleep(0.01)
     return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
@@ -156,11 +156,10 @@ def test_a_second_signal_does_not_wait_for_processes_that_hang(long_job):
     running, workers = in_the_middle(long_job)
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)
-    running.kill(signal.SIGTERM)
-    time.sleep(0.2)
-    running.kill(signal.SIGTERM)
+    running.kill(signal.SIGHUP)
+    running.kill(signal.SIGTERM)  # Python handles the lower-numbered of two pending signals first
     ended = running.wait()
-    assert (ended.code, ended.error) == (143, "interrupted by SIGTERM; run the same command again to continue")
+    assert (ended.code, ended.error) == (129, "interrupted by SIGHUP; run the same command again to continue")
     assert gone(workers)
     long_job.go_on()
 

@@ -18,6 +18,7 @@ from batchgen.jobs.files.lease import Beats, Lease, check_shared_folder, holder_
 from support.python_process import holding
 
 QUICK = Beats(every=0.01, silent=0.3, look=0.01)
+PATIENT = Beats(every=0.01, silent=600, look=0.01)  # a busy machine may take long from one beat to the next
 
 
 def claim_of_another_machine(folder: Path, number: int = 1, beat: int = 7, state: str = "running") -> Path:
@@ -78,9 +79,9 @@ def test_without_file_locks_the_beats_tell_who_lives(tmp_path, monkeypatch):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    lease = Lease(tmp_path, "o.jsonl", beats=QUICK)
+    lease = Lease(tmp_path, "o.jsonl", beats=PATIENT)
     with pytest.raises(OutputLocked):
-        Lease(tmp_path, "o.jsonl", beats=QUICK)
+        Lease(tmp_path, "o.jsonl", beats=PATIENT)
     lease.release()
 
 
@@ -118,12 +119,12 @@ def test_a_living_process_of_another_machine_keeps_its_lease(tmp_path):
     said: list[str] = []
     try:
         with pytest.raises(OutputLocked, match="process 12 on far"):
-            Lease(tmp_path / "1", "shard 1/2 of o.jsonl", said.append, QUICK)
+            Lease(tmp_path / "1", "shard 1/2 of o.jsonl", said.append, PATIENT)
     finally:
         ended.set()
         thread.join()
     assert said == [
-        "shard 1/2 of o.jsonl was last held by process 12 on far: looking for up to 0 seconds whether its process still runs"
+        "shard 1/2 of o.jsonl was last held by process 12 on far: looking for up to 600 seconds whether its process still runs"
     ]
     assert path.exists()
 

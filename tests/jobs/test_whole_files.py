@@ -53,9 +53,9 @@ def test_the_process_can_write_to_its_own_standard_output(tmp_path):
         "print('before', flush=True); write_whole('/dev/stdout', 'text\\n'); print('after')\n"
     )
     command = [sys.executable, "-c", code]
-    piped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    piped = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     with (tmp_path / "log").open("w") as log:
-        subprocess.run(command, stdout=log, timeout=60, check=True)
+        subprocess.run(command, stdout=log, timeout=300, check=True)
     assert (piped.stdout, (tmp_path / "log").read_text()) == ("before\ntext\nafter\n",) * 2
     assert os.listdir(tmp_path) == ["log"]
 

@@ -229,7 +229,7 @@ def test_advice_from_libraries_does_not_reach_standard_error(tools, tmp_path):
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     assert (done.stdout, done.stderr) == ("7 30\n", "")

@@ -54,7 +54,7 @@ def browsed(html: str, folder: Path) -> str:
             "--disable-background-networking", "--disable-component-update",
             "--virtual-time-budget=15000", "--dump-dom", file.as_uri(),
         ],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     return done.stdout
 

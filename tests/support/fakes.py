@@ -145,7 +145,7 @@ def threads_as_processes() -> Iterator[list[ThreadProcess]]:
         yield started
     for process in started:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 class PacedProcesses(Processes):
