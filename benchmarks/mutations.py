@@ -1,10 +1,11 @@
 """Which small faults do the tests notice? `python -m benchmarks.mutations --work FOLDER` (hours for all; `--count 40` for a sample)
 
 Copies the tree to FOLDER, and notes there which functions each test calls. Then it puts one fault at a time into a module (a comparison turned
-round, a call left out, a number one larger) and runs the tests that call the function: those named after the module first, then the fastest, for at
-most `--seconds`. Each fault is written to `--output` as a line of JSON: where it is, whether the tests caught it, and by which. A run that was
-interrupted goes on where it stopped. The same `--seed` makes the same faults. `--again FILE` repeats the faults of such a file in the present tree:
-one that was caught by a test whose file is the same stays caught, and one whose line is no longer there is gone.
+round, a call left out, a number one larger) and runs the tests that call the function, for at most `--seconds`: first those of the module's own
+folder, and unless one of them fails the others, the fastest first. Each fault is written to `--output` as a line of JSON: where it is, whether the tests
+caught it, and which did (all of its folder that do, or the first of the others). A run that was interrupted goes on where it stopped. The same `--seed`
+makes the same faults. `--again FILE` repeats the faults of such a file in the present tree: one that was caught by a test that is still the same stays
+caught, and one whose line is no longer there is gone.
 Tests run in forks of one process that has imported torch.
 """
 
@@ -71,8 +72,8 @@ ENVIRONMENT = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "HF_HUB_OFFLINE", "TRITON_INTERPRET"), "1"
 )
 """What tests/conftest.py sets, for modules that are imported before it."""
-FOUND = ("found", "by", "digest")
-"""What a line of the output has beside the fault: the result, the test that failed first, and the digest of its file."""
+FOUND = ("found", "by")
+"""What a line of the output has beside the fault: the result, and the tests that failed with the digests of their code."""
 IMPORTED_BEFORE = "ignore::pytest.PytestAssertRewriteWarning"
 OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
@@ -317,7 +318,7 @@ class Runner:
             path = self.tree / folder
             files = sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
             new = [name for f in files if ((name := f.relative_to(self.tree).as_posix()), digest(f)) not in known]
-            if new and self.run(new, 1800.0, CallRecorder(self._calls, self.tree)) not in (0, 5):
+            if new and self.run(new, 1800.0, (), CallRecorder(self._calls, self.tree)) not in (0, 5):
                 sys.exit(f"without any fault, tests of {folder} fail or take half an hour; see {self.log}")
         for entry in self._entries():
             test, seconds = entry["test"], entry["seconds"]
@@ -330,43 +331,49 @@ class Runner:
         if self._calls.exists():
             yield from map(json.loads, self._calls.read_text(encoding="utf-8").splitlines())
 
-    def tests_of(self, fault: Fault, first: str) -> list[str]:
-        """Returns test `first` if there is one, then those that call the faulty function, for as long as the limit allows."""
+    def tests_of(self, fault: Fault) -> tuple[list[str], list[str]]:
+        """Returns the tests that call the faulty function, as many as the limit allows: those of the module's own folder, and the others."""
         source = (self.tree / fault.file).read_text(encoding="utf-8")
         callers = self.callers.get((fault.file, function_of(source, line_number(source, fault))))
+        own = AREAS[fault.area][1][0]
         if callers is None:  # it runs when the module is imported, or in another process
-            folders = [folder for folder in AREAS[fault.area][1] if (self.tree / folder).exists()]
-            callers = [(s, t) for t, s in self.seconds.items() if t.startswith(tuple(folders))]
+            callers = [(seconds, test) for test, seconds in self.seconds.items() if test.startswith(own)]
         stem = f"/test_{Path(fault.file).stem}.py::"
-        chosen, left = [first] if first in self.seconds else [], self._limit
+        chosen: tuple[list[str], list[str]] = [], []
+        left = [self._limit / 2, self._limit / 2]
         for seconds, test in sorted(callers, key=lambda pair: (stem not in pair[1], pair)):
-            left -= seconds
-            if left < 0 and chosen:
-                break
-            if test != first:
-                chosen.append(test)
-        return chosen[:400]
+            other = not test.startswith(own)
+            left[other] -= seconds
+            if left[other] > 0 and len(chosen[other]) < 300:
+                chosen[other].append(test)
+        return chosen
 
-    def caught(self, fault: Fault, first: str = "") -> str:
-        """Returns "caught", "missed", "hung" or "gone"."""
+    def caught(self, fault: Fault, before: Iterable[str] = ()) -> tuple[str, list[str]]:
+        """Returns "caught", "missed", "hung" or "gone", and the tests that failed. Tests that caught it `before` run first."""
         module = self.tree / fault.file
         source = module.read_text(encoding="utf-8") if module.exists() else ""
         faulty = with_fault(source, fault)
         if faulty is None:
-            return "gone"
-        tests = self.tests_of(fault, first)
+            return "gone", []
+        own, others = self.tests_of(fault)
+        again = [test for test in before if test in self.seconds]
         try:
             module.write_text(faulty, encoding="utf-8")
-            code = self.run(tests, 60.0 + 8 * sum(self.seconds[test] for test in tests))
+            for tests, options in ((again, ["-x"]), (own, []), (others, ["-x"])):
+                if not tests:
+                    continue
+                code = self.run(tests, 30.0 + 5 * sum(self.seconds[test] for test in tests), options)
+                if code not in (0, 5):
+                    return "hung" if code is None else "caught", self.failed()
         finally:
             module.write_text(source, encoding="utf-8")
-        return {None: "hung", 0: "missed", 5: "missed"}.get(code, "caught")
+        return "missed", []
 
-    def run(self, tests: Sequence[str], timeout: float, *plugins: object) -> int | None:
+    def run(self, tests: Sequence[str], timeout: float, options: Sequence[str] = (), *plugins: object) -> int | None:
         """Returns pytest's exit code, or None if it was not done after `timeout` seconds."""
         pid = os.fork()
         if pid == 0:
-            self._child(tests, plugins)
+            self._child([*options, *tests], plugins)
         end = time.monotonic() + timeout
         try:
             while time.monotonic() < end:
@@ -380,14 +387,25 @@ class Runner:
         os.waitpid(pid, 0)
         return None
 
-    def by(self) -> str:
-        """Returns the test that failed first in the last run; empty if none did."""
+    def failed(self) -> list[str]:
+        """Returns the tests that failed in the last run."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         failed = (line.split(" ", 1)[1] for line in lines if line.startswith(("FAILED ", "ERROR ")))
-        return next(failed, "").partition(" - ")[0]
+        return [line.partition(" - ")[0] for line in failed]
 
     def digest_of(self, test: str) -> str:
-        return digest(self.tree / test.partition("::")[0]) if test else ""
+        """Returns the digest of a test's code: its file without imports and other tests."""
+        file, _, name = test.partition("[")[0].partition("::")
+        path = self.tree / file
+        if not path.exists():
+            return ""
+        kept = [
+            ast.dump(node)
+            for node in ast.parse(path.read_text(encoding="utf-8")).body
+            if not isinstance(node, ast.Import | ast.ImportFrom)
+            and not (isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and node.name != name)
+        ]
+        return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:12]
 
     def _code(self) -> int:
         try:
@@ -411,7 +429,7 @@ class Runner:
         options = ["-q", "--tb=line", "-p", "no:cacheprovider", "-W", IMPORTED_BEFORE]
         code = 70
         try:
-            code = int(pytest.main([*options, *([] if plugins else ["-x"]), *tests], list(plugins)))
+            code = int(pytest.main([*options, *tests], list(plugins)))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -452,16 +470,16 @@ def main() -> None:
         if json.dumps(asdict(fault)) in known:
             continue
         entry = before.get(fault, {})
-        by = entry.get("by", "")
-        if entry.get("found") == "caught" and by and entry.get("digest") == runner.digest_of(by):
-            result = "caught"
+        by: dict[str, str] = entry.get("by", {})
+        same = {test: known for test, known in by.items() if test in runner.seconds and runner.digest_of(test) == known}
+        if same:
+            result, by = "caught", same
         else:
-            result = runner.caught(fault, by)
-            by = runner.by() if result == "caught" else ""
+            result, failed = runner.caught(fault, by)
+            by = {test: runner.digest_of(test) for test in failed[:12]}
         found[fault.area, result] += 1
         with output.open("a", encoding="utf-8") as file:
-            line = asdict(fault) | {"found": result, "by": by, "digest": runner.digest_of(by)}
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(asdict(fault) | {"found": result, "by": by}) + "\n")
         print(
             f"{result:7} {fault.file}: {fault.line.strip()[:90]}  {fault.old[:30]!r} -> {fault.new[:40]!r}", flush=True
         )
