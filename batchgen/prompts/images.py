@@ -116,7 +116,7 @@ class ImageProcessor:
         with quiet():
             try:
                 self._hf = _load(config, tokenizer)
-                options = self._hf._merge_kwargs(tokenizer_init_kwargs={}, return_tensors="pt")
+                options = self._hf._merge_kwargs(self._hf.valid_processor_kwargs, {}, return_tensors="pt")
             except Exception as e:
                 raise load_failure(config, "image processor", e) from e
         self._options: dict[str, Any] = options["images_kwargs"]

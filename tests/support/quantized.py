@@ -66,6 +66,10 @@ def dequantized(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> 
         config.quantization_config["dequantize"] = True
         found = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype).to(dtype).eval()
         plain_layers(found)  # transformers 5.17 rounds activations
+        if name == "W4A16":  # and does not round weights to the type of their scales
+            for layer in found.modules():
+                if isinstance(layer, torch.nn.Linear):
+                    layer.weight.data = layer.weight.data.bfloat16().to(dtype)
         return found
     if name.startswith("bitsandbytes"):
         made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoImageProcessor, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from support.models import randomize
@@ -474,8 +474,8 @@ def make(name: str, folder: Path) -> Reference:
     model.save_pretrained(folder)
     tokenizer = tokenizer_of(seen)
     tokenizer.save_pretrained(folder)
-    image_processor = _class(seen.images[0])(**seen.images[1])
-    image_processor.save_pretrained(folder)
+    _class(seen.images[0])(**seen.images[1]).save_pretrained(folder)
+    image_processor = AutoImageProcessor.from_pretrained(folder)  # where torchvision is installed, it is another class
     kind_of, settings = seen.processor
     (folder / "processor_config.json").write_text(
         json.dumps({"processor_class": kind_of.partition(":")[2], **settings})
