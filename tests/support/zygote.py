@@ -61,6 +61,8 @@ def _import_everything() -> None:
 
     batchgen.devices.opening.start_process = start_forked
     batchgen.stats.versions()
+    # numpy imports it at the first median. A process that is forked meanwhile would wait for the end of that import for ever.
+    importlib.import_module("numpy.ma")
     pyarrow.array([0])  # imports pandas, if it is installed
     _ = (batchgen, batchgen_cli, transformers.AutoModelForCausalLM, transformers.AutoTokenizer)
 
