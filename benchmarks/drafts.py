@@ -1,7 +1,8 @@
 """What drafts save in jobs that a trained model answers: `python -m benchmarks.drafts`.
 
 Trains the sample model further for a few minutes, so that it writes orders as JSON objects of ten fields, labels them with a reason, and writes them
-again with one word changed. Then it runs each job with `--speculate off` and `auto`, in turn, and prints medians. The outputs must be equal.
+again with one word changed. Then it runs each job with `--speculate off` and `auto`, in turn, and prints medians of the time and of the processor's. The
+outputs must be equal.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def task(kind: str, rng: random.Random) -> tuple[str, str]:
         f"{order['price']} {order['currency']}, {'paid' if order['paid'] else 'not paid'}, {'express' if order['express'] else 'by post'}."
     )
     if kind == "json":
-        return f"Write the order as JSON.\n{text}", json.dumps(order)
+        return f"Write the order as JSON.\n{text}", json.dumps(order, separators=(",", ":"))
     if kind == "rewrite":
         return f"Write the order again for another town, Bonn.\n{text}", text.replace(f"in {order['town']}", "in Bonn")
     label = "urgent" if order["express"] and order["paid"] else "normal"
@@ -118,15 +119,15 @@ def measure(model: Path, job: str, rows: int, repeats: int, dtype: str) -> dict[
     prompts, params = [prompt for prompt, _ in asked], SamplingParams(**JOBS[job])
     modes = ("off", "auto")
     llms = {mode: LLM(model, dtype=dtype, engine=EngineConfig(speculate=mode)) for mode in modes}
-    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+    seconds: dict[str, list[tuple[float, float]]] = {mode: [] for mode in modes}
     texts: dict[str, list[Any]] = {}
     counts: dict[str, tuple[int, ...]] = {}
     for repeat in range(repeats + 1):  # the first one warms up, and learns what steps cost
         for mode in modes if repeat % 2 else modes[::-1]:
-            before, began = figures(llms[mode]), time.perf_counter()
+            before, began, processor = figures(llms[mode]), time.perf_counter(), time.process_time()
             results = llms[mode].generate(prompts, params)
             if repeat:
-                seconds[mode].append(time.perf_counter() - began)
+                seconds[mode].append((time.perf_counter() - began, time.process_time() - processor))
             counts[mode] = tuple(b - a for a, b in zip(before, figures(llms[mode]), strict=True))
             texts[mode] = [told(result) for result in results]
     if texts["off"] != texts["auto"]:
@@ -134,10 +135,10 @@ def measure(model: Path, job: str, rows: int, repeats: int, dtype: str) -> dict[
     right = sum(texts["off"][i][0] == answer for i, (_, answer) in enumerate(asked))
     for llm in llms.values():
         llm.close()
-    off, auto = (statistics.median(seconds[mode]) for mode in modes)
+    medians = {mode: [statistics.median(times) for times in zip(*seconds[mode], strict=True)] for mode in modes}
     return {
         "right": right / rows,
-        "ratio": off / auto,
+        "ratios": [off / auto for off, auto in zip(medians["off"], medians["auto"], strict=True)],
         "steps": (counts["off"][0], counts["auto"][0]),
         "drafts": counts["auto"][1:],
     }
@@ -170,14 +171,16 @@ def main() -> None:
             model = args.keep or Path(temporary)
             train(model, args.steps, args.width)
         print(
-            "| job | rows | right | off / auto, time | steps off, auto | accepted of drafted |\n| --- | ---: | ---: | ---: | ---: | ---: |"
+            "| job | rows | right | off / auto, time | processor | steps off, auto | accepted of drafted |\n"
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
         )
         for job in args.jobs:
             for rows in args.rows:
                 m = measure(model, job, rows, args.repeats, args.dtype)
                 drafted, accepted = m["drafts"]
+                clock, processor = m["ratios"]
                 print(
-                    f"| {job} | {rows} | {m['right']:.0%} | {m['ratio']:.2f} | {m['steps'][0]}, {m['steps'][1]} | {accepted} of {drafted} |",
+                    f"| {job} | {rows} | {m['right']:.0%} | {clock:.2f} | {processor:.2f} | {m['steps'][0]}, {m['steps'][1]} | {accepted} of {drafted} |",
                     flush=True,
                 )
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol, cast
 from batchgen.attention.kv_cache import CPU, KVCache
 from batchgen.config import EngineConfig
 from batchgen.drafting.chances import SOURCES
+from batchgen.drafting.payoff import Payoff
 from batchgen.drafting.speculator import Speculator
 from batchgen.engine.executor import GrammarStopper, KernelsFailed, StepExecutor
 from batchgen.engine.kernel_fallback import KernelFallback
@@ -144,7 +145,8 @@ class Engine:
             model.device.type == "cuda" and not model.spread and verdict.uses("sampler") and verdict.uses("step-ahead")
         )
         self.loop = StepLoop(self.scheduler, self.executor, int(ahead))
-        self.scheduler.drafter = None if ahead or head is not None else self._drafter()
+        self.speculator = None if ahead or head is not None else self._speculator()
+        self.scheduler.drafter = self.speculator
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._detokenizer = Detokenizer(tokenizer.hf_tokenizer, tokenizer.thinking, tokenizer.tool_format)
         self.results = ResultAssembler(self.scheduler, self._detokenizer.piece, config.row_timeout, head)
@@ -259,7 +261,10 @@ class Engine:
         for update in self.loop.step(admit):
             self._apply(update)
         if len(self.loop.landed) == 1:  # a step ahead: the device has run the step that has landed
-            self.costs.measured.append((self.loop.landed[0], time.perf_counter() - began))
+            size, seconds = self.loop.landed[0], time.perf_counter() - began
+            self.costs.measured.append((size, seconds))
+            if self.speculator is not None:
+                self.speculator.ran(size, seconds)
         self._shrink()
         self._update_stats()
         if self.config.debug:
@@ -358,12 +363,13 @@ class Engine:
             self._fallback.examine(update)
         self.results.update(update)
 
-    def _drafter(self) -> Speculator | None:
-        """A state of a recurrent layer cannot be taken back, and on a GPU the tokens of a step are read one step later."""
+    def _speculator(self) -> Speculator | None:
+        """Returns what makes drafts. On a GPU the tokens of a step are read one step later, so there are none."""
         model = self.runner.model
-        if self.config.speculate == "off" or model.device.type != "cpu" or model.states:
+        if self.config.speculate == "off" or model.device.type != "cpu":
             return None
-        return Speculator(self.costs, lambda seq: self.constraints.forced(cast(Hashable, seq.stops)))
+        payoff = None if self.config.speculate == "always" else Payoff(self.costs, replays=bool(model.states))
+        return Speculator(lambda seq: self.constraints.forced(cast(Hashable, seq.stops)), payoff)
 
     def _stopper(self, request: Request) -> Stops:
         arguments = (
@@ -403,10 +409,10 @@ class Engine:
         """Copies the counts of scheduler, executor, runner and block manager into `stats`. Nothing else writes the figures of a step."""
         for name in TokenCounts.__slots__:
             setattr(self.stats, name, getattr(self.scheduler.counts, name))
-        if isinstance(self.scheduler.drafter, Speculator):
+        if self.speculator is not None:
             for source in SOURCES:
-                setattr(self.stats, f"drafted_{source}", self.scheduler.drafter.drafted[source])
-                setattr(self.stats, f"accepted_{source}", self.scheduler.drafter.accepted[source])
+                setattr(self.stats, f"drafted_{source}", self.speculator.drafted[source])
+                setattr(self.stats, f"accepted_{source}", self.speculator.accepted[source])
         self.stats.forward_seconds = self.executor.seconds
         token = self.sizes.bytes_per_token
         self.stats.attention_parts = self.runner.attention_parts

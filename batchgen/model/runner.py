@@ -171,4 +171,5 @@ def _state_span(scheduled: ScheduledSpan) -> StateSpan:
     generated = (
         max(0, scheduled.stop - max(scheduled.start, span.start_tokens)) if isinstance(span, GenerationSequence) else 0
     )
-    return StateSpan(scheduled.stop - scheduled.start, scheduled.read, span.state_slot, generated)
+    write = span.state_slot if span.draft_state_slot < 0 else span.draft_state_slot
+    return StateSpan(scheduled.stop - scheduled.start, scheduled.read, write, generated)

@@ -6,7 +6,7 @@ effect of its output on the sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -248,7 +248,9 @@ class ScheduledBatch:
         packed = pack(spans)
         return cls(
             packed=packed,
-            size=_size(packed),
+            size=StepSize(
+                len(packed.tokens), len(packed.logits_places), *keys_and_pairs((s.span, s.start, s.stop) for s in spans)
+            ),
             moves=moves,
             samples=tuple(samples),
             sample_rows=np.asarray(rows, dtype=np.int64),
@@ -270,11 +272,12 @@ class ScheduledBatch:
         return len(self.packed.tokens)
 
 
-def _size(packed: PackedSpans) -> StepSize:
+def keys_and_pairs(spans: Iterable[tuple[Span, int, int]]) -> tuple[int, int]:
+    """Returns `StepSize.keys` and `StepSize.pairs` of a step that runs positions [start, stop) of each span."""
     keys = pairs = 0
     above: PrefixNodeSpan | None = None
     read: set[PrefixNodeSpan] = set()
-    for span, start, stop, *_ in packed.spans:
+    for span, start, stop in spans:
         count = stop - start
         keys += stop - span.start
         pairs += stop if count == 1 else count * (start + stop + 1) // 2
@@ -285,7 +288,7 @@ def _size(packed: PackedSpans) -> StepSize:
                     break
                 read.add(node_span)
                 keys += node_span.end - node_span.start
-    return StepSize(len(packed.tokens), len(packed.logits_places), keys, pairs)
+    return keys, pairs
 
 
 def _score(scheduled: ScheduledSpan, row: int, targets: ScoreTargets) -> None:
@@ -347,11 +350,12 @@ class Budget:
         return min(self.tokens, self._prefill)
 
     def decode(self, seq: GenerationSequence) -> bool:
-        """Adds the sequence's next token to the step. Returns False if the budget is used up."""
-        if self.tokens < 1:
+        """Adds the sequence's next token to the step, behind those that run again after a wrong draft. Returns False if the budget is used up."""
+        stop = min(seq.end, seq.computed + self.tokens)
+        if stop <= seq.computed:
             return False
-        self.tokens -= 1
-        self.spans.append(ScheduledSpan(seq, seq.computed, seq.end, seq.computed, seq.read_state_slot))
+        self.tokens -= stop - seq.computed
+        self.spans.append(ScheduledSpan(seq, seq.computed, stop, min(stop, seq.end - 1), seq.read_state_slot))
         return True
 
     def draft(self, number: int, tokens: Sequence[int]) -> None:
@@ -408,6 +412,7 @@ class TokenCounts:
         for scheduled in batch.spans:
             span = scheduled.span
             if isinstance(span, GenerationSequence) and span.state is State.DECODING:
+                self.recomputed_tokens += min(scheduled.stop, span.end - 1) - scheduled.start  # after a wrong draft
                 continue
             prompt = min(scheduled.stop, span.prompt_end)
             self.prefill_tokens += max(0, prompt - scheduled.start)

@@ -210,15 +210,34 @@ class BlockManager:
         return True
 
     def room_for_drafts(self, seq: GenerationSequence, count: int, reserve: int) -> int:
-        """Makes room for up to `count` tokens behind the sequence's next one, from blocks that nothing holds. `reserve` blocks stay free.
+        """Makes room for up to `count` tokens behind the sequence's newest one, from blocks that nothing holds. `reserve` blocks stay free.
+        With recurrent layers the sequence gets a second state slot, until `end_verification`.
 
-        Returns the number of tokens that there is room for. The sequence keeps the blocks: what follows its next token is written there.
+        Returns the number of tokens that there is room for. The sequence keeps the blocks: what follows its newest token is written there.
         """
-        for _ in range(self.blocks_for(seq.computed + 1 + count) - len(seq.table)):
+        if self.state_slots is not None and not self.state_slots.num_free:
+            return 0
+        for _ in range(self.blocks_for(seq.end + count) - len(seq.table)):
             held = self.pool.num_used + 1 > max(self.unshared_blocks + 1, self.peak_unshared_blocks)
             if self.pool.num_free <= reserve or held or not self.grow(seq, len(seq.table) * self.block_size):
                 break
-        return min(count, len(seq.table) * self.block_size - seq.computed - 1)
+        count = min(count, len(seq.table) * self.block_size - seq.end)
+        if count > 0 and self.state_slots is not None:
+            seq.draft_state_slot = self.state_slots.allocate(1)[0]
+        return count
+
+    def end_verification(self, seq: GenerationSequence, computed: int | None) -> None:
+        """Frees one of the two state slots of a sequence that had drafts: the old one if all drafts were right and `computed` tokens are computed,
+        else (None) the new one, and the sequence goes on where it was before.
+        """
+        assert self.state_slots is not None
+        if computed is not None:
+            if seq.read_state_slot == seq.state_slot:
+                seq.read_state_slot = seq.draft_state_slot
+            seq.state_slot, seq.draft_state_slot = seq.draft_state_slot, seq.state_slot
+            self.advance(seq, computed)
+        self.state_slots.release([seq.draft_state_slot])
+        seq.draft_state_slot = -1
 
     def close(self, seq: GenerationSequence) -> None:
         """Releases a sequence's blocks."""
@@ -299,7 +318,8 @@ class BlockManager:
 
     def state_slots_of(self, span: Span) -> list[int]:
         """The state slots that the span holds."""
-        return [state_slot for state_slot in dict.fromkeys((span.state_slot, span.read_state_slot)) if state_slot >= 0]
+        state_slots = dict.fromkeys((span.state_slot, span.read_state_slot, span.draft_state_slot))
+        return [state_slot for state_slot in state_slots if state_slot >= 0]
 
     def _make_state_slot(self) -> bool:
         """Makes a state slot free. Returns False if that is impossible.
@@ -484,7 +504,7 @@ class BlockManager:
             self._share_tail(span.parent)
         if self.state_slots is not None:
             self.state_slots.release(self.state_slots_of(span))
-            span.state_slot = span.read_state_slot = -1
+            span.state_slot = span.read_state_slot = span.draft_state_slot = -1
 
     def _make_room(self, blocks: int, reserve: int, unshared: int) -> bool:
         """Evicts cached nodes until `blocks` and `reserve` are free, and until the blocks in use will not be more than have ever been

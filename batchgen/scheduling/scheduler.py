@@ -47,12 +47,14 @@ Step = TypeVar("Step")
 class Drafter(Protocol):
     """Guesses what decoding sequences will sample. It changes the number of steps, never a result."""
 
-    def propose(self, step: Sequence[ScheduledSpan]) -> Mapping[GenerationSequence, Sequence[int]]:
-        """Returns draft tokens for decoding sequences of a step that is otherwise complete. The scheduler may take fewer of them."""
+    def propose(
+        self, decoding: Sequence[GenerationSequence], alone: bool
+    ) -> Mapping[GenerationSequence, Sequence[int]]:
+        """Returns draft tokens for sequences that decode in a step. The scheduler may take fewer of them. `alone`: the step runs nothing else."""
         ...
 
-    def verified(self, scheduled: ScheduledSpan, accepted: int) -> None:
-        """Takes note that the first `accepted` drafts of a span were right."""
+    def verified(self, seq: GenerationSequence, drafted: int, accepted: int) -> None:
+        """Takes note that `drafted` draft tokens were verified, and that the first `accepted` of them were right."""
         ...
 
     def finished(self, seq: GenerationSequence) -> None:
@@ -342,7 +344,7 @@ class Scheduler(RunningSet):
         self.counts = TokenCounts()
         self.preemptions = 0
         self.drafter: Drafter | None = None
-        """Guesses tokens of decoding sequences; None for none. Only for a loop without a step ahead and a model without recurrent states."""
+        """Guesses tokens of decoding sequences; None for none. Only for a loop without a step ahead."""
         self._admission = Admission(self, policy, stops)
         self._num_windows = self._num_leaves = 0  # so far
 
@@ -406,8 +408,8 @@ class Scheduler(RunningSet):
             assert not (idle and self.unfinished), "nothing runs and nothing can start"
         if not self.policy.decode_first:
             self._decode(decoding, budget)
-        if self.drafter is not None and decoding:
-            self._draft(self.drafter, budget)
+        if self.drafter is not None and decoding and budget.tokens:
+            self._draft(self.drafter, decoding, budget)
         self.block_manager.note_unshared(scored[: self.limits.batch_size - len(self.running)])
         spans = sorted(budget.spans, key=lambda scheduled: scheduled.span.place)
         batch = ScheduledBatch.of(
@@ -420,7 +422,8 @@ class Scheduler(RunningSet):
         """Does what is certain once the batch is launched and before its tokens are known."""
         for scheduled in batch.spans:
             span = scheduled.span
-            self.block_manager.advance(span, scheduled.stop - len(scheduled.drafts))
+            if span.draft_state_slot < 0:  # else it is only known once the drafts are verified
+                self.block_manager.advance(span, scheduled.stop - len(scheduled.drafts))
             if scheduled.stop < span.end:
                 continue
             if isinstance(span, PrefixNodeSpan):
@@ -468,8 +471,18 @@ class Scheduler(RunningSet):
         if self.drafter is not None:
             for scheduled in output.batch.spans:
                 if scheduled.drafts:
-                    self.counts.drafted_tokens += len(scheduled.drafts)
-                    self.drafter.verified(scheduled, scheduled.span.computed - scheduled.start - 1)
+                    self._verified(self.drafter, scheduled)
+
+    def _verified(self, drafter: Drafter, scheduled: ScheduledSpan) -> None:
+        """Counts the drafts of a span that were right. A state has taken up all of a span's tokens, so it counts only if all were."""
+        seq, drafted = scheduled.span, len(scheduled.drafts)
+        assert isinstance(seq, GenerationSequence)
+        accepted = max(0, seq.end - (scheduled.stop - drafted) - 1)
+        self.counts.drafted_tokens += drafted
+        self.counts.accepted_tokens += accepted
+        if seq.draft_state_slot >= 0:
+            self.block_manager.end_verification(seq, scheduled.stop if accepted == drafted else None)
+        drafter.verified(seq, drafted, accepted)
 
     def _append(self, seq: GenerationSequence, token: int, valid: bool, logprobs: Any) -> SequenceUpdate:
         """Adds a sampled token to its sequence. Ends the sequence if its completion has ended or failed."""
@@ -477,9 +490,8 @@ class Scheduler(RunningSet):
         if seq.num_pending_tokens:
             seq.num_pending_tokens -= 1
             self.counts.decode_sequences += 1
-        else:  # the sample after a draft that was right, whose KV is in the blocks
+        elif seq.draft_state_slot < 0:  # the sample after a draft that was right, whose KV is in the blocks
             self.block_manager.advance(seq, seq.computed + 1)
-            self.counts.accepted_tokens += 1
         try:
             if not valid:
                 what = f"the model's logits after {counted(len(seq.generated), 'token')} are not numbers"
@@ -522,10 +534,13 @@ class Scheduler(RunningSet):
                 break
             seq.last_step = self.counts.steps + 1
 
-    def _draft(self, drafter: Drafter, budget: Budget) -> None:
+    def _draft(self, drafter: Drafter, decoding: Sequence[GenerationSequence], budget: Budget) -> None:
         """Adds draft tokens to decoding sequences, as far as tokens, blocks and the lengths of the completions allow."""
+        proposed = drafter.propose(decoding, alone=len(budget.spans) == len(decoding))
+        if not proposed:
+            return
         places = {scheduled.span: number for number, scheduled in enumerate(budget.spans)}
-        for seq, tokens in drafter.propose(budget.spans).items():
+        for seq, tokens in proposed.items():
             count = min(len(tokens), budget.tokens, seq.request.max_tokens - seq.num_sampled - 1)
             count = self.block_manager.room_for_drafts(seq, count, len(self.running))
             if count > 0:

@@ -110,6 +110,8 @@ class Span:
     read_state_slot: int = -1
     """State slot that the next forward reads. Before the first forward it is that of the node that the span follows,
     which the span holds too until then; afterwards its own. -1 at the beginning of a text."""
+    draft_state_slot: int = -1
+    """State slot that a step with drafts writes, instead of the span's own; -1 in other steps."""
     scores: dict[tuple[int, int], TokenScore] = field(default_factory=dict)
     """By (position, next token), where texts are scored."""
     source: PrefixNodeSpan | None = None

@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 
 from batchgen import LLM, EngineConfig, JobConfig, SamplingParams, run_job
-from batchgen.drafting import speculator as module
 from batchgen.drafting.chances import Chances, DraftKind
-from batchgen.drafting.speculator import LONGEST, MAX_REST, TRIAL, Speculator, Trial
+from batchgen.drafting.guesses import LONGEST
+from batchgen.drafting.payoff import MAX_REST, REMEMBERED, Payoff
+from batchgen.drafting.speculator import Speculator
 from batchgen.engine.engine import Engine
 from batchgen.request import Request, leaves_of
-from batchgen.scheduling.batch import ScheduledSpan, StepSize
+from batchgen.scheduling.batch import StepSize
 from batchgen.scheduling.sequence import GenerationSequence, State
 
 PROMPT = [*range(100, 130)]
+KIND = DraftKind("outputs", 4, 0, True)
 
 
 class Prices:
@@ -35,14 +37,8 @@ class Prices:
         return 1 + self.each * size.tokens
 
 
-@pytest.fixture
-def estimates_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What steps really take does not count."""
-    monkeypatch.setattr(Trial, "next_step", lambda self, sequences: 0)
-
-
-def decoding(count: int, generated: list[int], max_tokens: int = 100) -> list[ScheduledSpan]:
-    """Spans of sequences with the same prompt that have written the same tokens."""
+def decoding(count: int, generated: list[int], max_tokens: int = 100) -> list[GenerationSequence]:
+    """Sequences with the same prompt that have written the same tokens."""
     leaves = leaves_of(
         Request(
             row=row, tokens=np.array(PROMPT, dtype=np.int32), params=SamplingParams(max_tokens=max_tokens),
@@ -50,126 +46,144 @@ def decoding(count: int, generated: list[int], max_tokens: int = 100) -> list[Sc
         )
         for row in range(count)
     )  # fmt: skip
-    found = []
-    for i, leaf in enumerate(leaves):
-        seq = GenerationSequence(
+    return [
+        GenerationSequence(
             window=0, place=(i, 1), parent=None, start=0, table=[], computed=len(PROMPT) + len(generated) - 1, leaf=leaf,
             index=i, stops=None, generated=list(generated), state=State.DECODING,
-        )  # fmt: skip
-        found.append(ScheduledSpan(seq, seq.computed, seq.end, seq.computed))
+        )
+        for i, leaf in enumerate(leaves)
+    ]  # fmt: skip
+
+
+def speculator(each: float = 0.001, forced: tuple[int, ...] = (), rows: int = 0, **payoff: Any) -> Speculator:
+    """A speculator that knows from a step of `rows` sequences that steps cost what is estimated."""
+    prices = Prices(each)
+    found = Speculator(lambda _: forced, Payoff(prices, **payoff))  # type: ignore[arg-type]
+    plain(found, rows, prices.seconds(size(rows)))
     return found
 
 
-def speculator(each: float = 0.001, forced: tuple[int, ...] = ()) -> Speculator:
-    return Speculator(Prices(each), lambda _: forced)  # type: ignore[arg-type]
+def size(rows: int, drafts: int = 0) -> StepSize:
+    return StepSize(rows + drafts, rows + drafts, 0, 0)
 
 
-@pytest.mark.parametrize(("seconds", "rests"), [(1.2, [0, 0]), (2.5, [MAX_REST * 2, MAX_REST * 4])])
-def test_drafts_that_did_not_make_tokens_come_faster_rest_longer_each_time(
-    seconds: float, rests: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eight sequences take a second without drafts; with drafts, each gets two tokens in a step."""
-    now, trial = [1.0], Trial()
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
-    assert trial.next_step(8) == 1  # nothing is known about steps without drafts
-    now[0] += 1.0
-    assert trial.next_step(8) == 0
-    for rest in rests:
-        given = []
-        for _ in range(TRIAL):
-            trial.drafted, trial.accepted = True, 8
-            now[0] += seconds
-            given.append(trial.next_step(8))
-        assert given == [0] * (TRIAL - 1) + [rest]
+def plain(found: Speculator, rows: int, seconds: float) -> None:
+    """Runs a step of so many sequences without drafts."""
+    if rows:
+        found.propose(decoding(rows, [1, 2]), alone=True)
+        found.ran(size(rows), seconds)
 
 
-@pytest.mark.usefixtures("estimates_alone")
+def proposed(found: Speculator, sequences: list[GenerationSequence]) -> list[list[int]]:
+    drafts = found.propose(sequences, alone=True)
+    return [list(drafts.get(seq, ())) for seq in sequences]
+
+
 def test_a_completion_that_copies_its_prompt_is_drafted_from_it() -> None:
-    step = decoding(2, PROMPT[4:12])
-    drafts = speculator().propose(step)
-    assert [list(drafts[s.span])[:5] for s in step] == [PROMPT[12:17]] * 2  # type: ignore[index]
+    assert [d[:5] for d in proposed(speculator(rows=2), decoding(2, PROMPT[4:12]))] == [PROMPT[12:17]] * 2
 
 
-@pytest.mark.usefixtures("estimates_alone")
-def test_a_draft_is_no_longer_than_the_completion_may_become() -> None:
-    (scheduled,) = decoding(1, [104, 105], max_tokens=5)
-    assert list(speculator().propose([scheduled])[scheduled.span]) == [106, 107]  # type: ignore[index]
-    (scheduled,) = decoding(1, [104, 105], max_tokens=3)
-    assert speculator().propose([scheduled]) == {}
+@pytest.mark.parametrize(("max_tokens", "drafts"), [(5, [106, 107]), (3, [])])
+def test_a_draft_is_no_longer_than_the_completion_may_become(max_tokens: int, drafts: list[int]) -> None:
+    assert proposed(speculator(rows=1), decoding(1, [104, 105], max_tokens)) == [drafts]
 
 
-@pytest.mark.usefixtures("estimates_alone")
 def test_text_that_a_grammar_forces_comes_before_everything_else() -> None:
-    (scheduled,) = decoding(1, [104, 105])
-    drafts = list(speculator(forced=(1, 2, 107)).propose([scheduled])[scheduled.span])  # type: ignore[index]
-    assert drafts[:3] == [1, 2, 107]
+    assert proposed(speculator(forced=(1, 2, 107), rows=1), decoding(1, [104, 105]))[0][:3] == [1, 2, 107]
 
 
-@pytest.mark.usefixtures("estimates_alone")
 def test_rows_are_drafted_from_what_others_have_written_and_from_finished_ones() -> None:
-    found = speculator()
+    found = speculator(rows=2)
     first, second, third = decoding(3, [1, 2, 3, 4, 5, 6, 7])
-    second.span.generated[2:] = third.span.generated[:] = []  # type: ignore[attr-defined]
-    assert list(found.propose([first, second])[second.span])[:4] == [3, 4, 5, 6]  # type: ignore[index]
-    found.finished(first.span)  # type: ignore[arg-type]
-    third.span.generated += [9, 4, 5]  # type: ignore[attr-defined]
-    assert list(found.propose([third])[third.span])[:2] == [6, 7]  # type: ignore[index]
+    second.generated[2:] = third.generated[:] = []
+    assert proposed(found, [first, second])[1][:4] == [3, 4, 5, 6]
+    found.finished(first)
+    third.generated += [9, 4, 5]
+    assert proposed(found, [third])[0][:2] == [6, 7]
 
 
-@pytest.mark.usefixtures("estimates_alone")
 def test_nothing_is_drafted_where_a_token_more_costs_as_much_as_it_gives() -> None:
     step = decoding(20, PROMPT[4:12])
-    assert speculator(each=10.0).propose(step) == {}
-    few, many = (sum(map(len, speculator(each).propose(step).values())) for each in (0.01, 0.0001))
-    assert 0 < few < many <= 20 * LONGEST
+    none, few, many = (sum(map(len, proposed(speculator(each, rows=20), step))) for each in (10.0, 0.01, 0.0001))
+    assert none == 0 < few < many <= 20 * LONGEST
 
 
-@pytest.mark.usefixtures("estimates_alone")
 def test_the_likeliest_drafts_are_admitted_first() -> None:
-    step = decoding(4, [104, 105])
-    forced = step[1].span
-    found = Speculator(Prices(0.2), lambda seq: (1, 2, 3) if seq is forced else ())  # type: ignore[arg-type]
-    assert found.propose(step) == {forced: [1, 2, 3]}
+    step, prices = decoding(4, [104, 105]), Prices(0.2)
+    found = Speculator(lambda seq: (1, 2, 3) if seq is step[1] else (), Payoff(prices))  # type: ignore[arg-type]
+    plain(found, 4, prices.seconds(size(4)))
+    assert proposed(found, step) == [[], [1, 2, 3], [], []]
 
 
-@pytest.mark.usefixtures("estimates_alone")
-def test_costs_are_worked_out_again_only_after_some_steps_or_with_fewer_rows() -> None:
-    found, step = speculator(each=10.0), decoding(20, [104, 105])
-    found.propose(step)
-    asked = found._costs.asked  # type: ignore[attr-defined]
-    for _ in range(MAX_REST):
-        found.propose(step)
-    assert found._costs.asked == asked  # type: ignore[attr-defined]
-    found.propose(step)
-    assert found._costs.asked > asked  # type: ignore[attr-defined]
-    asked = found._costs.asked  # type: ignore[attr-defined]
-    found.propose(step[:10])
-    assert found._costs.asked > asked  # type: ignore[attr-defined]
+def test_what_steps_really_take_is_measured_first_in_a_step_without_drafts() -> None:
+    found, step = speculator(), decoding(4, PROMPT[4:12])
+    assert found.propose(step, alone=False)  # what else the step runs would hide what drafts add
+    for drafted in (False, True, True):
+        assert any(proposed(found, step)) == drafted
+        found.ran(size(4, 2 * drafted), 1.0)
 
 
-@pytest.mark.usefixtures("estimates_alone")
+def test_drafts_that_cost_more_than_estimated_become_fewer_and_rest_until_that_is_forgotten() -> None:
+    """Draft tokens cost five times as much as estimated, and more than they give."""
+    found, step = speculator(0.03, rows=8), decoding(8, PROMPT[4:12])
+    counts = []
+    for _ in range(10 * MAX_REST):
+        counts.append(sum(map(len, proposed(found, step))))
+        found.ran(size(8, counts[-1]), 1.24 + 0.15 * counts[-1])
+    first, later = counts[:REMEMBERED], counts[REMEMBERED:]
+    assert first[0] > 40
+    assert 0 < sum(later) < len(later) / 2
+
+
+def test_drafts_go_on_where_they_cost_what_is_estimated() -> None:
+    found, step = speculator(0.01, rows=8), decoding(8, PROMPT[4:12])
+    counts = []
+    for _ in range(30):
+        counts.append(sum(map(len, proposed(found, step))))
+        found.ran(size(8, counts[-1]), 1.08 + 0.01 * counts[-1])
+    assert min(counts) > 20
+
+
+def test_tokens_that_run_again_after_a_wrong_draft_have_their_price() -> None:
+    step = decoding(8, PROMPT[4:12])
+    without, again = (
+        sum(map(len, proposed(speculator(0.02, rows=8, replays=replays), step))) for replays in (False, True)
+    )
+    assert 0 < again < without
+
+
+def test_a_resting_step_asks_for_no_price_and_with_fewer_rows_it_does_not_rest() -> None:
+    found, step = speculator(each=10.0, rows=20), decoding(20, [104, 105])
+    prices: Prices = found._payoff._costs  # type: ignore[union-attr,assignment]
+    asked = []
+    for rows in (20, *[20] * MAX_REST, 20, 10):
+        before = prices.asked
+        assert not any(proposed(found, step[:rows]))
+        asked.append(prices.asked - before)
+    assert asked[1:-2] == [0] * MAX_REST
+    assert min(asked[0], *asked[-2:]) > 0
+
+
 def test_drafts_that_fail_are_given_up_and_tried_again_later() -> None:
-    chances, kind = Chances(), DraftKind("outputs", 4, 0, True)
-    first = chances.of(kind)
+    chances = Chances()
+    first = chances.of(KIND)
     for _ in range(40):
-        chances.note(kind, False)
-    assert chances.of(kind) < 0.1 < chances.of(kind._replace(context=8))
+        chances.note(KIND, False)
+    assert chances.of(KIND) < 0.1 < chances.of(KIND._replace(context=8))
     for _ in range(500):
         chances.fade()
-    assert chances.of(kind) == pytest.approx(first, abs=0.01)
+    assert chances.of(KIND) == pytest.approx(first, abs=0.01)
     for _ in range(1000):
-        chances.note(kind, True)
-    assert chances.of(kind) > 0.98
+        chances.note(KIND, True)
+    assert chances.of(KIND) > 0.98
 
 
-@pytest.mark.usefixtures("estimates_alone")
 def test_chances_are_learned_up_to_the_first_wrong_token() -> None:
-    found = speculator()
-    (scheduled,) = decoding(1, PROMPT[4:12])
-    drafts = tuple(found.propose([scheduled])[scheduled.span])  # type: ignore[index]
-    kinds = [kind for _, kind in found._made[scheduled.span]]  # type: ignore[index]
-    found.verified(scheduled._replace(drafts=drafts[:4]), 2)
-    seen = {kind: tuple(counts) for kind, counts in found._chances._seen.items()}
+    found, (seq,) = speculator(rows=1), decoding(1, PROMPT[4:12])
+    proposed(found, [seq])
+    kinds = [kind for _, kind, _ in found._made[seq]]
+    found.verified(seq, 4, 2)
+    seen = {kind: tuple(counts) for kind, counts in found._guesses.chances._seen.items()}
     assert seen == {kinds[0]: (1, 1), kinds[1]: (1, 1), kinds[2]: (0, 1)}
     assert (found.drafted["prompt"], found.accepted["prompt"]) == (4, 2)
 
@@ -201,11 +215,10 @@ def job(folder: Path, model: Path, name: str, speculate: str, **sampling: Any) -
     ids=["schema", "three samples", "greedy"],
 )
 def test_a_job_has_the_same_output_with_every_draft_verified(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
+    tmp_path: Path, tiny_model_dir: Path, sampling: dict[str, Any]
 ) -> None:
     want, off = job(tmp_path, tiny_model_dir, "off.jsonl", "off", **sampling)
-    monkeypatch.setattr(module, "ALWAYS", True)
-    got, stats = job(tmp_path, tiny_model_dir, "auto.jsonl", "auto", **sampling)
+    got, stats = job(tmp_path, tiny_model_dir, "always.jsonl", "always", **sampling)
     assert got == want
     assert stats["steps"] < off["steps"] or stats["mean_decode_batch"] < off["mean_decode_batch"]
     assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
@@ -215,9 +228,8 @@ def test_a_job_has_the_same_output_with_every_draft_verified(
     assert (stats["drafts"]["grammar"]["accepted"] > 0) == ("json_schema" in sampling)
 
 
-def test_models_with_recurrent_states_and_steps_ahead_have_no_drafts(tiny_model_dir: Path) -> None:
-    with LLM(tiny_model_dir) as auto, LLM(tiny_model_dir, engine=EngineConfig(speculate="off")) as off:
-        assert isinstance(auto.engine, Engine)
-        assert isinstance(off.engine, Engine)
-        assert isinstance(auto.engine.scheduler.drafter, Speculator)
-        assert off.engine.scheduler.drafter is None
+def test_a_model_makes_drafts_if_it_is_told_to(tiny_model_dir: Path) -> None:
+    for speculate, made in (("auto", True), ("always", True), ("off", False)):
+        with LLM(tiny_model_dir, engine=EngineConfig(speculate=speculate)) as llm:
+            assert isinstance(llm.engine, Engine)
+            assert isinstance(llm.engine.scheduler.drafter, Speculator) == made

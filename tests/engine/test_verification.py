@@ -121,13 +121,14 @@ def test_a_step_gives_one_token_and_one_more_for_each_right_draft() -> None:
     class Three:
         """Drafts three tokens, of which the last is wrong."""
 
-        def propose(self, step: Any) -> Any:
-            seq = step[0].span
+        def propose(self, decoding: Any, alone: bool) -> Any:
+            seq = decoding[0]
+            assert alone
             right = known(want)(seq)[:2]
             return {seq: [*right, (right[-1] + 1) % VOCAB]} if seq.generated and len(right) == 2 else {}
 
-        def verified(self, scheduled: Any, accepted: int) -> None:
-            taken.append((len(scheduled.drafts), accepted))
+        def verified(self, seq: Any, drafted: int, accepted: int) -> None:
+            taken.append((drafted, accepted))
 
         def finished(self, seq: Any) -> None:
             taken.append(len(seq.generated))

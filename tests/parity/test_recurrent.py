@@ -11,6 +11,7 @@ Each property holds for every family of `RECURRENT_SHAPES` (`make test` runs one
 | logits | `test_every_architecture.py`: `test_tokens_and_logits_equal_those_of_generate` |
 | several completions of a prompt | `test_policies.py`: `test_every_fork_equals_the_completion_of_the_prompt_alone` |
 | scored texts, labels | `test_scores.py`: `test_a_score_equals_that_of_one_forward_over_prompt_and_text`, `test_the_probabilities_of_choices_are_those_of_their_tokens` |
+| drafts, right and wrong ones | `test_wrong_drafts_leave_no_trace_in_states` |
 | a job from its folder to its rows, resumed, on two devices | `../test_recurrent_job.py`: `test_a_resumed_job_on_two_devices_equals_generate` |
 | memory of states | `../state/test_sizes.py`: `test_the_plan_of_a_models_memory_is_exact` |
 | multimodal wrappers, such as that of Qwen 3.5 | `test_wrappers.py`: `test_text_equals_that_of_the_wrappers_own_generate` |
@@ -31,6 +32,7 @@ from batchgen.prefix import plan_prefixes
 from batchgen.request import leaves_of
 from batchgen.scheduling.waiting import POLICIES
 from batchgen.state.sizes import WITHOUT_ATTENTION
+from support.drafters import ForcedDrafter
 from support.models import (
     VOCAB,
     engine_for,
@@ -130,6 +132,24 @@ def test_preempted_sequences_continue_from_the_nearest_state(name):
     grows = name not in WITHOUT_ATTENTION
     assert (engine.stats.preemptions > 0) == grows
     assert (engine.stats.recomputed_tokens > 0) == grows
+
+
+@pytest.mark.parametrize("right", slow_but({0.7}, [1.0, 0.7, 0.0]))
+@pytest.mark.parametrize("name", slow_but({"qwen3_5_text", "falcon_mamba"}, RECURRENT_SHAPES))
+def test_wrong_drafts_leave_no_trace_in_states(name, right):
+    prompts = PROMPTS[::5]
+    expected = [generate(reference_model(name), p, 20) for p in prompts]
+    for options in ({"batch_size": 7, "max_batch_tokens": 16}, {"batch_size": 16}):
+        engine = engine_for(packed_model(name), **options)
+        engine.scheduler.drafter = drafter = ForcedDrafter(
+            lambda seq: expected[seq.request.row][seq.num_sampled :], range(VOCAB), right, longest=5
+        )
+        results = run(engine, make_requests(prompts, [20] * len(prompts)))
+        assert [list(r.token_ids) for r in results] == expected
+        assert (drafter.accepted > 50) == (right > 0)
+        assert (engine.stats.recomputed_tokens > 0) == (right < 1)
+        engine.block_manager.evict_all()
+        assert engine.block_manager.state_slots.num_used == 0
 
 
 @pytest.mark.parametrize("batch_size", slow_but({3}, [1, 3, 8]))

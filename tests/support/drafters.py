@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from batchgen.scheduling.batch import ScheduledSpan
 from batchgen.scheduling.sequence import GenerationSequence, State
 
 
@@ -28,21 +27,20 @@ class ForcedDrafter:
         self._random = random.Random(seed)
         self.drafted = self.accepted = 0
 
-    def propose(self, step: Sequence[ScheduledSpan]) -> dict[GenerationSequence, list[int]]:
+    def propose(self, decoding: Sequence[GenerationSequence], alone: bool) -> dict[GenerationSequence, list[int]]:
         found = {}
-        for scheduled in step:
-            seq = scheduled.span
-            if isinstance(seq, GenerationSequence) and seq.state is State.DECODING:
-                tokens = self._expected(seq)[: self._random.randint(0, self._longest)]
-                found[seq] = [
-                    token if self._random.random() < self._right else self._random.choice(self._vocabulary)
-                    for token in tokens
-                ]
+        for seq in decoding:
+            assert seq.state is State.DECODING
+            tokens = self._expected(seq)[: self._random.randint(0, self._longest)]
+            found[seq] = [
+                token if self._random.random() < self._right else self._random.choice(self._vocabulary)
+                for token in tokens
+            ]
         return found
 
-    def verified(self, scheduled: ScheduledSpan, accepted: int) -> None:
-        assert 0 <= accepted <= len(scheduled.drafts)
-        self.drafted += len(scheduled.drafts)
+    def verified(self, seq: GenerationSequence, drafted: int, accepted: int) -> None:
+        assert 0 <= accepted <= drafted
+        self.drafted += drafted
         self.accepted += accepted
 
     def finished(self, seq: GenerationSequence) -> None:

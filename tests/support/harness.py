@@ -187,9 +187,7 @@ CASES = {
     "labels": Case(options=("--choices", "north,south,southern"), settings=TINY_SPOOL),
     "two devices": Case(options=("--device", "cpu:0,1"), settings=TINY_SPOOL),
     "embeddings": Case(options=("--embed", "--pooling", "mean"), settings=TINY_SPOOL),
-    "drafts": Case(
-        options=("-n", "2", "--temperature", "0.6"), settings=TINY_SPOOL | {"batchgen.drafting.speculator:ALWAYS": True}
-    ),
+    "drafts": Case(options=("-n", "2", "--temperature", "0.6", "--speculate", "always"), settings=TINY_SPOOL),
     "another folder": Case(options=("--work-dir", "work"), settings=TINY_SPOOL),
 }
 

@@ -336,8 +336,9 @@ class Simulation:
         assert len(self.scheduler.running) <= limits.batch_size
         assert step.num_tokens <= limits.max_batch_tokens
         decoding = [w for w in step.spans if isinstance(w.span, GenerationSequence) and w.span.state is State.DECODING]
-        assert all(w.stop - w.start == 1 + len(w.drafts) for w in decoding)
-        assert step.num_tokens - sum(1 + len(w.drafts) for w in decoding) <= limits.max_prefill_tokens
+        again = [w.stop - w.start - len(w.drafts) - 1 for w in decoding]
+        assert all(count >= 0 if self.states else count == 0 for count in again)
+        assert step.num_tokens - sum(w.stop - w.start for w in decoding) <= limits.max_prefill_tokens
         scoring = [w for w in step.spans if w.span.scoring]
         assert sum(w.stop - w.logits for w in scoring) <= limits.max_scored_tokens
         places = [w.span.place for w in step.spans]
@@ -347,16 +348,15 @@ class Simulation:
         assert all(0 <= s < limits.batch_size for s in indices)
 
     def _write_states(self, step: ScheduledBatch) -> None:
-        written = [scheduled.span.state_slot for scheduled in step.spans]
+        written = [span.state_slot if span.draft_state_slot < 0 else span.draft_state_slot for span, *_ in step.spans]
         assert len(set(written)) == len(written), "two states written to one state slot"
         for scheduled in step.spans:
             before = self.states[scheduled.read] if scheduled.read >= 0 else ()
             assert before == self._prefix(scheduled.span, scheduled.start), "a state of other tokens is read"
-            assert scheduled.read == scheduled.span.state_slot or scheduled.read not in written, (
-                "a state is read and written"
-            )
-        for scheduled in step.spans:
-            self.states[scheduled.span.state_slot] = self._prefix(scheduled.span, scheduled.stop)
+            own = scheduled.read == scheduled.span.state_slot and not scheduled.drafts
+            assert own or scheduled.read not in written, "a state is read and written"
+        for slot, scheduled in zip(written, step.spans, strict=True):
+            self.states[slot] = self._before(scheduled, scheduled.stop)
 
     def _write(self, step: ScheduledBatch, plan: AttentionPlan) -> None:
         at = 0

@@ -1,0 +1,181 @@
+"""Whether drafts pay: which of them make tokens come faster, and how long none are looked for if none do.
+
+Draft tokens are admitted best first, as many as give the most accepted tokens per second. What a step costs is estimated (`StepCosts`) and
+corrected by the clock: by how much longer steps took than estimated, and by how much more drafts added to a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from statistics import median
+
+from batchgen.drafting.guesses import Draft
+from batchgen.scheduling.batch import StepSize
+from batchgen.scheduling.sequence import GenerationSequence
+from batchgen.scheduling.step_costs import StepCosts
+
+MAX_DRAFTS = 512
+"""Maximum number of draft tokens in a step: each needs a row of logits."""
+GAIN = 1.05
+"""Drafts must promise to be faster by this factor: costs and chances are estimates."""
+HOPE = 0.95
+"""The best chance that is expected of drafts before any are searched."""
+SHARE = 0.01
+"""Searches in vain may take this share of the time of the steps, and `SAVED` of the time that drafts save."""
+SAVED = 0.1
+MAX_REST = 128
+"""Steps at most until drafts are looked for again, if they did not pay."""
+FEWER = 0.8
+"""With fewer sequences than this share of those of the last search, drafts are looked for at once."""
+MIN_PRICE = 0.02
+"""A draft token is taken to cost at least this share of a sequence's part of a step."""
+REMEMBERED = 5
+"""The newest steps with drafts whose times count."""
+FORGETS = 64
+"""After so many searches in vain one of them is forgotten, so that drafts which were too dear are tried again."""
+
+
+class Payoff:
+    """Compares steps with drafts to steps without."""
+
+    def __init__(self, costs: StepCosts, *, replays: bool = False) -> None:
+        """`replays`: the tokens before a wrong draft run again in the next step, as with recurrent states."""
+        self._costs = costs
+        self._replays = replays
+        self._rest = 0
+        """Steps without drafts that are left."""
+        self._credit = math.inf
+        """Seconds that searches in vain may take before there is a rest; at first, and at most, those of a step."""
+        self._searched = 0
+        """The number of sequences when drafts were looked for last."""
+        self._rows = 0
+        """The number of sequences of the step under way; 0 if it runs anything else."""
+        self._slower: float | None = None
+        """How many times as long as estimated steps without drafts take; None before the first one."""
+        self._ratios: deque[float] = deque(maxlen=REMEMBERED)
+        """How many times as much as estimated drafts added to steps."""
+        self._dearer = 1.0
+        """The median of these, and of two that were as estimated: a busy machine has slow steps, and one or two of them decide nothing."""
+        self._vain = 0
+        """Searches in vain since the last one that was not, or since something was forgotten."""
+
+    def rests(self, rows: int, alone: bool) -> bool:
+        """Takes note that a step of so many decoding sequences begins. Returns whether it has no drafts. `alone`: it runs nothing else."""
+        self._rows = rows if alone else 0
+        if self._rest and rows > FEWER * self._searched:
+            self._rest -= 1
+            return True
+        return alone and self._slower is None
+
+    def ran(self, size: StepSize, seconds: float) -> None:
+        """Learns from a step that has run."""
+        rows, self._rows = self._rows, 0
+        if not rows or not self._costs.known:
+            return
+        drafts = size.logit_rows - rows
+        if not drafts:
+            slower = seconds / self._seconds(size)
+            known = slower if self._slower is None else self._slower
+            self._slower = 0.8 * known + 0.2 * min(slower, 2 * known)
+        elif self._slower is not None:
+            drafted = drafts * size.pairs // size.tokens
+            load = _with(size, -drafts, -drafted)
+            added = (seconds - self.seconds(load)) / (self._slower * self._price(load, drafts, drafted))
+            self._ratios.append(max(0.5, added))
+            self._dearer = median([1.0, 1.0, *self._ratios])
+
+    def seconds(self, load: StepSize) -> float:
+        """Returns the expected seconds of a step of decoding sequences without drafts."""
+        return (self._slower or 1.0) * self._seconds(load)
+
+    def is_possible(self, load: StepSize) -> bool:
+        """Returns whether good drafts, if there were any, would make tokens come faster in a step like this. If not, rests for a long time."""
+        rows, each = load.logit_rows, load.pairs // max(1, load.tokens)
+        plain = self.seconds(load)
+        counts = {1, 2, max(1, rows // 4), rows, 4 * rows}
+        possible = self._costs.known and any(
+            (rows + HOPE * n) / (plain + self._more(load, n, n * each)) > GAIN * rows / plain for n in counts
+        )
+        if not possible:
+            self._rest, self._searched = MAX_REST, rows
+            self._forget()
+        return possible
+
+    def admitted(
+        self, load: StepSize, search: float, drafts: Mapping[GenerationSequence, Draft]
+    ) -> dict[GenerationSequence, Draft]:
+        """Returns the beginnings of the drafts that give the most accepted tokens per second in a step of decoding sequences alone.
+
+        `search` are the seconds that it took to find them. What else the step runs does not count: a draft saves a token of a later step,
+        which is one of these. If none pays, drafts may rest.
+        """
+        rows, plain = load.logit_rows, self.seconds(load)
+        ranked = sorted(_ranked(drafts), key=lambda item: -item[0])[:MAX_DRAFTS]
+        gains = [*accumulate((chance for chance, *_ in ranked), initial=float(rows))]
+        pairs = [0, *accumulate(seq.end for *_, seq in ranked)]
+        again = [0.0, *accumulate(again if self._replays else 0.0 for _, again, _ in ranked)]
+        best, count = GAIN * rows / plain, 0
+        for n in _counts(len(ranked)):
+            rate = gains[n] / (plain + search + self._more(load, n, pairs[n], int(again[n])))
+            if rate > best:
+                best, count = rate, n
+        saved = gains[count] * (plain / rows - 1 / best)
+        self._credit = min(plain, self._credit + (SAVED * saved if count else -search))
+        self._vain = 0 if count else self._vain + 1
+        if self._vain >= FORGETS:
+            self._forget()
+        if self._credit < 0:
+            self._rest, self._searched = min(MAX_REST, int(-self._credit / (SHARE * plain))), rows
+            self._credit = 0.0
+        taken: dict[GenerationSequence, int] = {}
+        for *_, seq in ranked[:count]:
+            taken[seq] = taken.get(seq, 0) + 1
+        return {seq: drafts[seq][:n] for seq, n in taken.items()}
+
+    def _seconds(self, size: StepSize) -> float:
+        return max(1e-9, self._costs.seconds(size))
+
+    def _more(self, load: StepSize, drafts: int, pairs: int, again: int = 0) -> float:
+        """Returns the expected seconds that draft tokens add to a step, with those of `again` tokens that run again after wrong ones."""
+        return (self._slower or 1.0) * self._dearer * self._price(load, drafts, pairs, again)
+
+    def _forget(self) -> None:
+        """Forgets the oldest step with drafts."""
+        self._vain = 0
+        if self._ratios:
+            self._ratios.popleft()
+            self._dearer = median([1.0, 1.0, *self._ratios])
+
+    def _price(self, load: StepSize, drafts: int, pairs: int, again: int = 0) -> float:
+        """Returns the estimated seconds that draft tokens add to a step."""
+        plain = self._seconds(load)
+        least = MIN_PRICE * plain * (drafts + again) / load.logit_rows
+        return max(self._seconds(_with(load, drafts, pairs, again)) - plain, least)
+
+
+def _ranked(drafts: Mapping[GenerationSequence, Draft]) -> Iterator[tuple[float, float, GenerationSequence]]:
+    """Yields draft tokens: the chance of each, the tokens that run again if it is the first wrong one, times the chance of that, and the sequence.
+
+    A draft's chances fall from token to token, so a stable sort by chance admits each draft from its beginning.
+    """
+    for seq, draft in drafts.items():
+        before = 1.0
+        for number, (*_, chance) in enumerate(draft, 1):
+            yield chance, number * (before - chance), seq
+            before = chance
+
+
+def _counts(most: int) -> list[int]:
+    """Numbers of draft tokens that are compared: all small ones, and larger ones in steps of about a tenth."""
+    found, n = [], 1
+    while n < most:
+        found.append(n)
+        n += max(1, n // 10)
+    return [*found, most] if most else []
+
+
+def _with(load: StepSize, drafts: int, pairs: int, again: int = 0) -> StepSize:
+    return StepSize(load.tokens + drafts + again, load.logit_rows + drafts, load.keys + drafts, load.pairs + pairs)
