@@ -42,17 +42,18 @@ class OutputIndex:
         self._new: dict[Hashable, _Entry] = {}
         self._old: dict[Hashable, _Entry] = {}
 
-    def add(self, text: OutputText, group: Hashable) -> None:
-        """Adds the tokens that a text has got since the last time."""
-        tokens = text.tokens
+    def add(self, text: OutputText, group: Hashable) -> int:
+        """Adds the tokens that a text has got since the last time. Returns their number."""
+        tokens, count = text.tokens, len(text.tokens) - text.indexed
         for at in range(text.indexed, len(tokens)):
-            for count in CONTEXTS:
-                if count <= at:
-                    context = tuple(tokens[at - count : at])
+            for length in CONTEXTS:
+                if length <= at:
+                    context = tuple(tokens[at - length : at])
                     self._note((group, context), tokens, at)
                     if group is not None:
                         self._note((None, context), tokens, at)
         text.indexed = len(tokens)
+        return count
 
     def find(self, group: Hashable, context: tuple[int, ...]) -> Sequence[int]:
         """Returns what has followed the context in a group, at most 32 tokens; nothing if it is not known."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
@@ -15,6 +14,8 @@ LONGEST = 24
 """Maximum number of draft tokens of a sequence in a step."""
 RECENT = 256
 """Finished outputs that are kept until there is time to learn from them."""
+PER_SECOND = 100_000
+"""Tokens that are added to the index of outputs in a second, about."""
 MIN_CHANCE = 0.2
 """Drafts that are less likely to be accepted are not followed further."""
 
@@ -47,17 +48,15 @@ class Guesses:
         self._recent.append(seq)
 
     def learn(self, decoding: Sequence[GenerationSequence], seconds: float) -> None:
-        """Reads what the sequences have written since the last time, and adds it to the index for so many seconds; the rest next time."""
-        until = time.thread_time() + seconds
+        """Reads what the sequences have written since the last time, and adds it to the index for about so many seconds; the rest next time."""
+        left = seconds * PER_SECOND
         for seq in decoding:
-            self._read(seq)
-        for seq in decoding:
-            if time.thread_time() > until:
-                break
-            self._outputs.add(self._texts[seq][0], _group(seq))
-        while self._recent and time.thread_time() < until:
+            text = self._read(seq)
+            if left > 0:
+                left -= self._outputs.add(text, _group(seq))
+        while self._recent and left > 0:
             seq = self._recent.popleft()
-            self._outputs.add(self._read(seq), _group(seq))
+            left -= self._outputs.add(self._read(seq), _group(seq))
             del self._texts[seq]
         if len(self._texts) > 2 * len(decoding) + 64:  # of rows that were cancelled or preempted
             self._texts = {seq: self._texts[seq] for seq in decoding}

@@ -92,6 +92,15 @@ class _Maximum(ctypes.Structure):
     )
 
 
+class _Mask(ctypes.Structure):
+    """`Mask` in elementwise.cpp is the same."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "words", "x_row", "allowed_row", "threads")),
+        *((name, ctypes.c_void_p) for name in ("x", "allowed", "y")),
+    )
+
+
 class RowTable(ctypes.Structure):
     """`RowTable` in elementwise.cpp is the same."""
 
@@ -157,6 +166,18 @@ def row_maximum(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     )
     kernel("maximum", x.dtype)(ctypes.byref(maximum))
     return values, indices
+
+
+def only_allowed(x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """Does what `sampling.filters.forbid` does. x [N, V] has one of `DTYPES`; the bits of a row are adjacent in `words`."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype)
+    mask = _Mask(
+        *x.shape, words.shape[1], x.stride(0), words.stride(0), torch.get_num_threads(), x.data_ptr(), words.data_ptr(), y.data_ptr()
+    )  # fmt: skip
+    kernel("mask", x.dtype)(ctypes.byref(mask))
+    return y
 
 
 def take_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

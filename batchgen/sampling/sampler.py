@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from batchgen.kernels.build import DTYPES
-from batchgen.kernels.ops import row_maximum
+from batchgen.kernels.ops import only_allowed, row_maximum
 from batchgen.kernels.transfer import put
 from batchgen.request import TokenArray
 from batchgen.sampling.batch_params import BatchParams, StepParams
@@ -227,7 +227,9 @@ class Sampler:
         return self._batch_params.of(sampler_indices)
 
     def _masked(self, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Returns a copy of `scores` with -inf for the tokens that are not allowed; `scores` themselves if all tokens are."""
+        """Returns a copy of `scores` with -inf for the tokens that are not allowed; `scores` themselves if there is no mask, or if all tokens are allowed."""
+        if mask is not None and self._own_kernels and scores.dtype in DTYPES:
+            return only_allowed(scores, mask)
         at = np.flatnonzero((mask.numpy() != -1).any(axis=1)) if mask is not None else np.zeros(0)
         if mask is None or not at.size:
             return scores
