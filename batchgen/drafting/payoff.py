@@ -19,10 +19,8 @@ from batchgen.scheduling.step_costs import StepCosts
 
 MAX_DRAFTS = 512
 """Maximum number of draft tokens in a step: each needs a row of logits."""
-GAIN = 1.05
-"""Drafts must promise to be faster by this factor: costs and chances are estimates."""
-HOPE = 0.95
-"""The best chance that is expected of drafts before any are searched."""
+CAUTION = 0.9
+"""A draft token is worth this share of what its chance promises: costs and chances are estimates."""
 SHARE = 0.01
 """Searches in vain may take this share of the time of the steps, and `SAVED` of the time that drafts save."""
 SAVED = 0.1
@@ -32,8 +30,10 @@ FEWER = 0.8
 """With fewer sequences than this share of those of the last search, drafts are looked for at once."""
 MIN_PRICE = 0.02
 """A draft token is taken to cost at least this share of a sequence's part of a step."""
+MEASURED_FIRST = 3
+"""Steps without drafts that are measured before there are any."""
 REMEMBERED = 5
-"""The newest steps with drafts whose times count."""
+"""The newest steps, with drafts and without, whose times count."""
 FORGETS = 64
 """After so many searches in vain one of them is forgotten, so that drafts which were too dear are tried again."""
 
@@ -53,8 +53,10 @@ class Payoff:
         """The number of sequences when drafts were looked for last."""
         self._rows = 0
         """The number of sequences of the step under way; 0 if it runs anything else."""
-        self._slower: float | None = None
-        """How many times as long as estimated steps without drafts take; None before the first one."""
+        self._plain: deque[float] = deque(maxlen=REMEMBERED)
+        """How many times as long as estimated steps without drafts took."""
+        self._slower = 1.0
+        """The median of these."""
         self._ratios: deque[float] = deque(maxlen=REMEMBERED)
         """How many times as much as estimated drafts added to steps."""
         self._dearer = 1.0
@@ -68,7 +70,7 @@ class Payoff:
         if self._rest and rows > FEWER * self._searched:
             self._rest -= 1
             return True
-        return alone and self._slower is None
+        return alone and len(self._plain) < MEASURED_FIRST
 
     def ran(self, size: StepSize, seconds: float) -> None:
         """Learns from a step that has run."""
@@ -77,10 +79,9 @@ class Payoff:
             return
         drafts = size.logit_rows - rows
         if not drafts:
-            slower = seconds / self._seconds(size)
-            known = slower if self._slower is None else self._slower
-            self._slower = 0.8 * known + 0.2 * min(slower, 2 * known)
-        elif self._slower is not None:
+            self._plain.append(seconds / self._seconds(size))
+            self._slower = median(self._plain)
+        else:
             drafted = drafts * size.pairs // size.tokens
             load = _with(size, -drafts, -drafted)
             added = (seconds - self.seconds(load)) / (self._slower * self._price(load, drafts, drafted))
@@ -89,7 +90,7 @@ class Payoff:
 
     def seconds(self, load: StepSize) -> float:
         """Returns the expected seconds of a step of decoding sequences without drafts."""
-        return (self._slower or 1.0) * self._seconds(load)
+        return self._slower * self._seconds(load)
 
     def is_possible(self, load: StepSize) -> bool:
         """Returns whether good drafts, if there were any, would make tokens come faster in a step like this. If not, rests for a long time."""
@@ -97,7 +98,7 @@ class Payoff:
         plain = self.seconds(load)
         counts = {1, 2, max(1, rows // 4), rows, 4 * rows}
         possible = self._costs.known and any(
-            (rows + HOPE * n) / (plain + self._more(load, n, n * each)) > GAIN * rows / plain for n in counts
+            (rows + CAUTION * n) / (plain + self._more(load, n, n * each)) > rows / plain for n in counts
         )
         if not possible:
             self._rest, self._searched = MAX_REST, rows
@@ -114,10 +115,10 @@ class Payoff:
         """
         rows, plain = load.logit_rows, self.seconds(load)
         ranked = sorted(_ranked(drafts), key=lambda item: -item[0])[:MAX_DRAFTS]
-        gains = [*accumulate((chance for chance, *_ in ranked), initial=float(rows))]
+        gains = [*accumulate((CAUTION * chance for chance, *_ in ranked), initial=float(rows))]
         pairs = [0, *accumulate(seq.end for *_, seq in ranked)]
         again = [0.0, *accumulate(again if self._replays else 0.0 for _, again, _ in ranked)]
-        best, count = GAIN * rows / plain, 0
+        best, count = rows / plain, 0
         for n in _counts(len(ranked)):
             rate = gains[n] / (plain + search + self._more(load, n, pairs[n], int(again[n])))
             if rate > best:
@@ -140,7 +141,7 @@ class Payoff:
 
     def _more(self, load: StepSize, drafts: int, pairs: int, again: int = 0) -> float:
         """Returns the expected seconds that draft tokens add to a step, with those of `again` tokens that run again after wrong ones."""
-        return (self._slower or 1.0) * self._dearer * self._price(load, drafts, pairs, again)
+        return self._slower * self._dearer * self._price(load, drafts, pairs, again)
 
     def _forget(self) -> None:
         """Forgets the oldest step with drafts."""

@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchgen import LLM, EngineConfig, JobConfig, SamplingParams, run_job
+from batchgen import LLM, EngineConfig, JobConfig, ModelConfig, SamplingParams, run_job
 from batchgen.drafting.chances import Chances, DraftKind
 from batchgen.drafting.guesses import LONGEST
-from batchgen.drafting.payoff import MAX_REST, REMEMBERED, Payoff
+from batchgen.drafting.payoff import MAX_REST, MEASURED_FIRST, REMEMBERED, Payoff
 from batchgen.drafting.speculator import Speculator
 from batchgen.engine.engine import Engine
 from batchgen.request import Request, leaves_of
 from batchgen.scheduling.batch import StepSize
 from batchgen.scheduling.sequence import GenerationSequence, State
+from support.models import build
+from support.tiny_model import EOS_ID, save_tiny_tokenizer
 
 PROMPT = [*range(100, 130)]
 KIND = DraftKind("outputs", 4, 0, True)
@@ -56,7 +58,7 @@ def decoding(count: int, generated: list[int], max_tokens: int = 100) -> list[Ge
 
 
 def speculator(each: float = 0.001, forced: tuple[int, ...] = (), rows: int = 0, **payoff: Any) -> Speculator:
-    """A speculator that knows from a step of `rows` sequences that steps cost what is estimated."""
+    """A speculator that knows from steps of `rows` sequences that steps cost what is estimated."""
     prices = Prices(each)
     found = Speculator(lambda _: forced, Payoff(prices, **payoff))  # type: ignore[arg-type]
     plain(found, rows, prices.seconds(size(rows)))
@@ -68,8 +70,8 @@ def size(rows: int, drafts: int = 0) -> StepSize:
 
 
 def plain(found: Speculator, rows: int, seconds: float) -> None:
-    """Runs a step of so many sequences without drafts."""
-    if rows:
+    """Runs as many steps of so many sequences as there are before drafts."""
+    for _ in range(MEASURED_FIRST if rows else 0):
         found.propose(decoding(rows, [1, 2]), alone=True)
         found.ran(size(rows), seconds)
 
@@ -115,10 +117,10 @@ def test_the_likeliest_drafts_are_admitted_first() -> None:
     assert proposed(found, step) == [[], [1, 2, 3], [], []]
 
 
-def test_what_steps_really_take_is_measured_first_in_a_step_without_drafts() -> None:
+def test_what_steps_really_take_is_measured_first_in_steps_without_drafts() -> None:
     found, step = speculator(), decoding(4, PROMPT[4:12])
     assert found.propose(step, alone=False)  # what else the step runs would hide what drafts add
-    for drafted in (False, True, True):
+    for drafted in (*[False] * MEASURED_FIRST, True, True):
         assert any(proposed(found, step)) == drafted
         found.ran(size(4, 2 * drafted), 1.0)
 
@@ -196,29 +198,45 @@ SCHEMA = {
 ROWS = [{"prompt": f"The same beginning, again. {i % 4}", "n": i} for i in range(12)]
 
 
-def job(folder: Path, model: Path, name: str, speculate: str, **sampling: Any) -> tuple[bytes, dict[str, Any]]:
-    source = folder / "in.jsonl"
+JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "schema": ("llama", {}, {"json_schema": json.dumps(SCHEMA)}),
+    "three samples": ("llama", {}, {"temperature": 0.3, "n": 3, "logprobs": 1}),
+    "greedy": ("llama", {}, {"frequency_penalty": 0.1}),
+    "int8": ("llama", {"quantize": "int8"}, {"temperature": 0.3, "seed": 4}),
+    "two devices": ("llama", {"device": "cpu:0,1"}, {"stop": ["a", "e"]}),
+    "recurrent layers": ("qwen3_5_text", {}, {"temperature": 0.3, "n": 3}),
+    "recurrent layers, schema": ("qwen3_5_text", {}, {"json_schema": json.dumps(SCHEMA), "temperature": 0.5}),
+}
+"""By name: the model, its options, and the sampling parameters."""
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    recurrent = tmp_path_factory.mktemp("models") / "recurrent"
+    build("qwen3_5_text", vocab_size=260, eos_token_id=EOS_ID).save_pretrained(recurrent)
+    save_tiny_tokenizer(recurrent, chat=False)
+    return {"llama": tiny_model_dir, "qwen3_5_text": recurrent}
+
+
+def job(output: Path, model: ModelConfig, speculate: str, sampling: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
+    source = output.parent / "in.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    engine = EngineConfig(speculate=speculate, debug=True, kv_memory="64MiB")
     report = run_job(
-        JobConfig(
-            inputs=source, output=folder / name, model=model, sampling={"max_tokens": 60} | sampling,
-            engine=EngineConfig(speculate=speculate, debug=True),
-        )
-    )  # fmt: skip
+        JobConfig(inputs=source, output=output, model=model, sampling={"max_tokens": 60} | sampling, engine=engine)
+    )
     assert report.exit_code == 0
-    return (folder / name).read_bytes(), dict(report.stats)
+    return output.read_bytes(), dict(report.stats)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [{"json_schema": json.dumps(SCHEMA)}, {"temperature": 0.3, "n": 3, "logprobs": 1}, {"frequency_penalty": 0.1}],
-    ids=["schema", "three samples", "greedy"],
-)
+@pytest.mark.parametrize("name", JOBS)
 def test_a_job_has_the_same_output_with_every_draft_verified(
-    tmp_path: Path, tiny_model_dir: Path, sampling: dict[str, Any]
+    tmp_path: Path, models: dict[str, Path], name: str
 ) -> None:
-    want, off = job(tmp_path, tiny_model_dir, "off.jsonl", "off", **sampling)
-    got, stats = job(tmp_path, tiny_model_dir, "always.jsonl", "always", **sampling)
+    model, options, sampling = JOBS[name]
+    config = ModelConfig(model=str(models[model]), dtype="float32", **options)
+    want, off = job(tmp_path / "off.jsonl", config, "off", sampling)
+    got, stats = job(tmp_path / "always.jsonl", config, "always", sampling)
     assert got == want
     assert stats["steps"] < off["steps"] or stats["mean_decode_batch"] < off["mean_decode_batch"]
     assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
