@@ -12,7 +12,7 @@ import pytest
 from batchgen import JobConfig, ModelConfig, SamplingParams, plan_job, run_job
 from batchgen.config import InputLimits, PromptConfig
 from batchgen.dry_run import computed_dtype, kv_bytes_per_token
-from batchgen.errors import InputCorrupt, UsageError
+from batchgen.errors import InputCorrupt
 from batchgen.kernels import isa
 from batchgen.prompts import load_tokenizer
 
@@ -95,11 +95,6 @@ def test_a_plan_writes_nothing_and_loads_no_weights(tiny_model_dir, write_jsonl,
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_rows_that_cannot_be_run_are_counted(tiny_model_dir, write_jsonl):
-    plan = plan_job(config_of(tiny_model_dir, write_jsonl([*rows(), "junk", {"prompt": "x" * 600}])))
-    assert (plan.rows, plan.rows_failed) == (10, 2)
-
-
 def test_completions_and_labels_take_memory_but_do_not_count_as_prompts(tiny_model_dir, write_jsonl):
     # With <s> a block of 32. Other seeds, because equal rows would run once.
     source = write_jsonl(
@@ -139,11 +134,6 @@ def test_equal_rows_count_their_prompts_and_nothing_else(tiny_model_dir, write_j
 def test_an_empty_input_has_an_empty_plan(tiny_model_dir, write_jsonl):
     plan = plan_job(config_of(tiny_model_dir, write_jsonl([])))
     assert (plan.rows, plan.figures.prompt_tokens, plan.tree, plan.groups) == (0, 0, (), ())
-
-
-def test_a_missing_prompt_column_is_a_usage_error(tiny_model_dir, write_jsonl):
-    with pytest.raises(UsageError, match="no row has a column 'prompt'"):
-        plan_job(config_of(tiny_model_dir, write_jsonl([{"text": "x"}])))
 
 
 @pytest.mark.parametrize(

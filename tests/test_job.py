@@ -1,8 +1,6 @@
 """Jobs on a tiny model: what they write, count and keep, and how they resume."""
 
 import json
-import os
-import re
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, job_status, run_job
-from batchgen.errors import InputCorrupt, Interrupted, OutputLocked, TooManyErrors, UsageError
+from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
+from batchgen.errors import InputCorrupt, Interrupted, TooManyErrors, UsageError
 from support.progress import Recorder, in_phase, interrupt, rows_done
 
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
@@ -32,10 +30,6 @@ def config_of(model: Path, source: Path, **options: Any) -> JobConfig:
     return JobConfig(inputs=(str(source),), model=ModelConfig(model=str(model)), **options)
 
 
-def texts(rows: Rows) -> list[str]:
-    return [row["text"] for row in rows]
-
-
 def test_a_job_needs_an_input():
     with pytest.raises(UsageError, match=r"^no input; name a file, a folder, a glob or - for standard input$"):
         JobConfig(inputs=(), model=ModelConfig(model="m"))
@@ -47,16 +41,6 @@ def whole(tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read) -> Rows:
     source = write_jsonl(prompts(12), "whole.jsonl")
     report = run_job(config_of(tiny_model_dir, source, output=str(source.with_name("whole.out.jsonl"))))
     return read_jsonl(Path(report.output))
-
-
-def test_every_row_has_a_completion_in_input_order(tiny_model_dir, write_jsonl, read_jsonl):
-    source = write_jsonl(prompts(6))
-    report = run_job(config_of(tiny_model_dir, source))
-    rows = read_jsonl(Path(report.output))
-    assert (report.exit_code, report.already_finished, report.failures, report.chat) == (0, False, (), False)
-    assert [row["id"] for row in rows] == [0, 1, 2, 3, 4, 5]
-    assert [row["n"] for row in rows] == [0, 1, 2, 3, 4, 5]
-    assert all(row["usage"]["completion_tokens"] <= 4 and row["error"] is None for row in rows)
 
 
 def test_the_figures_count_rows_tokens_and_phases(tiny_model_dir, write_jsonl):
@@ -80,35 +64,6 @@ def test_the_figures_count_rows_tokens_and_phases(tiny_model_dir, write_jsonl):
     assert (stats["dtype"], stats["device"], stats["groups"], stats["prefix_nodes"]) == ("float32", "cpu", 2, 3)
 
 
-def test_windows_give_the_same_rows_and_run_a_shared_prefix_once(tiny_model_dir, write_jsonl, read_jsonl, whole):
-    report = run_job(config_of(tiny_model_dir, write_jsonl(prompts(12)), window=5))
-    assert texts(read_jsonl(Path(report.output))) == texts(whole)
-    assert report.stats["prefill_tokens"] == report.stats["prefill_tokens_min"]
-    # The prefix of all rows, the two groups, and the digits of each row ('10' and '11' share their first with '1').
-    assert report.stats["prefill_tokens"] <= (1 + len(SHARED)) + 2 * 11 + 14
-
-
-def test_without_sharing_the_texts_are_the_same_and_whole_prompts_run(tiny_model_dir, write_jsonl, read_jsonl, whole):
-    engine = EngineConfig(share=False)
-    report = run_job(config_of(tiny_model_dir, write_jsonl(prompts(12)), engine=engine))
-    assert texts(read_jsonl(Path(report.output))) == texts(whole)
-    assert report.stats["prefill_tokens"] == report.stats["prompt_tokens"]
-    assert report.stats["prefill_tokens_min"] < report.stats["prompt_tokens"] / 2
-
-
-def test_equal_rows_above_temperature_0_are_sampled_differently(tiny_model_dir, write_jsonl, read_jsonl):
-    sampling = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)
-    source = write_jsonl([{"prompt": "same"}] * 6)
-    report = run_job(config_of(tiny_model_dir, source, sampling=sampling, token_ids=True))
-    token_ids = [tuple(row["token_ids"]) for row in read_jsonl(Path(report.output))]
-    assert len(set(token_ids)) == 6
-    # Other windows give the same tokens.
-    other = config_of(
-        tiny_model_dir, source, sampling=sampling, token_ids=True, window=4, output=str(source) + ".2.jsonl"
-    )
-    assert [tuple(row["token_ids"]) for row in read_jsonl(Path(run_job(other).output))] == token_ids
-
-
 def test_a_second_run_finds_nothing_to_do_and_writes_the_figures_where_it_is_told(
     tiny_model_dir, write_jsonl, tmp_path
 ):
@@ -121,32 +76,6 @@ def test_a_second_run_finds_nothing_to_do_and_writes_the_figures_where_it_is_tol
     assert second.stats == first.stats == json.loads((tmp_path / "stats.json").read_text())
     assert Path(first.output).stat().st_mtime_ns == written
     assert "loading model" not in progress.phases
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_job_keeps_its_results_and_resumes(
-    signum, tiny_model_dir, write_jsonl, read_jsonl, whole, tmp_path
-):
-    options: dict[str, Any] = {"engine": EngineConfig(batch_size=2), "stats": str(tmp_path / "stats.json")}
-    config = config_of(tiny_model_dir, write_jsonl(prompts(12)), **options)
-    progress = Recorder(rows_done(4), lambda: interrupt(signum))
-    with pytest.raises(Interrupted) as error:
-        run_job(config, progress)
-    assert error.value.exit_code == 128 + signum
-    assert not Path(str(config.output)).exists()
-    first = json.loads((tmp_path / "stats.json").read_text())
-    assert 4 <= first["rows"] < 12
-    begun = r"(, and \d+ tokens? of unfinished rows)?"
-    assert re.fullmatch(rf"{first['rows']} of 12 rows are done{begun}: everything is kept", progress.notes[-1])
-    status = job_status(str(config.output))
-    assert status["state"] == "stopped"
-    assert sum(status["finish_reasons"].values()) == first["rows"]  # as it was at the last moment
-    report = run_job(config)
-    assert texts(read_jsonl(Path(report.output))) == texts(whole)
-    assert (report.stats["rows"], report.stats["rows_resumed"]) == (12 - first["rows"], first["rows"])
-    job = report.stats["job"]
-    assert (job["runs"], job["rows"]) == (2, 12)
-    assert job["prefill_tokens"] == first["prefill_tokens"] + report.stats["prefill_tokens"]
 
 
 def test_a_job_that_is_interrupted_before_its_first_token_has_nothing_to_keep(tiny_model_dir, write_jsonl):
@@ -226,25 +155,6 @@ def test_a_signal_during_planning_ends_the_job_before_the_model_is_loaded(tiny_m
     assert "loading model" not in progress.phases
 
 
-def test_failed_rows_are_reported_and_the_others_run(tiny_model_dir, write_jsonl, read_jsonl):
-    source = write_jsonl([{"prompt": "fine"}, "{not json", {"prompt": 7}, {"prompt": "x" * 600}])
-    report = run_job(config_of(tiny_model_dir, source))
-    rows = read_jsonl(Path(report.output))
-    assert report.exit_code == 3
-    assert [row["error"] and row["error"]["type"] for row in rows] == [
-        None, "invalid_row", "invalid_row", "prompt_too_long",
-    ]  # fmt: skip
-    assert (report.stats["rows_ok"], report.stats["rows_failed"]) == (1, 3)
-    assert len(report.failures) == 3
-    assert report.failures[0].startswith(f"{source}:2: invalid_row: ")
-    assert report.failures[2] == (
-        f"{source}:4: prompt_too_long: the prompt has 601 tokens, "
-        "and the model's context of 512 tokens must hold it and a completion"
-    )
-    again = run_job(config_of(tiny_model_dir, source))
-    assert (again.exit_code, again.already_finished) == (3, True)
-
-
 @pytest.mark.parametrize("window", [None, 2])
 def test_a_row_that_does_not_fit_in_memory_fails_alone_with_its_place_and_runs_again_on_request(
     tiny_model_dir, write_jsonl, read_jsonl, window
@@ -297,34 +207,6 @@ def test_rows_before_a_broken_place_of_the_input_are_generated_and_kept(tiny_mod
     assert report.stats["rows_resumed"] > 100
     assert report.stats["rows_resumed"] + report.stats["rows"] == 800
     assert report.stats["job"]["runs"] == 2  # the figures of the run that broke off count
-
-
-def test_resuming_with_other_settings_is_refused_and_names_them(tiny_model_dir, tiny_chat_model_dir, write_jsonl):
-    source = write_jsonl(prompts(2))
-    report = run_job(config_of(tiny_model_dir, source))
-    with pytest.raises(UsageError) as error:
-        run_job(config_of(tiny_model_dir, source, sampling=SamplingParams(max_tokens=4, temperature=0.5)))
-    assert str(error.value) == (
-        f"{report.output} was made with other settings: temperature was 0, is 0.5; use --overwrite to start again, or another -o"
-    )
-    with pytest.raises(UsageError, match=r"was made with other settings: model file .*; chat was false, is true"):
-        run_job(config_of(tiny_chat_model_dir, source))
-    again = run_job(config_of(tiny_model_dir, source, sampling=SamplingParams(max_tokens=2), overwrite=True))
-    assert again.stats["rows"] == 2
-
-
-def test_a_second_run_on_the_same_output_is_refused(tiny_model_dir, write_jsonl):
-    config = config_of(tiny_model_dir, write_jsonl(prompts(4)))
-    seen: list[Exception] = []
-
-    def second() -> None:
-        with pytest.raises(OutputLocked) as error:
-            run_job(config)
-        seen.append(error.value)
-
-    assert run_job(config, Recorder(rows_done(2), second)).exit_code == 0
-    assert len(seen) == 1
-    assert str(seen[0]).startswith(f"another run holds {config.output} (process {os.getpid()} on ")
 
 
 @pytest.mark.parametrize("window", [None, 2])

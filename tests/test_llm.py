@@ -1,42 +1,17 @@
 """`LLM`: a model in a Python program."""
 
 import gc
-import json
 import os
 import pickle
-import re
 import threading
 import weakref
 from dataclasses import replace
 
 import pytest
 
-from batchgen import LLM, EngineConfig, Result, SamplingParams
+from batchgen import LLM, Result, SamplingParams
 
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
-
-
-def test_results_are_in_the_order_of_the_prompts(tiny_model_dir):
-    llm = LLM(str(tiny_model_dir))
-    prompts = [f"{SHARED}{i}" for i in (3, 1, 2)]
-    params = SamplingParams(max_tokens=5, ignore_eos=True)
-    results = llm.generate(prompts, params)
-    assert [r.row for r in results] == [0, 1, 2]
-    assert [r.completion_tokens for r in results] == [5, 5, 5]
-    assert [llm.generate([p], params)[0].text for p in prompts] == [r.text for r in results]
-
-
-def test_greedy_tokens_equal_those_of_transformers(tiny_model_dir):
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    prompt = tokenizer("Once upon a time", return_tensors="pt")
-    with torch.inference_mode():
-        ids = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    (result,) = LLM(str(tiny_model_dir)).generate(["Once upon a time"], SamplingParams(max_tokens=12))
-    assert list(result.token_ids) == ids.tolist()
 
 
 def test_a_prefix_of_an_earlier_call_is_not_run_again(tiny_model_dir):
@@ -186,32 +161,6 @@ def test_a_running_model_cannot_be_closed(tiny_model_dir):
     ):
         llm.run()
     llm.close()
-
-
-def test_completions_with_a_grammar_match_it_beside_others_without_one(tiny_model_dir):
-    pytest.importorskip("llguidance")
-    llm = LLM(str(tiny_model_dir), engine=EngineConfig(debug=True))
-    warm = {"temperature": 1.0, "max_tokens": 40}
-    free = llm.generate([SHARED], SamplingParams(**warm))
-    dates = llm.generate([f"{SHARED}{i}" for i in range(6)], SamplingParams(regex="[0-9]{4}-[0-9]{2}", n=2, **warm))
-    for result in dates:
-        for completion in result.completions:
-            assert (completion.finish_reason, bool(re.fullmatch("[0-9]{4}-[0-9]{2}", completion.text))) == (
-                "stop",
-                True,
-            )
-    schema = (
-        '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": false}'
-    )
-    (found,) = llm.generate(["x"], SamplingParams(json_schema=schema, **warm))
-    if found.finish_reason == "stop":
-        assert isinstance(json.loads(str(found.text))["a"], bool)
-    results = {}
-    llm.add([SHARED], SamplingParams(**warm), on_result=lambda r: results.__setitem__(0, r))
-    llm.add(["x"], SamplingParams(regex="ab|cd", **warm), on_result=lambda r: results.__setitem__(1, r))
-    llm.run()
-    assert results[0].text == free[0].text
-    assert results[1].text in ("ab", "cd")
 
 
 def test_a_closed_model_is_freed_at_once(tiny_model_dir):

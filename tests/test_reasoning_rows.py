@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -102,33 +101,6 @@ def test_labels_and_scores_use_the_prompt_with_thinking_off(thinking_model):
     assert forced.prompt_tokens == label.prompt_tokens - len("</think>")
     (thought,) = llm.generate("Is it?", SamplingParams(max_tokens=3, ignore_eos=True))
     assert (thought.text, thought.reasoning_tokens) == (None, 3)
-
-
-SAMPLED = {"temperature": 1.0, "max_tokens": 60}
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_regex_applies_to_the_answer_and_not_to_the_thoughts(thinking_model, n):
-    pytest.importorskip("llguidance")
-    llm = LLM(thinking_model, engine=EngineConfig(debug=True))
-    params = SamplingParams(regex="[ab]{3}", reasoning_budget=5, n=n, **SAMPLED)
-    for result in llm.generate(["x", "y", "z"], params):
-        for completion in result.completions or (result,):
-            assert (completion.finish_reason, bool(re.fullmatch("[ab]{3}", str(completion.text)))) == ("stop", True)
-        assert result.reasoning_tokens == n * (5 + len("</think>"))
-        assert result.completion_tokens == n * (5 + len("</think>") + 3)
-
-
-def test_a_reasoning_budget_works_without_a_grammar_and_0_means_no_thoughts(thinking_model):
-    llm = LLM(thinking_model)
-    for budget in (0, 4):
-        params = SamplingParams(reasoning_budget=budget, max_tokens=30, ignore_eos=True)
-        (result,) = llm.generate("x", params)
-        assert (result.reasoning_tokens, result.completion_tokens) == (budget + len("</think>"), 30)
-        assert result.text is not None
-        assert (result.reasoning is None) == (budget == 0)
-    free = llm.generate(["x", "y"], SamplingParams(max_tokens=12, ignore_eos=True))
-    assert free == llm.generate(["x", "y"], SamplingParams(max_tokens=12, ignore_eos=True, reasoning_budget=12))
 
 
 def test_a_finished_completion_with_empty_thoughts_is_not_kept_for_a_resume(thinking_model):

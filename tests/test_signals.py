@@ -18,12 +18,6 @@ def send(signum: int) -> None:
     time.sleep(0)  # let Python run the handler
 
 
-def test_without_a_signal_the_job_continues():
-    with Signals(grace=5) as signals:
-        assert signals.stop() is None
-        signals.check()
-
-
 def test_sigint_stops_at_the_next_step():
     with Signals(grace=5) as signals:
         send(signal.SIGINT)

@@ -6,13 +6,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.slow  # `tests/jobs` has the same claims of a process that is forked
 ROWS = 400
-Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
@@ -21,35 +19,8 @@ def slow_job(write_jsonl: Callable[..., Path]) -> Path:
     return write_jsonl({"prompt": f"Rows with a beginning that is the same, and then number {i}"} for i in range(ROWS))
 
 
-@pytest.fixture
-def start(command: list[str], command_environment: dict[str, str], tiny_model_dir: Path) -> Start:
-    def run(source: Path | str, *options: str | Path, **popen: Any) -> subprocess.Popen[str]:
-        popen = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **popen}
-        arguments = [str(a) for a in ("run", source, "-m", tiny_model_dir, *options)]
-        return subprocess.Popen([*command, *arguments], env=command_environment, **popen)
-
-    return run
-
-
 # One row at a time, stored at once: slow enough for a signal to come in the middle.
 SLOWLY = ("--batch-size", "1", "--max-tokens", "100", "--ignore-eos", "--flush-every", "0")
-
-
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["TERM", "INT"])
-def test_a_signal_ends_a_run_whose_template_does_not_end(signum, code, start, slow_job, cli, tiny_model_dir, tmp_path):
-    template = tmp_path / "loop.jinja"
-    template.write_text("{{ range(10 ** 12) | sum }}")  # a step of C code
-    process = start(slow_job, "--template", template)
-    assert process.stderr is not None
-    assert any("planning" in line for line in process.stderr)
-    time.sleep(1)
-    process.send_signal(signum)
-    out, err = process.communicate(timeout=300)
-    assert (process.returncode, out) == (code, "")
-    assert err.splitlines()[-1].startswith(f"batchgen: error: interrupted by {signal.Signals(signum).name}; ")
-    template.write_text("{{ prompt }}")
-    outcome = cli("run", slow_job, "-m", tiny_model_dir, "--template", template, "--max-tokens", "2", "--limit", "3")
-    assert outcome.code == 0, outcome.err
 
 
 BEGIN = """

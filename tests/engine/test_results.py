@@ -42,18 +42,6 @@ def test_forks_draw_by_their_number_whatever_the_batch(model):
     assert first[0].completions == ()  # one completion is the row's text
 
 
-def test_forks_hold_their_prompt_once(model):
-    prompt = [i % 90 for i in range(1024)]
-    peaks = []
-    for n in (1, 8):
-        engine = tiny.engine_of(model, kv_memory="256MiB", debug=False)
-        (result,) = tiny.run(engine, tiny.requests_of([prompt], [8], n=n, temperature=1.0)).values()
-        assert result.completion_tokens == 8 * n
-        assert engine.stats.prefill_tokens == 1024
-        peaks.append(engine.stats.kv_bytes_peak)
-    assert peaks[1] < 1.5 * peaks[0]
-
-
 def test_a_row_with_a_fork_without_numbers_fails_once_and_the_others_go_on():
     """The token 90 gives NaN; one of the forks samples it."""
     engine = tiny.engine_of(tiny.build(poison=90))
@@ -70,20 +58,6 @@ def test_a_row_with_a_fork_without_numbers_fails_once_and_the_others_go_on():
     assert not engine.sampler.used
     engine.block_manager.evict_all()
     assert engine.block_manager.pool.num_used == 0
-
-
-def test_tokens_are_told_as_they_are_drawn(model):
-    engine = tiny.engine_of(model)
-    told, results = {}, {}
-    leaves, plan = tiny.planned(tiny.requests_of([GROUP, [7]], [5, 3], n=2, temperature=1.0))
-    engine.add(
-        leaves,
-        plan,
-        lambda r: results.__setitem__(r.row, r),
-        lambda row, choice, token: told.setdefault((row, choice), []).append(token),
-    )
-    engine.run()
-    assert told == {(row, i): list(c.token_ids) for row, r in results.items() for i, c in enumerate(r.completions)}
 
 
 def test_a_cancelled_row_keeps_what_it_has_and_the_others_are_as_without_it(model):
@@ -190,16 +164,6 @@ def test_halves_of_a_step_keep_its_order_and_its_logits():
     assert second.spans == (ScheduledSpan(a, 5, 7, 6), ScheduledSpan(b, 3, 4, 3), ScheduledSpan(c, 0, 2, 2))
     assert [half.tokens.tolist() for half in (first, second)] == [[0, 1, 2, 3, 4], [5, 6, 13, 20, 21]]
     assert [half.logits_places.tolist() for half in (first, second)] == [[], [1, 2]]
-
-
-def test_a_row_waits_its_turn_by_priority(model):
-    engine = tiny.engine_of(model, batch_size=1)
-    requests = tiny.requests_of([[1], [*GROUP, 2], [3], [*GROUP, 4]], [3] * 4, priorities=[5, 0, -2, 5])
-    order = []
-    engine.add(*tiny.planned(requests), lambda r: order.append(r.row))
-    engine.run()
-    assert order[:2] == [2, 1]
-    assert engine.stats.prefill_tokens == 1 + 20 + 1 + 1 + 1
 
 
 def test_what_comes_back_from_host_memory_is_as_if_it_had_never_gone(model):

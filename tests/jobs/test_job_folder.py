@@ -77,22 +77,6 @@ def test_only_a_command_that_would_find_nothing_to_do_is_known_to_have_finished_
     assert not is_finished("")  # the command cannot be known
 
 
-def test_an_interrupted_job_continues_where_it_stopped(run, texts, write_input):
-    write_input(["a", "b", "c"])
-    assert run(stop_after=2)[1] == ["c", "b"]
-    assert not Path("o.jsonl").exists()
-    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == [
-        "claims",
-        "known.sqlite",
-        "manifest.json",
-        "results.sqlite",
-    ]
-    job, generated = run()
-    assert generated == ["a"]
-    assert job.notes == []
-    assert texts() == ["A", "B", "C"]
-
-
 KILLED = """
 import os, sys
 sys.path[:0] = sys.argv[1:]
@@ -118,22 +102,6 @@ def test_a_killed_job_loses_no_result_and_its_lock_is_taken_over(run, open_, tex
     assert generated == ["c"]
     assert job.notes == [f"an earlier run (process {process.pid}) was killed; this run continues it"]
     assert texts() == ["A", "B", "C"]
-
-
-def test_rows_added_and_changed_are_generated_and_the_others_kept(run, write_input):
-    write_input(["a", "fail", "cut", "gone"])
-    run(token_ids=True)
-    old = [json.loads(line) for line in Path("o.jsonl").read_text().splitlines()]
-    write_input(["new", "cut", "a", "fail"])
-    job, generated = run(token_ids=True)
-    assert generated == ["new"]
-    assert job.notes == [
-        "o.jsonl was finished: 4 of its results are used again",
-        "1 result of o.jsonl without a row in the input: kept in o.jsonl.job and used again if the row comes back",
-    ]
-    rows = [json.loads(line) for line in Path("o.jsonl").read_text().splitlines()]
-    assert [r["prompt"] for r in rows] == ["new", "cut", "a", "fail"]
-    assert rows[1:] == [{**old[2], "id": 1}, {**old[0], "id": 2}, {**old[1], "id": 3}]
 
 
 def test_rows_are_kept_in_every_format_of_the_output(run, write_input):
@@ -195,19 +163,6 @@ def test_completions_probabilities_and_scores_survive_kills_and_changed_inputs(r
     assert [c.get("token_ids") for c in several["choices"]] == ([[3], [4]] if token_ids else [None, None])
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [({"limit": 2}, {}), ({}, {"keep": ()}), ({}, {"order": "done"}), ({"token_ids": True}, {})]
-)
-def test_the_requested_fields_can_change_without_losing_results(before, after, run, texts, write_input):
-    write_input(["a", "b", "c"])
-    first = run(**before)[1]
-    job, second = run(**after)
-    assert job.finished == {"rows": 3}
-    assert sorted(first + second) == ["a", "b", "c"]
-    assert texts() == ["A", "B", "C"]
-    assert run(**after)[1] == []
-
-
 def test_token_ids_that_the_finished_output_did_not_have_are_null(run, write_input):
     write_input(["a"])
     run()
@@ -235,15 +190,6 @@ def test_other_versions_of_packages_are_only_noted(run, write_input):
     assert job.notes == ['o.jsonl was started with other versions: transformers was "5.17.0", is "5.23.0"']
 
 
-def test_a_deleted_output_is_generated_again(run, texts, write_input):
-    write_input(["a"])
-    run()
-    Path("o.jsonl").unlink()
-    job, generated = run()
-    assert (generated, job.notes) == (["a"], ["o.jsonl no longer exists: its rows are generated again"])
-    assert texts() == ["A"]
-
-
 def test_damaged_keys_are_not_trusted(run, write_input):
     write_input(["a"])
     run()
@@ -256,34 +202,8 @@ def test_damaged_keys_are_not_trusted(run, write_input):
     ]
 
 
-def test_a_damaged_result_is_generated_again_with_a_note(run, texts, write_input):
-    write_input(["a", "b"])
-    run(stop_after=1)
-    database = Path("o.jsonl.job/results.sqlite")
-    damaged = database.read_bytes().replace(b'{"text": "B"', b'{"text": "X"')
-    assert damaged != database.read_bytes()
-    database.write_bytes(damaged)
-    job, generated = run()
-    assert generated == ["b", "a"]
-    assert job.notes == [
-        "1 results in o.jsonl.job/results.sqlite are damaged and were dropped: their rows are generated again"
-    ]
-    assert texts() == ["A", "B"]
-
-
 def test_order_done_writes_results_of_earlier_runs_first_then_in_order_of_completion(run, texts, write_input):
     write_input(["a", "b", "c", "d"])
     run(order="done", stop_after=1)  # d
     run(order="done")
     assert texts() == ["D", "C", "B", "A"]
-
-
-def test_the_next_run_finds_the_figures_of_an_interrupted_one(open_, write_input):
-    write_input(["a", "b"])
-    job, _ = open_()
-    with job:
-        assert job.previous is None
-        job.save_stats({"rows": 1})
-    job, _ = open_()
-    with job:
-        assert job.previous == {"rows": 1}

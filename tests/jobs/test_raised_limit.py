@@ -124,13 +124,6 @@ def test_a_killed_run_continues_with_the_new_limit_without_retry(runs, window):
     assert [row["text"] for row in runs.rows()] == [f"{p}/0 {min(length(p), 8)}" for p in PROMPTS]
 
 
-def test_an_unfinished_job_may_be_continued_with_a_larger_limit(runs):
-    first, _ = runs.run(PROMPTS, most=10, **with_limit(4))
-    second, _ = runs.run(PROMPTS, retry=("length", "errors"), **with_limit(12))
-    assert Counter([*first, *second]) == Counter([*PROMPTS, *(p for p in first if length(p) > 4)])
-    assert [row["finish_reason"] for row in runs.rows()] == ["stop"] * 24
-
-
 def test_a_prompt_that_is_shortened_for_a_larger_limit_is_another_row(tiny_model_dir, write_jsonl, read_jsonl):
     source = write_jsonl([{"prompt": f"{i} {'a' * CONTEXT_LENGTH}"} for i in range(12)])
     outputs = {}

@@ -79,31 +79,6 @@ def test_prune_removes_results_without_a_row(runs):
     assert sorted(runs.run(PROMPTS)[0]) == sorted(PROMPTS[10:])
 
 
-@pytest.mark.parametrize("window", [None, 7])
-def test_a_limit_bounds_the_generated_rows_and_removes_no_results(runs, window):
-    rows = [*PROMPTS[:20], None, *PROMPTS[20:]]
-    assert sorted(runs.run(rows, limit=5, window=window)[0]) == sorted(PROMPTS[:5])
-    assert runs.texts() == [f"a: {prompt}" for prompt in PROMPTS[:5]]
-    runs.run(rows, window=window)
-    whole = runs.output.read_bytes()
-    assert runs.run(rows, limit=5, window=window)[0] == []
-    assert runs.output.read_bytes() == whole
-    new = ["new", *rows, "later"]
-    assert runs.run(new, limit=3, window=window)[0] == ["new"]
-    assert [row["id"] for row in runs.rows()] == [*range(42)]
-
-
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("limit", [0, 2])
-def test_a_limit_does_not_forget_the_results_of_a_stopped_job(runs, limit, window):
-    answered, report = runs.run(PROMPTS, most=21)
-    assert (len(answered), report) == (21, None)
-    runs.run(PROMPTS, limit=limit, window=window)
-    assert set(runs.texts()) >= {f"a: {prompt}" for prompt in answered}
-    again, _ = runs.run(PROMPTS)
-    assert not set(again) & set(answered)
-
-
 def test_rows_with_given_finish_reasons_run_again_on_request(runs):
     runs.reason = lambda prompt: {"1": "timeout", "2": "length"}.get(prompt[-1], "stop")
     _, report = runs.run(PROMPTS)

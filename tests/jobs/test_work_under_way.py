@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -134,65 +131,6 @@ def test_rows_of_500_tokens_killed_every_few_seconds_take_few_more_tokens_by_def
     assert kills >= 4
     assert _rows(report) == _rows(whole)
     assert jobs.tokens <= (1.1 if seconds == 5 else 1.4) * whole.stats["completion_tokens"]
-
-
-SLOWLY = """
-import os, time
-from batchgen.engine.engine import Engine
-from batchgen.scheduling.scheduler import Scheduler
-tokens = os.open("tokens", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-step, append = Engine.step, Scheduler._append
-def slow(engine, admit=True):
-    step(engine, admit)
-    time.sleep(0.02)
-def counted(*args):
-    os.write(tokens, b".")
-    return append(*args)
-Engine.step, Scheduler._append = slow, counted
-from batchgen_cli.__main__ import main
-main()
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_process_killed_every_5_seconds_takes_at_most_a_tenth_more_tokens_for_the_same_output(
-    how, tmp_path, tiny_model_dir, command_environment
-):
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": f"And {i}"}) + "\n" for i in range(8)))
-    words = f"run in.jsonl -m {tiny_model_dir} --max-tokens 500 --ignore-eos --temperature 0.7 --batch-size 4"
-
-    def start(output: str) -> subprocess.Popen[bytes]:
-        (tmp_path / "tokens").unlink(missing_ok=True)
-        command = [sys.executable, "-c", SLOWLY, *words.split(), "-o", output, "--no-progress"]
-        return subprocess.Popen(command, cwd=tmp_path, env=command_environment, stderr=subprocess.DEVNULL)
-
-    def generated() -> int:
-        file = tmp_path / "tokens"
-        return file.stat().st_size if file.exists() else 0
-
-    assert start("whole.jsonl").wait() == 0
-    assert generated() == 8 * 500
-    tokens = kills = 0
-    code: int | None = None
-    while code is None:
-        run = start("killed.jsonl")
-        while run.poll() is None and not generated():
-            time.sleep(0.01)
-        try:
-            code = run.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            run.send_signal(how)
-            code = run.wait()
-            if code:  # else it came to its end meanwhile
-                assert code == (-9 if how == signal.SIGKILL else 130)
-                code, kills = None, kills + 1
-        tokens += generated()
-    print(f"{how.name}: {kills} kills, {tokens} tokens instead of {8 * 500}")
-    assert code == 0
-    assert kills >= 3
-    assert tokens <= 1.1 * 8 * 500
-    assert (tmp_path / "killed.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
 
 
 def _rows(report: JobReport) -> list[Any]:

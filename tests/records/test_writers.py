@@ -87,12 +87,6 @@ def test_jsonl_has_one_object_per_line_plain_or_compressed(tmp_path, name, unpac
     assert len(data.decode().splitlines()) == 2
 
 
-def test_the_same_rows_give_the_same_bytes(tmp_path):
-    for name in ("o.jsonl.gz", "o.jsonl.zst", "o.csv.gz", "o.parquet"):
-        first = write(tmp_path, name, [{"id": 1, **RESULT}]).read_bytes()
-        assert write(tmp_path, name, [{"id": 1, **RESULT}]).read_bytes() == first
-
-
 def test_no_rows_give_an_empty_file_of_the_right_format(tmp_path):
     assert write(tmp_path, "o.jsonl", []).read_bytes() == b""
     table = pq.read_table(write(tmp_path, "o.parquet", []))

@@ -80,14 +80,6 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.parametrize("params", COMBINATIONS[::7])
-def test_probabilities_of_a_row_do_not_depend_on_the_rows_beside_it(params):
-    logits = random_logits(3)
-    alone = sampler_of(params).probabilities(logits[:1], [0])
-    beside = sampler_of(params, ALL, SamplingParams()).probabilities(logits, [0, 1, 2])
-    assert torch.equal(alone[0], beside[0])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_probabilities_are_float32_for_any_dtype_and_the_logits_are_not_changed(dtype):
     logits = random_logits(2, dtype=dtype)
@@ -125,12 +117,6 @@ def test_a_greedy_row_has_probability_one_for_its_likeliest_token_after_penaltie
     got = sampler_of(SamplingParams(top_k=3), SamplingParams(repetition_penalty=1.5)).probabilities(logits, [0, 1])
     assert got.argmax(-1).tolist() == [5, 6]  # 5 is in the prompt
     assert got.sum(-1).tolist() == got.amax(-1).tolist() == [1.0, 1.0]
-
-
-def test_top_p_keeps_at_least_the_likeliest_token():
-    got = sampler_of(SamplingParams(temperature=1.0, top_p=1e-9)).probabilities(random_logits(1), [0])[0]
-    assert got.count_nonzero() == 1
-    assert got.argmax() == random_logits(1).argmax()
 
 
 def test_a_min_p_of_one_keeps_the_likeliest_tokens():
@@ -202,22 +188,6 @@ def test_greedy_rows_take_the_first_of_the_likeliest_tokens():
     greedy = SamplingParams(top_p=0.1, top_k=3)
     sampled = sampler_of(greedy, greedy).sample(logits, [0, 1], [0, 0])
     assert (sampled.tokens, sampled.valid) == ([0, 9], [True, True])
-
-
-def test_greedy_rows_take_the_same_tokens_beside_sampled_rows_as_alone():
-    logits = random_logits(4)
-    sampler = sampler_of(SamplingParams(), ALL, SamplingParams(repetition_penalty=5.0), SamplingParams(temperature=1.0))
-    tokens = sampler.sample(logits, range(4), [0] * 4).tokens
-    assert tokens[0] == logits[0].argmax()
-    assert tokens[2] == sampler_of(SamplingParams(repetition_penalty=5.0)).sample(logits[2:3], [0], [0]).tokens[0]
-
-
-def test_tokens_over_the_positions_of_one_sequence_follow_the_probabilities():
-    sampler = sampler_of(SamplingParams(temperature=1.0), vocabulary=4)
-    logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
-    counts = np.bincount([sampler.sample(logits, [0], [i]).tokens[0] for i in range(1000)], minlength=4)
-    want = np.array([100, 200, 300, 400])
-    assert ((counts - want) ** 2 / want).sum() < 17.7  # 3 degrees of freedom, p = 0.0005
 
 
 def test_a_token_is_the_first_at_which_the_cumulative_probability_passes_the_uniform(monkeypatch):
@@ -310,15 +280,6 @@ def test_a_reused_sampler_index_keeps_nothing_of_its_previous_sequence():
     torch.testing.assert_close(sampler.probabilities(logits, [0])[0], logits[0].softmax(-1))
 
 
-def test_penalty_tensors_exist_only_for_sequences_with_penalties_and_are_reused():
-    sampler = sampler_of(SamplingParams(temperature=1.0, top_p=0.5), SamplingParams())
-    assert [len(rows.rows) for rows in (sampler._penalties._seen, sampler._penalties._counts)] == [0, 0]
-    for i in range(100):
-        sampler.add(2, SamplingParams(repetition_penalty=1.1), key(i), PROMPT)
-        sampler.remove(2)
-    assert [len(rows.rows) for rows in (sampler._penalties._seen, sampler._penalties._counts)] == [8, 0]
-
-
 def test_sequences_keep_their_penalties_while_the_storage_grows():
     sampler, logits = Sampler(V, CPU), random_logits(1)
     for i in range(50):
@@ -353,15 +314,6 @@ def test_misuse_raises_errors_that_name_it():
         sampler.sample(random_logits(2), [0, 7], [0, 0])
     with pytest.raises(ValueError, match=r"^logits are \(1, 32\), not \(1, 64\)$"):
         sampler.sample(random_logits(1, 32), [0], [0])
-
-
-def test_a_top_k_of_the_whole_vocabulary_equals_no_top_k():
-    wide, none = SamplingParams(temperature=1.0, top_k=V, top_p=0.8), SamplingParams(temperature=1.0, top_p=0.8)
-    logits = random_logits(1).expand(2, V)
-    for params in ((wide, none), (none, wide)):
-        got = sampler_of(*params).probabilities(logits, [0, 1])
-        assert torch.equal(got[0], got[1])
-        torch.testing.assert_close(got[0], by_transformers(logits[0], none), atol=1e-5, rtol=0)
 
 
 def test_sampling_with_the_devices_table_equals_sampling_with_the_hosts_records():
@@ -444,21 +396,6 @@ def test_only_top_p_sorts_the_vocabulary(monkeypatch):
     params += [SamplingParams(**warm, top_k=9, top_p=0.5), SamplingParams(**warm, top_p=0.5)]
     sampler_of(*params).sample(logits, range(5), [0] * 5)
     assert lengths == [(1, 9), (1, V)]  # a small top-k without top-p sorts only what it keeps
-
-
-@pytest.mark.parametrize("combination", [{}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_p": 0.5, "min_p": 0.05}])
-@pytest.mark.parametrize("ties", [False, True])
-def test_a_small_top_k_gives_the_same_probabilities_as_sorting_the_whole_vocabulary(combination, ties):
-    logits = random_logits(8, seed=4)
-    if ties:
-        logits = logits.round()
-    params = [SamplingParams(temperature=0.6 + 0.1 * k, top_k=k, **combination) for k in range(1, 9)]
-    sampler = sampler_of(*params)
-    step_params, _ = sampler._batch_params.of_step(range(8), sampler._records(logits, range(8)), np.zeros(8))
-    weights = sampler._weights(logits, logits.max(dim=-1).values, step_params)
-    want = weights / weights.sum(dim=-1, keepdim=True)
-    torch.testing.assert_close(sampler.probabilities(logits, range(8)), want, atol=1e-6, rtol=1e-5)
-    assert (want > 0).sum(dim=-1).tolist() != [V] * 8
 
 
 def test_a_small_top_k_skips_forbidden_tokens_and_marks_rows_without_numbers_as_invalid():

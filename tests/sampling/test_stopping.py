@@ -145,27 +145,56 @@ def test_a_completion_ends_at_an_end_token_that_is_not_in_its_text(name):
     assert run(stopper(name), [*tokens, EOS, *tokens]) == ("stop", len(tokens) + 1, "the fox")
 
 
-def test_ignored_end_tokens_are_left_out_of_the_text():
-    tokens = encode("byte_level", "the fox")
-    reason, n, text = run(
-        stopper("byte_level", ignore_eos=True, max_tokens=6), [EOS, tokens[0], EOS, *tokens[1:], 50, 50]
-    )
-    assert (reason, n) == ("length", 6)
-    assert text.startswith("the")
-    assert "</s>" not in text
+def ids(name: str, parts: list[int | bytes | str]) -> list[int]:
+    """Token ids, from ids, from bytes (a token each) and from text without spaces (a token for each character)."""
+    found: list[int] = []
+    for part in parts:
+        if isinstance(part, str):
+            found += [encode(name, "x" + character)[-1] for character in part]
+        else:
+            found += raw_bytes(name, part) if isinstance(part, bytes) else [part]
+    return found
 
 
-def test_stop_token_ids_end_a_completion_even_if_end_tokens_are_ignored():
-    (dot,) = encode("byte_level", ".")
-    tokens = encode("byte_level", "END")
-    params = {"ignore_eos": True, "stop_token_ids": (dot,)}
-    assert run(stopper("byte_level", **params), [*tokens, EOS, dot, *tokens]) == ("stop", len(tokens) + 2, "END")
+THE = TOKENIZERS["byte_fallback"].convert_tokens_to_ids("▁the")
+DOT = raw_bytes("byte_level", b".")[0]
+LONG, WORD, FOUR = ("ሰላም" * 45).encode(), "ዓለም".encode(), ("你" * 4).encode()
+HALF = {"stop": ("\ufffd",)}
+LEVEL, FALLBACK = ("byte_level",), ("byte_fallback",)
 
 
-def test_the_last_allowed_token_gives_length_and_an_end_token_there_gives_stop():
-    a, b = encode("byte_fallback", "a")[-1], encode("byte_fallback", "b")[-1]
-    assert run(stopper("byte_fallback", max_tokens=2), [a, b, a]) == ("length", 2, "ab")
-    assert run(stopper("byte_fallback", max_tokens=2), [a, EOS, a]) == ("stop", 2, "a")
+@pytest.mark.parametrize(
+    ("names", "prompt", "params", "tokens", "result"),
+    [
+        (FALLBACK, [], {"max_tokens": 2}, [b"aba"], ("length", 2, "ab")),
+        (FALLBACK, [], {"max_tokens": 2}, [b"a", EOS, b"a"], ("stop", 2, "a")),
+        (LEVEL, [], {"ignore_eos": True, "max_tokens": 6}, [EOS, b"t", EOS, b"he fo"], ("length", 6, "the ")),
+        (LEVEL, [], {"ignore_eos": True, "stop_token_ids": (DOT,)}, [b"END", EOS, b".END"], ("stop", 5, "END")),
+        # The space of the first word is dropped only where the text begins with it.
+        (FALLBACK, [THE], {}, [THE, EOS], ("stop", 2, " the")),
+        (FALLBACK, [EOS], {}, [THE, EOS], ("stop", 2, "the")),
+        (FALLBACK, [], {"ignore_eos": True, "stop": (" the",)}, [THE, *[EOS] * 500, THE], ("stop", 502, "the")),
+        # A stop string in the prompt or across its end does not count.
+        (LEVEL, [b"the END"], {"stop": ("ENDE", "the")}, [b"END fox", EOS], ("stop", 8, "END fox")),
+        # Half a character may become one, or stay a replacement character.
+        (LEVEL, [], {"stop": ("END",)}, [b"END\xe4\xbd\xa0"], ("stop", 3, "")),
+        (LEVEL, [], {"stop": ("D",)}, [b"\xe4EN\xe4D"], ("stop", 5, "\ufffdEN\ufffd")),
+        (LEVEL, [], HALF, [b"a\xe4\xbd\xa0b"], (None, 5, "a你b")),
+        (LEVEL, [], HALF, [b"a\xe4a\xe4"], ("stop", 3, "a")),
+        (LEVEL, [], HALF | {"max_tokens": 2}, [b"a\xe4"], ("stop", 2, "a")),
+        (LEVEL, [], HALF, [b"a\xe4", EOS], ("stop", 3, "a")),
+        # Very long runs of bytes.
+        (FALLBACK, [LONG], {}, ["ዓ".encode(), EOS], ("stop", 4, "ዓ")),
+        (LEVEL + FALLBACK, [], {"stop": ("ዓለም",)}, [LONG, WORD], ("stop", 414, LONG.decode())),
+        (LEVEL + FALLBACK, [], {"stop": ("aEND",)}, [LONG, "aEND"], ("stop", 409, LONG.decode())),
+        (LEVEL + FALLBACK, [], {"stop": ("fox",)}, [b"\x9f" * 400, "fox"], ("stop", 403, "\ufffd" * 400)),
+        # A run of bytes that turns out invalid is invalid from its beginning.
+        (FALLBACK, [], {"ignore_eos": True, "stop": ("\ufffd" * 30 + "a",)}, [FOUR, EOS, FOUR, EOS, FOUR, b"\xff", "a"], ("stop", 40, "\ufffd" * 7)),
+    ],
+)  # fmt: skip
+def test_a_completion_ends_with_this_reason_token_and_text(names, prompt, params, tokens, result):
+    for name in names:
+        assert run(stopper(name, ids(name, prompt), **params), ids(name, tokens)) == result
 
 
 def test_the_tokens_are_kept_as_sampled_with_the_end_token():
@@ -195,18 +224,6 @@ def test_prompt_and_completion_concatenate_at_every_cut(name, text):
         assert before.rstrip("\ufffd") + after == decoded
 
 
-def test_the_space_before_the_first_word_is_kept_after_a_prompt():
-    word = TOKENIZERS["byte_fallback"].convert_tokens_to_ids("▁the")
-    assert DETOKENIZERS["byte_fallback"].decode([word]) == "the"
-    assert run(stopper("byte_fallback", [word]), [word, EOS])[2] == " the"
-    assert run(stopper("byte_fallback", [EOS]), [word, EOS])[2] == "the"
-
-
-def test_a_prompt_that_ends_in_a_long_run_of_bytes_does_not_spoil_the_next_character():
-    prompt = raw_bytes("byte_fallback", ("ሰላም" * 20).encode())
-    assert run(stopper("byte_fallback", prompt), [*raw_bytes("byte_fallback", "ዓ".encode()), EOS])[2] == "ዓ"
-
-
 @each_tokenizer
 def test_ids_that_the_tokenizer_does_not_know_have_no_text(name):
     tokens, unknown = encode(name, "the END"), len(TOKENIZERS[name]) + 5
@@ -230,64 +247,6 @@ def test_a_stop_string_at_the_last_allowed_token_gives_stop(name):
     tokens = encode(name, "the END")
     assert run(stopper(name, stop=("END",), max_tokens=len(tokens)), tokens) == ("stop", len(tokens), "the ")
     assert run(stopper(name, stop=("ENDS",), max_tokens=len(tokens)), tokens) == ("length", len(tokens), "the END")
-
-
-def test_a_stop_string_before_the_first_bytes_of_a_character_is_found_at_once():
-    tokens = [*raw_bytes("byte_level", b"END\xe4"), *raw_bytes("byte_level", b"\xbd\xa0")]
-    assert run(stopper("byte_level", stop=("END",)), tokens) == ("stop", 3, "")
-    assert run(stopper("byte_level", stop=("D",)), raw_bytes("byte_level", b"\xe4EN\xe4D")) == (
-        "stop",
-        5,
-        "\ufffdEN\ufffd",
-    )
-
-
-def test_a_stop_string_of_replacement_characters_counts_only_if_they_cannot_become_a_character():
-    half, rest = raw_bytes("byte_level", b"a\xe4"), raw_bytes("byte_level", b"\xbd\xa0b")
-    assert run(stopper("byte_level", stop=("\ufffd",)), [*half, *rest]) == (None, 5, "a你b")
-    assert run(stopper("byte_level", stop=("\ufffd",)), [*half, *half]) == ("stop", 3, "a")
-    assert run(stopper("byte_level", stop=("\ufffd",), max_tokens=2), half) == ("stop", 2, "a")
-    assert run(stopper("byte_level", stop=("\ufffd",)), [*half, EOS]) == ("stop", 3, "a")
-
-
-def test_the_space_after_many_special_tokens_is_kept():
-    word = TOKENIZERS["byte_fallback"].convert_tokens_to_ids("▁the")
-    tokens = [word, *[EOS] * 500, word]
-    assert run(stopper("byte_fallback", stop=(" the",), ignore_eos=True), tokens) == ("stop", 502, "the")
-
-
-def test_a_stop_string_in_the_prompt_or_across_its_end_does_not_count():
-    prompt, tokens = encode("byte_level", "the END"), encode("byte_level", "END fox")
-    assert run(stopper("byte_level", prompt, stop=("ENDE", "the")), [*tokens, EOS]) == (
-        "stop",
-        len(tokens) + 1,
-        "END fox",
-    )
-
-
-@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
-def test_a_stop_string_is_found_in_and_after_a_very_long_run_of_bytes(name):
-    run_of_bytes = raw_bytes(name, ("ሰላም" * 45).encode())
-    word = raw_bytes(name, "ዓለም".encode())
-    assert run(stopper(name, stop=("ዓለም",)), [*run_of_bytes, *word]) == ("stop", len(run_of_bytes) + 9, "ሰላም" * 45)
-    tokens = [*run_of_bytes, *encode(name, "aEND")]
-    assert run(stopper(name, stop=("aEND",)), tokens)[0] == "stop"
-
-
-@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
-def test_a_stop_string_is_found_after_a_very_long_run_of_invalid_bytes(name):
-    invalid = raw_bytes(name, b"\x9f" * 400)
-    word = [encode(name, "x" + c)[-1] for c in "fox"]
-    reason, n, text = run(stopper(name, stop=("fox",)), [*invalid, *word])
-    assert (reason, n, text) == ("stop", 403, "\ufffd" * 400)
-
-
-def test_a_run_of_bytes_that_turns_out_invalid_is_invalid_from_its_beginning():
-    string = "\ufffd" * 30 + "a"
-    a, characters = encode("byte_fallback", "a")[-1], raw_bytes("byte_fallback", ("你" * 4).encode())
-    tokens = [*characters, EOS, *characters, EOS, *characters, *raw_bytes("byte_fallback", b"\xff"), a]
-    assert run(stopper("byte_fallback", stop=(string,), ignore_eos=True), tokens) == ("stop", len(tokens), "\ufffd" * 7)
-    assert DETOKENIZERS["byte_fallback"].decode(tokens[:-2]) == "你" * 12
 
 
 @pytest.mark.parametrize("data", [b"\x9f" * 2000, ("ሰላም" * 300).encode(), b"\x9f\xe4" * 1000])
