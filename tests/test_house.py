@@ -99,40 +99,6 @@ def test_a_private_name_means_one_thing_in_its_package():
     assert {where: files for where, files in homes.items() if len(files) > 1} == {}
 
 
-def test_the_word_slot_is_used_only_for_state_slots():
-    """Outside `state/` it is a `state_slot`. A sequence has a `sampler_index` in the sampler, and a token a `kv_index` in the KV pool."""
-    found = {
-        f"{path} {name}"
-        for path, tree in modules().items()
-        if path.parts[1] != "state"
-        for name in identifiers(tree)
-        if "slot" in name.lower().replace("state_slot", "") and name != "__slots__"
-    }
-    assert found == set()
-
-
-def test_attention_windows_are_called_sliding_windows():
-    found = {
-        f"{path} {name}"
-        for path, tree in modules().items()
-        if path.parts[1] in ("attention", "kernels", "model", "sampling", "state")
-        for name in identifiers(tree)
-        if "window" in name.lower().replace("sliding_window", "")
-    }
-    assert found == set()
-
-
-def identifiers(tree: ast.Module) -> set[str]:
-    """All names of variables, parameters, attributes, functions and classes in a module, but not the keywords of calls."""
-    names = set()
-    for node in ast.walk(tree):
-        for field in ("id", "arg", "attr", "name"):
-            value = getattr(node, field, None)
-            if isinstance(value, str) and not isinstance(node, ast.keyword | ast.alias):
-                names.add(value)
-    return names
-
-
 def private_names(tree: ast.Module) -> set[str]:
     """The private functions, classes and constants of a module."""
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}

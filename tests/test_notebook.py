@@ -63,13 +63,6 @@ def test_an_interrupted_call_counts_only_scores_that_were_ready(tiny_model_dir, 
     assert {r.error_type for r in llm.interrupted if r.score is None} == {"cancelled"}
 
 
-def test_a_progress_bar_is_shown_only_on_request(tiny_model_dir, capfd):
-    LLM(tiny_model_dir).generate(["a", "b"], {"max_tokens": 2})
-    assert "prompts" not in capfd.readouterr().err
-    LLM(tiny_model_dir, progress=True).generate(["a", "b"], {"max_tokens": 2})
-    assert "2/2 prompts, " in capfd.readouterr().err
-
-
 def test_the_bar_of_a_job_shows_phase_rows_time_left_and_speed(capfd):
     bar = JobBar()
     bar.note("a {note}")

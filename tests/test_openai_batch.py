@@ -197,14 +197,3 @@ def test_a_finished_output_is_converted_to_another_format_without_the_model(tiny
     back = run(tiny_chat_model_dir, source)
     assert (back.stats["rows_resumed"], back.stats["steps"]) == (3, 0)
     assert Path(back.output).read_bytes() == answers
-
-
-def test_rows_added_after_an_openai_output_are_generated_and_the_others_kept(tiny_chat_model_dir, write_jsonl):
-    with_logprobs = ask("l", CHAT, messages=talk("Hm.", "Hello"), logprobs=True)
-    first = run(tiny_chat_model_dir, write_jsonl([*VLLM, with_logprobs]))
-    before = records(first)
-    report = run(tiny_chat_model_dir, write_jsonl([*VLLM, with_logprobs, ask("new", RAW, prompt="Once")]))
-    assert (report.stats["rows"], report.stats["rows_resumed"]) == (3, 3)  # the new row, and the two unsupported ones
-    after = records(report)
-    assert after[:5] == before[:5]  # also the row with logprobs, although the format does not hold all of them
-    assert after[5]["custom_id"] == "new"

@@ -46,11 +46,6 @@ def test_rows_kept_from_earlier_runs_do_not_count_as_speed():
     assert (now.rows_per_s, now.seconds_left) == (1.0, 30.0)
 
 
-def test_rows_that_fail_during_planning_do_not_count_as_speed():
-    now = Job(done=50).after(10, done=60, completion=500)
-    assert (now.rows_per_s, now.seconds_left) == (1.0, 40.0)
-
-
 def test_tokens_of_unfinished_rows_count_as_rows_of_the_mean_length():
     job = Job()
     job.after(10, done=20, completion=1000)
@@ -58,11 +53,6 @@ def test_tokens_of_unfinished_rows_count_as_rows_of_the_mean_length():
     assert (now.rows_under_way, now.completion_tokens, now.completion_tokens_per_s) == (10.0, 1500, 75.0)
     assert now.seconds_left == 70 * 20 / 30
     assert now.share == 0.3
-
-
-def test_a_first_short_row_does_not_promise_an_early_end():
-    now = Job().after(10, done=1, completion=2, tokens=5002, running=50)
-    assert now.seconds_left == 98 * 10 / 2
 
 
 def test_before_the_first_finished_row_the_maximum_length_is_expected():
@@ -143,15 +133,6 @@ def test_every_change_is_shown_and_one_per_second_and_phase_is_recorded():
     ]  # fmt: skip
     assert shown.notes == ["a note"]
     assert [s.rows_done for s in shown.seen] == [0, 0, 0, *range(1, 25)]
-
-
-def test_a_stopped_run_records_its_last_changes():
-    job, told = Job(total=10), []
-    job.tracker.tell = told.append
-    job.after(0.5, done=4, completion=8)
-    assert told == []
-    job.tracker.stopped()
-    assert [(now.rows_done, now.completion_tokens) for now in told] == [(4, 8)]
 
 
 @pytest.mark.parametrize(("total", "share"), [(None, None), (0, 1.0)])

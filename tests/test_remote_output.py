@@ -59,14 +59,6 @@ def test_a_job_in_a_store_writes_the_same_output_as_on_disk_and_runs_once(store,
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "cache", "o.jsonl", "o.jsonl.job"]
 
 
-def test_new_rows_of_a_changed_input_in_a_store_are_generated(store, run):
-    run("s3://bucket/in/a.jsonl", output="s3://bucket/o.jsonl")
-    store.pipe_file("bucket/in/a.jsonl", store.cat_file("bucket/in/a.jsonl") + b'{"prompt": "four"}\n')
-    said = run("s3://bucket/in/a.jsonl", output="s3://bucket/o.jsonl")
-    assert "s3://bucket/o.jsonl was finished: 3 of its results are used again" in said.err
-    assert [row["prompt"] for row in rows(store)] == [*PROMPTS, "four"]
-
-
 def test_a_folder_of_parquet_in_a_store_becomes_parquet_with_the_file_of_each_row(store, run):
     for name in "xy":
         stream = io.BytesIO()

@@ -181,13 +181,6 @@ def test_after_the_merge_every_command_has_nothing_to_do(tiny_model_dir, source)
     assert run_job(config_of(tiny_model_dir)).already_finished
 
 
-def test_the_last_shard_merges_with_the_option_merge(tiny_model_dir, source):
-    assert shard(tiny_model_dir, "2/2", merge=True).shard == "2/2"
-    assert not Path("o.jsonl").exists()
-    assert shard(tiny_model_dir, "1/2", merge=True).shard == ""
-    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
-
-
 def test_another_number_of_shards_is_refused_before_the_merge(tiny_model_dir, source):
     shard(tiny_model_dir, "1/3")
     with pytest.raises(UsageError, match=r"o\.jsonl is under way in 3 shards, not in 4; use --shard 2/3"):
@@ -294,14 +287,6 @@ def test_a_shard_that_ends_during_a_merge_does_not_merge(tiny_model_dir, source,
         merging.release()
 
 
-def test_a_shard_with_other_settings_is_refused(tiny_model_dir, source):
-    shard(tiny_model_dir, "1/2")
-    with pytest.raises(
-        UsageError, match=r"o\.jsonl was made with other settings: seed was 5, is 6; delete o\.jsonl\.job "
-    ):
-        shard(tiny_model_dir, "2/2", sampling=SamplingParams(max_tokens=3, temperature=0.9, seed=6))
-
-
 @pytest.mark.slow
 def test_a_run_without_shards_continues_from_their_results(tiny_model_dir, source):
     done = shard(tiny_model_dir, "2/3").stats["rows"]
@@ -319,15 +304,6 @@ def test_shards_continue_from_the_results_of_a_run_without_them(tiny_model_dir, 
 
 
 @pytest.mark.slow
-def test_rows_added_between_runs_of_shards_are_generated(tiny_model_dir, source):
-    done = shard(tiny_model_dir, "1/2").stats["rows"]
-    write(rows(30))
-    generated = sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2"))
-    assert generated == 29 - done
-    check_merged(tiny_model_dir)
-
-
-@pytest.mark.slow
 def test_an_input_that_changes_before_the_merge_is_noticed(tiny_model_dir, source):
     for name in ("1/2", "2/2"):
         shard(tiny_model_dir, name)
@@ -335,32 +311,6 @@ def test_an_input_that_changes_before_the_merge_is_noticed(tiny_model_dir, sourc
     with pytest.raises(Exception, match=r"in\.jsonl changed while the job was running"):
         merge_job("o.jsonl")
     assert sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2")) == 1
-    check_merged(tiny_model_dir)
-
-
-@pytest.mark.slow
-def test_rows_that_ended_with_length_run_again_with_retry(tiny_model_dir, source):
-    cut = [shard(tiny_model_dir, name).stats["finish_reasons"]["length"] for name in ("1/2", "2/2")]
-    assert min(cut) > 0
-    again = [shard(tiny_model_dir, name, retry=("length",)).stats["rows"] for name in ("1/2", "2/2")]
-    assert again == cut
-    check_merged(tiny_model_dir)
-
-
-@pytest.mark.slow
-def test_damaged_results_of_a_shard_are_generated_again(tiny_model_dir, source):
-    for name in ("1/2", "2/2"):
-        shard(tiny_model_dir, name)
-    plan = load_plan(Path("o.jsonl.job"))
-    assert plan is not None
-    (shard_folder(Path("o.jsonl.job"), plan, 2) / "results.sqlite").write_bytes(b"no database" * 100)
-    with pytest.raises(
-        OutputError,
-        match=r"the results of o\.jsonl are damaged: \d+ of them cannot be read; run all shards again: only these",
-    ):
-        merge_job("o.jsonl")
-    lost = plan.shares[1].last - plan.shares[1].first
-    assert sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2")) == lost
     check_merged(tiny_model_dir)
 
 
@@ -396,14 +346,6 @@ def test_a_damaged_plan_can_be_deleted_without_losing_results(tiny_model_dir, so
         run_job(config_of(tiny_model_dir, sampling={"max_tokens": 4}))
     assert generated + sum(shard(tiny_model_dir, name).stats["rows"] for name in ("2/2", "1/2")) == 23
     check_merged(tiny_model_dir)
-
-
-def test_results_of_shards_without_a_manifest_are_kept(tiny_model_dir, source):
-    shard(tiny_model_dir, "1/2")
-    Path("o.jsonl.job/manifest.json").unlink()
-    with pytest.raises(UsageError, match=r"results but no manifest\.json"):
-        run_job(config_of(tiny_model_dir))
-    assert len(list(Path("o.jsonl.job/shards").glob("*/1/results.sqlite"))) == 1
 
 
 @pytest.mark.slow

@@ -1,13 +1,12 @@
 """The GPU result file is written case by case, continued, and merged from several files; and a table is made from it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu.result import START, GpuResult, NotAResult, read_result
-from benchmarks.gpu.tables import compared, tables
+from benchmarks.gpu.result import GpuResult, NotAResult, read_result
+from benchmarks.gpu.tables import tables
 
 H200 = {
     "gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0",
@@ -22,26 +21,6 @@ def result(folder: Path, machine: dict[str, Any] = H200, source: str = "one", *,
 
 def cases(found: GpuResult, kind: str = "figures") -> list[tuple[str, str]]:
     return [(e["part"], e["case"]) for e in found.json[kind]]
-
-
-def test_a_case_is_in_the_file_as_soon_as_it_is_measured(tmp_path):
-    result(tmp_path).add("decode", "8b 1024", DECODED, 12.345)
-    (entry,) = json.loads((tmp_path / "gpu.json").read_text())["figures"]
-    assert entry.pop("date").startswith("20")
-    assert entry == {
-        "part": "decode", "case": "8b 1024", "machine": 0, "source": "one", "seconds": 12.35, "figures": DECODED,
-    }  # fmt: skip
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["gpu.json"]
-
-
-def test_a_case_that_is_measured_again_is_there_once(tmp_path):
-    found = result(tmp_path)
-    found.fail("decode", START, "exit 1: no")
-    found.fail("decode", "8b 1024", "no")
-    found.add("decode", "8b 1024", {"tokens_per_s": 1}, 1)
-    found.add("decode", "8b 1024", {"tokens_per_s": 2}, 1)
-    assert [e["figures"] for e in found.json["figures"]] == [{"tokens_per_s": 2}]
-    assert found.json["failures"] == []
 
 
 def test_only_figures_of_this_code_on_such_a_machine_need_not_be_made_again(tmp_path):
@@ -94,19 +73,3 @@ def test_a_table_shows_what_there_is(tmp_path):
     assert "| 16,384 tokens | not measured |  |  |  |" in lines
     assert "| 8B, prompts of 2,048 tokens: of the rate of a large matrix product | 56%, 27,000 tokens/s |" in lines
     assert any(line.endswith("| 0.0391, 0.047 |") for line in lines)
-
-
-def ran(rows: int, rate: float) -> dict[str, Any]:
-    return {"rows": rows, "tokens_per_s": rate}
-
-
-def test_engines_are_compared_on_the_same_rows(tmp_path):
-    found = result(tmp_path)
-    found.add("few-shot", "batchgen", ran(4000, 30_000.0), 1)
-    found.add("few-shot", "batchgen --no-share", ran(4000, 3_000.0), 1)
-    found.add("few-shot", "transformers-generate", ran(512, 1_000.0), 1)
-    assert compared(found.json, "few-shot", "batchgen --no-share") == "3,000 **10.0x**"
-    assert compared(found.json, "few-shot", "transformers-generate") == "1,000 (512 rows)"
-    found.add("few-shot", "batchgen 512 rows", ran(512, 20_000.0), 1)
-    assert compared(found.json, "few-shot", "transformers-generate") == "1,000 **20.0x** (512 rows)"
-    assert compared(found.json, "few-shot", "transformers-continuous") == "not measured"

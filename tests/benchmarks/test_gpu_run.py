@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu.device import Bench
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.result import GpuResult, read_result
-from benchmarks.gpu.workloads import theirs
-from benchmarks.programs import ROOT, NotDone
+from benchmarks.programs import ROOT
 
 # A part of the cases a, b and c, of which b does what its first argument says.
 SCRIPT = """
@@ -78,34 +76,6 @@ def test_without_a_gpu_there_is_only_the_tiny_run(tmp_path, monkeypatch):
         str(e.value) == "benchmarks/gpu.sh: there is no CUDA device here; --tiny runs everything in small without one"
     )
     assert list(tmp_path.iterdir()) == []
-
-
-class Slow:
-    """A workload of which an engine finishes 128 rows in time, but not more."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, str]] = []
-        self.bench = Bench(torch.device("cpu"), tiny=True)
-        self.folder = Path("0.5b-bfloat16")
-
-    def call(self, engine: str, limit: int, options: list[str]) -> dict[str, Any]:
-        self.calls.append((limit, options[0]))
-        if limit > 128:
-            raise NotDone(f"{engine}: not done after 120 s")
-        if options[0] == "--sweep":
-            return {"tokens_per_s": {"1": 9.0, "2": 10.0}, "best": 2}
-        return {"completion_tokens": limit, "wall_s": 2.0, "tokens_per_s": limit / 2, "load_s": 1.0, "extras": {}}
-
-    def file(self, limit: int) -> tuple[Path, dict[str, Any]]:
-        return Path("rows.jsonl"), {"description": "Rows.", "rows": limit, "completion_tokens": limit}
-
-
-def test_an_engine_that_is_not_done_in_time_gets_fewer_rows():
-    workload, needed = Slow(), {512}
-    found = theirs(workload, "transformers-generate", (512, 128), needed)  # type: ignore[arg-type]
-    assert workload.calls == [(512, "--sweep"), (128, "--sweep"), (128, "--batch")]
-    assert (found["rows"], found["batch"], found["tokens_per_s"]) == (128, 2, 64.0)
-    assert needed == {512, 128}
 
 
 def run_tiny(folder: Path, *options: str) -> dict[str, Any]:

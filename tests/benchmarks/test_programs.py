@@ -4,7 +4,6 @@ import ast
 import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,8 @@ import pytest
 from benchmarks.programs import (
     PROGRAMS,
     ROOT,
-    Case,
-    EngineFailed,
     Launcher,
     NotDone,
-    converted,
     run,
 )
 
@@ -71,32 +67,3 @@ def test_a_process_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
     with pytest.raises(NotDone, match=r"^slow: not done after 2 s$"):
         run("slow", [sys.executable, "-c", script], os.environ, 2.0)
     assert not alive(int(file.read_text()))
-
-
-def test_a_process_that_fails_is_told_by_the_last_line_it_wrote():
-    with pytest.raises(EngineFailed, match=r"^x: exit 3: why$"):
-        run(
-            "x", [sys.executable, "-c", "import sys; print('no\\nwhy', file=sys.stderr); sys.exit(3)"], os.environ, 20.0
-        )
-
-
-def test_a_model_is_converted_once_and_never_seen_half_done(tmp_path, monkeypatch):
-    case = Case("30m", "float32", "few-shot", tmp_path / "model", tmp_path / "rows.jsonl")
-    made: list[Path] = []
-
-    def convert(self: Launcher, engine: str, case: Case, options: list[str], target: Path, timeout: None) -> str:
-        assert options == ["--convert"]
-        made.append(target)
-        target.touch()
-        return ""
-
-    monkeypatch.setattr(Launcher, "_run", convert)
-    launcher = Launcher(tmp_path, 1)
-    for engine in ("llamacpp", "llamacpp", "vllm"):
-        launcher.prepare(engine, case)
-    assert made == [tmp_path / "model.gguf.unfinished"]
-    assert converted("llamacpp", case) == tmp_path / "model.gguf"
-    assert converted("llamacpp", replace(case, dtype="int8")) == tmp_path / "model.gguf-int8"
-    assert converted("vllm", case) is None
-    assert converted("vllm", replace(case, dtype="int8")) == tmp_path / "model.w8a8-int8"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.gguf"]

@@ -45,22 +45,6 @@ def test_a_run_tells_its_phases_and_ends_with_its_figures(cli, source, tiny_mode
     assert (again["event"], again["already_finished"], again["stats"]) == ("summary", True, summary["stats"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("run", "nothere.jsonl", "-m", "x"), "no such file: nothere.jsonl; check the path"),
-        (("run", "-m", "x"), "missing argument 'INPUT...'; see batchgen run --help"),
-        (("run", "a\x1b\u202e", "-m", "x"), "no such file: a\x1b\u202e; check the path"),
-    ],
-)
-def test_a_failure_is_an_event_wherever_it_comes_from(arguments, message, cli, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    outcome = cli(*arguments, "--log-format", "json")
-    told = events(outcome.err)
-    assert (outcome.code, told[-1]["message"], told[-1]["exit_code"]) == (2, message, 2)
-    assert [one["event"] for one in told if one["event"] != "phase"] == ["error"]
-
-
 def test_with_v_the_traceback_is_in_the_event_and_its_lines_are_escaped_without(cli):
     as_event = events(cli("run", "no\x1b.jsonl", "-m", "x", "-v", "--log-format=json").err)[-1]
     assert as_event["traceback"].startswith("Traceback (most recent call last):\n")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.progress import Tracker, percentage, rounded_duration
+from batchgen.progress import Tracker, rounded_duration
 from batchgen_cli import stderr
 from batchgen_cli.options import Display
 from batchgen_cli.progress import (
@@ -185,10 +185,6 @@ def test_a_log_has_no_control_characters_but_the_ends_of_its_lines(clock):
 )
 def test_times_are_as_people_read_them(seconds, text):
     assert rounded_duration(seconds) == text
-
-
-def test_a_share_is_whole_only_when_all_is_done():
-    assert [percentage(999_999, 1_000_000), percentage(1, 1), percentage(0, 0), percentage(0, 5)] == [99, 100, 100, 0]
 
 
 def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(clock):

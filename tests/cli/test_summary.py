@@ -10,7 +10,6 @@ from batchgen.assembly import JobReport
 from batchgen.recording import Agreement
 from batchgen.result import Result
 from batchgen.stats import EngineStats, RowCounts, RunFigures, Setting, figures, size_text
-from batchgen_cli.stderr import printable
 from batchgen_cli.summary import show_summary, summary
 
 
@@ -27,20 +26,6 @@ from batchgen_cli.summary import show_summary, summary
 )
 def test_sizes_are_as_people_read_them(count, text):
     assert size_text(count) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("plain, häßlich, 日本", "plain, häßlich, 日本"),
-        ("a\nb\tc", "a\\nb\\tc"),
-        ("\x1b[31mred\x9b", "\\x1b[31mred\\x9b"),
-        ("\u202eright to left", "\\u202eright to left"),
-        ("\udcff", "\\udcff"),
-    ],
-)
-def test_control_characters_are_escaped(text, shown):
-    assert printable(text) == shown
 
 
 DONE = Result(row=0, text="x", finish_reason="stop", prompt_tokens=20, completion_tokens=5)
@@ -165,22 +150,6 @@ def test_the_effect_of_quantize_is_told_and_measured_only_where_rows_were_genera
     assert ("int8", f"{made}; {measured}") in summary(report)
 
 
-def test_a_run_of_labels_tells_rows_per_second_and_no_completions():
-    report = report_of()
-    report.stats.update(completion_tokens=0, completion_tokens_per_s=0.0, total_tokens_per_s=20.0, scored_tokens=1200)
-    lines = dict(summary(report))
-    assert "completion tokens" not in lines
-    assert lines["scored tokens"] == "1,200 of labels or completions"
-    assert lines["speed"] == "1.0 rows/s, 20 prompt tokens/s"
-
-
-def test_the_first_failures_follow_the_table(capsys):
-    show_summary(report_of(failures=("a.jsonl:3: invalid_row: not \x1b JSON",)))
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.endswith("the first rows that failed:\n  a.jsonl:3: invalid_row: not \\x1b JSON\n")
-
-
 def test_with_json_the_summary_is_an_event(capsys):
     report = report_of(failures=("a.jsonl:3: invalid_row: not \x1b JSON",))
     show_summary(report, as_json=True)
@@ -199,14 +168,6 @@ def test_with_json_the_summary_is_an_event(capsys):
         "failures": ["a.jsonl:3: invalid_row: not \x1b JSON"],
         "stats": json.loads(json.dumps(report.stats)),
     }
-
-
-def test_a_complete_output_is_told_in_a_line(capsys):
-    stats = {"job": {"rows": 1200, "rows_failed": 3}}
-    show_summary(JobReport(stats, "o\x1b.jsonl", True))
-    assert (
-        capsys.readouterr().err == "batchgen: o\\x1b.jsonl is complete (1,200 rows, 3 of them failed): nothing to do\n"
-    )
 
 
 def test_the_summary_of_a_merge_has_the_sums_over_all_shards():

@@ -149,13 +149,6 @@ def test_what_is_under_way_on_all_devices_is_told_while_it_runs(fleet):
     assert workers.under_way() == {}
 
 
-def test_what_is_under_way_is_told_several_times_a_second(fleet, monkeypatch):
-    told: list[int] = []
-    monkeypatch.setattr(FakeEngine, "under_way", lambda self: told.append(self.stats.steps) or {})
-    run(fleet.workers("cpu:0", under_way_seconds=(0.01, 0.02)), [request(0, [0], max_tokens=300)])
-    assert len([steps for steps in told if 0 < steps < 300]) >= 5
-
-
 def test_how_far_each_worker_is_can_be_seen_while_they_run(fleet):
     workers = fleet.workers()
     assert [w["device"] for w in workers.progress()] == ["cpu:0", "cpu:1"]
@@ -381,14 +374,6 @@ def test_processes_end_with_what_they_serve(fleet):
     gc.collect()
     for process in fleet.processes:
         assert process.wait(60) == -9
-
-
-def test_closing_twice_does_no_harm(fleet):
-    workers = fleet.workers()
-    workers.close()
-    workers.close()
-    with pytest.raises(DevicesLost):
-        run(workers, [request(0, [0])])
 
 
 def test_an_interrupt_while_models_are_loaded_ends_the_processes(fleet):

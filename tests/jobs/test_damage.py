@@ -183,7 +183,6 @@ SOME = settings(
     max_examples=examples(3, 25),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-MANY = settings(SOME, max_examples=3000)
 
 
 def check_damaged_results(folder: Folder, data: st.DataObject) -> None:
@@ -214,14 +213,6 @@ DAMAGED = pytest.mark.parametrize("check", [check_damaged_results, check_damaged
 @SOME
 @given(data=st.data())
 def test_damage_only_costs_rows_that_are_generated_again_or_is_noticed(folder, check, data):
-    check(folder, data)
-
-
-@pytest.mark.nightly
-@DAMAGED
-@MANY
-@given(data=st.data())
-def test_damage_only_costs_rows_that_are_generated_again_or_is_noticed_many_examples(folder, check, data):
     check(folder, data)
 
 

@@ -169,13 +169,6 @@ def test_without_progress_the_results_are_counted(folder):
     assert (found["state"], found["rows_done"], found["rows_total"], found["results"]) == ("stopped", None, None, 7)
 
 
-@pytest.mark.parametrize("damage", [b"", b"x" * 5000])
-def test_figures_of_an_unreadable_database_are_left_out(folder, damage):
-    (folder / "results.sqlite").write_bytes(damage)
-    found = job_status("o.jsonl")
-    assert (found["state"], found["rows_done"], found["results"]) == ("stopped", None, None)
-
-
 def test_damaged_progress_is_left_out(folder):
     tell(folder, generated(30))
     db = sqlite3.connect(folder / "results.sqlite")
@@ -193,15 +186,6 @@ def test_the_status_can_be_read_while_the_job_writes(folder):
         results.commit()
         assert (job_status("o.jsonl")["rows_done"], job_status("o.jsonl")["results"]) == (done, done)
     results.close()
-
-
-def test_a_resumed_run_continues_the_count_of_results(folder):
-    add_results(folder, 30)
-    tell(folder, generated(30))
-    add_results(folder, 5)
-    tell(folder, generated(3, kept=3))
-    found = job_status("o.jsonl")
-    assert (found["rows_done"], found["results"]) == (3, 35)
 
 
 @pytest.mark.parametrize("make", ["nothing", "folder", "file", "output"])

@@ -76,23 +76,11 @@ def test_a_step_is_padded_to_the_smallest_shape_that_holds_it(captures, step, sh
     assert shape_when_frequent(graphs_of(captures), *step) == Shape(*shape)
 
 
-def test_a_full_batch_is_not_padded(captures):
-    assert shape_when_frequent(graphs_of(captures, logits=200), 200, 200) == (200, 200)
-
-
-def test_the_largest_shape_just_holds_the_largest_step(captures):
-    assert shape_when_frequent(graphs_of(captures, tokens=50, logits=20), 49, 19) == (50, 20)
-
-
 @pytest.mark.parametrize("step", [(MAX_TOKENS + 1, 1), (300, 257), (20, 0)])
 def test_large_steps_and_steps_without_logits_run_without_graphs(captures, step):
     graphs = graphs_of(captures, tokens=8192)
     for _ in range(2 * CAPTURE_AFTER):
         assert graphs.shape_of(*step) is None
-
-
-def test_the_largest_shape_is_that_of_a_full_batch(captures):
-    assert graphs_of(captures, logits=100).largest == (100, 100)
 
 
 def test_a_frequent_shape_is_captured_and_replayed_from_then_on(captures):

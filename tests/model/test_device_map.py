@@ -120,13 +120,6 @@ def test_the_plan_of_a_step_is_on_the_device_of_each_layer(tiny_model_dir, compl
     assert [any(kinds) for kinds in zip(*seen, strict=True)] == [True, True, True]
 
 
-@pytest.mark.parametrize(
-    "places", [{"": "cpu"}, {"a": "cpu", "b": "cpu"}, {"a": 0, "b": 1}, {"a": torch.device("cuda:0")}]
-)
-def test_a_map_to_devices_that_hold_the_model_is_accepted(places):
-    check_device_map(places)
-
-
 @pytest.mark.parametrize("away", ["cpu", "disk", CPU])
 def test_a_map_that_offloads_parts_is_refused(away):
     with pytest.raises(ModelError) as e:

@@ -1,4 +1,3 @@
-import json
 import logging
 import shutil
 
@@ -13,7 +12,7 @@ from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.model import loader, multimodal
 from batchgen.model.adapter import prepare
-from batchgen.model.architectures import REFUSED, check_architecture
+from batchgen.model.architectures import check_architecture
 from batchgen.model.loader import load_model, pick_device
 from batchgen.prompts import load_tokenizer
 from support.models import build
@@ -36,11 +35,6 @@ def refused(folder, **options):
         load(folder, **options)
     assert "\n" not in str(e.value)
     return e.value
-
-
-def change_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_a_loaded_model_knows_the_shape_of_its_kv(tiny_model_dir):
@@ -121,16 +115,6 @@ def test_dtype_auto_is_that_of_the_checkpoint_or_float32_if_that_is_faster(folde
     assert {p.dtype for p in model.module.parameters()} == {dtype}
 
 
-def test_loading_prints_nothing(tiny_model_dir, capfd):
-    load(tiny_model_dir)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_an_architecture_that_cannot_be_exact_is_refused_with_the_reason(folder):
-    change_config(folder, model_type="rwkv", architectures=["RwkvForCausalLM"])
-    assert str(refused(folder)) == f"models of type 'rwkv' are not supported: {REFUSED['rwkv']}"
-
-
 def test_a_verified_architecture_is_not_checked_again(tiny_model_dir, monkeypatch):
     monkeypatch.setattr(loader, "self_check", None)
     assert load(tiny_model_dir).notes == ()
@@ -188,11 +172,6 @@ def test_a_device_number_that_does_not_exist_is_refused():
     found = f"{count or 'no'} CUDA device{'s'[: count > 1]};"
     with pytest.raises(ModelError, match=rf"^--device cuda:{count}: this machine has {found}"):
         pick_device(f"cuda:{count}")
-
-
-@pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is an accelerator")
-def test_device_auto_is_the_cpu_if_there_is_no_other():
-    assert pick_device("auto") == torch.device("cpu")
 
 
 def test_a_model_in_memory_is_prepared_without_a_folder(tiny_model_dir):

@@ -52,23 +52,6 @@ def test_a_tree_five_deep_is_prefilled_once_under_every_policy(expected, policy,
     assert engine.stats.preemptions == 0
 
 
-@pytest.mark.parametrize("ahead", slow_but([True], [False, True]))
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_tokens_do_not_change_in_a_quarter_of_the_memory(expected, policy, ahead):
-    whole = engine_for(packed_model("llama"), policy=policy)
-    run(whole, make_requests(PROMPTS, LENGTHS))
-    blocks = whole.block_manager.pool.peak_used // 4
-    engine = engine_for(
-        packed_model("llama"), ahead=ahead, policy=policy, kv_memory=f"{blocks * 32 * whole.sizes.bytes_per_token}B"
-    )
-    results = run(engine, make_requests(PROMPTS, LENGTHS))
-    assert [list(r.token_ids) for r in results] == expected
-    assert engine.block_manager.pool.peak_used <= blocks
-    assert TREE_TOKENS / engine.stats.prefill_tokens > 0.5
-    engine.block_manager.evict_all()
-    assert engine.block_manager.pool.num_used == 0
-
-
 @pytest.mark.parametrize(
     "name",
     slow_but({"llama", "lfm2"}, ["llama", "gpt2", "gemma3_text", "mistral/sliding_window", *RECURRENT_SHAPES]),

@@ -124,16 +124,6 @@ def test_rows_that_score_and_rows_that_generate_share_prefixes():
     assert engine.stats.prefill_tokens == 50 + 5 + 9 + 3
 
 
-def test_probabilities_are_the_same_without_sharing():
-    choices = [[[3], [4, 1]]] * len(PROMPTS)
-    shared, alone = (
-        run(engine_for(packed_model("llama")), scored(PROMPTS, choices, ["a", "b"]), share=share)
-        for share in (True, False)
-    )
-    for one, other in zip(shared, alone, strict=True):
-        assert one.choice_probs == pytest.approx(other.choice_probs, abs=1e-5)
-
-
 def test_the_memory_that_labels_would_take_without_sharing_is_counted():
     engine = engine_for(packed_model("llama"))
     run(engine, scored([PROMPTS[0]], [[[3], [4], [5]]], ["a", "b", "c"]))

@@ -98,14 +98,6 @@ def test_many_runs_are_thinned():
     assert all(run["seconds"][0] == 0 and run["seconds"][-1] == 400 for run in record.runs)
 
 
-def test_it_is_read_as_it_was_written(tmp_path):
-    record = JobRecord([run_of("1/2", "now", 3)], {"rows": 1, "texts": ["\ud800 é"]}, {"rows": 2})
-    record.save(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == [FILE]
-    found = JobRecord.load(tmp_path)
-    assert (found.runs, found.rows) == (record.runs, record.rows)
-
-
 def test_a_damaged_or_missing_record_is_an_empty_one(tmp_path):
     assert JobRecord.load(tmp_path) == JobRecord()
     for text in ("", "[]", "{}", '{"schema": "another"}', '{"schema": "batchgen.record/1", "other": 1}', "\x00"):

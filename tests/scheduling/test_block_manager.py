@@ -211,17 +211,6 @@ def test_growing_takes_the_block_of_an_idle_node_and_fails_if_there_is_none():
     assert len(seq.table) == 2
 
 
-def test_reserved_blocks_are_released_when_a_sequence_closes(memory):
-    for _ in range(3):
-        seq = sequence(4, 37)
-        memory.open_sequence(seq, None, reserve=None)
-        seq.computed = 4
-        memory.grow(seq)
-        memory.close(seq)
-    assert memory._reserved_blocks == 0
-    assert memory.pool.num_used == 0
-
-
 def test_a_sequence_keeps_the_blocks_of_an_evicted_node(memory):
     node_span = computed_node(memory, 0, 10)
     seq = sequence(11, 1)
@@ -250,24 +239,29 @@ def cached_node(memory, end):
     return node_span
 
 
-def test_a_later_window_reuses_a_node_exact_to_the_token(memory):
-    """Full blocks are shared, the block that is used in part is copied."""
-    kept = cached_node(memory, 11)
-    later = load_window(memory, [[*range(9), 50, 51], [*range(9), 60]])
-    node_span = memory.open_node(later, 0, 0)
-    assert (node_span.end, node_span.computed, node_span.complete) == (9, 9, True)
-    assert (kept.table, node_span.table) == ([0, 1, 2], [0, 1, 3])
-    assert take_copies(memory) == ((2, 3),)
+@pytest.mark.parametrize(
+    ("cached", "shared", "begins", "computed", "table", "copies"),
+    [
+        ([11], 9, [], 9, [0, 1, 3], ((2, 3),)),  # full blocks are shared, the block that is used in part is copied
+        ([6], 9, [], 6, [0, 2, 3], ((1, 2),)),  # a longer node continues from the end of the cached one
+        ([4, 16, 8], 16, [], 16, [1, 2, 3, 4], ()),  # the longest match
+        ([8], 7, [90], 0, [2, 3], ()),  # other tokens
+    ],
+)
+def test_a_later_window_reuses_a_node_exact_to_the_token(memory, cached, shared, begins, computed, table, copies):
+    for end in cached:
+        cached_node(memory, end)
+    prompt = [*begins, *range(len(begins), len(begins) + shared)]
+    node_span = memory.open_node(load_window(memory, [[*prompt, 50], [*prompt, 60]]), 0, 0)
+    assert (node_span.end, node_span.computed, node_span.table) == (len(prompt), computed, table)
+    assert take_copies(memory) == copies
     check(memory, node_span)
 
 
-def test_a_node_longer_than_the_cached_one_continues_from_its_end(memory):
-    cached_node(memory, 6)
-    later = load_window(memory, [[*range(9), 50], [*range(9), 60]])
-    node_span = memory.open_node(later, 0, 0)
-    assert (node_span.start, node_span.computed, node_span.end) == (0, 6, 9)
-    assert node_span.table[0] == 0
-    assert take_copies(memory) == ((1, node_span.table[1]),)
+def test_the_last_token_of_a_cached_node_is_run_again_if_a_prompt_ends_there(memory):
+    cached_node(memory, 8)
+    node_span = memory.open_node(load_window(memory, [range(8), range(8)]), 0, 0)
+    assert (node_span.computed, node_span.end) == (7, 8)
 
 
 def test_a_single_request_reuses_all_but_its_last_token(memory):
@@ -276,29 +270,6 @@ def test_a_single_request_reuses_all_but_its_last_token(memory):
     seq.window = load_window(memory, [range(8)]).number
     assert memory.open_sequence(seq, None, reserve=None)
     assert (seq.computed, seq.table[0], take_copies(memory)) == (7, kept.table[0], ((1, seq.table[1]),))
-
-
-def test_the_last_token_of_a_cached_node_is_run_again_if_a_prompt_ends_there(memory):
-    cached_node(memory, 8)
-    later = load_window(memory, [range(8), range(8)])
-    node_span = memory.open_node(later, 0, 0)
-    assert (node_span.computed, node_span.end) == (7, 8)
-
-
-def test_the_longest_match_is_reused(memory):
-    cached_node(memory, 4)
-    table = list(cached_node(memory, 16).table)
-    cached_node(memory, 8)
-    later = load_window(memory, [[*range(16), 1], [*range(16), 2]])
-    node_span = memory.open_node(later, 0, 0)
-    assert (node_span.computed, node_span.table) == (16, table)
-
-
-def test_a_node_with_other_tokens_is_not_reused(memory):
-    cached_node(memory, 8)
-    later = load_window(memory, [[90, *range(1, 8), 1], [90, *range(1, 8), 2]])
-    node_span = memory.open_node(later, 0, 0)
-    assert (node_span.computed, take_copies(memory)) == (0, ())
 
 
 def test_a_node_is_not_evicted_to_make_room_for_the_node_that_reuses_it():
@@ -339,34 +310,24 @@ def test_evicting_all_nodes_frees_every_block(memory):
     assert all(isinstance(b, PrefixNodeSpan) and b.evicted for b in (parent, child, cached))
 
 
-@pytest.mark.parametrize(("end", "blocks"), [(4, 2), (5, 3)])
-def test_a_prefix_that_all_windows_share_is_kept_once(end, blocks):
+@pytest.mark.parametrize(
+    ("prompts", "prefilled", "ends", "blocks"),
+    [
+        ([[*range(4), 50], [*range(4), 60]], 4 + 5 * 2, [4], 2),
+        ([[*range(5), 50], [*range(5), 60]], 5 + 5 * 2, [5], 3),
+        ([[*range(9), 50], [*range(9), 60], [*range(5), 50], [*range(5), 60]], 9 + 5 * 4, [5, 9], 5),
+        ([range(5), range(5), [*range(5), 60]], 5 + 1 + 4 * (1 + 1), [5], 3),  # a last token runs again for its logits
+    ],
+)
+def test_prefixes_that_all_windows_share_are_kept_once(prompts, prefilled, ends, blocks):
     """Otherwise each window of a long job would add a node to keep and to match."""
     s = sim.Simulation(block_size=2)
     for _ in range(5):
-        s.load([[*range(end), 50], [*range(end), 60]], [1, 1])
+        s.load(prompts, [1] * len(prompts))
         s.finish()
-    assert s.prefilled == end + 5 * 2
-    assert len(s.block_manager.cached) == 1
+    assert s.prefilled == prefilled
+    assert sorted(b.end for b in s.block_manager.cached) == ends
     assert s.block_manager.pool.num_used == blocks
-
-
-def test_nested_prefixes_that_all_windows_share_are_kept_once():
-    s = sim.Simulation(block_size=2)
-    for _ in range(5):
-        s.load([[*range(9), 50], [*range(9), 60], [*range(5), 50], [*range(5), 60]], [1] * 4)
-        s.finish()
-    assert s.prefilled == 9 + 5 * 4
-    assert sorted(b.end for b in s.block_manager.cached) == [5, 9]
-
-
-def test_a_prompt_that_all_windows_contain_is_kept_once():
-    s = sim.Simulation(block_size=2)
-    for _ in range(5):
-        s.load([range(5), range(5), [*range(5), 60]], [1, 1, 1])
-        s.finish()
-    assert s.prefilled == 5 + 1 + 4 * (1 + 1)  # its last token is run again for its logits
-    assert (len(s.block_manager.cached), s.block_manager.pool.num_used) == (1, 3)
 
 
 def test_a_longer_node_is_kept_beside_a_shorter_one_that_reuses_part_of_it(memory):
