@@ -45,7 +45,8 @@ def test_a_run_tells_its_phases_and_ends_with_its_figures(cli, source, tiny_mode
     assert (again["event"], again["already_finished"], again["stats"]) == ("summary", True, summary["stats"])
 
 
-def test_with_v_the_traceback_is_in_the_event_and_its_lines_are_escaped_without(cli):
+def test_with_v_the_traceback_is_in_the_event_and_its_lines_are_escaped_without(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a similar name beside it would be suggested
     as_event = events(cli("run", "no\x1b.jsonl", "-m", "x", "-v", "--log-format=json").err)[-1]
     assert as_event["traceback"].startswith("Traceback (most recent call last):\n")
     as_text = cli("run", "no\x1b.jsonl", "-m", "x", "-v").err
