@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 from support.hub import TOKEN, FakeRepo, fake_hub
@@ -51,15 +48,6 @@ def test_options_before_the_two_names_are_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         command_of("--model", "m", "me/a", "me/b")
     assert capsys.readouterr().err.endswith("error: INPUT and OUTPUT come before the options\n")
-
-
-@pytest.mark.slow
-def test_the_script_runs_with_local_paths(tiny_model_dir, write_jsonl, tmp_path, command_environment):
-    rows = write_jsonl([{"prompt": "one"}, {"prompt": "two"}])
-    command = [sys.executable, SCRIPT, rows, tmp_path / "out.parquet", "--model", tiny_model_dir, "--max-tokens", "2"]
-    done = subprocess.run(command, env=command_environment, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert pq.read_table(tmp_path / "out.parquet")["prompt"].to_pylist() == ["one", "two"]
 
 
 def test_the_script_reads_a_dataset_and_pushes_another(tiny_model_dir, tmp_path, monkeypatch, cli):

@@ -296,14 +296,6 @@ def test_a_run_without_shards_continues_from_their_results(tiny_model_dir, sourc
 
 
 @pytest.mark.slow
-def test_shards_continue_from_the_results_of_a_run_without_them(tiny_model_dir, source):
-    run_job(config_of(tiny_model_dir, limit=9))
-    generated = sum(shard(tiny_model_dir, name).stats["rows"] for name in ("1/2", "2/2"))
-    assert generated == 24 - 9
-    check_merged(tiny_model_dir)
-
-
-@pytest.mark.slow
 def test_an_input_that_changes_before_the_merge_is_noticed(tiny_model_dir, source):
     for name in ("1/2", "2/2"):
         shard(tiny_model_dir, name)

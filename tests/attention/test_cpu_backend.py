@@ -15,7 +15,7 @@ from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.kernels.build import NoKernels, library
 from batchgen.model.loaded_model import with_blocks
 from support import simulation as sim
-from support.params import FULL, examples, slow_but
+from support.params import examples, slow_but
 from support.reference_attention import Reference
 
 BLOCKS = 120
@@ -139,16 +139,6 @@ def test_the_kernels_are_the_reference_on_random_trees(kernels, data):
         seed, lambda spans: compare(kernels, spans, block_size, seed=seed % 1000, **options), block_size=block_size,
         tokens=tokens, steps=4,
     )  # fmt: skip
-
-
-def test_the_number_of_threads_changes_nothing(kernels):
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            random_steps(5, lambda spans: compare(kernels, spans, 16, K=3), steps=5 if FULL else 2)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_a_block_is_copied_saved_and_loaded_whatever_its_layout(kernels):

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchgen.attention import plan as plan_module
 from batchgen.attention.base import LayerOptions
-from batchgen.attention.plan import AttentionPlan, SharedPart, plan_attention
+from batchgen.attention.plan import AttentionPlan, SharedPart
 from batchgen.attention.torch_backend import Cascade, broadcast, merge, partial, shared_attention
 from support import simulation as sim
 from support.params import examples
@@ -64,15 +64,6 @@ def random_steps(seed, check, *, blocks=400, longest=14, steps=6, tokens=40, blo
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("shared_reads", [1, 8, 10**9])
-@pytest.mark.parametrize(("K", "G"), [(1, 1), (1, 3), (2, 1), (2, 2)])
-def test_the_cascade_is_the_reference(K, G, shared_reads):
-    def check(step, plan):
-        compare(step, plan, 4, 400, K=K, G=G, D=8, V=6)
-
-    random_steps(3, check, shared_reads=shared_reads)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -119,18 +110,6 @@ def test_long_slices_are_cut_into_blocks(shared_reads):
 @pytest.mark.parametrize("dense", [0.0, 2.0], ids=["in place", "gathered"])
 def test_blocks_read_in_place_and_gathered_give_the_same(dense):
     random_steps(6, lambda s, p: compare(s, p, 4, 400, sliding_window=9, limits={"dense": dense}), shared_reads=1)
-
-
-def test_memory_that_is_scattered_is_read_right():
-    """Memory is short, so nodes are evicted and computed again, and their blocks are not contiguous."""
-    parts = []
-
-    def check(step, plan):
-        parts.extend(plan.shared)
-        compare(step, plan, 2, 34)
-
-    random_steps(7, check, block_size=2, blocks=34, steps=40)
-    assert parts
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -197,18 +176,6 @@ def test_memory_of_the_shared_part_does_not_grow_with_a_copy_for_each_query(slid
         assert seen.largest <= copied // D
         assert seen.total < copied // 4
     assert made[64].total <= 4.1 * made[16].total
-
-
-def test_the_kv_of_a_group_is_stored_once():
-    """Of 64 queries under a node of 64 tokens, all read the same 8 blocks."""
-    s = sim.Simulation(block_size=8, blocks=200, shared_reads=1)
-    s.load([[*range(64), 100 + i] for i in range(64)], [2] * 64)
-    s.step()
-    assert s.block_manager.pool.num_used == 8
-    step = s.step()
-    assert s.block_manager.pool.num_used == 8 + 64
-    plan = plan_attention(step.spans, 8, 1)
-    assert plan.shared == (SharedPart(0, 8, 0, 64, 0),)
 
 
 # -- pieces

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -282,9 +281,3 @@ def test_whatever_is_asked_all_is_handed_out_once(requests, devices, data):
         if idle > 20:  # one device runs the rest faster
             found += [row for other in alive for row in rows(shares.take(other, 1))]
     assert Counter(found) == Counter(range(len(requests)))
-
-
-@pytest.mark.parametrize("devices", [1, 2, 8])
-def test_fewer_rows_than_devices_are_handed_out(devices):
-    shares = shares_of([request(0, [1, 2, 3])], devices)
-    assert [row for d in range(devices) for row in taken_by(shares, d, 5)] == [0]

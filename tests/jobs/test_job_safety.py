@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shutil
 from pathlib import Path
 
 import pytest
@@ -37,37 +36,6 @@ def test_other_settings_are_refused_for_an_unfinished_job_too(run, write_input):
     with pytest.raises(UsageError, match="temperature was 0, is 1"):
         run(settings=SETTINGS | {"temperature": 1})
     assert run()[1] == ["a"]
-
-
-def test_an_unknown_output_is_only_replaced_with_overwrite(run, texts, write_input):
-    write_input(["a"])
-    Path("o.jsonl").write_text("mine\n")
-    with pytest.raises(UsageError) as caught:
-        run()
-    assert str(caught.value) == (
-        "o.jsonl exists and has no job folder, so batchgen does not know whether it may replace it; use the --work-dir of its run if it had one, --overwrite to replace it, or another -o"
-    )
-    assert not Path("o.jsonl.job").exists()
-    run(overwrite=True, stop_after=0)
-    assert Path("o.jsonl").read_text() == "mine\n"
-    assert run()[1] == ["a"]  # the job began with --overwrite
-    assert texts() == ["A"]
-
-
-def test_an_edited_output_is_not_replaced_but_an_identical_copy_is(run, texts, write_input):
-    write_input(["a"])
-    run()
-    shutil.copyfile("o.jsonl", "copy")
-    Path("copy").replace("o.jsonl")
-    assert run()[0].finished == {"rows": 1}
-    Path("o.jsonl").write_text(Path("o.jsonl").read_text().replace("A", "B"))
-    with pytest.raises(UsageError) as caught:
-        run()
-    assert (
-        str(caught.value)
-        == "o.jsonl was changed since batchgen wrote it; move it away, or use --overwrite to start again"
-    )
-    assert texts() == ["B"]
 
 
 @pytest.mark.parametrize(

@@ -109,21 +109,6 @@ def test_an_input_of_other_rows_is_still_refused_after_the_limit_was_raised(runs
     assert runs.run(PROMPTS, **with_limit(8))[0] == []
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_a_killed_run_continues_with_the_new_limit_without_retry(runs, window):
-    runs.run(PROMPTS, **with_limit(4))
-    first, report = runs.run(PROMPTS, retry=("length",), most=5, window=window, **with_limit(8))
-    assert (len(first), report) == (5, None)
-    with pytest.raises(UsageError, match="max_tokens was 8, is 4"):
-        runs.run(PROMPTS, window=window, **with_limit(4))
-    second, _ = runs.run(PROMPTS, most=4, window=window, **with_limit(8))
-    third, _ = runs.run(PROMPTS, retry=("length",), window=window, **with_limit(8))
-    # The third run asks for rows that the second truncated to run again.
-    cut = [p for p in (*first, *second) if length(p) > 8]
-    assert Counter([*first, *second, *third]) == Counter([*CUT_AT_4, *cut])
-    assert [row["text"] for row in runs.rows()] == [f"{p}/0 {min(length(p), 8)}" for p in PROMPTS]
-
-
 def test_a_prompt_that_is_shortened_for_a_larger_limit_is_another_row(tiny_model_dir, write_jsonl, read_jsonl):
     source = write_jsonl([{"prompt": f"{i} {'a' * CONTEXT_LENGTH}"} for i in range(12)])
     outputs = {}

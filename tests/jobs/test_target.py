@@ -25,6 +25,15 @@ def store(request):
     return request.getfixturevalue(request.param), f"{request.param}://bucket/out/o.jsonl"
 
 
+@pytest.fixture(params=["local", "memory", "s3"])
+def place(request, tmp_path, monkeypatch):
+    """The same, and a folder of this machine."""
+    if request.param == "local":
+        monkeypatch.chdir(tmp_path)
+        return fsspec.filesystem("file"), "o.jsonl"
+    return request.getfixturevalue(request.param), f"{request.param}://bucket/out/o.jsonl"
+
+
 @pytest.fixture
 def memory(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -59,8 +68,8 @@ def test_an_output_in_a_store_appears_complete_and_is_recognized_again(store, ru
     assert (again.finished, generated) == (job.finished, [])
 
 
-def test_an_edited_object_is_not_replaced_but_an_identical_copy_is(store, run, write_input):
-    fs, url = store
+def test_an_edited_output_is_not_replaced_but_an_identical_copy_is(place, run, write_input):
+    fs, url = place
     write_input(["a"])
     run(url)
     fs.pipe_file(url, fs.cat_file(url))
@@ -76,8 +85,8 @@ def test_an_edited_object_is_not_replaced_but_an_identical_copy_is(store, run, w
     assert lines(fs, url) == ["A"]
 
 
-def test_an_unknown_object_is_only_replaced_with_overwrite(store, run, write_input):
-    fs, url = store
+def test_an_unknown_output_is_only_replaced_with_overwrite(place, run, write_input):
+    fs, url = place
     write_input(["a"])
     fs.pipe_file(url, b"mine\n")
     with pytest.raises(UsageError) as caught:
@@ -85,7 +94,7 @@ def test_an_unknown_object_is_only_replaced_with_overwrite(store, run, write_inp
     assert str(caught.value) == (
         f"{url} exists and has no job folder, so batchgen does not know whether it may replace it; use the --work-dir of its run if it had one, --overwrite to replace it, or another -o"
     )
-    assert not jobs_folder().exists()
+    assert not job_path(url, None).exists()
     run(url, overwrite=True, stop_after=0)
     assert fs.cat_file(url) == b"mine\n"
     assert run(url)[1] == ["a"]  # the job began with --overwrite

@@ -137,13 +137,6 @@ def test_every_row_is_exact_with_few_blocks_and_few_state_slots(name, seed, poli
     check(seed, policy, name)
 
 
-@pytest.mark.nightly
-@settings(max_examples=500, deadline=None, phases=[Phase.generate])
-@cases
-def test_every_row_is_exact_in_a_quarter_of_the_memory_in_many_more_cases(seed, policy):
-    check(seed, policy)
-
-
 @pytest.mark.parametrize("name", slow_but({"llama"}, ["llama", "lfm2"]))
 def test_preempted_rows_are_exact(name):
     assert sum(check(seed, "prefix", name) for seed in range(2, 5)) > 0

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchgen.errors import UsageError
 from batchgen.sampling_params import SamplingParams
 from support.params import examples
 
@@ -25,25 +24,6 @@ def test_a_prompt_as_long_as_the_context_is_an_error_with_the_figures(tools, len
         f"the prompt has {length} tokens, and the model's context of 8 tokens must hold it and a completion",
     )
     assert result.prompt_tokens == length
-
-
-def test_a_shortened_prompt_leaves_room_for_the_completion(tools):
-    left = build(tools, 26, context=12, on_long_prompt="truncate-left")
-    assert (tools.text_of(left), left.max_tokens, left.truncated) == ("rstuvwxyz", 3, True)
-    right = build(tools, 26, context=12, on_long_prompt="truncate-right")
-    assert (tools.text_of(right), right.max_tokens, right.truncated) == ("abcdefghi", 3, True)
-
-
-def test_a_shortened_prompt_keeps_three_quarters_of_the_context_however_long_the_completion(tools):
-    draft = build(tools, 26, max_tokens=100, on_long_prompt="truncate-left")
-    assert (tools.text_of(draft), draft.max_tokens) == ("uvwxyz", 2)
-
-
-def test_a_prompt_that_leaves_as_much_room_as_a_shortened_one_is_not_shortened(tools):
-    draft = build(tools, 6, on_long_prompt="truncate-left")
-    assert (tools.text_of(draft), draft.max_tokens, draft.truncated) == ("abcdef", 2, False)
-    draft = build(tools, 7, on_long_prompt="truncate-left")
-    assert (tools.text_of(draft), draft.max_tokens, draft.truncated) == ("bcdefg", 2, True)
 
 
 def test_a_prompt_cut_on_the_left_keeps_its_bos(tools):
@@ -136,13 +116,6 @@ def test_a_long_text_is_tokenized_only_a_few_times(tools, monkeypatch):
     (draft,) = b.build(tools.rows({"prompt": "one, two, three " * 5000 + "€" * 40}))
     assert len(draft.tokens) in (348, 349, 350)
     assert len(limits) <= 12
-
-
-def test_an_unknown_value_of_on_long_prompt_is_refused(tools):
-    with pytest.raises(
-        UsageError, match=r"^--on-long-prompt must be error, truncate-left or truncate-right, not 'cut'$"
-    ):
-        tools.builder(on_long_prompt="cut")
 
 
 @settings(max_examples=examples(20, 100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

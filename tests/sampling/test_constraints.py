@@ -205,18 +205,6 @@ def test_every_completion_that_ends_with_stop_matches_its_regex(tokenizer: Any, 
     assert ended >= 20
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_every_completion_that_ends_with_stop_is_valid_json(tokenizer: Any, sampled: bool) -> None:
-    rows = [schema(SCHEMA)] * 12
-    ended = 0
-    for tokens, reason in complete(constraints_of(tokenizer), tokenizer, rows, sampled=sampled):
-        if reason == "stop":
-            ended += 1
-            value = json.loads(text_of(tokenizer, tokens))
-            assert is_valid(value, SCHEMA), value
-    assert ended >= 6
-
-
 def test_token_bytes_equal_what_the_tokenizer_decodes(tokenizer: Any) -> None:
     pieces = token_bytes(tokenizer, len(tokenizer) + 3)
     assert pieces[len(tokenizer) :] == [b"", b"", b""]

@@ -60,14 +60,6 @@ def test_a_long_node_is_prefilled_in_slices_while_others_decode():
     assert s.prefilled == 11
 
 
-def test_only_the_last_token_of_a_prompt_has_logits():
-    s = sim.Simulation(tokens=3, batch_size=3)
-    s.load([[9, 9, 9, 9, 1], [9, 9, 9, 9, 2]], [2, 2])
-    assert [(w.logits < w.stop) for w in s.step().spans] == [False]
-    assert [(w.logits < w.stop) for w in s.step().spans] == [False]
-    assert [(w.logits < w.stop) for w in s.step().spans] == [True, True]
-
-
 def test_prompts_that_end_at_a_node_sample_from_its_logits_without_a_forward():
     s = sim.Simulation()
     s.load([ROOT, ROOT, [*ROOT, 7]], [2, 1, 1])
@@ -210,13 +202,6 @@ def test_cached_nodes_keep_no_logits(abandoned):
     assert s.node_logits == {}
 
 
-def test_an_empty_window_takes_no_steps():
-    s = sim.Simulation()
-    s.load([], [])
-    s.finish()
-    assert s.steps == 0
-
-
 def test_a_window_can_be_loaded_while_another_runs():
     """It starts when there is room, and reuses the nodes of the other."""
     s = sim.Simulation(batch_size=2)
@@ -248,16 +233,6 @@ def test_a_node_without_a_request_that_fits_is_not_computed():
     s.scheduler.load(leaves, plan, ended=[0, 1])
     s.finish()
     assert s.prefilled == 1
-
-
-def test_nodes_are_kept_for_the_next_window():
-    s = sim.Simulation(block_size=2)
-    s.load([[*ROOT, 1], [*ROOT, 2]], [1, 1])
-    s.finish()
-    assert s.prefilled == 7
-    s.load([[*ROOT, 3], [*ROOT, 4], [*ROOT, 5, 5]], [1] * 3)
-    s.finish()
-    assert s.prefilled == 7 + 4
 
 
 def heap_calls(monkeypatch, waiting, steps):
