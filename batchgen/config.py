@@ -194,8 +194,7 @@ class ModelConfig:
         if self.quantize != "none" and self.task != "generate":
             raise UsageError(f"--quantize is for models that write text, not for --{self.task}", "leave it out")
         if self.weight_memory is not None:
-            if not isinstance(parse_memory(self.weight_memory, "--weight-memory"), int):
-                raise UsageError(f"--weight-memory {self.weight_memory!r} is not a size", "use a size such as 4GiB")
+            parse_size(self.weight_memory, "--weight-memory")
             if self.weights == "resident":
                 raise UsageError("--weight-memory is for streamed weights", "leave out --weights resident")
         if self.weights == "streamed" and self.quantize != "none":
@@ -407,10 +406,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check(self)
         parse_memory(self.kv_memory)
-        if self.host_kv_memory is not None and not isinstance(
-            parse_memory(self.host_kv_memory, "--host-kv-memory"), int
-        ):
-            raise UsageError(f"--host-kv-memory {self.host_kv_memory!r} is not a size", "use a size such as 8GiB")
+        if self.host_kv_memory is not None:
+            parse_size(self.host_kv_memory, "--host-kv-memory")
 
     @property
     def block_size(self) -> int:
@@ -747,16 +744,22 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | 
 }  # fmt: skip
 
 
-def parse_memory(text: str, option: str = "--kv-memory") -> int | float | None:
-    """Returns the bytes of a size (int), the fraction of a percentage (float), or None for `auto`."""
+def parse_size(text: str, option: str, hint: str = "use a size such as 8GiB") -> int:
+    """Returns the bytes of a size such as `8GiB`. Raises `UsageError` for any other text; `option` and `hint` are for its message."""
+    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if m and m[2].upper() in _UNITS and float(m[1]) > 0:
+        return int(float(m[1]) * _UNITS[m[2].upper()])
+    raise UsageError(f"{option} {text!r} is not a size", hint)
+
+
+def parse_memory(text: str) -> int | float | None:
+    """Returns what `--kv-memory` says: the bytes of a size (int), the fraction of a percentage (float), or None for `auto`."""
     if text == "auto":
         return None
-    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)\s*", text)
-    if m and m[2] == "%" and 0 < float(m[1]) <= 100:
+    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
+    if m and 0 < float(m[1]) <= 100:
         return float(m[1]) / 100
-    if m and m[2] != "%" and m[2].upper() in _UNITS and float(m[1]) > 0:
-        return int(float(m[1]) * _UNITS[m[2].upper()])
-    raise UsageError(f"{option} {text!r} is not a size", "use auto, a size such as 8GiB, or a share such as 80%")
+    return parse_size(text, "--kv-memory", "use auto, a size such as 8GiB, or a share such as 80%")
 
 
 def parse_shard(text: str) -> tuple[int, int]:

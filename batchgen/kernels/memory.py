@@ -199,11 +199,16 @@ class Pages:
     def nbytes(self) -> int:
         return sum(end - start for start, end in self._places)
 
+    def ask(self) -> None:
+        """Asks the system to read the pages that are not in memory."""
+        for start, end in self._places:
+            _advise(start, end - start, _MADV_WILLNEED)
+
     def read(self) -> None:
         """Reads the pages that are not in memory, and waits for them."""
-        for advice in (_MADV_WILLNEED, _MADV_POPULATE_READ):
-            for start, end in self._places:
-                _advise(start, end - start, advice)
+        self.ask()
+        for start, end in self._places:
+            _advise(start, end - start, _MADV_POPULATE_READ)
 
     def drop(self) -> None:
         """Takes the pages out of the process. They stay in memory only as long as the system needs no memory."""

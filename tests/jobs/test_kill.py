@@ -41,7 +41,7 @@ def check_random_kills(job: Job, rng: random.Random, wanted: int) -> None:
         job.go_on()
 
 
-@pytest.mark.parametrize("job", slow_but({"spooled"}, CASES), indirect=True)
+@pytest.mark.parametrize("job", slow_but({"spooled", "streamed"}, CASES), indirect=True)
 def test_a_job_killed_at_random_moments_gives_the_usual_output(job):
     check_random_kills(job, random.Random(str(job.case)), KILLS)
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, UsageError
 from batchgen.kernels.memory import FilePieces, Pages, in_huge_pages, mapped_files, pieces_in
-from batchgen.kernels.ops import PackedLinear
+from batchgen.kernels.ops import PackedLinear, is_fast
 from batchgen.model.loader import load_model
 from batchgen.model.weights.sizes import StoredTensor, WeightSizes, are_streamed, sizes_of, weight_sizes
 from batchgen.model.weights.streamed import ReadAhead, decoder_layers, tensors_in
@@ -91,13 +91,14 @@ def test_three_layers_are_read_ahead_in_order_and_dropped_after_use() -> None:
     calls: list[tuple[str, int]] = []
 
     class Layer:
-        nbytes = 10
+        experts = ()
 
         def __init__(self, number: int) -> None:
             self.number = number
 
-        def read(self) -> None:
+        def read(self) -> int:
             calls.append(("read", self.number))
+            return 10
 
         def drop(self) -> None:
             calls.append(("drop", self.number))
@@ -110,8 +111,27 @@ def test_three_layers_are_read_ahead_in_order_and_dropped_after_use() -> None:
     ahead._thread.shutdown()
     assert [number for what, number in calls if what == "drop"] == [0, 1, 2, 3]
     assert [number for what, number in calls if what == "read"] == [0, 1, 2, 3, 0, 1, 2]
-    assert ahead.bytes_read == 70
+    assert ahead.bytes_read == 50  # of the five layers that ran
     assert ReadAhead([]).bytes_read == 0
+
+
+def test_a_small_step_reads_only_the_experts_that_it_needs(tmp_path: Path) -> None:
+    if kernels() is None or not is_fast():
+        pytest.skip("without kernels all experts are read")
+    build("qwen3_moe", num_experts=16, moe_intermediate_size=64).bfloat16().save_pretrained(tmp_path)
+    requests = make_requests(PROMPTS[:1], [3])  # a step of a prompt, and two of one token, which needs two experts
+    expected = run(engine_for(load(tmp_path, weights="resident")), requests)
+    model = load(tmp_path, weights="streamed")
+    steps: list[int] = []
+    model.module.register_forward_hook(lambda *_: steps.append(model.streamed.bytes_read))
+    assert run(engine_for(model, speculate="off"), requests)[0].completions == expected[0].completions
+    layers = model.streamed._ahead._pages
+    experts = [experts for pages in layers for experts in pages.experts]
+    assert [len(each.pages) for each in experts] == [16] * 4
+    assert steps[0] >= sum(pages.nbytes for pages in layers)
+    one = max(pages.nbytes for each in experts for pages in each.pages)
+    rest = sum(pages.rest.nbytes for pages in layers)
+    assert rest < steps[2] - steps[1] <= rest + 4 * 2 * one
 
 
 def test_weights_in_files_are_not_the_memory_of_the_process_and_leave_no_file(tmp_path: Path) -> None:

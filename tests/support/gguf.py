@@ -12,9 +12,9 @@ import torch
 from support.tiny_model import save_tiny_llama
 
 
-def save_tiny_llama_with_merges(folder: Path) -> Path:
+def save_tiny_llama_with_merges(folder: Path, **config: Any) -> Path:
     """Writes the tiny chat model with two merges in its tokenizer, because transformers reads no GGUF vocabulary without merges. Returns the folder."""
-    save_tiny_llama(folder, chat=True)
+    save_tiny_llama(folder, chat=True, **config)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = {token: number for token, number in tokenizer["model"]["vocab"].items() if number < 254}
     tokenizer["model"] |= {"vocab": vocabulary | {"th": 254, "in": 255}, "merges": [["t", "h"], ["i", "n"]]}

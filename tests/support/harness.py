@@ -108,7 +108,8 @@ class Runs:
     """Starts runs of `batchgen` in a folder. Only the files of that folder are watched."""
 
     def __init__(self, zygote: subprocess.Popen[str], model: Path, scratch: Path) -> None:
-        self._zygote, self._model, self._scratch = zygote, model, scratch
+        """`model`: the folder of the cases that name no other."""
+        self._zygote, self._models, self._scratch = zygote, {"": model}, scratch
         self._count = 0
         self.uninterrupted: dict[str, tuple[Ended, Any]] = {}
         """By case: its uninterrupted run and the output. Jobs of one case share them."""
@@ -121,16 +122,17 @@ class Runs:
         settings: Mapping[str, Any] | None = None,
         file_size: int | None = None,
         stdout: str | None = None,
+        model: str = "",
         **plan: Any,
     ) -> Running:
-        """Starts a run. `settings` replaces constants of modules (`module:NAME`), `file_size` limits the size of files, and `plan` has the
-        fields of `faults.Plan`.
+        """Starts a run. `model` is that of a `Case`, `settings` replaces constants of modules (`module:NAME`), `file_size` limits the size of files, and
+        `plan` has the fields of `faults.Plan`.
         """
         self._count += 1
         files = self._scratch / f"{self._count:05d}"
         order = {
             "folder": str(folder),
-            "arguments": ["run", *map(str, arguments), "-m", str(self._model)],
+            "arguments": ["run", *map(str, arguments), "-m", str(self._folder_of(model))],
             "set": dict(settings or {}),
             "file_size": file_size,
             "stdout": stdout or f"{files}.out",
@@ -146,6 +148,13 @@ class Runs:
 
     def __call__(self, folder: Path, arguments: Sequence[str | Path], **options: Any) -> Ended:
         return self.start(folder, arguments, **options).wait()
+
+    def _folder_of(self, model: str) -> Path:
+        if model not in self._models:
+            from support.quantized import make_for_jobs
+
+            self._models[model] = make_for_jobs(model, self._scratch / model)[0]
+        return self._models[model]
 
     def _ask(self, order: dict[str, Any]) -> int | None:
         assert self._zygote.stdin is not None
@@ -166,6 +175,8 @@ class Case:
     settings: Mapping[str, int] = field(default_factory=dict)
     code: int = 3
     """The exit code of an uninterrupted run. The common input has rows that fail."""
+    model: str = ""
+    """Its name in `make_for_jobs`; empty for the tiny Llama."""
 
     @property
     def arguments(self) -> list[str]:
@@ -188,6 +199,8 @@ CASES = {
     "two devices": Case(options=("--device", "cpu:0,1"), settings=TINY_SPOOL),
     "embeddings": Case(options=("--embed", "--pooling", "mean"), settings=TINY_SPOOL),
     "drafts": Case(options=("-n", "2", "--temperature", "0.6", "--speculate", "always"), settings=TINY_SPOOL),
+    "packed": Case(model="awq", settings=TINY_SPOOL),
+    "streamed": Case(model="awq hybrid", options=("--weights", "streamed"), settings=TINY_SPOOL),
     "another folder": Case(options=("--work-dir", "work"), settings=TINY_SPOOL),
 }
 
@@ -340,7 +353,7 @@ class Job:
     def start(self, *more: str | Path, quiet: bool = True, **plan: Any) -> Running:
         # Results are committed after every step, so that a run has many moments to be killed at.
         arguments = [*self.case.arguments, "--flush-every", "0", *more, *(["-q"] if quiet else [])]
-        return self.runs.start(self.folder, arguments, settings=self.case.settings, **plan)
+        return self.runs.start(self.folder, arguments, settings=self.case.settings, model=self.case.model, **plan)
 
     def start_up_to(self, rng: random.Random) -> Running:
         """Starts a run. Returns it at a random one of its calls, or when it has ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from batchgen.model.weights.quantized import plain_layers
+from support.gguf import save_tiny_llama_with_merges, write_gguf
 from support.models import build
+from support.tiny_model import EOS_ID, save_tiny_llama, save_tiny_tokenizer
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 BLOCK = 32
@@ -30,9 +33,9 @@ def original(name: str) -> Any:
     return build("llama").bfloat16()
 
 
-def make(name: str, folder: Path) -> Any:
-    """Writes a checkpoint. Returns the model from which it was made."""
-    model = original(name)
+def make(name: str, folder: Path, model: Any = None) -> Any:
+    """Writes a checkpoint of a bfloat16 model, by default of `original(name)`. Returns the model."""
+    model = model or original(name)
     if name in PACKED:
         if name.startswith("bitsandbytes"):
             _bitsandbytes(model, name, folder)
@@ -46,6 +49,28 @@ def make(name: str, folder: Path) -> Any:
     else:
         _compressed_tensors(model, name, folder)
     return model
+
+
+def make_for_jobs(name: str, folder: Path) -> tuple[Path, Path]:
+    """Writes a model with a tokenizer of bytes. Returns it, packed unless it is `plain`, and one that has exactly its numbers, unpacked."""
+    folder.mkdir()
+    if name == "gguf":
+        save_tiny_llama_with_merges(folder, num_hidden_layers=5)
+        packed, exact = folder / "tiny.Q4_0.gguf", folder / "exact"
+        state = write_gguf(folder, packed, "Q4_0")
+        shutil.copytree(folder, exact, ignore=shutil.ignore_patterns("*.gguf"))
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        (exact / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None}))  # the file has none
+        save_file(state, exact / "model.safetensors", metadata={"format": "pt"})
+        return packed, exact
+    if name == "plain":
+        return (save_tiny_llama(folder, num_hidden_layers=5),) * 2
+    shape, layers = {"awq": ("llama", 5), "awq experts": ("qwen3_moe", 4), "awq hybrid": ("qwen3_5_text", 4)}[name]
+    settings = {"num_hidden_layers": layers} if shape == "llama" else {}
+    make("awq", folder, build(shape, vocab_size=262, eos_token_id=EOS_ID, **settings).bfloat16())
+    for place in (folder, folder / "exact"):
+        save_tiny_tokenizer(place, chat=False)
+    return folder, folder / "exact"
 
 
 CHECKPOINTS = ("fp8", "fp8 experts", "mxfp4", "W8A8", "W8A16", "W4A16", "FP8_DYNAMIC", "NVFP4A16")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchgen.attention.sizes import kv_numbers
-from batchgen.config import ModelConfig, parse_memory
+from batchgen.config import ModelConfig, parse_size
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.model_files import gguf_file, is_int8_layer
@@ -108,7 +108,7 @@ def are_streamed(config: ModelConfig, sizes: WeightSizes | None, kv: int, free: 
 
     Weights of unknown `sizes` are taken to fit. Raises `ModelError` if they can be neither in memory nor streamed.
     """
-    limit = None if config.weight_memory is None else int(parse_memory(config.weight_memory) or 0)
+    limit = None if config.weight_memory is None else parse_size(config.weight_memory, "--weight-memory")
     if sizes is None:
         return config.weights == "streamed" or limit is not None
     unpacked = config.quantize != "none" or config.lora is not None

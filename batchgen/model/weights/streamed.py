@@ -21,10 +21,11 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from batchgen.config import ModelConfig, parse_memory
+from batchgen.config import ModelConfig, parse_size
 from batchgen.errors import ModelError
 from batchgen.kernels.codes import PackedTensor
-from batchgen.kernels.memory import FilePieces, Pages, in_huge_pages, mapped_files, pieces_in
+from batchgen.kernels.experts import FusedExperts
+from batchgen.kernels.memory import FilePieces, Mapping, Pages, in_huge_pages, mapped_files, pieces_in
 from batchgen.model.weights.quantized import bytes_of, one_weight_at_a_time
 from batchgen.model.weights.sizes import LAYERS_READ, are_streamed, kv_beside, sizes_of
 from batchgen.process.user_cache import cache_folder
@@ -33,6 +34,8 @@ from batchgen.stats import size_text
 
 SMALL = 1 << 12
 """Tensors of fewer bytes always stay in memory."""
+MOST_EXPERTS = 0.75
+"""If a step needs more than this share of a layer's experts, the next step reads all of them ahead."""
 
 
 def streamed_weights(
@@ -55,7 +58,7 @@ def streamed_weights(
     merges = config.lora is not None
     folder = _folder_for(0 if sizes is None else int(1.2 * sizes.kept) + (sizes.plain if merges else 0))
     if config.weight_memory is not None:
-        room = int(parse_memory(config.weight_memory) or 0)
+        room = parse_size(config.weight_memory, "--weight-memory")
     else:
         room = 0 if config.weights == "streamed" else free // 2
     return StreamedWeights(folder, room, merges=merges)
@@ -143,7 +146,7 @@ class StreamedWeights:
         if not self._layers:
             return "all weights stay in memory: there is room for them"
         mapped = mapped_files()
-        pages = [Pages(tensors_in(layer), mapped) for layer in self._layers]
+        pages = [LayerPages(layer, mapped) for layer in self._layers]
         self._ahead = ReadAhead(pages)
         for i, layer in enumerate(self._layers):
             pages[i].drop()
@@ -156,14 +159,67 @@ class StreamedWeights:
         )
 
 
+class ExpertPages:
+    """The pages of a mixture's experts. A step with few tokens reads only those of the experts that it needs, when their router has chosen them."""
+
+    def __init__(self, part: FusedExperts, mapped: Sequence[Mapping]) -> None:
+        count = part.up.experts
+        self.tensors = [x for x in tensors_in(part) if x.nbytes >= SMALL and len(x) % count == 0]
+        self.pages = [Pages(own, mapped) for own in zip(*(x.chunk(count) for x in self.tensors), strict=True)]
+        self.ahead = True
+        """Whether all of them are read before the layer runs: most were needed in its last step, or it has not run yet."""
+        self.bytes_read = 0
+        """Without those that were read ahead."""
+        part.register_forward_pre_hook(self._read_chosen)
+
+    def _read_chosen(self, _: torch.nn.Module, arguments: Any) -> None:
+        chosen = [self.pages[expert] for expert in arguments[1].unique().tolist()]
+        if not self.ahead:
+            for pages in chosen:
+                pages.ask()
+            for pages in chosen:
+                pages.read()
+                self.bytes_read += pages.nbytes
+        self.ahead = len(chosen) > MOST_EXPERTS * len(self.pages)
+
+
+class LayerPages:
+    """The pages of a layer's weights."""
+
+    def __init__(self, layer: torch.nn.Module, mapped: Sequence[Mapping]) -> None:
+        self.experts = [ExpertPages(part, mapped) for part in layer.modules() if isinstance(part, FusedExperts)]
+        apart = {x.data_ptr() for experts in self.experts for x in experts.tensors}
+        self._whole = Pages(tensors_in(layer), mapped)
+        self.rest = Pages((x for x in tensors_in(layer) if x.data_ptr() not in apart), mapped)
+        self.nbytes = self._whole.nbytes
+
+    def read(self) -> int:
+        """Reads the pages that are certain to be needed, and waits for them. Returns how many bytes these are."""
+        ahead = [self.rest, *(pages for experts in self.experts if experts.ahead for pages in experts.pages)]
+        for pages in ahead:
+            pages.ask()
+        for pages in ahead:
+            pages.read()
+        return sum(pages.nbytes for pages in ahead)
+
+    def drop(self) -> None:
+        """Takes the pages out of the process."""
+        self._whole.drop()
+
+
 class ReadAhead:
     """Reads the weights of the layers that run next, in another thread."""
 
-    def __init__(self, pages: Sequence[Pages]) -> None:
+    def __init__(self, pages: Sequence[LayerPages]) -> None:
         self._pages = pages
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._reading: dict[int, Future[None]] = {}
-        self.bytes_read = 0
+        self._reading: dict[int, Future[int]] = {}
+        self._bytes_read = 0
+
+    @property
+    def bytes_read(self) -> int:
+        """The bytes that the layers that ran have read."""
+        return self._bytes_read + sum(experts.bytes_read for pages in self._pages for experts in pages.experts)
 
     def wait(self, layer: int, *_: Any) -> None:
         """Waits for a layer's weights. Those of the layers after it are read in the meantime."""
@@ -171,8 +227,7 @@ class ReadAhead:
             following = (layer + ahead) % len(self._pages)
             if following not in self._reading:
                 self._reading[following] = self._thread.submit(self._pages[following].read)
-                self.bytes_read += self._pages[following].nbytes
-        self._reading[layer].result()
+        self._bytes_read += self._reading[layer].result()
 
     def done(self, layer: int, *_: Any) -> None:
         """Drops the weights of a layer that has run."""
