@@ -123,6 +123,8 @@ class LengthFigures:
     most: int
     """Nine in ten have at most so many."""
     max: int
+    cut: int
+    """How many were cut by their `max_tokens`, or by the end of the context."""
 
     @classmethod
     def of(cls, lengths: Lengths) -> LengthFigures | None:
@@ -131,8 +133,8 @@ class LengthFigures:
         count = len(tokens)
         if not count:
             return None
-        at = [int(tokens[-(-count * part // 10) - 1]) for part in (5, 9, 10)]
-        return cls(count, round(float(tokens.mean()), 3), *at)
+        half, most, longest = (int(tokens[-(-count * part // 10) - 1]) for part in (5, 9, 10))
+        return cls(count, round(float(tokens.mean()), 3), half, most, longest, lengths.cut)
 
 
 @dataclass(frozen=True, slots=True)

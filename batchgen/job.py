@@ -38,11 +38,12 @@ from batchgen.jobs.stdout_job import StdoutJob
 from batchgen.notebook import shown_progress
 from batchgen.process.collector import few_collections
 from batchgen.process.signals import Signals
-from batchgen.progress import GENERATING, Progress, Tracker
+from batchgen.progress import GENERATING, REFRESH_SECONDS, Progress, Tracker
 from batchgen.push import push_output
 from batchgen.recording import RunRecorder
 from batchgen.request import Request
 from batchgen.result import Result
+from batchgen.scheduling.duration import TimeLeft
 from batchgen.stats import EngineStats, Setting, counted, figures
 
 KEEP_SECONDS = 0.25
@@ -166,7 +167,11 @@ def _run_in_prefix_order(
             reading.announce(None)
         with signals.interruptible(), outcomes.run.timed("plan"):
             requests = reading.result()
-            windows = requests.windows() if measured is None else iter([spread(requests.windows(), measured)])
+            windows = requests.windows()
+            if measured is not None:
+                chosen = spread(windows, measured)
+                outcomes.tracker.total = outcomes.run.done + sum(1 + job.equal_rows(r.key) for r in chosen)
+                windows = iter([chosen])
     _run_windows(windows, planner, generation, fresh=reading.fresh)
     if reading.broken is not None:
         raise reading.broken
@@ -256,7 +261,9 @@ class _Generation:
         self._running: dict[int, tuple[bytes, str]] = {}
         """The keys and the sources of the rows that the engine has, by row number."""
         self._results: dict[int, Result] | None = None
-        self._tokens_asked = self._rows_asked = 0
+        self._time_left, self._estimate_next = TimeLeft(), 0.0
+        self._rows_asked = self._rows_answered = 0
+        """Rows of all windows so far, those that wait for the result of an equal row included, and those of them that have a result."""
 
     def run(
         self, window: Planned, windows: PlannedWindows | None = None, results: dict[int, Result] | None = None
@@ -274,7 +281,8 @@ class _Generation:
         def between_steps() -> str | None:
             tracker.show_notes(engine.notes)
             stats = engine.stats
-            tracker.generated(stats.completion_tokens, max(1, engine.unfinished - engine.waiting))
+            self._estimate(engine, stats)
+            tracker.generated(stats.completion_tokens)
             self._recorder.see(stats, self.outcomes.run.done)
             wish = self.signals.stop()
             if wish == "now" or time.monotonic() >= self._keep_next:
@@ -295,18 +303,17 @@ class _Generation:
             tracker.show_notes(engine.notes)
 
     def _add(self, engine: AnyEngine, window: Planned) -> None:
-        run, tracker = self.outcomes.run, self.outcomes.tracker
+        run = self.outcomes.run
         run.prefill_tokens_min += window.prefill_tokens_min
         run.groups += len(window.plan.groups)
         run.prefix_nodes += len(window.plan.nodes)
+        self._time_left.add(window.requests, window.tokens_to_run)
         for request in window.requests:
             self._running[request.row] = request.key, request.source
-            self._rows_asked += 1
-            self._tokens_asked += 0 if request.texts else request.max_tokens * request.leaves
+            self._rows_asked += 1 + self.job.equal_rows(request.key)
             run.images += len(request.images)
             run.image_tokens += sum(image.count for image in request.images)
             run.begun_tokens += sum(len(c.token_ids) for c in request.begun.values())
-        tracker.expected_tokens = self._tokens_asked / self._rows_asked
         engine.add(window.leaves, window.plan, self._keep)
 
     def _keep(self, result: Result) -> None:
@@ -316,7 +323,24 @@ class _Generation:
         if self._results is not None:
             self._results[result.row] = result
         equal = self.job.equal_rows(key)
+        self._time_left.ended(len(completion.token_ids) for completion in result.completions)
+        self._rows_answered += 1 + equal
         self.outcomes.done(result, source, rows=1 + equal, equal=equal)
+
+    def _estimate(self, engine: AnyEngine, stats: EngineStats) -> None:
+        """Tells the tracker what to expect, a few times a second. The rows of windows that are not planned yet take as long as the others."""
+        now = time.monotonic()
+        if now < self._estimate_next:
+            return
+        self._estimate_next = now + REFRESH_SECONDS
+        tracker, run = self.outcomes.tracker, self.outcomes.run
+        open_rows = self._rows_asked - self._rows_answered
+        left, under_way = self._time_left.completions_left(run.begun_tokens + stats.completion_tokens, engine.waiting)
+        elapsed, prefill = tracker.generating_seconds, stats.prefill_tokens + stats.scored_tokens
+        seconds = self._time_left.seconds(engine.prices, prefill, stats.completion_tokens, left, elapsed)
+        if seconds is not None and tracker.total is not None:
+            seconds += (elapsed + seconds) * max(0, tracker.total - run.done - open_rows) / max(1, self._rows_asked)
+        tracker.expect(min(under_way, open_rows), None if tracker.total is None else seconds)
 
     def _keep_under_way(self, engine: AnyEngine) -> None:
         """Commits results and unfinished completions, in case the run is killed. Done as often as possible without taking more than `KEEP_SHARE` of the run."""

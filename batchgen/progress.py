@@ -37,7 +37,7 @@ class Snapshot:
     completion_tokens: int = 0
     """Completion tokens of the rows that this run has finished and of those that are running."""
     rows_under_way: float = 0.0
-    """The tokens of unfinished rows, expressed as a number of rows of the expected length."""
+    """The parts of unfinished rows that are done, summed up."""
     completion_tokens_per_s: float = 0.0
     rows_per_s: float = 0.0
     """Rows generated per second; in a phase that only reads or writes rows, these rows."""
@@ -149,12 +149,12 @@ class Tracker:
         """Returns how far each worker is, if there are several."""
         self.total: int | None = None
         """Rows of the output, once they are counted."""
-        self.expected_tokens = 0.0
-        """Maximum number of completion tokens per row, on average."""
         self._clock = clock
         self._phase = ""
         self._passed: int | None = None
-        self._tokens = self._rows_running = 0
+        self._tokens, self._rows_under_way = 0, 0.0
+        self._end: float | None = None
+        """When the last row will be generated, as far as that is known."""
         self._began = self._phase_began = self._told = clock()
         self._generating_from: float | None = None
         self._generated_until = 0.0
@@ -182,7 +182,7 @@ class Tracker:
         if name == GENERATING and self._generating_from is None:
             self._generating_from = now
         self._new_before = self.run.new.rows
-        self._phase, self._passed, self._rows_running, self._phase_began = name, None, 0, now
+        self._phase, self._passed, self._rows_under_way, self._end, self._phase_began = name, None, 0.0, None, now
         self.changed(new_phase=True)
 
     def passed(self, rows: int) -> None:
@@ -190,10 +190,15 @@ class Tracker:
         self._passed = rows
         self.changed()
 
-    def generated(self, tokens: int, rows_running: int) -> None:
-        """Sets the number of tokens that the engine has generated in this run, and the number of running rows."""
-        self._tokens, self._rows_running = tokens, rows_running
+    def generated(self, tokens: int) -> None:
+        """Sets the number of tokens that the engine has generated in this run."""
+        self._tokens = tokens
         self.changed()
+
+    def expect(self, rows_under_way: float, seconds_left: float | None) -> None:
+        """Sets what `Snapshot` tells under these names. The time goes down until it is set again."""
+        self._rows_under_way = rows_under_way
+        self._end = None if seconds_left is None else self._clock() + seconds_left
 
     def stopped(self) -> None:
         """Must be called when a run ends early: the last snapshot is passed to `tell`."""
@@ -201,14 +206,14 @@ class Tracker:
 
     def snapshot(self) -> Snapshot:
         run = self.run
-        under_way = max(0, run.begun_tokens + self._tokens - run.new.completion_tokens)
-        seconds, generated = self._generating_seconds, self._generated_rows
+        new = run.new
+        under_way = max(0, run.begun_tokens + self._tokens - (new.completion_tokens - new.equal_tokens))
+        seconds, now = self.generating_seconds, self._clock()
         if self._passed is not None:
-            phase_seconds = self._clock() - self._phase_began
+            phase_seconds = now - self._phase_began
             rows_per_s = self._passed / phase_seconds if phase_seconds else 0.0
         else:
-            rows_per_s = generated / seconds if seconds else 0.0
-        rows_under_way = self._rows_under_way(under_way, generated)
+            rows_per_s = self._generated_rows / seconds if seconds else 0.0
         return Snapshot(
             phase=self._phase,
             rows_total=self.total,
@@ -216,13 +221,13 @@ class Tracker:
             rows_failed=run.failed,
             rows_kept=run.resumed.rows,
             rows_passed=self._passed,
-            prompt_tokens=run.new.prompt_tokens,
-            completion_tokens=run.new.completion_tokens + under_way,
-            rows_under_way=rows_under_way,
+            prompt_tokens=new.prompt_tokens,
+            completion_tokens=new.completion_tokens + under_way,
+            rows_under_way=self._rows_under_way,
             completion_tokens_per_s=self._tokens / seconds if seconds else 0.0,
             rows_per_s=rows_per_s,
-            seconds=self._clock() - self._began,
-            seconds_left=self._seconds_left(seconds, generated + rows_under_way),
+            seconds=now - self._began,
+            seconds_left=None if self._end is None else max(0.0, self._end - now),
             finish_reasons=tuple((name, n) for name, n in reasons_in_order(run.all_reasons).items() if n),
         )
 
@@ -232,31 +237,11 @@ class Tracker:
         return self._generated_before + (self.run.new.rows - self._new_before if self._phase == GENERATING else 0)
 
     @property
-    def _generating_seconds(self) -> float:
+    def generating_seconds(self) -> float:
         """Seconds from the first step to the last one so far."""
         if self._generating_from is None:
             return 0.0
         return (self._clock() if self._phase == GENERATING else self._generated_until) - self._generating_from
-
-    def _rows_under_way(self, tokens: int, generated: int) -> float:
-        """Returns the tokens of unfinished rows as a number of rows of the expected length, which is the mean of the finished rows.
-
-        The shortest rows finish first. So the expected length is at least the current mean of the unfinished rows, and the result is at most
-        the number of finished rows.
-        """
-        running = self._rows_running
-        if not tokens or not running:
-            return 0.0
-        if not generated:
-            return min(tokens / self.expected_tokens, float(running)) if self.expected_tokens else 0.0
-        expected = max(self.run.new.completion_tokens / generated, tokens / running)
-        return min(tokens / expected, float(running), float(generated)) if expected else 0.0
-
-    def _seconds_left(self, seconds: float, rows: float) -> float | None:
-        if self._phase != GENERATING or self.total is None or rows <= 0 or not seconds:
-            return None
-        left = max(0.0, self.total - self.run.done - (rows - self._generated_rows))
-        return left * seconds / rows
 
     def changed(self, *, new_phase: bool = False) -> None:
         """Must be called when a row is done, and when the number of rows becomes known."""

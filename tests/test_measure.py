@@ -118,7 +118,7 @@ def test_lengths_are_those_of_the_rows_that_the_job_has_finished(
     measure_job(config, 8)
     one_second_a_step(config, step_costs_folder)
     report = plan_job(config)
-    assert (report.lengths.completions, report.lengths.max) == (8, 20)
+    assert (report.lengths.completions, report.lengths.max, report.lengths.cut) == (8, 20, 8)
     assert (report.estimate.rows, report.estimate.lengths) == (32, "rows")
     assert report.estimate.seconds == pytest.approx(22, abs=2)  # a prefix, groups, then the longest completion
 
@@ -148,10 +148,10 @@ def test_the_command_tells_what_it_measured(cli, tiny_model_dir, write_jsonl, tm
     assert lines["measured"].endswith("the run keeps their results")
     assert (
         lines["lengths"]
-        == "5 tokens on average, half at most 5, 9 in 10 at most 5, the longest 5 (8 completions so far)"
+        == "5 tokens on average, half at most 5, 9 in 10 at most 5, the longest 5 (8 completions so far, 8 of them cut by --max-tokens)"
     )
     assert " to generate 32 rows (between " in lines["time"]
     plan = json.loads(cli("plan", *arguments, "--measure", "--json", "-q").out)
     assert (plan["measured"]["rows"], plan["measured"]["completion_tokens"]) == (32, 160)
-    assert plan["lengths"] == {"completions": 40, "mean": 5.0, "half": 5, "most": 5, "max": 5}
+    assert plan["lengths"] == {"completions": 40, "mean": 5.0, "half": 5, "most": 5, "max": 5, "cut": 40}
     assert plan["estimate"] == {"seconds": 0.0, "low": 0.0, "high": 0.0, "rows": 0, "lengths": "none"}

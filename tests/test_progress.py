@@ -16,62 +16,62 @@ class Clock:
 class Job:
     """A tracker with a fake clock, whose figures a test sets."""
 
-    def __init__(self, *, done: int = 0, kept: int = 0, total: int | None = 100, expected: float = 0.0) -> None:
+    def __init__(self, *, done: int = 0, kept: int = 0, total: int | None = 100) -> None:
         self.clock, self.shown = Clock(), Recorder()
         self.tracker = Tracker(self.shown, self.clock)
         self.run = self.tracker.run
-        self.tracker.expected_tokens = expected
         self.tracker.phase("planning")
         self.run.resumed.ok, self.run.new.ok = kept, done - kept
         self.tracker.total = total
         self.tracker.phase("generating")
 
     def after(
-        self, seconds: float, *, done: int, completion: int, kept: int = 0, tokens: int | None = None, running: int = 0
+        self, seconds: float, *, done: int, completion: int, kept: int = 0, tokens: int | None = None
     ) -> Snapshot:
         """Lets time pass. `completion` counts the tokens of finished rows, `tokens` those of all rows of this run."""
         self.clock.now += seconds
         self.run.resumed.ok, self.run.new.ok, self.run.new.completion_tokens = kept, done - kept, completion
-        self.tracker.generated(completion if tokens is None else tokens, running)
+        self.tracker.generated(completion if tokens is None else tokens)
         return self.tracker.snapshot()
 
 
-def test_time_left_comes_from_the_rows_that_this_run_has_generated():
+def test_speed_comes_from_the_rows_that_this_run_has_generated():
     now = Job().after(10, done=20, completion=1000)
-    assert (now.rows_per_s, now.completion_tokens_per_s, now.seconds_left) == (2.0, 100.0, 40.0)
+    assert (now.rows_per_s, now.completion_tokens_per_s) == (2.0, 100.0)
 
 
-def test_rows_kept_from_earlier_runs_do_not_count_as_speed():
-    now = Job(done=60, kept=60).after(10, done=70, kept=60, completion=500)
-    assert (now.rows_per_s, now.seconds_left) == (1.0, 30.0)
+def test_rows_kept_from_earlier_runs_and_rows_that_failed_during_planning_do_not_count_as_speed():
+    assert Job(done=60, kept=60).after(10, done=70, kept=60, completion=500).rows_per_s == 1.0
+    assert Job(done=50).after(10, done=60, completion=500).rows_per_s == 1.0
 
 
-def test_tokens_of_unfinished_rows_count_as_rows_of_the_mean_length():
+def test_parts_of_unfinished_rows_move_the_bar():
     job = Job()
-    job.after(10, done=20, completion=1000)
-    now = job.after(10, done=20, completion=1000, tokens=1500, running=20)
-    assert (now.rows_under_way, now.completion_tokens, now.completion_tokens_per_s) == (10.0, 1500, 75.0)
-    assert now.seconds_left == 70 * 20 / 30
-    assert now.share == 0.3
-
-
-def test_before_the_first_finished_row_the_maximum_length_is_expected():
-    job = Job(expected=200.0)
-    now = job.after(10, done=0, completion=0, tokens=1000, running=50)
-    assert (now.rows_under_way, now.seconds_left, now.share) == (5.0, 95 * 10 / 5, 0.05)
+    job.tracker.expect(10.0, None)
+    now = job.after(20, done=20, completion=1000, tokens=1500)
+    assert (now.completion_tokens, now.completion_tokens_per_s, now.share, now.percent) == (1500, 75.0, 0.3, 30)
 
 
 def test_tokens_of_earlier_runs_count_as_done_but_not_as_speed():
-    job = Job(expected=200.0)
-    job.run.begun_tokens = 3000
-    now = job.after(10, done=0, completion=0, tokens=1000, running=50)
-    assert (now.completion_tokens, now.completion_tokens_per_s, now.rows_under_way) == (4000, 100.0, 20.0)
-
-
-def test_time_left_is_unknown_without_a_total_and_after_generating():
-    assert Job(total=None).after(10, done=20, completion=1000).seconds_left is None
     job = Job()
-    assert job.after(10, done=100, completion=5000).seconds_left == 0.0
+    job.run.begun_tokens = 3000
+    now = job.after(10, done=0, completion=0, tokens=1000)
+    assert (now.completion_tokens, now.completion_tokens_per_s) == (4000, 100.0)
+
+
+def test_tokens_of_equal_rows_were_generated_once():
+    job = Job()
+    job.run.new.equal_tokens = 900
+    now = job.after(10, done=20, completion=1000, tokens=150)
+    assert (now.completion_tokens, now.completion_tokens_per_s) == (1050, 15.0)
+
+
+def test_time_left_goes_down_by_the_clock_and_is_unknown_after_generating():
+    job = Job()
+    assert job.after(1, done=1, completion=50).seconds_left is None
+    job.tracker.expect(0.0, 8.0)
+    assert [job.after(5, done=1, completion=50).seconds_left for _ in range(2)] == [3.0, 0.0]
+    job.tracker.expect(0.0, 8.0)
     job.tracker.phase("writing")
     assert job.tracker.snapshot().seconds_left is None
 
@@ -103,7 +103,8 @@ def test_the_figures_of_a_snapshot_are_plain_values():
     job.run.new.prompt_tokens, job.run.new.failed = 4000, 2
     job.run.new.reasons.update({"stop": 17, "length": 1, "error": 2})
     job.run.resumed.reasons.update({"stop": 10})
-    now = job.after(10, done=28, kept=10, completion=900, tokens=1000, running=2)
+    job.tracker.expect(1.0, 40.94)
+    now = job.after(10, done=28, kept=10, completion=900, tokens=1000)
     assert now.figures() == {
         "phase": "generating", "rows_total": 100, "rows_done": 30, "rows_failed": 2, "rows_kept": 10,
         "rows_passed": None, "prompt_tokens": 4000, "completion_tokens": 1000, "completion_tokens_per_s": 100.0,

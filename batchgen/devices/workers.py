@@ -212,6 +212,10 @@ class Workers:
         return len(self._rows)
 
     @property
+    def prices(self) -> None:
+        """What steps cost is known in the processes only."""
+
+    @property
     def waiting(self) -> int:
         """Leaves that no process has been given."""
         return self._waiting_pieces.waiting

@@ -292,6 +292,11 @@ class Engine:
         return self.runner.attention
 
     @property
+    def prices(self) -> tuple[float, float] | None:
+        """The seconds of a prompt token and of a completion token in full steps; None if nothing is known."""
+        return self.costs.rates(self.scheduler.limits) if self.costs.known else None
+
+    @property
     def waiting(self) -> int:
         """Number of leaves that are not done and do not run."""
         return self.scheduler.unfinished - len(self.scheduler.running)

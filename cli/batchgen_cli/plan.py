@@ -162,10 +162,11 @@ def time_lines(report: PlanReport) -> list[tuple[str, str]]:
             )
         )
     if (lengths := report.lengths) is not None:
+        cut = f", {lengths.cut:,} of them cut by --max-tokens" if lengths.cut else ""
         lines.append(
             (
                 "lengths",
-                f"{lengths.mean:,.0f} tokens on average, half at most {lengths.half:,}, 9 in 10 at most {lengths.most:,}, the longest {lengths.max:,} ({counted(lengths.completions, 'completion')} so far)",
+                f"{lengths.mean:,.0f} tokens on average, half at most {lengths.half:,}, 9 in 10 at most {lengths.most:,}, the longest {lengths.max:,} ({counted(lengths.completions, 'completion')} so far{cut})",
             )
         )
     estimate = report.estimate

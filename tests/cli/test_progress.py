@@ -47,10 +47,12 @@ class Told:
 
     def tokens(self, prompt: int, completion: int) -> None:
         self.run.new.prompt_tokens, self.run.new.completion_tokens = prompt, completion
-        self.tracker.generated(completion, 0)
+        if self.tracker.total is not None:  # a row a second
+            self.tracker.expect(0.0, float(self.tracker.total - self.run.done))
+        self.tracker.generated(completion)
 
     def running(self, tokens: int) -> None:
-        self.tracker.generated(self.run.new.completion_tokens + tokens, 10)
+        self.tracker.generated(self.run.new.completion_tokens + tokens)
 
     def phase(self, name: str) -> None:
         self.tracker.phase(name)

@@ -47,7 +47,8 @@ def generated(done, *, failed=0, kept=0, total=100, seconds=10.0):
     run.resumed.ok, run.new.failed, run.new.ok = kept, failed, done - kept - failed
     run.new.reasons["stop"] = done
     run.new.prompt_tokens, run.new.completion_tokens = done * 20, done * 10
-    tracker.generated(done * 10, 0)
+    tracker.generated(done * 10)
+    tracker.expect(0.0, 40.0)
     return tracker.snapshot().figures()
 
 

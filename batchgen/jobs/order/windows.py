@@ -29,6 +29,11 @@ class Planned:
     prefill_tokens_min: int
     """Size of the prompts' token trie, minus the tokens that earlier windows have run."""
 
+    @property
+    def tokens_to_run(self) -> int:
+        """The same with the texts to score."""
+        return self.prefill_tokens_min + self.plan.prefill_tokens_min - self.row_plan.prefill_tokens_min
+
 
 class Planner:
     """Plans windows one after the other. For the figures, it remembers which prefixes an engine probably still holds."""

@@ -1,0 +1,72 @@
+"""How long the rest of a running job takes."""
+
+import pytest
+
+from batchgen.scheduling.duration import TimeLeft
+from support.tiny import requests_of
+
+
+@pytest.mark.parametrize(
+    ("ended", "tokens", "waiting", "left", "under_way"),
+    [
+        ([], 0, 10, 100.0, 0.0),
+        ([], 16, 6, 4 * 6 + 6 * 10.0, 1.6),
+        ([6, 6], 20, 4, 4 * 4 + 4 * 6.0, 8 / 6),
+        ([2, 8], 22, 4, 4 * 5 + 4 * 7.0, 1.5),
+        ([2, 2], 16, 4, 4 * 7 + 4 * 44 / 6, 1.2),
+        ([1, 1], 6, 4, 4 * 3 + 4 * 18 / 6, 1.0),
+        ([6] * 10, 60, 0, 0.0, 0.0),
+    ],
+    ids=[
+        "nothing runs yet: each may have its 10 tokens",
+        "none has ended: those that run may have 10",
+        "as long as those that ended",
+        "as long as those that are longer than what runs",
+        "longer than all that ended: at most 10",
+        "longer than all that ended: they end as rarely as before",
+        "all have ended",
+    ],
+)
+def test_the_tokens_to_expect_of_ten_completions(ended, tokens, waiting, left, under_way):
+    time_left = TimeLeft()
+    time_left.add(requests_of([[1]] * 4, [10] * 4), 0)
+    time_left.add(requests_of([[1]] * 2, [10] * 2, n=3), 0)
+    time_left.ended(ended)
+    assert time_left.completions_left(tokens, waiting) == pytest.approx((left, under_way))
+
+
+def test_texts_to_score_are_no_completions():
+    time_left = TimeLeft()
+    (request,) = requests_of([[1]], [10], choices=("yes", "no"))
+    object.__setattr__(request, "texts", (request.tokens, request.tokens))
+    time_left.add([request], 30)
+    assert time_left.completions_left(0, 2) == (0.0, 0.0)
+    assert time_left.seconds((0.5, 2.0), 0, 0, 0.0, 0.0) == 15.0
+
+
+@pytest.mark.parametrize(
+    ("prices", "ran", "elapsed", "seconds"),
+    [
+        ((0.5, 2.0), (0, 0), 0.0, 70.0),
+        ((0.5, 2.0), (20, 5), 20.0, 60.0),
+        ((0.5, 2.0), (20, 5), 41.0, 120.0),
+        (None, (20, 5), 10.0, 30.0),
+        (None, (0, 0), 10.0, None),
+    ],
+    ids=["by earlier runs", "as they foretold", "this run is slower", "by this run alone", "nothing is known"],
+)
+def test_the_seconds_of_the_work_that_is_left(prices, ran, elapsed, seconds):
+    time_left = TimeLeft()
+    time_left.add(requests_of([[1]], [10]), 100)
+    assert time_left.seconds(prices, *ran, 10.0, elapsed) == seconds
+
+
+def test_the_pace_of_late_counts_more_than_that_of_the_start():
+    time_left = TimeLeft()
+    time_left.add(requests_of([[1]] * 10, [100] * 10), 100)
+    assert time_left.seconds(None, 100, 0, 1000.0, 100.0) == 4000.0
+    foretold = [
+        time_left.seconds(None, 100, tokens, 1000.0 - tokens, 100.0 + tokens / 10) for tokens in (100, 300, 500)
+    ]
+    assert foretold[0] > foretold[1] > foretold[2]
+    assert 50.0 < foretold[2] < 100.0
