@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from batchgen import LLM, EngineConfig, JobConfig, SamplingParams, run_job
-from batchgen.config import ModelConfig
-from batchgen.prompts import load_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
@@ -27,13 +25,6 @@ def thinking_model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactor
     shutil.copytree(tiny_model_dir, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
-
-
-def test_a_thinking_model_is_recognised_by_its_template(thinking_model, tiny_chat_model_dir):
-    thinking = load_tokenizer(ModelConfig(model=thinking_model)).thinking
-    assert thinking is not None
-    assert (thinking.open, thinking.close) == ("<think>", "</think>")
-    assert load_tokenizer(ModelConfig(model=tiny_chat_model_dir)).thinking is None
 
 
 def job(model: Path, rows: list[dict[str, Any]], output: Path, **options: Any) -> None:

@@ -28,17 +28,6 @@ PROMPTS = [[*GROUP, i] for i in range(6)] + [[50 + i] * (3 + i) for i in range(4
 LENGTHS = [5, 1, 9, 4, 40, 3, 8, 2, 6, 30, 7, 5, 4]
 
 
-def test_every_request_has_one_result_with_its_counts(model):
-    results = run(engine_of(model), requests_of(PROMPTS, LENGTHS))
-    assert sorted(results) == list(range(len(PROMPTS)))
-    for row, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
-        r = results[row]
-        assert (r.prompt_tokens, r.completion_tokens, r.finish_reason) == (len(prompt), length, "length")
-        assert len(r.token_ids) == length
-        assert r.text.strip() == " ".join(map(str, r.token_ids))
-        assert r.error_type is None
-
-
 def test_nothing_to_generate_is_no_step(model):
     engine = engine_of(model)
     assert run(engine, []) == {}
@@ -220,13 +209,6 @@ def test_draws_do_not_depend_on_the_batch_the_order_the_window_or_preemption(mod
     for start in range(0, len(requests), 5):
         got |= texts(run(engine, requests[start : start + 5]))
     assert got == want
-
-
-def test_equal_prompts_draw_differently_when_sampled_and_equally_when_not(model):
-    sampled = texts(run(engine_of(model), requests_of([GROUP] * 4, [8] * 4, **SAMPLED)))
-    assert len(set(sampled.values())) == 4
-    greedy = texts(run(engine_of(model), requests_of([GROUP] * 4, [8] * 4)))
-    assert len(set(greedy.values())) == 1
 
 
 def test_a_broken_invariant_is_found_after_the_step(model):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from batchgen import job_status
-from support.harness import TINY_SPOOL, Case, Job, Running, Runs, stored_keys, write_common_input
+from support.harness import TINY_SPOOL, Case, Job, Running, Runs, stored_keys
 
 TWO = ("--device", "cpu:0,1")
 LONG = ("--max-tokens", "240", "--ignore-eos", "--flush-every", "0", "--batch-size", "2")
@@ -162,21 +162,6 @@ def test_a_second_signal_does_not_wait_for_processes_that_hang(long_job):
     assert (ended.code, ended.error) == (129, "interrupted by SIGHUP; run the same command again to continue")
     assert gone(workers)
     long_job.go_on()
-
-
-def test_a_model_that_cannot_be_loaded_is_still_a_one_line_error(runs, tmp_path):
-    write_common_input(tmp_path)
-    ended = runs(tmp_path, ["in.jsonl", "-q", "--device", "cuda:0,97"])
-    assert ended.code == 1
-    assert ended.error.startswith("--device cuda:")
-    assert ended.error.endswith("no CUDA device; use --device auto or cpu")
-
-
-def test_memory_that_holds_no_block_is_still_a_usage_error(runs, tmp_path):
-    write_common_input(tmp_path)
-    ended = runs(tmp_path, ["in.jsonl", "-q", *TWO, "--kv-memory", "1KiB"])
-    assert ended.code == 2
-    assert ended.error.startswith("--kv-memory 1KiB does not hold a block of 32 tokens")
 
 
 @pytest.mark.nightly

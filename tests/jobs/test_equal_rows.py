@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from batchgen import JobReport, PromptConfig, SamplingParams
+from batchgen import JobReport, SamplingParams
 from batchgen.config import INPUT_LIMITS
 from batchgen.errors import UsageError
 from batchgen.jobs.order.requests import FirstReading
-from batchgen.request import Request
-from batchgen.result import Result, Score
-from support.runs import Oracle, Runs
+from support.runs import Runs
 
 PROMPTS = ["p0", "p1", "p0", "p2", "p0", "p1", "p3", "p0"]
 """Rows of four different prompts."""
@@ -99,11 +97,6 @@ def test_rows_that_leave_a_group_of_equal_rows_count_as_rows(runs):
     assert not (runs.folder / "o.jsonl.job" / "kept.sqlite").exists()
 
 
-class Scores(Oracle):
-    def answer(self, request: Request, prompt: str) -> Result:
-        return Result(row=request.row, text=None, finish_reason=None, score=Score(-1.0, 1, greedy=True))
-
-
 PARAMS: dict[str, tuple[list[dict[str, Any]], int]] = {
     "sampled": ([{}, {}], 2),
     "other parameters": ([{"temperature": 0, "max_tokens": 2}, {"temperature": 0, "max_tokens": 3}], 2),
@@ -120,14 +113,6 @@ def test_only_rows_whose_results_cannot_differ_run_once(case, runs):
     rows = [{"prompt": "p", "sampling_params": own} for own in params]
     answered, _ = runs.run(rows, sampling=SamplingParams(max_tokens=4, temperature=1.0))
     assert len(answered) == expected
-
-
-def test_equal_texts_are_scored_once(runs):
-    runs.engine = Scores
-    rows = [{"prompt": "p", "completion": text} for text in "aba"]
-    answered, report = runs.run(rows, prompts=PromptConfig(score=True), sampling=SamplingParams(temperature=1.0))
-    assert len(answered) == 2
-    assert counts(report) == (3, 0, 1, 3, 1)
 
 
 @pytest.mark.parametrize("kept", [1 << 26, 0])

@@ -249,16 +249,3 @@ def test_the_folder_of_a_remote_output_is_in_the_cache_or_the_work_dir(monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the XDG specification says to ignore relative paths
     monkeypatch.setenv("HOME", "/home/me")
     assert jobs_folder() == Path("/home/me/.cache/batchgen/jobs")
-
-
-def test_a_work_dir_holds_the_folder_of_one_remote_output(s3, run, write_input):
-    write_input(["a"])
-    Path("work").mkdir()
-    run("s3://bucket/o.jsonl", work_dir="work")
-    assert Path("work/o.jsonl.job/keys").exists()
-    assert not jobs_folder().exists()
-    with pytest.raises(UsageError) as caught:
-        run("s3://bucket/b/o.jsonl", work_dir="work")
-    assert str(caught.value) == (
-        "work/o.jsonl.job is the job folder of s3://bucket/o.jsonl; use another --work-dir, or another -o"
-    )

@@ -66,15 +66,6 @@ def test_a_table_is_returned_as_the_same_kind_with_its_columns_unchanged(llm, ki
     assert [error and error["type"] for error in after["error"].to_pylist()] == [None, "invalid_row", None]
 
 
-def test_a_pandas_frame_keeps_its_index_and_types(llm):
-    table = pandas_frame()
-    out = llm.generate_table(table, {"max_tokens": 1})
-    assert out.index.equals(table.index)
-    assert out.index.name == "place"
-    assert out["number"].dtype == table["number"].dtype
-    assert list(table.columns) == list(COLUMNS), "the table that was given is not changed"
-
-
 def test_rows_of_a_table_have_their_own_parameters_and_share_prefixes(llm):
     table = pa.table({"prompt": ["a", "b"], "sampling_params": [{"max_tokens": 1}, {"max_tokens": 4}]})
     before = llm.stats.prefill_tokens

@@ -271,10 +271,3 @@ def test_white_space_in_json_is_allowed_on_request_up_to_a_limit(tokenizer):
     assert not takes(tokenizer, params, "{" + " " * 21 + '"a":1}')
     own = '{"x-guidance": {"whitespace_flexible": true}, ' + _ONE[1:]
     assert takes(tokenizer, SamplingParams(json_schema=own), '{"a": 1}')
-
-
-def test_a_schema_with_and_without_white_space_has_two_grammars(tokenizer):
-    vocabulary = Vocabulary(tokenizer, len(tokenizer))
-    spaced = vocabulary.grammar(SamplingParams(json_schema=_ONE, json_whitespace=True))
-    assert vocabulary.grammar(SamplingParams(json_schema=_ONE)) is not spaced
-    assert vocabulary.grammar(SamplingParams(json_schema=_ONE, json_whitespace=True)) is spaced

@@ -63,15 +63,3 @@ def test_uniforms_are_in_the_half_open_unit_interval_and_evenly_spread():
 def test_the_largest_uniform_is_below_one(monkeypatch):
     monkeypatch.setattr("batchgen.sampling.philox.philox4x64", lambda counters, keys: np.full((1, 4), ONES, np.uint64))
     assert uniforms_of([[0, 0]], 0, 0, 0)[0] == 1 - 2.0**-53
-
-
-def test_a_uniform_does_not_depend_on_the_rows_beside_it():
-    rng = np.random.default_rng(1)
-    keys = rng.integers(0, 2**64, (64, 2), dtype=np.uint64)
-    seeds, choices, positions = rng.integers(-(2**63), 2**63 - 1, 64), rng.integers(0, 8, 64), rng.integers(0, 999, 64)
-    together = uniforms(keys, seeds, choices, positions)
-    order = rng.permutation(64)
-    assert (uniforms(keys[order], seeds[order], choices[order], positions[order]) == together[order]).all()
-    for i in range(64):
-        at = slice(i, i + 1)
-        assert uniforms(keys[at], seeds[at], choices[at], positions[at])[0] == together[i]
