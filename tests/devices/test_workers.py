@@ -221,7 +221,7 @@ def test_drain_lets_what_runs_finish_and_starts_nothing(fleet):
     workers = fleet.workers()
     results = run(
         workers,
-        [request(i, [i], 20) for i in range(100)],
+        [request(i, [i], 400) for i in range(100)],
         lambda: "drain" if workers.stats.completion_tokens else None,
     )
     assert 2 <= len(results) <= 4
@@ -260,14 +260,14 @@ def test_a_callback_that_fails_drops_the_rest_and_the_devices_can_be_used_again(
 def test_the_rows_of_a_process_that_was_killed_go_to_the_others(fleet):
     fleet.make = lambda name: FakeEngine(name, batch_size=4, step_seconds=0.002)
     workers = fleet.workers("cpu:0,1,2")
-    requests = [request(i, [i], 20) for i in range(60)]
+    requests = [request(i, [i], 100) for i in range(24)]
     kill = when(lambda: workers.stats.completion_tokens > 30, fleet.processes[1].kill)
     results = run(workers, requests, kill)
-    assert sorted(results) == list(range(60))
+    assert sorted(results) == list(range(24))
     (note,) = [note for note in workers.notes if "ended" in note]
     assert note.startswith("the process of cpu:1 ended (SIGKILL); its ")
     assert note.endswith(" unfinished rows go to cpu:0, cpu:2")
-    assert sorted(run(workers, requests)) == list(range(60))  # the others go on
+    assert sorted(run(workers, requests)) == list(range(24))  # the others go on
 
 
 def test_when_the_last_one_ends_the_run_ends_with_its_error(fleet):
