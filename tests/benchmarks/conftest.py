@@ -1,4 +1,4 @@
-"""A result of `compare.py` to read, and a comparison whose engines are stand-ins."""
+"""A comparison whose engines are stand-ins, and the figures that they have measured."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -8,17 +8,11 @@ import pytest
 
 from benchmarks import compare
 from benchmarks.programs import PROGRAMS, Case, Launcher
-from benchmarks.result_file import new_result
 
 MACHINE = {"cpu": "A CPU", "cores": 2, "date": "2026-01-02T03:04:05+00:00", "versions": {"torch": "2.13.0"}}
-SETTINGS = {
-    "threads": 2, "stand_in": None, "limit": None, "sweep": "4,8", "sweep_rows": 8, "quick": False, "repeats": 1,
-    "timeout": 900.0, "engine_rows": {},
-}  # fmt: skip
-CASE = Case("30m", "bfloat16", "few-shot", Path("model"), Path("rows.jsonl"))
 
 
-def measured(engine: str, rate: float, precision: str = "bfloat16") -> dict[str, Any]:
+def measured(engine: str, rate: float) -> dict[str, Any]:
     """Returns an engine's figures of a run that made 1,000 tokens."""
     names = ("torch", "transformers") if PROGRAMS[engine].environment is None else (engine,)
     return {
@@ -26,39 +20,13 @@ def measured(engine: str, rate: float, precision: str = "bfloat16") -> dict[str,
         "wall_s": 1000 / rate,
         "tokens_per_s": rate,
         "versions": {"python": "3.11.7"} | dict.fromkeys(names, "1.2"),
-        "extras": {"precision": precision},
+        "extras": {"precision": "bfloat16"},
     }
 
 
-class Result:
-    """A result that is put together by hand."""
-
-    def __init__(self) -> None:
-        self.json = new_result("test", MACHINE, SETTINGS) | {"models": {"30m": {"parameters": 32_000_000}}}
-
-    def ran(self, engine: str, *rates: float, case: Case = CASE, precision: str | None = None) -> None:
-        """One repeat after the other."""
-        for repeat, rate in enumerate(rates):
-            figures = measured(engine, rate, precision or case.dtype)
-            self.json["measurements"].append(case.names() | {"repeat": repeat} | figures)
-
-    def failed(self, engine: str, after: float | None = None, case: Case = CASE) -> None:
-        failure = {"engine": engine, "message": f"{engine}: no", "timed_out_after": after}
-        self.json["failures"].append(case.names() | failure)
-
-    def roofline(self, seconds: float, case: Case = CASE) -> None:
-        self.json["rooflines"].append(case.names() | {"seconds": {"total": seconds}})
-
-
-@pytest.fixture
-def result() -> Result:
-    """Returns a result without measurements."""
-    return Result()
-
-
-@pytest.fixture
-def case() -> Case:
-    return CASE
+@pytest.fixture(name="measured")
+def measured_fixture() -> Callable[..., dict[str, Any]]:
+    return measured
 
 
 class Engines:

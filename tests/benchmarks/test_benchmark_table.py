@@ -2,24 +2,38 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from benchmarks import table
 from benchmarks.compare import RESULTS
-from benchmarks.programs import ROOT
+from benchmarks.programs import ROOT, Case
+from benchmarks.result_file import new_result
 from benchmarks.table import tables
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 ON_THE_PAGE = re.findall("<!-- benchmarks:(.+):begin -->", PAGE.read_text(encoding="utf-8"))
 
 
-def test_a_table_has_medians_ratios_and_the_share_of_the_roofline(result):
-    result.ran("batchgen", 2613.0, 2500.0, 2700.0)
-    result.ran("transformers-generate", 194.0, 190.0, 200.0)
-    result.ran("vllm", 2200.0, 2100.0, 2300.0)
-    result.roofline(1000 / 5226)
-    assert tables(result.json) == (
+SETTINGS = {
+    "threads": 2, "stand_in": None, "limit": None, "sweep": "4,8", "sweep_rows": 8, "quick": False, "repeats": 1,
+    "timeout": 900.0, "engine_rows": {},
+}  # fmt: skip
+
+
+def test_a_table_has_medians_ratios_and_the_share_of_the_roofline(measured):
+    result = new_result("test", {"cpu": "A CPU", "date": "2026-01-02T03:04:05+00:00"}, SETTINGS)
+    names = Case("30m", "bfloat16", "few-shot", Path("model"), Path("rows.jsonl")).names()
+    result["models"] = {"30m": {"parameters": 32_000_000}}
+    result["rooflines"] = [names | {"seconds": {"total": 1000 / 5226}}]
+    rates = {"batchgen": (2613, 2500, 2700), "transformers-generate": (194, 190, 200), "vllm": (2200, 2100, 2300)}
+    result["measurements"] = [
+        names | {"repeat": repeat} | measured(engine, rate)
+        for engine, of in rates.items()
+        for repeat, rate in enumerate(of)
+    ]
+    assert tables(result) == (
         "| 30m (32.0M parameters) |  | batchgen | of the roofline | transformers `generate` | vLLM |\n"
         "| --- | --- | ---: | ---: | ---: | ---: |\n"
         "| few shot | bfloat16 | 2,613 | 50% | 194 **13.5x** | 2,200 **1.2x** |\n"

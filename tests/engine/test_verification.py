@@ -26,7 +26,6 @@ SCHEMA = {
     },
     "required": ["name", "age", "tags"],
 }
-WARM = SamplingParams(max_tokens=30, temperature=1.0)
 CASES = {
     "greedy": SamplingParams(max_tokens=40),
     "greedy, to the end token": SamplingParams(max_tokens=200, temperature=1.3, stop_token_ids=tuple(range(0, 250, 9))),

@@ -20,7 +20,6 @@ from support.params import slow_but
 
 NEVER_BEFORE = "not on the verified list"
 OTHER_LOGITS = "a small model of this type gives other logits here than in transformers"
-EVERY_KIND = {"layer_types": ["sliding_attention", "full_attention"] * 16, "num_hidden_layers": 32}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
