@@ -63,6 +63,13 @@ def test_a_signal_ignored_from_the_start_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
+def test_signal_handlers_are_restored():
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    with Signals(grace=5):
+        assert signal.getsignal(signal.SIGTERM) != before[1]
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
 def test_interruptible_work_ends_at_the_first_signal_even_while_it_waits():
     reader, writer = os.pipe()
     timer = threading.Timer(0.05, send, [signal.SIGTERM])

@@ -29,6 +29,12 @@ def test_a_call_is_reported_once_and_only_after_its_limit(caplog):
     assert caplog.messages == [MESSAGE.format(10, os.getpid())]
 
 
+def test_the_watch_ends_with_its_engine():
+    thread = StepWatch("cuda:0", every=3600).thread  # nothing refers to the watch
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def test_a_step_that_hangs_is_reported_while_it_hangs_and_the_job_goes_on_when_it_returns(monkeypatch, caplog):
     reported = threading.Event()
 

@@ -108,16 +108,6 @@ HOWS = ("kill", "torn", "cut")
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("job", CASES, indirect=True)
-def test_a_job_killed_at_some_calls_of_its_runs_gives_the_usual_output(job, state):
-    job.set_up(state)
-    rng = random.Random(state)
-    for how in HOWS:
-        check_every_call(job, how, rng, every=29 if how != "torn" else 3)
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("job", CASES, indirect=True)

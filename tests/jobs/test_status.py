@@ -170,6 +170,13 @@ def test_without_progress_the_results_are_counted(folder):
     assert (found["state"], found["rows_done"], found["rows_total"], found["results"]) == ("stopped", None, None, 7)
 
 
+@pytest.mark.parametrize("damage", [b"", b"x" * 5000])
+def test_figures_of_an_unreadable_database_are_left_out(folder, damage):
+    (folder / "results.sqlite").write_bytes(damage)
+    found = job_status("o.jsonl")
+    assert (found["state"], found["rows_done"], found["results"]) == ("stopped", None, None)
+
+
 def test_damaged_progress_is_left_out(folder):
     tell(folder, generated(30))
     db = sqlite3.connect(folder / "results.sqlite")

@@ -400,11 +400,24 @@ def test_trials_run_again_for_another_version_driver_gpu_model_or_dtype(monkeypa
     assert list(check(monkeypatch, settings={"head_dim": 64, "_name_or_path": "elsewhere"}).off) == ["triton"]
 
 
+def test_the_verdict_depends_on_the_code_that_runs_on_the_device():
+    names = {path.name for path in device_check._sources()}
+    assert names >= {
+        "triton_kernels.py", "cuda_graphs.py", "cuda_runner.py", "runner.py", "sampler.py", "device_trials.py",
+    }  # fmt: skip
+
+
 def test_an_unreadable_verdict_is_replaced(monkeypatch):
     file = check(monkeypatch, TRITON_FAILED).file
     for broken in ("", "[]", '{"off": 3}', '{"key": {}}'):
         file.write_text(broken)
         assert check(monkeypatch, ALL_WELL).off == {}
+
+
+def test_with_an_unwritable_cache_trials_run_at_every_start(monkeypatch, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    for _ in range(2):
+        assert list(check(monkeypatch, TRITON_FAILED).off) == ["triton"]
 
 
 def test_without_parts_to_try_no_process_starts(monkeypatch):

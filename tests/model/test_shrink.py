@@ -19,6 +19,13 @@ def test_widths_and_vocabulary_become_small_and_heads_keep_their_kind():
     assert small("llama", num_key_value_heads=1).num_key_value_heads == 1
 
 
+def test_the_original_configuration_is_not_changed():
+    config = AutoConfig.for_model("qwen3_moe")
+    before = config.to_dict()
+    shrink(config)
+    assert config.to_dict() == before
+
+
 def test_head_sizes_that_depend_on_each_other_are_divided_by_the_same_number():
     config = small("deepseek_v3")
     assert (config.qk_nope_head_dim, config.qk_rope_head_dim, config.qk_head_dim, config.v_head_dim) == (16, 8, 24, 16)

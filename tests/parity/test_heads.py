@@ -170,6 +170,17 @@ def test_a_multimodal_checkpoint_embeds_text_with_its_language_model(name, head,
 
 
 @pytest.mark.parametrize("head", [LAST, MEAN], ids=["last", "mean"])
+def test_embeddings_do_not_change_when_memory_is_short(head):
+    want = [embedding(reference("llama", AutoModel), head, prompt) for prompt in PROMPTS]
+    token = engine_of(packed("llama", head), head).sizes.bytes_per_token
+    for blocks in (4, 5, 9):
+        engine = engine_of(packed("llama", head), head, kv_memory=f"{blocks * 32 * token}B")
+        engine.loop.ahead = blocks % 2
+        for result, vector in zip(run(engine, requests_of(PROMPTS)), want, strict=True):
+            np.testing.assert_allclose(result.embedding, vector, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("head", [LAST, MEAN], ids=["last", "mean"])
 def test_a_later_window_reuses_the_prefixes_of_an_earlier_one(head):
     root = numbers(64)
     windows = [[root + numbers(n) for n in (5, 9, 30)] for _ in range(3)]

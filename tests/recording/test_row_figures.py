@@ -61,6 +61,14 @@ def test_many_labels_are_counted_together():
     assert (len(found["labels"]), found["other_labels"]) == (MAX_LABELS, 3)
 
 
+def test_scores_are_means_of_a_token():
+    scores = [Score(-4.0, 4, True), Score(-6.0, 4, False), Score(-1.0, 2, True)]
+    found = figures_of([Result(row=i, text=None, finish_reason=None, score=s) for i, s in enumerate(scores)])
+    assert found["reasons"] == {"scored": 3}
+    assert (found["scores"]["min"], found["scores"]["max"], found["scores_greedy"]) == (-1.5, -0.5, 2)
+    assert (found["scores"]["bins"][0], found["scores"]["bins"][-1]) == ([-1.5, -1.45, 1], [-0.5, -0.45, 1])
+
+
 def test_infinite_scores_and_rewards_are_in_no_histogram():
     results = [
         Result(row=i, text=None, finish_reason=None, score=Score(x, 1, False)) for i, x in enumerate((-math.inf, -2.0))

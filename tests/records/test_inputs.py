@@ -219,6 +219,13 @@ def test_an_unusable_input_is_refused_with_a_hint(folder, inputs, options, messa
     assert str(caught.value) == message
 
 
+def test_an_output_that_is_a_link_to_an_input_is_refused(folder):
+    (folder / "a.jsonl").write_bytes(JSONL)
+    (folder / "b.jsonl").symlink_to("a.jsonl")
+    with pytest.raises(UsageError):
+        opened("a.jsonl", output="b.jsonl")
+
+
 def test_standard_input_is_read_as_bytes(monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(JSONL)))
     source = opened("-")

@@ -30,6 +30,13 @@ def test_the_page_refers_to_nothing_outside():
     assert "@import" not in style[1]
 
 
+def test_the_policy_forbids_every_request():
+    rules = dict(rule.strip().split(" ", 1) for rule in POLICY.split(";"))
+    assert rules["default-src"] == "'none'"
+    allowed = {source for name, value in rules.items() for source in value.split() if name != "default-src"}
+    assert allowed == {"'unsafe-inline'", "'none'", "data:", "blob:"}  # all of them are in the page
+
+
 def test_text_of_rows_is_text_in_the_page():
     evil = "</script><script>alert(1)</script><img src=http://x/y onerror=alert(2)>&amp;"
     data = job_page_data(title=evil, text=evil)
