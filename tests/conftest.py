@@ -37,7 +37,11 @@ hypothesis.settings.register_profile(
     deadline=None,
     derandomize=not FULL,
     max_examples=examples(10, 100),
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    suppress_health_check=[
+        hypothesis.HealthCheck.too_slow,
+        hypothesis.HealthCheck.function_scoped_fixture,
+        hypothesis.HealthCheck.differing_executors,
+    ],
 )
 hypothesis.settings.load_profile("batchgen")
 

@@ -123,7 +123,7 @@ def test_the_kernels_are_the_reference_over_more_keys_than_they_have_in_hand_at_
     assert s.steps > 5
 
 
-@settings(max_examples=examples(8, 25), deadline=None)
+@settings(max_examples=examples(8, 25))
 @given(st.data())
 def test_the_kernels_are_the_reference_on_random_trees(kernels, data):
     seed = data.draw(st.integers(0, 2**32))

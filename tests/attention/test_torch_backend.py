@@ -77,7 +77,7 @@ def test_the_cascade_is_the_reference_under_every_option(options, shared_reads):
     random_steps(4, lambda step, plan: compare(step, plan, 4, 400, **options), shared_reads=shared_reads)
 
 
-@settings(max_examples=examples(8, 25), deadline=None)
+@settings(max_examples=examples(8, 25))
 @given(st.data())
 def test_the_cascade_is_the_reference_on_random_trees(data):
     seed = data.draw(st.integers(0, 2**32))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.attention.base import LayerOptions
@@ -160,14 +160,14 @@ def random_case(device, seed, steps, longest):
     )  # fmt: skip
 
 
-@settings(max_examples=examples(1, 4), deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+@settings(max_examples=examples(1, 4))
 @given(seed=st.integers(0, 2**32))
 def test_it_is_the_reference_on_random_trees(device, seed):
     random_case(device, seed, steps=2, longest=12)
 
 
 @pytest.mark.nightly
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32))
 def test_it_is_the_reference_on_many_random_trees(device, seed):
     random_case(device, seed, steps=5, longest=60)

@@ -78,7 +78,7 @@ def check(spans, block_size, lists, sliding_window=None):
     assert len(lists.merge_starts) == T + 1
 
 
-@settings(max_examples=examples(15, 60), deadline=None)
+@settings(max_examples=examples(15, 60))
 @given(st.data())
 def test_every_query_reads_each_of_its_keys_once_and_its_results_are_merged(data):
     rng = random.Random(data.draw(st.integers(0, 2**32)))

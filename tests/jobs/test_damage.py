@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchgen.job
@@ -179,9 +179,7 @@ def check_goes_on(folder: Folder, state: str, expected: bytes) -> str:
 
 
 SOME = settings(
-    deadline=None,
     max_examples=examples(3, 25),
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 

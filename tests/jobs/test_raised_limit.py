@@ -200,7 +200,7 @@ def rows_of_any_kind() -> st.SearchStrategy[Rows]:
 
 
 @given(data=st.data())
-@settings(max_examples=examples(6, 150), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(6, 150), suppress_health_check=list(HealthCheck))
 def test_over_any_runs_every_row_is_truncated_at_the_last_limit_or_its_own(tiny_model_dir, data):
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(Path(folder), tiny_model_dir)

@@ -170,7 +170,7 @@ def test_another_process_reads_results_without_changing_the_folder(folder):
     assert {p.name: p.stat().st_mtime_ns for p in folder.iterdir()} == before
 
 
-@settings(deadline=None, max_examples=examples(10, 60))
+@settings(max_examples=examples(10, 60))
 @given(st.data())
 def test_a_damaged_database_gives_no_wrong_result_and_accepts_new_ones(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("r")

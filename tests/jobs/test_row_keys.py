@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen import SamplingParams
@@ -101,8 +101,6 @@ INPUTS = st.lists(st.sampled_from([(f"row {i}", "pqr"[i % 3]) for i in range(15)
 
 @settings(
     max_examples=examples(6, 60),
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(
     inputs=st.lists(st.tuples(INPUTS, st.sampled_from([None, 2]), st.none() | st.integers(0, 6)), max_size=4),

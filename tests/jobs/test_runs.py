@@ -256,7 +256,6 @@ def check_any_runs(base: Path, model: Path, examples: int) -> None:
     Machine.TestCase.settings = settings(
         max_examples=examples,
         stateful_step_count=12,
-        deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
     Machine.TestCase().runTest()

@@ -125,7 +125,7 @@ def test_a_request_longer_than_a_window_gets_its_own_window(tmp_path):
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 
-@settings(max_examples=examples(15, 150), deadline=None)
+@settings(max_examples=examples(15, 150))
 @given(
     rows=st.lists(st.tuples(prompts, st.sampled_from([0.0, 0.0, 1.0, -2.0])), max_size=60),
     window=st.integers(1, 12),

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.prefix import plan_prefixes
@@ -138,7 +138,7 @@ def test_end_of_text_tokens_end_a_completion_as_in_generate():
 tokens = st.integers(0, 2)  # few different tokens, so that prompts share and contain one another
 
 
-@settings(max_examples=examples(6, 30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(6, 30))
 @given(
     prompts=st.lists(st.lists(tokens, min_size=1, max_size=20), min_size=1, max_size=12),
     lengths=st.lists(st.integers(1, 6), min_size=12, max_size=12),

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from batchgen.prefix import plan_prefixes
@@ -121,7 +121,7 @@ cases = given(seed=st.integers(0, 2**32), policy=st.sampled_from(sorted(POLICIES
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None, phases=[Phase.generate])
+@settings(max_examples=50, phases=[Phase.generate])
 @cases
 def test_every_row_is_exact_in_a_quarter_of_the_memory(seed, policy):
     check(seed, policy)
@@ -129,9 +129,7 @@ def test_every_row_is_exact_in_a_quarter_of_the_memory(seed, policy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
-@settings(
-    max_examples=12, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=12, phases=[Phase.generate])
 @cases
 def test_every_row_is_exact_with_few_blocks_and_few_state_slots(name, seed, policy):
     check(seed, policy, name)

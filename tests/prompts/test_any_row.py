@@ -50,7 +50,7 @@ ALL_OF_THEM = {"template": "{{ prompt }}", "prefix": "P", "system": "S"}
 
 
 @pytest.mark.parametrize("options", slow_but([{}, ALL_OF_THEM], [{}, {"chat": False}, ALL_OF_THEM]))
-@settings(max_examples=examples(6, 80), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(6, 80), suppress_health_check=list(HealthCheck))
 @given(columns=COLUMNS)
 def test_any_row_becomes_a_draft_or_an_error_row(tools, options, columns):
     b = tools.builder(chat_template=tools.CHATML, row_params=("seed", "temperature"), context=60, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.sampling_params import SamplingParams
@@ -118,7 +118,7 @@ def test_a_long_text_is_tokenized_only_a_few_times(tools, monkeypatch):
     assert len(limits) <= 12
 
 
-@settings(max_examples=examples(20, 100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20, 100))
 @given(
     length=st.integers(1, 26),
     context=st.integers(1, 30),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.config import PromptConfig
@@ -157,7 +157,7 @@ def test_a_token_id_beyond_the_vocabulary_fails_its_row(tools):
 PLAIN = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
 
 
-@settings(max_examples=examples(15, 60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15, 60))
 @given(st.lists(st.one_of(PLAIN, st.sampled_from(["<s>", "<s>x", "a</s>b", "\ud800"])), max_size=12), st.booleans())
 def test_a_row_gets_the_same_tokens_alone_and_among_others(tools, texts, chat):
     b = tools.builder(chat_template=tools.CHATML if chat else None)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.config import PromptConfig
@@ -209,7 +209,7 @@ def test_a_scored_text_with_a_token_beyond_the_vocabulary_fails_its_row(tools):
 letters = st.text("ab", min_size=1, max_size=4)
 
 
-@settings(max_examples=examples(15, 60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15, 60))
 @given(st.lists(letters, min_size=2, max_size=5, unique=True))
 def test_no_labels_tokens_are_a_prefix_of_anothers(tools, choices):
     (draft,) = tools.builder(sampling=SamplingParams(choices=tuple(choices))).build(tools.rows({"prompt": "p"}))

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.prompts import shared_text
@@ -74,7 +74,6 @@ def test_nested_prefixes_are_found_in_any_order_of_the_texts(tools):
     ),
     st.booleans(),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_texts_have_the_tokens_of_unshared_tokenization(tools, texts, special):
     Watched(tools).check_same_tokens(texts, special)
 

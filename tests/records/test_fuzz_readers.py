@@ -389,7 +389,7 @@ PACKED = st.sampled_from([("", bytes), (".gz", gzip.compress), (".zst", zstandar
 
 
 @pytest.mark.parametrize("format", ["jsonl", "csv"])
-@settings(max_examples=examples(15, 300), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15, 300), suppress_health_check=list(HealthCheck))
 @given(data=FILES, packed=PACKED)
 def test_any_text_gives_one_row_per_record_and_one_result_per_row(tmp_path, build, format, data, packed):
     suffix, pack = packed
@@ -398,7 +398,7 @@ def test_any_text_gives_one_row_per_record_and_one_result_per_row(tmp_path, buil
         check(tmp_path / f"x.{format}{suffix}", pack(data), build)
 
 
-@settings(max_examples=examples(10, 150), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(10, 150), suppress_health_check=list(HealthCheck))
 @given(data=st.binary(max_size=200), name=st.sampled_from(["jsonl.gz", "jsonl.zst", "csv.gz", "csv.zst", "parquet"]))
 def test_random_bytes_raise_only_the_documented_errors(tmp_path, name, data):
     check(tmp_path / f"x.{name}", data, None)

@@ -283,13 +283,13 @@ def exact(result):
     return repr(result)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(results())
 def test_any_result_is_read_back_from_the_database(result):
     assert exact(stored(replace(result, row=3))) == exact(result)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(results(), min_size=1, max_size=4))
 def test_any_results_are_read_back_from_a_finished_output(tmp_path_factory, made):
     folder = tmp_path_factory.mktemp("o")

@@ -261,7 +261,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=examples(15, 60), deadline=None)
+@settings(max_examples=examples(15, 60))
 @given(st.lists(st.dictionaries(st.text(max_size=2), st.text(max_size=4)), min_size=1, max_size=5))
 def test_any_text_comes_back_from_csv(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("w")
@@ -271,7 +271,7 @@ def test_any_text_comes_back_from_csv(tmp_path_factory, rows):
     assert [{n: row[n] for n in given} for row, given in zip(read, rows, strict=True)] == rows
 
 
-@settings(max_examples=examples(15, 60), deadline=None)
+@settings(max_examples=examples(15, 60))
 @given(st.lists(st.dictionaries(st.sampled_from(["a", "b"]), json_values), min_size=1, max_size=5))
 def test_any_json_rows_become_parquet_and_none_is_dropped(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("w")

@@ -436,7 +436,7 @@ def schemas() -> st.SearchStrategy[Any]:
     return st.recursive(leaves, lambda p: st.one_of(objects(p), arrays(p)), max_leaves=5)
 
 
-@settings(max_examples=examples(10, 40), deadline=None)
+@settings(max_examples=examples(10, 40))
 @given(several=st.lists(patterns(), min_size=1, max_size=4), seed=st.integers(0, 2**31))
 def test_a_completion_matches_any_regex(byte_level: Any, several: list[str], seed: int) -> None:
     rows = [regex(pattern) for pattern in several]
@@ -446,7 +446,7 @@ def test_a_completion_matches_any_regex(byte_level: Any, several: list[str], see
             assert re.fullmatch(pattern, text_of(byte_level, tokens)), pattern
 
 
-@settings(max_examples=examples(10, 40), deadline=None)
+@settings(max_examples=examples(10, 40))
 @given(several=st.lists(schemas(), min_size=1, max_size=4), seed=st.integers(0, 2**31))
 def test_a_completion_is_valid_for_any_schema(byte_level: Any, several: list[Any], seed: int) -> None:
     rows = [schema(value) for value in several]

@@ -142,7 +142,7 @@ def test_among_equal_logits_top_p_keeps_the_first_tokens_it_needs(top_k, top_p, 
     assert got.nonzero()[:, 0].tolist() == list(range(kept))
 
 
-@settings(max_examples=examples(15, 60), deadline=None)
+@settings(max_examples=examples(15, 60))
 @given(
     st.lists(st.integers(-6, 6), min_size=12, max_size=12),
     st.integers(0, 12),

@@ -297,7 +297,7 @@ def completions(draw):
     return name, prompt, tokens, tuple(s for s in strings if s), max_tokens, draw(st.booleans())
 
 
-@settings(max_examples=examples(40, 300), deadline=None)
+@settings(max_examples=examples(40, 300))
 @given(completions())
 def test_decoding_step_by_step_equals_decoding_everything_again(case):
     name, prompt, tokens, strings, max_tokens, ignore_eos = case

@@ -6,7 +6,7 @@ After each step, `Simulation` checks blocks, tables, reads and budgets. At the e
 import random
 
 import pytest
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from batchgen.scheduling.waiting import POLICIES
@@ -124,7 +124,7 @@ cases = given(
 @example(
     seed=171253, spare=0, policy="prefill-first", sliding_window=None, scored=0.5, cancels=False, ends=(), state_slots=3
 )
-@settings(max_examples=examples(12, 50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12, 50))
 @cases
 def test_every_leaf_is_right_with_any_tree_limits_and_memory(
     seed, spare, policy, sliding_window, scored, cancels, ends, state_slots
@@ -134,8 +134,7 @@ def test_every_leaf_is_right_with_any_tree_limits_and_memory(
 
 @pytest.mark.slow
 @settings(
-    max_examples=500, deadline=None, phases=[Phase.generate, Phase.shrink],
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=500, phases=[Phase.generate, Phase.shrink],
 )  # fmt: skip
 @cases
 def test_every_leaf_is_right_in_many_more_cases(

@@ -2,16 +2,14 @@
 
 import random
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import simulation as sim
 from support.params import examples
 
 cases = given(seed=st.integers(0, 2**32), policy=st.sampled_from(["prefix", "prefill-first"]))
-options = settings(
-    max_examples=examples(25, 1000), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+options = settings(max_examples=examples(25, 1000))
 
 
 def random_prompts(rng):

@@ -94,7 +94,7 @@ def agree(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 @each_way
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_the_convolution_is_that_of_transformers(kernels, lengths, seed):
     weight, bias = normal(1, CHANNELS, TAPS + 1), normal(2, CHANNELS)
@@ -110,7 +110,7 @@ def test_the_convolution_is_that_of_transformers(kernels, lengths, seed):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_unfolding_gives_the_inputs_before_each_token_and_zeros_before_the_first(exact, lengths, seed):
     xs = [normal(10 + i, n, 5) for i, n in enumerate(lengths)]
@@ -122,7 +122,7 @@ def test_unfolding_gives_the_inputs_before_each_token_and_zeros_before_the_first
 
 
 @each_way
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_the_delta_rule_is_that_of_transformers(kernels, lengths, seed):
     shape = StateShape(1, 1, (HEADS, DEPTH, WIDTH))
@@ -148,7 +148,7 @@ def test_the_delta_rule_is_that_of_transformers(kernels, lengths, seed):
 
 
 @each_way
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_kimi_delta_attention_is_that_of_transformers(kernels, lengths, seed):
     shape = StateShape(1, 1, (HEADS, DEPTH, WIDTH))
@@ -170,7 +170,7 @@ def test_kimi_delta_attention_is_that_of_transformers(kernels, lengths, seed):
 
 
 @each_way
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_the_scan_of_mamba_is_that_of_transformers(kernels, lengths, seed):
     shape = StateShape(1, 1, (DEPTH, CHANNELS))
@@ -185,7 +185,7 @@ def test_the_scan_of_mamba_is_that_of_transformers(kernels, lengths, seed):
 
 
 @each_way
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_the_scan_of_an_rg_lru_is_that_of_transformers(kernels, lengths, seed):
     xs = [normal(10 * i + 1, n, CHANNELS) for i, n in enumerate(lengths)]
@@ -200,7 +200,7 @@ def test_the_scan_of_an_rg_lru_is_that_of_transformers(kernels, lengths, seed):
 
 
 @each_way
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_the_recurrence_of_mamba2_is_that_of_transformers(kernels, lengths, seed):
     shape = StateShape(1, 1, (HEADS, DEPTH, WIDTH))
