@@ -15,7 +15,7 @@ from typing import Any
 from batchgen.config import INPUT_LIMITS
 from batchgen.errors import BatchgenError, InputCorrupt, OutputError, OutputLocked, UsageError, memory_errors
 from batchgen.jobs.base import JobSpec
-from batchgen.jobs.files.disk import check_stats_file, write_stats
+from batchgen.jobs.files.disk import check_file, write_stats
 from batchgen.jobs.files.lease import SILENT_SECONDS, Lease, holder_of_lease, is_alive_here, seconds_since
 from batchgen.jobs.files.manifest import Manifest, load_manifest
 from batchgen.jobs.job_folder import JobFolder, open_job
@@ -161,7 +161,7 @@ def merge_job(
 
     Raises `UsageError` (no such job, shards that are not done), `OutputLocked` (a shard or another merge runs), `OutputError`.
     """
-    check_stats_file(stats)
+    check_file("--stats", stats)
     folder = job_path(output, work_dir)
     tracker = Tracker(progress or Silent())
     with Signals(grace=0) as signals, memory_errors(), signals.interruptible():

@@ -14,6 +14,7 @@ from batchgen.attention.sizes import kv_numbers
 from batchgen.config import JobConfig, ModelConfig, check_config, parse_memory
 from batchgen.devices.opening import costs_file, num_threads
 from batchgen.errors import UsageError, memory_errors
+from batchgen.jobs.files.disk import check_file
 from batchgen.jobs.files.results import read_keyed_results
 from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.jobs.identity import date_of_job, dtype_name
@@ -41,7 +42,7 @@ from batchgen.process.collector import few_collections
 from batchgen.process.signals import Signals
 from batchgen.progress import Progress, Silent, Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
-from batchgen.prompts.tokenizer import text_config
+from batchgen.prompts.tokenizer import quiet, text_config
 from batchgen.recording import tree_record
 from batchgen.records import DatasetChoice, Input, Row, RowStream, open_input, window_rows
 from batchgen.records.output import id_digest, job_path, own_id
@@ -253,7 +254,8 @@ def plan_job(
         prompts = PromptBuilder(tokenizer, config.prompts, config.sampling, now=_date_of_prompts(config, source))
         size = window_rows(config, source)
         whole = size is None and config.prompts.priority_column is None
-        plan = _PlanBuilder(config, tokenizer, _EarlierRows(config, source), whole=whole)
+        with quiet():  # torch is imported
+            plan = _PlanBuilder(config, tokenizer, _EarlierRows(config, source), whole=whole)
         sample: list[Row] = []
         tracker.phase("planning")
         with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
@@ -291,6 +293,7 @@ def _check(config: JobConfig, write_template: str | None) -> None:
     check_config(config)
     if write_template is not None and config.prompts.template is None:
         raise UsageError("--write-template is for a job with a template", "name one with --template")
+    check_file("--write-template", write_template)
     if config.report is not None:
         check_report_file(config.report, "--report")
 

@@ -10,7 +10,7 @@ from typing import Any
 from batchgen.config import JobConfig
 from batchgen.errors import UsageError
 from batchgen.jobs.base import JobSpec
-from batchgen.jobs.files.disk import check_stats_file
+from batchgen.jobs.files.disk import check_file
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import as_stored
 from batchgen.jobs.identity import command_digest, date_of_job, job_settings, local_identity
@@ -59,7 +59,7 @@ class JobCommand:
 
 def check_command(config: JobConfig) -> JobCommand:
     """Opens the input, and checks all that can be checked without a tokenizer."""
-    check_stats_file(config.stats)
+    check_file("--stats", config.stats)
     source = open_input(
         config.inputs,
         format=config.input_format,

@@ -16,7 +16,8 @@ ROWS = [{"prompt": f"All rows begin with this text, which is more than a chunk. 
 
 def config_of(model, source, output, **options):
     options.setdefault("sampling", SamplingParams(max_tokens=10, temperature=1.0))
-    return JobConfig(inputs=(str(source),), model=ModelConfig(model=str(model)), output=str(output), **options)
+    model = ModelConfig(model=str(model), **options.pop("task", {}))
+    return JobConfig(inputs=(str(source),), model=model, output=str(output), **options)
 
 
 KINDS = {
@@ -24,6 +25,7 @@ KINDS = {
     "several": {"sampling": SamplingParams(max_tokens=6, temperature=1.0, n=3)},
     "labels": {"sampling": SamplingParams(choices=("yes", "no"))},
     "scores": {"prompts": PromptConfig(score=True, completion_column="prompt")},
+    "embeddings": {"task": {"embed": True, "pooling": "last"}, "sampling": SamplingParams()},
     "own ids": {"sampling": SamplingParams(max_tokens=10, temperature=1.0), "id_column": "prompt"},
     "windows": {"window": 8},
     "as they finish": {"order": "done"},

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import OutputError, RowError, UsageError
-from batchgen.jobs.files.disk import check_stats_file, write_stats
+from batchgen.jobs.files.disk import check_file, write_stats
 from batchgen.result import Result
 from batchgen.stats import (
     EngineStats,
@@ -129,13 +129,13 @@ def test_counts_of_rows_come_back_from_json():
 def test_a_stats_file_in_a_missing_folder_is_refused(tmp_path):
     path = tmp_path / "nowhere" / "stats.json"
     with pytest.raises(UsageError) as error:
-        check_stats_file(str(path))
+        check_file("--stats", str(path))
     assert str(error.value) == f"--stats {path} cannot be written; name a file in a folder that exists"
     with pytest.raises(OutputError, match="cannot be written: No such file or directory"):
         write_stats(str(path), {})
-    check_stats_file(str(tmp_path / "stats.json"))
-    check_stats_file("stats.json")
-    check_stats_file(None)
+    check_file("--stats", str(tmp_path / "stats.json"))
+    check_file("--stats", "stats.json")
+    check_file("--stats", None)
 
 
 def test_a_missing_package_has_no_version():

@@ -99,6 +99,10 @@ def test_no_template_is_written_where_none_is_better_or_given(tiny_model_dir, wr
     assert not best.exists()
     with pytest.raises(UsageError, match="--write-template is for a job with a template"):
         plan(tiny_model_dir, source, None, write_template=str(best))
+    with pytest.raises(
+        UsageError, match=r"--write-template .*none/best\.jinja cannot be written; name a file in a folder"
+    ):
+        plan(tiny_model_dir, source, INSTRUCTION, write_template=str(tmp_path / "none" / "best.jinja"))
 
 
 def test_a_run_that_shares_little_ends_with_the_advice(tiny_chat_model_dir, tmp_path, write_jsonl):

@@ -159,10 +159,10 @@ def _replace(place: Path, new: Path, data: bytes) -> None:
         raise
 
 
-def check_stats_file(path: str | None) -> None:
-    """Raises `UsageError` if the figures cannot be written to `path`. Called before any work is done."""
+def check_file(option: str, path: str | None) -> None:
+    """Raises `UsageError` if a file of the option's value cannot be written. Called before any work is done."""
     if path is not None and (not Path(path).absolute().parent.is_dir() or Path(path).is_dir()):
-        raise UsageError(f"--stats {path} cannot be written", "name a file in a folder that exists")
+        raise UsageError(f"{option} {path} cannot be written", "name a file in a folder that exists")
 
 
 def write_stats(path: str | None, stats: Mapping[str, Any]) -> None:
