@@ -57,5 +57,5 @@ class Chances:
 
 def _guess(kind: DraftKind) -> float:
     if kind.source == "grammar":
-        return 0.9
+        return 0.97
     return (0.5 if kind.context < 4 else 0.65 if kind.context < 8 else 0.8) + 0.03 * kind.depth

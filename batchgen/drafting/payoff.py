@@ -19,11 +19,15 @@ from batchgen.scheduling.step_costs import StepCosts
 
 MAX_DRAFTS = 512
 """Maximum number of draft tokens in a step: each needs a row of logits."""
-CAUTION = 0.9
+GAIN = 1.05
+"""A step with drafts must promise to be faster by this factor."""
+CAUTION = 0.95
 """A draft token is worth this share of what its chance promises: costs and chances are estimates."""
 SHARE = 0.01
 """Searches in vain may take this share of the time of the steps, and `SAVED` of the time that drafts save."""
 SAVED = 0.1
+CREDIT = 0.3
+"""Searches in vain may take this share of the time of a step before there is a rest, at first and at most."""
 MAX_REST = 128
 """Steps at most until drafts are looked for again, if they did not pay."""
 FEWER = 0.8
@@ -33,7 +37,11 @@ MIN_PRICE = 0.02
 MEASURED_FIRST = 3
 """Steps without drafts that are measured before there are any."""
 REMEMBERED = 5
-"""The newest steps, with drafts and without, whose times count."""
+"""The newest steps, with drafts and without, and searches whose times count."""
+FADES = 0.8
+"""Each step with drafts makes the accepted tokens of those before it count less by this factor."""
+MISTRUST = 50.0
+"""Draft tokens that should be right, without which the number of those that were says nothing."""
 FORGETS = 64
 """After so many searches in vain one of them is forgotten, so that drafts which were too dear are tried again."""
 
@@ -48,7 +56,7 @@ class Payoff:
         self._rest = 0
         """Steps without drafts that are left."""
         self._credit = math.inf
-        """Seconds that searches in vain may take before there is a rest; at first, and at most, those of a step."""
+        """Seconds that searches in vain may take before there is a rest."""
         self._searched = 0
         """The number of sequences when drafts were looked for last."""
         self._rows = 0
@@ -61,6 +69,14 @@ class Payoff:
         """How many times as much as estimated drafts added to steps."""
         self._dearer = 1.0
         """The median of these, and of two that were as estimated: a busy machine has slow steps, and one or two of them decide nothing."""
+        self._expected = self._right = 0.0
+        """The numbers of draft tokens that should have been right, and were, in the newest steps."""
+        self._promised = 0.0
+        """The number of draft tokens of the step under way that should be right."""
+        self._searches: deque[float] = deque(maxlen=REMEMBERED)
+        """Seconds that searches took for each sequence."""
+        self._careful = False
+        """Whether drafts were too dear and are tried again: a step has few then."""
         self._vain = 0
         """Searches in vain since the last one that was not, or since something was forgotten."""
 
@@ -72,9 +88,14 @@ class Payoff:
             return True
         return alone and len(self._plain) < MEASURED_FIRST
 
-    def ran(self, size: StepSize, seconds: float) -> None:
-        """Learns from a step that has run."""
+    def ran(self, size: StepSize, seconds: float, accepted: int) -> None:
+        """Learns from a step that has run. `accepted` of its draft tokens were right."""
         rows, self._rows = self._rows, 0
+        if self._promised:
+            # Rows that begin together are at the same place of their texts, so many drafts fail together.
+            self._expected = FADES * self._expected + self._promised
+            self._right = FADES * self._right + accepted
+            self._promised = 0.0
         if not rows or not self._costs.known:
             return
         drafts = size.logit_rows - rows
@@ -85,6 +106,7 @@ class Payoff:
             drafted = drafts * size.pairs // size.tokens
             load = _with(size, -drafts, -drafted)
             added = (seconds - self.seconds(load)) / (self._slower * self._price(load, drafts, drafted))
+            self._careful = self._careful and added > 2
             self._ratios.append(max(0.5, added))
             self._dearer = median([1.0, 1.0, *self._ratios])
 
@@ -98,7 +120,7 @@ class Payoff:
         plain = self.seconds(load)
         counts = {1, 2, max(1, rows // 4), rows, 4 * rows}
         possible = self._costs.known and any(
-            (rows + CAUTION * n) / (plain + self._more(load, n, n * each)) > rows / plain for n in counts
+            (rows + self._worth * n) / (plain + self._more(load, n, n * each)) > GAIN * rows / plain for n in counts
         )
         if not possible:
             self._rest, self._searched = MAX_REST, rows
@@ -106,25 +128,30 @@ class Payoff:
         return possible
 
     def admitted(
-        self, load: StepSize, search: float, drafts: Mapping[GenerationSequence, Draft]
+        self, load: StepSize, searched: float, drafts: Mapping[GenerationSequence, Draft]
     ) -> dict[GenerationSequence, Draft]:
         """Returns the beginnings of the drafts that give the most accepted tokens per second in a step of decoding sequences alone.
 
-        `search` are the seconds that it took to find them. What else the step runs does not count: a draft saves a token of a later step,
+        `searched` are the seconds that it took to find them. What else the step runs does not count: a draft saves a token of a later step,
         which is one of these. If none pays, drafts may rest.
         """
         rows, plain = load.logit_rows, self.seconds(load)
-        ranked = sorted(_ranked(drafts), key=lambda item: -item[0])[:MAX_DRAFTS]
-        gains = [*accumulate((CAUTION * chance for chance, *_ in ranked), initial=float(rows))]
+        self._searches.append(searched / rows)
+        search = rows * median(self._searches)
+        ranked = sorted(_ranked(drafts), key=lambda item: -item[0])
+        ranked = ranked[: rows if self._careful else MAX_DRAFTS]
+        worth = self._worth
+        gains = [*accumulate((worth * chance for chance, *_ in ranked), initial=float(rows))]
         pairs = [0, *accumulate(seq.end for *_, seq in ranked)]
         again = [0.0, *accumulate(again if self._replays else 0.0 for _, again, _ in ranked)]
-        best, count = rows / plain, 0
+        best, count = GAIN * rows / plain, 0
         for n in _counts(len(ranked)):
             rate = gains[n] / (plain + search + self._more(load, n, pairs[n], int(again[n])))
             if rate > best:
                 best, count = rate, n
+        self._promised = sum(chance for chance, *_ in ranked[:count])
         saved = gains[count] * (plain / rows - 1 / best)
-        self._credit = min(plain, self._credit + (SAVED * saved if count else -search))
+        self._credit = min(CREDIT * plain, self._credit) + (SAVED * saved if count else -search)
         self._vain = 0 if count else self._vain + 1
         if self._vain >= FORGETS:
             self._forget()
@@ -143,10 +170,17 @@ class Payoff:
         """Returns the expected seconds that draft tokens add to a step, with those of `again` tokens that run again after wrong ones."""
         return self._slower * self._dearer * self._price(load, drafts, pairs, again)
 
+    @property
+    def _worth(self) -> float:
+        """What a draft token is worth, as a share of its chance."""
+        return CAUTION * min(1.0, (MISTRUST + self._right) / (MISTRUST + self._expected))
+
     def _forget(self) -> None:
-        """Forgets the oldest step with drafts."""
+        """Forgets the oldest step with drafts, and half of what was right."""
         self._vain = 0
+        self._expected, self._right = self._expected / 2, self._right / 2
         if self._ratios:
+            self._careful = self._careful or self._dearer > 2
             self._ratios.popleft()
             self._dearer = median([1.0, 1.0, *self._ratios])
 

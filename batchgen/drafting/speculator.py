@@ -16,7 +16,7 @@ from batchgen.drafting.payoff import Payoff
 from batchgen.scheduling.batch import StepSize, keys_and_pairs
 from batchgen.scheduling.sequence import GenerationSequence
 
-LEARNING = 0.05
+LEARNING = 0.02
 """Share of the time of the steps with drafts in which outputs are added to the index."""
 
 
@@ -27,6 +27,8 @@ class Speculator:
         """`forced`: see `Guesses`. Without `payoff` every draft is verified, whatever it costs."""
         self._guesses = Guesses(forced)
         self._payoff = payoff
+        self._right = 0
+        """Draft tokens of the step under way that were right."""
         self._made: Mapping[GenerationSequence, Draft] = {}
         self.drafted = dict.fromkeys(SOURCES, 0)
         self.accepted = dict.fromkeys(SOURCES, 0)
@@ -46,6 +48,7 @@ class Speculator:
 
     def verified(self, seq: GenerationSequence, drafted: int, accepted: int) -> None:
         """Learns from a draft whose first `accepted` tokens of `drafted` were right."""
+        self._right += accepted
         for place, (_, kind, _) in enumerate(self._made[seq][:drafted]):
             right = place < accepted
             self.drafted[kind.source] += 1
@@ -60,14 +63,15 @@ class Speculator:
     def ran(self, size: StepSize, seconds: float) -> None:
         """Learns what a step took."""
         if self._payoff is not None:
-            self._payoff.ran(size, seconds)
+            self._payoff.ran(size, seconds, self._right)
+        self._right = 0
 
     def _paying(self, payoff: Payoff, decoding: Sequence[GenerationSequence]) -> dict[GenerationSequence, Draft]:
         keys, pairs = keys_and_pairs((seq, seq.end - 1, seq.end) for seq in decoding)
         load = StepSize(len(decoding), len(decoding), keys, pairs)
         if not payoff.is_possible(load):
             return {}
-        began = time.thread_time()
+        began = time.perf_counter()
         self._guesses.learn(decoding, LEARNING * payoff.seconds(load))
         drafts = self._guesses.drafts(decoding)
-        return payoff.admitted(load, time.thread_time() - began, drafts)
+        return payoff.admitted(load, time.perf_counter() - began, drafts)

@@ -81,6 +81,17 @@ def proposed(found: Speculator, sequences: list[GenerationSequence]) -> list[lis
     return [list(drafts.get(seq, ())) for seq in sequences]
 
 
+def step_of(found: Speculator, step: list[GenerationSequence], plain: float, each: float, right: bool = True) -> int:
+    """Runs a step that takes `plain` seconds and `each` for every draft token. All of these are right, or none. Returns their number."""
+    drafts = proposed(found, step)
+    for seq, draft in zip(step, drafts, strict=True):
+        if draft:
+            found.verified(seq, len(draft), right * len(draft))
+    count = sum(map(len, drafts))
+    found.ran(size(len(step), count), plain + each * count)
+    return count
+
+
 def test_a_completion_that_copies_its_prompt_is_drafted_from_it() -> None:
     assert [d[:5] for d in proposed(speculator(rows=2), decoding(2, PROMPT[4:12]))] == [PROMPT[12:17]] * 2
 
@@ -126,12 +137,9 @@ def test_what_steps_really_take_is_measured_first_in_steps_without_drafts() -> N
 
 
 def test_drafts_that_cost_more_than_estimated_become_fewer_and_rest_until_that_is_forgotten() -> None:
-    """Draft tokens cost five times as much as estimated, and more than they give."""
+    """Draft tokens cost eight times as much as estimated, and more than they give."""
     found, step = speculator(0.03, rows=8), decoding(8, PROMPT[4:12])
-    counts = []
-    for _ in range(10 * MAX_REST):
-        counts.append(sum(map(len, proposed(found, step))))
-        found.ran(size(8, counts[-1]), 1.24 + 0.15 * counts[-1])
+    counts = [step_of(found, step, 1.24, 0.25) for _ in range(10 * MAX_REST)]
     first, later = counts[:REMEMBERED], counts[REMEMBERED:]
     assert first[0] > 40
     assert 0 < sum(later) < len(later) / 2
@@ -139,11 +147,14 @@ def test_drafts_that_cost_more_than_estimated_become_fewer_and_rest_until_that_i
 
 def test_drafts_go_on_where_they_cost_what_is_estimated() -> None:
     found, step = speculator(0.01, rows=8), decoding(8, PROMPT[4:12])
-    counts = []
-    for _ in range(30):
-        counts.append(sum(map(len, proposed(found, step))))
-        found.ran(size(8, counts[-1]), 1.08 + 0.01 * counts[-1])
-    assert min(counts) > 20
+    assert min(step_of(found, step, 1.08, 0.01) for _ in range(30)) > 20
+
+
+def test_drafts_that_all_fail_together_stop_before_each_kind_is_known_to_fail() -> None:
+    found, step = speculator(0.05, rows=8, forced=tuple(range(LONGEST))), decoding(8, PROMPT[4:12])
+    counts = [step_of(found, step, 1.4, 0.05, right=False) for _ in range(40)]
+    assert counts[0] > 40
+    assert not any(counts[4:])
 
 
 def test_tokens_that_run_again_after_a_wrong_draft_have_their_price() -> None:
