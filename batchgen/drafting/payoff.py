@@ -19,16 +19,14 @@ from batchgen.scheduling.step_costs import StepCosts
 
 MAX_DRAFTS = 512
 """Maximum number of draft tokens in a step: each needs a row of logits."""
-GAIN = 1.05
-"""A step with drafts must promise to be faster by this factor."""
-CAUTION = 0.95
+CAUTION = 0.88
 """A draft token is worth this share of what its chance promises: costs and chances are estimates."""
 SHARE = 0.01
 """Searches in vain may take this share of the time of the steps, and `SAVED` of the time that drafts save."""
 SAVED = 0.1
 CREDIT = 0.3
 """Searches in vain may take this share of the time of a step before there is a rest, at first and at most."""
-MAX_REST = 128
+MAX_REST = 64
 """Steps at most until drafts are looked for again, if they did not pay."""
 FEWER = 0.8
 """With fewer sequences than this share of those of the last search, drafts are looked for at once."""
@@ -120,7 +118,7 @@ class Payoff:
         plain = self.seconds(load)
         counts = {1, 2, max(1, rows // 4), rows, 4 * rows}
         possible = self._costs.known and any(
-            (rows + self._worth * n) / (plain + self._more(load, n, n * each)) > GAIN * rows / plain for n in counts
+            (rows + self._worth * n) / (plain + self._more(load, n, n * each)) > rows / plain for n in counts
         )
         if not possible:
             self._rest, self._searched = MAX_REST, rows
@@ -144,7 +142,7 @@ class Payoff:
         gains = [*accumulate((worth * chance for chance, *_ in ranked), initial=float(rows))]
         pairs = [0, *accumulate(seq.end for *_, seq in ranked)]
         again = [0.0, *accumulate(again if self._replays else 0.0 for _, again, _ in ranked)]
-        best, count = GAIN * rows / plain, 0
+        best, count = rows / plain, 0
         for n in _counts(len(ranked)):
             rate = gains[n] / (plain + search + self._more(load, n, pairs[n], int(again[n])))
             if rate > best:
