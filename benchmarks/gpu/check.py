@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from batchgen.model.adapter import prepare
-from batchgen.model.checks.device_check import PARTS, Done, Failed, TrialSetup, Trying
+from batchgen.model.checks.device_check import PARTS, TrialReport, TrialSetup
 from batchgen.model.checks.device_trials import attention_trial, run_trials, sampler_trial
 from batchgen.model.loaded_model import AttentionKind
 from benchmarks.gpu.device import Bench
@@ -71,9 +71,11 @@ def all_parts(bench: Bench, name: str) -> dict[str, Any]:
         setup: Any = TrialSetup(None, BLOCK, tuple(PARTS))  # type: ignore[arg-type]
         run_trials(setup, model, lambda told, marks=marks: marks.append((told, time.perf_counter())))  # type: ignore[misc]
         marks.append((None, time.perf_counter()))
-        starts = [(told.part, at) for told, at in marks if isinstance(told, Trying)] + [("", marks[-1][1])]
+        starts = [(told.part, at) for told, at in marks if told is not None and told.what == "trying"] + [
+            ("", marks[-1][1])
+        ]
         found[when] = {part: round(starts[i + 1][1] - at, 3) for i, (part, at) in enumerate(starts[:-1])}
-        failed = [f"{told.part}: {told.why}" for told, _ in marks if isinstance(told, Failed)]
-        if failed or not isinstance(marks[-2][0], Done):
+        failed = [f"{told.part}: {told.why}" for told, _ in marks if told is not None and told.what == "failed"]
+        if failed or marks[-2][0] != TrialReport("done"):
             raise RuntimeError("; ".join(failed) or "the trials did not come to their end: out of memory")
     return found

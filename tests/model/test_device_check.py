@@ -16,7 +16,7 @@ from batchgen.config import ModelConfig
 from batchgen.llm import LLM
 from batchgen.model.adapter import prepare
 from batchgen.model.checks import device_check, device_trials
-from batchgen.model.checks.device_check import PARTS, Done, Failed, TrialSetup, Trying, Unknown, Verdict, check_device
+from batchgen.model.checks.device_check import PARTS, TrialReport, TrialSetup, Verdict, check_device
 from batchgen.model.loaded_model import AttentionKind
 from batchgen.prompts import load_tokenizer
 from support.fake_device import Capture, FakeAttention, ThreadOfTrials, check_as_on_a_gpu, faulty, use_fake_device
@@ -26,6 +26,11 @@ from support.tiny import build, engine_of, requests_of, run
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(model="some/model")
 SETUP = TrialSetup(CONFIG, 32, tuple(PARTS))
+DONE = TrialReport("done")
+
+
+def trying(*parts):
+    return [TrialReport("trying", part) for part in parts]
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +48,8 @@ def run_trials(model, setup=SETUP):
     """Runs the trials in this process. Returns the parts tried, why each failed one failed, and whether all trials finished."""
     told = []
     device_trials.run_trials(setup, model, told.append)
-    failed = {message.part: message.why for message in told if isinstance(message, Failed)}
-    return [message.part for message in told if isinstance(message, Trying)], failed, told[-1] == Done()
+    failed = {message.part: message.why for message in told if message.what == "failed"}
+    return [message.part for message in told if message.what == "trying"], failed, told[-1] == DONE
 
 
 # -- the trials
@@ -239,7 +244,10 @@ def test_running_out_of_memory_in_a_trial_does_not_blame_the_part(model, monkeyp
     use_fake_device(monkeypatch, attention=faulty(full))
     told = []
     device_trials.run_trials(SETUP, model, told.append)
-    assert told == [Trying("sampler"), Trying("triton"), Unknown("OutOfMemoryError: CUDA out of memory")]
+    assert told == [
+        *trying("sampler", "triton"),
+        TrialReport("unknown", "triton", "OutOfMemoryError: CUDA out of memory"),
+    ]
 
 
 def test_after_an_error_that_breaks_the_device_no_more_trials_run_in_that_process(model, monkeypatch):
@@ -323,17 +331,17 @@ def check(monkeypatch, *scripts, config=CONFIG, settings=None, seconds=300.0, **
     return verdict
 
 
-ALL_WELL = ([*map(Trying, PARTS), Done()], 0, b"")
+ALL_WELL = ([*trying(*PARTS), DONE], 0, b"")
 TRITON_FAILED = (
-    [Trying("sampler"), Trying("triton"), Failed("triton", "it is wrong"), Trying("step-ahead"), Done()],
+    [*trying("sampler", "triton"), TrialReport("failed", "triton", "it is wrong"), *trying("step-ahead"), DONE],
     0,
     b"",
 )
 
 
 def test_a_trial_that_hangs_is_killed_and_the_others_still_run(monkeypatch, cache):
-    hung = ([Trying("sampler"), Trying("triton")], None, b"")
-    verdict = check(monkeypatch, hung, ([Trying("step-ahead"), Done()], 0, b""), seconds=0.05)
+    hung = (trying("sampler", "triton"), None, b"")
+    verdict = check(monkeypatch, hung, ([*trying("step-ahead"), DONE], 0, b""), seconds=0.05)
     assert verdict.off == {"triton": "its trial did not return within 0.05 s"}
     assert json.loads(next(cache.glob("*.json")).read_text())["off"] == verdict.off
 
@@ -346,8 +354,8 @@ def test_a_trial_that_hangs_is_killed_and_the_others_still_run(monkeypatch, cach
     ],
 )
 def test_a_trial_that_crashes_its_process_fails_its_part(monkeypatch, code, said, how):
-    crashed = ([Trying("sampler"), Trying("triton"), Trying("graphs")], code, said)
-    verdict = check(monkeypatch, crashed, ([Trying("step-ahead"), Done()], 0, b""))
+    crashed = (trying("sampler", "triton", "graphs"), code, said)
+    verdict = check(monkeypatch, crashed, ([*trying("step-ahead"), DONE], 0, b""))
     assert verdict.off == {"graphs": f"its trial ended the process ({how})"}
 
 
@@ -355,9 +363,9 @@ def test_a_trial_that_crashes_its_process_fails_its_part(monkeypatch, code, said
     ("script", "off", "why"),
     [
         (([], 1, b"no memory\n"), list(PARTS), "exit code 1: no memory"),
-        (([Unknown("ModelError: no such file")], 1, b""), list(PARTS), "ModelError: no such file"),
-        (([Trying("sampler"), Trying("triton")], -signal.SIGKILL, b""), list(PARTS)[1:], "SIGKILL"),
-        (([Trying("sampler"), Trying("triton"), Unknown("full")], 0, b""), list(PARTS)[1:], "full"),
+        (([TrialReport("unknown", why="ModelError: no such file")], 1, b""), list(PARTS), "ModelError: no such file"),
+        ((trying("sampler", "triton"), -signal.SIGKILL, b""), list(PARTS)[1:], "SIGKILL"),
+        (([*trying("sampler", "triton"), TrialReport("unknown", "triton", "full")], 0, b""), list(PARTS)[1:], "full"),
     ],
 )
 def test_a_part_that_could_not_be_tried_is_off_and_tried_again_at_the_next_start(monkeypatch, cache, script, off, why):

@@ -97,41 +97,24 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class TrialSetup:
-    """The first message to a process of trials."""
+    """The message to a process of trials."""
 
     model: ModelConfig
     block_size: int
     parts: tuple[Part, ...]
     """The parts to try, in this order."""
-    passed: tuple[Part, ...] = ()
-    """The parts that passed in an earlier process."""
+    off: tuple[Part, ...] = ()
+    """Those that have failed in an earlier process, and are neither tried again nor used."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trying:
-    """Message: the trial of this part begins."""
+class TrialReport:
+    """A message of a process of trials. `trying`: the trial of this part begins. `failed`: this part must not be used. `unknown`: the trials
+    end here, and nothing is known about the part that was being tried and those after it. `done`: all trials have ended."""
 
-    part: Part
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Message: this part must not be used."""
-
-    part: Part
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """Message: the trials end here; nothing is known about the part that was being tried and those after it."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """Message: all trials have ended."""
+    what: Literal["trying", "failed", "unknown", "done"]
+    part: Part | None = None
+    why: str = ""
 
 
 StartTrials = Callable[["Connection[Any, Any]", IO[bytes]], Process]
@@ -238,25 +221,18 @@ def _tried(setup: TrialSetup, start: StartTrials, seconds: float) -> tuple[dict[
     """Returns the parts that must not be used, with reasons, and whether to store them. A part that could not be tried is not used in this
     run and is tried again in the next.
 
-    If a trial ends its process, another process makes the trials after it.
+    If a trial ends its process, another process makes those of the other parts.
     """
     off: dict[Part, str] = {}
-    while True:
-        failed, at, unknown = _one_process(setup, start, seconds)
+    while len(off) < len(setup.parts):
+        failed, at, unknown = _one_process(replace(setup, off=tuple(off)), start, seconds)
         off |= failed
         if unknown:
             rest = setup.parts if at is None else setup.parts[setup.parts.index(at) :]
-            off |= {part: f"it could not be tried ({unknown})" for part in rest if part not in off}
-            return off, False
+            return dict.fromkeys(rest, f"it could not be tried ({unknown})") | off, False
         if at is None:
-            return off, True
-        passed = tuple(part for part in setup.parts[: setup.parts.index(at)] if part not in off)
-        parts = setup.parts[setup.parts.index(at) + 1 :]
-        if at == "triton":  # graphs capture steps with these kernels
-            parts = tuple(part for part in parts if part != "graphs")
-        if not parts:
-            return off, True
-        setup = replace(setup, parts=parts, passed=(*setup.passed, *passed))
+            break
+    return off, True
 
 
 def _one_process(setup: TrialSetup, start: StartTrials, seconds: float) -> tuple[dict[Part, str], Part | None, str]:
@@ -275,14 +251,12 @@ def _one_process(setup: TrialSetup, start: StartTrials, seconds: float) -> tuple
                     assert trying is not None
                     return {**off, trying: f"its trial did not return within {seconds:g} s"}, trying, ""
                 message = ours.recv()
-                if isinstance(message, Trying):
+                if message.what == "trying":
                     trying = message.part
-                elif isinstance(message, Failed):
+                elif message.what == "failed":
                     off[message.part] = message.why
-                elif isinstance(message, Unknown):
-                    return off, trying, message.why
-                elif isinstance(message, Done):
-                    return off, None, ""
+                else:
+                    return off, trying if message.why else None, message.why
         except (EOFError, OSError):
             code = exit_code(process)
             how = how_it_ended(code, said)

@@ -28,7 +28,7 @@ from batchgen.attention.torch_backend import StepAttention
 from batchgen.attention.triton_backend import DeviceAttention
 from batchgen.errors import in_one_line, is_out_of_memory
 from batchgen.kernels.transfer import Readback, put
-from batchgen.model.checks.device_check import Done, Failed, Part, TrialSetup, Trying, Unknown
+from batchgen.model.checks.device_check import Part, TrialReport, TrialSetup
 from batchgen.model.loaded_model import AttentionKind, LoadedModel
 from batchgen.model.loader import load_model
 from batchgen.model.runner import Runner
@@ -78,7 +78,7 @@ def main() -> None:
     try:
         model = load_model(setup.model, load_tokenizer(setup.model))
     except Exception as e:  # noqa: BLE001 - the job's own load reports it
-        connection.send(Unknown(_error_text(e)))
+        connection.send(TrialReport("unknown", why=_error_text(e)))
         os._exit(1)
     if model.device.type == "cuda":
         torch.cuda.set_device(model.device)  # Triton launches its kernels on the current one
@@ -92,30 +92,29 @@ def _end_with(connection: Connection[Any, Any]) -> None:
     os._exit(1)
 
 
-def run_trials(setup: TrialSetup, model: LoadedModel, tell: Callable[[Trying | Failed | Unknown | Done], None]) -> None:
-    """Tries the parts of `setup` in their order. Ends without `Done` if the device cannot be used any more."""
-    passed = setup.passed
-    trials = Trials(model, setup.block_size, "triton" in passed, "graphs" in passed)
-    off: set[Part] = set()
+def run_trials(setup: TrialSetup, model: LoadedModel, tell: Callable[[TrialReport], None]) -> None:
+    """Tries the parts of `setup` in their order. Ends without `done` if the device cannot be used any more."""
+    trials = Trials(model, setup.block_size)
+    off = {*setup.off}
     for part in setup.parts:
-        if part == "graphs" and "triton" in off:
+        if part in off or (part == "graphs" and "triton" in off):
             continue
-        tell(Trying(part))
+        tell(TrialReport("trying", part))
         try:
             with torch.inference_mode():
                 trials.make(part)
                 _synchronize(model.device)
         except Exception as e:  # noqa: BLE001 - whatever a compiler, a driver or a library may raise
             if is_out_of_memory(e):
-                tell(Unknown(_error_text(e)))
+                tell(TrialReport("unknown", part, _error_text(e)))
                 return
             off.add(part)
-            tell(Failed(part, _error_text(e)))
+            tell(TrialReport("failed", part, _error_text(e)))
             try:
                 _synchronize(model.device)
             except RuntimeError:  # after such an error, CUDA does nothing more in this process
                 return
-    tell(Done())
+    tell(TrialReport("done"))
 
 
 def _error_text(error: BaseException) -> str:
