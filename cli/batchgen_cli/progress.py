@@ -151,8 +151,6 @@ class Bar(Notes):
         self._bar: Any = tqdm(file=stream, leave=False, position=0, bar_format=" ", ncols=stream.width())
         self._shown_at = 0.0
         self._phase_began = clock()
-        self._drawn = 0
-        """Columns of the line that the terminal shows."""
         self._lock = threading.RLock()  # a library's thread may write a line
 
     def show(self, *, new_phase: bool) -> None:
@@ -181,8 +179,6 @@ class Bar(Notes):
         with self._lock:
             self._shown_at = self.clock()
             bar, width = self._bar, self._terminal.width()
-            if width < self._drawn:
-                self._remove_wrapped(width)
             bar.ncols = width
             now = self.now
             # The bar moves by tokens: those of unfinished rows are counted as parts of rows.
@@ -191,14 +187,6 @@ class Bar(Notes):
             # Leaves four columns for the ^C^C that a terminal shows. A wrapped line would leave the bar on the line above.
             bar.bar_format = self._layout(width - 5)
             bar.refresh()
-            self._drawn = len(str(bar))
-
-    def _remove_wrapped(self, width: int) -> None:
-        """Removes the line that a narrower terminal shows as several: `\\r` alone would go back to the start of the last of them."""
-        if os.environ.get("TERM", "dumb") != "dumb":
-            lines = (self._drawn - 1) // width if _reflows() else 0
-            self._terminal.write("\r" + (f"\x1b[{lines}A" if lines else "") + "\x1b[J")
-        self._bar.sp = self._bar.status_printer(self._terminal)  # else tqdm would add blanks up to the old length
 
     def _layout(self, width: int) -> str:
         """Returns the line, with `{bar}` for the bar of tqdm. Parts that do not fit are left out whole, because half a number would be wrong."""
@@ -222,15 +210,6 @@ class Bar(Notes):
         left = room - len(tail)
         bar = f"|{{bar:{left - 2}}}|" if left >= _MIN_BAR else ""
         return _literal(head) + bar + _literal(tail if left >= 0 else "")
-
-
-def _reflows() -> bool:
-    """Whether the terminal breaks lines into several when it becomes narrower, as nearly all do. xterm, GNU screen and the Linux console cut them."""
-    environment = os.environ
-    term = environment.get("TERM", "")
-    return not (
-        term == "linux" or "XTERM_VERSION" in environment or (term.startswith("screen") and "TMUX" not in environment)
-    )
 
 
 def _literal(text: str) -> str:

@@ -226,32 +226,6 @@ def test_what_does_not_fit_a_narrow_terminal_is_left_out_whole(columns, line, cl
     bar.close()
 
 
-@pytest.mark.parametrize(
-    ("environment", "cleared"),
-    [
-        ({"TERM": "xterm-256color"}, "\r\x1b[2A\x1b[J"),
-        ({"TERM": "screen", "TMUX": "1"}, "\r\x1b[2A\x1b[J"),
-        ({"TERM": "screen"}, "\r\x1b[J"),
-        ({"TERM": "xterm", "XTERM_VERSION": "XTerm(379)"}, "\r\x1b[J"),
-        ({"TERM": "dumb"}, ""),
-    ],
-)
-def test_a_terminal_that_becomes_narrower_keeps_no_part_of_the_old_line(environment, cleared, clock, monkeypatch):
-    for name in ("TERM", "TMUX", "XTERM_VERSION"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    terminal = Terminal()
-    bar = Told(Bar(terminal, clock))  # type: ignore[arg-type]
-    generate(bar, clock, seconds=30, total=60)
-    assert len(terminal.shown[-1]) == 75  # three lines of 30 columns
-    before, terminal.columns = len(terminal.getvalue()), 30
-    generate(bar, clock, seconds=30, total=60)
-    assert terminal.getvalue()[before:].startswith(f"{cleared}\rgenerating:")
-    assert terminal.getvalue().endswith("\rgenerating:  50% 30/60")
-    bar.close()
-
-
 def test_the_bar_is_that_of_the_rows_that_go_by_where_they_only_do(clock):
     terminal = Terminal()
     bar = Told(Bar(terminal, clock))  # type: ignore[arg-type]
