@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -162,35 +162,35 @@ def merge_job(
     Raises `UsageError` (no such job, shards that are not done), `OutputLocked` (a shard or another merge runs), `OutputError`.
     """
     check_file("--stats", stats)
-    folder = job_path(output, work_dir)
     tracker = Tracker(progress or Silent())
     with Signals(grace=0) as signals, memory_errors(), signals.interruptible():
-        manifest, plan = load_manifest(folder / "manifest.json"), load_plan(folder)
-        if manifest is None:
-            raise no_job(output, folder)
-        if plan is not None:
-            lease = Lease(folder / CLAIMS, f"the merge of {output}", tracker.note)
-            try:
-                manifest, plan = load_manifest(folder / "manifest.json"), load_plan(folder)
-                if plan is not None and manifest is not None:
-                    _check_done(folder, plan, output)
-                    report = _merge_shards(output, work_dir, stats, lease, manifest, plan, tracker)
-                    return replace(report, work_dir=work_dir)
-            finally:
-                lease.release()
-        if manifest is None or manifest.state != "finished":
-            raise UsageError(f"{output} has not run in shards", "run the same command again to continue")
-        return replace(_already_written(output, folder, stats), work_dir=work_dir)
+        report = _merged_job(output, work_dir, tracker)
+        write_stats(stats, report.stats)
+    return report
+
+
+def _merged_job(output: str, work_dir: str | None, tracker: Tracker) -> JobReport:
+    folder = job_path(output, work_dir)
+    manifest, plan = load_manifest(folder / "manifest.json"), load_plan(folder)
+    if manifest is None:
+        raise no_job(output, folder)
+    if plan is not None:
+        lease = Lease(folder / CLAIMS, f"the merge of {output}", tracker.note)
+        try:
+            manifest, plan = load_manifest(folder / "manifest.json"), load_plan(folder)
+            if plan is not None and manifest is not None:
+                _check_done(folder, plan, output)
+                return _merge_shards(output, work_dir, lease, manifest, plan, tracker)
+        finally:
+            lease.release()
+    if manifest is None or manifest.state != "finished":
+        raise UsageError(f"{output} has not run in shards", "run the same command again to continue")
+    stats = json.loads((folder / "stats.json").read_bytes())
+    return JobReport(stats, output, already_finished=True, work_dir=work_dir)
 
 
 def _merge_shards(
-    output: str,
-    work_dir: str | None,
-    stats_file: str | None,
-    lease: Lease,
-    manifest: Manifest,
-    plan: ShardPlan,
-    tracker: Tracker,
+    output: str, work_dir: str | None, lease: Lease, manifest: Manifest, plan: ShardPlan, tracker: Tracker
 ) -> JobReport:
     facts = plan.output
     source = Input(tuple(InputFile(**file, folder=facts["folder"]) for file in facts["files"]), [])
@@ -209,13 +209,11 @@ def _merge_shards(
         retry=manifest.request["retry"],
         prune=facts["prune"],
         expect=expect,
-        optional=facts["optional"],
     )
     with open_job(spec, lease, merging=True) as job:
         assert isinstance(job, JobFolder), "standard output has no shards"
         if job.finished is not None:  # a merge that was killed when all was done but the cleaning up
-            write_stats(stats_file, job.finished)
-            return JobReport(job.finished, output, already_finished=True)
+            return JobReport(job.finished, output, already_finished=True, work_dir=work_dir)
         outcomes.tracker.total = job.row_count
         outcomes.tracker.phase("writing")
         with outcomes.run.timed("write"):
@@ -234,8 +232,7 @@ def _merge_shards(
         stats["shards"] = [_shard_line(shard) for shard in shards]
         job.finish(stats)
         outcomes.tracker.show_notes(job.notes)
-    write_stats(stats_file, stats)
-    return JobReport(stats, output, already_finished=False, chat=bool(manifest.settings.get("chat")))
+    return JobReport(stats, output, already_finished=False, chat=bool(manifest.settings.get("chat")), work_dir=work_dir)
 
 
 def _check_done(folder: Path, plan: ShardPlan, output: str) -> None:
@@ -268,15 +265,9 @@ def _held_shard(place: Path, shard: str, holder: Mapping[str, Any]) -> OutputLoc
 
 def _form(form: Mapping[str, Any]) -> RowForm:
     """A `RowForm` that was written as JSON."""
-    openai, keep = form["openai"], form["keep"]
-    return RowForm(
-        **{
-            **form,
-            "keep": None if keep is None else tuple(keep),
-            "asked": tuple(form["asked"]),
-            "openai": None if openai is None else OpenAIForm(**openai),
-        }
-    )
+    openai = form["openai"]
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in form.items()}
+    return RowForm(**values | {"openai": None if openai is None else OpenAIForm(**openai)})
 
 
 _OF_A_SHARD = (
@@ -289,9 +280,3 @@ def _shard_line(shard: Mapping[str, Any]) -> dict[str, Any]:
     """A shard's line in the figures of the whole job: those of its last run."""
     stats = shard["stats"]
     return {"shard": shard["shard"], "host": shard["host"], **{name: stats[name] for name in _OF_A_SHARD}}
-
-
-def _already_written(output: str, folder: Path, stats_file: str | None) -> JobReport:
-    stats = json.loads((folder / "stats.json").read_bytes())
-    write_stats(stats_file, stats)
-    return JobReport(stats, output, already_finished=True)

@@ -20,7 +20,7 @@ from batchgen.jobs.order.requests import FirstReading, RequestReader, asked_of
 from batchgen.jobs.order.sorted_requests import SortedRequests, in_window_order
 from batchgen.jobs.outcomes import Outcomes
 from batchgen.jobs.place import IMAGES_FOLDER, output_of
-from batchgen.jobs.shards import ShardFolder, open_shard, output_facts, write_plan
+from batchgen.jobs.shards import ShardFolder, ShardPlan, open_shard, output_facts, write_plan
 from batchgen.parsers.json_schemas import closes
 from batchgen.prefix import Outline
 from batchgen.preflight import check_job
@@ -190,6 +190,8 @@ def _spec_of(command: JobCommand, tokenizer: LoadedTokenizer, prompts: PromptBui
         tool_calls=prompts.tool_calls,
         head=tokenizer.head,
     )
+    optional = prompts.optional_results({} if schema is None else {f.name: f.type for f in schema})
+    form = replace(form, optional=tuple(sorted(optional.union(form.asked))))
     return JobSpec(
         output=command.output,
         digest=command.digest,
@@ -205,8 +207,6 @@ def _spec_of(command: JobCommand, tokenizer: LoadedTokenizer, prompts: PromptBui
         retry=config.retried,
         prune=config.prune,
         expect=config.expect,
-        optional=prompts.optional_results({} if schema is None else {f.name: f.type for f in schema})
-        | {"valid", "parsed"}.intersection(form.asked),
     )
 
 
@@ -256,17 +256,13 @@ def _plan_shards(setup: JobSetup, job: Job, asked: dict[str, Any], tracker: Trac
     consecutive = config.engine.share and config.prompts.priority_column is None
     windows = _windows_to_cut(job, requests, fresh=reading.fresh, outline=outline if consecutive else None)
     count = config.shard_of[1] if config.shard_of else 1
-    write_plan(
-        job.folder,
-        windows,
-        count,
-        config.engine.chunk_size,
+    plan = ShardPlan(
         asked=asked,
         rows=job.row_count,
         output=output_facts(setup.spec),
         earlier=job.previous["job"] if job.previous else None,
-        limits=config.limits,
     )
+    write_plan(job.folder, plan, windows, count, config.engine.chunk_size, config.limits)
     tree = outline.tree()
     if tree.rows:
         job.keep_record(None, tree_record(tree, setup.tokenizer.decode))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,6 @@ class JobSpec:
     """The output may lose any number of rows, and results that no row asks for are removed when it is finished."""
     expect: str | None = None
     """The column that results are compared with, for the figures."""
-    optional: Collection[str] = ()
-    """The parts of a result, of those that only some have, that a Parquet output has columns for from the start (`open_writer`)."""
 
 
 class StoredResults:

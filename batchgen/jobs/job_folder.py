@@ -180,7 +180,6 @@ class JobFolder(StoredResults):
             schema=self._spec.input.schema if output_format(self.output)[0] == "parquet" else None,
             spool=self.folder / "spool.jsonl",
             form=self._spec.form,
-            optional=self._spec.optional,
             in_order=self._spec.order == "input",
         )
         opened.callback(self._writer.abandon)

@@ -21,7 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -54,18 +54,18 @@ _WAIT_SECONDS = 0.5
 class ShardPlan:
     """The result of the first reading, for all shards and for the merge."""
 
-    id: str
     asked: dict[str, Any]
     """Input, limit, settings and versions of the reading. A shard that was started with other values cannot use this plan."""
-    pieces: list[tuple[str, int]]
-    """Files of requests, in prefix order: name and number of requests."""
-    shares: list[Share]
     rows: int
     """Rows of the output."""
     output: dict[str, Any]
     """What the merge must know to write the output (`output_facts`)."""
     earlier: dict[str, Any] | None = None
     """`job` of the figures of the runs before the shards."""
+    id: str = field(default_factory=lambda: secrets.token_hex(4))
+    pieces: list[tuple[str, int]] = field(default_factory=list)
+    """Files of requests, in prefix order: name and number of requests."""
+    shares: list[Share] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -77,7 +77,8 @@ def load_plan(folder: Path) -> ShardPlan | None:
     try:
         value = json.loads((folder / SHARDS_FOLDER / _PLAN).read_bytes())
         shares = [Share(**share) for share in value.pop("shares")]
-        return ShardPlan(shares=shares, pieces=[(name, count) for name, count in value.pop("pieces")], **value)
+        pieces = [(name, count) for name, count in value.pop("pieces")]
+        return ShardPlan(id=value.pop("id"), shares=shares, pieces=pieces, **value)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError) as e:
@@ -93,20 +94,10 @@ def shard_folder(folder: Path, plan: ShardPlan, number: int) -> Path:
 
 
 def write_plan(
-    folder: Path,
-    windows: Iterator[list[Request]],
-    count: int,
-    chunk_size: int,
-    *,
-    asked: dict[str, Any],
-    rows: int,
-    output: dict[str, Any],
-    earlier: dict[str, Any] | None,
-    limits: InputLimits,
+    folder: Path, plan: ShardPlan, windows: Iterator[list[Request]], count: int, chunk_size: int, limits: InputLimits
 ) -> None:
-    """Writes the requests of `windows`, which are in prefix order, and then the plan for `count` shards."""
-    plan_id = secrets.token_hex(4)
-    place = folder / SHARDS_FOLDER / plan_id
+    """Writes the requests of `windows`, which are in prefix order, and then the plan with their pieces and `count` shares."""
+    place = folder / SHARDS_FOLDER / plan.id
     with writing(folder):
         shutil.rmtree(folder / SHARDS_FOLDER, ignore_errors=True)  # of a first reader that died
         (place / "requests").mkdir(parents=True)
@@ -117,15 +108,7 @@ def write_plan(
         name = f"{number:06d}"
         write_requests(place / "requests" / name, window, limits)
         pieces.append((name, len(window)))
-    plan = ShardPlan(
-        id=plan_id,
-        asked=asked,
-        pieces=pieces,
-        shares=costs.shares(count, chunk_size),
-        rows=rows,
-        output=output,
-        earlier=earlier,
-    )
+    plan = replace(plan, pieces=pieces, shares=costs.shares(count, chunk_size))
     with writing(folder):
         for number in range(1, count + 1):
             shard_folder(folder, plan, number).mkdir()
@@ -215,13 +198,7 @@ def output_facts(spec: JobSpec) -> dict[str, Any]:
     names = ("name", "format", "compression", "encoding")
     files = [{name: getattr(file, name) for name in names} for file in spec.input.files]
     here = os.getcwd()  # noqa: PTH109
-    return {
-        "files": files,
-        "folder": here,
-        "form": asdict(spec.form),
-        "optional": list(spec.optional),
-        "prune": spec.prune,
-    }
+    return {"files": files, "folder": here, "form": asdict(spec.form), "prune": spec.prune}
 
 
 def open_shard(

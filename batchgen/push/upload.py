@@ -76,14 +76,14 @@ def push_output(config: JobConfig, output: str, stats: Mapping[str, Any], tell: 
     output itself is complete then.
     """
     assert config.push is not None
-    repo, folder = repo_of(config.push), job_path(output, config.work_dir)
+    folder = job_path(output, config.work_dir)
     manifest = load_manifest(folder / "manifest.json")
     assert manifest is not None, "a finished job has a manifest"
     try:
         lease = Lease(folder / CLAIMS, output, tell, unsharded=True)
         try:
-            with reaching_hub(repo, error=OutputError):
-                return _push(config, repo, Path(output), manifest, stats, tell, folder / PUSH_FOLDER)
+            with reaching_hub(repo_of(config.push), error=OutputError):
+                return _push(config, Path(output), manifest, stats, folder / PUSH_FOLDER, tell)
         finally:
             shutil.rmtree(folder / PUSH_FOLDER, ignore_errors=True)
             lease.release()
@@ -100,16 +100,16 @@ def push_output(config: JobConfig, output: str, stats: Mapping[str, Any], tell: 
 
 def _push(
     config: JobConfig,
-    repo: str,
     output: Path,
     manifest: Manifest,
     stats: Mapping[str, Any],
-    tell: Callable[[str], None],
     folder: Path,
+    tell: Callable[[str], None],
 ) -> str:
+    """`folder`: for files on their way."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    hub = HfApi()
+    hub, repo = HfApi(), repo_of(config.push or "")
     address = str(hub.create_repo(repo, repo_type="dataset", private=not config.push_public, exist_ok=True))
     digest, there = manifest.outputs[0][DIGEST], _dataset_files(repo)
     mark = _mark(repo, there)

@@ -53,6 +53,8 @@ class RowForm:
     """The schema of the values of `parsed`, as JSON; empty if rows have no such field."""
     asked: tuple[str, ...] = ()
     """Parts of a result that the command asks of every row: rows that failed have them as null."""
+    optional: tuple[str, ...] = ()
+    """The parts of a result, of those that only some rows have (`OPTIONAL_RESULTS`), that a table has a column for even if no row has them."""
     openai: OpenAIForm | None = None
     """Rows are records of OpenAI's Batch output, which carry no columns; None for batchgen's own rows."""
 

@@ -141,24 +141,22 @@ def open_writer(
     schema: pa.Schema | None,
     spool: Path,
     form: RowForm,
-    optional: Collection[str] = (),
     in_order: bool = True,
     limits: GroupLimits = DEFAULT_LIMITS,
 ) -> Writer:
     """Returns the writer for the suffix of `output`; it writes to `file`. `schema` is `Input.schema`.
 
-    `optional` names the `OPTIONAL_RESULTS` that a table has a column for even if no row has them. Without a schema it also has a
-    column for those that any row has. `in_order`: the rows come in the order of the input.
+    Without a schema, a table also has a column for those `OPTIONAL_RESULTS` that any row has. `in_order`: the rows come in the order of the input.
     """
     kind, compression = output_format(output)
     if kind == "jsonl":
         return JsonlWriter(file, compression, form)
     results = result_types(form)
     if kind != "parquet":
-        return CsvWriter(file, _Spool(spool, form), DELIMITERS[kind], compression, results, optional)
+        return CsvWriter(file, _Spool(spool, form), DELIMITERS[kind], compression, results, form.optional)
     if schema is None:
-        return SpoolingWriter(file, _Spool(spool, form), results, optional, limits)
-    results = {n: t for n, t in results.items() if n not in OPTIONAL_RESULTS or n in optional}
+        return SpoolingWriter(file, _Spool(spool, form), results, form.optional, limits)
+    results = {n: t for n, t in results.items() if n not in OPTIONAL_RESULTS or n in form.optional}
     return ParquetWriter(file, schema, results, form, limits, in_order=in_order)
 
 

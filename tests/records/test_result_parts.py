@@ -52,9 +52,9 @@ def row_of(result, *, token_ids=False, columns=None):
     return output_row(row, result, RowForm(token_ids=token_ids))
 
 
-def written(folder, name, results, *, schema=None, optional=(), limits=DEFAULT_LIMITS, **form):
-    options = {"form": RowForm(**form), "optional": optional, "limits": limits}
-    writer = open_writer(DigestFile(folder / name), name, schema=schema, spool=folder / "spool", **options)
+def written(folder, name, results, *, schema=None, limits=DEFAULT_LIMITS, **form):
+    file, spool = DigestFile(folder / name), folder / "spool"
+    writer = open_writer(file, name, schema=schema, spool=spool, form=RowForm(**form), limits=limits)
     writer.write((ROW, result) for result in results)
     writer.close()
     return folder / name

@@ -57,7 +57,9 @@ def write_input_rows(prompts, name="in.jsonl"):
 
 def job_open(output="o.jsonl", inputs=("in.jsonl",), settings=SETTINGS, mentions=None, **options):
     source = open_input(list(inputs), format=None, output=output)
-    form = RowForm(**{name: options.pop(name) for name in ("keep", "id_column", "token_ids") if name in options})
+    form = RowForm(
+        **{name: options.pop(name) for name in ("keep", "id_column", "token_ids", "optional") if name in options}
+    )
     spec = JobSpec(output=output, settings=settings, mentions=mentions or {}, input=source, form=form, **options)
     return open_job(spec), source
 
