@@ -266,7 +266,7 @@ def _held_shard(place: Path, shard: str, holder: Mapping[str, Any]) -> OutputLoc
 def _form(form: Mapping[str, Any]) -> RowForm:
     """A `RowForm` that was written as JSON."""
     openai = form["openai"]
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in form.items()}
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in form.items()}
     return RowForm(**values | {"openai": None if openai is None else OpenAIForm(**openai)})
 
 
