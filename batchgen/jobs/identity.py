@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +16,7 @@ from batchgen.jobs.files.manifest import MODEL_FILE, load_manifest
 from batchgen.model_files import ADAPTER_WEIGHTS, adapter_folder, gguf_file
 from batchgen.parsers.heads import OutputHead
 from batchgen.records.output import job_path
+from batchgen.sampling_params import SamplingParams
 from batchgen.stats import versions
 
 _SMALL_FILES = (
@@ -40,6 +41,8 @@ _MAX_HEADER_BYTES = 1 << 26
 _LONG_TEXT = 200
 _FREE = ("device", "device_map", "compile", "attention", "weights", "weight_memory")
 """Options of `ModelConfig` that a job may change."""
+_FREE_OF_PROMPTS = ("sampling_defaults", "priority_column")
+"""Options of `PromptConfig` that a job may change, because results do not depend on them or only through the sampling parameters."""
 _DIGEST_CHARACTERS = 16
 _DATE = "date"
 """The setting that holds the time that a chat template writes into prompts."""
@@ -59,21 +62,16 @@ def job_settings(
     `hf_config`: the model's configuration as transformers loads it. `model`: `model_identity`, if it is known already. `head`: that of
     `--embed` or `--classify`. `date`: the time that the chat template writes into prompts, if it does.
     """
-    sampling = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config.sampling).items()}
-    del sampling["given"]
-    sampling |= {
-        "regex": _text_or_digest(config.sampling.regex),
-        "json_schema": _text_or_digest(config.sampling.json_schema),
-    }
     return {
         **(model_identity(config.model) if model is None else model),
         "dtype": dtype_name(config.model, hf_config),
         "quantize": config.model.quantize,
-        **({"image_max_pixels": config.model.image_max_pixels} if config.model.image_max_pixels else {}),
+        "image_max_pixels": config.model.image_max_pixels,
         **_head_settings(head),
-        **_prompt_settings(config.prompts, chat=chat),
-        **({} if date is None else {_DATE: date.isoformat()}),
-        **sampling,
+        **_plain_settings(config.prompts, _FREE_OF_PROMPTS),
+        "chat": chat,
+        _DATE: None if date is None else date.isoformat(),
+        **_plain_settings(config.sampling, ("given",)),
     }
 
 
@@ -113,30 +111,22 @@ def _head_settings(head: OutputHead | None) -> dict[str, Any]:
     )
 
 
-def _prompt_settings(prompts: PromptConfig, *, chat: bool) -> dict[str, Any]:
-    return {
-        "prompt_column": prompts.prompt_column,
-        "messages_column": prompts.messages_column,
-        "template": _text_or_digest(prompts.template),
-        "prefix": _text_or_digest(prompts.prefix),
-        "system": _text_or_digest(prompts.system),
-        "chat": chat,
-        "chat_template": _text_or_digest(prompts.chat_template),
-        "chat_template_kwargs": json.dumps(prompts.chat_template_kwargs, sort_keys=True),
-        "on_long_prompt": prompts.on_long_prompt,
-        "row_params": list(prompts.row_params),
-        "score": prompts.score,
-        "prompt_logprobs": prompts.prompt_logprobs or None,
-        "prompt_name": prompts.prompt_name,
-        "completion_column": prompts.completion_column,
-        "choices_column": prompts.choices_column,
-        **({"image_column": list(prompts.image_column)} if prompts.image_column else {}),
-    }
+def _plain_settings(config: PromptConfig | SamplingParams, without: Collection[str]) -> dict[str, Any]:
+    """Returns the options of a configuration as plain values; long texts as their digest."""
+    found = {name: value for name, value in asdict(config).items() if name not in without}
+    for name, value in found.items():
+        if isinstance(value, tuple):
+            found[name] = list(value)
+        elif isinstance(value, dict):
+            found[name] = json.dumps(value, sort_keys=True)
+        elif isinstance(value, str):
+            found[name] = _text_or_digest(value)
+    return found
 
 
-def _text_or_digest(text: str | None) -> str | None:
+def _text_or_digest(text: str) -> str:
     """Returns a short text as it is, and a long one as its start and its digest."""
-    if text is None or len(text) <= _LONG_TEXT:
+    if len(text) <= _LONG_TEXT:
         return text
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGEST_CHARACTERS]
     return f"{text[:40]}… ({len(text)} characters, digest {digest})"

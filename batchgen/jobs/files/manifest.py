@@ -76,11 +76,14 @@ def as_stored(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Describes what differs: `temperature was 0, is 0.7; max_tokens was 256, is 64`. Empty if nothing does. Names at most six settings and two files of the model."""
+    """Describes what differs: `temperature was 0, is 0.7; max_tokens was 256, is 64`. Empty if nothing does. Names at most six settings and two files of the model.
+
+    A missing setting is not set, so that a job continues with a version that has more options.
+    """
     changed = []
     for name in dict.fromkeys((*new, *old)):
         was, now = old.get(name, _NO_VALUE), new.get(name, _NO_VALUE)
-        if was != now and (was, now) not in ((None, _NO_VALUE), (_NO_VALUE, None)):
+        if was != now and not (_is_unset(was, now) and _is_unset(now, was)):
             changed.append((name, _words(was, now), _words(now, was)))
     said = []
     files = [name.removeprefix(MODEL_FILE) for name, _, _ in changed if name.startswith(MODEL_FILE)]
@@ -90,6 +93,10 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     said += [f"{name} was {a}, is {b}" for name, a, b in changed]
     more = len(said) - _MAX_DIFFERENCES
     return "; ".join(said if more <= 0 else [*said[:_MAX_DIFFERENCES], f"and {more} more"])
+
+
+def _is_unset(value: Any, other: Any) -> bool:
+    return value is None or value is False or value is _NO_VALUE or (value == [] and other is _NO_VALUE)
 
 
 def is_larger_limit(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
