@@ -361,9 +361,9 @@ class LLM:
         with self._only_call("add prompts to it with add(), or call this when that call has returned"):
             self.interrupted = []
             results: dict[int, Result] = {}
-            numbers = self._add(
-                rows, params, options, lambda result: results.__setitem__(result.row, result), None, share=True
-            )
+            with closing(RowKeys()) as row_keys:
+                take = lambda result: results.__setitem__(result.row, result)  # noqa: E731
+                numbers = self._add(rows, params, options, take, row_keys=row_keys)
             tokens_before = self.stats.completion_tokens
             with noted_interrupt() as came, prompt_bar(len({*numbers}), self._progress) as bar:
 
@@ -403,7 +403,7 @@ class LLM:
                         free = look_ahead - len(pending)
                         rows = [_row_of(next(taken), prompt, options) for prompt in islice(prompts, free)]
                         more = len(rows) == free
-                        pending.extend(self._add(rows, params, options, take, None, share=True, row_keys=row_keys))
+                        pending.extend(self._add(rows, params, options, take, row_keys=row_keys))
                     self._run_until(lambda: not pending or pending[0] in done)
                     while pending and pending[0] in done:
                         number = pending.popleft()
@@ -432,13 +432,11 @@ class LLM:
         params: _CheckedParams,
         options: PromptConfig,
         on_result: OnResult,
-        on_token: OnToken | None,
-        *,
-        share: bool = False,
+        on_token: OnToken | None = None,
         row_keys: RowKeys | None = None,
     ) -> list[int]:
-        """`share`: of prompts whose results cannot differ only the first runs, and its number is returned for all of them. `row_keys` tells
-        equal rows of several calls apart.
+        """With `row_keys`, which tell equal rows of several calls apart, only the first of prompts whose results cannot differ runs, and its number
+        is returned for all of them.
         """
         self.engine  # noqa: B018 - a closed model takes no prompts
         self._check_process()
@@ -455,7 +453,7 @@ class LLM:
                 failed.append(row)
         with nullcontext(row_keys) if row_keys is not None else closing(RowKeys()) as keys:
             requests = _with_row_keys(requests, dict(zip(numbers, rows, strict=True)), keys)
-        if share:
+        if row_keys is not None:
             first: dict[bytes, Request] = {}
             same = {r.row: first.setdefault(r.key, r).row for r in requests}
             requests, numbers = list(first.values()), [same.get(number, number) for number in numbers]
