@@ -35,12 +35,18 @@ _HEADS = {
     "ForAudioClassification": "an audio classifier",
 }
 """Models that do not write text, by the end of their architecture's name."""
-_QUANTIZERS = {
+WEIGHT_ONLY = {
+    "fp8": "FP8", "mxfp4": "MXFP4", "compressed-tensors": "compressed-tensors",
+    "awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "modelopt": "ModelOpt",
+    "gguf": "GGUF",
+}  # fmt: skip
+"""The quantizations of which only the weights are quantized, or only the weights are used so, by `quant_method`, with their names in messages."""
+_NOT_READ = {
     "fbgemm_fp8": "FP8 (fbgemm)", "aqlm": "AQLM", "eetq": "EETQ",
     "hqq": "HQQ", "quanto": "quanto", "higgs": "HIGGS", "vptq": "VPTQ", "spqr": "SpQR",
     "auto-round": "AutoRound", "quark": "Quark",
 }  # fmt: skip
-"""Names of quantizations that batchgen does not read, by their `quant_method`."""
+"""Those that batchgen does not read."""
 
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
@@ -337,9 +343,9 @@ def _check_quantization(folder: Path, settings: Mapping[str, Any]) -> None:
 
 def check_quantizer(model: str, method: str | None) -> None:
     """Raises `ModelError` for a quantization that batchgen does not read, by its `quant_method`. `model` says which model."""
-    if method in _QUANTIZERS:
+    if method in _NOT_READ:
         raise ModelError(
-            f"the model {model} is quantized with {_QUANTIZERS[method]}, which batchgen does not read",
+            f"the model {model} is quantized with {_NOT_READ[method]}, which batchgen does not read",
             "give the original model, or one quantized in a way that docs/quantized.md lists",
         )
 

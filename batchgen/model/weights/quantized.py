@@ -19,16 +19,10 @@ from batchgen.errors import ModelError
 from batchgen.kernels.codes import PackedTensor
 from batchgen.model.weights.packed import is_read_packed
 from batchgen.model.weights.sizes import configs_of, quantization
-from batchgen.model_files import check_quantizer
+from batchgen.model_files import WEIGHT_ONLY, check_quantizer
 from batchgen.prompts.gguf import METHOD
 from batchgen.stats import size_text
 
-WEIGHT_ONLY = {
-    "fp8": "FP8", "mxfp4": "MXFP4", "compressed-tensors": "compressed-tensors",
-    "awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "modelopt": "ModelOpt",
-    METHOD: "GGUF",
-}  # fmt: skip
-"""The formats of which only the weights are quantized, or only the weights are used so, by `quant_method`, with their names in messages."""
 _PACKAGES = {"compressed-tensors": "compressed_tensors", "torchao": "torchao"}
 
 
