@@ -215,9 +215,7 @@ class _ActorLink:
         with suppress(Exception):
             ray.kill(self._actor, no_restart=True)
 
-    def wait(self) -> None: ...
-
-    def how_it_ended(self) -> str:
+    def end(self) -> str:
         return self._why
 
 

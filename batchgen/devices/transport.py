@@ -171,11 +171,8 @@ class Link(Protocol):
     def kill(self) -> None:
         """Ends the worker, without waiting for its end."""
 
-    def wait(self) -> None:
-        """Waits a while for the end of a worker that was killed, and frees what is left of it."""
-
-    def how_it_ended(self) -> str:
-        """Returns how a lost worker ended, in words."""
+    def end(self) -> str:
+        """Waits a while for the end of a worker that was killed or is lost, and frees what is left of it. Returns how it ended, in words."""
         ...
 
 
@@ -237,6 +234,7 @@ class Processes:
 class _ProcessLink:
     def __init__(self, process: Process, channel: Channel, said: IO[bytes]) -> None:
         self._process, self._channel, self._said = process, channel, said
+        self._how = ""
 
     def send(self, message: Any) -> None:
         self._channel.send(message)
@@ -244,9 +242,9 @@ class _ProcessLink:
     def kill(self) -> None:
         self._process.kill()
 
-    def wait(self) -> None:
-        exit_code(self._process)  # waits only so long: a process inside a driver may outlive its kill
-        self._said.close()
-
-    def how_it_ended(self) -> str:
-        return how_it_ended(exit_code(self._process), self._said)
+    def end(self) -> str:
+        code = exit_code(self._process)  # waits only so long: a process inside a driver may outlive its kill
+        if not self._said.closed:
+            self._how = how_it_ended(code, self._said)
+            self._said.close()
+        return self._how

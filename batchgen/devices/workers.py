@@ -361,7 +361,7 @@ class Workers:
         elif isinstance(message, WorkerFailed):
             self._ended(worker, message.error)
         else:
-            how = worker.link.how_it_ended()
+            how = worker.link.end()
             self._ended(worker, DevicesLost(f"the process of {worker.device} ended ({how})"))
 
     def _note(self, text: str) -> None:
@@ -418,5 +418,5 @@ def _end_all(links: Sequence[Link], transport: Transport) -> None:
     for link in links:
         link.kill()
     for link in links:
-        link.wait()
+        link.end()
     transport.close()
