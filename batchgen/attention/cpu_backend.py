@@ -134,16 +134,17 @@ class PackedAttention:
         out = q.new_empty((q.shape[1], q.shape[0], v.shape[2]))
         if self.wanted(layer) is not None:
             out.zero_()
-        prepared = self.prepared(layer, Heads.of(q), Heads.of(k), Heads.of(v), out.data_ptr(), q.dtype, options)
+        heads = Heads.of(q), Heads.of(k), Heads.of(v)
+        prepared = self.prepared(layer, heads, out.data_ptr(), q.dtype, options)
         self.take_over(prepared)
         prepared.call.run()
         return out
 
     def prepared(
-        self, layer: int, q: Heads, k: Heads, v: Heads, out: int, dtype: torch.dtype, options: LayerOptions
+        self, layer: int, heads: tuple[Heads, Heads, Heads], out: int, dtype: torch.dtype, options: LayerOptions
     ) -> LayerAttention:
         """Returns one layer's attention in any step with this cache, with the step's tokens at these places. `out`: address for the output [T, H, V]."""
-        return LayerAttention(self._library, self.cache, layer, q, k, v, out, dtype, options)
+        return LayerAttention(self.cache, layer, heads, out, options, self._library, dtype)
 
     def take_over(self, prepared: LayerAttention) -> None:
         """Makes a layer's attention that of this step, which must be kept until it has run."""
@@ -161,9 +162,10 @@ class LayerAttention:
     """The kernel's arguments for one layer."""
 
     def __init__(
-        self, library: ctypes.CDLL, cache: KVCache, index: int, q: Heads, k: Heads, v: Heads, out: int, dtype: torch.dtype,
-        options: LayerOptions,
+        self, cache: KVCache, index: int, heads: tuple[Heads, Heads, Heads], out: int, options: LayerOptions,
+        library: ctypes.CDLL, dtype: torch.dtype,
     ) -> None:  # fmt: skip
+        q, k, v = heads
         self.index, self.causal = index, options.causal
         self.tile = max(1, TILE_ROWS * k.heads // q.heads)
         self._sinks = None if options.sinks is None else options.sinks.to(torch.float32).contiguous()

@@ -48,7 +48,7 @@ class Attends(Protocol):
     cache: Any
 
     def prepared(
-        self, layer: int, q: Heads, k: Heads, v: Heads, out: int, dtype: torch.dtype, options: Any
+        self, layer: int, heads: tuple[Heads, Heads, Heads], out: int, dtype: torch.dtype, options: Any
     ) -> AttentionCall: ...
 
     def take_over(self, prepared: Any) -> None: ...
@@ -391,9 +391,8 @@ class _Prepared:
             width = len(norm.factor)
             self._norm(norm, heads.heads * size // width, width, heads.to_token, x=heads.at, y=place.at)
         self._rotary(turned if layer.head_norms else plain, turned)
-        prepared = attention.prepared(
-            layer.index, *turned, Heads(values, layer.kv_heads, size, size, row), at.mixed, self._dtype, layer.options
-        )
+        all_heads = *turned, Heads(values, layer.kv_heads, size, size, row)
+        prepared = attention.prepared(layer.index, all_heads, at.mixed, self._dtype, layer.options)
         self._attentions.append(prepared)
         self._added.append(prepared.call)
 
