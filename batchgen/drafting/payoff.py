@@ -105,7 +105,7 @@ class Payoff:
             load = _with(size, -drafts, -drafted)
             added = (seconds - self.seconds(load)) / (self._slower * self._price(load, drafts, drafted))
             self._careful = self._careful and added > 2
-            self._ratios.append(max(0.5, added))
+            self._ratios.append(max(1.0, added))
             self._dearer = median([1.0, 1.0, *self._ratios])
 
     def seconds(self, load: StepSize) -> float:
