@@ -18,34 +18,22 @@ from collections import Counter
 from pathlib import Path
 from types import FrameType
 
-PARTS = (
-    (
-        "starting",
-        (
-            "prompts/tokenizer.py:load",
-            "jobs/identity",
-            "model/loader",
-            "model/weights",
-            "model_files",
-            "model/checks",
-            "kernels/fusion",
-            "kernels/build",
-            "attention/base.py:<module>",
-            "model/loaded_model.py:<module>",
-        ),
+PARTS = {
+    "starting": (
+        "prompts/tokenizer.py:load", "jobs/identity", "model/loader", "model/weights", "model_files", "model/checks",
+        "kernels/fusion", "kernels/build", "attention/base.py:<module>", "model/loaded_model.py:<module>",
     ),
-    ("reading", ("records/files", "records/jsonl", "records/inputs", "records/rows", "records/tables")),
-    ("tokenizing", ("prompts/", "parsers/", "process/template")),
-    ("planning", ("prefix/", "jobs/order/s", "jobs/order/w", "request.py")),
-    ("keys and equal rows", ("jobs/order/requests", "jobs/files/row_")),
-    ("stepping", ("scheduling/", "engine/")),
-    ("sampling", ("sampling/",)),
-    ("model", ("model/", "attention/", "kernels/", "state/", "<native threads>")),
-    ("storing", ("jobs/files/", "jobs/base", "jobs/job_folder", "records/result_values")),
-    ("writing", ("assembly.py", "records/writers", "records/output", "recording/")),
-)
+    "reading": ("records/files", "records/jsonl", "records/inputs", "records/rows", "records/tables"),
+    "tokenizing": ("prompts/", "parsers/", "process/template"),
+    "planning": ("prefix/", "jobs/order/s", "jobs/order/w", "request.py"),
+    "keys and equal rows": ("jobs/order/requests", "jobs/files/row_"),
+    "stepping": ("scheduling/", "engine/", "drafting/"),
+    "sampling": ("sampling/",),
+    "model": ("model/", "attention/", "kernels/", "state/", "<native threads>"),
+    "storing": ("jobs/files/", "jobs/base", "jobs/job_folder", "records/result_values"),
+    "writing": ("assembly.py", "records/writers", "records/output", "recording/"),
+}  # fmt: skip
 """Parts of a job, and the files of the package whose functions belong to them. The innermost such function on a thread's stack counts."""
-_PACKAGE = "/batchgen/batchgen/"
 
 
 class Sampler:
@@ -65,9 +53,8 @@ class Sampler:
         """Seconds of the counting itself."""
 
     def __enter__(self) -> Sampler:
-        sys.setswitchinterval(
-            1e-4
-        )  # with the usual 5 ms, this thread would often run only when another one enters SQLite or a file
+        # With the usual 5 ms, this thread would mostly run when another one enters SQLite or a file.
+        sys.setswitchinterval(1e-4)
         self._thread.start()
         return self
 
@@ -101,7 +88,7 @@ class Sampler:
         else:
             place = f"{frame.f_code.co_filename.removeprefix(self._package)}:{frame.f_code.co_qualname}"
         self.functions[place] += spent
-        self.parts[next((part for part, files in PARTS if place.startswith(files)), "rest")] += spent
+        self.parts[next((part for part, files in PARTS.items() if place.startswith(files)), "rest")] += spent
 
 
 def rows_of(count: int, path: Path) -> Path:
@@ -138,19 +125,16 @@ def main() -> None:
         with Sampler(Path(batchgen.__file__).parent) as sampler:
             stats = run_job(config).stats
         seconds, used = time.perf_counter() - began, time.process_time() - processor - sampler.own
-    counted = sum(sampler.parts.values())
-    print(
-        f"{args.rows:,} rows, {stats['rows_ok']:,} ok: {seconds:.1f} s, processor {used:.1f} s, peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10:,} MiB"
-    )
-    print("| part | s of processor time | µs per row |\n| --- | ---: | ---: |")
-    for part in (*[name for name, _ in PARTS], "rest"):
-        print(f"| {part} | {sampler.parts[part]:.2f} | {1e6 * sampler.parts[part] / args.rows:.0f} |")
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(
-        f"| templates, in a process of their own | {children.ru_utime + children.ru_stime:.2f} | {1e6 * (children.ru_utime + children.ru_stime) / args.rows:.0f} |"
-    )
-    outside = counted - sampler.parts["model"] - sampler.parts["starting"] + children.ru_utime + children.ru_stime
-    print(f"| outside the model and the start | {outside:.2f} | {1e6 * outside / args.rows:.0f} |")
+    templates = children.ru_utime + children.ru_stime
+    outside = sum(sampler.parts.values()) - sampler.parts["model"] - sampler.parts["starting"] + templates
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    print(f"{args.rows:,} rows, {stats['rows_ok']:,} ok: {seconds:.1f} s, processor {used:.1f} s, peak {memory:,} MiB")
+    print("| part | s of processor time | µs per row |\n| --- | ---: | ---: |")
+    lines = [(part, sampler.parts[part]) for part in (*PARTS, "rest")]
+    lines += [("templates, in a process of their own", templates), ("outside the model and the start", outside)]
+    for part, spent in lines:
+        print(f"| {part} | {spent:.2f} | {1e6 * spent / args.rows:.0f} |")
     for place, spent in sampler.functions.most_common(args.functions):
         print(f"{spent:8.2f}  {place}")
 

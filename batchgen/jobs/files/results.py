@@ -8,8 +8,9 @@
     facts      single values: the progress of the run, and what the first reading of the input has read
 
 The database is in WAL mode. Results are committed about four times a second (`job.KEEP_SECONDS`), together with the rows under way: a killed
-process loses what came since. The log is synced every `flush_every` seconds, so a power cut loses at most the results since then. `status` reads the database from another process. On a
-network file system, where two hosts cannot share a WAL, the database uses a rollback journal and commits every `flush_every` seconds.
+process loses what came since, and the next run generates it again. The log is synced every `flush_every` seconds, so a power cut loses at
+most the results since then. `status` reads the database from another process. On a network file system, where two hosts cannot share a WAL,
+the database uses a rollback journal and commits every `flush_every` seconds.
 
 Data of this run only (the keys of the finished output, and what `row_keys` counts) is in a second, unsynced database, `run.sqlite`.
 """
