@@ -442,7 +442,7 @@ class LLM:
         self._check_process()
         own = params if isinstance(params, list) else None
         numbers = [next(self._numbers) for _ in rows]
-        rows = [replace(row, number=number) for row, number in zip(rows, numbers, strict=True)]
+        rows = [row._replace(number=number) for row, number in zip(rows, numbers, strict=True)]
         requests: list[Request] = []
         failed: list[Result] = []
         for built in self._builder(params, options).build(rows, own):

@@ -70,10 +70,13 @@ def _agreed_depth(prompts: Sequence[TokenArray], members: list[int], depth: int)
         return depth
     first = prompts[members[0]]
     end = len(first)
+    agreed = first[depth:end].tobytes()  # comparing bytes takes a third of the time
     for m in members[1:]:
+        if prompts[m][depth:end].tobytes() != agreed:
+            end = depth + common_length(first[depth:end], prompts[m][depth:end])
+            agreed = first[depth:end].tobytes()
         if end == depth:
             break
-        end = depth + common_length(first[depth:end], prompts[m][depth:end])
     return end
 
 

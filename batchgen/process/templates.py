@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 from batchgen.errors import BatchgenError
 from batchgen.process.child_process import Process, exit_code, how_it_ended, start_module
@@ -44,8 +44,7 @@ class TemplateFailure:
     """Line of the template, if its syntax is wrong."""
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateCall:
+class TemplateCall(NamedTuple):
     """A render that is asked for."""
 
     form: Form

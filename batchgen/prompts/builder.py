@@ -127,8 +127,12 @@ class PromptBuilder:
             self._renderer.note(f"{names} {verb} no effect with {task}, which generates nothing")
 
     def _unknown_stop_token(self, params: SamplingParams) -> str | None:
-        over = [token for token in params.stop_token_ids if token >= self._tokenizer.vocab_size]
-        return f"{over[0]} is beyond the model's {self._tokenizer.vocab_size} tokens" if over else None
+        last = max(params.stop_token_ids, default=0)
+        return (
+            f"{last} is beyond the model's {self._tokenizer.vocab_size} tokens"
+            if last >= self._tokenizer.vocab_size
+            else None
+        )
 
     def optional_results(self, types: Mapping[str, Any]) -> frozenset[str]:
         """Returns the optional parts of a result that rows may have, by the command's options and the types of a table's columns."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime
 from decimal import Decimal
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -47,8 +47,7 @@ from batchgen.request import TokenArray
 from batchgen.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(NamedTuple):
     """A prompt's text, still to be tokenized."""
 
     text: str
@@ -58,8 +57,7 @@ class Text:
     """The images of the text's placeholders, in order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
+class Rendered(NamedTuple):
     """A row's prompt with its parameters."""
 
     prompt: Text | TokenArray
@@ -71,17 +69,16 @@ class Rendered:
     """The row's tools as JSON if calls of them are looked for in the answer; else empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class _How:
+class _How(NamedTuple):
     """How a row is rendered."""
 
-    limit: int | None = None
+    limit: int | None
     """Number of characters of a text, or of token ids, to keep; None for all."""
-    left: bool = False
+    left: bool
     """Whether to keep the last ones rather than the first."""
-    file: str = ""
+    file: str
     """The row's file."""
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any]
     """Variables of the chat template; those of the command and the row override them."""
 
     def cut(self, value: Any) -> Any:
@@ -230,7 +227,7 @@ class Renderer:
         asked = any(self._prompts.chat_template_kwargs.get(name) for name in SWITCHES)
         if thinking is None or asked or params.reasoning != "auto" or not thinking.opened(prompt.text):
             return prompt
-        return replace(prompt, text=prompt.text + thinking.no_thoughts)
+        return prompt._replace(text=prompt.text + thinking.no_thoughts)
 
     def _from_columns(self, columns: Mapping[str, Any], source: Source, how: _How) -> Steps[Text | TokenArray]:
         both = self.columns.both_note(columns)

@@ -85,7 +85,9 @@ class SharedText:
 
     def encode(self, texts: Sequence[str], special: bool) -> list[TokenArray | None] | None:
         """Returns the token ids of each text (None for one that cannot be tokenized), or None if the texts must be tokenized whole."""
-        if not self._on or len(texts) < 2 or sum(map(len, texts)) < self._min_call or not self._cuts.any:
+        lengths = sorted(map(len, texts))
+        may_share = len(texts) > 1 and lengths[-2] >= _MIN_PIECE and sum(lengths) >= self._min_call
+        if not (may_share and self._on and self._cuts.any):
             return None
         around = self._around if special else (_NO_IDS, _NO_IDS)
         if around is None:

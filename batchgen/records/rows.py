@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchgen.errors import InputCorrupt, RowError
 
@@ -12,8 +11,7 @@ MAX_WINDOW_BYTES = 1 << 28
 """A window ends with the row that reaches this size. As Python objects, rows take a few times the memory that they take in a file."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One row of the input: its columns, or the reason why it has none."""
 
     number: int

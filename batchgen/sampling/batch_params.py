@@ -148,14 +148,12 @@ class BatchParams:
         self._changed.add(sampler_index)
         return record
 
-    def free(self, sampler_index: int) -> Any:
-        """Frees the index and returns the record that it held. Raises `ValueError` if the index is not in use."""
-        if sampler_index >= len(self.records) or not self.records[sampler_index]["used"]:
-            raise ValueError(f"sampler index {sampler_index} is not in use")
-        record = self.records[sampler_index].copy()
-        self.records[sampler_index] = _EMPTY
-        self._changed.discard(sampler_index)
-        return record
+    def free(self, sampler_indices: Sequence[int]) -> NDArray[Any]:
+        """Frees the indices and returns the records that they held. Raises `ValueError` if one of them is not in use."""
+        records = self.of(sampler_indices)
+        self.records[list(sampler_indices)] = _EMPTY
+        self._changed.difference_update(sampler_indices)
+        return records
 
     def of(self, sampler_indices: Sequence[int]) -> NDArray[Any]:
         """Returns the records at these indices. Raises `ValueError` if one of them is not in use."""

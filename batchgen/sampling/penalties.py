@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from batchgen.kernels.transfer import put
 from batchgen.request import TokenArray
@@ -34,8 +35,8 @@ class VocabularyRows:
         self.rows[row].zero_()
         return row
 
-    def give_back(self, row: int) -> None:
-        self._free.append(row)
+    def give_back(self, rows: Iterable[int]) -> None:
+        self._free += rows
 
 
 class Penalties:
@@ -64,11 +65,10 @@ class Penalties:
                     0, put(ids, self._device), put(counts.astype(np.int32), self._device)
                 )
 
-    def remove(self, record: Any) -> None:
-        """Gives a sequence's rows back. The next owner writes them only after this sequence's last step, because the device works in the order of the launches."""
+    def remove(self, records: NDArray[Any]) -> None:
+        """Gives the rows of some sequences back. The next owner writes them only after the last step of these, because the device works in the order of the launches."""
         for name, rows in (("seen", self._seen), ("counts", self._counts)):
-            if record[name] >= 0:
-                rows.give_back(int(record[name]))
+            rows.give_back(records[name][records[name] >= 0].tolist())
 
     def applied(self, logits: torch.Tensor, step_params: StepParams) -> torch.Tensor:
         """Returns a float32 copy of the logits [N, V] with the penalties applied."""

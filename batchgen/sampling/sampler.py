@@ -134,14 +134,13 @@ class Sampler:
         record = self._batch_params.take(sampler_index, params, key, choice)
         self._penalties.add(record, params, prompt, generated)
 
-    def remove(self, sampler_index: int) -> None:
-        """Forgets the sequence at `sampler_index`."""
-        self._penalties.remove(self._batch_params.free(sampler_index))
+    def remove(self, sampler_indices: Sequence[int]) -> None:
+        """Forgets the sequences at these indices."""
+        self._penalties.remove(self._batch_params.free(sampler_indices))
 
     def clear(self) -> None:
         """Forgets all sequences."""
-        for sampler_index in self.used:
-            self.remove(sampler_index)
+        self.remove(self.used)
 
     @torch.no_grad()
     def sample(

@@ -270,12 +270,12 @@ def test_a_reused_sampler_index_keeps_nothing_of_its_previous_sequence():
     sampler = sampler_of(ALL, ALL)
     for step in range(4):
         sampler.sample(random_logits(2), [0, 1], [step, step])
-    sampler.remove(0)
+    sampler.remove([0])
     sampler.add(0, ALL, key(9), np.array([1], dtype=np.int32))
     logits = random_logits(1)
     want = by_transformers(logits[0], ALL, [1])
     torch.testing.assert_close(sampler.probabilities(logits, [0])[0], want, atol=1e-5, rtol=0)
-    sampler.remove(0)
+    sampler.remove([0])
     sampler.add(0, SamplingParams(temperature=1.0), key(9), PROMPT)
     torch.testing.assert_close(sampler.probabilities(logits, [0])[0], logits[0].softmax(-1))
 
@@ -308,8 +308,8 @@ def test_misuse_raises_errors_that_name_it():
     sampler = sampler_of(ALL)
     with pytest.raises(ValueError, match=r"^sampler index 0 is in use$"):
         sampler.add(0, ALL, key(0), PROMPT)
-    with pytest.raises(ValueError, match=r"^sampler index 5 is not in use$"):
-        sampler.remove(5)
+    with pytest.raises(ValueError, match=r"^sampler indices \[5\] are not in use$"):
+        sampler.remove([5])
     with pytest.raises(ValueError, match=r"^sampler indices \[7\] are not in use$"):
         sampler.sample(random_logits(2), [0, 7], [0, 0])
     with pytest.raises(ValueError, match=r"^logits are \(1, 32\), not \(1, 64\)$"):
@@ -335,7 +335,7 @@ def test_sampling_with_the_devices_table_equals_sampling_with_the_hosts_records(
                 )
             )
             if step == 1:
-                sampler.remove(4)
+                sampler.remove([4])
                 sampler.add(4, params[7], key(99), PROMPT)
         found.append(sampler.last[:count].tolist())
     assert sampled[0] == sampled[1]
