@@ -162,7 +162,8 @@ class StepExecutor:
 
     def free(self, freed: Freed) -> None:
         """Forgets the parameters of sampler indices, the grammars and node logits that are not needed any more."""
-        self._sampler.remove(freed.sampler_indices)
+        if freed.sampler_indices:
+            self._sampler.remove(freed.sampler_indices)
         for seq in freed.sequences:
             if _name(seq) in self._guided:
                 self._guided.discard(_name(seq))

@@ -367,6 +367,7 @@ class BlockManager:
             self.evict(kept)
         elif shelf is not None and not replaced:
             shelf[kept] = None
+            self._make_room(0, 0, self.unshared_blocks)  # it was not on the shelf when the others were evicted
         elif shelf is not None:
             kept.swapped = None
         if not filled and kept.swapped is not None:
