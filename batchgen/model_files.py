@@ -118,11 +118,7 @@ def is_int8_layer(name: str, shape: Sequence[int]) -> bool:
     """Whether a tensor is the weight of a layer that `--quantize int8` packs, judged by its name and shape."""
     parts = name.split(".")
     return (
-        parts[-1] == "weight"
-        and any(map(str.isdigit, parts))
-        and "experts" not in parts
-        and len(shape) == 2
-        and INT8_SMALL * shape[0] > shape[1]
+        parts[-1] == "weight" and any(map(str.isdigit, parts)) and len(shape) == 2 and INT8_SMALL * shape[0] > shape[1]
     )
 
 

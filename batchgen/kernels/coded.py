@@ -138,8 +138,8 @@ class Codes:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
 
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        """Returns rows [first, last) of one weight, unpacked."""
+    def rows(self, first: int, last: int | None) -> torch.Tensor:
+        """Returns rows [first, last) of one weight, unpacked; without `last`, all rows of the panels."""
         parts = {}
         for name, part in self.parts.items():
             if name == "groups":

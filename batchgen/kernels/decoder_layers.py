@@ -63,6 +63,14 @@ def fuse_layers(model: torch.nn.Module, around: Around = nullcontext) -> int:
     return count
 
 
+def unfuse_layers(model: torch.nn.Module) -> None:
+    """Undoes what `fuse_layers` has given layers that run in one call, and bodies of such layers, because their parts are replaced."""
+    for module in model.modules():
+        if not module.__dict__.keys().isdisjoint(("dense", "stack")):
+            for name in ("dense", "stack", "forward"):
+                module.__dict__.pop(name, None)
+
+
 def _runs_by_parts(layer: torch.nn.Module) -> bool:
     forward = getattr(layer.__dict__.get("forward"), "__func__", None)
     return forward is not None and any(forward is kind.by_parts for kind in _KINDS.values())

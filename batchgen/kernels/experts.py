@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from batchgen.kernels.build import kernel, library
+from batchgen.kernels.int8 import Int8Linear
 from batchgen.kernels.ops import Activation, PackedLinear
 
 
@@ -35,7 +36,7 @@ class _Combine(ctypes.Structure):
 class FusedExperts(torch.nn.Module):
     """Maps x [T, K] to the weighted sum of what a token's experts give: down(act(gate(x)) * up(x)), rounded where transformers rounds."""
 
-    def __init__(self, up: PackedLinear, down: PackedLinear, plain: Any) -> None:
+    def __init__(self, up: PackedLinear | Int8Linear, down: PackedLinear | Int8Linear, plain: Any) -> None:
         """`up`: gate and up of all experts. `plain`: the module of transformers, which runs the activation that `up` leaves out."""
         super().__init__()
         self.up = up

@@ -19,6 +19,7 @@ from batchgen.kernels import recurrent
 from batchgen.kernels.build import DTYPES
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.experts import FusedExperts
+from batchgen.kernels.int8 import Int8Linear
 from batchgen.kernels.ops import (
     Activation,
     Gating,
@@ -82,6 +83,12 @@ class Packing:
 
     def can_pack_experts(self, weights: list[torch.Tensor]) -> bool:
         return all(map(fits, weights)) and is_fast()
+
+    def pack_experts(
+        self, weights: list[torch.Tensor], biases: list[torch.Tensor | None], gate: Gating
+    ) -> PackedLinear | Int8Linear:
+        """Packs the weights [E, N, K] of a mixture's experts, which `can_pack_experts` accepts: one, or gate and up."""
+        return PackedLinear(weights, biases, gate)
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """Returns the largest allowed difference from the plain layers, relative to the largest number."""
@@ -314,7 +321,8 @@ def _experts(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Modu
     if gate.activation is not Activation.NONE:
         weights = _gate_and_up(first, together=part.is_concatenated)
         biases = [None, None] if first_bias is None else _gate_and_up(first_bias, together=part.is_concatenated)
-    fused = FusedExperts(PackedLinear(weights, biases, gate), PackedLinear([down], [down_bias]), part)
+    up = packing.pack_experts(weights, biases, gate)
+    fused = FusedExperts(up, packing.pack_experts([down], [down_bias], Gating()), part)
     few, places = _few_experts(part)
     index, by = torch.tensor([[0, 1]] * 3), torch.tensor([[0.5, 0.25]]).to(first.dtype).expand(3, 2)
     agrees = packing.agrees(lambda x: few(x[0], index, by), lambda x: fused(x[0], places[index], by), [*weights, down])

@@ -6,14 +6,27 @@ Both go from -127 to 127. Sums are exact, in 32 bits, so a row's result depends 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from batchgen.kernels.build import DTYPES, kernel, library
-from batchgen.kernels.memory import in_huge_pages
-from batchgen.kernels.ops import Activation, Call, Product, norm_arguments, panels
+from batchgen.kernels.coded import Codes
+from batchgen.kernels.codes import Coding
+from batchgen.kernels.isa import instruction_set
+from batchgen.kernels.ops import (
+    Activation,
+    Call,
+    Gating,
+    PackedLinear,
+    Product,
+    biases_in_panels,
+    columns_in_panels,
+    in_panels,
+    norm_arguments,
+)
 
 LARGEST = 127
 STEP = 64
@@ -42,10 +55,13 @@ class QuantizeArguments(ctypes.Structure):
 
 
 def quantize_weight(weight: torch.Tensor, scales: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a weight [N, K] as int8 [N, K], rounded to nearest, and scales [N] in float32.
+    """Returns a weight [N, K] as int8 [N, K], rounded to nearest, and scales [N] in float32; those of [E, N, K] stacked.
 
     Without `scales`, the largest magnitude of each row becomes 127. With `scales` [N], the weight already is whole numbers times these.
     """
+    if weight.dim() == 3:
+        each = [quantize_weight(one) for one in weight]
+        return torch.stack([values for values, _ in each]), torch.stack([steps for _, steps in each])
     numbers = weight.detach().to(torch.float32, copy=True)
     if scales is not None:
         numbers /= scales.float()[:, None]
@@ -87,45 +103,70 @@ def quantize_rows(x: torch.Tensor) -> QuantizedRows:
 
 
 class Int8Linear(torch.nn.Module):
-    """Maps x [..., K] to [..., N]: a linear layer, or with an activation act(x gate^T) * (x up^T), rounded where the plain modules round."""
+    """Maps x [..., K] to [..., N]: a linear layer, or with an activation act(x gate^T) * (x up^T), rounded where the plain modules round.
+
+    Or the same layer of all experts of a mixture, like `PackedLinear`.
+    """
 
     kind = "int8"
+    # Plain tensors, because torch needs microseconds to look up parameters and buffers.
+    weights: torch.Tensor | None
+    """[sides of panels, words of K, columns of a side], one expert after the other; None of codes"""
+    codes: Codes | None
+    scales: torch.Tensor
+    """[panels, columns of a panel], as `beginnings` and `biases`"""
+    beginnings: torch.Tensor | None
+    biases: torch.Tensor | None
 
     def __init__(
         self,
         weights: list[tuple[torch.Tensor, torch.Tensor]],
-        biases: list[torch.Tensor | None],
+        biases: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
-        activation: Activation = Activation.NONE,
+        activation: Activation | Gating = Activation.NONE,
     ) -> None:
-        """`weights` is one weight, or gate and up, as int8 [N, K] with scales [N]; they are copied. `dtype` is that of x and y."""
-        super().__init__()
-        self.out_features, self.in_features = weights[0][0].shape
-        self.dtype = dtype
-        self.activation = activation
-        self._kernel_dtype = dtype if dtype in DTYPES else torch.float32
+        """`weights` is one weight, or gate and up, as int8 [N, K] ([E, N, K] of experts) with scales [N] or [E, N]; they are copied.
+
+        `dtype` is that of x and y.
+        """
+        shape = weights[0][0].shape
+        self._begin(shape[-2:], shape[0] if len(shape) == 3 else 0, dtype, activation)
         fill = -self.in_features % STEP
         padded = [torch.nn.functional.pad(values, (0, fill)).contiguous() for values, _ in weights]
-        beginnings = None
-        if (
-            library().batchgen_int8_is_unsigned()
-        ):  # the kernel reads x as x + 128, so sums begin at -128 times the weights
-            beginnings = panels([-128 * values.sum(1, dtype=torch.int32) for values in padded])
+        if library().batchgen_int8_is_unsigned():
+            # The kernel reads x as x + 128, so sums begin at -128 times the weights.
+            self.beginnings = columns_in_panels([-128 * values.sum(-1, dtype=torch.int32) for values in padded])
         if library().batchgen_int8_bytes() == 2:
             padded = [values.view(-1, 4)[:, [0, 2, 1, 3]].contiguous().view(values.shape) for values in padded]
-        # Plain tensors, because torch needs microseconds to look up parameters and buffers.
-        words = panels([values.view(torch.int32) for values in padded])
-        side = library().batchgen_int8_side()
-        self.weights = in_huge_pages(words.view(len(words), -1, side, words.shape[2]).transpose(2, 3))
-        """[panels, columns of a panel / side, words of K, side]"""
-        self.scales = panels([scales.float() for _, scales in weights])
-        self.beginnings = beginnings
-        """[panels, columns of a panel]"""
-        self.biases: torch.Tensor | None = None
-        if any(bias is not None for bias in biases):
-            self.biases = panels([torch.zeros(self.out_features) if b is None else b.detach().float() for b in biases])
+        self.weights = in_panels([values.view(torch.int32) for values in padded], library().batchgen_int8_side())
+        self.scales = columns_in_panels([scales.float() for _, scales in weights])
+        self.biases = biases_in_panels(biases, shape[:-1])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def _begin(
+        self, shape: Sequence[int], experts: int, dtype: torch.dtype, activation: Activation | Gating = Activation.NONE
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = shape
+        self.experts = experts
+        self.dtype = dtype
+        self.gate = activation if isinstance(activation, Gating) else Gating(activation)
+        self.activation = self.gate.activation
+        self._kernel_dtype = dtype if dtype in DTYPES else torch.float32
+        self.weights = self.codes = self.beginnings = self.biases = None
+
+    @classmethod
+    def of_codes(cls, layer: PackedLinear) -> Int8Linear:
+        """Returns a layer that multiplies the codes of a packed one, which it shares, in 8 bits. `are_whole` must hold for them."""
+        assert layer.codes is not None
+        made = cls.__new__(cls)
+        made._begin((layer.out_features, layer.in_features), layer.experts, layer.dtype, layer.gate)
+        made.codes, made.biases = layer.codes, layer.biases
+        panels = len(layer.codes.parts["plane4"])
+        made.scales = torch.full((panels, library().batchgen_linear_panel()), _factor(layer.codes.coding))
+        return made
+
+    def forward(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
+        """`starts` [E + 1] of experts: rows [starts[e], starts[e + 1]) of x are those of expert e."""
         if x.dtype != self.dtype or x.shape[-1] != self.in_features:
             raise ValueError(f"expected [..., {self.in_features}] in {self.dtype}, not {list(x.shape)} in {x.dtype}")
         rows: QuantizedRows | None = getattr(x, "as_int8", None)
@@ -135,23 +176,29 @@ class Int8Linear(torch.nn.Module):
                 norm.quantizes = True  # from the next step on
             rows = quantize_rows(x.reshape(-1, self.in_features).to(self._kernel_dtype))
         y = torch.empty((*x.shape[:-1], self.out_features), dtype=self._kernel_dtype)
-        self.product(rows, rows.scales.shape[0], y.data_ptr(), self.out_features).run()
+        self.product(rows, rows.scales.shape[0], y.data_ptr(), self.out_features, starts).run()
         return y.to(self.dtype)
 
-    def product(self, x: QuantizedRows, rows: int, y: int, y_row: int) -> Call:
+    def product(self, x: QuantizedRows, rows: int, y: int, y_row: int, starts: torch.Tensor | None = None) -> Call:
         """Returns the call of the kernel that maps the first `rows` rows of x to rows at address y that begin `y_row` numbers apart."""
+        length = row_length(self.in_features)
         product = Product(
-            rows, self.out_features, self.weights.shape[2], row_length(self.in_features) * x.values.itemsize // 4, y_row,
+            rows, self.out_features, -(-self.in_features // STEP) * STEP // 4, length * x.values.itemsize // 4, y_row,
             self.activation, torch.get_num_threads(),
-            x.values.data_ptr(), self.weights.data_ptr(), _address(self.biases), y,
+            x.values.data_ptr(), _address(self.weights), _address(self.biases), y,
             x.scales.data_ptr(), self.scales.data_ptr(), _address(self.beginnings),
+            codes=None if self.codes is None else self.codes.address, experts=self.experts, starts=_address(starts),
+            alpha=self.gate.alpha, limit=self.gate.limit,
         )  # fmt: skip
         return Call(kernel("linear_int8", self._kernel_dtype), product)
 
     @property
     def weight(self) -> torch.Tensor:
         """The weight [N, K] of the plain layer, unpacked at each call, for models that read it."""
-        words = self.weights.transpose(2, 3).reshape(-1, self.weights.shape[2])[: self.out_features].contiguous()
+        if self.codes is not None:
+            return self.codes.rows(0, self.out_features)
+        assert self.weights is not None
+        words = self.weights.transpose(1, 2).flatten(0, 1)[: self.out_features].contiguous()
         values = words.view(torch.int8)
         if library().batchgen_int8_bytes() == 2:
             values = values.view(-1, 4)[:, [0, 2, 1, 3]].view(values.shape)
@@ -161,11 +208,30 @@ class Int8Linear(torch.nn.Module):
     @property
     def bytes(self) -> int:
         """Memory of the weights, scales and biases."""
-        parts = (self.weights, self.scales, self.beginnings, self.biases)
+        parts = (self.weights, self.codes, self.scales, self.beginnings, self.biases)
         return sum(part.nbytes for part in parts if part is not None)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.dtype}, {self.activation.name.lower()}"
+
+
+def multiplies_codes() -> bool:
+    """Whether codes of 4 bits are multiplied in 8 bits as they are. Matrix units multiply faster by weights of 8 bits than vectors by codes."""
+    return instruction_set() != "amx"
+
+
+def are_whole(codes: Codes) -> bool:
+    """Whether the kernels can multiply codes in 8 bits: 4 bits each, and whole numbers, or halves, times the scale of a group."""
+    coding = codes.coding
+    if coding.bits != 4 or coding.group == 0 or "offsets" in codes.parts:
+        return False
+    wholes = [float(level) / _factor(coding) for level in coding.levels or ()]
+    return all(whole.is_integer() and abs(whole) <= LARGEST for whole in wholes)
+
+
+def _factor(coding: Coding) -> float:
+    """Returns what whole numbers stand for: 0.5 if some levels are not whole, such as those of FP4, else 1."""
+    return 1.0 if all(float(level).is_integer() for level in coding.levels or ()) else 0.5
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

@@ -367,12 +367,7 @@ class PackedLinear(torch.nn.Module):
         else:
             self._pack([plain_weight(weight) for weight in weights])
         self.bias = biases[0] if len(biases) == 1 and not self.experts else None
-        self.biases: torch.Tensor | None = None
-        """[panels, columns of a panel] in float32"""
-        if any(bias is not None for bias in biases):
-            shape = weights[0].shape[:-1]
-            columns = [torch.zeros(shape) if b is None else b.detach().float() for b in biases]
-            self.biases = in_panels([column[..., None] for column in columns]).squeeze(1)
+        self.biases = biases_in_panels(biases, weights[0].shape[:-1])
 
     def _pack(self, weights: list[torch.Tensor]) -> None:
         if self.dtype == torch.float32 and all(map(_is_bfloat16, weights)):
@@ -419,6 +414,20 @@ class PackedLinear(torch.nn.Module):
             return self.codes.rows(0, self.out_features)
         rows = self.weights.transpose(1, 2).reshape(-1, self.words)[: self.out_features]
         return rows.contiguous().view(self._weight_dtype).to(self.dtype)
+
+    def plain(self) -> list[torch.Tensor]:
+        """Returns what the layer was made of, unpacked: one weight [N, K] ([E, N, K] of experts), or gate and up."""
+        if self.codes is not None:
+            rows = self.codes.rows(0, None)
+        else:
+            assert self.weights is not None
+            words = self.weights.transpose(1, 2).reshape(-1, self.words)
+            rows = words.contiguous().view(self._weight_dtype).to(self.dtype)
+        parts = 1 if self.activation is Activation.NONE else 2
+        width = library().batchgen_linear_panel() // parts
+        rows = rows.view(max(1, self.experts), -1, parts, width, self.in_features)
+        found = [rows[:, :, i].flatten(1, 2)[:, : self.out_features] for i in range(parts)]
+        return found if self.experts else [weight[0] for weight in found]
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.dtype}, {self.activation.name.lower()}"
@@ -482,6 +491,18 @@ def panels(parts: list[torch.Tensor]) -> torch.Tensor:
         parts = [torch.cat([part, fill]) for part in parts]
     panels = [part.view(-1, width, *part.shape[1:]) for part in parts]
     return panels[0] if len(panels) == 1 else torch.cat(panels, 1)
+
+
+def columns_in_panels(columns: list[torch.Tensor]) -> torch.Tensor:
+    """[panels, columns of a panel] of one [N] or [E, N], or of two whose columns share each panel."""
+    return in_panels([column[..., None] for column in columns]).squeeze(1)
+
+
+def biases_in_panels(biases: Sequence[torch.Tensor | None], shape: Sequence[int]) -> torch.Tensor | None:
+    """[panels, columns of a panel] in float32 of biases of this shape, [N] or [E, N]; None if there are none."""
+    if all(bias is None for bias in biases):
+        return None
+    return columns_in_panels([torch.zeros(*shape) if bias is None else bias.detach().float() for bias in biases])
 
 
 def in_panels(parts: list[torch.Tensor], side: int = 0) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""`--quantize int8`: packs the linear layers of a loaded model in 8 bits, one after the other, so that both forms are never in memory together."""
+"""`--quantize int8`: packs the linear layers of a loaded model in 8 bits, one after the other, so that both forms are never in memory together.
+
+Codes of 4 bits (`coded`) stay what they are, and are multiplied in 8 bits.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from batchgen.kernels.decoder_layers import fuse_layers
+from batchgen.kernels.decoder_layers import fuse_layers, unfuse_layers
 from batchgen.kernels.fusion import FusedNorm, Packing, fuse_linear
-from batchgen.kernels.int8 import Int8Linear, QuantizingNorm, quantize_weight
+from batchgen.kernels.int8 import Int8Linear, QuantizingNorm, are_whole, quantize_weight
+from batchgen.kernels.memory import give_back
 from batchgen.kernels.onednn import OneDnnInt8Linear
-from batchgen.kernels.ops import Activation, PackedLinear, plain_weight
+from batchgen.kernels.ops import Activation, Gating, PackedLinear, plain_weight
 from batchgen.model_files import INT8_SMALL
 
 DTYPES_PACKED = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,20 +46,61 @@ def quantize_linear(
     the same whole numbers come out. Embedding, head, shared weights and layers with few columns stay. Without `own_kernels`, oneDNN runs.
     """
     all_weights = sum(p.numel() for p in model.parameters())
+    if any(isinstance(part, PackedLinear) for part in model.modules()):
+        return _quantize_packed(model)
     packing = Int8Packing(model, scales or {}, own_kernels=own_kernels)
     fuse_linear(model, packing, own_kernels=own_kernels)
     if own_kernels:
         fuse_linear(model, Packing())  # the rest
+    _quantize_norms(model)
+    if own_kernels:
+        fuse_layers(model)
+    return Quantized(packing.layers, packing.weights, all_weights, _bytes(model))
+
+
+def _quantize_norms(model: torch.nn.Module) -> None:
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if isinstance(child, FusedNorm):
                 parent._modules[name] = QuantizingNorm(child)
-    if own_kernels:
-        fuse_layers(model)
-    rest = sum(p.numel() * p.element_size() for p in model.parameters())
-    packed = sum(m.bytes for m in model.modules() if isinstance(m, Int8Linear | OneDnnInt8Linear))
-    packed += sum(m.bytes for m in model.modules() if isinstance(m, PackedLinear))
-    return Quantized(packing.layers, packing.weights, all_weights, rest + packed)
+
+
+def _bytes(model: torch.nn.Module) -> int:
+    packed = sum(m.bytes for m in model.modules() if isinstance(m, Int8Linear | OneDnnInt8Linear | PackedLinear))
+    return packed + sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _quantize_packed(model: torch.nn.Module) -> Quantized:
+    """Does the same to a model whose linear layers are `PackedLinear`, of which some are codes."""
+    layers = weights = all_weights = 0
+    unfuse_layers(model)
+    for name, parent in list(model.named_modules()):
+        for key, part in parent._modules.items():
+            if not isinstance(part, PackedLinear):
+                continue
+            parts = max(1, part.experts) * (1 if part.activation is Activation.NONE else 2)
+            all_weights += parts * part.out_features * part.in_features
+            inside = any(map(str.isdigit, name.split(".")))
+            if not inside or INT8_SMALL * part.out_features <= part.in_features or part.dtype not in DTYPES_PACKED:
+                continue
+            parent._modules[key] = in_8_bits(part)
+            layers += parts
+            weights += parts * part.out_features * part.in_features
+    all_weights += sum(p.numel() for p in model.parameters())
+    _quantize_norms(model)
+    fuse_layers(model)
+    return Quantized(layers, weights, all_weights, _bytes(model))
+
+
+def in_8_bits(layer: PackedLinear) -> Int8Linear:
+    """Returns a layer in 8 bits. It shares the codes of the packed one, if they can be multiplied as they are."""
+    if layer.codes is not None and are_whole(layer.codes):
+        return Int8Linear.of_codes(layer)
+    made = Int8Linear([quantize_weight(weight) for weight in layer.plain()], [], layer.dtype, layer.gate)
+    made.biases = layer.biases
+    if layer.weights is not None:
+        give_back(layer.weights)
+    return made
 
 
 class Int8Packing(Packing):
@@ -91,6 +136,13 @@ class Int8Packing(Packing):
         if not self._own_kernels:
             return OneDnnInt8Linear(*values[0], biases[0], weights[0].dtype)
         return Int8Linear(values, biases, weights[0].dtype, activation)
+
+    def pack_experts(
+        self, weights: list[torch.Tensor], biases: list[torch.Tensor | None], gate: Gating
+    ) -> PackedLinear | Int8Linear:
+        self.layers += len(weights) * len(weights[0])
+        self.weights += sum(weight.numel() for weight in weights)
+        return Int8Linear([quantize_weight(plain_weight(weight)) for weight in weights], biases, weights[0].dtype, gate)
 
     def _scales_of(self, layer: torch.nn.Linear, parts: int) -> list[torch.Tensor | None]:
         """Returns the checkpoint's scales for each of a layer's equal parts; None for each if it has none."""

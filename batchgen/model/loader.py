@@ -26,6 +26,7 @@ from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
 from batchgen.kernels.codes import PackedTensor, reserve_scratch
+from batchgen.kernels.int8 import multiplies_codes
 from batchgen.kernels.memory import drop_read_pages, give_freed_back
 from batchgen.kernels.ops import is_fast
 from batchgen.model.adapter import prepare
@@ -241,14 +242,15 @@ def load_model(
     int8 = config.quantize == "int8"
     if int8 and compiled is None:
         check_kernels(note)
+    in_codes = compiled is not None and int8 and _stay_codes(config, device, packed_in(module))
     if tokenizer.head is not None:
         module = without_language_head(module, tokenizer.head)
     _give_freed_back(tokenizer.hf_config)
     if streamed is not None:
         streamed.choose(module)
     around = partial(_packed_part, config, streamed)
-    model = prepare(module, notes + note, compiled, config.compile, pack_linear=not int8, around=around)
-    if compiled is not None and not int8:
+    model = prepare(module, notes + note, compiled, config.compile, pack_linear=in_codes or not int8, around=around)
+    if compiled is not None and (in_codes or not int8):
         _unpack(module, config, device, streamed, fused=True)
     if int8:
         scales = checkpoint_scales(tokenizer.hf_config, weight_files(config)) if config.lora is None else {}
@@ -323,14 +325,21 @@ def _unpack(
     They stay packed if the plain ones took more than half of the free memory of their device. `fused`: layers that kernels replace are replaced.
     """
     packed = packed_in(module)
-    reads = config.compile != "off" and config.quantize == "none" and config.lora is None and is_fast()
-    if reads and device.type == "cpu" and config.device_map is None:
+    if _stay_codes(config, device, packed):
         table = module.get_input_embeddings()
         packed = [(part, name) for part, name in packed if part is not table and fused]
     if config.lora is None and streamed is None:
         packed = fitting(packed, _free_memory)
     unpack(packed, None if streamed is None else streamed.keep)
     reserve_scratch(parameter for parameter in module.parameters() if parameter.device.type == "cuda")
+
+
+def _stay_codes(config: ModelConfig, device: torch.device, packed: Sequence[tuple[Any, str]]) -> bool:
+    """Whether our kernels multiply by packed weights (`packed_in`) as they are. `--quantize int8` does so if some have 4 bits."""
+    in_4_bits = any(getattr(part, name).coding.bits == 4 for part, name in packed)
+    whole = config.quantize == "none" or (in_4_bits and multiplies_codes())
+    on_cpu = device.type == "cpu" and config.device_map is None
+    return config.compile != "off" and whole and config.lora is None and is_fast() and on_cpu
 
 
 def _free_memory(device: torch.device) -> int:

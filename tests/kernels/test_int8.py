@@ -1,13 +1,18 @@
 """Int8 linear layers against plain torch with the same rounding."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import gelu, linear, silu
 
+from batchgen.kernels.codes import dequantize
 from batchgen.kernels.fusion import FusedNorm
-from batchgen.kernels.int8 import Int8Linear, QuantizingNorm, quantize_rows, quantize_weight
+from batchgen.kernels.int8 import Int8Linear, QuantizingNorm, are_whole, quantize_rows, quantize_weight
 from batchgen.kernels.onednn import OneDnnInt8Linear, sums_are_exact
-from batchgen.kernels.ops import Activation
+from batchgen.kernels.ops import Activation, PackedLinear
+from batchgen.kernels.quantization import in_8_bits
+from support.codings import ROWS, SIZE, weight_of
 
 pytestmark = pytest.mark.usefixtures("kernels")
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -87,6 +92,64 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, threads):
     for count in (1, 2, 6, 7, 16, 24, 31, 32, 33, 100):
         assert torch.equal(layer(x[:count]), whole[:count])
         assert torch.equal(layer(x[-count:]), whole[-count:])
+
+
+WHOLE = ("Q4_0", "AWQ", "NVFP4", "MXFP4", "W4A16", "NF4")
+
+
+@dtypes
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_codes_are_multiplied_as_they_are(name, dtype, threads):
+    weight = weight_of(name, dtype)
+    layer = PackedLinear([weight], [numbers(ROWS)])
+    assert are_whole(layer.codes)
+    packed = in_8_bits(layer)
+    assert packed.codes is layer.codes
+    x = numbers(100, SIZE, dtype=dtype, seed=2)
+    rows = x.float()
+    scale = rows.abs().amax(1, keepdim=True) / 127
+    rounded = (rows / scale).round().clamp(-127, 127)
+    plain = dequantize(replace(weight.coding, rounds=None), weight.parts)
+    got = packed(x)
+    torch.testing.assert_close(
+        got.float(),
+        (rounded * scale) @ plain.T + numbers(ROWS),
+        atol=(1e-4 if dtype == FLOAT32 else 2**-7) * float(got.abs().max()),
+        rtol=0,
+    )
+    for count in (1, 2, 3, 7, 23, 50):
+        assert torch.equal(packed(x[:count]), got[:count])
+        assert torch.equal(packed(x[-count:]), got[-count:])
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "Q8_0", "FP8", "GPTQ in 8 bits, desc_act"])
+def test_other_codes_become_weights_of_8_bits(name):
+    weights = [weight_of(name, FLOAT32), weight_of(name, FLOAT32, seed=1)]
+    if "groups" in weights[0].parts:
+        weights[1].parts["groups"] = weights[0].parts["groups"]
+    layer = PackedLinear(weights, [None, None], Activation.SILU)
+    made, x = in_8_bits(layer), numbers(5, SIZE)
+    assert made.codes is None
+    want = Int8Linear([quantize_weight(w.unpacked()) for w in weights], [None, None], FLOAT32, Activation.SILU)
+    assert torch.equal(made(x), want(x))
+
+
+@dtypes
+@pytest.mark.parametrize("name", ["AWQ", "MXFP4", ""])
+def test_experts_in_8_bits_compute_what_layers_of_their_own_do(name, dtype):
+    """`name`: the codes; empty for numbers."""
+    each = [weight_of(name, dtype, seed) if name else numbers(ROWS, SIZE, dtype=dtype, seed=seed) for seed in range(6)]
+    bias = numbers(3, ROWS)
+    stacked = [torch.stack(each[:3]), torch.stack(each[3:])]
+    whole = in_8_bits(PackedLinear(stacked, [bias, None], Activation.SILU))
+    alone = [in_8_bits(PackedLinear([each[e], each[3 + e]], [None, None], Activation.SILU)) for e in range(3)]
+    plain = in_8_bits(PackedLinear(stacked, [None, None], Activation.SILU))
+    for counts in ([1, 0, 0], [3, 0, 8], [70, 200, 1]):
+        starts = torch.tensor([0, *counts]).cumsum(0)
+        x = numbers(int(starts[-1]), SIZE, dtype=dtype)
+        expected = torch.cat([layer(part) for layer, part in zip(alone, x.split(counts), strict=True)])
+        assert torch.equal(plain(x, starts), expected)
+        assert not torch.equal(whole(x, starts), expected)  # with a bias
 
 
 def test_rows_may_be_strided_and_have_any_shape():

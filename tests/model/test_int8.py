@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels import isa, ops
 from batchgen.kernels.build import NoKernels
-from batchgen.kernels.int8 import Int8Linear, quantize_weight
+from batchgen.kernels.int8 import Int8Linear, multiplies_codes, quantize_weight
 from batchgen.kernels.onednn import OneDnnInt8Linear, sums_are_exact
+from batchgen.kernels.ops import PackedLinear
 from batchgen.kernels.quantization import Quantized, quantize_linear
 from batchgen.model import loader
 from batchgen.model.loader import load_model
@@ -33,7 +35,7 @@ from support.wrappers import text_model, whole_model
 PROMPTS, LENGTHS = prompts_and_lengths()
 TEXTS = [np.array(prompt, dtype=np.int32) for prompt in PROMPTS[:3]]
 MODELS = ["llama", "gemma2", "qwen3_moe", "qwen3_5_text", "granitemoehybrid/recurrent"]
-"""Models with gated MLPs, norms with an offset, experts (which are not quantized) and recurrent layers."""
+"""Models with gated MLPs, norms with an offset, experts and recurrent layers."""
 
 
 class Rounded(torch.nn.Module):
@@ -53,9 +55,32 @@ class Rounded(torch.nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+class RoundedExperts(torch.nn.Module):
+    """The experts of a mixture, with `Rounded` layers."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        layers = (
+            (SimpleNamespace(weight=w, bias=None) for w in part) for part in (experts.gate_up_proj, experts.down_proj)
+        )
+        self.up, self.down = ([Rounded(layer) for layer in each] for each in layers)
+        self.act = experts.act_fn
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for token, (experts, weights) in enumerate(zip(index.tolist(), by, strict=True)):
+            for expert, weight in zip(experts, weights, strict=True):
+                gate, up = self.up[expert](x[token : token + 1]).chunk(2, -1)
+                y[token] += self.down[expert](self.act(gate) * up)[0] * weight
+        return y
+
+
 def rounded(model: Any) -> Any:
     """Copies a float32 model, with `Rounded` in place of the layers that `--quantize int8` packs."""
     made = copy.deepcopy(model)
+    for module in list(made.modules()):
+        if "experts" in module._modules and hasattr(module.experts, "gate_up_proj"):
+            module.experts = RoundedExperts(module.experts)
     for name, module in list(made.named_modules()):
         parent, _, child = name.rpartition(".")
         is_layer = any(part.isdigit() for part in name.split("."))
@@ -100,6 +125,26 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_quantized(tmp_path):
 def test_a_row_has_bitwise_the_same_logits_in_every_batch(tmp_path):
     build("llama").save_pretrained(tmp_path)
     model = load(tmp_path)
+    requests = make_requests(PROMPTS, LENGTHS, logprobs=3)
+    whole = run(engine_for(model), requests)
+    for options in ({"batch_size": 1}, {"batch_size": 3, "max_batch_tokens": 17}):
+        for alone, beside in zip(run(engine_for(model, **options), requests), whole, strict=True):
+            assert alone.completions == beside.completions
+
+
+@pytest.mark.parametrize("name", ["awq", "awq experts", "mxfp4"])
+def test_a_checkpoint_of_4_bits_keeps_them_and_a_row_has_the_same_logits_in_every_batch(name, tmp_path):
+    if not multiplies_codes():
+        pytest.skip("weights of 8 bits are faster on this processor")
+    make(name, tmp_path)
+    model, unquantized = load(tmp_path), load(tmp_path, quantize="none")
+    packed = [m for m in model.module.modules() if isinstance(m, Int8Linear)]
+    in_codes = [m for m in packed if m.codes is not None]
+    assert len(in_codes) == sum(
+        m.codes is not None for m in unquantized.module.modules() if isinstance(m, PackedLinear)
+    )
+    assert model.weight_bytes < 1.05 * unquantized.weight_bytes
+    assert 0 < model.quantization["mean_kl"] < 0.1
     requests = make_requests(PROMPTS, LENGTHS, logprobs=3)
     whole = run(engine_for(model), requests)
     for options in ({"batch_size": 1}, {"batch_size": 3, "max_batch_tokens": 17}):

@@ -2,6 +2,9 @@
 // scale to a column. Sums are exact, in 32 bits, so a row's result depends only on the row.
 //
 // A word of W holds four values that are neighbours along the inner dimension.
+//
+// W may be codes of 4 bits (codes.h) that are whole numbers, or levels that are. A group is multiplied and summed as whole numbers; the sums times
+// the scales of the groups are added in float32, one group after the other, whatever the rows beside a row.
 #include "int8.h"
 #include "linear_tiles.h"
 
@@ -86,12 +89,131 @@ struct Bytes {
 };
 #endif
 
+constexpr int64_t MAX_GROUP = 256;     // inputs of codes that are summed as whole numbers
+constexpr int64_t CODED_ROWS = 16 * ROWS;  // of a task: their sums and a group of codes stay in the smallest cache
+
+struct Group {  // of the codes of a panel, as bytes
+    alignas(64) uint32_t words[MAX_GROUP / 4 * WIDTH];
+    alignas(64) int32_t beginnings[WIDTH];
+    alignas(64) float scales[WIDTH];
+};
+struct GroupSums {
+    typedef floats sum;
+    static constexpr bool scaled = true;
+};
+
+// Four codes of 4 bits in the lower half of each word, as the bytes of a word.
+INLINE uints four_bytes(uints x) {
+    if (Bytes::a_words == 2) return (x & 0x0f0fu) | (x & 0xf0f0u) << 12;
+    x = (x | x << 8) & 0x00ff00ffu;
+    return (x | x << 4) & 0x0f0f0f0fu;
+}
+
+// The levels of four codes, as signed bytes.
+INLINE uints levels_of(const int8_t* table, uints codes) {
+#if defined(__AVX512F__)
+    return (uints)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(table)), (__m512i)codes);
+#elif defined(__AVX2__)
+    return (uints)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(table)), (__m256i)codes);
+#else
+    int8_t values[4 * LANES];
+    store(values, codes);
+    for (int8_t& value : values) value = table[value];
+    return load<uints>(values);
+#endif
+}
+
+// Takes inputs [k, k + depth) of a panel, all of one group. `table`: the levels of codes; null if codes stand for themselves.
+inline void take_group(const Codes& c, const int8_t* table, int64_t panel, int64_t k, int64_t depth, Group& to) {
+    constexpr int PER_WORD = 8;
+    const int64_t group = k / c.group, coarse_groups = (c.groups + c.scales.per_coarse - 1) / c.scales.per_coarse;
+    for (int lane = 0; lane < WIDTH; lane += LANES) {
+        const uint32_t* plane = c.planes[1] + (panel * c.inputs + k) / PER_WORD * WIDTH + lane;
+        const int64_t at = (panel * c.groups + group) * WIDTH + lane;
+        const int64_t coarse_at = (panel * coarse_groups + group / c.scales.per_coarse) * WIDTH + lane;
+        const uints zero = (c.zeros ? load_bytes(c.zeros + at) : uints{} + uint32_t(c.zero)) * 0x01010101u;
+        ints sums = {};
+        uint32_t* words = to.words + lane;
+        for (int64_t i = 0; i < depth / PER_WORD; i++) {
+            const uints codes = load<uints>(plane + i * WIDTH);
+            __builtin_prefetch(plane + (i + 16) * WIDTH);
+            for (int half = 0; half < 2; half++, words += WIDTH) {
+                uints values = four_bytes(half ? codes >> 16 : codes & 0xffffu);
+                values = table ? levels_of(table, values) : ((values | 0x80808080u) - zero) ^ 0x80808080u;
+                store(words, values);
+#if defined(UNSIGNED_BYTES)
+                sums = Bytes::add(sums, values, 0x80808080u);  // x is read as x + 128
+#endif
+            }
+        }
+        store(to.beginnings + lane, -sums);
+        store(to.scales + lane, numbers_of(c.scales, at, coarse_at));
+    }
+}
+
+// Adds the products of R rows of x and a group, of `words` words, times its scales to their sums [R][WIDTH].
+template <int R>
+void add_group(const uint32_t* x, int64_t x_row, const Group& group, int64_t words, float* sums) {
+    ints acc[R][VECTORS];
+    const uint32_t* b[VECTORS];
+    for (int v = 0; v < VECTORS; v++) b[v] = group.words + v * LANES;
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) acc[r][v] = load<ints>(group.beginnings + v * LANES);
+    product<Bytes, R, VECTORS>(acc, x, x_row, b, WIDTH, words);
+    for (int v = 0; v < VECTORS; v++) {
+        const floats scale = load<floats>(group.scales + v * LANES);
+        for (int r = 0; r < R; r++) {
+            float* to = sums + r * WIDTH + v * LANES;
+            store(to, load<floats>(to) + to_floats(acc[r][v]) * scale);
+        }
+    }
+}
+
+// y = the sum over the groups of (q W) scale, times x_scale and the scale of a column.
+template <class T>
+void run_codes(const Product& p) {
+    const Codes& c = *p.codes;
+    int64_t depth = std::min(c.group, MAX_GROUP) / 8 * 8;
+    while (c.group % depth) depth -= 8;
+    int8_t table[16];  // twice the levels, if some are halves
+    if (c.table) {
+        const bool halves = std::any_of(c.table, c.table + 16, [](float x) { return x != float(int(x)); });
+        for (int i = 0; i < 16; i++) table[i] = int8_t(halves ? 2 * c.table[i] : c.table[i]);
+    }
+    const int64_t panels = panels_of(p), work = panels * p.words * ProductTasks::blocks(p, ROWS);
+    const int64_t threads = std::max<int64_t>(1, std::min(p.threads, work / MIN_WORK));
+    const ProductTasks all(p, panels, threads, ROWS, CODED_ROWS);
+    in_parallel(all.count(), threads, [&](Tasks& some) {
+        Group group;
+        alignas(64) float sums[CODED_ROWS * WIDTH];
+        for (int64_t task; (task = some.take()) >= 0;) {
+            const auto [expert, panel, begin, end] = all.at(task);
+            const Product q = of_expert(p, expert, panels);
+            std::memset(sums, 0, (end - begin) * WIDTH * sizeof(float));
+            for (int64_t k = 0; k < c.inputs; k += depth) {
+                take_group(c, c.table ? table : nullptr, q.first_panel + panel, k, depth, group);
+                for (int64_t row = begin, rows; row < end; row += rows) {
+                    rows = rows_of_block(end - row);
+                    const uint32_t* x = q.x + row * q.x_row + k / 4 * Bytes::a_words;
+                    float* to = sums + (row - begin) * WIDTH;
+                    if (rows == ROWS) add_group<ROWS>(x, q.x_row, group, depth / 4, to);
+                    if (rows == 4) add_group<4>(x, q.x_row, group, depth / 4, to);
+                    if (rows == 2) add_group<2>(x, q.x_row, group, depth / 4, to);
+                    if (rows == 1) add_group<1>(x, q.x_row, group, depth / 4, to);
+                }
+            }
+            for (int64_t row = begin; row < end; row++) finish<GroupSums, T>(q, (const uint32_t*)(sums + (row - begin) * WIDTH), panel, row);
+        }
+    });
+}
+
 #if defined(BATCHGEN_AMX)
 constexpr int AMX_ROWS = ROWS + 1;  // with this many rows or more, tiles are faster than vectors
 #endif
 
 template <class T>
 void linear(const Product& p) {
+    if (p.codes) return run_codes<T>(p);
 #if defined(BATCHGEN_AMX)
     if (p.rows >= AMX_ROWS) return run_tiles<Bytes, T>(p);
 #endif
