@@ -16,7 +16,7 @@ from batchgen.sampling_params import SamplingParams
 TokenArray = NDArray[np.signedinteger[Any]]
 """Token ids. int64 if some of them stand for images: see `IMAGE_IDS`."""
 IMAGE_IDS = 1 << 62
-"""Token ids from here on stand for images. All tokens of an image have its `Image.token`, so equal prefixes have equal images."""
+"""Token ids from here on stand for images. All tokens of an image have its `Image.id`, so equal prefixes have equal images."""
 NO_TEXT: tuple[TokenArray, ...] = (np.zeros(1, dtype=np.int32),)
 """The `texts` of a request whose prompt alone is wanted, to be embedded, classified or scored. The token itself means nothing."""
 DECODE_COST = 4
@@ -28,7 +28,7 @@ class Image:
     """An image of a prompt."""
 
     token: int
-    """The id of its tokens, at least `IMAGE_IDS`: a digest of the file's bytes and of how it is prepared."""
+    """What the encoder is shown, at least `IMAGE_IDS`: a digest of the file's bytes and of how it is prepared."""
     count: int
     """Number of its tokens."""
     path: str
@@ -39,6 +39,13 @@ class Image:
     """False if it is prepared as one of several images, by a model that makes a difference."""
     whole: bool = False
     """Whether its tokens see one another, those after them too: they run in one step."""
+    prompt: int = 0
+    """If all tokens of its prompt see one another: a digest of the prompt, below `IMAGE_IDS`. They run in one step, and no other prompt shares them."""
+
+    @property
+    def id(self) -> int:
+        """The id of its tokens."""
+        return self.token ^ self.prompt
 
 
 def image_ends(images: Sequence[Image], tokens: TokenArray) -> list[int]:

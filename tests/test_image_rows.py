@@ -34,10 +34,13 @@ from batchgen.dry_run import plan_job
 from batchgen.errors import Interrupted, UsageError
 from batchgen.records.images import image_digest
 from support.jobs import FINISHED_FILES
+from support.params import slow_but
 from support.progress import Recorder, interrupt, rows_done
 from support.python_process import environment
-from support.vision import Reference, make, picture
+from support.vision import FAMILIES, Reference, make, picture
 
+# Of transformers' processor for GLM 4V.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword")
 TOKENS = 8
 Rows = list[dict[str, Any]]
 TINY = InputLimits(read_rows=3, run_rows=3, window_leaves=3, batch_rows=2)
@@ -45,9 +48,13 @@ TINY = InputLimits(read_rows=3, run_rows=3, window_leaves=3, batch_rows=2)
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Reference, Path]:
-    folder = tmp_path_factory.mktemp("models") / "llava"
-    return make("llava", folder), folder
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Reference, Path]:
+    name = getattr(request, "param", "llava")
+    needs = FAMILIES[name].needs
+    if needs is not None:
+        pytest.importorskip(needs)
+    folder = tmp_path_factory.mktemp("models")
+    return make(name, folder), folder
 
 
 @pytest.fixture
@@ -127,6 +134,7 @@ def test_a_job_encodes_each_image_once_and_says_so(model, expected):
     assert sorted(path.name for path in Path("o.jsonl.job").iterdir()) == FINISHED_FILES
 
 
+@pytest.mark.parametrize("reference", slow_but(["llava"], sorted(FAMILIES)), indirect=True)
 def test_a_stopped_job_goes_on_with_sorted_requests_on_the_disk(model, expected):
     sent = rows()
     for i in (1, 5):

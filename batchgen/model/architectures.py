@@ -5,6 +5,7 @@ A type in neither table is checked when a model is loaded (`checks/self_check.py
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from batchgen.errors import ModelError
@@ -56,7 +57,7 @@ WRAPPERS = frozenset({
     "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lfm2_vl", "lfm3_vl",
     "lighton_ocr", "llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minimax_m3_vl", "minicpmv4_6",
     "minicpmv4_7", "mistral3", "mistral4", "mistral_large4", "mllama", "molmo2", "moss_transcribe_diarize", "muse_glimmer",
-    "muse_spark", "nemo_speechlm", "nemotron_h_omni", "ovis2", "paddleocr_vl", "perception_lm", "phi4_multimodal",
+    "muse_spark", "nemo_speechlm", "nemotron_h_omni", "ovis2", "paddleocr_vl", "paligemma", "perception_lm", "phi4_multimodal",
     "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5",
     "qwen3_5_moe", "qwen3_asr", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "shieldgemma2", "smolvlm",
     "step3p7", "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral",
@@ -95,7 +96,6 @@ REFUSED = {
     "kyutai_speech_to_text": _IMAGE,
     "megatron-bert": _ENCODER,
     "moshi": _IMAGE,
-    "paligemma": _PREFIX,
     "pi0": _IMAGE,
     "pix2struct": _BOTH,
     "pp_formulanet": _BOTH,
@@ -136,8 +136,19 @@ def is_verified(config: Any) -> bool:
 
 def refusal(config: Any) -> str | None:
     """Why models of this configuration cannot be exact, if that is known without running one; a clause about "they"."""
-    parts = {id(part): part for part in (config, language_config(config), text_config(config))}
+    wrapper = language_config(config)
+    parts = {id(part): part for part in (config, wrapper, causal_text_config(wrapper))}
     return next((reason for part in parts.values() if (reason := _refusal(part)) is not None), None)
+
+
+def causal_text_config(wrapper: Any) -> Any:
+    """Returns the configuration of the language model. That of PaliGemma says that tokens see those after them: only those of a prompt with images do,
+    which the plan of attention knows (`Image.prompt`), so what is returned does not say it."""
+    text = text_config(wrapper)
+    if _model_type(wrapper) == "paligemma":
+        text = copy.copy(text)
+        text.use_bidirectional_attention = False
+    return text
 
 
 def check_architecture(config: Any) -> None:

@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from batchgen.errors import ModelError
+from batchgen.model.architectures import causal_text_config
 from batchgen.prompts.tokenizer import OTHER_PARTS, language_config, text_config
 
 
@@ -51,7 +52,12 @@ def text_only(wrapper: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Returns a class that is built like `wrapper`, with an `Absent` module in place of every part that text never reaches."""
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        wrapper.__init__(self, without_timm(config), *args, **kwargs)
+        config = without_timm(config)
+        text = causal_text_config(config)
+        if text is not text_config(config):
+            config = copy.copy(config)
+            config.text_config = text
+        wrapper.__init__(self, config, *args, **kwargs)
         for parent, name in list(_other_parts(self)):
             parent._modules[name] = Absent(name)
 

@@ -195,7 +195,9 @@ class PromptBuilder:
                 if isinstance(prompt, RowError):
                     found[i] = prompt
                 else:
-                    texts[r.prompt.raw or self._lacks_bos(prompt)][i] = r.prompt.text if prompt is None else prompt.text
+                    texts[self._adds_special_tokens(r.prompt.raw, prompt)][i] = (
+                        r.prompt.text if prompt is None else prompt.text
+                    )
             else:
                 found[i] = Prompt(r.prompt)
         for raw, of in texts.items():
@@ -220,12 +222,13 @@ class PromptBuilder:
                 found[i] = e
         return found
 
-    def _lacks_bos(self, prompt: ShownPrompt | None) -> bool:
-        """Whether special tokens are added to a chat with images, as most processors of transformers do if the chat template has written none."""
-        if prompt is None or not self.images.processor.adds_special_tokens:
-            return False
-        bos = self._tokenizer.hf_tokenizer.bos_token
-        return not (bos and prompt.text.startswith(bos))
+    def _adds_special_tokens(self, raw: bool, prompt: ShownPrompt | None) -> bool:
+        """Whether special tokens are added to a text, and to a chat with images, as most processors of transformers do if the chat template has written none."""
+        if prompt is None:
+            return raw
+        bos, processor = self._tokenizer.hf_tokenizer.bos_token, self.images.processor
+        begun = bool(bos) and prompt.text.startswith(bos)
+        return not processor.writes_bos and (raw or (processor.adds_special_tokens and not begun))
 
     def _with_images(self, tokens: TokenArray, shown: ShownPrompt | RowError | None) -> Prompt | RowError:
         error = shown if isinstance(shown, RowError) else self._unknown_token(tokens)
@@ -298,35 +301,36 @@ class PromptBuilder:
             fitted = self._fitted(row, rendered, prompt, texts)
         except RowError as e:
             return Result.from_error(row.number, e, len(tokens))
-        truncated = fitted is not tokens
+        truncated = fitted is not prompt
+        tokens = fitted.tokens
         logprobs = "" if not self._prompts.prompt_logprobs else "completion" if scored else "prompt"
         if scored and len(texts[0]) == 0:  # nothing to run: the empty text has probability 1
             return Result(
                 row=row.number,
                 text=None,
                 finish_reason=None,
-                prompt_tokens=len(fitted),
+                prompt_tokens=len(tokens),
                 truncated=truncated,
                 score=Score(0.0, 0, greedy=True),
                 prompt_logprobs=() if logprobs else None,
             )
         if self._head is not None and self._head.pad_token_id is not None:
-            fitted = _without_padding(fitted, self._head.pad_token_id)
+            tokens = _without_padding(tokens, self._head.pad_token_id)
         return Request(
             row=row.number,
-            tokens=fitted,
+            tokens=tokens,
             params=params,
-            max_tokens=0 if texts else min(params.max_tokens, self._tokenizer.context_length - len(fitted)),
+            max_tokens=0 if texts else min(params.max_tokens, self._tokenizer.context_length - len(tokens)),
             truncated=truncated,
             key=row_digest(
-                fitted, params, texts if scored else (), rendered.tools, self._max_tokens_in_key(params.max_tokens)
+                tokens, params, texts if scored else (), rendered.tools, self._max_tokens_in_key(params.max_tokens)
             ),
             texts=texts,
             prompt_logprobs=logprobs,
             priority=rendered.priority,
             tools=rendered.tools,
             source=row.source,
-            images=prompt.images,
+            images=fitted.images,
         )
 
     def _max_tokens_in_key(self, max_tokens: int) -> int:
@@ -338,15 +342,15 @@ class PromptBuilder:
             return first
         return 0 if max_tokens == first else max_tokens  # a row's own limit, which is never 0
 
-    def _fitted(self, row: Row, rendered: Rendered, prompt: Prompt, texts: Texts) -> TokenArray:
-        """Returns the prompt's tokens if the context can hold them and what follows, else those of a shortened prompt if the user allows it.
+    def _fitted(self, row: Row, rendered: Rendered, prompt: Prompt, texts: Texts) -> Prompt:
+        """Returns the prompt if the context can hold them and what follows, else a shortened one if the user allows it.
 
         The prompt is followed by the longest of `texts`, or by a completion. A shortened prompt leaves room for `max_tokens`, but for at most
         a quarter of the context. A completion that is scored has one token more than the context has room for, because its last token is never
         run. Raises `RowError("prompt_too_long")`.
         """
         context, truncate = self._tokenizer.context_length, self._prompts.on_long_prompt != "error"
-        tokens = prompt.tokens
+        length = len(prompt.tokens)
         if rendered.completion is not None:
             room = max(0, len(texts[0]) - 1)
             after = f"the text to score, of {len(texts[0])} tokens, without its last one"
@@ -360,43 +364,46 @@ class PromptBuilder:
             room = min(rendered.params.max_tokens, max(1, context // _ANSWER_SHARE)) if truncate else 1
             after = "a completion"
         keep = context - room
-        if len(tokens) <= keep:
-            return tokens
-        fitted = self._shortened(row, rendered, tokens, keep) if truncate else None
+        if length <= keep:
+            return prompt
+        fitted = self._shortened(row, rendered, length, keep) if truncate else None
         if fitted is None:
-            error = f"the prompt has {len(tokens)} tokens, and the model's context of {context} tokens must hold it and {after}"
+            error = (
+                f"the prompt has {length} tokens, and the model's context of {context} tokens must hold it and {after}"
+            )
             if truncate:
                 error += "; the text around it (template, system message, prefix) alone leaves too little room"
             raise RowError("prompt_too_long", error)
         return fitted
 
-    def _shortened(self, row: Row, rendered: Rendered, tokens: TokenArray, keep: int) -> TokenArray | None:
+    def _shortened(self, row: Row, rendered: Rendered, length: int, keep: int) -> Prompt | None:
         """Returns the prompt with its longest texts shortened to at most `keep` tokens, and not many fewer; None if no text is long enough.
 
         Searches for the number of characters that each text may keep, by interpolation and every fourth time by halving.
         """
         prompt = rendered.prompt
         fits, fits_tokens, best = 0, 0, None
-        fails, fails_tokens = len(prompt.text if isinstance(prompt, Text) else prompt), len(tokens)
+        fails, fails_tokens = len(prompt.text if isinstance(prompt, Text) else prompt), length
         for step in count(1):
             if fails - fits <= 1 or (best is not None and keep - fits_tokens <= keep >> 8):
                 break
             guess = fits + (fails - fits) * (keep - fits_tokens) // (fails_tokens - fits_tokens)
             limit = (fits + fails) // 2 if step % 4 == 0 else min(max(guess, fits + 1), fails - 1)
             found = self._shorter(row, limit)
-            if len(found) <= keep:
-                fits, fits_tokens, best = limit, len(found), found
+            tokens = len(found.tokens)
+            if tokens <= keep:
+                fits, fits_tokens, best = limit, tokens, found
             else:
-                fails, fails_tokens = limit, len(found)
+                fails, fails_tokens = limit, tokens
         return best
 
-    def _shorter(self, row: Row, limit: int) -> TokenArray:
-        """Returns the tokens of the prompt if every text keeps at most `limit` characters. Raises `RowError`."""
+    def _shorter(self, row: Row, limit: int) -> Prompt:
+        """Returns the prompt if every text keeps at most `limit` characters. Raises `RowError`."""
         (rendered,) = self._renderer.render([row], limit)
-        tokens = rendered if isinstance(rendered, RowError) else self._tokenize([rendered])[0]
-        if isinstance(tokens, RowError):
-            raise tokens
-        return tokens.tokens
+        prompt = rendered if isinstance(rendered, RowError) else self._tokenize([rendered])[0]
+        if isinstance(prompt, RowError):
+            raise prompt
+        return prompt
 
 
 def _without_padding(tokens: TokenArray, pad: int) -> TokenArray:

@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
@@ -41,6 +41,10 @@ class Family:
     """Whether an image is prepared otherwise if the prompt has several."""
     whole: bool = False
     """`Image.whole`"""
+    prefix: bool = False
+    """Whether all tokens of a prompt with images see one another: `Image.prompt`."""
+    marks: bool = False
+    """Whether marks stand around images, and one between two of them. The processor has no methods that prepare images apart from a prompt (Idefics 2)."""
     padding: bool = False
     """Whether the layers take what belongs to an image token's id (beside its embedding) from the token for padding."""
 
@@ -60,6 +64,7 @@ FAMILIES = {
     "glm4v_moe": _AXES,
     "glm_ocr": _AXES,
     "granite_docling": _PLAIN,
+    "idefics2": Family(marks=True),
     "idefics3": _PLAIN,
     "internvl": _PLAIN,
     "lfm2_vl": _PLAIN,
@@ -70,6 +75,7 @@ FAMILIES = {
     "llava_onevision": Family(counted=True),
     "mistral3": _PLAIN,
     "paddleocr_vl": _AXES,
+    "paligemma": Family(prefix=True),
     "qianfan_ocr": _PLAIN,
     "qwen2_5_vl": _AXES,
     "qwen2_vl": _AXES,
@@ -83,7 +89,6 @@ FAMILIES = {
 }
 """By `model_type`: the models that are shown images."""
 NOT_SHOWN = {
-    "idefics2": "the text around an image depends on whether another one stands beside it",
     "mllama": "they have layers of cross-attention for images",
 }
 """By `model_type`: why models that see are not shown images."""
@@ -122,12 +127,19 @@ class ImageProcessor:
         self._options: dict[str, Any] = options["images_kwargs"]
         self.adds_special_tokens: bool = options["text_kwargs"].get("add_special_tokens", True)
         """Whether it adds special tokens to a chat whose template has written none."""
+        self.writes_bos = self._family.prefix
+        """Whether `prompt_text` has all special tokens."""
         if hasattr(self._hf, "use_image_special_tokens"):  # LFM2-VL takes it where the others take options of images
             self._options["use_image_special_tokens"] = self._hf.use_image_special_tokens
         if config.image_max_pixels is not None:
             self._options |= _limit(self._hf.image_processor, config.image_max_pixels)
         self.placeholder: str = getattr(self._hf, "image_placeholder_token", self._hf.image_token)
         """What a chat template writes for an image."""
+        self._bos = tokenizer.hf_tokenizer.bos_token
+        self.max_tokens: int | None = (
+            getattr(text_config(writer), "sliding_window", None) if self._family.prefix else None
+        )
+        """Maximum number of tokens of a prompt with images: all of them see one another, also in layers with a sliding window."""
         soft = getattr(writer, "image_token_id", None)
         self.token: int = writer.image_token_index if soft is None else soft
         """The id of an image's tokens in the model's configuration."""
@@ -145,6 +157,21 @@ class ImageProcessor:
         h = hashlib.blake2b(self._settings + file.digest + bytes([alone]), digest_size=8)
         token = IMAGE_IDS | int.from_bytes(h.digest(), "little") >> 2
         return Image(token, sum(layout.runs), file.path, layout.grid, alone, self._whole), layout
+
+    def prompt_text(self, before: str, parts: Sequence[tuple[ImageLayout, str]]) -> str:
+        """Returns a prompt's text: `before`, and then each image with the text after it. Raises `RowError("unsupported_content")`."""
+        texts = [before, *(text for layout, rest in parts for text in (layout.text, rest))]
+        if self._family.prefix:
+            if before:
+                raise RowError(
+                    "unsupported_content", "the model takes images before all text, and this prompt begins with text"
+                )
+            return "".join([*texts[:-1], self._bos, texts[-1], "\n"])
+        text = "".join(texts)
+        if not self._family.marks:
+            return text
+        mark = self._hf.fake_image_token  # with a space before a word
+        return re.sub(rf"{re.escape(mark)}(?=[^\s<])", f"{mark} ", text.replace(mark * 2, mark))
 
     def pixels(self, image: Image) -> dict[str, Any]:
         """Returns what the encoder takes for an image: tensors by the names of its arguments. Raises `RowError("invalid_image")`."""
@@ -186,6 +213,10 @@ class ImageProcessor:
     def _processed(self, image: Any, alone: bool) -> tuple[dict[str, Any], str]:
         """Returns the processor's tensors for a PIL image, and the text that stands for it."""
         count = 1 if alone else 2
+        if self._family.marks:
+            mark, tiles = self._hf.fake_image_token, 5 if self._hf.image_processor.do_image_splitting else 1
+            text = f"{mark}{self._hf.image_token * self._hf.image_seq_len}{mark}" * tiles
+            return dict(self._hf.image_processor([[image]], **self._options)), text
         with quiet():
             images, *_ = self._hf.prepare_inputs_layout(images=[image] * count, text=[self.placeholder * count])
             inputs, texts = self._hf._process_images(images, **self._options)
@@ -203,16 +234,22 @@ class ShownPrompt:
     """The lengths of the runs of image tokens, in order."""
     token: int
     """`ImageProcessor.token`"""
+    max_tokens: int | None
+    """`ImageProcessor.max_tokens`"""
 
     def tokens(self, ids: TokenArray) -> TokenArray:
-        """Returns the prompt's tokens, int64, from those of its text. Raises `RowError("invalid_row")` if the text has more image tokens than the images."""
+        """Returns the prompt's tokens, int64, from those of its text. Raises `RowError("invalid_row")` if the text has more image tokens than the images,
+        and `RowError("prompt_too_long")`."""
         places = np.flatnonzero(ids == self.token)
         if len(places) != len(self.runs):
             raise RowError("invalid_row", "the prompt's text has tokens that stand for images")
         lengths = np.ones(len(ids), dtype=np.int64)
         lengths[places] = self.runs
         tokens = np.repeat(ids.astype(np.int64), lengths)
-        ids_of_images = np.repeat([image.token for image in self.images], [image.count for image in self.images])
+        if self.max_tokens is not None and len(tokens) > self.max_tokens:
+            why = f"the prompt has {len(tokens)} tokens, and with images this model takes at most {self.max_tokens}, the length of its sliding window"
+            raise RowError("prompt_too_long", why)
+        ids_of_images = np.repeat([image.id for image in self.images], [image.count for image in self.images])
         tokens[tokens == self.token] = ids_of_images
         return tokens
 
@@ -246,9 +283,15 @@ class PromptImages:
             there = f"the prompt has {counted(len(files), 'image')}, and its text has {counted(len(after), 'place')} for images"
             raise RowError("template_error", f"{there} ({self.processor.placeholder})")
         made = [self.processor.image(file, alone=len(files) == 1) for file in found]
-        parts = [part for (_, layout), rest in zip(made, after, strict=True) for part in (layout.text, rest)]
+        prompt = self.processor.prompt_text(
+            before, [(layout, rest) for (_, layout), rest in zip(made, after, strict=True)]
+        )
         runs = tuple(length for _, layout in made for length in layout.runs)
-        return ShownPrompt("".join([before, *parts]), tuple(image for image, _ in made), runs, self.processor.token)
+        images = tuple(image for image, _ in made)
+        if self.processor.writes_bos:
+            h = hashlib.blake2b(str([image.token for image in images]).encode() + prompt.encode(), digest_size=8)
+            images = tuple(replace(image, prompt=int.from_bytes(h.digest(), "little") >> 2 or 1) for image in images)
+        return ShownPrompt(prompt, images, runs, self.processor.token, self.processor.max_tokens)
 
 
 def no_images(tokenizer: LoadedTokenizer) -> str | None:

@@ -95,7 +95,7 @@ class PackedSpans:
     """[N] places whose logits are wanted, in the order of the rows of logits."""
 
     def halves(self) -> tuple[PackedSpans, PackedSpans]:
-        """Splits two or more tokens into two batches of about the same size. A span may be cut in two, but no image that is `whole`: one batch may be empty."""
+        """Splits two or more tokens into two batches of about the same size. A span may be cut in two where `uncut` says: one batch may be empty."""
         room = len(self.tokens) // 2
         first: list[ScheduledSpan] = []
         second: list[ScheduledSpan] = []
@@ -380,10 +380,12 @@ class Budget:
         self.spans.append(ScheduledSpan(span, start, stop, logits, span.read_state_slot))
 
     def _uncut(self, span: Span, start: int, stop: int) -> int:
-        """Returns where to end so that no image is cut whose tokens see one another. An image that is too large for a step has a step of its own."""
+        """Returns where to end so that no image or prompt is cut whose tokens see one another. One that is too large for a step has a step of its own."""
         end = uncut(span, start, stop)
         if end > start or stop <= start or self.spans:
             return end
+        if span.images[0].prompt:
+            return span.prompt_end
         image = span.tokens(start, span.end)
         others = np.flatnonzero(image != image[0])
         return start + int(others[0]) if len(others) else span.end

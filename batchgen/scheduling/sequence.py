@@ -220,19 +220,24 @@ class PrefixNodeSpan(Span):
 
 
 def last_seen(span: Span, start: int, stop: int) -> NDArray[np.int64]:
-    """Returns, for each position of [start, stop), the last one that its token sees: its own, or the last of its image if that is `whole`."""
+    """Returns, for each position of [start, stop), the last one that its token sees: its own, or the last of its image if that is `whole`, or of its prompt."""
     positions = np.arange(start, stop)
-    if not any(image.whole for image in span.images) or start >= span.prompt_end:
+    if start >= span.prompt_end or not any(image.whole or image.prompt for image in span.images):
         return positions
+    if span.images[0].prompt:
+        return np.maximum(positions, span.prompt_end - 1)
     tokens = span.tokens(start, stop)
     ends = np.append(np.flatnonzero(tokens[1:] != tokens[:-1]), len(tokens) - 1)
     return np.where(tokens < IMAGE_IDS, positions, start + ends[np.searchsorted(ends, positions - start)])
 
 
 def uncut(span: Span, start: int, stop: int) -> int:
-    """Returns the last position up to `stop` at which [start, stop) may end without cutting an image that is `whole`; `start` if there is none."""
-    if not any(image.whole for image in span.images) or stop >= span.end or stop <= start:
+    """Returns the last position up to `stop` at which [start, stop) may end without cutting an image that is `whole`, or such a prompt; `start` if
+    there is none."""
+    if not any(image.whole or image.prompt for image in span.images) or stop >= span.end or stop <= start:
         return stop
+    if span.images[0].prompt:
+        return start if start < span.prompt_end > stop else stop
     tokens = span.tokens(start, stop + 1)
     if tokens[-1] < IMAGE_IDS or tokens[-1] != tokens[-2]:
         return stop

@@ -20,12 +20,15 @@ LAST = [0, 1, 4, 4, 4, 6, 6, 7, 10, 10, 10]
 """By token of `sequence`: the last one that it sees."""
 
 
+@pytest.mark.parametrize("prompt", [0, 7])
 @pytest.mark.parametrize("backend", ["torch", "kernels"])
 @pytest.mark.parametrize(
     "options", [{}, {"sliding_window": 4}, {"causal": True}, {"causal": True, "softcap": 2.0}], ids=str
 )
-def test_an_image_is_seen_whole_unless_the_layer_is_causal(backend: str, options: dict[str, Any]) -> None:
-    spans = [ScheduledSpan(sequence(), 0, 11, 11)]
+def test_an_image_or_a_prompt_is_seen_whole_unless_the_layer_is_causal(
+    backend: str, options: dict[str, Any], prompt: int
+) -> None:
+    spans = [ScheduledSpan(sequence(prompt=prompt), 0, 11, 11)]
     layers = {0: LayerShape(2, 8, 16)}
     attention: Any
     if backend == "torch":
@@ -40,7 +43,7 @@ def test_an_image_is_seen_whole_unless_the_layer_is_causal(backend: str, options
     q, k, v = (torch.randn((heads, 11, size), generator=generator) for heads, size in ((4, 8), (2, 8), (2, 16)))
     layer = LayerOptions(0.5, **options)
     at = torch.arange(11)
-    last = at if layer.causal else torch.tensor(LAST)
+    last = at if layer.causal else torch.tensor([10] * 11 if prompt else LAST)
     hidden = at[None] > last[:, None]
     if layer.sliding_window:
         hidden |= at[None] <= at[:, None] - layer.sliding_window

@@ -190,9 +190,7 @@ def test_plain_torch_writes_the_same(sees: Sees) -> None:
     assert [list(result.token_ids) for result in results] == [tokens for _, tokens in sees.expected()]
 
 
-@pytest.mark.parametrize(
-    "sees", slow_but(["qwen2_5_vl"], ["gemma3", "gemma4/whole", "qwen2_5_vl", "qwen3_5"]), indirect=True
-)
+@pytest.mark.parametrize("sees", slow_but(["qwen2_5_vl"], sorted(FAMILIES)), indirect=True)
 def test_labels_and_forks_begin_after_the_same_image(sees: Sees) -> None:
     labels = ("a cat", "a dog", "no idea")
     (request,) = sees.build(CONVERSATIONS[3:4], choices=labels, ignore_eos=False)
@@ -204,10 +202,12 @@ def test_labels_and_forks_begin_after_the_same_image(sees: Sees) -> None:
     prompt = processor.tokenizer.apply_chat_template(CONVERSATIONS[3], tokenize=False, add_generation_prompt=True)
     start = len(sees.expected()[3][0])
     for label in labels:
-        inputs = processor(images=[picture(1, *SIZES[1])], text=[prompt + label], return_tensors="pt")
+        more = {"suffix": label} if sees.tokenizer.hf_config.model_type == "paligemma" else {}
+        shown = [prompt if more else prompt + label]
+        inputs = processor(images=[picture(1, *SIZES[1])], text=shown, return_tensors="pt", **more)
         with torch.inference_mode():
             logprobs = model(**inputs).logits[0].double().log_softmax(-1)
-        ids = inputs["input_ids"][0]
+        ids = inputs["input_ids"][0][: start + len(label)]
         sums.append(sum(float(logprobs[at - 1, ids[at]]) for at in range(start, len(ids))))
     weights = torch.tensor(sums, dtype=torch.float64).softmax(0).tolist()
     assert list(result.choice_probs.values()) == pytest.approx(weights, rel=1e-4)
@@ -330,3 +330,17 @@ def test_a_limit_of_pixels_is_that_of_the_processor(sees: Sees) -> None:
 
 def test_every_family_that_is_shown_images_is_compared_with_generate() -> None:
     assert SHOWN.keys() == {name.partition("/")[0] for name in FAMILIES}
+
+
+@pytest.mark.parametrize("sees", slow_but(["paligemma"], ["paligemma", "paligemma/2"]), indirect=True)
+def test_prompts_whose_tokens_all_see_one_another_share_only_with_equal_ones(sees: Sees) -> None:
+    """Their images are encoded once all the same."""
+    asked = [user(image(n), text(question)) for n in (0, 1) for question in ("What is this?", "What is that?")] * 2
+    requests = sees.build(asked)
+    sees.model.vision.encoded = 0
+    engine = sees.engine()
+    results = run(engine, requests)
+    assert [list(r.token_ids) for r in results[:4]] == [list(r.token_ids) for r in results[4:]]
+    assert list(results[0].token_ids) == sees.expected()[1][1]
+    assert engine.stats.prefill_tokens == sum(len(request.tokens) for request in requests[:4])
+    assert sees.model.vision.encoded == 2

@@ -1,4 +1,4 @@
-"""Images whose tokens see one another are never cut by a step, and each of their tokens sees the whole image."""
+"""Images and prompts whose tokens see one another are never cut by a step, and each of their tokens sees the whole."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def test_a_token_of_a_whole_image_sees_its_image_to_the_end() -> None:
     assert last_seen(sequence(), 0, 11).tolist() == [0, 1, 4, 4, 4, 6, 6, 7, 10, 10, 10]
     assert last_seen(sequence(), 2, 8).tolist() == [4, 4, 4, 6, 6, 7]
     assert last_seen(sequence(whole=False), 0, 11).tolist() == list(range(11))
+    assert last_seen(sequence(prompt=7), 0, 11).tolist() == [10] * 11
 
 
 @pytest.mark.parametrize(
@@ -24,19 +25,24 @@ def test_a_token_of_a_whole_image_sees_its_image_to_the_end() -> None:
 def test_a_step_ends_before_or_after_an_image(start: int, stop: int, end: int) -> None:
     assert uncut(sequence(), start, stop) == end
     assert uncut(sequence(whole=False), start, stop) == stop
+    assert uncut(sequence(prompt=7), start, stop) == (11 if stop == 11 else start)
 
 
-def test_an_image_that_is_too_large_for_a_step_has_a_step_of_its_own() -> None:
+@pytest.mark.parametrize(("prompt", "expected"), [(0, [2, 5, 7, 8, 11]), (7, [11, 13])])
+def test_what_is_too_large_for_a_step_has_a_step_of_its_own(prompt: int, expected: list[int]) -> None:
+    """After a preemption, the tokens that were generated follow the prompt, as any others."""
     limits = Limits(batch_size=4, max_batch_tokens=2, max_prefill_tokens=2)
     ends = []
-    seq = sequence()
+    seq = sequence(prompt=prompt)
+    if prompt:
+        seq.generated = [5, 6]
     while seq.computed < seq.end:
         budget = Budget(limits)
         budget.slice(seq)
         (scheduled,) = budget.spans
         ends.append(scheduled.stop)
         seq.computed = scheduled.stop
-    assert ends == [2, 5, 7, 8, 11]
+    assert ends == expected
 
 
 def test_an_image_waits_for_the_next_step_if_this_one_has_no_room_for_it() -> None:

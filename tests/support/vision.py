@@ -37,6 +37,11 @@ TEMPLATE = (
     "{% if part.type == 'image' %}PLACE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+IMAGES_FIRST = (
+    "{% for m in messages %}{% if m.content is not string %}{% for part in m.content if part.type == 'image' %}PLACE{% endfor %}{% endif %}{% endfor %}"
+    + TEMPLATE.replace("PLACE", "")
+)
+"""For PaliGemma."""
 LLAMA = {
     "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048, "bos_token_id": 256,
@@ -62,6 +67,7 @@ class Seen:
     """What the chat template writes for an image."""
     tokens: dict[str, str] = field(default_factory=dict)
     """Attributes of the tokenizer: names of special tokens."""
+    template: str = TEMPLATE
     needs: str | None = None
     """A package that its encoder needs, which the tests do without."""
 
@@ -125,6 +131,17 @@ def _gemma4(**settings: Any) -> Seen:
         ("gemma4.processing_gemma4:Gemma4Processor", {}),
         "<soft>",
         {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<soft>", "boa_token": "<boa>", "eoa_token": "<eoa>", "audio_token": "<sound>"},
+    )  # fmt: skip
+
+
+def _paligemma(inner: str, **settings: Any) -> Seen:
+    text = LLAMA | SHAPES[inner] | {"model_type": inner, "vocab_size": VOCAB} | settings
+    return Seen(
+        {"text_config": text, "vision_config": SIGLIP, "image_token_index": ID["<image>"], "projection_dim": 64, "hidden_size": 64},
+        ("siglip.image_processing_pil_siglip:SiglipImageProcessorPil", {"size": {"height": 56, "width": 56}, "image_seq_length": 16}),
+        ("paligemma.processing_paligemma:PaliGemmaProcessor", {}),
+        tokens={"image_token": "<image>"},
+        template=IMAGES_FIRST,
     )  # fmt: skip
 
 
@@ -268,6 +285,15 @@ FAMILIES = {
         ("idefics3.image_processing_pil_idefics3:Idefics3ImageProcessorPil", TILED),
         ("idefics3.processing_idefics3:Idefics3Processor", {"image_seq_len": 4}),
     ),
+    "idefics2": Seen(
+        {
+            "text_config": _text("mistral", rms_norm_eps=1e-5), "image_token_id": ID["<image>"],
+            "vision_config": {k: v for k, v in SIGLIP.items() if k != "model_type"},
+            "perceiver_config": {"hidden_size": 64, "resampler_n_latents": 4, "resampler_depth": 2, "resampler_n_heads": 4, "resampler_head_dim": 16, "num_key_value_heads": 2},
+        },
+        ("idefics2.image_processing_pil_idefics2:Idefics2ImageProcessorPil", {"size": {"shortest_edge": 28, "longest_edge": 56}, "do_image_splitting": False}),
+        ("idefics2.processing_idefics2:Idefics2Processor", {"image_seq_len": 4}),
+    ),
     "internvl": Seen(
         {
             "text_config": _text("qwen2"), "image_token_id": ID["<IMG_CONTEXT>"], "image_seq_length": 4, "downsample_ratio": 0.5,
@@ -343,6 +369,8 @@ FAMILIES = {
         ("paddleocr_vl.image_processing_pil_paddleocr_vl:PaddleOCRVLImageProcessorPil", QWEN_IMAGES[1]),
         ("paddleocr_vl.processing_paddleocr_vl:PaddleOCRVLProcessor", {}), QWEN_PLACE, {"image_token": "<|image_pad|>"},
     ),
+    "paligemma": _paligemma("gemma"),
+    "paligemma/2": _paligemma("gemma2", sliding_window=104),
     "qianfan_ocr": Seen(
         {
             "text_config": _text("qwen3"), "image_token_id": ID["<IMG_CONTEXT>"], "image_seq_length": 4, "downsample_ratio": 0.5,
@@ -426,7 +454,7 @@ def tokenizer_of(seen: Seen) -> Any:
     tokenizer.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 256)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<|begin|>", eos_token="<|end|>", pad_token="<|pad|>",
-        clean_up_tokenization_spaces=False, chat_template=TEMPLATE.replace("PLACE", seen.place), extra_special_tokens=seen.tokens,
+        clean_up_tokenization_spaces=False, chat_template=seen.template.replace("PLACE", seen.place), extra_special_tokens=seen.tokens,
     )  # fmt: skip
 
 

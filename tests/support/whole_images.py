@@ -1,4 +1,4 @@
-"""A prompt with three images whose tokens see one another."""
+"""A prompt with three images whose tokens, or all of its tokens, see one another."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ A, B = IMAGE_IDS + 5, IMAGE_IDS + 9
 TOKENS = np.array([1, 2, A, A, A, B, B, 3, A, A, A], dtype=np.int64)
 
 
-def sequence(whole: bool = True) -> GenerationSequence:
+def sequence(whole: bool = True, prompt: int = 0) -> GenerationSequence:
     """A sequence [1, 2, A, A, A, B, B, 3, A, A, A] that has not begun."""
-    images = tuple(Image(token, count, "x", whole=whole) for token, count in ((A, 3), (B, 2), (A, 3)))
+    images = tuple(Image(token, count, "x", whole=whole, prompt=prompt) for token, count in ((A, 3), (B, 2), (A, 3)))
     request = Request(
         row=0, tokens=TOKENS, params=SamplingParams(max_tokens=9), max_tokens=9, key=bytes(16), images=images
     )

@@ -141,6 +141,7 @@ TEXTS: dict[str, Text] = {
     "nemotron_h_omni": ("nemotron_h", SHAPES["nemotron_h"]),
     "ovis2": QWEN2,
     "paddleocr_vl": ("paddleocr_vl_text", MROPE),
+    "paligemma": ("gemma2", SHAPES["gemma2"]),
     "perception_lm": LLAMA,
     "phi4_multimodal": ("", {"rope_parameters": PLAIN_ROPE} | TOKENS),
     "pp_chart2table": QWEN2,

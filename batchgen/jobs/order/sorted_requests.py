@@ -312,7 +312,7 @@ def _with_images(tokens: TokenArray, stored: str | None) -> tuple[TokenArray, tu
     fields, places = json.loads(stored)
     images = tuple(Image(**{**of, "grid": tuple(of["grid"])}) for of in fields)
     wide = tokens.astype(np.int64)
-    wide[places] = np.repeat([image.token for image in images], [image.count for image in images])
+    wide[places] = np.repeat([image.id for image in images], [image.count for image in images])
     return wide, images
 
 
