@@ -1,21 +1,24 @@
-"""Rows with images: batchgen beside transformers' `generate` on the CPU, in tokens per second.
+"""Rows with images: batchgen beside transformers' `generate`, vLLM and OpenVINO GenAI on the CPU, in tokens per second.
 
-    python -m benchmarks.images
+    bash benchmarks/setup_engines.sh ENGINES vllm openvino-images
+    python -m benchmarks.images --engines ENGINES
+    python -m benchmarks.images --engines ENGINES --part 0.05 --repeats 1 --batch-sizes 4    # a short run
 
 Two workloads: 100 images with ten questions each, shuffled, and 200 images with one question each. The images are JPEG files of 640 x 480 pixels; the
 model has the shape of Qwen2.5-VL, about 50 million parameters and random weights. Each measurement is a process of its own; the engines take turns. The
 time begins with the rows and ends with the last token: it contains reading and preparing the images, and not loading the model. transformers runs rows
-of similar length together, in batches of each of the sizes.
+of similar length together, in batches of each of the sizes. With `--part`, the others run on the first images only; rates are compared, and the answers to
+the same rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,11 +28,16 @@ from typing import Any
 from benchmarks.harness import WORDS
 from benchmarks.machine import machine_facts
 from benchmarks.models import CONTEXT, WEIGHT_STD, shared_tokenizer
+from benchmarks.programs import Launcher, last_json, run
 
 TOKENS = 32
 WORKLOADS = {"ten questions": (100, 10), "one question": (200, 1)}
 """Images, and questions about each."""
 MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+PROMPT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>QUESTION<|im_end|>\n<|im_start|>assistant\n"
+"""What `TEMPLATE` writes."""
+PEERS = {"vllm": "vllm", "openvino": "openvino-images"}
+"""By name in `benchmarks.engines.images`: the folder of the engine's environment."""
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'image' %}"
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
@@ -112,7 +120,8 @@ def batchgen_seconds(model: Path, dtype: str, rows: list[tuple[str, str]]) -> di
         spent = since(started)
         assert all(result.error_message is None and len(result.token_ids) == TOKENS for result in results)
         stats = llm.engine.stats
-        return spent | {"images_encoded": stats.images_encoded, "prefill_tokens": stats.prefill_tokens}
+        texts = [result.text for result in results]
+        return spent | {"texts": texts, "images_encoded": stats.images_encoded, "prefill_tokens": stats.prefill_tokens}
 
 
 def generate_seconds(model: Path, dtype: str, rows: list[tuple[str, str]], size: int) -> dict[str, Any]:
@@ -130,48 +139,55 @@ def generate_seconds(model: Path, dtype: str, rows: list[tuple[str, str]], size:
     )
     whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
     whole.generation_config.eos_token_id = None
-    content = [{"type": "image"}, {"type": "text", "text": "QUESTION"}]
-    shown = tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-    )
     started = time.perf_counter(), time.process_time()
+    texts: dict[tuple[str, str], str] = {}
     ordered = sorted(rows, key=lambda row: len(row[1]))
     with torch.inference_mode():
         for i in range(0, len(ordered), size):
             batch = ordered[i : i + size]
             inputs = processor(
-                images=[Image.open(path) for path, _ in batch], text=[shown.replace("QUESTION", q) for _, q in batch],
+                images=[Image.open(path) for path, _ in batch], text=[PROMPT.replace("QUESTION", q) for _, q in batch],
                 padding=True, return_tensors="pt",
             )  # fmt: skip
             inputs["pixel_values"] = inputs["pixel_values"].to(whole.dtype)
             out = whole.generate(**inputs, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
             assert out.shape == (len(batch), inputs["input_ids"].shape[1] + TOKENS)
-    return since(started)
+            made = tokenizer.batch_decode(out[:, -TOKENS:], skip_special_tokens=True)
+            texts |= dict(zip(batch, made, strict=True))
+    return since(started) | {"texts": [texts[row] for row in rows]}
 
 
-def since(started: tuple[float, float]) -> dict[str, float]:
+def since(started: tuple[float, float]) -> dict[str, Any]:
     wall, processor = started
     return {"seconds": time.perf_counter() - wall, "processor_seconds": time.process_time() - processor}
 
 
-def measured(args: argparse.Namespace, workload: str, engine: str) -> dict[str, Any]:
-    """Runs one measurement in a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.images",
-        "--one",
-        json.dumps([workload, engine]),
-        "--work",
-        str(args.work),
-    ]
-    command += ["--dtype", args.dtype, "--limit", str(args.limit)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    print(
-        f"{workload}, {engine}: {found['seconds']:.1f} s, {found['processor_seconds']:.1f} s of a processor", flush=True
+def measured(args: argparse.Namespace, model: Path, workload: str, engine: str) -> dict[str, Any]:
+    """Runs one measurement in a process of its own. Returns its figures, its number of rows, and the answers by image and question."""
+    ours = engine == "batchgen"
+    images = min(args.limit, WORKLOADS[workload][0] if ours else max(1, round(WORKLOADS[workload][0] * args.part)))
+    rows = rows_of(args.work, workload, images)
+    launcher = Launcher(args.engines or args.work, os.cpu_count() or 1)
+    if engine in PEERS:
+        work = args.work / "rows.json"
+        work.write_text(
+            json.dumps({"rows": [(path, PROMPT.replace("QUESTION", q)) for path, q in rows], "tokens": TOKENS})
+        )
+        python = launcher.engines_folder / PEERS[engine] / "bin" / "python"
+        command = [str(python), "-m", "benchmarks.engines.images", engine, "--model", str(model), "--dtype", args.dtype]
+        command += ["--input", str(work)]
+    else:
+        command = [sys.executable, "-m", "benchmarks.images", "--one", json.dumps([workload, engine])]
+        command += ["--work", str(args.work), "--dtype", args.dtype, "--limit", str(images)]
+    found = last_json(
+        engine, run(engine, command, launcher.environment(engine if engine in PEERS else "batchgen"), None)
     )
-    return found
+    answers = dict(zip(map(tuple, rows), found.pop("texts"), strict=True))
+    print(
+        f"{workload}, {engine}, {len(rows)} rows: {found['seconds']:.1f} s, {found['processor_seconds']:.1f} s of a processor",
+        flush=True,
+    )
+    return found | {"rows": len(rows), "answers": answers}
 
 
 def main() -> None:
@@ -181,6 +197,10 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", type=int, default=1000, help="images of each workload, at most")
+    parser.add_argument(
+        "--part", type=float, default=1.0, help="the share of the images that the others are measured on (%(default)s)"
+    )
+    parser.add_argument("--engines", type=Path, help="the folder of setup_engines.sh with vllm and openvino-images")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "batchgen-benchmarks")
     parser.add_argument("--out", type=Path, default=None, help="write the figures there, as JSON")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -195,19 +215,30 @@ def main() -> None:
         else:
             print(json.dumps(generate_seconds(model, args.dtype, rows, int(engine.rpartition(" ")[2]))))
         return
-    figures: dict[str, Any] = {"machine": machine_facts(), "dtype": args.dtype}
+    figures: dict[str, Any] = {"machine": machine_facts(), "dtype": args.dtype, "part": args.part}
+    others = [f"transformers {size}" for size in args.batch_sizes]
+    others += [name for name, folder in PEERS.items() if args.engines and (args.engines / folder / "ready").exists()]
     for workload in args.workloads:
-        tokens = len(rows_of(args.work, workload, args.limit)) * TOKENS
-        engines = ["batchgen", *(f"transformers {size}" for size in args.batch_sizes)]
-        runs: dict[str, list[dict[str, Any]]] = {engine: [] for engine in engines}
+        runs: dict[str, list[dict[str, Any]]] = {engine: [] for engine in ["batchgen", *others]}
         for _ in range(args.repeats):
-            for engine in engines:
-                runs[engine].append(measured(args, workload, engine))
-        speed = {engine: tokens / statistics.median(run["seconds"] for run in of) for engine, of in runs.items()}
-        best = max((engine for engine in engines if engine != "batchgen"), key=lambda engine: speed[engine])
-        for engine in engines:
-            print(f"{workload}, {engine}: {speed[engine]:,.0f} completion tokens/s", flush=True)
-        print(f"{workload}: {speed['batchgen'] / speed[best]:.2f} times {best}", flush=True)
+            for engine, of in runs.items():
+                of.append(measured(args, model, workload, engine))
+        speed = {e: of[0]["rows"] * TOKENS / statistics.median(r["seconds"] for r in of) for e, of in runs.items()}
+        ours = runs["batchgen"][0].pop("answers")
+        for engine, of in runs.items():
+            theirs = of[0].pop("answers", ours)
+            equal = sum(ours.get(row) == text for row, text in theirs.items())
+            print(
+                f"{workload}, {engine}: {speed[engine]:,.0f} completion tokens/s, {equal} of {len(theirs)} answers equal batchgen's",
+                flush=True,
+            )
+            for one in of:
+                one.pop("answers", None)
+        best = max(others, key=speed.__getitem__)
+        print(
+            f"{workload}: {speed['batchgen'] / speed[best]:.2f} times {best}; the others ran {args.part:.0%} of the images",
+            flush=True,
+        )
         figures[workload] = runs
     if args.out is not None:
         args.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

@@ -137,13 +137,13 @@ class Launcher:
         command += PROGRAMS[engine].options_without_bfloat16 if self.stand_in.get("BATCHGEN_ISA") == AVX2 else []
         command += ["--int8"] if case.dtype == INT8 else []
         command += ["--converted", str(target)] if target else []
-        return run(engine, command, self._environment(engine), timeout)
+        return run(engine, command, self.environment(engine), timeout)
 
     def _python(self, engine: str) -> str:
         environment = PROGRAMS[engine].environment
         return str(self.engines_folder / environment / "bin" / "python") if environment else sys.executable
 
-    def _environment(self, engine: str) -> dict[str, str]:
+    def environment(self, engine: str) -> dict[str, str]:
         own = PROGRAMS[engine].environment is None
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH") if own else None]))
         preloads = filter(None, [self.stand_in.get("LD_PRELOAD"), *(self._preloads() if engine == "vllm" else [])])

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The other engines, each in a virtual environment of its own: bash benchmarks/setup_engines.sh FOLDER [vllm openvino llamacpp ctranslate2]
-# (all of them by default). Several GB; llama.cpp is compiled for this machine. PYTHON names the interpreter (default python3).
+# The other engines, each in a virtual environment of its own: bash benchmarks/setup_engines.sh FOLDER [vllm openvino llamacpp ctranslate2 openvino-images]
+# (the first four by default). Several GB; llama.cpp is compiled for this machine. PYTHON names the interpreter (default python3).
 # torch: PIP_ARGS="--extra-index-url INDEX", with the index of CPU builds that PyTorch's installation page names, gets the small build.
 set -eu
 
@@ -38,6 +38,11 @@ openvino() {
   "$env/bin/pip" uninstall -q -y torchvision
 }
 
+openvino-images() {
+  install "$TORCH" torchvision openvino openvino-genai openvino-tokenizers optimum-intel nncf pillow 'transformers>=5.0,<5.1' # the newest whose Qwen2.5-VL optimum-intel exports
+  true >"$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/_meta_registrations.py" # as above
+}
+
 llamacpp() {
   CMAKE_ARGS="-DGGML_NATIVE=ON" install --no-binary llama-cpp-python llama-cpp-python
   install gguf tokenizers numpy
@@ -49,9 +54,9 @@ ctranslate2() {
 
 for engine in "$@"; do
   case $engine in
-  vllm | openvino | llamacpp | ctranslate2) ;;
+  vllm | openvino | openvino-images | llamacpp | ctranslate2) ;;
   *)
-    echo "no engine '$engine': vllm, openvino, llamacpp or ctranslate2" >&2
+    echo "no engine '$engine': vllm, openvino, openvino-images, llamacpp or ctranslate2" >&2
     exit 2
     ;;
   esac
