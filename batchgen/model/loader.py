@@ -4,16 +4,12 @@ small model."""
 from __future__ import annotations
 
 import ctypes
-import json
-import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,34 +50,38 @@ from batchgen.model.weights.quantized import (
 )
 from batchgen.model.weights.sizes import (
     INDEX,
-    num_weights,
-    packed_bits,
     quantization,
+    sizes_of,
+    stored_tensors,
     weight_files,
+    weight_sizes,
 )
 from batchgen.model.weights.streamed import StreamedWeights, bytes_held, streamed_weights
 from batchgen.model_files import adapter_folder, check_weight_files, gguf_file, only_pickled
 from batchgen.parsers.heads import OutputHead
-from batchgen.prompts.gguf import alone
+from batchgen.prompts.gguf import METHOD, alone
 from batchgen.prompts.images import no_images
 from batchgen.prompts.tokenizer import LoadedTokenizer, checkpoint_dtype, language_config, quiet
 from batchgen.request import TokenArray
-from batchgen.scheduling.sizes import free_host_memory
+from batchgen.scheduling.sizes import free_host_memory, host_memory
 from batchgen.stats import size_text
 
 PAGES_KEPT = 8 << 20
 """Bytes of a part of the model from which on its pages are dropped when kernels have replaced it."""
-_FLOATS = {"F64", "F32", "F16", "BF16"}
 _LANGUAGE_HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 def check_room(config: ModelConfig, hf_config: Any, device: torch.device) -> None:
-    """Raises `ModelError` if the model's files are on the disk and their weights do not fit on this CUDA device."""
+    """Raises `ModelError` if the sizes of the model's weights are known and they do not fit on this CUDA device."""
     dtype = dtype_of(config, hf_config)
-    as_stored = quant_method(hf_config) is not None and not is_weight_only(hf_config)
-    needed = _bytes_on_disk(config, hf_config, None if as_stored else dtype, packed=True)
-    if needed is None:
+    sizes = sizes_of(config, hf_config, dtype.itemsize, on_cpu=False)
+    if sizes is None:
         return
+    needed = sizes.kept
+    if quant_method(hf_config) == METHOD or is_read_packed(quantization(hf_config)):
+        needed += sizes.largest
+    elif quant_method(hf_config) is not None:
+        needed = sizes.plain if is_weight_only(hf_config) else sizes.stored
     if needed > torch.cuda.mem_get_info(device)[0]:  # asking about the other devices takes some of their memory
         free = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
         check_fits(needed, dtype, device.index or 0, free)
@@ -114,7 +114,8 @@ def cpu_dtype(config: ModelConfig, hf_config: Any, processes: int = 1) -> torch.
     """Returns the type that the weights are loaded as on a CPU. `processes`: how many processes of this machine load them.
 
     `--dtype auto` is float32 for a 16-bit checkpoint on a processor that multiplies float32 faster, if that takes at most half of
-    the machine's memory. The numbers of the checkpoint do not change.
+    the machine's memory. The numbers of the checkpoint do not change. What is free does not matter: results depend on the type, and a job
+    that is continued must have the same.
     """
     own = dtype_of(config, hf_config)
     fast = isa.has_bfloat16() if own == torch.bfloat16 else isa.has_float16()
@@ -126,78 +127,8 @@ def cpu_dtype(config: ModelConfig, hf_config: Any, processes: int = 1) -> torch.
         or (quant_method(hf_config) is not None and not is_weight_only(hf_config))
     ):
         return own
-    needed = _bytes_on_disk(config, hf_config, torch.float32)
-    if needed is None and not is_weight_only(hf_config):
-        needed = _bytes_on_the_hub(config)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return torch.float32 if needed is not None and needed * processes <= memory // 2 else own
-
-
-def _bytes_on_disk(
-    config: ModelConfig, hf_config: Any, dtype: torch.dtype | None, *, packed: bool = False
-) -> int | None:
-    """Returns the bytes of the weights as `dtype` (None: as stored), from the headers of their files; None if some files are not on the disk.
-
-    `packed`: quantized weights that can stay packed count as stored, and the largest as `dtype`, because it is unpacked when it is used.
-    """
-    gguf, files = gguf_file(config), weight_files(config)
-    if gguf is not None:
-        from gguf import GGUFReader
-
-        tensors, size = GGUFReader(gguf).tensors, (dtype or torch.bfloat16).itemsize
-        counts = [int(tensor.n_elements) for tensor in tensors]
-        return sum(int(tensor.n_bytes) for tensor in tensors) + max(counts) * size if packed else sum(counts) * size
-    if files is None:
-        return None
-    settings = quantization(hf_config)
-    bits = packed_bits(settings) if is_weight_only(hf_config) else 0
-    if packed and is_read_packed(settings):
-        return loaded_bytes(files, dtype, left_out(hf_config), scratch=bits)
-    return loaded_bytes(files, dtype, left_out(hf_config), unpacked=bits)
-
-
-def _bytes_on_the_hub(config: ModelConfig) -> int | None:
-    """Returns the bytes of a hub model's weights in float32; None if the hub does not say."""
-    from huggingface_hub import get_safetensors_metadata
-    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled
-
-    try:
-        found = get_safetensors_metadata(config.model, revision=config.revision)
-    except (HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled, OSError, ValueError):
-        return None
-    return 4 * sum(found.parameter_count.values())
-
-
-def loaded_bytes(
-    files: Sequence[Path],
-    dtype: torch.dtype | None,
-    without: frozenset[str] = frozenset(),
-    *,
-    unpacked: int = 0,
-    scratch: int = 0,
-) -> int:
-    """Returns the bytes of the files' tensors, without those of modules named in `without`: floating-point tensors as `dtype` (None: as stored).
-
-    `unpacked`: bits of the numbers in packed words; quantized tensors then count as `dtype` too. 0 counts them as stored.
-    `scratch`: bits of the numbers in packed words; the largest quantized tensor counts once more, as `dtype`.
-    """
-    total = largest = 0
-    for path in files:
-        with path.open("rb") as f:
-            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-        for name, tensor in header.items():
-            if name == "__metadata__" or not without.isdisjoint(name.split(".")):
-                continue
-            start, end = tensor["data_offsets"]
-            quantized = num_weights(name, tensor["dtype"], tensor["shape"], unpacked or scratch or 4)
-            if scratch and dtype is not None:
-                largest = max(largest, quantized * dtype.itemsize)
-            quantized *= bool(unpacked)
-            if dtype is not None and (quantized or tensor["dtype"] in _FLOATS):
-                total += (quantized or math.prod(tensor["shape"])) * dtype.itemsize
-            else:
-                total += end - start
-    return total + largest
+    sizes = sizes_of(config, hf_config, torch.float32.itemsize)
+    return torch.float32 if sizes is not None and sizes.plain * processes <= host_memory() // 2 else own
 
 
 def load_model(
@@ -266,9 +197,14 @@ def _vision(config: ModelConfig, tokenizer: LoadedTokenizer, model: LoadedModel)
     """Returns what shows images to the model; None if it is not shown any."""
     if no_images(tokenizer) is not None or model.spread:
         return None
-    files = weight_files(config) if model.device.type == "cuda" else None  # elsewhere the KV takes half of the memory
-    parts = left_out(tokenizer.hf_config)
-    encoder = loaded_bytes(files, model.dtype) - loaded_bytes(files, model.dtype, parts) if files else 0
+    encoder = 0
+    if model.device.type == "cuda":  # elsewhere the KV takes half of the memory
+        tensors, settings = stored_tensors(config) or [], quantization(tokenizer.hf_config)
+        whole, rest = (
+            weight_sizes(tensors, settings, model.dtype.itemsize, without, on_cpu=False).kept
+            for without in (frozenset[str](), left_out(tokenizer.hf_config))
+        )
+        encoder = whole - rest
     return Vision(config, tokenizer, model.module, model.dtype, encoder)
 
 

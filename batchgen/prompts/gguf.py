@@ -1,12 +1,12 @@
-"""The configuration and the tokenizer inside of a GGUF file, read by transformers."""
+"""What a GGUF file holds: its tensors, and the configuration and the tokenizer, which transformers reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 METHOD = "gguf"
 """The `quant_method` that a configuration from a GGUF file has here."""
@@ -22,15 +22,68 @@ def alone(file: Path) -> Iterator[str]:
         yield folder
 
 
+class GgufTensor(NamedTuple):
+    """A tensor in a GGUF file."""
+
+    name: str
+    kind: str
+    """The type of its numbers or blocks, such as Q4_0."""
+    shape: tuple[int, ...]
+    offset: int
+    """In the file, in bytes."""
+    nbytes: int
+
+
+class GgufHeader(NamedTuple):
+    """What a GGUF file says about its tensors."""
+
+    architecture: str
+    tensors: tuple[GgufTensor, ...]
+
+
+_known: dict[tuple[Path, int, int], GgufHeader] = {}
+"""The header of the last file, by its path, size and time. The package gguf takes seconds to read that of a large vocabulary."""
+
+
+def gguf_header(file: Path, reader: Any = None) -> GgufHeader:
+    """Returns the header of a file, which is read once. `reader`: a `gguf.GGUFReader` of it, if there is one."""
+    import gguf
+
+    stat = file.stat()
+    key = (file.resolve(), stat.st_size, stat.st_mtime_ns)
+    if key not in _known:
+        reader = gguf.GGUFReader(file) if reader is None else reader
+        tensors = tuple(
+            GgufTensor(t.name, t.tensor_type.name, tuple(t.shape.tolist()[::-1]), int(t.data_offset), int(t.n_bytes))
+            for t in reader.tensors
+        )
+        _known.clear()
+        _known[key] = GgufHeader(str(reader.get_field("general.architecture").contents()), tensors)
+    return _known[key]
+
+
+@contextmanager
+def instead(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Lets transformers, whose readers import functions when they run, call another function of a module."""
+    plain = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, plain)
+
+
 def load_gguf(file: Path) -> tuple[Any, Any]:
     """The configuration and the tokenizer. Raises what transformers and the package gguf raise for a file that they cannot read."""
-    from gguf import GGUFReader
+    import gguf
     from transformers import AutoConfig, AutoTokenizer
 
-    kind = GGUFReader(file).get_field("general.file_type")
-    with alone(file) as folder:
+    reader = gguf.GGUFReader(file)
+    kind = reader.get_field("general.file_type")
+    with alone(file) as folder, instead(gguf, "GGUFReader", lambda path: reader):
         config = AutoConfig.from_pretrained(folder, gguf_file=file.name)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+    gguf_header(file, reader)
     config.dtype = _DTYPES.get(-1 if kind is None else int(kind.contents()), "bfloat16")
     config.quantization_config = {"quant_method": METHOD}
     return config, tokenizer

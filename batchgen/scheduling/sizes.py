@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,34 +80,40 @@ def max_useful_blocks(limits: Limits, context_length: int, block_size: int) -> i
     return 2 * limits.batch_size * -(-context_length // block_size)
 
 
+def host_memory(root: Path = Path("/")) -> int:
+    """Returns the bytes of memory of this machine, or of the process's cgroup if that has less. They do not depend on what other programs use."""
+    return min([_physical(), *(limit for limit, _, _ in _cgroups(root))])
+
+
 def free_host_memory(root: Path = Path("/")) -> int:
     """Returns the bytes of memory that can still be allocated, by this machine and by the limit of the process's cgroup."""
-    free = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]
-    try:
+    free = [_physical() // 2]
+    with suppress(OSError):  # not Linux
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
         free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")] or free
+    return min(free + [max(0, limit - used + files) for limit, used, files in _cgroups(root)])
+
+
+def _physical() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroups(root: Path) -> Iterator[tuple[int, int, int]]:
+    """Yields the limit of each cgroup of the process that has one, the memory in use, and that of it which files have, which they give up."""
+    groups: list[str] = []
+    with suppress(OSError):
         groups = (root / "proc/self/cgroup").read_text(encoding="ascii").splitlines()
-    except OSError:  # not Linux
-        return free[0]
     for group in groups:
         _, kinds, path = group.split(":", 2)
         if not kinds:
-            free += _left_in(root / "sys/fs/cgroup", path, ("memory.max", "memory.current", "inactive_file"))
+            mounted, names = "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
         elif "memory" in kinds.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            free += _left_in(root / "sys/fs/cgroup/memory", path, names)
-    return min(free)
-
-
-def _left_in(mounted: Path, path: str, names: tuple[str, str, str]) -> list[int]:
-    """Returns what the limit of a cgroup leaves; nothing without a limit. Inside a container, the group is mounted in place of the first one.
-
-    `names`: the files of the limit and of the memory in use, and the line of the use that files have, which they give up.
-    """
-    limit, used, of_files = names
-    for group in (mounted / path.strip("/"), mounted):
-        with suppress(OSError, ValueError):
-            most, now = (int((group / name).read_text(encoding="ascii")) for name in (limit, used))
-            stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-            return [max(0, most - now + int(stat.get(of_files, 0)))]
-    return []
+            mounted, names = "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")  # fmt: skip
+        else:
+            continue
+        for folder in (root / mounted / path.strip("/"), root / mounted):  # the second one inside a container
+            with suppress(OSError, ValueError):
+                limit, used = (int((folder / name).read_text(encoding="ascii")) for name in names[:2])
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+                yield limit, used, int(stat.get(names[2], 0))
+                break

@@ -17,10 +17,10 @@ from batchgen.errors import ModelError
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.ops import PackedLinear
 from batchgen.model import loader
-from batchgen.model.loader import load_model, loaded_bytes
+from batchgen.model.loader import load_model
 from batchgen.model.weights.packed import packed_weights
 from batchgen.model.weights.quantized import bytes_of, check_quantization, plain_layers
-from batchgen.model.weights.sizes import packed_bits, quantization
+from batchgen.model.weights.sizes import sizes_of
 from batchgen.stats import size_text
 from support.models import engine_for, expect, make_requests, run, tiny_tokenizer
 from support.quantized import CHECKPOINTS, PACKED, dequantized, make
@@ -197,17 +197,15 @@ def test_the_memory_needed_is_that_of_the_packed_weights_and_of_the_largest_one_
     checkpoint: tuple[str, Path, Any],
 ) -> None:
     name, folder, original = checkpoint
-    files, bits = [folder / "model.safetensors"], packed_bits(quantization(AutoConfig.from_pretrained(folder)))
-    whole = loaded_bytes(files, torch.bfloat16, unpacked=bits)
+    sizes = sizes_of(ModelConfig(model=str(folder)), AutoConfig.from_pretrained(folder), 2, on_cpu=False)
+    assert sizes is not None
     real = sum(2 * p.numel() for p in original.parameters())
     # and the scales; four numbers of 8 bits are taken for eight of 4
-    assert real <= whole < (2 if name == "W8A16" else 1.2) * real
-    stored = loaded_bytes(files, torch.bfloat16)
+    assert real <= sizes.plain < (2 if name == "W8A16" else 1.2) * real
     largest = max(2 * p.numel() for n, p in original.named_parameters() if n.endswith("proj.weight") or "experts" in n)
-    scratch = loaded_bytes(files, torch.bfloat16, scratch=bits) - stored
-    assert scratch >= largest // (4 if "experts" in name else 1)  # the experts of a file are not stacked
+    assert sizes.largest >= largest // (4 if "experts" in name else 1)  # the experts of a file are not stacked
     weights = sum(map(bytes_of, load(folder, "bfloat16").module.parameters()))
-    assert weights <= 1.15 * stored
+    assert weights <= 1.15 * sizes.kept
 
 
 @torch.inference_mode()

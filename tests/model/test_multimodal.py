@@ -13,9 +13,10 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3ForConditionalGeneration, LlamaConfig
 
+from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
-from batchgen.model.loader import loaded_bytes
 from batchgen.model.multimodal import Absent, left_out, model_class
+from batchgen.model.weights.sizes import stored_tensors, weight_sizes
 
 LOAD = """
 import json, sys
@@ -82,8 +83,8 @@ def test_the_gpu_memory_needed_is_that_of_the_text_part(checkpoint: Path) -> Non
     config = AutoConfig.from_pretrained(checkpoint)
     without = left_out(config)
     assert without == {"vision_tower", "multi_modal_projector"}
-    files = [checkpoint / "model.safetensors"]
-    whole, needed = loaded_bytes(files, torch.float32), loaded_bytes(files, torch.float32, without)
+    tensors = stored_tensors(ModelConfig(model=str(checkpoint))) or []
+    whole, needed = (weight_sizes(tensors, None, 4, names, on_cpu=False).kept for names in (frozenset[str](), without))
     assert whole - needed >= sizes(checkpoint)["vision"]
     assert needed <= sizes(checkpoint)["text"]
 

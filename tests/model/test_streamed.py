@@ -162,7 +162,7 @@ def test_a_full_disk_is_an_error_with_a_way_out(tmp_path: Path, monkeypatch: pyt
         load(folder, weights="streamed")
 
 
-SIZES = WeightSizes(kept=100 << 20, int8=120 << 20, streamed=30 << 20, plain=400 << 20)
+SIZES = WeightSizes(kept=100 << 20, int8=120 << 20, streamed=30 << 20, plain=400 << 20, stored=100 << 20, largest=0)
 
 
 @pytest.mark.parametrize(

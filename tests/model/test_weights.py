@@ -8,7 +8,9 @@ from safetensors.torch import save_file
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.model import loader
-from batchgen.model.loader import check_fits, check_room, cpu_dtype, dtype_of, loaded_bytes, weight_files
+from batchgen.model.loader import check_fits, check_room, cpu_dtype, dtype_of
+from batchgen.model.weights import sizes
+from batchgen.model.weights.sizes import stored_tensors, weight_files, weight_sizes
 
 GIB = 2**30
 BF16, F32 = torch.bfloat16, torch.float32
@@ -18,14 +20,16 @@ def config_of(folder, **options):
     return ModelConfig(model=str(folder), **options)
 
 
+def bytes_of(config, dtype):
+    return weight_sizes(stored_tensors(config), None, dtype.itemsize, on_cpu=False).kept
+
+
 def test_bytes_are_those_of_the_tensors_after_loading(tmp_path):
     tensors = {"a": torch.zeros(3, 5), "b": torch.zeros(7, dtype=BF16), "c": torch.zeros(4, dtype=torch.int8)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    files = weight_files(config_of(tmp_path))
-    assert files == [tmp_path / "model.safetensors"]
-    assert loaded_bytes(files, None) == 60 + 14 + 4
-    assert loaded_bytes(files, BF16) == 30 + 14 + 4
-    assert loaded_bytes(files, F32) == 60 + 28 + 4
+    assert weight_files(config_of(tmp_path)) == [tmp_path / "model.safetensors"]
+    assert bytes_of(config_of(tmp_path), BF16) == 30 + 14 + 4
+    assert bytes_of(config_of(tmp_path), F32) == 60 + 28 + 4
 
 
 def test_only_files_that_the_index_names_count(tmp_path):
@@ -35,7 +39,7 @@ def test_only_files_that_the_index_names_count(tmp_path):
     index.write_text('{"weight_map": {"x": "two.safetensors", "y": "one.safetensors", "z": "two.safetensors"}}')
     files = weight_files(config_of(tmp_path))
     assert files == [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
-    assert loaded_bytes(files, None) == 16
+    assert bytes_of(config_of(tmp_path), F32) == 16
     (tmp_path / "two.safetensors").unlink()
     assert weight_files(config_of(tmp_path)) is None
 
@@ -60,8 +64,7 @@ def machine(monkeypatch):
     loader.isa.instruction_set()  # is remembered, so it must not be that of the processor below
 
     def pretend(*, memory=GIB, bfloat16=False, features=frozenset({"avx2"})):
-        sizes = {"SC_PHYS_PAGES": memory // 4096, "SC_PAGE_SIZE": 4096}
-        monkeypatch.setattr(loader.os, "sysconf", sizes.__getitem__)
+        monkeypatch.setattr(loader, "host_memory", lambda: memory)
         monkeypatch.setattr(loader.isa, "has_bfloat16", lambda: bfloat16)
         monkeypatch.setattr(loader.isa, "has_float16", lambda: False)
         monkeypatch.setattr(loader.isa, "features", lambda: features)
@@ -90,7 +93,8 @@ def test_a_cpu_without_bfloat16_loads_16_bit_weights_as_float32_if_memory_allows
 def test_the_hub_tells_the_size_of_weights_that_are_not_on_disk(machine, monkeypatch):
     machine(memory=2 << 20)
     for count, dtype in ((1 << 18, F32), ((1 << 18) + 1024, BF16)):
-        found = SimpleNamespace(parameter_count={"BF16": count - 24, "F32": 24})
+        tensor = SimpleNamespace(dtype="BF16", shape=[count], data_offsets=(0, 2 * count))
+        found = SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors={"x": tensor})})
         monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda *_, found=found, **__: found)
         assert cpu_dtype(config_of("nobody/has-this-model"), SimpleNamespace(dtype=BF16)) == dtype
 
@@ -131,7 +135,7 @@ def test_weights_that_do_not_fit_are_refused_with_what_would_fit(needed, dtype, 
 
 def test_a_model_too_large_for_the_device_is_refused_before_it_is_loaded(tiny_model_dir, tmp_path, monkeypatch):
     folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
-    free = loaded_bytes(weight_files(config_of(folder)), F32)
+    free = bytes_of(config_of(folder), F32)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
     cuda = torch.device("cuda")
@@ -145,5 +149,5 @@ def test_a_model_too_large_for_the_device_is_refused_before_it_is_loaded(tiny_mo
     quantized = SimpleNamespace(dtype=BF16, quantization_config={})
     with pytest.raises(ModelError):
         check_room(config_of(folder), quantized, cuda)
-    monkeypatch.setattr(loader, "weight_files", lambda config: None)
+    monkeypatch.setattr(sizes, "weight_files", lambda config: None)
     check_room(config_of(folder), quantized, cuda)

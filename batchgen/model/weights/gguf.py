@@ -6,8 +6,7 @@ blocks whose scales are 1. transformers knows which tensor is which weight, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +17,7 @@ import torch
 from batchgen.kernels.codes import Coding, PackedTensor, packed_plane
 from batchgen.kernels.memory import Loading
 from batchgen.model.weights.packed import nibbles, packed
-
-_ROWS_AT_A_TIME = 1 << 22  # numbers
+from batchgen.prompts.gguf import GgufTensor, gguf_header, instead
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -207,17 +205,38 @@ def _codes_of_unit_blocks(unit: torch.Tensor, kind: str) -> torch.Tensor:
     return torch.from_numpy(np.searchsorted(np.array(layout.levels, np.float32), levels).astype(np.uint8))
 
 
-class _Raw:
-    """A weight in blocks, which transformers indexes once."""
+class _UnreadBlocks:
+    """A weight in its file: a tensor, or the gates and the others of the experts. transformers indexes it once, when the model needs it."""
 
-    def __init__(self, data: torch.Tensor, kind: str, loading: Loading) -> None:
-        self._data: torch.Tensor | None = data
-        self._kind, self._loading = kind, loading
+    def __init__(
+        self,
+        data: np.ndarray[Any, Any],
+        tensors: list[GgufTensor],
+        processor: Any,
+        names: Mapping[str, str],
+        loading: Loading,
+    ) -> None:
+        """`data`: the bytes of the file; `processor`: transformers' for the architecture; `names`: in the model, by those in the file."""
+        self._data, self._tensors, self._processor = data, tensors, processor
+        self._names, self._loading = names, loading
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        data, self._data = self._data, None
-        assert data is not None
-        weight = from_blocks(data, self._kind)
+        """Returns the weight; `index` is `...`."""
+        import gguf
+
+        kind = self._tensors[0].kind
+        packed = kind in TYPES and len(self._tensors[0].shape) > 1
+        made: dict[str, Any] = {}
+        for tensor in self._tensors:
+            rows = self._data[tensor.offset : tensor.offset + tensor.nbytes].reshape(*tensor.shape[:-1], -1)
+            numbers = rows if packed else gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
+            result = self._processor.process(
+                weights=numbers, name=tensor.name, tensor_key_mapping=self._names, parsed_parameters={"tensors": made}
+            )
+            if result.name is not None:  # the processor has put those of experts into `made`
+                made[result.name] = torch.from_numpy(np.copy(result.weights))
+        (weight,) = made.values()
+        weight = from_blocks(weight, kind) if packed else weight
         self._loading.add(weight)
         return weight
 
@@ -227,45 +246,33 @@ _MOVES_ROWS = ("TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProcessor
 
 
 def gguf_weights(path: Path, model: Callable[[], torch.nn.Module]) -> Mapping[str, Any] | None:
-    """Returns the weights of a file by their names in the model; None if transformers must unpack them. `model` makes one without weights."""
+    """Returns the weights of a file by their names in the model, which are read one by one; None if transformers must unpack them.
+
+    `model` makes one without weights.
+    """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reader
 
-    file = gguf.GGUFReader(path)
-    architecture = reader.read_field(file, "general.architecture")[0]
-    processor = reader.TENSOR_PROCESSORS.get(architecture, reader.TensorProcessor)
-    kinds = {tensor.name: tensor.tensor_type.name for tensor in file.tensors}
+    architecture, tensors = gguf_header(path)
+    kind = reader.TENSOR_PROCESSORS.get(architecture, reader.TensorProcessor)
+    kinds = {tensor.name: tensor.kind for tensor in tensors}
     halves = ((name, name.replace("_gate_exps", "_up_exps")) for name in kinds if "_gate_exps" in name)
-    if processor.__name__ not in _MOVES_ROWS or _has_other_reader(architecture) or any(kinds[a] != kinds[b] for a, b in halves):  # fmt: skip
+    if kind.__name__ not in _MOVES_ROWS or _has_other_reader(architecture) or any(kinds[a] != kinds[b] for a, b in halves):  # fmt: skip
         return None
-    plain = gguf.dequantize
-
-    def tagged(data: Any, kind: Any) -> Any:
-        """Returns blocks as they are, with the number of their type after each row."""
-        if kind.name not in TYPES or data.ndim < 2:
-            return plain(data, kind)
-        return np.concatenate([data, np.full((*data.shape[:-1], 1), kind.value, np.uint8)], -1)
-
-    with _instead(gguf, "dequantize", tagged), _instead(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)):
-        loaded = reader.load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model())
-    found: dict[str, Any] = loaded["tensors"]
-    loading = Loading()
-    for name, data in found.items():
-        if data.dtype == torch.uint8:
-            kind = gguf.GGMLQuantizationType(int(data.flatten()[-1]))
-            found[name] = _Raw(data[..., :-1], kind.name, loading)
-    return found
-
-
-@contextmanager
-def _instead(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Lets the reader of transformers, which imports functions when it runs, call another one. It makes a map of all names for each module."""
-    plain = getattr(module, name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        setattr(module, name, plain)
+    module: Any = model()
+    processor = kind(config=module.config.to_dict())
+    # transformers makes a map of all names for each module.
+    with instead(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)):
+        names = reader.get_gguf_hf_weights_map(module, processor)
+    stored: dict[str, list[GgufTensor]] = {}
+    for tensor in tensors:
+        name = tensor.name
+        if name not in names and "_exps." in name:
+            name = name.removesuffix(".weight")
+        if name in names:
+            stored.setdefault(names[name], []).append(tensor)
+    data, loading = np.memmap(path, np.uint8, "r"), Loading()
+    return {name: _UnreadBlocks(data, parts, processor, names, loading) for name, parts in stored.items()}
 
 
 def _has_other_reader(architecture: str) -> bool:

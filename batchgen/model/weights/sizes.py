@@ -16,7 +16,7 @@ from batchgen.config import ModelConfig, parse_size
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.model_files import gguf_file, is_int8_layer
-from batchgen.prompts.gguf import METHOD
+from batchgen.prompts.gguf import METHOD, gguf_header
 from batchgen.prompts.tokenizer import OTHER_PARTS, language_config, quiet, text_config
 from batchgen.scheduling.sizes import free_host_memory
 from batchgen.stats import size_text
@@ -58,6 +58,10 @@ class WeightSizes:
     """The least when layers are streamed: what is outside of the layers, and `LAYERS_READ` of them."""
     plain: int
     """When nothing stays packed."""
+    stored: int
+    """In the files."""
+    largest: int
+    """The largest packed weight when it is unpacked, which it is while it is used where our kernels for the CPU do not run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +167,7 @@ def stored_tensors(config: ModelConfig) -> list[StoredTensor] | None:
     """Returns the tensors in a model's files. For a model that is not on the disk, the hub is asked for their headers; None if it has none."""
     gguf, files = gguf_file(config), weight_files(config)
     if gguf is not None:
-        from gguf import GGUFReader
-
-        found = GGUFReader(gguf).tensors
-        return [StoredTensor(t.name, t.tensor_type.name, t.shape.tolist()[::-1], int(t.n_bytes)) for t in found]
+        return [StoredTensor(t.name, t.kind, t.shape, t.nbytes) for t in gguf_header(gguf).tensors]
     if files is not None:
         return [tensor for path in files for tensor in _in_file(path)]
     return None if Path(config.model).expanduser().exists() else _on_the_hub(config)
@@ -197,8 +198,8 @@ def _on_the_hub(config: ModelConfig) -> list[StoredTensor] | None:
     ]
 
 
-def sizes_of(config: ModelConfig, hf_config: Any, itemsize: int) -> WeightSizes | None:
-    """Returns the memory of a model's weights; None if the headers of its files cannot be read. `itemsize`: see `weight_sizes`."""
+def sizes_of(config: ModelConfig, hf_config: Any, itemsize: int, *, on_cpu: bool = True) -> WeightSizes | None:
+    """Returns the memory of a model's weights; None if the headers of its files cannot be read. For the others, see `weight_sizes`."""
     tensors = stored_tensors(config)
     if tensors is None:
         return None
@@ -209,25 +210,30 @@ def sizes_of(config: ModelConfig, hf_config: Any, itemsize: int) -> WeightSizes 
         with quiet():
             from batchgen.model.multimodal import left_out  # with torch
         without = left_out(hf_config)
-    return weight_sizes(tensors, quantization(hf_config), itemsize, without)
+    return weight_sizes(tensors, quantization(hf_config), itemsize, without, on_cpu=on_cpu)
 
 
 def weight_sizes(
-    tensors: Iterable[StoredTensor], settings: Mapping[str, Any] | None, itemsize: int, without: frozenset[str] = frozenset()
+    tensors: Iterable[StoredTensor], settings: Mapping[str, Any] | None, itemsize: int, without: frozenset[str] = frozenset(), *,
+    on_cpu: bool = True,
 ) -> WeightSizes:  # fmt: skip
     """Returns the memory of these tensors, without those of modules named in `without`.
 
-    `settings`: the checkpoint's quantization settings. `itemsize`: bytes of a number in the type in which the model is computed.
+    `settings`: the checkpoint's quantization settings. `itemsize`: bytes of a number in the type in which the model is computed. `on_cpu`: whether
+    our kernels for the CPU may keep the weights.
     """
     layers: defaultdict[str, int] = defaultdict(int)
-    kept = int8 = plain = 0
+    kept = int8 = plain = stored = largest = 0
     for tensor in tensors:
         if not without.isdisjoint(tensor.name.split(".")):
             continue
-        here, numbers = _kept(tensor, settings, itemsize)
+        here, numbers = _kept(tensor, settings, itemsize, on_cpu=on_cpu)
         whole = numbers * itemsize if numbers else tensor.nbytes
+        if numbers and tensor.dtype not in _FLOATS:
+            largest = max(largest, whole)
         kept += here
         plain += whole
+        stored += tensor.nbytes
         name = f"{tensor.name.rpartition('.')[0]}.weight" if numbers else tensor.name
         # Words of packed numbers may lie the other way round; none is of a router.
         shape = tensor.shape if tensor.dtype in _FLOATS else [max(tensor.shape, default=0)] * len(tensor.shape)
@@ -235,10 +241,10 @@ def weight_sizes(
         layers[_layer_of(tensor.name)] += here
     outside = layers.pop("", 0)
     at_once = LAYERS_READ * max(layers.values(), default=0)
-    return WeightSizes(kept, int8, min(kept, outside + at_once), plain)
+    return WeightSizes(kept, int8, min(kept, outside + at_once), plain, stored, largest)
 
 
-def _kept(tensor: StoredTensor, settings: Mapping[str, Any] | None, itemsize: int) -> tuple[int, int]:
+def _kept(tensor: StoredTensor, settings: Mapping[str, Any] | None, itemsize: int, *, on_cpu: bool) -> tuple[int, int]:
     """Returns the bytes that a tensor takes if it stays packed, and its number of numbers; none of scales and of whole numbers."""
     method = (settings or {}).get("quant_method")
     count = math.prod(tensor.shape)
@@ -251,7 +257,7 @@ def _kept(tensor: StoredTensor, settings: Mapping[str, Any] | None, itemsize: in
     if tensor.dtype not in _FLOATS or (packed and tensor.name.rpartition(".")[2] in _SCALES):
         return tensor.nbytes, 0
     # Our kernels keep weights in 16 bits that are computed in float32, if these hold their numbers.
-    half = tensor.dtype == "BF16" and len(tensor.shape) == 2 and _layer_of(tensor.name) and isa.instruction_set() != isa.NONE  # fmt: skip
+    half = on_cpu and tensor.dtype == "BF16" and len(tensor.shape) == 2 and _layer_of(tensor.name) and isa.instruction_set() != isa.NONE  # fmt: skip
     return count * (2 if half else itemsize), count
 
 
