@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -138,16 +138,33 @@ class Codes:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
 
-    def rows(self, first: int, last: int | None) -> torch.Tensor:
-        """Returns rows [first, last) of one weight, unpacked; without `last`, all rows of the panels."""
-        parts = {}
-        for name, part in self.parts.items():
-            if name == "groups":
-                parts[name] = part
-            else:
-                rows = part.transpose(1, 2).flatten(0, 1)[first:last].contiguous()
-                parts[name] = rows.view(torch.uint8) if name.startswith("plane") else rows
-        return PackedTensor(self.coding, parts, self._dtype).unpacked()
+    def part(self, name: str, rows: int | None) -> torch.Tensor:
+        """Returns a copy of a part of the first rows of one weight, as it is in a `PackedTensor`; for None, of all rows of the panels."""
+        part = self.parts[name]
+        if name == "groups":
+            return part
+        found = part.transpose(1, 2).flatten(0, 1)[:rows].contiguous()
+        return found.view(torch.uint8) if name.startswith("plane") else found
+
+    def unpacked(self, rows: int | None) -> torch.Tensor:
+        """Returns the first rows of one weight, unpacked; for None, all rows of the panels."""
+        return PackedTensor(self.coding, {name: self.part(name, rows) for name in self.parts}, self._dtype).unpacked()
+
+
+class PartsInPanels(Mapping[str, torch.Tensor]):
+    """The parts of a weight [N, K] that only the kernels hold, copied at each access."""
+
+    def __init__(self, codes: Codes, rows: int) -> None:
+        self._codes, self._rows = codes, rows
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._codes.part(name, self._rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._codes.parts)
+
+    def __len__(self) -> int:
+        return len(self._codes.parts)
 
 
 def can_share(weights: Sequence[torch.Tensor]) -> bool:

@@ -163,8 +163,17 @@ class _Scratch:
                 self._memory[device, dtype] = found = torch.empty(size, dtype=dtype, device=device)
         return found[:size].view(*shape)
 
+    def free(self) -> None:
+        """Gives the memory on the CPU back."""
+        self._memory = {key: found for key, found in self._memory.items() if key[0].type != "cpu"}
+
 
 _scratch = _Scratch()
+
+
+def free_scratch() -> None:
+    """Frees the memory on the CPU that weights were unpacked into."""
+    _scratch.free()
 
 
 def reserve_scratch(weights: Iterable[torch.Tensor]) -> None:
@@ -181,11 +190,13 @@ class PackedTensor(torch.Tensor):
     """
 
     coding: Coding
-    parts: dict[str, torch.Tensor]
+    parts: Parts
     transposed: bool
     """Whether the last two dimensions of the tensor are those of the parts the other way round."""
     is_view: bool
     """Whether the plain tensor is a transposed view of another, whose layout products see."""
+    take_rows: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Returns rows of the plain tensor by indices of any shape, if the kernels of a linear layer hold the codes. `parts` then copies them."""
 
     @staticmethod
     def __new__(
@@ -348,6 +359,8 @@ def _rows(x: PackedTensor, indices: Sequence[Any]) -> Any:
 
 
 def _embedded(x: PackedTensor, indices: torch.Tensor, *_: Any) -> Any:
+    if x.take_rows is not None:
+        return x.take_rows(indices.long())
     return None if x.transposed or x.dim() != 2 else x.with_parts(lambda part: part[indices]).unpacked()
 
 

@@ -9,6 +9,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from batchgen.kernels import recurrent
 from batchgen.kernels.build import DTYPES
+from batchgen.kernels.coded import PartsInPanels
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.experts import FusedExperts
 from batchgen.kernels.int8 import Int8Linear
@@ -32,6 +34,7 @@ from batchgen.kernels.ops import (
     linear,
     norm_after_sum,
     rotate,
+    take_coded_rows,
 )
 from batchgen.kernels.recognition import Code, code_of
 from batchgen.kernels.renaming import names_in, with_names
@@ -43,6 +46,8 @@ ACTIVATIONS = {
     SiLUActivation: Activation.SILU,
     GELUTanh: Activation.GELU_TANH,
 }
+COMPARED_ROWS = 256
+"""Rows of a packed weight of a linear layer that are compared with the plain ones."""
 
 Around = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 """Returns the context in which a part of a model is packed."""
@@ -404,8 +409,22 @@ def _linear(part: Any, shared: Counter[int], packing: Packing, own_kernels: bool
         return fused if _agree(part, fused, part.in_features, dtype, NEAR[dtype]) else None
     if not packing.can_pack(part):
         return None
-    fused = packing.pack([part], [part.weight], [part.bias])
-    return fused if packing.agrees(part, fused, [part.weight]) else None
+    weight, bias = part.weight, part.bias
+    fused = packing.pack([part], [weight], [bias])
+    if isinstance(weight, PackedTensor):  # of a head, which is large when it is unpacked, some rows are enough
+        few, few_biases = weight[:COMPARED_ROWS], None if bias is None else bias[:COMPARED_ROWS]
+        agrees = packing.agrees(
+            lambda x: torch.nn.functional.linear(x, few, few_biases), lambda x: fused(x)[..., :COMPARED_ROWS], [weight]
+        )
+    else:
+        agrees = packing.agrees(part, fused, [weight])
+    if not agrees:
+        return None
+    codes = getattr(fused, "codes", None)
+    if shared[id(weight)] > 1 and codes is not None:  # the embedding takes its rows from the codes of the head
+        like = torch.empty(weight.shape, dtype=dtype, device="meta")
+        weight.parts, weight.take_rows = PartsInPanels(codes, len(weight)), partial(take_coded_rows, codes, like)
+    return fused
 
 
 def _can_pack(part: Any, shared: Counter[int], packing: Packing) -> bool:

@@ -196,7 +196,7 @@ class Int8Linear(torch.nn.Module):
     def weight(self) -> torch.Tensor:
         """The weight [N, K] of the plain layer, unpacked at each call, for models that read it."""
         if self.codes is not None:
-            return self.codes.rows(0, self.out_features)
+            return self.codes.unpacked(self.out_features)
         assert self.weights is not None
         words = self.weights.transpose(1, 2).flatten(0, 1)[: self.out_features].contiguous()
         values = words.view(torch.int8)

@@ -102,7 +102,7 @@ class _Mask(ctypes.Structure):
 
 
 class RowTable(ctypes.Structure):
-    """`RowTable` in elementwise.cpp is the same."""
+    """`RowTable` in rows.cpp is the same."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "table_rows", "bytes", "threads")),
@@ -182,13 +182,21 @@ def only_allowed(x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 def take_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Returns rows of a contiguous table [N, D] by int64 indices of any shape. Raises `IndexError` for an index out of range."""
+    return _taken(library().batchgen_take_rows, table.data_ptr(), table, indices)
+
+
+def take_coded_rows(codes: Codes, like: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Returns rows of the codes of one weight, unpacked, as `take_rows` does. `like`: a tensor of the weight's shape and type."""
+    return _taken(library()[f"batchgen_take_coded_rows_{DTYPES[like.dtype]}"], codes.address, like, indices)
+
+
+def _taken(function: Any, address: int, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     indices = indices.contiguous()
     y = torch.empty((*indices.shape, table.shape[1]), dtype=table.dtype)
     rows = RowTable(
-        indices.numel(), len(table), table.shape[1] * table.itemsize, torch.get_num_threads(),
-        table.data_ptr(), indices.data_ptr(), y.data_ptr(),
+        indices.numel(), len(table), table.shape[1] * table.dtype.itemsize, torch.get_num_threads(), address, indices.data_ptr(), y.data_ptr(),
     )  # fmt: skip
-    if not library().batchgen_take_rows(ctypes.byref(rows)):
+    if not function(ctypes.byref(rows)):
         raise IndexError(f"an index is out of range: the table has {len(table)} rows")
     return y
 
@@ -411,14 +419,14 @@ class PackedLinear(torch.nn.Module):
         """The weight [N, K] of the plain layer, unpacked at each call, for models that read it."""
         if self.weights is None:
             assert self.codes is not None
-            return self.codes.rows(0, self.out_features)
+            return self.codes.unpacked(self.out_features)
         rows = self.weights.transpose(1, 2).reshape(-1, self.words)[: self.out_features]
         return rows.contiguous().view(self._weight_dtype).to(self.dtype)
 
     def plain(self) -> list[torch.Tensor]:
         """Returns what the layer was made of, unpacked: one weight [N, K] ([E, N, K] of experts), or gate and up."""
         if self.codes is not None:
-            rows = self.codes.rows(0, None)
+            rows = self.codes.unpacked(None)
         else:
             assert self.weights is not None
             words = self.weights.transpose(1, 2).reshape(-1, self.words)

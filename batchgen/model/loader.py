@@ -21,7 +21,7 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
-from batchgen.kernels.codes import PackedTensor, reserve_scratch
+from batchgen.kernels.codes import PackedTensor, free_scratch, reserve_scratch
 from batchgen.kernels.int8 import multiplies_codes
 from batchgen.kernels.memory import drop_read_pages, give_freed_back
 from batchgen.kernels.ops import is_fast
@@ -250,6 +250,7 @@ def _as_it_runs(
 def _give_freed_back(hf_config: Any) -> None:
     """Returns the memory to the system that unpacking has freed. Other models free little, and would ask for it again in their first steps."""
     if is_weight_only(hf_config):
+        free_scratch()
         give_freed_back()
 
 

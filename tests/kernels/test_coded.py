@@ -31,6 +31,29 @@ def test_a_layer_of_codes_computes_what_the_layer_of_their_numbers_does_to_the_l
             assert torch.equal(bits_of(coded(x)), bits_of(whole(x)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CODINGS)
+def test_an_embedding_whose_codes_are_those_of_the_head_is_held_once_and_gives_the_same_rows(name, dtype):
+    from batchgen.kernels.fusion import Packing, fuse_linear
+    from batchgen.model.weights.streamed import bytes_held
+
+    model = torch.nn.ModuleDict(
+        {"table": torch.nn.Embedding(ROWS, SIZE), "head": torch.nn.Linear(SIZE, ROWS, bias=False)}
+    )
+    weight = torch.nn.Parameter(weight_of(name, dtype), requires_grad=False)
+    plain = weight.unpacked()
+    model["table"].weight = model["head"].weight = weight
+    fuse_linear(model, Packing())
+    ids = torch.tensor([[5, 0, 199], [17, 64, 63]])
+    with torch.inference_mode():
+        for some in (ids, ids.int()):
+            assert torch.equal(bits_of(model["table"](some)), bits_of(plain[ids]))
+        with pytest.raises(IndexError):
+            model["table"](torch.tensor([ROWS]))
+    assert bytes_held(model) == model["head"].bytes
+    assert torch.equal(bits_of(model["table"].weight.unpacked()), bits_of(plain))
+
+
 def test_weights_that_the_kernels_cannot_unpack_exactly_are_packed_as_numbers():
     from batchgen.kernels.ops import PackedLinear
 

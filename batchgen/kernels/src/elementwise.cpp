@@ -197,24 +197,8 @@ void mask(const Mask& m, T minus_infinity) {
     });
 }
 
-struct RowTable {  // `RowTable` in ops.py is the same
-    int64_t rows, table_rows, bytes, threads;  // bytes of a row
-    const char* table;
-    const int64_t* indices;
-    char* y;
-};
-
 }  // namespace
 
-// Returns whether the table has a row for every index. If not, nothing is written.
-EXPORT int32_t batchgen_take_rows(const RowTable* r) {
-    for (int64_t i = 0; i < r->rows; i++)
-        if (r->indices[i] < 0 || r->indices[i] >= r->table_rows) return 0;
-    for_each(r->rows, threads_for(r->rows * r->bytes / 4, r->threads), [&](int64_t row) {
-        std::memcpy(r->y + row * r->bytes, r->table + r->indices[row] * r->bytes, r->bytes);
-    });
-    return 1;
-}
 EXPORT void batchgen_maximum_float32(const Maximum* m) { row_maximum<float>(*m); }
 EXPORT void batchgen_maximum_bfloat16(const Maximum* m) { row_maximum<bf16>(*m); }
 EXPORT void batchgen_mask_float32(const Mask* m) { mask<uint32_t>(*m, 0xFF800000); }

@@ -254,8 +254,8 @@ def tensors_in(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yields the tensors that a module and the modules in it hold, those of packed weights as the tensors that they consist of."""
     for part in module.modules():
         for held in (*part._parameters.values(), *part._buffers.values(), *part.__dict__.values()):
-            packed = getattr(held, "parts", None)
-            for x in packed.values() if isinstance(packed, dict) else (held,):
+            packed = getattr(held, "parts", None)  # no dict where an embedding's codes are those of the head
+            for x in packed.values() if isinstance(packed, dict) else (held,) if packed is None else ():
                 if isinstance(x, torch.Tensor) and not x.is_meta:
                     yield x
 
