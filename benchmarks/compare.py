@@ -25,13 +25,13 @@ from benchmarks.models import DTYPES, INT8, PRECISIONS, SHAPES, model_folder, pa
 from benchmarks.programs import (
     OURS,
     PROGRAMS,
-    ROOT,
     Case,
     EngineFailed,
     Launcher,
     NotDone,
     end_children_too,
     last_json,
+    python_path,
     run,
 )
 from benchmarks.programs import environment_of as environment
@@ -131,12 +131,11 @@ class Comparison:
             command = [sys.executable, "-m", "benchmarks.roofline"]
             command += ["--model", str(case.folder), "--input", str(case.input)]
             command += ["--dtype", "float32"] if self.args.stand_in == AVX2 else []  # without products of bfloat16
-            path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
             try:
                 stdout = run(
                     "roofline",
                     command,
-                    environment(self.launcher.threads, path) | self.launcher.stand_in,
+                    environment(self.launcher.threads, python_path()) | self.launcher.stand_in,
                     self.args.timeout,
                 )
                 self.file.add("rooflines", case, last_json("roofline", stdout))

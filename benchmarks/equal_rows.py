@@ -10,12 +10,10 @@ import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.programs import ROOT
+from benchmarks.programs import run_batchgen
 
 
 def write_rows(folder: Path, count: int, equal: float, words: int) -> dict[str, Path]:
@@ -47,13 +45,8 @@ def write_rows(folder: Path, count: int, equal: float, words: int) -> dict[str, 
 
 def run(rows: Path, model: str, max_tokens: int) -> tuple[float, float]:
     """Runs a job. Returns its seconds in user mode, and those in all."""
-    command = [
-        sys.executable, "-m", "batchgen", "run", str(rows), "-m", model, "-o", f"{rows}.out.jsonl", "--overwrite", "-q",
-        "--max-tokens", str(max_tokens), "--ignore-eos",
-    ]  # fmt: skip
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     before = os.times()
-    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": path})
+    run_batchgen(rows, model, f"{rows}.out.jsonl", "--overwrite", "--max-tokens", str(max_tokens))
     after = os.times()
     user = after.children_user - before.children_user
     return user, user + after.children_system - before.children_system

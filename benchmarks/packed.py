@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import model_folder
-from benchmarks.programs import ROOT
+from benchmarks.programs import ROOT, run_batchgen
 from benchmarks.workloads import single_token_words
 
 FORMATS = {
@@ -73,13 +73,19 @@ def size(model: Path) -> int:
 def batchgen(model: Path, rows: Path, threads: int) -> dict[str, Any]:
     """Runs a job. Returns its figures."""
     out = rows.with_suffix(".out.jsonl")
-    command = [
-        sys.executable, "-m", "batchgen", "run", str(rows), "-m", str(model), "-o", str(out), "--overwrite", "-q", "--dtype", "bfloat16",
-        "--ignore-eos", "--threads", str(threads), "--kv-memory", "512MiB", "--stats", str(out) + ".stats", "--speculate", "off",
-    ]  # fmt: skip
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": path})
-    found: dict[str, Any] = json.loads(Path(str(out) + ".stats").read_text())
+    options = [
+        "--overwrite",
+        "--dtype",
+        "bfloat16",
+        "--threads",
+        str(threads),
+        "--kv-memory",
+        "512MiB",
+        "--speculate",
+        "off",
+    ]
+    run_batchgen(rows, model, out, "--stats", f"{out}.stats", *options)
+    found: dict[str, Any] = json.loads(Path(f"{out}.stats").read_text())
     return found
 
 

@@ -145,7 +145,7 @@ class Launcher:
 
     def environment(self, engine: str) -> dict[str, str]:
         own = PROGRAMS[engine].environment is None
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH") if own else None]))
+        path = python_path() if own else str(ROOT)
         preloads = filter(None, [self.stand_in.get("LD_PRELOAD"), *(self._preloads() if engine == "vllm" else [])])
         return environment_of(self.threads, path) | dict(self.stand_in) | {"LD_PRELOAD": ":".join(preloads)}
 
@@ -162,6 +162,29 @@ def converted(engine: str, case: Case) -> Path | None:
         return None
     form = f"{suffix}-{INT8}" if case.dtype == INT8 else suffix
     return case.folder.with_name(f"{case.folder.name}.{form}") if suffix else None
+
+
+def python_path() -> str:
+    """Returns PYTHONPATH with this checkout in front."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def run_batchgen(rows: Path, model: Path | str, output: Path | str, *options: str, **environment: str) -> None:
+    """Runs the command on a file of rows as they are. Raises `subprocess.CalledProcessError`."""
+    command = [
+        sys.executable,
+        "-m",
+        "batchgen",
+        "run",
+        str(rows),
+        "-m",
+        str(model),
+        "-o",
+        str(output),
+        "--ignore-eos",
+        "-q",
+    ]
+    subprocess.run([*command, *options], check=True, env=os.environ | {"PYTHONPATH": python_path()} | environment)
 
 
 def environment_of(threads: int, path: str) -> dict[str, str]:

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine_facts
 from benchmarks.models import SHAPES, model_folder
-from benchmarks.programs import ROOT
+from benchmarks.programs import run_batchgen
 from benchmarks.workloads import WORKLOADS, workload_file
 
 
@@ -28,12 +25,8 @@ def run(model: Path, rows: Path, workers: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         stats = Path(place, "stats.json")
         devices = ",".join(map(str, range(workers)))
-        command = [
-            sys.executable, "-m", "batchgen", "run", str(rows), "-m", str(model), "-o", f"{place}/out.jsonl", "--no-chat", "--ignore-eos",
-            "--device", f"cpu:{devices}", "--threads", str(workers), "--kv-memory", "1GiB", "--stats", str(stats), "-q",
-        ]  # fmt: skip
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+        options = ["--no-chat", "--device", f"cpu:{devices}", "--threads", str(workers), "--kv-memory", "1GiB"]
+        run_batchgen(rows, model, f"{place}/out.jsonl", "--stats", str(stats), *options, OMP_NUM_THREADS="1")
         found: dict[str, Any] = json.loads(stats.read_text(encoding="utf-8"))
         return found
 

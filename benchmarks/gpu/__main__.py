@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.gpu.parts import BROKEN_DEVICE, GROUPS, MARK, PARTS
 from benchmarks.gpu.result import START, GpuResult, NotAResult, read_result
-from benchmarks.programs import ROOT, end_children_too
+from benchmarks.programs import ROOT, end_children_too, python_path
 from benchmarks.result_file import source_digest
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -109,12 +109,11 @@ class Child:
     def __init__(
         self, group: list[str], device: str, args: argparse.Namespace, skip: list[tuple[str, str]], limit: float
     ) -> None:
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         more = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
         self._process = subprocess.Popen(
             command_of(group, device, args, skip),
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | more,
+            env=os.environ | {"PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | more,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

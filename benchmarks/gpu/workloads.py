@@ -14,7 +14,17 @@ from benchmarks.gpu.device import Bench
 from benchmarks.gpu.parts import CONTINUOUS
 from benchmarks.machine import cores
 from benchmarks.models import gpu_model_folder
-from benchmarks.programs import GENERATE, OURS, PROGRAMS, ROOT, EngineFailed, NotDone, environment_of, last_json, run
+from benchmarks.programs import (
+    GENERATE,
+    OURS,
+    PROGRAMS,
+    EngineFailed,
+    NotDone,
+    environment_of,
+    last_json,
+    python_path,
+    run,
+)
 from benchmarks.workloads import workload_file
 
 FEWER_ROWS = (512, 128)
@@ -34,9 +44,7 @@ class Workload:
         self.folder = gpu_model_folder(work, bench.model(model), str(bench.device), "bfloat16")
         bench.free()  # the engines need what making the model took
         self.name, self.work = f"gpu-{name}", work
-        self.environment = environment_of(
-            cores(), os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        )
+        self.environment = environment_of(cores(), python_path())
         for hidden in ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET"):
             self.environment.pop(hidden, None)
             if hidden in os.environ and bench.device.type == "cuda":
