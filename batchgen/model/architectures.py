@@ -62,7 +62,7 @@ WRAPPERS = frozenset({
     "qwen3_5_moe", "qwen3_asr", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "shieldgemma2", "smolvlm",
     "step3p7", "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral",
 })  # fmt: skip
-"""Multimodal `model_type`s around a language model: text equals that of the wrapper's own `generate` (tests/parity/wrappers.py)."""
+"""Multimodal `model_type`s around a language model: text equals that of the wrapper's own `generate` (tests/parity/test_wrappers.py)."""
 
 _DRAFTS = "they are draft models, which read the keys and values of another model"
 _ENCODER = "they are encoders, in which a token also sees the tokens after it"
