@@ -364,10 +364,10 @@ class EngineConfig:
     share: bool = option(True, "Run shared prefixes once, or run every prompt whole (for comparison).", group="Engine")
     speculate: str = option(
         "auto",
-        "Run guesses of the next tokens of a row in the same step and keep those that come true (auto: where that is faster; always: all of them). "
+        "Run guesses of the next tokens of a row in the same step and keep those that come true where that is faster. "
         "The output is the same.",
         group="Engine",
-        values=["auto", "always", "off"],
+        values=["auto", "off"],
     )
     row_timeout: float | None = option(
         None,

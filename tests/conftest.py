@@ -139,7 +139,7 @@ def step_costs_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyt
 
 @pytest.fixture(autouse=True)
 def no_drafts_by_the_clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts are admitted by the time that steps take, so their number varies. Here a run has none, except with `--speculate always`."""
+    """Drafts are admitted by the time that steps take, so their number varies. Here a run has none, except with `EveryDraft`."""
     if "drafting" not in request.path.parts:
         monkeypatch.setattr("batchgen.drafting.payoff.Payoff.rests", lambda payoff, rows, alone: True)
 

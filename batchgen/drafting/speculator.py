@@ -6,7 +6,6 @@ or two.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -23,8 +22,8 @@ LEARNING = 0.02
 class Speculator:
     """Proposes drafts for a scheduler (`scheduler.Drafter`), and learns from what becomes of them."""
 
-    def __init__(self, forced: Callable[[GenerationSequence], Sequence[int]], payoff: Payoff | None) -> None:
-        """`forced`: see `Guesses`. Without `payoff` every draft is verified, whatever it costs."""
+    def __init__(self, forced: Callable[[GenerationSequence], Sequence[int]], payoff: Payoff) -> None:
+        """`forced`: see `Guesses`."""
         self._guesses = Guesses(forced)
         self._payoff = payoff
         self._right = 0
@@ -37,13 +36,9 @@ class Speculator:
         self, decoding: Sequence[GenerationSequence], alone: bool
     ) -> Mapping[GenerationSequence, Sequence[int]]:
         """Returns draft tokens by sequence."""
-        if self._payoff is None:
-            self._guesses.learn(decoding, math.inf)
-            self._made = self._guesses.drafts(decoding)
-        elif self._payoff.rests(len(decoding), alone):
+        if self._payoff.rests(len(decoding), alone):
             return {}
-        else:
-            self._made = self._paying(self._payoff, decoding)
+        self._made = self._paying(decoding)
         return {seq: [token for token, *_ in draft] for seq, draft in self._made.items()}
 
     def verified(self, seq: GenerationSequence, drafted: int, accepted: int) -> None:
@@ -62,16 +57,15 @@ class Speculator:
 
     def ran(self, size: StepSize, seconds: float) -> None:
         """Learns what a step took."""
-        if self._payoff is not None:
-            self._payoff.ran(size, seconds, self._right)
+        self._payoff.ran(size, seconds, self._right)
         self._right = 0
 
-    def _paying(self, payoff: Payoff, decoding: Sequence[GenerationSequence]) -> dict[GenerationSequence, Draft]:
+    def _paying(self, decoding: Sequence[GenerationSequence]) -> dict[GenerationSequence, Draft]:
         keys, pairs = keys_and_pairs((seq, seq.end - 1, seq.end) for seq in decoding)
         load = StepSize(len(decoding), len(decoding), keys, pairs)
-        if not payoff.is_possible(load):
+        if not self._payoff.is_possible(load):
             return {}
         began = time.perf_counter()
-        self._guesses.learn(decoding, LEARNING * payoff.seconds(load))
+        self._guesses.learn(decoding, LEARNING * self._payoff.seconds(load))
         drafts = self._guesses.drafts(decoding)
-        return payoff.admitted(load, time.perf_counter() - began, drafts)
+        return self._payoff.admitted(load, time.perf_counter() - began, drafts)

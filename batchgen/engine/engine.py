@@ -373,7 +373,7 @@ class Engine:
         model = self.runner.model
         if self.config.speculate == "off" or model.device.type != "cpu":
             return None
-        payoff = None if self.config.speculate == "always" else Payoff(self.costs, replays=bool(model.states))
+        payoff = Payoff(self.costs, replays=bool(model.states))
         return Speculator(lambda seq: self.constraints.forced(cast(Hashable, seq.stops)), payoff)
 
     def _stopper(self, request: Request) -> Stops:

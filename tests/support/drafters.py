@@ -1,11 +1,14 @@
-"""A drafter for tests: every draft is verified, right or wrong."""
+"""Drafters for tests: every draft is verified, right or wrong, whatever it costs."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from batchgen.drafting.guesses import Draft
+from batchgen.scheduling.batch import StepSize
 from batchgen.scheduling.sequence import GenerationSequence, State
 
 
@@ -44,6 +47,30 @@ class ForcedDrafter:
         self.accepted += accepted
 
     def finished(self, seq: GenerationSequence) -> None:
+        pass
+
+
+class EveryDraft:
+    """A `Payoff` that admits all drafts."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def rests(self, rows: int, alone: bool) -> bool:
+        return False
+
+    def is_possible(self, load: StepSize) -> bool:
+        return True
+
+    def seconds(self, load: StepSize) -> float:
+        return math.inf  # so much time that every output is learned from
+
+    def admitted(
+        self, load: StepSize, searched: float, drafts: dict[GenerationSequence, Draft]
+    ) -> dict[GenerationSequence, Draft]:
+        return drafts
+
+    def ran(self, size: StepSize, seconds: float, accepted: int) -> None:
         pass
 
 

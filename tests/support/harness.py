@@ -125,7 +125,7 @@ class Runs:
         model: str = "",
         **plan: Any,
     ) -> Running:
-        """Starts a run. `model` is that of a `Case`, `settings` replaces constants of modules (`module:NAME`), `file_size` limits the size of files, and
+        """Starts a run. `model` is that of a `Case`, `settings` replaces names of modules (`module:NAME`): by values, by others such names, or in some fields, `file_size` limits the size of files, and
         `plan` has the fields of `faults.Plan`.
         """
         self._count += 1
@@ -172,7 +172,7 @@ class Case:
     inputs: tuple[str, ...] = ("in.jsonl",)
     output: str = "out.jsonl"
     options: tuple[str, ...] = ()
-    settings: Mapping[str, int] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     code: int = 3
     """The exit code of an uninterrupted run. The common input has rows that fail."""
     model: str = ""
@@ -198,7 +198,10 @@ CASES = {
     "labels": Case(options=("--choices", "north,south,southern"), settings=TINY_SPOOL),
     "two devices": Case(options=("--device", "cpu:0,1"), settings=TINY_SPOOL),
     "embeddings": Case(options=("--embed", "--pooling", "mean"), settings=TINY_SPOOL),
-    "drafts": Case(options=("-n", "2", "--temperature", "0.6", "--speculate", "always"), settings=TINY_SPOOL),
+    "drafts": Case(
+        options=("-n", "2", "--temperature", "0.6"),
+        settings=TINY_SPOOL | {"batchgen.engine.engine:Payoff": "support.drafters:EveryDraft"},
+    ),
     "packed": Case(model="awq", settings=TINY_SPOOL),
     "streamed": Case(model="awq hybrid", options=("--weights", "streamed"), settings=TINY_SPOOL),
     "another folder": Case(options=("--work-dir", "work"), settings=TINY_SPOOL),

@@ -83,10 +83,12 @@ def _child(order: dict[str, Any]) -> None:
             os.close(there)
         for place, value in order["set"].items():
             module, name = place.split(":")
-            assert hasattr(importlib.import_module(module), name), place
             target = importlib.import_module(module)
             if isinstance(value, dict):  # some fields of a dataclass
                 value = dataclasses.replace(getattr(target, name), **value)
+            elif isinstance(value, str):
+                value = _named(value)
+            assert hasattr(target, name), place
             setattr(target, name, value)
         if order["file_size"] is not None:  # Python ignores SIGXFSZ, so a write that passes it fails with EFBIG
             resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_size"], resource.RLIM_INFINITY))
@@ -105,6 +107,11 @@ def _child(order: dict[str, Any]) -> None:
             sys.stderr.flush()
         finally:
             os._exit(code)
+
+
+def _named(place: str) -> Any:
+    module, name = place.split(":")
+    return getattr(importlib.import_module(module), name)
 
 
 if __name__ == "__main__":
