@@ -20,6 +20,8 @@ from batchgen.result import Result
 from batchgen.version import __version__
 
 SCHEMA = "batchgen.stats/1"
+DRAFT_SOURCES = ("grammar", "outputs", "prompt")
+"""Where drafts come from: the text that a grammar forces, the outputs of other rows, the row's own prompt."""
 
 
 @dataclass(slots=True)
@@ -36,17 +38,10 @@ class EngineStats:
     steps: int = 0
     decode_sequences: int = 0
     """Number of sequences that got a token, summed over steps."""
-    drafted_tokens: int = 0
-    """Draft tokens run through the model to be verified."""
-    accepted_tokens: int = 0
-    """Draft tokens that became part of a completion."""
-    drafted_grammar: int = 0
-    """Of these tokens, by source (`drafting.chances.SOURCES`): the text that a grammar forced, the outputs of other rows, and the row's own prompt."""
-    accepted_grammar: int = 0
-    drafted_outputs: int = 0
-    accepted_outputs: int = 0
-    drafted_prompt: int = 0
-    accepted_prompt: int = 0
+    drafted: Counter[str] = field(default_factory=Counter)
+    """Draft tokens run through the model to be verified, by source (`DRAFT_SOURCES`)."""
+    accepted: Counter[str] = field(default_factory=Counter)
+    """Those of them that became part of a completion."""
     attention_parts: int = 0
     """Number of parts of attention (shared, causal, paged), summed over steps."""
     preemptions: int = 0
@@ -77,8 +72,9 @@ class EngineStats:
 def side_by_side(engines: Sequence[EngineStats]) -> EngineStats:
     """Returns the figures of engines that run at the same time: sums, but the mean of the time in the model, which is a part of the wall time."""
     of_the_model = ("quantization", "parts")
+    none = EngineStats()
     names = [f.name for f in fields(EngineStats) if f.name not in of_the_model]
-    sums = {name: sum(getattr(engine, name) for engine in engines) for name in names}
+    sums = {name: sum((getattr(engine, name) for engine in engines), getattr(none, name)) for name in names}
     sums["forward_seconds"] /= max(1, len(engines))
     first: dict[str, Any] = {
         name: next((found for e in engines if (found := getattr(e, name))), None) for name in of_the_model
@@ -232,8 +228,8 @@ def figures(
         },
         "steps": engine.steps,
         "mean_decode_batch": _ratio(engine.decode_sequences, engine.steps),
-        "drafted_tokens": engine.drafted_tokens,
-        "accepted_tokens": engine.accepted_tokens,
+        "drafted_tokens": engine.drafted.total(),
+        "accepted_tokens": engine.accepted.total(),
         "drafts": _drafts(engine),
         "attention_parts_per_step": _ratio(engine.attention_parts, engine.steps),
         **{name: getattr(engine, name) for name in _POOL_FIGURES},
@@ -311,10 +307,7 @@ def confusion_table(expect: Mapping[str, Any], max_labels: int) -> list[list[str
 
 
 def _drafts(engine: EngineStats) -> dict[str, dict[str, int]]:
-    return {
-        source: {made: getattr(engine, f"{made}_{source}") for made in ("drafted", "accepted")}
-        for source in ("grammar", "outputs", "prompt")
-    }
+    return {name: {"drafted": engine.drafted[name], "accepted": engine.accepted[name]} for name in DRAFT_SOURCES}
 
 
 def _row_sums(*counts: RowCounts) -> dict[str, Any]:

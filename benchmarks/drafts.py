@@ -146,7 +146,7 @@ def measure(model: Path, job: str, rows: int, repeats: int, dtype: str) -> dict[
 
 def figures(llm: LLM) -> tuple[int, int, int]:
     """The steps, drafted and accepted tokens so far."""
-    return llm.stats.steps, llm.stats.drafted_tokens, llm.stats.accepted_tokens
+    return llm.stats.steps, llm.stats.drafted.total(), llm.stats.accepted.total()
 
 
 def told(result: Result) -> list[str | None]:

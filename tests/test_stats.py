@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from batchgen.stats import (
     RunFigures,
     Setting,
     figures,
+    side_by_side,
     version_of,
 )
 
@@ -73,6 +75,21 @@ def test_the_page_of_results_documents_every_figure_in_order():
     for name in ("seconds", "job"):
         said = next(text for cell, text in zip(first, meanings, strict=True) if cell == f"| `{name}`")
         assert stats[name].keys() <= set(re.findall(r"`(\w+)`", said)) | {"total"}, name
+
+
+def test_figures_of_engines_side_by_side_are_added_but_the_time_in_the_model_is_their_mean():
+    one = replace(engine_of(), drafted=Counter(grammar=4), accepted=Counter(grammar=3), parts={"layers": 2})
+    other = replace(engine_of(), drafted=Counter(grammar=1, prompt=2), forward_seconds=0.5)
+    both = side_by_side([other, one])
+    assert (both.steps, both.forward_seconds, both.parts) == (20, 1.0, {"layers": 2})
+    stats = figures(run_of(10), both, SETTING)
+    assert (stats["drafted_tokens"], stats["accepted_tokens"]) == (7, 3)
+    assert stats["drafts"] == {
+        "grammar": {"drafted": 5, "accepted": 3},
+        "outputs": {"drafted": 0, "accepted": 0},
+        "prompt": {"drafted": 2, "accepted": 0},
+    }
+    assert side_by_side([]) == EngineStats()
 
 
 def test_figures_of_a_run_are_exact():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-SOURCES = ("grammar", "outputs", "prompt")
-"""Where drafts come from: the text that a grammar forces, the outputs of other rows, the row's own prompt."""
 DEPTHS = 4
 """Draft tokens from this place of a draft on have the same chance."""
 PRIOR = 4.0
@@ -20,6 +18,7 @@ class DraftKind(NamedTuple):
     """A kind of draft token. Tokens of one kind are taken to be right equally often, if those before them are."""
 
     source: str
+    """One of `stats.DRAFT_SOURCES`."""
     context: int
     """Number of tokens that the context had by which it was found; 0 for a grammar."""
     depth: int

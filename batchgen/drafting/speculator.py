@@ -7,9 +7,9 @@ or two.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from batchgen.drafting.chances import SOURCES
 from batchgen.drafting.guesses import Draft, Guesses
 from batchgen.drafting.payoff import Payoff
 from batchgen.scheduling.batch import StepSize, keys_and_pairs
@@ -29,8 +29,8 @@ class Speculator:
         self._right = 0
         """Draft tokens of the step under way that were right."""
         self._made: Mapping[GenerationSequence, Draft] = {}
-        self.drafted = dict.fromkeys(SOURCES, 0)
-        self.accepted = dict.fromkeys(SOURCES, 0)
+        self.drafted, self.accepted = Counter[str](), Counter[str]()
+        """Numbers of draft tokens by their source."""
 
     def propose(
         self, decoding: Sequence[GenerationSequence], alone: bool

@@ -21,7 +21,6 @@ from typing import Any, Protocol, cast
 
 from batchgen.attention.kv_cache import CPU, KVCache
 from batchgen.config import EngineConfig
-from batchgen.drafting.chances import SOURCES
 from batchgen.drafting.payoff import Payoff
 from batchgen.drafting.speculator import Speculator
 from batchgen.engine.executor import GrammarStopper, KernelsFailed, StepExecutor
@@ -415,9 +414,7 @@ class Engine:
         for name in TokenCounts.__slots__:
             setattr(self.stats, name, getattr(self.scheduler.counts, name))
         if self.speculator is not None:
-            for source in SOURCES:
-                setattr(self.stats, f"drafted_{source}", self.speculator.drafted[source])
-                setattr(self.stats, f"accepted_{source}", self.speculator.accepted[source])
+            self.stats.drafted, self.stats.accepted = self.speculator.drafted, self.speculator.accepted
         self.stats.forward_seconds = self.executor.seconds
         token = self.sizes.bytes_per_token
         self.stats.attention_parts = self.runner.attention_parts

@@ -403,10 +403,6 @@ class TokenCounts:
     """Sequences that a token was sampled for and that had not ended, summed over the steps."""
     completion_tokens: int = 0
     """Sampled tokens that became part of a completion."""
-    drafted_tokens: int = 0
-    """Draft tokens that were verified."""
-    accepted_tokens: int = 0
-    """Draft tokens that became part of a completion."""
 
     def count(self, batch: ScheduledBatch) -> None:
         """Counts a batch that has just been scheduled. Its sampled tokens are counted when they reach the host."""

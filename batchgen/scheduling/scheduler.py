@@ -474,12 +474,10 @@ class Scheduler(RunningSet):
                     self._verified(self.drafter, scheduled)
 
     def _verified(self, drafter: Drafter, scheduled: ScheduledSpan) -> None:
-        """Counts the drafts of a span that were right. A state has taken up all of a span's tokens, so it counts only if all were."""
+        """Tells the drafter which drafts of a span were right. A state has taken up all of a span's tokens, so it counts only if all were."""
         seq, drafted = scheduled.span, len(scheduled.drafts)
         assert isinstance(seq, GenerationSequence)
         accepted = max(0, seq.end - (scheduled.stop - drafted) - 1)
-        self.counts.drafted_tokens += drafted
-        self.counts.accepted_tokens += accepted
         if seq.draft_state_slot >= 0:
             self.block_manager.end_verification(seq, scheduled.stop if accepted == drafted else None)
         drafter.verified(seq, drafted, accepted)
