@@ -116,14 +116,14 @@ def write_output(
         stored = job.stored(list(keys.values()))
         lost = sum(1 for key in keys.values() if key not in stored)
         if lost:
-            job.forget_reading()  # the next run must look at every row
+            job.forget_first_reading()  # the next run must look at every row
             raise OutputError(
                 f"the results of {job.output} are damaged: {lost:,} of them cannot be read",
                 f"{'run all shards' if merging else 'run the same command'} again: only these rows are generated again",
             )
         results.update({number: stored[key] for number, key in keys.items()})
         if merging:
-            seen = dict(zip(keys, job.occurrences(list(keys.values())), strict=True))
+            seen = dict(zip(keys, job.row_keys.occurrences(list(keys.values())), strict=True))
             for number, result in results.items():
                 outcomes.resumed(result, equal=int(seen.get(number, 0) > 0))
             outcomes.tracker.changed()
@@ -139,7 +139,7 @@ def write_output(
 
 def _input_changed(source: Input, job: JobFolder) -> InputCorrupt:
     """Makes sure that no later run uses the first reading. Returns the error for an input that has changed since then."""
-    job.forget_reading()
+    job.forget_first_reading()
     names = ", ".join(file.shown for file in source.files[:3])
     return InputCorrupt(
         f"{names} changed while the job was running",

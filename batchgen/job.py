@@ -193,7 +193,7 @@ def _run_windows(requests: Iterator[list[Request]], planner: Planner, generation
 
 def _run_shard(shard: ShardFolder, planner: Planner, generation: _Generation) -> None:
     tracker = generation.outcomes.tracker
-    tracker.total = shard.rows
+    tracker.total = shard.request_count
     tracker.phase("planning")
     _run_windows(shard.windows(), planner, generation, fresh=not shard.results_at_hand)
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sqlite3
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from batchgen.errors import OutputLocked
 from batchgen.jobs.files.disk import write_json, writing
 from batchgen.jobs.files.lease import Lease
-from batchgen.jobs.files.results import Results
+from batchgen.jobs.files.results import RESULTS_FILE, Results
 from batchgen.records import Input, RowForm
-from batchgen.result import Completion, Result
+from batchgen.records.output import TASK_NAMES
+from batchgen.result import Completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,67 +44,64 @@ class JobSpec:
     """The column that results are compared with, for the figures."""
 
 
-class StoredResults:
-    """What a job's folder and a shard's folder have in common: the results in their database. Leaving the context keeps what was appended."""
+class HeldResults(Results):
+    """The results of a job or of one of its shards, whose lease this process holds. A context manager; leaving it keeps what was appended."""
 
     def __init__(self, folder: Path) -> None:
+        """The database is opened by `open_results`."""
+        self.folder = folder
         self.notes: list[str] = []
         """Messages to show once."""
         self.finished: dict[str, Any] | None = None
         """The figures of the finished job if there is nothing to do; then no method may be called."""
         self.previous: dict[str, Any] | None = None
         """The figures of the last run, if this run continues it."""
-        self.folder = folder
-        self._results: Results
+        self.results_at_hand = 0
+        """Number of results of earlier runs."""
         self._lease: Lease
 
-    def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
-        with writing(self.folder):
-            return self._results.stored(keys)
+    def open_results(self, flush_every: float, asked: Collection[str] = TASK_NAMES) -> None:
+        super().__init__(self.folder, flush_every, asked)
 
-    def under_way(self) -> dict[bytes, dict[int, Completion]]:
-        with writing(self.folder):
-            return self._results.under_way()
-
-    def append(self, key: bytes, result: Result) -> None:
-        """Stores the result of row `result.row`. `commit` must follow soon."""
-        self._results.append(key, result)
+    def note_damaged(self) -> None:
+        if self.damaged:
+            self.notes.append(
+                f"{self.damaged} results in {self.folder / RESULTS_FILE} are damaged and were dropped: their rows are generated again"
+            )
 
     def commit(self) -> None:
-        """Makes the results that were appended survive the end of this process."""
         self._check_held()
-        with writing(self.folder):
-            self._results.commit()
-
-    def equal_rows(self, key: bytes) -> int:
-        """Returns how many further rows wait for the result of this key. A shard does not know them: the merge counts them."""
-        return 0
+        super().commit()
 
     def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
         self._check_held()
-        with writing(self.folder):
-            self._results.keep_under_way(completions)
-
-    @property
-    def tokens_under_way(self) -> int:
-        with writing(self.folder):
-            return self._results.tokens_under_way
+        super().keep_under_way(completions)
 
     def flush(self) -> None:
-        """Writes all results to disk."""
         self._check_held()
-        with writing(self.folder):
-            self._results.flush()
+        super().flush()
 
     def save_stats(self, stats: dict[str, Any]) -> None:
         """Stores the figures of a run that did not finish the job; they are `previous` for the next run."""
         with writing(self.folder):
             write_json(self.folder / "stats.json", stats)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Closes the job. An error of the database becomes an `OutputError`."""
+        with writing(self.folder):
+            try:
+                self.close()
+            finally:
+                if isinstance(error, sqlite3.Error):
+                    raise error
+
     def _check_held(self) -> None:
         """Called before every write. Raises `OutputLocked` if another process has taken over the lease; drops what was not committed then."""
         try:
             self._lease.check()
         except OutputLocked:
-            self._results.discard()
+            self.discard()
             raise

@@ -29,7 +29,7 @@ digest, because the version is known only after the upload (`target`).
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
@@ -38,12 +38,11 @@ from typing import Any, TypeAlias
 
 from batchgen.config import RETRY_REASONS
 from batchgen.errors import UsageError
-from batchgen.jobs.base import JobSpec, StoredResults
+from batchgen.jobs.base import HeldResults, JobSpec
 from batchgen.jobs.files.disk import json_digest, sync_folder, write_json, writing
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import FIRST_LIMIT, Manifest, as_stored, file_digest
 from batchgen.jobs.files.results import RESULTS_FILE, Results
-from batchgen.jobs.files.row_memory import KnownRequest
 from batchgen.jobs.files.target import open_target
 from batchgen.jobs.opening import Opening, request_of
 from batchgen.jobs.place import (
@@ -82,7 +81,7 @@ _FEW = 10
 """An output of fewer finished rows than this may lose all of them at once without `--prune`."""
 
 
-class JobFolder(StoredResults):
+class JobFolder(HeldResults):
     """One job, from its first window to the rename of its output (`Job`). `open_job` makes it."""
 
     def __init__(self, opened: Opening, lease: Lease, *, owned: bool, merging: bool) -> None:
@@ -97,8 +96,6 @@ class JobFolder(StoredResults):
         self.finished, self.previous = opened.finished, opened.previous
         self.kept_rows = 0
         """Number of rows of the existing output. Rows before this number stay in the output despite `--limit`, if they have a result or failed."""
-        self.results_at_hand = 0
-        """Number of results of earlier runs."""
         self.output = opened.spec.output
         self._spec, self._target, self._manifest = opened.spec, opened.target, opened.manifest
         self._old, self._limit_raised = opened.old, opened.limit_raised
@@ -124,12 +121,11 @@ class JobFolder(StoredResults):
         if kept.exists() and not file.exists():
             kept.replace(file)
         with ExitStack() as opened:
-            self._results = opened.enter_context(
-                closing(Results(self.folder, self._spec.flush_every, self._spec.form.asked))
-            )
-            self._row_keys = self._results.row_keys()
+            self.open_results(self._spec.flush_every, self._spec.form.asked)
+            opened.callback(super().close)
+            self.row_keys = self.keys_of_rows()
             rendering = json_digest({"settings": self._manifest.settings, "versions": self._manifest.mentions})
-            self._row_memory = self._results.row_memory(rendering.encode())
+            self.row_memory = self.memory_of_rows(rendering.encode())
             self._take_results()
             sync_folder(self.folder)  # a synced database is lost if its folder's entry is not synced
             self._manifest.save(self.folder / "manifest.json")
@@ -138,36 +134,33 @@ class JobFolder(StoredResults):
 
     def _take_results(self) -> None:
         """Gathers the results that this run may use: those of the database, of shards, and of a finished output."""
-        old, results = self._old, self._results
+        old = self._old
         plan = load_plan(self.folder)
         if plan is not None or stores(self.folder):
-            taken = take_results(self.folder, results)
+            taken = take_results(self.folder, self)
             take_runs(self.folder, self._record)
             if not self._merging:
                 if plan is not None:
                     self.previous = figures_so_far(self.folder, plan)
                 forget_plan(self.folder)
-                results.forget_reading()
+                self.forget_reading()
                 self.notes.append(f"{self.output} was under way in shards: {taken} of their results are at hand")
-        if results.damaged:
-            self.notes.append(
-                f"{results.damaged} results in {self.folder / RESULTS_FILE} are damaged and were dropped: their rows are generated again"
-            )
+        self.note_damaged()
         if self._manifest.keys:
             self.kept_rows = (self.folder / "keys").stat().st_size // KEY_BYTES
-            results.know_finished(key for key in read_keys(self.folder / "keys") if key != NO_KEY)
+            self.know_finished(key for key in read_keys(self.folder / "keys") if key != NO_KEY)
             if old is not None and old.state == "finished":
-                taken = results.add_missing(
+                taken = self.add_missing(
                     results_of_output(self._target.name, self.folder / "keys", self._spec.form.asked)
                 )
                 self.notes.append(f"{self.output} was finished: {taken} of its results are used again")
         retry = self._spec.retry
         interrupted = old is not None and old.state == "running" and old.request.get("retry") == retry
         if retry and (self._limit_raised or not interrupted):  # an interrupted run has dropped them already
-            results.forget([RETRY_REASONS[name] for name in retry])
+            self.forget([RETRY_REASONS[name] for name in retry])
         if self._limit_raised:
-            results.forget_cut()
-        self.results_at_hand = results.count
+            self.forget_cut()
+        self.results_at_hand = self.count
 
     def _open_files(self, opened: ExitStack) -> None:
         self._keys = DigestFile(self.folder / "keys.partial")
@@ -183,12 +176,6 @@ class JobFolder(StoredResults):
             in_order=self._spec.order == "input",
         )
         opened.callback(self._writer.abandon)
-
-    def __enter__(self) -> JobFolder:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Writes everything to disk and releases the lease. Does nothing the second time."""
@@ -206,7 +193,7 @@ class JobFolder(StoredResults):
         if opened is not None:
             with writing(self.folder):
                 with opened:
-                    self._row_memory.flush()
+                    self.row_memory.flush()
                     self.flush()
                 remove_files(self.folder, REMADE_FILES)
 
@@ -218,43 +205,6 @@ class JobFolder(StoredResults):
         first: int | None = self._manifest.settings.get(FIRST_LIMIT)
         return first
 
-    def occurrences(self, digests: Sequence[bytes]) -> list[int]:
-        with writing(self.folder):
-            return self._row_keys.occurrences(digests)
-
-    def keys(
-        self, digests: Sequence[bytes], ids: Sequence[bytes | None], sampled: Sequence[bool]
-    ) -> list[tuple[bytes, bool]]:
-        """Does what `RowKeys.keys` does. Must be called once for every row, in row order."""
-        with writing(self.folder):
-            return self._row_keys.keys(digests, ids, sampled)
-
-    def row_digest(self, row: Row) -> bytes | None:
-        """Returns the digest of a row by which the job remembers what it has become; None if it does not."""
-        return None if row.error is not None else self._row_memory.digest(row.columns)
-
-    def known_requests(self, rows: Sequence[bytes]) -> dict[bytes, KnownRequest]:
-        with writing(self.folder):
-            return self._row_memory.find(rows)
-
-    def remember(self, rows: Iterable[tuple[bytes, KnownRequest]]) -> None:
-        with writing(self.folder):
-            self._row_memory.add(rows)
-
-    def of_this_run(self, keys: Sequence[bytes]) -> set[bytes]:
-        with writing(self.folder):
-            return self._results.of_this_run(keys)
-
-    def add_equal(self, rows: Mapping[bytes, int]) -> None:
-        with writing(self.folder):
-            self._results.add_equal(rows)
-
-    def equal_rows(self, key: bytes) -> int:
-        if not self._results.any_equal:
-            return 0
-        with writing(self.folder):
-            return self._results.equal_rows(key)
-
     def append(self, key: bytes, result: Result) -> None:
         self._appended = True
         super().append(key, result)
@@ -263,7 +213,7 @@ class JobFolder(StoredResults):
     def tell(self, progress: Snapshot) -> None:
         """Stores how far the run is, for `batchgen status`. Ignores errors: a full disk is reported by the next result that cannot be written."""
         try:
-            self._results.tell(progress.figures() | {"workers": progress.workers})
+            self.keep_progress(progress.figures() | {"workers": progress.workers})
         except sqlite3.Error:
             return
 
@@ -274,18 +224,9 @@ class JobFolder(StoredResults):
 
     # -- the rows of the output
 
-    def begin_rows(self) -> None:
-        with writing(self.folder):
-            self._results.begin_rows()
-
-    def add_rows(self, rows: Sequence[int], keys: Mapping[int, bytes], failed: Mapping[int, Result]) -> None:
-        with writing(self.folder):
-            self._results.add_rows(rows, keys, failed)
-
     def check_dropped(self, *, prune: bool) -> None:
         """Must be called when all rows are known. Raises `UsageError` if many rows of the finished output would be removed without `prune`."""
-        with writing(self.folder):
-            finished, gone, new, unasked = self._results.compared()
+        finished, gone, new, unasked = self.compared()
         if not gone:
             return
         lost = max(0, gone - new)  # as many rows as are new were changed, not removed
@@ -313,7 +254,7 @@ class JobFolder(StoredResults):
         with writing(self.folder):
             self._manifest = old
             self._manifest.save(self.folder / "manifest.json")
-            left = self._shrink(self._results)
+            left = self._shrink(self)
             self._close_files()
             self._clean_up(left)
 
@@ -325,7 +266,7 @@ class JobFolder(StoredResults):
             self._keys.write(b"".join(keys.get(row.number, NO_KEY) for row in ordered))
             form, kind = self._spec.form, output_format(self.output)[0]
             beside = [key for number, key in keys.items() if not is_held_whole(results[number], form, kind)]
-            self._results.keep_beside_output(beside)
+            self.keep_beside_output(beside)
         for row in ordered:
             result = results[row.number]
             shown = partial(thumbnails, row.columns, self._spec.settings.get("image_column", ()), row.file)
@@ -334,8 +275,7 @@ class JobFolder(StoredResults):
     def finish(self, stats: dict[str, Any]) -> None:
         """Puts the output in its place and closes the job."""
         self._lease.check()
-        with writing(self.folder):
-            self._row_memory.forget_unasked(self._results.row_count)
+        self.row_memory.forget_unasked(self.row_count)
         with writing(self.output):
             self._writer.close()
             self.notes += self._writer.notes
@@ -352,7 +292,7 @@ class JobFolder(StoredResults):
                 keys=self._keys.hexdigest(),
                 stats=file_digest(self.folder / "stats.json"),
             )
-            self._results.flush()
+            self.flush()
             self._manifest.save(self.folder / "manifest.json")
             (self.folder / "keys.partial").replace(self.folder / "keys")
             there = self._target.put(partial, self._file.hexdigest())
@@ -362,8 +302,8 @@ class JobFolder(StoredResults):
             # The output may have taken the last space on the disk, and `_shrink` needs a little.
             remove_files(self.folder, (SORTED_FOLDER, SHARDS_FOLDER))
             if self._spec.prune:
-                self._results.forget_unasked()
-            left = self._shrink(self._results)
+                self.forget_unasked()
+            left = self._shrink(self)
             self._close_files()
             self._clean_up(left)
         self.finished = stats
@@ -404,22 +344,22 @@ class JobFolder(StoredResults):
     def earlier_reading(self, asked: Mapping[str, Any]) -> dict[str, Any] | None:
         """Returns what an earlier run's first reading saved (`keep_reading`); None unless input and settings are the same and all of it is whole."""
         with writing(self.folder):
-            reading: dict[str, Any] | None = self._results.fact("reading")
-            if reading is None or reading["asked"] != self._asked(asked):
+            reading: dict[str, Any] | None = self.fact("reading")
+            if reading is None or reading["asked"] != self._with_settings(asked):
                 return None
             for name, digest in reading["digests"].items():
                 path = self.sorted_folder / name
                 if not path.exists() or file_digest(path) != digest:
                     return None
-            if any(result is None for result in self._results.failed_rows()):
+            if None in self.failed_rows():
                 return None
             return reading
 
     def begin_reading(self) -> None:
         """Removes an earlier reading."""
         with writing(self.folder):
-            self._results.begin_rows()
-            self._results.flush()
+            self.begin_rows()
+            self.flush()
             remove_files(self.folder, (SORTED_FOLDER,))
             self.sorted_folder.mkdir()
 
@@ -428,39 +368,22 @@ class JobFolder(StoredResults):
         with writing(self.folder):
             sync_folder(self.sorted_folder)
             sync_folder(self.folder)
-            self._results.set_fact("reading", {**reading, "asked": self._asked(asked)})
-            self._results.flush()
+            self.set_fact("reading", {**reading, "asked": self._with_settings(asked)})
+            self.flush()
 
-    def forget_reading(self) -> None:
+    def forget_first_reading(self) -> None:
         """Removes the first reading, and the plan of the shards, whose results the job has taken over."""
-        with writing(self.folder):
-            self._results.forget_reading()
-            self._results.flush()
-            forget_plan(self.folder)
+        self.forget_reading()
+        self.flush()
+        forget_plan(self.folder)
 
     def end_reading(self) -> None:
         """Removes the first reading and its sorted requests: the plan of the shards holds them now."""
         with writing(self.folder):
-            self._results.forget_reading()
+            self.forget_reading()
             remove_files(self.folder, (SORTED_FOLDER,))
 
-    def rows(self, first: int, last: int) -> tuple[dict[int, bytes], dict[int, Result]]:
-        """Returns the rows from `first` to `last` that are in the output: the keys of those that became requests, and the results of the others."""
-        with writing(self.folder):
-            return self._results.rows(first, last)
-
-    def failed_rows(self) -> Iterator[Result]:
-        """The results of the rows that never became requests, in input order."""
-        with writing(self.folder):
-            yield from filter(None, self._results.failed_rows())
-
-    @property
-    def row_count(self) -> int:
-        """Number of rows added to the output so far."""
-        with writing(self.folder):
-            return self._results.row_count
-
-    def _asked(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def _with_settings(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         return as_stored({**asked, "settings": self._manifest.settings})
 
 

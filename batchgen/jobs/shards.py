@@ -20,14 +20,14 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from batchgen.config import RETRY_REASONS, InputLimits
 from batchgen.errors import OutputError, OutputLocked, UsageError
-from batchgen.jobs.base import JobSpec, StoredResults
+from batchgen.jobs.base import HeldResults, JobSpec
 from batchgen.jobs.files.disk import sync_folder, write_json, writing
 from batchgen.jobs.files.lease import Lease, check_free_here, check_shared_folder, holder_of_lease, last_claim
 from batchgen.jobs.files.manifest import differences
@@ -327,12 +327,12 @@ def _lead_reading(
         lease.release()
 
 
-class ShardFolder(StoredResults):
+class ShardFolder(HeldResults):
     """One shard of a job, from its first window to its last result (`base.Store`)."""
 
     def __init__(self, folder: Path, plan: ShardPlan, number: int, output: str) -> None:
         super().__init__(shard_folder(folder, plan, number))
-        self.output, self.number, self.count = output, number, plan.count
+        self.output, self.number = output, number
         self._job_folder, self._plan = folder, plan
         self._share = plan.shares[number - 1]
         self.previous = read_stats(self.folder)
@@ -356,29 +356,23 @@ class ShardFolder(StoredResults):
             )
         with writing(self.folder):
             self._record = JobRecord.load(self.folder)
-            self._results = Results(self.folder, flush_every)
-            if self._results.damaged:
-                self.notes.append(
-                    f"{self._results.damaged} results in {self.folder} are damaged: their rows are generated again"
-                )
-            if retry and (lease.before == "done" or self._results.fact("retry") != retry):
-                self._results.forget([RETRY_REASONS[name] for name in retry])
-            self._results.set_fact("retry", retry)
-            self.results_at_hand = self._results.count
+            self.open_results(flush_every)
+            self.note_damaged()
+            if retry and (lease.before == "done" or self.fact("retry") != retry):
+                self.forget([RETRY_REASONS[name] for name in retry])
+            self.set_fact("retry", retry)
+            self.results_at_hand = self.count
 
     @property
-    def rows(self) -> int:
-        """Requests of this shard."""
+    def request_count(self) -> int:
         return self._share.last - self._share.first
 
     def what_is_left(self, *, merges: bool) -> str:
         """Returns a sentence that says what to do about the other shards. `merges`: this run merges them if it can."""
         left = len(unfinished_shards(self._job_folder, self._plan))
         if left:
-            return f"shard {self.number}/{self.count} is done; {left} of {self.count} are not"
-        return (
-            f"all {self.count} shards are done{'' if merges else f': batchgen merge {self.output} writes the output'}"
-        )
+            return f"shard {self.number}/{self._plan.count} is done; {left} of {self._plan.count} are not"
+        return f"all {self._plan.count} shards are done{'' if merges else f': batchgen merge {self.output} writes the output'}"
 
     def windows(self) -> Iterator[list[Request]]:
         """The requests of this shard, in prefix order."""
@@ -401,18 +395,14 @@ class ShardFolder(StoredResults):
         """Every request has a result. The shard is closed then."""
         self.flush()
         self.save_stats(stats)
-        self._results.close()
+        super().close()
         self._lease.release("done")
         self.finished = stats
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
         if self.finished is not None:
             return
-        try:
-            with writing(self.folder), closing(self._results):
-                self.flush()
-        finally:
-            self._lease.release()
+        with ExitStack() as ending:
+            ending.callback(self._lease.release)
+            ending.callback(super().close)
+            self.flush()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sqlite3
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from batchgen.jobs.files.disk import writing
 from batchgen.jobs.files.results import decode, encode
 from batchgen.jobs.files.row_keys import RowKeys
-from batchgen.jobs.files.row_memory import KnownRequest
+from batchgen.jobs.files.row_memory import RowMemory
 from batchgen.process.stdout import write_stdout
 from batchgen.progress import Snapshot
 from batchgen.records.jsonl import to_json
@@ -57,40 +58,22 @@ class StdoutJob:
         self.tokens_under_way = 0
         self._form = form
         self._order = DoneOrder(order)
-        self._lasting: set[bytes] = set()
-        """Keys without a result whose results serve equal rows too."""
         self._recent: dict[bytes, tuple[bytes, int]] = {}
-        """By key: the newest of these results, and their checksums."""
+        """By key: the newest results, and their checksums. They serve equal rows too."""
         self._bytes = 0
         self._equal: dict[bytes, int] = {}
         with writing(_COUNTS):
-            self._row_keys = RowKeys()
+            self.row_keys = RowKeys()
+        self.row_memory: RowMemory | None = None
 
     def __enter__(self) -> StdoutJob:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._row_keys.close()
-
-    def occurrences(self, digests: Sequence[bytes]) -> list[int]:
-        with writing(_COUNTS):
-            return self._row_keys.occurrences(digests)
-
-    def keys(
-        self, digests: Sequence[bytes], ids: Sequence[bytes | None], sampled: Sequence[bool]
-    ) -> list[tuple[bytes, bool]]:
-        with writing(_COUNTS):
-            keys = self._row_keys.keys(digests, ids, sampled)
-        self._lasting.update(key for (key, _), differs in zip(keys, sampled, strict=True) if not differs)
-        return keys
-
-    def row_digest(self, row: Row) -> bytes | None:
-        return None
-
-    def known_requests(self, rows: Sequence[bytes]) -> dict[bytes, KnownRequest]:
-        return {}
-
-    def remember(self, rows: Iterable[tuple[bytes, KnownRequest]]) -> None: ...
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self.row_keys.close()
+        if isinstance(error, sqlite3.Error):
+            with writing(_COUNTS):
+                raise error
 
     def of_this_run(self, keys: Sequence[bytes]) -> set[bytes]:
         return set(keys)
@@ -110,13 +93,11 @@ class StdoutJob:
 
     def append(self, key: bytes, result: Result) -> None:
         self._order.done(result.row)
-        if key in self._lasting:
-            self._lasting.remove(key)
-            value = encode(result)
-            self._recent[key] = value, zlib.crc32(key + value)
-            self._bytes += len(value)
-            while self._bytes > _RECENT_BYTES:
-                self._bytes -= len(self._recent.pop(next(iter(self._recent)))[0])
+        value = encode(result)
+        self._recent[key] = value, zlib.crc32(key + value)
+        self._bytes += len(value)
+        while self._bytes > _RECENT_BYTES:
+            self._bytes -= len(self._recent.pop(next(iter(self._recent)))[0])
 
     def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None: ...
     def commit(self) -> None: ...

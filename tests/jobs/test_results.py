@@ -161,7 +161,7 @@ def test_another_process_reads_results_without_changing_the_folder(folder):
     assert read_facts(folder, ("progress",)) == ({}, None)
     with opened(folder) as results:
         results.append(KEYS[0], RESULTS[0])
-        results.tell({"rows_done": 1})
+        results.keep_progress({"rows_done": 1})
         results.flush()
         facts, count = read_facts(folder, ("progress", "reading"))
         assert (facts["progress"]["rows_done"], facts["progress"]["results"], count) == (1, 1, 1)
@@ -394,12 +394,12 @@ def test_a_finished_job_keeps_only_results_that_its_output_does_not_hold(folder)
 def test_equal_digests_are_numbered_over_calls(folder):
     a, b, c = KEYS[:3]
     with opened(folder) as results, closing(RowKeys()) as temporary:
-        for row_keys in (results.row_keys(), temporary):
+        for row_keys in (results.keys_of_rows(), temporary):
             assert row_keys.occurrences([a, b, a, a]) == [0, 0, 1, 2]
             assert row_keys.occurrences([]) == []
             assert row_keys.occurrences([c, a, b]) == [0, 3, 1]
     with opened(folder) as results:
-        assert results.row_keys().occurrences([a]) == [0]
+        assert results.keys_of_rows().occurrences([a]) == [0]
 
 
 def test_more_keys_can_be_looked_up_than_fit_one_query(folder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -54,22 +53,11 @@ def finished(results: Results, keys: list[bytes]) -> None:
     results.commit()
 
 
-@pytest.mark.parametrize("owner", [None, A, C])
-def test_rows_of_an_earlier_version_or_without_ids_keep_their_results_when_they_get_keys_of_their_own(
-    tmp_path: Path, owner: bytes | None
-) -> None:
-    if owner is None:
-        old = [D, row_key(D, 1), row_key(D, 2)]
-    else:  # the row that came first in the first run
-        old = [D if own == owner else id_key(D, own) for own in (A, B, C)]
-        with closing(sqlite3.connect(tmp_path / KNOWN_FILE)) as db:
-            db.execute("CREATE TABLE owners (digest BLOB PRIMARY KEY, id BLOB, alone INTEGER) WITHOUT ROWID")
-            db.execute("INSERT INTO owners VALUES (?, ?, 0)", (D, owner))
-            db.commit()
+def test_rows_of_a_finished_job_keep_their_results_when_they_get_ids(tmp_path: Path) -> None:
     with closing(Results(tmp_path, 5.0)) as results:
-        finished(results, old)
+        finished(results, [D, row_key(D, 1), row_key(D, 2)])
         expected = [id_key(D, own) for own in (A, B, C)]
-        assert results.row_keys().keys([D] * 3, [A, B, C], [True] * 3) == [(key, False) for key in expected]
+        assert results.keys_of_rows().keys([D] * 3, [A, B, C], [True] * 3) == [(key, False) for key in expected]
         assert [results.stored(expected)[key].text for key in expected] == ["0", "1", "2"]
         results.add_rows([0, 1, 2], dict(enumerate(expected)), {})
         assert results.compared() == (3, 0, 0, 0)
@@ -79,7 +67,7 @@ def test_rows_of_an_earlier_version_or_without_ids_keep_their_results_when_they_
 def test_a_damaged_memory_is_made_again(tmp_path: Path, damage: bytes) -> None:
     for _ in range(2):
         with closing(Results(tmp_path, 5.0)) as results:
-            keys = results.row_keys().keys([D, D], [B, A], [True] * 2)
+            keys = results.keys_of_rows().keys([D, D], [B, A], [True] * 2)
             assert keys == [(id_key(D, B), False), (id_key(D, A), False)]
         (tmp_path / KNOWN_FILE).write_bytes(damage)
 

@@ -31,15 +31,15 @@ PROMPTS = [f"p{i}" for i in range(6)]
 @pytest.fixture
 def results(tmp_path: Path) -> Iterator[Results]:
     with closing(Results(tmp_path, 5.0)) as results:
-        results.row_keys()
+        results.keys_of_rows()
         yield results
 
 
 def test_what_rows_have_become_is_found_by_a_later_run(results):
-    memory = results.row_memory(b"settings")
+    memory = results.memory_of_rows(b"settings")
     memory.add([(A, KnownRequest(B, is_sampled=True)), (B, KnownRequest(C, is_sampled=False))])
     memory.flush()
-    assert results.row_memory(b"settings").find([C, B, A]) == {A: (B, True), B: (C, False)}
+    assert results.memory_of_rows(b"settings").find([C, B, A]) == {A: (B, True), B: (C, False)}
 
 
 VALUES = [
@@ -49,36 +49,36 @@ VALUES = [
 
 
 def test_rows_with_other_columns_or_other_settings_have_other_digests(results):
-    digests = [results.row_memory(settings).digest(columns) for settings in (b"one", b"two") for columns in VALUES]
+    digests = [results.memory_of_rows(settings).digest(columns) for settings in (b"one", b"two") for columns in VALUES]
     assert len({*digests}) == 2 * len(VALUES)
-    assert [results.row_memory(b"one").digest(deepcopy(columns)) for columns in VALUES] == digests[: len(VALUES)]
-    assert results.row_memory(b"one").digest({"a": lambda: 1}) is None
+    assert [results.memory_of_rows(b"one").digest(deepcopy(columns)) for columns in VALUES] == digests[: len(VALUES)]
+    assert results.memory_of_rows(b"one").digest({"a": lambda: 1}) is None
 
 
 def test_damaged_entries_are_not_used(results, tmp_path):
-    memory = results.row_memory(b"")
+    memory = results.memory_of_rows(b"")
     memory.add([(A, KnownRequest(B, is_sampled=True)), (B, KnownRequest(C, is_sampled=False))])
     memory.flush()
     with sqlite3.connect(tmp_path / KNOWN_FILE) as db:
         db.execute("UPDATE rows SET key = ? WHERE row = ?", (C, A))
-    assert results.row_memory(b"").find([A, B]) == {B: (C, False)}
+    assert results.memory_of_rows(b"").find([A, B]) == {B: (C, False)}
 
 
 def test_its_size_is_bounded(results, monkeypatch):
     monkeypatch.setattr(row_memory, "MAX_ROWS", 3)
     monkeypatch.setattr(row_memory, "_SPARE_ROWS", 0)
     rows = [bytes([i]) * 16 for i in range(5)]
-    memory = results.row_memory(b"")
+    memory = results.memory_of_rows(b"")
     for row in rows:
         memory.add([(row, KnownRequest(row, is_sampled=False))])
     memory.flush()
-    assert [*results.row_memory(b"").find(rows)] == rows[:3]
+    assert [*results.memory_of_rows(b"").find(rows)] == rows[:3]
     results.append(rows[0], Result(row=0, text="", finish_reason="stop"))
     results.add_rows([0], {0: rows[1]}, {})
     memory.forget_unasked(2)
-    assert [*results.row_memory(b"").find(rows)] == rows[:3]
+    assert [*results.memory_of_rows(b"").find(rows)] == rows[:3]
     memory.forget_unasked(1)
-    assert [*results.row_memory(b"").find(rows)] == rows[:2]
+    assert [*results.memory_of_rows(b"").find(rows)] == rows[:2]
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def add_results(folder, count, more=()):
     for i in range(first, first + count):
         results.append(i.to_bytes(16, "big"), Result(row=i, text="x", finish_reason="stop"))
     for figures in more:
-        results.tell(figures)
+        results.keep_progress(figures)
     results.close()
     (folder / "run.sqlite").unlink()
 
@@ -188,7 +188,7 @@ def test_damaged_progress_is_left_out(folder):
 
 def test_the_status_can_be_read_while_the_job_writes(folder):
     results = Results(folder, 3600.0)
-    results.tell(generated(0))
+    results.keep_progress(generated(0))
     for done in (1, 2, 3):
         results.append(bytes([done]) * 16, Result(row=done, text="x", finish_reason="stop"))
         results.commit()

@@ -42,7 +42,7 @@ def test_rows_are_written_window_by_window_and_nothing_else_is(capfdbinary):
     with job() as out:
         assert (out.notes, out.finished, out.previous) == ([], None, None)
         assert out.stored([b"k" * 16]) == {}
-        assert out.occurrences([b"k" * 16, b"k" * 16]) == [0, 1]
+        assert out.row_keys.occurrences([b"k" * 16, b"k" * 16]) == [0, 1]
         out.append(b"k" * 16, results[1])
         out.write(rows, results, {})
         assert capfdbinary.readouterr().out.decode() == line(0) + line(1)

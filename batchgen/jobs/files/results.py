@@ -66,7 +66,7 @@ class Results:
 
     def __init__(self, folder: Path, flush_every: float, asked: Collection[str] = TASK_NAMES) -> None:
         """`asked`: `RowForm.asked` of the output. Raises `OSError` or `sqlite3.Error` if the disk cannot be written."""
-        self._folder = folder
+        self.folder = folder
         self._asked = asked
         self._flush_every = flush_every
         self.damaged = 0
@@ -82,7 +82,7 @@ class Results:
         """`count`, kept up to date without counting."""
         self._earlier = 0
         """The last place of a result of an earlier run."""
-        self.any_equal = bool(self._db.execute("SELECT EXISTS(SELECT 1 FROM equal)").fetchone()[0])
+        self._any_equal = bool(self._db.execute("SELECT EXISTS(SELECT 1 FROM equal)").fetchone()[0])
         """Whether rows wait for the result of an equal row."""
         self._begun: dict[bytes, dict[int, Completion]] = {}
         """The completions of `under_way`, by the row's key and the completion's number."""
@@ -90,18 +90,18 @@ class Results:
     # -- opening
 
     def _opened(self) -> sqlite3.Connection:
-        path = self._folder / RESULTS_FILE
+        path = self.folder / RESULTS_FILE
         try:
             return self._checked(path)
         except (Damaged, UnicodeDecodeError, sqlite3.DatabaseError) as e:  # UnicodeDecodeError: of SQLite's own message
             if isinstance(e, sqlite3.OperationalError) and not _is_damage(e):
                 raise
         with suppress(OSError):  # the damaged log belongs to the damaged file
-            (self._folder / f"{RESULTS_FILE}.new").unlink()
-        self.damaged += _salvage(path, self._folder / f"{RESULTS_FILE}.new", self._asked)
+            (self.folder / f"{RESULTS_FILE}.new").unlink()
+        self.damaged += _salvage(path, self.folder / f"{RESULTS_FILE}.new", self._asked)
         for name in _LOG_FILES:
-            (self._folder / name).unlink(missing_ok=True)
-        (self._folder / f"{RESULTS_FILE}.new").replace(path)
+            (self.folder / name).unlink(missing_ok=True)
+        (self.folder / f"{RESULTS_FILE}.new").replace(path)
         return self._checked(path)
 
     def _checked(self, path: Path) -> sqlite3.Connection:
@@ -127,9 +127,9 @@ class Results:
                     db.executemany("DELETE FROM results WHERE key IS ?", [(key,) for key in bad])
                     # The first reading counted the damaged rows as finished.
                     db.execute("DELETE FROM facts WHERE name = 'reading'")
-            (self._folder / "run.sqlite").unlink(missing_ok=True)
+            (self.folder / "run.sqlite").unlink(missing_ok=True)
             # Bytes, because a path need not be UTF-8.
-            db.execute("ATTACH DATABASE ? AS run", (os.fsencode(self._folder / "run.sqlite"),))
+            db.execute("ATTACH DATABASE ? AS run", (os.fsencode(self.folder / "run.sqlite"),))
             _make_run_tables(db)
         except BaseException:
             db.close()
@@ -158,13 +158,13 @@ class Results:
         self._known, self._earlier = int(count), int(last)
         return self._known
 
-    def row_memory(self, settings: bytes) -> RowMemory:
-        """Returns what earlier runs have made of rows with these settings. `row_keys` must have been called."""
+    def memory_of_rows(self, settings: bytes) -> RowMemory:
+        """Returns what earlier runs have made of rows with these settings. `keys_of_rows` must have been called."""
         return RowMemory(self._db, settings)
 
-    def row_keys(self) -> RowKeys:
+    def keys_of_rows(self) -> RowKeys:
         """Returns what gives the rows of this run their keys. Called once."""
-        return RowKeys(self._db, self._folder)
+        return RowKeys(self._db, self.folder)
 
     def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
         """Returns the stored results of `keys`. Their row numbers are meaningless."""
@@ -280,7 +280,7 @@ class Results:
         self.forget_reading()
         self._write_one("DELETE FROM rows")
         self._write_one("DELETE FROM equal")
-        self.any_equal = False
+        self._any_equal = False
 
     def add_rows(self, rows: Sequence[int], keys: Mapping[int, bytes], failed: Mapping[int, Result]) -> None:
         """Adds rows of the output by their numbers: each has a key, or a result in `failed`."""
@@ -296,10 +296,12 @@ class Results:
         """Adds numbers of rows that wait for the result of an equal row, by key."""
         statement = "INSERT INTO equal VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET rows = rows + excluded.rows"
         self._many(statement, list(rows.items()))
-        self.any_equal |= bool(rows)
+        self._any_equal |= bool(rows)
 
     def equal_rows(self, key: bytes) -> int:
-        """Returns how many further rows wait for the result of this key."""
+        """Returns how many further rows wait for the result of this key. A shard does not know them: the merge counts them."""
+        if not self._any_equal:
+            return 0
         found = self._db.execute("SELECT rows FROM equal WHERE key = ?", (key,)).fetchone()
         return int(found[0]) if found else 0
 
@@ -407,7 +409,7 @@ class Results:
         entry = (name, data, zlib.crc32(name.encode() + data))
         self._write_one("INSERT OR REPLACE INTO facts VALUES (?, ?, ?)", entry)
 
-    def tell(self, figures: Mapping[str, Any]) -> None:
+    def keep_progress(self, figures: Mapping[str, Any]) -> None:
         """Stores the progress of the run, for `status` in another process."""
         now = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
         self.set_fact("progress", {**figures, "results": self._known, "updated": now})
@@ -444,7 +446,7 @@ class Results:
         self._end_transaction()
         if not self._network:
             with suppress(FileNotFoundError):  # nothing was written since the last checkpoint, which has synced
-                fd = os.open(self._folder / f"{RESULTS_FILE}-wal", os.O_RDWR)
+                fd = os.open(self.folder / f"{RESULTS_FILE}-wal", os.O_RDWR)
                 try:
                     os.fsync(fd)
                 finally:

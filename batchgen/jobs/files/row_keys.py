@@ -3,11 +3,8 @@
 A sampled row with an id has a key of its own, made of the digest and the id: it depends on no other row. Sampled rows without ids, and those
 with equal ids, are told apart by the number of their occurrence.
 
-Earlier versions gave the first of equal sampled rows the digest as its key. Such a row takes over the result that it has under that key, and so
-do the rows of a finished job that get ids, in the order of the input.
-
-    known.owners   of a job of an earlier version: the id of the row that had a digest as its key
-    run.counts     how often a digest has come in this run
+Rows of a finished job that get ids take over the results that they have without them, in the order of the input. The table `run.counts` has how
+often a digest has come in this run.
 """
 
 from __future__ import annotations
@@ -54,8 +51,6 @@ class RowKeys:
         self._db.execute(
             "CREATE TABLE run.counts (digest BLOB PRIMARY KEY, seen INTEGER, others INTEGER) WITHOUT ROWID"
         )
-        named = self._kept and self._db.execute("SELECT 1 FROM known.sqlite_master WHERE name = 'owners'").fetchone()
-        self._has_owners = bool(named)
 
     def occurrences(self, digests: Sequence[bytes]) -> list[int]:
         """Returns how often each digest has been asked about before, in this call and all earlier ones."""
@@ -79,20 +74,18 @@ class RowKeys:
             id_key(digest, own) if differs and own is not None else digest
             for digest, own, differs in zip(digests, ids, sampled, strict=True)
         ]
-        counts, owners = self._counts([*digests, *bases]), self._owners(digests)
+        counts = self._counts([*digests, *bases])
         finished = self._finished([base for base, digest in zip(bases, digests, strict=True) if base != digest])
         keys: list[tuple[bytes, bool]] = []
-        for digest, own, base, differs in zip(digests, ids, bases, sampled, strict=True):
-            count, first = counts[digest], 0
-            if base == digest:
-                first = int(digest in owners)
-            else:
+        for digest, base, differs in zip(digests, bases, sampled, strict=True):
+            if base != digest:
+                count = counts[digest]
                 if self._kept and base not in finished and not counts[base].seen:
-                    self._take_over(digest, own, base, count.seen + count.others, owners.get(digest))
+                    self._take_over(row_key(digest, count.seen + count.others), base)
                 count.others += 1
             number = counts[base].seen
             counts[base].seen += 1
-            keys.append((row_key(base, first + number), False) if differs else (base, number > 0))
+            keys.append((row_key(base, number), False) if differs else (base, number > 0))
         self._save(counts)
         return keys
 
@@ -111,20 +104,13 @@ class RowKeys:
         with transaction(self._db):
             self._db.executemany("INSERT OR REPLACE INTO run.counts VALUES (?, ?, ?)", entries)
 
-    def _owners(self, digests: Sequence[bytes]) -> dict[bytes, bytes]:
-        query = "SELECT digest, id FROM known.owners WHERE digest IN"
-        return dict(select_in(self._db, query, sorted(set(digests)))) if self._has_owners else {}
-
     def _finished(self, keys: Sequence[bytes]) -> set[bytes]:
         """Returns those of `keys` that have a result."""
         query = "SELECT key FROM results WHERE key IN"
         return {key for (key,) in select_in(self._db, query, keys)} if self._kept else set()
 
-    def _take_over(self, digest: bytes, own: bytes | None, key: bytes, place: int, owner: bytes | None) -> None:
-        """Gives a row the result that it has under an earlier key, if there is one. `place`: its number among rows with this digest."""
-        if owner not in (None, own):
-            return  # an earlier version made its key as this one does
-        old = digest if owner == own else row_key(digest, place)
+    def _take_over(self, old: bytes, key: bytes) -> None:
+        """Gives a row the result that it has under an earlier key, if there is one."""
         for (value,) in self._db.execute("SELECT value FROM results WHERE key = ?", (old,)).fetchall():
             entry = key, zlib.crc32(key + value), old
             self._db.execute("UPDATE results SET key = ?, checksum = ? WHERE key = ?", entry)

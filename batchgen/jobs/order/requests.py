@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -59,15 +58,11 @@ class ReadRows:
 
 
 class RowIds:
-    """Finds rows that have the id of an earlier row. A row without an id of its own has its number as its id."""
+    """Finds rows that have the id of an earlier row."""
 
     def __init__(self, config: JobConfig, job: Job) -> None:
         self._id_column, self._openai = config.id_column, config.output_format == "openai"
         self._job = job
-        self._found = False
-        """Whether a row had an id of its own. From then on all ids are counted."""
-        self._unnamed = 0
-        """Number of first rows that were read before that, and so were not counted."""
         self._same = 0
         """Rows whose id an earlier row has."""
         self._first = ""
@@ -75,18 +70,15 @@ class RowIds:
 
     def add(self, rows: Sequence[Row]) -> list[bytes | None]:
         """Takes the next rows of the input. Returns the digests of their ids; None for a row without one."""
-        own = [own_id(row, self._id_column, openai=self._openai) for row in rows]
-        if not self._found and all(value is None for value in own):
-            self._unnamed += len(rows)
-            return [None] * len(rows)
-        self._found = True
-        texts = [id_text(row.number if value is None else value) for row, value in zip(rows, own, strict=True)]
-        digests = [id_digest(text) for text in texts]
-        for row, text, seen in zip(rows, texts, self._job.occurrences(digests), strict=True):
-            if seen or self._is_uncounted(text):
+        ids = [own_id(row, self._id_column, openai=self._openai) for row in rows]
+        digests = [None if own is None else id_digest(own) for own in ids]
+        named = [(row, own) for row, own in zip(rows, ids, strict=True) if own is not None]
+        occurrences = self._job.row_keys.occurrences([digest for digest in digests if digest is not None])
+        for (row, own), seen in zip(named, occurrences, strict=True):
+            if seen:
                 self._same += 1
-                self._first = self._first or f"{text[:_SHOWN_ID]!r}, {row.source}"
-        return [None if value is None else digest for value, digest in zip(own, digests, strict=True)]
+                self._first = self._first or f"{id_text(own)[:_SHOWN_ID]!r}, {row.source}"
+        return digests
 
     def note(self) -> str | None:
         """Returns how many rows had the id of an earlier row; None if there are none."""
@@ -97,10 +89,6 @@ class RowIds:
             f"{self._same:,} {has} the id of an earlier row (the first: {self._first}): "
             "every row runs, but the id does not tell them apart"
         )
-
-    def _is_uncounted(self, text: str) -> bool:
-        """Whether an id is the number of one of the rows that were not counted."""
-        return self._unnamed > 0 and re.fullmatch(r"0|[1-9][0-9]{,17}", text) is not None and int(text) < self._unnamed
 
 
 class RequestReader:
@@ -142,8 +130,11 @@ class RequestReader:
 
     def known(self, rows: Sequence[Row]) -> list[KnownRequest | None]:
         """Returns what earlier runs have made of rows. They need not be built if they have a result."""
-        digests = [self._job.row_digest(row) for row in rows]
-        known = self._job.known_requests([digest for digest in digests if digest is not None])
+        memory = self._job.row_memory
+        if memory is None:
+            return [None] * len(rows)
+        digests = [None if row.error is not None else memory.digest(row.columns) for row in rows]
+        known = memory.find([digest for digest in digests if digest is not None])
         new = ((row, digest) for row, digest in zip(rows, digests, strict=True) if digest not in known)
         self._digests.update((row.number, digest) for row, digest in new if digest is not None)
         return [None if digest is None else known.get(digest) for digest in digests]
@@ -177,7 +168,7 @@ class RequestReader:
         found = [
             (row.number, b, own) for row, b, own in zip(rows, built, ids, strict=True) if not isinstance(b, Result)
         ]
-        given = self._job.keys(
+        given = self._job.row_keys.keys(
             [b.key for _, b, _ in found], [own for *_, own in found], [b.is_sampled for _, b, _ in found]
         )
         keys = {number: key for (number, *_), (key, _) in zip(found, given, strict=True)}
@@ -213,8 +204,10 @@ class RequestReader:
 
     def _remember(self, rows: Sequence[Row], built: Sequence[Built]) -> None:
         """Remembers rows that have become requests. Not those with images, whose files may change while the row stays the same."""
+        if self._job.row_memory is None:
+            return
         found = [(self._digests.pop(row.number, None), one) for row, one in zip(rows, built, strict=True)]
-        self._job.remember(
+        self._job.row_memory.add(
             (digest, KnownRequest(one.key, one.is_sampled))
             for digest, one in found
             if digest is not None and isinstance(one, Request) and not one.images
@@ -386,7 +379,7 @@ class FirstReading:
         tracker, run = self._outcomes.tracker, self._outcomes.run
         tracker.total = earlier["rows"]
         run.resumed = RowCounts(**earlier["resumed"])
-        for result in self._job.failed_rows():
+        for result in filter(None, self._job.failed_rows()):
             self._outcomes.done(result)
         tracker.changed()
         self._job.check_dropped(prune=self._config.prune)
