@@ -202,7 +202,7 @@ def _run_as_rows_come(setup: JobSetup, job: Job, planner: Planner, generation: _
     """Generates windows of rows in the order of the input, and writes each one before the next one is read."""
     outcomes, signals = generation.outcomes, generation.signals
     tracker, reader, stream, rows = outcomes.tracker, setup.reader(job, outcomes), setup.stream, setup.rows
-    size = setup.window_size
+    size, order = setup.window_size, setup.config.order
     assert size is not None
     job.begin_rows()
     if not rows:  # with --limit 0, rows that have a result from an earlier run are still written
@@ -223,17 +223,16 @@ def _run_as_rows_come(setup: JobSetup, job: Job, planner: Planner, generation: _
                 signals.check()
         except BaseException:
             if isinstance(job, StdoutJob):  # it keeps nothing, so the rows that are done are written now
-                read.answer_equal(results)
-                job.write([row for row in read.rows if row.number in results], results, read.keys)
+                job.write(read.answered(results, order), results, read.keys)
             raise
         tracker.phase("writing")
         with outcomes.run.timed("write"):
-            read.answer_equal(results)
+            answered = read.answered(results, order)
             job.add_rows([row.number for row in read.rows], read.keys, read.failed)
-            job.write(read.rows, results, read.keys)
-            outcomes.written(read.rows, results)
+            job.write(answered, results, read.keys)
+            outcomes.written(answered, results)
         rows.clear()  # freed before the next ones are read
-        del read, results
+        del read, results, answered
         with signals.interruptible():
             rows = reader.take(stream, size)
     reader.note_same_ids()

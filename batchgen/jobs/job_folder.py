@@ -67,7 +67,7 @@ from batchgen.jobs.shards import (
     take_results,
     take_runs,
 )
-from batchgen.jobs.stdout_job import DoneOrder, StdoutJob
+from batchgen.jobs.stdout_job import StdoutJob
 from batchgen.progress import Snapshot
 from batchgen.recording import JobRecord, RowFigures
 from batchgen.records.images import thumbnails
@@ -100,9 +100,6 @@ class JobFolder(HeldResults):
         self._spec, self._target, self._manifest = opened.spec, opened.target, opened.manifest
         self._old, self._limit_raised = opened.old, opened.limit_raised
         self._lease, self._owned, self._merging = lease, owned, merging
-        self._order = DoneOrder(opened.spec.order)
-        self._appended = False
-        """Whether this run has a result of its own."""
         self._files: ExitStack | None = None
         self._record = JobRecord()
         self._row_figures = RowFigures()
@@ -205,11 +202,6 @@ class JobFolder(HeldResults):
         first: int | None = self._manifest.settings.get(FIRST_LIMIT)
         return first
 
-    def append(self, key: bytes, result: Result) -> None:
-        self._appended = True
-        super().append(key, result)
-        self._order.done(result.row)
-
     def tell(self, progress: Snapshot) -> None:
         """Stores how far the run is, for `batchgen status`. Ignores errors: a full disk is reported by the next result that cannot be written."""
         try:
@@ -232,7 +224,7 @@ class JobFolder(HeldResults):
         lost = max(0, gone - new)  # as many rows as are new were changed, not removed
         others = gone == finished >= _FEW and not self._made_with_another_limit
         if not prune and (10 * lost > finished or others):
-            if self._old is not None and self._old.state == "finished" and not self._appended:
+            if self._old is not None and self._old.state == "finished" and self.count == self.results_at_hand:
                 self._put_back(self._old)
             raise UsageError(
                 f"{gone:,} of the {finished:,} finished rows of {self.output} are no longer in the input and would be removed from the output",
@@ -259,15 +251,14 @@ class JobFolder(HeldResults):
             self._clean_up(left)
 
     def write(self, rows: Sequence[Row], results: Mapping[int, Result], keys: Mapping[int, bytes]) -> None:
-        """Writes output rows. `results` and `keys` are by row number; rows that never became requests have no key."""
-        ordered = self._order.sort(rows)
+        """Writes output rows in this order. `results` and `keys` are by row number; rows that never became requests have no key."""
         with writing(self.folder):
-            self._writer.write((row, results[row.number]) for row in ordered)
-            self._keys.write(b"".join(keys.get(row.number, NO_KEY) for row in ordered))
+            self._writer.write((row, results[row.number]) for row in rows)
+            self._keys.write(b"".join(keys.get(row.number, NO_KEY) for row in rows))
             form, kind = self._spec.form, output_format(self.output)[0]
             beside = [key for number, key in keys.items() if not is_held_whole(results[number], form, kind)]
             self.keep_beside_output(beside)
-        for row in ordered:
+        for row in rows:
             result = results[row.number]
             shown = partial(thumbnails, row.columns, self._spec.settings.get("image_column", ()), row.file)
             self._row_figures.add(result, partial(output_row, row, result, self._spec.form), shown)
@@ -407,7 +398,7 @@ def open_job(
     named = form.keep is None or INPUT_FILE in form.keep
     form = replace(form, input_file=named and len(spec.input.files) > 1)
     if output == "-":
-        return StdoutJob(form, order=spec.order)
+        return StdoutJob(form)
     spec = replace(spec, form=form)
     target, folder = open_target(output), job_path(output, spec.work_dir)
     check_place(output, target, folder, spec.overwrite)

@@ -24,31 +24,10 @@ _RECENT_BYTES = 1 << 26
 _NOTHING_KEPT = "nothing is kept of a job without an output file: name one with -o"
 
 
-class DoneOrder:
-    """Remembers in which order the rows of a window finished. Rows that were not generated in this run come first, in input order."""
-
-    def __init__(self, order: str) -> None:
-        self._by_time = order == "done"
-        self._places: dict[int, int] = {}
-        self._next = 0
-
-    def done(self, row: int) -> None:
-        if self._by_time:
-            self._places[row] = self._next
-            self._next += 1
-
-    def sort(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Returns the rows in the order in which to write them, and forgets their order."""
-        if not self._by_time:
-            return rows
-        places = {row.number: self._places.pop(row.number, -1) for row in rows}
-        return sorted(rows, key=lambda row: places[row.number])
-
-
 class StdoutJob:
     """A job for `-o -`, with the methods of `JobFolder`. Raises `ClosedPipe` when the reader has closed the pipe."""
 
-    def __init__(self, form: RowForm, *, order: str) -> None:
+    def __init__(self, form: RowForm) -> None:
         self.notes: list[str] = []
         self.finished: dict[str, Any] | None = None
         self.previous: dict[str, Any] | None = None
@@ -57,7 +36,6 @@ class StdoutJob:
         self.results_at_hand = 0
         self.tokens_under_way = 0
         self._form = form
-        self._order = DoneOrder(order)
         self._recent: dict[bytes, tuple[bytes, int]] = {}
         """By key: the newest results, and their checksums. They serve equal rows too."""
         self._bytes = 0
@@ -92,7 +70,6 @@ class StdoutJob:
         return {}
 
     def append(self, key: bytes, result: Result) -> None:
-        self._order.done(result.row)
         value = encode(result)
         self._recent[key] = value, zlib.crc32(key + value)
         self._bytes += len(value)
@@ -108,7 +85,7 @@ class StdoutJob:
     def check_dropped(self, *, prune: bool) -> None: ...
 
     def write(self, rows: Sequence[Row], results: Mapping[int, Result], keys: Mapping[int, bytes]) -> None:
-        for row in self._order.sort(rows):
+        for row in rows:
             write_stdout(to_json(output_row(row, results[row.number], self._form)) + b"\n", _NOTHING_KEPT, flush=False)
         self.flush()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from batchgen import JobReport, SamplingParams
 from batchgen.config import INPUT_LIMITS
 from batchgen.errors import UsageError
 from batchgen.jobs.order.requests import FirstReading
-from support.runs import Runs
+from batchgen.request import Leaf
+from batchgen.result import Result
+from support.runs import Oracle, Runs
 
 PROMPTS = ["p0", "p1", "p0", "p2", "p0", "p1", "p3", "p0"]
 """Rows of four different prompts."""
@@ -75,6 +78,18 @@ def test_a_reading_that_is_used_again_knows_the_equal_rows(runs, monkeypatch):
     assert len(answered) == 2
     assert report is not None
     assert (report.stats["rows"] + report.stats["rows_resumed"], report.stats["job"]["rows_equal"]) == (8, 4)
+
+
+class Backwards(Oracle):
+    def add(self, leaves: Sequence[Leaf], plan: Any, on_result: Callable[[Result], None]) -> None:
+        super().add(leaves[::-1], plan, on_result)
+
+
+def test_order_done_writes_earlier_results_then_new_ones_as_they_come_then_equal_rows(runs):
+    runs.engine = Backwards
+    assert runs.run(PROMPTS, order="done", most=2)[0] == ["p3", "p2"]
+    runs.run(PROMPTS, order="done")
+    assert runs.texts() == [f"a: {prompt}" for prompt in ["p2", "p3", "p1", "p0", "p0", "p0", "p1", "p0"]]
 
 
 @WINDOWS

@@ -200,10 +200,3 @@ def test_damaged_keys_are_not_trusted(run, write_input):
     assert job.notes == [
         "o.jsonl.job/keys is damaged, so the rows of o.jsonl cannot be recognised: they are generated again"
     ]
-
-
-def test_order_done_writes_results_of_earlier_runs_first_then_in_order_of_completion(run, texts, write_input):
-    write_input(["a", "b", "c", "d"])
-    run(order="done", stop_after=1)  # d
-    run(order="done")
-    assert texts() == ["D", "C", "B", "A"]

@@ -20,8 +20,8 @@ from batchgen.result import Result
 from support.python_process import environment
 
 
-def job(order="input"):
-    return StdoutJob(RowForm(), order=order)
+def job():
+    return StdoutJob(RowForm())
 
 
 def window(n):
@@ -50,15 +50,6 @@ def test_rows_are_written_window_by_window_and_nothing_else_is(capfdbinary):
         out.save_stats({})
         out.finish({})
     assert capfdbinary.readouterr().out == b""
-
-
-def test_order_done_is_the_order_of_the_results(capfdbinary):
-    rows, results = window(4)
-    with job("done") as out:
-        for i in (2, 0, 3):
-            out.append(b"k" * 16, results[i])
-        out.write(rows, results, {})
-    assert capfdbinary.readouterr().out.decode() == "".join(line(i) for i in (1, 2, 0, 3))
 
 
 def test_a_dash_is_a_job_on_standard_output(tmp_path, monkeypatch):

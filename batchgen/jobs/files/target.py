@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from batchgen.errors import OutputError, UsageError
 from batchgen.jobs.files.disk import move_file
@@ -31,30 +31,6 @@ _AT_ONCE = (*_STAGED, "gs", "gcs", "hf", "abfs", "abfss", "az")
 """Stores whose uploads appear whole or not at all. Elsewhere the file is uploaded under another name and then renamed."""
 _ANOTHER = "check the address, your access to it and the connection, or use another -o"
 _AGAIN = "check the connection and your access, and run the same command again: finished rows are kept"
-
-
-class Target(Protocol):
-    name: str
-    """The name under which the output can be read."""
-    address: str
-    """Its absolute name, for the manifest."""
-
-    def check(self) -> None:
-        """Raises `UsageError` if no output can be written there, as far as that can be found out beforehand."""
-
-    def exists(self) -> bool: ...
-
-    def identity(self, digest: str | None = None) -> dict[str, Any]:
-        """Returns the identity of the existing output."""
-
-    def digest(self) -> str:
-        """Returns the digest of the existing output, which is read for it."""
-
-    def to_be(self, partial: Path, digest: str) -> dict[str, Any]:
-        """Returns the identity that `partial` will have at its place, as far as it is known beforehand."""
-
-    def put(self, partial: Path, digest: str) -> dict[str, Any]:
-        """Puts `partial` in its place atomically and returns its identity. Can be repeated after a crash."""
 
 
 def known_as(target: Target, identities: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -80,13 +56,18 @@ def open_target(output: str) -> Target:
 
 
 class LocalTarget:
+    """A file. An identity is that of the existing output; `digest` is that of its content, if it is known."""
+
     def __init__(self, output: str) -> None:
         self._path = Path(output).resolve()  # a link stays one
         self._output = output
         self.name = output
+        """The name under which the output can be read."""
         self.address = str(Path(output).absolute())
+        """Its absolute name, for the manifest."""
 
     def check(self) -> None:
+        """Raises `UsageError` if no output can be written there, as far as that can be found out beforehand."""
         if self._path.is_dir():
             raise UsageError(f"the output {self._output} is a folder", "name a file in it")
         parent = Path(self._output).parent
@@ -100,12 +81,15 @@ class LocalTarget:
         return _identity_at(self._path, digest)
 
     def digest(self) -> str:
+        """Returns the digest of the existing output, which is read for it."""
         return file_digest(self._path)
 
     def to_be(self, partial: Path, digest: str) -> dict[str, Any]:
+        """Returns the identity that `partial` will have at its place, as far as it is known beforehand."""
         return _identity_at(partial, digest)  # a rename keeps the time
 
     def put(self, partial: Path, digest: str) -> dict[str, Any]:
+        """Puts `partial` in its place atomically and returns its identity. Can be repeated after a crash."""
         there = self.to_be(partial, digest)
         move_file(partial, self._path)
         return there
@@ -117,7 +101,7 @@ def _identity_at(path: Path, digest: str | None) -> dict[str, Any]:
 
 
 class RemoteTarget:
-    """An object in a store. Its errors become `UsageError` before the run and `OutputError` at the end.
+    """An object in a store, with the methods of `LocalTarget`. Its errors become `UsageError` before the run and `OutputError` at the end.
 
     An object's version is known only after the upload. If a crash happens before the manifest has the version, the object is recognised by
     size and digest; it is read once for that.
@@ -212,3 +196,6 @@ class RemoteTarget:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(near)
+
+
+Target: TypeAlias = LocalTarget | RemoteTarget

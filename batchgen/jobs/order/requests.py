@@ -49,12 +49,19 @@ class ReadRows:
         """Results of the rows that never became requests."""
         return {number: result for number, result in self.results.items() if number not in self.keys}
 
-    def answer_equal(self, results: dict[int, Result]) -> None:
-        """Adds to `results`, which are by row number, those of rows that are equal to another of these rows."""
+    def answered(self, results: dict[int, Result], order: str) -> list[Row]:
+        """Returns the rows that have a result, in the order in which to write them: `done` is that of `results`, which are by row number.
+
+        Adds to `results` those of rows that are equal to another of these rows.
+        """
         first = {request.key: request.row for request in self.requests}
         for number, key in self.keys.items():
             if number not in results and first.get(key) in results:
                 results[number] = results[first[key]]
+        if order == "done":
+            rows = {row.number: row for row in self.rows}
+            return [rows[number] for number in results]
+        return [row for row in self.rows if row.number in results]
 
 
 class RowIds:
