@@ -51,8 +51,6 @@ from batchgen.jobs.place import (
     SORTED_FOLDER,
     WORK_FILES,
     check_place,
-    check_space,
-    min_bytes,
     remove_files,
 )
 from batchgen.jobs.reuse_output import KEY_BYTES, NO_KEY, is_held_whole, read_keys, results_of_output
@@ -110,9 +108,6 @@ class JobFolder(HeldResults):
             self._clean_up(self._shrunk())
             return
         self._record = JobRecord.load(self.folder)
-        tight = check_space(self.folder, min_bytes(self._spec.input, self.output, self._spec.form))
-        if tight is not None:
-            self.notes.append(tight)
         remove_files(self.folder, REMADE_FILES)
         kept, file = self.folder / KEPT_FILE, self.folder / RESULTS_FILE
         if kept.exists() and not file.exists():
@@ -403,7 +398,9 @@ def open_job(
     target, folder = open_target(output), job_path(output, spec.work_dir)
     check_place(output, target, folder, spec.overwrite)
     with writing(folder):
-        _make_folder(folder, min_bytes(spec.input, output, form))
+        if not folder.exists():
+            folder.mkdir(parents=folder.parent == jobs_folder(), exist_ok=True)  # other parents are the user's to make
+            sync_folder(folder.parent)
     held = lease or Lease(folder / CLAIMS, output, tell, unsharded=True)
     try:
         request = request_of(spec.input, spec.limit, spec.order) | asdict(form)
@@ -424,12 +421,3 @@ def open_job(
         if lease is None:
             held.release()
         raise
-
-
-def _make_folder(folder: Path, needed: int) -> None:
-    """Makes a job's folder unless there is one. Raises `OutputError`, and makes none, if the output of `needed` bytes cannot fit on the disk."""
-    if not folder.exists():
-        if folder.parent.exists():
-            check_space(folder, needed)
-        folder.mkdir(parents=folder.parent == jobs_folder(), exist_ok=True)  # other parents are the user's to make
-        sync_folder(folder.parent)

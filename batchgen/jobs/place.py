@@ -1,4 +1,4 @@
-"""The place of a job on the disk: the files of its folder, whether the folder and the output are batchgen's, and whether there is room."""
+"""The place of a job on the disk: the files of its folder, and whether the folder and the output are batchgen's."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from batchgen.config import JobConfig
-from batchgen.errors import OutputError, UsageError
+from batchgen.errors import UsageError
 from batchgen.jobs.files.results import RESULTS_FILES
 from batchgen.jobs.files.row_keys import KNOWN_FILES
 from batchgen.jobs.files.target import Target
 from batchgen.jobs.shards import CLAIMS, SHARDS_FOLDER, forget_plan
 from batchgen.recording import job_record
 from batchgen.records.inputs import Input
-from batchgen.records.output import RowForm, default_output, jobs_folder, output_format
+from batchgen.records.output import default_output, jobs_folder, output_format
 from batchgen.records.remote import is_url
-from batchgen.stats import size_text
 
 KEPT_FILE = "kept.sqlite"
 """The results of a finished job that its output does not hold, or not whole."""
@@ -42,8 +41,6 @@ _OURS = {
     PUSH_FOLDER,
     *job_record.FILES,
 }
-_TIGHT = 3
-"""A note is shown if the disk has less free space than this many times the output's smallest size: results and sorted requests need space too."""
 
 
 def output_of(config: JobConfig, source: Input) -> str:
@@ -74,31 +71,6 @@ def check_place(output: str, target: Target, folder: Path, overwrite: bool) -> N
             f"{output} exists and has {lacks}, so batchgen does not know whether it may replace it",
             "use the --work-dir of its run if it had one, --overwrite to replace it, or another -o",
         )
-
-
-def min_bytes(input: Input, output: str, form: RowForm) -> int:
-    """Returns the smallest possible size of an output in bytes: JSON lines that carry all columns of plain JSON lines; 0 in all other cases."""
-    if form.keep is not None or form.openai is not None or output_format(output) != ("jsonl", None):
-        return 0
-    if any((file.format, file.compression) != ("jsonl", None) for file in input.files):
-        return 0
-    return sum(int(f.get("size") or 0) for f in input.fingerprint())
-
-
-def check_space(folder: Path, needed: int) -> str | None:
-    """Returns a note if the disk of `folder`, which may still have to be made, may fill up, else None. Raises `OutputError` if the output cannot fit."""
-    free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
-    if free >= _TIGHT * needed:
-        return None
-    facts = f"the disk of {folder} has {size_text(free)} of free space"
-    if free < needed:
-        raise OutputError(
-            f"{facts}, and the output alone needs {size_text(needed)}",
-            "free some space, carry fewer columns with --keep, or write elsewhere with -o and --work-dir",
-        )
-    return (
-        f"{facts}, and the output alone needs {size_text(needed)}: the disk may fill up (finished rows would be kept)"
-    )
 
 
 def remove_files(folder: Path, names: Iterable[str]) -> None:
