@@ -221,24 +221,3 @@ def test_rows_with_a_repeated_id_are_counted_in_one_note_and_all_run(window, tin
     rows = read_jsonl(Path(report.output))
     assert [row["id"] for row in rows] == ["a", "b", "a", 7, "7", 5, 6, "a"]
     assert all(row["error"] is None for row in rows)
-
-
-@pytest.mark.parametrize("window", [None, 2])
-@pytest.mark.parametrize(
-    ("ids", "same", "first"),
-    [
-        ([None, None, None, None, "3", 1, "01", 4], 2, "'3', {}:5"),  # the first rows have no id
-        (["x", None, "1", "3", None], 1, "'1', {}:3"),
-        (["2", "x", None], 1, "'2', {}:3"),
-        ([None] * 5, 0, ""),
-    ],
-)
-def test_a_row_number_that_replaces_a_missing_id_counts_as_an_id(ids, same, first, window, tiny_model_dir, write_jsonl):
-    source = write_jsonl([{"id": own, "prompt": f"{i}"} for i, own in enumerate(ids)])
-    said = Recorder()
-    run_job(config_of(tiny_model_dir, source, window=window), said)
-    notes = [note for note in said.notes if "the id of" in note]
-    assert len(notes) == (same > 0)
-    for note in notes:
-        assert note.startswith(f"{same} row")
-        assert f"(the first: {first.format(source)})" in note

@@ -79,7 +79,8 @@ class HeldResults(Results):
 
     def flush(self) -> None:
         self._check_held()
-        super().flush()
+        with writing(self.folder):
+            super().flush()
 
     def save_stats(self, stats: dict[str, Any]) -> None:
         """Stores the figures of a run that did not finish the job; they are `previous` for the next run."""
