@@ -169,7 +169,7 @@ def test_a_killed_job_goes_on_and_keeps_its_images_until_it_is_done(model, expec
     done = subprocess.run([sys.executable, "-c", KILLED, str(Path(__file__).parent), str(model)], env=environment())
     assert done.returncode == -signal.SIGKILL
     assert {path.name for path in Path("o.jsonl.job/images").iterdir()} == {
-        image_digest(Path(f"p/{i}.png").read_bytes()).hex() for i in range(4)
+        image_digest(io.BytesIO(Path(f"p/{i}.png").read_bytes())).hex() for i in range(4)
     }
     stats = run(model, limits=TINY).stats
     assert stats["rows_resumed"] >= 5
@@ -264,28 +264,58 @@ def test_rows_of_the_batch_api_have_images(model, expected):
 
 
 def test_an_image_that_cannot_be_shown_fails_its_row_alone(model, expected):
-    found = rows()[:5]
+    found = rows()[:6]
     picture(2).save("p/cut.jpg", quality=100)
     whole = Path("p/cut.jpg").read_bytes()
     Path("p/cut.jpg").write_bytes(whole[: len(whole) * 2 // 3])
-    Path("p/text.png").write_text("no picture")
-    for row, path in zip(found[1:4], ("p/none.png", "p/cut.jpg", "p/text.png"), strict=True):
+    for row, path in zip(found[1:3], ("p/none.png", "p/cut.jpg"), strict=True):
         row["messages"][0]["content"][0]["path"] = path
+    found[3]["messages"][0]["content"].insert(0, {"type": "image", "base64": base64.b64encode(whole[:-80]).decode()})
     found[4]["messages"][0]["content"][0] = {"type": "video", "path": "x.mp4"}
     write(found)
     run(model)
-    here = Path("p/cut.jpg").resolve()
-    cut = read()[2]["error"]["message"].rpartition(": ")[2]
-    assert cut.startswith("image file is truncated (")
-    errors = [row["error"] and (row["error"]["type"], row["error"]["message"]) for row in read()]
+    here = Path("p/cut.jpg").absolute()
+    kept = Path("o.jsonl.job/images").absolute() / image_digest(io.BytesIO(whole[:-80])).hex()
+    errors = [row["error"] and (row["error"]["type"], row["error"]["message"].split(" (")[0]) for row in read()]
     assert errors == [
         None,
         ("invalid_image", "the image 'p/none.png' of messages[0].content[0] cannot be read: No such file or directory"),
-        ("invalid_image", f"the image '{here}' cannot be read: {cut}"),
-        ("invalid_image", "the image 'p/text.png' of messages[0].content[0] is not an image that Pillow can read"),
+        ("invalid_image", f"image 1 of the row: '{here}' cannot be read: image file is truncated"),
+        ("invalid_image", f"image 1 of the row: '{kept}' cannot be read: image file is truncated"),
         ("unsupported_content", "messages[0].content[0] has type 'video'; only text and images can be sent"),
+        None,
     ]
-    assert read()[0]["token_ids"] == expected[0]
+    assert [row["token_ids"] for row in (read()[0], read()[5])] == [expected[0], expected[5]]
+
+
+@pytest.mark.parametrize("reference", ["llava", "qwen3_vl"], indirect=True)
+@pytest.mark.parametrize(
+    "options",
+    [{"max_tokens": TOKENS}, {"max_tokens": 1}, {"max_tokens": 1, "n": 3, "temperature": 1.0, "seed": 1}, {"choices": ("a", "b")}],
+    ids=["text", "one token", "forks", "labels"],
+)  # fmt: skip
+def test_images_that_cannot_be_shown_take_nothing_from_the_rows_beside_them(model, options):
+    found = rows()
+    for i in (1, 3):
+        whole = Path(f"p/{i}.png").read_bytes()
+        Path(f"p/{i}.png").write_bytes(whole[:-200])
+    write(found)
+    params = SamplingParams(**({"temperature": 0.0, "ignore_eos": "choices" not in options} | options))
+    stats = run(model, sampling=params).stats
+    failed = [row["id"] for row in read() if row["error"] is not None]
+    assert failed == [f"{i}-{n}" for n in range(3) for i in (1, 3)]
+    assert {row["error"]["type"] for row in read() if row["error"]} == {"invalid_image"}
+    assert all(row["text"] is None for row in read() if row["error"])
+    figures = ("rows_ok", "rows_failed", "images_encoded", "recomputed_tokens")
+    assert {name: stats[name] for name in figures} == {
+        "rows_ok": 7, "rows_failed": 6, "images_encoded": 2, "recomputed_tokens": 0,
+    }  # fmt: skip
+    assert stats["prefill_tokens"] <= stats["prefill_tokens_min"]
+    others = [row for row in found if row["id"] not in failed]
+    answers_beside = [(row["text"], row.get("choice_probs")) for row in read() if row["error"] is None]
+    write(others, "others.jsonl")
+    run(model, inputs="others.jsonl", output="alone.jsonl", sampling=params)
+    assert [(row["text"], row.get("choice_probs")) for row in read("alone.jsonl")] == answers_beside
 
 
 def test_the_plan_counts_the_tokens_of_images(model):

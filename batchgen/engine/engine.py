@@ -31,7 +31,6 @@ from batchgen.model.inventory import digests, parts, tensor_digest
 from batchgen.model.loaded_model import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, size_engine
 from batchgen.model.runner import Runner, StatesLost
-from batchgen.model.vision import ImageFailedError
 from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.thinking import ThinkingFormat
 from batchgen.parsers.tool_calls import ToolFormat
@@ -231,8 +230,6 @@ class Engine:
                 except StatesLost:
                     self._shrink()
                     self._start_again()
-                except ImageFailedError:
-                    self._start_again()
             with suppress(KernelsFailed):  # the rows of a failed step are not done; the next run runs them again
                 self._settle()
         finally:
@@ -253,7 +250,7 @@ class Engine:
         self.results.end_due()
         if self._vision is not None and len(self._vision.failed) > self._num_failed_images:
             self._num_failed_images = len(self._vision.failed)
-            self.results.fail_shown(self._vision.failed)
+            self.results.fail_shown(self._vision.error_of)
         if self._fallback.suspects:
             self._fallback.keep_suspects({request.row for request, *_ in self.results.requests()})
         began = time.perf_counter()
@@ -363,6 +360,8 @@ class Engine:
 
     def _apply(self, update: SequenceUpdate) -> None:
         """Adds an update to the results. Raises `KernelsFailed` for scores that are not numbers while our kernels run."""
+        if self._vision is not None and (error := self._vision.error_of(update.sequence.request.images)):
+            update = SequenceUpdate(update.sequence, error=error)
         if update.reason == "scored" or update.error is not None or self._fallback.suspects:
             self._fallback.examine(update)
         self.results.update(update)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from batchgen.errors import RowError
 from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.json_schemas import is_valid
-from batchgen.request import Request
+from batchgen.request import Image, Request
 from batchgen.result import Completion, OnResult, OnToken, Result, Score, TokenLogprob
 from batchgen.sampling.philox import uniforms
 from batchgen.scheduling.batch import SequenceUpdate
@@ -232,10 +232,10 @@ class ResultAssembler:
         while self.overdue:
             self._end(self._rows.get(self._deadlines.popleft()[1]), "timeout")
 
-    def fail_shown(self, failed: Mapping[int, RowError]) -> None:
-        """Ends the rows that have an image that cannot be shown. `failed`: the reasons, by `Image.token`."""
+    def fail_shown(self, error_of: Callable[[Sequence[Image]], RowError | None]) -> None:
+        """Ends the rows that have an image that cannot be shown. `error_of`: `Vision.error_of`."""
         for row in list(self._rows.values()):
-            error = next((failed[image.token] for image in row.request.images if image.token in failed), None)
+            error = error_of(row.request.images)
             if error is not None:
                 self._fail(row, error)
 

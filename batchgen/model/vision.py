@@ -38,10 +38,6 @@ FEATURE_SHARE = 1 / 8
 """Features that other spans still wait for are kept up to this size, and this share of the KV's."""
 
 
-class ImageFailedError(Exception):
-    """The pixels of an image of the batch cannot be prepared. `Vision.failed` has the reason."""
-
-
 class Features(NamedTuple):
     """What the encoder gives for an image."""
 
@@ -68,6 +64,7 @@ class Vision:
         hf_config = language_config(tokenizer.hf_config)
         self._family = FAMILIES[hf_config.model_type]
         self._filler: int = (text_config(hf_config).pad_token_id or 0) if self._family.padding else 0
+        self._hidden_size: int = text_config(hf_config).hidden_size
         self.weight_bytes = weight_bytes
         self._room = FEATURE_BYTES
         self._features: OrderedDict[int, Features] = OrderedDict()  # the least recently used first
@@ -103,6 +100,15 @@ class Vision:
                 self._expected.append(image)
         self._prepare_ahead()
 
+    def error_of(self, images: Sequence[Image]) -> RowError | None:
+        """Returns the error of a row with these images: that of the first one that cannot be shown; None if all can."""
+        if self.failed:
+            for number, image in enumerate(images, 1):
+                if image.token in self.failed:
+                    error = self.failed[image.token]
+                    return RowError(error.type, f"image {number} of the row: {error.message}")
+        return None
+
     def clear(self) -> None:
         """Forgets all that was expected, and what was made for it."""
         for kept in (self._expected, self._prepared, self._waiting, self._features):
@@ -126,14 +132,18 @@ class Vision:
 
     @contextmanager
     def showing(self, packed: PackedSpans) -> Iterator[None]:
-        """The batch's forward runs inside. Raises `ImageFailedError`."""
+        """The batch's forward runs inside. An image that cannot be shown is zeros; its rows fail (`error_of`)."""
         places = np.flatnonzero(packed.tokens >= IMAGE_IDS)
         if not len(places):
             yield
             return
         parts = [part for scheduled in packed.spans for part in self._parts(scheduled)]
         embeddings = torch.cat([part.embeddings for part in parts])
-        deep = [torch.cat(layer) for layer in zip(*(part.deep for part in parts), strict=True)]
+        blank = torch.zeros((), dtype=embeddings.dtype, device=embeddings.device)
+        deep = [
+            torch.cat([part.deep[i] if part.deep else blank.expand_as(part.embeddings) for part in parts])
+            for i in range(max(len(part.deep) for part in parts))
+        ]
         self._shown = _Shown(put(places, embeddings.device), embeddings, deep)
         try:
             yield
@@ -171,7 +181,13 @@ class Vision:
     def _features_of(self, image: Image) -> Features:
         found = self._features.get(image.token)
         if found is None:
-            found = self._features[image.token] = self._encode(image)
+            try:
+                found = self._encode(image)
+            except RowError as e:
+                self.failed[image.token] = e
+                weight = self._module.get_input_embeddings().weight
+                found = Features(weight.new_zeros(image.count, self._hidden_size))
+            self._features[image.token] = found
             while len(self._features) > 1 and sum(of.size for of in self._features.values()) > self._room:
                 self._features.popitem(last=False)
         self._features.move_to_end(image.token)
@@ -199,18 +215,14 @@ class Vision:
         return Features(embeddings, deep)
 
     def _pixels(self, image: Image) -> dict[str, Any]:
-        """Waits for an image's pixels. Raises `ImageFailedError`."""
+        """Waits for an image's pixels. Raises `RowError`."""
         future = self._prepared.pop(image.token, None)
         if (
             future is None and len(self._prepared) == AHEAD
         ):  # the first may not be needed any more: its row may have ended
             del self._prepared[next(iter(self._prepared))]
         self._prepare_ahead()
-        try:
-            return self._processor.pixels(image) if future is None else future.result()
-        except RowError as e:
-            self.failed[image.token] = e
-            raise ImageFailedError from e
+        return self._processor.pixels(image) if future is None else future.result()
 
     def _prepare_ahead(self) -> None:
         while self._expected and len(self._prepared) < AHEAD:

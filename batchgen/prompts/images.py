@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -26,7 +25,7 @@ from batchgen.errors import RowError, UsageError, in_one_line
 from batchgen.prompts.heads import find_file
 from batchgen.prompts.hub import load_failure
 from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
-from batchgen.records.images import KNOWN, ImageFile, ImageStore, check_pillow, decode_image, image_digest
+from batchgen.records.images import KNOWN, ImageFile, ImageStore, check_pillow, decode_image, image_digest, open_file
 from batchgen.request import IMAGE_IDS, Image, TokenArray
 from batchgen.stats import counted
 
@@ -176,14 +175,15 @@ class ImageProcessor:
     def pixels(self, image: Image) -> dict[str, Any]:
         """Returns what the encoder takes for an image: tensors by the names of its arguments. Raises `RowError("invalid_image")`."""
         try:
-            data = Path(image.path).read_bytes()
-            decoded = decode_image(data)
+            with open_file(image.path) as opened:
+                decoded = decode_image(opened)
+                digest = image_digest(opened)
         except Exception as e:  # noqa: BLE001 - Pillow's readers raise errors of many kinds for damaged files
-            raise RowError("invalid_image", f"the image {image.path!r} cannot be read: {in_one_line(e)}") from None
-        file = ImageFile(image.path, image_digest(data), *decoded.size)
+            raise RowError("invalid_image", f"{image.path!r} cannot be read: {in_one_line(e)}") from None
+        file = ImageFile(image.path, digest, *decoded.size)
         now, _ = self.image(file, alone=image.alone)
         if now.token != image.token:
-            raise RowError("invalid_image", f"the image {image.path!r} has changed since the job read it")
+            raise RowError("invalid_image", f"{image.path!r} has changed since the job read it")
         inputs, _ = self._processed(decoded, image.alone)
         return inputs
 
@@ -199,7 +199,8 @@ class ImageProcessor:
                     blank = Pillow.new("RGB", (file.width, file.height))
                     inputs, text = self._processed(blank, alone)
                 except (ValueError, MemoryError) as e:  # such as an aspect ratio that the processor refuses
-                    why = f"the model takes no image of {file.width} x {file.height} pixels: {in_one_line(e)}"
+                    size = f"{file.width} x {file.height} pixels"
+                    why = f"{file.path!r} has {size}, which the model does not take: {in_one_line(e)}"
                     raise RowError("invalid_image", why) from None
                 grid = inputs.get("image_grid_thw")
                 merge = getattr(self._hf.image_processor, "merge_size", 1)
@@ -282,7 +283,12 @@ class PromptImages:
         if len(after) != len(files):
             there = f"the prompt has {counted(len(files), 'image')}, and its text has {counted(len(after), 'place')} for images"
             raise RowError("template_error", f"{there} ({self.processor.placeholder})")
-        made = [self.processor.image(file, alone=len(files) == 1) for file in found]
+        made = []
+        for number, file in enumerate(found, 1):
+            try:
+                made.append(self.processor.image(file, alone=len(files) == 1))
+            except RowError as e:
+                raise RowError(e.type, f"image {number} of the row: {e.message}") from None
         prompt = self.processor.prompt_text(
             before, [(layout, rest) for (_, layout), rest in zip(made, after, strict=True)]
         )

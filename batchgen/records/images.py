@@ -9,7 +9,9 @@ import base64
 import binascii
 import hashlib
 import io
+import os
 import shutil
+import stat
 import tempfile
 import threading
 import urllib.parse
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from batchgen.errors import BatchgenError, RowError, UsageError
 from batchgen.records.remote import is_url, plain_name, reaching, remote, short_reason
@@ -37,6 +39,10 @@ _THUMBNAIL = 96
 _THUMBNAILS = 2
 """Images of a row that get one."""
 _NAMES = ("image_url", "url", "path", "image")
+_LONG = 200
+"""Characters of a name that messages show, at most."""
+_BASE64 = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
+"""What JPEG, PNG, GIF and WebP files begin with in base64."""
 _TURNED = frozenset((5, 6, 7, 8))
 """EXIF orientations that exchange width and height."""
 _ORIENTATION = 0x0112
@@ -72,7 +78,7 @@ def image_of_part(part: Mapping[str, Any], where: str) -> str | bytes:
     """Returns what a message part of one of the `IMAGE_PARTS` says. Raises `RowError("invalid_image")`."""
     encoded = part.get("base64")
     if isinstance(encoded, str):
-        return _from_base64(encoded, where)
+        return _from_base64(encoded.encode(), where)
     value = next((part[name] for name in _NAMES if part.get(name) is not None), None)
     if isinstance(value, Mapping) and value.get("url") is not None:
         value = value["url"]
@@ -96,22 +102,34 @@ def reference(value: Any, where: str) -> str | bytes:
     raise RowError("invalid_image", f"{where} has no image: it must be a path, a URL, base64 or the bytes of a file")
 
 
-def decode_image(data: bytes) -> Any:
+def decode_image(file: io.BufferedIOBase) -> Any:
     """Returns the image [height, width] of a file as a PIL image in RGB, as transformers loads it: turned by its EXIF orientation, the first frame of
     an animation. Raises whatever Pillow raises."""
     from PIL import ImageOps
 
-    with _opened(data) as image:
-        turned = ImageOps.exif_transpose(image)
-        return turned.convert("RGB")
+    with _opened(file) as image:
+        ImageOps.exif_transpose(image, in_place=True)
+        return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _opened(data: bytes) -> Any:
-    from PIL import Image
+def open_file(path: str) -> io.BufferedIOBase:
+    """Opens a regular file. Raises `OSError`, also for what has no end or may wait for a writer: devices and pipes."""
+    mode = Path(path).stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError("it is a folder" if stat.S_ISDIR(mode) else "it is not a regular file")
+    return Path(path).open("rb")
+
+
+def _opened(file: io.BufferedIOBase) -> Any:
+    """Reads an image's header. Raises whatever Pillow raises."""
+    from PIL import Image, UnidentifiedImageError
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a large image; PIL raises an error for one of twice that size
-        return Image.open(io.BytesIO(data))
+        image = Image.open(cast(IO[bytes], file))
+    if image.format == "EPS":
+        raise UnidentifiedImageError("PostScript is a program, which Pillow would run in Ghostscript")
+    return image
 
 
 def thumbnails(columns: Mapping[str, Any], image_columns: Sequence[str], file: str) -> list[str]:
@@ -146,12 +164,13 @@ def _thumbnail(source: ImageSource) -> str | None:
 
     try:
         data = source.value
-        if isinstance(data, str):
-            place = data if data.startswith("data:") else _place(data, source)
+        if isinstance(data, str) and (place := _place(source)) is not None:
             if is_url(place):
                 return None
-            data = _from_data_url(data, "") if data.startswith("data:") else Path(place).read_bytes()
-        with _opened(data) as image:
+            file: io.BufferedIOBase = open_file(place)
+        else:
+            file = io.BytesIO(_inline_bytes(source))
+        with file, _opened(file) as image:
             image.draft("RGB", (_THUMBNAIL, _THUMBNAIL))  # a JPEG is decoded at about this size
             small = ImageOps.exif_transpose(image).convert("RGB")
         small.thumbnail((_THUMBNAIL, _THUMBNAIL))
@@ -180,10 +199,11 @@ class ImageStore:
         """By path, time of the last change and size; at most `KNOWN`."""
 
     def locate(self, sources: Sequence[ImageSource]) -> list[ImageFile | RowError]:
-        """Returns the file of each image, or the error of its row (`invalid_image`). Files are read in several threads."""
-        if len(sources) < 2:
-            return [self._located(source) for source in sources]
-        return list(self._threads.map(self._located, sources))
+        """Returns the file of each image, or the error of its row (`invalid_image`). Equal sources are read once, different ones in several threads."""
+        distinct = list(dict.fromkeys(sources))
+        run = map if len(distinct) < 2 else self._threads.map
+        found = dict(zip(distinct, run(self._located, distinct), strict=True))
+        return [found[source] for source in sources]
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -198,11 +218,9 @@ class ImageStore:
     def _located(self, source: ImageSource) -> ImageFile | RowError:
         named = shown(source)
         try:
-            if isinstance(source.value, bytes):
-                return self._kept(source.value, named)
-            if source.value.startswith("data:"):
-                return self._kept(_from_data_url(source.value, source.where), named)
-            place = _place(source.value, source)
+            place = _place(source)
+            if place is None:
+                return self._kept(_inline_bytes(source), named)
             if is_url(place):
                 return self._kept(_fetched(place), named)
             return self._of_file(place, named)
@@ -210,24 +228,25 @@ class ImageStore:
             return e
         except BatchgenError as e:
             return RowError("invalid_image", f"{source.where}: {e.message}")
-        except OSError as e:
+        except (OSError, ValueError) as e:  # ValueError: no path, such as one with a null character
             return RowError("invalid_image", f"{named} cannot be read: {short_reason(e)}")
 
     def _of_file(self, path: str, named: str) -> ImageFile:
-        stat = Path(path).stat()
-        key = (path, stat.st_mtime_ns, stat.st_size)
-        found = self._known.get(key)
-        if found is None:
-            found = _file_of(path, Path(path).read_bytes(), named)
-            if len(self._known) >= KNOWN:
-                self._known.clear()
-            self._known[key] = found
+        with open_file(path) as file:
+            status = os.fstat(file.fileno())
+            key = (path, status.st_mtime_ns, status.st_size)
+            found = self._known.get(key)
+            if found is None:
+                found = _file_of(path, file, named)
+                if len(self._known) >= KNOWN:
+                    self._known.clear()
+                self._known[key] = found
         return found
 
     def _kept(self, data: bytes, named: str) -> ImageFile:
         folder = self._temporary if self.folder is None else self.folder
         folder.mkdir(parents=True, exist_ok=True)
-        file = _file_of("", data, named)
+        file = _file_of("", io.BytesIO(data), named)
         path = folder / file.digest.hex()
         if not path.exists():
             new = folder / f"{path.name}.{threading.get_ident()}.partial"
@@ -240,33 +259,54 @@ class ImageStore:
 
 def shown(source: ImageSource) -> str:
     """Returns how an image is called in a message."""
-    if isinstance(source.value, bytes) or source.value.startswith("data:"):
+    if _inline(source.value):
         return f"the image of {source.where}"
-    return f"the image {source.value!r} of {source.where}"
+    name = str(source.value)
+    return f"the image {name if len(name) <= _LONG else name[:_LONG] + '…'!r} of {source.where}"
 
 
-def image_digest(data: bytes) -> bytes:
+def image_digest(file: io.BufferedIOBase) -> bytes:
     """Returns the digest (16 bytes) of an image file's bytes."""
-    return hashlib.blake2b(data, digest_size=16).digest()
+    file.seek(0)
+    return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
 
 
-def _file_of(path: str, data: bytes, named: str) -> ImageFile:
+def _file_of(path: str, file: io.BufferedIOBase, named: str) -> ImageFile:
     """Reads only the header of the image. Raises `RowError("invalid_image")`."""
     try:
-        with _opened(data) as image:
+        with _opened(file) as image:
             width, height = image.size
             # Of a PNG without such a block, PIL would decode all pixels to look for it.
             has_exif = image.format != "PNG" or not _PNG_EXIF.isdisjoint(image.info)
             turned = has_exif and image.getexif().get(_ORIENTATION) in _TURNED
     except Exception as e:  # noqa: BLE001 - Pillow's readers raise errors of many kinds for damaged files
-        what = "is not an image that Pillow can read" if data else "is empty"
+        what = "is not an image that Pillow can read" if file.seek(0, os.SEEK_END) else "is empty"
         reason = f" ({short_reason(e)})" if type(e).__name__ == "DecompressionBombError" else ""
         raise RowError("invalid_image", f"{named} {what}{reason}") from None
-    return ImageFile(path, image_digest(data), *((height, width) if turned else (width, height)))
+    return ImageFile(path, image_digest(file), *((height, width) if turned else (width, height)))
 
 
-def _place(name: str, source: ImageSource) -> str:
-    """Returns the absolute path or the URL of an image. Raises `RowError` for a local path in a file that is not local."""
+def _inline(value: str | bytes) -> bool:
+    """Whether an image's bytes are in the row: as such, in a `data:` URL, or in base64, which has no dot as names of image files have."""
+    return isinstance(value, bytes) or value[:5].lower() == "data:" or (value.startswith(_BASE64) and "." not in value)
+
+
+def _inline_bytes(source: ImageSource) -> bytes:
+    """Returns the bytes of an image that is `_inline`. Raises `RowError`."""
+    if isinstance(source.value, bytes):
+        return source.value
+    kind, comma, content = source.value.partition(",")
+    if not comma:
+        return _from_base64(source.value.encode(), source.where)
+    data = urllib.parse.unquote_to_bytes(content)
+    return _from_base64(data, source.where) if kind.rstrip().lower().endswith(";base64") else data
+
+
+def _place(source: ImageSource) -> str | None:
+    """Returns the absolute path or the URL of an image; None if its bytes are in the row. Raises `RowError` for a local path in a file that is not local."""
+    name = source.value
+    if isinstance(name, bytes) or _inline(name):
+        return None
     local = not is_url(source.file) or plain_name(source.file) != source.file
     scheme = name.partition(":")[0].lower()
     path = urllib.parse.unquote(urllib.parse.urlparse(name).path) if scheme == "file" else name
@@ -278,7 +318,7 @@ def _place(name: str, source: ImageSource) -> str:
                 "invalid_image", f"{shown(source)} is a local file, which only rows of a local file may name"
             )
         return f"{source.file.rpartition('/')[0]}/{path}"
-    return str((Path(plain_name(source.file)).parent / path).resolve())
+    return str((Path(plain_name(source.file)).parent / path).absolute())
 
 
 def _fetched(url: str) -> bytes:
@@ -287,13 +327,8 @@ def _fetched(url: str) -> bytes:
         return bytes(fs.cat_file(path))
 
 
-def _from_data_url(url: str, where: str) -> bytes:
-    kind, _, content = url.partition(",")
-    return _from_base64(content, where) if kind.rstrip().endswith(";base64") else urllib.parse.unquote_to_bytes(content)
-
-
-def _from_base64(text: str, where: str) -> bytes:
+def _from_base64(text: bytes, where: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode(b"".join(text.split()), validate=True)
     except (binascii.Error, ValueError):
         raise RowError("invalid_image", f"{where} is not valid base64") from None
