@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +16,11 @@ from batchgen.errors import ModelError
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.ops import PackedLinear
 from batchgen.model import loader
-from batchgen.model.loader import load_model
 from batchgen.model.weights.packed import packed_weights
 from batchgen.model.weights.quantized import bytes_of, check_quantization, plain_layers
 from batchgen.model.weights.sizes import sizes_of
 from batchgen.stats import size_text
-from support.models import engine_for, expect, make_requests, run, tiny_tokenizer
+from support.models import engine_for, generate_all, load_folder, make_requests, run, tokens_of
 from support.quantized import CHECKPOINTS, PACKED, dequantized, make
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries warn of each other
@@ -73,8 +71,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(folder: Path, dtype: str, compile: str = "off") -> Any:
-    tokenizer = replace(tiny_tokenizer(), hf_config=AutoConfig.from_pretrained(folder))
-    return load_model(ModelConfig(model=str(folder), device="cpu", dtype=dtype, compile=compile), tokenizer)
+    return load_folder(folder, dtype=dtype, compile=compile)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -139,9 +136,8 @@ def test_the_output_is_that_of_transformers_on_the_dequantized_weights(checkpoin
     name, folder, original = checkpoint
     reference = dequantized(name, folder)
     model = load(folder, "float32")
-    expected = [expect(reference, p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
-    results = run(engine_for(model), make_requests(PROMPTS, LENGTHS))
-    assert [list(r.token_ids) for r in results] == expected
+    expected = generate_all(reference, PROMPTS, LENGTHS)
+    assert tokens_of(engine_for(model), PROMPTS, LENGTHS) == expected
     ids = torch.tensor(PROMPTS[:1])
     got, plain = reference(ids).logits, original(ids).logits.float()
     apart = float((got - plain).abs().max() / plain.abs().max())
@@ -212,12 +208,11 @@ def test_the_memory_needed_is_that_of_the_packed_weights_and_of_the_largest_one_
 def test_a_model_on_several_devices_unpacks_a_layer_when_it_runs(checkpoint: tuple[str, Path, Any]) -> None:
     pytest.importorskip("accelerate")
     name, folder, _ = checkpoint
-    tokenizer = replace(tiny_tokenizer(), hf_config=AutoConfig.from_pretrained(folder))
-    model = load_model(ModelConfig(model=str(folder), dtype="float32", device_map="auto"), tokenizer)
+    model = load_folder(folder, dtype="float32", device="auto", device_map="auto")
     assert any(isinstance(weight, PackedTensor) for weight in model.module.parameters())
     reference = dequantized(name, folder)
-    expected = [expect(reference, p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
-    assert [list(r.token_ids) for r in run(engine_for(model), make_requests(PROMPTS, LENGTHS))] == expected
+    expected = generate_all(reference, PROMPTS, LENGTHS)
+    assert tokens_of(engine_for(model), PROMPTS, LENGTHS) == expected
 
 
 @pytest.mark.parametrize("method", ["aqlm", "hqq", "quark"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +22,18 @@ from batchgen.kernels.onednn import OneDnnInt8Linear, sums_are_exact
 from batchgen.kernels.ops import PackedLinear
 from batchgen.kernels.quantization import Quantized, quantize_linear
 from batchgen.model import loader
-from batchgen.model.loader import load_model
 from batchgen.model.weights import int8
 from batchgen.model.weights.int8 import check_int8, checkpoint_scales
-from support.models import build, engine_for, expect, kernels, make_requests, run, tiny_tokenizer
+from support.models import (
+    build,
+    engine_for,
+    generate_all,
+    kernels,
+    load_folder,
+    make_requests,
+    run,
+    tokens_of,
+)
 from support.params import slow_but
 from support.quantized import make
 from support.shapes import prompts_and_lengths
@@ -92,13 +99,11 @@ def rounded(model: Any) -> Any:
 def load(folder: Path, texts: Any = TEXTS, **options: Any) -> Any:
     if kernels() is None:
         pytest.skip("the kernels cannot be compiled here")
-    tokenizer = replace(tiny_tokenizer(), hf_config=AutoConfig.from_pretrained(folder))
-    config = ModelConfig(**{"model": str(folder), "device": "cpu", "dtype": "float32", "quantize": "int8"} | options)
-    return load_model(config, tokenizer, 1, texts)
+    return load_folder(folder, **{"texts": texts, "dtype": "float32", "quantize": "int8"} | options)
 
 
-def tokens(model: Any, **options: Any) -> list[tuple[int, ...]]:
-    return [r.token_ids for r in run(engine_for(model, **options), make_requests(PROMPTS, LENGTHS))]
+def tokens(model: Any, **options: Any) -> list[list[int]]:
+    return tokens_of(engine_for(model, **options), PROMPTS, LENGTHS)
 
 
 @pytest.mark.parametrize("name", slow_but({"llama"}, MODELS))
@@ -106,7 +111,7 @@ def test_tokens_equal_those_of_the_model_rounded_in_plain_torch(name, tmp_path):
     written = build(name)
     written.save_pretrained(tmp_path)
     reference = rounded(written)
-    expected = [tuple(expect(reference, p, n).tokens) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    expected = generate_all(reference, PROMPTS, LENGTHS)
     model = load(tmp_path)
     assert any(isinstance(m, Int8Linear) for m in model.module.modules())
     assert tokens(model) == expected
@@ -118,7 +123,7 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_quantized(tmp_path):
     written = text_model("gemma3")
     written.save_pretrained(tmp_path)
     reference = rounded(whole_model(written))
-    expected = [tuple(expect(reference, p, n).tokens) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    expected = generate_all(reference, PROMPTS, LENGTHS)
     assert tokens(load(tmp_path)) == expected
 
 
@@ -285,7 +290,7 @@ def test_without_kernels_tokens_are_the_same_through_onednn(name, tmp_path):
     written = build(name)
     written.save_pretrained(tmp_path)
     reference = rounded(written)
-    expected = [tuple(expect(reference, p, n).tokens) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    expected = generate_all(reference, PROMPTS, LENGTHS)
     model = load(tmp_path, compile="off")
     assert model.kernels is None
     assert sum(isinstance(m, OneDnnInt8Linear) for m in model.module.modules()) == 14

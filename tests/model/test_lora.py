@@ -11,18 +11,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from batchgen import LLM
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.jobs.identity import model_identity
 from batchgen.kernels.memory import mapped_files
-from batchgen.model.loader import load_model
 from batchgen.model.weights.streamed import decoder_layers, tensors_in
 from batchgen.model_files import adapter_folder
 from support.late import late
-from support.models import build, engine_for, expect, make_requests, run, tiny_tokenizer
+from support.models import (
+    build,
+    engine_for,
+    generate_all,
+    load_folder,
+    tokens_of,
+)
 from support.params import slow_but
 from support.wrappers import text_model
 
@@ -59,23 +64,20 @@ def write(model: Any, folder: Path, **options: Any) -> Any:
 
 
 def load(folder: Path, **options: Any) -> Any:
-    config = ModelConfig(
-        model=str(folder / "model"), lora=str(folder / "adapter"), device="cpu", dtype="float32", compile="off"
-    )
-    tokenizer = replace(tiny_tokenizer(), hf_config=AutoConfig.from_pretrained(folder / "model"))
-    return load_model(replace(config, **options), tokenizer)
+    own = {"lora": str(folder / "adapter"), "dtype": "float32", "compile": "off"}
+    return load_folder(folder / "model", **own | options)
 
 
 def tokens(model: Any) -> list[list[int]]:
-    return [list(r.token_ids) for r in run(engine_for(model), make_requests(PROMPTS, LENGTHS))]
+    return tokens_of(engine_for(model), PROMPTS, LENGTHS)
 
 
 @pytest.mark.parametrize("kind", slow_but(("plain", "DoRA", "head tied"), (*KINDS, *(f"{kind} tied" for kind in TIED))))
 def test_the_output_is_that_of_peft(kind, tmp_path):
     settings = {"tie_word_embeddings": kind.endswith(" tied")}
-    plain = [expect(build("llama", **settings), p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    plain = generate_all(build("llama", **settings), PROMPTS, LENGTHS)
     adapted = write(build("llama", **settings), tmp_path, **KINDS[kind.removesuffix(" tied")])
-    expected = [expect(adapted, p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    expected = generate_all(adapted, PROMPTS, LENGTHS)
     model = load(tmp_path)
     assert tokens(model) == expected != plain
     assert f"the adapter {tmp_path / 'adapter'} was merged into the weights" in model.notes
@@ -88,7 +90,7 @@ def test_the_output_is_that_of_peft(kind, tmp_path):
 
 def test_an_adapter_of_a_multimodal_checkpoint_is_merged_into_its_language_model(tmp_path):
     adapted = write(text_model("gemma3"), tmp_path)
-    expected = [expect(adapted, p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    expected = generate_all(adapted, PROMPTS, LENGTHS)
     assert tokens(load(tmp_path)) == expected
 
 
@@ -142,7 +144,7 @@ def test_an_adapter_of_separate_experts_is_merged_into_a_joint_tensor(tmp_path):
             changed = [[adapted(f"{place}.{i}.{w}", half) for w, half in expert] for i, expert in enumerate(experts)]
             merged[name] = torch.stack([torch.cat(halves) for halves in changed])
     model.load_state_dict(merged, strict=False)
-    expected = [expect(model, p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    expected = generate_all(model, PROMPTS, LENGTHS)
     peft.LoraConfig(r=4, lora_alpha=8, target_modules=["w1", "w2", "w3"]).save_pretrained(tmp_path / "adapter")
     save_file(adapter, tmp_path / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
     assert len(merged) == 4
@@ -151,7 +153,7 @@ def test_an_adapter_of_separate_experts_is_merged_into_a_joint_tensor(tmp_path):
 
 def test_an_adapter_with_older_names_that_peft_converts_is_merged(tmp_path):
     adapted = write(text_model("gemma3"), tmp_path)
-    expected = [expect(adapted, p, n).tokens for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    expected = generate_all(adapted, PROMPTS, LENGTHS)
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
     new, old = ".model.language_model.layers.", ".language_model.model.layers."
     save_file({n.replace(new, old): t for n, t in load_file(weights).items()}, weights, metadata={"format": "pt"})

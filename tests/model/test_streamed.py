@@ -6,7 +6,6 @@ import errno
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, UsageError
 from batchgen.kernels.memory import FilePieces, Pages, in_huge_pages, mapped_files, pieces_in
 from batchgen.kernels.ops import PackedLinear, is_fast
-from batchgen.model.loader import load_model
 from batchgen.model.weights.sizes import StoredTensor, WeightSizes, are_streamed, sizes_of, weight_sizes
 from batchgen.model.weights.streamed import ReadAhead, decoder_layers, tensors_in
 from batchgen.scheduling.sizes import free_host_memory
 from batchgen.stats import memory_bytes
-from support.models import build, engine_for, kernels, make_requests, run, tiny_tokenizer
+from support.models import build, engine_for, kernels, load_folder, make_requests, run
 from support.quantized import make
 
 pytestmark = [
@@ -34,11 +32,6 @@ PROMPTS = [list(range(3, 60)), [*range(3, 50), 7, 8, 9], [11, 12], list(range(70
 LENGTHS = [6, 3, 8, 4]
 PLAIN = {"llama": 5, "qwen3_moe": 4, "qwen3_5_text": 4, "gpt2": 4}
 """Plain models, with their numbers of layers."""
-
-
-def load(folder: Path, **options: Any) -> Any:
-    tokenizer = replace(tiny_tokenizer(), hf_config=AutoConfig.from_pretrained(folder))
-    return load_model(ModelConfig(**{"model": str(folder), "device": "cpu"} | options), tokenizer)
 
 
 def saved(name: str, folder: Path) -> Path:
@@ -65,7 +58,7 @@ def test_every_logit_is_that_of_weights_in_memory_to_the_last_bit(
     name: str, dtype: str, compile: str, tmp_path: Path
 ) -> None:
     folder = saved(name, tmp_path)
-    model = load(folder, weights="streamed", dtype=dtype, compile=compile)
+    model = load_folder(folder, weights="streamed", dtype=dtype, compile=compile)
     layers = decoder_layers(model.module)
     if compile == "auto" and kernels() is not None and name in ("llama", "awq"):
         assert any(isinstance(part, PackedLinear) for part in layers[0].modules())
@@ -73,16 +66,18 @@ def test_every_logit_is_that_of_weights_in_memory_to_the_last_bit(
     for layer in layers:
         large = [x for x in tensors_in(layer) if x.nbytes >= 4096]
         assert all(any(m.start <= x.data_ptr() < m.end for m in mapped) for x in large)
-    assert torch.equal(logits_of(model), logits_of(load(folder, weights="resident", dtype=dtype, compile=compile)))
+    assert torch.equal(
+        logits_of(model), logits_of(load_folder(folder, weights="resident", dtype=dtype, compile=compile))
+    )
     per_step = sum(Pages(tensors_in(layer), mapped).nbytes for layer in layers)
     assert model.streamed.bytes_read >= per_step > 0
 
 
 def test_layers_for_which_there_is_room_stay_in_memory(tmp_path: Path) -> None:
     folder = saved("llama", tmp_path)
-    whole = sum(p.nbytes for p in load(folder, compile="off").module.parameters())
+    whole = sum(p.nbytes for p in load_folder(folder, compile="off").module.parameters())
     for size, streamed in ((whole - 1, 4), (whole, 0)):  # of five layers, three are in memory at once
-        model = load(folder, compile="off", weights="streamed", weight_memory=f"{size}B")
+        model = load_folder(folder, compile="off", weights="streamed", weight_memory=f"{size}B")
         assert sum(bool(layer._forward_hooks) for layer in decoder_layers(model.module)) == streamed
     assert model.notes == ("all weights stay in memory: there is room for them",)
 
@@ -122,8 +117,8 @@ def test_a_small_step_reads_only_the_experts_that_it_needs(tmp_path: Path) -> No
         tmp_path
     )
     requests = make_requests(PROMPTS[:1], [3])  # a step of a prompt, and two of one token, which needs two experts
-    expected = run(engine_for(load(tmp_path, weights="resident")), requests)
-    model = load(tmp_path, weights="streamed")
+    expected = run(engine_for(load_folder(tmp_path, weights="resident")), requests)
+    model = load_folder(tmp_path, weights="streamed")
     steps: list[int] = []
     model.module.register_forward_hook(lambda *_: steps.append(model.streamed.bytes_read))
     assert run(engine_for(model, speculate="off"), requests)[0].completions == expected[0].completions
@@ -159,7 +154,7 @@ def test_a_full_disk_is_an_error_with_a_way_out(tmp_path: Path, monkeypatch: pyt
     folder = saved("llama", tmp_path)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ModelError, match=r"no room for them in .*/weights \(No space left on device\)"):
-        load(folder, weights="streamed")
+        load_folder(folder, weights="streamed")
 
 
 SIZES = WeightSizes(kept=100 << 20, int8=120 << 20, streamed=30 << 20, plain=400 << 20, stored=100 << 20, largest=0)
@@ -207,7 +202,7 @@ def test_options_that_contradict_each_other_are_refused(options: dict[str, str],
 
 def test_weights_are_not_streamed_over_several_devices(tiny_model_dir: Path) -> None:
     with pytest.raises(ModelError, match="only on a CPU so far"):
-        load(tiny_model_dir, weights="streamed", device_map="auto", device="auto")
+        load_folder(tiny_model_dir, weights="streamed", device_map="auto", device="auto")
 
 
 def test_sizes_are_told_from_the_headers_of_files() -> None:
@@ -231,7 +226,7 @@ def test_sizes_are_those_of_the_loaded_model(name: str, tmp_path: Path) -> None:
     folder = saved(name, tmp_path)
     if kernels() is None:
         pytest.skip("the kernels cannot be compiled here")
-    model = load(folder, dtype="float32" if name == "llama" else "bfloat16", weights="resident")
+    model = load_folder(folder, dtype="float32" if name == "llama" else "bfloat16", weights="resident")
     itemsize = 4 if name == "llama" else 2
     sizes = sizes_of(ModelConfig(model=str(folder)), AutoConfig.from_pretrained(folder), itemsize)
     assert sizes is not None

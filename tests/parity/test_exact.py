@@ -14,20 +14,19 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from batchgen.engine.engine import Engine
 from batchgen.model.adapter import prepare
 from batchgen.prefix import plan_prefixes
-from batchgen.request import Request, leaves_of, row_digest, row_key
+from batchgen.request import Request, leaves_of
 from batchgen.sampling.filters import row_sums
 from batchgen.sampling.scoring import score_targets
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.waiting import POLICIES
 from support.drafters import ForcedDrafter, known
-from support.models import build, engine_for, kernels, run
+from support.models import build, engine_for, kernels, make_requests, run
 from support.params import slow_but
 
 VOCAB = 500
@@ -105,24 +104,13 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 
 def random_requests(rng: random.Random, count: int, longest: int) -> list[Request]:
-    requests: list[Request] = []
-    seen: dict[bytes, int] = {}
-    for row, prompt in enumerate(random_prompts(rng, count, longest)):
-        texts = tuple(
-            np.array(text(rng, rng.randint(1, 6)), dtype=np.int32) for _ in range(rng.choice([0, 0, 0, 1, 3]))
-        )
-        names = tuple(map(str, range(len(texts)))) if len(texts) > 1 else ()
-        params = SamplingParams(choices=names) if texts else random_params(rng)
-        tokens = np.array(prompt, dtype=np.int32)
-        digest = row_digest(tokens, params, texts)
-        seen[digest] = seen.get(digest, -1) + 1
-        requests.append(
-            Request(
-                row=row, tokens=tokens, params=params, max_tokens=0 if texts else params.max_tokens,
-                key=row_key(digest, seen[digest]), texts=texts,
-            )
-        )  # fmt: skip
-    return requests
+    prompts, texts, params = random_prompts(rng, count, longest), [], []
+    for _ in prompts:
+        scored = [text(rng, rng.randint(1, 6)) for _ in range(rng.choice([0, 0, 0, 1, 3]))]
+        names = tuple(map(str, range(len(scored)))) if len(scored) > 1 else ()
+        texts.append(scored)
+        params.append(SamplingParams(choices=names) if scored else random_params(rng))
+    return make_requests(prompts, texts=texts, params=params)
 
 
 def alone(model: Any, requests: list[Request]) -> Outcome:

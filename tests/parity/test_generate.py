@@ -1,137 +1,105 @@
-"""Greedy float32 output equals transformers' `generate` token for token, whatever the batch and the memory."""
+"""Greedy float32 output equals transformers' `generate` token for token, whatever the tree, the batch, the order and the windows.
+
+`test_every_architecture.py` compares the logits too, and lets every architecture run out of memory; `test_short_memory.py` does that with
+random jobs. Models with recurrent layers have more to lose: `test_recurrent.py`.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.prefix import plan_prefixes
-from support.models import engine_for, generate, make_requests, packed_model, reference_model, run
-from support.params import FULL, examples, slow_but, some_of
-from support.shapes import SHAPES, VOCAB
-
-CHUNK = 16  # and a block of 32
-
-
-def _text(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(VOCAB) for _ in range(count)]
-
-
-def nested_prompts() -> list[list[int]]:
-    """A root with groups and documents below it, and prompts that end at every awkward place: at a chunk, a block or a node, inside it and beyond."""
-    rng = random.Random(1)
-    root = _text(rng, 40)
-    groups = [root + _text(rng, n) for n in (50, 24, 7, 33)]  # the second ends at a block's end
-    documents = [groups[0] + _text(rng, n) for n in (20, 38)]
-    prompts = [g + _text(rng, rng.randint(1, 30)) for g in groups for _ in range(4)]
-    prompts += [d + _text(rng, rng.randint(1, 12)) for d in documents for _ in range(3)]
-    prompts += [
-        root,
-        groups[0],
-        groups[0],
-        groups[1],
-        documents[1],
-    ]  # they end at a node; two are equal; some are prefixes of others
-    prompts += [root[:CHUNK], root[: 2 * CHUNK], root[:39]]  # prefixes of the root that split it
-    prompts += [[5], [5], [6], _text(rng, 1), _text(rng, 70)]  # one token, equal, and nothing in common
-    rng.shuffle(prompts)
-    return prompts
-
-
-def lengths_of(count: int) -> list[int]:
-    rng = random.Random(2)
-    return [rng.randint(1, 12) for _ in range(count)]
-
-
-QUICK = {"llama"}  # test_every_architecture.py has all of CORE
-PROMPTS = nested_prompts()
-LENGTHS = lengths_of(len(PROMPTS))
+from batchgen.scheduling.waiting import POLICIES
+from support.models import (
+    engine_for,
+    generate_all,
+    make_requests,
+    packed_model,
+    random_tokens,
+    reference_model,
+    run,
+    tokens_of,
+)
+from support.params import examples, slow_but, some_of
+from support.shapes import DEEP_LENGTHS as LENGTHS
+from support.shapes import DEEP_PROMPTS as PROMPTS
+from support.shapes import RECURRENT_SHAPES, SHAPES, tree_tokens
 
 ENGINES = {
     "all at once": {},
     "one at a time": {"batch_size": 1},
-    "a few at a time": {"batch_size": 5},
-    "chunked prefill": {"max_batch_tokens": 24},
+    "chunked prefill": {"max_batch_tokens": 24, "batch_size": 6},
     "prefill in slices of one block": {"max_prefill_tokens": 32, "batch_size": 7},
+    "in small slices": {"max_prefill_tokens": 5, "batch_size": 9},
     "other blocks": {"chunk_size": 5, "batch_size": 9},
-}
+    **{
+        f"{policy}, {'a step ahead' if ahead else 'step by step'}": {
+            "policy": policy, "ahead": ahead, "max_batch_tokens": 16, "batch_size": 9,
+        }
+        for policy in sorted(POLICIES)
+        for ahead in (False, True)
+    },
+}  # fmt: skip
+QUICK = {"llama", "qwen3_5_text"}  # test_every_architecture.py has all of CORE
 
 
 @pytest.fixture(scope="module")
 def expected(request: pytest.FixtureRequest) -> list[list[int]]:
-    model = reference_model(request.param)
-    return [generate(model, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    return generate_all(reference_model(request.param), PROMPTS, LENGTHS)
 
 
-def _tokens(results: Iterable[object]) -> list[list[int]]:
-    return [list(r.token_ids) for r in results]  # type: ignore[attr-defined]
+def each_of(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("expected", slow_but(QUICK, names), indirect=True, ids=str)
 
 
-@pytest.mark.parametrize(
-    "expected",
-    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in sorted(SHAPES)],
-    indirect=True,
-    ids=str,
-)
-def test_output_equals_generate(expected, request):
-    name = request.node.callspec.params["expected"]
-    requests = make_requests(PROMPTS, LENGTHS)
-    prefill_tokens = plan_prefixes([r.tokens for r in requests], CHUNK).prefill_tokens_min
-    engines = ENGINES if name == "llama" else some_of(("all at once", "chunked prefill"), ENGINES)
+def name_of(request: pytest.FixtureRequest) -> str:
+    return str(request.node.callspec.params["expected"])
+
+
+@each_of(*sorted(SHAPES))
+def test_output_equals_generate_and_no_token_is_prefilled_twice(expected, request):
+    name = name_of(request)
+    engines = ENGINES if name == "llama" else some_of(("in small slices", "prefix, a step ahead"), ENGINES)
     for how, options in engines.items():
         engine = engine_for(packed_model(name), **options)
-        assert _tokens(run(engine, requests)) == expected, how
-        assert engine.stats.prefill_tokens == prefill_tokens, how
+        assert tokens_of(engine, PROMPTS, LENGTHS) == expected, how
+        assert engine.stats.prefill_tokens == tree_tokens(PROMPTS), how
         assert engine.stats.preemptions == engine.stats.recomputed_tokens == 0, how
 
 
-@pytest.mark.parametrize("name", slow_but((), ["llama", "gpt2"]))
-def test_output_does_not_change_when_memory_is_short(name):
-    count = 16 if FULL else 6
-    prompts, lengths = PROMPTS[:count], [40 + 3 * i for i in range(16 - count, 16)]
-    expected = [generate(reference_model(name), p, n) for p, n in zip(prompts, lengths, strict=True)]
-    token = engine_for(packed_model(name)).sizes.bytes_per_token
-    preemptions = []
-    for blocks in (7, 9, 14, 20) if FULL else (7,):  # the longest needs 7
-        engine = engine_for(packed_model(name), kv_memory=f"{blocks * 32 * token}B")
-        assert engine.sizes.num_blocks == blocks
-        results = run(engine, make_requests(prompts, lengths))
-        assert [r.error_message for r in results] == [None] * count
-        assert _tokens(results) == expected, f"{blocks} blocks"
-        assert engine.block_manager.pool.peak_used <= blocks
-        preemptions.append(engine.stats.preemptions)
-    assert max(preemptions) > 0, preemptions
-
-
-@pytest.mark.parametrize("expected", ["llama"], indirect=True, ids=str)
+@each_of("llama")
 def test_output_does_not_change_without_sharing(expected):
     engine = engine_for(packed_model("llama"))
-    assert _tokens(run(engine, make_requests(PROMPTS, LENGTHS), share=False)) == expected
+    assert tokens_of(engine, PROMPTS, LENGTHS, share=False) == expected
     assert engine.stats.prefill_tokens == sum(map(len, PROMPTS))
 
 
-@pytest.mark.parametrize("expected", ["llama", "qwen3"], indirect=True, ids=str)
-def test_output_does_not_depend_on_the_windows(expected, request):
-    engine = engine_for(packed_model(request.node.callspec.params["expected"]))
+@each_of("llama", *RECURRENT_SHAPES)
+def test_later_windows_continue_from_the_nodes_and_states_of_earlier_ones(expected, request):
+    engine = engine_for(packed_model(name_of(request)))
+    order = sorted(range(len(PROMPTS)), key=PROMPTS.__getitem__)  # prefix order, as for a whole file
     requests = make_requests(PROMPTS, LENGTHS)
-    results = [r for start in range(0, len(requests), 9) for r in run(engine, requests[start : start + 9])]
-    assert _tokens(results) == expected
-    whole = sum(map(len, PROMPTS))
-    assert engine.stats.prefill_tokens < 0.5 * whole  # nodes of one window serve the next
+    tokens: dict[int, list[int]] = {}
+    for start in range(0, len(order), 20):
+        window = [requests[i] for i in order[start : start + 20]]
+        tokens |= {r.row: list(r.token_ids) for r in run(engine, window)}
+    assert [tokens[row] for row in range(len(PROMPTS))] == expected
+    paths = (len(order) // 20) * max(map(len, PROMPTS))
+    assert engine.stats.prefill_tokens <= tree_tokens(PROMPTS) + paths
+    assert engine.stats.prefill_tokens < 0.5 * sum(map(len, PROMPTS))
 
 
 def test_end_of_text_tokens_end_a_completion_as_in_generate():
     model, prompts = reference_model("llama"), PROMPTS[:12]
-    free = [generate(model, p, 12) for p in prompts]
+    free = generate_all(model, prompts, [12] * 12)
     eos = (free[0][3], free[1][0], free[2][11])
-    want = [generate(model, p, 12, eos) for p in prompts]
+    want = generate_all(model, prompts, [12] * 12, eos)
     assert want != free
     results = run(engine_for(packed_model("llama"), eos), make_requests(prompts, [12] * 12))
-    assert _tokens(results) == want
+    assert [list(r.token_ids) for r in results] == want
     assert [r.finish_reason for r in results] == ["stop" if w[-1] in eos else "length" for w in want]
 
 
@@ -149,13 +117,55 @@ tokens = st.integers(0, 2)  # few different tokens, so that prompts share and co
 )
 def test_output_equals_generate_on_random_trees(prompts, lengths, chunk, batch, step, blocks):
     lengths = lengths[: len(prompts)]
-    want = [generate(reference_model("llama"), p, n) for p, n in zip(prompts, lengths, strict=True)]
-    requests = make_requests(prompts, lengths)
+    want = generate_all(reference_model("llama"), prompts, lengths)
     options = {"chunk_size": chunk, "batch_size": batch, "max_batch_tokens": step}
     engine = engine_for(packed_model("llama"), **options)
     if blocks is not None:
         size = engine.sizes.block_size * engine.sizes.bytes_per_token * blocks
         engine = engine_for(packed_model("llama"), kv_memory=f"{size}B", **options)
-    assert _tokens(run(engine, requests)) == want
+    assert tokens_of(engine, prompts, lengths) == want
     if blocks is None:
-        assert engine.stats.prefill_tokens == plan_prefixes([r.tokens for r in requests], chunk).prefill_tokens_min
+        assert engine.stats.prefill_tokens == tree_tokens(prompts)
+
+
+@pytest.mark.parametrize(
+    "name",
+    slow_but({"llama", "lfm2"}, ["llama", "gpt2", "gemma3_text", "mistral/sliding_window", *RECURRENT_SHAPES]),
+)
+def test_every_fork_equals_the_completion_of_the_prompt_alone(name):
+    rng = random.Random(7)
+    root = random_tokens(rng, 45)
+    prompts = [root, root + random_tokens(rng, 5), root + random_tokens(rng, 20), random_tokens(rng, 3)]
+    want = generate_all(reference_model(name), prompts, [9] * 4)
+    for options in ({}, {"batch_size": 3}, {"max_batch_tokens": 8, "batch_size": 5}, {"policy": "fifo", "ahead": True}):
+        engine = engine_for(packed_model(name), **options)
+        results = run(engine, make_requests(prompts, [9] * 4, n=3))
+        for result, tokens in zip(results, want, strict=True):
+            assert [list(c.token_ids) for c in result.completions] == [tokens] * 3
+            assert (result.token_ids, result.completion_tokens) == (tuple(tokens), 27)
+        assert engine.stats.prefill_tokens == 45 + 5 + 20 + 3
+
+
+@pytest.mark.parametrize("ahead", slow_but([True], [False, True]))
+def test_blocks_behind_all_sliding_windows_are_freed(ahead):
+    rng = random.Random(8)
+    root = random_tokens(rng, 200)
+    prompts = [root + random_tokens(rng, n) for n in (9, 60, 3)]
+    name = "mistral/sliding_window"  # 24 tokens in every layer
+    want = generate_all(reference_model(name), prompts, [100] * 3)
+    engine = engine_for(packed_model(name), ahead=ahead)
+    assert engine.block_manager.sliding_window == 24
+    held = []
+    counted = engine._update_stats
+
+    def count():
+        counted()
+        held.append(engine.block_manager.pool.num_used)
+
+    engine._update_stats = count
+    assert tokens_of(engine, prompts, [100] * 3) == want
+    assert max(held) <= 7 + 3 * 4
+    assert held[-10] <= 1 + 3 * 2  # each sequence keeps the blocks of its last 24 tokens
+    later = [[*root, 1, 2], [*root[:90], 3]]
+    assert tokens_of(engine, later, [20, 20]) == generate_all(reference_model(name), later, [20, 20])
+    assert engine_for(packed_model("gemma3_text")).block_manager.sliding_window is None  # some layers see everything

@@ -1,6 +1,7 @@
 """Embeddings and classes equal those of transformers' own forward of one prompt, whatever the batch, the memory and the tree."""
 
 import copy
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -14,12 +15,10 @@ from batchgen.model.adapter import prepare
 from batchgen.model.heads import without_language_head
 from batchgen.model.loader import load_model
 from batchgen.parsers.heads import OutputHead
-from batchgen.prompts import LoadedTokenizer
-from batchgen.request import NO_TEXT, Request, row_digest, row_key
-from batchgen.sampling_params import SamplingParams
-from support.models import Numbers, kernels, randomize, run
+from batchgen.request import NO_TEXT
+from support.models import kernels, make_requests, memory_for, randomize, run, tiny_tokenizer
 from support.params import slow_but
-from support.shapes import COMMON, SHAPES, VOCAB
+from support.shapes import COMMON, SHAPES, VOCAB, tree_tokens
 from support.wrappers import text_model, whole_model
 
 rng = np.random.default_rng(7)
@@ -37,7 +36,7 @@ def cases():
 
 
 PROMPTS = cases()
-TREE_TOKENS = len({tuple(p[: i + 1]) for p in PROMPTS for i in range(len(p))})
+TREE_TOKENS = tree_tokens(PROMPTS)
 LABELS = ("red", "green", "blue")
 LAST = OutputHead(task="embed", pooling="last", normalize=True)
 MEAN = OutputHead(task="embed", pooling="mean", normalize=False)
@@ -48,6 +47,8 @@ ENGINES = {
     "in slices": {"max_batch_tokens": 7, "batch_size": 3},
     "other blocks": {"chunk_size": 5},
     "in order": {"policy": "fifo"},
+    "memory short": {"blocks": 4},
+    "memory short, a step ahead": {"blocks": 5, "ahead": True},
 }
 
 
@@ -65,22 +66,16 @@ def packed(name, head, dtype=torch.float32, **changes):
     return prepare(without_language_head(module, head), kernels=kernels())
 
 
-def engine_of(model, head, **config):
-    tokenizer = LoadedTokenizer(
-        hf_tokenizer=Numbers(), hf_config=None, context_length=512, eos_token_ids=(), vocab_size=VOCAB, head=head
-    )
-    return Engine(model, tokenizer, EngineConfig(**({"kv_memory": "64MiB", "debug": True} | config)))
+def engine_of(model, head, ahead=False, blocks=None, **config):
+    memory = memory_for(engine_of(model, head), blocks) if blocks else "64MiB"
+    tokenizer = replace(tiny_tokenizer(), head=head)
+    engine = Engine(model, tokenizer, EngineConfig(kv_memory=memory, debug=True, **config))
+    engine.loop.ahead = ahead
+    return engine
 
 
-def requests_of(prompts, start=0):
-    requests, seen = [], {}
-    for row, prompt in enumerate(prompts, start):
-        tokens, params = np.array(prompt, dtype=np.int32), SamplingParams()
-        digest = row_digest(tokens, params)
-        seen[digest] = seen.get(digest, -1) + 1
-        key = row_key(digest, seen[digest])
-        requests.append(Request(row=row, tokens=tokens, params=params, max_tokens=0, key=key, texts=NO_TEXT))
-    return requests
+def requests_of(prompts):
+    return make_requests(prompts, texts=[NO_TEXT] * len(prompts))
 
 
 @torch.inference_mode()
@@ -113,7 +108,7 @@ def test_an_embedding_equals_that_of_the_prompt_run_alone(name, head):
             np.testing.assert_allclose(result.embedding, vector, atol=1e-4, rtol=1e-4, err_msg=how)
             assert result.embedding.dtype == np.float32
             assert (result.text, result.finish_reason, result.completion_tokens) == (None, None, 0)
-        assert engine.stats.prefill_tokens == TREE_TOKENS, how
+        assert engine.stats.prefill_tokens == TREE_TOKENS or "blocks" in options, how
         assert engine.stats.scored_tokens == 0
 
 
@@ -150,7 +145,7 @@ def test_classes_have_the_probabilities_that_transformers_gives(name):
             assert list(result.choice_probs.values()) == pytest.approx(probs, abs=1e-5), how
             assert result.text == LABELS[int(logits.argmax())]
             assert result.finish_reason == "stop"
-        assert engine.stats.prefill_tokens == TREE_TOKENS, how
+        assert engine.stats.prefill_tokens == TREE_TOKENS or "blocks" in options, how
 
 
 @pytest.mark.parametrize("head", [LAST, MEAN], ids=["last", "mean"])
@@ -160,24 +155,10 @@ def test_a_multimodal_checkpoint_embeds_text_with_its_language_model(name, head,
     written.save_pretrained(tmp_path)
     body = whole_model(written).base_model
     want = [embedding(body, head, prompt) for prompt in PROMPTS]
-    tokenizer = LoadedTokenizer(
-        hf_tokenizer=Numbers(), hf_config=AutoConfig.from_pretrained(tmp_path), context_length=512, eos_token_ids=(),
-        vocab_size=VOCAB, head=head,
-    )  # fmt: skip
+    tokenizer = replace(tiny_tokenizer(), hf_config=AutoConfig.from_pretrained(tmp_path), head=head)
     model = load_model(ModelConfig(model=str(tmp_path), device="cpu", dtype="float32", embed=True), tokenizer)
     for result, vector in zip(run(engine_of(model, head), requests_of(PROMPTS)), want, strict=True):
         np.testing.assert_allclose(result.embedding, vector, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("head", [LAST, MEAN], ids=["last", "mean"])
-def test_embeddings_do_not_change_when_memory_is_short(head):
-    want = [embedding(reference("llama", AutoModel), head, prompt) for prompt in PROMPTS]
-    token = engine_of(packed("llama", head), head).sizes.bytes_per_token
-    for blocks in (4, 5, 9):
-        engine = engine_of(packed("llama", head), head, kv_memory=f"{blocks * 32 * token}B")
-        engine.loop.ahead = blocks % 2
-        for result, vector in zip(run(engine, requests_of(PROMPTS)), want, strict=True):
-            np.testing.assert_allclose(result.embedding, vector, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("head", [LAST, MEAN], ids=["last", "mean"])

@@ -1,16 +1,26 @@
 """Scores of texts and labels equal those of transformers' own forward, whatever the batch, the memory and the tree."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from batchgen.request import Request, row_digest, row_key
+from batchgen.request import Request, row_key
 from batchgen.sampling_params import SamplingParams
-from support.models import engine_for, generate, make_requests, packed_model, random_tokens, reference_model, run
+from support.models import (
+    engine_for,
+    generate,
+    generate_all,
+    make_requests,
+    packed_model,
+    random_tokens,
+    reference_model,
+    run,
+)
 from support.params import slow_but
-from support.shapes import RECURRENT_SHAPES
+from support.shapes import RECURRENT_SHAPES, tree_tokens
 
 
 @torch.inference_mode()
@@ -23,15 +33,7 @@ def teacher(model, prompt, text):
 
 
 def scored(prompts, texts, choices=()):
-    requests, seen = [], {}
-    for row, (prompt, scored_texts) in enumerate(zip(prompts, texts, strict=True)):
-        params = SamplingParams(choices=tuple(choices))
-        tokens, arrays = np.array(prompt, dtype=np.int32), tuple(np.array(t, dtype=np.int32) for t in scored_texts)
-        digest = row_digest(tokens, params, arrays)
-        seen[digest] = seen.get(digest, -1) + 1
-        key = row_key(digest, seen[digest])
-        requests.append(Request(row=row, tokens=tokens, params=params, max_tokens=0, key=key, texts=arrays))
-    return requests
+    return make_requests(prompts, texts=texts, choices=tuple(choices))
 
 
 def cases():
@@ -56,7 +58,9 @@ ENGINES = {
     "other blocks": {"chunk_size": 5},
     "prompts first": {"policy": "prefill-first", "max_batch_tokens": 50},
     "in order": {"policy": "fifo"},
+    "a step ahead": {"batch_size": 3, "ahead": True},
 }
+"""For short memory, see `test_short_memory.py`."""
 
 
 @pytest.mark.parametrize(
@@ -66,7 +70,7 @@ ENGINES = {
 def test_a_score_equals_that_of_one_forward_over_prompt_and_text(name):
     want = [teacher(reference_model(name), p, t) for p, t in zip(PROMPTS, TEXTS, strict=True)]
     assert name != "llama" or want[0][1]
-    tokens = len({tuple(p[: i + 1]) for p in PROMPTS for i in range(len(p))})
+    tokens = tree_tokens(PROMPTS)
     for how, options in ENGINES.items():
         engine = engine_for(packed_model(name), **options)
         results = run(engine, scored(PROMPTS, [[t] for t in TEXTS]))
@@ -76,16 +80,6 @@ def test_a_score_equals_that_of_one_forward_over_prompt_and_text(name):
             assert (result.text, result.finish_reason, result.completion_tokens) == (None, None, 0)
         assert engine.stats.prefill_tokens == tokens, how
         assert engine.stats.completion_tokens == 0
-
-
-def test_scores_do_not_change_when_memory_is_short():
-    want = [teacher(reference_model("llama"), p, t) for p, t in zip(PROMPTS, TEXTS, strict=True)]
-    token = engine_for(packed_model("llama")).sizes.bytes_per_token
-    for blocks in (4, 5, 9):
-        engine = engine_for(packed_model("llama"), kv_memory=f"{blocks * 32 * token}B", ahead=blocks % 2 == 1)
-        results = run(engine, scored(PROMPTS, [[t] for t in TEXTS]))
-        assert [r.score.logprob for r in results] == pytest.approx([w[0] for w in want], abs=2e-3)
-        assert [r.score.greedy for r in results] == [w[1] for w in want]
 
 
 @pytest.mark.parametrize("name", slow_but({"llama"}, ["llama", *RECURRENT_SHAPES]))
@@ -111,13 +105,10 @@ def test_rows_that_score_and_rows_that_generate_share_prefixes():
     prompts = [root + random_tokens(rng, n) for n in (5, 9, 0, 3)]
     generated = make_requests(prompts, [6] * 4)
     later = scored(prompts, [[[1, 2], [3]]] * 4, ["a", "b"])
-    requests = [
-        *generated,
-        *(Request(**{f: getattr(r, f) for f in Request.__slots__} | {"row": 4 + r.row}) for r in later),
-    ]
+    requests = [*generated, *(replace(r, row=4 + r.row) for r in later)]
     engine = engine_for(packed_model("llama"))
     results = run(engine, requests)
-    assert [list(r.token_ids) for r in results[:4]] == [generate(reference_model("llama"), p, 6) for p in prompts]
+    assert [list(r.token_ids) for r in results[:4]] == generate_all(reference_model("llama"), prompts, [6] * 4)
     alone = run(engine_for(packed_model("llama")), later)
     for one, other in zip(results[4:], alone, strict=True):
         assert one.choice_probs == pytest.approx(other.choice_probs, abs=1e-5)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from batchgen.config import ModelConfig
 from batchgen.model.architectures import INNER, REFUSED, VERIFIED, WRAPPERS, context_note, is_verified, refusal
-from batchgen.model.loader import load_model
 from batchgen.model.multimodal import Absent
-from batchgen.prompts import LoadedTokenizer
-from support.models import engine_for, expect, make_requests, memory_for, run, tiny_tokenizer, watched
+from support.models import (
+    engine_for,
+    expect,
+    generate_all,
+    load_folder,
+    make_requests,
+    memory_for,
+    run,
+    tokens_of,
+    watched,
+)
 from support.shapes import SHAPES, prompts_and_lengths
 from support.wrappers import TEXTS, config_of, text_model, whole_model, with_text_config
 
@@ -42,10 +47,6 @@ def _params() -> list[object]:
     ]
 
 
-def tokenizer_of(config: object) -> LoadedTokenizer:
-    return replace(tiny_tokenizer(), hf_config=config)
-
-
 @pytest.mark.parametrize("name", _params())
 def test_text_equals_that_of_the_wrappers_own_generate(name, tmp_path):
     written = text_model(name)
@@ -55,7 +56,7 @@ def test_text_equals_that_of_the_wrappers_own_generate(name, tmp_path):
     written.save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     assert is_verified(config)
-    model = load_model(ModelConfig(model=str(tmp_path), device="cpu", dtype="float32"), tokenizer_of(config))
+    model = load_folder(tmp_path, dtype="float32")
     assert model.notes == tuple(filter(None, [context_note(config)]))
     for how, options in MODES.items():
         engine = engine_for(model, **(options | {"kv_memory": "64MiB"}))
@@ -104,14 +105,11 @@ def test_only_the_text_part_of_a_checkpoint_that_speaks_is_loaded(tmp_path):
     written = text_model("qwen2_5_omni_thinker")
     config = AutoConfig.for_model("qwen2_5_omni", thinker_config=written.config.to_dict())
     assert is_verified(config)
-    expected = [expect(written, p, n).tokens for p, n in zip(PROMPTS[:3], LENGTHS, strict=False)]
+    expected = generate_all(written, PROMPTS[:3], LENGTHS[:3])
     state = {f"thinker.{name}": tensor.contiguous() for name, tensor in written.state_dict().items()}
     state["talker.codec_head.weight"] = torch.zeros(4, 4)
     from safetensors.torch import save_file
 
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path)
-    model = load_model(ModelConfig(model=str(tmp_path), device="cpu", dtype="float32"), tokenizer_of(config))
-    results = run(engine_for(model), make_requests(PROMPTS[:3], LENGTHS[:3]))
-    assert [list(r.token_ids) for r in results] == expected
+    assert tokens_of(engine_for(load_folder(tmp_path, dtype="float32")), PROMPTS[:3], LENGTHS[:3]) == expected

@@ -6,20 +6,23 @@ import copy
 import ctypes
 import math
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from batchgen.config import EngineConfig
+from batchgen.config import EngineConfig, ModelConfig
 from batchgen.engine.engine import Engine
 from batchgen.kernels.build import NoKernels, library
 from batchgen.model.adapter import prepare
+from batchgen.model.loader import load_model
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import LoadedTokenizer
 from batchgen.request import Request, leaves_of, row_digest, row_key
@@ -95,16 +98,28 @@ def tiny_tokenizer(context_length: int = 512, eos: tuple[int, ...] = ()) -> Load
     )
 
 
-def make_requests(prompts: list[list[int]], max_tokens: list[int], **params: Any) -> list[Request]:
-    requests, seen = [], {}
-    for row, (prompt, most) in enumerate(zip(prompts, max_tokens, strict=True)):
-        sampling = SamplingParams(max_tokens=most, **params)
-        tokens = np.array(prompt, dtype=np.int32)
-        digest = row_digest(tokens, sampling)
-        seen[digest] = seen.get(digest, -1) + 1
+def make_requests(
+    prompts: Sequence[Sequence[int]], max_tokens: Sequence[int] = (), *, texts: Sequence[Sequence[Sequence[int]]] = (),
+    params: Sequence[SamplingParams] = (), priorities: Sequence[float] = (), **sampling: Any,
+) -> list[Request]:  # fmt: skip
+    """Requests with the keys that they have in a job. Every argument has an item for each row.
+
+    A row with `texts` scores them and samples nothing. `params` are the parameters of each row, in place of `max_tokens` and `sampling`.
+    """
+    requests, seen = [], Counter[bytes]()
+    for row, prompt in enumerate(prompts):
+        scored = tuple(np.array(text, dtype=np.int32) for text in texts[row]) if texts else ()
+        length = {"max_tokens": max_tokens[row]} if max_tokens else {}
+        own = params[row] if params else SamplingParams(**length, **sampling)
+        tokens = np.array(list(prompt), dtype=np.int32)
+        digest = row_digest(tokens, own, scored)
         requests.append(
-            Request(row=row, tokens=tokens, params=sampling, max_tokens=most, key=row_key(digest, seen[digest]))
-        )
+            Request(
+                row=row, tokens=tokens, params=own, max_tokens=0 if scored else own.max_tokens,
+                key=row_key(digest, seen[digest]), texts=scored, priority=priorities[row] if priorities else 0.0,
+            )
+        )  # fmt: skip
+        seen[digest] += 1
     return requests
 
 
@@ -137,6 +152,17 @@ def run(engine: Engine, requests: list[Request], share: bool = True) -> list[Res
     return [results[r.row] for r in requests]
 
 
+def tokens_of(engine: Engine, prompts: list[list[int]], lengths: list[int], **options: Any) -> list[list[int]]:
+    """The tokens that an engine writes for prompts. `options` are those of `run`."""
+    return [list(r.token_ids) for r in run(engine, make_requests(prompts, lengths), **options)]
+
+
+def load_folder(folder: Path, *, texts: Any = (), **options: Any) -> Any:
+    """Loads a saved model, on the CPU and with a tokenizer that writes numbers."""
+    tokenizer = replace(tiny_tokenizer(), hf_config=AutoConfig.from_pretrained(folder))
+    return load_model(ModelConfig(**{"model": str(folder), "device": "cpu"} | options), tokenizer, 1, texts)
+
+
 @dataclass(frozen=True, eq=False)
 class Expected:
     """The tokens that transformers generates for a prompt, and their logits."""
@@ -164,6 +190,12 @@ def expect(model: Any, prompt: list[int], max_tokens: int, eos: tuple[int, ...] 
 
 def generate(model: Any, prompt: list[int], max_tokens: int, eos: tuple[int, ...] = ()) -> list[int]:
     return expect(model, prompt, max_tokens, eos).tokens
+
+
+def generate_all(
+    model: Any, prompts: list[list[int]], lengths: list[int], eos: tuple[int, ...] = ()
+) -> list[list[int]]:
+    return [generate(model, p, n, eos) for p, n in zip(prompts, lengths, strict=True)]
 
 
 class Seen:

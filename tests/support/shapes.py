@@ -6,6 +6,7 @@ They are listed by `model_type`. A name after a slash is another shape of the sa
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from transformers import CONFIG_MAPPING
@@ -349,6 +350,38 @@ def prompts_and_lengths() -> tuple[list[list[int]], list[int]]:
     lengths[1] = lengths[4] = lengths[-1] = 36
     return prompts, lengths
 
+
+def deep_tree(rng: random.Random, depth: int, path: tuple[int, ...] = ()) -> list[list[int]]:
+    """Prompts of a tree that is `depth` nodes deep: each node has two branches, and at some of them one or two prompts end."""
+
+    def text(count: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(VOCAB) for _ in range(count))
+
+    path = (*path, *text(rng.choice([1, 2, 5, 17, 40])))
+    ends = [list(path)] * rng.choice([0, 0, 1, 2])
+    if depth == 0:
+        return [[*path, *text(rng.randint(1, 20))] for _ in range(2)] + ends
+    return ends + deep_tree(rng, depth - 1, path) + deep_tree(rng, depth - 1, path)
+
+
+def tree_tokens(prompts: Iterable[Sequence[int]]) -> int:
+    """The number of tokens of the trie of the prompts: what has to be prefilled at least."""
+    return len({tuple(p[: i + 1]) for p in prompts for i in range(len(p))})
+
+
+def _deep_prompts() -> list[list[int]]:
+    rng = random.Random(1)
+    tree = deep_tree(rng, DEEP - 1)
+    whole, long = [rng.randrange(VOCAB) for _ in range(64)], [rng.randrange(VOCAB) for _ in range(150)]
+    # A node that ends at a block's end, prefixes that end at a chunk, at a block and beside them, one token, equal, nothing in common.
+    ends = [[*whole, i] for i in range(4)] + [whole[:16], whole[:32], whole[:39], whole]
+    return [*tree, *ends, [5], [5], [6], long]
+
+
+DEEP = 5
+DEEP_PROMPTS = _deep_prompts()
+_lengths = random.Random(3)
+DEEP_LENGTHS = [_lengths.choice([1, 2, 6, 12]) for _ in DEEP_PROMPTS]
 
 CORE = {"deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama"}
 """Shapes that together have every kind of layer. They run in `make test`; the others are slow tests."""

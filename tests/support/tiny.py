@@ -1,6 +1,5 @@
 """A tiny random Llama and requests for it."""
 
-import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -9,13 +8,13 @@ from batchgen.engine.engine import Engine
 from batchgen.model.adapter import prepare
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import LoadedTokenizer
-from batchgen.request import Request, leaves_of, row_digest, row_key
-from batchgen.sampling_params import SamplingParams
-from support.models import Numbers
+from batchgen.request import leaves_of
+from support.models import Numbers, make_requests
 
 VOCAB = 97
 BLOCK = 32
 TOKEN = 256  # bytes of KV
+requests_of = make_requests
 AHEAD = None
 """Whether engines launch a step before the tokens of the previous one are known. None is the default of the device."""
 
@@ -47,19 +46,6 @@ def engine_of(model, eos=(), blocks=None, **config):
     if AHEAD is not None:
         engine.loop.ahead = AHEAD
     return engine
-
-
-def requests_of(prompts, lengths, priorities=None, **params):
-    requests, seen = [], {}
-    for row, (prompt, most) in enumerate(zip(prompts, lengths, strict=True)):
-        sampling = SamplingParams(max_tokens=most, **params)
-        tokens = np.array(list(prompt), dtype=np.int32)
-        digest = row_digest(tokens, sampling)
-        seen[digest] = seen.get(digest, -1) + 1
-        key = row_key(digest, seen[digest])
-        priority = priorities[row] if priorities else 0.0
-        requests.append(Request(row=row, tokens=tokens, params=sampling, max_tokens=most, key=key, priority=priority))
-    return requests
 
 
 def run(engine, requests, stop=None):
