@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchgen.errors import UsageError
+from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 
 USER = {"role": "user", "content": "a"}
@@ -40,21 +41,37 @@ def test_variables_that_the_chat_template_does_not_use_are_noted(tools):
     assert b.notes == ["rows set 'reasoning_effort', which the chat template does not use: it has no effect"]
 
 
-def test_images_beside_a_prompt_are_noted_once_as_unseen_unless_the_template_uses_them(tools):
-    b = tools.builder(chat_template=TEMPLATE, bos=False)
-    for _ in range(2):
-        b.build(
-            tools.rows(
-                {"prompt": "a", "images": ["x.png"], "audio": None}, {"prompt": "b", "image": b"png", "video": ""}
-            )
-        )
-    assert b.notes == [
-        "columns 'image', 'images' are only copied to the output: the model sees text alone, no images, sound or video"
-    ]
-    assert tools.builder(template="{{ image }}").build(tools.rows({"image": "a cat"}))
-    b = tools.builder(template="{{ image }}")
-    b.build(tools.rows({"image": "a cat"}))
-    assert b.notes == []
+UNSEEN = [
+    ({"prompt": "a", "tools": [TOOL]}, {"chat_template": "{{ messages[-1].content }}"}, "rows have tools, which the chat template does not use: the model does not see them"),
+    ({"prompt": "a", "tools": [TOOL]}, {"chat_template": None}, "column 'tools' is only copied to the output, not sent to the model: prompts are raw"),
+    ({"prompt": "a", "tools": "hammer, saw"}, {}, "column 'tools' is only copied to the output, not sent to the model: it is not a list of objects"),
+    ({"prompt": "a", "documents": [5]}, {}, "column 'documents' is only copied to the output, not sent to the model: it is not a list of objects"),
+]  # fmt: skip
+BOTH = {"prompt": "p", "messages": [USER]}
+IMAGES = [{"prompt": "a", "images": ["x.png"], "audio": None}, {"prompt": "b", "image": b"png", "video": ""}]
+SAME = "the 3 completions of a prompt are identical at temperature 0; use --temperature above 0"
+NOTES = [
+    *(([columns], options, [note]) for columns, options, note in UNSEEN),
+    ([BOTH, BOTH], {}, ["rows have both 'messages' and 'prompt': 'messages' is the prompt, 'prompt' is only copied to the output"]),
+    ([BOTH], {"chat": False}, ["rows have both 'prompt' and 'messages': 'prompt' is the prompt, 'messages' is only copied to the output"]),
+    ([{"prompt": "p", "messages": None}], {}, []),
+    ([{"url": "/v1/completions", "body": {"prompt": "a"}}], {"system": "S"}, ["--system is not used for rows of /v1/completions, whose prompts are raw"]),
+    (IMAGES, {}, ["columns 'image', 'images' are only copied to the output: the model sees text alone, no images, sound or video"]),
+    ([{"image": "a cat"}], {"template": "{{ image }}"}, []),
+    ([{"prompt": "a", "top_p": 0.5, "seed": 1}, {"prompt": "a", "temperature": 1.0, "n": 3}], {"row_params": ("seed",)},
+     ["columns 'n', 'temperature', 'top_p' are copied to the output and not used as sampling parameters; name them in --row-params to use them"]),
+    ([{"stop": "a", "seed": 1}], {"prompt_column": "stop"}, ["column 'seed' is copied to the output and not used as sampling parameter; name it in --row-params to use it"]),
+    ([{"prompt": "a"}, {"prompt": "b"}], {"sampling": SamplingParams(n=3)}, [SAME]),
+    ([{"prompt": "a"}], {"sampling": SamplingParams(n=3, temperature=0.5)}, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("columns", "options", "notes"), NOTES)
+def test_what_a_row_has_besides_its_prompt_is_used_or_noted_once(tools, columns, options, notes):
+    b = tools.builder(**{"chat_template": TEMPLATE, "bos": False} | options)
+    for out in b.build(tools.rows(*columns)) + b.build(tools.rows(*columns)):
+        assert isinstance(out, Request)
+    assert b.notes == notes
 
 
 def test_documents_of_a_row_reach_the_chat_template_and_are_shortened_like_messages(tools):
@@ -66,22 +83,6 @@ def test_documents_of_a_row_reach_the_chat_template_and_are_shortened_like_messa
     assert (tools.text_of(draft), draft.truncated) == ("<T=defgh>a", True)
 
 
-@pytest.mark.parametrize(
-    ("columns", "options", "note"),
-    [
-        ({"prompt": "a", "tools": [TOOL]}, {"chat_template": "{{ messages[-1].content }}"}, "rows have tools, which the chat template does not use: the model does not see them"),
-        ({"prompt": "a", "tools": [TOOL]}, {"chat_template": None}, "column 'tools' is only copied to the output, not sent to the model: prompts are raw"),
-        ({"prompt": "a", "tools": "hammer, saw"}, {}, "column 'tools' is only copied to the output, not sent to the model: it is not a list of objects"),
-        ({"prompt": "a", "documents": [5]}, {}, "column 'documents' is only copied to the output, not sent to the model: it is not a list of objects"),
-    ],
-)  # fmt: skip
-def test_input_that_the_model_does_not_see_is_noted_once(tools, columns, options, note):
-    b = tools.builder(**{"chat_template": TEMPLATE, "bos": False} | options)
-    for draft in b.build(tools.rows(columns, columns)):
-        assert tools.text_of(draft) == "a"
-    assert b.notes == [note]
-
-
 def test_stop_token_ids_beyond_the_vocabulary_are_refused(tools):
     with pytest.raises(
         UsageError, match=r"^--stop-token-id 260 is beyond the model's 260 tokens; give ids of the model's"
@@ -89,16 +90,6 @@ def test_stop_token_ids_beyond_the_vocabulary_are_refused(tools):
         tools.builder(sampling=SamplingParams(stop_token_ids=[5, 260]))
     result, _ = one(tools, {"prompt": "a", "sampling_params": {"stop_token_ids": [999]}})
     assert tools.error_of(result) == ("unsupported_parameter", "stop_token_ids: 999 is beyond the model's 260 tokens")
-
-
-def test_several_completions_at_temperature_0_are_noted_once(tools):
-    b = tools.builder(sampling=SamplingParams(n=3))
-    b.build(tools.rows({"prompt": "a"}, {"prompt": "b"}))
-    note = "the 3 completions of a prompt are identical at temperature 0; use --temperature above 0"
-    assert b.notes == [note]
-    b = tools.builder(sampling=SamplingParams(n=3, temperature=0.5))
-    b.build(tools.rows({"prompt": "a"}))
-    assert b.notes == []
 
 
 @pytest.mark.parametrize(
@@ -130,7 +121,16 @@ def test_sampling_options_without_an_effect_are_named(tools, sampling, options, 
     assert b.notes == ([] if note is None else [note])
 
 
-@pytest.mark.parametrize("calls", ["add", [1], {"function": {"name": "add"}}])
-def test_tool_calls_that_are_not_a_list_of_objects_fail_the_row(tools, calls):
-    result, _ = one(tools, {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": calls}]})
-    assert tools.error_of(result) == ("invalid_row", "messages[1].tool_calls must be a list of objects")
+def test_the_model_may_be_named_after_its_folder(tools, tmp_path):
+    from batchgen.config import ModelConfig, PromptConfig
+    from batchgen.prompts import PromptBuilder, load_tokenizer
+
+    def asks(model):
+        return {"url": "/v1/completions", "body": {"model": model, "prompt": "a"}}
+
+    folder = tools.save_model(tmp_path / "tiny")
+    b = PromptBuilder(load_tokenizer(ModelConfig(model=folder)), PromptConfig(), SamplingParams())
+    b.build(tools.rows(asks("tiny"), asks(folder)))
+    assert b.notes == []
+    b.build(tools.rows(asks("big")))
+    assert b.notes == [f"rows ask for model 'big'; all rows are run on {folder!r}"]

@@ -69,6 +69,7 @@ TEXTS = [
     ({"prompt": "a"}, {"prefix": "<s>P:"}, "<s>P:a"),
     ({"prompt": "a"}, ML | {"chat": False}, "<s>a"),
     ({"prompt": "p", "messages": [USER]}, ML | {"chat": False}, "<s>p"),
+    ({"prompt": "p", "messages": [USER]}, ML, U + OPEN),
     # A chat template.
     ({"prompt": "a"}, ML, U + OPEN),
     ({"prompt": "a"}, {"chat_template": "{{ bos_token }}" + CHATML}, "<s>" + U + OPEN),
