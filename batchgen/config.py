@@ -433,7 +433,11 @@ def _parse_kept_columns(name: str, text: str) -> tuple[str, ...] | None:
 
 def _is_text_encoding(name: str) -> bool:
     try:
-        return codecs.lookup(name)._is_text_encoding
+        # Some encodings have decoders that can only be strict: they raise here.
+        return (
+            codecs.lookup(name)._is_text_encoding
+            and codecs.getincrementaldecoder(name)("backslashreplace").decode(b"", True) == ""
+        )
     except (LookupError, ValueError):
         return False
 

@@ -13,8 +13,8 @@ from typing import Any
 from batchgen.attention.sizes import kv_numbers
 from batchgen.config import JobConfig, ModelConfig, check_config, parse_memory
 from batchgen.devices.opening import costs_file, num_threads
-from batchgen.errors import UsageError, memory_errors
-from batchgen.jobs.files.disk import check_file
+from batchgen.errors import OutputError, UsageError, memory_errors
+from batchgen.jobs.files.disk import check_file, write_whole
 from batchgen.jobs.files.results import read_keyed_results
 from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.jobs.identity import date_of_job, dtype_name
@@ -305,7 +305,10 @@ def _write_files(report: PlanReport, page: str | None, template: str | None, tra
         tracker.note(f"the report is in {page}")
     best = None if report.advice is None else report.advice.template
     if template is not None and best is not None:
-        Path(template).write_text(best, encoding="utf-8")
+        try:
+            write_whole(template, best)
+        except OSError as e:
+            raise OutputError(f"--write-template {template} cannot be written: {e.strerror}") from e
         tracker.note(f"the template in its best order is in {template}")
     elif template is not None:
         tracker.note("no other order of the template saves enough: no template was written")

@@ -176,6 +176,8 @@ def _run_in_prefix_order(
     if reading.broken is not None:
         raise reading.broken
     if measured is not None:
+        outcomes.tracker.total = job.row_count
+        outcomes.tracker.stopped()
         return
     outcomes.tracker.phase("writing")
     with signals.interruptible(), outcomes.run.timed("write"):

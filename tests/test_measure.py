@@ -9,6 +9,7 @@ from batchgen import JobConfig, ModelConfig, SamplingParams, plan_job, run_job
 from batchgen.config import EngineConfig, PromptConfig
 from batchgen.job import measure_job
 from batchgen.jobs.order.sorted_requests import spread
+from batchgen.jobs.status import job_status
 from support.tiny import requests_of
 
 ROWS = [{"prompt": f"All rows begin with this text, which is more than a chunk. {i // 5} {i}"} for i in range(40)]
@@ -53,6 +54,13 @@ def test_measuring_again_takes_other_rows_and_ends_with_the_job(tiny_model_dir, 
     report = run_job(config)
     assert (report.stats["rows"], report.stats["rows_resumed"]) == (0, 40)
     assert measure_job(config, 30) is None
+
+
+def test_status_counts_the_measured_rows_among_all_rows(tiny_model_dir, write_jsonl, tmp_path):
+    config = config_of(tiny_model_dir, write_jsonl(ROWS), tmp_path / "out.jsonl", sampling=SamplingParams(max_tokens=4))
+    assert measure_job(config, 8).rows == 8
+    status = job_status(config.output)
+    assert (status["state"], status["rows_done"], status["rows_total"]) == ("stopped", 8, 40)
 
 
 def test_the_results_of_a_measurement_that_was_killed_are_kept(tiny_model_dir, write_jsonl, tmp_path, monkeypatch):

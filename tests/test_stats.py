@@ -1,6 +1,7 @@
 """The figures of a run, and their sums over the runs of a job."""
 
 import json
+import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -153,6 +154,22 @@ def test_a_stats_file_in_a_missing_folder_is_refused(tmp_path):
     check_file("--stats", str(tmp_path / "stats.json"))
     check_file("--stats", "stats.json")
     check_file("--stats", None)
+
+
+@pytest.mark.parametrize(
+    ("writable", "refused"), [({"folder"}, False), ({"file.json"}, False), ({"stats.json"}, True), (set(), True)]
+)
+def test_a_stats_file_that_can_neither_be_replaced_nor_written_is_refused(tmp_path, monkeypatch, writable, refused):
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / "folder" / "file.json"
+    monkeypatch.setattr(os, "access", lambda place, _: Path(place).name in writable)
+    if not refused:
+        check_file("--stats", str(path))
+        return
+    with pytest.raises(UsageError) as error:
+        check_file("--stats", str(path))
+    message = f"--stats {path} cannot be written: permission denied or a read-only disk; name another file"
+    assert str(error.value) == message
 
 
 def test_a_missing_package_has_no_version():

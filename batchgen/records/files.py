@@ -109,7 +109,7 @@ class InputFile:
             if self.name == "-":
                 stream = self._checked(raw)
             if self.encoding is not None:
-                stream = _buffered(_in_utf8(stream, self.encoding))
+                stream = _buffered(_in_utf8(stream, self.encoding, self.shown))
             if self.is_text or (self.name != "-" and self.compression is None and raw.seekable()):
                 yield stream
                 return
@@ -262,12 +262,18 @@ def _zstd_pieces(raw: BinaryIO) -> Iterator[bytes]:
         raise EOFError("the compressed file ends in the middle of a zstandard frame")
 
 
-def _in_utf8(raw: BinaryIO, encoding: str) -> Iterator[bytes]:
+def _in_utf8(raw: BinaryIO, encoding: str, name: str) -> Iterator[bytes]:
     """Yields the text of a stream in UTF-8. What cannot be decoded becomes a byte that is not UTF-8, so that only its row is malformed."""
     decoder = codecs.getincrementaldecoder(encoding)(_UNDECODABLE)
-    while piece := raw.read(_TEXT_PIECE):
-        yield decoder.decode(piece).encode("utf-8", "surrogateescape")
-    yield decoder.decode(b"", True).encode("utf-8", "surrogateescape")
+    try:
+        while piece := raw.read(_TEXT_PIECE):
+            yield decoder.decode(piece).encode("utf-8", "surrogateescape")
+        yield decoder.decode(b"", True).encode("utf-8", "surrogateescape")
+    except UnicodeError as e:  # of UTF-16 and UTF-32
+        usual = codecs.lookup(encoding).name
+        raise UsageError(
+            f"{name} has no byte order mark, which --encoding {encoding} needs", f"use {usual}-le or {usual}-be"
+        ) from e
 
 
 _UNDECODABLE = "batchgen.undecodable"

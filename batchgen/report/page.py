@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import OutputError, UsageError
-from batchgen.jobs.files.disk import write_whole
+from batchgen.jobs.files.disk import check_file, write_whole
 from batchgen.report.sections import body
 from batchgen.version import __version__
 
@@ -67,8 +67,7 @@ def check_report_file(file: str, option: str = "") -> None:
     name = f"{option} {file}".strip()
     if Path(file).suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"{name} is not the name of a page", "name a file that ends in .html")
-    if not Path(file).absolute().parent.is_dir() or Path(file).is_dir():
-        raise UsageError(f"{name} cannot be written", "name a file in a folder that exists")
+    check_file(option, file)
 
 
 def page(data: Mapping[str, Any]) -> str:

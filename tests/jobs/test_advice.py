@@ -1,11 +1,13 @@
 """Advice names the change that would save the most prompt tokens of the job's own rows, and what it saves."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from batchgen import JobConfig, ModelConfig, SamplingParams, plan_job, run_job
 from batchgen.config import PromptConfig
-from batchgen.errors import UsageError
+from batchgen.errors import OutputError, UsageError
 from batchgen.jobs.order.advice import advise, best_order
 from support.progress import Recorder
 
@@ -91,6 +93,11 @@ def test_a_plan_writes_the_template_that_saves_what_it_says(tiny_model_dir, writ
     assert first.advice.prefill_tokens_after == again.figures.prefill_tokens_min < first.figures.prefill_tokens_min / 5
     assert again.advice is None
     assert first.as_dict()["advice"]["template"] == best.read_text()
+    if Path("/dev/full").exists():
+        with pytest.raises(
+            OutputError, match=r"^--write-template /dev/full cannot be written: No space left on device"
+        ):
+            plan(tiny_model_dir, source, "{{review}}\n\n" + INSTRUCTION, write_template="/dev/full")
 
 
 def test_no_template_is_written_where_none_is_better_or_given(tiny_model_dir, write_jsonl, tmp_path):

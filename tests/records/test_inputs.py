@@ -179,6 +179,7 @@ def test_an_output_that_is_named_is_read_and_brackets_in_its_name_are_not_a_glob
         (["packed.csv"], {}, "packed.csv is compressed with zstandard; give it a name that ends with .zst"),
         (["utf16.csv"], {}, "utf16.csv is in UTF-16, not in UTF-8; use --encoding utf-16"),
         (["bare.jsonl"], {}, "bare.jsonl is in UTF-16, not in UTF-8; use --encoding utf-16-be"),
+        (["bare.jsonl"], {"encoding": "U16"}, "bare.jsonl has no byte order mark, which --encoding U16 needs; use utf-16-le or utf-16-be"),
         (["table.parquet"], {"encoding": "cp1252"}, "--encoding is for text files, and table.parquet is parquet; leave it out"),
         (["array.jsonl"], {}, "array.jsonl looks like a JSON array, not an object on each line; convert it: jq -c '.[]' array.jsonl > lines-array.jsonl"),
         (["pretty.jsonl"], {}, "pretty.jsonl looks like pretty-printed JSON (objects over several lines), not an object on each line; convert it: jq -c . pretty.jsonl > lines-pretty.jsonl"),

@@ -127,6 +127,7 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --input-format xml", 2, "--input-format must be jsonl, parquet, csv or tsv, not 'xml'"),
     ("run R -m M --log-format yaml", 2, "--log-format must be text or json, not 'yaml'"),
     ("run R -m M --encoding base64", 2, "--encoding must be the name of a text encoding, such as cp1252, utf-16 or shift_jis, not 'base64'"),
+    ("run R -m M --encoding idna", 2, "--encoding must be the name of a text encoding, such as cp1252, utf-16 or shift_jis, not 'idna'"),
     ("run R -m M --output-format csv", 2, "--output-format must be rows or openai, not 'csv'"),
     ("run R -m M --output-format openai --score", 2, "--output-format openai cannot hold scores; leave out one of --output-format and --score"),
     # options that do not go together

@@ -161,8 +161,13 @@ def _replace(place: Path, new: Path, data: bytes) -> None:
 
 def check_file(option: str, path: str | None) -> None:
     """Raises `UsageError` if a file of the option's value cannot be written. Called before any work is done."""
-    if path is not None and (not Path(path).absolute().parent.is_dir() or Path(path).is_dir()):
-        raise UsageError(f"{option} {path} cannot be written", "name a file in a folder that exists")
+    if path is None:
+        return
+    file, name = Path(path).absolute(), f"{option} {path}".strip()
+    if not file.parent.is_dir() or file.is_dir():
+        raise UsageError(f"{name} cannot be written", "name a file in a folder that exists")
+    if not any(os.access(place, os.W_OK) for place in (file.parent, file)):
+        raise UsageError(f"{name} cannot be written: permission denied or a read-only disk", "name another file")
 
 
 def write_stats(path: str | None, stats: Mapping[str, Any]) -> None:
