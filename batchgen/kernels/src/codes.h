@@ -256,7 +256,7 @@ class Unpacker {
     static constexpr bool LOWEST_BITS_CHOOSE = false;
 #endif
     INLINE uints words(int plane, int64_t word) const {
-        __builtin_prefetch(planes_[plane] + (word + 32) * columns_);
+        __builtin_prefetch(planes_[plane] + (word + 32) * columns_, 0, 2);  // into the second cache: loads do not wait for it
         return load<uints>(planes_[plane] + word * columns_);
     }
     INLINE floats number(uints code) const {
