@@ -4,6 +4,8 @@
 // A scale of 16 bits, also times a fine one of 8, has so few bits that its products are exact in float32 where something is added to them. So it
 // does not matter whether they are rounded before, and (2^k + code) * scale - (2^k + zero) * scale is the number, in one operation.
 #pragma once
+#include <vector>
+
 #include "vec.h"
 
 namespace {
@@ -74,6 +76,9 @@ INLINE floats numbers_of(const Groups& g, int64_t at, int64_t coarse_at) {
     if (g.fine_type == POWER) fine = (floats)(code << 23);
     return g.divides ? fine / coarse : fine * coarse;
 }
+
+// The codes that stand for 0 in LANES columns, of codes without levels.
+INLINE floats zeros_of(const Codes& c, int64_t at) { return c.zeros ? to_floats((ints)load_bytes(c.zeros + at)) : splat(float(c.zero)); }
 
 INLINE floats level_of(const float* table, uints code) {
 #if defined(__AVX512F__)
@@ -154,6 +159,32 @@ INLINE uints in_pairs(floats a, floats b) {
 #endif
 }
 
+struct ScatteredGroup {  // the scale and the zero of a group in LANES columns
+    floats scale, zero;
+};
+
+// The groups of a panel whose inputs may be in any groups, [columns / LANES][groups]. They are made once for a panel, because the group
+// changes with almost every input.
+class ScatteredGroups {
+   public:
+    // Takes those of a panel. Returns null, and takes none, if groups have neighbouring inputs.
+    const ScatteredGroup* take(const Codes& c, int64_t panel, int64_t columns) {
+        if (!c.group_of) return nullptr;
+        groups_.clear();
+        const int64_t coarse_groups = (c.groups + c.scales.per_coarse - 1) / c.scales.per_coarse;
+        for (int64_t lane = 0; lane < columns; lane += LANES)
+            for (int64_t group = 0; group < c.groups; group++) {
+                const int64_t at = (panel * c.groups + group) * columns + lane;
+                const floats scale = numbers_of(c.scales, at, (panel * coarse_groups + group / c.scales.per_coarse) * columns + lane);
+                groups_.push_back({scale, zeros_of(c, at) + 0x1p23f});
+            }
+        return groups_.data();
+    }
+
+   private:
+    std::vector<ScatteredGroup> groups_;
+};
+
 // What is known of codes when the kernels are compiled. SCATTERED: neighbours among the inputs may be in any groups. EXACT: codes of 4 or 8 bits
 // whose products with scales are exact.
 template <int BITS_, int LEVELS_, bool OFFSET_ = false, bool SCATTERED_ = false, bool EXACT_ = false>
@@ -168,8 +199,9 @@ class Unpacker {
    public:
     static constexpr int WORDS = 8 / PER_WORD;
 
-    // `lane`: the first column, of the columns of a panel; `k`: the first input.
-    INLINE Unpacker(const Codes& c, int64_t panel, int lane, int64_t columns, int64_t k) : c_(c), columns_(columns), lane_(lane), groups_(panel * c.groups) {
+    // `lane`: the first column, of the columns of a panel; `k`: the first input; `scattered`: see `ScatteredGroups`.
+    INLINE Unpacker(const Codes& c, int64_t panel, int lane, int64_t columns, int64_t k, const ScatteredGroup* scattered)
+        : c_(c), columns_(columns), lane_(lane), groups_(panel * c.groups), scattered_(SCATTERED ? scattered + c.groups * (lane / LANES) : nullptr) {
         for (int plane = 0; plane < 4; plane++) planes_[plane] = c.planes[plane] + (c.inputs >> 5 << (3 - plane)) * panel * columns + lane;
         scales_ = panel * coarse_groups(c.scales), offsets_ = panel * coarse_groups(c.offsets);
         if (!SCATTERED) group_ = k / c.group - 1, end_ = (group_ + 1) * c.group;
@@ -198,6 +230,7 @@ class Unpacker {
         if (BITS == 6 || BITS < 4) high = words(2, k / 16) >> uint32_t(k % 16 * 2);
         if (BITS == 5 || BITS == 3) top = words(3, k / 32) >> uint32_t(k % 32);
         const uints shifted[3] = {low[0] << 11, low[0] >> 1, low[0] >> 13};
+#pragma GCC unroll 8
         for (int i = 0; i < 8; i++) {
             uints code;
             if (BITS == 8) code = low[i / 4] >> uint32_t(i % 4 * 8) & 255u;
@@ -207,7 +240,10 @@ class Unpacker {
             if (BITS < 4) code = high >> uint32_t(i * 2) & 3u;
             if (BITS == 5) code |= moved(top, 4 - i) & 16u;
             if (BITS == 3) code |= moved(top, 2 - i) & 4u;
-            if (SCATTERED && c_.group_of[k + i] != group_) turn_to(c_.group_of[k + i]);
+            if (SCATTERED) {
+                const ScatteredGroup& group = scattered_[c_.group_of[k + i]];
+                scale_ = group.scale, zero_[0] = group.zero;
+            }
             if (PLACES == 1 && !EXACT) {
                 to[i] = number(code);
                 continue;
@@ -280,7 +316,7 @@ class Unpacker {
         if (IN_PAIRS) other_scale_ = twice<LANES / 2>(scale_ * 256.0f), scale_ = twice<0>(scale_ * 256.0f);
 #endif
         if (LEVELS != ITSELF) return;
-        const floats zero = c_.zeros ? to_floats((ints)load_bytes(c_.zeros + at)) : splat(float(c_.zero));
+        const floats zero = zeros_of(c_, at);
         // Added to 2^k, a whole number is in the lower bits of a float.
         for (int i = 0; i < PLACES; i++) zero_[i] = zero + float(1 << (23 - place_of(i)));
         if (EXACT)
@@ -293,6 +329,7 @@ class Unpacker {
     const int64_t columns_;
     const int lane_;
     const int64_t groups_;
+    const ScatteredGroup* scattered_;
     int64_t scales_, offsets_, group_ = -1, end_ = 0;  // the first input after the group
     const uint32_t* planes_[4];
     floats scale_ = {}, other_scale_ = {}, offset_ = {}, zero_[PLACES] = {};
@@ -325,10 +362,10 @@ void with_form(const Codes& c, const Body& body) {
 
 // Unpacks inputs [k, k + count) of a panel of WIDTH columns as `pack` of linear.h does: [WIDTH / SIDE][words][SIDE], PER_WORD inputs in a word.
 template <int PER_WORD, int WIDTH, int SIDE>
-void unpack(const Codes& c, int64_t panel, int64_t k, int64_t count, uint32_t* to) {
+void unpack(const Codes& c, int64_t panel, int64_t k, int64_t count, const ScatteredGroup* scattered, uint32_t* to) {
     with_form(c, [&](auto form) {
         for (int lane = 0; lane < WIDTH; lane += LANES) {
-            Unpacker<decltype(form), PER_WORD> some(c, panel, lane, WIDTH, k);
+            Unpacker<decltype(form), PER_WORD> some(c, panel, lane, WIDTH, k, scattered);
             uint32_t* part = to + lane / SIDE * SIDE * (count / PER_WORD) + lane % SIDE;
             for (int64_t i = 0; i < count; i += 8) {
                 uints words[8 / PER_WORD];

@@ -209,13 +209,14 @@ INLINE void finish(const Product& p, const uint32_t* sums, int64_t panel, int64_
 
 // Multiplies R rows of x from row `begin` on by a panel of codes, which are unpacked in registers, and finishes the rows.
 template <class E, class T, int R>
-void coded_rows(const Product& p, int64_t panel, int64_t begin, uint32_t* sums) {
+void coded_rows(const Product& p, int64_t panel, int64_t begin, const ScatteredGroup* scattered, uint32_t* sums) {
     constexpr int SOME = 2;  // vectors of columns at a time: enough for sums not to wait for each other
     const uint32_t* x = p.x + begin * p.x_row;
     with_form(*p.codes, [&](auto form) {
         typedef Unpacker<decltype(form), E::per_word> Columns;
         for (int v = 0; v < VECTORS; v += SOME) {
-            Columns left(*p.codes, p.first_panel + panel, v * LANES, WIDTH, 0), right(*p.codes, p.first_panel + panel, (v + 1) * LANES, WIDTH, 0);
+            Columns left(*p.codes, p.first_panel + panel, v * LANES, WIDTH, 0, scattered);
+            Columns right(*p.codes, p.first_panel + panel, (v + 1) * LANES, WIDTH, 0, scattered);
             floats acc[R][SOME] = {};
             for (int64_t k = 0; k < p.inner; k += 8) {
                 uints words[SOME][Columns::WORDS];
@@ -342,9 +343,10 @@ void multiply(Product p) {
     const int64_t threads = std::max<int64_t>(1, std::min(p.threads, work / MIN_WORK));
     const ProductTasks all(p, panels, threads, ROWS, MAX_ROWS);
     in_parallel(all.count(), threads, [&](Tasks& some) {
-        uint32_t sums[MAX_ROWS * WIDTH];
-        uint32_t wide[E::a_words == 2 ? DEPTH * WIDTH : 1];
-        std::vector<uint32_t> packed(p.w_row || p.codes ? DEPTH * WIDTH : 0);
+        alignas(64) uint32_t sums[MAX_ROWS * WIDTH];
+        alignas(64) uint32_t wide[E::a_words == 2 ? DEPTH * WIDTH : 1];
+        alignas(64) uint32_t packed[DEPTH * WIDTH];
+        ScatteredGroups groups;
         // Returns what this thread reads after word `end` of the task's panel: the rest of the panel, or probably the panel of the task after those
         // that other threads take meanwhile.
         const auto after = [&](int64_t task, int64_t end, int64_t depth) -> Next {
@@ -356,10 +358,11 @@ void multiply(Product p) {
         for (int64_t task; (task = some.take()) >= 0;) {
             const auto [expert, panel, begin, end] = all.at(task);
             const Product q = of_expert(p, expert, panels);
+            const ScatteredGroup* scattered = p.codes ? groups.take(*p.codes, q.first_panel + panel, WIDTH) : nullptr;
             if constexpr (!E::scaled)
                 if (p.codes && end - begin <= IN_REGISTERS) {
-                    if (end - begin == 1) coded_rows<E, T, 1>(q, panel, begin, sums);
-                    if (end - begin == 2) coded_rows<E, T, 2>(q, panel, begin, sums);
+                    if (end - begin == 1) coded_rows<E, T, 1>(q, panel, begin, scattered, sums);
+                    if (end - begin == 2) coded_rows<E, T, 2>(q, panel, begin, scattered, sums);
                     continue;
                 }
             const bool widens = E::a_words == 2 && end - begin >= WIDENED_ROWS;
@@ -367,10 +370,10 @@ void multiply(Product p) {
             for (int64_t k = 0; k < p.words; k += depth) {
                 const int64_t words = std::min(depth, p.words - k);
                 const uint32_t* weights = q.weights + panel * p.words * WIDTH + k * E::side;
-                if (p.w_row) pack<WIDTH>(p, panel, k, words, packed.data()), weights = packed.data();
+                if (p.w_row) pack<WIDTH>(p, panel, k, words, packed), weights = packed;
                 if constexpr (!E::scaled)
                     if (p.codes)
-                        unpack<E::per_word, WIDTH, WIDTH>(*p.codes, q.first_panel + panel, k * E::per_word, words * E::per_word, packed.data()), weights = packed.data();
+                        unpack<E::per_word, WIDTH, WIDTH>(*p.codes, q.first_panel + panel, k * E::per_word, words * E::per_word, scattered, packed), weights = packed;
                 if constexpr (E::a_words == 2)
                     if (widens) {
                         widen<E>(weights, words, wide);

@@ -14,7 +14,7 @@ constexpr int64_t MIN_TILES = 150;  // products of 16 rows, 16 words and a panel
 template <class E, class T>
 class TileTask {
    public:
-    explicit TileTask(const Product& p) : all_(p), p_(p), packed_(p.w_row || p.codes ? TILE_DEPTH * WIDTH : 0) {
+    explicit TileTask(const Product& p) : all_(p), p_(p) {
         const int64_t last = p.words - (p.words - 1) / TILE_DEPTH * TILE_DEPTH;
         rows_at_a_time_ = (SIDE - 1) / std::max<int64_t>(1, last / TILE * (WIDTH / SIDE)) + 1;
     }
@@ -26,13 +26,14 @@ class TileTask {
         plan_fetching(end - begin, next);
         p_ = of_expert(all_, task.expert, panels_of(all_));
         panel_ = panel, begin_ = finished_ = summed_ = begin, end_ = end;
+        const ScatteredGroup* scattered = p_.codes ? groups_.take(*p_.codes, p_.first_panel + panel, WIDTH) : nullptr;
         for (int64_t k = 0; k < p_.words; k += TILE_DEPTH) {
             const int64_t words = std::min(TILE_DEPTH, p_.words - k);
             const uint32_t* weights = p_.weights + panel * p_.words * WIDTH + k * SIDE;
             int64_t from_side = p_.words * SIDE;
-            if (p_.w_row) pack<SIDE>(p_, panel, k, words, packed_.data()), weights = packed_.data(), from_side = words * SIDE;
+            if (p_.w_row) pack<SIDE>(p_, panel, k, words, packed_), weights = packed_, from_side = words * SIDE;
             if constexpr (!E::scaled)
-                if (p_.codes) unpack<2, WIDTH, SIDE>(*p_.codes, p_.first_panel + panel, 2 * k, 2 * words, packed_.data()), weights = packed_.data(), from_side = words * SIDE;
+                if (p_.codes) unpack<2, WIDTH, SIDE>(*p_.codes, p_.first_panel + panel, 2 * k, 2 * words, scattered, packed_), weights = packed_, from_side = words * SIDE;
             for (int64_t row = begin; row < end; row += SIDE) {
                 add(row, k, words, weights, from_side);
                 if (k + words == p_.words) summed_ = std::min(end, row + SIDE);
@@ -102,7 +103,8 @@ class TileTask {
     const uint32_t *ahead_ = nullptr, *ahead_end_ = nullptr;  // weights of the next task that have not been prefetched
     int64_t ahead_at_a_time_ = 0;
     Tiles shapes_;
-    std::vector<uint32_t> packed_;
+    ScatteredGroups groups_;
+    alignas(64) uint32_t packed_[TILE_DEPTH * WIDTH];
     alignas(64) uint32_t sums_[MAX_ROWS * WIDTH];
     alignas(64) uint32_t x_rest_[SIDE * TILE] = {}, w_rest_[SIDE * TILE] = {};
 };

@@ -24,8 +24,10 @@ int32_t take_coded(const RowTable& r) {
     const Codes& c = *(const Codes*)r.table;
     return take(r, [&](int64_t row, char* y) {
         const int column = int(row % WIDTH), lane = column % LANES;
+        ScatteredGroups groups;
+        const ScatteredGroup* scattered = groups.take(c, row / WIDTH, WIDTH);
         with_form(c, [&](auto form) {
-            Unpacker<decltype(form), PER_WORD> some(c, row / WIDTH, column - lane, WIDTH, 0);
+            Unpacker<decltype(form), PER_WORD> some(c, row / WIDTH, column - lane, WIDTH, 0, scattered);
             for (int64_t k = 0; k < c.inputs; k += 8) {
                 uints words[8 / PER_WORD];
                 some.unpack(k, words);
