@@ -22,7 +22,7 @@ from benchmarks.programs import ROOT, run_batchgen
 from benchmarks.workloads import single_token_words
 
 FORMATS = {
-    "Q4_0": "gguf", "Q8_0": "gguf", "AWQ": "awq", "GPTQ": "gptq", "NF4": "bitsandbytes nf4", "FP8": "fp8", "W4A16": "W4A16",
+    "Q4_0": "gguf", "Q4_K": "gguf", "Q8_0": "gguf", "MXFP4": "gguf", "AWQ": "awq", "GPTQ": "gptq", "NF4": "bitsandbytes nf4", "FP8": "fp8", "W4A16": "W4A16",
 }  # fmt: skip
 """The formats, and who makes their checkpoints: "gguf", or a name of tests/support/quantized.py."""
 PLAIN = "bfloat16"

@@ -42,6 +42,8 @@ HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 OTHERS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 SECTIONS = [11, 11, 10, 0]
 """The sections of a rotary embedding with positions of images. In text all sections have the same position."""
+FILE_TYPES = {"F32": "ALL_F32", "Q4_K": "MOSTLY_Q4_K_M", "MXFP4": "MOSTLY_MXFP4_MOE"}
+"""The type of a file, by the type of its matrices, where it is not MOSTLY_ and this."""
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(np.uint16)}
 
 
@@ -65,12 +67,12 @@ def pairs_side_by_side(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[A
 
 
 def write_gguf(folder: Path, to: Path, weights: str) -> None:
-    """`weights`: the type of all matrices, by its name in gguf (F32, BF16, F16, Q8_0)."""
+    """`weights`: the type of all matrices, by its name in gguf (F32, BF16, F16, Q8_0, Q4_0, MXFP4, Q4_K)."""
     kind = gguf.GGMLQuantizationType[weights]
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     hybrid = config["model_type"] == "qwen3_5_text"
     writer = gguf.GGUFWriter(to, "qwen35" if hybrid else "llama")
-    write_header(writer, config, "ALL_F32" if weights == "F32" else f"MOSTLY_{weights}")
+    write_header(writer, config, FILE_TYPES.get(weights, f"MOSTLY_{weights}"))
     if hybrid:
         write_hybrid_header(writer, config)
     write_tokenizer(writer, folder, config["vocab_size"])
@@ -122,7 +124,33 @@ def widened(weight: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def put(writer: Any, name: str, weight: np.ndarray[Any, Any], kind: gguf.GGMLQuantizationType) -> None:
     if weight.ndim == 1:  # llama.cpp wants the norms in float32
         kind = gguf.GGMLQuantizationType.F32
-    writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(widened(weight)), kind), raw_dtype=kind)
+    numbers = np.ascontiguousarray(widened(weight))
+    q4_k = kind == gguf.GGMLQuantizationType.Q4_K
+    writer.add_tensor(name, q4_k_blocks(numbers) if q4_k else gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+
+
+def q4_k_blocks(weight: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Returns a matrix [N, K] in float32 as blocks of Q4_K, [N, K / 256 * 144], which the package gguf reads but does not write.
+
+    A number is d * scale * code - dmin * minimum, with a scale and a minimum of 6 bits for each 32 numbers, d and dmin in float16 for each 256.
+    """
+    groups = weight.reshape(-1, 8, 32)
+    low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
+    steps, halves, whole = [], [], []
+    for size in ((high - low) / 15, -low):
+        halves.append((size.max(-1, keepdims=True) / 63).astype(np.float16))
+        coarse = np.maximum(halves[-1].astype(np.float32), 1e-12)
+        whole.append(np.clip(np.rint(size / coarse), 0, 63).astype(np.uint8))
+        steps.append((halves[-1].astype(np.float32) * whole[-1])[..., None])
+    codes = np.clip(np.rint((groups + steps[1]) / np.maximum(steps[0], 1e-12)), 0, 15).astype(np.uint8)
+    pairs = codes.reshape(-1, 4, 2, 32)
+    first = [
+        part[:, :4] | (part[:, 4:] >> 4) << 6 for part in whole
+    ]  # the upper bits of the last four lie above the first four
+    rest = (whole[0][:, 4:] & 15) | (whole[1][:, 4:] & 15) << 4
+    nibbles = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)
+    blocks = np.concatenate([*(half.view(np.uint8) for half in halves), *first, rest, nibbles], axis=1)
+    return blocks.reshape(weight.shape[0], -1)
 
 
 def write_header(writer: Any, config: dict[str, Any], file_type: str) -> None:
