@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,11 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.jobs.identity import model_identity
 from batchgen.kernels.codes import PackedTensor
+from batchgen.kernels.int8 import are_whole
 from batchgen.model.loader import load_model
 from batchgen.model.weights.gguf import TYPES, from_blocks
 from batchgen.model.weights.quantized import bytes_of
+from batchgen.model.weights.sizes import WHOLE_GGUF
 from batchgen.model_files import gguf_file
 from batchgen.prompts import load_tokenizer
 from batchgen.stats import size_text
@@ -172,5 +175,6 @@ def test_the_numbers_of_packed_blocks_are_those_of_the_package_gguf_to_the_last_
     expected = torch.from_numpy(dequantize(data, GGMLQuantizationType[kind]).copy())
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(packed.to(dtype).unpacked().view(torch.int16), expected.to(dtype).view(torch.int16))
+    assert are_whole(SimpleNamespace(coding=packed.coding, parts=packed.parts)) == (kind in WHOLE_GGUF)
     if kind[:2] in ("Q4", "Q5", "Q6", "Q8", "Q3"):
         assert packed.packed_bytes <= 1.04 * data.nbytes

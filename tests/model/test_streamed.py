@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, UsageError
+from batchgen.kernels import isa
 from batchgen.kernels.memory import FilePieces, Pages, in_huge_pages, mapped_files, pieces_in
 from batchgen.kernels.ops import PackedLinear, is_fast
 from batchgen.model.weights.sizes import StoredTensor, WeightSizes, are_streamed, sizes_of, weight_sizes
@@ -157,7 +158,9 @@ def test_a_full_disk_is_an_error_with_a_way_out(tmp_path: Path, monkeypatch: pyt
         load_folder(folder, weights="streamed")
 
 
-SIZES = WeightSizes(kept=100 << 20, int8=120 << 20, streamed=30 << 20, plain=400 << 20, stored=100 << 20, largest=0)
+SIZES = WeightSizes(
+    kept=100 << 20, int8=120 << 20, int8_load=400 << 20, streamed=30 << 20, plain=400 << 20, stored=100 << 20, largest=0
+)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +221,34 @@ def test_sizes_are_told_from_the_headers_of_files() -> None:
     assert found.kept == 12800 + 5 * (20480 + 1280 + 128)
     assert found.streamed == 12800 + 3 * (20480 + 1280 + 128)
     assert found.plain == 12800 + 5 * (2 * 64 * 640 + 1280 + 128)
-    assert found.int8 == 12800 + 5 * (64 * 640 + 8 * 640 + 1280 + 128)
+
+
+@pytest.mark.parametrize(
+    ("instructions", "settings", "tensor", "stays"),
+    [
+        ("avx2", {"quant_method": "gptq", "bits": 4}, ("qweight", "I32", [8, 640]), True),
+        ("avx2", {"quant_method": "gptq", "bits": 4, "desc_act": True}, ("qweight", "I32", [8, 640]), False),
+        ("avx2", {"quant_method": "gptq", "bits": 8}, ("qweight", "I32", [16, 640]), False),
+        ("amx", {"quant_method": "gptq", "bits": 4}, ("qweight", "I32", [8, 640]), False),
+        ("none", {"quant_method": "gptq", "bits": 4}, ("qweight", "I32", [8, 640]), False),
+        ("avx2", {"quant_method": "bitsandbytes"}, ("weight", "U8", [640, 32]), False),
+        ("avx2", {"quant_method": "modelopt"}, ("weight", "U8", [640, 32]), True),
+        ("avx2", {"quant_method": "compressed-tensors"}, ("weight_packed", "I32", [640, 8]), True),
+        ("avx2", {"quant_method": "gguf"}, ("weight", "Q4_0", [640, 64]), True),
+        ("avx2", {"quant_method": "gguf"}, ("weight", "Q4_K", [640, 64]), False),
+    ],
+)
+def test_int8_counts_codes_of_4_bits_that_it_multiplies_as_they_are(
+    instructions: str, settings: dict[str, Any], tensor: Any, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isa, "instruction_set", lambda: instructions)
+    name, dtype, shape = tensor
+    table = StoredTensor("embed.weight", "BF16", [100, 64], 12800)
+    found = weight_sizes([table, StoredTensor(f"layers.0.up.{name}", dtype, shape, 20480)], settings, 2)
+    kept, plain = 12800 + (23680 if dtype == "Q4_K" else 20480), 12800 + 2 * 64 * 640
+    assert (found.kept, found.plain) == (kept, plain)
+    in_8_bits = 12800 + 64 * 640 + 8 * 640
+    assert (found.int8, found.int8_load) == ((kept, kept) if stays else (in_8_bits, plain))
 
 
 @pytest.mark.parametrize("name", ["llama", "awq", "gptq", "mxfp4", "fp8 experts", "bitsandbytes int8"])

@@ -32,6 +32,8 @@ _GGUF_BITS = {
     "IQ2_S": 3.625, "IQ1_S": 3.375, "IQ1_M": 3.625,
 }  # fmt: skip
 """Bits of a number in memory, of the types that take more there than in the file."""
+WHOLE_GGUF = {"Q4_0", "IQ4_NL", "IQ4_XS", "IQ3_XXS", "IQ3_S", "MXFP4"}
+"""The types of GGUF that `--quantize int8` multiplies as they are: 4 bits, of whole numbers or halves (`kernels.int8.are_whole`)."""
 _SCALES = ("scales", "scale", "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale", "absmax", "nested_absmax", "quant_map", "nested_quant_map", "SCB")  # fmt: skip
 """The last parts of the names of tensors that belong to a packed weight, and stay in their own type."""
 
@@ -54,6 +56,8 @@ class WeightSizes:
     """As they are: packed ones stay packed."""
     int8: int
     """With `--quantize int8`."""
+    int8_load: int
+    """With `--quantize int8`, while they are loaded."""
     streamed: int
     """The least when layers are streamed: what is outside of the layers, and `LAYERS_READ` of them."""
     plain: int
@@ -94,7 +98,7 @@ def memory_table(config: ModelConfig, hf_config: Any, dtype: str) -> MemoryTable
     with suppress(ModelError):
         asked = replace(config, weights="auto", quantize="none")
         auto = "streamed" if are_streamed(asked, sizes, kv, free) else "resident"
-    return MemoryTable(free, sizes.kept, sizes.int8, sizes.plain, sizes.streamed, kv, auto)
+    return MemoryTable(free, sizes.kept, sizes.int8, sizes.int8_load, sizes.streamed, kv, auto)
 
 
 def kv_beside(hf_config: Any, itemsize: int) -> int:
@@ -115,8 +119,9 @@ def are_streamed(config: ModelConfig, sizes: WeightSizes | None, kv: int, free: 
     limit = None if config.weight_memory is None else parse_size(config.weight_memory, "--weight-memory")
     if sizes is None:
         return config.weights == "streamed" or limit is not None
-    unpacked = config.quantize != "none" or config.lora is not None
-    needed = sizes.plain if unpacked else sizes.kept
+    needed = sizes.kept if config.quantize == "none" else sizes.int8_load
+    if config.lora is not None:
+        needed = sizes.plain
     if config.weights != "streamed" and (needed + kv <= free if limit is None else needed <= limit):
         return False
     can_stream = config.quantize == "none" and config.weights != "resident"
@@ -224,6 +229,7 @@ def weight_sizes(
     """
     layers: defaultdict[str, int] = defaultdict(int)
     kept = int8 = plain = stored = largest = 0
+    any_codes = False
     for tensor in tensors:
         if not without.isdisjoint(tensor.name.split(".")):
             continue
@@ -237,11 +243,30 @@ def weight_sizes(
         name = f"{tensor.name.rpartition('.')[0]}.weight" if numbers else tensor.name
         # Words of packed numbers may lie the other way round; none is of a router.
         shape = tensor.shape if tensor.dtype in _FLOATS else [max(tensor.shape, default=0)] * len(tensor.shape)
-        int8 += numbers + 8 * shape[0] if is_int8_layer(name, shape) else whole
+        if on_cpu and numbers and _stays_in_4_bits(tensor, settings):
+            int8 += here
+            any_codes = True
+        else:
+            int8 += numbers + 8 * shape[0] if is_int8_layer(name, shape) else whole
         layers[_layer_of(tensor.name)] += here
     outside = layers.pop("", 0)
     at_once = LAYERS_READ * max(layers.values(), default=0)
-    return WeightSizes(kept, int8, min(kept, outside + at_once), plain, stored, largest)
+    int8_load = max(kept, int8) if any_codes else plain
+    return WeightSizes(kept, int8, int8_load, min(kept, outside + at_once), plain, stored, largest)
+
+
+def _stays_in_4_bits(tensor: StoredTensor, settings: Mapping[str, Any] | None) -> bool:
+    """Whether `--quantize int8` keeps a packed weight as it is, and multiplies its codes (`kernels.int8`)."""
+    if isa.instruction_set() in (isa.NONE, "amx") or not _layer_of(tensor.name):
+        return False
+    if tensor.dtype in WHOLE_GGUF:
+        return True
+    settings = settings or {}
+    last = tensor.name.rpartition(".")[2]
+    if last == "qweight":  # AWQ, and GPTQ whose groups have neighbouring inputs
+        return packed_bits(settings) == 4 and not settings.get("desc_act")
+    of_modelopt = settings.get("quant_method") == "modelopt" and last == "weight" and tensor.dtype == "U8"
+    return last == "weight_packed" or last.endswith("_blocks") or of_modelopt
 
 
 def _kept(tensor: StoredTensor, settings: Mapping[str, Any] | None, itemsize: int, *, on_cpu: bool) -> tuple[int, int]:
