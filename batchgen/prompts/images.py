@@ -153,9 +153,14 @@ class ImageProcessor:
         """Returns an image of a prompt, and what stands for it. `alone`: the prompt has no other. Raises `RowError("invalid_image")`."""
         alone = alone or not self._family.counted
         layout = self._layout(file, alone)
-        h = hashlib.blake2b(self._settings + file.digest + bytes([alone]), digest_size=8)
-        token = IMAGE_IDS | int.from_bytes(h.digest(), "little") >> 2
-        return Image(token, sum(layout.runs), file.path, layout.grid, alone, self._whole), layout
+        return Image(
+            self._token(file.digest, alone), sum(layout.runs), file.path, layout.grid, alone, self._whole
+        ), layout
+
+    def _token(self, digest: bytes, alone: bool) -> int:
+        """Returns `Image.token`. `digest`: of the file's bytes."""
+        h = hashlib.blake2b(self._settings + digest + bytes([alone]), digest_size=8)
+        return IMAGE_IDS | int.from_bytes(h.digest(), "little") >> 2
 
     def prompt_text(self, before: str, parts: Sequence[tuple[ImageLayout, str]]) -> str:
         """Returns a prompt's text: `before`, and then each image with the text after it. Raises `RowError("unsupported_content")`."""
@@ -177,12 +182,10 @@ class ImageProcessor:
         try:
             with open_file(image.path) as opened:
                 decoded = decode_image(opened)
-                digest = image_digest(opened)
+                token = self._token(image_digest(opened), image.alone)
         except Exception as e:  # noqa: BLE001 - Pillow's readers raise errors of many kinds for damaged files
             raise RowError("invalid_image", f"{image.path!r} cannot be read: {in_one_line(e)}") from None
-        file = ImageFile(image.path, digest, *decoded.size)
-        now, _ = self.image(file, alone=image.alone)
-        if now.token != image.token:
+        if token != image.token:
             raise RowError("invalid_image", f"{image.path!r} has changed since the job read it")
         inputs, _ = self._processed(decoded, image.alone)
         return inputs
