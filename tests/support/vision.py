@@ -74,10 +74,12 @@ class Seen:
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SECTIONS = {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}}
-QWEN_IDS = {
-    "image_token_id": ID["<|image_pad|>"], "video_token_id": ID["<|video_pad|>"], "vision_start_token_id": ID["<|vision_start|>"],
-    "vision_end_token_id": ID["<|vision_end|>"],
-}  # fmt: skip
+HALF = {"rope_parameters": ROPE | {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}}
+PINPOINTS = {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]}
+SQUARE = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
+PATCHES = {"size": {"height": 56, "width": 56}, "max_patches": 4}
+EYE = {k: v for k, v in SIGLIP.items() if k != "model_type"}
+PIXTRAL = SIGLIP | {"model_type": "pixtral", "image_size": 112}
 QWEN_EYE = {
     "depth": 2,
     "hidden_size": 32,
@@ -86,361 +88,260 @@ QWEN_EYE = {
     "patch_size": 14,
     "out_hidden_size": 64,
 }
-QWEN_PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
-QWEN_IMAGES = (
-    "qwen2_vl.image_processing_pil_qwen2_vl:Qwen2VLImageProcessorPil",
-    {"size": {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 12}},
-)
-LLAVA = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-PINPOINTS = [[56, 112], [112, 56], [112, 112]]
-SQUARE = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
-TILED = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}}
-MARKS = {
-    "start_image_token": "<img>",
-    "end_image_token": "</img>",
-    "context_image_token": "<IMG_CONTEXT>",
-    "video_token": "<video>",
-}
+QWEN3_EYE = QWEN_EYE | {"num_position_embeddings": 16}
+DEEP = {"deepstack_visual_indexes": [0, 1]}
+QWEN_MOE = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": [0],
+    "norm_topk_prob": True,
+}  # fmt: skip
+GLM_MOE = {
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 
 
 def _text(model_type: str, **settings: Any) -> dict[str, Any]:
     return LLAMA | {"model_type": model_type} | settings
 
 
-GEMMA4_EYE = {
-    "model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 3, "position_embedding_size": 64,
-}  # fmt: skip
+def _shape(model_type: str, **settings: Any) -> dict[str, Any]:
+    """A text model of a type that needs more than Llama."""
+    return LLAMA | SHAPES[model_type] | {"model_type": model_type} | settings
+
+
+def _images(folder: str, prefix: str, **settings: Any) -> tuple[str, dict[str, Any]]:
+    """The image processor that needs no torchvision."""
+    return f"{folder}.image_processing_pil_{folder}:{prefix}ImageProcessorPil", settings
+
+
+def _processor(folder: str, prefix: str, **settings: Any) -> tuple[str, dict[str, Any]]:
+    return f"{folder}.processing_{folder}:{prefix}Processor", settings
+
+
+def _qwen(text: dict[str, Any], eye: dict[str, Any], *processor: str, **fields: Any) -> Seen:
+    size = {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 12}
+    ids = {
+        "image_token_id": ID["<|image_pad|>"], "video_token_id": ID["<|video_pad|>"], "vision_start_token_id": ID["<|vision_start|>"],
+        "vision_end_token_id": ID["<|vision_end|>"],
+    }  # fmt: skip
+    given = {"images": _images("qwen2_vl", "Qwen2VL", size=size)} | fields
+    return Seen(
+        {"text_config": text, "vision_config": eye, **ids},
+        processor=_processor(*processor), place="<|vision_start|><|image_pad|><|vision_end|>", **given,
+    )  # fmt: skip
+
+
+QWEN_SIZE = _qwen({}, {}, "", "").images[1]
+
+
+def _glm(text: dict[str, Any], eye: dict[str, Any], folder: str, prefix: str) -> Seen:
+    ids = {
+        "image_token_id": ID["<|image|>"], "video_token_id": ID["<|video|>"], "image_start_token_id": ID["<|begin_of_image|>"],
+        "image_end_token_id": ID["<|end_of_image|>"], "video_start_token_id": ID["<|begin_of_video|>"],
+        "video_end_token_id": ID["<|end_of_video|>"],
+    }  # fmt: skip
+    size = {"shortest_edge": 28 * 28 * 8, "longest_edge": 28 * 28 * 24}
+    return Seen(
+        {"text_config": text, "vision_config": QWEN_EYE | {"image_size": 56} | eye, **ids},
+        _images(folder, prefix, size=size), _processor(folder, prefix), "<|begin_of_image|><|image|><|end_of_image|>",
+    )  # fmt: skip
+
+
+def _llava(folder: str, prefix: str, images: str = "CLIP", **config: Any) -> Seen:
+    pinpoints = {k: v for k, v in config.items() if k in PINPOINTS}
+    return Seen(
+        {"text_config": LLAMA, "vision_config": CLIP, **config},
+        _images("clip" if images == "CLIP" else "llava_next", images, **SQUARE, **pinpoints),
+        _processor(folder, prefix, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1),
+    )  # fmt: skip
+
+
+def _idefics3(folder: str, prefix: str) -> Seen:
+    tiled = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}}
+    eye = SIGLIP | {"model_type": f"{folder}_vision"}
+    return Seen(
+        {"text_config": LLAMA, "vision_config": eye, "image_token_id": ID["<image>"], "scale_factor": 2},
+        _images(folder, prefix, **tiled), _processor(folder, prefix, image_seq_len=4),
+    )  # fmt: skip
+
+
+def _internvl(text: str, place: str, *processor: str) -> Seen:
+    return Seen(
+        {
+            "text_config": _text(text), "image_token_id": ID["<IMG_CONTEXT>"], "image_seq_length": 4, "downsample_ratio": 0.5,
+            "vision_config": EYE | {"image_size": [56, 56], "patch_size": [14, 14]},
+        },
+        _images("got_ocr2", "GotOcr2", **PATCHES), _processor(*processor, image_seq_length=4), place,
+        {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"},
+    )  # fmt: skip
+
+
+def _pixtral(text: str, ids: dict[str, Any], *processor: str, **fields: Any) -> Seen:
+    return Seen(
+        {"text_config": _text(text), "vision_config": PIXTRAL, **ids},
+        _images("pixtral", "Pixtral", size={"longest_edge": 84}, patch_size=28),
+        _processor(*processor, patch_size=14, spatial_merge_size=2), "[IMG]", **fields,
+    )  # fmt: skip
 
 
 def _gemma4(**settings: Any) -> Seen:
-    text = (
-        LLAMA
-        | SHAPES["gemma4_text"]
-        | {"vocab_size_per_layer_input": VOCAB, "sliding_window": 24, "pad_token_id": 258}
-        | settings
-    )
+    eye = {
+        "model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 3, "position_embedding_size": 64,
+    }  # fmt: skip
+    text = {"vocab_size_per_layer_input": VOCAB, "sliding_window": 24, "pad_token_id": 258, "vocab_size": VOCAB}
     return Seen(
         {
-            "text_config": text | {"model_type": "gemma4_text", "vocab_size": VOCAB}, "vision_config": GEMMA4_EYE,
+            "text_config": _shape("gemma4_text", **text | settings), "vision_config": eye,
             "audio_config": {"model_type": "gemma4_audio", "num_hidden_layers": 1, "output_proj_dims": 32, "hidden_size": 32},
             "image_token_id": ID["<soft>"], "boi_token_id": ID["<boi>"], "eoi_token_id": ID["<eoi>"], "audio_token_id": ID["<sound>"],
             "boa_token_id": ID["<boa>"], "eoa_token_index": ID["<eoa>"], "video_token_id": ID["<|video|>"],
         },
-        ("gemma4.image_processing_pil_gemma4:Gemma4ImageProcessorPil", {"patch_size": 4, "max_soft_tokens": 70}),
-        ("gemma4.processing_gemma4:Gemma4Processor", {}),
-        "<soft>",
+        _images("gemma4", "Gemma4", patch_size=4, max_soft_tokens=70), _processor("gemma4", "Gemma4"), "<soft>",
         {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<soft>", "boa_token": "<boa>", "eoa_token": "<eoa>", "audio_token": "<sound>"},
     )  # fmt: skip
 
 
 def _paligemma(inner: str, **settings: Any) -> Seen:
-    text = LLAMA | SHAPES[inner] | {"model_type": inner, "vocab_size": VOCAB} | settings
     return Seen(
-        {"text_config": text, "vision_config": SIGLIP, "image_token_index": ID["<image>"], "projection_dim": 64, "hidden_size": 64},
-        ("siglip.image_processing_pil_siglip:SiglipImageProcessorPil", {"size": {"height": 56, "width": 56}, "image_seq_length": 16}),
-        ("paligemma.processing_paligemma:PaliGemmaProcessor", {}),
-        tokens={"image_token": "<image>"},
-        template=IMAGES_FIRST,
+        {
+            "text_config": _shape(inner, vocab_size=VOCAB, **settings), "vision_config": SIGLIP, "image_token_index": ID["<image>"],
+            "projection_dim": 64, "hidden_size": 64,
+        },
+        _images("siglip", "Siglip", size={"height": 56, "width": 56}, image_seq_length=16), _processor("paligemma", "PaliGemma"),
+        tokens={"image_token": "<image>"}, template=IMAGES_FIRST,
     )  # fmt: skip
 
-
-PIXTRAL = SIGLIP | {"model_type": "pixtral", "image_size": 112}
-GLM_IDS = {
-    "image_token_id": ID["<|image|>"], "video_token_id": ID["<|video|>"], "image_start_token_id": ID["<|begin_of_image|>"],
-    "image_end_token_id": ID["<|end_of_image|>"], "video_start_token_id": ID["<|begin_of_video|>"],
-    "video_end_token_id": ID["<|end_of_video|>"],
-}  # fmt: skip
-GLM_IMAGES = (
-    "glm4v.image_processing_pil_glm4v:Glm4vImageProcessorPil", {"size": {"shortest_edge": 28 * 28 * 8, "longest_edge": 28 * 28 * 24}},
-)  # fmt: skip
-GLM = ("glm4v.processing_glm4v:Glm4vProcessor", {})
-GLM_PLACE = "<|begin_of_image|><|image|><|end_of_image|>"
-HALF = {"rope_parameters": ROPE | {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}}
-QWEN_MOE = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": [0],
-    "norm_topk_prob": True,
-}  # fmt: skip
-QWEN3 = ("qwen3_vl.processing_qwen3_vl:Qwen3VLProcessor", {})
-QWEN3_EYE = QWEN_EYE | {"num_position_embeddings": 16}
 
 FAMILIES = {
     "aria": Seen(
         {
-            "text_config": LLAMA | SHAPES["aria_text"] | {"model_type": "aria_text"},
-            "vision_config": SIGLIP | {"model_type": "idefics3_vision", "image_size": 980, "patch_size": 98},
+            "text_config": _shape("aria_text"), "vision_config": SIGLIP | {"model_type": "idefics3_vision", "image_size": 980, "patch_size": 98},
             "image_token_index": ID["<image>"], "projector_patch_to_query_dict": {"100": 16},
         },
-        ("aria.image_processing_pil_aria:AriaImageProcessorPil", {}),
-        ("aria.processing_aria:AriaProcessor", {"size_conversion": {"980": 16}}),
-        tokens={"image_token": "<image>"},
+        _images("aria", "Aria"), _processor("aria", "Aria", size_conversion={"980": 16}), tokens={"image_token": "<image>"},
     ),
     "aya_vision": Seen(
         {
-            "text_config": LLAMA | SHAPES["cohere2"] | {"model_type": "cohere2", "sliding_window": 24},
-            "vision_config": SIGLIP, "image_token_index": ID["<|IMG_PATCH|>"], "downsample_factor": 2, "alignment_intermediate_size": 64,
+            "text_config": _shape("cohere2", sliding_window=24), "vision_config": SIGLIP, "image_token_index": ID["<|IMG_PATCH|>"],
+            "downsample_factor": 2, "alignment_intermediate_size": 64,
         },
-        ("got_ocr2.image_processing_pil_got_ocr2:GotOcr2ImageProcessorPil", {"size": {"height": 56, "width": 56}, "max_patches": 4}),
-        ("aya_vision.processing_aya_vision:AyaVisionProcessor", {"patch_size": 14, "img_size": 56, "downsample_factor": 2}),
+        _images("got_ocr2", "GotOcr2", **PATCHES), _processor("aya_vision", "AyaVision", patch_size=14, img_size=56, downsample_factor=2),
     ),
     "cohere2_vision": Seen(
         {
-            "text_config": LLAMA | SHAPES["cohere2"] | {"model_type": "cohere2", "sliding_window": 24}, "vision_config": SIGLIP,
-            "image_token_id": ID["<|IMG_PATCH|>"], "downsample_factor": 2, "alignment_intermediate_size": 64,
+            "text_config": _shape("cohere2", sliding_window=24), "vision_config": SIGLIP, "image_token_id": ID["<|IMG_PATCH|>"],
+            "downsample_factor": 2, "alignment_intermediate_size": 64,
         },
-        ("cohere2_vision.image_processing_cohere2_vision:Cohere2VisionImageProcessor", {"size": {"height": 56, "width": 56}, "max_patches": 4, "patch_size": 2}),
-        ("cohere2_vision.processing_cohere2_vision:Cohere2VisionProcessor", {}),
-        "<|IMG_PATCH|>",
+        ("cohere2_vision.image_processing_cohere2_vision:Cohere2VisionImageProcessor", PATCHES | {"patch_size": 2}),
+        _processor("cohere2_vision", "Cohere2Vision"), "<|IMG_PATCH|>",
         {"boi_token": "<|START_OF_IMG|>", "eoi_token": "<|END_OF_IMG|>", "image_token": "<|IMG_PATCH|>", "img_line_break_token": "[IMG_BREAK]"},
         needs="torchvision",
     ),
     "deepseek_vl": Seen(
         {"text_config": LLAMA, "vision_config": SIGLIP, "image_token_id": ID["<image>"]},
-        ("deepseek_vl.image_processing_pil_deepseek_vl:DeepseekVLImageProcessorPil", {"size": {"height": 56, "width": 56}}),
-        ("deepseek_vl.processing_deepseek_vl:DeepseekVLProcessor", {"num_image_tokens": 16}),
+        _images("deepseek_vl", "DeepseekVL", size={"height": 56, "width": 56}), _processor("deepseek_vl", "DeepseekVL", num_image_tokens=16),
         tokens={"image_token": "<image>"},
     ),
-    "exaone4_5": Seen(
-        {
-            "text_config": LLAMA | SHAPES["exaone4"] | {"model_type": "exaone4", "sliding_window": 24}, **QWEN_IDS,
-            "vision_config": QWEN_EYE | {"fullatt_block_indexes": [1], "window_size": 56, "num_key_value_heads": 2},
-        },
-        QWEN_IMAGES, ("exaone4_5.processing_exaone4_5:Exaone4_5_Processor", {}), QWEN_PLACE,
+    "exaone4_5": _qwen(
+        _shape("exaone4", sliding_window=24), QWEN_EYE | {"fullatt_block_indexes": [1], "window_size": 56, "num_key_value_heads": 2},
+        "exaone4_5", "Exaone4_5_",
     ),
     "gemma3": Seen(
         {
-            "text_config": LLAMA | SHAPES["gemma3_text"] | {"model_type": "gemma3_text", "vocab_size": VOCAB, "sliding_window": 24},
-            "vision_config": SIGLIP, "image_token_id": ID["<soft>"], "boi_token_index": ID["<boi>"], "eoi_token_index": ID["<eoi>"],
-            "mm_tokens_per_image": 16,
+            "text_config": _shape("gemma3_text", vocab_size=VOCAB, sliding_window=24), "vision_config": SIGLIP, "image_token_id": ID["<soft>"],
+            "boi_token_index": ID["<boi>"], "eoi_token_index": ID["<eoi>"], "mm_tokens_per_image": 16,
         },
-        ("gemma3.image_processing_pil_gemma3:Gemma3ImageProcessorPil", {"size": {"height": 56, "width": 56}}),
-        ("gemma3.processing_gemma3:Gemma3Processor", {"image_seq_length": 16}),
-        "<boi>",
+        _images("gemma3", "Gemma3", size={"height": 56, "width": 56}), _processor("gemma3", "Gemma3", image_seq_length=16), "<boi>",
         {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<soft>"},
     ),
     "gemma3n": Seen(
         {
-            "text_config": LLAMA | SHAPES["gemma3n_text"] | {
-                "model_type": "gemma3n_text", "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB - 8, "sliding_window": 24,
-            },
-            "vision_config": {
-                "model_type": "gemma3n_vision", "architecture": "resnet10t", "hidden_size": 512, "vocab_offset": VOCAB - 8, "vocab_size": 4,
-            },
-            "audio_config": {
-                "model_type": "gemma3n_audio", "conf_num_hidden_layers": 1, "hidden_size": 64, "vocab_offset": VOCAB - 4, "vocab_size": 4,
-            },
+            "text_config": _shape("gemma3n_text", vocab_size=VOCAB, vocab_size_per_layer_input=VOCAB - 8, sliding_window=24),
+            "vision_config": {"model_type": "gemma3n_vision", "architecture": "resnet10t", "hidden_size": 512, "vocab_offset": VOCAB - 8, "vocab_size": 4},
+            "audio_config": {"model_type": "gemma3n_audio", "conf_num_hidden_layers": 1, "hidden_size": 64, "vocab_offset": VOCAB - 4, "vocab_size": 4},
             "image_token_id": VOCAB - 7, "boi_token_id": ID["<boi>"], "eoi_token_id": VOCAB - 8, "audio_token_id": VOCAB - 3,
             "boa_token_id": ID["<boa>"], "eoa_token_id": VOCAB - 4, "vision_soft_tokens_per_image": 16,
         },
-        ("siglip.image_processing_pil_siglip:SiglipImageProcessorPil", {"size": {"height": 128, "width": 128}}),
-        ("gemma3n.processing_gemma3n:Gemma3nProcessor", {"image_seq_length": 16}),
-        "<n_soft>",
-        {
-            "boi_token": "<boi>", "eoi_token": "<n_eoi>", "image_token": "<n_soft>", "boa_token": "<boa>", "eoa_token": "<n_eoa>",
-            "audio_token": "<n_sound>",
-        },
+        _images("siglip", "Siglip", size={"height": 128, "width": 128}), _processor("gemma3n", "Gemma3n", image_seq_length=16), "<n_soft>",
+        {"boi_token": "<boi>", "eoi_token": "<n_eoi>", "image_token": "<n_soft>", "boa_token": "<boa>", "eoa_token": "<n_eoa>", "audio_token": "<n_sound>"},
         needs="timm",
     ),
     "gemma4": _gemma4(),
     "gemma4/whole": _gemma4(use_bidirectional_attention="vision", hidden_size_per_layer_input=0, num_kv_shared_layers=0),
-    "glm46v": Seen(
-        {"text_config": _text("glm4v_text", **HALF), "vision_config": QWEN_EYE | {"model_type": "glm4v_vision", "image_size": 56}, **GLM_IDS},
-        ("glm46v.image_processing_pil_glm46v:Glm46VImageProcessorPil", GLM_IMAGES[1]),
-        ("glm46v.processing_glm46v:Glm46VProcessor", {}), GLM_PLACE,
-    ),
-    "glm4v": Seen(
-        {"text_config": _text("glm4v_text", **HALF), "vision_config": QWEN_EYE | {"image_size": 56}, **GLM_IDS},
-        GLM_IMAGES, GLM, GLM_PLACE,
-    ),
-    "glm4v_moe": Seen(
-        {
-            "text_config": _text(
-                "glm4v_moe_text", n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=32, n_group=2,
-                topk_group=1, first_k_dense_replace=1, **HALF,
-            ),
-            "vision_config": QWEN_EYE | {"image_size": 56}, **GLM_IDS,
-        },
-        GLM_IMAGES, GLM, GLM_PLACE,
-    ),
-    "glm_ocr": Seen(
-        {"text_config": _text("glm_ocr_text", **SECTIONS), "vision_config": QWEN_EYE | {"image_size": 56}, **GLM_IDS},
-        ("glm46v.image_processing_pil_glm46v:Glm46VImageProcessorPil", GLM_IMAGES[1]),
-        ("glm46v.processing_glm46v:Glm46VProcessor", {}), GLM_PLACE,
-    ),
+    "glm46v": _glm(_text("glm4v_text", **HALF), {"model_type": "glm4v_vision"}, "glm46v", "Glm46V"),
+    "glm4v": _glm(_text("glm4v_text", **HALF), {}, "glm4v", "Glm4v"),
+    "glm4v_moe": _glm(_text("glm4v_moe_text", **GLM_MOE, **HALF), {}, "glm4v", "Glm4v"),
+    "glm_ocr": _glm(_text("glm_ocr_text", **SECTIONS), {}, "glm46v", "Glm46V"),
     "granite_docling": Seen(
         {
             "text_config": _text("granite_docling_text", attention_multiplier=0.25, residual_multiplier=1.0), "image_token_id": ID["<image>"],
-            "vision_config": {k: v for k, v in SIGLIP.items() if k != "model_type"} | {
-                "out_hidden_size": 64, "scale_factor": 2, "deepstack_visual_indexes": [0, 1], "use_fine_route": False,
-            },
+            "vision_config": EYE | DEEP | {"out_hidden_size": 64, "scale_factor": 2, "use_fine_route": False},
         },
-        ("granite_docling.image_processing_pil_granite_docling:GraniteDoclingImageProcessorPil", {"size": {"height": 56, "width": 56}, "max_patches": 4}),
-        ("granite_docling.processing_granite_docling:GraniteDoclingProcessor", {"image_seq_len": 4}),
-    ),
-    "idefics3": Seen(
-        {
-            "text_config": LLAMA, "vision_config": SIGLIP | {"model_type": "idefics3_vision"}, "image_token_id": ID["<image>"],
-            "scale_factor": 2,
-        },
-        ("idefics3.image_processing_pil_idefics3:Idefics3ImageProcessorPil", TILED),
-        ("idefics3.processing_idefics3:Idefics3Processor", {"image_seq_len": 4}),
+        _images("granite_docling", "GraniteDocling", **PATCHES), _processor("granite_docling", "GraniteDocling", image_seq_len=4),
     ),
     "idefics2": Seen(
         {
-            "text_config": _text("mistral", rms_norm_eps=1e-5), "image_token_id": ID["<image>"],
-            "vision_config": {k: v for k, v in SIGLIP.items() if k != "model_type"},
+            "text_config": _text("mistral", rms_norm_eps=1e-5), "image_token_id": ID["<image>"], "vision_config": EYE,
             "perceiver_config": {"hidden_size": 64, "resampler_n_latents": 4, "resampler_depth": 2, "resampler_n_heads": 4, "resampler_head_dim": 16, "num_key_value_heads": 2},
         },
-        ("idefics2.image_processing_pil_idefics2:Idefics2ImageProcessorPil", {"size": {"shortest_edge": 28, "longest_edge": 56}, "do_image_splitting": False}),
-        ("idefics2.processing_idefics2:Idefics2Processor", {"image_seq_len": 4}),
+        _images("idefics2", "Idefics2", size={"shortest_edge": 28, "longest_edge": 56}, do_image_splitting=False),
+        _processor("idefics2", "Idefics2", image_seq_len=4),
     ),
-    "internvl": Seen(
-        {
-            "text_config": _text("qwen2"), "image_token_id": ID["<IMG_CONTEXT>"], "image_seq_length": 4, "downsample_ratio": 0.5,
-            "vision_config": {k: v for k, v in SIGLIP.items() if k != "model_type"} | {"image_size": [56, 56], "patch_size": [14, 14]},
-        },
-        ("got_ocr2.image_processing_pil_got_ocr2:GotOcr2ImageProcessorPil", {"size": {"height": 56, "width": 56}, "max_patches": 4}),
-        ("internvl.processing_internvl:InternVLProcessor", {"image_seq_length": 4}),
-        "<IMG_CONTEXT>",
-        MARKS,
-    ),
+    "idefics3": _idefics3("idefics3", "Idefics3"),
+    "internvl": _internvl("qwen2", "<IMG_CONTEXT>", "internvl", "InternVL"),
     "lfm2_vl": Seen(
         {
-            "text_config": LLAMA | SHAPES["lfm2"] | {"model_type": "lfm2"}, "image_token_id": ID["<image>"], "projector_hidden_size": 48,
-            "vision_config": {k: v for k, v in SIGLIP.items() if k not in ("image_size",)} | {"model_type": "siglip2_vision_model", "num_patches": 16},
+            "text_config": _shape("lfm2"), "image_token_id": ID["<image>"], "projector_hidden_size": 48,
+            "vision_config": {k: v for k, v in EYE.items() if k != "image_size"} | {"model_type": "siglip2_vision_model", "num_patches": 16},
         },
         (
             "lfm2_vl.image_processing_lfm2_vl:Lfm2VlImageProcessor",
             {"size": {"height": 56, "width": 56}, "tile_size": 56, "encoder_patch_size": 14, "min_image_tokens": 4, "max_image_tokens": 9, "max_tiles": 4},
         ),
-        ("lfm2_vl.processing_lfm2_vl:Lfm2VlProcessor", {}),
+        _processor("lfm2_vl", "Lfm2Vl"),
         needs="torchvision",
     ),
-    "lighton_ocr": Seen(
-        {"text_config": _text("qwen3"), "vision_config": PIXTRAL, "image_token_id": ID["[IMG]"]},
-        ("pixtral.image_processing_pil_pixtral:PixtralImageProcessorPil", {"size": {"longest_edge": 84}, "patch_size": 28}),
-        ("lighton_ocr.processing_lighton_ocr:LightOnOcrProcessor", {"patch_size": 14, "spatial_merge_size": 2}),
-        "[IMG]",
-        {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+    "lighton_ocr": _pixtral(
+        "qwen3", {"image_token_id": ID["[IMG]"]}, "lighton_ocr", "LightOnOcr",
+        tokens={"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
     ),
-    "llava": Seen(
-        {"text_config": LLAMA, "vision_config": CLIP, "image_token_id": ID["<image>"]},
-        ("clip.image_processing_pil_clip:CLIPImageProcessorPil", SQUARE),
-        ("llava.processing_llava:LlavaProcessor", LLAVA),
-    ),
-    "llava_next": Seen(
-        {"text_config": LLAMA, "vision_config": CLIP, "image_token_index": ID["<image>"], "image_grid_pinpoints": PINPOINTS},
-        ("llava_next.image_processing_pil_llava_next:LlavaNextImageProcessorPil", SQUARE | {"image_grid_pinpoints": PINPOINTS}),
-        ("llava_next.processing_llava_next:LlavaNextProcessor", LLAVA),
-    ),
-    "llava_next_video": Seen(
-        {
-            "text_config": LLAMA, "vision_config": CLIP, "image_token_index": ID["<image>"], "video_token_index": ID["<video>"],
-            "image_grid_pinpoints": PINPOINTS,
-        },
-        ("llava_next.image_processing_pil_llava_next:LlavaNextImageProcessorPil", SQUARE | {"image_grid_pinpoints": PINPOINTS}),
-        ("llava_next_video.processing_llava_next_video:LlavaNextVideoProcessor", LLAVA),
+    "llava": _llava("llava", "Llava", image_token_id=ID["<image>"]),
+    "llava_next": _llava("llava_next", "LlavaNext", "LlavaNext", image_token_index=ID["<image>"], **PINPOINTS),
+    "llava_next_video": _llava(
+        "llava_next_video", "LlavaNextVideo", "LlavaNext", image_token_index=ID["<image>"], video_token_index=ID["<video>"], **PINPOINTS
     ),
     "llava_onevision": Seen(
-        {
-            "text_config": _text("qwen2"), "vision_config": SIGLIP, "image_token_index": ID["<image>"], "video_token_index": ID["<video>"],
-            "image_grid_pinpoints": PINPOINTS,
-        },
-        (
-            "llava_onevision.image_processing_pil_llava_onevision:LlavaOnevisionImageProcessorPil",
-            {"size": {"height": 56, "width": 56}, "image_grid_pinpoints": PINPOINTS},
-        ),
-        ("llava_onevision.processing_llava_onevision:LlavaOnevisionProcessor", {"num_image_tokens": 16, "vision_feature_select_strategy": "full"}),
+        {"text_config": _text("qwen2"), "vision_config": SIGLIP, "image_token_index": ID["<image>"], "video_token_index": ID["<video>"], **PINPOINTS},
+        _images("llava_onevision", "LlavaOnevision", size={"height": 56, "width": 56}, **PINPOINTS),
+        _processor("llava_onevision", "LlavaOnevision", num_image_tokens=16, vision_feature_select_strategy="full"),
     ),
-    "mistral3": Seen(
-        {
-            "text_config": _text("mistral"), "image_token_index": ID["[IMG]"], "spatial_merge_size": 2,
-            "vision_config": PIXTRAL,
-        },
-        ("pixtral.image_processing_pil_pixtral:PixtralImageProcessorPil", {"size": {"longest_edge": 84}, "patch_size": 28}),
-        ("pixtral.processing_pixtral:PixtralProcessor", {"patch_size": 14, "spatial_merge_size": 2}),
-        "[IMG]",
-    ),
-    "paddleocr_vl": Seen(
-        {
-            "text_config": _text("paddleocr_vl_text", **SECTIONS), **QWEN_IDS,
-            "vision_config": {k: v for k, v in SIGLIP.items() if k != "model_type"} | {"spatial_merge_size": 2},
-        },
-        ("paddleocr_vl.image_processing_pil_paddleocr_vl:PaddleOCRVLImageProcessorPil", QWEN_IMAGES[1]),
-        ("paddleocr_vl.processing_paddleocr_vl:PaddleOCRVLProcessor", {}), QWEN_PLACE, {"image_token": "<|image_pad|>"},
+    "mistral3": _pixtral("mistral", {"image_token_index": ID["[IMG]"], "spatial_merge_size": 2}, "pixtral", "Pixtral"),
+    "paddleocr_vl": _qwen(
+        _text("paddleocr_vl_text", **SECTIONS), EYE | {"spatial_merge_size": 2}, "paddleocr_vl", "PaddleOCRVL",
+        images=_images("paddleocr_vl", "PaddleOCRVL", **QWEN_SIZE), tokens={"image_token": "<|image_pad|>"},
     ),
     "paligemma": _paligemma("gemma"),
     "paligemma/2": _paligemma("gemma2", sliding_window=104),
-    "qianfan_ocr": Seen(
-        {
-            "text_config": _text("qwen3"), "image_token_id": ID["<IMG_CONTEXT>"], "image_seq_length": 4, "downsample_ratio": 0.5,
-            "vision_config": {k: v for k, v in SIGLIP.items() if k != "model_type"} | {"image_size": [56, 56], "patch_size": [14, 14]},
-        },
-        ("got_ocr2.image_processing_pil_got_ocr2:GotOcr2ImageProcessorPil", {"size": {"height": 56, "width": 56}, "max_patches": 4}),
-        ("qianfan_ocr.processing_qianfan_ocr:QianfanOCRProcessor", {"image_seq_length": 4}),
-        "<image>",
-        MARKS,
+    "qianfan_ocr": _internvl("qwen3", "<image>", "qianfan_ocr", "QianfanOCR"),
+    "qwen2_vl": _qwen(
+        _text("qwen2_vl_text", **SECTIONS), {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4, "patch_size": 14}, "qwen2_vl", "Qwen2VL"
     ),
-    "qwen2_vl": Seen(
-        {
-            "text_config": _text("qwen2_vl_text", **SECTIONS), **QWEN_IDS,
-            "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4, "patch_size": 14},
-        },
-        QWEN_IMAGES, ("qwen2_vl.processing_qwen2_vl:Qwen2VLProcessor", {}), QWEN_PLACE,
-    ),
-    "qwen2_5_vl": Seen(
-        {
-            "text_config": _text("qwen2_5_vl_text", **SECTIONS), **QWEN_IDS,
-            "vision_config": QWEN_EYE | {"fullatt_block_indexes": [1], "window_size": 56},
-        },
-        QWEN_IMAGES, ("qwen2_5_vl.processing_qwen2_5_vl:Qwen2_5_VLProcessor", {}), QWEN_PLACE,
-    ),
-    "qwen3_5": Seen(
-        {"text_config": LLAMA | SHAPES["qwen3_5_text"] | {"model_type": "qwen3_5_text", "vocab_size": VOCAB}, **QWEN_IDS, "vision_config": QWEN3_EYE},
-        QWEN_IMAGES, QWEN3, QWEN_PLACE,
-    ),
-    "qwen3_5_moe": Seen(
-        {
-            "text_config": LLAMA | SHAPES["qwen3_5_moe_text"] | {"model_type": "qwen3_5_moe_text", "vocab_size": VOCAB}, **QWEN_IDS,
-            "vision_config": QWEN3_EYE,
-        },
-        QWEN_IMAGES, QWEN3, QWEN_PLACE,
-    ),
-    "qwen3_vl": Seen(
-        {
-            "text_config": _text("qwen3_vl_text", num_hidden_layers=3, **SECTIONS), **QWEN_IDS,
-            "vision_config": QWEN3_EYE | {"deepstack_visual_indexes": [0, 1]},
-        },
-        QWEN_IMAGES, QWEN3, QWEN_PLACE,
-    ),
-    "qwen3_vl_moe": Seen(
-        {
-            "text_config": _text("qwen3_vl_moe_text", num_hidden_layers=3, **QWEN_MOE, **SECTIONS), **QWEN_IDS,
-            "vision_config": QWEN3_EYE | {"deepstack_visual_indexes": [0, 1]},
-        },
-        QWEN_IMAGES, QWEN3, QWEN_PLACE,
-    ),
-    "smolvlm": Seen(
-        {
-            "text_config": LLAMA, "vision_config": SIGLIP | {"model_type": "smolvlm_vision"}, "image_token_id": ID["<image>"],
-            "scale_factor": 2,
-        },
-        ("smolvlm.image_processing_pil_smolvlm:SmolVLMImageProcessorPil", TILED),
-        ("smolvlm.processing_smolvlm:SmolVLMProcessor", {"image_seq_len": 4}),
-    ),
+    "qwen2_5_vl": _qwen(_text("qwen2_5_vl_text", **SECTIONS), QWEN_EYE | {"fullatt_block_indexes": [1], "window_size": 56}, "qwen2_5_vl", "Qwen2_5_VL"),
+    "qwen3_5": _qwen(_shape("qwen3_5_text", vocab_size=VOCAB), QWEN3_EYE, "qwen3_vl", "Qwen3VL"),
+    "qwen3_5_moe": _qwen(_shape("qwen3_5_moe_text", vocab_size=VOCAB), QWEN3_EYE, "qwen3_vl", "Qwen3VL"),
+    "qwen3_vl": _qwen(_text("qwen3_vl_text", num_hidden_layers=3, **SECTIONS), QWEN3_EYE | DEEP, "qwen3_vl", "Qwen3VL"),
+    "qwen3_vl_moe": _qwen(_text("qwen3_vl_moe_text", num_hidden_layers=3, **QWEN_MOE, **SECTIONS), QWEN3_EYE | DEEP, "qwen3_vl", "Qwen3VL"),
+    "smolvlm": _idefics3("smolvlm", "SmolVLM"),
     "video_llama_3": Seen(
         {
             "text_config": _text("qwen2"), "image_token_id": ID["<|image_pad|>"], "video_token_id": ID["<|video_pad|>"],
-            "vision_config": {k: v for k, v in SIGLIP.items() if k not in ("model_type", "image_size")},
+            "vision_config": {k: v for k, v in EYE.items() if k != "image_size"},
         },
-        ("video_llama_3.image_processing_pil_video_llama_3:VideoLlama3ImageProcessorPil", QWEN_IMAGES[1] | {"merge_size": 2}),
-        ("video_llama_3.processing_video_llama_3:VideoLlama3Processor", {}), QWEN_PLACE,
+        _images("video_llama_3", "VideoLlama3", merge_size=2, **QWEN_SIZE), _processor("video_llama_3", "VideoLlama3"),
+        "<|vision_start|><|image_pad|><|vision_end|>",
     ),
-    "vipllava": Seen(
-        {"text_config": LLAMA, "vision_config": CLIP, "image_token_index": ID["<image>"], "vision_feature_layer": [-1, -2, 1]},
-        ("clip.image_processing_pil_clip:CLIPImageProcessorPil", SQUARE),
-        ("llava.processing_llava:LlavaProcessor", LLAVA),
-    ),
+    "vipllava": _llava("llava", "Llava", image_token_index=ID["<image>"], vision_feature_layer=[-1, -2, 1]),
 }  # fmt: skip
 
 
