@@ -170,17 +170,6 @@ def test_a_disk_that_stays_full_is_a_one_line_error_of_a_shard(tiny_model_dir, s
     assert error.value.message == f"{place} cannot be written: database or disk is full"
 
 
-@pytest.mark.slow
-def test_after_the_merge_every_command_has_nothing_to_do(tiny_model_dir, source):
-    for name in ("1/2", "2/2"):
-        shard(tiny_model_dir, name)
-    merge_job("o.jsonl")
-    assert merge_job("o.jsonl").already_finished
-    assert shard(tiny_model_dir, "1/2").already_finished
-    assert shard(tiny_model_dir, "2/5").already_finished
-    assert run_job(config_of(tiny_model_dir)).already_finished
-
-
 def test_another_number_of_shards_is_refused_before_the_merge(tiny_model_dir, source):
     shard(tiny_model_dir, "1/3")
     with pytest.raises(UsageError, match=r"o\.jsonl is under way in 3 shards, not in 4; use --shard 2/3"):

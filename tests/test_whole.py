@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job, run_job
+from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
 from batchgen.config import InputLimits
 from batchgen.errors import InputCorrupt, Interrupted, OutputError
 from batchgen.jobs.order.sorted_requests import SortedRequests
@@ -262,23 +262,3 @@ def test_the_recorded_tree_is_that_of_all_rows_if_their_windows_follow_each_othe
     run_job(config)
     tree = JobRecord.load(Path(f"{config.output}.job")).tree
     assert (None if tree is None else tree["rows"]) == rows
-
-
-def test_the_plan_covers_the_whole_input(tiny_model_dir, write_jsonl):
-    source = write_jsonl([*shuffled(80), {"other": 1}])
-    whole = plan_job(config_of(tiny_model_dir, source)).as_dict()
-    one = plan_job(config_of(tiny_model_dir, source, window=100, limits=InputLimits())).as_dict()
-    assert whole["windows"] > 5
-    for name in (
-        "rows",
-        "rows_failed",
-        "prompt_tokens",
-        "prefill_tokens_min",
-        "shared_fraction",
-        "prefix_nodes",
-        "groups",
-        "grouped_rows",
-        "tree",
-        "largest_groups",
-    ):
-        assert whole[name] == one[name]

@@ -1,8 +1,16 @@
 """The first things that a user tries: device files as outputs, a dry run, no colours."""
 
+from __future__ import annotations
+
+import json
 import os
 import re
+import signal
 import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +87,88 @@ def test_at_its_end_the_command_waits_for_threads_and_runs_exit_handlers(python)
         2, "batchgen: error: missing argument 'INPUT...'; see batchgen run --help\n",
     )  # fmt: skip
     assert done.stdout == "a thread\na task\na handler\n"
+
+
+# -- interrupts
+
+
+# `tests/jobs` has the same claims of a process that is forked.
+ROWS = 400
+
+
+@pytest.fixture
+def slow_job(write_jsonl: Callable[..., Path]) -> Path:
+    """Writes so many rows that the signal comes in the middle of them."""
+    return write_jsonl({"prompt": f"Rows with a beginning that is the same, and then number {i}"} for i in range(ROWS))
+
+
+# One row at a time, stored at once: slow enough for a signal to come in the middle.
+SLOWLY = ("--batch-size", "1", "--max-tokens", "100", "--ignore-eos", "--flush-every", "0")
+
+
+BEGIN = """
+import sys
+import batchgen_cli.__main__ as command
+sys.stdout.write("begun\\n")
+sys.stdout.flush()
+command.main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 5.0])
+def test_ctrl_c_at_any_moment_of_the_start_is_one_line(seconds, command_environment, slow_job, tiny_model_dir):
+    words = ["run", str(slow_job), "-m", str(tiny_model_dir), *SLOWLY, "--no-progress"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEGIN, *words],
+        env=command_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=300)
+    assert (process.returncode, out) == (130, "")
+    *notes, last = err.splitlines()
+    assert last.startswith("batchgen: error: interrupted by SIGINT")
+    assert all(line.startswith("batchgen: ") for line in notes), notes
+
+
+# -- several processes
+
+
+@pytest.mark.slow
+def test_rows_go_out_by_one_pipe_whatever_the_processes_say(cli, tiny_model_dir, write_jsonl, tmp_path):
+    source = write_jsonl({"prompt": f"Rows with a beginning that is the same, and then number {i}"} for i in range(24))
+    stats = tmp_path / "stats.json"
+    options = ("-m", tiny_model_dir, "-o", "-", "--max-tokens", "5", "--stats", stats)
+    one = cli("run", source, *options)
+    two = cli("run", source, *options, "--device", "cpu:0,1", "--no-progress", "-q")
+    assert (two.code, two.err) == (0, "")
+    assert two.rows == one.rows
+    figures = json.loads(stats.read_text())
+    assert (figures["rows_ok"], figures["device"]) == (24, "cpu:0,1")
+
+
+# -- the time until it knows
+
+
+RUN = """
+import atexit, json, sys
+atexit.register(lambda: print(json.dumps(sorted(sys.modules)), file=open("modules.json", "w")))
+from batchgen_cli.__main__ import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_finished_job_is_recognized_without_torch_and_transformers(python, tiny_model_dir, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
+    command = ["run", "rows.jsonl", "-m", str(tiny_model_dir), "-o", "o.jsonl", "--max-tokens", "2"]
+    imported = []
+    for _ in range(2):
+        done = python(RUN, *command)
+        assert done.returncode == 0, done.stderr
+        imported.append(set(json.loads((tmp_path / "modules.json").read_text())))
+    assert {"torch", "transformers"} <= imported[0]
+    assert not {"torch", "transformers", "tokenizers", "huggingface_hub", "safetensors", "rich"} & imported[1]

@@ -9,24 +9,8 @@ import pytest
 from batchgen.assembly import JobReport
 from batchgen.recording import Agreement
 from batchgen.result import Result
-from batchgen.stats import EngineStats, RowCounts, RunFigures, Setting, figures, size_text
+from batchgen.stats import EngineStats, RowCounts, RunFigures, Setting, figures
 from batchgen_cli.summary import show_summary, summary
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (3_250_586, "3.1 MiB"),
-        (5 << 30, "5.0 GiB"),
-        (1 << 51, "2048.0 TiB"),
-    ],
-)
-def test_sizes_are_as_people_read_them(count, text):
-    assert size_text(count) == text
-
 
 DONE = Result(row=0, text="x", finish_reason="stop", prompt_tokens=20, completion_tokens=5)
 FAILED = Result(row=0, text=None, finish_reason="error", error_type="invalid_row", error_message="not JSON")

@@ -114,38 +114,10 @@ def test_a_group_a_little_larger_than_its_share_stays_whole():
     assert [len(rows(first)), len(rows(second))] == [22, 18]
 
 
-def test_many_small_groups_are_pieces_of_whole_groups():
-    pieces = pieces_of(grouped(64, 3), 2)
-    assert len(pieces) <= 2 * PIECES + 2
-    for piece in pieces:
-        groups = Counter(r.row % 64 for r in piece.requests)
-        assert set(groups.values()) == {3}
-
-
-def test_nothing_shared_is_dealt_by_cost():
-    requests = [request(i, [i] * 10, 100 if i < 10 else 1) for i in range(110)]
-    first, second = deal(pieces_of(requests, 2), 2)
-    costs = [sum(p.cost for p in share) for share in (first, second)]
-    assert abs(costs[0] - costs[1]) <= 2 * max(p.cost for p in (*first, *second))
-    assert all(p.shared == 0 for p in (*first, *second))
-
-
 def test_without_sharing_no_prefix_is_spared():
     pieces = pieces_of(grouped(1, 40), 2, share=False)
     assert {p.shared for p in pieces} == {0}
     assert sum(p.cost for p in pieces) == 40 * (51 + 3 * DECODE_COST)
-
-
-def test_the_completions_of_a_row_stay_together():
-    requests = [request(i, [5] * 20, params=SamplingParams(n=8)) for i in range(10)]
-    assert [p.leaves for p in pieces_of(requests, 2)] == [8] * 10
-
-
-def test_a_deep_tree_is_cut():
-    requests = [request(i, [0] * (i + 1)) for i in range(3000)]
-    first, second = deal(pieces_of(requests, 2), 2)
-    assert len(rows(first)) + len(rows(second)) == 3000
-    assert 1000 < len(rows(first)) < 2000
 
 
 def test_pieces_in_an_order_of_their_own_are_equal_in_cost():

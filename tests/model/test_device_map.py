@@ -12,7 +12,7 @@ from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import plan_attention
 from batchgen.attention.torch_backend import StepAttention
 from batchgen.config import EngineConfig, ModelConfig
-from batchgen.errors import ModelError, UsageError
+from batchgen.errors import ModelError
 from batchgen.model import loader
 from batchgen.model.adapter import prepare
 from batchgen.model.loader import check_device_map, load_model
@@ -40,11 +40,6 @@ def completions(tiny_model_dir, monkeypatch):
         return [r.token_ids for r in llm.generate(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True))]
 
     return generate
-
-
-def test_a_device_map_and_a_device_exclude_each_other():
-    with pytest.raises(UsageError, match=r"^--device-map chooses the devices itself; leave --device out$"):
-        ModelConfig(model="m", device="cpu", device_map="auto")
 
 
 def test_a_device_map_without_accelerate_names_the_extra(tiny_model_dir, monkeypatch):

@@ -127,14 +127,18 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_quantized(tmp_path):
     assert tokens(load(tmp_path)) == expected
 
 
-def test_a_row_has_bitwise_the_same_logits_in_every_batch(tmp_path):
-    build("llama").save_pretrained(tmp_path)
-    model = load(tmp_path)
+def check_batches(model):
+    """A row has bitwise the same log-probabilities in every batch."""
     requests = make_requests(PROMPTS, LENGTHS, logprobs=3)
     whole = run(engine_for(model), requests)
     for options in ({"batch_size": 1}, {"batch_size": 3, "max_batch_tokens": 17}):
         for alone, beside in zip(run(engine_for(model, **options), requests), whole, strict=True):
             assert alone.completions == beside.completions
+
+
+def test_a_row_has_bitwise_the_same_logits_in_every_batch(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    check_batches(load(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["awq", "awq experts", "mxfp4"])
@@ -150,11 +154,7 @@ def test_a_checkpoint_of_4_bits_keeps_them_and_a_row_has_the_same_logits_in_ever
     )
     assert model.weight_bytes < 1.05 * unquantized.weight_bytes
     assert 0 < model.quantization["mean_kl"] < 0.1
-    requests = make_requests(PROMPTS, LENGTHS, logprobs=3)
-    whole = run(engine_for(model), requests)
-    for options in ({"batch_size": 1}, {"batch_size": 3, "max_batch_tokens": 17}):
-        for alone, beside in zip(run(engine_for(model, **options), requests), whole, strict=True):
-            assert alone.completions == beside.completions
+    check_batches(model)
 
 
 @torch.inference_mode()

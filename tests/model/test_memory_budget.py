@@ -69,11 +69,6 @@ def test_with_several_devices_the_one_with_the_fewest_blocks_decides(monkeypatch
     assert size_engine(model, EngineConfig(kv_memory="192KiB"), 1024).num_blocks == 1
 
 
-def test_auto_takes_no_more_than_two_full_batches_can_use(monkeypatch):
-    monkeypatch.setattr(memory_budget, "free_memory", lambda device: 2**50)
-    assert sizes(batch_size=10, context=100).num_blocks == 2 * 10 * 4
-
-
 def test_memory_without_room_for_a_block_is_refused():
     with pytest.raises(UsageError) as e:
         sizes(kv_memory="100KiB")

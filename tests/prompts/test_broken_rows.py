@@ -1,17 +1,23 @@
 """Rows that cannot be run fail alone and with the reason, and options that cannot be met are refused: one table of each.
 
-`test_any_row.py` builds any row at all.
+The last test builds any row at all.
 """
 
 from __future__ import annotations
 
+import copy
 from datetime import date
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from batchgen.errors import UsageError
+from batchgen.errors import ROW_ERROR_TYPES, RowError, UsageError
+from batchgen.prompts.params import NAMES
+from batchgen.records.rows import Row
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
+from support.params import examples, slow_but
 from support.tokenizers_by_hand import CHATML
 
 CHAT, RAW = "/v1/chat/completions", "/v1/completions"
@@ -72,22 +78,14 @@ PARAMETERS = [
     ("{x", ("invalid_row", "column 'sampling_params' is text that is not JSON")),
     ("[1]", ("invalid_row", "column 'sampling_params' must be an object, not a list")),
     ({"max_tokens": 0}, ("unsupported_parameter", "max_tokens must be at least 1, not 0")),
-    ({"max_tokens": -3}, ("unsupported_parameter", "max_tokens must be at least 1, not -3")),
     ({"temperature": "hot"}, ("unsupported_parameter", "temperature must be a number, not 'hot'")),
     ({"temprature": 1}, ("unsupported_parameter", "unknown parameter 'temprature'")),
-    ({"n": 0}, ("unsupported_parameter", "n must be between 1 and 1024, not 0")),
-    ({"logprobs": 2000}, ("unsupported_parameter", "logprobs must be between 0 and 1000, not 2000")),
-    ({"choices": []}, ("unsupported_parameter", "choices must be two or more different texts, not an empty list")),
-    ({"choices": ["a"]}, ("unsupported_parameter", "choices must be two or more different texts, not 'a'")),
-    ({"choices": ["a", "b"], "n": 2}, ("unsupported_parameter", "choices cannot be combined with n")),
     ({"regex": "a", "json_schema": {}}, ("unsupported_parameter", "regex cannot be combined with json_schema")),
-    ({"regex": "a", "stop": "b"}, ("unsupported_parameter", "regex cannot be combined with stop")),
     ({"top_p": 10**400}, ("unsupported_parameter", f'a number is too large: {{"top_p": 1{"0" * 69}…')),
     (
         {"json_schema": {"const": date(2026, 1, 2)}},
         ("unsupported_parameter", "json_schema is not JSON: Object of type date is not JSON serializable"),
     ),
-    ({"n": True}, ("unsupported_parameter", "n must be a whole number, not True")),
     ({"top_logprobs": 3}, ("unsupported_parameter", "top_logprobs needs logprobs: true")),
     ({"logit_bias": {"5": 1}}, ("unsupported_parameter", 'logit_bias is not supported: {"5": 1}')),
 ]  # fmt: skip
@@ -196,3 +194,123 @@ def test_options_that_cannot_be_met_are_refused_with_the_reason(tools, own, opti
     with pytest.raises(UsageError) as e:
         tools.builder(chat_template=own, **options)
     assert str(e.value) == message
+
+
+# -- inputs in which no row has a prompt
+
+
+BATCH = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [USER]}}
+
+
+def refusal(tools, *columns, **options):
+    with pytest.raises(UsageError) as e:
+        tools.builder(**options).check_columns(tools.rows(*columns))
+    return str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "message"),
+    [
+        ([{"text": "a"}, {"id": 1}], {}, "no row has a column 'prompt'; the input has 'text', 'id'; name one with --prompt-column or --messages-column, or make the prompt with --template"),
+        ([{"text": "a"}], {"chat_template": "x"}, "no row has a column 'prompt' or 'messages'; the input has 'text'; name one with --prompt-column or --messages-column, or make the prompt with --template"),
+        ([{}], {}, "no row has a column 'prompt'; the input has no columns at all; name one with --prompt-column or --messages-column, or make the prompt with --template"),
+        ([{"text": "a"}] * 1000, {"prompt_column": "q"}, "none of the first 1000 rows has the column 'q' of --prompt-column; the input has 'text'"),
+        ([{"messages": [USER]}], {"prompt_column": "q", "chat_template": "x"}, "no row has the column 'q' of --prompt-column; the input has 'messages'"),
+        ([{"prompt": "a"}], {"messages_column": "m"}, "no row has the column 'm' of --messages-column; the input has 'prompt'"),
+        ([{"prompt": "a"}], {"row_params": ("seed",)}, "no row has the column 'seed' of --row-params; the input has 'prompt'"),
+        ([{"messages": [USER]}], {}, "column 'messages' needs a chat template: the model has none; give one with --chat-template FILE, or name a --prompt-column"),
+        ([{"messages": [USER]}], {"chat_template": "x", "chat": False}, "column 'messages' needs a chat template: --no-chat turns it off; leave --no-chat out, or name a --prompt-column"),
+        ([BATCH], {}, "/v1/chat/completions needs a chat template: the model has none; give one with --chat-template FILE, or name a --prompt-column"),
+        ([{"a": 1}], {"template": "{{ a }}{{ b }}"}, "no row has the column 'b' of --template; the input has 'a'"),
+        ([{f"c{i}": 1 for i in range(22)}], {"template": "{{ b }}"}, "no row has the column 'b' of --template; the input has " + ", ".join(f"'c{i}'" for i in range(20)) + " and 2 more"),
+    ],
+)  # fmt: skip
+def test_the_refusal_names_the_missing_column_and_the_columns_there_are(tools, columns, options, message):
+    assert refusal(tools, *columns, **options) == message
+
+
+@pytest.mark.parametrize(
+    ("columns", "options"),
+    [
+        ([{"text": "a"}, {"prompt": "a"}], {}),
+        ([{"prompt": None}], {}),
+        ([{"messages": [USER]}], {"chat_template": "x"}),
+        ([{"messages": [USER]}, {"prompt": "a"}], {}),
+        ([BATCH], {"chat_template": "x"}),
+        ([{"custom_id": "1", "url": "/v1/completions", "body": {"prompt": "a"}}], {}),
+        ([{"custom_id": "1", "url": "/v1/nonsense", "body": {}}], {}),
+        ([{"a": 1}], {"template": "{{ a }}{{ b | default('') }}"}),
+        ([{"a": None}], {"template": "{{ a }}"}),
+        ([{"a": 1}], {"template": "{% for i in range(3) %}{{ i }}{{ row.a }}{% endfor %}"}),
+        ([{"prompt": "a", "seed": None}], {"row_params": ("seed",)}),
+        ([], {}),
+    ],
+)
+def test_an_input_in_which_some_row_has_a_prompt_is_accepted(tools, columns, options):
+    tools.builder(**options).check_columns(tools.rows(*columns))
+
+
+def test_an_input_of_malformed_rows_alone_is_accepted(tools):
+    row = Row(number=0, columns={}, error=RowError("invalid_row", "not JSON"), source="in.jsonl:1")
+    tools.builder().check_columns([row])
+
+
+# -- any row at all
+
+
+TEXT = st.text(max_size=8) | st.sampled_from(
+    ["", "a", "<s>", "\ud800", "POST", "[]", "{}", "1e999", "user", "assistant", "text"]
+)
+SCALAR = st.none() | st.booleans() | st.integers() | st.floats() | st.just(10**400) | TEXT
+KEYS = st.sampled_from(["role", "content", "type", "text", "prompt", "messages", "model", "n", "x", *sorted(NAMES)])
+JSON = st.recursive(
+    SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12
+)
+ANY_MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]), "content": TEXT}),
+    min_size=1,
+    max_size=3,
+)
+PARAMS = st.dictionaries(st.sampled_from([*sorted(NAMES), "n", "logprobs"]), JSON, max_size=3)
+BODY = st.fixed_dictionaries(
+    {}, optional={"messages": ANY_MESSAGES | JSON, "prompt": TEXT | JSON, "seed": SCALAR, "model": SCALAR}
+)
+COLUMNS = st.fixed_dictionaries(
+    {},
+    optional={
+        "prompt": TEXT | JSON,
+        "messages": ANY_MESSAGES | JSON,
+        "sampling_params": PARAMS | JSON,
+        "seed": SCALAR,
+        "temperature": SCALAR,
+        "custom_id": SCALAR,
+        "method": st.just("POST") | SCALAR,
+        "url": st.sampled_from(["/v1/completions", "/v1/chat/completions"]) | SCALAR,
+        "body": BODY | JSON,
+    },
+)
+
+
+ALL_OF_THEM = {"template": "{{ prompt }}", "prefix": "P", "system": "S"}
+
+
+@pytest.mark.parametrize("options", slow_but([{}, ALL_OF_THEM], [{}, {"chat": False}, ALL_OF_THEM]))
+@settings(max_examples=examples(6, 80), suppress_health_check=list(HealthCheck))
+@given(columns=COLUMNS)
+def test_any_row_becomes_a_draft_or_an_error_row(tools, options, columns):
+    b = tools.builder(chat_template=tools.CHATML, row_params=("seed", "temperature"), context=60, **options)
+    before = copy.deepcopy(columns)
+    first, other, last = b.build(tools.rows(columns, {"prompt": "a"}, columns))
+    assert repr(columns) == repr(before)
+    assert tools.text_of(other).replace("<s>", "").replace("<|im_start|>user\n", "")
+    if isinstance(first, Request):
+        assert first.tokens.tolist() == last.tokens.tolist()
+        assert first.key == last.key
+        assert 1 <= len(first.tokens) < 60
+        assert 1 <= first.max_tokens <= 60 - len(first.tokens)
+        return
+    assert first.error_type in ROW_ERROR_TYPES
+    assert (first.error_type, first.error_message) == (last.error_type, last.error_message)
+    assert (first.row, last.row, first.text, first.finish_reason) == (0, 2, None, "error")
+    assert "\n" not in first.error_message
+    assert first.error_message.encode().decode() == first.error_message

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.config import JobConfig, ModelConfig, PromptConfig
+from batchgen.config import JobConfig, ModelConfig
 from batchgen.errors import RowError, UsageError
 from batchgen.records import Row, output_row, row_form
 from batchgen.records.jsonl import to_json
@@ -244,20 +244,6 @@ def test_a_record_that_is_not_ours_is_not_read_back(tmp_path, spoil):
 
 
 # Options that cannot be combined.
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"output_format": "OpenAI"}, "--output-format must be rows or openai, not 'OpenAI'"),
-        ({"output_format": "openai", "keep": ("a",)}, "--output-format openai cannot hold input columns; leave out one of --output-format and --keep"),
-        ({"output_format": "openai", "prompts": PromptConfig(score=True)}, "--output-format openai cannot hold scores; leave out one of --output-format and --score"),
-    ],
-)  # fmt: skip
-def test_options_that_the_openai_format_cannot_hold_are_refused(options, message):
-    with pytest.raises(UsageError) as caught:
-        JobConfig(inputs=("in.jsonl",), model=MODEL, **options)
-    assert str(caught.value) == message
 
 
 def test_the_openai_format_needs_a_jsonl_output():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import datetime as dt
-import decimal
 import gzip
 import hashlib
 import io
@@ -19,7 +17,6 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.errors import RowError
 from batchgen.records import RESULT_NAMES, Row, RowForm, open_input
 from batchgen.records.parquet_types import MAX_FIELDS, ColumnType
 from batchgen.records.writers import DigestFile, open_writer
@@ -192,37 +189,6 @@ def test_token_ids_are_a_parquet_column_on_request(tmp_path):
         table = pq.read_table(write(tmp_path, "o.parquet", rows, schema=schema, token_ids=True))
         assert table.schema.field("token_ids").type == pa.list_(pa.int32())
         assert table["token_ids"].to_pylist() == [[1, 2], None]
-
-
-PARQUET = pa.table(
-    {
-        "id": pa.array([7, 8], pa.int16()),
-        "ns": pa.array([1, None], pa.timestamp("ns", "UTC")),
-        "deep": pa.array([[{"t": 1}], None], pa.list_(pa.struct([("t", pa.timestamp("ns"))]))),
-        "far": pa.array([9_000_000_000_000_000_000, 0], pa.timestamp("ms")),
-        "span": pa.array([1, 2], pa.duration("ns")),
-        "money": pa.array([decimal.Decimal("1.10"), None], pa.decimal128(10, 2)),
-        "label": pa.array(["a", "b"]).dictionary_encode(),
-        "raw": pa.array([b"\xff", b""], pa.binary()),
-        "text": pa.array(["x", "y"], pa.large_string()),
-        "map": pa.array([[("k", 1)], []], pa.map_(pa.string(), pa.int64())),
-        "clock": pa.array([dt.time(1, 2), None], pa.time64("us")),
-    }
-)
-
-
-def test_parquet_input_columns_keep_types_and_values(tmp_path):
-    pq.write_table(PARQUET, tmp_path / "in.parquet")
-    source = open_input([str(tmp_path / "in.parquet")], format=None, output=None)
-    rows = [(row, Result(row=row.number, text="t", finish_reason="stop")) for row in source.rows()]
-    rows.append((Row(2, {}, None, ""), Result.from_error(2, RowError("invalid_row", "m"))))
-    table = pq.read_table(write_pairs(tmp_path, "o.parquet", rows, source.schema, RowForm()))
-    names = ["input_text" if n == "text" else n for n in PARQUET.column_names]
-    assert table.column_names == [*names, "text", "finish_reason", "usage", "truncated", "error"]
-    for name, column in zip(names[1:], PARQUET.columns[1:], strict=True):
-        assert table[name].slice(0, 2).combine_chunks() == column.combine_chunks(), name
-        assert table[name][2].as_py() is None
-    assert table["id"].to_pylist() == [7, 8, 2]
 
 
 def test_parquet_input_columns_can_be_left_out_and_text_ids_stay_text(tmp_path):

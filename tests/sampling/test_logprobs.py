@@ -1,11 +1,14 @@
 """Log-probabilities of sampled tokens, and sampling under a mask."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from batchgen.sampling.filters import forbid
 from batchgen.sampling.logprobs import TokenLogprobs, measure, read
+from batchgen.sampling.scoring import score_targets as measure_targets
 from batchgen.sampling_params import SamplingParams
 from support.sampler import Sampler
 
@@ -79,16 +82,6 @@ def test_among_equal_logits_the_first_tokens_rank_first_for_every_k():
         assert torch.equal(ids[:, 0], tokens)  # what greedy decoding takes
 
 
-def test_a_greedy_row_has_the_same_logprobs_beside_a_row_that_asks_for_more():
-    few, many = SamplingParams(logprobs=3), SamplingParams(logprobs=40)
-    logits = random_logits(40).bfloat16()
-    for i in range(0, 40, 2):
-        alone = sampler_of(few).sample(logits[i : i + 1], [0], [0])
-        beside = sampler_of(few, many).sample(logits[i : i + 2], [0, 1], [0, 0])
-        assert beside.logprobs[0] == alone.logprobs[0]
-        assert beside.logprobs[0].top_ids[0] == alone.tokens[0]
-
-
 def test_a_mask_changes_the_token_but_not_the_logprobs():
     logits = random_logits(1)
     sampled = sampler_of(SamplingParams(logprobs=2)).sample(logits, [0], [0], words([{7, 66}]))
@@ -104,30 +97,6 @@ def test_measurements_are_read_row_by_row():
     ]  # fmt: skip
 
 
-def test_a_step_is_copied_to_the_host_once(monkeypatch):
-    calls = []
-    real = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: (calls.append(1), real(self))[1])
-    params = [SamplingParams(logprobs=2), SamplingParams(), SamplingParams(logprobs=9, temperature=1.0)]
-    sampler = sampler_of(*params)
-    sampler.sample(random_logits(3), range(3), [0] * 3)
-    assert calls == [1]
-    sampler.sample(random_logits(3), range(3), [1] * 3, words([{3}, {4, 5}, None]))
-    assert calls == [1, 1]
-
-
-def test_a_masked_row_samples_an_allowed_token_and_other_rows_are_unchanged():
-    warm = SamplingParams(temperature=1.5, top_p=0.9, frequency_penalty=0.5, seed=3)
-    params = [SamplingParams(), warm, SamplingParams(), warm]
-    logits = random_logits(4)
-    allowed = [{3, 40, 69}, {0, 31, 32, 63, 64}, None, None]
-    free = sampler_of(*params).sample(logits, range(4), [0] * 4)
-    sampled = sampler_of(*params).sample(logits, range(4), [0] * 4, words(allowed))
-    assert sampled.tokens[0] == max(allowed[0], key=lambda t: float(logits[0, t]))
-    assert sampled.tokens[1] in allowed[1]
-    assert (sampled.tokens[2:], sampled.valid) == (free.tokens[2:], [True] * 4)
-
-
 def test_a_row_with_no_allowed_token_is_invalid_and_others_are_valid():
     sampled = sampler_of(SamplingParams(), SamplingParams()).sample(
         random_logits(2), [0, 1], [0, 0], words([set(), None])
@@ -139,3 +108,75 @@ def test_tokens_beyond_the_mask_are_forbidden():
     scores = forbid(torch.zeros(1, 40), torch.tensor([[-1]], dtype=torch.int32))
     assert scores[0, :32].tolist() == [0.0] * 32
     assert torch.isinf(scores[0, 32:]).all()
+
+
+# -- scores of texts
+
+
+def score_targets(*args):
+    logprobs, likeliest = measure_targets(*args)
+    return logprobs.tolist(), likeliest.tolist()
+
+
+def test_a_score_is_the_log_softmax_and_whether_the_token_is_the_likeliest():
+    torch.manual_seed(0)
+    logits = torch.randn(5, 11) * 3
+    rows, targets = [0, 0, 3, 4, 2, 2], [1, 7, 10, 0, 5, 5]
+    targets[2] = int(logits[3].argmax())
+    logprobs, likeliest = score_targets(logits, rows, targets)
+    want = logits.log_softmax(-1)
+    assert logprobs == pytest.approx([float(want[r, t]) for r, t in zip(rows, targets, strict=True)], abs=1e-6)
+    assert likeliest == [int(logits[r].argmax()) == t for r, t in zip(rows, targets, strict=True)]
+    assert likeliest[2]
+
+
+def test_among_equal_logits_the_first_is_the_likeliest():
+    logits = torch.tensor([[1.0, 2.0, 2.0]])
+    assert score_targets(logits, [0, 0, 0], [0, 1, 2])[1] == [False, True, False]
+
+
+def test_scoring_in_chunks_gives_the_same_numbers():
+    torch.manual_seed(0)
+    logits = torch.randn(9, 7).bfloat16()
+    pairs = list(range(9)), [1, 2, 3] * 3
+    whole = score_targets(logits, *pairs)
+    assert score_targets(logits, *pairs, 14) == whole
+
+
+def test_scoring_copies_nothing_to_the_host(monkeypatch):
+    calls = []
+    for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__"):
+        real = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, *a, f=real, n=name: (calls.append(n), f(self, *a))[1])
+    measure_targets(torch.zeros(6, 9), range(6), [1] * 6)
+    monkeypatch.undo()
+    assert calls == []
+
+
+def test_the_likeliest_token_is_the_one_that_greedy_decoding_samples():
+    torch.manual_seed(0)
+    logits = (torch.randn(60, 500) * 2).round().bfloat16()  # the largest are often equal
+    sampler = Sampler(500, torch.device("cpu"))
+    for sampler_index in range(60):
+        sampler.add(sampler_index, SamplingParams(), bytes(16), np.array([1], dtype=np.int32))
+    sampled = sampler.sample(logits, range(60), [0] * 60).tokens
+    assert (logits == logits.amax(-1, keepdim=True)).sum() > 60
+    assert score_targets(logits, range(60), sampled)[1] == [True] * 60
+    pairs = [(row, token) for row in range(60) for token in range(500) if token != sampled[row]]
+    assert not any(score_targets(logits, *zip(*pairs, strict=True))[1])
+
+
+@pytest.mark.parametrize("bad", [[math.nan, 1.0, 0.0], [math.inf, 1.0, 0.0], [-math.inf] * 3])
+def test_logits_that_are_not_numbers_have_no_score(bad):
+    logits = torch.tensor([[0.0, 1.0, 2.0], bad])
+    logprobs, _ = score_targets(logits, [0, 1], [2, 1])
+    assert math.isfinite(logprobs[0])
+    assert math.isnan(logprobs[1])
+
+
+def test_an_impossible_token_scores_minus_infinity_and_an_unknown_one_nan():
+    logits = torch.tensor([[0.0, -math.inf]])
+    logprobs, likeliest = score_targets(logits, [0, 0], [1, 9])
+    assert logprobs[0] == -math.inf
+    assert math.isnan(logprobs[1])
+    assert likeliest == [False, False]

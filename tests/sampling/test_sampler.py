@@ -92,25 +92,6 @@ def test_probabilities_are_float32_for_any_dtype_and_the_logits_are_not_changed(
     assert torch.equal(logits, before)
 
 
-def test_presence_and_frequency_are_subtracted_for_generated_tokens_only():
-    p = SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25)
-    logits = torch.zeros(1, V)
-    got = sampler_of(p, generated=[7, 7, 7, 60]).probabilities(logits, [0])[0].double()
-    ratio = got / got[0]
-    assert ratio[7].item() == pytest.approx(np.exp(-0.5 - 3 * 0.25), rel=1e-6)
-    assert ratio[60].item() == pytest.approx(np.exp(-0.5 - 0.25), rel=1e-6)
-    assert ratio[PROMPT.tolist()].tolist() == [1.0] * 4
-
-
-def test_the_repetition_penalty_comes_before_presence_and_both_before_the_temperature():
-    p = SamplingParams(temperature=0.5, repetition_penalty=2.0, presence_penalty=1.0)
-    logits = torch.zeros(1, V)
-    logits[0, [7, 8]] = torch.tensor([3.0, -3.0])
-    got = sampler_of(p, generated=[7, 8]).probabilities(logits, [0])[0].double()
-    assert (got[7] / got[0]).log().item() == pytest.approx((3 / 2 - 1) / 0.5, rel=1e-5)
-    assert (got[8] / got[0]).log().item() == pytest.approx((-3 * 2 - 1) / 0.5, rel=1e-5)
-
-
 def test_a_greedy_row_has_probability_one_for_its_likeliest_token_after_penalties():
     logits = torch.zeros(2, V)
     logits[:, 5], logits[:, 6] = 2.0, 1.5
@@ -371,7 +352,8 @@ def operations(monkeypatch, *params: SamplingParams) -> tuple[list[str], int]:
 
 
 def test_a_step_copies_to_the_host_once_and_waits_for_nothing_else(monkeypatch):
-    names, to_host = operations(monkeypatch, ALL, SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5), ALL)
+    measured = SamplingParams(temperature=1.0, top_p=0.5, logprobs=9), SamplingParams(logprobs=2)
+    names, to_host = operations(monkeypatch, ALL, SamplingParams(), *measured, ALL)
     assert to_host == 1
     assert not {"_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero"} & set(names)
 
