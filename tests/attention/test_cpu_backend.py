@@ -16,10 +16,9 @@ from batchgen.kernels.build import NoKernels, library
 from batchgen.model.loaded_model import with_blocks
 from support import simulation as sim
 from support.params import examples, slow_but
-from support.reference_attention import Reference
+from support.reference_attention import OPTIONS, AttentionCase, random_options
 
 BLOCKS = 120
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.04}
 
 
 @pytest.fixture(scope="module")
@@ -46,30 +45,15 @@ def written(kernels, keys, values, kv_indices, block_size):
     return cache
 
 
-def compare(kernels, spans, block_size, *, K=2, G=2, D=8, V=8, dtype=torch.float32, seed=0, sinks=False, **options):
-    generator = torch.Generator().manual_seed(seed)
-    kv_indices = sorted({sim.kv_index(w.span, p, block_size) for w in spans for p in range(w.stop)})
-    keys, values = torch.zeros(K, BLOCKS * block_size, D), torch.zeros(K, BLOCKS * block_size, V)
-    keys[:, kv_indices] = torch.randn((K, len(kv_indices), D), generator=generator)
-    values[:, kv_indices] = torch.randn((K, len(kv_indices), V), generator=generator)
-    keys, values = keys.to(dtype), values.to(dtype)
-    if sinks:
-        options["sinks"] = torch.randn(K * G, generator=generator)
-    layer = LayerOptions(**({"scale": 0.3} | options))
-    cache = written(kernels, keys[:, kv_indices], values[:, kv_indices], kv_indices, block_size)
-    attention = PackedAttention(kernels, spans, cache)
-    own = torch.tensor([sim.kv_index(w.span, p, block_size) for w in spans for p in range(w.start, w.stop)])
-    T = len(own)
-    q = (
-        torch.randn((T, K * G, D), generator=generator).to(dtype).transpose(0, 1)
-    )  # with the strides of a model's queries
-    got = attention(0, q, keys[:, own], values[:, own], layer)
-    want = Reference(spans, block_size).attend(q.reshape(K, G, T, D).transpose(1, 2), keys, values, layer)
-    assert got.dtype == dtype
-    torch.testing.assert_close(got.view(T, K, G, V).float(), want.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    wanted = torch.rand(T, generator=generator) < 0.3
+def compare(kernels, spans, block_size, **options):
+    case = AttentionCase(spans, BLOCKS, block_size, **options)
+    cache = written(kernels, case.keys[:, case.read], case.values[:, case.read], case.read, block_size)
+    inputs = 0, case.q_HTD, case.keys[:, case.own], case.values[:, case.own], case.options
+    got = PackedAttention(kernels, spans, cache)(*inputs)
+    case.check(got)
+    wanted = torch.rand(len(case.own), generator=torch.Generator().manual_seed(0)) < 0.3
     narrowed = PackedAttention(kernels, spans, cache, (0, wanted.nonzero()[:, 0].numpy()))
-    assert torch.equal(narrowed(0, q, keys[:, own], values[:, own], layer)[wanted], got[wanted])
+    assert torch.equal(narrowed(*inputs)[wanted], got[wanted])
 
 
 def random_steps(seed, check, *, block_size=16, longest=60, steps=5, tokens=300):
@@ -94,14 +78,7 @@ def test_the_kernels_are_the_reference_for_every_shape_of_heads(kernels, K, G, D
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sliding_window": 1}, {"sliding_window": 5}, {"sliding_window": 40}, {"sliding_window": 1000}, {"softcap": 0.7}, {"sinks": True},
-        {"scale": 0.25}, {"scale": 1.0}, {"sliding_window": 20, "softcap": 2.0, "sinks": True},
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_kernels_are_the_reference_under_every_option(kernels, options, dtype):
     random_steps(4, lambda spans: compare(kernels, spans, 32, dtype=dtype, **options), block_size=32)
 
@@ -129,11 +106,7 @@ def test_the_kernels_are_the_reference_on_random_trees(kernels, data):
     seed = data.draw(st.integers(0, 2**32))
     rng = random.Random(seed)
     block_size = rng.choice([16, 32, 48, 160])
-    options = {
-        "sliding_window": rng.choice([None, None, 3, 33]), "softcap": rng.choice([None, 1.5]), "sinks": rng.random() < 0.3,
-        "K": rng.choice([1, 2]), "G": rng.choice([1, 2, 3, 8]), "D": rng.choice([8, 9, 64]), "V": rng.choice([4, 16, 72]),
-        "dtype": rng.choice([torch.float32, torch.bfloat16]),
-    }  # fmt: skip
+    options = random_options(rng, [torch.float32, torch.bfloat16])
     tokens = rng.choice([9, 40, 300])
     random_steps(
         seed, lambda spans: compare(kernels, spans, block_size, seed=seed % 1000, **options), block_size=block_size,

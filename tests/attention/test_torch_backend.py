@@ -12,49 +12,15 @@ from batchgen.attention.plan import AttentionPlan, SharedPart
 from batchgen.attention.torch_backend import Cascade, broadcast, merge, partial, shared_attention
 from support import simulation as sim
 from support.params import examples
-from support.reference_attention import Reference
+from support.reference_attention import OPTIONS, AttentionCase, random_options
 
 CPU = torch.device("cpu")
 GARBAGE = 1e4
 
 
-def pool_of(plan, spans, size, K, D, V, block_size, dtype, generator):
-    """Returns random KV at the places that these works read, and large garbage everywhere else."""
-    keys, values = torch.full((K, size, D), GARBAGE), torch.full((K, size, V), GARBAGE)
-    used = {sim.kv_index(w.span, p, block_size) for w in spans for p in range(w.stop)}
-    at = torch.tensor(sorted(used))
-    keys[:, at] = torch.randn((K, len(at), D), generator=generator)
-    values[:, at] = torch.randn((K, len(at), V), generator=generator)
-    return keys.to(dtype), values.to(dtype)
-
-
-def compare(
-    step,
-    plan,
-    block_size,
-    blocks,
-    *,
-    K=2,
-    G=2,
-    D=8,
-    V=8,
-    dtype=torch.float32,
-    tolerance=1e-5,
-    seed=0,
-    limits=None,
-    **options,
-):
-    generator = torch.Generator().manual_seed(seed)
-    keys, values = pool_of(plan, step.spans, blocks * block_size, K, D, V, block_size, dtype, generator)
-    q = torch.randn((K, plan.num_tokens, G, D), generator=generator).to(dtype)
-    if options.pop("sinks", False):
-        options["sinks"] = torch.randn(K * G, generator=generator)
-    layer = LayerOptions(**({"scale": 0.3} | options))
-    got = Cascade(plan, CPU, **(limits or {})).attend(q, keys, values, layer)
-    want = Reference(step.spans, block_size).attend(q, keys, values, layer)
-    assert got.shape == want.shape == (plan.num_tokens, K, G, V)
-    assert got.dtype == dtype
-    torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
+def compare(step, plan, block_size, blocks, *, limits=None, **options):
+    case = AttentionCase(step.spans, blocks, block_size, unread=(GARBAGE, GARBAGE), **options)
+    case.check(Cascade(plan, CPU, **(limits or {})).attend(case.q_KTGD, case.keys, case.values, case.options))
 
 
 def random_steps(seed, check, *, blocks=400, longest=14, steps=6, tokens=40, block_size=4, shared_reads=1, **attention):
@@ -64,14 +30,7 @@ def random_steps(seed, check, *, blocks=400, longest=14, steps=6, tokens=40, blo
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sliding_window": 1}, {"sliding_window": 5}, {"sliding_window": 1000}, {"softcap": 0.7}, {"sinks": True}, {"scale": 0.25}, {"scale": 1.0},
-        {"sliding_window": 6, "softcap": 2.0, "sinks": True},
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("shared_reads", [1, 10**9])
 def test_the_cascade_is_the_reference_under_every_option(options, shared_reads):
     random_steps(4, lambda step, plan: compare(step, plan, 4, 400, **options), shared_reads=shared_reads)
@@ -83,15 +42,10 @@ def test_the_cascade_is_the_reference_on_random_trees(data):
     seed = data.draw(st.integers(0, 2**32))
     rng = random.Random(seed)
     block_size, blocks = rng.choice([1, 3, 4, 8]), 500
-    options = {
-        "sliding_window": rng.choice([None, None, 3, 9]),
-        "softcap": rng.choice([None, 1.5]),
-        "sinks": rng.random() < 0.3,
-    }
-    shape = {"K": rng.choice([1, 2]), "G": rng.choice([1, 2, 3]), "D": 8, "V": rng.choice([4, 8])}
+    options = random_options(rng)
 
     def check(step, plan):
-        compare(step, plan, block_size, blocks, seed=seed % 1000, **shape, **options)
+        compare(step, plan, block_size, blocks, seed=seed % 1000, **options)
 
     random_steps(
         seed, check, block_size=block_size, blocks=blocks, shared_reads=rng.choice([1, 6, 10**9]),
@@ -114,8 +68,7 @@ def test_blocks_read_in_place_and_gathered_give_the_same(dense):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_near_the_reference(dtype):
-    tolerance = 0.03 if dtype == torch.bfloat16 else 0.004
-    random_steps(8, lambda s, p: compare(s, p, 4, 400, dtype=dtype, tolerance=tolerance))
+    random_steps(8, lambda s, p: compare(s, p, 4, 400, dtype=dtype))
 
 
 # -- the shared part
@@ -206,13 +159,10 @@ def test_what_is_masked_may_be_anything_but_its_values(shared_reads):
     """Keys of freed blocks may be NaN; `KVCache.write` keeps values finite."""
 
     def check(step, plan):
-        generator = torch.Generator().manual_seed(0)
-        keys, values = pool_of(plan, step.spans, 1600, 1, 4, 4, 4, torch.float32, generator)
-        q = torch.randn((1, plan.num_tokens, 1, 4), generator=generator)
-        want = Cascade(plan, CPU).attend(q, keys, values, LayerOptions(0.5, 9))
-        keys[keys == GARBAGE] = float("nan")
-        got = Cascade(plan, CPU).attend(q, keys, values, LayerOptions(0.5, 9))
-        assert torch.equal(got, want)
+        case = AttentionCase(step.spans, 400, 4, K=1, G=1, D=4, V=4, unread=(GARBAGE, GARBAGE), sliding_window=9)
+        want = Cascade(plan, CPU).attend(case.q_KTGD, case.keys, case.values, case.options)
+        case.keys[case.keys == GARBAGE] = float("nan")
+        assert torch.equal(Cascade(plan, CPU).attend(case.q_KTGD, case.keys, case.values, case.options), want)
 
     random_steps(10, check, shared_reads=shared_reads)
 

@@ -17,7 +17,7 @@ from batchgen.attention.triton_backend import DEFAULT_TUNING, DeviceAttention, T
 from batchgen.scheduling.batch import CopyBlock, ScheduledSpan, pack
 from support import simulation as sim
 from support.params import examples, slow_but
-from support.reference_attention import Reference
+from support.reference_attention import OPTIONS, AttentionCase, random_options
 
 pytest.importorskip("triton")
 import triton
@@ -26,7 +26,6 @@ from batchgen.attention import triton_kernels as kernels
 from support.triton_interpreter import skip_unless_interpreted
 
 BLOCKS = 120
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.04, torch.float16: 0.004}
 GARBAGE = 1e4
 # The interpreter runs kernels as numpy's operations: masked values may be anything before they are dropped.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero|All-NaN):RuntimeWarning")
@@ -51,54 +50,26 @@ def works_of(*spans):
     ]
 
 
-def compare(
-    device,
-    spans,
-    block_size,
-    *,
-    K=2,
-    G=2,
-    D=16,
-    V=16,
-    dtype=torch.float32,
-    seed=0,
-    sinks=False,
-    padding=0,
-    tuning=DEFAULT_TUNING,
-    **options,
-):
+def compare(device, spans, block_size, *, tuning=DEFAULT_TUNING, padding=0, D=16, V=16, **options):
     """Compares `DeviceAttention` with the reference. Values that no query may read are NaN, or large."""
-    generator = torch.Generator().manual_seed(seed)
-    cache = KVCache({0: LayerShape(K, D, V, device)}, BLOCKS, block_size, dtype)
-    before = torch.tensor(sorted({sim.kv_index(w.span, p, block_size) for w in spans for p in range(w.stop)}))
-    own = torch.tensor([sim.kv_index(w.span, p, block_size) for w in spans for p in range(w.start, w.stop)])
-    keys = torch.full((K, BLOCKS * block_size, D), float("nan"))
-    values = torch.full((K, BLOCKS * block_size, V), GARBAGE)
-    keys[:, before] = torch.randn((K, len(before), D), generator=generator)
-    values[:, before] = torch.randn((K, len(before), V), generator=generator)
-    keys, values = keys.to(device, dtype), values.to(device, dtype)
-    cache.keys[0].copy_(keys).index_fill_(1, own.to(device), float("nan"))
-    cache.values[0].copy_(values).index_fill_(1, own.to(device), GARBAGE)
-    T = len(own)
-    q = (
-        torch.randn((T + padding, K * G, D), generator=generator).to(device, dtype).transpose(0, 1)
-    )  # strided as a model's
-    k, v = (torch.nn.functional.pad(x[:, own], (0, 0, 0, padding), value=float("nan")) for x in (keys, values))
-    if sinks:
-        options["sinks"] = torch.randn(K * G, generator=generator).to(device)
-    layer = LayerOptions(**({"scale": 0.3} | options))
+    case = AttentionCase(
+        spans, BLOCKS, block_size, D=D, V=V, unread=(float("nan"), GARBAGE), padding=padding, device=device, **options
+    )
+    (K, G), T, own = case.heads, len(case.own), case.own.to(device)
+    cache = KVCache({0: LayerShape(K, D, V, device)}, BLOCKS, block_size, case.dtype)
+    cache.keys[0].copy_(case.keys).index_fill_(1, own, float("nan"))
+    cache.values[0].copy_(case.values).index_fill_(1, own, GARBAGE)
+    k, v = (
+        torch.nn.functional.pad(x[:, own], (0, 0, 0, padding), value=float("nan")) for x in (case.keys, case.values)
+    )
     attention = DeviceAttention(cache, 400, device, G, tuning)
     attention.plan(spans, T + padding)
-    got = attention(0, q, k, v, layer)
-    want = Reference(spans, block_size).attend(q[:, :T].reshape(K, G, T, D).transpose(1, 2), keys, values, layer)
-    assert (got.dtype, got.shape) == (dtype, (T + padding, K * G, V))
-    assert torch.equal(cache.keys[0].nan_to_num(7.0), keys.nan_to_num(7.0))
-    assert torch.equal(cache.values[0], values)
-    torch.testing.assert_close(
-        got[:T].view(T, K, G, V).float(), want.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-    )
+    got = attention(0, case.q_HTD, k, v, case.options)
+    assert got.shape == (T + padding, K * G, V)
+    assert torch.equal(cache.keys[0].nan_to_num(7.0), case.keys.nan_to_num(7.0))
+    assert torch.equal(cache.values[0], case.values)
+    case.check(got[:T])
     assert not got[T:].any()
-    return got
 
 
 def random_steps(seed, check, *, block_size=16, longest=30, steps=3, tokens=60, **options):
@@ -126,13 +97,11 @@ def test_it_is_the_reference_for_every_shape_of_heads(device, K, G, D, V, spans)
     compare(device, works_of(*spans), 16, K=K, G=G, D=D, V=V, tuning=FINE)
 
 
-OPTIONS = [
-    {"sliding_window": 1}, {"sliding_window": 5}, {"sliding_window": 1000}, {"softcap": 0.7}, {"sinks": True}, {"scale": 1.0},
-    {"sliding_window": 20, "softcap": 2.0, "sinks": True}, {"dtype": torch.bfloat16}, {"dtype": torch.float16},
-]  # fmt: skip
+TOGETHER, *_ = (options for options in OPTIONS if len(options) > 1)
+HALVES = [{"dtype": torch.bfloat16}, {"dtype": torch.float16}]
 
 
-@pytest.mark.parametrize("options", slow_but([OPTIONS[6], OPTIONS[7]], OPTIONS), ids=str)
+@pytest.mark.parametrize("options", slow_but([TOGETHER, HALVES[0]], OPTIONS + HALVES), ids=str)
 def test_it_is_the_reference_under_every_option(device, options):
     compare(device, works_of(*MIXED), 16, K=1, tuning=FINE, **options)
 
@@ -147,11 +116,7 @@ def test_it_is_the_reference_for_every_block_size(device, block_size):
 def random_case(device, seed, steps, longest):
     rng = random.Random(seed)
     block_size = rng.choice([16, 32, 48])
-    options = {
-        "sliding_window": rng.choice([None, None, 3, 33]), "softcap": rng.choice([None, 1.5]), "sinks": rng.random() < 0.3,
-        "K": rng.choice([1, 2]), "G": rng.choice([1, 2, 3, 8]), "D": rng.choice([8, 9, 64]), "V": rng.choice([4, 16, 72]),
-        "dtype": rng.choice([torch.float32, torch.float32, torch.bfloat16]), "padding": rng.choice([0, 3]),
-    }  # fmt: skip
+    options = random_options(rng, [torch.float32, torch.float32, torch.bfloat16]) | {"padding": rng.choice([0, 3])}
     tokens = rng.choice([9, 40])
     options["tuning"] = Tuning(*(rng.choice([1, 16, 10**9]) for _ in range(3)), item_keys=rng.choice([0, 64]))
     random_steps(
