@@ -29,6 +29,7 @@ import hypothesis
 import pytest
 
 from support.params import FULL, examples
+from support.python_process import environment
 from support.tiny_model import save_tiny_llama
 
 # No test measures time, and `make test` tries the same examples each time.
@@ -197,10 +198,8 @@ def command() -> list[str]:
 
 @pytest.fixture
 def command_environment() -> dict[str, str]:
-    """The environment of such a process: it finds the packages of this checkout, installed or not."""
-    root = Path(__file__).parents[1]
-    paths = [str(root), str(root / "cli"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    """The environment of such a process."""
+    return environment()
 
 
 @pytest.fixture

@@ -1,12 +1,10 @@
 """The names that `import batchgen` offers."""
 
-import subprocess
-import sys
-
 import pytest
 
 import batchgen
 from support.params import slow_but
+from support.python_process import run_python
 
 
 def test_exactly_the_public_names_are_exported():
@@ -32,14 +30,6 @@ def test_an_unknown_name_is_an_attribute_error():
         ],
     ),
 )
-def test_importing_batchgen_imports_neither_torch_nor_transformers(statement, command_environment):
+def test_importing_batchgen_imports_neither_torch_nor_transformers(statement):
     check = "import sys; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{statement}; {check}"],
-        env=command_environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    assert done.stdout == "[]\n"
+    assert run_python(f"{statement}; {check}", check=True).stdout == "[]\n"

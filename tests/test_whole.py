@@ -21,6 +21,7 @@ from batchgen.errors import InputCorrupt, Interrupted, OutputError
 from batchgen.jobs.order.sorted_requests import SortedRequests
 from batchgen.jobs.order.windows import PlannedWindows
 from batchgen.recording import JobRecord
+from support.harness import stored_keys
 from support.params import slow_but
 from support.progress import Recorder, in_phase, interrupt, rows_done
 
@@ -47,12 +48,6 @@ def read_counts(progress: Recorder) -> list[int]:
     """The numbers of rows that were shown as read or written, without repeats."""
     passed = (now.rows_passed for now in progress.seen if now.rows_passed is not None)
     return [rows for rows, _ in groupby(passed)]
-
-
-def stored_keys(folder: Path) -> list[bytes]:
-    """The keys of the results in a job's folder, in the order in which they were stored."""
-    with closing(sqlite3.connect(folder / "results.sqlite")) as db:
-        return [key for (key,) in db.execute("SELECT key FROM results ORDER BY rowid")]
 
 
 def stopped(config: JobConfig, done: int) -> Path:

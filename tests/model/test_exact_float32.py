@@ -2,13 +2,12 @@
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from support.python_process import environment
+from support.python_process import run_python
 
 MODEL = Path(__file__).parents[2] / "sample_data" / "model"
 # Each prints the largest error of a table of cosines of 2,048 positions.
@@ -40,9 +39,8 @@ def window(tmp_path_factory):
 
 def largest_error(window, program):
     """What a program prints that runs in a process with the window and two threads."""
-    env = environment() | {"LD_PRELOAD": str(window), "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
-    done = subprocess.run([sys.executable, "-c", program], env=env, check=True, capture_output=True, text=True)
-    return float(done.stdout)
+    two = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
+    return float(run_python(program, check=True, LD_PRELOAD=str(window), **two).stdout)
 
 
 def test_the_cosines_of_a_model_are_exact(window):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.model.multimodal import Absent, left_out, model_class
 from batchgen.model.weights.sizes import stored_tensors, weight_sizes
+from support.python_process import run_python
 
 LOAD = """
 import json, sys
@@ -73,7 +73,7 @@ def test_peak_memory_is_that_of_the_text_part(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path, 4)
     on_disk = sizes(checkpoint)
     assert on_disk["vision"] > 4 * on_disk["text"]
-    done = subprocess.run([sys.executable, "-c", LOAD, str(checkpoint)], capture_output=True, text=True, check=True)
+    done = run_python(LOAD, checkpoint, check=True)
     grown, loaded = json.loads(done.stdout.splitlines()[-1])
     assert loaded <= on_disk["text"]
     assert grown < 2.5 * on_disk["text"]  # pages of the file, and for a moment the tensors made from them

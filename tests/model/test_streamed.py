@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from batchgen.model.weights.streamed import ReadAhead, decoder_layers, tensors_i
 from batchgen.scheduling.sizes import free_host_memory
 from batchgen.stats import memory_bytes
 from support.models import build, engine_for, kernels, load_folder, make_requests, run
+from support.python_process import run_python
 from support.quantized import make
 
 pytestmark = [
@@ -300,4 +299,4 @@ assert memory_bytes_peak() >= most
 
 
 def test_the_peak_of_the_memory_is_known_after_it() -> None:
-    subprocess.run([sys.executable, "-c", PEAK], check=True, timeout=300)
+    run_python(PEAK, check=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +15,7 @@ from batchgen.model.architectures import context_note
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.encoding import Encoder
 from support.progress import Recorder
-from support.python_process import environment
+from support.python_process import run_python
 
 
 def load(folder, **options):
@@ -228,14 +226,7 @@ def test_advice_from_libraries_does_not_reach_standard_error(tools, tmp_path):
         "out = PromptBuilder(tokenizer, PromptConfig(), SamplingParams()).build([Row(0, {'prompt': 'abcdef'}, None, '')])\n"
         "import transformers.utils.logging as l; print(len(out[0].tokens), l.get_verbosity())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
+    done = run_python(code, check=True)
     assert (done.stdout, done.stderr) == ("7 30\n", "")
 
 

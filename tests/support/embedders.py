@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from support.tiny_model import BOS_ID, BYTE_COUNT, EOS_ID, PAD_ID, SPECIAL_TOKENS, save_tiny_llama, save_tiny_tokenizer
+from support.tiny_model import (
+    save_tiny_llama,
+    save_tiny_tokenizer,
+    tiny_llama,
+)
 
 QUERY = "Instruct: find what answers it\nQuery: "
 _MODULES = {
@@ -41,25 +45,9 @@ def save_embedder(
 def save_classifier(folder: Path, labels: tuple[str, ...] = ("red", "green", "blue"), **config: Any) -> Path:
     """Saves a tiny random Llama with a classification head and a chat template."""
     import torch
-    from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    settings: dict[str, Any] = {
-        "vocab_size": BYTE_COUNT + len(SPECIAL_TOKENS),
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.1,
-        "bos_token_id": BOS_ID,
-        "eos_token_id": EOS_ID,
-        "pad_token_id": PAD_ID,
-        "id2label": dict(enumerate(labels)),
-        "dtype": torch.float32,
-    }
-    torch.manual_seed(0)
-    model = LlamaForSequenceClassification(LlamaConfig(**(settings | config))).eval()
+    own = {"num_hidden_layers": 2, "id2label": dict(enumerate(labels))}
+    model = tiny_llama("LlamaForSequenceClassification", **own | config)
     torch.nn.init.normal_(model.score.weight, std=0.3)
     model.save_pretrained(folder)
     save_tiny_tokenizer(folder, chat=True)

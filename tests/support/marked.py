@@ -5,26 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from batchgen.parsers.thinking import thinking_format
 from batchgen.parsers.tool_calls import tool_format
 from batchgen.sampling.stopping import Detokenizer, Stopper
 from batchgen.sampling_params import SamplingParams
+from support.tiny_model import byte_tokenizer
 
 EOS = "<eos>"
 HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|return|>", "<|call|>")
 
 
 def make(special: tuple[str, ...] = (), plain: tuple[str, ...] = (), template: str | None = None) -> Any:
-    """A tokenizer with one token for each byte. `special` and `plain` are additional tokens; special ones do not appear in texts."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (EOS, *special)])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in plain])
+    """A tokenizer of bytes; see `byte_tokenizer`."""
+    tokenizer = byte_tokenizer((EOS, *special), plain)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, chat_template=template)
 
 

@@ -9,10 +9,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+
 
 def environment() -> dict[str, str]:
-    """The environment of such a process."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    """The environment of such a process: it finds the packages of this checkout, installed or not."""
+    paths = [str(ROOT), str(ROOT / "cli"), *filter(None, sys.path)]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def run_python(
+    code: str, *arguments: object, cwd: Path | None = None, check: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs code with arguments in a process of its own, with these variables in its environment."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], env=environment() | variables, cwd=cwd, check=check,
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
 
 
 @contextmanager

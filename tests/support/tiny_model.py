@@ -18,16 +18,25 @@ CHAT_TEMPLATE = (
 )
 
 
-def save_tiny_tokenizer(folder: Path, *, chat: bool) -> None:
-    """Saves a tokenizer with one token for each byte and no merges. Like Llama's, it puts a begin token before a prompt."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
+def byte_tokenizer(special: tuple[str, ...], plain: tuple[str, ...] = ()) -> Any:
+    """A tokenizer with one token for each byte and no merges. `special` and `plain` are additional tokens; special ones do not appear in texts."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in plain])
+    return tokenizer
+
+
+def save_tiny_tokenizer(folder: Path, *, chat: bool) -> None:
+    """Saves a tokenizer of bytes. Like Llama's, it puts a begin token before a prompt."""
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = byte_tokenizer(SPECIAL_TOKENS)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|begin|> $A", pair="<|begin|> $A $B", special_tokens=[("<|begin|>", BOS_ID)]
     )
@@ -43,10 +52,10 @@ def save_tiny_tokenizer(folder: Path, *, chat: bool) -> None:
     fast.save_pretrained(folder)
 
 
-def save_tiny_llama(folder: Path, *, chat: bool = False, seed: int = 0, **config: Any) -> Path:
-    """Saves a random Llama of one layer and its tokenizer. `initializer_range` keeps greedy margins far above rounding errors."""
+def tiny_llama(kind: str = "LlamaForCausalLM", seed: int = 0, **config: Any) -> Any:
+    """A random Llama of one layer. `initializer_range` keeps greedy margins far above rounding errors."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     settings: dict[str, Any] = {
         "vocab_size": BYTE_COUNT + len(SPECIAL_TOKENS),
@@ -64,7 +73,11 @@ def save_tiny_llama(folder: Path, *, chat: bool = False, seed: int = 0, **config
         "dtype": torch.float32,
     }
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**(settings | config))).eval()
-    model.save_pretrained(folder)
+    return getattr(transformers, kind)(transformers.LlamaConfig(**(settings | config))).eval()
+
+
+def save_tiny_llama(folder: Path, *, chat: bool = False, seed: int = 0, **config: Any) -> Path:
+    """Saves `tiny_llama` and its tokenizer."""
+    tiny_llama(seed=seed, **config).save_pretrained(folder)
     save_tiny_tokenizer(folder, chat=chat)
     return folder
