@@ -47,7 +47,7 @@ def written(kernels, keys, values, kv_indices, block_size):
 
 def compare(kernels, spans, block_size, **options):
     case = AttentionCase(spans, BLOCKS, block_size, **options)
-    cache = written(kernels, case.keys[:, case.read], case.values[:, case.read], case.read, block_size)
+    cache = written(kernels, case.keys[:, case.read], case.values[:, case.read], case.read.tolist(), block_size)
     inputs = 0, case.q_HTD, case.keys[:, case.own], case.values[:, case.own], case.options
     got = PackedAttention(kernels, spans, cache)(*inputs)
     case.check(got)
