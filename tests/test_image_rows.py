@@ -352,9 +352,14 @@ def test_equal_rows_have_equal_keys_wherever_their_images_are(model):
     assert run(model, prune=True).stats["rows_resumed"] == 0
 
 
-def test_an_image_column_needs_a_model_that_sees(model, tiny_model_dir):
+@pytest.mark.parametrize("option", ["--image-column", "--image-max-pixels"])
+def test_options_of_images_need_a_model_that_sees(option, model, tiny_model_dir):
     write([{"prompt": "a", "image": "p/0.png"}])
-    with pytest.raises(
-        UsageError, match=r"^--image-column: only text can be sent; leave it out, or use a model that sees$"
-    ):
-        run(tiny_model_dir, prompts=PromptConfig(image_column=("image",)))
+    config = config_of(tiny_model_dir)
+    if option == "--image-column":
+        config = replace(config, prompts=PromptConfig(image_column=("image",)))
+    else:
+        config = replace(config, model=replace(config.model, image_max_pixels=100))
+    message = rf"^{option}: only text can be sent; leave it out, or use a model that sees$"
+    with pytest.raises(UsageError, match=message):
+        run_job(config)

@@ -160,8 +160,10 @@ class Renderer:
         self._template = None if prompts.template is None else RowTemplate(prompts.template)
         self.columns = Columns(prompts, self._template, params, chat=self._chat is not None)
         self._said: set[str] = set()
-        if prompts.image_column and images.refusal is not None:
-            raise UsageError(f"--image-column: {images.refusal}", "leave it out, or use a model that sees")
+        limited = tokenizer.source is not None and tokenizer.source.image_max_pixels is not None
+        option = "--image-column" if prompts.image_column else "--image-max-pixels" if limited else ""
+        if option and images.refusal is not None:
+            raise UsageError(f"{option}: {images.refusal}", "leave it out, or use a model that sees")
         for name in prompts.chat_template_kwargs:
             self._note_unused_variable(name, "--chat-template-kwargs sets")
 
