@@ -20,6 +20,8 @@ _SHORT_LINE = 1024
 """Bytes of a line that is taken as it is. Of a longer one most is the row's own columns, which a database of results need not hold."""
 NO_KEY = bytes(KEY_BYTES)
 """The key of a row that never became a request."""
+_PARTS_WITH_TEXT = PARTS.keys() - TASK_NAMES
+"""The parts that a result with a text or an error may have."""
 
 
 def read_keys(path: Path) -> Iterator[bytes]:
@@ -99,11 +101,13 @@ def _of_row(columns: dict[str, Any], asked: Collection[str]) -> Result | None:
     usage, error, token_ids = columns["usage"], columns["error"], columns.get("token_ids")
     thought = usage.get("reasoning_tokens")  # otherwise a column `reasoning` is the input's
     wordless = columns["text"] is None and not error
-    inputs = TASK_NAMES.difference(asked) if wordless else TASK_NAMES  # columns that are the input's
-    parts = parts_of({name: columns.get(name) for name in PARTS.keys() - inputs})
+    # The others are columns of the input.
+    names = PARTS.keys() - TASK_NAMES.difference(asked) if wordless else _PARTS_WITH_TEXT
+    parts = parts_of({name: columns[name] for name in names if name in columns})
     if wordless and not (thought or parts.keys() & {"score", "embedding", "reward"}):
         return None
-    completions = completions_of(columns.get("choices") or ())
+    choices = columns.get("choices")
+    completions = completions_of(choices) if choices else ()
     if token_ids is None:
         token_ids = completions[0].token_ids if completions else ()
     return Result(

@@ -15,7 +15,7 @@ import re
 from collections.abc import Generator
 from typing import Any, BinaryIO
 
-from batchgen.json_values import plain
+from batchgen.json_values import parsed, plain
 
 MAX_DEPTH = 100
 """Levels of lists and objects in a row. Every later stage can recurse over more."""
@@ -64,7 +64,7 @@ def too_long(max_bytes: int) -> str:
 def parse_line(line: bytes) -> dict[str, Any] | str:
     """Returns the object of one line, or the reason why it is malformed."""
     try:
-        value = json.loads(line.decode())
+        value = parsed(line.decode())
     except UnicodeDecodeError as e:
         return f"not UTF-8 at byte {e.start + 1}{encoding_hint(line)}"
     except json.JSONDecodeError as e:
@@ -99,6 +99,8 @@ def to_json(value: Any) -> bytes:
         text = _ENCODER.encode(value)
     except (ValueError, TypeError):
         text = _ENCODER.encode(plain(value))
+    if text.isascii():
+        return text.encode()
     # Only lone surrogates cannot be encoded. Python's escape for them is also JSON's.
     data = text.encode("utf-8", "backslashreplace")
     for character, escape in _LINE_ENDS:

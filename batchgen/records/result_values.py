@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from batchgen.result import Completion, Result, Score, TokenLogprob, ToolCall
 
 _FIELDS = {f.name: f.default for f in fields(Result) if f.name not in ("row", "embedding")}
+_NAMES = {f.name: f.name for f in fields(Result)}
 _values_of = attrgetter(*_FIELDS)
 
 
@@ -41,7 +42,9 @@ def result_of_values(values: dict[str, Any]) -> Result:
         values["completions"] = completions_of(values["completions"])
     if "tool_calls" in values:
         values["tool_calls"] = calls_of(values["tool_calls"])
-    return Result(row=-1, **values | parts_of(values, _STORED_PARTS))
+    values |= parts_of(values, _STORED_PARTS)
+    # Python finds an argument by its name's address, and compares a name that is another object with all arguments.
+    return Result(row=-1, **{_NAMES[name]: value for name, value in values.items()})
 
 
 def completion_values(result: Result, *, token_ids: bool) -> list[dict[str, Any]]:
@@ -97,7 +100,9 @@ def plain_calls(calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
 
 def calls_of(values: Iterable[Mapping[str, Any]] | None) -> tuple[ToolCall, ...]:
     """Returns the calls that `plain_calls` was given; none for None."""
-    calls = [(value["id"], value["function"]) for value in values or ()]
+    if not values:
+        return ()
+    calls = [(value["id"], value["function"]) for value in values]
     return tuple(ToolCall(_as_text(name), _as_text(f["name"]), _as_text(f["arguments"])) for name, f in calls)
 
 
@@ -204,4 +209,5 @@ def plain_parts(result: Result, parts: Mapping[str, Part] = PARTS) -> dict[str, 
 
 def parts_of(values: Mapping[str, Any], parts: Mapping[str, Part] = PARTS) -> dict[str, Any]:
     """Returns the parts that `plain_parts` made `values` of. A missing or null one is left out."""
-    return {name: back(values[name]) for name, (_, back) in parts.items() if values.get(name) is not None}
+    there = [name for name in parts if name in values]  # most results have none
+    return {name: parts[name][1](values[name]) for name in there if values[name] is not None}

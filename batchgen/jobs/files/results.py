@@ -34,6 +34,7 @@ from batchgen.jobs.files.disk import network_file_system
 from batchgen.jobs.files.row_keys import CACHE_KIB, RowKeys, format_bytes, open_database, select_in, transaction
 from batchgen.jobs.files.row_memory import RowMemory
 from batchgen.jobs.reuse_output import result_of_row
+from batchgen.json_values import parsed
 from batchgen.records.output import TASK_NAMES
 from batchgen.records.result_values import completion_values, completions_of, result_of_values, result_values
 from batchgen.result import Completion, Result
@@ -645,7 +646,7 @@ def decode(key: bytes, value: bytes, checksum: int, asked: Collection[str] = TAS
     try:
         if zlib.crc32(key + value) != checksum:
             return None
-        values = json.loads(value)
+        values = parsed(value.decode().rstrip())  # a row of an output may have its line end
         is_row = "usage" in values or "text" not in values  # of the output: batchgen's own form, or OpenAI's
         return result_of_row(values, asked) if is_row else result_of_values(values)
     except (ValueError, TypeError, AttributeError, KeyError):
