@@ -113,15 +113,13 @@ def write_output(
         if not rows:
             raise _input_changed(source, job)
         keys, results = job.rows(rows[0].number, rows[-1].number)
-        stored = job.stored(list(keys.values()))
-        lost = sum(1 for key in keys.values() if key not in stored)
+        lost = sum(1 for number in keys if number not in results)
         if lost:
             job.forget_first_reading()  # the next run must look at every row
             raise OutputError(
                 f"the results of {job.output} are damaged: {lost:,} of them cannot be read",
                 f"{'run all shards' if merging else 'run the same command'} again: only these rows are generated again",
             )
-        results.update({number: stored[key] for number, key in keys.items()})
         if merging:
             seen = dict(zip(keys, job.row_keys.occurrences(list(keys.values())), strict=True))
             for number, result in results.items():

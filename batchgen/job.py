@@ -312,9 +312,11 @@ class _Generation:
         for request in window.requests:
             self._running[request.row] = request.key, request.source
             self._rows_asked += 1 + self.job.equal_rows(request.key)
-            run.images += len(request.images)
-            run.image_tokens += sum(image.count for image in request.images)
-            run.begun_tokens += sum(len(c.token_ids) for c in request.begun.values())
+            if request.images:
+                run.images += len(request.images)
+                run.image_tokens += sum(image.count for image in request.images)
+            if request.begun:
+                run.begun_tokens += sum(len(c.token_ids) for c in request.begun.values())
         engine.add(window.leaves, window.plan, self._keep)
 
     def _keep(self, result: Result) -> None:

@@ -16,6 +16,7 @@ from batchgen.records.result_values import PARTS, calls_of, completions_of, part
 from batchgen.result import Result
 
 KEY_BYTES = 16
+_READ_KEYS = 4096
 _SHORT_LINE = 1024
 """Bytes of a line that is taken as it is. Of a longer one most is the row's own columns, which a database of results need not hold."""
 NO_KEY = bytes(KEY_BYTES)
@@ -27,8 +28,9 @@ _PARTS_WITH_TEXT = PARTS.keys() - TASK_NAMES
 def read_keys(path: Path) -> Iterator[bytes]:
     """Yields the keys of the rows of an output, in its order; `NO_KEY` for a row that never became a request."""
     with path.open("rb") as file:
-        while len(key := file.read(KEY_BYTES)) == KEY_BYTES:
-            yield key
+        while keys := file.read(_READ_KEYS * KEY_BYTES):
+            for start in range(0, len(keys) // KEY_BYTES * KEY_BYTES, KEY_BYTES):
+                yield keys[start : start + KEY_BYTES]
 
 
 def results_of_output(output: str, keys: Path, asked: Collection[str] = ()) -> Iterator[tuple[bytes, Result | bytes]]:

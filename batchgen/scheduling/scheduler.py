@@ -299,7 +299,7 @@ class Admission:
             ahead = blocks.blocks_for(w.leaves[node.first].max_kv_tokens) - blocks.blocks_for(node.end)
             reserve = max(2 * ahead, self._margin)
             # While other nodes are computed it needs free state slots: what follows each node takes as many as the tree is deep.
-            if self._running.computes_a_node and not blocks.has_state_slots(1 + self._running.num_startable + w.depth):
+            if not blocks.has_state_slots(1 + self._running.num_startable + w.depth) and self._running.computes_a_node:
                 return None
         node_span = blocks.open_node(w, n, reserve)
         if node_span is not None:

@@ -33,6 +33,8 @@ class State(Enum):
     FAILED = "failed"
     CANCELLED = "cancelled"
 
+    __hash__ = object.__hash__  # Enum's own is a function in Python
+
 
 LEGAL: dict[State, frozenset[State]] = {
     # A text to score whose tokens all lie on the nodes above it has nothing left to run.
@@ -46,7 +48,7 @@ LEGAL: dict[State, frozenset[State]] = {
     State.CANCELLED: frozenset(),
 }
 
-_RUNNING = (State.DECODING, State.PREFILLING, State.FINISHING)  # a tuple: a state is hashed in Python
+_RUNNING = (State.DECODING, State.PREFILLING, State.FINISHING)
 
 # Place in depth-first order: (first leaf below, depth). A leaf comes after the nodes that begin with it. Leaves are numbered
 # through all windows.
@@ -234,9 +236,10 @@ def last_seen(span: Span, start: int, stop: int) -> NDArray[np.int64]:
 def uncut(span: Span, start: int, stop: int) -> int:
     """Returns the last position up to `stop` at which [start, stop) may end without cutting an image that is `whole`, or such a prompt; `start` if
     there is none."""
-    if not any(image.whole or image.prompt for image in span.images) or stop >= span.end or stop <= start:
+    images = span.images
+    if not images or stop >= span.end or stop <= start or not any(image.whole or image.prompt for image in images):
         return stop
-    if span.images[0].prompt:
+    if images[0].prompt:
         return start if start < span.prompt_end > stop else stop
     tokens = span.tokens(start, stop + 1)
     if tokens[-1] < IMAGE_IDS or tokens[-1] != tokens[-2]:
@@ -312,7 +315,7 @@ class GenerationSequence(Span):
 
     @property
     def end(self) -> int:
-        return self.start_tokens + self.num_sampled
+        return self.start_tokens + len(self.generated) + self.num_pending_tokens  # read often
 
     @property
     def num_sampled(self) -> int:

@@ -337,6 +337,10 @@ def test_rows_of_the_output_have_a_key_or_a_result(folder):
         results.add_rows([3], {3: KEYS[2]}, {})
         assert results.row_count == 4
         assert results.rows(1, 2) == ({2: KEYS[1]}, {1: replace(RESULTS[2], row=1)})
+        results.append(KEYS[1], RESULTS[1])
+        results.add_rows([4], {4: KEYS[1]}, {})
+        of_rows = {1: replace(RESULTS[2], row=1), 2: RESULTS[1], 4: RESULTS[1]}
+        assert results.rows(1, 5) == ({2: KEYS[1], 3: KEYS[2], 4: KEYS[1]}, of_rows)
         assert list(results.failed_rows()) == [replace(RESULTS[2], row=1)]
         results.begin_rows()
         assert results.row_count == 0

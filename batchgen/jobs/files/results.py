@@ -169,7 +169,9 @@ class Results:
 
     def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
         """Returns the stored results of `keys`. Their row numbers are meaningless."""
-        found = {}
+        found: dict[bytes, Result] = {}
+        if not self._db.execute("SELECT EXISTS(SELECT 1 FROM results)").fetchone()[0]:
+            return found  # the first reading of a job that begins
         for key, value, checksum in select_in(self._db, "SELECT key, value, checksum FROM results WHERE key IN", keys):
             result = decode(key, value, checksum, self._asked)
             if result is not None:
@@ -307,15 +309,24 @@ class Results:
         return int(found[0]) if found else 0
 
     def rows(self, first: int, last: int) -> tuple[dict[int, bytes], dict[int, Result]]:
-        """Returns the rows from `first` to `last` that are in the output: the keys of those that became requests, and the results of the others."""
-        keys, failed = {}, {}
-        query = "SELECT number, key, value, checksum FROM rows WHERE number BETWEEN ? AND ?"
+        """Returns the rows from `first` to `last` that are in the output: the keys of those that became requests, and the results of all.
+
+        Equal rows have one result, whose row number is meaningless. A result that is damaged or missing is left out.
+        """
+        keys: dict[int, bytes] = {}
+        found: dict[int, Result | None] = {}
+        of_key: dict[bytes, Result | None] = {}
+        query = """SELECT number, rows.key, coalesce(results.value, rows.value), coalesce(results.checksum, rows.checksum)
+            FROM rows LEFT JOIN results ON results.key = rows.key WHERE number BETWEEN ? AND ? ORDER BY number"""
         for number, key, value, checksum in self._db.execute(query, (first, last)):
-            if key is not None:
-                keys[number] = key
-            elif (result := _failed_row(number, value, checksum)) is not None:
-                failed[number] = result
-        return keys, failed
+            if key is None:
+                found[number] = _failed_row(number, value, checksum)
+                continue
+            keys[number] = key
+            if key not in of_key:
+                of_key[key] = decode(key, value, checksum, self._asked)
+            found[number] = of_key[key]
+        return keys, {number: result for number, result in found.items() if result is not None}
 
     def failed_rows(self) -> Iterator[Result | None]:
         """Yields the results of the rows that never became requests, in input order; None for a damaged one."""
