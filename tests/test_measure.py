@@ -10,7 +10,9 @@ from batchgen.config import EngineConfig, PromptConfig
 from batchgen.job import measure_job
 from batchgen.jobs.order.sorted_requests import spread
 from batchgen.jobs.status import job_status
+from support.embedders import save_classifier
 from support.tiny import requests_of
+from support.vision import make, picture
 
 ROWS = [{"prompt": f"All rows begin with this text, which is more than a chunk. {i // 5} {i}"} for i in range(40)]
 
@@ -27,6 +29,10 @@ KINDS = {
     "labels": {"sampling": SamplingParams(choices=("yes", "no"))},
     "scores": {"prompts": PromptConfig(score=True, completion_column="prompt")},
     "embeddings": {"task": {"embed": True, "pooling": "last"}, "sampling": SamplingParams()},
+    "classes": {"task": {"classify": True}, "sampling": SamplingParams()},
+    "log-probabilities of prompts": {"prompts": PromptConfig(prompt_logprobs=True), "sampling": SamplingParams()},
+    "a regex": {"sampling": SamplingParams(max_tokens=20, temperature=1.0, regex="(ab|ba){1,9}")},
+    "images": {"prompts": PromptConfig(image_column="picture")},
     "own ids": {"sampling": SamplingParams(max_tokens=10, temperature=1.0), "id_column": "prompt"},
     "windows": {"window": 8},
     "as they finish": {"order": "done"},
@@ -35,14 +41,23 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_run_uses_the_measured_rows_and_computes_the_others(kind, tiny_model_dir, write_jsonl, tmp_path):
-    source = write_jsonl(ROWS)
-    config = config_of(tiny_model_dir, source, tmp_path / "out.jsonl", **KINDS[kind])
+    model, rows = tiny_model_dir, ROWS
+    if kind == "classes":
+        model = save_classifier(tmp_path / "model")
+    elif kind == "images":
+        model = tmp_path / "model"
+        make("llava", model)
+        for i in range(3):
+            picture(i).save(tmp_path / f"{i}.png")
+        rows = [row | {"picture": f"{i % 3}.png"} for i, row in enumerate(ROWS)]
+    source = write_jsonl(rows)
+    config = config_of(model, source, tmp_path / "out.jsonl", **KINDS[kind])
     measured = measure_job(config, 8)
     assert (measured.rows, (tmp_path / "out.jsonl").exists()) == (8, False)
     assert plan_job(config).estimate.rows == 32
     report = run_job(config)
     assert (report.stats["rows"], report.stats["rows_resumed"]) == (32, 8)
-    alone = run_job(config_of(tiny_model_dir, source, tmp_path / "alone.jsonl", **KINDS[kind]))
+    alone = run_job(config_of(model, source, tmp_path / "alone.jsonl", **KINDS[kind]))
     assert report.stats["job"]["completion_tokens"] == alone.stats["completion_tokens"]
     ours, theirs = (sorted((tmp_path / name).read_text().splitlines()) for name in ("out.jsonl", "alone.jsonl"))
     assert ours == theirs

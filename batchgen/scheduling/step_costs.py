@@ -35,8 +35,9 @@ ROUNDS = 5
 """Rounds of a fit. Each weighs the steps by the estimates and the errors of the round before."""
 OUTLIER = 3.0
 """An error of more than so many times the typical one counts less."""
-STIFFNESS = 1e-2
-"""Weight, in steps, of the wish that a token costs the same in neighbouring parts of the curve. It decides where nothing was measured."""
+STIFFNESS = 0.3
+"""Weight, in steps, of the wish that a token costs the same in neighbouring parts of the curve. It decides where nothing was measured, and
+outweighs the noise of one or two steps, whose slope would else go on far beyond them."""
 RIDGE = 1e-6
 """Keeps small what no step decides, such as the parts of tokens and of rows where both are always equal."""
 _KNOTS = np.array([0, *(1 << i for i in range(OCTAVES + 1))], dtype=np.float64)

@@ -78,6 +78,20 @@ def test_a_token_costs_what_it_costs_in_the_nearest_steps_where_none_was_measure
         assert costs.seconds(StepSize(tokens, 0, 0, 0)) == pytest.approx(1e-4 * tokens, rel=0.05)
 
 
+@pytest.mark.parametrize("slow", [0.8, 1.0, 1.25])
+def test_the_few_steps_of_a_measurement_tell_what_larger_ones_cost(slow):
+    """Two prefill steps, of which one was slow or fast, and as many decode steps as a completion has tokens."""
+
+    def seconds(size):
+        return 4e-3 + 7e-4 * size.tokens + 1e-4 * size.logit_rows + 1e-8 * size.pairs
+
+    first, second = StepSize(1025, 0, 1025, 525_825), StepSize(1273, 32, 2298, 1_333_307)
+    decoding = [StepSize(32, 32, 2330 + 32 * i, 34_105 + 32 * i) for i in range(63)]
+    costs = observed([first, second, *decoding], lambda size: seconds(size) * (slow if size == first else 1))
+    for size in (StepSize(2048, 92, 5121, 2_150_408), StepSize(222, 222, 15_000, 240_000)):
+        assert costs.seconds(size) == pytest.approx(seconds(size), rel=0.2)
+
+
 def test_nothing_is_known_before_two_steps():
     costs = observed(SIZES[:1])
     assert (costs.known, costs.seconds(SIZES[0])) == (False, 0.0)
