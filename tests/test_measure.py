@@ -180,3 +180,4 @@ def test_the_command_tells_what_it_measured(cli, tiny_model_dir, write_jsonl, tm
     assert (plan["measured"]["rows"], plan["measured"]["completion_tokens"]) == (32, 160)
     assert plan["lengths"] == {"completions": 40, "mean": 5.0, "half": 5, "most": 5, "max": 5, "cut": 40}
     assert plan["estimate"] == {"seconds": 0.0, "low": 0.0, "high": 0.0, "rows": 0, "lengths": "none"}
+    assert "time               none: every row has its result" in cli("plan", *arguments, "-q").out.splitlines()

@@ -175,6 +175,8 @@ def time_lines(report: PlanReport) -> list[tuple[str, str]]:
             ("time", "not known: no steps of this model on this machine were measured yet (--measure does that)")
         )
         return lines
+    if not estimate.rows:
+        return [*lines, ("time", "none: every row has its result")]
     low, seconds, high = (duration(s) for s in (estimate.low, estimate.seconds, estimate.high))
     rows = f"to generate {counted(estimate.rows, 'row')}"
     if estimate.lengths == "max_tokens":
