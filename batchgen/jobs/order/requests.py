@@ -24,7 +24,7 @@ from batchgen.result import Result
 from batchgen.stats import RowCounts, versions
 
 _STOP_SECONDS = 5.0
-_READING_FORM = 5
+_READING_FORM = 6
 """Changes with the form of what a first reading stores: a reading of another form is made again."""
 _SHOWN_ID = 60  # characters of an id in a message
 

@@ -32,20 +32,18 @@ from batchgen.sampling_params import SamplingParams
 _TOKENS = pa.list_(pa.int32())
 _SCHEMA = pa.schema(
     [
-        ("row", pa.int64()),
-        ("key", pa.binary(16)),
-        ("tokens", _TOKENS),
-        ("completion", _TOKENS),  # the text to score, if there is one
-        ("max_tokens", pa.int32()),
-        ("truncated", pa.bool_()),
-        ("priority", pa.float64()),
-        ("prompt_logprobs", pa.dictionary(pa.int32(), pa.string())),
-        ("tools", pa.dictionary(pa.int32(), pa.large_string())),
-        ("source", pa.string()),
-        ("images", pa.string()),  # the fields of each as JSON; their tokens are 0 in `tokens`
-        ("settings", pa.dictionary(pa.int32(), pa.large_string())),  # the parameters, and the tokens of their choices
+        ("tokens", _TOKENS),  # 0 for those of images
+        ("own", pa.large_string()),  # the other fields as JSON
+        (
+            "common",
+            pa.dictionary(pa.int32(), pa.large_string()),
+        ),  # what many requests have in common: parameters, labels, tools
     ]
 )
+
+
+_OWN = ("row", "max_tokens", "truncated", "prompt_logprobs", "priority", "source")
+"""Fields of a request that JSON can hold."""
 
 
 class SortedRequests:
@@ -275,18 +273,9 @@ def _read_batches(file: BinaryIO) -> Iterator[_Batch]:
 
 def _to_arrow(requests: Sequence[Request]) -> pa.RecordBatch:
     columns = [
-        pa.array([r.row for r in requests], pa.int64()),
-        pa.array([r.key for r in requests], pa.binary(16)),
         _token_lists([np.where(r.tokens < IMAGE_IDS, r.tokens, 0) if r.images else r.tokens for r in requests]),
-        pa.array([r.texts[0] if r.texts and not r.params.choices else None for r in requests], _TOKENS),
-        pa.array([r.max_tokens for r in requests], pa.int32()),
-        pa.array([r.truncated for r in requests], pa.bool_()),
-        pa.array([r.priority for r in requests], pa.float64()),
-        pa.array([r.prompt_logprobs for r in requests], pa.string()).dictionary_encode(),
-        pa.array([r.tools for r in requests], pa.large_string()).dictionary_encode(),
-        pa.array([r.source for r in requests], pa.string()),
-        pa.array([_stored_images(r) for r in requests], pa.string()),
-        pa.array(_settings(requests), pa.large_string()).dictionary_encode(),
+        pa.array([_own_fields(r) for r in requests], pa.large_string()),
+        pa.array(_common_fields(requests), pa.large_string()).dictionary_encode(),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=_SCHEMA)
 
@@ -297,75 +286,53 @@ def _token_lists(arrays: Sequence[TokenArray]) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays).astype(np.int32, copy=False)))
 
 
-def _stored_images(request: Request) -> str | None:
-    """Returns a prompt's images, and the places of their tokens, as JSON; None if there are none."""
-    if not request.images:
-        return None
-    places = np.flatnonzero(request.tokens >= IMAGE_IDS).tolist()
-    return json.dumps([[asdict(image) for image in request.images], places])
+def _own_fields(request: Request) -> str:
+    fields = {name: getattr(request, name) for name in _OWN}
+    fields["key"] = request.key.hex()
+    if request.texts and not request.params.choices:
+        fields["text"] = request.texts[0].tolist()
+    if request.images:
+        places = np.flatnonzero(request.tokens >= IMAGE_IDS).tolist()
+        fields["images"] = [asdict(image) for image in request.images], places
+    return json.dumps(fields)
 
 
-def _with_images(tokens: TokenArray, stored: str | None) -> tuple[TokenArray, tuple[Image, ...]]:
-    """Returns a prompt's tokens with those of its images, and the images. `stored`: see `_stored_images`."""
-    if stored is None:
-        return tokens, ()
-    fields, places = json.loads(stored)
-    images = tuple(Image(**{**of, "grid": tuple(of["grid"])}) for of in fields)
-    wide = tokens.astype(np.int64)
-    wide[places] = np.repeat([image.id for image in images], [image.count for image in images])
-    return wide, images
-
-
-def _settings(requests: Sequence[Request]) -> list[str]:
-    """The parameters of each request as JSON. Rows without parameters of their own share one object."""
+def _common_fields(requests: Sequence[Request]) -> list[str]:
+    """The parameters, the tokens of the labels and the tools of each request as JSON. Rows without parameters of their own share one object."""
     texts: list[str] = []
-    made: dict[int, str] = {}
+    made: dict[tuple[int, str], str] = {}
     for r in requests:
-        text = made.get(id(r.params))
+        text = made.get((id(r.params), r.tools))
         if text is None:
             choices = [t.tolist() for t in r.texts] if r.params.choices else []
-            text = made[id(r.params)] = json.dumps([asdict(r.params), choices])
+            text = made[id(r.params), r.tools] = json.dumps([asdict(r.params), choices, r.tools])
         texts.append(text)
     return texts
 
 
 @lru_cache(maxsize=1024)
-def _read_settings(text: str) -> tuple[SamplingParams, tuple[TokenArray, ...]]:
-    values, choices = json.loads(text)
+def _read_common(text: str) -> tuple[SamplingParams, tuple[TokenArray, ...], str]:
+    values, choices, tools = json.loads(text)
     fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-    return SamplingParams(**fields), tuple(np.array(c, dtype=np.int32) for c in choices)
+    return SamplingParams(**fields), tuple(np.array(c, dtype=np.int32) for c in choices), tools
 
 
 def _from_arrow(batch: pa.RecordBatch) -> list[Request]:
-    row, key, tokens, completion, max_tokens, truncated, priority, logprobs, tools, source, images, settings = (
-        batch.columns
-    )
+    tokens, own, common = batch.columns
     values, offsets = tokens.values.to_numpy(), tokens.offsets.to_pylist()
-    known = [_read_settings(text) for text in settings.dictionary.to_pylist()]
-    known_tools = tools.dictionary.to_pylist()
-    columns = (
-        row, key, completion, max_tokens, truncated, priority, logprobs, tools.indices, source, images, settings.indices,
-    )  # fmt: skip
+    known = [_read_common(text) for text in common.dictionary.to_pylist()]
     requests = []
-    for i, (number, row_key, scored, limit, was_truncated, level, wanted, own_tools, place, seen, setting) in enumerate(
-        zip(*(column.to_pylist() for column in columns), strict=True)
-    ):
-        params, choices = known[setting]
-        prompt, shown = _with_images(values[offsets[i] : offsets[i + 1]], seen)
-        requests.append(
-            Request(
-                row=number,
-                tokens=prompt,
-                params=params,
-                max_tokens=limit,
-                key=row_key,
-                truncated=was_truncated,
-                texts=choices if scored is None else (np.array(scored, dtype=np.int32),),
-                prompt_logprobs=wanted,
-                priority=level,
-                tools=known_tools[own_tools],
-                source=place,
-                images=shown,
-            )
-        )
+    for i, (text, place) in enumerate(zip(own.to_pylist(), common.indices.to_pylist(), strict=True)):
+        params, texts, tools = known[place]
+        fields = json.loads(text)
+        fields["key"] = bytes.fromhex(fields["key"])
+        if "text" in fields:
+            texts = (np.array(fields.pop("text"), dtype=np.int32),)
+        prompt = values[offsets[i] : offsets[i + 1]]
+        if "images" in fields:
+            shown, places = fields["images"]
+            images = fields["images"] = tuple(Image(**{**of, "grid": tuple(of["grid"])}) for of in shown)
+            prompt = prompt.astype(np.int64)
+            prompt[places] = np.repeat([image.id for image in images], [image.count for image in images])
+        requests.append(Request(tokens=prompt, params=params, texts=texts, tools=tools, **fields))
     return requests
