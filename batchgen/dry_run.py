@@ -18,12 +18,12 @@ from batchgen.jobs.files.disk import check_file, write_whole
 from batchgen.jobs.files.results import read_keyed_results
 from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.jobs.identity import date_of_job, dtype_name
+from batchgen.jobs.opening import output_of
 from batchgen.jobs.order.advice import Advice, advice_for, sampled
 from batchgen.jobs.order.shares import PrefixCosts, Share
 from batchgen.jobs.order.sorted_requests import SortedRequests, bounded_windows, in_window_order
 from batchgen.jobs.order.windows import Planned, Planner
 from batchgen.jobs.outcomes import FAILURES_KEPT, failure_line
-from batchgen.jobs.place import output_of
 from batchgen.jobs.reuse_output import read_keys
 from batchgen.kernels import isa
 from batchgen.model.architectures import RECURRENT, check_architecture, context_note

@@ -15,11 +15,10 @@ from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import as_stored
 from batchgen.jobs.identity import command_digest, date_of_job, job_settings, local_identity
 from batchgen.jobs.job_folder import Job, JobFolder, open_job
-from batchgen.jobs.opening import find_finished
+from batchgen.jobs.opening import IMAGES_FOLDER, find_finished, output_of
 from batchgen.jobs.order.requests import FirstReading, RequestReader, asked_of
 from batchgen.jobs.order.sorted_requests import SortedRequests, in_window_order
 from batchgen.jobs.outcomes import Outcomes
-from batchgen.jobs.place import IMAGES_FOLDER, output_of
 from batchgen.jobs.shards import ShardFolder, ShardPlan, open_shard, output_facts, write_plan
 from batchgen.parsers.json_schemas import closes
 from batchgen.prefix import Outline

@@ -13,7 +13,7 @@ from batchgen.config import JobConfig
 from batchgen.errors import UsageError
 from batchgen.jobs.files.lease import check_free_here
 from batchgen.jobs.files.target import open_target
-from batchgen.jobs.place import check_place
+from batchgen.jobs.opening import check_place
 from batchgen.jobs.shards import CLAIMS, check_shard_free
 from batchgen.model_files import check_weight_files, has_chat_template
 from batchgen.process.templates import template_process

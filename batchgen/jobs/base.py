@@ -12,6 +12,7 @@ from batchgen.errors import OutputLocked
 from batchgen.jobs.files.disk import write_json, writing
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.results import RESULTS_FILE, Results
+from batchgen.recording import JobRecord
 from batchgen.records import Input, RowForm
 from batchgen.records.output import TASK_NAMES
 from batchgen.result import Completion
@@ -61,6 +62,7 @@ class HeldResults(Results):
         self._lease: Lease
 
     def open_results(self, flush_every: float, asked: Collection[str] = TASK_NAMES) -> None:
+        self._record = JobRecord.load(self.folder)
         super().__init__(self.folder, flush_every, asked)
 
     def note_damaged(self) -> None:
@@ -81,6 +83,11 @@ class HeldResults(Results):
         self._check_held()
         with writing(self.folder):
             super().flush()
+
+    def keep_record(self, run: Mapping[str, Any] | None, tree: Mapping[str, Any] | None) -> None:
+        """Stores what the report shows of this run (`recording`), each part unless it is None."""
+        self._record.keep(run, tree)
+        self._record.save(self.folder)
 
     def save_stats(self, stats: dict[str, Any]) -> None:
         """Stores the figures of a run that did not finish the job; they are `previous` for the next run."""

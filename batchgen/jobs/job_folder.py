@@ -44,14 +44,15 @@ from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import FIRST_LIMIT, Manifest, as_stored, file_digest
 from batchgen.jobs.files.results import RESULTS_FILE, Results
 from batchgen.jobs.files.target import open_target
-from batchgen.jobs.opening import Opening, request_of
-from batchgen.jobs.place import (
+from batchgen.jobs.opening import (
     KEPT_FILE,
     REMADE_FILES,
     SORTED_FOLDER,
     WORK_FILES,
+    Opening,
     check_place,
     remove_files,
+    request_of,
 )
 from batchgen.jobs.reuse_output import KEY_BYTES, NO_KEY, is_held_whole, read_keys, results_of_output
 from batchgen.jobs.shards import (
@@ -67,7 +68,7 @@ from batchgen.jobs.shards import (
 )
 from batchgen.jobs.stdout_job import StdoutJob
 from batchgen.progress import Snapshot
-from batchgen.recording import JobRecord, RowFigures
+from batchgen.recording import RowFigures
 from batchgen.records.images import thumbnails
 from batchgen.records.output import INPUT_FILE, job_path, jobs_folder, output_format, output_row
 from batchgen.records.rows import Row
@@ -99,7 +100,6 @@ class JobFolder(HeldResults):
         self._old, self._limit_raised = opened.old, opened.limit_raised
         self._lease, self._owned, self._merging = lease, owned, merging
         self._files: ExitStack | None = None
-        self._record = JobRecord()
         self._row_figures = RowFigures()
         self._open()
 
@@ -107,7 +107,6 @@ class JobFolder(HeldResults):
         if self.finished is not None:
             self._clean_up(self._shrunk())
             return
-        self._record = JobRecord.load(self.folder)
         remove_files(self.folder, REMADE_FILES)
         kept, file = self.folder / KEPT_FILE, self.folder / RESULTS_FILE
         if kept.exists() and not file.exists():
@@ -203,11 +202,6 @@ class JobFolder(HeldResults):
             self.keep_progress(progress.figures() | {"workers": progress.workers})
         except sqlite3.Error:
             return
-
-    def keep_record(self, run: Mapping[str, Any] | None, tree: Mapping[str, Any] | None) -> None:
-        """Stores what the report shows of this run (`recording`), each part unless it is None."""
-        self._record.keep(run, tree)
-        self._record.save(self.folder)
 
     # -- the rows of the output
 

@@ -355,7 +355,6 @@ class ShardFolder(HeldResults):
                 "this one continues it"
             )
         with writing(self.folder):
-            self._record = JobRecord.load(self.folder)
             self.open_results(flush_every)
             self.note_damaged()
             if retry and (lease.before == "done" or self.fact("retry") != retry):
@@ -385,11 +384,6 @@ class ShardFolder(HeldResults):
 
     def tell(self, progress: Snapshot) -> None:
         self._lease.tell(progress.figures())
-
-    def keep_record(self, run: Mapping[str, Any] | None, tree: Mapping[str, Any] | None) -> None:
-        """Stores the run. The tree is that of the whole job, which the first reading has stored in the job's folder."""
-        self._record.keep(run, None)
-        self._record.save(self.folder)
 
     def finish(self, stats: dict[str, Any]) -> None:
         """Every request has a result. The shard is closed then."""

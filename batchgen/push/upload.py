@@ -20,7 +20,7 @@ from batchgen.config import JobConfig
 from batchgen.errors import BatchgenError, OutputError, OutputLocked, UsageError
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import DIGEST, Manifest, load_manifest
-from batchgen.jobs.place import PUSH_FOLDER
+from batchgen.jobs.opening import PUSH_FOLDER
 from batchgen.jobs.shards import CLAIMS
 from batchgen.push.card import SPLIT, dataset_card
 from batchgen.records.hub_errors import reaching_hub

@@ -240,14 +240,6 @@ def _claim_path(folder: Path, number: int) -> Path:
     return folder / f"claim-{number:06d}"
 
 
-def _timestamp(time: Any) -> float | None:
-    """Seconds since 1970 of a time in ISO 8601; None for anything else."""
-    try:
-        return datetime.fromisoformat(time).timestamp()
-    except (ValueError, TypeError):
-        return None
-
-
 def held_by_another(what: str, holder: Mapping[str, Any]) -> OutputLocked:
     """Returns the error for a lease that a process holds; `holder` is empty if that has just started."""
     who = f"process {holder['pid']} on {holder['host']}, since {holder['started']}" if holder else "just started"
@@ -256,8 +248,10 @@ def held_by_another(what: str, holder: Mapping[str, Any]) -> OutputLocked:
 
 def seconds_since(text: Any) -> float | None:
     """Seconds since a time in ISO 8601, which another machine's clock may have told; None for anything else."""
-    then = _timestamp(text)
-    return None if then is None else time.time() - then
+    try:
+        return time.time() - datetime.fromisoformat(text).timestamp()
+    except (ValueError, TypeError):
+        return None
 
 
 def check_shared_folder(folder: Path) -> None:
