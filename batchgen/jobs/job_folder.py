@@ -63,7 +63,6 @@ from batchgen.jobs.shards import (
     forget_plan,
     load_plan,
     stores,
-    take_results,
     take_runs,
 )
 from batchgen.jobs.stdout_job import StdoutJob
@@ -83,10 +82,8 @@ _FEW = 10
 class JobFolder(HeldResults):
     """One job, from its first window to the rename of its output (`Job`). `open_job` makes it."""
 
-    def __init__(self, opened: Opening, lease: Lease, *, owned: bool, merging: bool) -> None:
-        """`owned`: the lease is released when the job is closed.
-
-        Opens the job's database and the files of its output, and takes over the results that there are.
+    def __init__(self, opened: Opening, lease: Lease, *, merging: bool) -> None:
+        """Opens the job's database and the files of its output, and takes over the results that there are.
 
         Of a finished job, only removes what an earlier run has left beside the output.
         """
@@ -98,7 +95,7 @@ class JobFolder(HeldResults):
         self.output = opened.spec.output
         self._spec, self._target, self._manifest = opened.spec, opened.target, opened.manifest
         self._old, self._limit_raised = opened.old, opened.limit_raised
-        self._lease, self._owned, self._merging = lease, owned, merging
+        self._lease, self._merging = lease, merging
         self._files: ExitStack | None = None
         self._row_figures = RowFigures()
         self._open()
@@ -127,8 +124,9 @@ class JobFolder(HeldResults):
         """Gathers the results that this run may use: those of the database, of shards, and of a finished output."""
         old = self._old
         plan = load_plan(self.folder)
-        if plan is not None or stores(self.folder):
-            taken = take_results(self.folder, self)
+        places = stores(self.folder)
+        if plan is not None or places:
+            taken = sum(self.take_from(place) for place in places)
             take_runs(self.folder, self._record)
             if not self._merging:
                 if plan is not None:
@@ -173,10 +171,6 @@ class JobFolder(HeldResults):
         try:
             self._close_files()
         finally:
-            self._release()
-
-    def _release(self) -> None:
-        if self._owned:
             self._lease.release()
 
     def _close_files(self) -> None:
@@ -287,7 +281,7 @@ class JobFolder(HeldResults):
             self._close_files()
             self._clean_up(left)
         self.finished = stats
-        self._release()
+        self._lease.release()
 
     # -- the folder
 
@@ -376,7 +370,7 @@ Store: TypeAlias = Job | ShardFolder
 def open_job(
     spec: JobSpec, lease: Lease | None = None, *, merging: bool = False, tell: Callable[[str], None] = lambda _: None
 ) -> Job:
-    """Opens the job of an output: begins it, continues it or finds it finished. This process holds its lease until it is closed.
+    """Opens the job of an output: begins it, continues it or finds it finished. This process holds its lease until the job is closed.
 
     `lease`: the job's, if this process holds it already (shards). `tell` is called with a sentence before a wait for a holder that may be dead.
     `merging`: the plan of the shards stays until the output is written;
@@ -410,8 +404,7 @@ def open_job(
             )
         with writing(folder):
             opening.compare()
-            return JobFolder(opening, held, owned=lease is None, merging=merging)
+            return JobFolder(opening, held, merging=merging)
     except BaseException:
-        if lease is None:
-            held.release()
+        held.release()
         raise

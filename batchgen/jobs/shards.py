@@ -31,7 +31,7 @@ from batchgen.jobs.base import HeldResults, JobSpec
 from batchgen.jobs.files.disk import sync_folder, write_json, writing
 from batchgen.jobs.files.lease import Lease, check_free_here, check_shared_folder, holder_of_lease, last_claim
 from batchgen.jobs.files.manifest import differences
-from batchgen.jobs.files.results import RESULTS_FILE, Results
+from batchgen.jobs.files.results import RESULTS_FILE
 from batchgen.jobs.order.shares import PrefixCosts, Share
 from batchgen.jobs.order.sorted_requests import read_requests, write_requests
 from batchgen.progress import Snapshot
@@ -127,11 +127,6 @@ def forget_plan(folder: Path) -> None:
 def stores(folder: Path) -> list[Path]:
     """Returns the folders of all shards that have a store of results. Finds them also if the plan was deleted."""
     return [store.parent for store in sorted((folder / SHARDS_FOLDER).glob(f"*/*/{RESULTS_FILE}"))]
-
-
-def take_results(folder: Path, results: Results) -> int:
-    """Copies the results of all shards into those of the job. Returns their number."""
-    return sum(results.take_from(place) for place in stores(folder))
 
 
 def take_runs(folder: Path, record: JobRecord) -> None:
