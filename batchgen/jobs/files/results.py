@@ -31,7 +31,15 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.jobs.files.disk import network_file_system
-from batchgen.jobs.files.row_keys import CACHE_KIB, RowKeys, format_bytes, open_database, select_in, transaction
+from batchgen.jobs.files.row_keys import (
+    CACHE_KIB,
+    RowKeys,
+    format_bytes,
+    is_damage,
+    open_database,
+    select_in,
+    transaction,
+)
 from batchgen.jobs.files.row_memory import RowMemory
 from batchgen.jobs.reuse_output import result_of_row
 from batchgen.json_values import parsed
@@ -95,7 +103,7 @@ class Results:
         try:
             return self._checked(path)
         except (Damaged, UnicodeDecodeError, sqlite3.DatabaseError) as e:  # UnicodeDecodeError: of SQLite's own message
-            if isinstance(e, sqlite3.OperationalError) and not _is_damage(e):
+            if not is_damage(e):
                 raise
         with suppress(OSError):  # the damaged log belongs to the damaged file
             (self.folder / f"{RESULTS_FILE}.new").unlink()
@@ -541,14 +549,6 @@ def _fact(db: sqlite3.Connection, name: str) -> Any:
         return json.loads(row[0])
     except ValueError:
         return None
-
-
-def _is_damage(error: sqlite3.Error) -> bool:
-    """Whether the file is damaged, as opposed to a failure of the disk."""
-    code = getattr(error, "sqlite_errorcode", None)
-    if code is None:
-        return False
-    return code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_SCHEMA)
 
 
 def _failed_row(number: int, value: bytes, checksum: int) -> Result | None:

@@ -125,8 +125,8 @@ def _attach_known(db: sqlite3.Connection, folder: Path) -> None:
             whole = db.execute("PRAGMA known.integrity_check(1)").fetchone() == ("ok",)
             if whole and format_bytes(folder / KNOWN_FILE) in (b"", b"\1\1"):
                 break
-        except (sqlite3.DatabaseError, UnicodeDecodeError):  # UnicodeDecodeError: of SQLite's own message
-            if attempt == 2:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as e:  # UnicodeDecodeError: of SQLite's own message
+            if attempt == 2 or not is_damage(e):
                 raise
         with suppress(sqlite3.OperationalError):  # it is not attached
             db.execute("DETACH DATABASE known")
@@ -135,6 +135,14 @@ def _attach_known(db: sqlite3.Connection, folder: Path) -> None:
     db.execute("PRAGMA known.synchronous = OFF")  # what a kill or a power cut damages is made again
     db.execute("PRAGMA known.journal_mode = MEMORY")
     db.execute(f"PRAGMA known.cache_size = -{CACHE_KIB}")
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether an error of opening a database says that it is damaged, as opposed to a failure of the disk."""
+    if not isinstance(error, sqlite3.OperationalError):
+        return True
+    damage = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_SCHEMA)
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in damage
 
 
 def select_in(db: sqlite3.Connection, query: str, keys: Sequence[bytes]) -> Iterator[Any]:
