@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import AutoConfig
 
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.torch_backend import StepAttention
@@ -27,6 +27,7 @@ from support.models import (
     run,
     watched,
 )
+from support.params import architectures
 from support.shapes import CORE, SHAPES, prompts_and_lengths
 
 # Importing GPTBigCode from transformers 5.17 with torch 2.13 gives this warning.
@@ -52,22 +53,7 @@ def expected_of(name: str) -> list[Expected]:
     return [expect(model, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
 
 
-def _params(shapes: list[str], quick: Collection[str] | None = None) -> list[object]:
-    """One parameter for each shape. Shapes that are not in `quick` are slow tests."""
-    missing = pytest.mark.skip(f"transformers {INSTALLED} does not have it")
-    return [
-        pytest.param(
-            s,
-            marks=[
-                *([] if s.split("/")[0] in CONFIG_MAPPING else [missing]),
-                *([] if quick is None or s in quick else [pytest.mark.slow]),
-            ],
-        )
-        for s in shapes
-    ]
-
-
-@pytest.mark.parametrize("name", _params(sorted(SHAPES), CORE))
+@pytest.mark.parametrize("name", architectures(sorted(SHAPES), CORE))
 def test_tokens_and_logits_equal_those_of_generate(name):
     model, expected = packed_model(name), expected_of(name)
     largest = max(float(e.logits.abs().max()) for e in expected)
@@ -97,7 +83,7 @@ WRONG_OPTIONS: dict[str, Callable[[LayerOptions], LayerOptions]] = {
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", _params(sorted(SHAPES)))
+@pytest.mark.parametrize("name", architectures(sorted(SHAPES)))
 def test_leaving_out_an_option_of_attention_changes_the_logits(name, monkeypatch):
     model, expected = packed_model(name), expected_of(name)
     largest = max(float(e.logits.abs().max()) for e in expected)
@@ -116,7 +102,7 @@ def test_leaving_out_an_option_of_attention_changes_the_logits(name, monkeypatch
             assert seen.furthest(expected) > 10 * TOLERANCE * largest, option
 
 
-@pytest.mark.parametrize("name", _params(sorted(VERIFIED)))
+@pytest.mark.parametrize("name", architectures(sorted(VERIFIED)))
 def test_no_verified_architecture_is_refused_with_its_default_config(name):
     assert refusal(AutoConfig.for_model(name)) is None
 
@@ -127,7 +113,7 @@ def test_exactly_the_verified_architectures_are_tested_here():
     assert not VERIFIED & set(REFUSED)
 
 
-@pytest.mark.parametrize("name", _params(sorted(REFUSED)))
+@pytest.mark.parametrize("name", architectures(sorted(REFUSED)))
 def test_an_architecture_that_cannot_be_exact_is_refused_with_the_reason(name):
     config = SimpleNamespace(model_type=name)
     assert not is_verified(config)

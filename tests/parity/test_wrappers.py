@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import AutoConfig
 
 from batchgen.model.architectures import INNER, REFUSED, VERIFIED, WRAPPERS, context_note, is_verified, refusal
 from batchgen.model.multimodal import Absent
@@ -19,6 +19,7 @@ from support.models import (
     tokens_of,
     watched,
 )
+from support.params import architectures
 from support.shapes import SHAPES, prompts_and_lengths
 from support.wrappers import TEXTS, config_of, text_model, whole_model, with_text_config
 
@@ -37,17 +38,7 @@ MODES = {"all at once": {}, "in slices, memory short": {"max_batch_tokens": 24, 
 BLOCKS = 8
 
 
-def _params() -> list[object]:
-    missing = pytest.mark.skip("this transformers does not have it")
-    return [
-        pytest.param(
-            name, marks=[*([] if name in CORE else [pytest.mark.slow]), *([] if name in CONFIG_MAPPING else [missing])]
-        )
-        for name in sorted(TEXTS)
-    ]
-
-
-@pytest.mark.parametrize("name", _params())
+@pytest.mark.parametrize("name", architectures(sorted(TEXTS), CORE))
 def test_text_equals_that_of_the_wrappers_own_generate(name, tmp_path):
     written = text_model(name)
     whole = whole_model(written)
@@ -69,7 +60,7 @@ def test_text_equals_that_of_the_wrappers_own_generate(name, tmp_path):
         assert seen.furthest(expected) < TOLERANCE * largest, how
 
 
-@pytest.mark.parametrize("name", _params())
+@pytest.mark.parametrize("name", architectures(sorted(TEXTS), CORE))
 def test_parts_that_text_does_not_need_are_left_out(name):
     model = text_model(name)
     left_out = [part.name for part in model.modules() if isinstance(part, Absent)]

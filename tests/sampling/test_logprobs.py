@@ -10,7 +10,7 @@ from batchgen.sampling.filters import forbid
 from batchgen.sampling.logprobs import TokenLogprobs, measure, read
 from batchgen.sampling.scoring import score_targets as measure_targets
 from batchgen.sampling_params import SamplingParams
-from support.sampler import Sampler
+from support.sampler import Sampler, words
 
 V = 70
 PROMPT = np.array([1, 2], dtype=np.int32)
@@ -26,17 +26,6 @@ def sampler_of(*params):
     for sampler_index, p in enumerate(params):
         sampler.add(sampler_index, p, sampler_index.to_bytes(16, "little"), PROMPT)
     return sampler
-
-
-def words(allowed):
-    """The mask that allows these sets of tokens, one for each row. None allows all tokens."""
-    mask = np.zeros((len(allowed), -(-V // 32)), dtype=np.uint32)
-    for row, tokens in enumerate(allowed):
-        if tokens is None:
-            mask[row] = 0xFFFFFFFF
-        for token in tokens or ():
-            mask[row, token // 32] |= np.uint32(1 << (token % 32))
-    return torch.from_numpy(mask.view(np.int32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -84,7 +73,7 @@ def test_among_equal_logits_the_first_tokens_rank_first_for_every_k():
 
 def test_a_mask_changes_the_token_but_not_the_logprobs():
     logits = random_logits(1)
-    sampled = sampler_of(SamplingParams(logprobs=2)).sample(logits, [0], [0], words([{7, 66}]))
+    sampled = sampler_of(SamplingParams(logprobs=2)).sample(logits, [0], [0], words({7, 66}, vocabulary=V))
     want = logits[0].log_softmax(-1)
     assert sampled.tokens[0] in (7, 66)
     assert sampled.logprobs[0].logprob == pytest.approx(float(want[sampled.tokens[0]]), abs=1e-6)
@@ -99,7 +88,7 @@ def test_measurements_are_read_row_by_row():
 
 def test_a_row_with_no_allowed_token_is_invalid_and_others_are_valid():
     sampled = sampler_of(SamplingParams(), SamplingParams()).sample(
-        random_logits(2), [0, 1], [0, 0], words([set(), None])
+        random_logits(2), [0, 1], [0, 0], words(set(), None, vocabulary=V)
     )
     assert sampled.valid == [False, True]
 

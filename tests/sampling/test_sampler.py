@@ -7,11 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
@@ -19,7 +14,7 @@ from batchgen.sampling import filters
 from batchgen.sampling import sampler as module
 from batchgen.sampling_params import SamplingParams
 from support.params import examples
-from support.sampler import Sampler
+from support.sampler import Sampler, by_transformers
 
 V = 64
 CPU = torch.device("cpu")
@@ -51,24 +46,6 @@ def sampler_of(*params: SamplingParams, vocabulary: int = V, prompt=PROMPT, gene
     return sampler
 
 
-def by_transformers(logits: torch.Tensor, p: SamplingParams, prompt=(), generated=()) -> torch.Tensor:
-    """Probabilities [V] of one row of logits: transformers' own processors, with OpenAI's penalties before the temperature."""
-    ids = torch.tensor([[*map(int, prompt), *generated]])
-    scores = logits.float()[None]
-    if p.repetition_penalty != 1:
-        scores = RepetitionPenaltyLogitsProcessor(float(p.repetition_penalty))(ids, scores)
-    for token in set(generated):
-        scores[0, token] -= p.presence_penalty + p.frequency_penalty * generated.count(token)
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(p.temperature)])
-    if p.top_k:
-        warpers.append(TopKLogitsWarper(p.top_k))
-    if p.top_p < 1:
-        warpers.append(TopPLogitsWarper(p.top_p))
-    if p.min_p:
-        warpers.append(MinPLogitsWarper(p.min_p))
-    return warpers(ids, scores).softmax(dim=-1)[0]
-
-
 # Probabilities
 
 
@@ -88,7 +65,7 @@ def test_probabilities_are_float32_for_any_dtype_and_the_logits_are_not_changed(
     got = sampler.probabilities(logits, [0, 1])
     sampler.sample(logits, [0, 1], [0, 0])
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got[0], by_transformers(logits[0], ALL, PROMPT), atol=1e-5, rtol=0)
+    torch.testing.assert_close(got[0], by_transformers(logits[:1], ALL, PROMPT)[0], atol=1e-5, rtol=0)
     assert torch.equal(logits, before)
 
 
@@ -229,7 +206,7 @@ def test_sampled_tokens_count_for_the_penalties_of_the_next_step():
     sampler, sampled = sampler_of(params, ALL), []
     for step in range(8):
         logits = random_logits(2, seed=step)
-        want = by_transformers(logits[0], params, PROMPT, sampled)
+        want = by_transformers(logits[:1], params, PROMPT, sampled)[0]
         torch.testing.assert_close(sampler.probabilities(logits, [0, 1])[0], want, atol=1e-5, rtol=0)
         sampled.append(sampler.sample(logits, [0, 1], [step, step]).tokens[0])
 
@@ -254,7 +231,7 @@ def test_a_reused_sampler_index_keeps_nothing_of_its_previous_sequence():
     sampler.remove([0])
     sampler.add(0, ALL, key(9), np.array([1], dtype=np.int32))
     logits = random_logits(1)
-    want = by_transformers(logits[0], ALL, [1])
+    want = by_transformers(logits[:1], ALL, [1])[0]
     torch.testing.assert_close(sampler.probabilities(logits, [0])[0], want, atol=1e-5, rtol=0)
     sampler.remove([0])
     sampler.add(0, SamplingParams(temperature=1.0), key(9), PROMPT)
@@ -266,7 +243,7 @@ def test_sequences_keep_their_penalties_while_the_storage_grows():
     for i in range(50):
         sampler.add(i, ALL, key(i), np.array([i], dtype=np.int32), generated=[i + 1])
     got = sampler.probabilities(logits.expand(50, V), range(50))
-    want = torch.stack([by_transformers(logits[0], ALL, [i], [i + 1]) for i in range(50)])
+    want = torch.stack([by_transformers(logits[:1], ALL, [i], [i + 1])[0] for i in range(50)])
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
@@ -274,7 +251,7 @@ def test_prompt_tokens_without_logits_are_ignored():
     prompt = np.array([3, V, V + 5], dtype=np.int32)
     logits = random_logits(1)
     got = sampler_of(ALL, prompt=prompt).probabilities(logits, [0])[0]
-    torch.testing.assert_close(got, by_transformers(logits[0], ALL, [3]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(got, by_transformers(logits[:1], ALL, [3])[0], atol=1e-5, rtol=0)
 
 
 def test_sequences_added_under_inference_mode_can_be_sampled_outside_it():

@@ -7,18 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from batchgen.sampling.filters import forbid
 from batchgen.sampling_params import SamplingParams
 from support.params import slow_but
-from support.sampler import Sampler
+from support.sampler import Sampler, by_transformers, words
 
 V = 48
 CPU = torch.device("cpu")
@@ -59,43 +52,6 @@ def difficult_logits() -> torch.Tensor:
     return torch.cat([plain, gaps])
 
 
-def words(*allowed: set[int] | None, vocabulary: int = V) -> torch.Tensor:
-    """The mask that allows these sets of tokens, one for each row. None allows all tokens."""
-    bits = np.zeros((len(allowed), -(-vocabulary // 32) * 32), dtype=np.uint8)
-    for row, tokens in enumerate(allowed):
-        bits[row, sorted(tokens) if tokens is not None else slice(None)] = 1
-    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
-
-
-def by_transformers(logits: torch.Tensor, p: SamplingParams, allowed: torch.Tensor | None = None) -> torch.Tensor:
-    """Probabilities [n, V] of rows of logits: transformers' own processors, with OpenAI's penalties as plain formulas.
-
-    Which of several equal tokens transformers' top-p keeps depends on a sort. Here it is the first in the vocabulary.
-    """
-    scores = logits.clone()
-    if p.repetition_penalty != 1:
-        ids = torch.tensor([[*PROMPT.tolist(), *GENERATED]]).expand(len(logits), -1)
-        scores = RepetitionPenaltyLogitsProcessor(p.repetition_penalty)(ids, scores)
-    counts = torch.bincount(torch.tensor(GENERATED), minlength=V)
-    scores = scores - p.frequency_penalty * counts
-    scores = scores - p.presence_penalty * (counts > 0)
-    if allowed is not None:
-        scores = torch.where(allowed, scores, -torch.inf)
-    warped = TemperatureLogitsWarper(p.temperature)(None, scores)
-    if p.top_k:
-        warped = TopKLogitsWarper(p.top_k)(None, warped)
-    if p.top_p < 1:
-        warped = TopPLogitsWarper(p.top_p)(None, warped)
-    if p.min_p:
-        warped = MinPLogitsWarper(p.min_p)(None, warped)
-    found = warped.softmax(-1)
-    for row, values in zip(found, scores, strict=True):
-        for value in values.unique():
-            equal = (values == value).nonzero()[:, 0]
-            row[equal] = row[equal].sort(descending=True).values
-    return found
-
-
 @pytest.mark.parametrize("params", slow_but(COMBINATIONS[::5], COMBINATIONS), ids=name)
 def test_probabilities_equal_transformers_for_every_combination(params):
     logits = difficult_logits()
@@ -103,13 +59,13 @@ def test_probabilities_equal_transformers_for_every_combination(params):
     sampler = Sampler(V, CPU)
     for sampler_index in sampler_indices:
         sampler.add(sampler_index, params, key(sampler_index), PROMPT, GENERATED)
-    got, want = sampler.probabilities(logits, sampler_indices), by_transformers(logits, params)
+    got, want = sampler.probabilities(logits, sampler_indices), by_transformers(logits, params, PROMPT, GENERATED)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     assert ((got > 0) == (want > 0)).all()
     allowed = set(range(1, V, 2)) | {4}
     may = torch.tensor([token in allowed for token in range(V)])
-    got = sampler.probabilities(logits, sampler_indices, words(*[allowed] * len(logits)))
-    torch.testing.assert_close(got, by_transformers(logits, params, may), atol=1e-5, rtol=0)
+    got = sampler.probabilities(logits, sampler_indices, words(*[allowed] * len(logits), vocabulary=V))
+    torch.testing.assert_close(got, by_transformers(logits, params, PROMPT, GENERATED, may), atol=1e-5, rtol=0)
 
 
 def test_all_combinations_of_parameters_are_tested():
@@ -173,7 +129,7 @@ def test_the_tokens_of_every_choice_follow_the_probabilities(shape, choice):
     for sampler_index in range(rows):
         sampler.add(sampler_index, params, key(sampler_index), PROMPT, GENERATED, choice)
     logits = noise(1, V, seed=4).expand(rows, V)
-    mask = words(allowed)
+    mask = words(allowed, vocabulary=V)
     expected = sampler.probabilities(logits[:1], [0], mask)[0].double().numpy() * rows
     sampled = sampler.sample(logits, range(rows), [len(GENERATED)] * rows, mask.expand(rows, -1))
     counts = np.bincount(sampled.tokens, minlength=V)
@@ -246,7 +202,7 @@ def texts(order: list[int], sampler_indices: list[int], parts: list[int]) -> dic
         for start, stop in itertools.pairwise([0, *parts, len(order)]):
             some = order[start:stop]
             masked = [set(range(step, V, 3)) if i % 5 == 0 else None for i in some]
-            mask = words(*masked) if any(masked) else None
+            mask = words(*masked, vocabulary=V) if any(masked) else None
             got = sampler.sample(logits[some], sampler_indices[start:stop], [step] * len(some), mask)
             rows = zip(some, got.tokens, got.valid, got.logprobs or [None] * len(some), strict=True)
             for i, token, valid, logprobs in rows:

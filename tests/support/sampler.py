@@ -7,10 +7,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from batchgen.kernels.transfer import Readback
 from batchgen.sampling import sampler
 from batchgen.sampling.sampler import SampledTokens
+from batchgen.sampling_params import SamplingParams
 
 
 class Sampler(sampler.Sampler):
@@ -33,3 +41,46 @@ class Sampler(sampler.Sampler):
                 weights = torch.zeros((len(ids), self._vocab_size)).scatter_add_(1, ids, weights)
             result[at] = weights / weights.sum(dim=-1, keepdim=True)
         return result
+
+
+def words(*allowed: set[int] | None, vocabulary: int) -> torch.Tensor:
+    """The mask that allows these sets of tokens, one for each row. None allows all tokens."""
+    bits = np.zeros((len(allowed), -(-vocabulary // 32) * 32), dtype=np.uint8)
+    for row, tokens in enumerate(allowed):
+        bits[row, sorted(tokens) if tokens is not None else slice(None)] = 1
+    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+
+
+def by_transformers(
+    logits: torch.Tensor,
+    p: SamplingParams,
+    prompt: Sequence[int] = (),
+    generated: Sequence[int] = (),
+    allowed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Probabilities [n, V] of rows of logits: transformers' own processors, with OpenAI's penalties as plain formulas.
+
+    Which of several equal tokens transformers' top-p keeps depends on a sort. Here it is the first in the vocabulary.
+    """
+    scores = logits.float()
+    if p.repetition_penalty != 1:
+        ids = torch.tensor([[*map(int, prompt), *generated]]).expand(len(logits), -1)
+        scores = RepetitionPenaltyLogitsProcessor(float(p.repetition_penalty))(ids, scores)
+    counts = torch.bincount(torch.tensor(generated, dtype=torch.int64), minlength=logits.shape[1])
+    scores = scores - p.frequency_penalty * counts
+    scores = scores - p.presence_penalty * (counts > 0)
+    if allowed is not None:
+        scores = torch.where(allowed, scores, -torch.inf)
+    warped = TemperatureLogitsWarper(p.temperature)(None, scores)
+    if p.top_k:
+        warped = TopKLogitsWarper(p.top_k)(None, warped)
+    if p.top_p < 1:
+        warped = TopPLogitsWarper(p.top_p)(None, warped)
+    if p.min_p:
+        warped = MinPLogitsWarper(p.min_p)(None, warped)
+    found = warped.softmax(-1)
+    for row, values in zip(found, scores, strict=True):
+        for value in values.unique():
+            equal = (values == value).nonzero()[:, 0]
+            row[equal] = row[equal].sort(descending=True).values
+    return found
