@@ -1,4 +1,4 @@
-"""How the texts of options become values. `support/misuse.py` has those that are refused."""
+"""How the texts of options become values. `test_misuse.py` has those that are refused."""
 
 from operator import attrgetter
 
