@@ -233,6 +233,10 @@ def test_columns_of_images_come_before_the_prompt_or_where_the_template_says(mod
         out = pq.read_table(f"{column}.parquet")
         assert out["token_ids"].to_pylist() == expected[:4]
         assert out[column].to_pylist() == table[column].to_pylist()
+    shown = PromptConfig(image_column=("feature",))
+    run(model, inputs="in.parquet", output="written.jsonl", prompts=shown)
+    run(model, inputs="written.jsonl", output="again.jsonl", prompts=shown)
+    assert answers("again.jsonl") == expected[:4]
     write([{"a": f"p/{i}.png", "b": None, "q": QUESTIONS[0]} for i in range(4)])
     shown = PromptConfig(image_column=("a", "b"), template="{{ a }}{{ q }}")
     run(model, prompts=shown)
