@@ -136,7 +136,7 @@ inline void take_group(const Codes& c, const int8_t* table, int64_t panel, int64
         uint32_t* words = to.words + lane;
         for (int64_t i = 0; i < depth / PER_WORD; i++) {
             const uints codes = load<uints>(plane + i * WIDTH);
-            __builtin_prefetch(plane + (i + 16) * WIDTH);
+            __builtin_prefetch(plane + (i + 32) * WIDTH, 0, 2);
             for (int half = 0; half < 2; half++, words += WIDTH) {
                 uints values = four_bytes(half ? codes >> 16 : codes & 0xffffu);
                 values = table ? levels_of(table, values) : ((values | 0x80808080u) - zero) ^ 0x80808080u;
