@@ -322,6 +322,20 @@ def test_images_that_cannot_be_shown_take_nothing_from_the_rows_beside_them(mode
     assert [(row["text"], row.get("choice_probs")) for row in read("alone.jsonl")] == answers_beside
 
 
+@pytest.mark.parametrize("reference", ["mistral3"], indirect=True)
+def test_an_image_that_the_encoder_cannot_take_fails_its_row_alone(model, expected):
+    """Mistral's encoder merges patches two by two, and an image of 4 x 4 pixels has one."""
+    found = rows()[:2]
+    picture(7, 4, 4).save("p/small.png")
+    found[0]["messages"][0]["content"][0]["path"] = "p/small.png"
+    write(found)
+    run(model)
+    error = read()[0]["error"]
+    assert error["type"] == "invalid_image"
+    assert error["message"].startswith(f"image 1 of the row: '{Path('p/small.png').absolute()}' cannot be encoded: ")
+    assert read()[1]["token_ids"] == expected[1]
+
+
 def test_the_plan_counts_the_tokens_of_images(model):
     write(rows())
     plan = plan_job(config_of(model))

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 from transformers.utils import is_timm_available
 
 from batchgen.config import ModelConfig
-from batchgen.errors import ModelError, RowError
+from batchgen.errors import ModelError, RowError, in_one_line, is_out_of_memory
 from batchgen.kernels.transfer import put
 from batchgen.model.multimodal import Absent, without_timm
 from batchgen.prompts.images import FAMILIES, ImageProcessor
@@ -183,8 +183,11 @@ class Vision:
         if found is None:
             try:
                 found = self._encode(image)
-            except RowError as e:
-                self.failed[image.token] = e
+            except (RowError, ValueError, IndexError, RuntimeError) as e:
+                if is_out_of_memory(e) or isinstance(e, torch.AcceleratorError):
+                    raise
+                why = RowError("invalid_image", f"{image.path!r} cannot be encoded: {in_one_line(e)}")
+                self.failed[image.token] = e if isinstance(e, RowError) else why
                 weight = self._module.get_input_embeddings().weight
                 found = Features(weight.new_zeros(image.count, self._hidden_size))
             self._features[image.token] = found
