@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from batchgen.kernels.codes import E2M1, Coding, PackedTensor, packed_plane
+from batchgen.kernels.codes import Coding, PackedTensor, packed_plane
 from batchgen.kernels.memory import Loading
 from batchgen.model.weights.packed import nibbles, packed
 from batchgen.prompts.gguf import GgufTensor, gguf_header, instead
@@ -110,7 +110,6 @@ _PLANES: dict[str, _Scales] = {
     "Q6_K": lambda x: _nibbles(x[..., :128], 64) | _upper(x[..., 128:192], 2),
     "IQ4_NL": lambda x: _nibbles(x[..., 2:], 16),
     "IQ4_XS": lambda x: _nibbles(x[..., 8:], 16),
-    "MXFP4": lambda x: _nibbles(x[..., 1:], 16),
 }
 """The planes of the blocks of the usual types, which are read without the package gguf: that makes float32 of each number."""
 
@@ -137,7 +136,6 @@ def _both(*levels: float) -> tuple[float, ...]:
 
 _ONE = "003c"
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_MXFP4 = tuple(abs(level) if level == 0 else level for level in E2M1)  # which has a negative zero
 _IQ3, _IQ2, _IQ1 = _both(4, 12, 20, 28, 36, 44, 52, 62), _both(8, 25, 43), _both(0.125, 0.875, 1.125)
 TYPES = {
     "Q4_0": _Type(4, 32, _one, ((0, _ONE),), zero=8),
@@ -170,7 +168,7 @@ TYPES = {
     ),
     "IQ1_M": _Type(3, 16, _iq1_m, ((48, "0000000000c00030"),), levels=_IQ1, sub="u8"),
     "MXFP4": _Type(
-        4, 32, lambda x: {"sub": x[..., :1].contiguous()}, ((0, "80"),), levels=_MXFP4, sub="e8m0"
+        4, 32, lambda x: {"sub": x[..., :1].contiguous()}, ((0, "80"),), levels=_both(0.0, 1, 2, 3, 4, 6, 8, 12), sub="e8m0"
     ),
 }  # fmt: skip
 
@@ -183,7 +181,8 @@ def from_blocks(data: torch.Tensor, kind: str) -> torch.Tensor:
     size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
     blocks = data.reshape(*data.shape[:-1], -1, size)
     parts = {name: part.flatten(-2) for name, part in layout.scales(blocks).items()}
-    coding = Coding(layout.bits, layout.levels, layout.zero, layout.group, layout.sub)
+    halved = tuple(level / 2 for level in layout.levels or ()) if kind == "MXFP4" else layout.levels
+    coding = Coding(layout.bits, halved, layout.zero, layout.group, layout.sub)
     if kind in _PLANES:
         planes = {name: plane.flatten(-2) for name, plane in _PLANES[kind](blocks).items()}
         return PackedTensor(coding, planes | parts)
