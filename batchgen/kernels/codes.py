@@ -10,6 +10,7 @@ in float32, with a scale (and an offset, a zero) for each group of inputs of eac
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -58,10 +59,15 @@ def levels_of(kind: str) -> torch.Tensor:
     return (numbers.view(torch.int8) if kind == "i8" else numbers).float()
 
 
-@cache
 def _levels_on(levels: str | tuple[float, ...], device: torch.device) -> torch.Tensor:
     """Returns levels in float32 on a device, where they stay: a CUDA graph must not copy them from the host."""
-    found = levels_of(levels) if isinstance(levels, str) else torch.tensor(levels, dtype=torch.float32)
+    return _kept_levels(levels if isinstance(levels, str) else array("f", levels).tobytes(), device)
+
+
+@cache
+def _kept_levels(levels: str | bytes, device: torch.device) -> torch.Tensor:
+    """`levels`: a kind, or float32 numbers as bytes, because -0.0 equals 0.0 in a tuple."""
+    found = levels_of(levels) if isinstance(levels, str) else torch.frombuffer(bytearray(levels), dtype=torch.float32)
     return found.to(device)
 
 

@@ -122,3 +122,10 @@ def test_reserved_memory_for_unpacked_weights_does_not_move(monkeypatch):
     for weight in (*weights, large):
         assert torch.equal(torch.nn.functional.linear(x, weight), torch.nn.functional.linear(x, weight.unpacked()))
         assert codes._scratch.take([1], torch.bfloat16, torch.device("cpu")).data_ptr() == place
+
+
+def test_the_sign_of_a_zero_level_does_not_depend_on_what_was_unpacked_before():
+    parts = {"plane8": torch.tensor([[0, 1]], dtype=torch.uint8), "scales": torch.ones(1, 1)}
+    for zero in (0.0, -0.0, 0.0):
+        numbers = codes.dequantize(Coding(8, (zero, 1.0)), parts)
+        assert numbers.signbit().tolist() == [[str(zero) == "-0.0", False]]
