@@ -24,9 +24,8 @@ from batchgen.config import EngineConfig
 from batchgen.drafting.payoff import Payoff
 from batchgen.drafting.speculator import Speculator
 from batchgen.engine.executor import GrammarStopper, KernelsFailed, StepExecutor
-from batchgen.engine.kernel_fallback import KernelFallback
 from batchgen.engine.results import ResultAssembler
-from batchgen.errors import BatchgenError, RowError, in_one_line, is_out_of_memory
+from batchgen.errors import BatchgenError, DevicesLost, RowError, in_one_line, is_out_of_memory
 from batchgen.model.inventory import digests, parts, tensor_digest
 from batchgen.model.loaded_model import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, size_engine
@@ -137,7 +136,6 @@ class Engine:
             tokenizer.hf_tokenizer, model.vocab_size, tokenizer.eos_token_ids, tokenizer.thinking
         )
         self.executor = StepExecutor(self.runner, self.sampler, self.constraints, head)
-        self._fallback = KernelFallback(self.runner, self.executor, self.notes)
         # On the CPU a step is done when `launch` returns. A step ahead would gain nothing and run every sequence once too often.
         ahead = (
             model.device.type == "cuda" and not model.spread and verdict.uses("sampler") and verdict.uses("step-ahead")
@@ -233,8 +231,6 @@ class Engine:
             with suppress(KernelsFailed):  # the rows of a failed step are not done; the next run runs them again
                 self._settle()
         finally:
-            if self._fallback.suspects:
-                self._fallback.keep_suspects(set())
             if not paused and (self.unfinished or self.loop.in_flight):
                 self._abandon()
             if not paused and self._vision is not None:
@@ -251,8 +247,6 @@ class Engine:
         if self._vision is not None and len(self._vision.failed) > self._num_failed_images:
             self._num_failed_images = len(self._vision.failed)
             self.results.fail_shown(self._vision.error_of)
-        if self._fallback.suspects:
-            self._fallback.keep_suspects({request.row for request, *_ in self.results.requests()})
         began = time.perf_counter()
         for update in self.loop.step(admit):
             self._apply(update)
@@ -335,11 +329,20 @@ class Engine:
             self._vision.clear()
 
     def _without_kernels(self, failed: KernelsFailed) -> None:
-        """Continues in plain torch, without any KV that was computed so far.
+        """Switches the kernels off, for this run and the next ones, and continues in plain torch, without any KV that was computed so far.
 
         Raises `DevicesLost` if the device runs nothing more in this process.
         """
-        self._fallback.pause(failed)
+        verdict = self.runner.model.verdict.without("triton", str(failed))
+        try:
+            self.runner.drop_kernels()
+        except RuntimeError as e:
+            kept = f", as {verdict.file} says" if verdict.file is not None else " with --attention torch"
+            raise DevicesLost(
+                f"{self.device}: {failed}; the device runs nothing more in this process",
+                f"run the same command again: it continues in plain torch{kept}",
+            ) from e
+        self.notes.append(verdict.note("triton"))
         self._start_again(keep_nodes=False)
 
     def _start_again(self, *, keep_nodes: bool = True) -> None:
@@ -359,11 +362,9 @@ class Engine:
             self.add(leaves, plan, *calls)
 
     def _apply(self, update: SequenceUpdate) -> None:
-        """Adds an update to the results. Raises `KernelsFailed` for scores that are not numbers while our kernels run."""
+        """Adds an update to the results."""
         if self._vision is not None and (error := self._vision.error_of(update.sequence.request.images)):
             update = SequenceUpdate(update.sequence, error=error)
-        if update.reason == "scored" or update.error is not None or self._fallback.suspects:
-            self._fallback.examine(update)
         self.results.update(update)
 
     def _speculator(self) -> Speculator | None:

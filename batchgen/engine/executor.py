@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 
-from batchgen.engine.step_watch import StepWatch
 from batchgen.errors import BatchgenError, in_one_line, is_out_of_memory
 from batchgen.kernels.transfer import Readback, put
 from batchgen.model.runner import Runner
@@ -27,16 +26,9 @@ from batchgen.sampling.stopping import Stopper
 from batchgen.scheduling.batch import Freed, Sample, ScheduledBatch, StepOutput
 from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan
 
-NO_NUMBERS = "their logits are not numbers, and plain torch's are"
-
 
 class KernelsFailed(Exception):
     """A step failed while batchgen's kernels for a GPU were in use. The message says how."""
-
-    def __init__(self, message: str, rows: frozenset[int] = frozenset()) -> None:
-        """`rows` are those whose logits are not numbers. Running them in plain torch shows whether the kernels are at fault."""
-        super().__init__(message)
-        self.rows = rows
 
 
 @dataclass(slots=True, eq=False)
@@ -84,10 +76,6 @@ class StepExecutor:
         """The logits [vocabulary] after the last token of nodes at which prompts end, while one of them has not sampled yet."""
         self.seconds = 0.0
         """Time spent in `launch`, `sample` and `wait`."""
-        self.doubts_numbers = True
-        """Whether logits that are not numbers may be the kernels' fault."""
-        device = runner.model.device
-        self.watch = None if device.type == "cpu" else StepWatch(str(device))
 
     @property
     def needs_tokens(self) -> bool:
@@ -154,10 +142,6 @@ class StepExecutor:
         logprobs, likeliest = numbers[:2] if step.scores else ([], [])
         sampled = SampledTokens([], [], []) if step.sampled is None else step.sampled.read(numbers[len(step.scores) :])
         sequences = [sample.sequence for sample in step.samples]
-        if self._runner.attention == "triton" and self.doubts_numbers:
-            rows = {seq.request.row for seq, number in zip(sequences, sampled.valid, strict=True) if not number}
-            if rows:
-                raise KernelsFailed(NO_NUMBERS, frozenset(rows))
         return StepOutput(step.batch, sequences, sampled.tokens, sampled.valid, sampled.logprobs, logprobs, likeliest)
 
     def free(self, freed: Freed) -> None:
@@ -194,19 +178,14 @@ class StepExecutor:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Counts the time inside, and lets `watch` see it. While our kernels run on a GPU, raises `KernelsFailed` instead of the device's error, unless memory has run out."""
+        """Counts the time inside. While our kernels run on a GPU, raises `KernelsFailed` instead of the device's error, unless memory has run out."""
         began = time.perf_counter()
-        if self.watch is not None:
-            self.watch.since = began
         try:
             yield
         except Exception as e:
             if self._runner.attention != "triton" or isinstance(e, BatchgenError) or is_out_of_memory(e):
                 raise
             raise KernelsFailed(f"a step ended with {type(e).__name__}: {in_one_line(e, 300)}") from e
-        finally:
-            if self.watch is not None:
-                self.watch.since = None
         self.seconds += time.perf_counter() - began
 
 

@@ -14,7 +14,7 @@ from batchgen.attention.plan import plan_attention
 from batchgen.attention.torch_backend import StepAttention
 from batchgen.errors import ModelError, OutOfMemory, is_out_of_memory
 from batchgen.kernels.transfer import put
-from batchgen.model.cuda_runner import DeviceStep, device_step
+from batchgen.model.cuda_runner import device_step
 from batchgen.model.loaded_model import LoadedModel, logits_at
 from batchgen.scheduling.batch import CopyBlock, Limits, PackedSpans, ScheduledBatch, ScheduledSpan, SwapIn, SwapOut
 from batchgen.scheduling.sequence import GenerationSequence
@@ -40,7 +40,6 @@ class Runner:
         self._device_step = device_step(model, cache, limits, notes)
         if self._device_step is None and model.attention == "triton":
             raise ModelError("--attention triton: " + (notes[-1] if notes else "not for this model"), "leave it out")
-        self._paused: DeviceStep | None = None
         self.attention_parts = 0  # summed over steps
         self.max_forward_tokens: int | None = None
         """After out-of-memory: the largest forward that is tried."""
@@ -50,19 +49,11 @@ class Runner:
         """The name of the attention backend, as the figures of a run have it."""
         return "triton" if self._device_step else "cascade" if self.model.kernels is None else "packed"
 
-    def pause_kernels(self) -> None:
+    def drop_kernels(self) -> None:
         """Makes steps run in plain torch. Raises `RuntimeError` if the device is lost: after some errors, CUDA does nothing more in the process."""
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
-        self._device_step, self._paused = None, self._device_step
-
-    def drop_kernels(self) -> None:
-        """After `pause_kernels`: frees the device memory that the kernels hold. They cannot be resumed then."""
-        self._paused = None
-
-    def resume_kernels(self) -> None:
-        """Makes steps run as before `pause_kernels`."""
-        self._device_step, self._paused = self._paused, None
+        self._device_step = None
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch, last: torch.Tensor | None = None) -> torch.Tensor | None:
