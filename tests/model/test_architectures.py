@@ -101,6 +101,11 @@ def test_attention_refuses_options_that_it_would_ignore(settings, options, what)
     assert e.value.message == f"Layer asks attention for {what}, which is not supported"
 
 
+def test_a_layer_that_passes_no_options_on_is_refused():
+    with pytest.raises(ModelError, match=r"^Layer does not pass keyword arguments on to attention$"):
+        attend(Layer(), step_attention=None)
+
+
 def test_attention_accepts_options_that_it_honours():
     module = Layer(config=SLIDING, sinks=torch.zeros(4), is_causal=True)
     out, weights = attend(module, sliding_window=2, s_aux=module.sinks, position_ids=torch.zeros(1), position_bias=None)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from batchgen.model import cuda_runner
 from batchgen.model.adapter import prepare
 from support.fake_device import use_fake_device
 from support.models import build as build_type
@@ -84,18 +83,6 @@ def check_runs_uncompiled(model, monkeypatch):
     assert texts(run(engine, requests)) == want
     assert len(engine.notes) == 1
     assert engine.notes[0].startswith("--compile on: torch.compile fails on this model, which runs without: ")
-
-
-def test_running_out_of_memory_does_not_count_as_a_failure_to_compile(monkeypatch):
-    def failing(**inputs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch, "compile", lambda module, **options: failing)
-    notes = []
-    model = cuda_runner.Compiled(torch.nn.Identity(), notes)
-    with pytest.raises(torch.OutOfMemoryError):
-        model(input=torch.zeros(1))
-    assert notes == []
 
 
 @pytest.mark.slow

@@ -121,12 +121,6 @@ def plain_capture(forward):
     return forward
 
 
-def test_the_largest_shape_is_captured_first(model, monkeypatch):
-    steps = use_fake_device(monkeypatch)
-    run(engine_of(model, batch_size=50), requests_of([[1], [2]], [20, 30]))
-    assert steps[0]._graphs.captured == ((50, 50), (2, 2), (1, 1))
-
-
 def test_graphs_are_captured_again_after_one_of_their_buffers_was_replaced(model, want, monkeypatch):
     steps = use_fake_device(monkeypatch)
     engine = engine_of(model, batch_size=12)
@@ -180,17 +174,6 @@ def asking(forward):
     return lambda x: forward(x) if float(x.sum()) < 1e9 else x
 
 
-def test_running_out_of_memory_in_a_capture_costs_the_graphs_and_no_row(model, want, monkeypatch):
-    def capture(forward):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    steps = use_fake_device(monkeypatch, lambda: capture)
-    engine = engine_of(model)
-    assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
-    assert (steps[0]._graphs.captured, engine.runner.max_forward_tokens) == ((), None)
-    assert [note.split(";")[0] for note in engine.notes] == ["no memory for more CUDA graphs"]
-
-
 def test_a_step_halved_for_lack_of_memory_keeps_the_logits_of_both_halves(model, want, monkeypatch):
     """The graphs of both halves write to the same buffer, one after the other."""
     steps = use_fake_device(monkeypatch)
@@ -200,13 +183,6 @@ def test_a_step_halved_for_lack_of_memory_keeps_the_logits_of_both_halves(model,
     monkeypatch.setattr(engine, "_shrink", lambda: None)  # so that steps go on to be cut
     assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
     assert len(steps[0].attention.sizes) > 2 * engine.stats.steps
-
-
-def test_forks_sample_the_same_tokens_as_on_the_cpu(model, monkeypatch):
-    requests = requests_of(PROMPTS, LENGTHS, n=2, temperature=1.0, seed=3)
-    before = texts(run(engine_of(model), requests))
-    use_fake_device(monkeypatch)
-    assert texts(run(engine_of(model), requests)) == before
 
 
 @pytest.mark.parametrize("place", [{"device": torch.device("cpu")}, {"device": torch.device("mps")}, {"spread": True}])
@@ -303,25 +279,6 @@ def test_ragged_generations_on_a_gpu_equal_those_of_the_cpu(model, want):
     assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
     assert len(engine.runner._device_step._graphs.captured) > 2
     assert engine.notes == []
-
-
-@pytest.mark.gpu
-def test_steps_on_a_gpu_never_wait_for_the_device(monkeypatch):
-    """torch raises where a step waits for the device. Graphs are captured before that is switched on."""
-    engine = engine_of(prepare(build().module.to("cuda")), batch_size=8)
-    requests = requests_of([[i, i + 1] for i in range(8)], [40] * 8)
-    run(engine, requests)
-    launch = engine.runner.run
-
-    def watched(step, last):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return launch(step, last)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    monkeypatch.setattr(engine.runner, "run", watched)
-    assert len(run(engine, requests)) == 8
 
 
 @pytest.mark.slow

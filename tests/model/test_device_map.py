@@ -17,7 +17,6 @@ from batchgen.model import loader
 from batchgen.model.adapter import prepare
 from batchgen.model.loader import check_device_map, load_model
 from batchgen.prompts import load_tokenizer
-from support.models import build
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 PROMPTS = ["the same beginning of every text, and then " + end for end in ("a", "another", "a third one", "")] + [
@@ -78,19 +77,6 @@ def test_the_kv_of_a_layer_is_on_its_device(module):
     assert model.layers == {0: LayerShape(2, 16, 16, CPU), 1: LayerShape(2, 16, 16, META)}
     assert model.device == CPU
     assert model.spread
-
-
-@pytest.mark.parametrize("name", ["bloom", "falcon/alibi", "mpt"])
-def test_layers_with_alibi_run_on_the_device_of_their_weights(name):
-    hooks = pytest.importorskip("accelerate.hooks")
-    module = build(name)
-    layers = next(part for part in module.modules() if isinstance(part, torch.nn.ModuleList))
-    for part in [
-        layers[1],
-        *(p for n, p in module.named_modules() if n in ("transformer.ln_f", "transformer.norm_f", "lm_head")),
-    ]:
-        hooks.add_hook_to_module(part, hooks.AlignDevicesHook("meta", place_submodules=True))
-    assert [shape.device for shape in prepare(module).layers.values()] == [CPU, META]
 
 
 def test_the_plan_of_a_step_is_on_the_device_of_each_layer(tiny_model_dir, completions, monkeypatch):

@@ -15,12 +15,9 @@ from transformers import AutoConfig
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
-from batchgen.kernels import isa, ops
-from batchgen.kernels.build import NoKernels
 from batchgen.kernels.int8 import Int8Linear, multiplies_codes, quantize_weight
 from batchgen.kernels.onednn import OneDnnInt8Linear, sums_are_exact
 from batchgen.kernels.ops import PackedLinear
-from batchgen.kernels.quantization import Quantized, quantize_linear
 from batchgen.model import loader
 from batchgen.model.weights import int8
 from batchgen.model.weights.int8 import check_int8, checkpoint_scales
@@ -271,12 +268,6 @@ def test_a_model_without_layers_to_quantize_is_refused(tmp_path):
         load(tmp_path)
 
 
-def test_equal_logits_have_a_divergence_of_exactly_zero():
-    made = Quantized(1, 1, 2, 3)
-    logits = torch.tensor([[0.1, 0.7, -0.3], [3.1, -0.7, 0.2]])
-    assert str(int8._compared(made, [logits], [logits + 1e-3], 0.0).mean_kl) == "0.0"
-
-
 def test_a_model_quantized_by_torchao_is_refused():
     hf_config = AutoConfig.for_model("llama", quantization_config={"quant_method": "torchao"})
     with pytest.raises(ModelError, match=r"^the model 'm' is quantized already \(torchao\); leave --quantize out$"):
@@ -301,20 +292,6 @@ def test_without_kernels_tokens_are_the_same_through_onednn(name, tmp_path):
     assert tokens(model) == expected
 
 
-def test_without_a_compiler_a_head_tied_to_the_embedding_is_not_quantized(monkeypatch):
-    if not sums_are_exact():
-        pytest.skip("oneDNN's sums are not exact on this processor")
-
-    def none() -> Any:
-        raise NoKernels("no C++ compiler (g++) was found")
-
-    monkeypatch.setattr(ops, "library", none)
-    model = build("llama/mqa")
-    assert quantize_linear(model, own_kernels=False).layers == 14
-    assert type(model.lm_head) is torch.nn.Linear
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
 def test_without_kernels_and_without_exact_sums_int8_is_refused(tmp_path, monkeypatch):
     build("llama").save_pretrained(tmp_path)
     monkeypatch.setattr(
@@ -327,11 +304,3 @@ def test_without_kernels_and_without_exact_sums_int8_is_refused(tmp_path, monkey
         "--quantize int8 needs batchgen's own kernels on this processor (oneDNN's sums are exact with VNNI or AMX only): "
         "no C++ compiler (g++) was found; leave --quantize out"
     )
-
-
-def test_by_default_nothing_is_quantized(tmp_path):
-    build("llama").save_pretrained(tmp_path)
-    model = load(tmp_path, quantize="none")
-    assert model.quantization is None
-    assert not any(isinstance(m, Int8Linear) for m in model.module.modules())
-    assert isa.instruction_set() != isa.NONE

@@ -3,16 +3,14 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from batchgen.attention.base import attention_forward
 from batchgen.attention.kv_cache import LayerShape
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.model import loader, multimodal
 from batchgen.model.adapter import prepare
-from batchgen.model.architectures import check_architecture
 from batchgen.model.loader import load_model, pick_device
 from batchgen.prompts import load_tokenizer
 from support.models import build
@@ -43,13 +41,6 @@ def test_a_loaded_model_knows_the_shape_of_its_kv(tiny_model_dir):
     assert (model.vocab_size, model.device.type, model.dtype) == (262, "cpu", torch.float32)
     assert not model.module.training
     assert model.module.config._attn_implementation == "batchgen"
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_weights_have_the_requested_dtype(tiny_model_dir, dtype):
-    model = load(tiny_model_dir, dtype=dtype)
-    assert model.dtype == getattr(torch, dtype)
-    assert {p.dtype for p in model.module.parameters()} == {model.dtype}
 
 
 def test_float32_is_not_rounded_to_tf32(tiny_model_dir, monkeypatch):
@@ -131,12 +122,6 @@ def test_an_unverified_architecture_is_checked_and_the_user_told(tiny_model_dir,
     assert seen == [("llama", {"trust_remote_code": False, "revision": None})]
 
 
-def test_fixed_scaling_of_positions_is_not_refused():
-    config = AutoConfig.for_model("llama")
-    config.rope_parameters = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-    check_architecture(config)
-
-
 def test_a_folder_without_weights_is_refused(folder):
     (folder / "model.safetensors").unlink()
     assert refused(folder).message == f"model folder {str(folder)!r} has no weights (model.safetensors)"
@@ -172,38 +157,6 @@ def test_a_device_number_that_does_not_exist_is_refused():
     found = f"{count or 'no'} CUDA device{'s'[: count > 1]};"
     with pytest.raises(ModelError, match=rf"^--device cuda:{count}: this machine has {found}"):
         pick_device(f"cuda:{count}")
-
-
-def test_a_model_in_memory_is_prepared_without_a_folder(tiny_model_dir):
-    module = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="eager")
-    assert prepare(module).layers.keys() == {0, 1}
-    assert module.config._attn_implementation == "batchgen"
-
-
-class Module(torch.nn.Module):
-    layer_idx = 0
-
-
-def attend(**options):
-    q = torch.randn(1, 2, 3, 4)
-    return attention_forward(Module(), q, q, q, options.pop("attention_mask", None), **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "Module does not pass keyword arguments on to attention"),
-        ({"attention_mask": torch.ones(1)}, "Module asks attention for a mask, which is not supported"),
-        ({"is_causal": False}, "Module asks attention for no causal mask, which is not supported"),
-        ({"alibi": 1}, "Module asks attention for alibi, which is not supported"),
-    ],
-)
-def test_attention_options_that_the_plan_does_not_cover_are_refused(options, message):
-    if options:
-        options = options | {"step_attention": lambda *a: None}
-    with pytest.raises(ModelError) as e:
-        attend(**options)
-    assert str(e.value) == message
 
 
 @pytest.mark.parametrize("name", ["bloom", "doge", "mpt", "gemma3"])

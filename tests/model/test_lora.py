@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from batchgen import LLM
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.jobs.identity import model_identity
@@ -92,20 +91,11 @@ def test_an_adapter_of_a_multimodal_checkpoint_is_merged_into_its_language_model
     adapted = write(text_model("gemma3"), tmp_path)
     expected = generate_all(adapted, PROMPTS, LENGTHS)
     assert tokens(load(tmp_path)) == expected
-
-
-def test_llm_takes_an_adapter(tmp_path, tiny_model_dir):
-    reference = write(AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32), tmp_path)
-    prompt = PROMPTS[0]
-    expected = reference.generate(
-        input_ids=torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None
-    )
-    params = {"max_tokens": 12, "ignore_eos": True}
-    found = []
-    for adapter in (tmp_path / "adapter", None):
-        with LLM(tiny_model_dir, dtype="float32", lora=adapter, compile="off") as llm:
-            found.append(list(llm.generate([prompt], params)[0].token_ids))
-    assert found[0] == expected[0, len(prompt) :].tolist() != found[1]
+    # With older names, which peft converts, too.
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    new, old = ".model.language_model.layers.", ".language_model.model.layers."
+    save_file({n.replace(new, old): t for n, t in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    assert tokens(load(tmp_path)) == expected
 
 
 def refusal(folder: Path, **options: Any) -> str:
@@ -151,15 +141,6 @@ def test_an_adapter_of_separate_experts_is_merged_into_a_joint_tensor(tmp_path):
     assert tokens(load(tmp_path)) == expected
 
 
-def test_an_adapter_with_older_names_that_peft_converts_is_merged(tmp_path):
-    adapted = write(text_model("gemma3"), tmp_path)
-    expected = generate_all(adapted, PROMPTS, LENGTHS)
-    weights = tmp_path / "adapter" / "adapter_model.safetensors"
-    new, old = ".model.language_model.layers.", ".language_model.model.layers."
-    save_file({n.replace(new, old): t for n, t in load_file(weights).items()}, weights, metadata={"format": "pt"})
-    assert tokens(load(tmp_path)) == expected
-
-
 def test_an_adapter_with_older_names_of_multimodal_models_is_refused_with_the_reason(tmp_path):
     write(text_model("qwen2_5_vl"), tmp_path)
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
@@ -190,14 +171,7 @@ def test_an_adapter_that_lacks_tensors_is_refused(tmp_path):
     ("file", "content", "message"),
     [
         ("adapter_config.json", b"{", "is not JSON: "),
-        ("adapter_config.json", b"[]", "holds no JSON object; copy the file from the model again"),
-        ("adapter_config.json", b"", "is empty; the download was not completed: download it again"),
         ("adapter_model.safetensors", b"", "is empty; the download was not completed: download it again"),
-        (
-            "adapter_model.safetensors",
-            b"version https://git-lfs.github.com/spec/v1\n",
-            "is a Git LFS pointer, not the file",
-        ),
         ("adapter_model.safetensors", None, "is cut: it has "),
     ],
 )
@@ -208,15 +182,6 @@ def test_a_damaged_adapter_is_refused_before_the_model_is_loaded(file, content, 
     assert refusal(tmp_path).startswith(f"{path} {message}")
     with pytest.raises(ModelError):
         adapter_folder(str(tmp_path / "adapter"))
-
-
-def test_an_adapter_that_starts_only_after_certain_tokens_is_refused(tmp_path):
-    write(build("llama"), tmp_path)
-    path = tmp_path / "adapter" / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"alora_invocation_tokens": [7, 8]}))
-    assert refusal(tmp_path) == (
-        f"the adapter '{tmp_path / 'adapter'}' cannot be merged: aLoRA does not support safe merging; give an adapter of another kind"
-    )
 
 
 def test_an_adapter_of_another_kind_or_without_weights_is_refused(tmp_path):

@@ -1,5 +1,4 @@
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,11 @@ from batchgen.config import EngineConfig
 from batchgen.errors import OutOfMemory, UsageError
 from batchgen.model import memory_budget
 from batchgen.model.loaded_model import LoadedModel
-from batchgen.model.memory_budget import GRAPHS_BYTES, MIN_STEP, halved, room_for_blocks, size_engine, step_bytes
-from batchgen.model.runner import Runner
+from batchgen.model.memory_budget import GRAPHS_BYTES, MIN_STEP, halved, room_for_blocks, size_engine
 from batchgen.request import Request, leaves_of
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import Limits
 from batchgen.state.cache import StateShape
-from support.models import packed_model
 
 # 4 KiB of KV a token, 128 KiB a block of 32.
 LAYERS = {i: LayerShape(4, 64, 64) for i in range(2)}
@@ -159,78 +156,43 @@ def test_halving_a_step_halves_every_limit_above_half():
     assert halved(Limits(1, 1, 1)) == Limits(1, 1, 1)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
-def test_a_largest_step_that_runs_out_of_memory_does_not_fit(name, monkeypatch):
-    def forward(self, packed, last):
-        if len(packed.tokens) > 8:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return []
-
-    monkeypatch.setattr(Runner, "_forward", forward)
-    for figure in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, figure, lambda device: 5)
-    model = packed_model(name, compiled=False)
-    assert step_bytes(model, Limits(4, 16, 16), 32) is None
-    assert step_bytes(model, Limits(4, 8, 8), 32) == {model.device: 0}
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    """A model on CUDA with 20 GiB free, whose steps take `step` bytes a token and run out of memory above `most` tokens."""
-    device = torch.device("cuda", 0)
+@pytest.mark.parametrize(
+    ("each", "most", "options", "tried", "step"),
+    [
+        (2**20, 1 << 30, {}, [8192], 8 * GIB),
+        (2**22, 1 << 30, {}, [8192, 4096, 2048], 8 * GIB),  # halved until it leaves room
+        (12 * GIB // MIN_STEP, 1 << 30, {"batch_size": 16}, [8192, 4096, 2048, 1024, 512, 256], 12 * GIB),  # small steps may take more
+        (2**20, 100, {"batch_size": 300}, [8192, 4096, 2048, 1024, 512, 256, 128, 64], None),  # however small it is
+        (2**20, 1 << 30, {"kv_memory": "1GiB"}, [], None),  # what the user gives is not measured
+        (2**20, 1 << 30, {"kv_memory": "50%"}, [], None),
+        (2**20, 0, {}, None, None),
+    ],
+)  # fmt: skip
+def test_on_cuda_blocks_get_the_memory_that_the_largest_step_leaves(monkeypatch, each, most, options, tried, step):
+    """20 GiB are free. Steps take `each` bytes a token and run out of memory above `most` tokens."""
+    device, seen = torch.device("cuda", 0), []
     model = model_with({i: LayerShape(4, 64, 64, device) for i in range(2)}, device)
-    has = SimpleNamespace(model=model, step=2**20, most=1 << 30, tried=[])
 
     def step_bytes(model, limits, block_size):
-        has.tried.append(limits.max_batch_tokens)
-        return None if limits.max_batch_tokens > has.most else {device: limits.max_batch_tokens * has.step}
+        seen.append(limits.max_batch_tokens)
+        return None if limits.max_batch_tokens > most else {device: limits.max_batch_tokens * each}
 
     monkeypatch.setattr(memory_budget, "step_bytes", step_bytes)
     monkeypatch.setattr(memory_budget, "free_memory", lambda on: 20 * GIB)
-    return has
-
-
-def sampling(rows):
-    return 12 * 4 * rows * 2**15
-
-
-def test_auto_on_cuda_is_the_memory_that_the_largest_step_leaves(cuda):
-    got = size_engine(cuda.model, EngineConfig(), 10**6)
-    assert cuda.tried == [8192]
-    assert got.num_blocks == room_for_blocks(20 * GIB, 8 * GIB, sampling(256)) // (128 * 1024)
-    assert got.limits.max_batch_tokens == 8192
-
-
-def test_a_step_that_takes_too_much_is_halved_until_it_leaves_room(cuda):
-    cuda.step *= 4
-    got = size_engine(cuda.model, EngineConfig(), 10**6)
-    assert cuda.tried == [8192, 4096, 2048]
-    assert got.limits == Limits(256, 2048, 2048, 1024)
-    assert got.num_blocks == room_for_blocks(20 * GIB, 8 * GIB, sampling(256)) // (128 * 1024)
-
-
-def test_a_step_without_memory_is_halved_however_small_it_is(cuda):
-    cuda.most = 100
-    got = size_engine(cuda.model, EngineConfig(batch_size=300), 10**6)
-    assert cuda.tried == [8192, 4096, 2048, 1024, 512, 256, 128, 64]
-    assert (got.limits.batch_size, got.limits.max_batch_tokens) == (64, 64)
-    cuda.most = 0
-    with pytest.raises(OutOfMemory) as e:
-        size_engine(cuda.model, EngineConfig(), 10**6)
-    assert str(e.value) == "cuda:0 does not have enough memory for a forward of one token; use a smaller --dtype"
-
-
-def test_a_small_step_may_take_more_than_its_share(cuda):
-    cuda.step = 12 * GIB // MIN_STEP
-    got = size_engine(cuda.model, EngineConfig(batch_size=16), 10**6)
-    assert cuda.tried[-1] == MIN_STEP
-    assert got.num_blocks == room_for_blocks(20 * GIB, 12 * GIB, sampling(16)) // (128 * 1024)
-
-
-@pytest.mark.parametrize(("memory", "blocks"), [("1GiB", 8192), ("50%", 81920)])
-def test_memory_given_by_the_user_is_not_measured(cuda, memory, blocks):
-    assert size_engine(cuda.model, EngineConfig(kv_memory=memory), 10**6).num_blocks == blocks
-    assert cuda.tried == []
+    if tried is None:
+        said = r"^cuda:0 does not have enough memory for a forward of one token; use a smaller --dtype$"
+        with pytest.raises(OutOfMemory, match=said):
+            size_engine(model, EngineConfig(**options), 10**6)
+        return
+    got = size_engine(model, EngineConfig(**options), 10**6)
+    assert seen == tried
+    if tried:
+        rows = min(options.get("batch_size", 256), tried[-1])
+        assert got.limits == Limits(rows, tried[-1], tried[-1], got.limits.max_scored_tokens)
+    if step:
+        assert got.num_blocks == room_for_blocks(20 * GIB, step, 12 * 4 * rows * 2**15) // (128 * 1024)
+    if not tried:
+        assert got.num_blocks == {"1GiB": 8192, "50%": 81920}[options["kv_memory"]]
 
 
 def test_host_memory_for_kv_is_for_cuda_alone():

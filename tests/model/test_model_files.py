@@ -57,15 +57,6 @@ def test_pickles_beside_a_model_are_not_opened(folder, tmp_path):
     assert mark.exists()  # unpickling them would have been noticed
 
 
-def test_loading_a_model_and_its_tokenizer_unpickles_nothing(folder, monkeypatch):
-    def no_pickle(*args, **options):
-        raise AssertionError("unpickled")
-
-    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
-        monkeypatch.setattr(module, name, no_pickle)
-    load(folder)
-
-
 @pytest.mark.parametrize("sharded", [False, True])
 def test_pickled_weights_are_refused_with_the_fix(folder, tmp_path, sharded):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")

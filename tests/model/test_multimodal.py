@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3ForConditionalGeneration, LlamaConfig
+from transformers import AutoConfig, Gemma3ForConditionalGeneration
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
-from batchgen.model.multimodal import Absent, left_out, model_class
+from batchgen.model.multimodal import Absent, left_out
 from batchgen.model.weights.sizes import stored_tensors, weight_sizes
 from support.python_process import run_python
 
@@ -89,19 +88,8 @@ def test_the_gpu_memory_needed_is_that_of_the_text_part(checkpoint: Path) -> Non
     assert needed <= sizes(checkpoint)["text"]
 
 
-def test_nothing_is_left_out_of_a_text_model() -> None:
-    assert model_class(LlamaConfig()) is AutoModelForCausalLM
-    assert left_out(LlamaConfig()) == frozenset()
-
-
 def test_running_a_part_that_was_left_out_is_an_error_that_says_so() -> None:
     with pytest.raises(
         ModelError, match="the model runs its vision_tower on text, and only the language model was loaded"
     ):
         Absent("vision_tower")(torch.zeros(1))
-
-
-def test_the_class_keeps_the_name_of_the_wrapper(checkpoint: Path) -> None:
-    kind: Any = model_class(AutoConfig.from_pretrained(checkpoint))
-    assert kind.__name__ == "Gemma3ForConditionalGeneration"
-    assert issubclass(kind, Gemma3ForConditionalGeneration)

@@ -7,10 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batchgen import LLM, SamplingParams
-from batchgen.config import EngineConfig, ModelConfig
-from batchgen.engine.engine import Engine
-from batchgen.model.loader import load_model
-from batchgen.prompts import load_tokenizer
+from batchgen.config import EngineConfig
 
 PROMPTS = ["the same beginning of every text, and then " + end for end in ("a", "another", "a third one", "")] + [
     "else"
@@ -35,29 +32,11 @@ def quantized(tiny_model_dir, tmp_path_factory):
     return folder
 
 
-def load(folder, **options):
-    config = ModelConfig(model=str(folder), device="cpu", **options)
-    tokenizer = load_tokenizer(config)
-    return load_model(config, tokenizer), tokenizer
-
-
-def test_weights_stay_quantized_and_the_kv_cache_is_not(quantized):
-    model, _ = load(quantized)
-    weight = model.module.model.layers[0].self_attn.q_proj.weight
-    assert type(weight).__name__ == "Int8Tensor"
-    assert weight.qdata.dtype == torch.int8
-    assert model.dtype == torch.float32
-    engine = Engine(model, load(quantized)[1], EngineConfig(kv_memory="1MiB"))
-    assert {pool.dtype for pool in engine.runner.cache.keys.values()} == {torch.float32}
-
-
-def test_quantized_weights_compute_in_the_requested_dtype(quantized):
-    assert load(quantized, dtype="bfloat16")[0].dtype == torch.bfloat16
-
-
 @torch.inference_mode()
 def test_the_output_of_a_quantized_model_is_that_of_generate(quantized, tiny_model_dir):
     llm = LLM(str(quantized), device="cpu", engine=EngineConfig(kv_memory="16MiB", debug=True))
+    assert type(llm.engine.runner.model.module.model.layers[0].self_attn.q_proj.weight).__name__ == "Int8Tensor"
+    assert {pool.dtype for pool in llm.engine.runner.cache.keys.values()} == {torch.float32}
     seen = []
     llm.engine.runner.model.module.register_forward_hook(lambda module, args, out: seen.extend(out.logits[0]))
     results = llm.generate(PROMPTS, SamplingParams(max_tokens=COUNT, ignore_eos=True))

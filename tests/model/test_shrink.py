@@ -10,13 +10,54 @@ def small(model_type, **settings):
     return shrink(AutoConfig.for_model(model_type, **settings))
 
 
-def test_widths_and_vocabulary_become_small_and_heads_keep_their_kind():
-    config = small("llama", num_key_value_heads=8, bos_token_id=1, eos_token_id=[2, 3], pad_token_id=31_999)
-    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (128, 64, 96)
-    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
-    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, 127)
-    assert small("llama").num_key_value_heads == 4
-    assert small("llama", num_key_value_heads=1).num_key_value_heads == 1
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32768}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 32.0,
+    "short_factor": [1.0] * 48,
+    "long_factor": [2.0] * 48,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "found"),
+    [
+        # Widths and the vocabulary become small, and heads keep their kind.
+        ("llama", {"num_key_value_heads": 8, "eos_token_id": [2, 3], "pad_token_id": 31_999}, {
+            "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "head_dim": 16, "eos_token_id": None, "pad_token_id": 127,
+        }),
+        ("llama", {}, {"num_key_value_heads": 4}),
+        ("llama", {"num_key_value_heads": 1}, {"num_key_value_heads": 1}),
+        # Head sizes that depend on each other are divided by the same number.
+        ("deepseek_v3", {}, {
+            "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "qk_head_dim": 24, "v_head_dim": 16, "q_lora_rank": 16, "kv_lora_rank": 16,
+            "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "num_hidden_layers": 4, "first_k_dense_replace": 3,
+        }),
+        # Lengths beyond which attention changes become short; those of position embeddings stay longer than the check's prompts.
+        ("mistral", {"sliding_window": 4096, "rope_parameters": YARN}, {
+            "sliding_window": 20, "max_position_embeddings": 512, "rope_parameters": YARN | {"original_max_position_embeddings": 32},
+        }),
+        ("llama4_text", {}, {"attention_chunk_size": 20, "floor_scale": 20}),
+        ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 4096}, {"original_max_position_embeddings": 512}),
+        # Every kind of layer is kept, and what counts or names layers follows them.
+        ("gemma2", {}, {"layer_types": [SLIDING, FULL], "num_hidden_layers": 2, "attn_logit_softcapping": 2.0}),
+        ("gemma3_text", {}, {"layer_types": [SLIDING] * 5 + [FULL, SLIDING]}),  # its pattern repeats after 6 layers
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 32}, {"layer_types": [FULL, FULL]}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 20}, {
+            "layer_types": [FULL, FULL, SLIDING, SLIDING], "num_hidden_layers": 4, "max_window_layers": 2,
+        }),
+        ("gemma3n_text", {}, {"num_kv_shared_layers": 4, "layer_types": [SLIDING, SLIDING, FULL, FULL] * 3}),
+        ("qwen3_moe", {"mlp_only_layers": [2, 5]}, {"num_hidden_layers": 3, "mlp_only_layers": [2]}),
+        ("qwen3_moe", {"mlp_only_layers": [20]}, {"num_hidden_layers": 3, "mlp_only_layers": [2]}),
+        ("laguna", {"num_hidden_layers": 3, "num_attention_heads_per_layer": [48, 64, 48]}, {"num_attention_heads_per_layer": [4, 8, 4]}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_configuration_becomes_small_and_stays_of_its_kind(model_type, settings, found):
+    config = small(model_type, **settings)
+    assert {name: getattr(config, name) for name in found} == found
 
 
 def test_the_original_configuration_is_not_changed():
@@ -24,72 +65,6 @@ def test_the_original_configuration_is_not_changed():
     before = config.to_dict()
     shrink(config)
     assert config.to_dict() == before
-
-
-def test_head_sizes_that_depend_on_each_other_are_divided_by_the_same_number():
-    config = small("deepseek_v3")
-    assert (config.qk_nope_head_dim, config.qk_rope_head_dim, config.qk_head_dim, config.v_head_dim) == (16, 8, 24, 16)
-    assert (config.q_lora_rank, config.kv_lora_rank) == (16, 16)
-    assert (config.n_routed_experts, config.num_experts_per_tok, config.n_group, config.topk_group) == (8, 2, 2, 1)
-
-
-def test_lengths_beyond_which_attention_changes_become_short():
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32768}
-    config = small("mistral", sliding_window=4096, rope_parameters=yarn)
-    assert (config.sliding_window, config.max_position_embeddings) == (20, 512)
-    assert config.rope_parameters == yarn | {"original_max_position_embeddings": 32}
-    assert small("llama4_text").attention_chunk_size == small("llama4_text").floor_scale == 20
-    assert small("gemma2").attn_logit_softcapping == 2.0
-
-
-def test_position_embeddings_keep_the_length_below_which_they_do_not_depend_on_the_batch():
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "factor": 32.0,
-        "short_factor": [1.0] * 48,
-        "long_factor": [2.0] * 48,
-    }
-    config = small("phi3", rope_parameters=rope, original_max_position_embeddings=4096)
-    assert config.original_max_position_embeddings == 512
-    assert len(config.rope_parameters["short_factor"]) == config.hidden_size // config.num_attention_heads // 2
-
-
-@pytest.mark.parametrize(
-    ("model_type", "settings", "types"),
-    [
-        ("gemma2", {}, [SLIDING, FULL]),
-        ("gemma3_text", {}, [SLIDING] * 5 + [FULL, SLIDING]),  # its pattern repeats after 6 layers
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 32}, [FULL, FULL]),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 20}, [FULL, FULL, SLIDING, SLIDING]),
-    ],
-)
-def test_every_kind_of_layer_is_kept(model_type, settings, types):
-    config = small(model_type, **settings)
-    assert config.layer_types == types
-    assert config.num_hidden_layers == len(types)
-
-
-def test_a_number_of_layers_is_counted_among_the_kept_layers():
-    config = small("qwen2", use_sliding_window=True, max_window_layers=20)
-    assert config.max_window_layers == 2
-    config = small("deepseek_v3")
-    assert (config.num_hidden_layers, config.first_k_dense_replace) == (4, 3)
-    config = small("gemma3n_text")
-    assert (config.num_hidden_layers, config.num_kv_shared_layers) == (12, 4)
-    assert config.layer_types[8:] == [SLIDING, SLIDING, FULL, FULL]
-
-
-def test_lists_of_layer_indices_get_the_new_indices():
-    config = small("qwen3_moe", mlp_only_layers=[2, 5])
-    assert (config.num_hidden_layers, config.mlp_only_layers) == (3, [2])
-    config = small("qwen3_moe", mlp_only_layers=[20])
-    assert (config.num_hidden_layers, config.mlp_only_layers) == (3, [2])
-
-
-def test_each_kept_layer_keeps_its_own_numbers():
-    config = small("laguna", num_hidden_layers=3, num_attention_heads_per_layer=[48, 64, 48])
-    assert config.num_attention_heads_per_layer == [4, 8, 4]
 
 
 def test_quantization_is_left_out():

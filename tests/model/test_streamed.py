@@ -17,7 +17,7 @@ from batchgen.kernels import isa
 from batchgen.kernels.memory import FilePieces, Pages, in_huge_pages, mapped_files, pieces_in
 from batchgen.kernels.ops import PackedLinear, is_fast
 from batchgen.model.weights.sizes import StoredTensor, WeightSizes, are_streamed, sizes_of, weight_sizes
-from batchgen.model.weights.streamed import ReadAhead, decoder_layers, tensors_in
+from batchgen.model.weights.streamed import decoder_layers, tensors_in
 from batchgen.scheduling.sizes import free_host_memory
 from batchgen.stats import memory_bytes
 from support.models import build, engine_for, kernels, load_folder, make_requests, run
@@ -80,34 +80,6 @@ def test_layers_for_which_there_is_room_stay_in_memory(tmp_path: Path) -> None:
         model = load_folder(folder, compile="off", weights="streamed", weight_memory=f"{size}B")
         assert sum(bool(layer._forward_hooks) for layer in decoder_layers(model.module)) == streamed
     assert model.notes == ("all weights stay in memory: there is room for them",)
-
-
-def test_three_layers_are_read_ahead_in_order_and_dropped_after_use() -> None:
-    calls: list[tuple[str, int]] = []
-
-    class Layer:
-        experts = ()
-
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def read(self) -> int:
-            calls.append(("read", self.number))
-            return 10
-
-        def drop(self) -> None:
-            calls.append(("drop", self.number))
-
-    ahead = ReadAhead([Layer(i) for i in range(4)])  # type: ignore[arg-type]
-    for layer in range(4):
-        ahead.wait(layer)
-        ahead.done(layer)
-    ahead.wait(0)  # the next step
-    ahead._thread.shutdown()
-    assert [number for what, number in calls if what == "drop"] == [0, 1, 2, 3]
-    assert [number for what, number in calls if what == "read"] == [0, 1, 2, 3, 0, 1, 2]
-    assert ahead.bytes_read == 50  # of the five layers that ran
-    assert ReadAhead([]).bytes_read == 0
 
 
 def test_a_small_step_reads_only_the_experts_that_it_needs(tmp_path: Path) -> None:

@@ -2,11 +2,11 @@ import pytest
 import torch
 
 from batchgen.attention.kv_cache import KVCache
-from batchgen.model import memory_budget
 from batchgen.model.adapter import prepare
 from batchgen.model.memory_budget import largest_spans, step_bytes
 from batchgen.model.runner import Runner
 from batchgen.scheduling.batch import Limits, ScheduledBatch
+from support.models import packed_model
 from support.tiny import build, engine_of, requests_of, run
 
 
@@ -31,61 +31,26 @@ def test_the_largest_step_runs_on_the_smallest_pool_that_holds_it():
     assert logits.isfinite().all()
 
 
-@pytest.fixture
-def memory(monkeypatch):
-    """Emulates the memory of a CUDA device: `held` bytes before, and at most `peak` since the last reset."""
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+def test_the_bytes_of_a_step_are_its_peak_memory_and_one_that_does_not_fit_has_no_figure(name, monkeypatch):
     counts = {"held": 1000, "peak": 0}
-
-    def reset(device):
-        counts["peak"] = counts["held"]
-
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: counts["held"])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: counts.update(peak=counts["held"]))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: counts["peak"])
-    return counts
 
-
-def test_the_bytes_of_a_step_are_its_peak_memory(memory, monkeypatch):
-    model = build()
-    forward = model.module.forward
-
-    def watched(**inputs):
-        memory["peak"] += 7 * inputs["input_ids"].shape[1]
-        return forward(**inputs)
-
-    monkeypatch.setattr(model.module, "forward", watched)
-    assert step_bytes(model, Limits(4, 50, 50), 32) == {torch.device("cpu"): 350}
-
-
-def test_a_step_that_does_not_fit_has_no_figure(memory, monkeypatch):
-    model = build()
-    forward = model.module.forward
-
-    def watched(**inputs):
-        if inputs["input_ids"].shape[1] > 40:
+    def forward(self, packed, last):
+        counts["peak"] += 7 * len(packed.tokens)
+        if len(packed.tokens) > 8:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(**inputs)
+        return []
 
-    monkeypatch.setattr(model.module, "forward", watched)
-    assert step_bytes(model, Limits(4, 50, 50), 32) is None
-    assert step_bytes(model, Limits(4, 40, 40), 32) == {torch.device("cpu"): 0}
-
-    def no_pool(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(memory_budget, "KVCache", no_pool)
-    assert step_bytes(model, Limits(4, 40, 40), 32) is None
-
-
-def test_other_errors_of_the_step_are_not_swallowed(memory, monkeypatch):
-    model = build()
-
-    def watched(**inputs):
-        raise RuntimeError("a mistake")
-
-    monkeypatch.setattr(model.module, "forward", watched)
-    with pytest.raises(RuntimeError, match=r"^a mistake$"):
-        step_bytes(model, Limits(4, 50, 50), 32)
+    monkeypatch.setattr(Runner, "_forward", forward)
+    model = packed_model(name, compiled=False)
+    assert step_bytes(model, Limits(4, 8, 8), 32) == {model.device: 56}
+    assert step_bytes(model, Limits(4, 16, 16), 32) is None
+    monkeypatch.setattr(Runner, "_forward", lambda *_: {}["a mistake"])
+    with pytest.raises(KeyError, match="a mistake"):
+        step_bytes(model, Limits(4, 8, 8), 32)
 
 
 @pytest.mark.gpu
