@@ -16,13 +16,6 @@ def test_a_hash_is_blake2b_of_the_hash_before_and_the_little_endian_chunk():
     assert chunk_hashes(tokens(1, 2, 3, 300), 2) == [first, second]
 
 
-def test_only_whole_chunks_are_hashed():
-    assert chunk_hashes(tokens(1, 2, 3), 4) == []
-    assert len(chunk_hashes(tokens(1, 2, 3, 4), 4)) == 1
-    assert chunk_hashes(tokens(1, 2, 3, 4, 5, 6, 7), 4) == chunk_hashes(tokens(1, 2, 3, 4), 4)
-    assert chunk_hashes(tokens(), 4) == []
-
-
 def test_a_chunk_size_below_one_is_refused():
     with pytest.raises(ValueError, match=r"^chunk_size must be at least 1, not 0$"):
         chunk_hashes(tokens(1), 0)

@@ -58,11 +58,6 @@ def test_figures_of_a_window():
     )
 
 
-def test_figures_of_nothing_are_zeros():
-    assert figures([], []) == PlanFigures()
-    assert PlanFigures().shared_fraction == 0.0
-
-
 @given(token_lists, st.integers(1, 5), st.integers(1, 6))
 def test_shared_kv_is_what_is_stored_when_full_blocks_of_nodes_are_stored_once(lists, block_size, max_tokens):
     f = figures(lists, [max_tokens] * len(lists), block_size=block_size)
@@ -87,20 +82,6 @@ def test_windows_add_up_and_need_the_memory_of_the_largest():
     assert (merged.kv_bytes_unshared, merged.kv_bytes_shared, merged.kv_bytes_min) == (4 * 40, 4 * 40, 80)
     assert merge_figures([a]) == a
     assert merge_figures([]) == PlanFigures()
-
-
-def test_what_the_window_before_shared_is_carried_over_once():
-    before, now = arrays([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 9, 9], [1, 2, 9, 9]]), arrays([[1, 2, 3, 4], [1, 2, 9, 8]])
-    paths = node_paths(plan_prefixes(before, 2), before)
-    assert [p.tolist() for p in paths] == [[1, 2, 3], [1, 2, 9, 9]]
-    assert carried_tokens(plan_prefixes(now, 2), now, paths) == 4  # 1, 2, then 3 and 9
-
-
-def test_tokens_that_only_one_request_of_the_window_before_had_are_not_carried():
-    before = arrays([[1, 2, 3], [1, 4]])
-    paths = node_paths(plan_prefixes(before, 2), before)
-    now = arrays([[1, 2, 3]])
-    assert carried_tokens(plan_prefixes(now, 2), now, paths) == 1
 
 
 @given(token_lists, token_lists, st.randoms(use_true_random=False))

@@ -14,28 +14,9 @@ def arrays(lists):
     return [np.array(ids, dtype=np.int32) for ids in lists]
 
 
-def tree(plan):
-    return [(n.parent, n.start, n.end, n.first, n.last, n.depth) for n in plan.nodes]
-
-
 def trie_of(lists):
     """Number of prompts that go through each edge of the token trie, an edge named by the path that ends with it."""
     return Counter(tuple(ids[:n]) for ids in lists for n in range(1, len(ids) + 1))
-
-
-def test_equal_prompts_are_one_node_and_have_no_tokens_of_their_own():
-    plan = plan_prefixes(arrays([[4, 5, 6]] * 3), 16)
-    assert plan.order.tolist() == [0, 1, 2]
-    assert tree(plan) == [(-1, 0, 3, 0, 3, 0)]
-    assert plan.leaf_parent.tolist() == [0, 0, 0]
-    assert plan.prefill_tokens_min == 3
-
-
-def test_no_prompts_make_an_empty_plan():
-    plan = plan_prefixes([], 16)
-    assert (plan.order.tolist(), plan.nodes, plan.leaf_parent.tolist(), plan.groups) == ([], (), [], ())
-    assert (plan.prompt_tokens, plan.prefill_tokens_min) == (0, 0)
-    assert plan.order.dtype == plan.leaf_parent.dtype == np.int64
 
 
 def test_without_sharing_there_are_no_nodes_but_the_least_is_still_known():
@@ -122,15 +103,6 @@ def test_the_leaf_parent_is_the_deepest_node_above_a_request(lists):
 
 
 # -- groups
-
-
-def prefix_hash(ids, chunk_size):
-    return chunk_hashes(np.array(ids, dtype=np.int32), chunk_size)[-1]
-
-
-def test_rows_of_an_outer_group_may_lie_around_an_inner_one():
-    plan = plan_prefixes(arrays([[1, 0], [1, 5, 5], [1, 5, 5, 5], [1, 9]]), 1)
-    assert plan.groups == (Group(prefix_hash([1], 1), 1, 2, 0, 4), Group(prefix_hash([1, 5, 5], 1), 3, 2, 1, 3))
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=20), st.integers(1, 4))

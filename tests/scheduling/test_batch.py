@@ -1,37 +1,9 @@
-from types import SimpleNamespace
-
-import numpy as np
 import torch
 
 from batchgen.kernels.transfer import Readback
 from support import simulation as sim
 
 CPU = torch.device("cpu")
-
-
-def pending(packed):
-    return packed.pending_places.tolist(), packed.pending_sampler_indices.tolist()
-
-
-def test_tokens_that_are_still_on_the_device_are_zero_and_listed_by_place_and_sampler_index():
-    s = sim.Simulation(ahead=True)
-    s.load([[5, 6], [7, 8], [9]], [3, 1, 3])
-    first = s.step().packed
-    assert first.tokens.tolist() == [5, 6, 7, 8, 9]
-    assert pending(first) == ([], [])
-    second = s.scheduler.schedule()
-    assert second.packed.tokens.tolist() == [0, 0]  # the second prompt has its one token
-    assert (second.packed.pending_places.dtype, second.packed.pending_sampler_indices.dtype) == (np.int64, np.int64)
-    assert pending(second.packed) == ([0, 1], [w.span.sampler_index for w in second.spans])
-
-
-def test_a_batch_contains_the_tokens_that_the_host_knows():
-    s = sim.Simulation()
-    s.load([[5, 6], [7, 8, 9]], [3, 3])
-    s.step()
-    batch = s.scheduler.schedule()
-    assert batch.packed.tokens.tolist() == [1000, 1007]
-    assert pending(batch.packed) == ([], [])
 
 
 def test_a_batch_says_which_row_of_the_logits_each_sequence_uses():
@@ -80,19 +52,3 @@ def test_a_readback_keeps_the_values_of_the_time_it_was_made():
     back = Readback([numbers], CPU)
     numbers.zero_()
     assert back.lists() == [[1, 2]]
-
-
-def test_a_readback_waits_for_its_own_event_when_it_is_read(monkeypatch):
-    """The device is faked."""
-    did = []
-    event = SimpleNamespace(synchronize=lambda: did.append("waited"))
-    stream = SimpleNamespace(record_event=lambda: (did.append("recorded"), event)[1])
-    empty = torch.empty
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(
-        torch, "empty", lambda *a, pin_memory, **k: (did.append(f"pinned {pin_memory}"), empty(*a, **k))[1]
-    )
-    back = Readback([torch.tensor([4])], torch.device("cuda"))
-    assert did == ["pinned True", "recorded"]
-    assert back.lists() == [[4]]
-    assert did == ["pinned True", "recorded", "waited"]

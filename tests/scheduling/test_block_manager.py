@@ -8,7 +8,7 @@ import pytest
 from batchgen.prefix import PrefixNode, plan_prefixes
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.block_pool import BlockPool
-from batchgen.scheduling.sequence import AFTER_NODES, GenerationSequence, PrefixNodeSpan, WantedLogits
+from batchgen.scheduling.sequence import AFTER_NODES, GenerationSequence, WantedLogits
 from batchgen.scheduling.waiting import POLICIES, Window
 from support import simulation as sim
 
@@ -78,29 +78,6 @@ def test_the_first_sequence_writes_into_its_nodes_last_block_and_the_others_copy
     check(memory, node_span, first, second, third)
 
 
-def test_the_last_block_can_be_claimed_again_after_its_writer_has_closed(memory):
-    node_span = computed_node(memory, 0, 6)
-    first, second = (sequence(7, 1, i) for i in range(2))
-    memory.open_sequence(first, node_span, reserve=0)
-    memory.close(first)
-    assert (first.table, memory.has_tail_writer(node_span)) == ([], False)
-    memory.open_sequence(second, node_span, reserve=0)
-    assert (second.table, take_copies(memory)) == ([0, 1], ())
-
-
-def test_the_last_block_cannot_be_claimed_while_a_node_below_its_writer_holds_it(memory):
-    node_span = computed_node(memory, 0, 5)
-    writer = computed_node(memory, 5, 6, node_span)
-    below = computed_node(memory, 6, 7, writer)
-    memory.evict(writer)
-    assert (below.table, memory.has_tail_writer(node_span)) == ([0, 1], True)
-    other = computed_node(memory, 5, 6, node_span)
-    assert (other.table, take_copies(memory)) == ([0, 19], ((1, 19),))
-    memory.evict(below)
-    assert not memory.has_tail_writer(node_span)
-    check(memory, node_span, other)
-
-
 def test_a_node_that_ends_at_the_end_of_a_block_has_no_tail_to_copy(memory):
     node_span = computed_node(memory, 0, 8)
     first, second = (sequence(9, 1, i) for i in range(2))
@@ -119,32 +96,6 @@ def test_a_node_with_blocks_of_its_own_has_them_in_one_run_with_its_parents_tail
     assert (parent.table, child.table) == (table[:2], table)
     assert (take_copies(memory), memory.has_tail_writer(parent)) == (copies, True)
     check(memory, parent, after, child)
-
-
-def test_a_node_reads_its_last_tokens_from_another_child_when_the_one_that_wrote_on_in_its_block_closes(memory):
-    node_span = computed_node(memory, 0, 6)
-    inner = computed_node(memory, 6, 7, node_span)
-    first, second, other = (sequence(8, 1, i) for i in range(3))
-    for seq, parent in ((first, inner), (second, inner), (other, node_span)):
-        memory.open_sequence(seq, parent, reserve=0)
-    assert [s.table for s in (node_span, inner, first, second, other)] == [[0, 1]] * 3 + [[0, 19], [0, 18]]
-    memory.close(first)
-    assert [s.table for s in (node_span, inner)] == [[0, 19]] * 2
-    memory.close(second)
-    assert [s.table for s in (node_span, inner)] == [[0, 19]] * 2
-    memory.evict(inner)
-    assert node_span.table == [0, 18]
-    check(memory, node_span, other)
-    assert memory.pool.num_used == 2
-
-
-def test_tiny_nodes_on_one_path_share_blocks(memory):
-    spans = [computed_node(memory, 0, 5)]
-    for end in (6, 7):
-        spans.append(computed_node(memory, end - 1, end, spans[-1]))
-    assert [s.table for s in spans] == [[0, 1]] * 3
-    assert memory.pool.num_used == 2
-    check(memory, *spans)
 
 
 def test_nothing_is_taken_when_memory_is_short(memory):
@@ -166,13 +117,6 @@ def test_the_least_recently_used_idle_node_is_evicted_first(memory):
     check(memory, seq)
 
 
-def test_idle_nodes_stay_while_there_is_room(memory):
-    node_span = computed_node(memory, 0, 32)
-    memory.retire(node_span)
-    assert memory.open_sequence(sequence(48, 1), None, reserve=None)
-    assert (node_span.evicted, memory.pool.num_free) == (False, 0)
-
-
 def test_half_of_the_blocks_that_running_sequences_may_still_need_stays_free():
     memory = BlockManager(BlockPool(15), block_size=4)
     first, second, third = (sequence(4, 37, i) for i in range(3))  # 1 block now, 10 in the end
@@ -180,21 +124,6 @@ def test_half_of_the_blocks_that_running_sequences_may_still_need_stays_free():
     assert memory.open_sequence(second, None, reserve=0)  # 13 free, 9 must stay free
     assert not memory.open_sequence(third, None, reserve=0)  # 12 would be free, 13 must stay free
     assert memory.pool.num_used == 2
-
-
-def test_a_sequence_that_runs_alone_needs_no_reserve():
-    memory = BlockManager(BlockPool(3), block_size=4)
-    assert not memory.open_sequence(sequence(8, 40), None, reserve=0)
-    assert memory.open_sequence(sequence(8, 40), None, reserve=None)
-
-
-def test_a_sequence_grows_by_one_block_when_its_last_block_is_full(memory):
-    seq = sequence(4, 10)
-    memory.open_sequence(seq, None, reserve=None)
-    for computed, blocks in ((3, 1), (4, 2), (7, 2), (8, 3)):
-        seq.computed = computed
-        assert memory.grow(seq)
-        assert len(seq.table) == blocks
 
 
 def test_growing_takes_the_block_of_an_idle_node_and_fails_if_there_is_none():
@@ -209,17 +138,6 @@ def test_growing_takes_the_block_of_an_idle_node_and_fails_if_there_is_none():
     seq.computed = 8
     assert not memory.grow(seq)
     assert len(seq.table) == 2
-
-
-def test_a_sequence_keeps_the_blocks_of_an_evicted_node(memory):
-    node_span = computed_node(memory, 0, 10)
-    seq = sequence(11, 1)
-    memory.open_sequence(seq, node_span, reserve=None)
-    memory.evict(node_span)
-    assert (node_span.table, seq.table, node_span.complete) == ([], [0, 1, 2], False)
-    check(memory, seq)
-    memory.close(seq)
-    assert memory.pool.num_used == 0
 
 
 # -- across windows
@@ -283,14 +201,6 @@ def test_a_node_is_not_evicted_to_make_room_for_the_node_that_reuses_it():
     check(memory, node_span)
 
 
-def test_a_match_that_has_been_evicted_is_computed_again(memory):
-    kept = cached_node(memory, 10)
-    later = load_window(memory, [[*range(10), 50], [*range(10), 60]])
-    memory.evict(kept)
-    node_span = memory.open_node(later, 0, 0)
-    assert (node_span.computed, take_copies(memory)) == (0, ())
-
-
 def test_a_matched_node_counts_as_recently_used(memory):
     used, unused = cached_node(memory, 10), computed_node(memory, 0, 3)
     unused.prompt = np.array([70, 71, 72], dtype=np.int32)
@@ -298,16 +208,6 @@ def test_a_matched_node_counts_as_recently_used(memory):
     assert list(memory.cached) == [used, unused]
     load_window(memory, [[*range(10), 50], [*range(10), 60]])
     assert list(memory.cached) == [unused, used]
-
-
-def test_evicting_all_nodes_frees_every_block(memory):
-    parent = computed_node(memory, 0, 6)
-    child = computed_node(memory, 6, 7, parent)
-    memory.retire(cached := computed_node(memory, 0, 9))
-    memory.evict_all()
-    assert memory.pool.num_used == 0
-    assert not memory.cached
-    assert all(isinstance(b, PrefixNodeSpan) and b.evicted for b in (parent, child, cached))
 
 
 @pytest.mark.parametrize(
@@ -383,17 +283,13 @@ def three_windows(host_blocks):
     return s
 
 
-def test_an_evicted_node_is_loaded_again_from_host_memory():
-    assert three_windows(0).prefilled == 3 * (20 + 3)
-    s = three_windows(10)
-    assert s.prefilled == 2 * 20 + 3 * 3
-    assert [b.tokens(0, 1).tolist() for b in s.block_manager.swapped] == [[50]]  # the other one has been loaded
-
-
-def test_host_memory_does_not_exceed_its_limit():
-    s = three_windows(9)  # a node has 10 blocks
-    assert s.prefilled == 3 * (20 + 3)
-    assert not s.block_manager.swapped
+@pytest.mark.parametrize(
+    ("host_blocks", "prefilled", "kept"), [(0, 3 * (20 + 3), []), (9, 3 * (20 + 3), []), (10, 2 * 20 + 3 * 3, [50])]
+)
+def test_an_evicted_node_is_loaded_again_from_host_memory_if_that_has_room(host_blocks, prefilled, kept):
+    s = three_windows(host_blocks)  # a node has 10 blocks
+    assert s.prefilled == prefilled
+    assert [b.tokens(0, 1)[0] for b in s.block_manager.swapped] == kept  # the other one has been loaded
 
 
 def test_part_of_a_node_can_be_loaded_from_host_memory():

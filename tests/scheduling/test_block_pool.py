@@ -30,17 +30,6 @@ def test_single_blocks_fill_gaps_from_the_high_end():
     assert pool.allocate(2) == [3, 1]
 
 
-def test_a_block_is_free_when_its_last_holder_releases_it():
-    pool = BlockPool(2)
-    (block,) = pool.allocate(1)
-    pool.share([block, block])
-    pool.release([block, block])
-    assert pool.num_free == 1
-    pool.release([block])
-    assert pool.num_free == 2
-    assert pool.allocate(1) == [block]
-
-
 @pytest.mark.parametrize("take", ["allocate", "allocate_run"])
 def test_allocating_more_blocks_than_are_free_fails_and_takes_nothing(take):
     pool = BlockPool(3)
@@ -56,14 +45,6 @@ def test_a_free_block_can_be_neither_shared_nor_released():
         pool.share([2])
     with pytest.raises(ValueError, match=r"^block 1 is free already$"):
         pool.release([1])
-
-
-def test_the_peak_is_the_most_blocks_used_at_once():
-    pool = BlockPool(6)
-    blocks = pool.allocate(2) + pool.allocate_run(2)
-    pool.release(blocks)
-    pool.allocate(1)
-    assert (pool.num_used, pool.peak_used) == (1, 4)
 
 
 def test_check_accepts_only_the_exact_references_of_the_tables():

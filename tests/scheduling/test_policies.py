@@ -1,7 +1,5 @@
 """What the policies and the budgets do, step by step."""
 
-import pytest
-
 from batchgen.scheduling.waiting import POLICIES
 from support import simulation as sim
 
@@ -74,14 +72,3 @@ def test_the_least_urgent_sequence_is_preempted_first():
     while s.scheduler.unfinished:
         preempted += [seq.request.row for seq in s.step().preempted]
     assert preempted == [0]
-
-
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_a_job_finishes_with_smaller_steps_after_a_memory_shortage(policy):
-    s = sim.Simulation(tokens=100, batch_size=8, policy=policy)
-    s.load([[n] * 9 for n in range(12)], [5] * 12)
-    s.step()
-    s.scheduler.shrink(3)
-    s.finish()
-    assert s.scheduler.limits.max_batch_tokens == 3
-    assert s.rows == list(range(12))

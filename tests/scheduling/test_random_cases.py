@@ -6,7 +6,7 @@ After each step, `Simulation` checks blocks, tables, reads and budgets. At the e
 import random
 
 import pytest
-from hypothesis import Phase, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchgen.scheduling.waiting import POLICIES
@@ -124,20 +124,9 @@ cases = given(
 @example(
     seed=171253, spare=0, policy="prefill-first", sliding_window=None, scored=0.5, cancels=False, ends=(), state_slots=3
 )
-@settings(max_examples=examples(12, 50))
+@settings(max_examples=examples(12, 500))
 @cases
 def test_every_leaf_is_right_with_any_tree_limits_and_memory(
-    seed, spare, policy, sliding_window, scored, cancels, ends, state_slots
-):
-    check(seed, spare, policy, sliding_window, scored, cancels, ends, state_slots)
-
-
-@pytest.mark.slow
-@settings(
-    max_examples=500, phases=[Phase.generate, Phase.shrink],
-)  # fmt: skip
-@cases
-def test_every_leaf_is_right_in_many_more_cases(
     seed, spare, policy, sliding_window, scored, cancels, ends, state_slots
 ):
     check(seed, spare, policy, sliding_window, scored, cancels, ends, state_slots)

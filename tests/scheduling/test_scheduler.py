@@ -6,7 +6,7 @@ import pytest
 from batchgen.prefix import plan_prefixes
 from batchgen.scheduling import scheduler
 from batchgen.scheduling import waiting as waiting_module
-from batchgen.scheduling.sequence import LEGAL, PrefixNodeSpan, State
+from batchgen.scheduling.sequence import PrefixNodeSpan, State
 from support import simulation as sim
 
 ROOT = list(range(10, 15))
@@ -72,16 +72,6 @@ def test_prompts_that_end_at_a_node_sample_from_its_logits_without_a_forward():
     assert s.prefilled == 6
 
 
-def test_a_prompt_that_ends_at_a_node_takes_no_token_of_the_budget():
-    s = sim.Simulation(tokens=1, batch_size=1)
-    s.load([[1, 2], [1, 2]], [1, 1])
-    assert [names(s.step()), names(s.step())] == [[("n0", 0, 1)], [("n0", 1, 2)]]
-    step = s.step()
-    assert (step.spans, len(step.ready)) == ((), 1)
-    s.finish()
-    assert s.prefilled == 2
-
-
 def test_a_node_takes_blocks_only_in_the_first_step_that_runs_it():
     s = sim.Simulation(tokens=4, prefill=2, batch_size=4, block_size=1)
     prompts = [[n] * 12 + [last] for n in range(1, 5) for last in (90, 91)]
@@ -129,18 +119,6 @@ def test_every_request_finishes_if_it_fits_alone_and_evicted_nodes_are_computed_
     assert s.prefilled == plan.prefill_tokens_min + again
 
 
-def test_an_unfinished_node_is_dropped_if_the_only_running_sequence_needs_its_blocks():
-    s = sim.Simulation(blocks=20, block_size=1, tokens=2, batch_size=3, prefill=3)
-    shared, alone = list(range(50, 59)), list(range(8))
-    dropped = []
-    drop = s.scheduler.drop_node
-    s.scheduler.drop_node = lambda span: (dropped.append((span.end, span.computed)), drop(span))
-    s.load([shared, alone, [*shared, 1]], [1, 10, 7])
-    s.finish()
-    assert dropped == [(9, 3)]
-    assert {row: len(tokens) for (row, _), tokens in s.done.items()} == {0: 1, 1: 10, 2: 7}
-
-
 def test_a_node_frees_its_blocks_if_all_its_rows_are_cancelled_during_prefill():
     s = sim.Simulation(blocks=20, block_size=1, prefill=3)
     s.load([[*range(9), 1], [*range(9), 2]], [2, 2])
@@ -162,17 +140,6 @@ def test_a_node_that_starts_again_does_not_overtake_rows_that_have_waited_longer
     s.load(prompts, [2, 5, 4, 4, 4, 5])
     s.finish(max_steps=500)
     assert s.rows == [0, 1, 2, 3, 4, 5]
-
-
-def test_draining_admits_nothing_and_finishes_running_sequences():
-    s = sim.Simulation(batch_size=2)
-    s.load([[1], [2], [3]], [3, 3, 3])
-    s.step()
-    while s.scheduler.running:
-        s.step(admit=False)
-    assert s.rows == [0, 1]
-    assert s.scheduler.unfinished == 1
-    assert s.step(admit=False).spans == ()
 
 
 def test_abandoning_keeps_only_complete_nodes():
@@ -202,37 +169,15 @@ def test_cached_nodes_keep_no_logits(abandoned):
     assert s.node_logits == {}
 
 
-def test_a_window_can_be_loaded_while_another_runs():
-    """It starts when there is room, and reuses the nodes of the other."""
-    s = sim.Simulation(batch_size=2)
-    s.load([[*ROOT, 1], [*ROOT, 2], [*ROOT, 3]], [5, 5, 5])
-    s.step()
-    s.step()
-    plan = s.load([[*ROOT, 4], [*ROOT, 5]], [1, 1])
-    assert plan.prefill_tokens_min == 7
-    s.finish()
-    assert s.rows == [0, 1, 2, 3, 4]
-    assert s.prefilled == 5 + 3 + 2
-
-
-def test_requests_that_do_not_fit_are_never_run():
+@pytest.mark.parametrize(("ended", "rows", "prefilled"), [([1], [0, 2], 4), ([0, 1, 2], [], 0)])
+def test_requests_that_do_not_fit_are_never_run_nor_a_node_of_such_alone(ended, rows, prefilled):
     s = sim.Simulation()
     leaves = sim.make_leaves([[1, 1, 5], [1, 1, 6], [1, 1, 7]], [1, 1, 1])
     plan = plan_prefixes([leaf.tokens for leaf in leaves], 16)
-    s.scheduler.load(leaves, plan, ended=[1])
-    assert s.scheduler.unfinished == 2
+    s.scheduler.load(leaves, plan, ended=ended)
+    assert s.scheduler.unfinished == len(rows)
     s.finish()
-    assert s.rows == [0, 2]
-    assert s.prefilled == 4
-
-
-def test_a_node_without_a_request_that_fits_is_not_computed():
-    s = sim.Simulation()
-    leaves = sim.make_leaves([[1, 1, 5], [1, 1, 6], [2]], [1, 1, 1])
-    plan = plan_prefixes([leaf.tokens for leaf in leaves], 16)
-    s.scheduler.load(leaves, plan, ended=[0, 1])
-    s.finish()
-    assert s.prefilled == 1
+    assert (s.rows, s.prefilled) == (rows, prefilled)
 
 
 def heap_calls(monkeypatch, waiting, steps):
@@ -255,19 +200,3 @@ def test_the_cost_of_a_step_does_not_depend_on_how_many_requests_wait(monkeypatc
     few, many = (heap_calls(monkeypatch, waiting, 20) for waiting in (1_000, 20_000))
     assert few == many
     assert 0 < few[0] < 20 * 8 * 6
-
-
-@pytest.mark.parametrize("state", State)
-def test_a_sequence_makes_only_legal_changes_of_state(state):
-    s = sim.Simulation()
-    s.load([[1, 2]], [3])
-    s.scheduler.schedule()
-    (seq,) = s.scheduler.running
-    for other in State:
-        seq.state = state
-        if other in LEGAL[state]:
-            seq.become(other)
-            assert seq.state is other
-        else:
-            with pytest.raises(AssertionError, match=f"^{state.value} sequence cannot become {other.value}$"):
-                seq.become(other)

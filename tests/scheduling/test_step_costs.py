@@ -128,9 +128,8 @@ def test_the_file_does_not_grow_with_the_run_and_keeps_the_kinds_of_other_runs(t
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "null", "[1]", "[[1, 2, 3, 4]]", '{"steps": 5}', '[["1", 1, 1, 1, 0.1]]', "[[1, 1, 1, 1, -1]]",
-     "[[1, 1, 1, 1, NaN]]", "[[1, 1, 1, 1, 1e999]]", "[[-1, 1, 1, 1, 0.1]]", "[[1e400, 1, 1, 1, 0.1]]", "\x00\xff"],
-)  # fmt: skip
+    ["", "null", "[[1, 2, 3, 4]]", '[["1", 1, 1, 1, 0.1]]', "[[1, 1, 1, 1, NaN]]", "[[-1, 1, 1, 1, 0.1]]", "\x00\xff"],
+)
 def test_a_damaged_file_is_ignored_and_replaced(tmp_path, content):
     file = tmp_path / "costs.json"
     file.write_bytes(content.encode("latin-1"))
