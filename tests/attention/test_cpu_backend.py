@@ -147,12 +147,6 @@ def test_values_that_are_no_numbers_reach_those_who_attend_to_them_alone(kernels
     assert out[2:].isnan().all()
 
 
-def test_sizes_are_rounded_up_to_what_is_read_at_a_time():
-    layers = {0: LayerShape(2, 7, 20), 3: LayerShape(1, 64, 64)}
-    assert storage(layers, torch.bfloat16) == {0: LayerShape(2, 8, 32), 3: LayerShape(1, 64, 64)}
-    assert storage(layers, torch.float32) == {0: LayerShape(2, 7, 32), 3: LayerShape(1, 64, 64)}
-
-
 @pytest.mark.parametrize(
     ("block_size", "dtype", "device", "packed"),
     [

@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 
 from batchgen.attention.plan import PADDING, SharedPart, plan_attention
 from batchgen.prefix import PrefixNode
@@ -28,14 +27,6 @@ def sequence(sim, table, parent, at=0, prompt=50):
 
 def decode(sim, table, parent, position, at=0):
     return ScheduledSpan(sequence(sim, table, parent, at), position, position + 1, position)
-
-
-def test_tokens_go_to_their_places_in_the_block_table():
-    spans = [ScheduledSpan(sequence(sim, [7, 3, 5], None), 3, 9, 9), decode(sim, [1, 2], None, 5)]
-    plan = plan_attention(spans, 4)
-    assert (plan.num_tokens, plan.block_size) == (7, 4)
-    assert plan.positions.tolist() == [3, 4, 5, 6, 7, 8, 5]
-    assert plan.kv_indices.tolist() == [31, 12, 13, 14, 15, 20, 9]
 
 
 def test_a_node_is_one_shared_part_of_all_below_it():
@@ -107,15 +98,6 @@ def test_a_node_read_by_one_work_is_no_shared_part():
     assert causal.q_positions.tolist() == [[8, 9, 10]]
 
 
-def test_two_branches_of_one_node_are_not_taken_for_one():
-    """A node that was evicted and computed again has other blocks."""
-    old, new = node_span([0, 1], 0, 8), node_span([2, 3], 0, 8)
-    spans = [decode(sim, [*b.table, 9 + i], b, 8, i) for i, b in enumerate((old, new))]
-    plan = plan_attention(spans, 4, shared_reads=1)
-    assert plan.shared == ()
-    assert plan.paged.blocks.tolist() == [0, 1, 9, 2, 3, 10]
-
-
 def test_what_a_long_slice_has_behind_it_is_a_shared_part():
     spans = [ScheduledSpan(sequence(sim, list(range(10, 15)), None), 4, 17, 16)]
     plan = plan_attention(spans, 4, shared_reads=8, causal_chunk=4)
@@ -141,21 +123,3 @@ def test_padding_is_never_attended_to():
     (causal,) = plan_attention(spans, 4).causal
     assert causal.queries.tolist() == [list(range(8)), [8, 9, 10, 11, 12, 13, 13, 13]]
     assert causal.q_positions[1].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
-
-
-@pytest.mark.parametrize("shared_reads", [1, 6, 10**9])
-def test_every_query_reads_each_of_its_keys_once(shared_reads):
-    """The same is checked on random trees in test_scheduler."""
-    root = node_span([4, 5, 0], 0, 10)
-    inner = node_span([4, 5, 1, 7, 8], 10, 20, root)
-    spans = [
-        ScheduledSpan(node_span([4, 5, 2], 10, 12, root), 10, 12, 11),
-        decode(sim, [4, 5, 1, 7, 8, 30], inner, 21),
-        ScheduledSpan(sequence(sim, [4, 5, 1, 7, 8, 31], inner), 20, 24, 23),
-        ScheduledSpan(sequence(sim, [4, 5, 33, 34], root), 13, 14, 14),
-    ]
-    plan = plan_attention(spans, 4, shared_reads, causal_chunk=3)
-    reads = sim.reads_of(plan)
-    queries = [(w.span.table, p) for w in spans for p in range(w.start, w.stop)]
-    for got, (table, position) in zip(reads, queries, strict=True):
-        assert sorted(got) == [(p, table[p // 4] * 4 + p % 4) for p in range(position + 1)]

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batchgen.attention import plan as plan_module
 from batchgen.attention.base import LayerOptions, with_key_bias
 from batchgen.attention.plan import AttentionPlan, SharedPart
-from batchgen.attention.torch_backend import Cascade, broadcast, merge, partial, shared_attention
+from batchgen.attention.torch_backend import Cascade, merge, partial
 from support import simulation as sim
 from support.params import examples
 from support.reference_attention import OPTIONS, AttentionCase, random_options
@@ -72,13 +72,6 @@ def test_half_precision_is_near_the_reference(dtype):
 
 
 # -- the shared part
-
-
-def test_kv_that_was_copied_for_each_query_is_refused():
-    q, kv = torch.randn(2, 3, 1, 8), torch.randn(2, 16, 8)
-    for k, v in ((broadcast(kv, 3).contiguous(), broadcast(kv, 3)), (broadcast(kv, 3), broadcast(kv, 3).contiguous())):
-        with pytest.raises(ValueError, match=r"^shared KV must be a broadcast view, not a copy for each query$"):
-            shared_attention(q, k, v, LayerOptions(1.0))
 
 
 class Largest(TorchDispatchMode):

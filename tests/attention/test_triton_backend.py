@@ -3,7 +3,6 @@
 import random
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,10 +10,8 @@ from hypothesis import strategies as st
 
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache, LayerShape
-from batchgen.attention.plan import plan_attention
-from batchgen.attention.torch_backend import StepAttention
 from batchgen.attention.triton_backend import DEFAULT_TUNING, DeviceAttention, Tuning, obstacle
-from batchgen.scheduling.batch import CopyBlock, ScheduledSpan, pack
+from batchgen.scheduling.batch import ScheduledSpan
 from support import simulation as sim
 from support.params import examples, slow_but
 from support.reference_attention import OPTIONS, AttentionCase, random_options
@@ -286,54 +283,6 @@ def test_a_cache_on_one_cuda_device_is_served(dtype, size, block_size, served):
 # -- the operator
 
 
-def model_on(device, dtype=torch.float32):
-    from support.tiny import build
-
-    model = build(layers=1)
-    model.module.to(device, dtype)
-    return model.module
-
-
-def cache_for(module_, device, dtype=torch.float32, blocks=BLOCKS):
-    config = module_.config
-    size = config.hidden_size // config.num_attention_heads
-    shape = LayerShape(config.num_key_value_heads, size, size, device)
-    return KVCache(dict.fromkeys(range(config.num_hidden_layers), shape), blocks, 16, dtype)
-
-
-def logits_of(model, spans, attention, positions):
-    tokens = torch.from_numpy(pack(spans).tokens % model.config.vocab_size).to(positions.device)
-    tokens = torch.nn.functional.pad(tokens, (0, len(positions) - len(tokens)))
-    return model(
-        input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, step_attention=attention
-    ).logits[0]  # fmt: skip
-
-
-@pytest.mark.slow
-@torch.inference_mode()
-def test_a_model_gives_the_same_logits_as_with_the_cascade(device):
-    model = model_on(device)
-    caches = [cache_for(model, device) for _ in range(2)]
-    attention = DeviceAttention(caches[0], 100, device, 2, FINE)
-    steps = []
-
-    def check(step):
-        for cache in caches:
-            cache.copy([(move.source, move.to) for move in step.moves if isinstance(move, CopyBlock)])
-        T = step.num_tokens
-        attention.plan(step.spans, T + T % 4)
-        got = logits_of(model, step.spans, attention, attention.positions[: T + T % 4])[:T]
-        plan = plan_attention(step.spans, 16, 1)
-        cascade = StepAttention(plan, caches[1])
-        want = logits_of(model, step.spans, cascade, torch.from_numpy(plan.positions).to(device))
-        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-        steps.append((T, attention.num_parts))
-
-    random_steps(11, check, steps=5, longest=20, tokens=30)
-    assert len(steps) == 5
-    assert max(parts for _, parts in steps) > 1
-
-
 def operands(device, T=5):
     cache = KVCache({0: LayerShape(1, 16, 16, device)}, 4, 16, torch.float32)
     attention = DeviceAttention(cache, 8, device, 2)
@@ -349,57 +298,3 @@ def test_the_operator_says_what_it_does(device):
     """Its schema names what it writes to, its fake implementation gives the shapes, and it compiles."""
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.batchgen.attend.default, operands(device), test_utils=tests)
-
-
-@pytest.mark.slow
-@torch.inference_mode()
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_model_compiles_whole_and_once(device, backend):
-    """Steps with other plans and the same padded size run the code that the first one compiled."""
-    torch._dynamo.reset()
-    model = model_on(device)
-    plain, cache = cache_for(model, device), cache_for(model, device)
-    attentions = [DeviceAttention(c, 40, device, 2) for c in (plain, cache)]
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    rng = np.random.default_rng(0)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for spans in (works_of(([0, 1], 0, 20), ([5], 0, 3)), works_of(([0, 1], 20, 21), ([5], 3, 4), ([7], 0, 9))):
-            for scheduled in spans:
-                tokens = rng.integers(0, 97, scheduled.stop)
-                scheduled.span.tokens = lambda start, stop, tokens=tokens: tokens[start:stop]
-            count = sum(scheduled.stop - scheduled.start for scheduled in spans)
-            got = []
-            for run, attention in zip((model, compiled), attentions, strict=True):
-                attention.plan(spans, 24)
-                got.append(logits_of(run, spans, attention, attention.positions[:24])[:count])
-            torch.testing.assert_close(got[1], got[0], atol=1e-5, rtol=1e-5)
-    assert torch.equal(plain.keys[0], cache.keys[0])
-    torch._dynamo.reset()
-
-
-@pytest.mark.gpu
-@torch.inference_mode()
-def test_one_graph_serves_every_plan_of_its_padded_size():
-    device = torch.device("cuda", 0)
-    model = model_on(device)
-    caches = [cache_for(model, device) for _ in range(2)]
-    eager, attention = (DeviceAttention(cache, 32, device, 2) for cache in caches)
-    inputs = torch.zeros(32, dtype=torch.int64, device=device)
-
-    def forward(of):
-        return model(
-            input_ids=inputs.unsqueeze(0), position_ids=of.positions[:32].unsqueeze(0), use_cache=False, step_attention=of
-        ).logits  # fmt: skip
-
-    attention.plan(works_of(([0], 0, 1)), 32)
-    forward(attention)  # compiles the kernels
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = forward(attention)
-    for spans in (works_of(([0, 1], 0, 20), ([5], 0, 3)), works_of(([0, 1], 20, 21), ([5], 3, 4), ([7], 0, 9))):
-        inputs.random_(0, 97)
-        for of in (eager, attention):
-            of.plan(spans, 32)
-        graph.replay()
-        count = sum(w.stop - w.start for w in spans)
-        torch.testing.assert_close(captured[:, :count], forward(eager)[:, :count], atol=1e-5, rtol=1e-5)

@@ -135,32 +135,6 @@ def test_a_query_of_one_item_needs_no_merge():
     )
 
 
-def test_a_work_that_fills_a_tile_reads_its_block_table_from_end_to_end():
-    node = node_span(0, 8)
-    spans = [
-        scheduled([0, 1, 5], 8, 9, (node,)),
-        scheduled([0, 1, 6, 7], 8, 14, (node,)),
-        scheduled([0, 1, 8], 8, 9, (node,)),
-    ]
-    lists = listed(spans, 4)
-    assert columns(lists.wide) == [(5, 2, 1, 14, 13, 0, -1), (1, 4, 1, 12, 9, 0, -1)]
-    assert columns(lists.narrow) == [
-        (0, 1, 6, 8, "all", 0, 0), (7, 1, 8, 8, "all", 0, 1), (0, 1, 0, 1, 1, 8, 2), (7, 1, 5, 1, 1, 8, 3),
-    ]  # fmt: skip
-    assert lists.blocks.tolist() == [5, 0, 1, 6, 7, 8, 0, 1, 0, 1]
-
-
-def test_blocks_above_and_below_a_shared_part_are_ranges_of_their_own():
-    """Only the middle node is a part, because the root has too few blocks."""
-    root, middle = node_span(0, 4), node_span(4, 16)
-    spans = [scheduled([0, 1, 2, 3, 10 + i], 16, 17, (root, middle)) for i in range(2)]
-    lists = listed(spans, 4, shared_reads=6)
-    assert columns(lists.wide) == [(0, 2, 4, 12, "all", 4, 0)]
-    assert columns(lists.narrow) == [
-        (0, 1, 0, 4, "all", 0, 2), (1, 1, 2, 4, "all", 0, 3), (0, 1, 1, 1, 1, 16, 4), (1, 1, 3, 1, 1, 16, 5),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("programs", "heads", "least", "keys"),
     [
