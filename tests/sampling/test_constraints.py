@@ -238,19 +238,6 @@ def test_the_mask_of_a_row_does_not_depend_on_the_batch(byte_level: Any) -> None
         assert set(np.flatnonzero(rows_of_bits[at])) == allowed(alone, 7, size)
 
 
-def test_without_a_grammar_there_is_no_mask(byte_level: Any) -> None:
-    constraints = constraints_of(byte_level)
-    constraints.add(0, SamplingParams())
-    constraints.start([0])
-    assert constraints.mask([0]) is None
-    assert constraints.accept(0, 5) is False
-    constraints.remove(0)
-    constraints.add(0, regex("a"))
-    assert constraints.mask([0]) is not None
-    constraints.remove(0)
-    assert constraints.mask([0]) is None
-
-
 def test_masks_started_for_one_batch_are_not_used_for_another(byte_level: Any) -> None:
     size, id_of = len(byte_level), byte_level.convert_tokens_to_ids
     constraints = constraints_of(byte_level)
@@ -356,15 +343,6 @@ def test_a_dead_end_fails_only_its_row(byte_level: Any) -> None:
         constraints.accept(0, id_of("b"))
     assert failure.value.message == "the grammar failed after 1 token: no token may follow"
     assert constraints.accept(1, id_of("b")) is True
-
-
-@pytest.mark.parametrize("token", ["b", "<eos>"])
-def test_a_token_that_may_not_follow_fails_its_row(byte_level: Any, token: str) -> None:
-    constraints = constraints_of(byte_level)
-    constraints.add(0, regex("aa"))
-    with pytest.raises(RowError) as failure:
-        constraints.accept(0, byte_level.convert_tokens_to_ids(token))
-    assert failure.value.message.startswith("the grammar failed after ")
 
 
 def test_a_row_gets_a_lexer_of_its_own_when_the_shared_one_reaches_its_limit(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from batchgen.sampling.filters import forbid
-from batchgen.sampling.logprobs import TokenLogprobs, measure, read
+from batchgen.sampling.logprobs import measure
 from batchgen.sampling.scoring import score_targets as measure_targets
 from batchgen.sampling_params import SamplingParams
 from support.sampler import Sampler, words
@@ -80,19 +80,6 @@ def test_a_mask_changes_the_token_but_not_the_logprobs():
     assert list(sampled.logprobs[0].top_ids) == want.topk(2).indices.tolist()
 
 
-def test_measurements_are_read_row_by_row():
-    assert read([[-1.0, 5.0, 6.0, -0.5, -2.0]] * 2, [2, 1]) == [
-        TokenLogprobs(-1.0, (5, 6), (-0.5, -2.0)), TokenLogprobs(-1.0, (5,), (-0.5,)),
-    ]  # fmt: skip
-
-
-def test_a_row_with_no_allowed_token_is_invalid_and_others_are_valid():
-    sampled = sampler_of(SamplingParams(), SamplingParams()).sample(
-        random_logits(2), [0, 1], [0, 0], words(set(), None, vocabulary=V)
-    )
-    assert sampled.valid == [False, True]
-
-
 def test_tokens_beyond_the_mask_are_forbidden():
     scores = forbid(torch.zeros(1, 40), torch.tensor([[-1]], dtype=torch.int32))
     assert scores[0, :32].tolist() == [0.0] * 32
@@ -119,27 +106,12 @@ def test_a_score_is_the_log_softmax_and_whether_the_token_is_the_likeliest():
     assert likeliest[2]
 
 
-def test_among_equal_logits_the_first_is_the_likeliest():
-    logits = torch.tensor([[1.0, 2.0, 2.0]])
-    assert score_targets(logits, [0, 0, 0], [0, 1, 2])[1] == [False, True, False]
-
-
 def test_scoring_in_chunks_gives_the_same_numbers():
     torch.manual_seed(0)
     logits = torch.randn(9, 7).bfloat16()
     pairs = list(range(9)), [1, 2, 3] * 3
     whole = score_targets(logits, *pairs)
     assert score_targets(logits, *pairs, 14) == whole
-
-
-def test_scoring_copies_nothing_to_the_host(monkeypatch):
-    calls = []
-    for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__"):
-        real = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, lambda self, *a, f=real, n=name: (calls.append(n), f(self, *a))[1])
-    measure_targets(torch.zeros(6, 9), range(6), [1] * 6)
-    monkeypatch.undo()
-    assert calls == []
 
 
 def test_the_likeliest_token_is_the_one_that_greedy_decoding_samples():

@@ -59,28 +59,25 @@ def test_a_cut_completion_has_text_only_after_the_end_of_its_thoughts(format, ki
             assert "Yes 🙂.".startswith(text.rstrip("\ufffd"))
 
 
-def test_a_completion_that_does_not_think_is_an_answer():
-    tokenizer = make(plain=("<think>", "</think>"))
-    assert run(tokenizer, "q", f"Yes.{EOS}") == ("Yes.", None, 0, "stop")
-    assert run(tokenizer, "q<think>\n\n</think>\n\n", f"Yes.{EOS}") == ("Yes.", None, 0, "stop")
-    assert run(tokenizer, "q", "<thin air>", max_tokens=6) == ("<thin ", None, 0, "length")
-
-
-def test_empty_thoughts_are_none_unless_they_are_cut():
-    tokenizer = make(special=("<think>", "</think>"))
-    assert run(tokenizer, "q", f"<think>\n\n</think>\n\nYes.{EOS}")[:2] == ("Yes.", None)
-    assert run(tokenizer, "q<think>", f"</think>Yes.{EOS}") == ("Yes.", None, 1, "stop")
-    assert run(tokenizer, "q", "<think>Hm.</think>Yes.", max_tokens=1) == (None, "", 1, "length")
-
-
-def test_marks_earlier_in_the_prompt_do_not_open_thoughts():
-    tokenizer = make(plain=("<think>", "</think>"))
-    assert run(tokenizer, "<think>a</think>b" + "x" * 40, f"Yes.{EOS}")[:2] == ("Yes.", None)
-
-
-def test_marks_in_the_text_of_a_prompt_do_not_open_thoughts():
-    tokenizer = make(plain=("<think>", "</think>"))
-    assert run(tokenizer, "What does <think> mean?\n", f"It opens.{EOS}") == ("It opens.", None, 0, "stop")
+@pytest.mark.parametrize("kind", ["plain", "special"])
+@pytest.mark.parametrize(
+    ("prompt", "written", "options", "found"),
+    [
+        ("q", f"Yes.{EOS}", {}, ("Yes.", None, 0, "stop")),
+        ("q<think>\n\n</think>\n\n", f"Yes.{EOS}", {}, ("Yes.", None, 0, "stop")),
+        ("q", "<thin air>", {"max_tokens": 6}, ("<thin ", None, 0, "length")),
+        # Empty thoughts are none unless they are cut.
+        ("q", f"<think>\n\n</think>\n\nYes.{EOS}", {}, ("Yes.", None, 4, "stop")),
+        ("q<think>", f"</think>Yes.{EOS}", {}, ("Yes.", None, 1, "stop")),
+        ("q", "<think>Hm.</think>Yes.", {"max_tokens": 1}, (None, "", 1, "length")),
+        # Marks earlier in the prompt or in its text do not open thoughts.
+        ("<think>a</think>b" + "x" * 40, f"Yes.{EOS}", {}, ("Yes.", None, 0, "stop")),
+        ("What does <think> mean?\n", f"It opens.{EOS}", {}, ("It opens.", None, 0, "stop")),
+    ],
+)
+def test_thoughts_are_found_only_where_the_model_thinks(kind, prompt, written, options, found):
+    tokenizer = make(**{kind: ("<think>", "</think>")})
+    assert run(tokenizer, prompt, written, **options) == found
 
 
 def test_unopened_thoughts_and_thoughts_begun_by_the_prompt_are_found_by_their_end():

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
@@ -69,37 +68,6 @@ def test_probabilities_are_float32_for_any_dtype_and_the_logits_are_not_changed(
     assert torch.equal(logits, before)
 
 
-def test_a_greedy_row_has_probability_one_for_its_likeliest_token_after_penalties():
-    logits = torch.zeros(2, V)
-    logits[:, 5], logits[:, 6] = 2.0, 1.5
-    got = sampler_of(SamplingParams(top_k=3), SamplingParams(repetition_penalty=1.5)).probabilities(logits, [0, 1])
-    assert got.argmax(-1).tolist() == [5, 6]  # 5 is in the prompt
-    assert got.sum(-1).tolist() == got.amax(-1).tolist() == [1.0, 1.0]
-
-
-def test_a_min_p_of_one_keeps_the_likeliest_tokens():
-    logits = random_logits(1)
-    logits[0, [4, 40]] = 20.0
-    got = sampler_of(SamplingParams(temperature=1.0, min_p=1.0)).probabilities(logits, [0])[0]
-    assert got.nonzero()[:, 0].tolist() == [4, 40]
-
-
-def test_top_k_keeps_all_tokens_equal_to_the_last_one_as_transformers_does():
-    logits = torch.zeros(1, V)
-    logits[0, [4, 40]] = 5.0
-    got = sampler_of(SamplingParams(temperature=1.0, top_k=1)).probabilities(logits, [0])[0]
-    assert got.nonzero()[:, 0].tolist() == [4, 40]
-
-
-@pytest.mark.parametrize(
-    ("top_k", "top_p", "kept"), [(0, 0.5, 32), (0, 0.51, 33), (0, 1e-9, 1), (5, 0.25, 16), (5, 1.0, 64)]
-)
-def test_among_equal_logits_top_p_keeps_the_first_tokens_it_needs(top_k, top_p, kept):
-    p = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)
-    got = sampler_of(p).probabilities(torch.zeros(1, V), [0])[0]
-    assert got.nonzero()[:, 0].tolist() == list(range(kept))
-
-
 @settings(max_examples=examples(15, 60))
 @given(
     st.lists(st.integers(-6, 6), min_size=12, max_size=12),
@@ -127,14 +95,6 @@ def test_extreme_temperatures_give_finite_probabilities(temperature):
     assert got[3] == 0
     assert got[logits[0].argmax()] == got.max()
     assert (got.max().item() == 1) == (temperature < 1)
-
-
-def test_the_largest_logits_equal_those_of_a_full_sort():
-    x = random_logits(5)
-    x[1, 7:40] = 1.0
-    x[2, 3] = -torch.inf
-    for k in (1, 10, V):
-        assert torch.equal(filters.largest(x, k), x.sort(dim=-1, descending=True).values[:, :k])
 
 
 # Tokens
@@ -238,15 +198,6 @@ def test_a_reused_sampler_index_keeps_nothing_of_its_previous_sequence():
     torch.testing.assert_close(sampler.probabilities(logits, [0])[0], logits[0].softmax(-1))
 
 
-def test_sequences_keep_their_penalties_while_the_storage_grows():
-    sampler, logits = Sampler(V, CPU), random_logits(1)
-    for i in range(50):
-        sampler.add(i, ALL, key(i), np.array([i], dtype=np.int32), generated=[i + 1])
-    got = sampler.probabilities(logits.expand(50, V), range(50))
-    want = torch.stack([by_transformers(logits[:1], ALL, [i], [i + 1])[0] for i in range(50)])
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
-
-
 def test_prompt_tokens_without_logits_are_ignored():
     prompt = np.array([3, V, V + 5], dtype=np.int32)
     logits = random_logits(1)
@@ -260,18 +211,6 @@ def test_sequences_added_under_inference_mode_can_be_sampled_outside_it():
         inside = sampler.sample(random_logits(1), [0], [0])
     sampler.sample(random_logits(1), [0], [1])
     assert inside == sampler_of(ALL).sample(random_logits(1), [0], [0])
-
-
-def test_misuse_raises_errors_that_name_it():
-    sampler = sampler_of(ALL)
-    with pytest.raises(ValueError, match=r"^sampler index 0 is in use$"):
-        sampler.add(0, ALL, key(0), PROMPT)
-    with pytest.raises(ValueError, match=r"^sampler indices \[5\] are not in use$"):
-        sampler.remove([5])
-    with pytest.raises(ValueError, match=r"^sampler indices \[7\] are not in use$"):
-        sampler.sample(random_logits(2), [0, 7], [0, 0])
-    with pytest.raises(ValueError, match=r"^logits are \(1, 32\), not \(1, 64\)$"):
-        sampler.sample(random_logits(1, 32), [0], [0])
 
 
 def test_sampling_with_the_devices_table_equals_sampling_with_the_hosts_records():
@@ -301,60 +240,6 @@ def test_sampling_with_the_devices_table_equals_sampling_with_the_hosts_records(
 
 
 # Cost
-
-
-class Operations(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket._qualified_op_name.removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
-
-
-def operations(monkeypatch, *params: SamplingParams) -> tuple[list[str], int]:
-    """The torch operations of a step, and how often it copied to the host."""
-    sampler = sampler_of(*params)
-    to_host = []
-    for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__"):
-        original = getattr(torch.Tensor, name)
-        monkeypatch.setattr(
-            torch.Tensor, name, lambda self, *a, f=original, n=name: (to_host.append(n), f(self, *a))[1]
-        )
-    with Operations() as mode:
-        sampler.sample(random_logits(len(params)), range(len(params)), [0] * len(params))
-    monkeypatch.undo()
-    return mode.names, len(to_host)
-
-
-def test_a_step_copies_to_the_host_once_and_waits_for_nothing_else(monkeypatch):
-    measured = SamplingParams(temperature=1.0, top_p=0.5, logprobs=9), SamplingParams(logprobs=2)
-    names, to_host = operations(monkeypatch, ALL, SamplingParams(), *measured, ALL)
-    assert to_host == 1
-    assert not {"_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero"} & set(names)
-
-
-def test_a_greedy_step_reads_the_logits_once(monkeypatch):
-    names, to_host = operations(monkeypatch, SamplingParams(), SamplingParams(top_p=0.5, top_k=3))
-    assert to_host == 1
-    wide = {"max", "argmax", "amax", "_to_copy", "exp", "sub", "div_", "cumsum", "sort", "topk", "isnan", "index"}
-    assert [name for name in names if name in wide - {"_to_copy"}] == ["max"]
-
-
-def test_only_top_p_sorts_the_vocabulary(monkeypatch):
-    lengths = []
-    largest = filters.largest
-    for where in (module, filters):
-        monkeypatch.setattr(where, "largest", lambda x, k: (lengths.append((len(x), k)), largest(x, k))[1])
-    warm = {"temperature": 1.0}
-    params = [SamplingParams(**warm), SamplingParams(**warm, min_p=0.1), SamplingParams(**warm, top_k=5)]
-    logits = random_logits(5)
-    sampler_of(*params[:2]).sample(logits[:2], range(2), [0] * 2)
-    assert lengths == []
-    params += [SamplingParams(**warm, top_k=9, top_p=0.5), SamplingParams(**warm, top_p=0.5)]
-    sampler_of(*params).sample(logits, range(5), [0] * 5)
-    assert lengths == [(1, 9), (1, V)]  # a small top-k without top-p sorts only what it keeps
 
 
 def test_a_small_top_k_skips_forbidden_tokens_and_marks_rows_without_numbers_as_invalid():

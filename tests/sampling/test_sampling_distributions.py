@@ -68,10 +68,6 @@ def test_probabilities_equal_transformers_for_every_combination(params):
     torch.testing.assert_close(got, by_transformers(logits, params, PROMPT, GENERATED, may), atol=1e-5, rtol=0)
 
 
-def test_all_combinations_of_parameters_are_tested():
-    assert len(set(COMBINATIONS)) == 2 ** len(ON) + 2 ** (len(ON) - 1)
-
-
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_a_mask_is_applied_as_llguidance_does(width):
     apply = pytest.importorskip("llguidance.numpy").apply_token_bitmask_inplace
@@ -95,11 +91,6 @@ def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
     spread = ((counts - expected) ** 2 / expected).sum()
     half = torch.tensor([(len(expected) - 1) / 2, spread / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
-
-
-def test_the_p_value_equals_that_of_published_tables():
-    assert p_value(np.array([10.0, 20.0]), np.array([15.0, 15.0])) == pytest.approx(0.0679, abs=1e-4)  # 3.33, 1 degree
-    assert p_value(np.array([20, 20, 20]), np.array([20, 20, 20])) == 1.0
 
 
 SHAPES = {
@@ -167,11 +158,6 @@ def test_each_choice_has_its_own_stream_which_more_choices_do_not_change():
     assert len({tuple(stream) for stream in eight.tolist()}) == 8
     assert max(np.bincount(eight.ravel())) <= 3  # 96 tokens out of 4,096
     assert (streams(warm, range(3), range(12), 1, 4096)[0] == eight[:3]).all()
-
-
-def test_another_seed_gives_every_choice_another_stream():
-    one, other = (streams(SamplingParams(temperature=1.0, seed=s), range(4), range(9), 1, 4096)[0] for s in (0, 1))
-    assert (one != other).mean() > 0.9
 
 
 # The batch

@@ -139,12 +139,6 @@ def expected(name: str, prompt: list[int], tokens: list[int], max_tokens: int, s
 # End tokens and length
 
 
-@each_tokenizer
-def test_a_completion_ends_at_an_end_token_that_is_not_in_its_text(name):
-    tokens = encode(name, "the fox")
-    assert run(stopper(name), [*tokens, EOS, *tokens]) == ("stop", len(tokens) + 1, "the fox")
-
-
 def ids(name: str, parts: list[int | bytes | str]) -> list[int]:
     """Token ids, from ids, from bytes (a token each) and from text without spaces (a token for each character)."""
     found: list[int] = []
@@ -234,21 +228,6 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_text(name):
 # Stop strings
 
 
-@each_tokenizer
-def test_a_stop_string_across_tokens_ends_the_text_before_it(name):
-    tokens = encode(name, "the fox. END fox")
-    reason, n, text = run(stopper(name, stop=("x. EN",)), tokens)
-    assert (reason, text) == ("stop", "the fo")
-    assert n == expected(name, [], tokens, 1000, ("x. EN",))[1]
-
-
-@each_tokenizer
-def test_a_stop_string_at_the_last_allowed_token_gives_stop(name):
-    tokens = encode(name, "the END")
-    assert run(stopper(name, stop=("END",), max_tokens=len(tokens)), tokens) == ("stop", len(tokens), "the ")
-    assert run(stopper(name, stop=("ENDS",), max_tokens=len(tokens)), tokens) == ("length", len(tokens), "the END")
-
-
 @pytest.mark.parametrize("data", [b"\x9f" * 2000, ("ሰላም" * 300).encode(), b"\x9f\xe4" * 1000])
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
 def test_the_cost_of_a_long_run_of_bytes_is_bounded(name, data, monkeypatch):
@@ -257,17 +236,6 @@ def test_the_cost_of_a_long_run_of_bytes_is_bounded(name, data, monkeypatch):
     monkeypatch.setattr(stop._detokenizer, "decode", lambda tokens: (lengths.append(len(tokens)), decode(tokens))[1])
     assert run(stop, raw_bytes(name, data))[:2] == (None, len(data))
     assert max(lengths[:-2]) <= 4 * stopping._MAX_OPEN  # the last two are for the text itself
-
-
-def test_only_the_end_of_a_long_completion_is_decoded_again(monkeypatch):
-    stop = stopper("byte_level", stop=("never",), max_tokens=10_000)
-    decode, lengths = stop._detokenizer.decode, []
-    monkeypatch.setattr(stop._detokenizer, "decode", lambda tokens: (lengths.append(len(tokens)), decode(tokens))[1])
-    tokens = encode("byte_level", "the quick brown fox. ")
-    for i in range(2000):
-        assert stop.append(tokens[i % len(tokens)]) is None
-    assert max(lengths) <= 2 * stopping._OPEN + 8
-    assert len(lengths) < 1.3 * 2000
 
 
 # Decoding step by step
