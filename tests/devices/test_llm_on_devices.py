@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from batchgen import LLM, EngineConfig, Result, SamplingParams
-from batchgen.errors import ModelError
 from support.fakes import ThreadProcess, threads_as_processes
 
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
@@ -44,19 +43,6 @@ def test_each_device_runs_a_prefix_of_all_prompts_once(started, tiny_model_dir):
     llm.close()
 
 
-def test_scores_and_labels_are_those_of_one_device(started, tiny_model_dir):
-    one, two = (LLM(str(tiny_model_dir), device=device) for device in ("cpu", "cpu:0,1"))
-    texts = [f"text {i}" for i in range(12)]
-    for a, b in zip(one.score([SHARED] * 12, texts), two.score([SHARED] * 12, texts), strict=True):
-        assert a.score is not None
-        assert b.score is not None
-        assert b.score.logprob == pytest.approx(a.score.logprob, abs=1e-4)
-    labels = SamplingParams(choices=("yes", "no", "maybe"))
-    prompts = [f"{SHARED}{i}" for i in range(12)]
-    assert [r.text for r in two.generate(prompts, labels)] == [r.text for r in one.generate(prompts, labels)]
-    two.close()
-
-
 def test_prompts_are_added_watched_and_cancelled_while_it_runs(started, tiny_model_dir):
     llm = LLM(str(tiny_model_dir), device="cpu:0,1")
     results: dict[int, Result] = {}
@@ -88,11 +74,6 @@ def test_a_prompt_that_cannot_be_run_fails_alone(started, tiny_model_dir):
     llm.close()
     with pytest.raises(RuntimeError, match=r"^this model is closed: create a new LLM$"):
         llm.generate(["x"], PARAMS)
-
-
-def test_a_model_that_cannot_be_loaded_is_told(started, tiny_model_dir):
-    with pytest.raises(ModelError, match=r"^--device cuda:\d+: this machine has (no|\d+) CUDA device"):
-        LLM(str(tiny_model_dir), device="cuda:98,99")
 
 
 @pytest.mark.gpu

@@ -87,27 +87,6 @@ def test_a_group_is_cut_only_where_it_costs_more_than_a_piece_may(requests, devi
             assert len({piece_of[r.row] for r in below}) == 1
 
 
-def test_two_equal_groups_go_to_a_device_each():
-    first, second = deal(pieces_of(grouped(2, 20), 2), 2)
-    assert set(rows(first)) == set(range(0, 40, 2))
-    assert set(rows(second)) == set(range(1, 40, 2))
-
-
-def test_a_prefix_of_all_rows_is_run_on_both_devices():
-    first, second = deal(pieces_of(grouped(1, 40), 2), 2)
-    assert [len(rows(first)), len(rows(second))] == [
-        18,
-        22,
-    ]  # the first runs the prefix as well; nearest bounds of pieces
-    assert second[0].shared == 50
-    assert [p.shared for p in first] == [0] + [50] * (len(first) - 1)
-
-
-def test_a_long_prefix_of_few_rows_stays_on_one_device():
-    first, second = deal(pieces_of(grouped(1, 4, prefix=5000), 2), 2)
-    assert sorted([len(rows(first)), len(rows(second))]) == [0, 4]
-
-
 def test_a_group_a_little_larger_than_its_share_stays_whole():
     requests = [*grouped(1, 22), *(request(100 + i, [7] * 50 + [1000 + i]) for i in range(18))]
     first, second = deal(pieces_of(requests, 2), 2)
@@ -167,16 +146,6 @@ def test_one_that_has_none_left_takes_over_from_the_back_at_most_half():
     assert shares.waiting == 0
 
 
-def test_groups_are_taken_over_whole_to_the_last():
-    shares = shares_of(grouped(40, 2))
-    assert len(taken_by(shares, 0, 100)) == 40
-    over = []
-    while taken := taken_by(shares, 0, 100):
-        over += taken
-        assert set(Counter(row % 40 for row in taken).values()) == {2}
-    assert len(over) == 40
-
-
 def test_rows_whose_prefix_costs_more_than_their_wait_are_not_taken_over():
     shares = shares_of(grouped(2, 40, prefix=400))
     assert len(taken_by(shares, 0, 100)) == 40
@@ -202,12 +171,6 @@ def test_priorities_come_before_the_prefix_order():
     assert [requests[row].priority for row in order] == sorted(r.priority for r in requests)
 
 
-def test_rows_are_handed_out_as_they_came_where_that_is_asked_for():
-    requests = [request(i, [31 - i], 1) for i in range(32)]
-    shares = shares_of(requests, arrival=True)
-    assert taken_by(shares, 1, 16) + taken_by(shares, 0, 16) == list(range(32))
-
-
 def test_what_a_lost_device_had_comes_after_the_shares_of_the_others():
     requests = [request(i, [i], 1) for i in range(40)]
     shares = shares_of(requests)
@@ -224,12 +187,6 @@ def test_a_lost_device_gets_nothing_of_the_next_window():
     shares.lost(1, [])
     shares.add(*planned([request(i, [i], 1) for i in range(40)]))
     assert taken_by(shares, 0, 100) + taken_by(shares, 2, 100) == list(range(40))
-
-
-def test_what_is_dropped_is_not_handed_out():
-    shares = shares_of([request(i, [i], 1) for i in range(40)])
-    shares.clear()
-    assert (shares.waiting, shares.take(0, 9)) == (0, [])
 
 
 @settings(max_examples=examples(10, 50))

@@ -35,7 +35,6 @@ pytestmark = [
 SAMPLING = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, seed=3)
 NESTED = ("A report of the northern region. ", "Its first part is about ships. ", "Its second part is about trains. ")
 ROWS = 300
-SAMPLE = Path(__file__).parents[2] / "sample_data"
 
 
 @pytest.fixture(scope="module")
@@ -197,15 +196,6 @@ def test_rows_with_images_are_written_as_one_process_writes_them(connected, tmp_
     assert Path("o.jsonl").read_bytes() == Path("one.jsonl").read_bytes()
     assert (stats["rows_ok"], stats["images"]) == (16, 16)
     assert 4 <= stats["images_encoded"] <= 8
-
-
-def test_two_nodes_write_the_sample_job_as_one_process_does(connected, expected):
-    options = {"inputs": SAMPLE / "prompts.jsonl", "sampling": SamplingParams(max_tokens=24)}
-    run_job(config_of(SAMPLE / "model", None, output="one.jsonl", **options))
-    report = run_job(config_of(SAMPLE / "model", connected.address, **options))
-    assert Path("o.jsonl").read_bytes() == Path("one.jsonl").read_bytes()
-    assert [worker["rows"] > 0 for worker in report.stats["workers"]] == [True, True]
-    assert sum(worker["rows"] for worker in report.stats["workers"]) == 384
 
 
 TIMES = [3, pytest.param(10, marks=pytest.mark.nightly)]

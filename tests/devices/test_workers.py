@@ -18,7 +18,6 @@ from batchgen.devices.workers import Workers
 from batchgen.errors import DevicesLost, ModelError, OutOfMemory, UsageError
 from batchgen.request import Request
 from batchgen.result import Result
-from batchgen.sampling_params import SamplingParams
 from support.fakes import FakeEngine, Fleet, grouped, planned, request
 
 
@@ -71,13 +70,6 @@ def test_every_row_is_done_once_and_all_devices_do_some(fleet):
     assert workers.stats.process_bytes_peak > 3 << 20
 
 
-def test_each_process_hears_what_it_is(fleet):
-    fleet.workers("cuda:2,0", kv_memory="1GiB")
-    setups = sorted(fleet.setups, key=lambda s: s.place)
-    assert [(s.model.device, s.place, s.processes) for s in setups] == [("cuda:2", 0, 2), ("cuda:0", 1, 2)]
-    assert {(s.engine.kv_memory, s.engine.processes) for s in setups} == {("1GiB", 2)}
-
-
 def test_the_time_in_which_a_worker_has_no_work_is_counted(fleet, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("batchgen.devices.workers.time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -100,24 +92,12 @@ def test_the_time_in_which_a_worker_has_no_work_is_counted(fleet, monkeypatch):
     assert sorted(worker["idle_seconds"] for worker in workers.by_worker) == [5.0, 7.0]  # one row: one worker has none
 
 
-def test_what_all_say_is_told_once(fleet):
-    workers = fleet.workers()
-    run(workers, grouped(2, 2))
-    assert sorted(workers.notes) == ["all say this", "cpu:0 says this", "cpu:1 says this"]
-
-
 def test_no_process_is_given_more_than_two_batches_at_a_time(fleet):
     fleet.make = lambda name: FakeEngine(name, batch_size=4)
     workers = fleet.workers()
     run(workers, [request(i, [i]) for i in range(200)])
     pieces = 200 // 16 + 1
     assert all(4 <= e.max_unfinished <= 8 + pieces for e in fleet.engines.values())
-
-
-def test_one_that_is_slow_leaves_groups_to_the_others(fleet):
-    fleet.make = lambda name: FakeEngine(name, step_seconds=0.05 if name == "cpu:0" else 0.001)
-    by = Counter(r.text for r in run(fleet.workers(), grouped(60, 2)).values())
-    assert by["cpu:1"] > 2 * by["cpu:0"] > 0
 
 
 def test_a_window_may_be_added_while_another_runs(fleet):
@@ -193,18 +173,6 @@ def test_a_row_can_be_cancelled_wherever_it_is(fleet):
     assert len(run(workers, [request(5, [5])])) == 1
 
 
-def test_a_row_that_waits_may_have_several_completions(fleet):
-    workers = fleet.workers()
-    requests = [request(i, [i], params=SamplingParams(n=3, max_tokens=3)) for i in range(10)]
-    leaves, plan = planned(requests)
-    results: list[Result] = []
-    workers.add(leaves, plan, results.append)
-    assert (workers.unfinished, workers.waiting) == (10, 30)
-    workers.run()
-    assert sorted(r.row for r in results) == list(range(10))
-    assert workers.unfinished == 0
-
-
 # -- stopping
 
 
@@ -227,17 +195,6 @@ def test_drain_lets_what_runs_finish_and_starts_nothing(fleet):
     assert 2 <= len(results) <= 4
     assert {r.finish_reason for r in results.values()} == {"length"}
     assert workers.unfinished == 0
-
-
-def test_now_after_drain_does_not_wait_for_what_runs(fleet):
-    workers = fleet.workers()
-    wishes = iter(["drain"] * 4)
-    results = run(
-        workers,
-        [request(i, [i], 1_000_000) for i in range(9)],
-        lambda: next(wishes, "now") if workers.stats.completion_tokens else None,
-    )
-    assert results == {}
 
 
 def test_a_callback_that_fails_drops_the_rest_and_the_devices_can_be_used_again(fleet):
@@ -315,16 +272,6 @@ def test_an_error_that_all_would_meet_ends_the_run_at_once(fleet):
     fleet.engines["cpu:0"].failing = UsageError("it is missing", "install it")
     with pytest.raises(UsageError, match=r"^it is missing; install it$"):
         run(workers, grouped(4, 4))
-
-
-def test_an_error_keeps_where_it_came_from(fleet):
-    workers = fleet.workers()
-    for engine in fleet.engines.values():
-        engine.failing = ZeroDivisionError("x")
-    with pytest.raises(DevicesLost) as e:
-        run(workers, grouped(4, 4))
-    assert "ZeroDivisionError: x" in "".join(e.value.__notes__)
-    assert "fakes.py" in "".join(e.value.__notes__)
 
 
 def test_a_model_that_cannot_be_loaded_is_told_as_on_one_device(fleet):
@@ -413,21 +360,6 @@ def test_a_worker_that_is_lost_is_started_again_and_all_rows_are_done_once(fleet
     assert [(worker["rows_per_s"], worker["completion_tokens_per_s"]) for worker in lost] == [(0.0, 0.0)]
     assert sum(worker["rows"] for worker in workers.by_worker) == 120
     assert any("it is started again, and its" in note for note in workers.notes)
-
-
-def test_when_all_workers_are_lost_at_once_their_successors_go_on(fleet):
-    fleet.make = lambda name: FakeEngine(name, step_seconds=0.002)
-    workers = replacing(fleet)
-    results: Counter[int] = Counter()
-    workers.add(*planned(grouped(20, 6)), lambda r: results.update([r.row]))
-
-    def kill_both() -> None:
-        for process in fleet.processes[:2]:
-            process.kill()
-
-    workers.run(when(lambda: len(results) > 10, kill_both))
-    assert results == Counter(range(120))
-    assert len(fleet.processes) == 4
 
 
 def test_a_worker_that_is_lost_again_and_again_without_a_row_is_given_up(fleet):

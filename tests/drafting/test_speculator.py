@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchgen import LLM, EngineConfig, JobConfig, ModelConfig, SamplingParams, run_job
+from batchgen import EngineConfig, JobConfig, ModelConfig, SamplingParams, run_job
 from batchgen.drafting.chances import Chances, DraftKind
 from batchgen.drafting.guesses import LONGEST
 from batchgen.drafting.payoff import MAX_REST, MEASURED_FIRST, REMEMBERED, Payoff
 from batchgen.drafting.speculator import Speculator
-from batchgen.engine.engine import Engine
 from batchgen.request import Request, leaves_of
 from batchgen.scheduling.batch import StepSize
 from batchgen.scheduling.sequence import GenerationSequence, State
@@ -166,18 +165,6 @@ def test_tokens_that_run_again_after_a_wrong_draft_have_their_price() -> None:
     assert 0 < again < without
 
 
-def test_a_resting_step_asks_for_no_price_and_with_fewer_rows_it_does_not_rest() -> None:
-    found, step = speculator(each=10.0, rows=20), decoding(20, [104, 105])
-    prices: Prices = found._payoff._costs  # type: ignore[union-attr,assignment]
-    asked = []
-    for rows in (20, *[20] * MAX_REST, 20, 10):
-        before = prices.asked
-        assert not any(proposed(found, step[:rows]))
-        asked.append(prices.asked - before)
-    assert asked[1:-2] == [0] * MAX_REST
-    assert min(asked[0], *asked[-2:]) > 0
-
-
 def test_drafts_that_fail_are_given_up_and_tried_again_later() -> None:
     chances = Chances()
     first = chances.of(KIND)
@@ -190,16 +177,6 @@ def test_drafts_that_fail_are_given_up_and_tried_again_later() -> None:
     for _ in range(1000):
         chances.note(KIND, True)
     assert chances.of(KIND) > 0.98
-
-
-def test_chances_are_learned_up_to_the_first_wrong_token() -> None:
-    found, (seq,) = speculator(rows=1), decoding(1, PROMPT[4:12])
-    proposed(found, [seq])
-    kinds = [kind for _, kind, _ in found._made[seq]]
-    found.verified(seq, 4, 2)
-    seen = {kind: tuple(counts) for kind, counts in found._guesses.chances._seen.items()}
-    assert seen == {kinds[0]: (1, 1), kinds[1]: (1, 1), kinds[2]: (0, 1)}
-    assert (found.drafted["prompt"], found.accepted["prompt"]) == (4, 2)
 
 
 SCHEMA = {
@@ -257,10 +234,3 @@ def test_a_job_has_the_same_output_with_every_draft_verified(
     for made in ("drafted", "accepted"):
         assert sum(of[made] for of in stats["drafts"].values()) == stats[f"{made}_tokens"]
     assert (stats["drafts"]["grammar"]["accepted"] > 0) == ("json_schema" in sampling)
-
-
-def test_a_model_makes_drafts_if_it_is_told_to(tiny_model_dir: Path) -> None:
-    for speculate, made in (("auto", True), ("off", False)):
-        with LLM(tiny_model_dir, engine=EngineConfig(speculate=speculate)) as llm:
-            assert isinstance(llm.engine, Engine)
-            assert isinstance(llm.engine.scheduler.drafter, Speculator) == made

@@ -66,30 +66,6 @@ def test_max_tokens_that_nobody_gave_are_no_more_than_fit(model):
     ]
 
 
-def test_a_shortened_request_can_be_cancelled(model):
-    engine = engine_of(model, blocks=4)
-    request = Request(
-        row=0, tokens=np.array([5] * 100, dtype=np.int32), params=SamplingParams(), max_tokens=1024, key=bytes(16)
-    )
-    results = {}
-    engine.add(*planned([request]), lambda result: results.update({result.row: result}))
-    engine.cancel(request)
-    engine.run()
-    assert results[0].finish_reason == "cancelled"
-
-
-def test_a_model_without_numbers_fails_every_row_and_the_loop_ends():
-    model = build()
-    model.module.lm_head.weight.data.fill_(float("nan"))
-    engine = engine_of(model)
-    results = run(engine, requests_of(PROMPTS, LENGTHS))
-    assert sorted(results) == list(range(len(PROMPTS)))
-    assert {r.error_type for r in results.values()} == {"numerical_error"}
-    assert {r.error_message for r in results.values()} == {"the model's logits after 0 tokens are not numbers"}
-    engine.block_manager.evict_all()
-    assert engine.block_manager.pool.num_used == 0
-
-
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
 def test_a_row_without_numbers_fails_alone(model, batch_size):
     """Its KV is NaN. Blocks that it shares, or that other rows get afterwards, must not spoil these rows."""
@@ -181,16 +157,6 @@ def test_figures_of_a_small_case_are_exact(model):
     assert s.kv_bytes_peak == 2 * BLOCK * TOKEN
 
 
-def test_preempted_work_is_counted(model):
-    engine = engine_of(model, blocks=3)
-    run(engine, requests_of([[1] * 30, [2] * 30], [34, 34]))
-    s = engine.stats
-    assert s.preemptions == 1
-    assert s.completion_tokens == 68
-    assert s.prefill_tokens == 30 + 2 * 30
-    assert s.recomputed_tokens == 2  # sampled before its block was full, and run again
-
-
 SAMPLED = {"temperature": 1.0, "seed": 5}
 
 
@@ -209,17 +175,3 @@ def test_draws_do_not_depend_on_the_batch_the_order_the_window_or_preemption(mod
     for start in range(0, len(requests), 5):
         got |= texts(run(engine, requests[start : start + 5]))
     assert got == want
-
-
-def test_a_broken_invariant_is_found_after_the_step(model):
-    engine = engine_of(model)
-    engine.block_manager.pool.allocate(1)
-    with pytest.raises(AssertionError, match="block references do not match the block tables"):
-        run(engine, requests_of([[1]], [2]))
-
-
-def test_no_place_in_the_sampler_is_left_behind(model):
-    engine = engine_of(model, batch_size=3, blocks=4)
-    run(engine, requests_of(PROMPTS, LENGTHS, repetition_penalty=1.3))
-    run(engine, requests_of(PROMPTS, LENGTHS), stop_after(4, "now"))
-    assert not engine.sampler.used

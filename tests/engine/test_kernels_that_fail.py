@@ -17,7 +17,7 @@ from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 from support.fake_device import FakeAttention, use_fake_device
 from support.params import slow_but
-from support.tiny import build, engine_of, planned, requests_of, run
+from support.tiny import build, engine_of, requests_of, run
 
 GROUP = list(range(40))
 PROMPTS = [[*GROUP, i] for i in range(6)] + [[50 + i] * (3 + i) for i in range(3)] + [GROUP, [7]]
@@ -107,36 +107,6 @@ def test_a_job_goes_on_in_plain_torch_and_the_switch_off_is_said_once_and_kept(
     assert not engine.sampler.used
 
 
-def test_each_token_is_told_once(model, monkeypatch):
-    use_fake_device(monkeypatch, attention=failing_from(7, raises))
-    requests = requests_of(PROMPTS, [9] * len(PROMPTS))
-    results, tokens = {}, {}
-    engine = engine_of(model)
-    engine.add(
-        *planned(requests),
-        lambda r: results.__setitem__(r.row, r),
-        lambda row, choice, token: tokens.setdefault(row, []).append(token),
-    )
-    engine.run()
-    assert tokens == {row: list(r.token_ids) for row, r in results.items()}
-    assert engine.attention == "cascade"
-
-
-def test_rows_that_run_again_can_be_cancelled(model, monkeypatch):
-    use_fake_device(monkeypatch, attention=failing_from(4, raises))
-    requests = requests_of(PROMPTS, [30] * len(PROMPTS))
-    results = {}
-    engine = engine_of(model)
-    engine.add(
-        *planned(requests),
-        lambda r: results.__setitem__(r.row, r),
-        lambda row, choice, token: engine.cancel(requests[row]) if engine.attention == "cascade" else None,
-    )
-    engine.run()
-    assert {r.finish_reason for r in results.values()} == {"cancelled"}
-    assert all(4 <= len(r.token_ids) < 30 for r in results.values())
-
-
 def test_logits_that_are_no_numbers_fail_their_rows_and_the_kernels_go_on(monkeypatch):
     poisoned = build(poison=96)
     prompts = [*PROMPTS, [1, 96, 2], [3, 96]]
@@ -166,13 +136,6 @@ def test_where_the_device_is_lost_the_job_ends_with_what_to_do_and_the_next_star
         f"run the same command again: it continues in plain torch, as {kept.file} says"
     )
     assert json.loads(kept.file.read_text())["off"].keys() == {"triton"}
-
-
-def test_errors_of_plain_torch_are_nobody_else_s(model, monkeypatch):
-    engine = engine_of(replace(model, kernels=None))
-    monkeypatch.setattr(engine.runner, "_forward", lambda *_: raises(None))
-    with pytest.raises(ValueError, match=r"^out of resource: shared memory$"):
-        run(engine, mixed())
 
 
 def test_memory_that_runs_out_is_no_fault_of_the_kernels(model, want, monkeypatch):

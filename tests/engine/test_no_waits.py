@@ -208,17 +208,6 @@ def test_a_launch_asks_the_device_for_nothing(monkeypatch, options):
     assert (engine.stats.preemptions > 0) == (options == {"blocks": 3})
 
 
-def test_a_step_takes_few_copies_to_the_device(monkeypatch):
-    """Of tokens and positions; of sampler indices and uniform numbers; no more where all rows are alike. A step of decoding alone needs no wanted places."""
-    engine = engine_without_values(monkeypatch)
-    requests = requests_of([[i] for i in range(20)], [12] * 20, temperature=1.0, top_k=9, ignore_eos=True)
-    with guarded(monkeypatch, engine) as copies:
-        run(engine, requests)
-    assert engine.stats.steps == 12
-    # For tokens that are on the device already: their places and sampler indices. When sequences begin: their parameters.
-    assert copies.count == 12 * (2 + 1) + 11 * 2 + 1
-
-
 MISTAKES = {
     "item": lambda x: x[0, 0].item(),
     "a condition": lambda x: 1 if x.isnan().any() else 0,

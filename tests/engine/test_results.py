@@ -143,18 +143,6 @@ def test_a_device_without_the_memory_for_one_token_ends_the_job():
         tiny.run(engine, tiny.requests_of([GROUP, [1]], [3, 3]))
 
 
-def test_other_errors_of_a_forward_are_not_taken_for_out_of_memory():
-    model = tiny.build()
-
-    def broken(*args, **kwargs):
-        raise RuntimeError("shape mismatch")
-
-    engine = tiny.engine_of(model)
-    model.module.forward = broken
-    with pytest.raises(RuntimeError, match="shape mismatch"):
-        tiny.run(engine, tiny.requests_of([GROUP], [3]))
-
-
 def test_halves_of_a_step_keep_its_order_and_its_logits():
     a, b, c = (
         SimpleNamespace(images=(), tokens=lambda start, stop, of=of: range(of + start, of + stop)) for of in (0, 10, 20)

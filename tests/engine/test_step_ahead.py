@@ -170,37 +170,6 @@ def test_a_step_is_launched_before_the_one_before_it_is_waited_for(model, monkey
         assert order == want
 
 
-def test_an_end_that_only_the_token_tells_costs_one_token_that_is_dropped(model, monkeypatch):
-    free = tiny.run(tiny.engine_of(model), tiny.requests_of([[1, 2, 3]], [9]))[0].token_ids
-    end = free[4]
-    assert end not in free[:4]
-    works = []
-    for ahead in (False, True):
-        monkeypatch.setattr(tiny, "AHEAD", ahead)
-        engine = tiny.engine_of(model, eos=(end,))
-        order = launches_and_landings(engine, monkeypatch)
-        (result,) = tiny.run(engine, tiny.requests_of([[1, 2, 3]], [9])).values()
-        assert (result.token_ids, result.finish_reason) == (free[:5], "stop")
-        assert (engine.stats.completion_tokens, engine.stats.decode_sequences) == (5, 5)
-        works.append(len([step for step in order if step >= 0]))
-    assert works == [5, 6]
-
-
-def test_memory_that_is_short_waits_for_what_is_in_flight(model, monkeypatch):
-    monkeypatch.setattr(tiny, "AHEAD", True)
-    engine = tiny.engine_of(model, blocks=3)
-    order = launches_and_landings(engine, monkeypatch)
-    results = tiny.run(engine, tiny.requests_of([[1] * 30, [2] * 30], [34, 34]))
-    assert engine.stats.preemptions == 1
-    alone = order.index(~1, 0)
-    assert order[alone - 1] == 2
-    settled = [
-        place for place, step in enumerate(order[:-1]) if step < 0 and order[place + 1] == ~step + 1 and step != -1
-    ]
-    assert len(settled) == 1  # once, a step was over before the next was made
-    assert {r.finish_reason for r in results.values()} == {"length"}
-
-
 GRAMMARS = [
     {"regex": "[ab]{3,12}"},
     {"json_schema": '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'},
@@ -229,27 +198,3 @@ def test_rows_under_a_grammar_are_the_same_beside_others(tiny_model_dir, batch_s
         runs.append({r.row: (r.text, r.finish_reason, r.completions) for r in results})
     assert runs[0] == runs[1]
     assert {"stop", "length"} == {reason for _, reason, _ in runs[0].values()}
-
-
-def test_a_row_that_is_cancelled_while_its_last_token_is_drawn_leaves_no_grammar_behind(tiny_model_dir):
-    pytest.importorskip("llguidance")
-    outcomes = []
-    for ahead in (False, True):
-        llm = LLM(str(tiny_model_dir), engine=EngineConfig(speculate="off"))
-        llm.engine.loop.ahead = ahead
-        results = []
-        params = SamplingParams(max_tokens=4, regex="[ab]{9}")
-        (other,) = llm.add(["b"], params, on_result=results.append)
-        drawn = []
-
-        def on_token(row, choice, token, llm=llm, other=other, drawn=drawn):
-            drawn.append(token)
-            if len(drawn) == 3:
-                llm.cancel(other)
-
-        llm.add(["a"], SamplingParams(max_tokens=4, regex="[ab]{9}"), on_result=results.append, on_token=on_token)
-        llm.run()
-        assert not llm.engine.constraints._rows
-        outcomes.append({r.row: (r.finish_reason, r.token_ids) for r in results})
-    assert outcomes[0] == outcomes[1]
-    assert (outcomes[0][other][0], len(outcomes[0][other][1])) == ("cancelled", 3)
