@@ -121,15 +121,6 @@ def test_the_compilers_message_is_reported(folder):
         build.library()
 
 
-def test_a_compiler_that_does_not_run_is_named(folder, tmp_path, monkeypatch):
-    compiler = tmp_path / "mine"
-    compiler.write_text("#!/bin/sh\nexit 3\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    with pytest.raises(build.NoKernels, match=f"the C\\+\\+ compiler {compiler} does not run"):
-        build.library()
-
-
 @needs_compiler
 def test_a_cache_that_cannot_be_written_is_named(folder, tmp_path):
     (tmp_path / "cache").write_text("a file")
@@ -140,16 +131,6 @@ def test_a_cache_that_cannot_be_written_is_named(folder, tmp_path):
 def load(tiny_model_dir, **options):
     config = ModelConfig(model=str(tiny_model_dir), device="cpu", **options)
     return load_model(config, load_tokenizer(config))
-
-
-def test_the_environment_can_switch_the_kernels_off(folder, monkeypatch, tiny_model_dir):
-    monkeypatch.setenv("BATCHGEN_ISA", "none")
-    forget()
-    model = load(tiny_model_dir)
-    assert model.kernels is None
-    assert model.notes == (
-        "BATCHGEN_ISA=none switches the CPU kernels off; plain torch runs, which is slower on a CPU",
-    )
 
 
 def test_auto_runs_plain_torch_without_a_compiler_and_says_so(folder, tmp_path, monkeypatch, tiny_model_dir):

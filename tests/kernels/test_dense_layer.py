@@ -1,14 +1,13 @@
 """A decoder layer in one call of the library gives the same bits as its kernels called one by one."""
 
-import copy
 from dataclasses import replace
 
 import pytest
 import torch
 
 from batchgen.kernels import fusion
-from batchgen.kernels.dense_layer import DenseStack, Workspace
-from batchgen.kernels.int8 import Int8Linear, row_length
+from batchgen.kernels.dense_layer import DenseStack
+from batchgen.kernels.int8 import Int8Linear
 from batchgen.kernels.quantization import Int8Packing, quantize_linear
 from batchgen.model.adapter import prepare
 from batchgen.model.weights.int8 import quantize
@@ -55,38 +54,35 @@ def logprobs(model):
     return [result.completions[0].logprobs for result in run(engine_for(model), requests)]
 
 
+WIDTHS = [
+    {}, {"num_key_value_heads": 1}, {"attention_bias": True, "mlp_bias": True}, {"head_dim": 40, "num_key_value_heads": 4},
+]  # fmt: skip
+KINDS = [
+    *(("llama", changes) for changes in WIDTHS), ("qwen2", {}), ("qwen3", {}), ("mistral", {"sliding_window": 24}),
+    ("phi3", {}), ("phi3", {"partial_rotary_factor": 0.5}), ("gemma2", {}), ("gemma3_text", {}), ("olmo2", {}),
+]  # fmt: skip
+IN_8_BITS = [("llama", WIDTHS[2]), ("llama", WIDTHS[3]), ("qwen3", {}), ("phi3", {}), ("gemma2", {}), ("olmo2", {})]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("llama", {}),
-        ("llama", {"num_key_value_heads": 1}),
-        ("llama", {"attention_bias": True, "mlp_bias": True}),
-        ("llama", {"head_dim": 40, "num_key_value_heads": 4}),
-        ("qwen2", {}),
-        ("qwen3", {}),
-        ("mistral", {"sliding_window": 24}),
-        ("mistral", {"sliding_window": None}),
-        ("phi3", {}),
-        ("phi3", {"partial_rotary_factor": 0.5}),
-        ("gemma2", {}),
-        ("gemma3_text", {}),
-        ("olmo2", {}),
-    ],
+    ("kind", "changes", "int8"),
+    [*((*kind, False) for kind in KINDS), *((*kind, True) for kind in IN_8_BITS)],
     ids=str,
-)  # fmt: skip
-def test_a_layer_in_one_call_gives_the_same_bits_as_its_separate_kernels(monkeypatch, dtype, kind, changes):
-    model = prepared(dtype, kind, **changes)
-    layers = model.module.model.layers
-    assert all("dense" in layer.__dict__ for layer in layers)
+)
+def test_a_layer_in_one_call_gives_the_same_bits_as_its_separate_kernels(monkeypatch, dtype, kind, changes, int8):
+    model = prepare(build(kind, **(SHAPE | changes)).to(dtype), kernels=kernels(), pack_linear=not int8)
     body = model.module.model
+    if int8:
+        assert quantize_linear(model.module).layers == (4 if kind == "phi3" else 7) * len(body.layers)
+    assert all("dense" in layer.__dict__ for layer in body.layers)
     whole = "stack" in body.__dict__
     # Bodies of Gemma scale embeddings, or have several tables of cos and sin.
     assert whole or kind.startswith("gemma")
-    each = {(i,) for i in range(len(layers))}
+    each = {(i,) for i in range(len(body.layers))}
     found = recorded_layers(monkeypatch)
     together = logprobs(model)
-    assert set(found) == ({tuple(range(len(layers)))} if whole else each)
+    assert set(found) == ({tuple(range(len(body.layers)))} if whole else each)
     if whole:
         found.clear()
         del body.forward
@@ -150,37 +146,6 @@ def test_one_model_serves_engines_with_different_caches_and_threads():
     assert logprobs(model) == together
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("llama", {}),
-        ("llama", {"attention_bias": True, "mlp_bias": True}),
-        ("llama", {"head_dim": 40, "num_key_value_heads": 4}),
-        ("qwen3", {}),
-        ("phi3", {}),
-        ("gemma2", {}),
-        ("olmo2", {}),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_an_int8_layer_in_one_call_gives_the_same_bits_as_its_separate_kernels(monkeypatch, dtype, kind, changes):
-    module = build(kind, **(SHAPE | changes)).to(dtype)
-    model = prepare(module, kernels=kernels(), pack_linear=False)
-    assert quantize_linear(model.module).layers == (4 if kind == "phi3" else 7) * len(module.model.layers)
-    found = recorded_layers(monkeypatch)
-    together = logprobs(model)
-    layers = range(len(module.model.layers))
-    if "stack" in module.model.__dict__:
-        assert set(found) == {tuple(layers)}
-        found.clear()
-        del module.model.forward
-        assert logprobs(model) == together
-    assert set(found) == {(i,) for i in layers}
-    monkeypatch.setattr(DenseStack, "takes", lambda *_: False)
-    assert logprobs(model) == together
-
-
 @pytest.mark.parametrize("plain", [0, 1])
 def test_a_model_with_int8_and_other_layers_runs_in_one_call(monkeypatch, plain):
     can_pack = Int8Packing.can_pack
@@ -195,12 +160,6 @@ def test_a_model_with_int8_and_other_layers_runs_in_one_call(monkeypatch, plain)
     assert set(found) == {(0, 1)}
     monkeypatch.setattr(DenseStack, "takes", lambda *_: False)
     assert logprobs(model) == together
-
-
-def test_the_workspace_for_quantized_rows_holds_whole_tiles():
-    workspace = Workspace()
-    for size in (192, 320):
-        assert workspace.in_8_bits(17, size).values.numel() >= 32 * row_length(size)
 
 
 def test_joined_int8_weights_equal_those_of_their_parts():
@@ -237,15 +196,6 @@ def test_the_last_layer_skips_tokens_whose_logits_are_not_needed(kind, int8):
     assert torch.equal(some[~left_out], rows[~left_out])
 
 
-def test_the_weights_of_q_k_and_v_are_stored_once():
-    layer = prepared().module.model.layers[0]
-    parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
-    (joined,) = layer.dense.layers[0].qkv
-    assert {part.weights.untyped_storage().data_ptr() for part in parts} == {joined.weights.data_ptr()}
-    assert joined.weights.untyped_storage().nbytes() == sum(part.weights.nbytes for part in parts)
-    assert [part.weight.shape for part in parts] == [(128, 128), (64, 128), (64, 128)]
-
-
 @pytest.mark.parametrize("shared", ["keys and values", "queries of two layers"])
 def test_a_linear_layer_that_is_used_twice_keeps_its_weights(monkeypatch, shared):
     module = build("llama", **SHAPE | {"num_attention_heads": 8, "num_key_value_heads": 4})
@@ -261,16 +211,6 @@ def test_a_linear_layer_that_is_used_twice_keeps_its_weights(monkeypatch, shared
     together = logprobs(model)
     monkeypatch.setattr(DenseStack, "takes", lambda *_: False)
     assert logprobs(model) == together
-
-
-def test_a_copy_of_a_model_reads_its_own_weights():
-    model = prepared()
-    other = copy.deepcopy(model.module)
-    layer = other.model.layers[0]
-    (dense,) = layer.dense.layers
-    assert dense.o is layer.self_attn.o_proj
-    assert dense.qkv[0].weights.data_ptr() == layer.self_attn.q_proj.weights.data_ptr()
-    assert layer.self_attn.q_proj.weights.data_ptr() != model.module.model.layers[0].self_attn.q_proj.weights.data_ptr()
 
 
 @pytest.mark.parametrize("kind", ["granite", "smollm3", "mixtral"])

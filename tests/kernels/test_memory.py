@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batchgen.kernels import memory
-from batchgen.kernels.memory import ALIGNMENT, PIECE, give_back, in_huge_pages, pieces_in
+from batchgen.kernels.memory import ALIGNMENT, give_back, in_huge_pages, pieces_in
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (1, 2), (4096, 300)], ids=str)
@@ -20,11 +20,6 @@ def test_a_copy_is_contiguous_and_equal(dtype, shape):
     assert copy.dtype == dtype
     assert torch.equal(copy, x)
     assert copy.data_ptr() % ALIGNMENT == 0
-
-
-def test_a_copy_may_be_larger_than_a_mapped_piece():
-    x = torch.arange(PIECE // 4 + 1000, dtype=torch.int32)
-    assert torch.equal(in_huge_pages(x), x)
 
 
 class Refused(mmap.mmap):
@@ -48,12 +43,6 @@ def test_a_mapped_piece_is_unmapped_with_its_last_copy():
         del second
         assert piece() is None
         assert in_huge_pages(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
-
-
-def test_if_mapping_fails_torch_allocates_the_memory(monkeypatch):
-    monkeypatch.setattr(memory, "PIECE", 1 << 60)
-    with pieces_in(memory._Pieces()):
-        assert in_huge_pages(torch.arange(6).view(2, 3).T).tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
 def test_a_copy_made_in_inference_mode_can_be_written_later():

@@ -114,20 +114,6 @@ def test_float32_weights_that_fit_bfloat16_are_stored_in_16_bits_with_the_same_r
 
 
 @dtypes
-def test_a_packed_weight_can_be_unpacked(dtype):
-    weight = numbers(70, 66, dtype=dtype)
-    assert torch.equal(PackedLinear([weight], [None]).weight, weight)
-
-
-def test_a_packed_layer_refuses_input_of_another_size_or_dtype():
-    layer = PackedLinear([numbers(4, 8)], [None])
-    with pytest.raises(ValueError, match=r"expected \[..., 8\] in torch.float32, not \[1, 6\] in torch.float32"):
-        layer(numbers(1, 6))
-    with pytest.raises(ValueError, match=r"not \[1, 8\] in torch.bfloat16"):
-        layer(numbers(1, 8, dtype=BFLOAT16))
-
-
-@dtypes
 def test_nan_and_inf_stay_in_their_row(dtype):
     weight = numbers(70, 64, dtype=dtype)
     x = numbers(8, 64, dtype=dtype, seed=1)

@@ -76,16 +76,6 @@ def test_a_gated_norm_that_the_kernel_does_not_cover_runs_as_the_torch_module():
     assert torch.equal(fused(x.double(), x.double()), plain(x.double(), x.double()))
 
 
-@pytest.mark.parametrize("kind", NORMS)
-@torch.inference_mode()
-def test_a_bfloat16_gated_norm_with_float32_weights_equals_the_torch_module(kind):
-    fused, plain = fused_norm(kind, 128, FLOAT32)
-    x, gate = numbers(9, 128, dtype=BFLOAT16), numbers(9, 128, dtype=BFLOAT16, seed=1)
-    got, want = fused(x, gate), plain(x, gate)
-    assert got.dtype == want.dtype
-    assert torch.equal(got, want)
-
-
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [64, 75])
 def test_a_sigmoid_gate_equals_torch(dtype, size, threads):
