@@ -11,7 +11,6 @@ import pytest
 from benchmarks.programs import (
     PROGRAMS,
     ROOT,
-    Launcher,
     NotDone,
     run,
 )
@@ -47,12 +46,6 @@ def test_an_engine_of_its_own_environment_imports_nothing_of_ours(engine):
     ours = {name for name in found if name.startswith(("batchgen", "benchmarks"))}
     assert ours <= {"benchmarks.engines.common", "benchmarks.engines.gguf_file", "benchmarks.engines.w8a8_file"}
     assert not {"torch", "transformers"} & {name.split(".")[0] for name in found}
-
-
-def test_an_engine_without_its_environment_is_missing_in_one_line(tmp_path):
-    assert Launcher(tmp_path, 1).missing("vllm") == (
-        f"vllm is left out: it is not in {tmp_path}/vllm (bash benchmarks/setup_engines.sh {tmp_path} vllm)"
-    )
 
 
 @NEEDS_PROC
