@@ -6,13 +6,7 @@ from transformers import AutoConfig
 
 from batchgen.attention.base import attention_forward
 from batchgen.errors import ModelError
-from batchgen.model.architectures import is_verified, refusal
-
-
-def test_an_unknown_architecture_is_neither_verified_nor_refused():
-    config = SimpleNamespace(model_type="of_tomorrow")
-    assert not is_verified(config)
-    assert refusal(config) is None
+from batchgen.model.architectures import refusal
 
 
 def test_a_model_around_a_refused_text_model_is_refused():
@@ -104,11 +98,3 @@ def test_attention_refuses_options_that_it_would_ignore(settings, options, what)
 def test_a_layer_that_passes_no_options_on_is_refused():
     with pytest.raises(ModelError, match=r"^Layer does not pass keyword arguments on to attention$"):
         attend(Layer(), step_attention=None)
-
-
-def test_attention_accepts_options_that_it_honours():
-    module = Layer(config=SLIDING, sinks=torch.zeros(4), is_causal=True)
-    out, weights = attend(module, sliding_window=2, s_aux=module.sinks, position_ids=torch.zeros(1), position_bias=None)
-    assert out.shape == (1, 3, 4, 8)
-    assert out.is_contiguous()
-    assert weights is None

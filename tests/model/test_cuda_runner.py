@@ -4,13 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchgen.model import cuda_runner as module
 from batchgen.model.adapter import prepare
 from batchgen.model.cuda_graphs import CAPTURE_AFTER, Shape
 from support.fake_device import Recording, use_fake_device
-from support.models import build as build_type
 from support.params import slow_but
 from support.tiny import build, engine_of, requests_of, run
 
@@ -103,14 +101,6 @@ def test_a_captured_step_always_reads_the_same_buffers(model, monkeypatch):
     assert len({addresses for shape, addresses in seen if shape == (8, 8)}) == 1
 
 
-def test_decode_steps_run_in_the_sizes_of_graphs_alone(model, monkeypatch):
-    use_fake_device(monkeypatch)
-    seen = recorded_inputs(model, monkeypatch)
-    monkeypatch.setattr(module, "Graphs", eager_graphs(module.Graphs))
-    run(engine_of(model, batch_size=20), requests_of([[i] for i in range(19)], range(3, 41, 2)))
-    assert {shape for shape, _ in seen} == {(20, 20), (16, 16), (8, 8), (4, 4), (2, 2), (1, 1)}
-
-
 def eager_graphs(graphs):
     """Captures every shape at its first step. Replays run the module again, so that its inputs can be recorded."""
     return lambda new_capture, *args, after: graphs(lambda: plain_capture, *args, after=0)
@@ -185,13 +175,6 @@ def test_a_step_halved_for_lack_of_memory_keeps_the_logits_of_both_halves(model,
     assert len(steps[0].attention.sizes) > 2 * engine.stats.steps
 
 
-@pytest.mark.parametrize("place", [{"device": torch.device("cpu")}, {"device": torch.device("mps")}, {"spread": True}])
-def test_only_models_on_one_cuda_device_use_the_cuda_runner(model, place):
-    notes = []
-    assert module.device_step(replace(model, **{"device": torch.device("cuda", 0)} | place), None, None, notes) is None
-    assert notes == []
-
-
 @pytest.mark.parametrize(
     ("capability", "why"), [((7, 5), "the kernels need a GPU like the A100 or newer"), ((9, 0), "it has no compiler")]
 )
@@ -201,37 +184,6 @@ def test_a_gpu_that_the_kernels_do_not_support_runs_plain_torch_with_a_note(mode
     notes = []
     assert module.device_step(replace(model, device=torch.device("cuda", 0)), None, None, notes) is None
     assert notes == [f"cuda:0 runs plain torch, which is slower: {why}"]
-
-
-class Asked(TorchDispatchMode):
-    """Raises where the host would wait for the device."""
-
-    answers = frozenset(
-        {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique", "_unique2"}
-    )
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.split("::")[1]
-        assert name not in self.answers, f"{name} waits for the device"
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    "model_type",
-    slow_but({"llama", "phi3/longrope"}, ["llama", "qwen2", "gemma2", "mistral", "llama/dynamic", "phi3/longrope"]),
-)
-def test_a_step_never_waits_for_the_device(model_type, monkeypatch):
-    model = prepare(build_type(model_type))
-    use_fake_device(monkeypatch)
-    engine = engine_of(model)
-    launch = engine.runner.run
-
-    def watched(step, last):
-        with Asked():
-            return launch(step, last)
-
-    monkeypatch.setattr(engine.runner, "run", watched)
-    assert sorted(run(engine, requests_of(PROMPTS, LENGTHS))) == list(range(len(PROMPTS)))
 
 
 @pytest.mark.gpu

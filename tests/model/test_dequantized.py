@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.ops import PackedLinear
 from batchgen.model import loader
 from batchgen.model.weights.packed import packed_weights
-from batchgen.model.weights.quantized import bytes_of, check_quantization, plain_layers
+from batchgen.model.weights.quantized import bytes_of, check_quantization
 from batchgen.model.weights.sizes import sizes_of
 from batchgen.stats import size_text
 from support.models import engine_for, generate_all, load_folder, make_requests, run, tokens_of
@@ -135,22 +134,6 @@ def test_a_note_tells_the_memory_of_the_packed_weights_and_nothing_else_shows_th
 
 def is_in_8_bits(name: str) -> bool:
     return "8" in name.replace("A8", "").upper()
-
-
-def test_a_forward_that_rounds_activations_is_removed() -> None:
-    """transformers 5.17 leaves such forwards on layers of compressed-tensors."""
-    layer: Any = torch.nn.Linear(3, 2)
-    x = torch.ones(1, 3)
-    expected = layer(x)
-    layer.forward = lambda x: torch.nn.functional.linear(x.round(), layer.weight) / 0
-    layer.quantization_status = SimpleNamespace(value="decompressed")
-    layer.weight_scale = torch.nn.Parameter(torch.ones(2, 1))
-    norm: Any = torch.nn.LayerNorm(2)
-    norm.forward = norm.forward
-    plain_layers(torch.nn.Sequential(layer, norm))
-    assert torch.equal(layer(x), expected)
-    assert "forward" not in norm.__dict__
-    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
 
 
 def test_the_memory_needed_is_that_of_the_packed_weights_and_of_the_largest_one_unpacked(

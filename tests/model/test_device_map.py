@@ -49,16 +49,6 @@ def test_a_device_map_without_accelerate_names_the_extra(tiny_model_dir, monkeyp
     assert str(e.value) == "--device-map needs the package accelerate; pip install 'batchgen-llm[device-map]'"
 
 
-@pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is an accelerator")
-def test_a_device_map_on_a_machine_with_one_device_uses_that_device(tiny_model_dir, completions):
-    pytest.importorskip("accelerate")
-    config = ModelConfig(model=str(tiny_model_dir), device_map="auto")
-    model = load_model(config, load_tokenizer(config))
-    assert {shape.device for shape in model.layers.values()} == {CPU}
-    plain = load_model(ModelConfig(model=str(tiny_model_dir), device="cpu"), load_tokenizer(config))
-    assert completions(model) == completions(plain)
-
-
 def test_hooks_that_move_tensors_between_layers_do_not_change_the_output(module, tiny_model_dir, completions):
     accelerate = pytest.importorskip("accelerate")
     want = completions(prepare(AutoModelForCausalLM.from_pretrained(tiny_model_dir)))

@@ -192,18 +192,6 @@ def test_without_texts_a_note_says_that_the_cost_was_not_measured(tmp_path):
     assert "was not measured" in model.notes[-1]
 
 
-def test_the_embedding_the_head_and_narrow_layers_are_not_quantized(tmp_path):
-    written = build("llama")
-    written.save_pretrained(tmp_path)
-    model = load(tmp_path)
-    assert torch.equal(model.module.get_input_embeddings().weight, written.get_input_embeddings().weight)
-    assert torch.equal(model.module.get_output_embeddings().weight, written.get_output_embeddings().weight)
-    weights = sum(p.numel() for p in written.parameters())
-    layers = sum(m.weight.numel() for n, m in written.named_modules() if type(m) is torch.nn.Linear and "layers" in n)
-    assert model.quantization["weights"] == pytest.approx(layers / weights, abs=1e-6)
-    assert model.quantization["weight_bytes"] < 4 * (weights - layers) + 4 * layers
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_w8a8_checkpoint_keeps_its_own_integer_weights(dtype, tmp_path):

@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM
 from batchgen.attention.kv_cache import LayerShape
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
-from batchgen.kernels import isa
 from batchgen.model import loader, multimodal
 from batchgen.model.adapter import prepare
 from batchgen.model.loader import load_model, pick_device
@@ -51,24 +50,12 @@ def test_float32_is_not_rounded_to_tf32(tiny_model_dir, monkeypatch):
     assert not torch.backends.cudnn.allow_tf32
 
 
-@pytest.mark.parametrize("compile", ["auto", "off", "on"])
-def test_a_loaded_model_knows_whether_it_is_compiled(tiny_model_dir, compile, monkeypatch):
-    monkeypatch.setattr(loader, "library", lambda: None)
-    assert load(tiny_model_dir, compile=compile).compile == compile
-
-
 @pytest.mark.parametrize(("device", "device_map"), [("mps", None), ("cuda", "auto")])
 def test_compile_on_is_refused_where_nothing_is_compiled(device, device_map):
     config = ModelConfig(model="m", device_map=device_map, compile="on")
     with pytest.raises(ModelError) as e:
         loader.KernelBuild(config, torch.device(device))
     assert str(e.value) == "--compile on is for the CPU and for one CUDA device; leave it out"
-
-
-@pytest.mark.parametrize("compile", ["auto", "off", "on"])
-def test_cuda_does_not_use_the_kernels_of_the_cpu(compile):
-    config = ModelConfig(model="m", device="cuda", compile=compile)
-    assert loader.KernelBuild(config, torch.device("cuda")).wait() == (None, ())
 
 
 @pytest.mark.parametrize("accelerate", [True, False])
@@ -93,22 +80,6 @@ def test_on_cuda_weights_are_loaded_directly_to_the_device(tiny_model_dir, accel
     assert asked["room_on"] == cuda
     assert asked["device_map"] == ({"": cuda} if accelerate else None)
     assert asked.get("moved") == (None if accelerate else cuda)
-
-
-@pytest.mark.parametrize(("fast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_dtype_auto_is_that_of_the_checkpoint_or_float32_if_that_is_faster(folder, monkeypatch, fast, dtype):
-    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
-    isa.instruction_set()  # is remembered, so it must not be that of the processor below
-    monkeypatch.setattr(isa, "has_bfloat16", lambda: fast)
-    monkeypatch.setattr(isa, "features", lambda: frozenset({"avx2"}))
-    model = load(folder, compile="off")
-    assert model.dtype == dtype
-    assert {p.dtype for p in model.module.parameters()} == {dtype}
-
-
-def test_a_verified_architecture_is_not_checked_again(tiny_model_dir, monkeypatch):
-    monkeypatch.setattr(loader, "self_check", None)
-    assert load(tiny_model_dir).notes == ()
 
 
 def test_an_unverified_architecture_is_checked_and_the_user_told(tiny_model_dir, monkeypatch):

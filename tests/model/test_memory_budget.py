@@ -131,15 +131,6 @@ def test_states_are_not_kept_in_host_memory():
         sizes(model=model_with(LAYERS, states=STATES), kv_memory="1MiB", host_kv_memory="1MiB")
 
 
-def test_the_users_limits_are_used_as_far_as_they_fit_into_each_other():
-    assert sizes(kv_memory="1MiB", batch_size=7, max_batch_tokens=50, max_prefill_tokens=20).limits == Limits(
-        7, 50, 20, 1024
-    )
-    assert sizes(kv_memory="1MiB", batch_size=70, max_batch_tokens=50, max_prefill_tokens=90).limits == Limits(
-        50, 50, 50, 1024
-    )
-
-
 GIB = 2**30
 
 

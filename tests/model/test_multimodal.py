@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,27 +13,6 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.model.multimodal import Absent, left_out
 from batchgen.model.weights.sizes import stored_tensors, weight_sizes
-from support.python_process import run_python
-
-LOAD = """
-import json, sys
-from pathlib import Path
-from types import SimpleNamespace
-from transformers import AutoConfig
-from batchgen.config import ModelConfig
-from batchgen.model.loader import load_model
-
-def peak():
-    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-
-config = ModelConfig(model=sys.argv[1], device="cpu", dtype="float32", compile="off")
-hf_config = AutoConfig.from_pretrained(sys.argv[1])
-before = peak()
-model = load_model(config, SimpleNamespace(hf_config=hf_config, head=None, source=None))
-for p in model.module.parameters():
-    p.sum()
-print(json.dumps([peak() - before, sum(p.numel() * 4 for p in model.module.parameters())]))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +41,6 @@ def sizes(folder: Path) -> dict[str, int]:
         for name in f.keys():  # noqa: SIM118
             found["vision" if "vision" in name else "text"] += 4 * f.get_tensor(name).numel()
     return found
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_peak_memory_is_that_of_the_text_part(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, 4)
-    on_disk = sizes(checkpoint)
-    assert on_disk["vision"] > 4 * on_disk["text"]
-    done = run_python(LOAD, checkpoint, check=True)
-    grown, loaded = json.loads(done.stdout.splitlines()[-1])
-    assert loaded <= on_disk["text"]
-    assert grown < 2.5 * on_disk["text"]  # pages of the file, and for a moment the tensors made from them
 
 
 def test_the_gpu_memory_needed_is_that_of_the_text_part(checkpoint: Path) -> None:

@@ -179,37 +179,29 @@ class OwnForCausalLM(LlamaForCausalLM):
 """
 
 
-@pytest.fixture
-def custom_model(tiny_model_dir, tmp_path, monkeypatch):
-    """A model folder with its own code, as on the hub."""
-
-    def make(name, extra):
-        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-        folder = shutil.copytree(tiny_model_dir, tmp_path / name)
-        (folder / "own.py").write_text(CUSTOM.format(name=name, extra=extra))
-        config = json.loads((folder / "config.json").read_text())
-        auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
-        config |= {"model_type": name, "architectures": ["OwnForCausalLM"], "auto_map": auto_map}
-        (folder / "config.json").write_text(json.dumps(config))
-        return ModelConfig(model=str(folder), device="cpu", trust_remote_code=True)
-
-    return make
-
-
-def test_a_models_own_code_is_checked_and_the_user_told(custom_model):
-    config = custom_model("own_exact", "")
+@pytest.mark.parametrize(
+    ("name", "extra"), [("own_exact", ""), ("own_inexact", "output.logits = output.logits.cumsum(1)")]
+)
+def test_a_models_own_code_is_checked_before_its_weights_are_read(name, extra, tiny_model_dir, tmp_path, monkeypatch):
+    """The folder is like one on the hub."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = shutil.copytree(tiny_model_dir, tmp_path / name)
+    (folder / "own.py").write_text(CUSTOM.format(name=name, extra=extra))
+    settings = json.loads((folder / "config.json").read_text())
+    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    settings |= {"model_type": name, "architectures": ["OwnForCausalLM"], "auto_map": auto_map}
+    (folder / "config.json").write_text(json.dumps(settings))
+    config = ModelConfig(model=str(folder), device="cpu", trust_remote_code=True)
+    if extra:
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+        with pytest.raises(ModelError, match=OTHER_LOGITS):
+            load_model(config, load_tokenizer(config))
+        return
     model = load_model(config, load_tokenizer(config))
     assert type(model.module).__name__ == "OwnForCausalLM"
     assert model.notes == (
         "models of type 'own_exact' are not on the verified list; a small model of this type was checked against transformers and agreed",
     )
-
-
-def test_a_models_own_code_that_is_not_exact_is_refused_before_its_weights_are_read(custom_model, monkeypatch):
-    config = custom_model("own_inexact", "output.logits = output.logits.cumsum(1)")
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
-    with pytest.raises(ModelError, match=OTHER_LOGITS):
-        load_model(config, load_tokenizer(config))
 
 
 @pytest.mark.parametrize("name", ["clip", "deberta-v2"])

@@ -179,21 +179,6 @@ def test_weights_are_not_streamed_over_several_devices(tiny_model_dir: Path) -> 
         load_folder(tiny_model_dir, weights="streamed", device_map="auto", device="auto")
 
 
-def test_sizes_are_told_from_the_headers_of_files() -> None:
-    tensors = [
-        StoredTensor("model.embed_tokens.weight", "BF16", [100, 64], 12800),
-        *(StoredTensor(f"model.layers.{i}.mlp.up_proj.qweight", "I32", [8, 640], 20480) for i in range(5)),
-        *(StoredTensor(f"model.layers.{i}.mlp.up_proj.scales", "F16", [1, 640], 1280) for i in range(5)),
-        *(StoredTensor(f"model.layers.{i}.norm.weight", "BF16", [64], 128) for i in range(5)),
-        StoredTensor("vision.0.weight", "BF16", [1000], 2000),
-    ]
-    settings = {"quant_method": "gptq", "bits": 4}
-    found = weight_sizes(tensors, settings, 2, frozenset({"vision"}))
-    assert found.kept == 12800 + 5 * (20480 + 1280 + 128)
-    assert found.streamed == 12800 + 3 * (20480 + 1280 + 128)
-    assert found.plain == 12800 + 5 * (2 * 64 * 640 + 1280 + 128)
-
-
 @pytest.mark.parametrize(
     ("instructions", "settings", "tensor", "stays"),
     [

@@ -44,11 +44,6 @@ def test_only_files_that_the_index_names_count(tmp_path):
     assert weight_files(config_of(tmp_path)) is None
 
 
-def test_nothing_is_known_of_a_model_that_is_not_on_disk(tmp_path):
-    assert weight_files(config_of(tmp_path)) is None
-    assert weight_files(config_of("nobody/has-this-model")) is None
-
-
 @pytest.mark.parametrize(
     ("option", "own", "dtype"),
     [("auto", BF16, BF16), ("auto", "float16", torch.float16), ("auto", None, F32), ("float32", BF16, F32)],
@@ -102,10 +97,6 @@ def test_the_hub_tells_the_size_of_weights_that_are_not_on_disk(machine, monkeyp
 def test_weights_of_unknown_size_are_loaded_in_their_own_dtype(machine):
     machine()
     assert cpu_dtype(config_of("nobody/has-this-model"), SimpleNamespace(dtype=BF16)) == BF16
-
-
-def test_weights_that_fit_are_accepted():
-    check_fits(10 * GIB, BF16, 1, [0, 10 * GIB])
 
 
 @pytest.mark.parametrize(
