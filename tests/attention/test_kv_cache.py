@@ -16,13 +16,6 @@ def numbered(cache):
     return cache
 
 
-def test_each_layer_has_keys_and_values_of_its_own_shape():
-    cache = cache_of(3, 4, {0: LayerShape(2, 8, 6), 5: LayerShape(1, 4, 4)}, torch.bfloat16)
-    assert {i: tuple(k.shape) for i, k in cache.keys.items()} == {0: (2, 12, 8), 5: (1, 12, 4)}
-    assert {i: tuple(v.shape) for i, v in cache.values.items()} == {0: (2, 12, 6), 5: (1, 12, 4)}
-    assert cache.keys[0].dtype == cache.values[5].dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize(
     ("copies", "blocks"),
     [

@@ -1,4 +1,4 @@
-"""The KV size of a token, from the configuration alone, is what the layers of the model store."""
+"""The memory of a token and of a state, from the configuration alone, is what the layers of the model take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from transformers import CONFIG_MAPPING
 
 from batchgen.attention.kv_cache import bytes_per_token
 from batchgen.attention.sizes import kv_numbers
+from batchgen.dry_run import kv_bytes_per_token, state_bytes_per_sequence
 from batchgen.model.architectures import RECURRENT
+from batchgen.state.cache import bytes_per_state_slot
+from batchgen.state.sizes import attention_layers, recurrent_layers
 from support.models import packed_model
 from support.shapes import SHAPES
 
@@ -21,20 +24,30 @@ NO_GROUPS = {
     "persimmon",
 }  # fmt: skip
 """Families without groups of query heads, whose configurations do not have the number of key heads that the tests' common settings give them."""
-QUICK = {"llama", "deepseek_v3", "gemma4_text", "diffllama"}
-NAMES = sorted(s for s in SHAPES if s.split("/")[0] not in RECURRENT and s.split("/")[0] in CONFIG_MAPPING)
+QUICK = {"llama", "deepseek_v3", "gemma4_text", "diffllama", *RECURRENT}
+NAMES = sorted(s for s in SHAPES if s.split("/")[0] in CONFIG_MAPPING)  # older transformers do not have every family
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in NAMES])
-def test_the_configuration_tells_what_a_token_takes(name):
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n.split("/")[0] in QUICK else pytest.mark.slow) for n in NAMES]
+)
+def test_the_configuration_tells_what_a_token_and_a_state_take(name):
     model = packed_model(name, compiled=False)
     config = copy.deepcopy(model.module.config)
     if name.split("/")[0] in NO_GROUPS:
         config.num_key_value_heads = None
-    assert 4 * kv_numbers(config) == bytes_per_token(model.layers, model.dtype)
+    assert kv_bytes_per_token(config, "float32") == bytes_per_token(model.layers, model.dtype)
+    # With attention alone, the states of granitemoehybrid are nothing.
+    assert state_bytes_per_sequence(config, "float32") == bytes_per_state_slot(model.states, model.dtype)
 
 
 def test_layers_that_see_an_image_alone_keep_nothing_of_a_text():
     kinds = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
     assert kv_numbers(SimpleNamespace(**kinds)) == 4 * 2 * 2 * 16
     assert kv_numbers(SimpleNamespace(**kinds, cross_attention_layers=[1, 3])) == 2 * 2 * 2 * 16
+
+
+def test_layers_are_counted_under_the_names_of_older_transformers_too():
+    kinds = ["recurrent", "recurrent", "attention"]
+    config = SimpleNamespace(model_type="recurrent_gemma", num_hidden_layers=3, layers_block_type=kinds)
+    assert (recurrent_layers(config), attention_layers(config)) == (2, 1)

@@ -4,12 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchgen.attention import plan as plan_module
 from batchgen.attention.base import LayerOptions, with_key_bias
-from batchgen.attention.plan import AttentionPlan, SharedPart
-from batchgen.attention.torch_backend import Cascade, merge, partial
+from batchgen.attention.torch_backend import Cascade, broadcast, merge, partial, shared_attention
 from support import simulation as sim
 from support.params import examples
 from support.reference_attention import OPTIONS, AttentionCase, random_options
@@ -74,54 +71,11 @@ def test_half_precision_is_near_the_reference(dtype):
 # -- the shared part
 
 
-class Largest(TorchDispatchMode):
-    """Records the number of elements of the largest new tensor, and the sum of all."""
-
-    def __init__(self):
-        super().__init__()
-        self.largest = self.total = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        known = {
-            t.untyped_storage().data_ptr() for t in [*args, *(kwargs or {}).values()] if isinstance(t, torch.Tensor)
-        }
-        for t in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known:
-                size = t.untyped_storage().nbytes() // t.element_size()
-                self.largest, self.total = max(self.largest, size), self.total + size
-        return out
-
-
-def shared_step(n, blocks, block_size):
-    """n decoding queries under one node, each with a block of its own."""
-    import numpy as np
-
-    paged = plan_module.PagedPart(
-        queries=np.arange(n), blocks=np.arange(blocks, blocks + n), owners=np.arange(n), lengths=np.full(n, 1),
-        positions=np.full(n, blocks * block_size),
-    )  # fmt: skip
-    positions = np.full(n, blocks * block_size)
-    kv_indices = np.arange(blocks, blocks + n) * block_size
-    return AttentionPlan(n, positions, kv_indices, (SharedPart(0, blocks, 0, n, 0),), paged, (), block_size)
-
-
-@pytest.mark.parametrize("sliding_window", [None, 3000])
-def test_memory_of_the_shared_part_does_not_grow_with_a_copy_for_each_query(sliding_window):
-    """The largest tensor holds the scores, K*G*S for each query. KV for each query would be D times as large."""
-    K, G, D, block_size, blocks = 2, 1, 64, 16, 128
-    made = {}
-    for n in (16, 64):
-        plan = shared_step(n, blocks, block_size)
-        keys = torch.randn(K, (blocks + n) * block_size, D)
-        q = torch.randn(K, n, G, D)
-        with Largest() as seen:
-            Cascade(plan, CPU).attend(q, keys, keys, LayerOptions(0.125, sliding_window))
-        made[n] = seen
-        copied = n * K * blocks * block_size * D
-        assert seen.largest <= copied // D
-        assert seen.total < copied // 4
-    assert made[64].total <= 4.1 * made[16].total
+def test_kv_that_was_copied_for_each_query_is_refused():
+    q, kv = torch.randn(2, 3, 1, 8), torch.randn(2, 16, 8)
+    for k, v in ((broadcast(kv, 3).contiguous(), broadcast(kv, 3)), (broadcast(kv, 3), broadcast(kv, 3).contiguous())):
+        with pytest.raises(ValueError, match=r"^shared KV must be a broadcast view, not a copy for each query$"):
+            shared_attention(q, k, v, LayerOptions(1.0))
 
 
 # -- pieces

@@ -190,25 +190,6 @@ def test_tiles_are_made_to_fit_a_smaller_device(size, kilobytes, rows, keys):
 # -- the plan
 
 
-def test_a_plan_lies_at_the_same_addresses_in_every_step(device):
-    cache = KVCache({0: LayerShape(1, 16, 16, device)}, BLOCKS, 16, torch.float32)
-    attention = DeviceAttention(cache, 64, device)
-    plan, positions = attention._plan, attention.positions
-    at = (plan.data_ptr(), positions.data_ptr())
-    assert (positions.dtype, positions.shape) == (torch.int64, (64,))
-    steps = [(works_of(*MIXED[2:]), None), (works_of(([0, 1], 3, 20)), 30), (works_of(([0], 0, 1)), 64)]
-    for spans, padded in [*steps, *steps[::-1], *steps]:  # more than there are staging buffers
-        attention.plan(spans, padded)
-        want = [p for w in spans for p in range(w.start, w.stop)]
-        assert positions.tolist() == want + [0] * (64 - len(want))
-        kv_indices = attention._plan[attention._lists - 64 : attention._lists].tolist()
-        assert kv_indices == [sim.kv_index(w.span, p, 16) for w in spans for p in range(w.start, w.stop)] + [-1] * (
-            64 - len(want)
-        )
-        assert (attention._plan.data_ptr(), attention.positions.data_ptr()) == at
-    assert attention.generation == 0
-
-
 def test_a_plan_that_needs_more_room_gets_it_and_says_so(device):
     cache = KVCache({0: LayerShape(1, 16, 16, device)}, BLOCKS, 1, torch.float32)
     attention = DeviceAttention(cache, 1, device, tuning=Tuning(narrow_min_keys=1, partials=2))

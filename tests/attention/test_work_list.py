@@ -87,26 +87,16 @@ def test_every_query_reads_each_of_its_keys_once_and_its_results_are_merged(data
     narrow = Lane(rng.choice([1, 2]), rng.choice([1, 3, 100]), rng.choice([1, 2]), rng.choice([1, 7, 1000]))
     shared_reads = rng.choice([1, 6, NO_LIMIT])
 
-    def every_step(step, plan):
-        if plan is not None:
-            lists = listed(step.spans, block_size, wide, narrow, shared_reads)
-            check(step.spans, block_size, lists, sliding_window)
-            assert (lists.narrow[:, Q_COUNT] <= narrow.tokens).all()
-            assert (lists.wide[:, Q_COUNT] <= wide.tokens).all()
+    def check_step(step, plan):
+        lists = listed(step.spans, block_size, wide, narrow, shared_reads)
+        check(step.spans, block_size, lists, sliding_window)
+        assert (lists.narrow[:, Q_COUNT] <= narrow.tokens).all()
+        assert (lists.wide[:, Q_COUNT] <= wide.tokens).all()
 
-    prompts = []
-    for _ in range(10):
-        begin = rng.choice(prompts)[: rng.randint(0, 60)] if prompts and rng.random() < 0.8 else []
-        prompts.append(begin + [rng.randrange(3) for _ in range(rng.randint(1, 30))])
-    tokens = rng.choice([9, 40, 300])
-    s = sim.Simulation(
-        blocks=rng.choice([120, 1000]), block_size=block_size, tokens=tokens, batch_size=8, prefill=tokens, sliding_window=sliding_window,
-        every_step=every_step,
+    sim.random_steps(
+        rng.randrange(2**32), check_step, longest=30, steps=6, tokens=rng.choice([9, 40, 300]), blocks=rng.choice([120, 1000]),
+        block_size=block_size, batch_size=8, sliding_window=sliding_window,
     )  # fmt: skip
-    s.load(prompts, [rng.randint(1, 8) for _ in prompts])
-    for _ in range(6):
-        if s.scheduler.unfinished:
-            s.step()
 
 
 def test_a_node_is_read_by_tiles_of_the_queries_below_it_and_own_blocks_by_each():

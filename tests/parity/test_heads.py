@@ -172,14 +172,3 @@ def test_a_later_window_reuses_the_prefixes_of_an_earlier_one(head):
             np.testing.assert_allclose(result.embedding, vector, atol=1e-4, rtol=1e-4)
     assert engine.stats.prefill_tokens == 64 + 3 * (5 + 9 + 30)
     assert all(node.source is None for node in engine.block_manager.cached)
-
-
-def test_a_window_that_branches_inside_an_earlier_node_computes_its_prefix_again():
-    root, other = numbers(64), numbers(20)
-    engine = engine_of(packed("llama", MEAN), MEAN)
-    run(engine, requests_of([root + numbers(3), root + numbers(4)]))
-    window = [root[:40] + other + numbers(n) for n in (2, 6)]
-    for result, prompt in zip(run(engine, requests_of(window)), window, strict=True):
-        vector = embedding(reference("llama", AutoModel), MEAN, prompt)
-        np.testing.assert_allclose(result.embedding, vector, atol=1e-4, rtol=1e-4)
-    assert engine.stats.prefill_tokens == (64 + 3 + 4) + (40 + 20 + 2 + 6)

@@ -93,20 +93,103 @@ def agree(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5 * max(1.0, float(want.abs().max())))
 
 
-@each_way
-@settings(max_examples=8)
-@given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_the_convolution_is_that_of_transformers(kernels, lengths, seed):
+Case = tuple[StateShape, Callable[[StateStep, Callable[..., torch.Tensor]], Any], list[list[torch.Tensor]]]
+"""A shape of states, what runs a mixer, and by function of transformers what each sequence should give."""
+
+
+def inputs(seed: int, lengths: Sequence[int], *shape: int) -> list[torch.Tensor]:
+    return [normal(10 * i + seed, n, *shape) for i, n in enumerate(lengths)]
+
+
+def convolution(lengths: Sequence[int], activation: str | None = "silu") -> Case:
     weight, bias = normal(1, CHANNELS, TAPS + 1), normal(2, CHANNELS)
-    xs = [normal(10 + i, n, CHANNELS) for i, n in enumerate(lengths)]
-    for activation in ("silu", None):
-        got = in_steps(
-            kernels, lengths, seed, StateShape(TAPS, CHANNELS),
-            lambda s, pack, a=activation: s.convolve(LAYER, pack(xs), weight, bias, a),
-        )  # fmt: skip
-        for x, y in zip(xs, got, strict=True):
-            want = inspect.unwrap(modeling_bamba.causal_conv1d_fn)(x.t()[None], weight, bias, activation)
-            agree(y, want[0].t())
+    xs = inputs(3, lengths, CHANNELS)
+    own = inspect.unwrap(modeling_bamba.causal_conv1d_fn)
+    return (
+        StateShape(TAPS, CHANNELS),
+        lambda s, pack: s.convolve(LAYER, pack(xs), weight, bias, activation),
+        [[own(x.t()[None], weight, bias, activation)[0].t() for x in xs]],
+    )
+
+
+def plain_convolution(lengths: Sequence[int]) -> Case:
+    return convolution(lengths, None)
+
+
+def delta_rule(lengths: Sequence[int]) -> Case:
+    unit = torch.nn.functional.normalize
+    qs, ks = ([unit(x, dim=-1) for x in inputs(at, lengths, HEADS, DEPTH)] for at in (1, 2))
+    vs = inputs(3, lengths, HEADS, WIDTH)
+    gs = [-softplus(4 * x) for x in inputs(4, lengths, HEADS)]
+    betas = [2 * x.sigmoid() for x in inputs(5, lengths, HEADS)]  # up to 2: negative eigenvalues
+    every = (qs, ks, vs, gs, betas)
+    both = (modeling_qwen3_next.torch_chunk_gated_delta_rule, modeling_qwen3_next.torch_recurrent_gated_delta_rule)
+    return (
+        StateShape(1, 1, (HEADS, DEPTH, WIDTH)),
+        lambda s, pack: s.delta_rule(LAYER, *map(pack, every), False),
+        [[own(*(x[None] for x in one))[0][0] for one in zip(*every, strict=True)] for own in both],
+    )
+
+
+def kimi_delta_attention(lengths: Sequence[int]) -> Case:
+    qs, ks = (inputs(at, lengths, HEADS, DEPTH) for at in (1, 2))
+    vs = inputs(3, lengths, HEADS, WIDTH)
+    gs = [-softplus(2 * x) for x in inputs(4, lengths, HEADS, DEPTH)]
+    every = (qs, ks, vs, gs, [x.sigmoid() for x in inputs(5, lengths, HEADS)])
+    own = modeling_kimi_linear.recurrent_kimi_delta_attention
+    return (
+        StateShape(1, 1, (HEADS, DEPTH, WIDTH)),
+        lambda s, pack: s.delta_rule(LAYER, *map(pack, every), True),
+        [[own(*(x[None] for x in one), None, False, use_qk_l2norm_in_kernel=True)[0][0] for one in zip(*every, strict=True)]],
+    )  # fmt: skip
+
+
+def mamba(lengths: Sequence[int]) -> Case:
+    a = -torch.rand(CHANNELS, DEPTH, generator=torch.Generator().manual_seed(7)) * 4
+    xs, dts = inputs(1, lengths, CHANNELS), [softplus(x) for x in inputs(2, lengths, CHANNELS)]
+    bs, cs = (inputs(at, lengths, DEPTH) for at in (3, 4))
+    own = inspect.unwrap(modeling_mamba.mamba_selective_scan)
+    return (
+        StateShape(1, 1, (DEPTH, CHANNELS)),
+        lambda s, pack: s.mamba(LAYER, pack(xs), pack(dts), a, pack(bs), pack(cs)),
+        [[own(x.t()[None], dt.t()[None], a, b.t()[None], c.t()[None])[0].t() for x, dt, b, c in zip(xs, dts, bs, cs, strict=True)]],
+    )  # fmt: skip
+
+
+def rg_lru(lengths: Sequence[int]) -> Case:
+    xs, decays = inputs(1, lengths, CHANNELS), [x.sigmoid() for x in inputs(2, lengths, CHANNELS)]
+    own = modeling_recurrent_gemma.RecurrentGemmaRglru._rnn_scan
+    return (
+        StateShape(1, 1, (CHANNELS,)),
+        lambda s, pack: s.linear_scan(LAYER, pack(xs), pack(decays)),
+        [[own(None, x[None], d[None], torch.zeros(1, len(x), 1, dtype=torch.bool), None)[0][0] for x, d in zip(xs, decays, strict=True)]],
+    )  # fmt: skip
+
+
+def mamba2(lengths: Sequence[int]) -> Case:
+    skip, a = normal(9, HEADS), -torch.tensor([0.1, 1.0, 4.0, 16.0])
+    xs, dts = inputs(1, lengths, HEADS, WIDTH), [softplus(x) for x in inputs(2, lengths, HEADS)]
+    bs, cs = (inputs(at, lengths, GROUPS, DEPTH) for at in (3, 4))
+    own = modeling_bamba.mamba2_chunk_scan
+    return (
+        StateShape(1, 1, (HEADS, DEPTH, WIDTH)),
+        lambda s, pack: s.mamba2(LAYER, pack(xs), pack(dts), (0.0, math.inf), a, pack(bs), pack(cs), skip),
+        [[own(x[None], dt[None], a, b[None], c[None], chunk_size=16, D=skip)[0] for x, dt, b, c in zip(xs, dts, bs, cs, strict=True)]],
+    )  # fmt: skip
+
+
+@each_way
+@pytest.mark.parametrize(
+    "mixer", [convolution, plain_convolution, delta_rule, kimi_delta_attention, mamba, rg_lru, mamba2]
+)
+@settings(max_examples=6)
+@given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
+def test_each_mixer_is_that_of_transformers(kernels, mixer, lengths, seed):
+    shape, run, wanted = mixer(lengths)
+    got = in_steps(kernels, lengths, seed, shape, run)
+    for want in wanted:
+        for y, expected in zip(got, want, strict=True):
+            agree(y, expected)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -119,112 +202,6 @@ def test_unfolding_gives_the_inputs_before_each_token_and_zeros_before_the_first
     for x, unfolded in zip(xs, got, strict=True):
         padded = torch.cat([torch.zeros(TAPS, 5), x])
         assert torch.equal(unfolded, padded.unfold(0, TAPS + 1, 1).transpose(1, 2))
-
-
-@each_way
-@settings(max_examples=8)
-@given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_the_delta_rule_is_that_of_transformers(kernels, lengths, seed):
-    shape = StateShape(1, 1, (HEADS, DEPTH, WIDTH))
-    unit = torch.nn.functional.normalize
-    qs, ks = ([unit(normal(10 * i + at, n, HEADS, DEPTH), dim=-1) for i, n in enumerate(lengths)] for at in (1, 2))
-    vs = [normal(10 * i + 3, n, HEADS, WIDTH) for i, n in enumerate(lengths)]
-    gs = [-softplus(4 * normal(10 * i + 4, n, HEADS)) for i, n in enumerate(lengths)]
-    betas = [2 * normal(10 * i + 5, n, HEADS).sigmoid() for i, n in enumerate(lengths)]  # up to 2: negative eigenvalues
-    got = in_steps(
-        kernels,
-        lengths,
-        seed,
-        shape,
-        lambda s, pack: s.delta_rule(LAYER, *(pack(x) for x in (qs, ks, vs, gs, betas)), False),
-    )
-    for i, y in enumerate(got):
-        args = (qs[i][None], ks[i][None], vs[i][None], gs[i][None], betas[i][None])
-        for own in (
-            modeling_qwen3_next.torch_chunk_gated_delta_rule,
-            modeling_qwen3_next.torch_recurrent_gated_delta_rule,
-        ):
-            agree(y, own(*args)[0][0])
-
-
-@each_way
-@settings(max_examples=4)
-@given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_kimi_delta_attention_is_that_of_transformers(kernels, lengths, seed):
-    shape = StateShape(1, 1, (HEADS, DEPTH, WIDTH))
-    qs, ks = ([normal(10 * i + at, n, HEADS, DEPTH) for i, n in enumerate(lengths)] for at in (1, 2))
-    vs = [normal(10 * i + 3, n, HEADS, WIDTH) for i, n in enumerate(lengths)]
-    gs = [-softplus(2 * normal(10 * i + 4, n, HEADS, DEPTH)) for i, n in enumerate(lengths)]
-    betas = [normal(10 * i + 5, n, HEADS).sigmoid() for i, n in enumerate(lengths)]
-    got = in_steps(
-        kernels,
-        lengths,
-        seed,
-        shape,
-        lambda s, pack: s.delta_rule(LAYER, *(pack(x) for x in (qs, ks, vs, gs, betas)), True),
-    )
-    for i, y in enumerate(got):
-        args = (x[i][None] for x in (qs, ks, vs, gs, betas))
-        own = modeling_kimi_linear.recurrent_kimi_delta_attention(*args, None, False, use_qk_l2norm_in_kernel=True)
-        agree(y, own[0][0])
-
-
-@each_way
-@settings(max_examples=4)
-@given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_the_scan_of_mamba_is_that_of_transformers(kernels, lengths, seed):
-    shape = StateShape(1, 1, (DEPTH, CHANNELS))
-    a = -torch.rand(CHANNELS, DEPTH, generator=torch.Generator().manual_seed(7)) * 4
-    xs = [normal(10 * i + 1, n, CHANNELS) for i, n in enumerate(lengths)]
-    dts = [softplus(normal(10 * i + 2, n, CHANNELS)) for i, n in enumerate(lengths)]
-    bs, cs = ([normal(10 * i + at, n, DEPTH) for i, n in enumerate(lengths)] for at in (3, 4))
-    got = in_steps(kernels, lengths, seed, shape, lambda s, p: s.mamba(LAYER, p(xs), p(dts), a, p(bs), p(cs)))
-    for i, y in enumerate(got):
-        args = (xs[i].t()[None], dts[i].t()[None], a, bs[i].t()[None], cs[i].t()[None])
-        agree(y, inspect.unwrap(modeling_mamba.mamba_selective_scan)(*args)[0].t())
-
-
-@each_way
-@settings(max_examples=4)
-@given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_the_scan_of_an_rg_lru_is_that_of_transformers(kernels, lengths, seed):
-    xs = [normal(10 * i + 1, n, CHANNELS) for i, n in enumerate(lengths)]
-    decays = [normal(10 * i + 2, n, CHANNELS).sigmoid() for i, n in enumerate(lengths)]
-    got = in_steps(
-        kernels, lengths, seed, StateShape(1, 1, (CHANNELS,)), lambda s, p: s.linear_scan(LAYER, p(xs), p(decays))
-    )
-    scan = modeling_recurrent_gemma.RecurrentGemmaRglru._rnn_scan
-    for i, y in enumerate(got):
-        never = torch.zeros(1, lengths[i], 1, dtype=torch.bool)
-        agree(y, scan(None, xs[i][None], decays[i][None], never, None)[0][0])
-
-
-@each_way
-@settings(max_examples=8)
-@given(lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_the_recurrence_of_mamba2_is_that_of_transformers(kernels, lengths, seed):
-    shape = StateShape(1, 1, (HEADS, DEPTH, WIDTH))
-    skip = normal(9, HEADS)
-    a = -torch.tensor([0.1, 1.0, 4.0, 16.0])
-    xs = [normal(10 * i + 1, n, HEADS, WIDTH) for i, n in enumerate(lengths)]
-    dts = [softplus(normal(10 * i + 2, n, HEADS)) for i, n in enumerate(lengths)]
-    bs, cs = ([normal(10 * i + at, n, GROUPS, DEPTH) for i, n in enumerate(lengths)] for at in (3, 4))
-    no_limit = (0.0, math.inf)
-    got = in_steps(
-        kernels, lengths, seed, shape, lambda s, p: s.mamba2(LAYER, p(xs), p(dts), no_limit, a, p(bs), p(cs), skip)
-    )
-    for i, y in enumerate(got):
-        want = modeling_bamba.mamba2_chunk_scan(
-            xs[i][None], dts[i][None], a, bs[i][None], cs[i][None], chunk_size=16, D=skip
-        )
-        agree(y, want[0])
-        state = torch.zeros(1, HEADS, WIDTH, DEPTH)
-        for t in range(min(lengths[i], 20)):
-            one = (dts[i][t, :, None].expand(HEADS, WIDTH), a[:, None, None].expand(HEADS, WIDTH, DEPTH))
-            step = inspect.unwrap(modeling_bamba.mamba2_selective_state_update)(
-                state, xs[i][t][None], one[0][None], one[1], bs[i][t][None], cs[i][t][None]
-            )
-            agree(y[t], step[0] + skip[:, None] * xs[i][t])
 
 
 def test_steps_of_mamba2_are_limited_in_prompts_only():
