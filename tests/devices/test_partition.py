@@ -93,12 +93,6 @@ def test_a_group_a_little_larger_than_its_share_stays_whole():
     assert [len(rows(first)), len(rows(second))] == [22, 18]
 
 
-def test_without_sharing_no_prefix_is_spared():
-    pieces = pieces_of(grouped(1, 40), 2, share=False)
-    assert {p.shared for p in pieces} == {0}
-    assert sum(p.cost for p in pieces) == 40 * (51 + 3 * DECODE_COST)
-
-
 def test_pieces_in_an_order_of_their_own_are_equal_in_cost():
     pieces = consecutive_pieces([request(i, [1] * 8, 3) for i in (5, 3, 8, 1, 2, 0, 7, 4)], 4)
     assert [[r.row for r in p.requests] for p in pieces] == [[5, 3], [8, 1], [2, 0], [7, 4]]

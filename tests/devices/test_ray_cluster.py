@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import random
 import shutil
 import signal
@@ -20,7 +19,7 @@ import pytest
 
 from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, SamplingParams, job_status, run_job
 from batchgen.devices.transport import Gone, Ready, WorkerReport
-from batchgen.errors import ModelError, UsageError
+from batchgen.errors import UsageError
 from batchgen.progress import Silent, Snapshot
 from support.progress import Recorder
 from support.vision import make, picture
@@ -276,24 +275,6 @@ def test_a_driver_that_is_killed_goes_on_where_it_was(
     done = subprocess.run(command(tiny_model_dir, cluster.address), env=command_environment, capture_output=True)
     assert done.returncode == 3, done.stderr
     assert Path("o.jsonl").read_bytes() == expected
-
-
-def test_a_model_that_the_machines_do_not_have_is_told_in_one_line(
-    connected, tiny_model_dir, expected, tmp_path, monkeypatch
-):
-    os.symlink(tiny_model_dir, tmp_path / "here")
-    monkeypatch.setattr(RayCluster, "setups", moved_away)
-    with pytest.raises(
-        ModelError, match=r"a machine of the cluster cannot load the model: model folder .*hub or a folder"
-    ):
-        run_job(config_of(Path("here"), connected.address))
-
-
-def moved_away(self: Any, model: ModelConfig, engine: EngineConfig) -> Any:
-    """As if the other machines did not have the driver's folder."""
-    from batchgen.devices.transport import WorkerSetup
-
-    return [WorkerSetup(ModelConfig(model="./nowhere", device="cpu"), engine, place, 1) for place in range(2)]
 
 
 def test_a_model_in_the_working_directory_is_copied_to_the_machines(

@@ -6,7 +6,6 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices.transport import Gone, Processes
 from batchgen.devices.worker import serve
 from batchgen.devices.workers import Workers
-from batchgen.errors import DevicesLost, ModelError, OutOfMemory, UsageError
+from batchgen.errors import DevicesLost, ModelError, OutOfMemory
 from batchgen.request import Request
 from batchgen.result import Result
 from support.fakes import FakeEngine, Fleet, grouped, planned, request
@@ -68,28 +67,6 @@ def test_every_row_is_done_once_and_all_devices_do_some(fleet):
     assert workers.stats.completion_tokens == 180
     assert workers.stats.steps == sum(e.stats.steps for e in fleet.engines.values())
     assert workers.stats.process_bytes_peak > 3 << 20
-
-
-def test_the_time_in_which_a_worker_has_no_work_is_counted(fleet, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("batchgen.devices.workers.time", SimpleNamespace(monotonic=lambda: now[0]))
-    go_on = threading.Event()
-
-    class Held(FakeEngine):
-        def step(self, admit: bool) -> None:
-            go_on.wait(60)
-            super().step(admit)
-
-    def later() -> None:
-        now[0] = 7.0
-        go_on.set()
-
-    fleet.make = Held
-    workers = fleet.workers()
-    now[0] = 5.0  # until there is work
-    run(workers, [request(0, [0])], when(lambda: not workers.waiting, later))
-    now[0] = 100.0  # what comes after the last row does not count
-    assert sorted(worker["idle_seconds"] for worker in workers.by_worker) == [5.0, 7.0]  # one row: one worker has none
 
 
 def test_no_process_is_given_more_than_two_batches_at_a_time(fleet):
@@ -267,13 +244,6 @@ def test_an_error_on_one_device_leaves_its_rows_to_the_others(fleet, error, mess
         run(workers, grouped(4, 4))
 
 
-def test_an_error_that_all_would_meet_ends_the_run_at_once(fleet):
-    workers = fleet.workers()
-    fleet.engines["cpu:0"].failing = UsageError("it is missing", "install it")
-    with pytest.raises(UsageError, match=r"^it is missing; install it$"):
-        run(workers, grouped(4, 4))
-
-
 def test_a_model_that_cannot_be_loaded_is_told_as_on_one_device(fleet):
     def make(name: str) -> Any:
         if name == "cuda:9":
@@ -306,12 +276,6 @@ def test_the_others_do_the_work_of_a_process_that_ends_while_its_model_loads(fle
     assert {result.text for result in results.values()} == {"cpu:0"}
     assert "the process of cpu:1 ended (SIGKILL: Segmentation fault); the others do its work" in workers.notes
     assert [line["lost"] for line in workers.by_worker] == [False, True]
-
-
-def test_if_all_processes_end_while_their_models_load_the_last_one_is_told(fleet):
-    ending_while_loading(fleet, 0, 1)
-    with pytest.raises(DevicesLost, match=r"^the process of cpu:[01] ended \(SIGKILL: Segmentation fault\)"):
-        fleet.workers()
 
 
 def test_processes_end_with_what_they_serve(fleet):
@@ -373,19 +337,6 @@ def test_a_worker_that_is_lost_again_and_again_without_a_row_is_given_up(fleet):
     with pytest.raises(DevicesLost, match="no more"):
         run(workers, [request(0, [1])])
     assert len(fleet.processes) == 3
-
-
-def test_a_worker_that_never_becomes_ready_is_given_up_and_the_others_do_all_rows(fleet):
-    def make(name: str) -> FakeEngine:
-        if name == "cpu:0":
-            raise DevicesLost("this machine is broken")
-        return FakeEngine(name)
-
-    fleet.make = make
-    results = run(replacing(fleet), grouped(4, 4))
-    assert {result.text for result in results.values()} == {"cpu:1"}
-    assert len(results) == 16
-    assert len(fleet.processes) == 4
 
 
 def test_work_begins_before_all_are_ready_and_those_that_come_late_take_over(fleet):

@@ -28,12 +28,6 @@ PROMPTS = [[*GROUP, i] for i in range(6)] + [[50 + i] * (3 + i) for i in range(4
 LENGTHS = [5, 1, 9, 4, 40, 3, 8, 2, 6, 30, 7, 5, 4]
 
 
-def test_nothing_to_generate_is_no_step(model):
-    engine = engine_of(model)
-    assert run(engine, []) == {}
-    assert engine.stats.steps == 0
-
-
 def test_a_request_that_does_not_fit_fails_alone_and_says_what_would(model):
     engine = engine_of(model, blocks=128)
     assert (engine.sizes.bytes_per_token, engine.sizes.num_blocks) == (TOKEN, 128)

@@ -32,16 +32,6 @@ def texts(results):
 GROUP = list(range(20))
 
 
-def test_forks_draw_by_their_number_whatever_the_batch(model):
-    requests = tiny.requests_of([GROUP, [*GROUP, 1], [7]], [6, 9, 4], n=4, temperature=1.0)
-    want = tiny.run(tiny.engine_of(model), requests)
-    assert all(len({c.token_ids for c in r.completions}) == 4 for r in want.values())
-    for how in ({"batch_size": 1}, {"batch_size": 3, "max_batch_tokens": 5}, {"blocks": 3}):
-        assert tiny.run(tiny.engine_of(model, **how), requests) == want, how
-    first = tiny.run(tiny.engine_of(model), tiny.requests_of([GROUP], [6], n=1, temperature=1.0))
-    assert first[0].completions == ()  # one completion is the row's text
-
-
 def test_a_row_with_a_fork_without_numbers_fails_once_and_the_others_go_on():
     """The token 90 gives NaN; one of the forks samples it."""
     engine = tiny.engine_of(tiny.build(poison=90))

@@ -45,12 +45,6 @@ def test_every_node_is_listed_with_what_is_below_it():
     ]
 
 
-def test_nodes_with_few_rows_are_only_in_the_sums():
-    tree = outline_of(NESTED, nodes=2, text_tokens=3)
-    assert (tree.saved_tokens, tree.node_count) == (27, 5)
-    assert told(tree) == [(-1, 6, 1, 2, 10, 3, 12, [1, 1]), (0, 3, 1, 4, 8, 1, 3, [4, 4, 4])]
-
-
 @given(token_lists, st.integers(1, 6))
 def test_the_outline_is_the_top_of_the_planned_tree(lists, max_nodes):
     prompts = [np.array(ids, dtype=np.int32) for ids in lists]
@@ -82,20 +76,6 @@ def survey_of(lists, *, chunk_size=1, nodes=99, groups=99):
         survey.add(np.array(ids, dtype=np.int32))
     survey.end()
     return survey
-
-
-def listed(lists, nodes):
-    return [(n.level, n.tokens.tolist(), n.rows, n.saved_tokens) for n in survey_of(lists, nodes=nodes).largest_nodes()]
-
-
-def test_all_nodes_are_listed_as_an_indented_tree():
-    assert listed(NESTED, 9) == [
-        (0, [1, 1], 6, 10),
-        (1, [0], 2, 1),
-        (1, [4, 4, 4, 4], 3, 8),
-        (2, [1, 1, 1], 2, 3),
-        (0, [5] * 5, 2, 5),
-    ]
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=40), st.integers(1, 3), st.integers(1, 4))

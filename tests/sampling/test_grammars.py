@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -211,14 +210,6 @@ def test_without_llguidance_the_extra_is_named(tokenizer, monkeypatch):
         assert str(failure.value) == (
             "a regex or JSON schema needs the packages llguidance and jsonschema; pip install 'batchgen-llm[structured]'"
         )
-
-
-@pytest.mark.slow
-def test_llguidance_is_not_imported_before_the_first_grammar():
-    program = "import sys, batchgen.sampling.constraints; print('llguidance' in sys.modules)"
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize("kind", ["WordPiece", "CTC", "BPEDecoder", "Strip", None])

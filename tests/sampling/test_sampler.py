@@ -242,19 +242,6 @@ def test_sampling_with_the_devices_table_equals_sampling_with_the_hosts_records(
 # Cost
 
 
-def test_a_small_top_k_skips_forbidden_tokens_and_marks_rows_without_numbers_as_invalid():
-    params = [SamplingParams(temperature=1.0, top_k=5)] * 4
-    logits = random_logits(4)
-    logits[1, 3] = torch.nan
-    logits[2] = -torch.inf
-    logits[3, 2:] = -torch.inf
-    sampled = sampler_of(*params).sample(logits, range(4), [0] * 4)
-    assert sampled.valid == [True, False, False, True]
-    assert sampled.tokens[3] in (0, 1)
-    probabilities = sampler_of(*params).probabilities(logits[3:], [0])
-    assert (probabilities > 0).sum() == 2
-
-
 def test_top_p_over_the_likeliest_eighth_of_a_vocabulary_equals_top_p_over_all_of_it(monkeypatch):
     """The likeliest eighth is enough for peaked rows and not for flat ones."""
     size = 2048

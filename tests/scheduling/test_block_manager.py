@@ -126,20 +126,6 @@ def test_half_of_the_blocks_that_running_sequences_may_still_need_stays_free():
     assert memory.pool.num_used == 2
 
 
-def test_growing_takes_the_block_of_an_idle_node_and_fails_if_there_is_none():
-    memory = BlockManager(BlockPool(2), block_size=4)
-    node_span = computed_node(memory, 0, 3)
-    memory.retire(node_span)
-    seq = sequence(4, 20)
-    memory.open_sequence(seq, None, reserve=None)
-    seq.computed = 4
-    assert memory.grow(seq)
-    assert node_span.evicted
-    seq.computed = 8
-    assert not memory.grow(seq)
-    assert len(seq.table) == 2
-
-
 # -- across windows
 
 
@@ -182,14 +168,6 @@ def test_the_last_token_of_a_cached_node_is_run_again_if_a_prompt_ends_there(mem
     assert (node_span.computed, node_span.end) == (7, 8)
 
 
-def test_a_single_request_reuses_all_but_its_last_token(memory):
-    kept = cached_node(memory, 12)
-    seq = sequence(8, 1)
-    seq.window = load_window(memory, [range(8)]).number
-    assert memory.open_sequence(seq, None, reserve=None)
-    assert (seq.computed, seq.table[0], take_copies(memory)) == (7, kept.table[0], ((1, seq.table[1]),))
-
-
 def test_a_node_is_not_evicted_to_make_room_for_the_node_that_reuses_it():
     memory = BlockManager(BlockPool(5), block_size=4)
     memory.peak_unshared_blocks = 5
@@ -199,15 +177,6 @@ def test_a_node_is_not_evicted_to_make_room_for_the_node_that_reuses_it():
     node_span = memory.open_node(later, 0, 0)
     assert (node_span.computed, kept.evicted, other.evicted) == (10, False, True)
     check(memory, node_span)
-
-
-def test_a_matched_node_counts_as_recently_used(memory):
-    used, unused = cached_node(memory, 10), computed_node(memory, 0, 3)
-    unused.prompt = np.array([70, 71, 72], dtype=np.int32)
-    memory.retire(unused)
-    assert list(memory.cached) == [used, unused]
-    load_window(memory, [[*range(10), 50], [*range(10), 60]])
-    assert list(memory.cached) == [unused, used]
 
 
 @pytest.mark.parametrize(

@@ -39,15 +39,6 @@ def test_spans_run_in_depth_first_order_and_a_node_before_its_children():
     assert s.scheduler.unfinished == 0
 
 
-def test_a_finished_sequence_is_replaced_in_the_next_step():
-    s = sim.Simulation(batch_size=2)
-    s.load([[1, 1], [2, 2], [3, 3], [4, 4]], [1, 3, 1, 1])
-    assert names(s.step()) == [("r0", 0, 2), ("r1", 0, 2)]
-    assert names(s.step()) == [("r1", 2, 3), ("r2", 0, 2)]
-    assert names(s.step()) == [("r1", 3, 4), ("r3", 0, 2)]
-    assert s.scheduler.unfinished == 0
-
-
 def test_a_long_node_is_prefilled_in_slices_while_others_decode():
     s = sim.Simulation(tokens=4, prefill=3, batch_size=4)
     long = [9] * 8
