@@ -115,30 +115,6 @@ def result(folder: Path, machine: dict[str, Any] = H200, source: str = "one", *,
     return GpuResult(folder / "gpu.json", machine, source, tiny=tiny)
 
 
-def cases(found: GpuResult, kind: str = "figures") -> list[tuple[str, str]]:
-    return [(e["part"], e["case"]) for e in found.json[kind]]
-
-
-def test_of_two_results_the_newer_figures_of_each_case_are_kept(tmp_path):
-    ours, theirs = result(tmp_path / "a"), result(tmp_path / "b", H200 | {"driver": "580.2"})
-    theirs.add("decode", "8b 1024", {"by": "theirs"}, 1)
-    ours.add("decode", "8b 1024", {"by": "ours"}, 1)
-    ours.add("decode", "8b 4096", {"by": "ours"}, 1)
-    ours.fail("prefill", "8b 4 x 16384", "no")
-    theirs.add("decode", "8b 4096", {"by": "theirs"}, 1)
-    theirs.add("prefill", "8b 4 x 16384", {"by": "theirs"}, 1)
-    theirs.fail("check", "8b", "no")
-    assert ours.merge(read_result(theirs.path)) == 3
-    kept = {
-        (e["case"], e["figures"]["by"], ours.json["machines"][e["machine"]]["driver"]) for e in ours.json["figures"]
-    }
-    assert kept == {
-        ("8b 1024", "ours", "580.1"), ("8b 4096", "theirs", "580.2"), ("8b 4 x 16384", "theirs", "580.2"),
-    }  # fmt: skip
-    assert cases(ours, "failures") == [("check", "8b")]
-    assert ours.merge(read_result(theirs.path)) == 0
-
-
 def test_a_table_shows_what_there_is(tmp_path):
     found = result(tmp_path)
     found.add("decode", "8b 1024", DECODED, 1)

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from batchgen.kernels import fusion
-from batchgen.kernels.build import library
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.experts import FusedExperts
 from batchgen.kernels.ops import Activation
-from support.codings import CODINGS, ROWS, SIZE, bits_of, weight_of
+from support.codings import CODINGS, SIZE, bits_of, weight_of
 from support.fusing import fuse
 from support.models import build, kernels
 
@@ -54,17 +53,6 @@ def test_experts_of_codes_compute_what_those_of_their_numbers_do_to_the_last_bit
             expected = torch.cat([layer(part) for layer, part in zip(alone, x.split(counts), strict=True)])
             assert torch.equal(bits_of(coded(x, starts)), bits_of(expected))
             assert torch.equal(bits_of(whole(x, starts)), bits_of(expected))
-
-
-def test_packed_experts_take_what_their_codes_take() -> None:
-    from batchgen.kernels.ops import PackedLinear
-
-    (weight, *_) = experts_of("MXFP4", torch.bfloat16)
-    whole = PackedLinear([weight], [None])
-    panel = library().batchgen_linear_panel()
-    assert (
-        whole.bytes * ROWS == weight.packed_bytes * -(-ROWS // panel) * panel
-    )  # the last panel of each expert is filled up
 
 
 @pytest.mark.parametrize(

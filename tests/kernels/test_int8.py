@@ -152,13 +152,6 @@ def test_experts_in_8_bits_compute_what_layers_of_their_own_do(name, dtype):
         assert not torch.equal(whole(x, starts), expected)  # with a bias
 
 
-def test_float16_is_computed_in_float32():
-    weight, x = numbers(40, 64).half(), numbers(3, 64, seed=1).half()
-    got = Int8Linear([quantize_weight(weight)], [None], torch.float16)(x)
-    assert got.dtype == torch.float16
-    torch.testing.assert_close(got.float(), plain(x, weight), atol=2e-2, rtol=0)
-
-
 @dtypes
 def test_zeros_stay_zeros_and_nan_and_inf_stay_in_their_row(dtype):
     weight, x = numbers(70, 64, dtype=dtype), numbers(40, 64, dtype=dtype, seed=1)
