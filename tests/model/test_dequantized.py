@@ -204,3 +204,46 @@ def test_an_unsupported_variant_of_a_format_is_refused(
         f"the model 'org/name' is quantized in a way that batchgen does not read: {problem}; "
         "give the original model, or one quantized in a way that docs/quantized.md lists"
     )
+
+
+BY_BLOCKS = torch.tensor([[1.0, 2.0], [4.0, 8.0]]).repeat_interleave(40, 0)[:64].repeat_interleave(32, 1)
+ONES = {"a.weight": torch.ones(64, 64).to(torch.float8_e4m3fn)}
+SCALES = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
+SHUFFLED = torch.arange(64).flip(0) // 32
+IN_GROUPS = {"group": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}}
+WORDS = {"a.weight_packed": torch.full((8, 8), 0x11111111, dtype=torch.int32), "a.weight_shape": torch.tensor([8, 64])}
+ROWS = torch.tensor([[1.0, 2.0]]).expand(8, 2).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("settings", "tensors", "expected"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [40, 32]}, ONES | {"a.weight_scale_inv": SCALES}, BY_BLOCKS),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group": {"weights": {"block_structure": [40, 32]}}},
+            },
+            ONES | {"a.weight_scale": SCALES},
+            BY_BLOCKS,
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": IN_GROUPS},
+            WORDS | {"a.weight_scale": ROWS, "a.weight_g_idx": SHUFFLED.int()},
+            -7 * ROWS[:, SHUFFLED],
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": IN_GROUPS},
+            WORDS | {"a.weight_scale": ROWS, "a.weight_zero_point": torch.zeros(1, 2, dtype=torch.int32)},
+            ROWS.repeat_interleave(32, 1),
+        ),
+    ],
+    ids=["cut blocks of fp8", "cut blocks", "groups of inputs in any order", "zeros that are stored as 0"],
+)
+def test_a_weight_has_the_scales_and_zeros_of_its_blocks(settings, tensors, expected, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    file = tmp_path / "model.safetensors"
+    save_file(tensors, file)
+    weight = packed_weights("org/name", [file], settings)["a.weight"][...]
+    assert torch.equal(weight.unpacked(), expected)

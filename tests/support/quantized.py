@@ -73,7 +73,7 @@ def make_for_jobs(name: str, folder: Path) -> tuple[Path, Path]:
     return folder, folder / "exact"
 
 
-CHECKPOINTS = ("fp8", "fp8 experts", "mxfp4", "W8A8", "W8A16", "W4A16", "FP8_DYNAMIC", "NVFP4A16")
+CHECKPOINTS = ("fp8", "fp8 experts", "mxfp4", "W8A8", "W8A16", "W4A16", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16")
 """Those that transformers can dequantize."""
 PACKED = (
     "awq", "awq experts", "gptq", "gptq in order", "gptq 8 bits", "gptq_v2", "modelopt FP8", "modelopt NVFP4",
@@ -172,13 +172,15 @@ def _compressed_tensors(model: Any, preset: str, folder: Path) -> None:
     kind = scheme.weights
     if kind.group_size and preset != "NVFP4A16":
         kind.group_size = 32
+    if kind.block_structure:
+        kind.block_structure = [48, 32]  # the last blocks of 64 rows are cut
     made = copy.deepcopy(model)
     groups = {"config_groups": {"group_0": scheme}, "ignore": ["lm_head"]}
     apply_quantization_config(made, QuantizationConfig(quantization_status=QuantizationStatus.FROZEN, **groups))
     for layer in made.modules():
         if not hasattr(layer, "weight_scale"):
             continue
-        largest = layer.weight.float().reshape(*layer.weight_scale.shape, -1).abs().amax(-1)
+        largest = _largest(layer.weight.float().abs(), layer.weight_scale.shape, kind.block_structure)
         scale = largest / ((kind.num_bits == 4 and 6) or 448 if kind.type == "float" else 2 ** (kind.num_bits - 1) - 1)
         if hasattr(layer, "weight_global_scale"):
             layer.weight_global_scale.data.fill_(448 / float(scale.max()))
@@ -190,6 +192,15 @@ def _compressed_tensors(model: Any, preset: str, folder: Path) -> None:
     compressor.compress_model(made)
     made.save_pretrained(folder)
     compressor.update_config(folder)
+
+
+def _largest(sizes: torch.Tensor, shape: torch.Size, block: list[int] | None) -> torch.Tensor:
+    """The largest number of each row, of each group of a row, or of each block."""
+    if block is None:
+        return sizes.reshape(*shape, -1).amax(-1)
+    fill = (shape[1] * block[1] - sizes.shape[1], shape[0] * block[0] - sizes.shape[0])
+    whole = torch.nn.functional.pad(sizes, (0, fill[0], 0, fill[1]))
+    return whole.view(shape[0], block[0], shape[1], block[1]).amax((1, 3))
 
 
 def _packed(model: Any, name: str, folder: Path) -> None:

@@ -7,7 +7,9 @@ is described here, one function a format. Numbers mean what the format's own lib
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,14 @@ def packed(coding: Coding, codes: torch.Tensor, **parts: torch.Tensor) -> torch.
     return made.unpacked()[..., :size] if fill else made
 
 
+def _in_groups(coding: Coding, codes: torch.Tensor, groups: torch.Tensor | None, **parts: torch.Tensor) -> torch.Tensor:
+    """Returns the weight of codes [N, K] whose `groups` [K] are the groups of the inputs. None, and numbers below 0: groups of neighbours."""
+    neighbours = torch.arange(codes.shape[1]) // max(coding.group, 1)
+    if groups is None or bool((groups < 0).any()) or torch.equal(groups.long(), neighbours):
+        return packed(coding, codes, **parts)
+    return packed(replace(coding, group=0), codes, groups=groups.int(), **parts)
+
+
 def _codes(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Returns the numbers of `bits` bits in int32 words, the lowest first, as uint8 in a new last dimension."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
@@ -173,10 +183,8 @@ def _gptq(parts: _Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     shift = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
     zeros = (_codes(parts["qzeros"], bits).flatten(1) + shift) & ((1 << bits) - 1)
     zeros = zeros.T[: scales.shape[0]].contiguous()
-    size = codes.shape[1] // scales.shape[1]
-    if groups is None or torch.equal(groups, torch.arange(codes.shape[1], dtype=groups.dtype) // max(size, 1)):
-        return packed(Coding(bits, group=size), codes, zeros=zeros, scales=scales)
-    return packed(Coding(bits), codes, zeros=zeros, scales=scales, groups=groups.int())
+    coding = Coding(bits, group=codes.shape[1] // scales.shape[1])
+    return _in_groups(coding, codes, groups, zeros=zeros, scales=scales)
 
 
 def _bitsandbytes(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
@@ -226,7 +234,29 @@ def _modelopt(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
     return packed(coding, nibbles(weight), sub=scale.view(torch.uint8), scales=whole)
 
 
-def _fp8(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
+def _by_rows(scales: torch.Tensor, rows: int, size: int, settings: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
+    """Returns the scales of the groups of each row, [rows, G], of scales for blocks of a weight [rows, size], and the size of a group.
+
+    Blocks are those of the settings, of which the last may be cut, or parts of equal size: groups, rows, or the whole weight.
+    """
+    groups = (settings.get("config_groups") or {}).values()
+    blocks = [
+        settings.get("weight_block_size"),
+        *((group.get("weights") or {}).get("block_structure") for group in groups),
+    ]
+    block = [int(side) for side in re.findall(r"\d+", str(next(filter(None, blocks), "")))]
+    scales = scales.reshape(-1, scales.shape[-1] if scales.dim() > 1 else 1)
+    sides = []
+    for length, count, side in zip((rows, size), scales.shape, block or (rows, size), strict=True):
+        if -(-length // side) != count:
+            side = length // count
+            if side * count != length:
+                raise ValueError(f"weights [{rows}, {size}] have scales for {list(scales.shape)} blocks")
+        sides.append(side)
+    return scales.repeat_interleave(sides[0], 0)[:rows], sides[1]
+
+
+def _fp8(parts: _Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     """DeepSeek's: a scale for each block of rows and inputs. Weights in int8 are two numbers of FP4 in a byte; scales in uint8 are exponents."""
     weight, scales = parts["weight"], parts.get("weight_scale_inv")
     if scales is None:
@@ -235,11 +265,7 @@ def _fp8(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
     rows, size = weight.shape[0], weight.shape[1] * (2 if pairs else 1)
     if scales.dtype == torch.uint8:
         scales = levels_of("e8m0")[scales.long()]
-    scales = scales.float().reshape(scales.shape[-2:] if scales.dim() > 1 else (1, 1))
-    if rows % scales.shape[0] or size % scales.shape[1]:
-        raise ValueError(f"weights [{rows}, {size}] have scales for {list(scales.shape)} blocks")
-    group = size // scales.shape[1]
-    scales = scales.repeat_interleave(rows // scales.shape[0], 0)
+    scales, group = _by_rows(scales.float(), rows, size, settings)
     if pairs:
         return packed(Coding(4, E2M1, group=group), nibbles(weight.view(torch.uint8)), scales=scales)
     return _in_float8(weight, scales=scales, group=group)
@@ -252,8 +278,9 @@ def _mxfp4(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
     return PackedTensor(coding, blocks, transposed=True)
 
 
-def _compressed_tensors(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
-    """Codes in words or bytes, with scales for groups, rows or the tensor, in whose type numbers are computed; NVFP4 has an FP8 scale and one for the tensor."""
+def _compressed_tensors(parts: _Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
+    """Codes in words or bytes, with scales for groups, blocks, rows or the tensor, in whose type numbers are computed; NVFP4 has an FP8 scale and
+    one for the tensor. `weight_g_idx` of older versions is the group of each input."""
     scale, weight = parts.get("weight_scale"), parts.get("weight", parts.get("weight_packed"))
     assert weight is not None
     if scale is None:
@@ -263,25 +290,23 @@ def _compressed_tensors(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
         coding = Coding(4, E2M1, group=16, sub="e4m3", divides=True, rounds=torch.bfloat16)
         return packed(coding, nibbles(weight), sub=scale.view(torch.uint8), scales=whole)
     rounds = None if scale.dtype == torch.float32 else scale.dtype
-    scale = scale.reshape(-1, scale.shape[-1] if scale.dim() else 1)
-    scale = scale.expand(len(weight), scale.shape[1]).contiguous()
+    rows, size = parts.get("weight_shape", weight.shape)
+    scale, group = _by_rows(scale, int(rows), int(size), settings)
     if weight.dtype == torch.float8_e4m3fn:
-        return _in_float8(weight, scales=scale, group=weight.shape[1] // scale.shape[1], rounds=rounds)
+        return _in_float8(weight, scales=scale, group=group, rounds=rounds)
     if weight.dtype == torch.int8:
         bits, codes = 8, weight.view(torch.uint8) ^ 0x80
     else:
-        size = int(parts["weight_shape"][1])
-        bits = 32 // -(-size // weight.shape[1])
-        codes = _codes(weight, bits).flatten(1)[:, :size]
-    coding = Coding(bits, zero=1 << (bits - 1), group=codes.shape[1] // scale.shape[1], rounds=rounds)
+        bits = 32 // -(-int(size) // weight.shape[1])
+        codes = _codes(weight, bits).flatten(1)[:, : int(size)]
+    coding = Coding(bits, zero=1 << (bits - 1), group=group, rounds=rounds)
     zeros = parts.get("weight_zero_point")
-    if zeros is None or not zeros.any():
-        return packed(coding, codes, scales=scale)
-    if zeros.dtype == torch.int32:
+    if zeros is not None and zeros.dtype == torch.int32:
         zeros = _codes(zeros.T, bits).flatten(1).T[: len(codes)]
-    else:
-        zeros = (zeros.to(torch.int16) + coding.zero).to(torch.uint8).expand(scale.shape)
-    return packed(coding, codes, scales=scale, zeros=zeros.contiguous())
+    elif zeros is not None:
+        zeros = (zeros.to(torch.int16) + coding.zero).to(torch.uint8).expand(scale.shape) if zeros.any() else None
+    own = {} if zeros is None else {"zeros": zeros.contiguous()}
+    return _in_groups(coding, codes, parts.get("weight_g_idx"), scales=scale, **own)
 
 
 _READ: dict[str, _Read] = {
