@@ -19,7 +19,6 @@ from batchgen.scheduling.sequence import (
     PrefixNodeSpan,
     Span,
     State,
-    SwappedBlocks,
     TokenScore,
     uncut,
 )
@@ -55,29 +54,11 @@ class ScheduledSpan(NamedTuple):
     """Draft tokens of a decoding sequence: guesses of what follows its newest token. They are the span's last tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class CopyBlock:
+class CopyBlock(NamedTuple):
     """Copies the KV of one block into another: a node's last block into the first block of a child."""
 
     source: int
     to: int
-
-
-@dataclass(frozen=True, slots=True)
-class SwapOut:
-    """Copies blocks of a node that is evicted to host memory."""
-
-    blocks: tuple[int, ...]
-    to: SwappedBlocks
-
-
-@dataclass(frozen=True, slots=True)
-class SwapIn:
-    """Copies blocks back from host memory: those from index `first` on, into `blocks`."""
-
-    source: SwappedBlocks
-    first: int
-    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,7 +173,7 @@ class ScheduledBatch:
 
     packed: PackedSpans
     size: StepSize
-    moves: tuple[CopyBlock | SwapOut | SwapIn, ...]
+    copies: tuple[CopyBlock, ...]
     """Copies of blocks to make before the forward, in this order."""
     samples: tuple[Sample, ...]
     """The tokens to sample: first those from rows of this step's logits, then those of `ready`. Those of one sequence follow one another."""
@@ -214,7 +195,7 @@ class ScheduledBatch:
     def of(
         cls,
         spans: Sequence[ScheduledSpan],
-        moves: tuple[CopyBlock | SwapOut | SwapIn, ...] = (),
+        copies: tuple[CopyBlock, ...] = (),
         preempted: tuple[GenerationSequence, ...] = (),
         started: tuple[GenerationSequence, ...] = (),
         scored: tuple[GenerationSequence, ...] = (),
@@ -251,7 +232,7 @@ class ScheduledBatch:
             size=StepSize(
                 len(packed.tokens), len(packed.logits_places), *keys_and_pairs((s.span, s.start, s.stop) for s in spans)
             ),
-            moves=moves,
+            copies=copies,
             samples=tuple(samples),
             sample_rows=np.asarray(rows, dtype=np.int64),
             kept_rows=tuple(kept),

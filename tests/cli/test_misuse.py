@@ -101,7 +101,6 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --policy lifo", 2, "--policy must be prefix, prefill-first or fifo, not 'lifo'"),
     ("run R -m M --batch-size big", 2, "--batch-size must be a whole number or auto, not 'big'"),
     ("run R -m M --row-timeout 0", 2, "--row-timeout must be above 0, not 0.0"),
-    ("run R -m M --host-kv-memory 50%", 2, "--host-kv-memory '50%' is not a size; use a size such as 8GiB"),
     ("run R -m M --kv-memory lots", 2, f"--kv-memory 'lots' is not a size; {SIZE}"),
     ("run R -m M --window some", 2, "--window must be a number of rows or all, not 'some'"),
     ("run R -m M --window all --order done", 2, "--window all cannot be combined with --order done; use --window ROWS"),

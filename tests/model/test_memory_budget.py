@@ -126,11 +126,6 @@ def test_a_request_fits_the_memory_that_its_error_asks_for(batch_size, state):
     assert given(asked[1]).num_blocks >= 10
 
 
-def test_states_are_not_kept_in_host_memory():
-    with pytest.raises(UsageError, match="--host-kv-memory is for models without recurrent layers"):
-        sizes(model=model_with(LAYERS, states=STATES), kv_memory="1MiB", host_kv_memory="1MiB")
-
-
 GIB = 2**30
 
 
@@ -184,10 +179,3 @@ def test_on_cuda_blocks_get_the_memory_that_the_largest_step_leaves(monkeypatch,
         assert got.num_blocks == room_for_blocks(20 * GIB, step, 12 * 4 * rows * 2**15) // (128 * 1024)
     if not tried:
         assert got.num_blocks == {"1GiB": 8192, "50%": 81920}[options["kv_memory"]]
-
-
-def test_host_memory_for_kv_is_for_cuda_alone():
-    with pytest.raises(
-        UsageError, match=r"^--host-kv-memory is for CUDA devices, not for cpu; raise --kv-memory instead$"
-    ):
-        sizes(host_kv_memory="1GiB")
