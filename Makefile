@@ -1,7 +1,7 @@
 ## make demo    the sample job, whole, with the accuracy of its answers
 ## make test    the test suite (make test-slow, make test-nightly: all of it, with more cases)
 ## make docs    the documentation as a site, in build/site
-## make reference  docs/reference/commands.md and the man page, made again from the options
+## make reference  docs/reference/commands.md, made again from the options
 ## make plotly  the charts' library in batchgen/report/plotly, built again (needs node)
 ## make lint    ruff, mypy, import-linter
 ## make clean   away with .venv and everything made here
@@ -68,8 +68,7 @@ test-nightly: $(VENV)/.installed-slow
 	BATCHGEN_TESTS=full $(PYTEST) -m "not gpu and not network" $(PYTEST_ARGS)
 
 reference: $(VENV)/.installed
-	$(BIN)/python -m batchgen_cli.reference markdown > docs/reference/commands.md
-	$(BIN)/python -m batchgen_cli.reference man > cli/man/batchgen.1
+	$(BIN)/python -m batchgen_cli.reference > docs/reference/commands.md
 
 plotly:
 	npm install --prefix build/plotly --ignore-scripts --no-audit --no-fund plotly.js@4.1.1 esbuild@0.25.0

@@ -29,7 +29,6 @@ def test_the_wheel_has_exactly_two_top_level_packages(tmp_path):
     assert {top for top in tops if not top.endswith((".dist-info", ".data"))} == {"batchgen", "batchgen_cli"}
     assert {"batchgen/py.typed", "batchgen_cli/py.typed", "batchgen/engine/engine.py"} <= set(names)
     assert {"batchgen/report/page.js", "batchgen/report/plotly/plotly.min.js"} <= set(names)
-    assert any(name.endswith(".data/data/share/man/man1/batchgen.1") for name in names)
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 

@@ -1,9 +1,7 @@
-"""The reference page and the man page say what the options say."""
+"""The reference page says what the options say."""
 
 import re
 from pathlib import Path
-
-import pytest
 
 from batchgen import errors
 from batchgen.errors import ROW_ERROR_TYPES, BatchgenError
@@ -12,12 +10,9 @@ from batchgen_cli import reference
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    ("path", "made"), [("docs/reference/commands.md", reference.markdown), ("cli/man/batchgen.1", reference.man)]
-)
-def test_the_page_is_made_from_the_options_as_they_are(path, made):
-    assert callable(made)
-    assert (ROOT / path).read_text("utf-8") == made(), "run `make reference`"
+def test_the_page_is_made_from_the_options_as_they_are():
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text("utf-8")
+    assert page == reference.markdown(), "run `make reference`"
 
 
 def test_the_results_page_has_every_exit_code_and_every_error_of_a_row():
@@ -29,6 +24,3 @@ def test_the_results_page_has_every_exit_code_and_every_error_of_a_row():
     codes = {int(code) for line in re.findall(r"^\| ([\d, ]+) \|", page, re.MULTILINE) for code in line.split(",")}
     raised = {e.exit_code for e in vars(errors).values() if isinstance(e, type) and issubclass(e, BatchgenError)}
     assert codes == raised | {0, 3, 129, 130, 143}
-    assert set(reference.EXIT_CODES) == {
-        c for line in re.findall(r"^\| ([\d, ]+) \|", page, re.MULTILINE) for c in [line]
-    }
