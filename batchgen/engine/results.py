@@ -86,11 +86,11 @@ class RequestState:
         if self.request.prompt_logprobs == "prompt":
             scores[0] = scores[0][:-1]  # without that of NO_TEXT
         if self.head is not None:
-            score = scores[0][0]
-            assert score.output is not None
-            if not score.is_number:
+            output = scores[0][0].output
+            assert output is not None
+            if not np.isfinite(output).all():
                 return self.failed(RowError("numerical_error", "the model's outputs for the prompt are not numbers"))
-            fields = self.head.result_of(score.output)
+            fields = self.head.result_of(output)
             if "choice_probs" in fields:
                 fields["choice_probs"] = self._top_choices(fields["choice_probs"], fields["text"])
             return result(**fields)

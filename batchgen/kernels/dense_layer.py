@@ -20,20 +20,13 @@ import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from batchgen.kernels.build import kernel, library
+from batchgen.kernels.fusion import FusedNorm
 from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, QuantizedRows, empty_rows, padded_rows, row_length
 from batchgen.kernels.memory import give_back, in_huge_pages
 from batchgen.kernels.ops import Call, Calls, Heads, NormArguments, PackedLinear, Product, RotaryArguments, RowTable
 
 T = TypeVar("T")
 Linear = PackedLinear | Int8Linear
-
-
-class Norm(Protocol):
-    """What is used here of `fusion.FusedNorm`."""
-
-    factor: torch.Tensor
-    eps: float
-    rounds_first: bool
 
 
 class AttentionCall(Protocol):
@@ -116,10 +109,10 @@ class DenseLayer:
     head_size: int
     options: Any
     """The layer's options of attention (`LayerOptions`)."""
-    norms: LayerNorms[Norm]
+    norms: LayerNorms[FusedNorm]
     qkv: Sequence[Linear]
     """One linear layer that makes q, k and v, or three layers."""
-    head_norms: Sequence[Norm]
+    head_norms: Sequence[FusedNorm]
     """Empty, or a norm for the queries and one for the keys, of each head or of all heads together."""
     o: Linear
     gate_up: Linear
@@ -152,7 +145,7 @@ class Workspace:
 class DenseStack:
     """Decoder layers that run one after the other, and the norm after the last one, if there is one."""
 
-    def __init__(self, layers: Sequence[DenseLayer], norm: Norm | None, workspace: Workspace) -> None:
+    def __init__(self, layers: Sequence[DenseLayer], norm: FusedNorm | None, workspace: Workspace) -> None:
         self.layers = layers
         self.norm = norm
         self._workspace = workspace
@@ -434,7 +427,7 @@ class _Prepared:
         )  # fmt: skip
         self._quantized = x
 
-    def _norm_of(self, of: Norm | None, x: _Place, y: int, read: Linear | None = None) -> _Place:
+    def _norm_of(self, of: FusedNorm | None, x: _Place, y: int, read: Linear | None = None) -> _Place:
         """Adds the norm of the rows at x, into y. Returns where the result is: x without a norm. `read`: the layer that reads it."""
         if of is None:
             return x
@@ -442,14 +435,27 @@ class _Prepared:
         return y
 
     def _norm_of_sum(
-        self, of: Norm | None, x: _Place, more: _Place, total: _Place, y: _Place, size: int, read: Linear | None = None
+        self,
+        of: FusedNorm | None,
+        x: _Place,
+        more: _Place,
+        total: _Place,
+        y: _Place,
+        size: int,
+        read: Linear | None = None,
     ) -> _Place:
         """Adds the sum of the rows at x and `more`, into `total`, and its norm, into y. Returns where the result is: `total` without a norm."""
         self._norm(of, 1, size, size, read, x=x, more=more, sum=total, y=None if of is None else y)
         return total if of is None else y
 
     def _norm(
-        self, of: Norm | None, inner: int, size: int, x_row: int, read: Linear | None = None, **places: _Place | None
+        self,
+        of: FusedNorm | None,
+        inner: int,
+        size: int,
+        x_row: int,
+        read: Linear | None = None,
+        **places: _Place | None,
     ) -> None:
         fields: dict[str, Any] = dict(places)
         if of is not None:

@@ -8,17 +8,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 END_SECONDS = 10.0
 """Longest wait for the end of a process that was killed, or that has closed its connection."""
 
 
-class Process(Protocol):
-    """A process that was started."""
-
-    def kill(self) -> None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
+Process = subprocess.Popen[bytes]
 
 
 def start_module(

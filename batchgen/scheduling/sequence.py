@@ -82,11 +82,6 @@ class TokenScore:
     output: NDArray[np.float32] | None = None
     """[width] If the request is embedded or classified: the model's output there, instead of a score."""
 
-    @property
-    def is_number(self) -> bool:
-        """Whether the model gave numbers."""
-        return not math.isnan(self.logprob) if self.output is None else bool(np.isfinite(self.output).all())
-
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Span:
