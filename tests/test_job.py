@@ -14,10 +14,6 @@ import pytest
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
 from batchgen.errors import InputCorrupt, Interrupted, TooManyErrors, UsageError
-from batchgen.job_setup import check_command, set_up_job
-from batchgen.process.signals import Signals
-from batchgen.progress import Silent, Tracker
-from batchgen.stats import versions
 from support.progress import Recorder, in_phase, interrupt, rows_done
 
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
@@ -33,7 +29,7 @@ def prompts(count: int) -> Rows:
 def config_of(model: Path, source: Path, **options: Any) -> JobConfig:
     options.setdefault("sampling", SamplingParams(max_tokens=4))
     options.setdefault("output", str(source.with_name("out.jsonl")))
-    return JobConfig(inputs=(str(source),), model=ModelConfig(model=str(model)), **options)
+    return JobConfig(inputs=source, model=model, **options)
 
 
 def test_a_job_needs_an_input():
@@ -230,33 +226,3 @@ def test_rows_with_a_repeated_id_are_counted_in_one_note_and_all_run(window, tin
 
 
 # -- what its store is asked for
-
-
-def test_the_options_of_a_job_are_what_its_store_is_asked_for(tiny_model_dir, tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
-    options = {
-        "limit": 3,
-        "order": "done",
-        "work_dir": str(tmp_path),
-        "overwrite": True,
-        "flush_every": 1.5,
-        "prune": True,
-    }
-    command = check_command(
-        JobConfig(
-            inputs=tmp_path / "rows.jsonl",
-            model=ModelConfig(model=tiny_model_dir),
-            output=str(tmp_path / "o.jsonl"),
-            retry=("errors", "length"),
-            **options,  # type: ignore[arg-type]
-        )
-    )
-    with Signals(grace=0.0) as signals:
-        setup, store = set_up_job(command, signals, Tracker(Silent()))
-        with store:
-            pass
-    assert {name: getattr(setup.spec, name) for name in options} == options
-    assert setup.spec.retry == ["errors", "length"]
-    assert setup.spec.digest == command.digest != ""
-    assert (setup.spec.input, setup.spec.output) == (command.source, str(tmp_path / "o.jsonl"))
-    assert setup.spec.mentions == versions()

@@ -14,13 +14,11 @@ from typing import Any
 
 import pytest
 
-from batchgen import EngineConfig, JobConfig, JobReport, SamplingParams, job_status, merge_job, run_job
-from batchgen.config import InputLimits
+from batchgen import JobConfig, JobReport, SamplingParams, job_status, merge_job, run_job
 from batchgen.errors import Interrupted, OutputError, OutputLocked, UsageError
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.results import Results
 from batchgen.jobs.files.target import LocalTarget
-from batchgen.jobs.order.sorted_requests import read_requests, sort_key
 from batchgen.jobs.shards import CLAIMS, forget_plan, load_plan, shard_folder
 from support.progress import Recorder, in_phase, interrupt, rows_done
 from support.runs import Killed
@@ -60,6 +58,13 @@ def whole(model: Path, **options: Any) -> bytes:
     """The output of one run."""
     run_job(config_of(model, output="whole.jsonl", **options))
     return Path("whole.jsonl").read_bytes()
+
+
+def place_of(number: int) -> Path:
+    """The folder of a shard."""
+    plan = load_plan(Path("o.jsonl.job"))
+    assert plan is not None
+    return shard_folder(Path("o.jsonl.job"), plan, number)
 
 
 def check_merged(model: Path) -> None:
@@ -118,25 +123,6 @@ def test_a_run_without_shards_counts_the_earlier_runs_of_shards(tiny_model_dir, 
         assert 0 < last[name] == last["job"][name] - first[name] < last["job"][name]
 
 
-def test_the_rows_that_have_no_result_are_cut_in_prefix_order(tiny_model_dir, source):
-    limits = InputLimits(read_rows=4, run_rows=6, window_leaves=10, batch_rows=3)
-    few = EngineConfig(batch_size=2)
-    with pytest.raises(Interrupted):
-        run_job(config_of(tiny_model_dir, limits=limits, engine=few), Recorder(rows_done(9), interrupt))
-    with closing(sqlite3.connect("o.jsonl.job/results.sqlite")) as database:
-        done = {key for (key,) in database.execute("SELECT key FROM results")}
-    shard(tiny_model_dir, "1/2", limits=limits)
-    folder = Path("o.jsonl.job")
-    plan = load_plan(folder)
-    assert plan is not None
-    pieces = [read_requests(shard_folder(folder, plan, 1).parent / "requests" / name) for name, _ in plan.pieces]
-    requests = [request for piece in pieces for request in piece]
-    assert len(pieces) > 1
-    assert [sort_key(r) for r in requests] == sorted(sort_key(r) for r in requests)
-    assert 8 <= len(done) == 23 - len(requests)
-    assert done.isdisjoint(r.key for r in requests)
-
-
 @pytest.mark.parametrize("prune", [False, True])
 def test_a_merge_keeps_results_without_a_row_unless_the_shards_ran_with_prune(prune, tiny_model_dir, source):
     run_job(config_of(tiny_model_dir))
@@ -152,10 +138,7 @@ def test_a_shard_that_another_process_has_taken_over_stores_no_more_results(tiny
     progress = Recorder(rows_done(2), lambda: monkeypatch.setattr(Lease, "check", lost))
     with pytest.raises(OutputLocked, match="taken over"):
         run_job(config_of(tiny_model_dir, shard="1/2", flush_every=0.0), progress)
-    folder = Path("o.jsonl.job")
-    plan = load_plan(folder)
-    assert plan is not None
-    with closing(sqlite3.connect(shard_folder(folder, plan, 1) / "results.sqlite")) as database:
+    with closing(sqlite3.connect(place_of(1) / "results.sqlite")) as database:
         assert database.execute("SELECT COUNT(*) FROM results").fetchone()[0] < 2
 
 
@@ -166,8 +149,7 @@ def test_a_disk_that_stays_full_is_a_one_line_error_of_a_shard(tiny_model_dir, s
     progress = Recorder(in_phase("generating"), lambda: monkeypatch.setattr(Results, "commit", full))
     with pytest.raises(OutputError) as error:
         run_job(config_of(tiny_model_dir, shard="1/2"), progress)
-    place = shard_folder(Path("o.jsonl.job"), load_plan(Path("o.jsonl.job")), 1)
-    assert error.value.message == f"{place} cannot be written: database or disk is full"
+    assert error.value.message == f"{place_of(1)} cannot be written: database or disk is full"
 
 
 def test_another_number_of_shards_is_refused_before_the_merge(tiny_model_dir, source):
@@ -197,9 +179,7 @@ def test_a_job_without_shards_has_nothing_to_merge(tiny_model_dir, source):
 
 def test_a_running_shard_is_locked(tiny_model_dir, source, monkeypatch):
     shard(tiny_model_dir, "1/2")
-    plan = load_plan(Path("o.jsonl.job"))
-    assert plan is not None
-    lease = Lease(shard_folder(Path("o.jsonl.job"), plan, 2), "shard 2/2 of o.jsonl")
+    lease = Lease(place_of(2), "shard 2/2 of o.jsonl")
     try:
         with pytest.raises(OutputLocked, match=r"another run holds shard 2/2 of o\.jsonl"):
             shard(tiny_model_dir, "2/2")
@@ -219,9 +199,7 @@ def test_a_running_shard_is_locked(tiny_model_dir, source, monkeypatch):
 
 def test_the_merge_names_the_holder_of_a_shard_on_another_machine(tiny_model_dir, source):
     shard(tiny_model_dir, "1/2")
-    plan = load_plan(Path("o.jsonl.job"))
-    assert plan is not None
-    claim = shard_folder(Path("o.jsonl.job"), plan, 2) / "claim-000001"
+    claim = place_of(2) / "claim-000001"
     now = datetime.now(UTC)
     holder = {"pid": 12, "host": "n7", "boot": "another", "state": "running", "started": now.isoformat(), "told": {}}
     claim.write_text(json.dumps(holder | {"seen": now.isoformat()}))
@@ -274,14 +252,6 @@ def test_a_shard_that_ends_during_a_merge_does_not_merge(tiny_model_dir, source,
         assert shard(tiny_model_dir, "2/2", merge=True).shard == "2/2"
     finally:
         merging.release()
-
-
-@pytest.mark.slow
-def test_a_run_without_shards_continues_from_their_results(tiny_model_dir, source):
-    done = shard(tiny_model_dir, "2/3").stats["rows"]
-    report = run_job(config_of(tiny_model_dir))
-    assert (report.stats["rows_resumed"], report.stats["rows"]) == (done, 24 - done)
-    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
 
 
 @pytest.mark.slow

@@ -22,15 +22,6 @@ from batchgen.stats import (
     version_of,
 )
 
-NAMES = [
-    "schema", "rows", "rows_ok", "rows_failed", "rows_resumed", "rows_equal", "rows_truncated", "finish_reasons", "json",
-    "prompt_tokens", "prefill_tokens", "prefill_tokens_min",
-    "recomputed_tokens", "scored_tokens", "prefill_efficiency", "shared_fraction", "completion_tokens",
-    "embeddings", "completion_tokens_per_s", "total_tokens_per_s", "rows_per_s", "seconds", "steps", "mean_decode_batch",
-    "drafted_tokens", "accepted_tokens", "drafts", "attention_parts_per_step", "preemptions", "kv_bytes_peak", "kv_bytes_unshared", "state_bytes_peak", "memory_bytes_peak",
-    "weight_bytes", "weight_bytes_read", "images",
-    "images_encoded", "image_tokens", "groups", "prefix_nodes", "model", "dtype", "device", "attention", "sampling", "quantization", "parts", "expect", "versions", "job",
-]  # fmt: skip
 SETTING = Setting(model="m", dtype="float32", device="cpu", attention="cascade")
 
 
@@ -63,16 +54,12 @@ def engine_of(completion_tokens: int = 50) -> EngineStats:
     )
 
 
-def test_figures_have_the_documented_names_in_the_documented_order():
-    assert list(figures(run_of(10), engine_of(), SETTING)) == NAMES
-
-
 def test_the_page_of_results_documents_every_figure_in_order():
     page = (Path(__file__).parent.parent / "docs" / "reference" / "results.md").read_text("utf-8")
     table = page.partition("## Figures")[2]
     first, meanings = zip(*(line.split(" | ", 1) for line in table.splitlines() if line.startswith("| `")), strict=True)
-    assert [name for cell in first for name in re.findall(r"`(\w+)`", cell)] == [*NAMES, "workers", "shards"]
     stats = figures(run_of(10), engine_of(), SETTING)
+    assert [name for cell in first for name in re.findall(r"`(\w+)`", cell)] == [*stats, "workers", "shards"]
     for name in ("seconds", "job"):
         said = next(text for cell, text in zip(first, meanings, strict=True) if cell == f"| `{name}`")
         assert stats[name].keys() <= set(re.findall(r"`(\w+)`", said)) | {"total"}, name

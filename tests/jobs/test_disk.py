@@ -51,44 +51,6 @@ def test_a_file_that_cannot_grow_ends_the_run_in_one_line_and_finished_rows_are_
 
 @linux
 @each
-def test_an_input_that_vanishes_during_a_run_can_be_put_back(job: Job) -> None:
-    job.prepare()
-    running = stopped_at(job, job.results)
-    source = job.folder / "in.jsonl"
-    source.rename(job.folder / "away")
-    running.kill(signal.SIGCONT)
-    ended = running.wait()
-    if job.case.settings:  # read twice
-        assert (ended.code, ended.err.count("\n")) == (1, 1)
-        assert "in.jsonl" in ended.error
-        job.check_output(finished=False)
-    (job.folder / "away").rename(source)
-    again = job.go_on()
-    assert job.results not in again.calls, "what was finished was generated again"
-
-
-@linux
-@pytest.mark.parametrize("job", ["spooled"], indirect=True)
-def test_an_input_that_changes_during_a_run_is_read_again_by_the_next_run(job: Job) -> None:
-    job.prepare_changed()
-    expected, changed = job.expected, (job.folder / "in.jsonl").read_bytes()
-    job.prepare()
-    running = stopped_at(job, job.results)
-    (job.folder / "in.jsonl").write_bytes(changed)
-    running.kill(signal.SIGCONT)
-    ended = running.wait()
-    assert ended.code == 1
-    assert ended.error == (
-        "in.jsonl changed while the job was running; run the same command again: the results of rows that still exist are kept"
-    )
-    assert not job.output.exists()
-    job.expected = expected
-    again = job.go_on()
-    assert 1 <= again.calls.count(job.results) <= 4, "the rows that were there before were generated again"
-
-
-@linux
-@each
 @pytest.mark.parametrize("what", slow_but({"all"}, ["job folder", "all"]))
 def test_a_folder_deleted_under_a_running_job_ends_it_in_one_line(job: Job, what: str) -> None:
     job.prepare()

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import signal
 import socket
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from batchgen.config import JobConfig
 from batchgen.errors import OutputLocked
+from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.results import Results
 from batchgen.jobs.opening import find_finished
 from batchgen.records import open_input
-from batchgen.result import Completion, Result, Score, TokenLogprob
 from support.jobs import FINISHED_FILES, SETTINGS
-from support.python_process import environment
+from support.python_process import holding
 
 
 def test_a_job_leaves_its_output_and_a_small_folder(run, write_input):
@@ -77,29 +73,17 @@ def test_only_a_command_that_would_find_nothing_to_do_is_known_to_have_finished_
     assert not is_finished("")  # the command cannot be known
 
 
-KILLED = """
-import os, sys
-sys.path[:0] = sys.argv[1:]
-from support.jobs import answer, job_open, key_of
-job, source = job_open()
-for row in list(source.rows())[:2]:
-    job.append(key_of(row), answer(row))
-job.commit()
-print("appended", flush=True)
-import time; time.sleep(60)
-"""
-
-
-def test_a_killed_job_loses_no_result_and_its_lock_is_taken_over(run, open_, texts, write_input):
+def test_a_killed_run_is_named_and_continued(run, open_, texts, write_input):
     write_input(["a", "b", "c"])
-    command = [sys.executable, "-c", KILLED, str(Path(__file__).parents[1])]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment()) as process:
-        assert process.stdout.readline() == b"appended\n"
-        with pytest.raises(OutputLocked, match=f"process {process.pid} on {socket.gethostname()}"):
-            open_()
-        process.send_signal(signal.SIGKILL)
+    run(stop_after=2)
+    claims = Path("o.jsonl.job/claims").absolute()
+    with (
+        holding(Lease, claims, "o.jsonl") as process,
+        pytest.raises(OutputLocked, match=f"process {process.pid} on {socket.gethostname()}"),
+    ):
+        open_()
     job, generated = run()
-    assert generated == ["c"]
+    assert generated == ["a"]
     assert job.notes == [f"an earlier run (process {process.pid}) was killed; this run continues it"]
     assert texts() == ["A", "B", "C"]
 
@@ -128,46 +112,6 @@ def test_the_results_of_a_csv_output_are_kept_in_the_folder(run, write_input, ou
     rows = [row.columns for row in open_input([output], format=None, output=None).rows()]
     assert [(row["text"], row["token_ids"]) for row in rows] == [("D", "[1, 2]"), ("A", "[1, 2]"), ("", "")]
     assert rows[2]["error"] == '{"type": "does_not_fit", "message": "too big"}'
-
-
-SEVERAL = (
-    Completion(text="x", finish_reason="stop", token_ids=(3,), logprobs=(TokenLogprob("x", 3, -0.5),)),
-    Completion(text="y", finish_reason="length", token_ids=(4,), logprobs=(TokenLogprob("y", 4, -1.5),)),
-)
-
-
-def any_kind(row):
-    base = Result(row=row.number, text="x", finish_reason="stop", prompt_tokens=1)
-    return {
-        "several": replace(base, completion_tokens=2, token_ids=(3,), completions=SEVERAL),
-        "label": replace(base, choice_probs={"x": 0.75, "y": 0.25}),
-        "score": replace(base, text=None, finish_reason=None, score=Score(-1.25, 2, True)),
-    }.get(row.columns["prompt"], base)
-
-
-@pytest.mark.parametrize("output", ["o.jsonl", "o.parquet"])
-@pytest.mark.parametrize("token_ids", [False, True])
-def test_completions_probabilities_and_scores_survive_kills_and_changed_inputs(run, write_input, output, token_ids):
-    options = {"answer": any_kind, "token_ids": token_ids, "optional": ("choices", "choice_probs", "score")}
-    write_input(["several", "label", "score"])
-    run(output, stop_after=2, **options)
-    assert run(output, **options)[1] == ["several"]
-    write_input(["new", "score", "label", "several"])
-    assert run(output, **options)[1] == ["new"]
-    new, score, label, several = (r.columns for r in open_input([output], format=None, output=None).rows())
-    assert (new.get("choices"), new.get("choice_probs"), new.get("score")) == (None, None, None)
-    assert score["score"] == {"logprob": -1.25, "tokens": 2, "greedy": True}
-    assert (score["text"], score["finish_reason"], score["error"]) == (None, None, None)
-    assert dict(label["choice_probs"]) == {"x": 0.75, "y": 0.25}
-    assert [c["logprobs"][0]["logprob"] for c in several["choices"]] == [-0.5, -1.5]
-    assert [c.get("token_ids") for c in several["choices"]] == ([[3], [4]] if token_ids else [None, None])
-
-
-def test_token_ids_that_the_finished_output_did_not_have_are_null(run, write_input):
-    write_input(["a"])
-    run()
-    run(token_ids=True)
-    assert json.loads(Path("o.jsonl").read_text())["token_ids"] is None
 
 
 def test_malformed_rows_never_have_a_key(run):

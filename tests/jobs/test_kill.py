@@ -1,122 +1,220 @@
-"""kill -9 and power cuts at any moment: the output is absent, old or complete, and running the command again gives the usual output."""
+"""A run may be ended at any moment: by kill -9, a power cut, a signal or a call that fails.
+
+The output is absent, old or complete, an error is one line, and running the command again gives the usual output.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+import re
+import signal
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from support.harness import CASES, Job, stored_keys
+from support.harness import CASES, TINY_SPOOL, Case, Ended, Job, stored_keys
 from support.params import FULL, slow_but
 
 KILLS = 3 if FULL else 1
 """How often each case is killed."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ERRORS = ("ENOSPC", "EIO", "EROFS", "EDQUOT")
+SQLITE_WORDS = {"ENOSPC": "database or disk is full", "EROFS": "attempt to write a readonly database"}
+WAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "kill": (("kill",), ()),
+    "torn": (("torn",), ()),
+    "cut": (("cut",), ()),
+    "signal": (tuple(s.name for s in SIGNALS), ()),
+    "signal, no grace": (tuple(s.name for s in SIGNALS), ("--grace", "0")),
+    "error": (ERRORS, ()),
+}
+"""How a run is ended at a call (`Plan.how`, one of them by chance), and options of the run."""
 
 
-def kill_at_random(job: Job, rng: random.Random) -> bool:
-    """Kills one run at a random call. Returns whether it was still alive then."""
-    running = job.start_up_to(rng)
-    time.sleep(rng.choice((0, 0, 0.001, 0.005)))
-    running.kill(9)
-    return running.wait().code == -9
+def check_stopped(job: Job, ended: Ended, signum: signal.Signals) -> None:
+    """Checks that the signal ended the run, or that the run was complete when the signal came."""
+    if ended.code == job.case.code and job.is_in_place():
+        assert ended.err == ""
+        return
+    assert ended.code == 128 + signum, ended.err
+    assert ended.err == f"batchgen: error: interrupted by {signum.name}; run the same command again to continue\n"
+    assert not job.is_in_place()
+    keys = stored_keys(job.job_folder)
+    assert len(set(keys)) == len(keys)
 
 
-def check_random_kills(job: Job, rng: random.Random, wanted: int) -> None:
-    """Kills one to three runs in a row, checks what is left after each, and then finishes the job."""
-    kills = 0
-    while kills < wanted:
+def check_failed(job: Job, ended: Ended, how: str, call: str) -> None:
+    """Checks that the job failed with one line that tells what cannot be written, why, and what to do, unless the call may fail."""
+    name, path = call.split()[:2]
+    if ended.code == job.case.code:
+        assert name in ("flock", "pwrite", "fsync"), ended.err
+        assert "claims/" in path, ended.err  # the run locks or releases the lease
+        return
+    assert (ended.code, ended.out) == (1, ""), (call, ended.err)
+    reasons = {os.strerror(getattr(errno, how)), SQLITE_WORDS.get(how, "disk I/O error")}
+    match = re.fullmatch(r"(\S+) cannot be written: (.+?); (.+)\n?", ended.error)
+    assert match is not None, (call, ended.error)
+    where = job.job_folder.relative_to(job.folder)
+    assert match[1] == job.case.output or match[1].startswith(str(where)), (call, ended.error)
+    assert any(reason in match[2] for reason in reasons), (call, ended.error)
+    assert "run the same command again" in match[3] or "-o" in match[3], (call, ended.error)
+
+
+def check_every_call(job: Job, way: str, rng: random.Random, *, every: int = 1, after: str = "") -> int:
+    """Runs the job from its state, once for each of its calls, and ends each run at that call. Returns the number of runs.
+
+    `every`: only every `every`-th call; `after`: only from the first call on that contains this text.
+    """
+    hows, options = WAYS[way]
+    job.case = replace(job.case, options=(*job.case.options, *options))
+    calls = job.calls()
+    first = next(i for i, call in enumerate(calls, 1) if after in call)
+    met = 0
+    for at in range(first + rng.randrange(every), len(calls) + 1, every):
+        call = calls[at - 1]
+        if way in ("kill", "torn", "cut") and (call.startswith("open ") or (way == "torn" and call[:6] != "write ")):
+            continue  # the state is the same as after the previous call
+        how = rng.choice(hows)
+        job.reset()
+        ended = job.run(how=how, at=at, lasting=way == "error" and rng.random() < 0.5)
+        job.check_output(finished=False)
+        if way == "error":
+            check_failed(job, ended, how, call)
+        elif how.startswith("SIG"):
+            check_stopped(job, ended, signal.Signals[how])
+        else:
+            assert ended.code == -9, call
+        job.go_on()
+        met += 1
+    return met
+
+
+def check_random_moments(
+    job: Job, rng: random.Random, wanted: int, signals: Sequence[signal.Signals] = (signal.SIGKILL,)
+) -> None:
+    """Ends one to three runs in a row at random moments, checks what is left after each, and then finishes the job."""
+    met = 0
+    while met < wanted:
         job.reset()
         before: list[bytes] = []
         for _ in range(rng.randint(1, 3)):
-            killed = kill_at_random(job, rng)
-            kills += killed
-            job.check_output(finished=not killed)
-            if not killed or job.is_in_place():
+            running = job.start_up_to(rng)
+            time.sleep(rng.choice((0, 0, 0.001, 0.005)))
+            signum = rng.choice(signals)
+            running.kill(signum)
+            ended = running.wait()
+            if signum != signal.SIGKILL:
+                check_stopped(job, ended, signum)
+            whole = ended.code == job.case.code
+            assert whole or ended.code in (-9, 128 + signum), ended.err
+            met += not whole
+            job.check_output(finished=whole)
+            if whole or job.is_in_place():
                 break
             now = stored_keys(job.job_folder)
-            assert len(set(now)) == len(now), "a row that was finished was generated again"
-            assert now[: len(before)] == before, "a row that was finished was lost"
+            if "--retry" not in job.case.options:
+                assert len(set(now)) == len(now), "a row that was finished was generated again"
+                assert now[: len(before)] == before, "a row that was finished was lost"
             before = now
         job.go_on()
 
 
 @pytest.mark.parametrize("job", slow_but({"spooled", "streamed"}, CASES), indirect=True)
 def test_a_job_killed_at_random_moments_gives_the_usual_output(job):
-    check_random_kills(job, random.Random(str(job.case)), KILLS)
+    check_random_moments(job, random.Random(str(job.case)), KILLS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["spooled", "parquet, windows"], indirect=True)
-def test_a_finished_job_with_a_changed_input_killed_at_random_moments_gives_the_usual_output(job):
-    job.prepare_changed()
-    check_random_kills(job, random.Random(1), KILLS)
+@pytest.mark.parametrize(
+    ("job", "state"),
+    [
+        ("spooled", "changed"),
+        ("parquet, windows", "changed"),
+        ("several, gzip", "raised"),
+        ("windows", "raised"),
+    ],
+    indirect=["job"],
+)
+def test_a_finished_job_that_goes_on_and_is_killed_at_random_moments_gives_the_usual_output(job, state):
+    """It goes on because its input has changed or its limit of tokens was raised."""
+    job.set_up(state)
+    check_random_moments(job, random.Random(state), KILLS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["several, gzip", "windows"], indirect=True)
-def test_a_job_with_a_raised_limit_killed_at_random_moments_gives_the_usual_output(job):
-    job.set_up("raised")
-    rng = random.Random(3)
-    for _ in range(KILLS):
-        job.reset()
-        for _ in range(rng.randint(1, 3)):
-            killed = kill_at_random(job, rng)
-            job.check_output(finished=not killed)
-            if not killed or job.is_in_place():
-                break
-        job.go_on()
-
-
-def check_every_call(job: Job, how: str, rng: random.Random, *, every: int = 1, after: str = "") -> int:
-    """Runs the job from its state, once for each of its calls, and ends each run at that call by `how`. Returns the number of runs.
-
-    `every`: only every `every`-th call; `after`: only from the first call on that contains this text.
-    """
-    calls = job.calls()
-    first = next(i for i, call in enumerate(calls, 1) if after in call)
-    met = 0
-    for at in range(first + rng.randrange(every), len(calls) + 1, every):
-        name = calls[at - 1].split()[0]
-        if name == "open" or (how == "torn" and name != "write"):
-            continue  # the state is the same as after the previous call
-        job.reset()
-        assert job.run(how=how, at=at).code == -9, calls[at - 1]
-        job.check_output(finished=False)
-        job.go_on()
-        met += 1
-    return met
+@pytest.mark.parametrize("job", ["sampled, spooled"], indirect=True)
+def test_signals_at_random_moments_one_after_the_other_lose_no_row(job):
+    check_random_moments(job, random.Random(4), 6, SIGNALS)
 
 
 @pytest.mark.parametrize(
-    ("how", "every", "least"),
-    [
-        pytest.param("kill", 1, 30, marks=pytest.mark.slow),
-        pytest.param("torn", 1, 5, marks=pytest.mark.slow),
-        pytest.param("cut", 3, 8, marks=pytest.mark.slow),
-    ],
+    ("job", "way", "every"),
+    slow_but(
+        [("spooled", "signal", 35), ("spooled", "error", 11)],
+        [
+            ("spooled", "signal", 35),
+            ("spooled", "signal, no grace", 35),
+            ("windows", "signal", 35),
+            ("spooled", "error", 11),
+        ],
+    ),
+    indirect=["job"],
 )
+def test_a_signal_or_an_error_at_any_call_ends_the_run_in_one_line_and_the_next_run_continues(job, way, every):
+    assert check_every_call(job, way, random.Random(3), every=every if FULL else 200) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "every", "least"), [("kill", 1, 30), ("torn", 1, 5), ("cut", 3, 8)])
 @pytest.mark.parametrize("job", ["spooled"], indirect=True)
-def test_a_job_killed_in_any_step_of_assembly_and_rename_gives_the_usual_output(job, how, every, least):
+def test_a_job_killed_in_any_step_of_assembly_and_rename_gives_the_usual_output(job, way, every, least):
     """After a `cut`, only the synced parts of files and folders are left."""
     job.prepare_generated()
-    assert check_every_call(job, how, random.Random(how), every=every, after="write " + job.partial) >= least
+    assert check_every_call(job, way, random.Random(way), every=every, after="write " + job.partial) >= least
 
 
-STATES = ("new", "generated", "changed")
-HOWS = ("kill", "torn", "cut")
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["kill", "torn"])
+def test_a_merge_killed_at_any_step_of_its_writing_gives_the_usual_output(runs, tmp_path, way):
+    job = Job(runs, Case(settings=TINY_SPOOL), tmp_path / "job")
+    job.prepare()
+    for number in (1, 2):
+        assert job.run("--shard", f"{number}/2").code in (0, 3)
+    job.keep_state()
+    job.case = replace(job.case, options=("--shard", "1/2", "--merge"))
+    assert check_every_call(job, way, random.Random(way), every=2, after="output.partial") >= 2
+
+
+@pytest.mark.parametrize("job", ["spooled"], indirect=True)
+def test_a_second_signal_stops_at_once_and_loses_no_row(job):
+    job.case = replace(job.case, options=(*job.case.options, "--grace", "600", "--max-tokens", "80", "--ignore-eos"))
+    job.prepare()
+    running = job.start(how="SIGSTOP", at=1, only=job.results)
+    running.until_stopped()
+    running.kill(signal.SIGHUP)
+    running.kill(signal.SIGCONT)
+    running.kill(signal.SIGTERM)  # Python handles the lower-numbered of two pending signals first
+    ended = running.wait()
+    assert (ended.code, ended.error) == (129, "interrupted by SIGHUP; run the same command again to continue")
+    kept = stored_keys(job.job_folder)
+    assert len(set(kept)) == len(kept)
+    assert job.run().code == job.case.code
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("state", ["new", "generated", "changed"])
 @pytest.mark.parametrize("job", CASES, indirect=True)
-def test_a_job_killed_at_any_call_of_its_runs_gives_the_usual_output(job, state, how):
+def test_a_job_ended_at_any_call_of_its_runs_gives_the_usual_output(job, state, way):
     job.set_up(state)
-    check_every_call(job, how, random.Random(state))
+    check_every_call(job, way, random.Random(state))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("job", CASES, indirect=True)
 def test_a_job_killed_a_hundred_times_at_random_moments_gives_the_usual_output(job):
-    check_random_kills(job, random.Random(2), 100)
+    check_random_moments(job, random.Random(2), 100)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.errors import OutputError, OutputLocked, UsageError
+from batchgen.errors import OutputLocked, UsageError
 from batchgen.jobs.files import lease as leases
-from batchgen.jobs.files.lease import Beats, Lease, check_shared_folder, holder_of_lease, is_alive_here, last_claim
+from batchgen.jobs.files.lease import Beats, Lease, check_shared_folder, last_claim
 from support.python_process import holding
 
 QUICK = Beats(every=0.01, silent=0.3, look=0.01)
@@ -43,13 +43,6 @@ def test_a_lease_is_held_by_one_process_and_names_it(tmp_path, other_process):
     assert caught.value.exit_code == 75
 
 
-def test_two_leases_in_one_process_exclude_each_other(tmp_path):
-    lease = Lease(tmp_path / "1", "o.jsonl")
-    with pytest.raises(OutputLocked):
-        Lease(tmp_path / "1", "o.jsonl")
-    lease.release()
-
-
 def test_a_claim_that_was_never_written_is_passed_after_a_few_seconds(tmp_path):
     (tmp_path / "claim-000007").touch()
     said: list[str] = []
@@ -62,16 +55,6 @@ def test_claims_of_long_ago_are_removed(tmp_path):
     for _ in range(103):
         Lease(tmp_path, "o.jsonl").release()
     assert sorted(int(p.name[-6:]) for p in tmp_path.iterdir()) == list(range(4, 104))
-
-
-def test_a_claim_that_cannot_be_written_does_not_stay(tmp_path, monkeypatch):
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OutputError, match="cannot be written: No space left on device"):
-        Lease(tmp_path, "o.jsonl")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_file_locks_the_beats_tell_who_lives(tmp_path, monkeypatch):
@@ -171,16 +154,6 @@ def claim_or_wait(folder: str, start: object, won: object) -> None:
     except OutputLocked:
         won.put(0)  # type: ignore[attr-defined]
     start.wait()  # type: ignore[attr-defined]
-
-
-def test_the_holder_can_be_read_without_claiming_the_lease(tmp_path):
-    assert holder_of_lease(tmp_path / "none") is None
-    lease = Lease(tmp_path / "1", "shard")
-    holder = holder_of_lease(tmp_path / "1")
-    assert holder is not None
-    assert (holder["pid"], is_alive_here(tmp_path / "1", holder)) == (os.getpid(), True)
-    lease.release()
-    assert holder_of_lease(tmp_path / "1") is None
 
 
 def test_a_mounted_object_store_is_refused(tmp_path, monkeypatch):

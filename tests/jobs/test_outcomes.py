@@ -20,26 +20,27 @@ def test_without_a_limit_any_number_of_rows_may_fail():
     assert outcomes.run.failed == 200
 
 
-def test_one_more_than_the_number_allowed_is_too_many():
-    check_errors("2", failed=2, done=3, last="x")
+@pytest.mark.parametrize(
+    ("limit", "failed", "done", "said"),
+    [
+        ("2", 2, 3, None),
+        ("2", 3, 4, "3 rows failed of 4 done so far, more than --max-errors 2 allows"),
+        ("0", 1, 1, "1 row failed of 1 done so far, more than --max-errors 0 allows"),
+        ("10%", 99, 99, None),  # a percentage applies from the hundredth row on
+        ("10%", 10, 100, None),
+        ("10%", 11, 100, "11 rows failed of 100 done so far, more than --max-errors 10% allows"),
+    ],
+)
+def test_one_more_row_than_the_limit_is_too_many(limit, failed, done, said):
+    if said is None:
+        check_errors(limit, failed=failed, done=done, last="x")
+        return
     with pytest.raises(TooManyErrors) as error:
-        check_errors("2", failed=3, done=4, last="a.jsonl:4: invalid_row: not JSON")
+        check_errors(limit, failed=failed, done=done, last="a.jsonl:4: invalid_row: not JSON")
     assert str(error.value) == (
-        "3 rows failed of 4 done so far, more than --max-errors 2 allows; the last one: a.jsonl:4: invalid_row: not JSON; "
+        f"{said}; the last one: a.jsonl:4: invalid_row: not JSON; "
         "correct the input, or allow more errors, and run the same command again to continue"
     )
-
-
-def test_a_percentage_applies_from_the_hundredth_row_on():
-    check_errors("10%", failed=99, done=99, last="x")
-    check_errors("10%", failed=10, done=100, last="x")
-    with pytest.raises(TooManyErrors, match=r"11 rows failed of 100 done so far, more than --max-errors 10% allows"):
-        check_errors("10%", failed=11, done=100, last="x")
-
-
-def test_zero_allows_no_failure():
-    with pytest.raises(TooManyErrors):
-        check_errors("0", failed=1, done=1, last="x")
 
 
 class OutOfMemoryError(RuntimeError):

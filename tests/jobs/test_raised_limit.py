@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchgen import JobConfig, ModelConfig, PromptConfig, SamplingParams, merge_job, run_job
+from batchgen import JobConfig, PromptConfig, SamplingParams, merge_job, run_job
 from batchgen.errors import UsageError
 from batchgen.request import Request
 from batchgen.result import Completion, Result
@@ -98,17 +98,6 @@ def test_a_larger_limit_alone_and_a_smaller_one_are_refused(runs):
     assert before == {p.name: p.read_bytes() for p in (runs.output, runs.folder / "o.jsonl.job" / "manifest.json")}
 
 
-def test_an_input_of_other_rows_is_still_refused_after_the_limit_was_raised(runs):
-    runs.run(PROMPTS, **with_limit(4))
-    runs.run(PROMPTS, retry=("length",), **with_limit(8))
-    before = runs.rows()
-    for options in (with_limit(8), {"retry": ("length",), **with_limit(8)}):
-        with pytest.raises(UsageError, match=r"24 of the 24 finished rows of .* are no longer in the input"):
-            runs.run([f"other {p}" for p in PROMPTS], **options)
-    assert runs.rows() == before
-    assert runs.run(PROMPTS, **with_limit(8))[0] == []
-
-
 def test_a_prompt_that_is_shortened_for_a_larger_limit_is_another_row(tiny_model_dir, write_jsonl, read_jsonl):
     source = write_jsonl([{"prompt": f"{i} {'a' * CONTEXT_LENGTH}"} for i in range(12)])
     outputs = {}
@@ -117,9 +106,9 @@ def test_a_prompt_that_is_shortened_for_a_larger_limit_is_another_row(tiny_model
         for limit in limits:
             report = run_job(
                 JobConfig(
-                    inputs=(str(source),),
+                    inputs=source,
                     output=str(outputs[name]),
-                    model=ModelConfig(model=str(tiny_model_dir)),
+                    model=tiny_model_dir,
                     prompts=PromptConfig(on_long_prompt="truncate-left"),
                     sampling=SamplingParams(max_tokens=limit),
                     retry=("length",) if limit == 32 else (),
@@ -148,9 +137,9 @@ def test_a_real_model_continues_a_truncated_completion_where_it_ended(
         output = source.with_name(name)
         run_job(
             JobConfig(
-                inputs=(str(source),),
+                inputs=source,
                 output=str(output),
-                model=ModelConfig(model=str(tiny_model_dir)),
+                model=tiny_model_dir,
                 token_ids=True,
                 sampling=SamplingParams(max_tokens=limit, stop_token_ids=ends, **sampling),
                 **options,
@@ -176,8 +165,8 @@ def test_a_merged_job_is_continued_in_shards(tiny_model_dir, write_jsonl, read_j
     def run(name: str, limit: int, **options: Any) -> Rows:
         output = source.with_name(name)
         config = JobConfig(
-            inputs=(str(source),), output=str(output), model=ModelConfig(model=str(tiny_model_dir)),
-            sampling=SamplingParams(max_tokens=limit), **options,
+            inputs=source, output=str(output), model=tiny_model_dir,
+            sampling=SamplingParams(max_tokens=limit), **options
         )  # fmt: skip
         run_job(config)
         return read_jsonl(output) if output.exists() else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import subprocess
 import sys
 from contextlib import closing
@@ -15,8 +14,7 @@ from hypothesis import strategies as st
 
 from batchgen.jobs.files import results as results_module
 from batchgen.jobs.files.disk import network_file_system
-from batchgen.jobs.files.results import Results, read_facts
-from batchgen.jobs.files.row_keys import RowKeys
+from batchgen.jobs.files.results import Results
 from batchgen.jobs.reuse_output import is_held_whole
 from batchgen.records.jsonl import to_json
 from batchgen.records.output import RowForm, output_row
@@ -67,28 +65,6 @@ def test_results_are_found_in_the_same_run_and_in_the_next(folder):
     with opened(folder) as results:
         assert results.stored(KEYS) == ALL
         assert results.damaged == 0
-
-
-def test_a_folder_whose_name_is_not_utf8_holds_results(tmp_path):
-    first, second = (tmp_path / os.fsdecode(name) for name in (b"a\xff", b"b\xff"))
-    try:
-        first.mkdir()
-    except OSError:
-        pytest.skip("this file system has only names in UTF-8")
-    second.mkdir()
-    fill(first)
-    with opened(second) as results:
-        assert results.take_from(first) == 6
-        assert results.stored(KEYS) == ALL
-
-
-def test_the_last_of_two_results_with_the_same_key_counts(folder):
-    for first, last in (RESULTS[:2], RESULTS[1::-1]):
-        with opened(folder) as results:
-            results.append(KEYS[0], first)
-            results.append(KEYS[0], last)
-            assert results.stored(KEYS) == {KEYS[0]: last}
-            assert results.count == 1
 
 
 KILLED = """
@@ -145,29 +121,6 @@ def test_an_output_that_breaks_off_gives_no_result_and_later_results_are_stored(
         results.append(KEYS[1], RESULTS[1])
     with opened(folder) as results:
         assert results.stored(KEYS) == {KEYS[1]: RESULTS[1]}
-
-
-def test_results_to_generate_again_are_dropped_on_the_disk_before_the_manifest_says_so(folder, monkeypatch):
-    fill(folder)
-    with opened(folder, flush_every=3600) as results:
-        dropped = []
-        flush = results.flush
-        monkeypatch.setattr(results, "flush", lambda: (dropped.append(results.count), flush()))
-        results.forget(["stop"])
-        assert dropped == [results.count]
-
-
-def test_another_process_reads_results_without_changing_the_folder(folder):
-    assert read_facts(folder, ("progress",)) == ({}, None)
-    with opened(folder) as results:
-        results.append(KEYS[0], RESULTS[0])
-        results.keep_progress({"rows_done": 1})
-        results.flush()
-        facts, count = read_facts(folder, ("progress", "reading"))
-        assert (facts["progress"]["rows_done"], facts["progress"]["results"], count) == (1, 1, 1)
-    before = {p.name: p.stat().st_mtime_ns for p in folder.iterdir()}
-    assert read_facts(folder, ("progress",)) == (facts, 1)
-    assert {p.name: p.stat().st_mtime_ns for p in folder.iterdir()} == before
 
 
 @settings(max_examples=examples(10, 60))
@@ -231,27 +184,6 @@ def test_a_damaged_result_is_left_out_and_counted_and_the_input_is_read_again(tm
         assert results.damaged == 1
         assert results.stored(KEYS) == {KEYS[5]: RESULTS[5]}
         assert results.fact("reading") is None
-
-
-def test_a_full_disk_is_an_error_and_earlier_results_stay(tmp_path):
-    with opened(tmp_path) as results:
-        results.append(KEYS[0], RESULTS[0])
-        results.commit()
-        (pages,) = results._db.execute("PRAGMA page_count").fetchone()
-        results._db.execute(f"PRAGMA max_page_count = {pages}")
-        with pytest.raises(sqlite3.OperationalError, match="full"):
-            results.append(KEYS[4], RESULTS[4])
-            results.commit()
-        assert results.stored(KEYS) == {KEYS[0]: RESULTS[0]}
-    with opened(tmp_path) as results:
-        assert results.stored(KEYS) == {KEYS[0]: RESULTS[0]}
-
-
-def test_results_with_given_finish_reasons_can_be_forgotten(folder):
-    fill(folder)
-    with opened(folder) as results:
-        results.forget(["error", "timeout"])
-        assert set(results.stored(KEYS)) == set(KEYS) - {KEYS[2], KEYS[3]}
 
 
 def begun(*token_ids: int, reason: str = "", logprobs: bool = False) -> Completion:
@@ -330,32 +262,6 @@ def test_a_partial_completion_continues_from_before_its_damaged_part(tmp_path):
         assert results.under_way() == {key: {0: whole, 1: begun(5, 6, 7, 8, 9)} for key in KEYS[:2]}
 
 
-def test_rows_of_the_output_have_a_key_or_a_result(folder):
-    with opened(folder) as results:
-        results.begin_rows()
-        results.add_rows([0, 1, 2], {0: KEYS[0], 2: KEYS[1]}, {1: RESULTS[2]})
-        results.add_rows([3], {3: KEYS[2]}, {})
-        assert results.row_count == 4
-        assert results.rows(1, 2) == ({2: KEYS[1]}, {1: replace(RESULTS[2], row=1)})
-        results.append(KEYS[1], RESULTS[1])
-        results.add_rows([4], {4: KEYS[1]}, {})
-        of_rows = {1: replace(RESULTS[2], row=1), 2: RESULTS[1], 4: RESULTS[1]}
-        assert results.rows(1, 5) == ({2: KEYS[1], 3: KEYS[2], 4: KEYS[1]}, of_rows)
-        assert list(results.failed_rows()) == [replace(RESULTS[2], row=1)]
-        results.begin_rows()
-        assert results.row_count == 0
-
-
-def test_a_finished_output_is_compared_with_the_rows_of_the_next_run(folder):
-    fill(folder)
-    with opened(folder) as results:
-        results.know_finished(KEYS[:4])
-        results.add_rows([0, 1, 2], {0: KEYS[0], 2: KEYS[5]}, {1: RESULTS[2]})
-        assert results.compared() == (4, 3, 1, 3)
-        results.forget_unasked()
-        assert set(results.stored(KEYS)) == {KEYS[0], KEYS[5]}
-
-
 def test_removing_all_results_of_a_finished_output_writes_nothing_to_a_full_disk(tmp_path):
     fill(tmp_path)
     with opened(tmp_path) as results:
@@ -393,17 +299,6 @@ def test_a_finished_job_keeps_only_results_that_its_output_does_not_hold(folder)
     with opened(folder) as results:
         results.append(KEYS[1], RESULTS[1])  # a new result for a key that the output holds
         assert not results.shrink(KEYS)
-
-
-def test_equal_digests_are_numbered_over_calls(folder):
-    a, b, c = KEYS[:3]
-    with opened(folder) as results, closing(RowKeys()) as temporary:
-        for row_keys in (results.keys_of_rows(), temporary):
-            assert row_keys.occurrences([a, b, a, a]) == [0, 0, 1, 2]
-            assert row_keys.occurrences([]) == []
-            assert row_keys.occurrences([c, a, b]) == [0, 3, 1]
-    with opened(folder) as results:
-        assert results.keys_of_rows().occurrences([a]) == [0]
 
 
 def test_more_keys_can_be_looked_up_than_fit_one_query(folder):

@@ -112,17 +112,3 @@ def test_rows_with_ids_keep_their_texts_when_equal_ones_are_deleted_moved_and_in
             assert len({*texts.values()}) == len(pool), "equal rows have texts of their own"
             assert texts == {own: known.get(own, texts[own]) for own, _ in pool}
             known = texts if prune else known | texts
-
-
-@pytest.mark.parametrize("window", [None, 2])
-def test_rows_with_ids_get_the_same_texts_in_any_order(
-    tmp_path: Path, tiny_model_dir: Path, window: int | None
-) -> None:
-    texts = []
-    for name, pool in (("forwards", FIRST), ("backwards", FIRST[::-1]), ("fewer", FIRST[4:])):
-        (tmp_path / name).mkdir()
-        runs = Runs(tmp_path / name, tiny_model_dir)
-        runs.engine = Sampling
-        runs.run([{"id": own, "prompt": prompt} for own, prompt in pool], window=window, sampling=SAMPLED)
-        texts.append({row["id"]: row["text"] for row in runs.rows()})
-    assert texts[0] == texts[1] == {own: texts[0][own] for own, _ in FIRST[:4]} | texts[2]

@@ -35,13 +35,6 @@ def results(tmp_path: Path) -> Iterator[Results]:
         yield results
 
 
-def test_what_rows_have_become_is_found_by_a_later_run(results):
-    memory = results.memory_of_rows(b"settings")
-    memory.add([(A, KnownRequest(B, is_sampled=True)), (B, KnownRequest(C, is_sampled=False))])
-    memory.flush()
-    assert results.memory_of_rows(b"settings").find([C, B, A]) == {A: (B, True), B: (C, False)}
-
-
 VALUES = [
     {"a": 1}, {"a": 1.0}, {"a": "1"}, {"a": True}, {"a": None}, {}, {"b": 1}, {"a": [1]}, {"a": {"b": 1}}, {"a": "\ud800"},
     {"a": dt.date(2026, 1, 1)}, {"a": "2026-01-01"}, {"a": Decimal(1)}, {"a": b"1"}, {"a": 1, "b": 2}, {"b": 2, "a": 1},

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from batchgen import JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job
+from batchgen import JobConfig, PromptConfig, SamplingParams, plan_job
 from batchgen.errors import BatchgenError, UsageError
 from support.params import examples
 from support.runs import Runs
@@ -63,7 +63,7 @@ def test_a_named_column_may_be_missing_in_the_whole_first_window(runs, window):
     prompts = PromptConfig(row_params=("seed",))
     assert runs.run(rows, window=window, prompts=prompts)[0] == ["p", "q", "r"]
     assert plan_job(JobConfig(
-        inputs=(str(runs.folder / "in.jsonl"),), model=ModelConfig(model=str(runs.models["a"])), window=window, prompts=prompts
+        inputs=runs.folder / "in.jsonl", model=runs.models["a"], window=window, prompts=prompts
     )).rows == 3  # fmt: skip
     with pytest.raises(UsageError, match=r"^no row has the column 'top_k' of --row-params"):
         runs.run(rows, window=window, prompts=PromptConfig(row_params=("top_k",)), overwrite=True)
@@ -248,23 +248,14 @@ class AnyRuns(RuleBasedStateMachine):
             assert all(text is None or text.startswith(f"{self.of}: ") for text in self.runs.texts())
 
 
-def check_any_runs(base: Path, model: Path, examples: int) -> None:
+@pytest.mark.parametrize("count", [examples(4, 8), pytest.param(300, marks=pytest.mark.nightly)])
+def test_over_any_runs_a_completion_is_generated_once_kept_and_of_the_right_model(count, tmp_path, tiny_model_dir):
     class Machine(AnyRuns):
-        pass
+        base, model = tmp_path, tiny_model_dir
 
-    Machine.base, Machine.model = base, model
     Machine.TestCase.settings = settings(
-        max_examples=examples,
+        max_examples=count,
         stateful_step_count=12,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
     Machine.TestCase().runTest()
-
-
-def test_over_any_runs_a_completion_is_generated_once_kept_and_of_the_right_model(tmp_path, tiny_model_dir):
-    check_any_runs(tmp_path, tiny_model_dir, examples(4, 8))
-
-
-@pytest.mark.nightly
-def test_over_many_more_runs_a_completion_is_generated_once_kept_and_of_the_right_model(tmp_path, tiny_model_dir):
-    check_any_runs(tmp_path, tiny_model_dir, 300)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -74,28 +72,3 @@ def test_a_waiting_shard_takes_over_from_a_killed_first_reader(runs, tmp_path):
     assert "loading model" not in phases[: phases.index("waiting")]
     assert job.run("--shard", "1/2", "--merge").code == 3
     job.check_output(finished=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["kill", "torn"])
-def test_a_merge_killed_at_any_step_of_its_writing_gives_the_usual_output(runs, tmp_path, how):
-    job = Job(runs, replace(Case(settings=TINY_SPOOL)), tmp_path / "job")
-    job.prepare()
-    for number in (1, 2):
-        assert job.run("--shard", f"{number}/2").code in (0, 3)
-    job.keep_state()
-    job.reset()
-    calls = job.run("--shard", "1/2", "--merge").calls
-    first = next(i for i, call in enumerate(calls, 1) if "output.partial" in call)
-    met = 0
-    for at in range(first, len(calls) + 1, 2):
-        if calls[at - 1].split()[0] == "open" or (how == "torn" and calls[at - 1].split()[0] != "write"):
-            continue
-        job.reset()
-        assert job.run("--shard", "1/2", "--merge", how=how, at=at).code == -9, calls[at - 1]
-        job.check_output(finished=False)
-        assert merge_job(str(job.output)).exit_code == 3
-        job.check_output(finished=True)
-        met += 1
-    assert met >= 2
-    shutil.rmtree(job.folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 
 from batchgen.jobs.order.shares import PrefixCosts, Share, shard_bounds
 from support.fakes import request
@@ -14,36 +15,31 @@ def cuts(costs: list[float], shared: list[int], shares: int, chunk_size: int = 1
     return shard_bounds(np.cumsum(np.array(costs)), np.array(shared, dtype=np.int32), shares, chunk_size)
 
 
-def test_equal_requests_that_share_nothing_are_cut_into_equal_shares():
-    assert cuts([1.0] * 12, [0] * 12, 4) == [3, 6, 9]
+GROUPS_OF_TEN = [0 if i % 10 == 0 else 500 for i in range(410)]
 
 
-def test_a_cut_moves_to_the_nearest_end_of_a_group_within_its_slack():
-    # 400 requests in groups of 10: the middle of the order, 205, would go through a group
-    shared = [0 if i % 10 == 0 else 500 for i in range(410)]
-    assert cuts([1.0] * 410, shared, 2) == [200]
-    assert [place % 10 for place in cuts([1.0] * 410, shared, 3)] == [0, 0]
+@pytest.mark.parametrize(
+    ("costs", "shared", "shares", "chunk_size", "found"),
+    [
+        ([1.0] * 12, [0] * 12, 4, 1, [3, 6, 9]),
+        # A cut moves to the nearest end of a group: the middle of the order, 205, would go through one.
+        ([1.0] * 410, GROUPS_OF_TEN, 2, 1, [200]),
+        # A group larger than a share is cut.
+        ([1.0] * 100, [0] + [64] * 99, 4, 1, [25, 50, 75]),
+        # A few tokens that neighbouring groups share by accident do not move a cut.
+        ([1.0] * 200, [3 if i == 100 else 0 if i == 104 else 64 for i in range(200)], 2, 16, [100]),
+        ([1.0] * 200, [3 if i == 100 else 0 if i == 104 else 64 for i in range(200)], 2, 1, [104]),
+    ],
+)
+def test_requests_are_cut_into_shares_of_equal_cost_at_the_ends_of_groups(costs, shared, shares, chunk_size, found):
+    assert cuts(costs, shared, shares, chunk_size) == found
 
 
-def test_a_few_tokens_that_neighbouring_groups_share_by_accident_do_not_move_a_cut():
-    shared = [3 if i == 100 else 0 if i == 104 else 64 for i in range(200)]
-    assert cuts([1.0] * 200, shared, 2, chunk_size=16) == [100]
-    assert cuts([1.0] * 200, shared, 2, chunk_size=1) == [104]
-
-
-def test_a_group_larger_than_a_share_is_cut():
-    assert cuts([1.0] * 100, [0] + [64] * 99, 4) == [25, 50, 75]
-
-
-def test_a_request_that_costs_more_than_all_others_gets_its_own_share():
-    found = [0, *cuts([1.0, 1.0, 1000.0, 1.0], [0] * 4, 4), 4]
+@pytest.mark.parametrize(("costs", "shares", "filled"), [([1.0, 1.0, 1000.0, 1.0], 4, 3), ([1.0, 1.0], 5, 2)])
+def test_some_shares_are_empty_where_one_request_costs_more_or_there_are_too_few(costs, shares, filled):
+    found = [0, *cuts(costs, [0] * len(costs), shares), len(costs)]
     assert found == sorted(found)
-
-
-def test_more_shares_than_requests_leave_some_empty():
-    found = [0, *cuts([1.0, 1.0], [0, 0], 5), 2]
-    assert found == sorted(found)
-    assert sum(b > a for a, b in pairwise(found)) == 2
+    assert sum(b > a for a, b in pairwise(found)) == filled
 
 
 def test_costs_count_a_shared_prefix_once_in_each_share(tmp_path):

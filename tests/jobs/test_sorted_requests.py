@@ -57,12 +57,6 @@ def test_requests_that_fit_one_run_never_touch_the_disk(tmp_path):
     assert list(SortedRequests(tmp_path).windows()) == []
 
 
-def test_a_run_in_memory_is_cut_into_windows_too(tmp_path):
-    made = sorted_requests(tmp_path, [request(i, [9 - i, 1]) for i in range(9)], limits(rows=9, window=3))
-    assert not made.on_disk
-    assert [[r.row for r in w] for w in made.windows()] == [[8, 7, 6], [5, 4, 3, 2], [1, 0]]
-
-
 LABELS = {"params": SamplingParams(choices=("a", "b", "c")), "texts": [[4], [5], [6, 7]]}
 
 

@@ -177,15 +177,6 @@ def test_figures_of_an_unreadable_database_are_left_out(folder, damage):
     assert (found["state"], found["rows_done"], found["results"]) == ("stopped", None, None)
 
 
-def test_damaged_progress_is_left_out(folder):
-    tell(folder, generated(30))
-    db = sqlite3.connect(folder / "results.sqlite")
-    db.execute("UPDATE facts SET value = ?", (b'{"rows_done": 7}',))
-    db.commit()
-    db.close()
-    assert job_status("o.jsonl")["rows_done"] is None
-
-
 def test_the_status_can_be_read_while_the_job_writes(folder):
     results = Results(folder, 3600.0)
     results.keep_progress(generated(0))

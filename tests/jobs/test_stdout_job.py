@@ -12,10 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from batchgen.errors import OutputError
-from batchgen.jobs.base import JobSpec
-from batchgen.jobs.job_folder import open_job
 from batchgen.jobs.stdout_job import StdoutJob
-from batchgen.records import Row, RowForm, open_input
+from batchgen.records import Row, RowForm
 from batchgen.result import Result
 from support.python_process import environment
 
@@ -50,15 +48,6 @@ def test_rows_are_written_window_by_window_and_nothing_else_is(capfdbinary):
         out.save_stats({})
         out.finish({})
     assert capfdbinary.readouterr().out == b""
-
-
-def test_a_dash_is_a_job_on_standard_output(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "in.jsonl").write_text("")
-    source = open_input(["in.jsonl"], format=None, output="-")
-    with open_job(JobSpec(output="-", settings={}, mentions={}, input=source, form=RowForm())) as out:
-        assert isinstance(out, StdoutJob)
-    assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 PIPE = """

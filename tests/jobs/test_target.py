@@ -11,7 +11,7 @@ import pytest
 from batchgen.errors import OutputError, UsageError
 from batchgen.jobs.files import target
 from batchgen.jobs.files.manifest import Manifest
-from batchgen.jobs.files.target import RemoteTarget, known_as, open_target
+from batchgen.jobs.files.target import LocalTarget, RemoteTarget, known_as, open_target
 from batchgen.records.output import job_path, jobs_folder
 from support.jobs import FINISHED_FILES, crash
 from support.params import slow_but
@@ -101,13 +101,14 @@ def test_an_unknown_output_is_only_replaced_with_overwrite(place, run, write_inp
     assert lines(fs, url) == ["A"]
 
 
-@pytest.mark.parametrize("store", slow_but(["memory"], ["memory", "s3"]), indirect=True)
+@pytest.mark.parametrize("place", slow_but(["local", "memory"], ["local", "memory", "s3"]), indirect=True)
 @pytest.mark.parametrize("again", slow_but([True], [False, True]))
 @pytest.mark.parametrize(
-    "step", ["save, before", "save, after", "upload, before", "upload, after", "last save, before", "last save, after"]
+    "step", ["save, before", "save, after", "put, before", "put, after", "last save, before", "last save, after"]
 )
-def test_a_crash_while_finishing_loses_nothing(step, again, store, monkeypatch, run, write_input):
-    fs, url = store
+def test_a_crash_while_finishing_loses_nothing(step, again, place, monkeypatch, run, write_input):
+    """In a first run, and in a run over a finished output."""
+    fs, url = place
     write_input(["a", "b"])
     if again:
         run(url)
@@ -116,8 +117,8 @@ def test_a_crash_while_finishing_loses_nothing(step, again, store, monkeypatch, 
     after = when == "after"
     for _ in range(2):  # the run after the crash crashes too
         with monkeypatch.context() as patch:
-            if what == "upload":
-                crash(patch, RemoteTarget, "put", 1, after=after)
+            if what == "put":
+                crash(patch, LocalTarget if url == "o.jsonl" else RemoteTarget, "put", 1, after=after)
             else:
                 crash(patch, Manifest, "save", 2 if what == "save" else 3, after=after)
             if (what, when) == ("last save", "after"):
@@ -128,7 +129,7 @@ def test_a_crash_while_finishing_loses_nothing(step, again, store, monkeypatch, 
                 run(url)
     assert run(url)[1] == []
     assert lines(fs, url) == (["A", "B", "C"] if again else ["A", "B"])
-    assert everything(fs) == ["bucket/out/o.jsonl"]
+    assert sorted(p.name for p in job_path(url, None).iterdir()) == FINISHED_FILES
     assert run(url)[0].finished is not None
 
 

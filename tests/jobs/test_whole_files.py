@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -45,19 +43,6 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
     write_whole(tmp_path / "pipe", "text")
     reader.join()
     assert read == ["text"]
-
-
-def test_the_process_can_write_to_its_own_standard_output(tmp_path):
-    code = (
-        "from batchgen.jobs.files.disk import write_whole\n"
-        "print('before', flush=True); write_whole('/dev/stdout', 'text\\n'); print('after')\n"
-    )
-    command = [sys.executable, "-c", code]
-    piped = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    with (tmp_path / "log").open("w") as log:
-        subprocess.run(command, stdout=log, timeout=300, check=True)
-    assert (piped.stdout, (tmp_path / "log").read_text()) == ("before\ntext\nafter\n",) * 2
-    assert os.listdir(tmp_path) == ["log"]
 
 
 def test_a_replaced_file_keeps_its_permissions(tmp_path):

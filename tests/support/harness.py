@@ -39,7 +39,6 @@ class Ended:
     err: str
     calls: tuple[str, ...]
     """The calls that changed files of its folder, in order, as `name path`. If one killed the run, it is the last."""
-    seconds: float
 
     @property
     def error(self) -> str:
@@ -56,7 +55,6 @@ class Running:
     pid: int
     _wait: Callable[..., int | None]
     _files: Path
-    _started: float = field(default_factory=time.monotonic)
     _status: int | None = None
 
     def ended(self) -> bool:
@@ -98,10 +96,9 @@ class Running:
         status = self._status if self._status is not None else self._wait(block=True)
         assert status is not None
         code = os.waitstatus_to_exitcode(status)
-        seconds = time.monotonic() - self._started
         out, err, log = (self._files.with_suffix(s).read_text() for s in (".out", ".err", ".log"))
         assert "Traceback" not in err, err
-        return Ended(code, out, err, tuple(log.splitlines()), seconds)
+        return Ended(code, out, err, tuple(log.splitlines()))
 
 
 class Runs:
@@ -145,9 +142,6 @@ class Runs:
         pid = self._ask({"start": order})
         assert pid is not None
         return Running(pid, lambda block: self._ask({"wait": pid, "block": block}), files)
-
-    def __call__(self, folder: Path, arguments: Sequence[str | Path], **options: Any) -> Ended:
-        return self.start(folder, arguments, **options).wait()
 
     def _folder_of(self, model: str) -> Path:
         if model not in self._models:
