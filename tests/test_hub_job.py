@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import decimal
 import json
 import re
 import runpy
 import tomllib
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from batchgen import LLM
 from support.hub import TOKEN, FakeRepo, fake_hub
-from support.late import late
-
-datasets, pl = late("datasets"), late("polars")
 
 
 @pytest.fixture
@@ -62,73 +54,6 @@ def test_a_dataset_can_be_planned_and_an_unclear_split_is_refused(hub, cli, tiny
     )
 
 
-COLUMNS = {
-    "prompt": ["one", "two", "three"],
-    "label": [0, None, 1],
-    "when": [dt.datetime(2024, 5, 1, tzinfo=dt.UTC), None, dt.datetime(1999, 1, 1, tzinfo=dt.UTC)],
-    "price": [decimal.Decimal("1.50"), None, decimal.Decimal("-2.00")],
-    "small": [1, -1, None],
-    "nested": [[{"name": "a", "scores": [0.5, None]}, {"name": None, "scores": None}], [], None],
-    "text": ["mine", None, ""],
-}
-OWN = [name if name != "text" else "input_text" for name in COLUMNS]
-
-
-def features():
-    return datasets.Features(
-        {
-            "prompt": datasets.Value("string"),
-            "label": datasets.ClassLabel(names=["good", "bad"]),
-            "when": datasets.Value("timestamp[us, tz=UTC]"),
-            "price": datasets.Value("decimal128(6, 2)"),
-            "small": datasets.Value("int8"),
-            "nested": datasets.List(
-                {"name": datasets.Value("string"), "scores": datasets.List(datasets.Value("float32"))}
-            ),
-            "text": datasets.Value("large_string"),
-        }
-    )
-
-
-@pytest.fixture
-def layout(tmp_path) -> Path:
-    """A dataset on disk with the layout of the Hub: two configurations, one of which has its splits in Parquet files."""
-    folder = tmp_path / "dataset"
-    (folder / "data").mkdir(parents=True)
-    rows = datasets.Dataset.from_dict(COLUMNS, features=features())
-    rows.select([0, 1]).to_parquet(folder / "data" / "train-00000-of-00002.parquet")
-    rows.select([2]).to_parquet(folder / "data" / "train-00001-of-00002.parquet")
-    rows.select([0]).to_parquet(folder / "data" / "test-00000-of-00001.parquet")
-    (folder / "other.jsonl").write_bytes(lines("else"))
-    (folder / "README.md").write_text(
-        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/train-*\n  - split: test\n"
-        "    path: data/test-*\n- config_name: other\n  data_files: other.jsonl\n---\n"
-    )
-    return folder
-
-
-def test_the_four_kinds_of_tables_and_a_file_give_the_same_rows(layout, cli, tmp_path, tiny_model_dir):
-    dataset = datasets.load_dataset(str(layout), split="train", cache_dir=str(tmp_path / "cache"))
-    table = dataset.with_format("arrow")[:]
-    output = tmp_path / "out.parquet"
-    assert cli("run", layout, "--split", "train", "-m", tiny_model_dir, "-o", output, "--max-tokens", 4).code == 0
-    file = pq.read_table(output)
-    with LLM(tiny_model_dir) as llm:
-        kinds = {
-            "arrow": llm.generate_table(table, {"max_tokens": 4}),
-            "pandas": pa.Table.from_pandas(
-                llm.generate_table(dataset.to_pandas(), {"max_tokens": 4}), preserve_index=False
-            ),
-            "polars": llm.generate_table(pl.from_arrow(table), {"max_tokens": 4}).to_arrow(),
-            "datasets": llm.generate_table(dataset, {"max_tokens": 4}).with_format("arrow")[:],
-        }
-    for kind, out in kinds.items():
-        for name in ("prompt", "text", "finish_reason", "usage", "error"):
-            assert out[name].to_pylist() == file[name].to_pylist(), (kind, name)
-    assert [kinds["arrow"].schema.field(own).type for own in OWN] == [file.schema.field(own).type for own in OWN]
-    assert [kinds["arrow"][own].to_pylist() for own in OWN] == [file[own].to_pylist() for own in OWN]
-
-
 # -- the script for jobs on the Hub
 
 
@@ -163,12 +88,6 @@ def test_the_scripts_header_names_this_distribution_and_one_of_its_extras():
 )  # fmt: skip
 def test_the_scripts_arguments_become_those_of_run(given, command):
     assert command_of(*given) == command
-
-
-def test_options_before_the_two_names_are_refused(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command_of("--model", "m", "me/a", "me/b")
-    assert capsys.readouterr().err.endswith("error: INPUT and OUTPUT come before the options\n")
 
 
 def test_the_script_reads_a_dataset_and_pushes_another(tiny_model_dir, tmp_path, monkeypatch, cli):

@@ -12,6 +12,8 @@ from batchgen.config import JobConfig
 from batchgen.jobs.files.lease import Lease
 from batchgen.push.card import dataset_card
 from batchgen.push.upload import parquet_shards
+from batchgen.result import Result
+from batchgen.stats import EngineStats, RunFigures, Setting, figures
 from support.hub import READ_ONLY, TOKEN, FakeRepo, fake_hub
 
 ROWS = [{"prompt": f"row {i}", "kind": {"name": "a", "tags": [i]}} for i in range(3)]
@@ -181,85 +183,22 @@ def test_a_large_output_is_pushed_in_several_files(tmp_path):
     assert back.column("text").equals(table.column("text"))
 
 
-STATS = {
-    "dtype": "bfloat16",
-    "device": "cpu",
-    "attention": "kernels",
-    "sampling": {"max_tokens": {"value": 1024, "from": "auto"}, "temperature": {"value": 0.6, "from": "model"}},
-    "versions": {"batchgen": "9.9", "torch": "2.13"},
-    "job": {
-        "runs": 2, "rows": 12_000, "rows_failed": 3, "rows_truncated": 1, "finish_reasons": {"stop": 11_997, "error": 3},
-        "prompt_tokens": 1_000_000, "prefill_tokens": 120_000, "prefill_tokens_min": 110_000, "completion_tokens": 50_000,
-        "seconds": {"generate": 100.0},
-    },
-}  # fmt: skip
-
-
-def test_the_card_shows_settings_and_figures_but_no_folders_or_signatures_of_inputs():
-    config = JobConfig(
-        inputs=[
-            "hf://datasets/user/rows",
-            "/home/me/secret/more.jsonl",
-            "https://host/folder/signed.jsonl?X-Amz-Signature=secret/of/mine",
-        ],
-        model="org/model",
-        split="test",
-        sampling={"temperature": 0.7, "stop": ["a|b\nc"]},
-    )
+def test_the_card_shows_settings_but_no_folders_or_signatures_of_inputs():
+    inputs = [
+        "hf://datasets/user/rows",
+        "/home/me/secret/more.jsonl",
+        "https://host/f/signed.jsonl?X-Amz-Signature=secret",
+    ]
+    config = JobConfig(inputs=inputs, model="org/model", split="test", sampling={"stop": ["a|b\nc"]})
+    run = RunFigures()
+    for row in range(12):
+        run.new.add(Result(row=row, text="x", finish_reason="stop", prompt_tokens=20, completion_tokens=5))
+    sampling = {"temperature": {"value": 0.6, "from": "model"}}
+    stats = figures(run, EngineStats(), Setting("m", "bfloat16", "cpu", "kernels", sampling))
     schema = pa.schema([("text", pa.string())])
-    card = dataset_card(
-        config, "me/out", stats=STATS, settings={"model": "org/model at abc"}, schema=schema, rows=12_000
-    )
-    assert card.partition("\n---\n")[2] == CARD
-    assert "size_categories:\n- 10K<n<100K\n" in card
-
-
-CARD = """
-# out
-
-12,000 rows that `org/model at abc` generated from `hf://datasets/user/rows`, `more.jsonl`, `signed.jsonl`, split `test`, with batchgen 9.9.
-
-```python
-from datasets import load_dataset
-
-rows = load_dataset("me/out", split="train")
-```
-
-## Model and settings
-
-| setting | value |
-| --- | --- |
-| model | org/model at abc |
-| dtype | bfloat16 |
-| max_tokens | 1024 (auto) |
-| temperature | 0.6 (the model's) |
-| --stop | a\\|b c |
-
-## Rows
-
-| rows | number |
-| --- | --- |
-| rows | 12,000 |
-| failed | 3 |
-| with a truncated prompt | 1 |
-| ended with stop | 11,997 |
-| ended with error | 3 |
-
-## Figures
-
-| figure | value |
-| --- | --- |
-| prompt tokens | 1,000,000 |
-| of these run through the model | 120,000 (minimum: 110,000) |
-| completion tokens | 50,000 |
-| time to generate | 100.0 s in 2 runs |
-| speed | 120.0 rows/s, 500.0 completion tokens/s |
-| device | cpu, attention kernels |
-| versions | batchgen 9.9, torch 2.13 |
-
-## Columns
-
-| column | type |
-| --- | --- |
-| text | string |
-"""
+    card = dataset_card(config, "me/out", stats=stats, settings={"model": "org/model at abc"}, schema=schema, rows=12)
+    assert "from `hf://datasets/user/rows`, `more.jsonl`, `signed.jsonl`, split `test`, with batchgen " in card
+    assert "secret" not in card
+    lines = ["size_categories:", "- n<1K", "| model | org/model at abc |", "| temperature | 0.6 (the model's) |"]
+    lines += ["| --stop | a\\|b c |", "| ended with stop | 12 |", "| prompt tokens | 240 |", "| text | string |"]
+    assert [line for line in lines if line not in card.splitlines()] == []

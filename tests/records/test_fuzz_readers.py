@@ -280,7 +280,7 @@ def valid_files() -> list[tuple[str, bytes]]:
     for name, data in (("jsonl", jsonl), ("csv", csv)):
         files.append((f"{name}.gz", gzip.compress(data, mtime=0)))
         files.append((f"{name}.gz", gzip.compress(data[:60], mtime=0) + gzip.compress(data[60:], mtime=0)))
-        files.append((f"{name}.zst", zstandard.compress(data)))
+        files.append((f"{name}.zst", zstandard.compress(data[:60]) + zstandard.compress(data[60:])))
     files.append(("jsonl.zst", zstandard.ZstdCompressor(write_checksum=True).compress(jsonl)))
     return files
 
@@ -396,9 +396,3 @@ def test_any_text_gives_one_row_per_record_and_one_result_per_row(tmp_path, buil
     with no_hang() as start:
         start()
         check(tmp_path / f"x.{format}{suffix}", pack(data), build)
-
-
-@settings(max_examples=examples(10, 150), suppress_health_check=list(HealthCheck))
-@given(data=st.binary(max_size=200), name=st.sampled_from(["jsonl.gz", "jsonl.zst", "csv.gz", "csv.zst", "parquet"]))
-def test_random_bytes_raise_only_the_documented_errors(tmp_path, name, data):
-    check(tmp_path / f"x.{name}", data, None)

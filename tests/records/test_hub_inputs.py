@@ -116,20 +116,6 @@ def test_a_dataset_is_read_by_name_configuration_and_split_at_its_current_commit
     assert [row.columns for row in both.rows()] == ROWS
 
 
-def test_the_fingerprint_changes_only_with_a_commit_that_changes_the_files(hub):
-    repo = hub.repos["user/rows"] = with_configs()
-
-    def fingerprint():
-        return opened("hf://datasets/user/rows", config="de").fingerprint()
-
-    before = fingerprint()
-    assert [entry["path"] for entry in before] == ["hf://datasets/user/rows/de/rows.jsonl"]
-    repo.files["README.md"] += b"More words.\n"
-    assert fingerprint() == before
-    repo.files["de/rows.jsonl"] = JSONL.replace(b"one", b"six")
-    assert fingerprint() != before
-
-
 def test_folders_of_the_hubs_parquet_copy_are_configurations_and_splits(hub):
     hub.repos["user/rows"] = FakeRepo(
         {f"{c}/{s}/0000.parquet": parquet() for c in ("a", "b") for s in ("train", "extra")}

@@ -183,33 +183,23 @@ def test_sizes_are_those_after_turning_by_exif(locate):
     assert decode_image(io.BytesIO(turned)).size == (4, 6)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        encoded(Image.new("CMYK", (6, 4), (9, 99, 0, 50)), "JPEG"),
-        encoded(Image.new("CMYK", (6, 4)), "TIFF"),
-        encoded(Image.new("I;16", (6, 4), 1000), "PNG"),
-        encoded(Image.new("RGBA", (6, 4), (255, 0, 0, 128)), "PNG"),
-        encoded(Image.new("P", (6, 4), 1), "PNG", transparency=1),
-        encoded(Image.new("P", (6, 4)), "GIF", save_all=True, append_images=[Image.new("P", (6, 4), 3)]),
-        encoded(Image.new("RGB", (6, 4), 5), "WEBP", save_all=True, append_images=[Image.new("RGB", (6, 4), 99)]),
-        encoded(Image.new("F", (6, 4), 0.5), "TIFF"),
-        encoded(Image.new("RGB", (1, 1), "red"), "PNG"),
-        encoded(Image.new("L", (6, 4), 7), "JPEG"),
-    ],
-    ids=[
-        "cmyk",
-        "cmyk tiff",
-        "16 bits",
-        "transparent",
-        "palette",
-        "animated",
-        "animated webp",
-        "float",
-        "one pixel",
-        "grey",
-    ],
-)
+KINDS = {
+    "cmyk": encoded(Image.new("CMYK", (6, 4), (9, 99, 0, 50)), "JPEG"),
+    "cmyk tiff": encoded(Image.new("CMYK", (6, 4)), "TIFF"),
+    "16 bits": encoded(Image.new("I;16", (6, 4), 1000), "PNG"),
+    "transparent": encoded(Image.new("RGBA", (6, 4), (255, 0, 0, 128)), "PNG"),
+    "palette": encoded(Image.new("P", (6, 4), 1), "PNG", transparency=1),
+    "animated": encoded(Image.new("P", (6, 4)), "GIF", save_all=True, append_images=[Image.new("P", (6, 4), 3)]),
+    "animated webp": encoded(
+        Image.new("RGB", (6, 4), 5), "WEBP", save_all=True, append_images=[Image.new("RGB", (6, 4), 99)]
+    ),
+    "float": encoded(Image.new("F", (6, 4), 0.5), "TIFF"),
+    "one pixel": encoded(Image.new("RGB", (1, 1), "red"), "PNG"),
+    "grey": encoded(Image.new("L", (6, 4), 7), "JPEG"),
+}
+
+
+@pytest.mark.parametrize("data", KINDS.values(), ids=KINDS)
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")
 def test_every_kind_of_image_becomes_rgb_as_transformers_loads_it(data):
     from transformers.image_utils import load_image

@@ -63,26 +63,3 @@ def test_a_column_named_input_file_is_carried_as_input_input_file(run, two):
     }
     run("one.jsonl", inputs=two[1:])
     assert output("one.jsonl")[0]["input_file"] == "mine"
-
-
-@pytest.mark.parametrize("columns", [["prompt"], ["prompt", "input_file"]])
-def test_the_input_file_column_of_parquet_is_text(run, columns):
-    for name in "xy":
-        pq.write_table(pa.table({c: pa.array([name], pa.large_string()) for c in columns}), f"{name}.parquet")
-    run("o.parquet", inputs=("x.parquet", "y.parquet"))
-    schema = pq.read_schema("o.parquet")
-    assert schema.names[: 2 + len(columns)] == ["id", "input_file", *columns[:1], *[f"input_{c}" for c in columns[1:]]]
-    assert schema.field("input_file").type == pa.string()
-    assert column("o.parquet") == ["x.parquet", "y.parquet"]
-
-
-def test_a_column_named_input_file_in_some_parquet_files_hides_no_other_column(run):
-    pq.write_table(pa.table({"prompt": ["a"], "input_file": ["mine"]}), "x.parquet")
-    pq.write_table(pa.table({"prompt": ["b"], "input_input_file": [1]}), "y.parquet")
-    run("o.parquet", inputs=("x.parquet", "y.parquet"))
-    assert column("o.parquet") == ["x.parquet", "y.parquet"]
-    first, second = output("o.parquet")
-    assert (first["input_input_file"], second["input_input_file"]) == (
-        '"mine"',
-        "1",
-    )  # a column of mixed types holds JSON

@@ -99,15 +99,6 @@ def test_bytes_that_the_encoding_does_not_have_fail_only_their_row(folder):
     ]
 
 
-def test_streams_of_several_gzip_members_and_zstd_frames_are_read_to_the_end(folder):
-    (folder / "a.jsonl.gz").write_bytes(gzip.compress(JSONL) + gzip.compress(JSONL))
-    (folder / "b.jsonl.zst").write_bytes(
-        zstandard.compress(JSONL) + zstandard.compress(b"") + zstandard.compress(JSONL)
-    )
-    assert columns("a.jsonl.gz") == ROWS + ROWS
-    assert columns("b.jsonl.zst") == ROWS + ROWS
-
-
 def test_rows_are_numbered_and_limited_across_files(folder):
     (folder / "b.jsonl").write_bytes(JSONL)
     (folder / "a.csv").write_bytes(CSV)
@@ -146,16 +137,6 @@ def test_a_glob_gives_its_files_sorted_and_skips_job_folders(folder):
     source = opened("**/*.jsonl")
     assert [f.name for f in source.files] == ["a.jsonl", "b.jsonl"]
     assert source.notes == ["z.jsonl is an output of batchgen: left out of the input"]
-
-
-def test_a_file_whose_name_is_not_utf8_is_read(folder):
-    name = os.fsdecode(b"bad\xff.jsonl")
-    try:
-        (folder / name).write_text('{"prompt": "a"}\n')
-    except OSError:
-        pytest.skip("this file system has only names in UTF-8")
-    (row,) = opened(name).rows()
-    assert (row.source, row.file, row.columns) == ("bad\\udcff.jsonl:1", name, {"prompt": "a"})
 
 
 def test_an_output_that_is_named_is_read_and_brackets_in_its_name_are_not_a_glob(folder):

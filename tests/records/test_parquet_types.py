@@ -124,21 +124,6 @@ def test_nested_values_that_python_cannot_hold_are_carried_unchanged(type, value
     same(pa.array([[{"m": [("k", [value])]}], [], None], pa.large_list(pa.struct([("m", pa.map_(pa.string(), pa.list_(type)))]))))  # fmt: skip
 
 
-def test_files_with_different_types_get_the_wider_type():
-    narrow = pa.schema(
-        [pa.field("n", pa.int8(), metadata={"a": "1"}), pa.field("s", pa.struct([("t", pa.timestamp("s"))]))]
-    )
-    wide = pa.schema(
-        [pa.field("n", pa.int64(), metadata={"a": "2"}), pa.field("s", pa.struct([("t", pa.timestamp("ns"))]))]
-    )
-    out = carried(
-        pa.table([pa.array([1], pa.int8()), pa.array([{"t": 1}], narrow.field("s").type)], schema=narrow),
-        pa.table([pa.array([2**40]), pa.array([{"t": NS}], wide.field("s").type)], schema=wide),
-    )
-    assert out.schema.field("n") == pa.field("n", pa.int64())
-    assert out["n"].to_pylist() == [1, 2**40]
-
-
 def test_rows_written_in_another_order_keep_their_columns():
     column = pa.array(["a", b"\xff", "c", "d", None, "f"], pa.binary()).cast(pa.string(), safe=False)
     pq.write_table(pa.table({"s": column, "n": pa.array(range(6), pa.int8())}), "in.parquet", row_group_size=4)

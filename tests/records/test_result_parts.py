@@ -81,21 +81,6 @@ def test_completions_are_written_as_choices_in_order():
     assert with_ids["token_ids"] == [7, 2]
 
 
-def test_the_probabilities_of_a_label_are_in_the_order_of_the_choices():
-    assert row_of(LABEL, token_ids=True) == {
-        "id": 4, "text": "no", "finish_reason": "stop", "usage": {"prompt_tokens": 4, "completion_tokens": 0},
-        "choice_probs": {"yes": 0.1, "no": 0.7, "-": 0.2}, "token_ids": [], "error": None,
-    }  # fmt: skip
-    assert list(row_of(LABEL)["choice_probs"]) == ["yes", "no", "-"]
-
-
-def test_a_scored_row_has_neither_text_nor_finish_reason():
-    assert row_of(SCORED, token_ids=True) == {
-        "id": 4, "text": None, "finish_reason": None, "usage": {"prompt_tokens": 4, "completion_tokens": 0},
-        "score": {"logprob": -12.25, "tokens": 5, "greedy": False}, "token_ids": None, "error": None,
-    }  # fmt: skip
-
-
 def test_token_ids_of_completions_are_null_if_an_earlier_output_had_none():
     without = replace(
         SEVERAL, token_ids=(), completions=tuple(replace(c, token_ids=(), logprobs=None) for c in SEVERAL.completions)
@@ -183,14 +168,6 @@ def stored(result):
     return decode(KEY, value, zlib.crc32(KEY + value))
 
 
-def test_a_stored_result_is_readable_and_short():
-    assert encode(SCORED) == (
-        b'{"text": null, "finish_reason": null, "prompt_tokens": 4, '
-        b'"score": {"logprob": -12.25, "tokens": 5, "greedy": false}}'
-    )
-    assert stored(SCORED) == SCORED
-
-
 def entry_of(values):
     value = json.dumps(values).encode()
     return KEY, value, zlib.crc32(KEY + value)
@@ -217,17 +194,6 @@ def test_a_stored_result_with_unknown_or_incomplete_content_is_damaged(change):
     assert decode(*entry_of(good | change)) is None
 
 
-def test_infinities_and_nan_are_stored():
-    odd = replace(SCORED, score=Score(-math.inf, 5, False))
-    assert stored(odd) == odd
-    nan = Completion(text="a", finish_reason="stop", token_ids=(1,), logprobs=(TokenLogprob("a", 1, math.nan),))
-    back = stored(Result(row=-1, text="a", finish_reason="stop", completions=(nan,)))
-    assert back is not None
-    logprobs = back.completions[0].logprobs
-    assert logprobs is not None
-    assert math.isnan(logprobs[0].logprob)
-
-
 def test_a_row_with_an_infinity_is_read_back_from_parquet_but_not_from_json(tmp_path):
     odd = replace(SCORED, score=Score(-math.inf, 5, False))
     assert taken_back(tmp_path, "o.jsonl", [odd, SCORED]) == {1: SCORED}
@@ -243,7 +209,7 @@ def test_without_token_ids_those_of_the_logprobs_are_read_back(tmp_path):
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
 ids = st.integers(0, 2**31 - 1)
-numbers = st.floats(max_value=0, allow_nan=False, allow_infinity=False)
+numbers = st.floats(max_value=0, allow_nan=False)
 entries = st.builds(TokenLogprob, texts, ids, numbers)
 tokens = st.builds(TokenLogprob, texts, ids, numbers, st.lists(entries, max_size=2).map(tuple))
 
@@ -295,7 +261,8 @@ def test_any_results_are_read_back_from_a_finished_output(tmp_path_factory, made
     folder = tmp_path_factory.mktemp("o")
     for name in ("o.jsonl", "o.parquet"):
         back = taken_back(folder, name, made)
-        assert {i: exact(r) for i, r in back.items()} == {i: exact(r) for i, r in enumerate(made)}
+        assert {i: exact(r) for i, r in back.items()} == {i: exact(made[i]) for i in back}
+        assert len(back) == len(made) or name == "o.jsonl"  # JSON has no infinities
 
 
 def test_an_output_can_be_an_input_again(tmp_path):

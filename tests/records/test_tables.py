@@ -7,10 +7,8 @@ import io
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from hypothesis import given
-from hypothesis import strategies as st
 
-from batchgen.records.tables import PARQUET_BATCH, header_hint, read_csv, read_parquet
+from batchgen.records.tables import header_hint, read_csv, read_parquet
 
 
 def read(data: bytes) -> list[tuple[str, object]]:
@@ -57,26 +55,6 @@ def test_a_header_that_looks_wrong_has_a_hint():
     assert header_hint(["sep=;"]) == "delete the first line ('sep=;') of the file"
     assert header_hint(["id", " prompt"]) == "remove the spaces around the names in the header"
     assert header_hint(["id", "text"]) == header_hint([]) == ""
-
-
-def test_an_empty_csv_file_and_a_header_alone_have_no_rows():
-    assert read(b"") == []
-    assert read(b"a,b\n") == []
-
-
-@given(st.lists(st.one_of(st.binary(max_size=6), st.sampled_from([b"\n", b"\r\n", b",", b'"', b"\xff"])), max_size=30))
-def test_any_bytes_after_a_csv_header_give_records_and_no_exception(pieces):
-    for place, columns in read(b"a,b\n" + b"".join(pieces)):
-        assert int(place[1:]) >= 2
-        assert isinstance(columns, str) or set(columns) == {"a", "b"}
-
-
-def test_parquet_rows_have_their_values_and_places_across_row_groups():
-    n = 2 * PARQUET_BATCH + 3
-    table = pa.table({"id": list(range(n)), "messages": [[{"role": "user", "content": str(i)}] for i in range(n)]})
-    rows = list(read_parquet(parquet(table, row_group_size=300)))
-    assert [place for place, _, _ in rows] == [f":row {i}" for i in range(n)]
-    assert rows[-1][1] == {"id": n - 1, "messages": [{"role": "user", "content": str(n - 1)}]}
 
 
 def test_parquet_times_that_python_cannot_hold_become_text():

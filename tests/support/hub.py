@@ -43,8 +43,6 @@ class FakeHub:
     repos: dict[str, FakeRepo] = field(default_factory=dict)
     failing: str = ""
     """Requests whose path contains this text are answered with 400."""
-    requests: list[str] = field(default_factory=list)
-    """Method and path of each request."""
     endpoint: str = ""
     uploaded: dict[str, bytes] = field(default_factory=dict)
     """Uploaded large files by their SHA-256."""
@@ -93,7 +91,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(self.path.partition("?")[0])
-        self.hub.requests.append(f"{self.command} {path}")
         if self.hub.failing and self.hub.failing in path:
             return self._send(b'{"error": "the server is on fire"}', 400)  # 500 would be retried for half a minute
         if path == "/api/whoami-v2":
