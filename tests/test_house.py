@@ -72,21 +72,13 @@ def test_functions_fit_on_a_screen():
 
 
 def test_classes_and_public_functions_have_unique_names():
+    """A private class does not share the name of another class either."""
     homes = defaultdict(list)
     for path, tree in modules().items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) or (
                 isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.name not in ENTRY_POINTS
             ):
-                homes[node.name].append(str(path))
-    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
-
-
-def test_a_private_class_does_not_share_the_name_of_another_class():
-    homes = defaultdict(list)
-    for path, tree in modules().items():
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef):
                 homes[node.name.lstrip("_")].append(str(path))
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 

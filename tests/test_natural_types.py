@@ -62,11 +62,6 @@ def test_messages_may_be_one_conversation_or_a_list_of_them(chat, prompts):
     assert result == chat.generate("hi", FOUR)[0]
 
 
-def test_token_ids_are_sent_unchanged_even_with_a_chat_template(chat):
-    (result,) = chat.generate([5, 6, 7], FOUR)
-    assert (result.error_type, result.prompt_tokens) == (None, 3)
-
-
 def test_a_text_becomes_the_column_that_the_options_name(llm):
     options = PromptConfig(prompt_column="question")
     (result,) = llm.generate("Hello", FOUR, prompt_options=options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 from itertools import count
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchgen import LLM, EngineConfig, JobConfig, Result, run_job
+from batchgen import LLM, EngineConfig, Result
 from batchgen.engine.engine import Engine
 from batchgen.notebook import JobBar
 from batchgen.progress import GENERATING, Snapshot
@@ -105,30 +104,6 @@ def test_the_repr_of_a_result_is_one_short_line():
     assert repr(Completion(text=None, finish_reason="length", logprobs=logprobs)) == (
         "Completion(text=None, finish_reason='length', logprobs=<1>)"
     )
-
-
-def test_the_repr_of_a_model_and_of_a_report_is_one_short_line(tiny_model_dir, tmp_path, write_jsonl):
-    with LLM(tiny_model_dir) as llm:
-        assert repr(llm) == f"LLM({str(tiny_model_dir)!r}, float32 on cpu)"
-    assert repr(llm) == f"LLM({str(tiny_model_dir)!r}, closed)"
-    rows = write_jsonl([{"prompt": "one"}, {"prompt": "two"}, {}])
-    report = run_job(
-        JobConfig(
-            inputs=rows,
-            model=tiny_model_dir,
-            output=tmp_path / "o.jsonl",
-            sampling={"max_tokens": 4, "ignore_eos": True},
-        )
-    )
-    start, _, end = repr(report).partition(" completion tokens at ")
-    assert start == f"<JobReport {tmp_path}/o.jsonl: 3 rows, 1 failed; 8 prompt tokens, 7 of them run; 8"
-    assert end.endswith(" tokens/s>")
-    page = report._repr_html_()
-    assert page is not None
-    assert page.startswith("<iframe srcdoc=")
-    (tmp_path / "o.jsonl").unlink()
-    shutil.rmtree(tmp_path / "o.jsonl.job")
-    assert report._repr_html_() is None
 
 
 SETUP = """

@@ -7,7 +7,7 @@ import pytest
 
 from batchgen.errors import ROW_ERROR_TYPES, RowError
 from batchgen.request import Request, leaves_of, row_digest, row_key
-from batchgen.result import Completion, Result
+from batchgen.result import Result
 from batchgen.sampling_params import SamplingParams
 
 
@@ -28,13 +28,6 @@ def test_a_failed_row_has_only_an_error():
         )
     with pytest.raises(ValueError, match="unknown row error type 'oops'"):
         RowError("oops", "why")
-
-
-def test_a_result_has_one_completion_by_default():
-    result = Result(row=0, text="a", finish_reason="stop")
-    assert (result.completions, result.choice_probs, result.score, result.error_type) == ((), None, None, None)
-    assert result.failed is False
-    assert Completion(text="a", finish_reason="stop").logprobs is None
 
 
 def test_the_leaves_of_a_request_are_its_completions_or_its_texts_without_their_last_token():

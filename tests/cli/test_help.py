@@ -2,16 +2,12 @@
 
 import os
 import re
-from dataclasses import fields
 
 import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig
-from batchgen.sampling_params import SamplingParams
 from batchgen_cli.app import app
-from batchgen_cli.options import job_config
 from support.params import slow_but
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -70,37 +66,6 @@ def test_help_is_whole_at_every_width(columns, cli, monkeypatch):
     assert not [line for line in shown.splitlines() if re.search(r"\w-$", line)]
     if columns == 80:
         assert max(map(len, shown.splitlines())) <= 80
-
-
-def test_every_option_has_a_help_text_that_is_a_sentence(cli):
-    for command in COMMANDS.values():
-        for p in command.params:
-            if p.param_type_name == "option":
-                assert p.help[0].isupper() or p.help.startswith("auto "), p.name
-                assert p.help.split("  [")[0].endswith("."), p.name
-
-
-def test_the_defaults_shown_are_those_of_the_configuration():
-    shown = {name: p.show_default for name, p in RUN.items()}
-    assert shown["temperature"] == "0"
-    assert shown["max_tokens"] == "auto"
-    assert shown["share"] == "--share"
-    assert shown["batch_size"] == "auto"
-    assert shown["debug"] is False
-    config = job_config(dict.fromkeys(RUN) | {"inputs": ("x",), "model": "m"})
-    assert config == JobConfig(inputs=("x",), model=ModelConfig(model="m"))
-
-
-def test_every_field_of_the_configuration_is_an_option_but_these():
-    fields_of = {
-        f.name
-        for config in (SamplingParams, EngineConfig, PromptConfig, ModelConfig, JobConfig)
-        for f in fields(config)
-        if "option" not in f.metadata
-    }
-    assert fields_of == {
-        "inputs", "model", "prompts", "sampling", "engine", "processes", "block_tokens", "limits", "given",
-    }  # fmt: skip
 
 
 def test_plan_takes_every_option_of_run():

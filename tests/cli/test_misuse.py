@@ -6,16 +6,12 @@ variable of a shell becomes.
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
-import re
 from pathlib import Path
 
 import pytest
 
 from batchgen.jobs.files.lease import Lease
-from batchgen.prompts.params import NAMES
 from support.params import slow_but
 
 RUN = "see batchgen run --help"
@@ -26,7 +22,6 @@ SIZE = "use auto, a size such as 8GiB, or a share such as 80%"
 def make_files(folder: Path) -> None:
     """Writes the files that the cases name."""
     (folder / "rows.jsonl").write_text('{"prompt": "x"}\n')
-    (folder / "others.jsonl").write_text('{"prompt": "y"}\n')
     (folder / "questions.jsonl").write_text('{"question": "x", "answer": "y"}\n')
     (folder / "mine.jsonl").write_text("mine\n")
     (folder / "latin.txt").write_bytes(b"caf\xe9")
@@ -34,13 +29,9 @@ def make_files(folder: Path) -> None:
     (folder / "other.j2").write_text("{{ question }}")
     (folder / "schema.json").write_text('{"type": "strin"}')
     (folder / "list.json").write_text("[1]")
-    (folder / "rows.dat").write_text("")
-    (folder / "array.json").write_text(json.dumps([{"prompt": "x"}]))
-    (folder / "packed.jsonl").write_bytes(gzip.compress(b'{"prompt": "x"}\n'))
     (folder / "folder").mkdir()
     (folder / "in-the-way.jsonl.job").mkdir()
     (folder / "in-the-way.jsonl.job" / "notes.txt").write_text("mine")
-    (folder / "weights.gguf").write_text("GGUF")
 
 
 def unknown(option: str, *meant: str) -> str:
@@ -67,124 +58,82 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --max-tokens", 2, f"option '--max-tokens' requires an argument; {RUN}"),
     # values: what a sampling parameter may be is in `test_sampling_params.py`
     ("run R -m M --max-tokens many", 2, "--max-tokens must be a whole number or auto, not 'many'"),
-    ("run R -m M --max-tokens 0", 2, "--max-tokens must be at least 1, not 0"),
     ("run R -m M --temperature -1", 2, "--temperature must be at least 0, not -1.0"),
-    ("run R -m M --temperature warm", 2, "--temperature must be a number, not 'warm'"),
     ("run R -m M --choices yes", 2, "--choices must be two or more different texts, not 'yes'"),
     ("run R -m M --choices [\"a\"", 2, "--choices must be separated by commas, or a JSON list: Expecting ',' delimiter: line 1 column 5 (char 4)"),
     ("run R -m M --score --choices a,b", 2, "--score cannot be combined with --choices; leave one of them out"),
-    ("run R -m M --score -n 2", 2, "--score cannot be combined with --n; leave one of them out"),
     ("run R -m M --choices [\"a\",1]", 2, "--choices must be texts, and one is 1: put it in quotes"),
     ("run R -m M --choices @nowhere.txt", 2, "--choices nowhere.txt cannot be read: No such file or directory; check the path"),
     ("run R -m M --choices-column prompt -n 2", 2, "--choices-column cannot be combined with --n; leave one of them out"),
-    ("run R -m M --choices-column prompt --regex x", 2, "--choices-column cannot be combined with --regex; leave one of them out"),
-    ("run R -m M --choices-column prompt --score", 2, "--choices-column cannot be combined with --score; leave one of them out"),
-    ("run R -m M --choices-column nr", 2, "no row has the column 'nr' of --choices-column; the input has 'prompt'"),
     ("run R -m M --expect nr", 2, "no row has the column 'nr' of --expect; the input has 'prompt'"),
     ("run R -m M --top-choices 3", 2, "--top-choices is for labels; add --choices or --choices-column, or leave it out"),
-    ("run R -m M --regex a --choices a,b", 2, "--choices cannot be combined with --regex"),
     ("run R -m M --regex a(", 2, "--regex cannot be used: unclosed group"),
     ("run R -m M --regex (?=a)b", 2, "--regex cannot be used: look-around, including look-ahead and look-behind, is not supported"),
-    ("run R -m M --json-schema nowhere.json", 2, "--json-schema nowhere.json cannot be read: No such file or directory; check the path"),
     ("run R -m M --json-schema {}", 2, "--json-schema takes a file, not the schema itself; write it to a file: --json-schema schema.json"),
     ("run R -m M --json-schema bad.j2", 2, "--json-schema bad.j2 is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); correct the file"),
     ("run R -m M --json-schema list.json", 2, """--json-schema list.json must hold a JSON object; give one such as {"type": "object"}"""),
     ("run R -m M --json-schema schema.json", 2, "--json-schema cannot be used: Invalid type: strin"),
+    ("run R -m M --parse json", 2, "--parse json is for texts of --json-schema; add --json-schema FILE"),
     ("run R -m M --dtype int8", 2, "--dtype must be auto, float32, bfloat16 or float16, not 'int8'"),
     ("run R -m M --device tpu", 2, "--device 'tpu' is unknown; use auto, cpu, mps, cuda, cuda:N or several as in cuda:0,1"),
-    ("run R -m M --device mps:0,1", 2, "--device 'mps:0,1' is unknown; use auto, cpu, mps, cuda, cuda:N or several as in cuda:0,1"),
     ("run R -m M --device cuda:1,1", 2, "--device cuda:1,1 names cuda:1 twice; name each device once"),
     ("run R -m M --device cpu --device-map auto", 2, "--device-map chooses the devices itself; leave --device out"),
     ("run R -m M --device-map balanced", 2, "--device-map must be auto, not 'balanced'"),
     ("run R -m M --workers 4", 2, "--workers, --cpus-per-worker and --ray-working-dir are for a cluster; add --ray, or use --device"),
     ("run R -m M --ray --device cuda:0,1", 2, "with --ray the cluster chooses the devices; use --device cpu or cuda, or leave it out"),
-    ("run R -m M --policy lifo", 2, "--policy must be prefix, prefill-first or fifo, not 'lifo'"),
     ("run R -m M --batch-size big", 2, "--batch-size must be a whole number or auto, not 'big'"),
-    ("run R -m M --row-timeout 0", 2, "--row-timeout must be above 0, not 0.0"),
     ("run R -m M --kv-memory lots", 2, f"--kv-memory 'lots' is not a size; {SIZE}"),
     ("run R -m M --window some", 2, "--window must be a number of rows or all, not 'some'"),
-    ("run R -m M --window all --order done", 2, "--window all cannot be combined with --order done; use --window ROWS"),
     ("plan R -m M --shards 0", 2, "--shards must be at least 1, not 0"),
     ("plan R -m M --measure 0", 2, "--measure must be at least 1, not 0"),
     ("plan - -m M --measure", 2, "--measure keeps the results for the run, so it needs an input that can be read again, and an output file; use a file, and -o FILE"),
-    ("plan R -m M --measure -o -", 2, "--measure keeps the results for the run, so it needs an input that can be read again, and an output file; use a file, and -o FILE"),
     ("plan R -m M --measure 4 --shard 1/2", 2, "--measure is for a whole job, not for a shard; leave out --shard"),
     ("run R -m M --push-public", 2, "--push-public is for --push; name the dataset with --push"),
-    ("plan R -m M --shards two", 2, "--shards must be a whole number, not 'two'"),
     ("run R -m M --limit -1", 2, "--limit must be at least 0, not -1"),
     ("run R -m M --max-errors x", 2, "--max-errors 'x' is not a limit; use a number of rows such as 10, or a share such as 5%"),
     ("run R -m M --grace -1", 2, "--grace must be at least 0, not -1.0"),
-    ("run R -m M --flush-every -1", 2, "--flush-every must be at least 0, not -1.0"),
     ("run R -m M --order random", 2, "--order must be input or done, not 'random'"),
     ("run R -m M --input-format xml", 2, "--input-format must be jsonl, parquet, csv or tsv, not 'xml'"),
-    ("run R -m M --log-format yaml", 2, "--log-format must be text or json, not 'yaml'"),
     ("run R -m M --encoding base64", 2, "--encoding must be the name of a text encoding, such as cp1252, utf-16 or shift_jis, not 'base64'"),
-    ("run R -m M --encoding idna", 2, "--encoding must be the name of a text encoding, such as cp1252, utf-16 or shift_jis, not 'idna'"),
     ("run R -m M --output-format csv", 2, "--output-format must be rows or openai, not 'csv'"),
     ("run R -m M --output-format openai --score", 2, "--output-format openai cannot hold scores; leave out one of --output-format and --score"),
     # options that do not go together
     ("run R -m M --embed --classify", 2, "--embed and --classify cannot be combined; leave one of them out"),
     ("run R -m M --embed --score", 2, "--embed cannot be combined with --score; leave one of them out"),
-    ("run R -m M --embed --prompt-logprobs", 2, "--embed cannot be combined with --prompt-logprobs; leave one of them out"),
     ("run R -m M --embed --choices a,b", 2, "--embed cannot be combined with --choices; leave one of them out"),
-    ("run R -m M --embed -n 2", 2, "--embed cannot be combined with --n; leave one of them out"),
     ("run R -m M --embed --quantize int8", 2, "--quantize is for models that write text, not for --embed; leave it out"),
     ("run R -m M --pooling mean", 2, "--pooling and --normalize are for --embed; add --embed, or leave them out"),
-    ("run R -m M --no-normalize", 2, "--pooling and --normalize are for --embed; add --embed, or leave them out"),
     ("run R -m M --prompt-name query", 2, "--prompt-name is for --embed; add --embed, or use --prefix"),
     ("run R -m M --embed --prompt-name query --prefix x", 2, "--prompt-name cannot be combined with --prefix; leave one of them out"),
     ("run R -m M --prompt-logprobs --choices a,b", 2, "--prompt-logprobs cannot be combined with --choices; leave one of them out"),
-    ("run R -m M --prompt-logprobs -n 2", 2, "--prompt-logprobs cannot be combined with --n; leave one of them out"),
     ("run R -m M --prompt-logprobs --output-format openai", 2, "--output-format openai cannot hold log-probabilities of prompts; leave out one of --output-format and --prompt-logprobs"),
     ("run R -m M --shard 0/4", 2, "--shard '0/4' is not a part of a job; use 1/4, 2/4, 3/4 and 4/4 for four"),
-    ("run R -m M --shard 5/4", 2, "--shard '5/4' is not a part of a job; use 1/4, 2/4, 3/4 and 4/4 for four"),
-    ("run R -m M --shard one", 2, "--shard 'one' is not a part of a job; use 1/4, 2/4, 3/4 and 4/4 for four"),
     ("run R -m M --shard 1/4 --overwrite", 2, "--overwrite would delete the work of the other shards; delete the output and its .job folder instead"),
     ("run R -m M --shard 1/4 --order done", 2, "--shard cuts the prefix order of the whole input; leave out --window and --order done"),
-    ("run R -m M --shard 1/4 --window 100", 2, "--shard cuts the prefix order of the whole input; leave out --window and --order done"),
     ("run R -m M --shard 1/2 -o -", 2, "--shard writes no row before all rows are done; name an output with -o"),
     ("run R -m M --merge", 2, "--merge is for a run with --shard; name the shard, or use batchgen merge OUTPUT"),
     # prompts
     ("run R -m M --template nowhere.j2", 2, "--template nowhere.j2 cannot be read: No such file or directory; check the path"),
     ("run R -m M --template latin.txt", 2, "--template latin.txt is not UTF-8 text; save it as UTF-8"),
-    ("run R -m M --template bad.j2", 2, "--template is not valid Jinja (line 1): unexpected end of template, expected 'end of print statement'; correct the template"),
     ("run R -m M --template other.j2", 2, "no row has the column 'question' of --template; the input has 'prompt'"),
     ("run R -m M --system @nowhere.txt", 2, "--system nowhere.txt cannot be read: No such file or directory; check the path"),
     ("run R -m M --system Hello", 2, "--system needs a chat template, and the model has none; use --chat-template FILE, or --no-chat for raw prompts"),
-    ("run R -m M --system Hello --no-chat", 2, "--system cannot be combined with --no-chat; leave one of them out"),
     ("run R -m M --chat-template-kwargs [1]", 2, f"--chat-template-kwargs must be a JSON object, not [1]; {KWARGS}"),
-    ("run R -m M --chat-template-kwargs {", 2, "ANY"),
     ("run R -m M --on-long-prompt drop", 2, "--on-long-prompt must be error, truncate-left or truncate-right, not 'drop'"),
     ("run questions.jsonl -m M", 2, "no row has a column 'prompt'; the input has 'question', 'answer'; "
         "name one with --prompt-column or --messages-column, or make the prompt with --template"),
-    ("run R -m M --priority-column p", 2, "no row has the column 'p' of --priority-column; the input has 'prompt'"),
-    ("run R -m M --prompt-column q", 2, "no row has the column 'q' of --prompt-column; the input has 'prompt'"),
     ("run R -m M --score", 2, "no row has the column 'completion' of --score; the input has 'prompt'"),
-    ("run R -m M --row-params heat", 2, "--row-params 'heat' is not a sampling parameter; use NAMES"),
-    ("run R -m M --id-column nr", 2, "no row has the column 'nr' of --id-column; the input has 'prompt'"),
     ("run R -m M --keep nr", 2, "no row has the column 'nr' of --keep; the input has 'prompt'"),
     # files
     ("run 123456 -m M", 2, "no such file: 123456; check the path"),
-    ("plan 123456 -m M", 2, "no such file: 123456; check the path"),
     ("run a\x1b]0;x\x07.jsonl -m M", 2, "no such file: a\\x1b]0;x\\x07.jsonl; check the path"),
-    ("run row.jsonl -m M", 2, "no such file: row.jsonl; did you mean rows.jsonl?"),
-    ("run *.tsv -m M", 2, "no file matches *.tsv; check the pattern and the folder it starts from"),
-    ("run folder -m M", 2, "ANY"),
-    ("run rows.dat -m M", 2, "ANY"),
-    ("run R others.jsonl -m M", 2, "several inputs need an output; name it with -o"),
-    ("run R - -m M", 2, "- (standard input) cannot be read together with other inputs; name files only, or - alone"),
-    ("run R -m M -o R", 2, "rows.jsonl is both an input and the output; name another output with -o, or put a glob in quotes, so that batchgen leaves outputs out"),
     ("run R -m M -o mine.jsonl", 2, "mine.jsonl exists and has no job folder, so batchgen does not know whether it may replace it; use the --work-dir of its run if it had one, --overwrite to replace it, or another -o"),
-    ("run R -m M -o out.xyz", 2, "ANY"),
     ("run R -m M -o folder", 2, "the output folder is a folder; name a file in it"),
     ("run R -m M -o no/out.jsonl", 2, "there is no folder no to write to; create it with mkdir -p no"),
     ("run R -m M -o in-the-way.jsonl", 2, "in-the-way.jsonl.job exists and is not a job's folder; move it, or use another -o"),
-    ("run R -m M --work-dir no", 2, "ANY"),
     ("run R -m M --stats no/s.json", 2, "--stats no/s.json cannot be written; name a file in a folder that exists"),
-    ("status nowhere.jsonl", 2, "ANY"),
     # empty names
     ("run EMPTY -m M -o o.jsonl", 2, "an input has an empty name; name a file, a folder, a glob or - for standard input"),
-    ("run R EMPTY -m M -o o.jsonl", 2, "an input has an empty name; name a file, a folder, a glob or - for standard input"),
     ("run R -m EMPTY", 2, "--model must be a name that is not empty, not ''"),
     ("run R -m M -o EMPTY", 2, "--output must be a name that is not empty, not ''"),
     ("run R -m M --work-dir EMPTY", 2, "--work-dir must be a name that is not empty, not ''"),
@@ -193,11 +142,8 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --keep EMPTY", 2, "--keep must be all, none or names of columns, not ''"),
     ("run R -m M --system @", 2, "--system must name a file, not ''"),
     ("report EMPTY", 2, "'' is not the name of an output; name the output of a run"),
-    ("report .", 2, "'.' is not the name of an output; name the output of a run"),
     # models
     ("run R -m nowhere/", 1, "model folder 'nowhere/' does not exist; use a local folder with config.json and the tokenizer's files, or a hub name such as org/model"),
-    ("run R -m folder/", 1, "model folder 'folder' is empty; give the folder that holds the model"),
-    ("run R -m weights.gguf", 1, "weights.gguf is cut inside its header; the download was not completed: download it again"),
     ("run R -m M --revision v1", 1, "--revision 'v1' names a revision on the hub, and 'MODEL' is a local folder; leave --revision out"),
 ]  # fmt: skip
 """Command line, exit code, message."""
@@ -218,8 +164,8 @@ def test_misuse_is_told_in_one_line_before_a_tokenizer_is_loaded(
     outcome = cli(*(names.get(word, word) for word in line.split()))
     assert (outcome.code, outcome.out) == (code, ""), outcome
     said = outcome.err.removeprefix("batchgen: error: ")
-    expected = message.replace("MODEL", str(tiny_model_dir)).replace("NAMES", ", ".join(sorted(NAMES)))
-    assert said == f"{expected}\n" or (message == "ANY" and re.fullmatch(r"[^\n]+; [^\n]+\n", said)), said
+    expected = message.replace("MODEL", str(tiny_model_dir))
+    assert said == f"{expected}\n"
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 
 def test_rows_of_a_schema_say_whether_their_text_is_valid_and_have_its_value(
@@ -38,25 +37,6 @@ def test_rows_of_a_schema_say_whether_their_text_is_valid_and_have_its_value(
         if is_table:
             parsed = pa.struct([("a", pa.list_(pa.int64())), ("b", pa.bool_())])
             assert pq.read_schema(output).field("parsed").type == parsed
-
-
-def test_values_are_parsed_for_a_schema_only(cli, write_jsonl, tiny_model_dir):
-    outcome = cli("run", write_jsonl([{"prompt": "a"}]), "-m", tiny_model_dir, "--parse", "json")
-    assert (outcome.code, outcome.err) == (
-        2, "batchgen: error: --parse json is for texts of --json-schema; add --json-schema FILE\n",
-    )  # fmt: skip
-
-
-def test_a_grammar_that_cannot_be_used_is_wrong_use_or_fails_its_row(
-    cli, write_jsonl, read_jsonl, tiny_model_dir, tmp_path
-):
-    pytest.importorskip("llguidance")
-    source, output = write_jsonl([{"prompt": "a", "sampling_params": {"regex": "(a"}}]), tmp_path / "o.jsonl"
-    assert cli("run", source, "-m", tiny_model_dir, "-o", output).code == 3
-    assert [row["error"]["type"] for row in read_jsonl(output)] == ["constraint_error"]
-    outcome = cli("run", source, "-m", tiny_model_dir, "-o", tmp_path / "p.jsonl", "--regex", "(a")
-    assert outcome.code == 2
-    assert outcome.err.splitlines()[-1].startswith("batchgen: error: --regex cannot be used: ")
 
 
 def test_parquet_to_parquet_has_a_column_for_what_rows_may_ask_for(cli, tiny_model_dir, tmp_path):

@@ -97,22 +97,6 @@ def test_sampling_options_reach_the_engine(cli, write_jsonl, read_jsonl, tiny_mo
     assert hot[0]["token_ids"] != hot[1]["token_ids"] != greedy["token_ids"]
 
 
-def test_max_errors_is_a_failure_of_the_job(cli, write_jsonl, tiny_model_dir):
-    outcome = cli("run", write_jsonl([{"prompt": "x"}, {"prompt": 1}]), "-m", tiny_model_dir, "--max-errors", "0")
-    assert outcome.code == 1
-    assert outcome.err.splitlines()[-1].startswith(
-        "batchgen: error: 1 row failed of 1 done so far, more than --max-errors 0 allows; the last one: "
-    )
-
-
-@pytest.mark.parametrize("verbose", [False, True])
-def test_verbose_shows_where_an_error_comes_from(verbose, cli, tmp_path):
-    outcome = cli("run", tmp_path / "no.jsonl", "-m", "x", *(["-v"] if verbose else []))
-    assert outcome.code == 2
-    assert ("Traceback (most recent call last):" in outcome.err) == verbose
-    assert outcome.err.splitlines()[-1] == f"batchgen: error: no such file: {tmp_path}/no.jsonl; check the path"
-
-
 @pytest.mark.parametrize(
     ("error", "line"),
     [

@@ -123,16 +123,6 @@ def test_a_finished_job_is_told_in_lines_and_as_json(cli, write_jsonl, tiny_mode
     assert sorted(found) == sorted((*NOTHING, "schema", "output", "folder", "state"))
 
 
-def test_where_there_is_no_job_the_exit_code_is_2(cli, tmp_path):
-    outcome = cli("status", tmp_path / "o\x1b.jsonl")
-    place = f"{tmp_path}/o\\x1b.jsonl"
-    assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err == (
-        f"batchgen: error: there is no job of {place}: neither {place} nor {place}.job exists; "
-        "name the output of a run, with the --work-dir of that run\n"
-    )
-
-
 def test_it_imports_neither_torch_nor_transformers(tmp_path, python):
     folder = tmp_path / "o.jsonl.job"
     folder.mkdir()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from batchgen.prompts.shared_text import Cuts
-from support.params import examples
+from support.params import examples, slow_but
 
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 DEEPSEEK = (
@@ -164,31 +164,22 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def check_cuts(kind: str, added: str, known: str, more: str) -> None:
+QUICK = [*product(KINDS, ("plain",)), *product(ODD, ("none",))]
+
+
+@pytest.mark.parametrize(("kind", "added"), slow_but(QUICK, product({**KINDS, **ODD}, ADDED)))
+@given(known=TEXTS, more=TEXTS)
+@example("Text: a film is not so good. ", " is good")
+@example("a\nfilm 1 is 2, 3 ", "1")
+@example("<s>a<|im_end|> film film ", "x<|im_end|>")
+@settings(max_examples=examples(10, 200))
+def test_tokens_of_the_parts_are_those_of_the_whole_text(kind, added, known, more):
     tokenizer, cuts = tokenizer_of(kind, added)
     text, place = known + more, cuts.last(known, 0, len(known))
     assert place == cuts.last(text, 0, len(known))
     while place is not None:
         assert ids(tokenizer, text[:place]) + ids(tokenizer, text[place:]) == ids(tokenizer, text)
         place = cuts.last(known, 0, place)
-
-
-@pytest.mark.parametrize(("kind", "added"), [*product(KINDS, ("plain",)), *product(ODD, ("none",))])
-@given(known=TEXTS, more=TEXTS)
-@settings(max_examples=examples(10, 25))
-def test_tokens_of_the_parts_are_those_of_the_whole_text(kind, added, known, more):
-    check_cuts(kind, added, known, more)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "added"), [*product({**KINDS, **ODD}, ADDED)])
-@given(known=TEXTS, more=TEXTS)
-@example("Text: a film is not so good. ", " is good")
-@example("a\nfilm 1 is 2, 3 ", "1")
-@example("<s>a<|im_end|> film film ", "x<|im_end|>")
-@settings(max_examples=200)
-def test_tokens_of_the_parts_are_those_of_the_whole_text_with_any_added_tokens(kind, added, known, more):
-    check_cuts(kind, added, known, more)
 
 
 KNOWN = "film.film,film.film"

@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.config import PromptConfig
-from batchgen.errors import RowError
 from batchgen.prompts import PromptBuilder, encoding
 from batchgen.prompts.encoding import Encoder, EncoderLimits
-from batchgen.records.rows import Row
 from batchgen.request import Request, row_digest
 from batchgen.sampling_params import SamplingParams
 from support.params import examples
@@ -30,20 +28,6 @@ def test_a_raw_prompt_gets_the_tokenizers_special_tokens(tools):
     assert draft.key == row_digest(draft.tokens, draft.params)
 
 
-def test_a_sentencepiece_tokenizer_adds_one_bos_too(tools):
-    text = tools.loaded(tools.metaspace_tokenizer())
-    drafts = PromptBuilder(text, PromptConfig(), SamplingParams()).build(
-        tools.rows({"prompt": "hi hi"}, {"prompt": "<s>hi"}, {"prompt": "é"})
-    )
-    assert [d.tokens.tolist() for d in drafts] == [[1, 263, 263], [1, 263], [1, 259, 3 + 0xC3, 3 + 0xA9]]
-
-
-def test_an_eos_that_the_tokenizer_appends_is_kept(tools):
-    text = tools.loaded(tools.byte_tokenizer(eos=True))
-    (draft,) = PromptBuilder(text, PromptConfig(), SamplingParams()).build(tools.rows({"prompt": "<s>a"}))
-    assert draft.tokens.tolist() == [0, 101, 1]
-
-
 def test_the_users_chat_template_wins_over_the_models(tools):
     for own in (None, tools.CHATML):
         b = PromptBuilder(
@@ -55,23 +39,11 @@ def test_the_users_chat_template_wins_over_the_models(tools):
         assert tools.text_of(b.build(tools.rows({"prompt": "a"}))[0]) == "[a|x]"
 
 
-def test_token_ids_are_used_unchanged(tools):
-    request = {"url": "/v1/completions", "custom_id": "a"}
-    for columns in ({"prompt": [5, 0, 9]}, *(request | {"body": {"prompt": p}} for p in ([5, 0, 9], [[5, 0, 9]]))):
-        assert tools.one(columns).tokens.tolist() == [5, 0, 9]
-
-
 def test_a_prompt_of_token_ids_bypasses_the_chat_template_with_a_note(tools):
     b = tools.builder(chat_template=tools.CHATML)
     (chat,) = b.build(tools.rows({"prompt": [5, 0, 9]}))
     assert chat.tokens.tolist() == [5, 0, 9]
     assert b.notes == ["prompts that are token ids do not go through the chat template"]
-
-
-def test_a_malformed_row_keeps_its_error(tools):
-    row = Row(number=7, columns={}, error=RowError("invalid_row", "in.jsonl:8: not JSON"), source="in.jsonl:8")
-    (result,) = tools.builder().build([row])
-    assert (result.row, tools.error_of(result)) == (7, ("invalid_row", "in.jsonl:8: not JSON"))
 
 
 def test_a_token_id_beyond_the_vocabulary_fails_its_row(tools):
@@ -100,15 +72,6 @@ def test_a_row_gets_the_same_tokens_alone_and_among_others(tools, texts, chat):
         whole = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" if chat else text
         ids = tools.byte_ids(whole)
         assert out[i].tokens.tolist() == (ids if chat or ids[:1] == [0] else [0, *ids])
-
-
-def test_equal_prompts_with_equal_parameters_have_equal_digests(tools):
-    a, b, c = tools.builder(row_params=("seed",)).build(
-        tools.rows(
-            {"prompt": "a", "seed": 1}, {"prompt": "a", "sampling_params": {"seed": 1}}, {"prompt": "a", "seed": 2}
-        )
-    )
-    assert a.key == b.key != c.key
 
 
 # -- texts and tokens

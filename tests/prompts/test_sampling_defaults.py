@@ -89,27 +89,33 @@ def test_a_thinking_model_gets_more_tokens_but_no_more_than_fit(tools):
     assert len(request.tokens) + request.max_tokens == 100
 
 
-def test_the_figures_name_the_sampling_values_and_their_sources(tools, tmp_path):
-    b = builder(tools, tmp_path, QWEN, SamplingParams(top_p=1.0, seed=7))
-    assert b.sampling_from == {
-        "temperature": {"value": 0.6, "from": "model"},
-        "top_p": {"value": 1.0, "from": "option"},
-        "top_k": {"value": 20, "from": "model"},
-        "repetition_penalty": {"value": 1.05, "from": "model"},
-        "max_tokens": {"value": 1024, "from": "auto"},
-        "seed": {"value": 7, "from": "option"},
-    }
-
-
-@pytest.mark.parametrize("options", [{"score": True}, {}])
-def test_the_figures_name_no_sampling_for_labels_and_scores(tools, tmp_path, options):
-    b = builder(tools, tmp_path, QWEN, SamplingParams(choices=() if options else ("a", "b")), **options)
-    assert b.sampling_from == {}
-
-
-def test_greedy_decoding_is_named_as_the_default(tools, tmp_path):
-    b = builder(tools, tmp_path, {}, SamplingParams(max_tokens=5))
-    assert b.sampling_from == {
-        "temperature": {"value": 0.0, "from": "default"},
-        "max_tokens": {"value": 5, "from": "option"},
-    }
+@pytest.mark.parametrize(
+    ("generation", "sampling", "options", "figures"),
+    [
+        (
+            QWEN,
+            {"top_p": 1.0, "seed": 7},
+            {},
+            {
+                "temperature": {"value": 0.6, "from": "model"},
+                "top_p": {"value": 1.0, "from": "option"},
+                "top_k": {"value": 20, "from": "model"},
+                "repetition_penalty": {"value": 1.05, "from": "model"},
+                "max_tokens": {"value": 1024, "from": "auto"},
+                "seed": {"value": 7, "from": "option"},
+            },
+        ),
+        (
+            {},
+            {"max_tokens": 5},
+            {},
+            {"temperature": {"value": 0.0, "from": "default"}, "max_tokens": {"value": 5, "from": "option"}},
+        ),
+        (QWEN, {"choices": ("a", "b")}, {}, {}),
+        (QWEN, {}, {"score": True}, {}),
+    ],
+)
+def test_the_figures_name_the_sampling_values_and_their_sources(
+    tools, tmp_path, generation, sampling, options, figures
+):
+    assert builder(tools, tmp_path, generation, SamplingParams(**sampling), **options).sampling_from == figures

@@ -20,33 +20,12 @@ def plain(tools, text):
     return tools.builder()._encoder.encode([text], special=False)[0].tolist()
 
 
-def test_labels_end_with_the_end_token_if_one_begins_another(tools):
-    b = tools.builder(sampling=SamplingParams(choices=("no", "yes", "nothing", "n")))
-    (draft,) = b.build(tools.rows({"prompt": "a"}))
-    end = b._tokenizer.eos_token_ids[0]
-    want = [[*plain(tools, text), end] for text in ("no", "yes", "nothing", "n")]
-    assert [t.tolist() for t in draft.texts] == want
-
-
-def test_the_digest_of_a_labelled_row_is_that_of_its_tokens_and_parameters(tools):
-    draft = tools.one({"prompt": "a"}, sampling=SamplingParams(choices=("yes", "no")))
-    assert draft.key == row_digest(draft.tokens, draft.params)
-
-
 def test_a_completion_is_tokenized_separately_from_the_prompt(tools):
     drafts = tools.builder(score=True).build(
         tools.rows({"prompt": "a", "completion": " b c"}, {"prompt": "a", "completion": "d"})
     )
     assert [[t.tolist() for t in d.texts] for d in drafts] == [[plain(tools, " b c")], [plain(tools, "d")]]
     assert drafts[0].key == row_digest(drafts[0].tokens, drafts[0].params, drafts[0].texts) != drafts[1].key
-
-
-def test_a_completion_of_token_ids_is_scored_unchanged(tools):
-    known, text = tools.builder(score=True).build(
-        tools.rows({"prompt": [5, 6], "completion": [7, 5]}, {"prompt": "a", "completion": "b"})
-    )
-    assert (known.tokens.tolist(), [t.tolist() for t in known.texts]) == ([5, 6], [[7, 5]])
-    assert [t.tolist() for t in text.texts] == [plain(tools, "b")]
 
 
 def test_an_empty_completion_is_certain(tools):
@@ -85,14 +64,6 @@ def test_a_prompt_that_leaves_no_room_for_the_longest_label_is_refused_or_shorte
         assert (
             tools.one(row, bos=False, context=4, sampling=sampling, on_long_prompt=way).error_type == "prompt_too_long"
         )
-
-
-def test_a_prompt_is_shortened_to_leave_room_for_the_scored_text(tools):
-    b = tools.builder(score=True, on_long_prompt="truncate-left")
-    context = b._tokenizer.context_length
-    (draft,) = b.build(tools.rows({"prompt": "a" * 5 * context, "completion": "bcd"}))
-    assert draft.truncated
-    assert len(draft.tokens) + len(draft.texts[0]) == context + 1
 
 
 @pytest.mark.parametrize(("value", "priority"), [(3, 3.0), (-1.5, -1.5), (None, 0.0), ("", 0.0), ("2", 2.0)])
