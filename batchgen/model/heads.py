@@ -38,11 +38,6 @@ def without_language_head(module: Any, head: OutputHead) -> Headed:
         raise ModelError(
             f"--classify: the head of {type(module).__name__} is not one linear layer on the last token's hidden state"
         )
-    if score.out_features != len(head.labels):
-        raise ModelError(
-            f"--classify: the head gives {score.out_features} numbers, and config.json names {len(head.labels)} labels",
-            "correct num_labels and id2label in config.json",
-        )
     return Headed(body, score)
 
 

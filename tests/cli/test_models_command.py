@@ -146,7 +146,6 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "model folder 'M' is an entry of the hub's cache; give M/snapshots/0123abc, or the model's name on the hub",
     ),
     "config is a pointer": (text("config.json", LFS), f"M/config.json is a Git LFS pointer, not the file itself; {PULL}"),
-    "config is empty": (text("config.json", ""), f"M/config.json is empty; {AGAIN}"),
     "config is a web page": (
         text("config.json", "<!DOCTYPE html><html><body>Sign in</body></html>"),
         "M/config.json is a web page, not the file itself; download it with `hf download`",
@@ -170,14 +169,9 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "model folder 'M' holds an adapter (LoRA) of org/base, not a model; "
         "name its base model with --model, and this folder with --lora",
     ),
-    "diffusers": (only(("model_index.json", "{}")), "model folder 'M' is an image model of diffusers; give a language model"),
     "original format": (
         only(("params.json", "{}"), ("consolidated.00.pth", "x")),
         "model folder 'M' is in the format of the model's authors (params.json), not in that of transformers; download the version with config.json",
-    ),
-    "onnx": (
-        only(("model.onnx", "x")),
-        "model folder 'M' is compiled for another program (model.onnx); give the folder of the original model, with config.json and safetensors files",
     ),
     "mlx": (
         settings(quantization={"group_size": 64, "bits": 4}),
@@ -218,7 +212,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
             quantized(method),
             f"the model in 'M' is quantized with {name}, which batchgen does not read; {ORIGINAL}",
         )
-        for method, name in (("aqlm", "AQLM"), ("hqq", "HQQ"), ("quark", "Quark"))
+        for method, name in (("aqlm", "AQLM"), ("hqq", "HQQ"))
     },
     "float8 without scales": (
         settings(dtype="float8_e4m3fn"),
@@ -237,17 +231,9 @@ BROKEN: dict[str, tuple[Break, str]] = {
         cut("model.safetensors", -1000), f"M/model.safetensors is cut: it has BYTES of BYTES bytes; {AGAIN}",
     ),
     "weights are cut in the header": (cut("model.safetensors", 600), f"M/model.safetensors is cut inside its header; {AGAIN}"),
-    "weights are a web page": (
-        text("model.safetensors", "<html>404</html>"),
-        "M/model.safetensors is a web page, not the file itself; download it with `hf download`",
-    ),
     "weights are noise": (
         text("model.safetensors", bytes(range(256)) * 40),
         "M/model.safetensors is damaged, or not a safetensors file; download it again",
-    ),
-    "weights are a pickle": (
-        text("model.safetensors", b"PK\x03\x04" + bytes(2000)),
-        "M/model.safetensors is a pickle under the name of a safetensors file; batchgen never opens pickles; give real safetensors files",
     ),
     "weights are gone": (
         without("model.safetensors"), f"model folder 'M' has no weights (model.safetensors); {AGAIN}",
@@ -257,10 +243,6 @@ BROKEN: dict[str, tuple[Break, str]] = {
         renamed("model.safetensors", "pytorch_model.bin"),
         "the model 'M' has only pickled weights (pytorch_model.bin), which batchgen never opens because they can run any program; "
         "convert them on a machine where that is safe (from_pretrained and save_pretrained of transformers), or use another model or --revision",
-    ),
-    "weights of Flax": (
-        renamed("model.safetensors", "flax_model.msgpack"),
-        "model folder 'M' has no weights in safetensors files, only flax_model.msgpack; give the version of the model with safetensors files",
     ),
     "weights of another name": (
         renamed("model.safetensors", "consolidated.safetensors"),
@@ -302,7 +284,6 @@ BROKEN: dict[str, tuple[Break, str]] = {
         without("tokenizer.json"),
         "model folder 'M' has no tokenizer files; copy tokenizer.json and tokenizer_config.json of the model into it",
     ),
-    "tokenizer is a pointer": (text("tokenizer.json", LFS), f"M/tokenizer.json is a Git LFS pointer, not the file itself; {PULL}"),
     "tokenizer is cut": (
         cut("tokenizer.json", 1000),
         "M/tokenizer.json is not JSON: TAIL; copy the file from the model again",
