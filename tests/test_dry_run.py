@@ -43,24 +43,6 @@ def test_an_input_that_breaks_off_has_no_plan(window, tiny_model_dir, tmp_path):
         plan_job(config_of(tiny_model_dir, source, window=window))
 
 
-def test_a_plan_shows_the_prefix_tree_and_what_sharing_saves(tiny_model_dir, write_jsonl):
-    plan = plan_job(config_of(tiny_model_dir, write_jsonl(rows())))
-    root = 1 + len(ROOT) + len("The ")
-    rest = [len(group) - len("The ") for group in GROUPS]
-    assert (plan.rows, plan.rows_failed, plan.windows, plan.chat) == (8, 0, 1, False)
-    assert plan.figures.prompt_tokens == 8 * (root + 1) + 4 * sum(rest)
-    assert plan.figures.prefill_tokens_min == root + sum(rest) + 8
-    assert [(line.level, line.tokens, line.rows) for line in plan.tree] == [
-        (0, root, 8),
-        (1, rest[0], 4),
-        (1, rest[1], 4),
-    ]
-    assert [line.saved_tokens for line in plan.tree] == [7 * root, 3 * rest[0], 3 * rest[1]]
-    assert plan.tree[1].text == "first group goes on like this. "
-    assert sorted(line.rows for line in plan.groups) == [4, 4]
-    assert plan.figures.kv_bytes_shared < plan.figures.kv_bytes_unshared / 2
-
-
 def test_a_plan_predicts_the_prefill_of_the_run(tiny_model_dir, write_jsonl):
     for window in (None, 3):
         config = config_of(tiny_model_dir, write_jsonl(rows()), window=window, output=None, overwrite=True)

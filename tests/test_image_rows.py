@@ -347,17 +347,6 @@ def test_the_plan_counts_the_tokens_of_images(model):
     assert any("[image]" in line.text for line in plan.tree)
 
 
-def test_advice_names_images_that_stand_before_common_text(model):
-    text = {"type": "text", "text": " ".join(map(str, range(60)))}
-    write(
-        [{"messages": [{"role": "user", "content": [{"type": "image", "path": f"p/{i}.png"}, text]}]} for i in range(4)]
-    )
-    advice = plan_job(config_of(model)).advice
-    assert advice is not None
-    assert advice.kind == "placement"
-    assert "[image]" in advice.text
-
-
 def test_equal_rows_have_equal_keys_wherever_their_images_are(model):
     write(rows()[:1])
     run(model)

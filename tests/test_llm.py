@@ -153,16 +153,6 @@ def test_a_second_thread_is_refused_and_adds_no_prompts(tiny_model_dir):
     assert llm.generate(["a"], PARAMS) == want
 
 
-def test_a_running_model_cannot_be_closed(tiny_model_dir):
-    llm = LLM(str(tiny_model_dir))
-    llm.add(["a"], PARAMS, on_result=lambda r: llm.close())
-    with pytest.raises(
-        RuntimeError, match=r"^this model is running in another call: close it when that call has returned$"
-    ):
-        llm.run()
-    llm.close()
-
-
 def test_a_closed_model_is_freed_at_once(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
     llm.generate(["a"], SamplingParams(max_tokens=1))

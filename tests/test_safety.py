@@ -105,11 +105,3 @@ def test_a_job_writes_only_beside_its_output_and_to_the_users_cache(
     compiled = ["kernels-*/kernels.so", "kernels-*/lock"]  # where there is a compiler
     assert [name for name in names if not name.startswith("step-costs/")] in (compiled, [])
     assert there(tiny_chat_model_dir) == model_before
-
-
-def test_plan_and_status_write_nothing(tmp_path, tiny_model_dir, cli, monkeypatch):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n' * 20)
-    monkeypatch.chdir(tmp_path)
-    assert cli("plan", "a.jsonl", "--model", tiny_model_dir).code == 0
-    assert cli("status", "a.out.jsonl").code == 2
-    assert there(tmp_path) == ["a.jsonl"]

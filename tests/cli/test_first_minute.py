@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import signal
 import subprocess
 import sys
@@ -32,29 +30,6 @@ def test_device_files_are_outputs(output, lines, command, command_environment, w
         env=command_environment, capture_output=True, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", lines)
-
-
-@pytest.mark.slow
-def test_no_color_is_obeyed_on_a_terminal(command, command_environment, write_jsonl, tiny_model_dir, tmp_path):
-    import pty
-
-    rows = write_jsonl([{"prompt": "a"}])
-    main, terminal = pty.openpty()
-    arguments = ["run", str(rows), "-m", str(tiny_model_dir), "-o", str(tmp_path / "o.jsonl"), "--max-tokens", "2"]
-    done = subprocess.Popen(
-        [*command, *arguments], env=command_environment | {"NO_COLOR": "1", "TERM": "xterm-256color"}, stderr=terminal
-    )
-    os.close(terminal)
-    shown = b""
-    try:
-        while part := os.read(main, 1 << 16):
-            shown += part
-    except OSError:  # the terminal's other end is closed
-        pass
-    os.close(main)
-    assert done.wait() == 0
-    assert b"rows" in shown
-    assert not re.search(rb"\x1b\[[0-9;]*3[0-7]", shown)
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

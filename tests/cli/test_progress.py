@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-import os
 import re
 import sys
 import threading
@@ -24,7 +23,6 @@ from batchgen_cli.progress import (
     Nothing,
     progress_for,
 )
-from batchgen_cli.stderr import Stderr
 
 
 class Told:
@@ -42,23 +40,14 @@ class Told:
         self.run.new.ok, self.run.new.failed = done - failed - self.run.resumed.ok, failed
         self.tracker.total = total
 
-    def kept(self, rows: int) -> None:
-        self.run.resumed.ok = rows
-
     def tokens(self, prompt: int, completion: int) -> None:
         self.run.new.prompt_tokens, self.run.new.completion_tokens = prompt, completion
         if self.tracker.total is not None:  # a row a second
             self.tracker.expect(0.0, float(self.tracker.total - self.run.done))
         self.tracker.generated(completion)
 
-    def running(self, tokens: int) -> None:
-        self.tracker.generated(self.run.new.completion_tokens + tokens)
-
     def phase(self, name: str) -> None:
         self.tracker.phase(name)
-
-    def passed(self, rows: int) -> None:
-        self.tracker.passed(rows)
 
     def figures(self) -> dict[str, Any]:
         return self.tracker.snapshot().figures()
@@ -144,17 +133,6 @@ def test_a_log_hears_of_every_wait_over_two_seconds_and_that_it_goes_on(log):
     assert log(act) == ["loading model", "loading model, 12 s so far", "loading model, 22 s so far", "writing"]
 
 
-def test_a_log_hears_of_steps_that_take_long_and_of_a_long_wait_for_the_first_row(clock, log):
-    def act(lines: Told) -> None:
-        lines.rows(0, 0, 100)
-        lines.phase("generating")
-        wait(lines, 25)
-        clock.now += 5
-        lines.running(640)
-
-    assert log(act) == ["0 rows of 100 (0%), 0.0 rows/s"] * 2 + ["0 rows of 100 (0%), 21 tokens/s"]
-
-
 def test_events_go_on_while_nothing_changes(clock):
     stream = io.StringIO()
     events = Told(Events(stream, 10, clock=clock))
@@ -224,21 +202,6 @@ def test_what_does_not_fit_a_narrow_terminal_is_left_out_whole(columns, line, cl
     assert terminal.shown[-1] == line
     assert max(map(len, terminal.shown)) < columns + (columns == 10)
     bar.close()
-
-
-def test_the_bar_is_that_of_the_rows_that_go_by_where_they_only_do(clock):
-    terminal = Terminal()
-    bar = Told(Bar(terminal, clock))  # type: ignore[arg-type]
-    bar.phase("planning")
-    clock.now += 2
-    bar.passed(1_000)
-    bar.rows(1_000, 0, 1_000)
-    bar.phase("writing")
-    clock.now += 1
-    bar.passed(250)
-    bar.close()
-    assert terminal.shown[:3] == ["planning…", "planning: 1,000 rows, 500 rows/s", "writing…"]
-    assert "writing:  25%|█████████▌                            | 250/1,000, 250 rows/s" in terminal.shown
 
 
 def test_events_are_one_json_object_a_line(clock):
@@ -336,22 +299,6 @@ def test_a_standard_error_that_is_closed_or_full_ends_nothing(broken, monkeypatc
                 print("x", file=sys.stderr)
     stderr.write_line("x")
     stderr.drop_unwritten()
-
-
-def test_the_width_is_the_terminals(monkeypatch):
-    main, terminal = os.openpty()
-    with open(terminal, "w") as stream:
-        monkeypatch.setattr("sys.stderr", stream)
-        assert Stderr().isatty()
-        assert Stderr().width() == 80  # a new one has no size
-        os.set_blocking(main, False)
-        import fcntl
-        import struct
-        import termios
-
-        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 47, 0, 0))
-        assert Stderr().width() == 47
-    os.close(main)
 
 
 @pytest.mark.parametrize(("verbose", "seen"), [(True, 1), (False, 0)])

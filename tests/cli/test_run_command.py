@@ -18,18 +18,6 @@ def test_a_file_of_prompts_in_a_file_of_completions_out(cli, write_jsonl, read_j
     assert [(row["id"], row["prompt"], row["x"]) for row in rows] == [(0, "one", 1), (1, "two", 2)]
 
 
-def test_the_summary_says_what_was_done(cli, write_jsonl, tiny_model_dir):
-    source = write_jsonl([{"prompt": "same"}, {"prompt": "same"}])
-    err = cli("run", source, "-m", tiny_model_dir, "--max-tokens", "3", "--ignore-eos", "--compile", "off").err
-    lines = {" ".join(line.split()) for line in err.splitlines()}
-    assert f"output {source.with_name('prompts.out.jsonl')}" in lines
-    assert "rows 2 done (1 with the result of an equal row)" in lines
-    assert "prompts raw text" in lines
-    assert "prompt tokens 10, of which 5 were run (minimum: 5): 50.0% shared" in lines
-    assert "completion tokens 3" in lines
-    assert f"model {tiny_model_dir}, float32 on cpu, attention cascade" in lines
-
-
 def test_the_same_command_again_does_nothing_and_says_so(cli, write_jsonl, tiny_model_dir):
     source = write_jsonl([{"prompt": "one"}, {"prompt": 2}])
     arguments = ("run", source, "-m", tiny_model_dir, "--max-tokens", "3")

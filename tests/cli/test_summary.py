@@ -1,6 +1,5 @@
 """The summary at the end of a run."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ from batchgen.assembly import JobReport
 from batchgen.recording import Agreement
 from batchgen.result import Result
 from batchgen.stats import EngineStats, RowCounts, RunFigures, Setting, figures
-from batchgen_cli.summary import show_summary, summary
+from batchgen_cli.summary import summary
 
 DONE = Result(row=0, text="x", finish_reason="stop", prompt_tokens=20, completion_tokens=5)
 FAILED = Result(row=0, text=None, finish_reason="error", error_type="invalid_row", error_message="not JSON")
@@ -128,26 +127,6 @@ def test_the_effect_of_quantize_is_told_and_measured_only_where_rows_were_genera
     found |= {"mean_kl": 0.00123, "equal_tokens": 0.985, "tokens": 1200, "rows": 8}
     measured = "on 1,200 tokens of 8 rows, beside the unquantized model: mean KL divergence 0.0012 nats, 98.5% of the likeliest tokens the same"
     assert ("int8", f"{made}; {measured}") in summary(report)
-
-
-def test_with_json_the_summary_is_an_event(capsys):
-    report = report_of(failures=("a.jsonl:3: invalid_row: not \x1b JSON",))
-    show_summary(report, as_json=True)
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n"), err.isascii(), "\x1b" in err) == ("", 1, True, False)
-    summary = json.loads(err)
-    assert summary.pop("time")
-    assert summary == {
-        "event": "summary",
-        "output": "out.jsonl",
-        "exit_code": 3,
-        "already_finished": False,
-        "shard": "",
-        "pushed": "",
-        "chat": True,
-        "failures": ["a.jsonl:3: invalid_row: not \x1b JSON"],
-        "stats": json.loads(json.dumps(report.stats)),
-    }
 
 
 def test_the_summary_of_a_merge_has_the_sums_over_all_shards():

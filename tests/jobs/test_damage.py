@@ -5,12 +5,9 @@ The whole job runs with the real tokenizer. Only the model is a fake: it answers
 
 from __future__ import annotations
 
-import importlib
 import shutil
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,83 +16,56 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchgen.job
-import batchgen.job_setup
-from batchgen import JobConfig, ModelConfig, SamplingParams, run_job
+from batchgen.config import InputLimits
 from batchgen.errors import BatchgenError, OutputError, UsageError
-from batchgen.prompts import load_tokenizer
-from support.harness import TINY_SPOOL, write_common_input
+from support.harness import write_common_input
 from support.params import examples
-from support.runs import Killed, Oracle
+from support.runs import Killed, Runs
 
 
-class Folder:
-    """A job in a folder, run in this process."""
+class Folder(Runs):
+    """A job whose folder can be kept and restored."""
 
-    def __init__(self, path: Path, model: Path, window: int | None, oracle: Oracle) -> None:
-        self.path, self.model, self.window, self.oracle = path, model, window, oracle
-        self.job_folder = path / "out.jsonl.job"
+    def __init__(self, path: Path, model: Path, window: int | None) -> None:
+        path.mkdir()
+        super().__init__(path, model)
+        self.job_folder = path / "o.jsonl.job"
+        self.window = window
         self.expected: dict[str, bytes] = {}
         write_common_input(path)
 
-    def run(self, *, most: int | None = None, **options: Any) -> list[str]:
-        """Runs the job and returns the generated prompts. The run dies after `most` prompts."""
-        self.oracle.most, self.oracle.answered = most, []
-        config = JobConfig(
-            inputs=self.path / "in.jsonl",
-            output=str(self.path / "out.jsonl"),
-            model=self.model,
-            sampling=SamplingParams(max_tokens=4),
-            window=self.window,
-            **options,
-        )
-        try:
-            run_job(config)
-        except Killed:
-            assert most is not None
-        return self.oracle.answered
+    def go_on(self, **options: Any) -> list[str]:
+        """Runs the job and returns the generated prompts."""
+        limits = InputLimits(read_rows=5, run_rows=6, window_leaves=6, batch_rows=2)
+        return self.run(None, window=self.window, limits=limits, **options)[0]
 
-    def output(self) -> bytes | None:
-        path = self.path / "out.jsonl"
-        return path.read_bytes() if path.exists() else None
+    def content(self) -> bytes | None:
+        return self.output.read_bytes() if self.output.exists() else None
 
     def keep(self, name: str) -> None:
-        shutil.copytree(self.path, self.path.with_name(name))
+        shutil.copytree(self.folder, self.folder.with_name(name))
 
     def back_to(self, name: str) -> None:
-        shutil.rmtree(self.path)
-        shutil.copytree(self.path.with_name(name), self.path)
+        shutil.rmtree(self.folder)
+        shutil.copytree(self.folder.with_name(name), self.folder)
 
 
-WINDOWS = {"spooled": None, "windows": 7}
-
-
-@pytest.fixture(scope="module", params=WINDOWS)
-def folder(
-    request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Folder]:
+@pytest.fixture(scope="module", params=[None, 7], ids=["spooled", "windows"])
+def folder(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Folder:
     """A job saved in these states: `new`, `begun` (half of the rows generated), `generated` (all of them), `finished`, and `changed` (finished, with an input changed since)."""
-    tokenizer = load_tokenizer(ModelConfig(model=str(tiny_model_dir)))
-    oracle = Oracle("a", lambda tokens: str(tokenizer.hf_tokenizer.decode(tokens)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batchgen.job, "open_engine", lambda *_: oracle)
-        patch.setattr(batchgen.job_setup, "load_tokenizer", lambda _: tokenizer)
-        for place, value in TINY_SPOOL.items():
-            module, name = place.split(":")
-            now = getattr(importlib.import_module(module), name)
-            patch.setattr(f"{module}.{name}", replace(now, **value) if isinstance(value, dict) else value)
-        folder = Folder(tmp_path_factory.mktemp("damage") / "job", tiny_model_dir, WINDOWS[request.param], oracle)
-        folder.keep("new")
-        folder.run(most=12)
-        folder.keep("begun")
-        with patch.context() as dying:
-            dying.setattr(batchgen.job._Model, "figures", _dies)
-            folder.run(most=1000)
-        folder.keep("generated")
-        folder.run()
-        folder.keep("finished")
-        write_common_input(folder.path, 31)
-        folder.keep("changed")
-        yield folder
+    folder = Folder(tmp_path_factory.mktemp("damage") / "job", tiny_model_dir, request.param)
+    folder.keep("new")
+    folder.go_on(most=12)
+    folder.keep("begun")
+    with pytest.MonkeyPatch.context() as dying:
+        dying.setattr(batchgen.job._Model, "figures", _dies)
+        folder.go_on()
+    folder.keep("generated")
+    folder.go_on()
+    folder.keep("finished")
+    write_common_input(folder.folder, 31)
+    folder.keep("changed")
+    return folder
 
 
 def _dies(*_: Any) -> None:
@@ -150,31 +120,31 @@ def expected_output(folder: Folder, state: str) -> bytes:
     """Returns the output of a run from that state without damage."""
     if state not in folder.expected:
         folder.back_to(state)
-        folder.run()
-        folder.expected[state] = folder.output() or b""
+        folder.go_on()
+        folder.expected[state] = folder.content() or b""
     return folder.expected[state]
 
 
 def check_goes_on(folder: Folder, state: str, expected: bytes) -> str:
     """Runs the job to its end and follows the advice of an error, as a user would. Returns that error, or "" for none."""
-    old = folder.output()
+    old = folder.content()
     try:
-        folder.run()
+        folder.go_on()
         said = ""
     except UsageError as e:
         said = str(e)
-        assert folder.output() == old
-        folder.run(overwrite=True)
+        assert folder.content() == old
+        folder.go_on(overwrite=True)
     except BatchgenError as e:
         said = str(e)
         assert isinstance(e, OutputError)  # noqa: PT017 - which error it is depends on the damage
-        assert folder.output() == old
-        folder.run()
-    assert folder.output() == expected
+        assert folder.content() == old
+        folder.go_on()
+    assert folder.content() == expected
     left = {p.name for p in folder.job_folder.iterdir()}
     # A finished job may have lost its keys and claims: it needs neither.
     assert left - {"keys", "known.sqlite", "claims", "report.json"} == {"manifest.json", "stats.json"}
-    assert folder.run() == []
+    assert folder.go_on() == []
     return said
 
 

@@ -51,15 +51,6 @@ def test_equal_rows_run_once_and_all_have_the_result(runs, window):
 
 
 @WINDOWS
-def test_added_rows_that_equal_finished_ones_have_their_results(runs, window):
-    runs.run(PROMPTS, window=window)
-    answered, report = runs.run(["p3", *PROMPTS, "p4", "p4"], window=window)
-    assert answered == ["p4"]
-    assert runs.texts() == [f"a: {prompt}" for prompt in ["p3", *PROMPTS, "p4", "p4"]]
-    assert counts(report) == (2, 9, 1, 11, 6)
-
-
-@WINDOWS
 @pytest.mark.parametrize("most", range(4))
 def test_a_killed_job_runs_equal_rows_once_in_all(runs, window, most):
     first, _ = runs.run(PROMPTS, window=window, most=most)
@@ -90,16 +81,6 @@ def test_order_done_writes_earlier_results_then_new_ones_as_they_come_then_equal
     assert runs.run(PROMPTS, order="done", most=2)[0] == ["p3", "p2"]
     runs.run(PROMPTS, order="done")
     assert runs.texts() == [f"a: {prompt}" for prompt in ["p2", "p3", "p1", "p0", "p0", "p0", "p1", "p0"]]
-
-
-@WINDOWS
-def test_equal_rows_fail_and_are_run_again_together(runs, window):
-    runs.reason = lambda prompt: "timeout" if prompt == "p0" else "stop"
-    runs.run(PROMPTS, window=window)
-    runs.reason = lambda prompt: "stop"
-    answered, report = runs.run(PROMPTS, window=window, retry=("timeout",))
-    assert answered == ["p0"]
-    assert counts(report) == (4, 4, 3, 8, 4)
 
 
 def test_rows_that_leave_a_group_of_equal_rows_count_as_rows(runs):

@@ -5,19 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from batchgen.errors import ModelError, OutOfMemory, RowError, TooManyErrors, memory_errors
+from batchgen.errors import ModelError, OutOfMemory, TooManyErrors, memory_errors
 from batchgen.jobs.outcomes import Outcomes, check_errors
 from batchgen.process.collector import few_collections
 from batchgen.progress import Tracker
 from batchgen.result import Result, Score, ToolCall
 from support.progress import Recorder
-
-
-def test_without_a_limit_any_number_of_rows_may_fail():
-    outcomes = Outcomes(Tracker(Recorder()), None)
-    for row in range(200):
-        outcomes.done(Result.from_error(row, RowError("does_not_fit", "too big")))
-    assert outcomes.run.failed == 200
 
 
 @pytest.mark.parametrize(

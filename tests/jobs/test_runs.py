@@ -69,16 +69,6 @@ def test_a_named_column_may_be_missing_in_the_whole_first_window(runs, window):
         runs.run(rows, window=window, prompts=PromptConfig(row_params=("top_k",)), overwrite=True)
 
 
-def test_prune_removes_results_without_a_row(runs):
-    runs.run(PROMPTS)
-    kept = runs.folder / "o.jsonl.job" / "kept.sqlite"
-    runs.run(PROMPTS[:38])
-    assert kept.exists()
-    runs.run(PROMPTS[:10], prune=True)
-    assert not kept.exists()
-    assert sorted(runs.run(PROMPTS)[0]) == sorted(PROMPTS[10:])
-
-
 def test_rows_with_given_finish_reasons_run_again_on_request(runs):
     runs.reason = lambda prompt: {"1": "timeout", "2": "length"}.get(prompt[-1], "stop")
     _, report = runs.run(PROMPTS)

@@ -85,14 +85,6 @@ def test_one_row_more_than_fits_is_sorted_on_disk(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(made.digests)
 
 
-def test_lower_priorities_come_first_and_depth_first_order_among_equals(tmp_path):
-    levels = [0.0, -1.5, 3.0, -0.0, 1e300, -1e300, 0.25]
-    made = sorted_requests(
-        tmp_path, [request(i, [i], priority=p) for i, p in enumerate(levels)], limits(rows=2, batch=1)
-    )
-    assert [r.row for w in made.windows() for r in sorted(w, key=sort_key)] == [5, 1, 0, 3, 6, 2, 4]
-
-
 def test_a_request_comes_back_from_disk_unchanged(tmp_path):
     own = SamplingParams(temperature=0.1, stop=("\ud800", "b"), seed=-5)
     labels = SamplingParams(choices=("yes", "no"))
@@ -121,7 +113,7 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 @settings(max_examples=examples(15, 150))
 @given(
-    rows=st.lists(st.tuples(prompts, st.sampled_from([0.0, 0.0, 1.0, -2.0])), max_size=60),
+    rows=st.lists(st.tuples(prompts, st.sampled_from([0.0, -0.0, 1.0, -1.5, 1e300, -1e300])), max_size=60),
     window=st.integers(1, 12),
     max_tokens=st.sampled_from([3, 20, 10_000]),
     batch=st.integers(1, 5),

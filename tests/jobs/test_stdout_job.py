@@ -35,21 +35,6 @@ def line(i):
     )
 
 
-def test_rows_are_written_window_by_window_and_nothing_else_is(capfdbinary):
-    rows, results = window(2)
-    with job() as out:
-        assert (out.notes, out.finished, out.previous) == ([], None, None)
-        assert out.stored([b"k" * 16]) == {}
-        assert out.row_keys.occurrences([b"k" * 16, b"k" * 16]) == [0, 1]
-        out.append(b"k" * 16, results[1])
-        out.write(rows, results, {})
-        assert capfdbinary.readouterr().out.decode() == line(0) + line(1)
-        out.flush()
-        out.save_stats({})
-        out.finish({})
-    assert capfdbinary.readouterr().out == b""
-
-
 PIPE = """
 import sys
 sys.path[:0] = sys.argv[1:]

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchgen.errors import ROW_ERROR_TYPES, RowError, UsageError
+from batchgen.errors import ROW_ERROR_TYPES, UsageError
 from batchgen.prompts.params import NAMES
-from batchgen.records.rows import Row
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 from support.params import examples, slow_but
@@ -248,11 +247,6 @@ def test_the_refusal_names_the_missing_column_and_the_columns_there_are(tools, c
 )
 def test_an_input_in_which_some_row_has_a_prompt_is_accepted(tools, columns, options):
     tools.builder(**options).check_columns(tools.rows(*columns))
-
-
-def test_an_input_of_malformed_rows_alone_is_accepted(tools):
-    row = Row(number=0, columns={}, error=RowError("invalid_row", "not JSON"), source="in.jsonl:1")
-    tools.builder().check_columns([row])
 
 
 # -- any row at all

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.config import PromptConfig
-from batchgen.prompts import PromptBuilder, encoding
-from batchgen.prompts.encoding import Encoder, EncoderLimits
+from batchgen.prompts import PromptBuilder
+from batchgen.prompts.encoding import Encoder
 from batchgen.request import Request, row_digest
 from batchgen.sampling_params import SamplingParams
 from support.params import examples
@@ -75,17 +75,6 @@ def test_a_row_gets_the_same_tokens_alone_and_among_others(tools, texts, chat):
 
 
 # -- texts and tokens
-
-
-def test_texts_go_to_the_tokenizer_in_large_batches(tools):
-    limits = EncoderLimits(batch_texts=3, batch_characters=10)
-    texts = ["a", "b", "c", "d", "0123456789012", "e", "012345678", "f", "g"]
-    assert [list(batch) for batch in encoding._text_batches(texts, limits)] == [
-        ["a", "b", "c"], ["d"], ["0123456789012"], ["e", "012345678"], ["f", "g"],
-    ]  # fmt: skip
-    out = Encoder(tools.byte_tokenizer(), limits=limits).encode(texts, special=False)
-    assert [a.tolist() for a in out] == [tools.byte_ids(text) for text in texts]
-    assert Encoder(tools.byte_tokenizer()).encode([], special=True) == []
 
 
 def test_truncation_and_padding_of_the_tokenizer_file_are_ignored(tools):

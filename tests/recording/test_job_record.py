@@ -63,18 +63,6 @@ def test_a_long_run_has_no_more_points_than_a_short_one():
     assert len(kept) == 101  # after a second, then every ten seconds, and at the end
 
 
-def test_the_tree_is_recorded_when_it_has_changed():
-    engine, kept = Engine(), []
-    outline = Outline()
-    for ids in ([1, 2], [1, 3]):
-        outline.add(np.array(ids, dtype=np.int32))
-    tree = outline.tree()
-    recorder = recorder_of(engine, kept, tree=lambda: tree)
-    for engine.now in (2.0, 13.0):
-        recorder.see(engine.stats, 0)
-    assert [None if found is None else found["texts"] for _, found in kept] == [["[1]"], None]
-
-
 def run_of(label, started, points):
     names = ("seconds", "completion_tokens", "prefill_tokens", "scored_tokens", "rows_done", "memory_bytes", "kv_bytes")
     return {"label": label, "started": started, **{name: list(range(points)) for name in names}}

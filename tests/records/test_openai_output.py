@@ -215,11 +215,6 @@ def test_a_result_that_is_read_back_gives_the_same_record_again(tmp_path, column
     assert taken[0] == replace(WHOLE[0], token_ids=())
 
 
-def test_a_failed_row_is_read_back_without_its_prompt_tokens(tmp_path):
-    failed = Result.from_error(-1, RowError("does_not_fit", "too big"), prompt_tokens=7)
-    assert back(tmp_path, made(CHAT, failed)) == {0: replace(failed, prompt_tokens=0)}
-
-
 def test_completions_with_logprobs_are_not_read_back(tmp_path):
     with_logprobs = several(Completion(text="é", finish_reason="stop", token_ids=(7, 9, 2), logprobs=SAMPLED))
     assert back(tmp_path, made(CHAT, with_logprobs), made(RAW, with_logprobs, token_ids=True), made(RAW)).keys() == {2}

@@ -66,18 +66,6 @@ def test_token_ids_are_written_on_request_and_null_if_unknown():
     assert "token_ids" not in made({})
 
 
-def test_a_malformed_row_has_only_its_number_and_its_error():
-    error = RowError("invalid_row", "x.jsonl:5: not JSON: Expecting value at column 1")
-    row = Row(4, {}, error, "x.jsonl:5")
-    assert output_row(row, Result.from_error(4, error), RowForm(id_column="name")) == {
-        "id": 4,
-        "text": None,
-        "finish_reason": "error",
-        "usage": {"prompt_tokens": 0, "completion_tokens": 0},
-        "error": {"type": "invalid_row", "message": "x.jsonl:5: not JSON: Expecting value at column 1"},
-    }
-
-
 @pytest.mark.parametrize(
     ("name", "format", "expected"),
     [

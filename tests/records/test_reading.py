@@ -1,33 +1,17 @@
 """The rows of a job are read window by window."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Literal
 
 import pytest
 
 from batchgen.config import JobConfig, ModelConfig
-from batchgen.errors import InputCorrupt, UsageError
-from batchgen.records import Input, Row, RowStream, window_rows
-
-
-class Breaking(Input):
-    def rows(self, limit: int | None = None) -> Iterator[Row]:
-        yield from (Row(i, {}, None, "") for i in range(5 if limit is None else limit))
-        raise InputCorrupt("it breaks off")
+from batchgen.errors import UsageError
+from batchgen.records import window_rows
 
 
 def config_of(window: int | Literal["all"] | None, order: str = "input") -> JobConfig:
     return JobConfig(inputs=("x.jsonl",), model=ModelConfig(model="m"), window=window, order=order)
-
-
-def test_rows_before_a_break_are_returned_before_the_error():
-    stream = RowStream(Breaking((), []).rows())
-    read = []
-    while rows := stream.take(2):
-        read.append([row.number for row in rows])
-    assert read == [[0, 1], [2, 3], [4]]
-    assert str(stream.broken) == "it breaks off"
 
 
 def rows_of(

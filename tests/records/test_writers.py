@@ -183,14 +183,6 @@ def test_parquet_columns_from_json_get_a_type_that_fits_all_rows(tmp_path):
     assert table["usage"].to_pylist()[0] == {"prompt_tokens": 1, "completion_tokens": 2}
 
 
-def test_token_ids_are_a_parquet_column_on_request(tmp_path):
-    rows = [{"id": 1, **RESULT, "token_ids": [1, 2]}, {"id": 2, **FAILED, "token_ids": None}]
-    for schema in (None, pa.schema([("id", pa.int64())])):
-        table = pq.read_table(write(tmp_path, "o.parquet", rows, schema=schema, token_ids=True))
-        assert table.schema.field("token_ids").type == pa.list_(pa.int32())
-        assert table["token_ids"].to_pylist() == [[1, 2], None]
-
-
 def test_parquet_input_columns_can_be_left_out_and_text_ids_stay_text(tmp_path):
     schema = pa.schema([("name", pa.string()), ("n", pa.int8()), ("day", pa.date32())])
     rows = [{"name": "a", "n": 1, **RESULT}, {"id": 5, "n": None, **FAILED}]

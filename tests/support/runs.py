@@ -82,7 +82,7 @@ class Runs:
 
     def run(
         self,
-        rows: Sequence[str | Mapping[str, Any] | None],
+        rows: Sequence[str | Mapping[str, Any] | None] | None,
         *,
         model: str = "a",
         most: int | None = None,
@@ -90,14 +90,10 @@ class Runs:
     ) -> tuple[list[str], JobReport | None]:
         """Runs a job. Returns the answered prompts and the report, which is None if the run was killed after `most` answers.
 
-        In `rows`, None is a malformed row, and a text is a prompt.
+        In `rows`, None is a malformed row, and a text is a prompt. `rows` itself may be None: the input stays as it is.
         """
-        lines = (
-            "[]" if row is None else json.dumps({"prompt": row} if isinstance(row, str) else dict(row)) for row in rows
-        )
-        text, source = "".join(f"{line}\n" for line in lines), self.folder / "in.jsonl"
-        if not source.exists() or source.read_text() != text:
-            source.write_text(text)
+        if rows is not None:
+            self._write_input(rows)
         decode = self.tokenizer.hf_tokenizer.decode
         oracle = self.engine(model, lambda tokens: str(decode(tokens, skip_special_tokens=True)))
         oracle.most, oracle.reason = most, self.reason
@@ -114,6 +110,14 @@ class Runs:
                 return oracle.answered, run_job(config)
             except Killed:
                 return oracle.answered, None
+
+    def _write_input(self, rows: Sequence[str | Mapping[str, Any] | None]) -> None:
+        lines = (
+            "[]" if row is None else json.dumps({"prompt": row} if isinstance(row, str) else dict(row)) for row in rows
+        )
+        text, source = "".join(f"{line}\n" for line in lines), self.folder / "in.jsonl"
+        if not source.exists() or source.read_text() != text:
+            source.write_text(text)
 
     def _load(self, _: ModelConfig) -> Any:
         self.loaded += 1
