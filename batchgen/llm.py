@@ -623,7 +623,7 @@ def one_params(given: Any, place: str = "") -> SamplingParams:
         wanted = (
             f"{place} must be SamplingParams or a dict"
             if place
-            else "params must be SamplingParams, a dict, or a list of them"
+            else "params must be SamplingParams, a dict, or, for a list of prompts, a list of them"
         )
         raise TypeError(f"{wanted}, not {_shortened(given)}")
     try:

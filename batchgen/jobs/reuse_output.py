@@ -67,12 +67,15 @@ def result_of_line(line: bytes, asked: Collection[str] = TASK_NAMES) -> Result |
 def is_held_whole(result: Result, form: RowForm, format: str) -> bool:
     """Whether `results_of_output` can read a result back from an output of this form and format.
 
-    JSON cannot hold an infinity, OpenAI's form has no token ids in log-probabilities, and the values of CSV have no types.
+    JSON cannot hold an infinity, OpenAI's form has no token ids in log-probabilities and no `valid`, and the values of CSV have no types.
+    `valid` of a row with a schema of its own looks like a column of the input.
     """
     if format in DELIMITERS:
         return False
     if result.failed:
         return True
+    if result.valid is not None and (form.openai is not None or "valid" not in form.asked):
+        return False
     with_logprobs = any(c.logprobs is not None for c in result.completions)
     if form.openai is not None and with_logprobs:
         return False

@@ -17,7 +17,7 @@ from batchgen.process.templates import template_process
 from batchgen.prompts.columns import check_task, task_option
 from batchgen.prompts.encoding import Encoder, TextEncoder, Texts
 from batchgen.prompts.images import PromptImages, ShownPrompt
-from batchgen.prompts.params import CHOICES_NAMES, RowParams
+from batchgen.prompts.params import CHOICES_NAMES, SCHEMA_NAMES, RowParams
 from batchgen.prompts.rendering import Rendered, Renderer, Text
 from batchgen.prompts.tokenizer import LoadedTokenizer
 from batchgen.records.rows import Row
@@ -152,6 +152,8 @@ class PromptBuilder:
             found.add("choices")
         if self._params.labels or may_have(CHOICES_NAMES, types):
             found.add("choice_probs")
+        if types and "valid" not in types and may_have(SCHEMA_NAMES, types):
+            found.add("valid")
         return frozenset(found)
 
     def check_columns(self, first: Sequence[Row], more: Sequence[tuple[str, str]] = ()) -> None:

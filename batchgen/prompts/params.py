@@ -30,6 +30,7 @@ _SHOWN = (
 )  # fmt: skip
 """The parameters whose values the figures name."""
 CHOICES_NAMES = ("choices", "guided_choice", "structured_outputs", "guided_decoding")
+SCHEMA_NAMES = ("json_schema", "guided_json", "response_format", "structured_outputs", "guided_decoding")
 _TRANSLATED = frozenset({"logprobs", "top_logprobs", "response_format", "structured_outputs", "guided_decoding"})
 _STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choices"}  # of vLLM's structured_outputs
 

@@ -30,6 +30,8 @@ from batchgen.stats import counted
 PARQUET_BATCH = 256
 """Number of rows that are made Python objects at a time. A row can be a long document."""
 _ENDS = ("\n", "\r")
+_OFFSET = re.compile(r"([+-]\d\d)(\d\d)$")
+"""The offset at the end of a time that Arrow writes, which lacks the colon of ISO 8601."""
 _UNDECODED = re.compile("[\udc80-\udcff]")
 
 
@@ -299,7 +301,7 @@ def _python(scalar: pa.Scalar) -> Any:
         if pa.types.is_dictionary(scalar.type) or isinstance(scalar.type, pa.BaseExtensionType):
             return _python(scalar.value)
         if not pa.types.is_duration(scalar.type):
-            text = scalar.cast(pa.string()).as_py().replace(" ", "T")
+            text = _OFFSET.sub(r"\1:\2", scalar.cast(pa.string()).as_py().replace(" ", "T"))
             if not _beyond(scalar):
                 return text
         return str(scalar.value)  # beyond the calendar: the number that the column holds

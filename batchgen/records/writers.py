@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import io
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -162,7 +163,7 @@ def open_writer(
 
 def result_types(form: RowForm) -> dict[str, pa.DataType]:
     """Returns the Arrow types of the fields that results of this form may have."""
-    there = TASK_NAMES.intersection(form.asked) - ({"parsed"} if not form.parsed else set())
+    there = TASK_NAMES.intersection((*form.asked, *form.optional)) - ({"parsed"} if not form.parsed else set())
     types = {
         n: t for n, t in RESULT_FIELDS.items() if (n != "token_ids" or form.token_ids) and n not in TASK_NAMES - there
     }
@@ -366,7 +367,7 @@ class CsvWriter:
         self._stream.write(self._delimiter.join(map(self._field, values)).encode() + b"\n")
 
     def _field(self, value: Any) -> str:
-        if value is None or value != value:  # NaN
+        if value is None or (isinstance(value, float) and not math.isfinite(value)):
             return ""
         text = clean(value) if isinstance(value, str) else to_json(value).decode()
         if not self._needs_quotes.search(text):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 
 def test_rows_of_a_schema_say_whether_their_text_is_valid_and_have_its_value(
@@ -37,6 +38,27 @@ def test_rows_of_a_schema_say_whether_their_text_is_valid_and_have_its_value(
         if is_table:
             parsed = pa.struct([("a", pa.list_(pa.int64())), ("b", pa.bool_())])
             assert pq.read_schema(output).field("parsed").type == parsed
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("o.jsonl", ()), ("o.parquet", ()), ("o.jsonl", ("--output-format", "openai"))]
+)
+def test_rows_with_a_schema_of_their_own_stay_valid_when_the_job_goes_on(
+    cli, write_jsonl, read_jsonl, tiny_model_dir, tmp_path, name, options
+):
+    own = json.dumps({"json_schema": {"enum": [1]}})
+    rows = [{"prompt": "x", "sampling_params": own}, {"prompt": "y", "sampling_params": None}]
+    source, output = tmp_path / f"in{name[1:]}", tmp_path / name
+    for count, more in ((1, options), (2, ())):
+        if output.suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows[:count]), source)
+        else:
+            source = write_jsonl(rows[:count])
+        assert cli("run", source, "-m", tiny_model_dir, "-o", output, "--max-tokens", "4", *more).code == 0
+    figures = json.loads((tmp_path / f"{name}.job" / "stats.json").read_text())
+    assert figures["job"]["json"] == {"valid": 1, "cut": 0, "invalid": 0}
+    written = pq.read_table(output).to_pylist() if output.suffix == ".parquet" else read_jsonl(output)
+    assert [row.get("valid") for row in written] == [True, None]
 
 
 def test_parquet_to_parquet_has_a_column_for_what_rows_may_ask_for(cli, tiny_model_dir, tmp_path):

@@ -151,7 +151,10 @@ def test_the_columns_tell_which_parts_results_may_have(tools):
     assert parts(sampling=SamplingParams(choices=("a", "b"))) == {"choice_probs"}
     assert parts(row_params=("n",)) == parts(row_params=("logprobs", "seed")) == {"choices"}
     assert parts(row_params=("choices",)) == {"choice_probs"}
-    assert parts({"sampling_params": pa.string()}) == {"choices", "choice_probs"}
+    assert parts(row_params=("json_schema",)) == set()  # asked of every row
+    assert parts({"sampling_params": pa.string()}) == {"choices", "choice_probs", "valid"}
+    assert parts({"sampling_params": pa.string(), "valid": pa.string()}) == {"choices", "choice_probs"}
+    assert parts({"body": pa.struct([("response_format", pa.string())])}) == {"valid"}
     assert parts({"sampling_params": pa.struct([("seed", pa.int64())]), "other": pa.string()}) == set()
     assert parts({"body": pa.struct([("n", pa.int64()), ("guided_choice", pa.list_(pa.string()))])}) == {
         "choices", "choice_probs",

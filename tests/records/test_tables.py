@@ -61,6 +61,7 @@ def test_parquet_times_that_python_cannot_hold_become_text():
     table = pa.table(
         {
             "ns": pa.array([1_577_836_800_000_000_001, 1_577_836_800_000_000_000], pa.timestamp("ns")),
+            "zone": pa.array([1, 2], pa.timestamp("ns", "Asia/Kolkata")),
             "span": pa.array([1, 1000], pa.duration("ns")),
             "far": pa.array([300_000_000_000_000, 0], pa.timestamp("ms")),
             "beyond": pa.array([9_000_000_000_000_000_000, None], pa.timestamp("ms")),
@@ -70,6 +71,7 @@ def test_parquet_times_that_python_cannot_hold_become_text():
     first, second = (columns for _, columns, _ in read_parquet(parquet(table)))
     assert first["ns"] == "2020-01-01T00:00:00.000000001"
     assert (second["ns"], type(second["ns"])) == (dt.datetime(2020, 1, 1), dt.datetime)  # and not one of pandas
+    assert first["zone"] == "1970-01-01T05:30:00.000000001+05:30"
     assert first["span"] == "1"
     assert (second["span"], type(second["span"])) == (dt.timedelta(microseconds=1), dt.timedelta)
     assert first["far"] == "11476-08-15T05:20:00.000"

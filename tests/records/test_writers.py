@@ -103,7 +103,16 @@ def test_no_rows_give_an_empty_file_of_the_right_format(tmp_path):
 )
 def test_csv_has_a_column_for_every_field_of_any_row(tmp_path, name, unpack):
     rows = [
-        {"id": 1, "s": 'say "a,\tb"', "line": "a\rb", "n": 1.5, "half": "é\ud800", **RESULT, "token_ids": [1, 2]},
+        {
+            "id": 1,
+            "s": 'say "a,\tb"',
+            "line": "a\rb",
+            "n": 1.5,
+            "half": "é\ud800",
+            "inf": -math.inf,
+            **RESULT,
+            "token_ids": [1, 2],
+        },
         {
             "id": "x",
             "s": "",
@@ -119,15 +128,15 @@ def test_csv_has_a_column_for_every_field_of_any_row(tmp_path, name, unpack):
     mark = "," if ".csv" in name else "\t"
     table = list(csv.DictReader(io.StringIO(data, newline=""), delimiter=mark))
     assert list(table[0]) == [
-        "id", "s", "line", "n", "half", "yes", "tags", "text", "finish_reason", "usage", "truncated", "token_ids",
-        "error",
+        "id", "s", "line", "n", "half", "inf", "yes", "tags", "text", "finish_reason", "usage", "truncated",
+        "token_ids", "error",
     ]  # fmt: skip
     usage = '{"prompt_tokens": 1, "completion_tokens": 2}'
     assert list(table[0].values()) == [
-        "1", 'say "a,\tb"', "a\rb", "1.5", "é\\ud800", "", "", "t", "stop", usage, "false", "[1, 2]", "",
+        "1", 'say "a,\tb"', "a\rb", "1.5", "é\\ud800", "", "", "", "t", "stop", usage, "false", "[1, 2]", "",
     ]  # fmt: skip
     assert list(table[1].values()) == [
-        "x", "", "", "", "", "true", '[{"a": "q\\""}]', "", "error", usage, "true", "",
+        "x", "", "", "", "", "", "true", '[{"a": "q\\""}]', "", "error", usage, "true", "",
         '{"type": "invalid_row", "message": "m"}',
     ]  # fmt: skip
     assert [line[-1:] for line in data.split("\n")] == ["r", mark, '"', ""]
