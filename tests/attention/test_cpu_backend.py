@@ -133,10 +133,7 @@ def test_values_that_are_no_numbers_reach_those_who_attend_to_them_alone(kernels
     values[0, 17, 2] = bad  # the second token of the second block
     cache = written(kernels, keys, values, range(20), 16)
     assert torch.isfinite(cache.values[0]).all()
-    span = type("Span", (), {"table": [0, 1], "path": (), "start": 0, "dropped": 0, "images": ()})()
-    from batchgen.scheduling.batch import ScheduledSpan
-
-    attention = PackedAttention(kernels, [ScheduledSpan(span, 15, 19, 18)], cache)
+    attention = PackedAttention(kernels, [sim.scheduled([0, 1], 15, 19)], cache)
     out = attention(0, torch.ones(1, 4, 4, dtype=dtype), keys[:, 15:19], values[:, 15:19], LayerOptions(1.0))
     assert torch.equal(out[:2], torch.ones(2, 1, 4, dtype=dtype))
     assert out[2:].isnan().all()

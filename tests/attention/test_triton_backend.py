@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.triton_backend import DEFAULT_TUNING, DeviceAttention, Tuning, obstacle
-from batchgen.scheduling.batch import ScheduledSpan
 from support import simulation as sim
 from support.params import examples, slow_but
 from support.reference_attention import OPTIONS, AttentionCase, random_options
@@ -37,14 +36,6 @@ def device(request):
 
 FINE = Tuning(shared_reads=1, wide_min_keys=1, narrow_min_keys=1, item_keys=0)
 """Reads are split and shared as finely as possible."""
-
-
-def works_of(*spans):
-    """Works (table, start, stop) of spans that share nothing."""
-    return [
-        ScheduledSpan(SimpleNamespace(table=table, path=(), start=0, dropped=0, images=()), start, stop, stop)
-        for table, start, stop in spans
-    ]
 
 
 def compare(device, spans, block_size, *, tuning=DEFAULT_TUNING, padding=0, D=16, V=16, **options):
@@ -77,7 +68,9 @@ def random_steps(seed, check, *, block_size=16, longest=30, steps=3, tokens=60, 
 
 
 # A slice of a prompt, one that fills a tile by itself, and two that are decoding.
-MIXED = ([3, 1, 4], 30, 35), ([9, 2, 6], 0, 33), ([8, 7], 17, 18), ([10, 11, 12], 40, 41)
+MIXED = [
+    sim.scheduled([3, 1, 4], 30, 35), sim.scheduled([9, 2, 6], 0, 33), sim.scheduled([8, 7], 17, 18), sim.scheduled([10, 11, 12], 40, 41),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -91,7 +84,7 @@ MIXED = ([3, 1, 4], 30, 35), ([9, 2, 6], 0, 33), ([8, 7], 17, 18), ([10, 11, 12]
     ),
 )  # fmt: skip
 def test_it_is_the_reference_for_every_shape_of_heads(device, K, G, D, V, spans):
-    compare(device, works_of(*spans), 16, K=K, G=G, D=D, V=V, tuning=FINE)
+    compare(device, spans, 16, K=K, G=G, D=D, V=V, tuning=FINE)
 
 
 TOGETHER, *_ = (options for options in OPTIONS if len(options) > 1)
@@ -100,13 +93,13 @@ HALVES = [{"dtype": torch.bfloat16}, {"dtype": torch.float16}]
 
 @pytest.mark.parametrize("options", slow_but([TOGETHER, HALVES[0]], OPTIONS + HALVES), ids=str)
 def test_it_is_the_reference_under_every_option(device, options):
-    compare(device, works_of(*MIXED), 16, K=1, tuning=FINE, **options)
+    compare(device, MIXED, 16, K=1, tuning=FINE, **options)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 80])
 def test_it_is_the_reference_for_every_block_size(device, block_size):
     tables = [list(range(i, BLOCKS, 3)) for i in range(3)]
-    spans = works_of((tables[0], 20, 23), (tables[1], 0, 35), (tables[2], 39, 40))
+    spans = [sim.scheduled(tables[0], 20, 23), sim.scheduled(tables[1], 0, 35), sim.scheduled(tables[2], 39, 40)]
     compare(device, spans, block_size, K=1)
 
 
@@ -144,7 +137,7 @@ def test_values_that_are_no_numbers_reach_those_who_attend_to_them_alone(device,
     attention = DeviceAttention(cache, 20, device)
     out = []
     for start, stop in ((0, 15), (15, 19)):
-        attention.plan(works_of(([0, 1], start, stop)))
+        attention.plan([sim.scheduled([0, 1], start, stop)])
         q = torch.ones(1, stop - start, 4, dtype=dtype, device=device)
         out.append(attention(0, q, keys[:, start:stop], values[:, start:stop], LayerOptions(1.0)))
     assert torch.isfinite(cache.values[0]).all()
@@ -153,7 +146,7 @@ def test_values_that_are_no_numbers_reach_those_who_attend_to_them_alone(device,
     ones = torch.cat(out)
     assert torch.equal(ones[:17], torch.ones(17, 1, 4, dtype=dtype, device=device))
     assert ones[17:].isnan().all()
-    attention.plan(works_of(([2], 0, 1), ([0, 1], 16, 17)))  # the same block, before the bad token
+    attention.plan([sim.scheduled([2], 0, 1), sim.scheduled([0, 1], 16, 17)])  # the same block, before the bad token
     q = torch.ones(1, 2, 4, dtype=dtype, device=device)
     assert torch.equal(attention(0, q, keys[:, :2], values[:, :2], LayerOptions(1.0)), torch.ones_like(out[1][:2]))
 
@@ -162,7 +155,7 @@ def test_queries_of_another_type_than_the_pool_are_taken_in_its_own(device):
     cache = KVCache({0: LayerShape(1, 16, 16, device)}, 2, 16, torch.bfloat16)
     q, k, v = (torch.randn(1, 20, 16, device=device).to(torch.bfloat16) for _ in range(3))
     attention = DeviceAttention(cache, 20, device)
-    attention.plan(works_of(([0, 1], 0, 20)))
+    attention.plan([sim.scheduled([0, 1], 0, 20)])
     want = attention(0, q, k, v, LayerOptions(0.25))
     found = attention(0, q.float(), k, v, LayerOptions(0.25))
     assert found.dtype == torch.float32
@@ -194,13 +187,13 @@ def test_a_plan_that_needs_more_room_gets_it_and_says_so(device):
     cache = KVCache({0: LayerShape(1, 16, 16, device)}, BLOCKS, 1, torch.float32)
     attention = DeviceAttention(cache, 1, device, tuning=Tuning(narrow_min_keys=1, partials=2))
     words = len(attention._plan)
-    attention.plan(works_of(([0], 0, 1)))
+    attention.plan([sim.scheduled([0], 0, 1)])
     assert (attention.generation, attention._partials) == (0, 2)
-    attention.plan(works_of((list(range(100)), 99, 100)))
+    attention.plan([sim.scheduled(list(range(100)), 99, 100)])
     assert (attention.generation, len(attention._plan)) == (1, words)
     assert attention._partials >= 4
     table = list(range(BLOCKS)) * (words // BLOCKS + 1)
-    attention.plan(works_of((table, len(table) - 1, len(table))))
+    attention.plan([sim.scheduled(table, len(table) - 1, len(table))])
     assert (attention.generation, len(attention._plan)) == (2, 2 * words)
     assert attention.positions.tolist() == [len(table) - 1]
 
@@ -267,7 +260,7 @@ def test_a_cache_on_one_cuda_device_is_served(dtype, size, block_size, served):
 def operands(device, T=5):
     cache = KVCache({0: LayerShape(1, 16, 16, device)}, 4, 16, torch.float32)
     attention = DeviceAttention(cache, 8, device, 2)
-    attention.plan(works_of(([0, 1], 16, 16 + T)))
+    attention.plan([sim.scheduled([0, 1], 16, 16 + T)])
     q, k, v = (torch.randn(heads, T, 16, device=device) for heads in (2, 1, 1))
     return (
         q, k, v, cache.keys[0], cache.values[0], attention._plan, None, 0.25, None, None, 16, 8, 64,

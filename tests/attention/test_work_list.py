@@ -1,7 +1,6 @@
 """The work list of a step: every query reads each of its keys once, and long reads are cut to the device's size."""
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from batchgen.attention.work_list import (
     Lane,
     work_list,
 )
-from batchgen.scheduling.batch import ScheduledSpan
 from support import simulation as sim
 from support.params import examples, slow_but
 
@@ -32,17 +30,6 @@ NARROW = Lane(tokens=1, programs=1, heads=1, min_keys=1 << 20)
 
 def listed(spans, block_size, wide=WIDE, narrow=NARROW, shared_reads=1):
     return work_list(spans, split_step(spans, block_size, shared_reads, NO_LIMIT), block_size, wide, narrow)
-
-
-def node_span(start, end):
-    return SimpleNamespace(start=start, end=end)
-
-
-def scheduled(table, start, stop, path=(), dropped=0):
-    own = path[-1].end if path else 0
-    return ScheduledSpan(
-        SimpleNamespace(table=table, path=path, start=own, dropped=dropped, images=()), start, stop, stop
-    )
 
 
 def columns(items):
@@ -100,8 +87,8 @@ def test_every_query_reads_each_of_its_keys_once_and_its_results_are_merged(data
 
 
 def test_a_node_is_read_by_tiles_of_the_queries_below_it_and_own_blocks_by_each():
-    node = node_span(0, 8)
-    spans = [scheduled([0, 1, 5 + i], 8 + i % 4, 9 + i % 4, (node,)) for i in range(6)]
+    node = sim.node(0, 8)
+    spans = [sim.scheduled([0, 1, 5 + i], 8 + i % 4, 9 + i % 4, node) for i in range(6)]
     lists = listed(spans, 4)
     assert columns(lists.wide) == [(0, 4, 6, 8, "all", 0, 0), (4, 2, 6, 8, "all", 0, 4)]
     assert columns(lists.narrow) == [
@@ -115,7 +102,7 @@ def test_a_node_is_read_by_tiles_of_the_queries_below_it_and_own_blocks_by_each(
 
 
 def test_a_query_of_one_item_needs_no_merge():
-    lists = listed([scheduled([3, 1], 5, 6), scheduled([2], 0, 3)], 4)
+    lists = listed([sim.scheduled([3, 1], 5, 6), sim.scheduled([2], 0, 3)], 4)
     assert columns(lists.narrow) == [(0, 1, 0, 6, 6, 0, -1)]
     assert columns(lists.wide) == [(1, 3, 2, 3, 1, 0, -1)]
     assert (lists.blocks.tolist(), lists.merge_starts.tolist(), lists.merge_rows.tolist()) == (
@@ -138,7 +125,7 @@ def test_a_query_of_one_item_needs_no_merge():
     ],
 )
 def test_long_ranges_are_split_for_the_programs_that_there_are(programs, heads, least, keys):
-    spans = [scheduled(list(range(16)), 63, 64)]
+    spans = [sim.scheduled(list(range(16)), 63, 64)]
     lists = listed(spans, 4, narrow=Lane(1, programs, heads, least))
     assert lists.narrow[:, NUM_KEYS].tolist() == keys
     check(spans, 4, lists)
@@ -149,16 +136,16 @@ def test_long_ranges_are_split_for_the_programs_that_there_are(programs, heads, 
 )
 def test_ranges_are_split_no_finer_than_keeps_all_programs_busy(programs, splits):
     """8 tiles of 16384 keys for 8 heads: of 132 programs 128 are busy all the time with 2 splits, but only 96 with 3."""
-    node = node_span(0, 16384)
-    spans = [scheduled([*range(512), 600 + i], 16384, 16385, (node,)) for i in range(32)]
+    node = sim.node(0, 16384)
+    spans = [sim.scheduled([*range(512), 600 + i], 16384, 16385, node) for i in range(32)]
     lists = listed(spans, 32, wide=Lane(4, programs, 8, 512))
     assert len(lists.wide) == 8 * splits
     check(spans, 32, lists)
 
 
 def test_the_costly_items_come_first_those_of_the_same_keys_together():
-    node = node_span(0, 2048)
-    spans = [scheduled([*range(8), 20 + i], 2048, 2049, (node,)) for i in range(8)]
+    node = sim.node(0, 2048)
+    spans = [sim.scheduled([*range(8), 20 + i], 2048, 2049, node) for i in range(8)]
     lists = listed(spans, 256, wide=Lane(4, 6, 1, 640))
     got = [(item[POSITION], item[NUM_KEYS], item[Q_START]) for item in lists.wide.tolist()]
     assert got == [(512, 768, 0), (512, 768, 4), (1280, 768, 0), (1280, 768, 4), (0, 512, 0), (0, 512, 4)]

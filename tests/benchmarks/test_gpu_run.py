@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.parts import PARTS
@@ -66,17 +65,6 @@ def test_a_case_that_fails_is_noted_and_the_others_are_kept(tmp_path, monkeypatc
     found = run_of(tmp_path, monkeypatch, how, within)
     assert {e["case"]: e["figures"]["skipped"] for e in found["figures"]} == kept
     assert {e["case"]: e["message"] for e in found["failures"]} == {"b": message}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_there_is_only_the_tiny_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["gpu.sh", str(tmp_path)])
-    with pytest.raises(SystemExit) as e:
-        gpu.main()
-    assert (
-        str(e.value) == "benchmarks/gpu.sh: there is no CUDA device here; --tiny runs everything in small without one"
-    )
-    assert list(tmp_path.iterdir()) == []
 
 
 def run_tiny(folder: Path, *options: str) -> dict[str, Any]:

@@ -1,13 +1,11 @@
 """How many threads an engine has: the number asked for, or the cores that the process may use."""
 
-import os
-
 import pytest
 import torch
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices import opening as devices
-from batchgen.devices.threads import cpu_quota, usable_cores
+from batchgen.devices.threads import cpu_quota
 from batchgen.prompts import load_tokenizer
 
 
@@ -78,7 +76,3 @@ def test_more_threads_than_cores_are_noted(tiny_model_dir, monkeypatch, caplog, 
         devices.open_engine(model, load_tokenizer(model), EngineConfig(threads=asked))
     told = ["--threads 1000 is more than the cores that this process may use (3), which makes the job slower"]
     assert caplog.messages == (told if noted else [])
-
-
-def test_the_usable_cores_are_at_least_one_and_at_most_those_of_the_machine():
-    assert 1 <= usable_cores() <= (os.cpu_count() or 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from batchgen.kernels import codes
-from batchgen.kernels.codes import PLANES, Coding, PackedTensor, packed_planes, unpacked_codes
+from batchgen.kernels.codes import Coding, PackedTensor
 from support.codings import CODINGS, ROWS, SIZE, bits_of, weight_of
 
 
@@ -68,16 +68,6 @@ def test_weights_that_the_kernels_cannot_unpack_exactly_are_packed_as_numbers():
         assert torch.equal(layer.weight, weight.unpacked())
 
 
-@pytest.mark.parametrize("bits", PLANES)
-def test_codes_lie_in_planes_the_first_in_the_lowest_bits(bits):
-    codes = (torch.arange(32) % 2**bits).to(torch.uint8)[None]
-    planes = packed_planes(codes, bits)
-    assert sum(plane.numel() for plane in planes.values()) == 32 * bits // 8
-    assert torch.equal(unpacked_codes(Coding(bits), planes), codes)
-    if bits == 4:
-        assert planes["plane4"][0, :2].tolist() == [0x10, 0x32]
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_moving_rows_keeps_a_weight_packed_and_everything_else_unpacks_it(mode):
     weight = torch.nn.Parameter(weight_of("Q6_K", torch.bfloat16))
@@ -110,18 +100,6 @@ def test_moving_rows_keeps_a_weight_packed_and_everything_else_unpacks_it(mode):
             found = change(weight)
             assert not isinstance(found, PackedTensor)
             assert torch.equal(found, change(plain))
-
-
-def test_reserved_memory_for_unpacked_weights_does_not_move(monkeypatch):
-    monkeypatch.setattr(codes, "_scratch", codes._Scratch())
-    weights = [weight_of(name, torch.bfloat16) for name in ("Q4_0", "NF4", "FP8")]
-    large = torch.cat([weights[0], weights[0]])
-    codes.reserve_scratch([*weights, large, torch.ones(3)])
-    place = codes._scratch.take([1], torch.bfloat16, torch.device("cpu")).data_ptr()
-    x = torch.randn(2, SIZE).bfloat16()
-    for weight in (*weights, large):
-        assert torch.equal(torch.nn.functional.linear(x, weight), torch.nn.functional.linear(x, weight.unpacked()))
-        assert codes._scratch.take([1], torch.bfloat16, torch.device("cpu")).data_ptr() == place
 
 
 def test_the_sign_of_a_zero_level_does_not_depend_on_what_was_unpacked_before():

@@ -92,24 +92,6 @@ def test_a_layer_in_one_call_gives_the_same_bits_as_its_separate_kernels(monkeyp
     assert logprobs(model) == together
 
 
-def test_hooks_of_a_layers_modules_run(monkeypatch):
-    model = prepared()
-    body = model.module.model
-    together = logprobs(model)
-    found = recorded_layers(monkeypatch)
-    ran = []
-    hooks = [part.register_forward_pre_hook(lambda part, _: ran.append(part)) for part in (*body.layers, body.norm)]
-    assert logprobs(model) == together
-    assert ran
-    assert set(ran) == {*body.layers, body.norm}
-    assert set(found) == {(i,) for i in range(len(body.layers))}
-    for hook in hooks:
-        hook.remove()
-    found.clear()
-    assert logprobs(model) == together
-    assert set(found) == {tuple(range(len(body.layers)))}
-
-
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_model_that_changes_the_outputs_of_its_modules_runs_layer_by_layer(monkeypatch, in_place):
     module = build("llama", **SHAPE)
@@ -131,21 +113,6 @@ def test_a_model_that_changes_the_outputs_of_its_modules_runs_layer_by_layer(mon
     assert logprobs(model) == together
 
 
-def test_one_model_serves_engines_with_different_caches_and_threads():
-    model = prepared()
-    together = logprobs(model)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        requests = make_requests([[9, 8, 7]] * 40, [5] * 40, ignore_eos=True, temperature=0)
-        engines = [engine_for(model, kv_memory=memory) for memory in ("64MiB", "96MiB")]
-        rows = [[list(result.token_ids) for result in run(engine, requests)] for engine in engines]
-    finally:
-        torch.set_num_threads(before)
-    assert rows[0] == rows[1]
-    assert logprobs(model) == together
-
-
 @pytest.mark.parametrize("plain", [0, 1])
 def test_a_model_with_int8_and_other_layers_runs_in_one_call(monkeypatch, plain):
     can_pack = Int8Packing.can_pack
@@ -160,18 +127,6 @@ def test_a_model_with_int8_and_other_layers_runs_in_one_call(monkeypatch, plain)
     assert set(found) == {(0, 1)}
     monkeypatch.setattr(DenseStack, "takes", lambda *_: False)
     assert logprobs(model) == together
-
-
-def test_joined_int8_weights_equal_those_of_their_parts():
-    model = prepare(build("llama", **SHAPE | {"attention_bias": True}), kernels=kernels(), pack_linear=False)
-    quantize_linear(model.module)
-    layer = model.module.model.layers[0]
-    parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
-    (joined,) = layer.dense.layers[0].qkv
-    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(joined(x), torch.cat([part(x) for part in parts], 1))
-    assert torch.equal(joined.weight, torch.cat([part.weight for part in parts]))
-    assert {part.weights.untyped_storage().data_ptr() for part in parts} == {joined.weights.data_ptr()}
 
 
 @pytest.mark.parametrize(

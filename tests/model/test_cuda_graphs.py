@@ -108,16 +108,6 @@ def test_the_number_of_graphs_is_limited(captures):
     assert len(graphs.captured) == MAX_GRAPHS
 
 
-def test_void_graphs_are_captured_again_in_a_new_memory_pool(captures):
-    graphs = graphs_of(captures)
-    graphs.run(shape_when_frequent(graphs, 4, 4), lambda: None)
-    graphs.void()
-    assert (graphs.captured, captures.pools) == ((), 2)
-    graphs.run(shape_when_frequent(graphs, 4, 4), lambda: None)
-    assert len(captures.captured) == 2
-    assert captures.replayed == []
-
-
 @pytest.mark.parametrize(
     ("error", "note"),
     [

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,15 +70,6 @@ def test_the_output_is_that_of_transformers_on_the_dequantized_weights(model):
     )
     tokens = reference.generate(prompt, max_new_tokens=16, do_sample=False)[0, prompt.shape[1] :].tolist()
     assert list(got[0].token_ids) == tokens
-
-
-@pytest.mark.slow
-def test_the_command_shows_no_progress_bar_of_a_library(model, command_environment, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "x"}\n')
-    command = [sys.executable, "-m", "batchgen_cli", "run", rows, "--model", model[0], "--max-tokens", "2", "-q"]
-    done = subprocess.run(command, env=command_environment, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_note_tells_the_memory_of_the_weights(model, monkeypatch):

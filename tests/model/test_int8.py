@@ -34,7 +34,6 @@ from support.models import (
 from support.params import slow_but
 from support.quantized import make
 from support.shapes import prompts_and_lengths
-from support.wrappers import text_model, whole_model
 
 PROMPTS, LENGTHS = prompts_and_lengths()
 TEXTS = [np.array(prompt, dtype=np.int32) for prompt in PROMPTS[:3]]
@@ -113,15 +112,6 @@ def test_tokens_equal_those_of_the_model_rounded_in_plain_torch(name, tmp_path):
     assert any(isinstance(m, Int8Linear) for m in model.module.modules())
     assert tokens(model) == expected
     assert tokens(model, batch_size=2, max_batch_tokens=24) == expected
-
-
-@pytest.mark.slow
-def test_the_language_model_of_a_multimodal_checkpoint_is_quantized(tmp_path):
-    written = text_model("gemma3")
-    written.save_pretrained(tmp_path)
-    reference = rounded(whole_model(written))
-    expected = generate_all(reference, PROMPTS, LENGTHS)
-    assert tokens(load(tmp_path)) == expected
 
 
 def check_batches(model):

@@ -115,13 +115,6 @@ def test_rows_that_score_and_rows_that_generate_share_prefixes():
     assert engine.stats.prefill_tokens == 50 + 5 + 9 + 3
 
 
-def test_the_memory_that_labels_would_take_without_sharing_is_counted():
-    engine = engine_for(packed_model("llama"))
-    run(engine, scored([PROMPTS[0]], [[[3], [4], [5]]], ["a", "b", "c"]))
-    blocks = 3 * -(-len(PROMPTS[0]) // engine.sizes.block_size)
-    assert engine.stats.kv_bytes_unshared == blocks * engine.sizes.block_size * engine.sizes.bytes_per_token
-
-
 def test_above_temperature_0_a_label_is_sampled_by_its_probability():
     rng = random.Random(5)
     prompt = random_tokens(rng, 20)

@@ -1,11 +1,14 @@
+import hashlib
 from collections import Counter, defaultdict
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.prefix import Group, chunk_hashes, plan_prefixes
+from batchgen.prefix import Group, chunk_hashes, plan_prefixes, resident_lengths
+from batchgen.prefix.order import depth_first_order, neighbour_lengths
 
 prompt_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=24)
 
@@ -125,3 +128,74 @@ def test_groups_are_those_of_the_prompts_chunk_hashes(lists, chunk_size):
         assert holders[h] == list(range(first, last))
         expected.append(Group(h, (hashes[rows[0]].index(h) + 1) * chunk_size, len(rows), first, last))
     assert plan.groups == tuple(sorted(expected, key=lambda g: (g.first, g.prefix_tokens)))
+
+
+# -- the order of prompts
+
+
+any_lists = st.lists(st.integers(0, 2), max_size=12)
+
+
+@given(st.lists(any_lists, max_size=20), st.integers(1, 5), st.sampled_from([1, 30, 1000]))
+def test_order_is_the_stable_sort_of_the_prompts_whatever_the_slice_of_the_keys(lists, min_width, key_tokens):
+    order = depth_first_order(arrays(lists), max_key_tokens=key_tokens, min_key_width=min_width)
+    assert order.tolist() == sorted(range(len(lists)), key=lists.__getitem__)
+
+
+@given(st.lists(any_lists, max_size=20))
+def test_neighbour_lengths_are_the_common_prefixes_of_neighbours(lists):
+    prompts = arrays(lists)
+    order = depth_first_order(prompts)
+    ordered = sorted(lists)
+    expected = [0]
+    for a, b in pairwise(ordered):
+        expected.append(max(n for n in range(len(a) + 1) if a[:n] == b[:n]))
+    expected += [0] if lists else []
+    assert neighbour_lengths(prompts, order).tolist() == expected
+
+
+# -- hashes of chunks
+
+
+def test_a_hash_is_blake2b_of_the_hash_before_and_the_little_endian_chunk():
+    first = hashlib.blake2b(b"\x01\0\0\0\x02\0\0\0", digest_size=16).digest()
+    second = hashlib.blake2b(first + b"\x03\0\0\0\x2c\x01\0\0", digest_size=16).digest()
+    assert chunk_hashes(np.array([1, 2, 3, 300], dtype=np.int32), 2) == [first, second]
+
+
+# -- what is resident
+
+
+def common(a, b):
+    return max(n for n in range(min(len(a), len(b)) + 1) if a[:n] == b[:n])
+
+
+def residents(lists, paths):
+    prompts = arrays(lists)
+    return resident_lengths(plan_prefixes(prompts, 16), prompts, arrays(paths))
+
+
+@given(prompt_lists, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=10), max_size=6))
+def test_residents_are_the_longest_matches_over_all_requests(lists, paths):
+    ordered = sorted(lists)
+    expected = []
+    for i, path in enumerate(paths):
+        lengths = [common(path, ids) for ids in ordered]
+        if max(lengths, default=0) > 0:
+            expected.append((i, lengths.index(max(lengths)), max(lengths)))
+    assert residents(lists, paths) == expected
+
+
+def test_comparisons_grow_with_the_logarithm_of_the_requests():
+    class Counted(list):
+        reads = 0
+
+        def __getitem__(self, index):
+            Counted.reads += 1
+            return super().__getitem__(index)
+
+    prompts = Counted(arrays([[i, i] for i in range(1024)]))
+    plan = plan_prefixes(prompts, 16)
+    Counted.reads = 0
+    assert resident_lengths(plan, prompts, arrays([[700, 0]])) == [(0, 700, 1)]
+    assert Counted.reads <= 2 * 11 + 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Container, Iterable
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,17 @@ def make_leaves(
         )
         for row, (prompt, length, count, scored, priority) in enumerate(rows, first)
     )
+
+
+def node(start: int, end: int) -> Any:
+    """A prefix node, as far as plans of attention look at it."""
+    return SimpleNamespace(start=start, end=end)
+
+
+def scheduled(table: list[int], start: int, stop: int, *path: Any) -> ScheduledSpan:
+    """A span of a step with this block table, below these nodes, as far as plans of attention look at it."""
+    span: Any = SimpleNamespace(table=table, path=path, start=path[-1].end if path else 0, dropped=0, images=())
+    return ScheduledSpan(span, start, stop, stop)
 
 
 def kv_index(span: Span, position: int, block_size: int) -> int:
