@@ -1,10 +1,10 @@
 """Kernels of a GPU fail in the middle of a job: it continues in plain torch from the tokens it has, and no row is lost."""
 
 import json
+import random
 from dataclasses import replace
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,21 +13,12 @@ from batchgen.engine import engine as engine_module
 from batchgen.errors import DevicesLost
 from batchgen.llm import LLM
 from batchgen.model.checks.device_check import Verdict
-from batchgen.request import Request
-from batchgen.sampling_params import SamplingParams
 from support.fake_device import FakeAttention, use_fake_device
 from support.params import slow_but
-from support.tiny import build, engine_of, requests_of, run
+from support.tiny import build, engine_of, mixed_requests, requests_of, rounded, run
 
 GROUP = list(range(40))
 PROMPTS = [[*GROUP, i] for i in range(6)] + [[50 + i] * (3 + i) for i in range(3)] + [GROUP, [7]]
-PARAMS = [
-    {},
-    {"temperature": 1.0, "n": 2, "logprobs": 2},
-    {"temperature": 1.3, "top_k": 30, "repetition_penalty": 1.3},
-    {"frequency_penalty": 0.5, "presence_penalty": 0.3},
-    {"logprobs": 0},
-]
 
 
 @pytest.fixture(scope="module")
@@ -36,33 +27,12 @@ def model():
 
 
 def mixed():
-    """Rows of several kinds, some of which are scored."""
-    requests = []
-    for row, prompt in enumerate(PROMPTS):
-        params = SamplingParams(max_tokens=5 + 3 * row % 17, seed=row, **PARAMS[row % len(PARAMS)])
-        texts = (np.array([3, row, 5], dtype=np.int32), np.array([9], dtype=np.int32)) if row % 5 == 4 else ()
-        requests.append(
-            Request(
-                row=row, tokens=np.array(prompt, dtype=np.int32), params=SamplingParams(choices=("a", "b")) if texts else params,
-                max_tokens=params.max_tokens, key=row.to_bytes(16, "little"), texts=texts,
-            )
-        )  # fmt: skip
-    return requests
-
-
-def told(results):
-    found = {}
-    for row, r in results.items():
-        logprobs = [[(t.token, pytest.approx(t.logprob, abs=1e-4)) for t in c.logprobs or ()] for c in r.completions]
-        tokens = [c.token_ids for c in r.completions] or r.token_ids
-        probs = {k: pytest.approx(p, abs=1e-4) for k, p in (r.choice_probs or {}).items()}
-        found[row] = (r.text, tokens, r.finish_reason, r.error_type, logprobs, probs)
-    return found
+    return mixed_requests(random.Random(1), 11)
 
 
 @pytest.fixture(scope="module")
 def want(model):
-    return told(run(engine_of(model), mixed()))
+    return rounded(run(engine_of(model), mixed()))
 
 
 def failing_from(step, fault):
@@ -92,7 +62,7 @@ def test_a_job_goes_on_in_plain_torch_and_the_switch_off_is_said_once_and_kept(
     engine = engine_of(replace(model, verdict=kept), batch_size=6)
     engine.loop.ahead = ahead
     assert engine.attention == "triton"
-    assert told(run(engine, mixed())) == want
+    assert rounded(run(engine, mixed())) == want
     assert engine.attention == "cascade"
     why = "a step ended with ValueError: out of resource: shared memory"
     assert engine.notes == [
@@ -100,7 +70,7 @@ def test_a_job_goes_on_in_plain_torch_and_the_switch_off_is_said_once_and_kept(
         f"please report this line with {kept.file}, where it is stored (remove the file to try again)"
     ]
     assert json.loads(kept.file.read_text()) == {"key": {}, "off": {"triton": why}}
-    assert told(run(engine, mixed())) == want  # the next window, on what is resident now
+    assert rounded(run(engine, mixed())) == want  # the next window, on what is resident now
     assert len(engine.notes) == 1
     engine.block_manager.evict_all()
     assert engine.block_manager.pool.num_used == 0
@@ -111,10 +81,10 @@ def test_logits_that_are_no_numbers_fail_their_rows_and_the_kernels_go_on(monkey
     poisoned = build(poison=96)
     prompts = [*PROMPTS, [1, 96, 2], [3, 96]]
     requests = requests_of(prompts, [12] * len(prompts))
-    expected = told(run(engine_of(poisoned), requests))
+    expected = rounded(run(engine_of(poisoned), requests))
     use_fake_device(monkeypatch)
     engine = engine_of(poisoned)
-    assert told(run(engine, requests)) == expected
+    assert rounded(run(engine, requests)) == expected
     assert [expected[row][3] for row in (10, 11, 12)] == [None, "numerical_error", "numerical_error"]
     assert (engine.attention, engine.notes) == ("triton", [])
 
@@ -146,7 +116,7 @@ def test_memory_that_runs_out_is_no_fault_of_the_kernels(model, want, monkeypatc
 
     use_fake_device(monkeypatch, attention=failing_from(3, full))
     engine = engine_of(replace(model, compile="off"))
-    assert told(run(engine, mixed())) == want
+    assert rounded(run(engine, mixed())) == want
     assert engine.attention == "triton"
 
 

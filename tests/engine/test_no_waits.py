@@ -23,12 +23,10 @@ from batchgen.engine.executor import StepExecutor
 from batchgen.kernels import transfer
 from batchgen.model.adapter import prepare
 from batchgen.model.runner import Runner
-from batchgen.request import Request
 from batchgen.sampling.sampler import Sampler
-from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.scheduler import StepLoop
 from support.params import slow_but
-from support.tiny import VOCAB, build, engine_of, planned, requests_of
+from support.tiny import VOCAB, build, engine_of, mixed_requests, planned, requests_of
 
 NOWHERE = torch.device("meta")
 EOS = 90
@@ -157,38 +155,6 @@ def engine_without_values(monkeypatch, **options):
     return engine
 
 
-KINDS = [
-    {},
-    {"temperature": 0.7},
-    {"temperature": 1.0, "top_k": 5},
-    {"temperature": 1.0, "top_p": 0.9, "min_p": 0.02, "n": 3},
-    {"temperature": 1.3, "top_k": 40, "top_p": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.3},
-    {"frequency_penalty": 0.5, "logprobs": 3},
-    {"logprobs": 0, "seed": 7, "temperature": 1.0},
-]
-
-
-def mixed_requests():
-    """Rows of all kinds under shared prefixes, some of which end at a node; texts to score among them."""
-    rng = random.Random(3)
-    group = list(range(20))
-    requests = []
-    for row in range(21):
-        prompt = [*group[: rng.choice([0, 8, 20])], *(rng.randrange(VOCAB) for _ in range(rng.randint(0, 9)))] or [1]
-        params = SamplingParams(max_tokens=rng.randint(1, 16), **KINDS[row % len(KINDS)])
-        (request,) = requests_of([prompt], [params.max_tokens])
-        request = replace_request(request, row=row, params=params, max_tokens=params.max_tokens)
-        if row % 9 == 4:
-            texts = tuple(np.array([rng.randrange(VOCAB) for _ in range(k)], dtype=np.int32) for k in (1, 4))
-            request = replace_request(request, texts=texts[1:], params=SamplingParams())
-        requests.append(request)
-    return requests
-
-
-def replace_request(request, **changes):
-    return Request(**{name: getattr(request, name) for name in Request.__slots__} | changes)
-
-
 def run(engine, requests):
     results = {}
     engine.add(*planned(requests), lambda r: results.__setitem__(r.row, r))
@@ -200,7 +166,7 @@ def run(engine, requests):
 def test_a_launch_asks_the_device_for_nothing(monkeypatch, options):
     engine = engine_without_values(monkeypatch, **options)
     with guarded(monkeypatch, engine) as copies:
-        results = run(engine, mixed_requests())
+        results = run(engine, mixed_requests(random.Random(3), 21))
     assert sorted(results) == list(range(21))
     assert {r.error_type for r in results.values()} == {None}
     assert {r.finish_reason for r in results.values()} == {"stop", "length", None}
@@ -246,7 +212,7 @@ def test_a_launch_that_waits_is_found(monkeypatch, mistake, where):
 def test_the_loop_on_a_gpu_waits_for_nothing_but_the_step_before(monkeypatch):
     """torch raises if a launch waits. A first run has compiled everything."""
     here, _ = models()
-    requests = mixed_requests()
+    requests = mixed_requests(random.Random(3), 21)
     want = run(engine_of(here, eos=(EOS,)), requests)
     engine = engine_of(prepare(deepcopy(here.module).to("cuda"), compile="off"), eos=(EOS,))
     assert engine.loop.ahead

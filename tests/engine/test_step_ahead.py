@@ -12,7 +12,6 @@ from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.waiting import POLICIES
 from support import tiny
 from support.params import slow_but
-from support.tiny import VOCAB
 
 EOS = (11, 60)
 
@@ -20,42 +19,6 @@ EOS = (11, 60)
 @pytest.fixture(scope="module")
 def model():
     return tiny.build()
-
-
-def some_params(rng):
-    most = rng.randint(1, 24)
-    chosen = [
-        {},
-        {"temperature": 1.0, "seed": rng.randrange(9)},
-        {"temperature": 1.4, "top_k": 20, "repetition_penalty": 1.3},
-        {"frequency_penalty": 0.6, "presence_penalty": 0.2, "logprobs": 2},
-        {"temperature": 0.9, "top_p": 0.9, "n": 3, "logprobs": 0},
-        {"ignore_eos": True},
-        {"stop": (f" {rng.randrange(VOCAB)} ", f"{rng.randrange(VOCAB)} {rng.randrange(VOCAB)}")},
-        {"stop_token_ids": tuple(rng.randrange(VOCAB) for _ in range(6))},
-    ]
-    return SamplingParams(max_tokens=most, **rng.choice(chosen))
-
-
-def some_requests(rng):
-    group = [rng.randrange(VOCAB) for _ in range(24)]
-    requests = []
-    for row in range(rng.randint(3, 16)):
-        prompt = group[: rng.choice([0, 9, 24])] + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 6))] or [1]
-        params = some_params(rng)
-        texts = ()
-        if rng.random() < 0.25:
-            params = SamplingParams(choices=("a", "b"), temperature=rng.choice([0, 1.0]))
-            texts = tuple(
-                np.array([rng.randrange(VOCAB) for _ in range(rng.randint(1, 5))], dtype=np.int32) for _ in "ab"
-            )
-        requests.append(
-            Request(
-                row=row, tokens=np.array(prompt, dtype=np.int32), params=params, max_tokens=params.max_tokens,
-                key=rng.randbytes(16), texts=texts, priority=rng.choice([0.0, 0.0, 1.0]),
-            )
-        )  # fmt: skip
-    return requests
 
 
 def run(engine, requests, after=0, cancelled=()):
@@ -81,25 +44,10 @@ def run(engine, requests, after=0, cancelled=()):
     return results, told, (stats.prefill_tokens, stats.completion_tokens, stats.decode_sequences, stats.scored_tokens)
 
 
-def rounded(result):
-    """Log-probabilities depend a little on what else is in the batch."""
-    completions = [
-        (
-            c.token_ids,
-            c.text,
-            c.finish_reason,
-            [(t.token, pytest.approx(t.logprob, abs=1e-4)) for t in c.logprobs or ()],
-        )
-        for c in result.completions
-    ]
-    probs = {text: pytest.approx(p, abs=1e-4) for text, p in (result.choice_probs or {}).items()}
-    return (result.text, result.token_ids, result.finish_reason, result.error_type, completions, probs)
-
-
 @pytest.mark.parametrize("seed", slow_but((5,), range(16)))
 def test_results_tokens_and_figures_are_those_of_a_step_at_a_time(model, monkeypatch, seed):
     rng = random.Random(seed)
-    requests = some_requests(rng)
+    requests = tiny.mixed_requests(rng, rng.randint(3, 16))
     tokens = rng.choice([4, 64, 2048])
     options = {
         "policy": rng.choice(sorted(POLICIES)), "max_batch_tokens": tokens, "batch_size": min(tokens, rng.choice([2, 5, 64])),
@@ -111,7 +59,7 @@ def test_results_tokens_and_figures_are_those_of_a_step_at_a_time(model, monkeyp
         engine = tiny.engine_of(model, eos=EOS, **options)
         runs.append((*run(engine, requests), engine.stats.preemptions))
     (want, told, figures, preempted), (got, told_ahead, figures_ahead, preempted_ahead) = runs
-    assert {row: rounded(r) for row, r in got.items()} == {row: rounded(r) for row, r in want.items()}
+    assert tiny.rounded(got) == tiny.rounded(want)
     assert told_ahead == told
     assert figures_ahead[1:3] == figures[1:3]
     if not preempted and not preempted_ahead:
@@ -135,7 +83,7 @@ def test_what_a_callback_cancels_ends_where_it_would_have_ended(model, monkeypat
         monkeypatch.setattr(tiny, "AHEAD", ahead)
         runs.append(run(tiny.engine_of(model, batch_size=4), requests, after, [*requests[1:5], *requests[6:]]))
     (want, told, _), (got, told_ahead, _) = runs
-    assert {row: rounded(r) for row, r in want.items()} == {row: rounded(r) for row, r in got.items()}
+    assert tiny.rounded(want) == tiny.rounded(got)
     assert [want[row].finish_reason for row in (0, 2, 5)] == ["length", "cancelled", "length"]
     assert {want[row].error_type for row in (6, 7, 8)} == {"cancelled"}
     assert told_ahead == told
