@@ -158,6 +158,17 @@ def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+@pytest.fixture
+def every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models get our CPU kernels even if torch's own layers are faster. Skips the test where the kernels cannot be compiled."""
+    from batchgen.kernels import fusion
+    from support.models import kernels
+
+    if kernels() is None:
+        pytest.skip("the kernels cannot be compiled here")
+    monkeypatch.setattr(fusion, "is_fast", lambda: True)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The result of a command."""

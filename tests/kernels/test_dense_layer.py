@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from batchgen.kernels import fusion
 from batchgen.kernels.dense_layer import DenseStack
 from batchgen.kernels.int8 import Int8Linear
 from batchgen.kernels.quantization import Int8Packing, quantize_linear
@@ -18,11 +17,7 @@ SHAPE = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def compiled(monkeypatch):
-    if kernels() is None:
-        pytest.skip("the kernels cannot be compiled here")
-    monkeypatch.setattr(fusion, "is_fast", lambda: True)  # even if torch's own layers are faster
+pytestmark = pytest.mark.usefixtures("every_kernel")
 
 
 def prepared(dtype=torch.float32, kind="llama", **changes):

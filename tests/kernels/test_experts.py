@@ -7,23 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from batchgen.kernels import fusion
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.experts import FusedExperts
 from batchgen.kernels.ops import Activation
 from support.codings import CODINGS, SIZE, bits_of, weight_of
 from support.fusing import fuse
-from support.models import build, kernels
+from support.models import build
 
 EXPERTS = 3
 IDS = torch.arange(3, 40)[None]
 
 
-@pytest.fixture(autouse=True)
-def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    if kernels() is None:
-        pytest.skip("the kernels cannot be compiled here")
-    monkeypatch.setattr(fusion, "is_fast", lambda: True)
+pytestmark = pytest.mark.usefixtures("every_kernel")
 
 
 def experts_of(name: str, dtype: torch.dtype) -> list[PackedTensor]:

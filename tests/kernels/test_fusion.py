@@ -9,7 +9,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from batchgen.kernels import decoder_layers, fusion
-from batchgen.kernels.build import NoKernels, library
 from batchgen.kernels.fusion import FusedMLP, FusedNorm
 from batchgen.kernels.ops import PackedLinear
 from support.fusing import fuse
@@ -20,13 +19,7 @@ ALL = {**FORWARDS, "norms": 5, "gated MLPs": 2, "linear layers": 9}
 IDS = torch.arange(7)[None]
 
 
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    try:
-        library()
-    except NoKernels as e:
-        pytest.skip(e.message)
-    monkeypatch.setattr(fusion, "is_fast", lambda: True)  # even if torch's own layers are faster
+pytestmark = pytest.mark.usefixtures("every_kernel")
 
 
 def llama(**changes):

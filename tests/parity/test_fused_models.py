@@ -8,14 +8,16 @@ from functools import cache
 import pytest
 import torch
 
-from batchgen.kernels import fusion
 from support.fusing import fuse
-from support.models import build, kernels
+from support.models import build
 from support.params import architectures
 from support.shapes import CORE, SHAPES, VOCAB
 
 # Importing GPTBigCode from transformers 5.17 with torch 2.13 gives this warning.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+    pytest.mark.usefixtures("every_kernel"),
+]
 
 TOLERANCE = 2e-5
 """Largest difference of a logit, relative to the largest logit. Measured: below 4e-6; 1.2e-5 for Gemma 4 with experts."""
@@ -30,13 +32,6 @@ def _ids() -> torch.Tensor:
 def _logits(model: torch.nn.Module, count: int = 50) -> torch.Tensor:
     logits: torch.Tensor = model(input_ids=_ids()[:, :count], use_cache=False).logits
     return logits.float()
-
-
-@pytest.fixture(autouse=True)
-def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    if kernels() is None:
-        pytest.skip("the kernels cannot be compiled here")
-    monkeypatch.setattr(fusion, "is_fast", lambda: True)  # also where torch's own layers are faster
 
 
 @pytest.mark.parametrize("name", architectures(sorted(SHAPES), CORE))

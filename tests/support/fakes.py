@@ -166,10 +166,8 @@ class Fleet:
     make: Callable[[str], Any] = FakeEngine
     engines: dict[str, Any] = field(default_factory=dict)
     processes: list[ThreadProcess] = field(default_factory=list)
-    setups: list[WorkerSetup] = field(default_factory=list)
 
     def load(self, setup: WorkerSetup) -> Any:
-        self.setups.append(setup)
         engine = self.make(setup.model.device)
         self.engines[setup.model.device] = engine
         return engine
