@@ -113,19 +113,15 @@ def fuse_small_parts(model: torch.nn.Module) -> Counter[str]:
 
 
 @torch.inference_mode()
-def fuse_linear(model: torch.nn.Module, packing: Packing, *, own_kernels: bool = True) -> Counter[str]:
-    """Replaces linear layers and gated MLPs. Returns how many of each kind.
-
-    Without `own_kernels`, gated MLPs and linear layers with shared weights stay, because only batchgen's kernels compute them.
-    """
+def fuse_linear(model: torch.nn.Module, packing: Packing) -> Counter[str]:
+    """Replaces linear layers, gated MLPs and experts. Returns how many of each kind."""
     count: Counter[str] = Counter()
     if can_fuse(model):
         shared = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-        if own_kernels:
-            _replace(model, "gated MLPs", lambda part: _mlp(part, shared, packing), count, packing)
-            _replace(model, "experts", lambda part: _experts(part, shared, packing), count, packing)
-            _fuse_routers(model, count)
-        _replace(model, "linear layers", lambda part: _linear(part, shared, packing, own_kernels), count, packing)
+        _replace(model, "gated MLPs", lambda part: _mlp(part, shared, packing), count, packing)
+        _replace(model, "experts", lambda part: _experts(part, shared, packing), count, packing)
+        _fuse_routers(model, count)
+        _replace(model, "linear layers", lambda part: _linear(part, shared, packing), count, packing)
     return count
 
 
@@ -398,12 +394,12 @@ def _halves(bias: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:
     return [None] * count if bias is None else list(bias.chunk(count))
 
 
-def _linear(part: Any, shared: Counter[int], packing: Packing, own_kernels: bool) -> torch.nn.Module | None:
+def _linear(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
     if not _can_replace(part):
         return None
     dtype = part.weight.dtype
     if shared[id(part.weight)] > 1 and not isinstance(part.weight, PackedTensor):
-        if not (own_kernels and part.weight.is_contiguous() and fits(part.weight) and is_fast()):
+        if not (part.weight.is_contiguous() and fits(part.weight) and is_fast()):
             return None
         fused: torch.nn.Module = SharedLinear(part.weight, part.bias)
         return fused if _agree(part, fused, part.in_features, dtype, NEAR[dtype]) else None

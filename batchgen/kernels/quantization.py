@@ -14,7 +14,6 @@ from batchgen.kernels.decoder_layers import fuse_layers, unfuse_layers
 from batchgen.kernels.fusion import FusedNorm, Packing, fuse_linear
 from batchgen.kernels.int8 import Int8Linear, QuantizingNorm, are_whole, quantize_weight
 from batchgen.kernels.memory import give_back
-from batchgen.kernels.onednn import OneDnnInt8Linear
 from batchgen.kernels.ops import Activation, Gating, PackedLinear, plain_weight
 from batchgen.model_files import INT8_SMALL
 
@@ -37,24 +36,20 @@ class Quantized:
     """Memory of all weights afterwards."""
 
 
-def quantize_linear(
-    model: torch.nn.Module, scales: Mapping[str, torch.Tensor] | None = None, *, own_kernels: bool = True
-) -> Quantized:
-    """Replaces the linear layers of a decoder's layers by layers in 8 bits, in place. Raises `NoKernels`.
+def quantize_linear(model: torch.nn.Module, scales: Mapping[str, torch.Tensor] | None = None) -> Quantized:
+    """Replaces the linear layers of a decoder's layers by layers in 8 bits, in place.
 
     `scales` ([N] or [N, 1], by `from_layers` of a layer's name) belong to a checkpoint whose weights were whole numbers times scales:
-    the same whole numbers come out. Embedding, head, shared weights and layers with few columns stay. Without `own_kernels`, oneDNN runs.
+    the same whole numbers come out. Embedding, head, shared weights and layers with few columns stay.
     """
     all_weights = sum(p.numel() for p in model.parameters())
     if any(isinstance(part, PackedLinear) for part in model.modules()):
         return _quantize_packed(model)
-    packing = Int8Packing(model, scales or {}, own_kernels=own_kernels)
-    fuse_linear(model, packing, own_kernels=own_kernels)
-    if own_kernels:
-        fuse_linear(model, Packing())  # the rest
+    packing = Int8Packing(model, scales or {})
+    fuse_linear(model, packing)
+    fuse_linear(model, Packing())  # the rest
     _quantize_norms(model)
-    if own_kernels:
-        fuse_layers(model)
+    fuse_layers(model)
     return Quantized(packing.layers, packing.weights, all_weights, _bytes(model))
 
 
@@ -66,7 +61,7 @@ def _quantize_norms(model: torch.nn.Module) -> None:
 
 
 def _bytes(model: torch.nn.Module) -> int:
-    packed = sum(m.bytes for m in model.modules() if isinstance(m, Int8Linear | OneDnnInt8Linear | PackedLinear))
+    packed = sum(m.bytes for m in model.modules() if isinstance(m, Int8Linear | PackedLinear))
     return packed + sum(p.numel() * p.element_size() for p in model.parameters())
 
 
@@ -106,12 +101,11 @@ def in_8_bits(layer: PackedLinear) -> Int8Linear:
 class Int8Packing(Packing):
     """Packs the decoder layers' linear layers in 8 bits."""
 
-    def __init__(self, model: torch.nn.Module, scales: Mapping[str, torch.Tensor], *, own_kernels: bool) -> None:
+    def __init__(self, model: torch.nn.Module, scales: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         named = {id(m): name for name, m in model.named_modules() if type(m) is torch.nn.Linear}
         self._names = {key: name for key, name in named.items() if any(map(str.isdigit, name.split(".")))}
         self._scales = scales
-        self._own_kernels = own_kernels
         self.layers = 0
         self.weights = 0
 
@@ -133,8 +127,6 @@ class Int8Packing(Packing):
         self.weights += sum(weight.numel() for weight in weights)
         scales = [scale for layer in layers for scale in self._scales_of(layer, len(weights) // len(layers))]
         values = [quantize_weight(plain_weight(weight), scale) for weight, scale in zip(weights, scales, strict=True)]
-        if not self._own_kernels:
-            return OneDnnInt8Linear(*values[0], biases[0], weights[0].dtype)
         return Int8Linear(values, biases, weights[0].dtype, activation)
 
     def pack_experts(

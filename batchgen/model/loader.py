@@ -33,7 +33,7 @@ from batchgen.model.loaded_model import LoadedModel
 from batchgen.model.multimodal import is_multimodal, left_out, own_class
 from batchgen.model.vision import Vision
 from batchgen.model.weights.gguf import gguf_weights
-from batchgen.model.weights.int8 import check_int8, check_kernels, checkpoint_scales, quantize
+from batchgen.model.weights.int8 import check_int8, checkpoint_scales, no_kernels, quantize
 from batchgen.model.weights.lora import merge_adapter
 from batchgen.model.weights.packed import is_read_packed, packed_weights
 from batchgen.model.weights.quantized import (
@@ -172,8 +172,8 @@ def load_model(
     compiled, note = kernels.wait()
     int8 = config.quantize == "int8"
     if int8 and compiled is None:
-        check_kernels(note)
-    in_codes = compiled is not None and int8 and _stay_codes(config, device, packed_in(module))
+        raise no_kernels(note)
+    in_codes = int8 and _stay_codes(config, device, packed_in(module))
     if tokenizer.head is not None:
         module = without_language_head(module, tokenizer.head)
     _give_freed_back(tokenizer.hf_config)

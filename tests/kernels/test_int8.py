@@ -9,7 +9,6 @@ from torch.nn.functional import gelu, linear, silu
 from batchgen.kernels.codes import dequantize
 from batchgen.kernels.fusion import FusedNorm
 from batchgen.kernels.int8 import Int8Linear, QuantizingNorm, are_whole, quantize_rows, quantize_weight
-from batchgen.kernels.onednn import OneDnnInt8Linear, sums_are_exact
 from batchgen.kernels.ops import Activation, PackedLinear
 from batchgen.kernels.quantization import in_8_bits
 from support.codings import ROWS, SIZE, weight_of
@@ -179,13 +178,3 @@ def test_a_norm_quantizes_its_output_after_an_int8_layer_has_read_one(dtype):
     assert torch.equal(second.as_int8.scales, apart.scales)
     assert torch.equal(second.as_int8.values[:33, :96], apart.values[:33, :96])
     assert torch.equal(layer(second), want)
-
-
-def test_onednn_rounds_ties_as_the_kernels_do():
-    if not sums_are_exact():
-        pytest.skip("oneDNN's sums are not exact on this processor")
-    largest = torch.linspace(0.1, 5, 500)[:, None]
-    x = torch.cat([largest, largest / 127 * (torch.arange(127) + 0.5)], dim=1)
-    values, scales = quantize_weight(torch.randn(32, 128, generator=torch.Generator().manual_seed(0)))
-    ours = Int8Linear([(values, scales)], [None], torch.float32)(x)
-    assert torch.equal(OneDnnInt8Linear(values, scales, None, torch.float32)(x), ours)

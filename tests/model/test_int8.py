@@ -16,10 +16,8 @@ from transformers import AutoConfig
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels.int8 import Int8Linear, multiplies_codes, quantize_weight
-from batchgen.kernels.onednn import OneDnnInt8Linear, sums_are_exact
 from batchgen.kernels.ops import PackedLinear
 from batchgen.model import loader
-from batchgen.model.weights import int8
 from batchgen.model.weights.int8 import check_int8, checkpoint_scales
 from support.models import (
     build,
@@ -252,33 +250,13 @@ def test_a_model_quantized_by_torchao_is_refused():
         check_int8(ModelConfig(model="m", quantize="int8"), hf_config, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("name", slow_but((), ["llama", "gemma2"]))
-def test_without_kernels_tokens_are_the_same_through_onednn(name, tmp_path):
-    if not sums_are_exact():
-        pytest.skip("oneDNN's sums are not exact on this processor")
-    written = build(name)
-    written.save_pretrained(tmp_path)
-    reference = rounded(written)
-    expected = generate_all(reference, PROMPTS, LENGTHS)
-    model = load(tmp_path, compile="off")
-    assert model.kernels is None
-    assert sum(isinstance(m, OneDnnInt8Linear) for m in model.module.modules()) == 14
-    assert model.quantization["layers"] == 14
-    layer = "model.layers.0.self_attn.o_proj"
-    values, scales = quantize_weight(written.get_submodule(layer).weight)
-    assert torch.equal(model.module.get_submodule(layer).weight, values * scales[:, None])
-    assert tokens(model) == expected
-
-
-def test_without_kernels_and_without_exact_sums_int8_is_refused(tmp_path, monkeypatch):
+def test_without_kernels_int8_is_refused(tmp_path, monkeypatch):
     build("llama").save_pretrained(tmp_path)
     monkeypatch.setattr(
         loader.KernelBuild, "wait", lambda _: (None, ("no C++ compiler (g++) was found; plain torch runs",))
     )
-    monkeypatch.setattr(int8, "sums_are_exact", lambda: False)
     with pytest.raises(ModelError) as refused:
         load(tmp_path)
     assert str(refused.value) == (
-        "--quantize int8 needs batchgen's own kernels on this processor (oneDNN's sums are exact with VNNI or AMX only): "
-        "no C++ compiler (g++) was found; leave --quantize out"
+        "--quantize int8 needs batchgen's own kernels: no C++ compiler (g++) was found; leave --quantize out"
     )

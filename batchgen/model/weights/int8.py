@@ -15,9 +15,7 @@ from safetensors import safe_open
 from batchgen.attention.kv_cache import KVCache
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.errors import ModelError
-from batchgen.kernels.build import NoKernels
 from batchgen.kernels.decoder_layers import last_layer
-from batchgen.kernels.onednn import sums_are_exact
 from batchgen.kernels.quantization import Quantized, from_layers, quantize_linear
 from batchgen.model.loaded_model import LoadedModel, with_blocks
 from batchgen.model.memory_budget import sequences_of
@@ -84,14 +82,10 @@ def check_int8(config: ModelConfig, hf_config: Any, device: torch.device) -> Non
         raise ModelError(f"the model {config.model!r} is quantized already (torchao)", "leave --quantize out")
 
 
-def check_kernels(notes: Sequence[str]) -> None:
-    """Raises `ModelError` if oneDNN cannot compute exactly in 8 bits either. `notes` say why batchgen's kernels are missing."""
-    if not sums_are_exact():
-        why = notes[0].partition(";")[0] if notes else "--compile off leaves them out"
-        raise ModelError(
-            f"--quantize int8 needs batchgen's own kernels on this processor (oneDNN's sums are exact with VNNI or AMX only): {why}",
-            "leave --quantize out",
-        )
+def no_kernels(notes: Sequence[str]) -> ModelError:
+    """Returns the error for a model that is to be quantized without batchgen's kernels. `notes` say why they are missing."""
+    why = notes[0].partition(";")[0] if notes else "--compile off leaves them out"
+    return ModelError(f"--quantize int8 needs batchgen's own kernels: {why}", "leave --quantize out")
 
 
 @torch.inference_mode()
@@ -103,14 +97,11 @@ def quantize(model: LoadedModel, texts: Sequence[TokenArray], scales: dict[str, 
     began = time.perf_counter()
     texts = [text[-PROMPT_TOKENS:] for text in texts if len(text)][:TEXTS]
     whole, before = _continued(model, texts) if texts else ([], [])
-    try:
-        made = quantize_linear(model.module, scales, own_kernels=model.kernels is not None)
-    except NoKernels as e:
-        raise ModelError(f"--quantize int8: {e.message}", "leave it out, and plain torch runs") from e
+    made = quantize_linear(model.module, scales)
     if not made.layers:
         raise ModelError("--quantize int8: none of the model's linear layers can be packed in 8 bits", "leave it out")
     # Layers that could not run in one call before can now.
-    last = None if model.kernels is None else last_layer(model.module, model.layers, model.states)
+    last = last_layer(model.module, model.layers, model.states)
     after = _logits(model, whole) if whole else []
     found = _compared(made, before, after, time.perf_counter() - began)
     return replace(model, notes=(*model.notes, found.note), quantization=found.as_dict(), last_layer=last)
