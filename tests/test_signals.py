@@ -118,41 +118,18 @@ class _SendsWhenDeleted:
         send(signal.SIGINT)
 
 
-def test_a_signal_that_python_drops_in_a_finalizer_is_sent_again(capsys):
-    with Signals(grace=60) as signals, pytest.raises(Interrupted) as error, signals.interruptible():
-        _SendsWhenDeleted()
-        time.sleep(60)
-    assert error.value.exit_code == 130
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_signal_is_sent_again_until_it_is_no_longer_dropped(monkeypatch, capsys):
-    start = threading.Timer.start
-
-    def start_and_wait(timer: threading.Timer) -> None:
-        start(timer)
-        time.sleep(0.1)  # like a busy machine: the timer fires before this returns
-
-    monkeypatch.setattr(threading.Timer, "start", start_and_wait)
-    with Signals(grace=60) as signals, pytest.raises(Interrupted), signals.interruptible():
-        _SendsWhenDeleted()
-        time.sleep(60)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_no_signal_is_sent_again_after_the_interrupted_work_has_ended():
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda signum, frame: came.append(signum))
-    try:
-        with pytest.raises(Interrupted), Signals(grace=60) as signals, signals.interruptible():
+def test_a_signal_that_python_drops_in_a_finalizer_ends_the_work_at_its_end_and_the_second_one_at_once(capsys):
+    for signals_sent in (1, 2):
+        seen = []
+        with Signals(grace=60) as signals, pytest.raises(Interrupted) as error, signals.interruptible():
             _SendsWhenDeleted()
-        for thread in threading.enumerate():
-            if isinstance(thread, threading.Timer):
-                thread.join()
-        time.sleep(0)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert came == []
+            seen.append("the first is dropped")
+            if signals_sent == 2:
+                send(signal.SIGTERM)
+            seen.append("the end")
+        assert error.value.exit_code == 130
+        assert len(seen) == 3 - signals_sent
+    assert capsys.readouterr() == ("", "")
 
 
 def test_jobs_in_other_threads_do_not_change_pythons_hook():

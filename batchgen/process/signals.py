@@ -14,9 +14,6 @@ from typing import Any
 
 from batchgen.errors import Interrupted
 
-_AGAIN_SECONDS = 0.02
-"""A signal whose exception Python dropped is sent again after this time."""
-
 
 class Signals:
     """A context manager. Inside it, SIGINT asks to stop at the next step; SIGTERM and SIGHUP let running rows finish for `grace` seconds; a
@@ -32,11 +29,6 @@ class Signals:
         self._first: int | None = None
         self._drain_until = 0.0
         self._at_once = False
-        self._dropped = False
-        self._in_hook = False
-        """Whether Python's hook for exceptions that it drops is running. It would drop an exception of the handler, too."""
-        self._lock = threading.Lock()
-        """Held while a signal is sent again, so that none is on its way when the context that it is meant for has ended."""
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
@@ -54,10 +46,7 @@ class Signals:
         self._before.clear()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self._in_hook:
-            return  # `_send_again` sends it once more
-        second = self._first is not None and not self._dropped
-        self._dropped = False
+        second = self._first is not None
         if not second:
             self._first = signum
             self._drain_until = time.monotonic() + self._grace
@@ -79,11 +68,14 @@ class Signals:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A context in which the first signal raises `Interrupted` at once, even in a blocking read. For work with nothing to lose: loading, reading, planning."""
+        """A context in which the first signal raises `Interrupted` at once, even in a blocking read. For work with nothing to lose: loading, reading, planning.
+
+        Python drops an exception in a `__del__`. Then `Interrupted` is raised at the end of the context.
+        """
         self.check()
         hook = sys.unraisablehook
         if self._before:  # else no exception of ours is ever dropped
-            sys.unraisablehook = partial(self._raise_again, hook)
+            sys.unraisablehook = partial(_without_ours, hook)
         self._at_once = True
         try:
             try:
@@ -96,30 +88,13 @@ class Signals:
             raise
         finally:
             sys.unraisablehook = hook
-            with self._lock:
-                self._dropped = False
         self.check()
 
-    def _raise_again(self, hook: Callable[[Any], Any], unraisable: Any) -> None:
-        """Takes what Python could not raise, such as an exception in a `__del__`. If it is the handler's, the signal comes once more."""
-        if isinstance(unraisable.exc_value, Interrupted):
-            self._dropped = self._in_hook = True
-            try:
-                threading.Timer(_AGAIN_SECONDS, self._send_again).start()
-            finally:
-                self._in_hook = False
-        else:
-            hook(unraisable)
 
-    def _send_again(self) -> None:
-        """Sends the first signal to the main thread until the job has seen it."""
-        main = threading.main_thread().ident
-        while True:
-            with self._lock:
-                if not self._at_once or not self._dropped or self._first is None or main is None:
-                    return
-                signal.pthread_kill(main, self._first)
-            time.sleep(_AGAIN_SECONDS)
+def _without_ours(hook: Callable[[Any], Any], unraisable: Any) -> None:
+    """Tells `hook` of an exception that Python dropped, unless it is the handler's."""
+    if not isinstance(unraisable.exc_value, Interrupted):
+        hook(unraisable)
 
 
 @contextmanager
