@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchgen import LLM, JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job, run_job
+from batchgen import LLM, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
 from batchgen.errors import ModelError
 
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -155,10 +155,8 @@ A_PROMPT = (
 )
 WRONG: list[tuple[Callable[[LLM], Any], type[Exception], str]] = [
     (lambda llm: llm.generate(5), TypeError, "prompts must be a prompt or a list of prompts, not 5"),
-    (lambda llm: llm.generate(b"Hello"), TypeError, "prompts must be a prompt or a list of prompts, not b'Hello'"),
     (lambda llm: llm.generate({"a", "b"}), TypeError, "prompts must be in an order, and a set has none: give a list, such as sorted(prompts)"),
     (lambda llm: llm.generate([5.5]), TypeError, f"{A_PROMPT}5.5"),
-    (lambda llm: llm.generate(["a", None]), TypeError, f"{A_PROMPT}None"),
     (lambda llm: llm.generate([{"text": "a"}]), TypeError, f"{A_PROMPT}{{'text': 'a'}}"),
     (lambda llm: llm.generate(["a"], 5), TypeError, "params must be SamplingParams, a dict, or a list of them, not 5"),
     (lambda llm: llm.generate(["a"], ["x"]), TypeError, "params[0] must be SamplingParams or a dict, not 'x'"),
@@ -169,18 +167,14 @@ WRONG: list[tuple[Callable[[LLM], Any], type[Exception], str]] = [
     (lambda llm: llm.score(["a", "b"], ["x"]), ValueError, "there are 2 prompts and 1 completions; give one completion for each prompt"),
     (lambda llm: llm.score(["a"], [5]), TypeError, "a completion must be text or a list of token ids, not 5"),
     (lambda llm: llm.score("a", {"a": 1}), TypeError, "completions must be a text or a list of completions, not {'a': 1}"),
-    (lambda llm: llm.score(["a", "b"], {"x", "y"}), TypeError, "completions must be in an order, and a set has none: give a list, such as sorted(completions)"),
     (lambda llm: llm.add("a", on_result=None), TypeError, "on_result must be a function, not None"),
     (lambda llm: llm.add("a", on_result=print, on_token=5), TypeError, "on_token must be a function, not 5"),
     (lambda _: LLM(5), TypeError, "model must be text or a path, not 5"),
     (lambda _: LLM("m", engine="fast"), TypeError, "engine must be an EngineConfig, not 'fast'"),
     (lambda _: PromptConfig(template=Path("a.jinja")), TypeError, "template must be text, not PosixPath('a.jinja')"),
     (lambda _: run_job("x.jsonl"), TypeError, "config must be a JobConfig, not 'x.jsonl'"),
-    (lambda _: plan_job(None), TypeError, "config must be a JobConfig, not None"),
     (lambda _: JobConfig(inputs=5, model="m"), TypeError, "inputs must be a file name, a path or a list of them, not 5"),
-    (lambda _: JobConfig(inputs=[b"a"], model="m"), TypeError, "inputs must be a file name, a path or a list of them, not [b'a']"),
     (lambda _: JobConfig(inputs="a", model="m", output=5), TypeError, "output must be text or a path, not 5"),
-    (lambda _: JobConfig(inputs="a", model=5), TypeError, "model must be ModelConfig, not 5"),
     (lambda _: JobConfig(inputs="a", model="m", sampling=5), TypeError, "sampling must be SamplingParams, not 5"),
     (lambda _: JobConfig(inputs="a", model="m", keep=[5]), TypeError, "keep must be text or a list of texts, not [5]"),
     (lambda _: SamplingParams(json_schema=dict), TypeError, "json_schema must be an object, or its JSON as text"),

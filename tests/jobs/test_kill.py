@@ -6,6 +6,7 @@ The output is absent, old or complete, an error is one line, and running the com
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import re
@@ -16,7 +17,8 @@ from dataclasses import replace
 
 import pytest
 
-from support.harness import CASES, TINY_SPOOL, Case, Ended, Job, stored_keys
+from batchgen.assembly import merge_job
+from support.harness import CASES, TINY_SPOOL, Case, Ended, Job, Running, read_output, stored_keys
 from support.params import FULL, slow_but
 
 KILLS = 3 if FULL else 1
@@ -177,18 +179,6 @@ def test_a_job_killed_in_any_step_of_assembly_and_rename_gives_the_usual_output(
     assert check_every_call(job, way, random.Random(way), every=every, after="write " + job.partial) >= least
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["kill", "torn"])
-def test_a_merge_killed_at_any_step_of_its_writing_gives_the_usual_output(runs, tmp_path, way):
-    job = Job(runs, Case(settings=TINY_SPOOL), tmp_path / "job")
-    job.prepare()
-    for number in (1, 2):
-        assert job.run("--shard", f"{number}/2").code in (0, 3)
-    job.keep_state()
-    job.case = replace(job.case, options=("--shard", "1/2", "--merge"))
-    assert check_every_call(job, way, random.Random(way), every=2, after="output.partial") >= 2
-
-
 @pytest.mark.parametrize("job", ["spooled"], indirect=True)
 def test_a_second_signal_stops_at_once_and_loses_no_row(job):
     job.case = replace(job.case, options=(*job.case.options, "--grace", "600", "--max-tokens", "80", "--ignore-eos"))
@@ -203,6 +193,87 @@ def test_a_second_signal_stops_at_once_and_loses_no_row(job):
     kept = stored_keys(job.job_folder)
     assert len(set(kept)) == len(kept)
     assert job.run().code == job.case.code
+
+
+# -- shards
+
+
+SHARDS = 4
+ROUNDS = 5
+
+
+def start_shard(job: Job, number: int) -> Running:
+    return job.start("--shard", f"{number}/{SHARDS}", quiet=False)
+
+
+def finish_shards(job: Job, rng: random.Random, kills: int) -> int:
+    """Runs all shards to their end, and kills each up to `kills` times at random moments. Returns the number of kills."""
+    running = {number: start_shard(job, number) for number in range(1, SHARDS + 1)}
+    left = dict.fromkeys(running, kills)
+    killed = 0
+    while running:
+        time.sleep(rng.choice((0.0, 0.01, 0.03, 0.1)))
+        number = rng.choice(list(running))
+        if left[number]:
+            left[number] -= 1
+            running[number].kill(9)
+            killed += running[number].wait().code == -9
+            running[number] = start_shard(job, number)
+        elif running[number].ended():
+            ended = running.pop(number).wait()
+            assert ended.code in (0, 3), ended.err
+    return killed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("--temperature", "0.9", "--seed", "7"), ("-n", "2", "--temperature", "0.9")])
+def test_shards_killed_at_random_moments_give_the_output_of_one_run(runs, tmp_path, options):
+    case = Case(options=(*options, "--flush-every", "0"), settings=TINY_SPOOL)
+    job = Job(runs, case, tmp_path / "job")
+    rng = random.Random(str(options))
+    killed = 0
+    for _ in range(ROUNDS):
+        job.prepare()
+        killed += finish_shards(job, rng, kills=rng.randint(0, 3))
+        report = merge_job(str(job.output))
+        assert report.exit_code == 3
+        assert read_output(job.output) == job.expected
+        assert report.stats["job"]["rows"] == 26
+    assert killed > ROUNDS
+
+
+@pytest.mark.slow
+def test_a_waiting_shard_takes_over_from_a_killed_first_reader(runs, tmp_path):
+    job = Job(runs, Case(settings=TINY_SPOOL), tmp_path / "job")
+    job.prepare()
+    reader = job.start("--shard", "1/2", "--merge", quiet=False, how="SIGSTOP", at=1, only="write out.jsonl.job/shards")
+    reader.until_stopped()
+    other = job.start("--shard", "2/2", "--merge", "--log-format", "json", quiet=False)
+    other.until_said("waiting: another run holds the first reading of out.jsonl (process ")
+    reader.kill(9)
+    assert reader.wait().code == -9
+    waited = other.wait()
+    assert waited.code == 0, waited.err  # failed rows belong to no shard
+    phases = [event["phase"] for event in map(json.loads, waited.err.splitlines()) if event["event"] == "phase"]
+    assert phases[phases.index("waiting") :] == ["waiting", "planning", "loading model", "generating"]
+    assert "loading model" not in phases[: phases.index("waiting")]
+    assert job.run("--shard", "1/2", "--merge").code == 3
+    job.check_output(finished=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["kill", "torn"])
+def test_a_merge_killed_at_any_step_of_its_writing_gives_the_usual_output(runs, tmp_path, way):
+    job = Job(runs, Case(settings=TINY_SPOOL), tmp_path / "job")
+    job.prepare()
+    for number in (1, 2):
+        assert job.run("--shard", f"{number}/2").code in (0, 3)
+    job.keep_state()
+    job.case = replace(job.case, options=("--shard", "1/2", "--merge"))
+    assert check_every_call(job, way, random.Random(way), every=2, after="output.partial") >= 2
+
+
+# -- every moment
 
 
 @pytest.mark.nightly

@@ -15,7 +15,6 @@ import pytest
 
 from batchgen import SamplingParams
 from batchgen.errors import RowError
-from batchgen.jobs.files import row_memory
 from batchgen.jobs.files.results import Results
 from batchgen.jobs.files.row_keys import KNOWN_FILE
 from batchgen.jobs.files.row_memory import KnownRequest
@@ -55,23 +54,6 @@ def test_damaged_entries_are_not_used(results, tmp_path):
     with sqlite3.connect(tmp_path / KNOWN_FILE) as db:
         db.execute("UPDATE rows SET key = ? WHERE row = ?", (C, A))
     assert results.memory_of_rows(b"").find([A, B]) == {B: (C, False)}
-
-
-def test_its_size_is_bounded(results, monkeypatch):
-    monkeypatch.setattr(row_memory, "MAX_ROWS", 3)
-    monkeypatch.setattr(row_memory, "_SPARE_ROWS", 0)
-    rows = [bytes([i]) * 16 for i in range(5)]
-    memory = results.memory_of_rows(b"")
-    for row in rows:
-        memory.add([(row, KnownRequest(row, is_sampled=False))])
-    memory.flush()
-    assert [*results.memory_of_rows(b"").find(rows)] == rows[:3]
-    results.append(rows[0], Result(row=0, text="", finish_reason="stop"))
-    results.add_rows([0], {0: rows[1]}, {})
-    memory.forget_unasked(2)
-    assert [*results.memory_of_rows(b"").find(rows)] == rows[:3]
-    memory.forget_unasked(1)
-    assert [*results.memory_of_rows(b"").find(rows)] == rows[:2]
 
 
 @pytest.fixture
@@ -118,15 +100,6 @@ def test_a_known_row_without_a_result_runs(runs, built, window):
         assert runs.run(PROMPTS, window=window, retry=("timeout",))[0] == expected
         assert built[-1] == expected
     assert runs.texts() == [f"a: {prompt}" for prompt in PROMPTS]
-
-
-def test_rows_of_a_killed_run_are_known_if_the_input_changes(runs, built):
-    built.append([])
-    answered, _ = runs.run(PROMPTS, most=2)
-    built.append([])
-    runs.run([*PROMPTS, "new"])
-    assert sorted(built[-1]) == sorted({*PROMPTS, "new"} - {*answered})
-    assert runs.texts() == [f"a: {prompt}" for prompt in [*PROMPTS, "new"]]
 
 
 def test_rows_are_rendered_again_with_other_settings(runs, built):

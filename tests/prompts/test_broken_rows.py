@@ -34,8 +34,6 @@ def asks(url, **body):
 
 PROMPTS = [
     ({"prompt": 5}, "column 'prompt' must be text, not a number"),
-    ({"prompt": True}, "column 'prompt' must be text, not true or false"),
-    ({"prompt": {"a": 1}}, "column 'prompt' must be text, not an object"),
     ({"prompt": ["a"]}, "column 'prompt' must be text, not a list"),
     ({"prompt": [{"role": "user"}]}, "column 'prompt' must be text, not a list (--messages-column prompt takes a list of messages)"),
     ({"prompt": None}, "column 'prompt' is null"),
@@ -45,15 +43,12 @@ PROMPTS = [
     ({"messages": [{"role": "user", "content": "a"}]}, "column 'messages' needs a chat template: the model has none"),
     ({"prompt": [5, 260]}, "column 'prompt' must be token ids from 0 to 259; one is 260"),
     ({"prompt": [5, "a"]}, "column 'prompt' must be token ids from 0 to 259; one is text"),
-    ({"prompt": [-1]}, "column 'prompt' must be token ids from 0 to 259; one is -1"),
     ({"prompt": "ab\ud800"}, "the prompt cannot be tokenized: character 2 is half of a surrogate pair (U+D800)"),
     (asks(CHAT, messages=[USER]), "/v1/chat/completions needs a chat template: the model has none"),
 ]  # fmt: skip
 MESSAGES = [
     (5, "column 'messages' must be a list of messages, not a number"),
-    ("hello", "column 'messages' must be a list of messages, not text"),
     ('{"a": 1}', "column 'messages' must be a list of messages, not text"),
-    ({"role": "user"}, "column 'messages' must be a list of messages, not an object"),
     ([], "column 'messages' is an empty list"),
     (["a"], "messages[0] must be an object with role and content, not text"),
     ([USER, {"role": None, "content": "a"}], "messages[1].role must be text, not null"),
@@ -61,8 +56,6 @@ MESSAGES = [
     ([{}], "messages[0] has no role: a message has role and content, and this one no fields"),
     ([{"role": "", "content": "a"}], "messages[0].role must be text, not empty"),
     ([{"role": "user"}], "messages[0].content must be text or a list of text parts, not null"),
-    ([{"role": "user", "content": 1.5}], "messages[0].content must be text or a list of text parts, not a number"),
-    ([{"role": "user", "content": b"a"}], "messages[0].content must be text or a list of text parts, not bytes"),
     ([{"role": "user", "content": ["a"]}], "messages[0].content[0] must be an object with type and text, not text"),
     ([{"role": "user", "content": [{"type": 5}]}], "messages[0].content[0] has type 5; only text can be sent"),
     ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text must be text, not null"),
@@ -73,7 +66,6 @@ MESSAGES = [
 ]  # fmt: skip
 PARAMETERS = [
     (5, ("invalid_row", "column 'sampling_params' must be an object, not a number")),
-    ([1], ("invalid_row", "column 'sampling_params' must be an object, not a list")),
     ("{x", ("invalid_row", "column 'sampling_params' is text that is not JSON")),
     ("[1]", ("invalid_row", "column 'sampling_params' must be an object, not a list")),
     ({"max_tokens": 0}, ("unsupported_parameter", "max_tokens must be at least 1, not 0")),
@@ -95,12 +87,10 @@ REQUESTS = [
     (asks(RAW, prompt="a", tools=[{"type": "function"}]), ("unsupported_parameter", 'tools is not supported: [{"type": "function"}]')),
     (asks(CHAT, messages=[USER], tool_choice="required"), ("unsupported_parameter", 'tool_choice is not supported: "required"')),
     (asks(CHAT, messages=[USER], response_format={"type": "yaml"}), ("unsupported_parameter", "response_format must be text, json_object, or json_schema with its schema")),
-    (asks(CHAT, messages=[USER], response_format="json"), ("unsupported_parameter", "response_format must be text, json_object, or json_schema with its schema")),
     (asks(CHAT, messages=[USER], structured_outputs={"grammar": "root ::= 'a'"}), ("unsupported_parameter", "structured_outputs.grammar is not supported")),
     (asks(CHAT, messages=[USER], structured_outputs={"json": {}, "whitespace_pattern": " "}), ("unsupported_parameter", "structured_outputs.whitespace_pattern is not supported")),
     (asks(CHAT, messages=[USER], structured_outputs="json"), ("unsupported_parameter", "structured_outputs must be an object, not text")),
     (asks(RAW, prompt="a", reasoning_effort="low"), ("unsupported_parameter", "unknown parameter 'reasoning_effort'")),
-    (asks(CHAT, messages=[USER], max_tokens=0), ("unsupported_parameter", "max_tokens must be at least 1, not 0")),
     (asks(CHAT, messages=[USER], chat_template_kwargs=5), ("invalid_row", "body.chat_template_kwargs must be an object, not a number")),
     (asks(CHAT, messages=[USER], chat_template_kwargs={"tokenize": True}), ("unsupported_parameter", "body.chat_template_kwargs cannot set tokenize")),
     (asks(CHAT, messages=[]), ("invalid_row", "body.messages is an empty list")),
@@ -110,7 +100,6 @@ REQUESTS = [
     (asks(RAW), ("invalid_row", "body has no prompt")),
     (asks(RAW, prompt=["a", "b"]), ("unsupported_parameter", "body.prompt holds 2 prompts; a row can have only one")),
     (asks(RAW, prompt=5), ("invalid_row", "body.prompt must be text or token ids, not a number")),
-    (asks(RAW, prompt=[5, None]), ("invalid_row", "body.prompt must be token ids from 0 to 259; one is null")),
     (asks(RAW, prompt="a", echo=True), ("unsupported_parameter", "echo is not supported: true")),
     (asks("/v1/embeddings", input="a"), ("invalid_row", "url is /v1/embeddings; add --embed for it")),
     (asks("/v1/score", input="a"), ("invalid_row", "url is '/v1/score'; use /v1/chat/completions, /v1/completions, /v1/embeddings or /v1/responses")),
@@ -118,7 +107,6 @@ REQUESTS = [
     (asks(RAW, prompt="a") | {"method": "GET"}, ("invalid_row", "method is 'GET'; it must be POST")),
     ({"url": RAW, "body": "{"}, ("invalid_row", "body is text that is not JSON")),
     ({"url": RAW, "body": "[1]"}, ("invalid_row", "body must be an object, not a list")),
-    ({"url": RAW, "body": []}, ("invalid_row", "body must be an object, not a list")),
     ({"url": RAW, "body": None, "custom_id": "a"}, ("invalid_row", "body must be an object, not null")),
 ]  # fmt: skip
 BROKEN = [
@@ -150,7 +138,6 @@ BROKEN = [
     # Texts to score, and priorities.
     ({"prompt": "a"}, SCORED, ("invalid_row", "column 'answer' is missing")),
     ({"prompt": "a", "answer": None}, SCORED, ("invalid_row", "column 'answer' must be text, not null")),
-    ({"prompt": "a", "answer": 5}, SCORED, ("invalid_row", "column 'answer' must be text, not a number")),
     ({"prompt": [5], "answer": [7, 10**6]}, SCORED, ("invalid_row", "column 'answer' must be token ids from 0 to 259; one is 1000000")),
     ({"prompt": [5], "answer": [7, "x"]}, SCORED, ("invalid_row", "column 'answer' must be token ids from 0 to 259; one is text")),
     *(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -58,14 +56,6 @@ def test_a_prefix_that_all_texts_share_is_tokenized_once(tools, special, eos):
     watched.check_same_tokens([f"{ROOT}Film {i}: bad?" for i in range(50)], special)
     assert not any(text.startswith(ROOT) and len(text) == head for text in watched.seen), "it was kept"
     assert watched.notes == []
-
-
-def test_nested_prefixes_are_found_in_any_order_of_the_texts(tools):
-    watched = Watched(tools)
-    texts = [f"{group}Now {i}: " + "x" * (i % 7) for group in GROUPS for i in range(20)]
-    random.Random(1).shuffle(texts)
-    watched.check_same_tokens(texts)
-    assert watched.tokenized_characters(texts) < len(ROOT) + sum(len(g) - len(ROOT) for g in GROUPS) + 60 * 40
 
 
 @given(
