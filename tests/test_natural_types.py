@@ -158,7 +158,7 @@ WRONG: list[tuple[Callable[[LLM], Any], type[Exception], str]] = [
     (lambda llm: llm.generate({"a", "b"}), TypeError, "prompts must be in an order, and a set has none: give a list, such as sorted(prompts)"),
     (lambda llm: llm.generate([5.5]), TypeError, f"{A_PROMPT}5.5"),
     (lambda llm: llm.generate([{"text": "a"}]), TypeError, f"{A_PROMPT}{{'text': 'a'}}"),
-    (lambda llm: llm.generate(["a"], 5), TypeError, "params must be SamplingParams, a dict, or a list of them, not 5"),
+    (lambda llm: llm.generate(["a"], 5), TypeError, "params must be SamplingParams, a dict, or, for a list of prompts, a list of them, not 5"),
     (lambda llm: llm.generate(["a"], ["x"]), TypeError, "params[0] must be SamplingParams or a dict, not 'x'"),
     (lambda llm: llm.generate("a", prompt_options={}), TypeError, "prompt_options must be a PromptConfig, not {}"),
     (lambda llm: llm.generate("a", {"temprature": 1}), ValueError, "unknown parameter 'temprature'"),
