@@ -21,10 +21,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchgen.errors import first_line
 from batchgen.json_values import plain
-from batchgen.process.templates import Form, TemplateFailure
+from batchgen.process.template_shapes import shape_of, stand_ins
+from batchgen.process.templates import Form, TemplateFailure, TemplateShape
 
 MAX_CHARACTERS = 10_000_000
 """Characters that a template may write, in addition to those of its input."""
+_TRIAL = "‘a’ <b> 1.5\u2028"
 _IDLE_SECONDS = 0.05
 _SEND_BYTES, _SEND_SECONDS = 1 << 20, 0.1  # answers wait for others up to here
 
@@ -118,7 +120,23 @@ def _chat(source: str, arguments: Mapping[str, Any]) -> str:
     return str(texts[0])
 
 
-_FORMS: Mapping[Form, Callable[[str, Any], Any]] = {"names": _names, "row": _row, "chat": _chat}
+def _shape(source: str, arguments: dict[str, Any]) -> TemplateShape | None:
+    """Returns the shape of a conversation whose contents are texts; None if there is none, or a trial does not agree with it."""
+    (messages,) = arguments.pop("conversations")
+    del arguments["continue_final_message"]
+    texts = stand_ins(len(messages))
+    variables = {"tools": None, "documents": None, **arguments}
+    variables["messages"] = [{**message, "content": text} for message, text in zip(messages, texts, strict=True)]
+    shape = shape_of(_chat_templates()._compile_jinja_template(source).environment, source, variables, texts)
+    trial = [f"\n {number}: {{{{ {_TRIAL}\t" for number in range(len(messages))]
+    tried = [{**message, "content": text} for message, text in zip(messages, trial, strict=True)]
+    text = None if shape is None else shape.filled(trial)
+    if text is None or len(text) > MAX_CHARACTERS or text != _chat(source, {**arguments, "conversations": [tried]}):
+        return None
+    return shape
+
+
+_FORMS: Mapping[Form, Callable[[str, Any], Any]] = {"names": _names, "row": _row, "chat": _chat, "shape": _shape}
 
 
 def _answer(form: Form, source: str, packed: bytes) -> Any:

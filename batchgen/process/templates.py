@@ -29,9 +29,44 @@ MEMORY = 2 << 30
 _BATCH_ROWS, _BATCH_BYTES = 256, 1 << 20  # what is sent at once
 _POLL_SECONDS = 0.2
 
-Form = Literal["names", "row", "chat"]
-"""What is made of a template: the names that it reads, the text of a row (given its columns), or the text of a conversation (given the
-arguments of transformers' `render_jinja_template`)."""
+Form = Literal["names", "row", "chat", "shape"]
+"""What is made of a template: the names that it reads, the text of a row (given its columns), the text of a conversation (given the
+arguments of transformers' `render_jinja_template`), or the `TemplateShape` of such a conversation, whose contents are texts."""
+
+
+class Gap(NamedTuple):
+    """A gap in a shape, for a text."""
+
+    number: int
+    """Of the text."""
+    stripped: bool
+    """Whether it is written without the white space around it."""
+
+
+Question = tuple[Gap, str, str]
+"""What a template asks about a text: a method of `str` and its argument. The answer that a shape holds for is no."""
+
+
+class TemplateShape(NamedTuple):
+    """What a template writes around texts that it only copies (`template_shapes`)."""
+
+    start: str
+    rest: tuple[tuple[Gap, str], ...]
+    """Each gap, and what is written after it."""
+    asked: tuple[Question, ...]
+
+    def filled(self, texts: Sequence[str]) -> str | None:
+        """Returns what the template writes with these texts; None if the shape does not hold for them."""
+        values = [(text, text.strip()) for text in texts]
+        if not all(stripped for _, stripped in values):
+            return None
+        for (number, stripped), method, argument in self.asked:
+            if getattr(values[number][stripped], method)(argument):
+                return None
+        parts = [self.start]
+        for (number, stripped), after in self.rest:
+            parts += values[number][stripped], after
+        return "".join(parts)
 
 
 @dataclass(frozen=True, slots=True)

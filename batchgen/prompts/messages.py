@@ -12,11 +12,13 @@ from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError, first_line
 from batchgen.json_values import plain
 from batchgen.parsers.thinking import thinking_off
-from batchgen.process.templates import TemplateCall, TemplateFailure, template_process
+from batchgen.process.templates import TemplateCall, TemplateFailure, TemplateShape, template_process
 from batchgen.records.images import IMAGE_PARTS, ImageSource, image_of_part
 
 Message = dict[str, Any]
 _MARK = "batchgen-trial"
+_ROLE_AND_CONTENT = ("role", "content")
+_SHAPE_MESSAGES, _MAX_SHAPES = 2, 64  # longer conversations have too many shapes
 _OF_TRANSFORMERS = "transformers.tokenization_utils_base"
 
 # Names that `apply_chat_template` takes as its own arguments, so a row or command cannot set them as variables.
@@ -231,6 +233,8 @@ class ChatTemplate:
         self._sources: dict[bool, str] = {}
         """The texts of the template, for conversations with tools and for those without."""
         self._used: dict[str, bool] = {}
+        self._shapes: dict[tuple[str, ...], TemplateShape | None] = {}
+        """The shapes of conversations, by their roles and variables."""
         made_by = getattr(type(tokenizer), "apply_chat_template", None)
         if source is None and getattr(made_by, "__module__", _OF_TRANSFORMERS) != _OF_TRANSFORMERS:
             raise UsageError(
@@ -265,6 +269,29 @@ class ChatTemplate:
             "add_generation_prompt": not (continued or self._whole),
         }
         return TemplateCall("chat", self._clock + self._text_for(variables.get("tools")), arguments)
+
+    def filled(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str | None:
+        """Returns the text of a conversation without a render, if the template only copies contents of such conversations; None if it must be
+        called. `variables` are as in `call`."""
+        if len(messages) > _SHAPE_MESSAGES or "tools" in variables or "documents" in variables:
+            return None
+        texts = [message["content"] for message in messages if len(message) == len(_ROLE_AND_CONTENT)]
+        if len(texts) < len(messages) or not all(isinstance(text, str) for text in texts):
+            return None
+        kind = (*(message["role"] for message in messages), repr(variables))
+        if kind not in self._shapes and len(self._shapes) < _MAX_SHAPES:
+            self._shapes[kind] = self._shape(messages, variables)
+        shape = self._shapes.get(kind)
+        return None if shape is None else shape.filled(texts)
+
+    def _shape(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> TemplateShape | None:
+        if self._continues(messages) or (self.writes_date and not self._clock):
+            return None
+        call = self.call(messages, variables)
+        if not all(isinstance(message["content"], str) for message in call.given["conversations"][0]):
+            return None
+        shape = template_process().render("shape", call.source, [call.given])[0]
+        return shape if isinstance(shape, TemplateShape) else None
 
     def _text_for(self, tools: Any) -> str:
         source = self._sources.get(tools is not None)

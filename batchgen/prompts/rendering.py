@@ -410,6 +410,8 @@ class Renderer:
 
     def _rendered(self, messages: Sequence[Message], variables: Mapping[str, Any], how: _How) -> Steps[Text]:
         assert self._chat is not None
+        if (filled := self._chat.filled(messages, variables)) is not None:
+            return Text(filled, raw=False)
         text = self._chat.text(messages, (yield self._chat.call(messages, variables)))
         return Text(text, raw=False, images=_sources(messages, how))
 
