@@ -337,8 +337,9 @@ def plain_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def fits(weight: torch.Tensor) -> bool:
-    """Whether a weight [..., N, K] can be packed: bfloat16 is read in pairs."""
-    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and weight.shape[-1] % 2 == 0)
+    """Whether a weight [..., N, K] can be packed: it is not empty (a mixture may have no shared expert), and bfloat16 is read in pairs."""
+    pairs = weight.dtype == torch.bfloat16 and weight.shape[-1] % 2 == 0
+    return weight.numel() > 0 and (weight.dtype == torch.float32 or pairs)
 
 
 class PackedLinear(torch.nn.Module):

@@ -339,6 +339,8 @@ def _generation_config(config: ModelConfig) -> Mapping[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, Mapping):
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as e:
         raise ModelError(f"{name} of model {config.model!r} cannot be read: {e}", "correct it, or remove it") from e
-    return value if isinstance(value, Mapping) else {}
+    return value

@@ -111,6 +111,14 @@ def test_other_layers_dtypes_and_devices_are_not_replaced():
     assert fuse(llama().to("meta")) == {}
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_of_no_width_stay():
+    model = llama(intermediate_size=0)
+    plain = logits(model)
+    assert fuse(model) == {**FORWARDS, "norms": 5, "linear layers": 9}
+    same(model, plain)
+
+
 def test_a_part_with_the_same_code_but_other_results_is_not_replaced(monkeypatch):
     model = llama()
     plain = logits(model)

@@ -98,12 +98,14 @@ def test_a_file_in_place_of_a_model_folder_is_refused(tmp_path):
     )
 
 
-def test_a_generation_config_that_cannot_be_read_is_named(tools, tmp_path):
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [("{", "Expecting property name "), ("[1]", "it is not a JSON object; correct it, or remove it")],
+)
+def test_a_generation_config_that_cannot_be_read_is_named(tools, tmp_path, content, why):
     folder = tools.save_model(tmp_path)
-    (tmp_path / "generation_config.json").write_text("{")
-    assert failure(folder).startswith(
-        f"generation_config.json of model {folder!r} cannot be read: Expecting property name "
-    )
+    (tmp_path / "generation_config.json").write_text(content)
+    assert failure(folder).startswith(f"generation_config.json of model {folder!r} cannot be read: {why}")
 
 
 def test_a_models_own_code_is_not_run_unless_the_user_allows_it(tools, tmp_path):
