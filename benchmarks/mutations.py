@@ -50,6 +50,11 @@ AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "scheduler": ("batchgen/scheduling/[!b]*.py", ("tests/scheduling", "tests/engine")),
     "blocks": ("batchgen/scheduling/b*.py", ("tests/scheduling", "tests/engine")),
     "prefix": ("batchgen/prefix/*.py", ("tests/prefix",)),
+    "engine": ("batchgen/engine/*.py", ("tests/engine",)),
+    "drafts": ("batchgen/drafting/*.py", ("tests/drafting", "tests/engine")),
+    "devices": ("batchgen/devices/*.py", ("tests/devices",)),
+    "model": ("batchgen/model/**/*.py", ("tests/model", "tests/parity")),
+    "kernels": ("batchgen/kernels/*.py", ("tests/kernels", "tests/parity")),
     "attention plan": ("batchgen/attention/plan.py", ("tests/attention/test_plan.py", "tests/attention")),
     "jobs": (
         "batchgen/jobs/**/*.py",

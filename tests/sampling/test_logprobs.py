@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,22 +9,14 @@ from batchgen.sampling.filters import forbid
 from batchgen.sampling.logprobs import measure
 from batchgen.sampling.scoring import score_targets as measure_targets
 from batchgen.sampling_params import SamplingParams
-from support.sampler import Sampler, words
+from support.sampler import sampler_of, words
 
 V = 70
-PROMPT = np.array([1, 2], dtype=np.int32)
 
 
 def random_logits(rows, dtype=torch.float32):
     torch.manual_seed(rows)
     return (torch.randn(rows, V) * 3).to(dtype)
-
-
-def sampler_of(*params):
-    sampler = Sampler(V, torch.device("cpu"))
-    for sampler_index, p in enumerate(params):
-        sampler.add(sampler_index, p, sampler_index.to_bytes(16, "little"), PROMPT)
-    return sampler
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -35,7 +26,7 @@ def test_logprobs_are_those_of_the_raw_logits_whatever_the_sampling_parameters(d
         SamplingParams(logprobs=3, **warm), SamplingParams(), SamplingParams(logprobs=0), SamplingParams(logprobs=5),
     ]  # fmt: skip
     logits = random_logits(4, dtype)
-    sampled = sampler_of(*params).sample(logits, range(4), [0] * 4)
+    sampled = sampler_of(*params, vocabulary=V).sample(logits, range(4), [0] * 4)
     want = logits.float().log_softmax(-1)
     assert sampled.logprobs[1] is None
     for row, k in ((0, 3), (2, 0), (3, 5)):
@@ -43,11 +34,11 @@ def test_logprobs_are_those_of_the_raw_logits_whatever_the_sampling_parameters(d
         assert found.logprob == pytest.approx(float(want[row, sampled.tokens[row]]), abs=1e-6)
         assert found.top_logprobs == pytest.approx(want[row].topk(k).values.tolist(), abs=1e-6)
         assert [float(want[row, i]) for i in found.top_ids] == pytest.approx(list(found.top_logprobs), abs=1e-6)
-    assert sampled.tokens == sampler_of(*params).sample(logits, range(4), [0] * 4).tokens
+    assert sampled.tokens == sampler_of(*params, vocabulary=V).sample(logits, range(4), [0] * 4).tokens
 
 
 def test_asking_for_more_logprobs_than_the_vocabulary_has_gives_all_of_them():
-    sampled = sampler_of(SamplingParams(logprobs=1000)).sample(random_logits(1), [0], [0])
+    sampled = sampler_of(SamplingParams(logprobs=1000), vocabulary=V).sample(random_logits(1), [0], [0])
     assert sorted(sampled.logprobs[0].top_ids) == list(range(V))
 
 
@@ -73,7 +64,9 @@ def test_among_equal_logits_the_first_tokens_rank_first_for_every_k():
 
 def test_a_mask_changes_the_token_but_not_the_logprobs():
     logits = random_logits(1)
-    sampled = sampler_of(SamplingParams(logprobs=2)).sample(logits, [0], [0], words({7, 66}, vocabulary=V))
+    sampled = sampler_of(SamplingParams(logprobs=2), vocabulary=V).sample(
+        logits, [0], [0], words({7, 66}, vocabulary=V)
+    )
     want = logits[0].log_softmax(-1)
     assert sampled.tokens[0] in (7, 66)
     assert sampled.logprobs[0].logprob == pytest.approx(float(want[sampled.tokens[0]]), abs=1e-6)
@@ -117,10 +110,7 @@ def test_scoring_in_chunks_gives_the_same_numbers():
 def test_the_likeliest_token_is_the_one_that_greedy_decoding_samples():
     torch.manual_seed(0)
     logits = (torch.randn(60, 500) * 2).round().bfloat16()  # the largest are often equal
-    sampler = Sampler(500, torch.device("cpu"))
-    for sampler_index in range(60):
-        sampler.add(sampler_index, SamplingParams(), bytes(16), np.array([1], dtype=np.int32))
-    sampled = sampler.sample(logits, range(60), [0] * 60).tokens
+    sampled = sampler_of(*[SamplingParams()] * 60, vocabulary=500).sample(logits, range(60), [0] * 60).tokens
     assert (logits == logits.amax(-1, keepdim=True)).sum() > 60
     assert score_targets(logits, range(60), sampled)[1] == [True] * 60
     pairs = [(row, token) for row in range(60) for token in range(500) if token != sampled[row]]

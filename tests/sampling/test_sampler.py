@@ -13,11 +13,10 @@ from batchgen.sampling import filters
 from batchgen.sampling import sampler as module
 from batchgen.sampling_params import SamplingParams
 from support.params import examples
-from support.sampler import Sampler, by_transformers
+from support.sampler import PROMPT, Sampler, by_transformers, key, sampler_of
 
 V = 64
 CPU = torch.device("cpu")
-PROMPT = np.array([3, 5, 5, 9], dtype=np.int32)
 ALL = SamplingParams(
     temperature=0.8,
     top_k=20,
@@ -29,20 +28,8 @@ ALL = SamplingParams(
 )
 
 
-def key(number: int) -> bytes:
-    return number.to_bytes(16, "little")
-
-
 def random_logits(rows: int, vocabulary: int = V, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
     return (torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
-
-
-def sampler_of(*params: SamplingParams, vocabulary: int = V, prompt=PROMPT, generated=(), **options) -> Sampler:
-    """A sampler that has sequence i at sampler index i, with key i."""
-    sampler = Sampler(vocabulary, CPU, **options)
-    for i, p in enumerate(params):
-        sampler.add(i, p, key(i), prompt, generated)
-    return sampler
 
 
 # Probabilities
@@ -246,9 +233,7 @@ def test_top_p_over_the_likeliest_eighth_of_a_vocabulary_equals_top_p_over_all_o
     """The likeliest eighth is enough for peaked rows and not for flat ones."""
     size = 2048
     params = [SamplingParams(temperature=1.0, top_p=p) for p in (0.3, 0.9, 0.99)] * 2
-    sampler = Sampler(size, CPU)
-    for sampler_index, p in enumerate(params):
-        sampler.add(sampler_index, p, key(sampler_index), PROMPT)
+    sampler = sampler_of(*params, vocabulary=size)
     lengths = []
     largest = filters.largest
     monkeypatch.setattr(filters, "largest", lambda x, k: (lengths.append(k), largest(x, k))[1])

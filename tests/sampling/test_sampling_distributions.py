@@ -11,11 +11,10 @@ import torch
 from batchgen.sampling.filters import forbid
 from batchgen.sampling_params import SamplingParams
 from support.params import slow_but
-from support.sampler import Sampler, by_transformers, words
+from support.sampler import PROMPT, Sampler, by_transformers, key, sampler_of, words
 
 V = 48
 CPU = torch.device("cpu")
-PROMPT = np.array([3, 5, 5, 9], dtype=np.int32)
 GENERATED = [1, 7, 7, 40]
 ON = {
     "temperature": 0.7, "top_k": 11, "top_p": 0.83, "min_p": 0.06, "repetition_penalty": 1.3,
@@ -29,10 +28,6 @@ COMBINATIONS = [
 COMBINATIONS += [
     replace(p, top_k=4) for p in COMBINATIONS if p.top_k
 ]  # few enough for the path that sorts only what it keeps
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(16, "little")
 
 
 def name(p: SamplingParams) -> str:
@@ -56,9 +51,7 @@ def difficult_logits() -> torch.Tensor:
 def test_probabilities_equal_transformers_for_every_combination(params):
     logits = difficult_logits()
     sampler_indices = range(len(logits))
-    sampler = Sampler(V, CPU)
-    for sampler_index in sampler_indices:
-        sampler.add(sampler_index, params, key(sampler_index), PROMPT, GENERATED)
+    sampler = sampler_of(*[params] * len(logits), vocabulary=V, generated=GENERATED)
     got, want = sampler.probabilities(logits, sampler_indices), by_transformers(logits, params, PROMPT, GENERATED)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     assert ((got > 0) == (want > 0)).all()
@@ -116,9 +109,7 @@ SHAPES = {
 def test_the_tokens_of_every_choice_follow_the_probabilities(shape, choice):
     params, allowed = SHAPES[shape]
     rows = 3000
-    sampler = Sampler(V, CPU)
-    for sampler_index in range(rows):
-        sampler.add(sampler_index, params, key(sampler_index), PROMPT, GENERATED, choice)
+    sampler = sampler_of(*[params] * rows, vocabulary=V, generated=GENERATED, choice=choice)
     logits = noise(1, V, seed=4).expand(rows, V)
     mask = words(allowed, vocabulary=V)
     expected = sampler.probabilities(logits[:1], [0], mask)[0].double().numpy() * rows

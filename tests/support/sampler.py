@@ -43,6 +43,23 @@ class Sampler(sampler.Sampler):
         return result
 
 
+PROMPT = np.array([3, 5, 5, 9], dtype=np.int32)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def sampler_of(
+    *params: SamplingParams, vocabulary: int = 64, prompt: Any = PROMPT, generated: Sequence[int] = (), choice: int = 0, **options: Any
+) -> Sampler:  # fmt: skip
+    """A sampler that has sequence i at sampler index i, with key i."""
+    made = Sampler(vocabulary, torch.device("cpu"), **options)
+    for i, p in enumerate(params):
+        made.add(i, p, key(i), prompt, generated, choice)
+    return made
+
+
 def words(*allowed: set[int] | None, vocabulary: int) -> torch.Tensor:
     """The mask that allows these sets of tokens, one for each row. None allows all tokens."""
     bits = np.zeros((len(allowed), -(-vocabulary // 32) * 32), dtype=np.uint8)
