@@ -200,6 +200,7 @@ def test_rows_before_a_broken_place_of_the_input_are_generated_and_kept(tiny_mod
     config = config_of(
         tiny_model_dir, source, output=str(tmp_path / "out.jsonl"), sampling=SamplingParams(max_tokens=1)
     )
+    assert run_job(replace(config, limit=3)).stats["rows"] == 3  # no row after the limit is read
     with pytest.raises(InputCorrupt) as error:
         run_job(config)
     assert error.value.exit_code == 1
@@ -208,7 +209,7 @@ def test_rows_before_a_broken_place_of_the_input_are_generated_and_kept(tiny_mod
     report = run_job(config)
     assert report.stats["rows_resumed"] > 100
     assert report.stats["rows_resumed"] + report.stats["rows"] == 800
-    assert report.stats["job"]["runs"] == 2  # the figures of the run that broke off count
+    assert report.stats["job"]["runs"] == 3  # the figures of the run that broke off count
 
 
 @pytest.mark.parametrize("window", [None, 2])

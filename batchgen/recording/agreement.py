@@ -51,8 +51,10 @@ class Agreement:
                     found[place] += value
 
     def _text(self, value: Any) -> str:
-        if isinstance(value, str) or value is None:
-            return (value or "").strip()
+        if value is None or value != value:  # NaN
+            return ""
+        if isinstance(value, str):
+            return value.strip()
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self._names):
             return self._names[value].strip()
         return to_json(value).decode()

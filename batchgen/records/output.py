@@ -166,10 +166,10 @@ def row_id(row: Row, id_column: str | None) -> Any:
 
 
 def own_id(row: Row, id_column: str | None, *, openai: bool = False) -> Any:
-    """Returns the value of the id column, else of `id` or `custom_id` (in OpenAI's form `custom_id` or `id`). Null counts as missing; None if all are."""
+    """Returns the value of the id column, else of `id` or `custom_id` (in OpenAI's form `custom_id` or `id`). Null and NaN count as missing; None if all are."""
     for name in (id_column, "custom_id", "id") if openai else (id_column, "id", "custom_id"):
         value = None if name is None else row.columns.get(name)
-        if value is not None:
+        if value is not None and value == value:  # not NaN
             return value
     return None
 

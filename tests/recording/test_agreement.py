@@ -30,6 +30,7 @@ def test_rows_are_right_wrong_failed_or_without_a_value():
         (FAILED, "a"),
         (given("a"), None),
         (given("a"), " "),
+        (given("a"), float("nan")),
     ]
     assert compared(*pairs) == {
         "column": "gold",
@@ -37,7 +38,7 @@ def test_rows_are_right_wrong_failed_or_without_a_value():
         "rows_right": 2,
         "accuracy": 0.666667,
         "rows_failed": 1,
-        "rows_without": 2,
+        "rows_without": 3,
         "confusion": [{"expected": "a", "given": "a", "rows": 2}, {"expected": "a", "given": "b", "rows": 1}],
         "confusion_other_rows": 0,
         "calibration": None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from batchgen import JobConfig, PromptConfig, SamplingParams
@@ -28,6 +30,7 @@ def made(columns, result=DONE, *, keep=None, id_column=None, token_ids=False):
         ({"id": 1, "custom_id": "c"}, None, {"id": 1, "custom_id": "c"}),
         ({"id": 1}, "id", {"id": 1}),
         ({"id": None, "custom_id": "c"}, None, {"id": "c", "custom_id": "c"}),
+        ({"id": math.nan, "custom_id": "c"}, None, {"id": "c", "custom_id": "c"}),
         ({"prompt": "p"}, None, {"id": 4, "prompt": "p"}),
         ({"id": 0}, None, {"id": 0}),
     ],

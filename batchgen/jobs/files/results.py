@@ -345,6 +345,12 @@ class Results:
         (count,) = self._db.execute("SELECT count(*) FROM rows").fetchone()
         return int(count)
 
+    @property
+    def end_of_rows(self) -> int:
+        """The number after that of the last row."""
+        (last,) = self._db.execute("SELECT coalesce(max(number), -1) FROM rows").fetchone()
+        return int(last) + 1
+
     def forget(self, reasons: Sequence[str]) -> None:
         """Drops the results that ended for one of these reasons, so that their rows run again."""
         rows = _read_all(self._db, self._asked, "WHERE reason = ''")
