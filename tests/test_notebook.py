@@ -6,14 +6,13 @@ import signal
 from itertools import count
 from typing import Any
 
-import numpy as np
 import pytest
 
 from batchgen import LLM, EngineConfig, Result
 from batchgen.engine.engine import Engine
 from batchgen.notebook import JobBar
 from batchgen.progress import GENERATING, Snapshot
-from batchgen.result import Completion, Score, TokenLogprob
+from batchgen.result import Score
 
 PARAMS = {"max_tokens": 400, "ignore_eos": True}
 
@@ -97,12 +96,6 @@ def test_the_repr_of_a_result_is_one_short_line():
         f"Result(row=3, text={'word ' * 16!r}… (500 characters), finish_reason='stop', prompt_tokens=7, token_ids=<200>, "
         "choice_probs={'0': 0.125, '1': 0.125, '2': 0.125, '3': 0.125, '4': 0.125, …}, "
         "score=Score(logprob=-1.5, tokens=3, greedy=True))"
-    )
-    embedded = Result(row=0, text=None, finish_reason=None, embedding=np.zeros(8, np.float32))
-    assert repr(embedded) == "Result(row=0, text=None, finish_reason=None, embedding=<8>)"
-    logprobs = (TokenLogprob("a", 1, -0.5),)
-    assert repr(Completion(text=None, finish_reason="length", logprobs=logprobs)) == (
-        "Completion(text=None, finish_reason='length', logprobs=<1>)"
     )
 
 

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from batchgen import LLM, PromptConfig
+from batchgen import LLM
 from batchgen.config import JobConfig, ModelConfig
 from batchgen.errors import RowError
 from batchgen.prompts.openai import read_body
@@ -194,12 +194,3 @@ def test_a_file_of_responses_requests_is_answered(cli, tiny_chat_model_dir, writ
     assert text == other["response"]["body"]["choices"][0]["message"]["content"]
     assert one["response"]["body"]["usage"]["input_tokens"] == other["response"]["body"]["usage"]["prompt_tokens"]
     assert several["error"]["message"] == "n and logprobs cannot be combined with /v1/responses"
-
-
-def test_embeddings_requests_use_the_prompt_options_of_the_command(tmp_path):
-    model = save_embedder(tmp_path / "m", prompts={"query": "Q: "}, prompt_name="query")
-    with LLM(model, task="embed") as llm:
-        row, text = llm.embed([ask(EMBEDDINGS, input="Hello") | {"prompt": ""}, "Hello"])
-        (bare,) = llm.embed("Hello", prompt_options=PromptConfig(prefix=""))
-    np.testing.assert_allclose(row.embedding, text.embedding, atol=1e-6)
-    assert np.abs(bare.embedding - text.embedding).max() > 1e-3

@@ -89,6 +89,25 @@ def test_a_stopped_run_resumes_without_sorting_again(tiny_model_dir, write_jsonl
     assert Path(str(config.output)).read_bytes() == Path(str(expected.output)).read_bytes()
 
 
+@pytest.mark.parametrize("damage", slow_but(["flipped"], ["gone", "cut", "flipped"]))
+def test_damaged_sorted_requests_are_made_again(damage, tiny_model_dir, write_jsonl):
+    source = write_jsonl([*shuffled(40), {"other": 1}])
+    expected = config_of(tiny_model_dir, source, "expected.jsonl")
+    run_job(expected)
+    config = config_of(tiny_model_dir, source)
+    path = stopped(config, 25) / "sorted" / "run-00002"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(data if damage == "flipped" else data[:-9])
+    progress = Recorder()
+    run_job(config, progress)
+    assert read_counts(progress).count(41) == 2
+    assert Path(str(config.output)).read_bytes() == Path(str(expected.output)).read_bytes()
+
+
 @pytest.mark.parametrize(
     "change", [{"limit": 39}, {"prompts": PromptConfig(priority_column="n")}], ids=["limit", "priority"]
 )

@@ -1,7 +1,6 @@
 """`--log-format json`: every line of standard error is an event."""
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,13 +66,3 @@ def test_with_v_the_traceback_is_in_the_event_and_its_lines_are_escaped_without(
 )
 def test_the_format_is_known_before_the_command_line_is_understood(arguments, wanted):
     assert wants_json(arguments) is wanted
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
-def test_a_log_on_a_full_disk_ends_no_job(command, command_environment, source, tiny_model_dir):
-    run = [*command, "run", str(source), "-m", str(tiny_model_dir), "--max-tokens", "3"]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(run, env=command_environment, stderr=full, stdout=subprocess.PIPE, timeout=300)
-    assert (done.returncode, done.stdout) == (3, b"")
-    assert source.with_suffix(".out.jsonl").exists()

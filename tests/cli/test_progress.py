@@ -204,6 +204,21 @@ def test_what_does_not_fit_a_narrow_terminal_is_left_out_whole(columns, line, cl
     bar.close()
 
 
+def test_the_bar_is_that_of_the_rows_that_go_by_where_they_only_do(clock):
+    terminal = Terminal()
+    bar = Told(Bar(terminal, clock))  # type: ignore[arg-type]
+    bar.phase("planning")
+    clock.now += 2
+    bar.tracker.passed(1_000)
+    bar.rows(1_000, 0, 1_000)
+    bar.phase("writing")
+    clock.now += 1
+    bar.tracker.passed(250)
+    bar.close()
+    assert terminal.shown[:3] == ["planning…", "planning: 1,000 rows, 500 rows/s", "writing…"]
+    assert "writing:  25%|█████████▌                            | 250/1,000, 250 rows/s" in terminal.shown
+
+
 def test_events_are_one_json_object_a_line(clock):
     stream = io.StringIO()
     events = Told(Events(stream, every=10, clock=clock))

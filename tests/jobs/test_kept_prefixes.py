@@ -18,6 +18,12 @@ def test_a_prefix_is_remembered_from_any_earlier_window():
     assert carried(prefixes, "aaaa3", "bbx") == 4 + 2
 
 
+def test_a_prefix_of_only_one_row_is_not_remembered():
+    prefixes = KeptPrefixes()
+    carried(prefixes, "aaaa1", "bbbb1")
+    assert carried(prefixes, "aaaa2", "aaaa3") == 0
+
+
 def test_the_oldest_are_forgotten_first():
     prefixes = KeptPrefixes(max_paths=2)
     carried(prefixes, "aaaa1", "aaaa2")

@@ -123,6 +123,16 @@ def test_an_output_that_breaks_off_gives_no_result_and_later_results_are_stored(
         assert results.stored(KEYS) == {KEYS[1]: RESULTS[1]}
 
 
+def test_results_to_generate_again_are_dropped_on_the_disk_before_the_manifest_says_so(folder, monkeypatch):
+    fill(folder)
+    with opened(folder, flush_every=3600) as results:
+        dropped = []
+        flush = results.flush
+        monkeypatch.setattr(results, "flush", lambda: (dropped.append(results.count), flush()))
+        results.forget(["stop"])
+        assert dropped == [results.count]
+
+
 @settings(max_examples=examples(10, 60))
 @given(st.data())
 def test_a_damaged_database_gives_no_wrong_result_and_accepts_new_ones(tmp_path_factory, data):

@@ -15,6 +15,7 @@ import pytest
 
 from batchgen import SamplingParams
 from batchgen.errors import RowError
+from batchgen.jobs.files import row_memory
 from batchgen.jobs.files.results import Results
 from batchgen.jobs.files.row_keys import KNOWN_FILE
 from batchgen.jobs.files.row_memory import KnownRequest
@@ -54,6 +55,23 @@ def test_damaged_entries_are_not_used(results, tmp_path):
     with sqlite3.connect(tmp_path / KNOWN_FILE) as db:
         db.execute("UPDATE rows SET key = ? WHERE row = ?", (C, A))
     assert results.memory_of_rows(b"").find([A, B]) == {B: (C, False)}
+
+
+def test_its_size_is_bounded(results, monkeypatch):
+    monkeypatch.setattr(row_memory, "MAX_ROWS", 3)
+    monkeypatch.setattr(row_memory, "_SPARE_ROWS", 0)
+    rows = [bytes([i]) * 16 for i in range(5)]
+    memory = results.memory_of_rows(b"")
+    for row in rows:
+        memory.add([(row, KnownRequest(row, is_sampled=False))])
+    memory.flush()
+    assert [*results.memory_of_rows(b"").find(rows)] == rows[:3]
+    results.append(rows[0], Result(row=0, text="", finish_reason="stop"))
+    results.add_rows([0], {0: rows[1]}, {})
+    memory.forget_unasked(2)
+    assert [*results.memory_of_rows(b"").find(rows)] == rows[:3]
+    memory.forget_unasked(1)
+    assert [*results.memory_of_rows(b"").find(rows)] == rows[:2]
 
 
 @pytest.fixture

@@ -108,6 +108,16 @@ def test_a_chat_template_that_does_not_fit_without_any_text_is_an_error(tools):
     )
 
 
+def test_a_long_text_is_tokenized_only_a_few_times(tools, monkeypatch):
+    b = tools.builder(context=400, on_long_prompt="truncate-left", sampling=SamplingParams(max_tokens=50))
+    limits = []
+    shorter = b._shorter
+    monkeypatch.setattr(b, "_shorter", lambda row, limit: limits.append(limit) or shorter(row, limit))
+    (draft,) = b.build(tools.rows({"prompt": "one, two, three " * 5000 + "€" * 40}))
+    assert len(draft.tokens) in (348, 349, 350)
+    assert len(limits) <= 12
+
+
 @settings(max_examples=examples(20, 100))
 @given(
     length=st.integers(1, 26),

@@ -36,6 +36,16 @@ def test_a_window_ends_with_the_row_that_exceeds_its_bytes():
     assert sizes_of(99, 99, most=8) == [[99], [99]]
 
 
+def test_rows_have_their_size_in_the_file(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "abc"}\nbroken\n')
+    (tmp_path / "b.csv").write_bytes(b"prompt,x\nabc,de\n")
+    pq.write_table(pa.table({"prompt": ["x" * 1000] * 50}), tmp_path / "c.parquet")
+    source = open_input([str(tmp_path / n) for n in ("a.jsonl", "b.csv", "c.parquet")], format=None, output=None)
+    first, broken, csv, *parquet = [row.size for row in source.rows()]
+    assert (first, broken, csv) == (18, 7, 5)
+    assert {1000 <= size < 1010 for size in parquet} == {True}
+
+
 def test_no_more_than_a_window_of_long_rows_is_in_memory(tmp_path):
     """60 rows of one megabyte, in windows of 8."""
     line = b'{"prompt": "' + b"x" * 1_000_000 + b'"}\n'

@@ -75,12 +75,6 @@ def test_an_index_column_that_is_renamed_or_left_out_is_treated_like_any_other(t
     as_read(table.reset_index(drop=True), pd.read_parquet(written("i.parquet", keep=("number", "kind", "text"))))
 
 
-def test_an_index_named_id_keeps_its_values(tmp_path, written):
-    table = frame(index=pd.Index(["a", "b", "c"], name="id"))
-    table.to_parquet(tmp_path / "i.parquet")
-    as_read(table, pd.read_parquet(written("i.parquet")))
-
-
 def test_a_range_as_index_is_left_out_if_rows_have_another_order_or_number(tmp_path, written):
     table = frame(index=pd.RangeIndex(10, 13))
     table.to_parquet(tmp_path / "i.parquet")

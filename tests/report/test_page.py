@@ -10,7 +10,7 @@ from importlib.resources import files
 import pytest
 
 from batchgen.errors import OutputError, UsageError
-from batchgen.recording import Agreement, RowFigures, tree_record
+from batchgen.recording import Agreement, RowFigures
 from batchgen.report.page import POLICY, ReportPage, check_report_file, page
 from batchgen.report.plan_data import plan_data
 from batchgen.result import Result, Score
@@ -149,18 +149,6 @@ def test_a_page_is_written_only_to_a_file_of_such_a_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OutputError, match="cannot be written: No space left on device"):
         report.save(tmp_path / "r.html")
-
-
-def test_a_page_of_the_largest_tree_is_below_two_megabytes():
-    import numpy as np
-
-    from batchgen.prefix import Outline
-
-    outline = Outline()
-    for i in range(4000):
-        outline.add(np.array([*[i // 2] * 3000, i % 2], dtype=np.int32))
-    data = job_page_data() | {"tree": tree_record(outline.tree(), lambda ids: "日" * (5 * len(ids)))}
-    assert len(page(data).encode()) < 2_000_000
 
 
 def test_the_page_has_plotly_whole_and_the_licences_of_its_parts_are_shipped():

@@ -1,6 +1,5 @@
 """`--report` and `batchgen report` as their users see them: the data in the page is that of the job."""
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -99,19 +98,6 @@ def test_a_job_that_is_not_finished_reports_what_it_has(tmp_path, monkeypatch):
     assert data["rows"]["errors"] == {"does_not_fit": 1}
     assert sorted(row["text"] for row in data["rows"]["samples"]["stop"]) == ["THREE", "TWO"]
     assert "no figures over time" in data["missing"]
-
-
-def test_labels_come_with_their_probabilities(cli, write_jsonl, tiny_model_dir, tmp_path):
-    source = write_jsonl({"prompt": f"row {i}"} for i in range(6))
-    output = tmp_path / "o.jsonl"
-    cli("run", source, "-m", tiny_model_dir, "--choices", "yes,no", "-o", output)
-    rows = [json.loads(line) for line in output.read_text("utf-8").splitlines()]
-    labels = {label["label"]: label for label in job_data(str(output))["rows"]["labels"]}
-    for name in ("yes", "no"):
-        assert labels[name]["rows"] == sum(row["text"] == name for row in rows)
-        assert labels[name]["mean_probability"] == pytest.approx(
-            sum(row["choice_probs"][name] for row in rows) / 6, abs=1e-6
-        )
 
 
 def test_shards_report_before_and_after_they_are_merged(cli, source, tiny_model_dir, tmp_path):
