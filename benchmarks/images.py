@@ -21,10 +21,10 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engines.images import now, since
 from benchmarks.harness import WORDS
 from benchmarks.machine import machine_facts
 from benchmarks.models import CONTEXT, WEIGHT_STD, shared_tokenizer
@@ -115,7 +115,7 @@ def batchgen_seconds(model: Path, dtype: str, rows: list[tuple[str, str]]) -> di
     ]
     params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
     with LLM(str(model), device="cpu", dtype=dtype) as llm:
-        started = time.perf_counter(), time.process_time()
+        started = now()
         results = llm.generate(prompts, params)
         spent = since(started)
         assert all(result.error_message is None and len(result.token_ids) == TOKENS for result in results)
@@ -139,7 +139,7 @@ def generate_seconds(model: Path, dtype: str, rows: list[tuple[str, str]], size:
     )
     whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
     whole.generation_config.eos_token_id = None
-    started = time.perf_counter(), time.process_time()
+    started = now()
     texts: dict[tuple[str, str], str] = {}
     ordered = sorted(rows, key=lambda row: len(row[1]))
     with torch.inference_mode():
@@ -155,11 +155,6 @@ def generate_seconds(model: Path, dtype: str, rows: list[tuple[str, str]], size:
             made = tokenizer.batch_decode(out[:, -TOKENS:], skip_special_tokens=True)
             texts |= dict(zip(batch, made, strict=True))
     return since(started) | {"texts": [texts[row] for row in rows]}
-
-
-def since(started: tuple[float, float]) -> dict[str, Any]:
-    wall, processor = started
-    return {"seconds": time.perf_counter() - wall, "processor_seconds": time.process_time() - processor}
 
 
 def measured(args: argparse.Namespace, model: Path, workload: str, engine: str) -> dict[str, Any]:

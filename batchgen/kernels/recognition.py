@@ -79,6 +79,7 @@ _KNOWN = {
     "4ec9f0ed160cc55b": Code.COS_AND_SIN,  # most models in transformers 5.17
     "f25cb967b8d1cb98": Code.COS_AND_SIN,  # Qwen 3, Gemma 2 and others in transformers 5.17
     "050261bc2de46fa2": Code.GATED_MLP,  # Llama and most others
+    "b7d7ed32b4483a85": Code.GATED_MLP,  # the image encoders of Qwen 2.5 VL and GLM 4V
     "9d1ad9a4368c1a42": Code.GATED_MLP,  # Phi-3, GLM 4: gate and up in one layer
     "2eef89ea1651ff27": Code.GATED_MLP,  # Granite's mixtures of experts
     "6aa2f77a83a62b34": Code.EXPERTS_GATE,  # Mixtral, Qwen, DeepSeek and most others
@@ -87,6 +88,7 @@ _KNOWN = {
     "b841e8fac48b4e48": Code.ATTENTION,  # Llama, Granite, Gemma
     "dd2b5311cb0380eb": Code.ATTENTION,  # Qwen 2, Ministral
     "0256ad913a43d333": Code.ATTENTION,  # Mistral, Mixtral
+    "c91e3c9f4c41a501": Code.ATTENTION,  # Qwen 2 VL and 2.5 VL
     "54748f15cc11aa6a": Code.ATTENTION,  # Qwen 3
     "e1502f93058c8af8": Code.ATTENTION,  # Qwen 3 VL
     "8da0ec690fe1fc35": Code.ATTENTION,  # Apertus, Hunyuan 3

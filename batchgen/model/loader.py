@@ -205,7 +205,8 @@ def _vision(config: ModelConfig, tokenizer: LoadedTokenizer, model: LoadedModel)
             for without in (frozenset[str](), left_out(tokenizer.hf_config))
         )
         encoder = whole - rest
-    return Vision(config, tokenizer, model.module, model.dtype, encoder)
+    fuse = model.kernels is not None
+    return Vision(config, tokenizer, model.module, model.dtype, weight_bytes=encoder, fuse=fuse)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from transformers.utils import is_timm_available
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, RowError, in_one_line, is_out_of_memory
+from batchgen.kernels.fusion import Packing, fuse_linear, fuse_small_parts
 from batchgen.kernels.transfer import put
 from batchgen.model.multimodal import Absent, without_timm
 from batchgen.prompts.images import FAMILIES, ImageProcessor
@@ -56,11 +57,21 @@ class Vision:
     """The eyes of a loaded model."""
 
     def __init__(
-        self, config: ModelConfig, tokenizer: LoadedTokenizer, module: Any, dtype: torch.dtype, weight_bytes: int = 0
+        self,
+        config: ModelConfig,
+        tokenizer: LoadedTokenizer,
+        module: Any,
+        dtype: torch.dtype,
+        *,
+        weight_bytes: int = 0,
+        fuse: bool = False,
     ) -> None:
-        """`module` is the language model, which runs on one device. Nothing is loaded yet. `weight_bytes`: what the encoder will take."""
+        """`module` is the language model, which runs on one device. Nothing is loaded yet.
+
+        `weight_bytes`: what the encoder will take. `fuse`: kernels for the CPU replace parts of the encoder.
+        """
         self._config, self._tokenizer = config, tokenizer
-        self._module, self._dtype = module, dtype
+        self._module, self._dtype, self._fuse = module, dtype, fuse
         hf_config = language_config(tokenizer.hf_config)
         self._family = FAMILIES[hf_config.model_type]
         self._filler: int = (text_config(hf_config).pad_token_id or 0) if self._family.padding else 0
@@ -245,7 +256,11 @@ class Vision:
     @cached_property
     def _encoder(self) -> Any:
         device = self._module.get_input_embeddings().weight.device
-        return load_encoder(self._config, self._tokenizer, self._dtype).to(device)
+        encoder = load_encoder(self._config, self._tokenizer, self._dtype).to(device)
+        if self._fuse:
+            fuse_small_parts(encoder)
+            fuse_linear(encoder, Packing())
+        return encoder
 
     @cached_property
     def _image_features(self) -> Any:

@@ -23,7 +23,7 @@ Rows = list[tuple[str, str]]
 """The image's file and the prompt, with the model's own placeholder."""
 
 
-def vllm(model: str, dtype: str, rows: Rows, tokens: int) -> tuple[float, list[str]]:
+def vllm(model: str, dtype: str, rows: Rows, tokens: int) -> dict[str, Any]:
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": cores(), "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
@@ -36,14 +36,14 @@ def vllm(model: str, dtype: str, rows: Rows, tokens: int) -> tuple[float, list[s
         limit_mm_per_prompt={"image": 1, "video": 0}, disable_log_stats=True,
     )  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    start = time.perf_counter()
+    started = now()
     prompts = [{"prompt": text, "multi_modal_data": {"image": Image.open(path).convert("RGB")}} for path, text in rows]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert all(len(output.outputs[0].token_ids) == tokens for output in outputs)
-    return time.perf_counter() - start, [output.outputs[0].text for output in outputs]
+    return since(started) | {"texts": [output.outputs[0].text for output in outputs]}
 
 
-def openvino(model: str, dtype: str, rows: Rows, tokens: int) -> tuple[float, list[str]]:
+def openvino(model: str, dtype: str, rows: Rows, tokens: int) -> dict[str, Any]:
     import numpy as np
     import openvino_genai as ov
     from openvino import Tensor
@@ -64,7 +64,7 @@ def openvino(model: str, dtype: str, rows: Rows, tokens: int) -> tuple[float, li
     config.max_new_tokens = config.min_new_tokens = tokens
     config.ignore_eos, config.do_sample, config.apply_chat_template = True, False, False
     touch_memory()
-    start = time.perf_counter()
+    started = now()
     order = sorted(range(len(rows)), key=lambda i: rows[i][0])
     texts = [""] * len(rows)
     for group in batches(order, rows):
@@ -72,7 +72,17 @@ def openvino(model: str, dtype: str, rows: Rows, tokens: int) -> tuple[float, li
         results = pipe.generate([rows[i][1] for i in group], images=images, generation_config=[config] * len(group))
         for i, result in zip(group, results, strict=True):
             texts[i] = result.texts[0]
-    return time.perf_counter() - start, texts
+    return since(started) | {"texts": texts}
+
+
+def now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def since(started: tuple[float, float]) -> dict[str, float]:
+    """Returns the seconds by the clock and of processors since `now()`, in this process."""
+    seconds, processor_seconds = (end - start for end, start in zip(now(), started, strict=True))
+    return {"seconds": seconds, "processor_seconds": processor_seconds}
 
 
 def batches(order: list[int], rows: Rows, size: int = 32) -> list[list[int]]:
@@ -95,11 +105,7 @@ def main() -> None:
     a = p.parse_args()
     work: dict[str, Any] = json.loads(a.input.read_text(encoding="utf-8"))
     run = {"vllm": vllm, "openvino": openvino}[a.engine]
-    started = time.process_time()
-    seconds, texts = run(a.model, a.dtype, work["rows"], work["tokens"])
-    print(
-        json.dumps({"seconds": seconds, "processor_seconds": time.process_time() - started, "texts": texts}), flush=True
-    )
+    print(json.dumps(run(a.model, a.dtype, work["rows"], work["tokens"])), flush=True)
 
 
 if __name__ == "__main__":

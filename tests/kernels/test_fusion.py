@@ -152,3 +152,19 @@ def test_the_gate_after_attention_runs_our_kernel_with_the_same_result(name, mon
     got, _ = attention(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)
     assert len(gated) == 1
     torch.testing.assert_close(got, plain, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "size", "padding", "image"),
+    [(torch.nn.Conv2d, (4, 2), "valid", (13, 7)), (torch.nn.Conv3d, (2, 3, 4), 0, (2, 9, 15))],
+)
+@torch.inference_mode()
+def test_a_convolution_over_patches_is_a_linear_layer_of_each(kind, size, padding, image, dtype):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(kind(2, 5, size, size, padding), kind(5, 3, 1, 1, padding=1)).to(dtype)
+    x = torch.randn(3, 2, *image).to(dtype)
+    plain = model[0](x)
+    assert fuse(model) == {"patches": 1}
+    torch.testing.assert_close(model[0](x), plain, atol=fusion.NEAR[dtype], rtol=fusion.NEAR[dtype])
+    assert model[0](x).is_contiguous()

@@ -13,6 +13,8 @@ import torch
 
 from batchgen.config import EngineConfig, ModelConfig, PromptConfig
 from batchgen.engine.engine import Engine
+from batchgen.kernels.fusion import FusedMLP, FusedPatches
+from batchgen.kernels.ops import is_fast
 from batchgen.model.loader import load_model
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
@@ -229,7 +231,8 @@ def test_text_rows_do_not_load_the_encoder(sees: Sees) -> None:
     assert model.vision is not None
     assert not {"_encoder", "_processor", "_threads"} & vars(model.vision).keys()
     run(engine, sees.build(CONVERSATIONS[1:2]))
-    assert "_encoder" in vars(model.vision)
+    fused = {FusedMLP, FusedPatches} if model.kernels is not None and is_fast() else set()
+    assert {FusedMLP, FusedPatches} & set(map(type, model.vision._encoder.modules())) == fused
 
 
 @QWEN
