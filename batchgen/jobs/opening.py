@@ -245,8 +245,7 @@ def _complete_figures(
     stats = read_stats(folder)
     if manifest.state != "finished" or stats is None or not manifest.request["inputs"]:
         return None
-    # An older manifest has no `expect`.
-    if {"expect": None} | manifest.request | {"retry": []} != dict(request) | {"retry": []}:
+    if {**manifest.request, "retry": []} != {**request, "retry": []}:
         return None
     if prune and (folder / KEPT_FILE).exists():
         return None
