@@ -97,20 +97,14 @@ def neighbour_lengths(prompts: Sequence[TokenArray], order: NDArray[np.int64]) -
     return shared
 
 
-def chunk_hashes(tokens: TokenArray, chunk_size: int) -> list[bytes]:
+def chunk_hashes(tokens: TokenArray, chunk_size: int, previous: bytes = b"") -> list[bytes]:
     """Hashes of a prompt's whole chunks, 16 bytes each. Hash i identifies the first (i + 1) * chunk_size tokens.
 
+    `tokens` may be the part of a prompt that follows the prefix whose hash is `previous`.
+
     The hashes are chained: hash i is blake2b-128 of hash i - 1 (nothing for the first) and the chunk's tokens as little-endian
-    int32 (int64 if some of them stand for images). They are the same in every window and on every machine. Tokens after the last whole chunk do not count. Raises
-    `ValueError` if chunk_size is below 1.
+    int32 (int64 if some of them stand for images). They are the same in every window and on every machine. Tokens after the last whole chunk do not count.
     """
-    return continue_hashes(b"", tokens, chunk_size)
-
-
-def continue_hashes(previous: bytes, tokens: TokenArray, chunk_size: int) -> list[bytes]:
-    """Hashes of the whole chunks of `tokens`, which follow the prefix whose hash is `previous`."""
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
     hashes: list[bytes] = []
     for start in range(0, len(tokens) - chunk_size + 1, chunk_size):
         chunk = tokens[start : start + chunk_size]

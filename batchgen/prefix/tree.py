@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batchgen.prefix.order import continue_hashes, depth_first_order, neighbour_lengths
+from batchgen.prefix.order import chunk_hashes, depth_first_order, neighbour_lengths
 from batchgen.request import TokenArray
 
 
@@ -102,8 +102,6 @@ def plan_prefixes(prompts: Sequence[TokenArray], chunk_size: int, *, share: bool
     Equal prompts keep their order. With share=False there are no nodes and no groups; the order and `prefill_tokens_min` (a figure of
     the prompts alone) are the same.
     """
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
     for index, tokens in enumerate(prompts):
         if len(tokens) == 0:
             raise ValueError(f"prompt {index} has no tokens")
@@ -146,7 +144,7 @@ def _groups(
     for i, (parent, last) in enumerate(zip(intervals.parent.tolist(), intervals.last.tolist(), strict=True)):
         start, before = (ends[parent], hashes[parent]) if parent >= 0 else (0, b"")
         tokens = prompts[order[firsts[i]]][start : ends[i]]
-        hashes.append(continue_hashes(before, tokens, chunk_size)[-1])
+        hashes.append(chunk_hashes(tokens, chunk_size, before)[-1])
         if rows[i]:
             groups.append(Group(hashes[i], ends[i], rows[i], firsts[i], last))
     return tuple(groups)

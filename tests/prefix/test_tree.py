@@ -35,11 +35,6 @@ def test_a_prompt_without_tokens_is_refused():
         plan_prefixes(arrays([[1], []]), 16)
 
 
-def test_a_chunk_size_below_one_is_refused():
-    with pytest.raises(ValueError, match=r"^chunk_size must be at least 1, not 0$"):
-        plan_prefixes([], 0)
-
-
 @given(prompt_lists)
 def test_the_least_prefill_is_the_size_of_the_token_trie(lists):
     plan = plan_prefixes(arrays(lists), 2)
