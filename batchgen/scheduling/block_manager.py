@@ -389,18 +389,20 @@ class BlockManager:
             holders = self._tail_holders(parent)
             return [] if self.has_tail_writer(parent, holders) else holders
 
-        def has_room() -> bool:
-            return self._make_room(wanted - bool(claimed()), reserve, unshared)
-
-        if (
-            not has_room() and not has_room()
-        ):  # evictions may have freed the parent's last block, so that one block less is needed
+        holders, cached = claimed(), -1
+        while len(self.cached) != cached:
+            cached = len(self.cached)
+            has_room = self._make_room(wanted - bool(holders), reserve, unshared)
+            if len(self.cached) < cached:
+                # Evictions may have freed the parent's last block, so that one block less is needed.
+                holders = claimed()
+        if not has_room:
             return False
         above = parent.table[:first] if parent else []
         taken = source.table[first:full] if source else []
         dropped = max(parent.dropped if parent else 0, source.dropped if source else 0)
         self.pool.share([*above, *taken][dropped:])
-        holders, tail_block = claimed(), source.table[full] if source and tail else -1
+        tail_block = source.table[full] if source and tail else -1
         if isinstance(span, PrefixNodeSpan) and span.end // size > first:
             # A node with full blocks of its own should have them in one run. What holds the parent's last block gets the copy instead.
             self.pool.release([tail_block] * len(holders))
@@ -421,7 +423,8 @@ class BlockManager:
         if parent is not None:
             self._not_childless(parent)
             parent.children[span] = None
-            self._share_tail(parent)
+            if source is not parent:  # else a child has the parent's last block
+                self._share_tail(parent)
         self.unshared_blocks += _held(span)
         return True
 
