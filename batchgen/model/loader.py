@@ -39,6 +39,7 @@ from batchgen.model.weights.packed import is_read_packed, packed_weights
 from batchgen.model.weights.quantized import (
     as_unquantized,
     check_quantization,
+    check_stored,
     fitting,
     is_weight_only,
     note_of,
@@ -450,6 +451,7 @@ def _check(config: ModelConfig, hf_config: Any) -> tuple[str, ...]:
     """Returns what the user should know about the architecture. Raises `ModelError` if it is not supported."""
     check_quantization(config.model, hf_config)
     check_architecture(hf_config)
+    check_stored(config.model, hf_config, stored_tensors(config) or ())
     note = context_note(hf_config)
     notes = () if note is None else (note,)
     if is_verified(hf_config):

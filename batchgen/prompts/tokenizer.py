@@ -107,9 +107,13 @@ def load_config(config: ModelConfig) -> Any:
 
     with quiet():
         try:
-            return AutoConfig.from_pretrained(config.model, **_hub_options(config))
+            found = AutoConfig.from_pretrained(config.model, **_hub_options(config))
         except Exception as e:
             raise load_failure(config, "configuration", e) from e
+    settings = {} if hasattr(found, "quantization_config") else _small_file(config, "hf_quant_config.json")
+    if "quantization" in settings:  # ModelOpt's older checkpoints describe themselves there
+        found.quantization_config = {"quant_method": "modelopt", **settings["quantization"]}
+    return found
 
 
 def _load_hf_tokenizer(config: ModelConfig, hf_config: Any) -> Any:
@@ -327,14 +331,16 @@ def _generation_sampling(generation: Mapping[str, Any]) -> dict[str, float]:
 
 def _generation_config(config: ModelConfig) -> Mapping[str, Any]:
     """Returns the content of generation_config.json; {} if there is none."""
-    name = "generation_config.json"
-    if gguf_file(config) is not None:
-        return {}
+    return {} if gguf_file(config) is not None else _small_file(config, "generation_config.json")
+
+
+def _small_file(config: ModelConfig, name: str) -> Mapping[str, Any]:
+    """Returns the content of a JSON file of the model; {} if there is none. Raises `ModelError`."""
     try:
         with quiet():
             path = find_file(config, name)
     except Exception as e:
-        raise load_failure(config, "generation_config.json", e) from e
+        raise load_failure(config, name, e) from e
     if path is None:
         return {}
     try:

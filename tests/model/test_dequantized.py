@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from batchgen.model import loader
 from batchgen.model.weights.packed import packed_weights
 from batchgen.model.weights.quantized import bytes_of, check_quantization
 from batchgen.model.weights.sizes import sizes_of
+from batchgen.prompts.tokenizer import load_config
 from batchgen.stats import size_text
 from support.models import engine_for, generate_all, load_folder, make_requests, run, tokens_of
 from support.quantized import CHECKPOINTS, PACKED, dequantized, make
@@ -247,3 +249,20 @@ def test_a_weight_has_the_scales_and_zeros_of_its_blocks(settings, tensors, expe
     save_file(tensors, file)
     weight = packed_weights("org/name", [file], settings)["a.weight"][...]
     assert torch.equal(weight.unpacked(), expected)
+
+
+def test_a_checkpoint_of_modelopt_may_be_described_in_a_file_of_its_own(tmp_path: Path) -> None:
+    make("modelopt FP8", tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    settings = written.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ModelError) as e:
+        load(tmp_path, "float32")
+    assert str(e.value) == (
+        f"model.layers.0.mlp.down_proj.weight of the model {str(tmp_path)!r} is in FP8, and its config.json does not say how it is "
+        "quantized; copy the model's own config.json, or put its quantization_config into this one"
+    )
+    told = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(told))
+    found = load_config(ModelConfig(model=tmp_path))
+    assert found.quantization_config == settings | {"exclude_modules": ["lm_head"]}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from batchgen.errors import ModelError
 from batchgen.kernels.codes import PackedTensor
 from batchgen.model.weights.packed import is_read_packed
-from batchgen.model.weights.sizes import configs_of, quantization
+from batchgen.model.weights.sizes import StoredTensor, configs_of, quantization
 from batchgen.model_files import WEIGHT_ONLY, check_quantizer
 from batchgen.prompts.gguf import METHOD
 from batchgen.stats import size_text
@@ -64,6 +64,16 @@ def check_quantization(model: str, hf_config: Any) -> None:
         raise ModelError(
             f"the model {model!r} is quantized with {WEIGHT_ONLY.get(method or '', method)}, which needs the package {package.replace('_', '-')}",
             "pip install 'batchgen-llm[quantized]'",
+        )
+
+
+def check_stored(model: str, hf_config: Any, tensors: Iterable[StoredTensor]) -> None:
+    """Raises `ModelError` if some of a checkpoint's tensors are in FP8 and the configuration does not say that it is quantized: their scales would be ignored."""
+    found = next((tensor.name for tensor in tensors if tensor.dtype.startswith("F8")), None)
+    if found is not None and quantization(hf_config) is None:
+        raise ModelError(
+            f"{found} of the model {model!r} is in FP8, and its config.json does not say how it is quantized",
+            "copy the model's own config.json, or put its quantization_config into this one",
         )
 
 
