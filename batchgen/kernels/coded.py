@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from batchgen.kernels.codes import PLANES, Coding, PackedTensor, Parts, are_alike, offsets_of, scales_of
+from batchgen.kernels.codes import PLANES, Coding, PackedTensor, Parts, are_alike, levels_of
 
 _LEVELS = {"table": 1, "e4m3": 2}
 _TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -49,10 +49,15 @@ def can_unpack(weight: torch.Tensor) -> bool:
         and (coding.divisor == 1 or (coding.levels is None and coding.bits == 8 and "offsets" not in parts))
         and ("offsets" not in parts or (coding.levels is None and _products_are_exact(coding, parts)))
         and (not isinstance(coding.levels, tuple) or coding.bits <= 4)
-        and (coding.levels != "e4m3" or not bool((parts["plane8"] & 0x7F == 0x7F).any()))
-        and _is_in_range(scales_of(coding, parts))
-        and _is_in_range(offsets_of(parts))
+        and (coding.levels != "e4m3" or not _has_nan(parts["plane8"]))
+        and _are_in_range(parts, "scales", coding.sub, coding.divides)
+        and ("offsets" not in parts or _are_in_range(parts, "offsets", "u8"))
     )
+
+
+def _has_nan(codes: torch.Tensor) -> bool:
+    """Whether a number of e4m3 is none: 0x7F or 0xFF."""
+    return int(codes.max()) == 0xFF or int(codes.view(torch.int8).max()) == 0x7F
 
 
 def _products_are_exact(coding: Coding, parts: Parts) -> bool:
@@ -68,12 +73,23 @@ def _products_are_exact(coding: Coding, parts: Parts) -> bool:
     )
 
 
-def _is_in_range(x: torch.Tensor | None) -> bool:
-    if x is None:
-        return True
+def _are_in_range(parts: Parts, name: str, kind: str, divides: bool = False) -> bool:
+    """Whether all products of the coarse and the fine numbers of groups are 0 or in `_RANGE`."""
+    smallest, largest = _sizes(parts[name].float()) if name in parts else (1.0, 1.0)
+    if divides:
+        smallest, largest = 1 / largest, 1 / smallest
+    sub = parts.get("sub" if name == "scales" else f"sub_{name}")
+    if sub is not None:
+        fine_smallest, fine_largest = _sizes(levels_of(kind)[sub.flatten().bincount(minlength=256) > 0])
+        smallest, largest = smallest * fine_smallest, largest * fine_largest
+    return smallest > _RANGE[0] and largest < _RANGE[1]
+
+
+def _sizes(x: torch.Tensor) -> tuple[float, float]:
+    """Returns the smallest absolute number but 0, and the largest; 1 without any."""
     sizes = x.abs()
-    least, most = sizes.masked_fill_(sizes == 0, 1.0).aminmax()
-    return bool(least > _RANGE[0]) and bool(most < _RANGE[1])
+    smallest, largest = sizes.masked_fill_(sizes == 0, 1.0).aminmax()
+    return float(smallest), float(largest)
 
 
 class Codes:

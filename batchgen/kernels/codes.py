@@ -106,17 +106,8 @@ def unpacked_codes(coding: Coding, parts: Parts) -> torch.Tensor:
     return codes
 
 
-def scales_of(coding: Coding, parts: Parts) -> torch.Tensor:
-    """Returns the scale of each group, [..., G] in float32."""
-    return _by_group(parts, "scales", coding.sub, coding.divides)
-
-
-def offsets_of(parts: Parts) -> torch.Tensor | None:
-    """Returns the offset of each group, [..., G] in float32; None if there are none."""
-    return _by_group(parts, "offsets", "u8", divides=False) if "offsets" in parts else None
-
-
-def _by_group(parts: Parts, name: str, kind: str, divides: bool) -> torch.Tensor:
+def _by_group(parts: Parts, name: str, kind: str, divides: bool = False) -> torch.Tensor:
+    """Returns the scale or the offset of each group, [..., G] in float32. `name`: of the coarse part; `kind`: what the fine one means."""
     sub = parts.get("sub" if name == "scales" else f"sub_{name}")
     if sub is None:
         return parts[name].float()
@@ -145,12 +136,11 @@ def dequantize(coding: Coding, parts: Parts) -> torch.Tensor:
         numbers = codes.float() - spread(parts["zeros"].float())
     else:
         numbers = codes.float() - coding.zero
-    numbers *= spread(scales_of(coding, parts))
+    numbers *= spread(_by_group(parts, "scales", coding.sub, coding.divides))
     if coding.divisor != 1:
         numbers /= coding.divisor
-    offsets = offsets_of(parts)
-    if offsets is not None:
-        numbers += spread(offsets)
+    if "offsets" in parts:
+        numbers += spread(_by_group(parts, "offsets", "u8"))
     return numbers if coding.rounds is None else numbers.to(coding.rounds)
 
 

@@ -28,6 +28,8 @@ PIECE = 64 << 20
 ALIGNMENT = 128
 _MADV_WILLNEED, _MADV_DONTNEED, _MADV_POPULATE_READ = 3, 4, 22
 """The last one is Linux's, from 5.14 on."""
+_DELETED = " (deleted)"
+"""The end of the name of a mapped file that has no name."""
 
 
 class _Pieces:
@@ -158,12 +160,15 @@ class Mapping(NamedTuple):
     file: str
 
 
-def mapped_files() -> list[Mapping]:
-    """Returns the files that are mapped; none where the system does not tell."""
+def mapped_files(ends: str | tuple[str, ...] = "") -> list[Mapping]:
+    """Returns the files that are mapped, whose names end with one of `ends`; none where the system does not tell."""
     found = []
     with suppress(OSError), Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            place, permissions, _, _, inode, *name = line.rstrip("\n").split(maxsplit=5)
+            line = line.rstrip("\n")
+            if not line.endswith(ends):
+                continue  # a process has thousands of others
+            place, permissions, _, _, inode, *name = line.split(maxsplit=5)
             if inode != "0":
                 start, end = (int(number, 16) for number in place.split("-"))
                 found.append(Mapping(start, end, permissions.endswith("s"), name[0] if name else ""))
@@ -172,8 +177,8 @@ def mapped_files() -> list[Mapping]:
 
 def drop_read_pages() -> None:
     """Takes the pages of mapped weights out of the process, which reads them again if it needs them. Nothing may have written to a model's files."""
-    for each in mapped_files():
-        if each.file.endswith((".safetensors", ".gguf")) or (each.shared and each.file.endswith(" (deleted)")):
+    for each in mapped_files((".safetensors", ".gguf", _DELETED)):
+        if each.shared or not each.file.endswith(_DELETED):
             _advise(each.start, each.end - each.start, _MADV_DONTNEED)
 
 

@@ -463,7 +463,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """Returns x [..., K] times a weight [N, K] that is packed on the way into the cache, plus a bias. The types must be those of x; see `fits`."""
     words = weight.detach().view(torch.int32)
     y = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype)
-    biases = None if bias is None else panels([bias.detach().float()])
+    fill = -len(weight) % library().batchgen_linear_panel()
+    biases = None if bias is None else torch.nn.functional.pad(bias.detach().float(), (0, fill))
     _multiply(x.reshape(-1, x.shape[-1]), words, biases, y, words.shape[1], Gating(), "", w_row=words.shape[1])
     return y
 
@@ -491,17 +492,6 @@ def _is_bfloat16(weight: torch.Tensor) -> bool:
     return weight.shape[1] % 2 == 0 and not bool((weight.detach().contiguous().view(torch.int32) & 0xFFFF).any())
 
 
-def panels(parts: list[torch.Tensor]) -> torch.Tensor:
-    """[panels, columns of a panel, ...] of one [N, ...], or of two whose rows share each panel; filled up with zeros."""
-    width = library().batchgen_linear_panel() // len(parts)
-    size = parts[0].shape[0]
-    if size % width:
-        fill = parts[0].new_zeros((-size % width, *parts[0].shape[1:]))
-        parts = [torch.cat([part, fill]) for part in parts]
-    panels = [part.view(-1, width, *part.shape[1:]) for part in parts]
-    return panels[0] if len(panels) == 1 else torch.cat(panels, 1)
-
-
 def columns_in_panels(columns: list[torch.Tensor]) -> torch.Tensor:
     """[panels, columns of a panel] of one [N] or [E, N], or of two whose columns share each panel."""
     return in_panels([column[..., None] for column in columns]).squeeze(1)
@@ -519,14 +509,17 @@ def in_panels(parts: list[torch.Tensor], side: int = 0) -> torch.Tensor:
 
     `side`: columns that lie side by side, by default a panel. Each of E experts begins with a panel of its own.
     """
-    side = side or library().batchgen_linear_panel()
-    made: torch.Tensor | None = None
-    for e, each in enumerate(zip(*(part if part.dim() == 3 else part[None] for part in parts), strict=True)):
-        one = panels(list(each))
-        one = one.view(-1, side, one.shape[2]).transpose(1, 2)
-        if made is None:
-            experts = parts[0].shape[0] if parts[0].dim() == 3 else 1
-            made = empty_in_huge_pages((experts * len(one), *one.shape[1:]), one.dtype)
-        made[e * len(one) : (e + 1) * len(one)] = one
-    assert made is not None
+    panel = library().batchgen_linear_panel()
+    side = side or panel
+    whole = [_filled_up(part if part.dim() == 3 else part[None], panel // len(parts)) for part in parts]
+    experts, rows, size = whole[0].shape
+    made = empty_in_huge_pages((experts * rows * len(parts) // side, size, side), whole[0].dtype)
+    columns = made.view(experts, -1, panel // side, size, side).transpose(3, 4)
+    for some, part in zip(columns.chunk(len(parts), 2 if side < panel else 3), whole, strict=True):
+        some.copy_(part.view(some.shape))
     return made
+
+
+def _filled_up(part: torch.Tensor, width: int) -> torch.Tensor:
+    """Returns [E, N, W] with zeros up to a multiple of `width` rows."""
+    return torch.nn.functional.pad(part, (0, 0, 0, -part.shape[1] % width)) if part.shape[1] % width else part

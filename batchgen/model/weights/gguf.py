@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from batchgen.kernels.codes import Coding, PackedTensor, packed_plane
+from batchgen.kernels.codes import E2M1, Coding, PackedTensor, packed_plane, packed_planes
 from batchgen.kernels.memory import Loading
-from batchgen.model.weights.packed import nibbles, packed
+from batchgen.model.weights.packed import nibbles
 from batchgen.prompts.gguf import GgufTensor, gguf_header, instead
 
 
@@ -34,6 +34,8 @@ def _fields(words: torch.Tensor, shifts: list[int], mask: int) -> torch.Tensor:
     return ((words[..., None] >> torch.tensor(shifts)) & mask).flatten(-2)
 
 
+_AT_A_TIME = 1 << 20
+"""Bytes that are read at a time, so that what is made of them stays in the cache."""
 _Scales = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
 
@@ -110,6 +112,7 @@ _PLANES: dict[str, _Scales] = {
     "Q6_K": lambda x: _nibbles(x[..., :128], 64) | _upper(x[..., 128:192], 2),
     "IQ4_NL": lambda x: _nibbles(x[..., 2:], 16),
     "IQ4_XS": lambda x: _nibbles(x[..., 8:], 16),
+    "MXFP4": lambda x: _nibbles(x[..., 1:], 16),
 }
 """The planes of the blocks of the usual types, which are read without the package gguf: that makes float32 of each number."""
 
@@ -136,6 +139,7 @@ def _both(*levels: float) -> tuple[float, ...]:
 
 _ONE = "003c"
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_MXFP4 = tuple(level or 0.0 for level in E2M1)  # without a negative zero
 _IQ3, _IQ2, _IQ1 = _both(4, 12, 20, 28, 36, 44, 52, 62), _both(8, 25, 43), _both(0.125, 0.875, 1.125)
 TYPES = {
     "Q4_0": _Type(4, 32, _one, ((0, _ONE),), zero=8),
@@ -167,26 +171,28 @@ TYPES = {
         3, 32, lambda x: _odd(_half(x, 0), (_words(x[..., 34:], 2) >> 12) & 7), ((0, _ONE),), levels=_IQ1, sub="u8", masked=slice(35, 50, 2), mask=0x8F
     ),
     "IQ1_M": _Type(3, 16, _iq1_m, ((48, "0000000000c00030"),), levels=_IQ1, sub="u8"),
-    "MXFP4": _Type(
-        4, 32, lambda x: {"sub": x[..., :1].contiguous()}, ((0, "80"),), levels=_both(0.0, 1, 2, 3, 4, 6, 8, 12), sub="e8m0"
-    ),
+    "MXFP4": _Type(4, 32, lambda x: {"sub": x[..., :1]}, (), levels=_MXFP4, sub="e8m0"),
 }  # fmt: skip
 
 
 def from_blocks(data: torch.Tensor, kind: str) -> torch.Tensor:
     """Returns the weight of blocks [..., bytes of a row] of a type in `TYPES`."""
+    layout = TYPES[kind]
+    rows = data.flatten(0, -2)
+    pieces = [_parts_of(some, kind) for some in torch.split(rows, max(1, _AT_A_TIME // rows.shape[1]))]
+    parts = {name: torch.cat([piece[name] for piece in pieces]).view(*data.shape[:-1], -1) for name in pieces[0]}
+    return PackedTensor(Coding(layout.bits, layout.levels, layout.zero, layout.group, layout.sub), parts)
+
+
+def _parts_of(rows: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
+    """Returns the parts of rows [N, bytes of a row]."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     layout = TYPES[kind]
-    size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
-    blocks = data.reshape(*data.shape[:-1], -1, size)
-    parts = {name: part.flatten(-2) for name, part in layout.scales(blocks).items()}
-    halved = tuple(level / 2 for level in layout.levels or ()) if kind == "MXFP4" else layout.levels
-    coding = Coding(layout.bits, halved, layout.zero, layout.group, layout.sub)
-    if kind in _PLANES:
-        planes = {name: plane.flatten(-2) for name, plane in _PLANES[kind](blocks).items()}
-        return PackedTensor(coding, planes | parts)
-    return packed(coding, _codes_of_unit_blocks(blocks.clone(), kind), **parts)
+    blocks = rows.reshape(len(rows), -1, GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1])
+    parts = layout.scales(blocks) | (_PLANES[kind](blocks) if kind in _PLANES else {})
+    parts = {name: part.flatten(-2) for name, part in parts.items()}
+    return parts if kind in _PLANES else parts | packed_planes(_codes_of_unit_blocks(blocks.clone(), kind), layout.bits)
 
 
 def _codes_of_unit_blocks(unit: torch.Tensor, kind: str) -> torch.Tensor:
@@ -234,7 +240,7 @@ class _UnreadBlocks:
                 weights=numbers, name=tensor.name, tensor_key_mapping=self._names, parsed_parameters={"tensors": made}
             )
             if result.name is not None:  # the processor has put those of experts into `made`
-                made[result.name] = torch.from_numpy(np.copy(result.weights))
+                made[result.name] = torch.from_numpy(result.weights if packed else np.copy(result.weights))
         (weight,) = made.values()
         weight = from_blocks(weight, kind) if packed else weight
         self._loading.add(weight)
@@ -271,7 +277,7 @@ def gguf_weights(path: Path, model: Callable[[], torch.nn.Module]) -> Mapping[st
             name = name.removesuffix(".weight")
         if name in names:
             stored.setdefault(names[name], []).append(tensor)
-    data, loading = np.memmap(path, np.uint8, "r"), Loading()
+    data, loading = np.memmap(path, np.uint8, "c"), Loading()
     return {name: _UnreadBlocks(data, parts, processor, names, loading) for name, parts in stored.items()}
 
 

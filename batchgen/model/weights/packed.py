@@ -16,13 +16,15 @@ from typing import Any
 import torch
 
 from batchgen.errors import ModelError
-from batchgen.kernels.codes import E2M1, Coding, PackedTensor, levels_of, packed_planes
+from batchgen.kernels.codes import E2M1, Coding, PackedTensor, levels_of
 from batchgen.kernels.memory import Loading
 
 _Tensors = Mapping[str, torch.Tensor]
 _Read = Callable[[_Tensors, Mapping[str, Any]], torch.Tensor]
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Of each column of a block of eight, the number of its nibble in AWQ's word."""
+_AWQ_AT_A_TIME = 64
+"""Of AWQ's words in a row, so that what is made of them stays in the cache."""
 _PARTS = {
     "awq": ("qweight", "qzeros", "scales"),
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
@@ -139,22 +141,17 @@ def _unknown_variant(method: str, settings: Mapping[str, Any]) -> str | None:
     return None
 
 
-def packed(coding: Coding, codes: torch.Tensor, **parts: torch.Tensor) -> torch.Tensor:
-    """Returns the weight of codes [..., K] in uint8; rows whose numbers do not fill bytes are unpacked."""
-    size = codes.shape[-1]
-    fill = -size % 8
-    if fill:
-        codes = torch.nn.functional.pad(codes, (0, fill))
-    made = PackedTensor(coding, {**packed_planes(codes, coding.bits), **parts})
-    return made.unpacked()[..., :size] if fill else made
+def _packed(coding: Coding, plane: torch.Tensor, **parts: torch.Tensor) -> PackedTensor:
+    """Returns the weight of the bytes [..., B] that hold the codes of a row, which have 2, 4 or 8 bits."""
+    return PackedTensor(coding, {f"plane{coding.bits}": plane.view(torch.uint8), **parts})
 
 
-def _in_groups(coding: Coding, codes: torch.Tensor, groups: torch.Tensor | None, **parts: torch.Tensor) -> torch.Tensor:
-    """Returns the weight of codes [N, K] whose `groups` [K] are the groups of the inputs. None, and numbers below 0: groups of neighbours."""
-    neighbours = torch.arange(codes.shape[1]) // max(coding.group, 1)
+def _in_groups(coding: Coding, plane: torch.Tensor, groups: torch.Tensor | None, **parts: torch.Tensor) -> PackedTensor:
+    """Returns the weight of a plane whose `groups` [K] are the groups of the inputs. None, and numbers below 0: groups of neighbours."""
+    neighbours = torch.arange(8 * plane.itemsize * plane.shape[1] // coding.bits) // max(coding.group, 1)
     if groups is None or bool((groups < 0).any()) or torch.equal(groups.long(), neighbours):
-        return packed(coding, codes, **parts)
-    return packed(replace(coding, group=0), codes, groups=groups.int(), **parts)
+        return _packed(coding, plane, **parts)
+    return _packed(replace(coding, group=0), plane, groups=groups.int(), **parts)
 
 
 def _codes(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -166,10 +163,23 @@ def _codes(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _awq(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
     """AutoAWQ's `gemm`: int32 [in, out/8], zeros [in/group, out/8] and scales [in/group, out]; in a word, columns are in the order `_AWQ_ORDER`."""
-    codes, zeros = (_codes(parts[name], 4)[..., list(_AWQ_ORDER)].flatten(1).T for name in ("qweight", "qzeros"))
+    plane = torch.cat([_awq_plane(words) for words in torch.split(parts["qweight"], _AWQ_AT_A_TIME, 1)])
+    zeros = _codes(parts["qzeros"], 4)[..., list(_AWQ_ORDER)].flatten(1).T
     scales = parts["scales"].T.contiguous()
-    coding = Coding(4, group=codes.shape[1] // scales.shape[1])
-    return packed(coding, codes, zeros=zeros.contiguous(), scales=scales)
+    coding = Coding(4, group=2 * plane.shape[1] // scales.shape[1])
+    return _packed(coding, plane, zeros=zeros.contiguous(), scales=scales)
+
+
+def _awq_plane(words: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes [out, in/2] of AWQ's words [in, out/8]."""
+    inputs, columns = words.shape[0], 8 * words.shape[1]
+    rows = words.contiguous().view(torch.uint8).view(inputs // 8, 4, 2, columns // 2)
+    first, second = rows.transpose(1, 3).unbind(2)  # of two inputs, each [in/8, out/2, 4]
+    found = torch.empty(inputs // 8, columns // 2, 2, 4, dtype=torch.uint8)
+    found[:, :, 0] = (first & 15) | (second << 4)
+    found[:, :, 1] = (first >> 4) | (second & 240)
+    eight_inputs = found.view(torch.int32).view(inputs // 8, columns // 8, 2, 4)  # the last two: `_AWQ_ORDER`
+    return eight_inputs.permute(1, 3, 2, 0).reshape(columns, -1).view(torch.uint8)
 
 
 def _gptq(parts: _Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
@@ -179,12 +189,12 @@ def _gptq(parts: _Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     """
     words, scales, groups = parts["qweight"], parts["scales"].T.contiguous(), parts.get("g_idx")
     bits = int(settings["bits"]) if groups is None else words.shape[0] * 32 // len(groups)
-    codes = _codes(words.T, bits).flatten(1)
+    inputs = words.shape[0] * 32 // bits
     shift = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
     zeros = (_codes(parts["qzeros"], bits).flatten(1) + shift) & ((1 << bits) - 1)
     zeros = zeros.T[: scales.shape[0]].contiguous()
-    coding = Coding(bits, group=codes.shape[1] // scales.shape[1])
-    return _in_groups(coding, codes, groups, zeros=zeros, scales=scales)
+    coding = Coding(bits, group=inputs // scales.shape[1])
+    return _in_groups(coding, words.T.contiguous(), groups, zeros=zeros, scales=scales)
 
 
 def _bitsandbytes(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
@@ -193,7 +203,7 @@ def _bitsandbytes(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
     weight = parts["weight"]
     if state is None:
         coding = Coding(8, zero=128, group=weight.shape[1], divisor=127.0)
-        return packed(coding, weight.view(torch.uint8) ^ 0x80, scales=parts["SCB"].float()[:, None])
+        return _packed(coding, weight.view(torch.uint8) ^ 0x80, scales=parts["SCB"].float()[:, None])
     made = json.loads(bytes(state.tolist()))
     scales = parts["weight.absmax"]
     if "weight.nested_absmax" in parts:
@@ -202,9 +212,12 @@ def _bitsandbytes(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
     rows, size = made["shape"]
     group = made["blocksize"]
     levels = tuple(parts["weight.quant_map"].float().tolist())
-    codes = torch.stack([weight.flatten() >> 4, weight.flatten() & 15], -1).flatten()[: rows * size]
+    if made["quant_type"] == "fp4":  # the table has 0.0 where the library's kernels make -0.0
+        levels = (*levels[:8], *(-level for level in levels[:8]))
+    plane = (weight << 4) | (weight >> 4)  # the first number of two is the upper one there
     if size % group == 0:
-        return packed(Coding(4, levels, group=group), codes.view(rows, size), scales=scales.float().view(rows, -1))
+        return _packed(Coding(4, levels, group=group), plane.view(rows, -1), scales=scales.float().view(rows, -1))
+    codes = nibbles(plane.flatten())[: rows * size]
     numbers = torch.tensor(levels)[codes.long()] * scales.float().repeat_interleave(group)[: rows * size]
     return numbers.view(rows, size)  # blocks go on over the end of rows
 
@@ -213,7 +226,7 @@ def _in_float8(weight: torch.Tensor, **scales: Any) -> torch.Tensor:
     if weight.dtype != torch.float8_e4m3fn:
         raise ValueError(f"weights of type {weight.dtype} are not known here")
     rounds = scales.pop("rounds", None)
-    return packed(Coding(8, "e4m3", rounds=rounds, group=scales.pop("group")), weight.view(torch.uint8), **scales)
+    return _packed(Coding(8, "e4m3", rounds=rounds, group=scales.pop("group")), weight, **scales)
 
 
 def nibbles(weight: torch.Tensor) -> torch.Tensor:
@@ -231,7 +244,7 @@ def _modelopt(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
         return _in_float8(weight, scales=scale.float().view(-1, 1).expand(rows, 1).contiguous(), group=size)
     coding = Coding(4, E2M1, group=2 * size // scale.shape[-1], sub="e4m3")
     whole = parts["weight_scale_2"].float().view(1, 1).expand(rows, 1).contiguous()
-    return packed(coding, nibbles(weight), sub=scale.view(torch.uint8), scales=whole)
+    return _packed(coding, weight, sub=scale.view(torch.uint8), scales=whole)
 
 
 def _by_rows(scales: torch.Tensor, rows: int, size: int, settings: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
@@ -267,7 +280,7 @@ def _fp8(parts: _Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
         scales = levels_of("e8m0")[scales.long()]
     scales, group = _by_rows(scales.float(), rows, size, settings)
     if pairs:
-        return packed(Coding(4, E2M1, group=group), nibbles(weight.view(torch.uint8)), scales=scales)
+        return _packed(Coding(4, E2M1, group=group), weight, scales=scales)
     return _in_float8(weight, scales=scales, group=group)
 
 
@@ -288,25 +301,26 @@ def _compressed_tensors(parts: _Tensors, settings: Mapping[str, Any]) -> torch.T
     if "weight_global_scale" in parts:
         whole = parts["weight_global_scale"].float().view(1, 1).expand(len(weight), 1).contiguous()
         coding = Coding(4, E2M1, group=16, sub="e4m3", divides=True, rounds=torch.bfloat16)
-        return packed(coding, nibbles(weight), sub=scale.view(torch.uint8), scales=whole)
+        return _packed(coding, weight, sub=scale.view(torch.uint8), scales=whole)
     rounds = None if scale.dtype == torch.float32 else scale.dtype
     rows, size = parts.get("weight_shape", weight.shape)
     scale, group = _by_rows(scale, int(rows), int(size), settings)
     if weight.dtype == torch.float8_e4m3fn:
         return _in_float8(weight, scales=scale, group=group, rounds=rounds)
     if weight.dtype == torch.int8:
-        bits, codes = 8, weight.view(torch.uint8) ^ 0x80
+        bits, plane = 8, weight.view(torch.uint8) ^ 0x80
     else:
         bits = 32 // -(-int(size) // weight.shape[1])
-        codes = _codes(weight, bits).flatten(1)[:, : int(size)]
+        plane = weight.view(torch.uint8)[:, : -(-int(size) * bits // 8)]  # without bytes that only fill the last word
     coding = Coding(bits, zero=1 << (bits - 1), group=group, rounds=rounds)
     zeros = parts.get("weight_zero_point")
     if zeros is not None and zeros.dtype == torch.int32:
-        zeros = _codes(zeros.T, bits).flatten(1).T[: len(codes)]
+        zeros = _codes(zeros.T, bits).flatten(1).T[: len(plane)]
     elif zeros is not None:
         zeros = (zeros.to(torch.int16) + coding.zero).to(torch.uint8).expand(scale.shape) if zeros.any() else None
     own = {} if zeros is None else {"zeros": zeros.contiguous()}
-    return _in_groups(coding, codes, parts.get("weight_g_idx"), scales=scale, **own)
+    found = _in_groups(coding, plane, parts.get("weight_g_idx"), scales=scale, **own)
+    return found if found.shape[1] == int(size) else found.unpacked()[:, : int(size)]
 
 
 _READ: dict[str, _Read] = {
