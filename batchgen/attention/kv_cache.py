@@ -16,9 +16,15 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from batchgen.kernels.memory import HUGE_PAGE, PIECE, keep_pages_small, make_pages_huge
 from batchgen.kernels.transfer import put, zeros
 
 CPU = torch.device("cpu")
+FEW = 1 / 8
+"""On a CPU, the share of what huge pages would take with a few blocks; as long as the blocks in use take less, pages are small.
+
+A head's KV is a range of its own, and blocks are taken from both ends. So in huge pages, the first blocks take two of them for each head.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,14 @@ class KVCache:
             self.pools.append(pool)
             for n, (of, i) in enumerate(places):
                 of[i] = _on_its_own(pool[n * heads : (n + 1) * heads])
+        # Smaller ones might lie in memory that others use later.
+        large = [pool for pool in self.pools if pool.device.type == "cpu" and pool.nbytes >= PIECE]
+        self._in_small_pages = [pool for pool in large if keep_pages_small(pool)]
+        huge = sum(min(pool.nbytes, 2 * len(pool) * HUGE_PAGE) for pool in self._in_small_pages)
+        self.max_few_blocks = num_blocks
+        """Until more blocks than that are in use, pages are small; then `make_pages_huge` is due."""
+        if self._in_small_pages:
+            self.max_few_blocks = int(FEW * huge) // (bytes_per_token(layers, dtype) * block_size)
 
     def write(self, layer: int, kv_indices_T: torch.Tensor, keys_KTD: torch.Tensor, values_KTD: torch.Tensor) -> None:
         """Stores the KV of T tokens at their places in the pool (block * block_size + offset).
@@ -71,6 +85,12 @@ class KVCache:
             values_KTD = values_KTD.nan_to_num(0, 0, 0)
         self.keys[layer].index_copy_(1, kv_indices_T, keys_KTD)
         self.values[layer].index_copy_(1, kv_indices_T, values_KTD)
+
+    def make_pages_huge(self) -> None:
+        """Makes the small pages huge, from which long ranges are read faster."""
+        for pool in self._in_small_pages:
+            make_pages_huge(pool)
+        self.max_few_blocks = self.num_blocks
 
     def clear(self) -> None:
         """Sets all KV to zero. Masked values are still multiplied by 0, so the pool must not hold NaN or infinite values (`write`)."""

@@ -254,6 +254,8 @@ class Engine:
             if self.speculator is not None:
                 self.speculator.ran(size, seconds)
         self._shrink()
+        if self.block_manager.pool.num_used > self.runner.cache.max_few_blocks:
+            self.runner.cache.make_pages_huge()
         self._update_stats()
         if self.config.debug:
             self.scheduler.check()

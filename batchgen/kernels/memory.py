@@ -28,6 +28,8 @@ PIECE = 64 << 20
 ALIGNMENT = 128
 _MADV_WILLNEED, _MADV_DONTNEED, _MADV_POPULATE_READ = 3, 4, 22
 """The last one is Linux's, from 5.14 on."""
+_MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_COLLAPSE = 14, 15, 25
+"""The last one is Linux's, from 6.1 on."""
 _DELETED = " (deleted)"
 """The end of the name of a mapped file that has no name."""
 
@@ -118,12 +120,29 @@ def in_huge_pages(x: torch.Tensor) -> torch.Tensor:
 
 def give_back(x: torch.Tensor) -> None:
     """Returns the pages of a copy by `in_huge_pages` to the system, although its piece has other copies. Nothing may read the copy any more."""
-    first, end = -(-x.data_ptr() // mmap.PAGESIZE), (x.data_ptr() + x.nbytes) // mmap.PAGESIZE
-    if end > first:
-        start, size = first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE
+    start, size = _pages_in(x)
+    if size:
         in_file = hasattr(mmap, "MADV_REMOVE") and _advise(start, size, mmap.MADV_REMOVE)
         if not in_file:
             _advise(start, size, _MADV_DONTNEED)
+
+
+def keep_pages_small(x: torch.Tensor) -> bool:
+    """Makes memory of x that was not touched yet come in small pages. Returns False where the system could not make them huge later."""
+    return _advise(0, 0, _MADV_COLLAPSE) and _advise(*_pages_in(x), _MADV_NOHUGEPAGE)
+
+
+def make_pages_huge(x: torch.Tensor) -> None:
+    """Makes huge pages of the memory of x, which keeps its numbers. Parts that were not touched yet still take none."""
+    place = _pages_in(x)
+    _advise(*place, _MADV_HUGEPAGE)
+    _advise(*place, _MADV_COLLAPSE)
+
+
+def _pages_in(x: torch.Tensor) -> tuple[int, int]:
+    """Returns where the pages begin that only x lies in, and their bytes."""
+    first, end = -(-x.data_ptr() // mmap.PAGESIZE), (x.data_ptr() + x.nbytes) // mmap.PAGESIZE
+    return first * mmap.PAGESIZE, max(0, end - first) * mmap.PAGESIZE
 
 
 def give_freed_back() -> None:

@@ -2,6 +2,8 @@ import pytest
 import torch
 
 from batchgen.attention.kv_cache import KVCache, LayerShape, devices_of
+from batchgen.kernels.memory import keep_pages_small
+from batchgen.stats import memory_bytes
 
 CPU = torch.device("cpu")
 
@@ -66,3 +68,20 @@ def test_layers_of_one_shape_lie_in_one_tensor_and_none_is_a_view():
     for i, tensor in enumerate(tensors):
         tensor.fill_(i)
     assert [int(tensor.min()) for tensor in tensors] == [int(tensor.max()) for tensor in tensors] == [*range(6)]
+
+
+@pytest.mark.skipif(not keep_pages_small(torch.zeros(1)), reason="the system cannot make pages huge later")
+def test_the_first_blocks_take_only_their_own_memory_and_stay_what_they_are_when_pages_become_huge():
+    cache = KVCache({i: LayerShape(8, 64, 64) for i in range(8)}, 1024, 16, torch.bfloat16)  # 256 MiB
+    before = memory_bytes()
+    kv = torch.randn(8, 2, 64).bfloat16()
+    for i in cache.keys:
+        cache.write(i, torch.tensor([0, 1024 * 16 - 1]), kv + i, kv - i)
+    assert memory_bytes() - before < 32 << 20
+    assert cache.max_few_blocks == 128  # an eighth
+    cache.make_pages_huge()
+    assert cache.max_few_blocks == 1024
+    for i in cache.keys:
+        assert torch.equal(cache.keys[i][:, [0, -1]], kv + i)
+        assert torch.equal(cache.values[i][:, [0, -1]], kv - i)
+        assert not cache.keys[i][:, 1:-1].any()

@@ -44,6 +44,15 @@ def test_a_request_that_does_not_fit_fails_alone_and_says_what_would(model):
     assert results[2].error_type == "does_not_fit"  # by a single token
 
 
+def test_pages_of_the_pool_become_huge_when_more_than_a_few_blocks_are_in_use(model):
+    for few, after in ((2, 2), (1, 128)):
+        engine = engine_of(model, blocks=128)
+        cache = engine.runner.cache
+        cache.max_few_blocks = few
+        run(engine, requests_of([[1] * (2 * BLOCK - 2)], [2]))
+        assert (cache.max_few_blocks, engine.block_manager.pool.peak_used) == (after, 2)
+
+
 def test_max_tokens_that_nobody_gave_are_no_more_than_fit(model):
     engine = engine_of(model, blocks=4)
     auto, given = (
