@@ -351,6 +351,7 @@ class EngineConfig:
     )
     batch_size: int | None = _chosen_number("Maximum number of sequences that decode at once.")
     max_batch_tokens: int | None = _chosen_number("Maximum number of tokens in one forward pass.")
+    max_prefill_tokens: int | None = _chosen_number("Maximum number of prompt tokens in one forward pass.")
     kv_memory: str = option(
         "auto",
         "Memory for keys and values on each device: a size such as 8GiB, or a share of the free memory such as 80%.",

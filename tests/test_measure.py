@@ -115,7 +115,7 @@ def one_second_a_step(config, step_costs_folder):
     file.write_text(json.dumps(steps))
 
 
-@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 100}, {"batch_size": 5}])
+@pytest.mark.parametrize("options", [{}, {"max_prefill_tokens": 100}, {"batch_size": 5}])
 def test_the_steps_of_the_plan_are_those_of_the_run(options, tiny_model_dir, write_jsonl, tmp_path, step_costs_folder):
     sampling = SamplingParams(max_tokens=10, ignore_eos=True)
     config = config_of(

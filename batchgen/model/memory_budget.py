@@ -229,7 +229,12 @@ def room_for_blocks(free: int, step: int, sampling: int) -> int:
 def halved(limits: Limits) -> Limits:
     """Returns limits for steps of half as many tokens."""
     tokens = max(1, limits.max_batch_tokens // 2)
-    return replace(limits, batch_size=min(limits.batch_size, tokens), max_batch_tokens=tokens)
+    return replace(
+        limits,
+        batch_size=min(limits.batch_size, tokens),
+        max_batch_tokens=tokens,
+        max_prefill_tokens=min(limits.max_prefill_tokens, tokens),
+    )
 
 
 def free_memory(device: torch.device) -> int:

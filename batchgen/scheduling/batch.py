@@ -32,6 +32,8 @@ class Limits:
     """Maximum number of running sequences."""
     max_batch_tokens: int
     """Maximum number of tokens in one forward."""
+    max_prefill_tokens: int
+    """Maximum number of tokens among them that are not the next token of a decoding sequence."""
     max_scored_tokens: int = 4096
     """Maximum number of tokens of texts that are scored in one forward; each needs the logits of the whole vocabulary."""
     every_output: bool = False
@@ -318,9 +320,15 @@ class Budget:
     def __init__(self, limits: Limits) -> None:
         self.tokens = limits.max_batch_tokens
         """Tokens left."""
+        self._prefill = limits.max_prefill_tokens
         self._scored = limits.max_scored_tokens
         self._every_output = limits.every_output
         self.spans: list[ScheduledSpan] = []
+
+    @property
+    def prefill(self) -> int:
+        """Tokens left for prompts."""
+        return min(self.tokens, self._prefill)
 
     def decode(self, seq: GenerationSequence) -> bool:
         """Adds the sequence's next token to the step, behind those that run again after a wrong draft. Returns False if the budget is used up."""
@@ -340,7 +348,7 @@ class Budget:
     def slice(self, span: Span) -> None:
         """Adds as much of the span's prompt to the step as the budget allows, possibly nothing."""
         start, wanted = span.computed, span.computed if self._every_output else span.logits_from
-        stop = min(span.end, start + self.tokens)
+        stop = min(span.end, start + self.prefill)
         if span.scoring:
             stop = min(stop, max(start, wanted) + self._scored)
         stop = self._uncut(span, start, stop)
@@ -348,6 +356,7 @@ class Budget:
             return
         logits = min(max(wanted, start), stop)
         self.tokens -= stop - start
+        self._prefill -= stop - start
         self._scored -= stop - logits
         self.spans.append(ScheduledSpan(span, start, stop, logits, span.read_state_slot))
 

@@ -87,7 +87,7 @@ def scheduler_of(
     prompts: Sequence[TokenArray],
     max_tokens: int,
     block_size: int,
-    step_tokens: int,
+    prefill_tokens: int,
     *,
     share: bool = True,
     sliding_window: int | None = None,
@@ -95,7 +95,7 @@ def scheduler_of(
 ) -> Scheduler:
     """Returns a scheduler that has these prompts as rows 0, 1, …, and twice as many blocks as they need.
 
-    Each completion has `max_tokens` tokens. A step has at most `step_tokens` tokens, or one of each row.
+    Each completion has `max_tokens` tokens. A step has at most `prefill_tokens` tokens of prompts.
     """
     params = SamplingParams(max_tokens=max_tokens)
     requests = [
@@ -106,7 +106,7 @@ def scheduler_of(
     blocks = 2 * sum(-(-(len(tokens) + max_tokens) // block_size) for tokens in prompts)
     state_slots = BlockPool(num_state_slots) if num_state_slots else None
     manager = BlockManager(BlockPool(blocks), block_size, sliding_window, state_slots)
-    limits = Limits(len(prompts), max(step_tokens, len(prompts)))
+    limits = Limits(len(prompts), max(prefill_tokens, len(prompts)), prefill_tokens)
     scheduler = Scheduler(manager, limits, FixedLength)
     plan = plan_prefixes(prompts, block_size, share=share)
     scheduler.load([leaves[i] for i in plan.order], plan)

@@ -248,7 +248,7 @@ class Admission:
                 queue.advance()
                 scored.append(self._score(w, ~item, parent))
                 continue
-            if budget.tokens <= 0 and not (item < 0 and w.samples_without_a_forward(~item, parent)):
+            if budget.prefill <= 0 and not (item < 0 and w.samples_without_a_forward(~item, parent)):
                 return  # a started item would only hold blocks
             span = self._start_node(w, item) if item >= 0 else self._start_leaf(w, ~item, parent)
             if span is None:
@@ -372,7 +372,8 @@ class Scheduler(RunningSet):
     def shrink(self, max_batch_tokens: int) -> None:
         """Limits steps to this many tokens from now on."""
         tokens = max(1, min(max_batch_tokens, self.limits.max_batch_tokens))
-        self.limits = replace(self.limits, max_batch_tokens=tokens)
+        prefill = min(tokens, self.limits.max_prefill_tokens)
+        self.limits = replace(self.limits, max_batch_tokens=tokens, max_prefill_tokens=prefill)
 
     # -- a step
 

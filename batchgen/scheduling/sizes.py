@@ -70,6 +70,7 @@ def limits_for(config: EngineConfig, device: str, vocab_size: int, *, streamed: 
     return Limits(
         batch_size=min(config.batch_size or batch_size, batch_tokens),
         max_batch_tokens=batch_tokens,
+        max_prefill_tokens=min(config.max_prefill_tokens or batch_tokens, batch_tokens),
         max_scored_tokens=max(1, SCORED_LOGITS // vocab_size),
     )
 

@@ -91,7 +91,7 @@ def test_the_kernels_are_the_reference_over_more_keys_than_they_have_in_hand_at_
     rng = random.Random(8)
     shared = [rng.randrange(3) for _ in range(1100)]
     s = sim.Simulation(
-        blocks=BLOCKS, block_size=32, tokens=600, batch_size=8,
+        blocks=BLOCKS, block_size=32, tokens=600, batch_size=8, prefill=600,
         every_step=lambda step, plan: compare(kernels, step.spans, 32, dtype=dtype, **options),
     )  # fmt: skip
     s.load([shared + [rng.randrange(3) for _ in range(n)] for n in (1, 40, 530)], [3, 3, 3])

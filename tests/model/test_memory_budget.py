@@ -149,9 +149,9 @@ def test_blocks_get_the_memory_that_steps_sampling_and_graphs_leave():
 
 
 def test_halving_a_step_halves_every_limit_above_half():
-    assert halved(Limits(256, 8192, 100, True)) == Limits(256, 4096, 100, True)
-    assert halved(Limits(256, 400, 100)) == Limits(200, 200, 100)
-    assert halved(Limits(1, 1)) == Limits(1, 1)
+    assert halved(Limits(256, 8192, 8192, 100, 7)) == Limits(256, 4096, 4096, 100, 7)
+    assert halved(Limits(256, 400, 100, 100)) == Limits(200, 200, 100, 100)
+    assert halved(Limits(1, 1, 1)) == Limits(1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_on_cuda_blocks_get_the_memory_that_the_largest_step_leaves(monkeypatch,
     assert seen == tried
     if tried:
         rows = min(options.get("batch_size", 256), tried[-1])
-        assert got.limits == Limits(rows, tried[-1], got.limits.max_scored_tokens)
+        assert got.limits == Limits(rows, tried[-1], tried[-1], got.limits.max_scored_tokens)
     if step:
         assert got.num_blocks == room_for_blocks(20 * GIB, step, 12 * 4 * rows * 2**15) // (128 * 1024)
     if not tried:
@@ -198,7 +198,7 @@ def test_on_cuda_blocks_get_the_memory_that_the_largest_step_leaves(monkeypatch,
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 70), (4, 70), (5, 5), (3, 100)])
 def test_the_largest_step_has_all_tokens_and_all_logits_that_a_step_may_have(rows, tokens):
-    spans = largest_spans(Limits(rows, tokens), 32)
+    spans = largest_spans(Limits(rows, tokens, tokens), 32)
     assert [len(spans), ScheduledBatch.of(spans).num_tokens] == [rows, tokens]
     assert all(scheduled.stop - scheduled.logits == 1 for scheduled in spans)
     assert max(w.stop for w in spans) - min(w.stop for w in spans) <= 1
@@ -209,7 +209,7 @@ def test_the_largest_step_has_all_tokens_and_all_logits_that_a_step_may_have(row
 
 def test_the_largest_step_runs_on_the_smallest_pool_that_holds_it():
     model = build()
-    limits = Limits(4, 150)
+    limits = Limits(4, 150, 150)
     spans = largest_spans(limits, 32)
     cache = KVCache(model.layers, 8, 32, torch.float32)
     logits = Runner(model, cache, limits, []).run(ScheduledBatch.of(spans))
@@ -232,11 +232,11 @@ def test_the_bytes_of_a_step_are_its_peak_memory_and_one_that_does_not_fit_has_n
 
     monkeypatch.setattr(Runner, "_forward", forward)
     model = packed_model(name, compiled=False)
-    assert step_bytes(model, Limits(4, 8), 32) == {model.device: 56}
-    assert step_bytes(model, Limits(4, 16), 32) is None
+    assert step_bytes(model, Limits(4, 8, 8), 32) == {model.device: 56}
+    assert step_bytes(model, Limits(4, 16, 16), 32) is None
     monkeypatch.setattr(Runner, "_forward", lambda *_: {}["a mistake"])
     with pytest.raises(KeyError, match="a mistake"):
-        step_bytes(model, Limits(4, 8), 32)
+        step_bytes(model, Limits(4, 8, 8), 32)
 
 
 @pytest.mark.gpu

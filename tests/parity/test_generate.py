@@ -32,8 +32,8 @@ ENGINES = {
     "all at once": {},
     "one at a time": {"batch_size": 1},
     "chunked prefill": {"max_batch_tokens": 24, "batch_size": 6},
-    "prefill in slices of one block": {"max_batch_tokens": 32, "batch_size": 7},
-    "in small slices": {"max_batch_tokens": 9, "batch_size": 9},
+    "prefill in slices of one block": {"max_prefill_tokens": 32, "batch_size": 7},
+    "in small slices": {"max_prefill_tokens": 5, "batch_size": 9},
     "other blocks": {"chunk_size": 5, "batch_size": 9},
     **{
         f"{policy}, {'a step ahead' if ahead else 'step by step'}": {

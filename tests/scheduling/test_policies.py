@@ -35,7 +35,7 @@ def test_fifo_keeps_a_margin_of_free_blocks():
 def test_prefill_first_runs_prompts_before_decoding():
     seen = {}
     for policy in ("prefix", "prefill-first"):
-        s = sim.Simulation(tokens=3, policy=policy)
+        s = sim.Simulation(tokens=3, prefill=3, policy=policy)
         s.load([[1], [2] * 6], [9, 1])
         s.step()  # row 0 whole, and two tokens of row 1
         seen[policy] = [rows(s.step()) for _ in range(2)]

@@ -40,12 +40,12 @@ def test_spans_run_in_depth_first_order_and_a_node_before_its_children():
 
 
 def test_a_long_node_is_prefilled_in_slices_while_others_decode():
-    s = sim.Simulation(tokens=4, batch_size=4)
+    s = sim.Simulation(tokens=4, prefill=3, batch_size=4)
     long = [9] * 8
     s.load([[1], [*long, 1], [*long, 2]], [6, 1, 1])
-    assert names(s.step()) == [("r0", 0, 1), ("n0", 0, 3)]
-    assert names(s.step()) == [("r0", 1, 2), ("n0", 3, 6)]
-    assert names(s.step()) == [("r0", 2, 3), ("n0", 6, 8)]
+    assert names(s.step()) == [("r0", 0, 1), ("n0", 0, 2)]
+    assert names(s.step()) == [("r0", 1, 2), ("n0", 2, 5)]
+    assert names(s.step()) == [("r0", 2, 3), ("n0", 5, 8)]
     assert names(s.step()) == [("r0", 3, 4), ("r1", 8, 9), ("r2", 8, 9)]
     s.finish()
     assert s.prefilled == 11
@@ -64,13 +64,27 @@ def test_prompts_that_end_at_a_node_sample_from_its_logits_without_a_forward():
 
 
 def test_a_node_takes_blocks_only_in_the_first_step_that_runs_it():
-    s = sim.Simulation(tokens=2, batch_size=2, block_size=1)
+    s = sim.Simulation(tokens=4, prefill=2, batch_size=4, block_size=1)
     prompts = [[n] * 12 + [last] for n in range(1, 5) for last in (90, 91)]
     s.load(prompts, [1] * 8)
     for _ in range(3):  # node 0 takes six steps
         s.step()
     assert [b.node.index for b in s.scheduler.prefilling] == [0]
     assert s.block_manager.pool.num_used == 12
+
+
+def test_a_step_prefills_no_more_than_its_budget_beside_decoding():
+    s = sim.Simulation(tokens=8, prefill=5, batch_size=6)
+    s.load([[n, n, n] for n in range(9)], [3] * 9)
+    sizes = []
+    while s.scheduler.unfinished:
+        step = s.step()
+        sizes.append(
+            (len([w for w in step.spans if w.start >= 3]), sum(w.stop - w.start for w in step.spans if w.start < 3))
+        )
+    assert max(prefill for _, prefill in sizes) == 5
+    assert max(decode for decode, _ in sizes) >= 3
+    assert s.prefilled == 27
 
 
 def test_the_newest_sequence_is_preempted_and_resumes_with_its_tokens():
@@ -97,7 +111,7 @@ def test_every_request_finishes_if_it_fits_alone_and_evicted_nodes_are_computed_
 
 
 def test_a_node_frees_its_blocks_if_all_its_rows_are_cancelled_during_prefill():
-    s = sim.Simulation(blocks=20, block_size=1, tokens=3)
+    s = sim.Simulation(blocks=20, block_size=1, prefill=3)
     s.load([[*range(9), 1], [*range(9), 2]], [2, 2])
     s.step()
     (node,) = s.scheduler.prefilling
@@ -109,7 +123,7 @@ def test_a_node_frees_its_blocks_if_all_its_rows_are_cancelled_during_prefill():
 
 def test_a_node_that_starts_again_does_not_overtake_rows_that_have_waited_longer():
     """Row 5 needs the root again while rows 3 and 4 wait for a node that leaves no room for it. Rows 3 and 4 come first."""
-    s = sim.Simulation(blocks=8, block_size=3, batch_size=2, tokens=3)
+    s = sim.Simulation(blocks=8, block_size=3, batch_size=2, tokens=3, prefill=2)
     path = list(range(100, 119))
     prompts = [
         [*path[:1], 1, 1, 1, 1], path[:4], [*path[:8], 3, 3], [*path, 4], [*path, 5], [*path[:6], *[200] * 10],

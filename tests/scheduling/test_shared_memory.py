@@ -33,7 +33,7 @@ def test_blocks_in_use_never_exceed_those_of_the_rows_under_way_alone(seed, poli
 
     s = sim.Simulation(
         block_size=rng.choice([1, 2, 3, 4, 16]), batch_size=rng.choice([1, 2, 3, 8, 100]), policy=policy,
-        tokens=rng.choice([1, 2, 5, 1000]), every_step=check,
+        prefill=rng.choice([1, 2, 5, 1000]), every_step=check,
     )  # fmt: skip
     manager = s.block_manager
     for _ in range(2):

@@ -31,7 +31,7 @@ def test_a_step_ends_before_or_after_an_image(start: int, stop: int, end: int) -
 @pytest.mark.parametrize(("prompt", "expected"), [(0, [2, 5, 7, 8, 11]), (7, [11, 13])])
 def test_what_is_too_large_for_a_step_has_a_step_of_its_own(prompt: int, expected: list[int]) -> None:
     """After a preemption, the tokens that were generated follow the prompt, as any others."""
-    limits = Limits(batch_size=4, max_batch_tokens=2)
+    limits = Limits(batch_size=4, max_batch_tokens=2, max_prefill_tokens=2)
     ends = []
     seq = sequence(prompt=prompt)
     if prompt:
@@ -46,7 +46,7 @@ def test_what_is_too_large_for_a_step_has_a_step_of_its_own(prompt: int, expecte
 
 
 def test_an_image_waits_for_the_next_step_if_this_one_has_no_room_for_it() -> None:
-    budget = Budget(Limits(batch_size=4, max_batch_tokens=5))
+    budget = Budget(Limits(batch_size=4, max_batch_tokens=5, max_prefill_tokens=5))
     first, second = sequence(), sequence()
     first.computed, second.computed = 5, 2
     budget.slice(first)

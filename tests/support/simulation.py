@@ -103,7 +103,7 @@ class Simulation:
     """
 
     def __init__(
-        self, blocks: int = 1000, block_size: int = 2, batch_size: int = 100, tokens: int = 1000,
+        self, blocks: int = 1000, block_size: int = 2, batch_size: int = 100, tokens: int = 1000, prefill: int = 1000,
         scored: int = 1000, sliding_window: int | None = None, policy: str = "prefix",
         state_slots: int | None = None,
         shared_reads: int = 4, every_step: Callable[[ScheduledBatch, AttentionPlan | None], None] | None = None,
@@ -114,7 +114,7 @@ class Simulation:
         )
         self.states: dict[int, tuple[int, ...]] = {}
         """By state slot, the tokens whose state it contains."""
-        self.limits = Limits(batch_size, tokens, scored)
+        self.limits = Limits(batch_size, tokens, prefill, scored)
         self.scheduler = Scheduler(
             self.block_manager, self.limits, lambda r: Length(r.max_tokens, ends), POLICIES[policy]
         )
@@ -341,6 +341,7 @@ class Simulation:
         decoding = [w for w in step.spans if isinstance(w.span, GenerationSequence) and w.span.state is State.DECODING]
         again = [w.stop - w.start - len(w.drafts) - 1 for w in decoding]
         assert all(count >= 0 if self.states else count == 0 for count in again)
+        assert step.num_tokens - sum(w.stop - w.start for w in decoding) <= limits.max_prefill_tokens
         scoring = [w for w in step.spans if w.span.scoring]
         assert sum(w.stop - w.logits for w in scoring) <= limits.max_scored_tokens
         places = [w.span.place for w in step.spans]
@@ -426,7 +427,7 @@ def random_steps(
         if plan is not None:
             check(batch, plan)
 
-    s = Simulation(tokens=tokens, every_step=every_step, **options)
+    s = Simulation(tokens=tokens, prefill=tokens, every_step=every_step, **options)
     s.attention |= attention or {}
     s.load(prompts, [rng.randint(1, 8) for _ in prompts])
     for _ in range(steps):

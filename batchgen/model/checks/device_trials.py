@@ -167,7 +167,7 @@ class Trials:
     def _has_kernels(self) -> bool:
         model = self.model
         cache = KVCache(model.layers, 1, self.block_size, model.dtype)
-        return Runner(replace(model, compile="off"), cache, Limits(1, 1), []).attention == "triton"
+        return Runner(replace(model, compile="off"), cache, Limits(1, 1, 1), []).attention == "triton"
 
     def _variant(self, *, kernels: bool, graphs: bool) -> LoadedModel:
         return replace(

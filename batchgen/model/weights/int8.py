@@ -137,7 +137,7 @@ class _Steps:
         blocks = sum(-(-size // self._block) for size in sizes)
         cache = KVCache(self._model.layers, blocks, self._block, model.dtype)
         states = StateCache(model.states, len(sizes), model.dtype) if model.states else None
-        limits = Limits(batch_size=len(sizes), max_batch_tokens=sum(sizes))
+        limits = Limits(batch_size=len(sizes), max_batch_tokens=sum(sizes), max_prefill_tokens=sum(sizes))
         self._runner = Runner(self._model, cache, limits, [], states)
 
     def run(self, texts: Sequence[TokenArray], starts: Sequence[int], first: Sequence[int]) -> list[torch.Tensor]:
