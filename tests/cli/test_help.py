@@ -8,7 +8,6 @@ import typer.main
 from typer.testing import CliRunner
 
 from batchgen_cli.app import app
-from support.params import slow_but
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 RUN = {p.name: p for p in COMMANDS["run"].params}
@@ -28,20 +27,6 @@ CONTRACT = """
     --dataset-config --split --push --push-public
     --dry-run --progress --no-progress --log-format --quiet -q --verbose -v --help -h
 """
-
-
-@pytest.mark.parametrize(
-    "arguments", slow_but([["run", "--help"]], [["--help"], ["--version"], ["run", "--help"], ["plan", "--help"]])
-)
-def test_help_and_version_import_nothing_that_is_slow(arguments, python):
-    code = (
-        "import atexit, sys\n"
-        "atexit.register(lambda: print(sorted({'torch', 'transformers', 'tokenizers', 'pyarrow', 'numpy', 'rich'} & set(sys.modules)), file=sys.stderr))\n"
-        "from batchgen_cli.app import run_command\n"
-        f"run_command({arguments})\n"
-    )
-    done = python(code)
-    assert (done.returncode, done.stderr) == (0, "[]\n")
 
 
 def test_run_has_exactly_the_options_of_the_contract(cli):

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from batchgen.jobs.files.lease import Lease
-from support.params import slow_but
 
 RUN = "see batchgen run --help"
 KWARGS = """use an object such as '{"enable_thinking": false}'"""
@@ -167,26 +166,6 @@ def test_misuse_is_told_in_one_line_before_a_tokenizer_is_loaded(
     expected = message.replace("MODEL", str(tiny_model_dir))
     assert said == f"{expected}\n"
     assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    slow_but(
-        [["--prompt-column", "q"]],
-        [["-o", "no/o.jsonl"], ["--regex", "a("], ["--prompt-column", "q"], ["-o", "mine.jsonl"]],
-    ),
-)
-def test_misuse_imports_nothing_that_is_slow(arguments, python, tiny_model_dir, tmp_path):
-    make_files(tmp_path)
-    code = (
-        "import atexit, sys\n"
-        "atexit.register(lambda: print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules))))\n"
-        "from batchgen_cli.app import run_command\n"
-        "run_command(sys.argv[1:])\n"
-    )
-    words = ["run", "rows.jsonl", "-m", str(tiny_model_dir), *arguments]
-    done = python(code, *words)
-    assert (done.returncode, done.stdout) == (2, "[]\n")
 
 
 def test_a_held_output_is_told_before_a_tokenizer_is_loaded(cli, tiny_model_dir, tmp_path, monkeypatch):

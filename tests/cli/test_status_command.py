@@ -123,24 +123,6 @@ def test_a_finished_job_is_told_in_lines_and_as_json(cli, write_jsonl, tiny_mode
     assert sorted(found) == sorted((*NOTHING, "schema", "output", "folder", "state"))
 
 
-def test_it_imports_neither_torch_nor_transformers(tmp_path, python):
-    folder = tmp_path / "o.jsonl.job"
-    folder.mkdir()
-    (folder / "claims").mkdir()
-    (folder / "claims" / "claim-000001").write_text(
-        '{"number": 1, "state": "running", "pid": 1, "host": "elsewhere", "started": "2026-03-04T05:00:00+00:00"}'
-    )
-    code = (
-        "import atexit, sys\n"
-        "atexit.register(lambda: print(sorted({'torch', 'transformers'} & set(sys.modules)), file=sys.stderr))\n"
-        "from batchgen_cli.app import run_command\n"
-        "run_command(['status', 'o.jsonl'])\n"
-    )
-    done = python(code)
-    assert (done.returncode, done.stderr) == (0, "[]\n")
-    assert "phase    starting" in done.stdout
-
-
 def test_the_documentation_names_every_field_and_every_event():
     text = (Path(__file__).parents[2] / "docs" / "status.md").read_text("utf-8")
     for name in (

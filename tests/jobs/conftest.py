@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from support.harness import CASES, Job, Runs
-from support.jobs import open_fixture, run, texts, write_input
+from support.jobs import run, texts, write_input
 
-__all__ = ["open_fixture", "run", "texts", "write_input"]
+__all__ = ["run", "texts", "write_input"]
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.results import Results
 from batchgen.jobs.opening import find_finished
 from batchgen.records import open_input
-from support.jobs import FINISHED_FILES, SETTINGS
+from support.jobs import FINISHED_FILES, SETTINGS, job_open
 from support.python_process import holding
 
 
@@ -73,7 +73,7 @@ def test_only_a_command_that_would_find_nothing_to_do_is_known_to_have_finished_
     assert not is_finished("")  # the command cannot be known
 
 
-def test_a_killed_run_is_named_and_continued(run, open_, texts, write_input):
+def test_a_killed_run_is_named_and_continued(run, texts, write_input):
     write_input(["a", "b", "c"])
     run(stop_after=2)
     claims = Path("o.jsonl.job/claims").absolute()
@@ -81,7 +81,7 @@ def test_a_killed_run_is_named_and_continued(run, open_, texts, write_input):
         holding(Lease, claims, "o.jsonl") as process,
         pytest.raises(OutputLocked, match=f"process {process.pid} on {socket.gethostname()}"),
     ):
-        open_()
+        job_open()
     job, generated = run()
     assert generated == ["a"]
     assert job.notes == [f"an earlier run (process {process.pid}) was killed; this run continues it"]

@@ -1,3 +1,3 @@
-from support.jobs import open_fixture, run, texts, write_input
+from support.jobs import run, write_input
 
-__all__ = ["open_fixture", "run", "texts", "write_input"]
+__all__ = ["run", "write_input"]

@@ -117,12 +117,6 @@ def run(tmp_path, monkeypatch):
     return job_run
 
 
-@pytest.fixture(name="open_")
-def open_fixture(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return job_open
-
-
 @pytest.fixture
 def texts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
