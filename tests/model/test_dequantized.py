@@ -191,6 +191,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"quant_method": "awq", "bits": 8}, "a.qweight", "AWQ of version 'gemm' with 8 bits"),
         ({"quant_method": "gptq", "bits": 3}, "a.qweight", "GPTQ with 3 bits"),
         ({"quant_method": "awq"}, "a.pre_quant_scale", "its activations are scaled (pre_quant_scale)"),
+        ({"quant_method": "fp8"}, "a.gate_up_proj", "a.gate_up_proj is in FP8, without scales that are known here"),
     ],
 )
 def test_an_unsupported_variant_of_a_format_is_refused(
@@ -199,7 +200,7 @@ def test_an_unsupported_variant_of_a_format_is_refused(
     from safetensors.torch import save_file
 
     file = tmp_path / "model.safetensors"
-    save_file({tensor: torch.zeros(1)}, file)
+    save_file({tensor: torch.zeros(1, dtype=torch.float8_e4m3fn)}, file)
     with pytest.raises(ModelError) as e:
         packed_weights("org/name", [file], settings)
     assert str(e.value) == (

@@ -89,12 +89,16 @@ def packed_weights(model: str, files: Sequence[Path], settings: Mapping[str, Any
         slices.update((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - it is no mapping
     if any(name.endswith("pre_quant_scale") for name in slices):
         problem = "its activations are scaled (pre_quant_scale)"
+    found = _by_weight(slices, method, settings)
+    for name, part in found.items():
+        if not isinstance(part, _Unread) and part.get_dtype().startswith("F8"):
+            problem = problem or f"{name} is in FP8, without scales that are known here"
     if problem is not None:
         raise ModelError(
             f"the model {model!r} is quantized in a way that batchgen does not read: {problem}",
             "give the original model, or one quantized in a way that docs/quantized.md lists",
         )
-    return _by_weight(slices, method, settings)
+    return found
 
 
 def _by_weight(slices: Mapping[str, Any], method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
