@@ -165,12 +165,15 @@ class Bar(Notes):
 
     def write(self, line: str) -> None:
         with self._lock:
-            self._bar.clear()
+            self._wipe()
             super().write(line)
             self._bar.refresh()
 
     def close(self) -> None:
         self._bar.close()
+        self._wipe()
+
+    def _wipe(self) -> None:
         # Blanks, because TERM=dumb knows no escapes. They remove a ^C, too.
         self._terminal.write("\r" + " " * (self._terminal.width() - 1) + "\r")
         self._terminal.flush()
