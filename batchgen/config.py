@@ -537,7 +537,7 @@ class JobConfig:
         "Sort all rows into prefix order (on disk if they are many), or process this many rows at a time as they arrive.",
         group="Engine",
         metavar="all|ROWS",
-        rules=[(lambda v: v == "all" or v >= 1, "at least 1")],
+        rules=[(lambda v: v == "all" or (type(v) is int and v >= 1), "all, or a whole number of at least 1")],
         parse=_parse_window,
         shown="all; 4096 for -",
     )

@@ -154,6 +154,7 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "tuple[str, ...]": (_tuple_of(_text), "text or a list of texts"),
     "tuple[PathText, ...]": (_tuple_of(_path_text), "a file name, a path or a list of them"),
     "tuple[int, ...]": (_tuple_of(_whole_number), "a whole number or a list of them"),
+    "dict[str, object]": (lambda v: v if isinstance(v, dict) else _UNFIT, "a dict"),
 }
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from batchgen import LLM, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
-from batchgen.errors import ModelError
+from batchgen.errors import ModelError, UsageError
 
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
 USER = {"role": "user", "content": "hi"}
@@ -177,6 +177,8 @@ WRONG: list[tuple[Callable[[LLM], Any], type[Exception], str]] = [
     (lambda _: JobConfig(inputs="a", model="m", output=5), TypeError, "output must be text or a path, not 5"),
     (lambda _: JobConfig(inputs="a", model="m", sampling=5), TypeError, "sampling must be SamplingParams, not 5"),
     (lambda _: JobConfig(inputs="a", model="m", keep=[5]), TypeError, "keep must be text or a list of texts, not [5]"),
+    (lambda _: JobConfig(inputs="a", model="m", window="some"), UsageError, "--window must be all, or a whole number of at least 1, not 'some'"),
+    (lambda _: PromptConfig(chat_template_kwargs=[("a", 1)]), TypeError, "chat_template_kwargs must be a dict, not [('a', 1)]"),
     (lambda _: SamplingParams(json_schema=dict), TypeError, "json_schema must be an object, or its JSON as text"),
 ]  # fmt: skip
 
