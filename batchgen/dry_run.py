@@ -39,6 +39,7 @@ from batchgen.prefix import (
 )
 from batchgen.preflight import check_job
 from batchgen.process.collector import few_collections
+from batchgen.process.machine import free_host_memory
 from batchgen.process.signals import Signals
 from batchgen.progress import Progress, Silent, Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
@@ -56,7 +57,6 @@ from batchgen.scheduling.sizes import (
     BATCH_SIZE,
     SNAPSHOTS,
     MemoryShare,
-    free_host_memory,
     limits_for,
     max_useful_blocks,
     memory_option,

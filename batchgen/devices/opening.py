@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from batchgen.config import EngineConfig, ModelConfig
-from batchgen.devices.threads import cpu_quota, usable_cores
 from batchgen.devices.transport import Processes, start_process
 from batchgen.devices.workers import Workers
 from batchgen.kernels import isa
 from batchgen.model_files import gguf_file
+from batchgen.process.machine import cpu_quota, usable_cores
 from batchgen.process.user_cache import cache_folder
 from batchgen.prompts import LoadedTokenizer
 from batchgen.prompts.tokenizer import quiet

@@ -60,11 +60,11 @@ from batchgen.model.weights.sizes import (
 from batchgen.model.weights.streamed import StreamedWeights, bytes_held, streamed_weights
 from batchgen.model_files import adapter_folder, check_weight_files, gguf_file, only_pickled
 from batchgen.parsers.heads import OutputHead
+from batchgen.process.machine import free_host_memory, host_memory
 from batchgen.prompts.gguf import METHOD, alone
 from batchgen.prompts.images import no_images
 from batchgen.prompts.tokenizer import LoadedTokenizer, checkpoint_dtype, language_config, quiet
 from batchgen.request import TokenArray
-from batchgen.scheduling.sizes import free_host_memory, host_memory
 from batchgen.stats import size_text
 
 PAGES_KEPT = 8 << 20

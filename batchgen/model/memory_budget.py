@@ -13,6 +13,7 @@ from batchgen.config import EngineConfig, parse_memory
 from batchgen.errors import OutOfMemory, RowError, UsageError, is_out_of_memory
 from batchgen.model.loaded_model import LoadedModel
 from batchgen.model.runner import Runner
+from batchgen.process.machine import free_host_memory
 from batchgen.request import Leaf, Request, TokenArray, leaves_of
 from batchgen.sampling.sampler import AT_ONCE
 from batchgen.sampling_params import SamplingParams
@@ -21,7 +22,6 @@ from batchgen.scheduling.sequence import AFTER_NODES, GenerationSequence
 from batchgen.scheduling.sizes import (
     AUTO_SHARE,
     MemoryShare,
-    free_host_memory,
     limits_for,
     max_useful_blocks,
     memory_option,

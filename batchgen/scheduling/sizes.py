@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from batchgen.config import EngineConfig
 from batchgen.scheduling.batch import Limits
@@ -78,42 +74,3 @@ def limits_for(config: EngineConfig, device: str, vocab_size: int, *, streamed: 
 def max_useful_blocks(limits: Limits, context_length: int, block_size: int) -> int:
     """Returns twice the number of blocks of a full batch of the longest sequences. More blocks would be of no use."""
     return 2 * limits.batch_size * -(-context_length // block_size)
-
-
-def host_memory(root: Path = Path("/")) -> int:
-    """Returns the bytes of memory of this machine, or of the process's cgroup if that has less. They do not depend on what other programs use."""
-    return min([_physical(), *(limit for limit, _, _ in _cgroups(root))])
-
-
-def free_host_memory(root: Path = Path("/")) -> int:
-    """Returns the bytes of memory that can still be allocated, by this machine and by the limit of the process's cgroup."""
-    free = [_physical() // 2]
-    with suppress(OSError):  # not Linux
-        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")] or free
-    return min(free + [max(0, limit - used + files) for limit, used, files in _cgroups(root)])
-
-
-def _physical() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cgroups(root: Path) -> Iterator[tuple[int, int, int]]:
-    """Yields the limit of each cgroup of the process that has one, the memory in use, and that of it which files have, which they give up."""
-    groups: list[str] = []
-    with suppress(OSError):
-        groups = (root / "proc/self/cgroup").read_text(encoding="ascii").splitlines()
-    for group in groups:
-        _, kinds, path = group.split(":", 2)
-        if not kinds:
-            mounted, names = "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in kinds.split(","):
-            mounted, names = "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")  # fmt: skip
-        else:
-            continue
-        for folder in (root / mounted / path.strip("/"), root / mounted):  # the second one inside a container
-            with suppress(OSError, ValueError):
-                limit, used = (int((folder / name).read_text(encoding="ascii")) for name in names[:2])
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
-                yield limit, used, int(stat.get(names[2], 0))
-                break

@@ -5,7 +5,7 @@ import torch
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices import opening as devices
-from batchgen.devices.threads import cpu_quota
+from batchgen.process.machine import cpu_quota
 from batchgen.prompts import load_tokenizer
 
 
@@ -32,8 +32,22 @@ def files(root, contents):
             },
             3,
         ),
-        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, None),
-        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        (
+            {
+                "proc/self/cgroup": "3:cpu,cpuacct:/docker/1\n0::/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
+        (
+            {
+                "proc/self/cgroup": "3:cpu,cpuacct:/docker/1\n0::/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            4,
+        ),
     ],
 )
 def test_the_quota_is_the_smallest_of_the_groups_that_the_process_is_in(tmp_path, contents, quota):

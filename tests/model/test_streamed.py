@@ -18,7 +18,7 @@ from batchgen.kernels.memory import FilePieces, Pages, in_huge_pages, mapped_fil
 from batchgen.kernels.ops import PackedLinear, is_fast
 from batchgen.model.weights.sizes import StoredTensor, WeightSizes, are_streamed, sizes_of, weight_sizes
 from batchgen.model.weights.streamed import decoder_layers, tensors_in
-from batchgen.scheduling.sizes import free_host_memory
+from batchgen.process.machine import free_host_memory
 from batchgen.stats import memory_bytes
 from support.models import build, engine_for, kernels, load_folder, make_requests, run
 from support.python_process import run_python

@@ -160,8 +160,3 @@ def test_every_leaf_of_windows_that_run_together_finishes(policy, ahead, state_s
                 count = 0
         s.finish()
         assert len(s.done) == count or not count
-
-
-def test_kv_in_host_memory_is_computed_again_if_that_takes_fewer_blocks() -> None:
-    """This case once never ended: loading a leaf's KV from host memory takes one block more than the pool has beside its parent's."""
-    check(123577, 0, "fifo", 1, 1.0, False)

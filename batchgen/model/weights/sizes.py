@@ -16,9 +16,9 @@ from batchgen.config import ModelConfig, parse_size
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.model_files import gguf_file, is_int8_layer
+from batchgen.process.machine import free_host_memory
 from batchgen.prompts.gguf import METHOD, gguf_header
 from batchgen.prompts.tokenizer import OTHER_PARTS, language_config, quiet, text_config
-from batchgen.scheduling.sizes import free_host_memory
 from batchgen.stats import size_text
 
 LAYERS_READ = 3

@@ -28,8 +28,8 @@ from batchgen.kernels.experts import FusedExperts
 from batchgen.kernels.memory import FilePieces, Mapping, Pages, in_huge_pages, mapped_files, pieces_in
 from batchgen.model.weights.quantized import bytes_of, one_weight_at_a_time
 from batchgen.model.weights.sizes import LAYERS_READ, are_streamed, kv_beside, sizes_of
+from batchgen.process.machine import free_host_memory
 from batchgen.process.user_cache import cache_folder
-from batchgen.scheduling.sizes import free_host_memory
 from batchgen.stats import size_text
 
 SMALL = 1 << 12
