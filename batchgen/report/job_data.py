@@ -90,7 +90,7 @@ def _of_output_alone(output: str, folder: Path) -> dict[str, Any]:
         "kind": "job",
         "title": Path(output).name,
         "state": "finished",
-        "missing": f"{folder} is gone: {_FOLDER_PARTS}",
+        "missing": f"{folder} does not exist (a run with --work-dir has it there): {_FOLDER_PARTS}",
         "status": {
             "rows_total": rows["rows"],
             "rows_done": rows["rows"],

@@ -79,7 +79,7 @@ def test_an_output_whose_folder_is_gone_tells_what_its_rows_tell(cli, source, ti
     outcome = cli("report", output, "-o", tmp_path / "r.html")
     assert (outcome.code, outcome.err.splitlines()[0]) == (
         0,
-        f"batchgen: missing in the report: {output}.job is gone: no prefix tree, no figures over time, no memory",
+        f"batchgen: missing in the report: {output}.job does not exist (a run with --work-dir has it there): no prefix tree, no figures over time, no memory",
     )
     data = data_of(tmp_path / "r.html")
     assert (data["tree"], data["runs"], data["stats"]) == (None, [], None)
