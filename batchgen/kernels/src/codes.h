@@ -124,6 +124,16 @@ INLINE uints two_bytes(uints words) {
 #endif
 }
 
+#if !defined(__AVX512F__)
+// Byte FIRST of each word, then byte FIRST + 1 of each, each in the upper half of 16 bits.
+template <int FIRST>
+INLINE uints bytes_of_two(uints words) {
+    constexpr int first = 0x04800080 + 0x01000100 * FIRST, second = first + 0x01000100, next = 0x08000800;  // 0x80: a zero
+    const __m256i order = _mm256_broadcastsi128_si256(_mm_set_epi32(second + next, second, first + next, first));
+    return (uints)_mm256_permute4x64_epi64(_mm256_shuffle_epi8((__m256i)words, order), 0xd8);
+}
+#endif
+
 // Each of LANES / 2 numbers twice, from number FIRST on.
 template <int FIRST>
 INLINE floats twice(floats x) {
@@ -210,6 +220,7 @@ class Unpacker {
     // Unpacks inputs [k, k + 8), which follow those before; k is a multiple of 8.
     INLINE void unpack(int64_t k, uints (&to)[WORDS]) {
         if constexpr (IN_PAIRS) return unpack_pairs(k, to);
+        if constexpr (FROM_HALVES) return unpack_halves(k, to);
         floats x[8];
         numbers(k, x);
         for (int i = 0; i < WORDS; i++) {
@@ -269,6 +280,22 @@ class Unpacker {
     INLINE void unpack_pairs(int64_t, uints (&)[WORDS]) {}
 #endif
 
+    // Unpacks e4m3 to floats, as `unpack_pairs` does.
+    INLINE void unpack_halves(int64_t k, uints (&to)[WORDS]) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+        follow(k);
+        for (int i = 0; i < 8; i += 4) {
+            const uints some = words(0, (k + i) / 4);
+            floats x[2][2];
+            from_halves(halves_of(bytes_of_two<0>(some)), x[0]), from_halves(halves_of(bytes_of_two<2>(some)), x[1]);
+            for (int j = 0; j < 4; j++) {
+                const floats number = x[j / 2][j % 2] * scale_;
+                to[i + j] = c_.rounds ? rounded_bits(number) & 0xffff0000u : (uints)number;
+            }
+        }
+#endif
+    }
+
     static constexpr int BITS = F::BITS, LEVELS = F::LEVELS;
     static constexpr bool OFFSET = F::OFFSET, SCATTERED = F::SCATTERED, EXACT = F::EXACT;
 #if defined(__AVX2__)
@@ -276,16 +303,24 @@ class Unpacker {
 #else
     static constexpr bool IN_PAIRS = false;
 #endif
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    static constexpr bool FROM_HALVES = PER_WORD == 1 && LEVELS == E4M3;
+#else
+    static constexpr bool FROM_HALVES = false;
+#endif
     static constexpr bool LIFTED = BITS == 4 && LEVELS == ITSELF && !SCATTERED;
     static constexpr int PLACES = LIFTED ? 3 : 1;
     static constexpr int place_of(int i) { return EXACT && BITS == 8 ? 15 : LIFTED ? 11 + i % 3 * 4 : 0; }
 #if defined(__AVX2__)
     static constexpr bool LOWEST_BITS_CHOOSE = true;  // of an index, the number in a table
 
-    INLINE uints pairs(uints bytes) const {
+    INLINE static uints halves_of(uints bytes) {
         typedef int16_t shorts __attribute__((vector_size(4 * LANES)));
+        return (uints)((shorts)bytes >> 1) & 0xbf80bf80u;
+    }
+    INLINE uints pairs(uints bytes) const {
         floats x[2];
-        from_halves((uints)((shorts)bytes >> 1) & 0xbf80bf80u, x);
+        from_halves(halves_of(bytes), x);
         return in_order(x[0] * scale_, x[1] * other_scale_);
     }
 #else
@@ -313,6 +348,7 @@ class Unpacker {
         scale_ = numbers_of(c_.scales, at, (scales_ + coarse_of(c_.scales, group)) * columns_ + lane_);
         if (OFFSET) offset_ = numbers_of(c_.offsets, at, (offsets_ + coarse_of(c_.offsets, group)) * columns_ + lane_);
 #if defined(__AVX2__)
+        if (FROM_HALVES) scale_ *= 256.0f;
         if (IN_PAIRS) other_scale_ = twice<LANES / 2>(scale_ * 256.0f), scale_ = twice<0>(scale_ * 256.0f);
 #endif
         if (LEVELS != ITSELF) return;
