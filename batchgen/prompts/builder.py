@@ -84,6 +84,8 @@ class PromptBuilder:
             self._renderer.note(
                 f"sampling uses the model's generation_config.json: {shown} (--sampling-defaults greedy ignores it)"
             )
+        if tokenizer.unused and generates:
+            self._renderer.note(f"not used of the model's generation_config.json: {', '.join(tokenizer.unused)}")
         self.sampling_from = self._params.sources() if generates else {}
         """The values that rows without parameters of their own are sampled with, and where each is from: see `RowParams.sources`."""
         self._check_sampling(sampling)

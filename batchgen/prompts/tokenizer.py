@@ -50,6 +50,8 @@ class LoadedTokenizer:
     """Number of token ids that the model knows: 0 to `vocab_size - 1`."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """The sampling parameters of the model's generation_config.json; empty if that does not ask for sampling."""
+    unused: tuple[str, ...] = ()
+    """What that file asks for beside them, and batchgen does not do."""
     thinking: ThinkingFormat | None = None
     """How the model marks its thoughts; None if it does not."""
     tool_format: ToolFormat | None = None
@@ -92,6 +94,7 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
         context_length=context_length if longest is None else min(context_length, longest),
         eos_token_ids=_eos_token_ids(config, hf_config, tokenizer),
         sampling=_generation_sampling(_generation_config(config)),
+        unused=_unused_settings(_generation_config(config)),
         thinking=thinking_format(tokenizer),
         tool_format=tool_format(tokenizer),
         head=head,
@@ -310,6 +313,12 @@ def _eos_token_ids(config: ModelConfig, hf_config: Any, tokenizer: Any) -> tuple
     return ()
 
 
+_UNUSED_SETTINGS = {
+    "num_beams": 1, "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1, "bad_words_ids": [], "suppress_tokens": [],
+    "begin_suppress_tokens": [], "sequence_bias": {}, "forced_bos_token_id": None, "forced_eos_token_id": None, "min_length": 0,
+    "exponential_decay_length_penalty": None, "guidance_scale": 1, "penalty_alpha": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0,
+}  # fmt: skip
+"""Settings of a generation configuration that batchgen does not use, and their values without effect."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -327,6 +336,12 @@ def _generation_sampling(generation: Mapping[str, Any]) -> dict[str, float]:
                 continue
             found[name] = value
     return found
+
+
+def _unused_settings(generation: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the names of settings of a generation configuration that change what `generate` writes, and that batchgen does not use."""
+    neutral = _UNUSED_SETTINGS if generation.get("do_sample") is True else _UNUSED_SETTINGS | {"repetition_penalty": 1}
+    return tuple(name for name, value in neutral.items() if generation.get(name) not in (None, value))
 
 
 def _generation_config(config: ModelConfig) -> Mapping[str, Any]:

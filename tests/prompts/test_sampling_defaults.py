@@ -52,6 +52,17 @@ def test_a_model_that_does_not_ask_for_sampling_is_greedy(tools, tmp_path, gener
     assert tokenizer.sampling == found
 
 
+@pytest.mark.parametrize(
+    ("generation", "unused"),
+    [
+        ({"repetition_penalty": 1.1, "suppress_tokens": [3], "num_beams": 1}, "suppress_tokens, repetition_penalty"),
+        ({"do_sample": True, "temperature": 1.0, "repetition_penalty": 1.1, "typical_p": 1.0, "num_beams": 4}, "num_beams"),
+    ],
+)  # fmt: skip
+def test_settings_of_the_model_that_batchgen_does_not_use_are_named(tools, tmp_path, generation, unused):
+    assert builder(tools, tmp_path, generation).notes[-1] == f"not used of the model's generation_config.json: {unused}"
+
+
 def test_the_greedy_option_ignores_the_models_sampling(tools, tmp_path):
     b = builder(tools, tmp_path, QWEN, sampling_defaults="greedy")
     assert (params(tools, b, {}), b.notes) == ([SamplingParams()], [])
