@@ -272,6 +272,22 @@ def test_a_partial_completion_continues_from_before_its_damaged_part(tmp_path):
         assert results.under_way() == {key: {0: whole, 1: begun(5, 6, 7, 8, 9)} for key in KEYS[:2]}
 
 
+def test_rows_of_the_output_have_a_key_or_a_result(folder):
+    with opened(folder) as results:
+        results.begin_rows()
+        results.add_rows([0, 1, 2], {0: KEYS[0], 2: KEYS[1]}, {1: RESULTS[2]})
+        results.add_rows([3], {3: KEYS[2]}, {})
+        assert results.row_count == 4
+        assert results.rows(1, 2) == ({2: KEYS[1]}, {1: replace(RESULTS[2], row=1)})
+        results.append(KEYS[1], RESULTS[1])
+        results.add_rows([4], {4: KEYS[1]}, {})
+        of_rows = {1: replace(RESULTS[2], row=1), 2: RESULTS[1], 4: RESULTS[1]}
+        assert results.rows(1, 5) == ({2: KEYS[1], 3: KEYS[2], 4: KEYS[1]}, of_rows)
+        assert list(results.failed_rows()) == [replace(RESULTS[2], row=1)]
+        results.begin_rows()
+        assert results.row_count == 0
+
+
 def test_removing_all_results_of_a_finished_output_writes_nothing_to_a_full_disk(tmp_path):
     fill(tmp_path)
     with opened(tmp_path) as results:
