@@ -168,6 +168,8 @@ class Engine:
         }
         ended = [i for i, leaf in enumerate(ordered) if leaf.request in unfit or leaf.ended]
         window = self.scheduler.load(ordered, plan, ended)
+        in_a_batch = min(1.0, self.scheduler.limits.batch_size / max(1, len(leaves)))
+        self._use_huge_pages_for(int(in_a_batch * plan.prefill_tokens_min) // self.sizes.block_size)
         self.results.add(window, on_result, on_token)
         for request, error in unfit.items():
             self._unfit.append((on_result, Result.from_error(request.row, error, len(request.tokens))))
@@ -254,8 +256,7 @@ class Engine:
             if self.speculator is not None:
                 self.speculator.ran(size, seconds)
         self._shrink()
-        if self.block_manager.pool.num_used > self.runner.cache.max_few_blocks:
-            self.runner.cache.make_pages_huge()
+        self._use_huge_pages_for(self.block_manager.pool.num_used)
         self._update_stats()
         if self.config.debug:
             self.scheduler.check()
@@ -360,6 +361,11 @@ class Engine:
             leaves = leaves_of(new[request] for request, *_ in rows)
             plan = plan_prefixes([leaf.tokens for leaf in leaves], self.config.chunk_size, share=self.config.share)
             self.add(leaves, plan, *calls)
+
+    def _use_huge_pages_for(self, num_blocks: int) -> None:
+        """Makes the pages of the KV pool huge if that many blocks are more than a few. Before the first step that costs nothing."""
+        if num_blocks > self.runner.cache.max_few_blocks:
+            self.runner.cache.make_pages_huge()
 
     def _apply(self, update: SequenceUpdate) -> None:
         """Adds an update to the results."""

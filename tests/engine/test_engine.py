@@ -53,6 +53,14 @@ def test_pages_of_the_pool_become_huge_when_more_than_a_few_blocks_are_in_use(mo
         assert (cache.max_few_blocks, engine.block_manager.pool.peak_used) == (after, 2)
 
 
+@pytest.mark.parametrize(("batch_size", "few", "after"), [(4, 3, 3), (4, 2, 128), (2, 1, 1), (2, 0, 128)])
+def test_pages_are_huge_before_the_first_step_if_the_prompts_of_a_batch_take_more(model, batch_size, few, after):
+    engine = engine_of(model, blocks=128, batch_size=batch_size)
+    engine.runner.cache.max_few_blocks = few
+    engine.add(*planned(requests_of([[i] * (BLOCK - 1) for i in range(4)], [2] * 4)), lambda result: None)
+    assert engine.runner.cache.max_few_blocks == after
+
+
 def test_max_tokens_that_nobody_gave_are_no_more_than_fit(model):
     engine = engine_of(model, blocks=4)
     auto, given = (
