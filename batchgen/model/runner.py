@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
 
 import torch
 
@@ -15,7 +16,7 @@ from batchgen.errors import ModelError, OutOfMemory, is_out_of_memory
 from batchgen.kernels.transfer import put
 from batchgen.model.cuda_runner import device_step
 from batchgen.model.loaded_model import LoadedModel, logits_at
-from batchgen.scheduling.batch import Limits, PackedSpans, ScheduledBatch, ScheduledSpan
+from batchgen.scheduling.batch import CopyBlock, Limits, PackedSpans, ScheduledBatch, ScheduledSpan, SwapIn, SwapOut
 from batchgen.scheduling.sequence import GenerationSequence
 from batchgen.state.cache import StateCache
 from batchgen.state.step import StateSpan, StateStep
@@ -64,12 +65,22 @@ class Runner:
         `StatesLost` instead of running halves; from then on steps must not be larger than `max_forward_tokens`.
         """
         with torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext():
-            if batch.copies:
-                self.cache.copy(batch.copies)
+            self._move(batch.moves)
             logits = self._run(batch.packed, last) if batch.spans else []
             if not logits:
                 return None
             return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _move(self, moves: Sequence[CopyBlock | SwapOut | SwapIn]) -> None:
+        for kind, some in groupby(moves, type):
+            if kind is CopyBlock:
+                self.cache.copy([(move.source, move.to) for move in some if isinstance(move, CopyBlock)])
+                continue
+            for move in some:
+                if isinstance(move, SwapOut):
+                    move.to.kv = self.cache.swap_out(move.blocks)
+                elif isinstance(move, SwapIn):
+                    self.cache.swap_in(move.source.kv, move.first, move.blocks)
 
     def _run(self, packed: PackedSpans, last: torch.Tensor | None) -> list[torch.Tensor]:
         size = len(packed.tokens)

@@ -19,6 +19,7 @@ from batchgen.scheduling.sequence import (
     PrefixNodeSpan,
     Span,
     State,
+    SwappedBlocks,
     TokenScore,
     uncut,
 )
@@ -54,11 +55,29 @@ class ScheduledSpan(NamedTuple):
     """Draft tokens of a decoding sequence: guesses of what follows its newest token. They are the span's last tokens."""
 
 
-class CopyBlock(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CopyBlock:
     """Copies the KV of one block into another: a node's last block into the first block of a child."""
 
     source: int
     to: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwapOut:
+    """Copies blocks of a node that is evicted to host memory."""
+
+    blocks: tuple[int, ...]
+    to: SwappedBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class SwapIn:
+    """Copies blocks back from host memory: those from index `first` on, into `blocks`."""
+
+    source: SwappedBlocks
+    first: int
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,7 +192,7 @@ class ScheduledBatch:
 
     packed: PackedSpans
     size: StepSize
-    copies: tuple[CopyBlock, ...]
+    moves: tuple[CopyBlock | SwapOut | SwapIn, ...]
     """Copies of blocks to make before the forward, in this order."""
     samples: tuple[Sample, ...]
     """The tokens to sample: first those from rows of this step's logits, then those of `ready`. Those of one sequence follow one another."""
@@ -195,7 +214,7 @@ class ScheduledBatch:
     def of(
         cls,
         spans: Sequence[ScheduledSpan],
-        copies: tuple[CopyBlock, ...] = (),
+        moves: tuple[CopyBlock | SwapOut | SwapIn, ...] = (),
         preempted: tuple[GenerationSequence, ...] = (),
         started: tuple[GenerationSequence, ...] = (),
         scored: tuple[GenerationSequence, ...] = (),
@@ -232,7 +251,7 @@ class ScheduledBatch:
             size=StepSize(
                 len(packed.tokens), len(packed.logits_places), *keys_and_pairs((s.span, s.start, s.stop) for s in spans)
             ),
-            copies=copies,
+            moves=moves,
             samples=tuple(samples),
             sample_rows=np.asarray(rows, dtype=np.int64),
             kept_rows=tuple(kept),

@@ -413,7 +413,7 @@ class Scheduler(RunningSet):
         self.block_manager.note_unshared(scored[: self.limits.batch_size - len(self.running)])
         spans = sorted(budget.spans, key=lambda scheduled: scheduled.span.place)
         batch = ScheduledBatch.of(
-            spans, self.block_manager.take_copies(), preempted, tuple(started), tuple(scored), self.take_freed()
+            spans, self.block_manager.take_moves(), preempted, tuple(started), tuple(scored), self.take_freed()
         )
         self.counts.count(batch)
         return batch

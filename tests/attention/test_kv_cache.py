@@ -85,3 +85,41 @@ def test_the_first_blocks_take_only_their_own_memory_and_stay_what_they_are_when
         assert torch.equal(cache.keys[i][:, [0, -1]], kv + i)
         assert torch.equal(cache.values[i][:, [0, -1]], kv - i)
         assert not cache.keys[i][:, 1:-1].any()
+
+
+@pytest.mark.parametrize(("first", "blocks"), [(0, [5, 0, 3]), (1, [0, 5]), (2, [1])])
+def test_saved_blocks_come_back_wherever_they_are_loaded(first, blocks):
+    layers = {0: LayerShape(2, 3, 3), 1: LayerShape(1, 4, 2)}
+    cache = numbered(cache_of(6, 2, layers))
+    saved = cache.swap_out([2, 4, 3])
+    before = numbered(cache_of(6, 2, layers))
+    for tensor in (*cache.keys.values(), *cache.values.values()):
+        tensor.zero_()
+    cache.swap_in(saved, first, blocks)
+    for i, shape in layers.items():
+        for got, was, size in ((cache.keys, before.keys, shape.k_size), (cache.values, before.values, shape.v_size)):
+            paged, kept = (of[i].view(shape.heads, 6, 2, size) for of in (got, was))
+            for source, to in zip([2, 4, 3][first:], blocks, strict=True):
+                assert torch.equal(paged[:, to], kept[:, source])
+            rest = [block for block in range(6) if block not in blocks]
+            assert not paged[:, rest].any()
+
+
+@pytest.mark.gpu
+def test_blocks_are_saved_while_the_device_goes_on_and_are_what_they_were():
+    cuda = torch.device("cuda", 0)
+    cache = numbered(cache_of(64, 32, {i: LayerShape(8, 128, 128, cuda) for i in range(4)}))
+    want = [pool.clone() for pool in cache.pools]
+    blocks = list(range(40, 56))
+    cache.swap_out(blocks)  # the first call pins memory and loads kernels, so it may wait
+    torch.cuda._sleep(10**8)
+    saved = cache.swap_out(blocks)
+    assert not any(kept.there.query() for kept in saved)  # nothing has waited for the copies
+    assert all(kept.blocks.is_pinned() for kept in saved)
+    for pool in cache.pools:
+        pool.zero_()
+    cache.swap_in(saved, 4, blocks[4:])
+    del saved
+    for pool, was in zip(cache.pools, want, strict=True):
+        assert torch.equal(pool[:, 44 * 32 : 56 * 32], was[:, 44 * 32 : 56 * 32])
+        assert not pool[:, : 44 * 32].any()

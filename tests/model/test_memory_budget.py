@@ -138,6 +138,11 @@ def test_a_request_fits_the_memory_that_its_error_asks_for(batch_size, state):
     assert given(asked[1]).num_blocks >= 10
 
 
+def test_states_are_not_kept_in_host_memory():
+    with pytest.raises(UsageError, match="--host-kv-memory is for models without recurrent layers"):
+        sizes(model=model_with(LAYERS, states=STATES), kv_memory="1MiB", host_kv_memory="1MiB")
+
+
 GIB = 2**30
 
 
@@ -250,3 +255,10 @@ def test_on_a_gpu_the_pool_and_the_largest_step_fit_together():
     )  # twice a full batch of the longest sequences, which is little for a tiny model
     assert len(run(engine, requests_of([[i] * 500 for i in range(40)], [3] * 40))) == 40
     assert engine.runner.max_forward_tokens is None
+
+
+def test_host_memory_for_kv_is_for_cuda_alone():
+    with pytest.raises(
+        UsageError, match=r"^--host-kv-memory is for CUDA devices, not for cpu; raise --kv-memory instead$"
+    ):
+        sizes(host_kv_memory="1GiB")

@@ -35,7 +35,7 @@ def window(start, end, parent=None):
 
 
 def take_copies(memory):
-    return tuple(map(tuple, memory.take_copies()))
+    return tuple((move.source, move.to) for move in memory.take_moves())
 
 
 def computed_node(memory, start, end, parent=None):
@@ -238,6 +238,51 @@ def test_the_number_of_idle_nodes_is_limited():
     s.load([[90, *range(5), 70]], [1])
     s.finish()
     assert s.prefilled == 10 * (6 + 2) + 1
+
+
+# -- host memory
+
+
+def three_windows(host_blocks):
+    """Runs three windows. The third has the prefix of the first, and the pool has room for one prefix."""
+    s = sim.Simulation(blocks=14, block_size=2, host_blocks=host_blocks)
+    for root in (range(20), range(50, 70), range(20)):
+        s.load([[*root, 1, 2], [*root, 3]], [3, 3])
+        s.finish()
+    return s
+
+
+@pytest.mark.parametrize(
+    ("host_blocks", "prefilled", "kept"), [(0, 3 * (20 + 3), []), (9, 3 * (20 + 3), []), (10, 2 * 20 + 3 * 3, [50])]
+)
+def test_an_evicted_node_is_loaded_again_from_host_memory_if_that_has_room(host_blocks, prefilled, kept):
+    s = three_windows(host_blocks)  # a node has 10 blocks
+    assert s.prefilled == prefilled
+    assert [b.tokens(0, 1)[0] for b in s.block_manager.swapped] == kept  # the other one has been loaded
+
+
+def test_part_of_a_node_can_be_loaded_from_host_memory():
+    s = sim.Simulation(blocks=14, block_size=2, host_blocks=10)
+    s.load([[*range(20), 1, 2], [*range(20), 3]], [3, 3])
+    s.finish()
+    s.load([[*range(50, 70), 1, 2], [*range(50, 70), 3]], [3, 3])
+    s.finish()
+    before = s.prefilled
+    s.load([[*range(13), 90], [*range(13), 91]], [3, 3])
+    s.finish()
+    assert s.prefilled - before == 2
+
+
+def test_discarding_includes_nodes_in_host_memory():
+    s = three_windows(10)
+    (in_host_memory,) = s.block_manager.swapped
+    before = s.prefilled
+    s.block_manager.discard()
+    assert in_host_memory.swapped is None
+    assert (len(s.block_manager.swapped), s.block_manager.take_moves(), s.block_manager.pool.num_used) == (0, (), 0)
+    s.load([[*range(50, 70), 1, 2], [*range(50, 70), 3]], [3, 3])
+    s.finish()
+    assert s.prefilled - before == 20 + 3
 
 
 @pytest.mark.parametrize("abandoned", [False, True])
