@@ -88,13 +88,14 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
         except Exception as e:
             raise load_failure(config, "configuration", e) from e
     context_length = context_length_of(config, hf_config, tokenizer.model_max_length)
+    generation = _generation_config(config)
     return LoadedTokenizer(
         hf_tokenizer=tokenizer,
         hf_config=hf_config,
         context_length=context_length if longest is None else min(context_length, longest),
-        eos_token_ids=_eos_token_ids(config, hf_config, tokenizer),
-        sampling=_generation_sampling(_generation_config(config)),
-        unused=_unused_settings(_generation_config(config)),
+        eos_token_ids=_eos_token_ids(generation, hf_config, tokenizer),
+        sampling=_generation_sampling(generation),
+        unused=_unused_settings(generation),
         thinking=thinking_format(tokenizer),
         tool_format=tool_format(tokenizer),
         head=head,
@@ -298,10 +299,10 @@ def longrope_length(part: Any) -> int:
     return min(filter(None, lengths), default=0)
 
 
-def _eos_token_ids(config: ModelConfig, hf_config: Any, tokenizer: Any) -> tuple[int, ...]:
+def _eos_token_ids(generation: Mapping[str, Any], hf_config: Any, tokenizer: Any) -> tuple[int, ...]:
     """Returns the end tokens of the generation configuration, else of the configuration, else of the tokenizer."""
     for value in (
-        _generation_config(config).get("eos_token_id"),
+        generation.get("eos_token_id"),
         getattr(text_config(hf_config), "eos_token_id", None),
         getattr(hf_config, "eos_token_id", None),
         tokenizer.eos_token_id,
