@@ -27,7 +27,7 @@ from batchgen.jobs.outcomes import FAILURES_KEPT, failure_line
 from batchgen.jobs.reuse_output import read_keys
 from batchgen.kernels import isa
 from batchgen.model.architectures import RECURRENT, check_architecture, context_note
-from batchgen.model.weights.sizes import MemoryTable, itemsize, memory_table
+from batchgen.model.weights.sizes import MemoryTable, itemsize, memory_table, streaming_room
 from batchgen.prefix import (
     GroupLine,
     NodeLine,
@@ -407,7 +407,7 @@ class _PlanBuilder:
 
         engine = self.config.engine
         device = pick_device(self.config.model.devices[0]).type
-        streamed = self.config.model.weights == "streamed"
+        streamed, held = self._weights_in_memory(device)
         limits = limits_for(engine, device, self.tokenizer.vocab_size, streamed=streamed)
         num_state_slots, num_blocks = (
             limits.batch_size + SNAPSHOTS,
@@ -416,7 +416,7 @@ class _PlanBuilder:
         wish = parse_memory(engine.kv_memory)
         room: int | None = wish if isinstance(wish, int) else None
         if room is None and device in AUTO_SHARE:
-            room = int(max(0, free_host_memory() - self.weight_bytes) * (wish or AUTO_SHARE[device]) / engine.processes)
+            room = int(max(0, free_host_memory() - held) * (wish or AUTO_SHARE[device]) / engine.processes)
         if room is not None:  # on CUDA, the engine measures what is free
             share = MemoryShare(room, self.block_size * self.bytes_per_token, self.bytes_per_state)
             num_state_slots = share.state_slots(limits.batch_size)
@@ -426,6 +426,14 @@ class _PlanBuilder:
             return None
         num_state_slots *= bool(self.bytes_per_state)
         return Rehearsal(limits, self.block_size, num_blocks, num_state_slots, POLICIES[engine.policy])
+
+    def _weights_in_memory(self, device: str) -> tuple[bool, int]:
+        """Returns whether a run streams the weights, and how many of their bytes it holds in memory."""
+        model, table = self.config.model, self.memory
+        chosen = model.weights if model.weights != "auto" or table is None or model.quantize != "none" else table.auto
+        if chosen != "streamed" or device != "cpu":
+            return False, self.weight_bytes
+        return True, 0 if table is None else max(table.streamed, streaming_room(model, table.free))
 
     def requests(self, rows: Sequence[Row], built: Sequence[Request | Result]) -> list[Request]:
         """Counts rows that were built, and returns the requests to run: only the first of equal ones whose results cannot differ."""

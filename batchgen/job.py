@@ -214,7 +214,7 @@ def _run_as_rows_come(setup: JobSetup, job: Job, planner: Planner, generation: _
             tracker.phase(f"planning rows {rows[0].number + 1:,}–{rows[-1].number + 1:,}")
             with outcomes.run.timed("plan"):
                 read = reader.requests(rows, reader.build(rows, reader.known(rows)))
-        if len(rows) < size and stream.next_number == len(rows):
+        if stream.ended and stream.next_number == len(rows):
             tracker.total = len(read.rows)
         results = dict(read.results)
         try:

@@ -219,9 +219,7 @@ def _open_store(setup: JobSetup, signals: Signals, tracker: Tracker) -> Job | Sh
             "settings": setup.spec.settings,
             "keep": config.keep,
             "expect": config.expect,
-            "id_column": config.id_column,
             "token_ids": config.token_ids,
-            "output_format": config.output_format,
         }
     )
 

@@ -10,21 +10,22 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
+from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, dry_run, run_job
 from batchgen.dry_run import plan_job
+from batchgen.model.weights import sizes
 from support.models import build, generate
 from support.params import slow_but
 from support.shapes import RECURRENT_SHAPES
 from support.tiny_model import EOS_ID, save_tiny_tokenizer
 
 
-def built(name: str) -> Any:
-    return build(name, vocab_size=260, eos_token_id=EOS_ID)
+def built(name: str, **changes: Any) -> Any:
+    return build(name, vocab_size=260, eos_token_id=EOS_ID, **changes)
 
 
-def saved(name: str, path: Path) -> Path:
+def saved(name: str, path: Path, **changes: Any) -> Path:
     """A tiny model with a byte tokenizer."""
-    built(name).save_pretrained(path)
+    built(name, **changes).save_pretrained(path)
     save_tiny_tokenizer(path, chat=False)
     return path
 
@@ -106,3 +107,24 @@ def test_the_plan_predicts_the_memory_of_states(tree, folder, tmp_path, write_js
     used = run_job(config).stats["state_bytes_peak"]
     assert used > 0
     assert abs(planned - used) <= 0.05 * used
+
+
+@pytest.mark.parametrize("weights", ["auto", "streamed"])
+def test_the_plan_counts_the_states_of_a_model_whose_weights_do_not_fit(weights, write_jsonl, tmp_path, monkeypatch):
+    layers = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 3
+    deep = {"num_hidden_layers": len(layers), "layer_types": layers, "intermediate_size": 1024}
+    folder = saved("qwen3_5_text", tmp_path / "model", **deep)
+    prompts = [{"prompt": p} for p in prefix_tree_prompts(2)]
+    config = JobConfig(
+        inputs=(str(write_jsonl(prompts)),),
+        model=ModelConfig(model=str(folder), device="cpu", weights=weights),
+        prompts=PromptConfig(chat=False),
+        sampling=SamplingParams(max_tokens=4),
+    )
+    kept = plan_job(config).weight_bytes
+    for module in (dry_run, sizes):
+        monkeypatch.setattr(module, "free_host_memory", lambda: kept)
+    plan = plan_job(config)
+    assert plan.memory is not None
+    assert plan.memory.auto == "streamed"
+    assert plan.state_bytes_peak > 0

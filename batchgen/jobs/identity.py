@@ -12,9 +12,10 @@ from typing import Any, BinaryIO
 
 from batchgen.config import JobConfig, ModelConfig, PromptConfig
 from batchgen.jobs.files.disk import json_digest
-from batchgen.jobs.files.manifest import MODEL_FILE, load_manifest
+from batchgen.jobs.files.manifest import MODEL_FILE, as_stored, load_manifest
 from batchgen.model_files import ADAPTER_WEIGHTS, adapter_folder, gguf_file
 from batchgen.parsers.heads import OutputHead
+from batchgen.prompts.tokenizer import checkpoint_dtype
 from batchgen.records.output import job_path
 from batchgen.sampling_params import SamplingParams
 from batchgen.stats import versions
@@ -73,6 +74,12 @@ def job_settings(
         _DATE: None if date is None else date.isoformat(),
         **_plain_settings(config.sampling, ("given",)),
     }
+
+
+def with_defaults(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a job that an earlier version began: options of `new` that it did not have yet have their defaults."""
+    options = _plain_settings(PromptConfig(), _FREE_OF_PROMPTS) | _plain_settings(SamplingParams(), ("given",))
+    return {name: value for name, value in as_stored(options).items() if name in new} | dict(old)
 
 
 def date_of_job(output: str, work_dir: str | None) -> datetime | None:
@@ -134,10 +141,7 @@ def _text_or_digest(text: str) -> str:
 
 def dtype_name(config: ModelConfig, hf_config: Any) -> str:
     """Returns the dtype that results depend on. `auto` is the checkpoint's own, even if a processor computes it in float32."""
-    if config.dtype != "auto":
-        return config.dtype
-    own = getattr(hf_config, "dtype", None) or getattr(getattr(hf_config, "text_config", None), "dtype", None)
-    return "float32" if own is None else str(own).removeprefix("torch.")
+    return checkpoint_dtype(hf_config) if config.dtype == "auto" else config.dtype
 
 
 def model_identity(config: ModelConfig) -> dict[str, Any]:

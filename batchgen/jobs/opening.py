@@ -25,6 +25,7 @@ from batchgen.jobs.files.manifest import (
 from batchgen.jobs.files.results import RESULTS_FILE, RESULTS_FILES, read_facts
 from batchgen.jobs.files.row_keys import KNOWN_FILES
 from batchgen.jobs.files.target import Target, known_as, open_target
+from batchgen.jobs.identity import with_defaults
 from batchgen.jobs.shards import CLAIMS, SHARDS_FOLDER, check_no_shard_runs, forget_plan, load_plan, read_stats, stores
 from batchgen.recording import job_record
 from batchgen.records.inputs import Input
@@ -196,12 +197,13 @@ class Opening:
             raise UsageError(
                 f"{self.folder} is the job folder of {old.output}", "use another --work-dir, or another -o"
             )
-        larger = is_larger_limit(old.settings, manifest.settings)
+        settings = with_defaults(old.settings, manifest.settings)
+        larger = is_larger_limit(settings, manifest.settings)
         self.limit_raised = larger and "length" in self.spec.retry
-        first = old.settings.get(FIRST_LIMIT) or (old.settings[LIMIT] if self.limit_raised else None)
+        first = settings.get(FIRST_LIMIT) or (settings[LIMIT] if self.limit_raised else None)
         if first is not None:
             self._set(settings=manifest.settings | {FIRST_LIMIT: first})
-        said = differences(old.settings, self.manifest.settings)
+        said = differences(settings, self.manifest.settings)
         if said and not self.limit_raised:
             hint = _RAISE_LIMIT if larger else _START_AGAIN
             raise UsageError(f"{output} was made with other settings: {said}", hint)

@@ -32,6 +32,7 @@ from batchgen.jobs.files.disk import sync_folder, write_json, writing
 from batchgen.jobs.files.lease import Lease, check_free_here, check_shared_folder, holder_of_lease, last_claim
 from batchgen.jobs.files.manifest import differences
 from batchgen.jobs.files.results import RESULTS_FILE
+from batchgen.jobs.identity import with_defaults
 from batchgen.jobs.order.shares import PrefixCosts, Share
 from batchgen.jobs.order.sorted_requests import read_requests, write_requests
 from batchgen.progress import Snapshot
@@ -281,7 +282,7 @@ def _join(folder: Path, plan: ShardPlan, number: int, spec: JobSpec, tell: Calla
 
 def _check_not_running(folder: Path, plan: ShardPlan, asked: Mapping[str, Any], output: str) -> None:
     """Raises an error that says what differs, if the plan was made with other settings or if its shards are running."""
-    said = differences(plan.asked["settings"], asked["settings"])
+    said = differences(with_defaults(plan.asked["settings"], asked["settings"]), asked["settings"])
     if said:
         raise UsageError(
             f"{output} was made with other settings: {said}",

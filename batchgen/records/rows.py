@@ -36,6 +36,8 @@ class RowStream:
         self._rows: Iterator[Row] | None = rows
         self._max_bytes = max_bytes
         self.next_number = 0
+        self.ended = False
+        """Whether there are no more rows, or none before the limit."""
         self.broken: InputCorrupt | None = None
         """The error of an input that breaks off, set once all rows before that place are read."""
 
@@ -45,13 +47,14 @@ class RowStream:
         taken = 0
         while self._rows is not None and len(rows) < size and taken < self._max_bytes:
             if limit is not None and self.next_number >= limit:
+                self.ended = True
                 break
             try:
                 row = next(self._rows, None)
             except InputCorrupt as e:
                 self.broken, row = e, None
             if row is None:
-                self._rows = None
+                self._rows, self.ended = None, True
                 break
             rows.append(row)
             taken += row.size

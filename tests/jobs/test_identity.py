@@ -142,6 +142,8 @@ def test_dtype_auto_is_identified_as_that_of_the_checkpoint():
     assert dtype_name(ModelConfig(model="m"), own) == "bfloat16"
     assert dtype_name(ModelConfig(model="m", dtype="float16"), own) == "float16"
     assert dtype_name(ModelConfig(model="m"), SimpleNamespace()) == "float32"
+    speaks = SimpleNamespace(thinker_config=SimpleNamespace(text_config=own))
+    assert dtype_name(ModelConfig(model="m"), speaks) == "bfloat16"
 
 
 def test_prompt_and_sampling_options_are_settings(tiny_model_dir):

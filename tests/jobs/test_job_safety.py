@@ -29,6 +29,15 @@ def test_other_settings_are_refused_by_name_and_overwrite_starts_again(run, text
         run()
 
 
+def test_an_option_that_an_earlier_version_did_not_have_had_its_default(run, write_input):
+    write_input(["a"])
+    run()
+    write_input(["a", "b"])
+    with pytest.raises(UsageError, match="min_p was 0, is "):
+        run(settings=SETTINGS | {"min_p": 0.5})
+    assert run(settings=SETTINGS | {"min_p": 0.0, "top_p": 1.0, "prefix": None})[1] == ["b"]
+
+
 def test_other_settings_are_refused_for_an_unfinished_job_too(run, write_input):
     write_input(["a", "b"])
     run(stop_after=1)

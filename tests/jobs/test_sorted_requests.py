@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.config import InputLimits
+from batchgen.config import InputLimits, JobConfig
+from batchgen.jobs.files.disk import json_digest
+from batchgen.jobs.order.requests import asked_of
 from batchgen.jobs.order.sorted_requests import SortedRequests, bounded_windows, sort_key
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
@@ -138,3 +140,10 @@ def test_windows_follow_each_other_in_order_and_hold_every_request_once(
     if made.on_disk:
         later = SortedRequests.of(folder, made.digests, given_limits)
         assert [[r.row for r in w] for w in later.windows()] == [[r.row for r in w] for w in made.windows()]
+
+
+def test_a_reading_is_not_used_with_options_that_give_rows_other_keys():
+    config = JobConfig(inputs=("a.jsonl",), model="m")
+    others = [replace(config, id_column="name"), replace(config, output_format="openai"), replace(config, limit=3)]
+    asked = [json_digest(asked_of(each, [])) for each in (config, *others)]
+    assert len(set(asked)) == len(asked)

@@ -36,6 +36,13 @@ def test_a_window_ends_with_the_row_that_exceeds_its_bytes():
     assert sizes_of(99, 99, most=8) == [[99], [99]]
 
 
+def test_rows_that_end_and_rows_that_are_too_large_for_a_window_are_told_apart():
+    stream = RowStream(iter(rows(4, 4, 4)), 8)
+    assert [(len(stream.take(100)), stream.ended) for _ in range(2)] == [(2, False), (1, True)]
+    limited = RowStream(iter(rows(4, 4, 4)))
+    assert (len(limited.take(100, 2)), limited.ended) == (2, True)
+
+
 def test_rows_have_their_size_in_the_file(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "abc"}\nbroken\n')
     (tmp_path / "b.csv").write_bytes(b"prompt,x\nabc,de\n")

@@ -482,6 +482,7 @@ class Results:
     def discard(self) -> None:
         """Drops what was not committed."""
         self._new.clear()
+        self._ended.clear()
         self._connection.rollback()
 
     def close(self) -> None:

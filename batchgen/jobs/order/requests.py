@@ -256,6 +256,8 @@ def asked_of(config: JobConfig, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         "form": _READING_FORM,
         "inputs": inputs,
         "limit": config.limit,
+        "id_column": config.id_column,
+        "output_format": config.output_format,
         "priority_column": config.prompts.priority_column,
         "versions": versions(),
     }

@@ -145,6 +145,13 @@ def are_streamed(config: ModelConfig, sizes: WeightSizes | None, kv: int, free: 
     return True
 
 
+def streaming_room(config: ModelConfig, free: int) -> int:
+    """Returns the bytes that streamed weights may take in memory. They take `WeightSizes.streamed` in any case."""
+    if config.weight_memory is not None:
+        return parse_size(config.weight_memory, "--weight-memory")
+    return 0 if config.weights == "streamed" else free // 2
+
+
 def weight_files(config: ModelConfig) -> list[Path] | None:
     """Returns the model's safetensors files, in its folder or in the hub's cache; None if some are not on the disk."""
     if gguf_file(config) is not None:

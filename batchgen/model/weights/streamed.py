@@ -21,13 +21,13 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from batchgen.config import ModelConfig, parse_size
+from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.experts import FusedExperts
 from batchgen.kernels.memory import FilePieces, Mapping, Pages, in_huge_pages, mapped_files, pieces_in
 from batchgen.model.weights.quantized import bytes_of, one_weight_at_a_time
-from batchgen.model.weights.sizes import LAYERS_READ, are_streamed, kv_beside, sizes_of
+from batchgen.model.weights.sizes import LAYERS_READ, are_streamed, kv_beside, sizes_of, streaming_room
 from batchgen.process.machine import free_host_memory
 from batchgen.process.user_cache import cache_folder
 from batchgen.stats import size_text
@@ -57,11 +57,7 @@ def streamed_weights(
         return None
     merges = config.lora is not None
     folder = _folder_for(0 if sizes is None else int(1.2 * sizes.kept) + (sizes.plain if merges else 0))
-    if config.weight_memory is not None:
-        room = parse_size(config.weight_memory, "--weight-memory")
-    else:
-        room = 0 if config.weights == "streamed" else free // 2
-    return StreamedWeights(folder, room, merges=merges)
+    return StreamedWeights(folder, streaming_room(config, free), merges=merges)
 
 
 class StreamedWeights:
