@@ -1,7 +1,6 @@
 """Batch files of /v1/embeddings and /v1/responses: how requests are read or refused, answered, and read back."""
 
 import base64
-import json
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from batchgen.config import JobConfig, ModelConfig
 from batchgen.errors import RowError
 from batchgen.prompts.openai import read_body
 from batchgen.records import Row, output_row, row_form
-from batchgen.records.openai_batch import result_of
 from batchgen.result import Result
 from support.embedders import save_embedder
 
@@ -45,9 +43,7 @@ def test_an_embeddings_request_is_answered_with_a_list_of_one():
     }
     coded = record(ask(EMBEDDINGS, input="a", encoding_format="base64"), result, embed=True)
     assert base64.b64decode(coded["response"]["body"]["data"][0]["embedding"]) == VECTOR.astype("<f4").tobytes()
-    for answer in (coded, record({"prompt": "a"}, result, embed=True)):
-        back = result_of(json.loads(json.dumps(answer)))
-        assert (back.prompt_tokens, back.embedding.tolist()) == (7, VECTOR.tolist())
+    assert record({"prompt": "a"}, result, embed=True)["response"]["body"] == body
 
 
 @pytest.mark.parametrize(
@@ -140,12 +136,11 @@ def test_a_response_has_its_message_its_status_and_its_usage():
         (Result(row=-1, text="a", finish_reason="stop", choice_probs={"a": 0.75, "b": 0.25}), "completed", ["message"]),
     ],
 )  # fmt: skip
-def test_a_response_is_read_back_unchanged(result, status, kinds):
+def test_a_response_says_whether_it_is_whole(result, status, kinds):
     answer = record(ask(RESPONSES, input="a"), result)
     body = answer["response"]["body"]
     assert (body["status"], [item["type"] for item in body["output"]]) == (status, kinds)
     assert (body["incomplete_details"] is None) == (status == "completed")
-    assert result_of(json.loads(json.dumps(answer))) == result
 
 
 def test_a_file_of_embeddings_requests_is_answered(cli, write_jsonl, read_jsonl, tmp_path):

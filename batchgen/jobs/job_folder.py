@@ -139,9 +139,8 @@ class JobFolder(HeldResults):
             self.kept_rows = (self.folder / "keys").stat().st_size // KEY_BYTES
             self.know_finished(key for key in read_keys(self.folder / "keys") if key != NO_KEY)
             if old is not None and old.state == "finished":
-                taken = self.add_missing(
-                    results_of_output(self._target.name, self.folder / "keys", self._spec.form.asked)
-                )
+                held = results_of_output(self._target.name, self.folder / "keys", self._spec.form.asked)
+                taken = self.add_missing(() if old.request["openai"] else held)
                 self.notes.append(f"{self.output} was finished: {taken} of its results are used again")
         retry = self._spec.retry
         interrupted = old is not None and old.state == "running" and old.request.get("retry") == retry

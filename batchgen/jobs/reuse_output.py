@@ -10,7 +10,6 @@ from typing import Any
 
 from batchgen.records.files import DELIMITERS, InputFile
 from batchgen.records.inputs import Input
-from batchgen.records.openai_batch import result_of
 from batchgen.records.output import TASK_NAMES, RowForm, output_format
 from batchgen.records.result_values import PARTS, calls_of, completions_of, parts_of
 from batchgen.result import Result
@@ -67,17 +66,14 @@ def result_of_line(line: bytes, asked: Collection[str] = TASK_NAMES) -> Result |
 def is_held_whole(result: Result, form: RowForm, format: str) -> bool:
     """Whether `results_of_output` can read a result back from an output of this form and format.
 
-    JSON cannot hold an infinity, OpenAI's form has no token ids in log-probabilities and no `valid`, and the values of CSV have no types.
-    `valid` of a row with a schema of its own looks like a column of the input.
+    JSON cannot hold an infinity, OpenAI's form lacks parts of a result, and the values of CSV have no types. `valid` of a row with a schema of
+    its own looks like a column of the input.
     """
-    if format in DELIMITERS:
+    if format in DELIMITERS or form.openai is not None:
         return False
     if result.failed:
         return True
-    if result.valid is not None and (form.openai is not None or "valid" not in form.asked):
-        return False
-    with_logprobs = any(c.logprobs is not None for c in result.completions)
-    if form.openai is not None and with_logprobs:
+    if result.valid is not None and "valid" not in form.asked:
         return False
     if result.embedding is not None or result.reward is not None:
         return True
@@ -87,17 +83,16 @@ def is_held_whole(result: Result, form: RowForm, format: str) -> bool:
         return True
     numbers = [] if result.score is None else [result.score.logprob]
     numbers += [token.logprob for token in (result.prompt_logprobs or ()) if not math.isnan(token.logprob)]
-    if with_logprobs:
-        for completion in result.completions:
-            for token in completion.logprobs or ():
-                numbers += [token.logprob, *(top.logprob for top in token.top)]
+    for completion in result.completions:
+        for token in completion.logprobs or ():
+            numbers += [token.logprob, *(top.logprob for top in token.top)]
     return all(map(math.isfinite, numbers))
 
 
 def result_of_row(columns: dict[str, Any], asked: Collection[str] = TASK_NAMES) -> Result | None:
     """Returns the result of an output row; None if it is not whole, or if batchgen did not write the row. `asked` is `RowForm.asked` of the output."""
     try:
-        return _of_row(columns, asked) if "usage" in columns else result_of(columns)
+        return _of_row(columns, asked)
     except (ValueError, TypeError, KeyError):
         return None
 

@@ -1,4 +1,4 @@
-"""The OpenAI Batch form: how its input rows are recognised, and results as records of its output and back (docs/openai-batch.md).
+"""The OpenAI Batch form: how its input rows are recognised, and results as records of its output (docs/openai-batch.md).
 
 Equal results give equal bytes: records contain no times and no random ids.
 """
@@ -10,16 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchgen.records.result_values import (
-    calls_of,
-    coded_embedding,
-    decoded_embedding,
-    embedding_of,
-    ids_known,
-    plain_calls,
-    plain_embedding,
-    probs_of,
-)
+from batchgen.records.result_values import coded_embedding, ids_known, plain_calls, plain_embedding
 from batchgen.records.rows import Row
 from batchgen.result import Completion, Result, TokenLogprob
 
@@ -265,87 +256,3 @@ def _tops(token: TokenLogprob) -> dict[str, float]:
 
 def _finite(logprob: float) -> float:
     return _UNLIKELIEST if logprob == -math.inf else logprob
-
-
-def result_of(record: Mapping[str, Any]) -> Result | None:
-    """Returns the result that a record was made of; None if it has log-probabilities, because these lack their token ids.
-
-    A failed row's number of prompt tokens is not in the form, so it is 0. Token ids are set if the record has them. Raises
-    `ValueError`, `TypeError` or `KeyError` if the record is not one of `batch_record`.
-    """
-    response, error = record["response"], record["error"]
-    if error:
-        return Result(
-            row=-1, text=None, finish_reason="error", error_type=error["code"], error_message=error["message"]
-        )
-    body = response["body"]
-    if body["object"] == "list":
-        return _result_of_embeddings(body)
-    if body["object"] == "response":
-        return _result_of_response(body)
-    if any(choice["logprobs"] is not None for choice in body["choices"]):
-        return None
-    first, *others = (_completion_of_choice(choice) for choice in body["choices"])
-    usage, probs = body["usage"], body.get("choice_probs")
-    return Result(
-        row=-1,
-        text=first.text,
-        finish_reason=first.finish_reason,
-        prompt_tokens=usage["prompt_tokens"],
-        completion_tokens=usage["completion_tokens"],
-        reasoning=first.reasoning,
-        reasoning_tokens=usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0),
-        tool_calls=first.tool_calls,
-        token_ids=first.token_ids,
-        truncated=bool(body.get("truncated")),
-        completions=(first, *others) if others else (),
-        choice_probs=None if probs is None else probs_of(probs),
-    )
-
-
-def _result_of_embeddings(body: Mapping[str, Any]) -> Result:
-    given = body["data"][0]["embedding"]
-    return Result(
-        row=-1,
-        text=None,
-        finish_reason=None,
-        prompt_tokens=body["usage"]["prompt_tokens"],
-        truncated=bool(body.get("truncated")),
-        embedding=decoded_embedding(given) if isinstance(given, str) else embedding_of(given),
-    )
-
-
-def _result_of_response(body: Mapping[str, Any]) -> Result:
-    items = {item["type"]: item for item in body["output"]}
-    message, thoughts = items.get("message"), items.get("reasoning")
-    usage, probs = body["usage"], body.get("choice_probs")
-    text = message["content"][0]["text"] if message else None
-    reasoning = thoughts["content"][0]["text"] if thoughts else None
-    if not isinstance(text, str) and not (text is None and isinstance(reasoning, str)):
-        raise TypeError(f"not text: {text!r}")
-    return Result(
-        row=-1,
-        text=text,
-        finish_reason=body.get("stop_reason") or ("stop" if body["status"] == "completed" else "length"),
-        prompt_tokens=usage["input_tokens"],
-        completion_tokens=usage["output_tokens"],
-        reasoning=reasoning,
-        reasoning_tokens=usage["output_tokens_details"]["reasoning_tokens"],
-        token_ids=tuple((message or {}).get("token_ids") or ()),
-        truncated=bool(body.get("truncated")),
-        choice_probs=None if probs is None else probs_of(probs),
-    )
-
-
-def _completion_of_choice(choice: Mapping[str, Any]) -> Completion:
-    message = choice.get("message", {})
-    text, reasoning = message["content"] if message else choice["text"], message.get("reasoning_content")
-    calls = calls_of(message.get("tool_calls"))
-    if calls and text is None:
-        text = ""
-    if not isinstance(text, str) and not (text is None and isinstance(reasoning, str)):
-        raise TypeError(f"not text: {text!r}")
-    reason = choice.get("stop_reason", choice["finish_reason"])
-    reason = "stop" if reason == _CALLS_REASON else reason
-    ids = tuple(choice.get("token_ids") or ())
-    return Completion(text=text, finish_reason=reason, reasoning=reasoning, tool_calls=calls, token_ids=ids)

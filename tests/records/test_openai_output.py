@@ -1,21 +1,17 @@
-"""Results become records of OpenAI's Batch output and are read back from them."""
+"""Results become records of OpenAI's Batch output."""
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from batchgen.config import JobConfig, ModelConfig
 from batchgen.errors import RowError, UsageError
 from batchgen.records import Row, output_row, row_form
-from batchgen.records.jsonl import to_json
 from batchgen.records.output import RowForm
 from batchgen.result import Completion, Result, TokenLogprob
-from support.jobs import reused_results
 
 MODEL = ModelConfig(model="tiny/llama")
 CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}}
@@ -173,69 +169,6 @@ def test_fields_that_openai_does_not_have_are_written_only_if_the_result_has_the
     assert list(body) == ["id", "object", "created", "model", "choices", "usage", "truncated", "choice_probs"]
     assert (body["truncated"], body["choice_probs"]) == (True, {"yes": 0.25, "no": 0.75})
     assert body["choices"][0]["text"] == "no"
-
-
-# Reading records back.
-
-LABEL = Result(row=-1, text="no", finish_reason="stop", prompt_tokens=4, choice_probs={"yes": 0.1, "no": 0.9})
-WHOLE = [
-    replace(DONE, row=-1),
-    replace(DONE, row=-1, finish_reason="timeout", truncated=True),
-    replace(
-        several(
-            Completion(text="a", finish_reason="stop", token_ids=(5,)),
-            Completion(text="b", finish_reason="timeout", token_ids=(6, 7)),
-        ),
-        row=-1,
-    ),
-    LABEL,
-    Result(row=-1, text="", finish_reason="length"),
-    Result.from_error(-1, RowError("numerical_error", "m")),
-]
-
-
-def back(folder: Path, *records) -> dict[int, Result]:
-    """The results that are read back from an output of these records, by place."""
-    (folder / "o.jsonl").write_bytes(b"".join(to_json(record) + b"\n" for record in records))
-    (folder / "keys").write_bytes(b"".join(bytes([i]) * 16 for i in range(1, len(records) + 1)))
-    return {key[0] - 1: result for key, result in reused_results(folder / "o.jsonl", folder / "keys")}
-
-
-@pytest.mark.parametrize("columns", [CHAT, RAW])
-def test_results_are_read_back_unchanged_if_the_record_has_token_ids(tmp_path, columns):
-    records = [made(columns, result, token_ids=True) for result in WHOLE]
-    assert list(back(tmp_path, *records).values()) == WHOLE
-
-
-@pytest.mark.parametrize("columns", [CHAT, RAW])
-def test_a_result_that_is_read_back_gives_the_same_record_again(tmp_path, columns):
-    records = [made(columns, result) for result in WHOLE]
-    taken = back(tmp_path, *records)
-    assert [to_json(made(columns, result)) for result in taken.values()] == [to_json(r) for r in records]
-    assert taken[0] == replace(WHOLE[0], token_ids=())
-
-
-def test_completions_with_logprobs_are_not_read_back(tmp_path):
-    with_logprobs = several(Completion(text="é", finish_reason="stop", token_ids=(7, 9, 2), logprobs=SAMPLED))
-    assert back(tmp_path, made(CHAT, with_logprobs), made(RAW, with_logprobs, token_ids=True), made(RAW)).keys() == {2}
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda record: record.update(response=None),
-        lambda record: record["response"].pop("body"),
-        lambda record: record["response"]["body"].pop("usage"),
-        lambda record: record["response"]["body"].update(choices=[]),
-        lambda record: record["response"]["body"]["choices"][0]["message"].update(content=None),
-        lambda record: record.update(error={"code": "timeout"}),
-        lambda record: record.pop("error"),
-    ],
-)
-def test_a_record_that_is_not_ours_is_not_read_back(tmp_path, spoil):
-    record = json.loads(to_json(made(CHAT)))
-    spoil(record)
-    assert back(tmp_path, record) == {}
 
 
 # Options that cannot be combined.

@@ -665,7 +665,6 @@ def decode(key: bytes, value: bytes, checksum: int, asked: Collection[str] = TAS
         if zlib.crc32(key + value) != checksum:
             return None
         values = parsed(value.decode().rstrip())  # a row of an output may have its line end
-        is_row = "usage" in values or "text" not in values  # of the output: batchgen's own form, or OpenAI's
-        return result_of_row(values, asked) if is_row else result_of_values(values)
+        return result_of_row(values, asked) if "usage" in values else result_of_values(values)
     except (ValueError, TypeError, AttributeError, KeyError):
         return None
