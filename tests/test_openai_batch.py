@@ -138,7 +138,9 @@ def test_a_resumed_run_writes_the_same_bytes(tiny_chat_model_dir, write_jsonl):
     assert Path(resumed.output).read_bytes() == Path(whole.output).read_bytes()
 
 
-def test_a_finished_output_is_converted_to_another_format_without_the_model_with_its_logprobs(tiny_chat_model_dir, write_jsonl):
+def test_a_finished_output_is_converted_to_another_format_without_the_model_with_its_logprobs(
+    tiny_chat_model_dir, write_jsonl
+):
     source = write_jsonl([*VLLM, ask("raw", RAW, prompt="Once", temperature=1, n=2, logprobs=1)])
     first = run(tiny_chat_model_dir, source)
     answers = Path(first.output).read_bytes()

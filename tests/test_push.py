@@ -47,7 +47,7 @@ def test_a_finished_job_is_pushed_as_parquet_with_a_card_in_one_commit(hub, run)
     done = run()
     assert done.code == 0
     repo = hub.repos["me/answers"]
-    assert (set(repo.files), repo.private) == ({".gitattributes", ".batchgen.json", "README.md", SHARD}, True)
+    assert (set(repo.files), repo.private) == ({".gitattributes", "README.md", SHARD}, True)
     assert table_of(repo).equals(pq.read_table(run.output))
     assert repo.messages == ["batchgen: 3 rows of tiny"]
     assert f"batchgen: pushing {run.output} to {hub.endpoint}/datasets/me/answers\n" in done.err
@@ -65,12 +65,12 @@ def test_an_output_is_pushed_once_and_a_changed_output_replaces_it(hub, run, wri
     again = run()
     assert (again.code, len(repo.messages)) == (0, 1)
     assert f"batchgen: {hub.endpoint}/datasets/me/answers has this output already\n" in again.err
-    repo.files["data/train-00007-of-00008.parquet"] = b"of somebody else"
+    repo.files["data/train-00007-of-00008.parquet"] = b"which load_dataset would read, too"
     write_jsonl([*ROWS, {"prompt": "more"}])
     assert run().code == 0
     assert repo.messages == ["batchgen: 3 rows of tiny", "batchgen: 4 rows of tiny"]
     assert table_of(repo).column("prompt").to_pylist() == ["row 0", "row 1", "row 2", "more"]
-    assert "data/train-00007-of-00008.parquet" in repo.files
+    assert set(repo.files) == {".gitattributes", "README.md", SHARD}
 
 
 def test_an_output_that_another_process_is_pushing_is_refused(hub, run):
@@ -134,7 +134,7 @@ def test_overwrite_replaces_only_the_data_files_of_an_existing_dataset(hub, run)
     )
     assert run("--overwrite").code == 0
     repo = hub.repos["me/answers"]
-    assert set(repo.files) == {SHARD, "README.md", "notes.txt", ".batchgen.json"}
+    assert set(repo.files) == {SHARD, "README.md", "notes.txt"}
 
 
 def test_the_shard_that_merges_pushes_the_output(hub, run):
@@ -196,7 +196,9 @@ def test_the_card_shows_settings_but_no_folders_or_signatures_of_inputs():
     sampling = {"temperature": {"value": 0.6, "from": "model"}}
     stats = figures(run, EngineStats(), Setting("m", "bfloat16", "cpu", "kernels", sampling))
     schema = pa.schema([("text", pa.string())])
-    card = dataset_card(config, "me/out", stats=stats, settings={"model": "org/model at abc"}, schema=schema, rows=12)
+    card = dataset_card(
+        config, "me/out", "abc", stats=stats, settings={"model": "org/model at abc"}, schema=schema, rows=12
+    )
     assert "from `hf://datasets/user/rows`, `more.jsonl`, `signed.jsonl`, split `test`, with batchgen " in card
     assert "secret" not in card
     lines = ["size_categories:", "- n<1K", "| model | org/model at abc |", "| temperature | 0.6 (the model's) |"]

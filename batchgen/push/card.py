@@ -14,6 +14,8 @@ from batchgen.options import flag_of
 from batchgen.stats import counted
 
 SPLIT = "train"
+MARK = "<!-- pushed by batchgen: "
+"""The beginning of the last line, which a reader of the card does not see: the digest of the output follows."""
 _LONG_TEXT = 120
 _SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "1B<n<10B")
 _NOT_SHOWN = {
@@ -33,6 +35,7 @@ _NOT_SHOWN = {
 def dataset_card(
     config: JobConfig,
     repo: str,
+    digest: str,
     *,
     stats: Mapping[str, Any],
     settings: Mapping[str, Any],
@@ -41,7 +44,7 @@ def dataset_card(
 ) -> str:
     """Returns the text of the card.
 
-    `stats` are the job's figures, `settings` those of its manifest; `schema` and `rows` describe the files that are pushed. Of a path on this
+    `digest` is that of the output, `stats` are the job's figures, `settings` those of its manifest; `schema` and `rows` describe the files that are pushed. Of a path on this
     machine only the last name is shown.
     """
     model = settings.get("model") or _last_name(config.model.model)
@@ -70,6 +73,8 @@ def dataset_card(
             *_markdown_section("Rows", ("rows", "number"), _count_lines(stats["job"])),
             *_markdown_section("Figures", ("figure", "value"), _figure_lines(stats)),
             *_markdown_section("Columns", ("column", "type"), [(field.name, str(field.type)) for field in schema]),
+            "",
+            f"{MARK}{digest} -->",
             "",
         ]
     )

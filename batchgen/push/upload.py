@@ -1,4 +1,4 @@
-"""Pushes a finished output to the Hub, as a dataset: Parquet files, a card, and a mark by which a later push recognises its own.
+"""Pushes a finished output to the Hub, as a dataset: Parquet files, and a card by which a later push recognises its own.
 
 All files arrive in one commit. Nothing is pushed if the repository holds this output already, so after a failed push the same command
 can be repeated.
@@ -6,7 +6,6 @@ can be repeated.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -22,15 +21,13 @@ from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import DIGEST, Manifest, load_manifest
 from batchgen.jobs.opening import PUSH_FOLDER
 from batchgen.jobs.shards import CLAIMS
-from batchgen.push.card import SPLIT, dataset_card
+from batchgen.push.card import MARK, SPLIT, dataset_card
 from batchgen.records.hub_errors import reaching_hub
 from batchgen.records.output import job_path, output_format
 from batchgen.records.parquet_types import without_maps
 from batchgen.records.remote import is_url, open_remote
 from batchgen.stats import counted
 
-MARK = ".batchgen.json"
-"""The file of the repository that says which output its data is. Hidden, so that nobody takes it for data."""
 SHARD_BYTES = 500_000_000
 """Size from which an output is pushed in several files, as `datasets` does."""
 _README = "README.md"
@@ -62,7 +59,7 @@ def check_push(config: JobConfig, output: str) -> None:
     if role == "read":
         raise UsageError(f"the token can only read, and --push writes to dataset {repo}", "use a token that may write")
     strange = _dataset_files(repo) - _GIT_FILES
-    if strange and MARK not in strange and not config.overwrite:
+    if strange and MARK not in _card_of(repo, strange) and not config.overwrite:
         raise UsageError(
             f"dataset {repo} has files that batchgen did not push ({', '.join(sorted(strange)[:3])})",
             "use another name with --push, or delete them there; --overwrite replaces them, but also starts the job again",
@@ -112,8 +109,8 @@ def _push(
     hub, repo = HfApi(), repo_of(config.push or "")
     address = str(hub.create_repo(repo, repo_type="dataset", private=not config.push_public, exist_ok=True))
     digest, there = manifest.outputs[0][DIGEST], _dataset_files(repo)
-    mark = _mark(repo, there)
-    if mark and mark[DIGEST] == digest and {_README, *mark["files"]} <= there:
+    earlier = {name for name in there if name.startswith(f"data/{SPLIT}-")}
+    if earlier and f"{MARK}{digest}" in _card_of(repo, there):
         tell(f"{address} has this output already")
         return address
     tell(f"pushing {output} to {address}")
@@ -124,13 +121,11 @@ def _push(
     metadata = [pq.read_metadata(shard) for shard in shards]
     rows = sum(part.num_rows for part in metadata)
     schema = pq.read_schema(shards[0])
-    card = dataset_card(config, repo, stats=stats, settings=manifest.settings, schema=schema, rows=rows)
-    text = {_README: card, MARK: json.dumps({DIGEST: digest, "files": names}, indent=2) + "\n"}
-    earlier = mark.get("files") or [name for name in there if name.startswith(f"data/{SPLIT}-")]
+    card = dataset_card(config, repo, digest, stats=stats, settings=manifest.settings, schema=schema, rows=rows)
     operations: list[Any] = [
         *(CommitOperationAdd(name, str(shard)) for name, shard in zip(names, shards, strict=True)),
-        *(CommitOperationAdd(name, content.encode()) for name, content in text.items()),
-        *(CommitOperationDelete(name) for name in sorted({*earlier} & there - {*names})),
+        CommitOperationAdd(_README, card.encode()),
+        *(CommitOperationDelete(name) for name in sorted(earlier - {*names})),
     ]
     done = hub.create_commit(
         repo,
@@ -154,16 +149,15 @@ def _dataset_files(repo: str) -> set[str]:
             return set()
 
 
-def _mark(repo: str, there: set[str]) -> dict[str, Any]:
-    """Returns the content of the repository's `MARK`; empty if batchgen has not pushed its data."""
+def _card_of(repo: str, there: set[str]) -> str:
+    """Returns the text of the dataset's card; empty if it is not among the files that are `there`."""
     from huggingface_hub import HfApi
 
-    if MARK not in there:
-        return {}
+    if _README not in there:
+        return ""
     commit = HfApi().repo_info(repo, repo_type="dataset").sha
-    with open_remote(f"hf://datasets/{repo}@{commit}/{MARK}") as file:
-        mark = json.loads(file.read())
-    return mark if isinstance(mark, dict) and mark.get(DIGEST) and isinstance(mark.get("files"), list) else {}
+    with open_remote(f"hf://datasets/{repo}@{commit}/{_README}") as file:
+        return file.read().decode("utf-8", "replace")
 
 
 def parquet_shards(output: Path, folder: Path, max_bytes: int = SHARD_BYTES) -> Sequence[Path]:
