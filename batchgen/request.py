@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchgen.result import Completion
+from batchgen.result import Completion, row_dataclass
 from batchgen.sampling_params import SamplingParams
 
 TokenArray = NDArray[np.signedinteger[Any]]
@@ -55,7 +55,7 @@ def image_ends(images: Sequence[Image], tokens: TokenArray) -> list[int]:
     return [int(places[end - 1]) + 1 for end in ends.tolist() if end <= len(places)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@row_dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
     """A row rendered and tokenized, with the parameters of its completion."""
 
@@ -120,7 +120,7 @@ class Request:
         return len(self.tokens) + DECODE_COST * self.max_tokens * self.params.n
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@row_dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
     """A continuation of a request's prompt: a completion to generate or a text to score. The prefix tree is built over leaves."""
 

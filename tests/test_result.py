@@ -30,6 +30,12 @@ def test_a_failed_row_has_only_an_error():
         RowError("oops", "why")
 
 
+def test_equal_results_have_equal_hashes_and_each_request_is_its_own():
+    results = [Result(row=3, text="a", finish_reason="stop", token_ids=(row,)) for row in (1, 1, 2)]
+    assert len(set(results)) == 2
+    assert len({request(SamplingParams()), request(SamplingParams())}) == 2
+
+
 def test_the_leaves_of_a_request_are_its_completions_or_its_texts_without_their_last_token():
     several = leaves_of([request(SamplingParams(n=3))])
     assert [(leaf.choice, leaf.tokens.tolist(), leaf.scored.tolist(), leaf.max_kv_tokens) for leaf in several] == [
