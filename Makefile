@@ -68,7 +68,7 @@ test-nightly: $(VENV)/.installed-slow
 	BATCHGEN_TESTS=full $(PYTEST) -m "not gpu and not network" $(PYTEST_ARGS)
 
 reference: $(VENV)/.installed
-	$(BIN)/python -m batchgen_cli.reference > docs/reference/commands.md
+	$(BIN)/python docs/make_command_reference.py > docs/reference/commands.md
 
 plotly:
 	npm install --prefix build/plotly --ignore-scripts --no-audit --no-fund plotly.js@4.1.1 esbuild@0.25.0

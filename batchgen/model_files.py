@@ -82,7 +82,7 @@ def check_model_files(config: ModelConfig, *, tokenizer: bool = True) -> None:
 
 
 def check_weight_files(config: ModelConfig, *, needed: bool = True, tokenizer: bool = True) -> None:
-    """Checks like `check_model_files`, and also the weights. Raises `ModelError` if they are missing, cut, damaged, pointers or another model's.
+    """Checks like `check_model_files`, and also the weights. Raises `ModelError` if they are missing, cut, damaged or pointers.
 
     Reads only the headers of the shards. Unless `needed`, weights may be missing.
     """
@@ -94,13 +94,8 @@ def check_weight_files(config: ModelConfig, *, needed: bool = True, tokenizer: b
         or not (needed or any(p.name.endswith(_WEIGHTS) for p in folder.iterdir()))
     ):
         return
-    settings = read_json(folder / "config.json")
-    tensors: dict[str, Any] = {}
     for shard in _shards(folder):
-        tensors |= _safetensors_header(shard)
-    if config.task == "generate":
-        _check_head(folder, settings, tensors)
-    _check_vocabulary(folder, settings, tensors)
+        _check_safetensors(shard)
 
 
 INT8_SMALL = 16
@@ -192,7 +187,7 @@ def adapter_folder(lora: str) -> Path:
                 f"the adapter {lora!r} has no {name}", "give the folder that peft's save_pretrained has written"
             )
     read_json(folder / "adapter_config.json")
-    _safetensors_header(folder / ADAPTER_WEIGHTS)
+    _check_safetensors(folder / ADAPTER_WEIGHTS)
     return folder
 
 
@@ -392,8 +387,8 @@ def _there(path: Path, folder: Path, count: int = 1) -> Path:
     raise ModelError(f"the weights in {str(folder)!r} lack {path.name}, one of {count} shards", _AGAIN)
 
 
-def _safetensors_header(path: Path) -> dict[str, Any]:
-    """Returns names, types and shapes of the tensors in a safetensors file. Checks the length of the file.
+def _check_safetensors(path: Path) -> None:
+    """Raises `ModelError` unless a safetensors file is as long as its header says.
 
     The layout: 8 bytes with the header's length, the header as JSON, the tensors' bytes.
     """
@@ -417,41 +412,6 @@ def _safetensors_header(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} is damaged, or not a safetensors file", "download it again") from None
     if 8 + length + end > size:
         raise ModelError(f"{path} is cut: it has {size:,} of {8 + length + end:,} bytes", _AGAIN)
-    return dict(tensors)
-
-
-def _check_head(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Raises `ModelError` for a model without an output head (`LlamaModel`), which returns hidden states instead of tokens."""
-    architectures = settings.get("architectures") or [""]
-    name = architectures[0] if isinstance(architectures, list) and isinstance(architectures[0], str) else ""
-    text = settings.get("text_config")
-    tied = settings.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
-    if name.endswith("Model") and tied is False and not any("head" in t or "embed_out" in t for t in tensors):
-        raise ModelError(
-            f"the model in {str(folder)!r} has no output head ({name}): it gives hidden states, not text",
-            "add --embed for embeddings, or give a causal language model (…ForCausalLM)",
-        )
-    usual = (
-        name.endswith("ForCausalLM") and "model.embed_tokens.weight" in tensors
-    )  # others may name their head as they like
-    if usual and tied is False and not any("head" in t for t in tensors):
-        raise ModelError(
-            f"the weights in {str(folder)!r} have no output head (lm_head.weight): the model gives hidden states, not text",
-            "give a causal language model (…ForCausalLM)",
-        )
-
-
-def _check_vocabulary(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Raises `ModelError` if the embeddings have another size than config.json says: the configuration belongs to another model."""
-    tensor = tensors.get("model.embed_tokens.weight")
-    expected = [settings.get("vocab_size"), settings.get("hidden_size")]
-    if "text_config" in settings or not isinstance(tensor, dict) or tensor.get("dtype") not in ("F32", "BF16", "F16"):
-        return
-    if all(isinstance(size, int) for size in expected) and tensor.get("shape") != expected:
-        raise ModelError(
-            f"the weights in {str(folder)!r} do not fit its config.json: model.embed_tokens.weight has shape {tensor.get('shape')}, and the configuration says {expected}",
-            "copy config.json and the weights from one model",
-        )
 
 
 def has_tokenizer(config: ModelConfig) -> bool:

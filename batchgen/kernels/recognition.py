@@ -1,22 +1,18 @@
 """Recognizes code of transformers that kernels can replace, by digests of its syntax tree.
 
 Formatting, comments, docstrings, annotations, decorators and the names of classes do not matter. Code of a new version of transformers that
-differs from what is known runs as it is, only slower. `python -m batchgen.kernels.recognition` then prints lines for `_KNOWN`.
+differs from what is known runs as it is, only slower. `python -m benchmarks.unknown_code` in a checkout then prints lines for `_KNOWN`.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
-import importlib
 import inspect
-import pkgutil
-import sys
 import textwrap
-from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from functools import cache
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 
@@ -147,38 +143,3 @@ def _plain(node: Any) -> Any:
 
 
 _LEFT_OUT = ("annotation", "returns", "decorator_list", "type_comment", "type_params", "kind", "ctx")
-
-
-def unknown_code(modules: Iterable[ModuleType]) -> dict[str, list[str]]:
-    """Returns the digests that `_KNOWN` lacks: each with the names of the classes and functions that have it, the most frequent first."""
-    found: dict[str, list[str]] = {}
-    for module in modules:
-        for name, value in vars(module).items():
-            if getattr(value, "__module__", None) != module.__name__ or not name.endswith(_NAMES):
-                continue
-            made = code_digest(value.forward, value) if hasattr(value, "forward") else code_digest(value)
-            if made is not None and made not in _KNOWN:
-                found.setdefault(made, []).append(name)
-    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
-
-
-_NAMES = ("Norm", "NormGated", "apply_rotary_pos_emb", "RotaryEmbedding", "MLP", "Attention", "DecoderLayer")
-"""The ends of the names of classes and functions in transformers that have such code."""
-
-
-def _modules() -> Iterator[ModuleType]:
-    """Imports the modules of transformers that contain models. Names those on standard error that need a missing package."""
-    import transformers.models
-
-    for info in pkgutil.walk_packages(transformers.models.__path__, "transformers.models."):
-        if ".modeling_" in info.name:
-            try:
-                yield importlib.import_module(info.name)
-            except ImportError as e:
-                sys.stderr.write(f"{info.name}: {e}\n")
-
-
-if __name__ == "__main__":
-    for made, names in unknown_code(_modules()).items():
-        if len(names) > 1:
-            sys.stdout.write(f'    "{made}": Code.,  # {len(names)}: {", ".join(names[:6])}\n')

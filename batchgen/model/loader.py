@@ -370,7 +370,7 @@ def _check_found(config: ModelConfig, found: Mapping[str, Any]) -> None:
     if missing and all(name.endswith(_LANGUAGE_HEADS) for name in missing):
         raise ModelError(
             f"{where} have no output head ({missing[0]}): the model gives hidden states, not text",
-            "give a causal language model (…ForCausalLM)",
+            "add --embed for embeddings, or give a causal language model (…ForCausalLM)",
         )
     if missing:
         count = "one tensor, " + missing[0] if len(missing) == 1 else f"{len(missing)} tensors, among them {missing[0]}"

@@ -97,14 +97,11 @@ class Intervals:
 
 
 def plan_prefixes(prompts: Sequence[TokenArray], chunk_size: int, *, share: bool = True) -> PrefixPlan:
-    """Returns the plan of a window. Raises `ValueError` if a prompt has no tokens.
+    """Returns the plan of a window. No prompt may be empty.
 
     Equal prompts keep their order. With share=False there are no nodes and no groups; the order and `prefill_tokens_min` (a figure of
     the prompts alone) are the same.
     """
-    for index, tokens in enumerate(prompts):
-        if len(tokens) == 0:
-            raise ValueError(f"prompt {index} has no tokens")
     order = depth_first_order(prompts)
     shared = neighbour_lengths(prompts, order)
     tree = lcp_intervals(shared if share else np.zeros_like(shared))

@@ -134,6 +134,10 @@ def quantized(method: str) -> Break:
 AGAIN = "the download was not completed: download it again"
 PULL = "run `git lfs pull` in the cloned folder, or download the model with `hf download`"
 CAUSAL = "give a causal language model (…ForCausalLM)"
+HEADLESS = (
+    "the weights in 'M' have no output head (lm_head.weight): the model gives hidden states, not text; "
+    f"add --embed for embeddings, or {CAUSAL}"
+)
 ORIGINAL = "give the original model, or one quantized in a way that docs/quantized.md lists"
 
 BROKEN: dict[str, tuple[Break, str]] = {
@@ -196,11 +200,11 @@ BROKEN: dict[str, tuple[Break, str]] = {
             settings(architectures=["LlamaModel"], tie_word_embeddings=False)(folder),
             tensors(lambda w: w.pop("lm_head.weight"))(folder),
         ),
-        f"the model in 'M' has no output head (LlamaModel): it gives hidden states, not text; add --embed for embeddings, or {CAUSAL}",
+        HEADLESS,
     ),
     "head lost": (
         tensors(lambda w: w.pop("lm_head.weight")),
-        f"the weights in 'M' have no output head (lm_head.weight): the model gives hidden states, not text; {CAUSAL}",
+        HEADLESS,
     ),
     "unknown type": (
         settings(model_type="martian", architectures=["MartianForCausalLM"]),
@@ -267,7 +271,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "config of another size": (
         settings(hidden_size=128),
-        "the weights in 'M' do not fit its config.json: model.embed_tokens.weight has shape [262, 64], and the configuration says [262, 128]; "
+        "the weights in 'M' do not fit its config.json: lm_head.weight has shape [262, 64], and the configuration says [262, 128]; "
         "copy config.json and the weights from one model",
     ),
     "a weight of another shape": (
@@ -386,8 +390,10 @@ def test_a_broken_model_is_refused_in_a_line_of_its_own(name, command, cli, tiny
     if command == "plan" and name in (
         "weights are gone",
         "weights are a dead link",
+        "config of another size",
         "a weight of another shape",
         "tensors are missing",
+        "no head",
         "head lost",
     ):
         return  # only loading the weights can tell

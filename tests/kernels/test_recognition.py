@@ -6,7 +6,8 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from batchgen.kernels import recognition
-from batchgen.kernels.recognition import code_digest, code_of, unknown_code
+from batchgen.kernels.recognition import code_digest, code_of
+from benchmarks.unknown_code import unknown_code
 
 
 class Scaled:

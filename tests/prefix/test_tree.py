@@ -3,7 +3,6 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,11 +27,6 @@ def test_without_sharing_there_are_no_nodes_but_the_least_is_still_known():
     assert (plan.nodes, plan.groups, plan.leaf_parent.tolist()) == ((), (), [-1, -1, -1])
     assert plan.order.tolist() == [1, 0, 2]
     assert (plan.prompt_tokens, plan.prefill_tokens_min) == (8, 3)
-
-
-def test_a_prompt_without_tokens_is_refused():
-    with pytest.raises(ValueError, match=r"^prompt 1 has no tokens$"):
-        plan_prefixes(arrays([[1], []]), 16)
 
 
 @given(prompt_lists)

@@ -1,4 +1,4 @@
-"""Makes the reference page of the command from its options: `python -m batchgen_cli.reference`."""
+"""Makes docs/reference/commands.md from the options of the command: `make reference`."""
 
 from __future__ import annotations
 
