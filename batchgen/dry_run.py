@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
@@ -30,9 +31,9 @@ from batchgen.model.architectures import RECURRENT, check_architecture, context_
 from batchgen.model.weights.sizes import MemoryTable, itemsize, memory_table, streaming_room
 from batchgen.prefix import (
     GroupLine,
-    NodeLine,
+    GroupSurvey,
     PlanFigures,
-    Survey,
+    PrefixOutline,
     merge_figures,
     plan_figures,
     plan_prefixes,
@@ -385,7 +386,7 @@ class _PlanBuilder:
         self._whole = whole
         engine = config.engine
         self._planner = Planner(engine.chunk_size, share=engine.share, consecutive=whole, under_way={})
-        self._survey = Survey(engine.chunk_size, TREE_NODES, GROUPS)
+        self._survey = GroupSurvey(engine.chunk_size, GROUPS)
         self._rehearsal = self._rehearse() if self.bytes_per_state else None
         self._earlier = earlier
         self._duration = self._timed()
@@ -498,11 +499,12 @@ class _PlanBuilder:
     def report(self, *, chat: bool) -> PlanReport:
         """Returns the plan of all windows."""
         survey, found, tree = self._survey, self.figures, self._planner.tree
-        survey.end()
+        groups = survey.end()
         self._row_keys.close()
         found = replace(found, prompt_tokens=found.prompt_tokens + self._equal_tokens)
         if self._whole:  # a node or group that lies in two windows was counted twice
-            found = replace(found, prefix_nodes=survey.nodes, groups=survey.groups, grouped_requests=survey.grouped)
+            nodes = 0 if tree is None else tree.node_count
+            found = replace(found, prefix_nodes=nodes, groups=survey.groups, grouped_requests=survey.grouped)
         return PlanReport(
             figures=found,
             rows=self.rows,
@@ -515,8 +517,8 @@ class _PlanBuilder:
             weight_bytes=self.weight_bytes,
             memory=self.memory,
             block_size=self.block_size,
-            tree=tuple(self._line(line) for line in survey.largest_nodes()),
-            groups=tuple(survey.largest_groups()),
+            tree=() if tree is None else tuple(self._lines(tree)),
+            groups=tuple(groups),
             chat=chat,
             whole=self._whole,
             title=", ".join(Path(name).name for name in self.config.inputs),
@@ -529,9 +531,17 @@ class _PlanBuilder:
             ),
         )
 
-    def _line(self, line: NodeLine) -> TreeLine:
-        text = self.tokenizer.decode(line.tokens[:EXCERPT_TOKENS].tolist())
-        return TreeLine(line.level, len(line.tokens), line.rows, line.saved_tokens, text)
+    def _lines(self, tree: PrefixOutline) -> Iterator[TreeLine]:
+        """Yields the nodes that save the most, in depth-first order."""
+        levels = {-1: -1}
+        for i in sorted(heapq.nlargest(TREE_NODES, range(len(tree.nodes)), key=lambda i: tree.nodes[i].saved_tokens)):
+            node = tree.nodes[i]
+            above = node.parent
+            while above not in levels:
+                above = tree.nodes[above].parent
+            levels[i] = levels[above] + 1
+            text = self.tokenizer.decode(node.text_tokens[:EXCERPT_TOKENS].tolist())
+            yield TreeLine(levels[i], node.tokens, node.rows, node.saved_tokens, text)
 
 
 def computed_dtype(config: ModelConfig, hf_config: Any) -> str:

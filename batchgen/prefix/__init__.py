@@ -12,13 +12,13 @@ from batchgen.prefix.figures import (
 from batchgen.prefix.order import chunk_hashes
 from batchgen.prefix.outline import Outline, OutlineNode, PrefixOutline
 from batchgen.prefix.reuse import Resident, resident_lengths
-from batchgen.prefix.survey import GroupLine, NodeLine, Survey
+from batchgen.prefix.survey import GroupLine, GroupSurvey
 from batchgen.prefix.tree import Group, PrefixNode, PrefixPlan, plan_prefixes
 
 __all__ = [
     "Group",
     "GroupLine",
-    "NodeLine",
+    "GroupSurvey",
     "Outline",
     "OutlineNode",
     "PlanFigures",
@@ -26,7 +26,6 @@ __all__ = [
     "PrefixOutline",
     "PrefixPlan",
     "Resident",
-    "Survey",
     "carried_tokens",
     "chunk_hashes",
     "merge_figures",

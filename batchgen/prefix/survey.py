@@ -1,4 +1,4 @@
-"""Counts what any number of prompts share, given one by one in depth-first order, and keeps the few nodes that save the most.
+"""The intervals of any number of prompts, given one by one in depth-first order: what they share. With whole chunks, these are their groups.
 
 The intervals are those of `tree.lcp_intervals`. One pass holds only the open ones, so memory does not grow with the number of prompts.
 The algorithm is written twice because `lcp_intervals`, which plans every window, is four times as fast with plain lists.
@@ -79,19 +79,6 @@ class OpenIntervals:
         return self._stack[-1].end if self._stack else 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NodeLine:
-    """A prefix node as one line of an indented tree."""
-
-    level: int
-    """Number of listed nodes above it: the indent of the line."""
-    tokens: TokenArray
-    """The node's own tokens."""
-    rows: int
-    saved_tokens: int
-    """Prompt tokens that need not be run because the node is shared."""
-
-
 @dataclass(frozen=True, slots=True)
 class GroupLine:
     """Prompts that have the same longest shared prefix of whole chunks (see `Group`)."""
@@ -101,15 +88,14 @@ class GroupLine:
     rows: int
 
 
-class Survey:
-    """Counts nodes and groups, and keeps the `max_nodes` nodes and `max_groups` groups that save the most."""
+class GroupSurvey:
+    """Counts the groups of prompts, and keeps the `max_groups` that save the most."""
 
-    def __init__(self, chunk_size: int, max_nodes: int, max_groups: int) -> None:
-        self.nodes = self.groups = self.grouped = 0
-        """Number of prefix nodes, of groups, and of prompts that are in a group."""
+    def __init__(self, chunk_size: int, max_groups: int) -> None:
+        self.groups = self.grouped = 0
+        """Number of groups, and of prompts that are in a group."""
         self._chunk_size = chunk_size
-        self._nodes, self._groups = Largest(max_nodes), Largest(max_groups)
-        self._tree, self._chunks = OpenIntervals(), OpenIntervals()
+        self._open, self._kept = OpenIntervals(), Largest(max_groups)
         self._before: TokenArray | None = None
 
     def add(self, tokens: TokenArray) -> None:
@@ -118,37 +104,22 @@ class Survey:
             self._shares(common_length(self._before, tokens))
         self._before = tokens
 
-    def end(self) -> None:
-        """Must be called after the last prompt."""
+    def end(self) -> list[GroupLine]:
+        """Must be called after the last prompt. Returns the kept groups, the largest first."""
         if self._before is not None:
             self._shares(0)
-            self._before = None
-
-    def largest_nodes(self) -> list[NodeLine]:
-        """Returns the kept nodes in depth-first order."""
-        lines: list[NodeLine] = []
-        for parent, node, path in self._nodes.as_tree():
-            level = lines[parent].level + 1 if parent >= 0 else 0
-            lines.append(NodeLine(level, path[node.start :], node.rows, node.own_saved))
-        return lines
-
-    def largest_groups(self) -> list[GroupLine]:
-        """Returns the kept groups, the largest first."""
         return [
             GroupLine(chunk_hashes(path, self._chunk_size)[-1].hex(), group.end, group.own)
-            for group, path in self._groups.largest_first()
+            for group, path in self._kept.largest_first()
         ]
 
     def _shares(self, length: int) -> None:
         assert self._before is not None
-        for node in self._tree.shares(length):
-            self.nodes += 1
-            self._nodes.see(node.own_saved, node, self._before[: node.end])
-        for group in self._chunks.shares(length // self._chunk_size * self._chunk_size):
+        for group in self._open.shares(length // self._chunk_size * self._chunk_size):
             if group.own:
                 self.groups += 1
                 self.grouped += group.own
-                self._groups.see(group.own * group.end, group, self._before[: group.end])
+                self._kept.see(group.own * group.end, group, self._before[: group.end])
 
 
 class Largest:

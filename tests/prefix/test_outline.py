@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.prefix import Outline, Survey, plan_prefixes
+from batchgen.prefix import GroupSurvey, Outline, plan_prefixes
 from support.prompts import NESTED
 
 token_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), max_size=30)
@@ -70,29 +70,18 @@ def test_the_outline_is_the_top_of_the_planned_tree(lists, max_nodes):
 # -- all nodes as text
 
 
-def survey_of(lists, *, chunk_size=1, nodes=99, groups=99):
-    survey = Survey(chunk_size, nodes, groups)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=40), st.integers(1, 3), st.integers(1, 4))
+def test_groups_are_those_of_the_plan_and_the_largest_are_kept(lists, chunk_size, most):
+    plan = plan_prefixes([np.array(ids, dtype=np.int32) for ids in lists], chunk_size)
+    survey, few = GroupSurvey(chunk_size, 99), GroupSurvey(chunk_size, most)
     for ids in sorted(lists):
         survey.add(np.array(ids, dtype=np.int32))
-    survey.end()
-    return survey
-
-
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=40), st.integers(1, 3), st.integers(1, 4))
-def test_counts_nodes_and_groups_are_those_of_the_plan(lists, chunk_size, most):
-    prompts = [np.array(ids, dtype=np.int32) for ids in lists]
-    plan = plan_prefixes(prompts, chunk_size)
-    survey = survey_of(lists, chunk_size=chunk_size)
-    assert (survey.nodes, survey.groups) == (len(plan.nodes), len(plan.groups))
-    assert survey.grouped == sum(g.rows for g in plan.groups)
-    assert [(len(n.tokens), n.rows) for n in survey.largest_nodes()] == [
-        (n.end - n.start, n.last - n.first) for n in plan.nodes
-    ]
-    saved = plan.prompt_tokens - plan.prefill_tokens_min
-    assert sum(n.saved_tokens for n in survey.largest_nodes()) == saved
-    assert {(g.hash, g.prefix_tokens, g.rows) for g in survey.largest_groups()} == {
+        few.add(np.array(ids, dtype=np.int32))
+    groups = survey.end()
+    assert (survey.groups, survey.grouped) == (len(plan.groups), sum(g.rows for g in plan.groups))
+    assert {(g.hash, g.prefix_tokens, g.rows) for g in groups} == {
         (g.hash.hex(), g.prefix_tokens, g.rows) for g in plan.groups
     }
-    few = survey_of(lists, chunk_size=chunk_size, nodes=most, groups=most)
-    every = sorted((n.saved_tokens for n in survey.largest_nodes()), reverse=True)
-    assert sorted((n.saved_tokens for n in few.largest_nodes()), reverse=True) == every[:most]
+    saved = [group.rows * group.prefix_tokens for group in groups]
+    assert saved == sorted(saved, reverse=True)
+    assert [group.rows * group.prefix_tokens for group in few.end()] == saved[:most]
