@@ -138,9 +138,7 @@ class Engine:
         )
         self.executor = StepExecutor(self.runner, self.sampler, self.constraints, head)
         # On the CPU a step is done when `launch` returns. A step ahead would gain nothing and run every sequence once too often.
-        ahead = (
-            model.device.type == "cuda" and not model.spread and verdict.uses("sampler") and verdict.uses("step-ahead")
-        )
+        ahead = model.device.type == "cuda" and not model.spread and verdict.uses("step-ahead")
         self.loop = StepLoop(self.scheduler, self.executor, int(ahead))
         self.speculator = None if ahead or head is not None else self._speculator()
         self.scheduler.drafter = self.speculator
@@ -345,7 +343,7 @@ class Engine:
                 f"{self.device}: {failed}; the device runs nothing more in this process",
                 f"run the same command again: it continues in plain torch{kept}",
             ) from e
-        self.notes.append(verdict.note("triton"))
+        self.notes += verdict.notes()
         self._start_again(keep_nodes=False)
 
     def _start_again(self, *, keep_nodes: bool = True) -> None:

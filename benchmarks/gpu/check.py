@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from batchgen.model.adapter import prepare
-from batchgen.model.checks.device_check import PARTS, TrialReport, TrialSetup
+from batchgen.model.checks.device_check import PARTS, TrialSetup
 from batchgen.model.checks.device_trials import attention_trial, run_trials, sampler_trial
 from batchgen.model.loaded_model import AttentionKind
 from benchmarks.gpu.device import Bench
@@ -63,19 +63,16 @@ def timed(trial: Callable[[], None]) -> dict[str, Any]:
 
 
 def all_parts(bench: Bench, name: str) -> dict[str, Any]:
-    """Seconds of each trial, twice: Triton compiles in the first. Raises `RuntimeError`, which names the parts that would be switched off."""
+    """Seconds of each trial, twice: Triton compiles in the first. Raises `RuntimeError`, which names the part that would be switched off."""
     model = prepare(random_model(name, str(bench.device), str(bench.dtype).removeprefix("torch.")))
     found: dict[str, Any] = {"model": name}
     for when in ("with_compiling_s", "again_s"):
         marks: list[tuple[Any, float]] = []
         setup: Any = TrialSetup(None, BLOCK, tuple(PARTS))  # type: ignore[arg-type]
         run_trials(setup, model, lambda told, marks=marks: marks.append((told, time.perf_counter())))  # type: ignore[misc]
-        marks.append((None, time.perf_counter()))
-        starts = [(told.part, at) for told, at in marks if told is not None and told.what == "trying"] + [
-            ("", marks[-1][1])
-        ]
-        found[when] = {part: round(starts[i + 1][1] - at, 3) for i, (part, at) in enumerate(starts[:-1])}
-        failed = [f"{told.part}: {told.why}" for told, _ in marks if told is not None and told.what == "failed"]
-        if failed or marks[-2][0] != TrialReport("done"):
-            raise RuntimeError("; ".join(failed) or "the trials did not come to their end: out of memory")
+        starts, (last, end) = marks[:-1], marks[-1]
+        if last.why:
+            raise RuntimeError(f"{last.part}: {last.why}")
+        ends = [at for _, at in starts[1:]] + [end]
+        found[when] = {told.part: round(until - at, 3) for (told, at), until in zip(starts, ends, strict=True)}
     return found

@@ -58,7 +58,7 @@ def test_a_job_goes_on_in_plain_torch_and_the_switch_off_is_said_once_and_kept(
     model, want, monkeypatch, tmp_path, step, ahead
 ):
     use_fake_device(monkeypatch, attention=failing_from(step, raises))
-    kept = Verdict("cuda:0 (Fake)", {}, tmp_path / "kept.json")
+    kept = Verdict("cuda:0 (Fake)", file=tmp_path / "kept.json")
     engine = engine_of(replace(model, verdict=kept), batch_size=6)
     engine.loop.ahead = ahead
     assert engine.attention == "triton"
@@ -69,7 +69,7 @@ def test_a_job_goes_on_in_plain_torch_and_the_switch_off_is_said_once_and_kept(
         f"cuda:0 (Fake): batchgen's attention kernels: switched off, plain torch attends, which is slower, because {why}; "
         f"please report this line with {kept.file}, where it is stored (remove the file to try again)"
     ]
-    assert json.loads(kept.file.read_text()) == {"key": {}, "off": {"triton": why}}
+    assert json.loads(kept.file.read_text()) == {"key": {}, "failed": "triton", "why": why}
     assert rounded(run(engine, mixed())) == want  # the next window, on what is resident now
     assert len(engine.notes) == 1
     engine.block_manager.evict_all()
@@ -96,7 +96,7 @@ def test_where_the_device_is_lost_the_job_ends_with_what_to_do_and_the_next_star
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     use_fake_device(monkeypatch, attention=failing_from(5, raises))
-    kept = Verdict("cuda:0 (Fake)", {}, tmp_path / "kept.json")
+    kept = Verdict("cuda:0 (Fake)", file=tmp_path / "kept.json")
     engine = engine_of(replace(model, verdict=kept))
     monkeypatch.setattr(engine.runner, "drop_kernels", lost)
     with pytest.raises(DevicesLost) as end:
@@ -105,7 +105,7 @@ def test_where_the_device_is_lost_the_job_ends_with_what_to_do_and_the_next_star
         "cpu: a step ended with ValueError: out of resource: shared memory; the device runs nothing more in this process; "
         f"run the same command again: it continues in plain torch, as {kept.file} says"
     )
-    assert json.loads(kept.file.read_text())["off"].keys() == {"triton"}
+    assert json.loads(kept.file.read_text())["failed"] == "triton"
 
 
 def test_memory_that_runs_out_is_no_fault_of_the_kernels(model, want, monkeypatch):
@@ -127,11 +127,11 @@ def test_kernels_that_fail_in_the_largest_step_are_off_before_the_job_begins(mod
         return "sizes"
 
     monkeypatch.setattr(engine_module, "size_engine", size_engine)
-    on_gpu = replace(model, device=torch.device("cuda", 0), verdict=Verdict("Fake GPU", {}, tmp_path / "kept.json"))
+    on_gpu = replace(model, device=torch.device("cuda", 0), verdict=Verdict("Fake GPU", file=tmp_path / "kept.json"))
     found, sizes = engine_module.sized(on_gpu, EngineConfig(), 100)
     why = "the largest step ended with ValueError: out of resource: shared memory"
-    assert (found.verdict.off, sizes) == ({"triton": why}, "sizes")
-    assert json.loads((tmp_path / "kept.json").read_text())["off"] == {"triton": why}
+    assert (found.verdict.failed, found.verdict.why, sizes) == ("triton", why, "sizes")
+    assert json.loads((tmp_path / "kept.json").read_text())["why"] == why
     with pytest.raises(ValueError, match="shared memory"):
         engine_module.sized(replace(on_gpu, attention="torch"), EngineConfig(), 100)
 

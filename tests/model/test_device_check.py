@@ -1,4 +1,5 @@
-"""An emulated device whose parts raise, give wrong numbers or never return: faulty parts are switched off, and jobs give correct output."""
+"""An emulated device whose parts raise, give wrong numbers or never return: the first faulty part and those after it are switched off, and jobs give
+correct output."""
 
 import json
 import os
@@ -26,11 +27,11 @@ from support.tiny import build, engine_of, requests_of, run
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(model="some/model")
 SETUP = TrialSetup(CONFIG, 32, tuple(PARTS))
-DONE = TrialReport("done")
+DONE = TrialReport(None)
 
 
 def trying(*parts):
-    return [TrialReport("trying", part) for part in parts]
+    return list(map(TrialReport, parts))
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +45,11 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "device-checks"
 
 
-def run_trials(model, setup=SETUP):
-    """Runs the trials in this process. Returns the parts tried, why each failed one failed, and whether all trials finished."""
+def run_trials(model):
+    """Runs the trials in this process. Returns the parts that were tried, and the last message."""
     told = []
-    device_trials.run_trials(setup, model, told.append)
-    failed = {message.part: message.why for message in told if message.what == "failed"}
-    return [message.part for message in told if message.what == "trying"], failed, told[-1] == DONE
+    device_trials.run_trials(SETUP, model, told.append)
+    return [message.part for message in told[:-1]], told[-1]
 
 
 # -- the trials
@@ -57,7 +57,7 @@ def run_trials(model, setup=SETUP):
 
 def test_parts_that_agree_with_plain_torch_pass(model, monkeypatch):
     steps = use_fake_device(monkeypatch)
-    assert run_trials(model) == (list(PARTS), {}, True)
+    assert run_trials(model) == (list(PARTS), DONE)
     assert max(len(step._graphs.captured) for step in steps if step._graphs) > 0
 
 
@@ -109,11 +109,11 @@ class Mistaken(FakeAttention):
     ],
     ids=["raises", "no number", "one of a thousand", "misplaced", "mistaken"],
 )
-def test_faulty_kernels_are_found_and_graphs_of_them_are_not_tried(model, monkeypatch, attention, why):
+def test_faulty_kernels_are_found_and_what_builds_on_them_is_not_tried(model, monkeypatch, attention, why):
     use_fake_device(monkeypatch, attention=attention)
-    parts, failed, complete = run_trials(model)
-    assert (parts, list(failed), complete) == (["sampler", "triton", "step-ahead"], ["triton"], True)
-    assert failed["triton"].startswith(why)
+    parts, last = run_trials(model)
+    assert (parts, last.part, last.unknown) == (["sampler", "triton"], "triton", False)
+    assert last.why.startswith(why)
 
 
 SOFT = {"sliding_window": 24, "softcap": 20.0, "sinks": torch.float32}
@@ -170,11 +170,11 @@ def failing(forward):
         (lambda: failing, "the model cannot be captured as a CUDA graph and runs without, which is slower: operation"),
     ],
 )
-def test_faulty_graphs_are_found_and_the_kernels_stay_in_use(model, monkeypatch, capture, why):
+def test_faulty_graphs_are_found_after_the_kernels(model, monkeypatch, capture, why):
     use_fake_device(monkeypatch, capture)
-    parts, failed, complete = run_trials(model)
-    assert (parts, list(failed), complete) == (list(PARTS), ["graphs"], True)
-    assert failed["graphs"].startswith(why)
+    parts, last = run_trials(model)
+    assert (parts, last.part) == (["sampler", "triton", "graphs"], "graphs")
+    assert last.why.startswith(why)
 
 
 def test_tokens_that_the_device_returns_wrong_switch_off_the_step_ahead(model, monkeypatch):
@@ -204,7 +204,7 @@ def test_tokens_that_the_device_returns_wrong_switch_off_the_step_ahead(model, m
 
     monkeypatch.setattr(device_trials, "Readback", Late)
     monkeypatch.setattr(device_trials, "run_steps", counted)
-    assert run_trials(model)[1] == {"step-ahead": "the device returns other tokens than it has sampled"}
+    assert run_trials(model)[1] == TrialReport("step-ahead", "the device returns other tokens than it has sampled")
 
 
 @pytest.mark.parametrize("wrong", slow_but(["measured"], ["tokens", "valid", "measured"]))
@@ -226,8 +226,8 @@ def test_a_faulty_sampler_on_the_device_is_found(model, monkeypatch, wrong):
 
     use_fake_device(monkeypatch)
     monkeypatch.setattr(device_trials, "Sampler", Sampler)
-    parts, failed, _ = run_trials(model)
-    assert (parts, list(failed)) == (list(PARTS), ["sampler"])
+    parts, last = run_trials(model)
+    assert (parts, last.part, last.unknown) == (["sampler"], "sampler", False)
 
 
 def test_running_out_of_memory_in_a_trial_does_not_blame_the_part(model, monkeypatch):
@@ -235,30 +235,8 @@ def test_running_out_of_memory_in_a_trial_does_not_blame_the_part(model, monkeyp
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     use_fake_device(monkeypatch, attention=faulty(full))
-    told = []
-    device_trials.run_trials(SETUP, model, told.append)
-    assert told == [
-        *trying("sampler", "triton"),
-        TrialReport("unknown", "triton", "OutOfMemoryError: CUDA out of memory"),
-    ]
-
-
-def test_after_an_error_that_breaks_the_device_no_more_trials_run_in_that_process(model, monkeypatch):
-    def lost(device):
-        if broken:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    broken = []
-
-    def breaks(out):
-        broken.append(True)
-        return out
-
-    monkeypatch.setattr(device_trials, "_synchronize", lost)
-    use_fake_device(monkeypatch, attention=faulty(breaks))
-    parts, failed, complete = run_trials(model)
-    assert (parts, complete) == (["sampler", "triton"], False)
-    assert failed == {"triton": "RuntimeError: CUDA error: an illegal memory access was encountered"}
+    last = TrialReport("triton", "OutOfMemoryError: CUDA out of memory", unknown=True)
+    assert run_trials(model) == (["sampler", "triton"], last)
 
 
 def test_logits_of_a_few_tokens_may_differ_where_rounding_chooses_experts():
@@ -325,18 +303,13 @@ def check(monkeypatch, *scripts, config=CONFIG, settings=None, seconds=300.0, **
 
 
 ALL_WELL = ([*trying(*PARTS), DONE], 0, b"")
-TRITON_FAILED = (
-    [*trying("sampler", "triton"), TrialReport("failed", "triton", "it is wrong"), *trying("step-ahead"), DONE],
-    0,
-    b"",
-)
+TRITON_FAILED = ([*trying("sampler", "triton"), TrialReport("triton", "it is wrong")], 0, b"")
 
 
-def test_a_trial_that_hangs_is_killed_and_the_others_still_run(monkeypatch, cache):
-    hung = (trying("sampler", "triton"), None, b"")
-    verdict = check(monkeypatch, hung, ([*trying("step-ahead"), DONE], 0, b""), seconds=0.05)
-    assert verdict.off == {"triton": "its trial did not return within 0.05 s"}
-    assert json.loads(next(cache.glob("*.json")).read_text())["off"] == verdict.off
+def test_a_trial_that_hangs_is_killed(monkeypatch, cache):
+    verdict = check(monkeypatch, (trying("sampler", "triton"), None, b""), seconds=0.05)
+    assert (verdict.failed, verdict.why) == ("triton", "its trial did not return within 0.05 s")
+    assert json.loads(next(cache.glob("*.json")).read_text())["failed"] == "triton"
 
 
 @pytest.mark.parametrize(
@@ -347,26 +320,26 @@ def test_a_trial_that_hangs_is_killed_and_the_others_still_run(monkeypatch, cach
     ],
 )
 def test_a_trial_that_crashes_its_process_fails_its_part(monkeypatch, code, said, how):
-    crashed = (trying("sampler", "triton", "graphs"), code, said)
-    verdict = check(monkeypatch, crashed, ([*trying("step-ahead"), DONE], 0, b""))
-    assert verdict.off == {"graphs": f"its trial ended the process ({how})"}
+    verdict = check(monkeypatch, (trying("sampler", "triton", "graphs"), code, said))
+    assert (verdict.failed, verdict.why) == ("graphs", f"its trial ended the process ({how})")
+    assert [part for part in PARTS if verdict.uses(part)] == ["sampler", "triton"]
 
 
 @pytest.mark.parametrize(
-    ("script", "off", "why"),
+    ("script", "part", "why"),
     [
-        (([], 1, b"no memory\n"), list(PARTS), "exit code 1: no memory"),
-        (([TrialReport("unknown", why="ModelError: no such file")], 1, b""), list(PARTS), "ModelError: no such file"),
-        ((trying("sampler", "triton"), -signal.SIGKILL, b""), list(PARTS)[1:], "SIGKILL"),
-        (([*trying("sampler", "triton"), TrialReport("unknown", "triton", "full")], 0, b""), list(PARTS)[1:], "full"),
+        (([], 1, b"no memory\n"), "sampler", "exit code 1: no memory"),
+        (([TrialReport("sampler", "ModelError: no such file", unknown=True)], 1, b""), "sampler", "ModelError: no such file"),
+        ((trying("sampler", "triton"), -signal.SIGKILL, b""), "triton", "SIGKILL"),
+        (([*trying("sampler", "triton"), TrialReport("triton", "full", unknown=True)], 0, b""), "triton", "full"),
     ],
-)
-def test_a_part_that_could_not_be_tried_is_off_and_tried_again_at_the_next_start(monkeypatch, cache, script, off, why):
+)  # fmt: skip
+def test_a_part_that_could_not_be_tried_is_off_and_tried_again_at_the_next_start(monkeypatch, cache, script, part, why):
     """For example because the model cannot be loaded, or because memory ran out."""
     verdict = check(monkeypatch, script)
-    assert verdict.off == dict.fromkeys(off, f"it could not be tried ({why})")
+    assert (verdict.failed, verdict.why) == (part, f"it could not be tried ({why})")
     assert list(cache.glob("*.json")) == []
-    assert check(monkeypatch, ALL_WELL).off == {}
+    assert check(monkeypatch, ALL_WELL).failed is None
 
 
 def test_the_verdict_is_stored_and_told_at_every_start(monkeypatch):
@@ -377,8 +350,8 @@ def test_the_verdict_is_stored_and_told_at_every_start(monkeypatch):
     ]
     assert check(monkeypatch) == verdict  # no process is started
     verdict.file.unlink()
-    assert check(monkeypatch, ALL_WELL).off == {}
-    assert check(monkeypatch).off == {}
+    assert check(monkeypatch, ALL_WELL).failed is None
+    assert check(monkeypatch).failed is None
 
 
 def test_trials_run_again_for_another_version_driver_gpu_model_or_dtype(monkeypatch):
@@ -393,25 +366,25 @@ def test_trials_run_again_for_another_version_driver_gpu_model_or_dtype(monkeypa
             device_check, "version_of", lambda name, of=package: "9.9.9" if name == of else versions(name)
         )
         check(monkeypatch, ALL_WELL)
-        assert check(monkeypatch).off == {}
+        assert check(monkeypatch).failed is None
     monkeypatch.setattr(device_check, "version_of", versions)
     with monkeypatch.context() as patch:
         patch.setattr(device_check, "__version__", "9.9.9")
         check(patch, ALL_WELL)
-    assert list(check(monkeypatch, settings={"head_dim": 64, "_name_or_path": "elsewhere"}).off) == ["triton"]
+    assert check(monkeypatch, settings={"head_dim": 64, "_name_or_path": "elsewhere"}).failed == "triton"
 
 
 def test_an_unreadable_verdict_is_replaced(monkeypatch):
     file = check(monkeypatch, TRITON_FAILED).file
-    for broken in ("", "[]", '{"off": 3}', '{"key": {}}'):
+    for broken in ("", "[]", '{"failed": "triton"}', '{"key": {}}'):
         file.write_text(broken)
-        assert check(monkeypatch, ALL_WELL).off == {}
+        assert check(monkeypatch, ALL_WELL).failed is None
 
 
 def test_with_an_unwritable_cache_trials_run_at_every_start(monkeypatch, tmp_path):
     (tmp_path / "cache").write_text("a file")
     for _ in range(2):
-        assert list(check(monkeypatch, TRITON_FAILED).off) == ["triton"]
+        assert check(monkeypatch, TRITON_FAILED).failed == "triton"
 
 
 def test_without_parts_to_try_no_process_starts(monkeypatch):
@@ -433,10 +406,10 @@ def test_the_trial_process_loads_the_model_and_runs_the_trials(tiny_model_dir, m
     monkeypatch.setattr(device_check, "parts_on", lambda device: tuple(PARTS))
     monkeypatch.setattr(device_check, "device_identity", lambda device: ("Fake GPU", "driver 1"))
     verdict = check_device(config, CPU, load_tokenizer(config).hf_config, 32)
-    assert verdict.off == {}
-    assert [json.loads(file.read_text())["off"] for file in cache.glob("*.json")] == [{}]
+    assert verdict.failed is None
+    assert [json.loads(file.read_text())["failed"] for file in cache.glob("*.json")] == [None]
     missing = replace(config, model=str(tiny_model_dir / "nothing"))
-    assert set(check_device(missing, CPU, hf_config(other=1), 32).off) == set(PARTS)
+    assert check_device(missing, CPU, hf_config(other=1), 32).failed == "sampler"
     assert len(list(cache.glob("*.json"))) == 1
 
 
@@ -460,20 +433,20 @@ def never(out):
     Event().wait()
 
 
-# Faults, the parts that they switch off, the attention that remains, and the seconds that a trial may take (few only where one hangs, since
+# Faults, the first part that they switch off, the attention that remains, and the seconds that a trial may take (few only where one hangs, since
 # the others may be slow on a busy machine).
 JOB_FAULTS = [
-    pytest.param({"attention": faulty(rounding)}, [], "triton", 600.0, id="kernels round otherwise", marks=pytest.mark.slow),
-    pytest.param({"attention": faulty(raises)}, ["triton"], "packed", 600.0, id="kernels raise", marks=pytest.mark.slow),
-    pytest.param({"attention": faulty(never)}, ["triton"], "packed", 10.0, id="kernels never return", marks=pytest.mark.slow),
-    pytest.param({"capture": lambda: stale(2)}, ["graphs"], "triton", 600.0, id="graphs are stale"),
-    pytest.param({"capture": lambda: never}, ["graphs"], "triton", 10.0, id="graphs never return", marks=pytest.mark.slow),
+    pytest.param({"attention": faulty(rounding)}, None, "triton", 600.0, id="kernels round otherwise", marks=pytest.mark.slow),
+    pytest.param({"attention": faulty(raises)}, "triton", "packed", 600.0, id="kernels raise", marks=pytest.mark.slow),
+    pytest.param({"attention": faulty(never)}, "triton", "packed", 10.0, id="kernels never return", marks=pytest.mark.slow),
+    pytest.param({"capture": lambda: stale(2)}, "graphs", "triton", 600.0, id="graphs are stale"),
+    pytest.param({"capture": lambda: never}, "graphs", "triton", 10.0, id="graphs never return", marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("faults", "off", "attention", "seconds"), JOB_FAULTS)
+@pytest.mark.parametrize(("faults", "part", "attention", "seconds"), JOB_FAULTS)
 def test_a_job_gives_correct_output_whatever_is_wrong_with_its_device(
-    tiny_model_dir, want, monkeypatch, faults, off, attention, seconds
+    tiny_model_dir, want, monkeypatch, faults, part, attention, seconds
 ):
     with LLM(tiny_model_dir, device="cpu", compile="off") as llm:
         start = ThreadOfTrials(llm.engine.runner.model)
@@ -482,28 +455,26 @@ def test_a_job_gives_correct_output_whatever_is_wrong_with_its_device(
     use_fake_device(monkeypatch, **faults)
     check_as_on_a_gpu(monkeypatch, start)
     texts, attends, notes = job(tiny_model_dir)
-    assert (texts, attends, len(notes)) == (want, attention, len(off))
-    assert all(f"Fake GPU: {PARTS[part]}: switched off, " in note for part, note in zip(off, notes, strict=True))
-    count = len(start.started)
+    assert (texts, attends, len(notes)) == (want, attention, 0 if part is None else 1)
+    assert all(f"Fake GPU: {PARTS[part]}: switched off, " in note for note in notes)
     assert job(tiny_model_dir) == (texts, attends, notes)
-    assert len(start.started) == count >= 1
+    assert len(start.started) == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_part_passes_on_a_gpu(dtype):
-    parts, failed, complete = run_trials(prepare(build().module.to("cuda", dtype)))
-    assert (parts, failed, complete) == (list(PARTS), {}, True)
+    assert run_trials(prepare(build().module.to("cuda", dtype))) == (list(PARTS), DONE)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", PARTS)
-def test_a_gpu_gives_the_same_output_without_any_one_part(model, part):
+def test_a_gpu_gives_the_same_output_without_a_part_and_those_after_it(model, part):
     requests = requests_of([[*range(40), i] for i in range(5)], [20] * 5)
     want = {row: r.token_ids for row, r in run(engine_of(model), requests).items()}
     there = prepare(build().module.to("cuda"))
-    engine = engine_of(replace(there, verdict=Verdict("cuda:0", {part: "a test"})))
-    assert engine.loop.ahead == (part not in ("sampler", "step-ahead"))
+    engine = engine_of(replace(there, verdict=Verdict("cuda:0", part, "a test")))
+    assert engine.loop.ahead == 0
     assert engine.sampler.device.type == ("cpu" if part == "sampler" else "cuda")
-    assert engine.attention == ("cascade" if part == "triton" else "triton")
+    assert engine.attention == ("cascade" if part in ("sampler", "triton") else "triton")
     assert {row: r.token_ids for row, r in run(engine, requests).items()} == want

@@ -1,8 +1,8 @@
-"""Decides which parts of batchgen run on an accelerator. Each part is tried there once and compared with plain torch; the findings are stored.
+"""Decides which parts of batchgen run on an accelerator. They are tried there once and compared with plain torch; the finding is stored.
 
 The trials (`device_trials.py`) run in a process of their own, which loads the model, because a kernel that never returns, or that breaks the
-device's context, can only be ended with its process. A part that raises, hangs, or differs by more than rounding is switched off.
-The findings are stored in the user's cache folder by GPU, driver, versions, and the shape and type of the model.
+device's context, can only be ended with its process. The first part that raises, hangs, or differs by more than rounding is switched off, and so
+are those after it, which build on it. The finding is stored in the user's cache folder by GPU, driver, versions, and the shape and type of the model.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ PARTS: dict[Part, str] = {
     "graphs": "CUDA graphs",
     "step-ahead": "launching a step before the tokens of the last one are known",
 }
-"""The parts that can be switched off, in the order of their trials, with their names in messages."""
+"""The parts that can be switched off, in the order of their trials, with their names in messages. Each is used only with those before it."""
 INSTEAD: dict[Part, str] = {
-    "sampler": "tokens are sampled on the CPU",
+    "sampler": "plain torch runs, and tokens are sampled on the CPU",
     "triton": "plain torch attends",
     "graphs": "steps run without graphs",
     "step-ahead": "each step waits for the last one",
 }
-"""What happens without the part, in messages."""
+"""What happens without the part and those after it, in messages."""
 TRIAL_SECONDS = 300.0
 """A trial that takes longer is taken to hang. Part of this is Triton's compiler: a minute for two kinds of layers on a busy machine."""
 _SOURCES = ("attention/*.py", "model/cuda_*.py", "model/checks/device_trials.py", "model/runner.py", "sampling/*.py")
@@ -56,22 +56,24 @@ _logger = logging.getLogger("batchgen")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Which parts are switched off on a device. An empty verdict, as for a CPU, switches nothing off."""
+    """Which parts are used on a device: those before the one that has failed. All of them if none has, as on a CPU."""
 
     device: str = ""
     """Its name in messages. Devices of one kind have one name, so that they give the same message."""
-    off: Mapping[Part, str] = field(default_factory=dict)
-    """The parts that are switched off, with the reason."""
+    failed: Part | None = None
+    why: str = ""
+    """Why it has failed."""
     file: Path | None = None
     """The file that stores the verdict; None if it is not stored."""
     key: Mapping[str, str] = field(default_factory=dict)
 
     def uses(self, part: Part) -> bool:
-        return part not in self.off
+        parts = list(PARTS)
+        return self.failed is None or parts.index(part) < parts.index(self.failed)
 
     def without(self, part: Part, why: str) -> Verdict:
-        """Returns the verdict with this part switched off too, and stores it for the next start."""
-        verdict = replace(self, off={**self.off, part: why})
+        """Returns the verdict for a part that has failed after all, and stores it for the next start."""
+        verdict = replace(self, failed=part, why=why)
         verdict.keep()
         return verdict
 
@@ -79,20 +81,19 @@ class Verdict:
         """Writes the file atomically. If the folder cannot be written, the next start repeats the trials."""
         if self.file is None:
             return
+        found = {"key": self.key, "failed": self.failed, "why": self.why}
         with suppress(OSError), replaced(self.file) as new:
-            new.write_text(json.dumps({"key": self.key, "off": self.off}, indent=2) + "\n", encoding="utf-8")
+            new.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
     def notes(self) -> list[str]:
-        """Returns a line for the user for each part that is off."""
-        return [self.note(part) for part in PARTS if part in self.off]
-
-    def note(self, part: Part) -> str:
-        """Returns a line that says what is off, why, and how to report it."""
+        """Returns a line for the user that says what is off, why, and how to report it; none if nothing is off."""
+        if self.failed is None:
+            return []
         where = f" with {self.file}, where it is stored (remove the file to try again)" if self.file is not None else ""
-        return (
-            f"{self.device}: {PARTS[part]}: switched off, {INSTEAD[part]}, which is slower, because {self.off[part]}; "
+        return [
+            f"{self.device}: {PARTS[self.failed]}: switched off, {INSTEAD[self.failed]}, which is slower, because {self.why}; "
             f"please report this line{where}"
-        )
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +104,16 @@ class TrialSetup:
     block_size: int
     parts: tuple[Part, ...]
     """The parts to try, in this order."""
-    off: tuple[Part, ...] = ()
-    """Those that have failed in an earlier process, and are neither tried again nor used."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialReport:
-    """A message of a process of trials. `trying`: the trial of this part begins. `failed`: this part must not be used. `unknown`: the trials
-    end here, and nothing is known about the part that was being tried and those after it. `done`: all trials have ended."""
+    """A message of a process of trials: the trial of a part begins, or, with a reason, the trials end with it. Without a part, all have ended well."""
 
-    what: Literal["trying", "failed", "unknown", "done"]
-    part: Part | None = None
+    part: Part | None
     why: str = ""
+    unknown: bool = False
+    """Whether the reason says nothing about the part, which could not be tried."""
 
 
 StartTrials = Callable[["Connection[Any, Any]", IO[bytes]], Process]
@@ -134,7 +133,7 @@ def check_device(
     trial_seconds: float = TRIAL_SECONDS,
 ) -> Verdict:
     """Tries the parts on this device, or reads what an earlier start found. `start` starts the process of trials.
-    A trial that takes longer than `trial_seconds` fails.
+    A trial that takes longer than `trial_seconds` fails. Parts that could not be tried are not used in this run, and are tried in the next.
 
     Nothing is tried on a CPU, for a model on several devices, or with `--attention triton`, which uses the kernels without a check.
     """
@@ -146,16 +145,17 @@ def check_device(
         return Verdict(name)
     key = _key(config, hf_config, block_size, name, driver)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
-    verdict = Verdict(name, {}, cache_folder() / "device-checks" / f"{digest}.json", key)
+    verdict = Verdict(name, file=cache_folder() / "device-checks" / f"{digest}.json", key=key)
     with _locked(verdict):
         kept = _kept(verdict)
         if kept is not None:
             return kept
         _logger.info("trying batchgen's kernels on %s, once for this model and these versions ...", name)
         began = time.monotonic()
-        off, complete = _tried(TrialSetup(config, block_size, parts), start or start_trials, trial_seconds)
+        end = _tried(TrialSetup(config, block_size, parts), start or start_trials, trial_seconds)
         _logger.info("tried in %.0f s, loading the model included", time.monotonic() - began)
-        verdict = replace(verdict, off=off, file=verdict.file if complete else None)
+        why = f"it could not be tried ({end.why})" if end.unknown else end.why
+        verdict = replace(verdict, failed=end.part, why=why, file=None if end.unknown else verdict.file)
         verdict.keep()
         return verdict
 
@@ -201,10 +201,10 @@ def _kept(verdict: Verdict) -> Verdict | None:
     assert verdict.file is not None
     try:
         found = json.loads(verdict.file.read_text(encoding="utf-8"))
-        off = {part: str(found["off"][part]) for part in PARTS if part in found["off"]}
+        failed = next((part for part in PARTS if part == found["failed"]), None)
+        return replace(verdict, failed=failed, why=str(found["why"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return replace(verdict, off=off)
 
 
 @contextmanager
@@ -217,28 +217,8 @@ def _locked(verdict: Verdict) -> Iterator[None]:
         yield
 
 
-def _tried(setup: TrialSetup, start: StartTrials, seconds: float) -> tuple[dict[Part, str], bool]:
-    """Returns the parts that must not be used, with reasons, and whether to store them. A part that could not be tried is not used in this
-    run and is tried again in the next.
-
-    If a trial ends its process, another process makes those of the other parts.
-    """
-    off: dict[Part, str] = {}
-    while len(off) < len(setup.parts):
-        failed, at, unknown = _one_process(replace(setup, off=tuple(off)), start, seconds)
-        off |= failed
-        if unknown:
-            rest = setup.parts if at is None else setup.parts[setup.parts.index(at) :]
-            return dict.fromkeys(rest, f"it could not be tried ({unknown})") | off, False
-        if at is None:
-            break
-    return off, True
-
-
-def _one_process(setup: TrialSetup, start: StartTrials, seconds: float) -> tuple[dict[Part, str], Part | None, str]:
-    """Runs one process of trials. Returns the failed parts with reasons; the part in whose trial the process ended early, or None; and, if the
-    end says nothing about that part, what it was."""
-    off: dict[Part, str] = {}
+def _tried(setup: TrialSetup, start: StartTrials, seconds: float) -> TrialReport:
+    """Runs the process of trials. Returns its last message, or what stands for it if the process has hung or died."""
     trying: Part | None = None
     ours, theirs = Pipe()
     with tempfile.TemporaryFile() as said, ours:
@@ -246,27 +226,18 @@ def _one_process(setup: TrialSetup, start: StartTrials, seconds: float) -> tuple
             process = start(theirs, said)
         try:
             ours.send(setup)
-            while True:
-                if not ours.poll(None if trying is None else seconds):
-                    assert trying is not None
-                    return {**off, trying: f"its trial did not return within {seconds:g} s"}, trying, ""
-                message = ours.recv()
-                if message.what == "trying":
-                    trying = message.part
-                elif message.what == "failed":
-                    off[message.part] = message.why
-                else:
-                    return off, trying if message.why else None, message.why
+            while ours.poll(None if trying is None else seconds):
+                report: TrialReport = ours.recv()
+                if report.part is None or report.why:
+                    return report
+                trying = report.part
+            return TrialReport(trying, f"its trial did not return within {seconds:g} s")
         except (EOFError, OSError):
             code = exit_code(process)
             how = how_it_ended(code, said)
-            if trying in off:  # its error has broken the device
-                return off, trying, ""
-            if (
-                trying is None or code == -signal.SIGKILL
-            ):  # the trial is not the cause: the host ran out of memory, for example
-                return off, trying, how
-            return {**off, trying: f"its trial ended the process ({how})"}, trying, ""
+            if trying is None or code == -signal.SIGKILL:  # the host ran out of memory, for example
+                return TrialReport(trying or setup.parts[0], how, unknown=True)
+            return TrialReport(trying, f"its trial ended the process ({how})")
         finally:
             process.kill()
             exit_code(process)  # waits only so long: a process inside the driver may outlive its kill

@@ -78,7 +78,7 @@ def main() -> None:
     try:
         model = load_model(setup.model, load_tokenizer(setup.model))
     except Exception as e:  # noqa: BLE001 - the job's own load reports it
-        connection.send(TrialReport("unknown", why=_error_text(e)))
+        connection.send(TrialReport(setup.parts[0], _error_text(e), unknown=True))
         os._exit(1)
     if model.device.type == "cuda":
         torch.cuda.set_device(model.device)  # Triton launches its kernels on the current one
@@ -93,28 +93,19 @@ def _end_with(connection: Connection[Any, Any]) -> None:
 
 
 def run_trials(setup: TrialSetup, model: LoadedModel, tell: Callable[[TrialReport], None]) -> None:
-    """Tries the parts of `setup` in their order. Ends without `done` if the device cannot be used any more."""
+    """Tries the parts of `setup` in their order, up to the first that fails."""
     trials = Trials(model, setup.block_size)
-    off = {*setup.off}
     for part in setup.parts:
-        if part in off or (part == "graphs" and "triton" in off):
-            continue
-        tell(TrialReport("trying", part))
+        tell(TrialReport(part))
         try:
             with torch.inference_mode():
                 trials.make(part)
-                _synchronize(model.device)
+                if model.device.type == "cuda":
+                    torch.cuda.synchronize(model.device)
         except Exception as e:  # noqa: BLE001 - whatever a compiler, a driver or a library may raise
-            if is_out_of_memory(e):
-                tell(TrialReport("unknown", part, _error_text(e)))
-                return
-            off.add(part)
-            tell(TrialReport("failed", part, _error_text(e)))
-            try:
-                _synchronize(model.device)
-            except RuntimeError:  # after such an error, CUDA does nothing more in this process
-                return
-    tell(TrialReport("done"))
+            tell(TrialReport(part, _error_text(e), unknown=is_out_of_memory(e)))
+            return
+    tell(TrialReport(None))
 
 
 def _error_text(error: BaseException) -> str:
@@ -123,53 +114,37 @@ def _error_text(error: BaseException) -> str:
     return text if isinstance(error, Differs) else f"{type(error).__name__}: {text}"
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 @dataclass(slots=True)
 class Trials:
-    """The trials of one model. What has failed is not used by the trials after it."""
+    """The trials of one model."""
 
     model: LoadedModel
     block_size: int
     kernels: bool = False
-    """Whether the attention kernels have passed."""
-    graphs: bool = False
+    """Whether the model runs with the attention kernels, which have passed."""
     plain: dict[tuple[int, int], torch.Tensor] | None = None
     limit: float = 0.0
 
     def make(self, part: Part) -> None:
-        """Makes the trial of one part. Raises `Differs`, or whatever the part raises."""
+        """Makes the trial of one part, after those before it. Raises `Differs`, or whatever the part raises."""
         if part == "sampler":
             sampler_trial(self.model.vocab_size, self.model.device)
-        elif part == "triton":
-            self._triton()
-        elif part == "graphs":
-            self._graphs()
-        else:
-            self._compare("a step ahead", self._variant(kernels=self.kernels, graphs=self.graphs), ahead=1)
-
-    def _triton(self) -> None:
-        if not self._has_kernels():
-            return
-        for kind in self.model.kinds:
-            attention_trial(kind, self.model, self.block_size)
-        self._compare("with the attention kernels", self._variant(kernels=True, graphs=False))
-        self.kernels = True
-
-    def _graphs(self) -> None:
-        if self.kernels and self.model.compile != "off":
+        elif part == "triton" and self._has_kernels():
+            for kind in self.model.kinds:
+                attention_trial(kind, self.model, self.block_size)
+            self._compare("with the attention kernels", self._variant(kernels=True))
+            self.kernels = True
+        elif part == "graphs" and self.kernels and self.model.compile != "off":
             self._compare("as CUDA graphs", self._variant(kernels=True, graphs=True))
-            self.graphs = True
+        elif part == "step-ahead":
+            self._compare("a step ahead", self._variant(kernels=self.kernels, graphs=self.kernels), ahead=1)
 
     def _has_kernels(self) -> bool:
         model = self.model
         cache = KVCache(model.layers, 1, self.block_size, model.dtype)
         return Runner(replace(model, compile="off"), cache, Limits(1, 1, 1), []).attention == "triton"
 
-    def _variant(self, *, kernels: bool, graphs: bool) -> LoadedModel:
+    def _variant(self, *, kernels: bool = False, graphs: bool = False) -> LoadedModel:
         return replace(
             self.model,
             attention=self.model.attention if kernels else "torch",
@@ -179,7 +154,7 @@ class Trials:
     def _compare(self, what: str, model: LoadedModel, ahead: int = 0) -> None:
         """Raises `Differs` if the model's logits differ from plain torch's by more than rounding."""
         if self.plain is None:
-            plain = self._variant(kernels=False, graphs=False)
+            plain = self._variant()
             self.plain = model_steps(plain, self.block_size)
             other = _stacked(model_steps(plain, self.block_size, share=False), self.plain)
             want = _stacked(self.plain, self.plain)
