@@ -26,7 +26,7 @@ from batchgen.kernels.dense_layer import (
     stack_forward,
 )
 from batchgen.kernels.fusion import Around, FusedMLP, FusedNorm, FusedRotary, can_fuse, known_code, own_forward
-from batchgen.kernels.int8 import Int8Linear, QuantizingNorm
+from batchgen.kernels.int8 import Int8Linear
 from batchgen.kernels.ops import PackedLinear, add_rows, can_add
 from batchgen.kernels.recognition import Code, code_of
 from batchgen.kernels.recurrent import can_gate, sigmoid_gate
@@ -99,7 +99,7 @@ def _can_narrow(layer: Any) -> bool:
 def _fuse_stack(body: Any, workspace: Workspace) -> None:
     """Gives the body of a model a forward that runs all of its layers in one call, if it does nothing but run its parts one after the other."""
     layers = getattr(body, "layers", None)
-    norm = _plain_norm(body, "norm") if hasattr(body, "norm") else None
+    norm = getattr(body, "norm", None)
     if not isinstance(layers, torch.nn.ModuleList) or not isinstance(norm, FusedNorm) or own_forward(body) is None:
         return
     stack = [dense for layer in layers if "dense" in layer.__dict__ for dense in layer.__dict__["dense"].layers]
@@ -180,8 +180,8 @@ def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
         return None
     fused = hasattr(attention, "qkv_proj")
     qkv = [attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj]
-    norms = LayerNorms(*(None if name is None else _plain_norm(layer, name) for name in names))
-    head_norms = [_plain_norm(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    norms = LayerNorms(*(None if name is None else getattr(layer, name) for name in names))
+    head_norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
     if not _run_as_kernels([*qkv, attention.o_proj, mlp.gate_up, mlp.down], [*norms, *head_norms]):
         return None
     asked = _asked_of_attention(attention, qkv[0])
@@ -195,11 +195,6 @@ def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:
         index, heads, kv_heads, size, options, norms, joined(qkv), head_norms,
         attention.o_proj, mlp.gate_up, mlp.down, rotary.keeps_type,
     )  # fmt: skip
-
-
-def _plain_norm(part: Any, name: str) -> Any:
-    norm = getattr(part, name)
-    return norm.norm if isinstance(norm, QuantizingNorm) else norm
 
 
 def _run_as_kernels(linear: list[Any], norms: list[Any]) -> bool:

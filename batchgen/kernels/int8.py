@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -25,7 +24,6 @@ from batchgen.kernels.ops import (
     biases_in_panels,
     columns_in_panels,
     in_panels,
-    norm_arguments,
 )
 
 LARGEST = 127
@@ -169,12 +167,7 @@ class Int8Linear(torch.nn.Module):
         """`starts` [E + 1] of experts: rows [starts[e], starts[e + 1]) of x are those of expert e."""
         if x.dtype != self.dtype or x.shape[-1] != self.in_features:
             raise ValueError(f"expected [..., {self.in_features}] in {self.dtype}, not {list(x.shape)} in {x.dtype}")
-        rows: QuantizedRows | None = getattr(x, "as_int8", None)
-        if rows is None:
-            norm = getattr(x, "from_norm", None)
-            if norm is not None:
-                norm.quantizes = True  # from the next step on
-            rows = quantize_rows(x.reshape(-1, self.in_features).to(self._kernel_dtype))
+        rows = quantize_rows(x.reshape(-1, self.in_features).to(self._kernel_dtype))
         y = torch.empty((*x.shape[:-1], self.out_features), dtype=self._kernel_dtype)
         self.product(rows, rows.scales.shape[0], y.data_ptr(), self.out_features, starts).run()
         return y.to(self.dtype)
@@ -236,34 +229,3 @@ def _factor(coding: Coding) -> float:
 
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-class QuantizingNorm(torch.nn.Module):
-    """A root mean square norm whose result the kernel also quantizes, as soon as an `Int8Linear` has read one."""
-
-    def __init__(self, norm: Any) -> None:
-        """`norm` is a `FusedNorm`."""
-        super().__init__()
-        self.weight = norm.weight
-        self.norm = norm
-        self.quantizes = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after_sum(x, None)[1]
-
-    def after_sum(
-        self, x: torch.Tensor, more: torch.Tensor | None, by: float = 1.0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `FusedNorm.after_sum`."""
-        if not self.quantizes:
-            total, plain = self.norm.after_sum(x, more, by)
-            plain.from_norm = self
-            return total, plain
-        norm = self.norm
-        arguments, y, total = norm_arguments(x, norm.factor, norm.eps, norm.rounds_first, more, by)
-        rows = empty_rows(arguments.outer * arguments.inner, y.shape[-1])
-        arguments.q, arguments.scales = rows.values.data_ptr(), rows.scales.data_ptr()
-        arguments.q_row = rows.values.shape[1]
-        kernel("norm", x.dtype)(ctypes.byref(arguments))
-        y.as_int8 = rows  # type: ignore[attr-defined]
-        return total, y

@@ -128,7 +128,19 @@ def norm_after_sum(
     The norm of x is x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32; `weight` is float32. `rounds_first`: x over
     its root mean square is rounded to its type before it is multiplied by the weight.
     """
-    norm, y, total = norm_arguments(x, weight, eps, rounds_first, more, by)
+    size = x.shape[-1]
+    if x.stride(-1) != 1 or not _is_two_deep(x):
+        x = x.contiguous()
+    inner = x.shape[-2] if x.dim() > 2 else 1
+    y, total = torch.empty(x.shape, dtype=x.dtype), x if more is None else torch.empty_like(x)
+    outer = y.numel() // max(1, inner * size)
+    x_outer = x.stride(-3) if x.dim() > 2 else x.stride(0) if x.dim() == 2 else 0
+    norm = NormArguments(
+        outer, inner, size, x_outer, x.stride(-2) if x.dim() > 2 else 0, rounds_first, torch.get_num_threads(), eps,
+        weight.data_ptr(), x.data_ptr(), y.data_ptr(), by=by,
+    )  # fmt: skip
+    if more is not None:
+        norm.more, norm.sum = more.data_ptr(), total.data_ptr()
     kernel("norm", x.dtype)(ctypes.byref(norm))
     return total, y
 
@@ -218,32 +230,6 @@ def cos_and_sin(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple
     size = table.shape[1] // 2
     rows = take_rows(table, position_ids)
     return rows[..., :size], rows[..., size:]
-
-
-def norm_arguments(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, rounds_first: bool, more: torch.Tensor | None = None, by: float = 1.0
-) -> tuple[NormArguments, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns the arguments for the kernel of `norm_after_sum`, the tensor of its result, and that of x + more * by (x without `more`).
-
-    With `more`, the norm is that of the sum; `can_add` must hold for both.
-    """
-    size = x.shape[-1]
-    if x.stride(-1) != 1 or not _is_two_deep(x):
-        x = x.contiguous()
-    inner = x.shape[-2] if x.dim() > 2 else 1
-    y = torch.empty(x.shape, dtype=x.dtype)
-    outer = y.numel() // max(1, inner * size)
-    x_outer = x.stride(-3) if x.dim() > 2 else x.stride(0) if x.dim() == 2 else 0
-    norm = NormArguments(
-        outer, inner, size, x_outer, x.stride(-2) if x.dim() > 2 else 0, rounds_first, torch.get_num_threads(), eps,
-        weight.data_ptr(), x.data_ptr(), y.data_ptr(), by=by,
-    )  # fmt: skip
-    norm.x_kept = x  # as long as the kernel may read it
-    if more is None:
-        return norm, y, x
-    total = torch.empty_like(x)
-    norm.more, norm.sum = more.data_ptr(), total.data_ptr()
-    return norm, y, total
 
 
 def rotate(

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from batchgen.kernels.decoder_layers import fuse_layers, unfuse_layers
-from batchgen.kernels.fusion import FusedNorm, Packing, fuse_linear
-from batchgen.kernels.int8 import Int8Linear, QuantizingNorm, are_whole, quantize_weight
+from batchgen.kernels.fusion import Packing, fuse_linear
+from batchgen.kernels.int8 import Int8Linear, are_whole, quantize_weight
 from batchgen.kernels.memory import give_back
 from batchgen.kernels.ops import Activation, Gating, PackedLinear, plain_weight
 from batchgen.model_files import INT8_SMALL
@@ -48,16 +48,8 @@ def quantize_linear(model: torch.nn.Module, scales: Mapping[str, torch.Tensor] |
     packing = Int8Packing(model, scales or {})
     fuse_linear(model, packing)
     fuse_linear(model, Packing())  # the rest
-    _quantize_norms(model)
     fuse_layers(model)
     return Quantized(packing.layers, packing.weights, all_weights, _bytes(model))
-
-
-def _quantize_norms(model: torch.nn.Module) -> None:
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if isinstance(child, FusedNorm):
-                parent._modules[name] = QuantizingNorm(child)
 
 
 def _bytes(model: torch.nn.Module) -> int:
@@ -82,7 +74,6 @@ def _quantize_packed(model: torch.nn.Module) -> Quantized:
             layers += parts
             weights += parts * part.out_features * part.in_features
     all_weights += sum(p.numel() for p in model.parameters())
-    _quantize_norms(model)
     fuse_layers(model)
     return Quantized(layers, weights, all_weights, _bytes(model))
 

@@ -7,8 +7,7 @@ import torch
 from torch.nn.functional import gelu, linear, silu
 
 from batchgen.kernels.codes import dequantize
-from batchgen.kernels.fusion import FusedNorm
-from batchgen.kernels.int8 import Int8Linear, QuantizingNorm, are_whole, quantize_rows, quantize_weight
+from batchgen.kernels.int8 import Int8Linear, are_whole, quantize_weight
 from batchgen.kernels.ops import Activation, PackedLinear
 from batchgen.kernels.quantization import in_8_bits
 from support.codings import ROWS, SIZE, weight_of
@@ -162,19 +161,3 @@ def test_zeros_stay_zeros_and_nan_and_inf_stay_in_their_row(dtype):
     assert y[3].isnan().all()
     assert not y[5].isfinite().any()
     assert y[[0, 1, 2, 4, *range(6, 40)]].isfinite().all()
-
-
-@dtypes
-def test_a_norm_quantizes_its_output_after_an_int8_layer_has_read_one(dtype):
-    norm = QuantizingNorm(FusedNorm(torch.nn.Parameter(numbers(96, dtype=dtype)), 0.0, 1e-6, rounds_first=True))
-    layer = Int8Linear([quantize_weight(numbers(50, 96, dtype=dtype, seed=1))], [None], dtype)
-    x = numbers(1, 33, 96, dtype=dtype, seed=2)
-    first = norm(x)
-    assert not hasattr(first, "as_int8")
-    want = layer(first)
-    second = norm(x)
-    assert torch.equal(second, first)
-    apart = quantize_rows(first[0])
-    assert torch.equal(second.as_int8.scales, apart.scales)
-    assert torch.equal(second.as_int8.values[:33, :96], apart.values[:33, :96])
-    assert torch.equal(layer(second), want)
