@@ -1,18 +1,18 @@
 """Gives decoder layers forwards that do not use torch's threads: one call of the library if all parts of a layer are kernels, and one for all
 layers if the model only runs them one after the other.
 
-Layers and their attention are recognized by their code (`recognition`). A layer's options of attention are found by running its attention once.
+Layers, their attention and the bodies of models are recognized by their code (`recognition`). A layer's options of attention are found by
+running its attention once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from batchgen.kernels.dense_layer import (
@@ -97,78 +97,21 @@ def _can_narrow(layer: Any) -> bool:
 
 
 def _fuse_stack(body: Any, workspace: Workspace) -> None:
-    """Gives the body of a model a forward that runs all of its layers in one call, if it does nothing but run its parts one after the other."""
+    """Gives the body of a model a forward that runs all of its layers in one call, if it only runs its parts one after the other."""
     layers = getattr(body, "layers", None)
     norm = getattr(body, "norm", None)
-    if not isinstance(layers, torch.nn.ModuleList) or not isinstance(norm, FusedNorm) or own_forward(body) is None:
+    if (
+        not isinstance(layers, torch.nn.ModuleList)
+        or not isinstance(norm, FusedNorm)
+        or known_code(body) is not Code.BODY
+    ):
         return
     stack = [dense for layer in layers if "dense" in layer.__dict__ for dense in layer.__dict__["dense"].layers]
-    if not stack or len(stack) < len(layers) or not _is_chain(body):
+    if not stack or len(stack) < len(layers):
         return
     if {(dense.o.dtype, dense.o.out_features) for dense in stack} == {(norm.dtype, len(norm.factor))}:
         body.stack = DenseStack(stack, norm, workspace)
         body.forward = MethodType(stack_forward, body)
-
-
-def _is_chain(body: Any) -> bool:
-    """Runs a body on two tokens. Returns whether it gives the embeddings to the first layer, each layer's output to the next and the last one's
-    to the norm, unchanged, and the same cos and sin to all layers."""
-    first = [
-        part for part in (getattr(body, "embed_tokens", None), getattr(body, "rotary_emb", None)) if part is not None
-    ]
-    modules: list[torch.nn.Module] = [*first, *body.layers, body.norm]
-    if len(first) < 2 or len(set(modules)) < len(modules):
-        return False
-    ran: list[_Ran] = []
-
-    def note(module: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        ran.append(_Ran(module, args, kwargs, result, [x.clone() for x in _tensors(result)]))
-
-    hooks = [part.register_forward_hook(note, with_kwargs=True) for part in modules]
-    tokens, positions = torch.tensor([[0, 1]]), torch.tensor([[0, 1]])
-    try:
-        output = body(input_ids=tokens, position_ids=positions, use_cache=False, step_attention=_AttentionProbe())
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if [each.module for each in ran] != modules or type(output) is not BaseModelOutputWithPast:
-        return False
-    if not all(
-        torch.equal(x, copy) for each in ran for x, copy in zip(_tensors(each.result), each.copies, strict=True)
-    ):
-        return False  # changed in place
-    embedding, rotary, *rest = ran
-    x, cos_and_sin = embedding.result, rotary.result
-    if not _same([*rotary.args, *rotary.kwargs.values()], [x, positions]):
-        return False
-    for each in rest:
-        given = each.args[0] if each.args else each.kwargs.get("hidden_states")
-        embeddings = each.kwargs.get("position_embeddings")
-        masked = each.kwargs.get("attention_mask") is not None
-        if given is not x or masked or not (each.module is body.norm or _same(embeddings, cos_and_sin)):
-            return False
-        x = each.result
-    return output.last_hidden_state is x
-
-
-class _Ran(NamedTuple):
-    """A call of a module's forward."""
-
-    module: torch.nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any
-    copies: list[torch.Tensor]
-    """Of the tensors of the result."""
-
-
-def _tensors(result: Any) -> list[torch.Tensor]:
-    return [x for x in (result if isinstance(result, list | tuple) else [result]) if isinstance(x, torch.Tensor)]
-
-
-def _same(found: Any, expected: Sequence[Any]) -> bool:
-    """Whether these are the very objects that are expected."""
-    return isinstance(found, list | tuple) and list(map(id, found)) == list(map(id, expected))
 
 
 def _dense_layer(layer: Any, names: LayerNorms[str]) -> DenseLayer | None:

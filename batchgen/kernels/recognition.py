@@ -55,6 +55,8 @@ class Code(Enum):
     """A decoder layer with attention or a recurrent mixer."""
     GRANITE_LAYER = auto()
     """The same, with multipliers of its sums, and an MLP that all tokens share."""
+    BODY = auto()
+    """All of a decoder: embeddings, their cos and sin, the layers one after the other, a norm."""
 
 
 _KNOWN = {
@@ -102,6 +104,12 @@ _KNOWN = {
     "da2bee7e4dd9c466": Code.HYBRID_LAYER,  # Qwen 3.5
     "2f80dab623d34bcf": Code.HYBRID_LAYER,  # Qwen3-Next, and Qwen 3.5 with experts
     "a60bee24d971959a": Code.GRANITE_LAYER,  # Granite 4 H
+    "b0a4b1684aa0e083": Code.BODY,  # Llama, OLMo 2 and most others
+    "26b10b47c7389fc8": Code.BODY,  # Mistral, Ministral 3, Phi-3
+    "b3cd12a03c51c39a": Code.BODY,  # Qwen 2 and 3
+    "da7115bdb8365eb6": Code.BODY,  # Gemma
+    "0cbdeed8f2644056": Code.BODY,  # Gemma 2
+    "ed65621bebdbf906": Code.BODY,  # Ministral
 }
 
 

@@ -72,8 +72,7 @@ def test_a_layer_in_one_call_gives_the_same_bits_as_its_separate_kernels(monkeyp
         assert quantize_linear(model.module).layers == (4 if kind == "phi3" else 7) * len(body.layers)
     assert all("dense" in layer.__dict__ for layer in body.layers)
     whole = "stack" in body.__dict__
-    # Bodies of Gemma scale embeddings, or have several tables of cos and sin.
-    assert whole or kind.startswith("gemma")
+    assert whole == (kind != "gemma3_text")  # which has several tables of cos and sin
     each = {(i,) for i in range(len(body.layers))}
     found = recorded_layers(monkeypatch)
     together = logprobs(model)
@@ -87,15 +86,14 @@ def test_a_layer_in_one_call_gives_the_same_bits_as_its_separate_kernels(monkeyp
     assert logprobs(model) == together
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_model_that_changes_the_outputs_of_its_modules_runs_layer_by_layer(monkeypatch, in_place):
+def test_a_model_that_changes_the_outputs_of_its_modules_runs_layer_by_layer(monkeypatch):
     module = build("llama", **SHAPE)
     plain = type(module.model).forward
 
     class Scaled(type(module.model)):
         def forward(self, input_ids=None, inputs_embeds=None, **given):
             x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-            return plain(self, inputs_embeds=x.mul_(3) if in_place else x * 3, **given)
+            return plain(self, inputs_embeds=x * 3, **given)
 
     module.model.__class__ = Scaled
     model = prepare(module, kernels=kernels())
