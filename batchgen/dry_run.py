@@ -492,7 +492,8 @@ class _PlanBuilder:
         leaves, plan = planned.leaves, planned.plan
         lacking = [leaf for leaf in leaves if leaf.request.key not in self._earlier.keys]
         if len(lacking) < len(leaves):
-            plan = plan_prefixes([leaf.tokens for leaf in lacking], plan.chunk_size, share=self.config.engine.share)
+            engine = self.config.engine
+            plan = plan_prefixes([leaf.tokens for leaf in lacking], engine.chunk_size, share=engine.share)
         if lacking:
             duration.add(lacking, plan)
 

@@ -306,7 +306,7 @@ class _Generation:
     def _add(self, engine: AnyEngine, window: Planned) -> None:
         run = self.outcomes.run
         run.prefill_tokens_min += window.prefill_tokens_min
-        run.groups += len(window.plan.groups)
+        run.groups += window.plan.groups
         run.prefix_nodes += len(window.plan.nodes)
         self._time_left.add(window.requests, window.tokens_to_run)
         for request in window.requests:

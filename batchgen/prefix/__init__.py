@@ -1,4 +1,4 @@
-"""What the prompts of a window share: the prefix tree exact to the token, chunk hashes and groups, and the figures of a plan.
+"""What the prompts of a window share: the prefix tree exact to the token, groups, and the figures of a plan.
 
 Token ids only. Knows nothing about rows, text, memory or the model. Needs numpy, never torch.
 """
@@ -9,14 +9,12 @@ from batchgen.prefix.figures import (
     merge_figures,
     plan_figures,
 )
-from batchgen.prefix.order import chunk_hashes
 from batchgen.prefix.outline import Outline, OutlineNode, PrefixOutline
 from batchgen.prefix.reuse import Resident, resident_lengths
 from batchgen.prefix.survey import GroupLine, GroupSurvey
-from batchgen.prefix.tree import Group, PrefixNode, PrefixPlan, plan_prefixes
+from batchgen.prefix.tree import PrefixNode, PrefixPlan, plan_prefixes
 
 __all__ = [
-    "Group",
     "GroupLine",
     "GroupSurvey",
     "Outline",
@@ -27,7 +25,6 @@ __all__ = [
     "PrefixPlan",
     "Resident",
     "carried_tokens",
-    "chunk_hashes",
     "merge_figures",
     "plan_figures",
     "plan_prefixes",

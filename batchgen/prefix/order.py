@@ -1,11 +1,7 @@
-"""Depth-first order of prompts, what neighbours in that order share, and the hashes that identify shared chunks.
-
-Token arrays in; integers and hashes out.
-"""
+"""Depth-first order of prompts, and what neighbours in that order share."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -95,20 +91,3 @@ def neighbour_lengths(prompts: Sequence[TokenArray], order: NDArray[np.int64]) -
         shared[i] = common_length(before, tokens)
         before = tokens
     return shared
-
-
-def chunk_hashes(tokens: TokenArray, chunk_size: int, previous: bytes = b"") -> list[bytes]:
-    """Hashes of a prompt's whole chunks, 16 bytes each. Hash i identifies the first (i + 1) * chunk_size tokens.
-
-    `tokens` may be the part of a prompt that follows the prefix whose hash is `previous`.
-
-    The hashes are chained: hash i is blake2b-128 of hash i - 1 (nothing for the first) and the chunk's tokens as little-endian
-    int32 (int64 if some of them stand for images). They are the same in every window and on every machine. Tokens after the last whole chunk do not count.
-    """
-    hashes: list[bytes] = []
-    for start in range(0, len(tokens) - chunk_size + 1, chunk_size):
-        chunk = tokens[start : start + chunk_size]
-        kind = "<i4" if chunk.dtype == np.int32 or chunk.max() < IMAGE_IDS else "<i8"
-        previous = hashlib.blake2b(previous + chunk.astype(kind, copy=False).tobytes(), digest_size=16).digest()
-        hashes.append(previous)
-    return hashes

@@ -6,12 +6,15 @@ The algorithm is written twice because `lcp_intervals`, which plans every window
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from batchgen.prefix.order import chunk_hashes, common_length
-from batchgen.request import TokenArray
+import numpy as np
+
+from batchgen.prefix.order import common_length
+from batchgen.request import IMAGE_IDS, TokenArray
 
 
 @dataclass(slots=True)
@@ -81,11 +84,18 @@ class OpenIntervals:
 
 @dataclass(frozen=True, slots=True)
 class GroupLine:
-    """Prompts that have the same longest shared prefix of whole chunks (see `Group`)."""
+    """Prompts that have the same longest shared prefix of whole chunks.
+
+    Groups nest: the prompts of an outer group are those that share nothing deeper. There may be a single one, which shares its prefix with
+    prompts of the inner groups.
+    """
 
     hash: str
+    """`prefix_hash` of the prefix, in hexadecimal."""
     prefix_tokens: int
+    """A multiple of the chunk size."""
     rows: int
+    """At least 1. Prompts of inner groups do not count."""
 
 
 class GroupSurvey:
@@ -109,7 +119,7 @@ class GroupSurvey:
         if self._before is not None:
             self._shares(0)
         return [
-            GroupLine(chunk_hashes(path, self._chunk_size)[-1].hex(), group.end, group.own)
+            GroupLine(prefix_hash(path, self._chunk_size).hex(), group.end, group.own)
             for group, path in self._kept.largest_first()
         ]
 
@@ -120,6 +130,20 @@ class GroupSurvey:
                 self.groups += 1
                 self.grouped += group.own
                 self._kept.see(group.own * group.end, group, self._before[: group.end])
+
+
+def prefix_hash(tokens: TokenArray, chunk_size: int) -> bytes:
+    """Identifies a prefix of whole chunks in 16 bytes, the same in every window and on every machine.
+
+    Hashes are chained: that of a prefix is blake2b-128 of the hash of the prefix before it (nothing for the first) and the last chunk's tokens
+    as little-endian int32 (int64 if some of them stand for images).
+    """
+    found = b""
+    for start in range(0, len(tokens), chunk_size):
+        chunk = tokens[start : start + chunk_size]
+        kind = "<i4" if chunk.dtype == np.int32 or chunk.max() < IMAGE_IDS else "<i8"
+        found = hashlib.blake2b(found + chunk.astype(kind, copy=False).tobytes(), digest_size=16).digest()
+    return found
 
 
 class Largest:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batchgen.prefix.order import chunk_hashes, depth_first_order, neighbour_lengths
+from batchgen.prefix.order import depth_first_order, neighbour_lengths
 from batchgen.request import TokenArray
 
 
@@ -34,26 +34,6 @@ class PrefixNode:
     """Number of nodes above it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The requests that have the same longest chunk-aligned shared prefix.
-
-    A request is in one group, or in none if it shares no whole chunk. Groups nest: the rows of an outer group are those that share
-    nothing deeper. There may be a single one (it shares its prefix with rows of the inner groups), and they need not be adjacent,
-    because inner groups may lie between them.
-    """
-
-    hash: bytes
-    """The chunk hash (16 bytes) of the prefix."""
-    prefix_tokens: int
-    """Length of the prefix, a multiple of the chunk size."""
-    rows: int
-    """Number of requests in the group, at least 1. Requests of inner groups do not count."""
-    first: int
-    last: int
-    """All requests that begin with the prefix, those of inner groups included: positions first..last (exclusive)."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixPlan:
     """The prefix tree of a window, and the window's requests in depth-first order.
@@ -72,9 +52,10 @@ class PrefixPlan:
     """Sum over the prompts."""
     prefill_tokens_min: int
     """Size of the token trie of the prompts: the tokens of all nodes and the own tokens of all requests."""
-    groups: tuple[Group, ...]
-    """Sorted by (first, prefix_tokens): an outer group comes before the groups inside it."""
-    chunk_size: int
+    groups: int
+    """Number of groups. A group is the requests that have the same longest shared prefix of whole chunks."""
+    grouped_requests: int
+    """Requests that are in a group: those that share a whole chunk."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +85,9 @@ def plan_prefixes(prompts: Sequence[TokenArray], chunk_size: int, *, share: bool
     """
     order = depth_first_order(prompts)
     shared = neighbour_lengths(prompts, order)
-    tree = lcp_intervals(shared if share else np.zeros_like(shared))
+    used = shared if share else np.zeros_like(shared)
+    tree = lcp_intervals(used)
+    group_of = lcp_intervals(used // chunk_size * chunk_size).leaf_parent
     prompt_tokens = sum(len(tokens) for tokens in prompts)
     return PrefixPlan(
         order=order,
@@ -112,8 +95,8 @@ def plan_prefixes(prompts: Sequence[TokenArray], chunk_size: int, *, share: bool
         leaf_parent=tree.leaf_parent,
         prompt_tokens=prompt_tokens,
         prefill_tokens_min=prompt_tokens - int(shared.sum()),
-        groups=_groups(prompts, order, shared, chunk_size) if share else (),
-        chunk_size=chunk_size,
+        groups=len(np.unique(group_of[group_of >= 0])),
+        grouped_requests=int((group_of >= 0).sum()),
     )
 
 
@@ -124,27 +107,6 @@ def _nodes(tree: Intervals) -> tuple[PrefixNode, ...]:
         start, depth = (ends[parent], nodes[parent].depth + 1) if parent >= 0 else (0, 0)
         nodes.append(PrefixNode(index, parent, start, ends[index], firsts[index], lasts[index], depth))
     return tuple(nodes)
-
-
-def _groups(
-    prompts: Sequence[TokenArray], order: NDArray[np.int64], shared: NDArray[np.int64], chunk_size: int
-) -> tuple[Group, ...]:
-    """The groups. `shared` is `neighbour_lengths` of `order`.
-
-    Each chunk of the tree is hashed once: the chain of an interval continues that of the interval around it.
-    """
-    intervals = lcp_intervals(shared // chunk_size * chunk_size)
-    rows = np.bincount(intervals.leaf_parent[intervals.leaf_parent >= 0], minlength=len(intervals.end)).tolist()
-    firsts, ends = intervals.first.tolist(), intervals.end.tolist()
-    hashes: list[bytes] = []
-    groups: list[Group] = []
-    for i, (parent, last) in enumerate(zip(intervals.parent.tolist(), intervals.last.tolist(), strict=True)):
-        start, before = (ends[parent], hashes[parent]) if parent >= 0 else (0, b"")
-        tokens = prompts[order[firsts[i]]][start : ends[i]]
-        hashes.append(chunk_hashes(tokens, chunk_size, before)[-1])
-        if rows[i]:
-            groups.append(Group(hashes[i], ends[i], rows[i], firsts[i], last))
-    return tuple(groups)
 
 
 def lcp_intervals(shared: NDArray[np.int64]) -> Intervals:

@@ -1,10 +1,14 @@
 """The outline of a prefix tree is the top of the tree that a plan of all prompts has, and sums of the rest."""
 
+import hashlib
+from collections import Counter
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.prefix import GroupSurvey, Outline, plan_prefixes
+from batchgen.prefix.survey import prefix_hash
 from support.prompts import NESTED
 
 token_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), max_size=30)
@@ -67,21 +71,34 @@ def test_the_outline_is_the_top_of_the_planned_tree(lists, max_nodes):
         )
 
 
-# -- all nodes as text
+# -- groups
 
 
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=40), st.integers(1, 3), st.integers(1, 4))
-def test_groups_are_those_of_the_plan_and_the_largest_are_kept(lists, chunk_size, most):
-    plan = plan_prefixes([np.array(ids, dtype=np.int32) for ids in lists], chunk_size)
-    survey, few = GroupSurvey(chunk_size, 99), GroupSurvey(chunk_size, most)
-    for ids in sorted(lists):
-        survey.add(np.array(ids, dtype=np.int32))
-        few.add(np.array(ids, dtype=np.int32))
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=20), st.integers(1, 4), st.integers(1, 4))
+def test_groups_are_the_rows_with_the_same_longest_shared_prefix_of_whole_chunks(lists, chunk_size, most):
+    prompts = [np.array(ids, dtype=np.int32) for ids in sorted(lists)]
+    prefixes = [[tuple(ids[:n]) for n in range(chunk_size, len(ids) + 1, chunk_size)] for ids in sorted(lists)]
+    holders = Counter(prefix for chain in prefixes for prefix in chain)
+    deepest = [max((p for p in chain if holders[p] >= 2), key=len, default=None) for chain in prefixes]
+    expected = Counter(prefix for prefix in deepest if prefix is not None)
+    plan, survey, few = plan_prefixes(prompts, chunk_size), GroupSurvey(chunk_size, 99), GroupSurvey(chunk_size, most)
+    for tokens in prompts:
+        survey.add(tokens)
+        few.add(tokens)
     groups = survey.end()
-    assert (survey.groups, survey.grouped) == (len(plan.groups), sum(g.rows for g in plan.groups))
     assert {(g.hash, g.prefix_tokens, g.rows) for g in groups} == {
-        (g.hash.hex(), g.prefix_tokens, g.rows) for g in plan.groups
+        (prefix_hash(np.array(prefix, dtype=np.int32), chunk_size).hex(), len(prefix), rows)
+        for prefix, rows in expected.items()
     }
+    counts = (len(expected), expected.total())
+    assert (survey.groups, survey.grouped) == counts
+    assert (plan.groups, plan.grouped_requests) == counts
     saved = [group.rows * group.prefix_tokens for group in groups]
     assert saved == sorted(saved, reverse=True)
     assert [group.rows * group.prefix_tokens for group in few.end()] == saved[:most]
+
+
+def test_a_hash_is_blake2b_of_the_hash_before_and_the_little_endian_chunk():
+    first = hashlib.blake2b(b"\x01\0\0\0\x02\0\0\0", digest_size=16).digest()
+    second = hashlib.blake2b(first + b"\x03\0\0\0\x2c\x01\0\0", digest_size=16).digest()
+    assert prefix_hash(np.array([1, 2, 3, 300], dtype=np.int32), 2) == second

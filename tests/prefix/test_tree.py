@@ -1,12 +1,11 @@
-import hashlib
-from collections import Counter, defaultdict
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.prefix import Group, chunk_hashes, plan_prefixes, resident_lengths
+from batchgen.prefix import plan_prefixes, resident_lengths
 from batchgen.prefix.order import depth_first_order, neighbour_lengths
 
 prompt_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=24)
@@ -24,7 +23,7 @@ def trie_of(lists):
 def test_without_sharing_there_are_no_nodes_but_the_least_is_still_known():
     prompts = arrays([[1, 2, 3], [1, 2], [1, 2, 3]])
     plan = plan_prefixes(prompts, 1, share=False)
-    assert (plan.nodes, plan.groups, plan.leaf_parent.tolist()) == ((), (), [-1, -1, -1])
+    assert (plan.nodes, plan.groups, plan.leaf_parent.tolist()) == ((), 0, [-1, -1, -1])
     assert plan.order.tolist() == [1, 0, 2]
     assert (plan.prompt_tokens, plan.prefill_tokens_min) == (8, 3)
 
@@ -94,31 +93,6 @@ def test_the_leaf_parent_is_the_deepest_node_above_a_request(lists):
         assert plan.leaf_parent[position] == max(above, key=lambda n: n.depth).index if above else -1
 
 
-# -- groups
-
-
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=20), st.integers(1, 4))
-def test_groups_are_those_of_the_prompts_chunk_hashes(lists, chunk_size):
-    prompts = arrays(lists)
-    plan = plan_prefixes(prompts, chunk_size)
-    hashes = [chunk_hashes(prompts[i], chunk_size) for i in plan.order]
-    holders = defaultdict(list)
-    for position, chain in enumerate(hashes):
-        for h in chain:
-            holders[h].append(position)
-    members = defaultdict(list)
-    for position, chain in enumerate(hashes):
-        shared = [h for h in chain if len(holders[h]) >= 2]
-        if shared:
-            members[shared[-1]].append(position)
-    expected = []
-    for h, rows in members.items():
-        first, last = holders[h][0], holders[h][-1] + 1
-        assert holders[h] == list(range(first, last))
-        expected.append(Group(h, (hashes[rows[0]].index(h) + 1) * chunk_size, len(rows), first, last))
-    assert plan.groups == tuple(sorted(expected, key=lambda g: (g.first, g.prefix_tokens)))
-
-
 # -- the order of prompts
 
 
@@ -141,15 +115,6 @@ def test_neighbour_lengths_are_the_common_prefixes_of_neighbours(lists):
         expected.append(max(n for n in range(len(a) + 1) if a[:n] == b[:n]))
     expected += [0] if lists else []
     assert neighbour_lengths(prompts, order).tolist() == expected
-
-
-# -- hashes of chunks
-
-
-def test_a_hash_is_blake2b_of_the_hash_before_and_the_little_endian_chunk():
-    first = hashlib.blake2b(b"\x01\0\0\0\x02\0\0\0", digest_size=16).digest()
-    second = hashlib.blake2b(first + b"\x03\0\0\0\x2c\x01\0\0", digest_size=16).digest()
-    assert chunk_hashes(np.array([1, 2, 3, 300], dtype=np.int32), 2) == [first, second]
 
 
 # -- what is resident
