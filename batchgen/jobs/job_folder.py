@@ -252,7 +252,6 @@ class JobFolder(HeldResults):
         with writing(self.output):
             self._writer.close()
             self.notes += self._writer.notes
-            self._keys.sync()
             self._keys.close()
             self._record.rows = self._row_figures.as_dict()
             self._record.save(self.folder)

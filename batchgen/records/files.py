@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import pyarrow as pa
+
 from batchgen.config import INPUT_FORMATS
 from batchgen.errors import UsageError
 from batchgen.records.jsonl import BOM
@@ -49,7 +51,7 @@ _UTF16 = (
 )
 _AT_COMMIT = re.compile(r"(hf://datasets/[^/@]+/[^/@]+)@[0-9a-f]{40}/")
 _TEXT_PIECE = 1 << 16
-_PIECE = 1 << 10  # small, because what one piece decompresses to, 70 MB at worst, is in memory at once
+_PIECE = 1 << 10
 
 
 def in_job_folder(name: str, folder: Path = Path()) -> bool:
@@ -237,29 +239,7 @@ def decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
     """Returns the plain bytes of a gzip or zstd stream, buffered. Reading raises one of `BROKEN` if it is cut or damaged."""
     if compression == "gzip":
         return gzip.GzipFile(fileobj=raw, mode="rb")  # type: ignore[return-value]
-    return _buffered(_zstd_pieces(raw))
-
-
-def _zstd_pieces(raw: BinaryIO) -> Iterator[bytes]:
-    """Yields the frames of a zstandard stream, one after the other.
-
-    The stream reader of zstandard itself ends silently if a file is cut. This one raises `EOFError`, and `OSError` if a file is damaged.
-    """
-    import zstandard  # only these files need it
-
-    decompressor = zstandard.ZstdDecompressor()
-    frame: Any = None
-    waiting = b""  # compressed bytes of the next frame
-    while piece := waiting or raw.read(_PIECE):
-        frame, waiting = frame or decompressor.decompressobj(), b""
-        try:
-            yield frame.decompress(piece)
-        except zstandard.ZstdError as e:
-            raise OSError(str(e)) from e
-        if frame.eof:
-            frame, waiting = None, frame.unused_data
-    if frame is not None:
-        raise EOFError("the compressed file ends in the middle of a zstandard frame")
+    return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
 
 
 def _in_utf8(raw: BinaryIO, encoding: str, name: str) -> Iterator[bytes]:

@@ -115,21 +115,22 @@ class DigestFile(io.RawIOBase):
     def tell(self) -> int:
         return self._file.tell()
 
-    def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
     def close(self) -> None:
+        """Closes the file, which is on disk then."""
         if not self.closed:
             super().close()
             try:
+                self._file.flush()
+                os.fsync(self._file.fileno())
                 self._file.close()
             finally:
                 self._file.raw.close()  # even if the last bytes did not fit on the disk
 
     def abandon(self) -> None:
-        """Closes the file. Never raises an error of the disk."""
-        _quietly(self.close)
+        """Closes the file as it is. Never raises an error of the disk."""
+        super().close()
+        _quietly(self._file.close)
+        _quietly(self._file.raw.close)
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
@@ -195,28 +196,19 @@ class JsonlWriter:
             self._stream.write(to_json(output_row(row, result, self._form)) + b"\n")
 
     def close(self) -> None:
-        _close_packed(self._stream, self._file)
+        self._stream.close()
+        self._file.close()
 
     def abandon(self) -> None:
         self._file.abandon()
+        _quietly(self._stream.close)
 
 
 def _packed(file: DigestFile, compression: str | None) -> BinaryIO | Any:
     """Returns a stream that writes to `file`, compressed with gzip, zstd or not at all."""
     if compression == "gzip":
         return gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0)
-    if compression == "zstd":
-        import zstandard  # only these files need it
-
-        return zstandard.ZstdCompressor().stream_writer(file, closefd=False)  # type: ignore[arg-type]
-    return file
-
-
-def _close_packed(stream: BinaryIO | Any, file: DigestFile) -> None:
-    if stream is not file:
-        stream.close()
-    file.sync()
-    file.close()
+    return pa.CompressedOutputStream(file, "zstd") if compression == "zstd" else file
 
 
 class ParquetWriter:
@@ -360,7 +352,8 @@ class CsvWriter:
         for row, _ in self._spool.rows():
             row["truncated"] = bool(row.get("truncated"))
             self._write_line([row.get(name) for name in names])
-        _close_packed(self._stream, self._file)
+        self._stream.close()
+        self._file.close()
         self._spool.remove()
 
     def _write_line(self, values: Sequence[Any]) -> None:
@@ -377,6 +370,7 @@ class CsvWriter:
     def abandon(self) -> None:
         self._spool.abandon()
         self._file.abandon()
+        _quietly(self._stream.close)
 
 
 class SpoolingWriter:
@@ -478,7 +472,6 @@ class _ParquetFile:
 
     def close(self) -> None:
         self._parquet.close()
-        self._file.sync()
         self._file.close()
 
     def abandon(self) -> None:

@@ -167,7 +167,6 @@ def write_requests(path: Path, requests: Iterable[Request], limits: InputLimits)
         with pa.ipc.new_stream(file, _SCHEMA, options=options) as stream:
             for batch in _batches(requests, limits):
                 stream.write_batch(_to_arrow(batch))
-        file.sync()
         return file.hexdigest()
 
 
