@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from batchgen.model.weights.streamed import decoder_layers, tensors_in
 from batchgen.process.machine import free_host_memory
 from batchgen.stats import memory_bytes
 from support.models import build, engine_for, kernels, load_folder, make_requests, run
+from support.params import slow_but
 from support.python_process import run_python
 from support.quantized import make
 
@@ -51,9 +53,13 @@ def logits_of(model: Any) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("compile", ["auto", "off"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [*PLAIN, "awq", "gptq", "mxfp4", "fp8 experts"])
+KINDS = (*PLAIN, "awq", "gptq", "mxfp4", "fp8 experts")
+QUICK = zip(KINDS, ("float32", "bfloat16") * 4, ("auto", "auto", "off", "off") * 2, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "compile"), slow_but(QUICK, product(KINDS, ("float32", "bfloat16"), ("auto", "off")))
+)
 def test_every_logit_is_that_of_weights_in_memory_to_the_last_bit(
     name: str, dtype: str, compile: str, tmp_path: Path
 ) -> None:
