@@ -43,25 +43,52 @@ def model_with(layers, device="cpu", states=()):
     )
 
 
-def sizes(context=1024, model=None, **config):
-    return size_engine(model or model_with(LAYERS), EngineConfig(**config), context)
+STATES = {2: StateShape(0, 1, (4, 64, 64))}  # 64 KiB of state for each state slot
+ATTENTION, BOTH, RECURRENT = model_with(LAYERS), model_with(LAYERS, states=STATES), model_with({}, states=STATES)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "found"),
+    [
+        (ATTENTION, {"kv_memory": "128KiB"}, (1, 4096, 0)),
+        (ATTENTION, {"kv_memory": "1MiB"}, (8, 4096, 0)),
+        (ATTENTION, {"kv_memory": "1MB"}, (7, 4096, 0)),
+        (ATTENTION, {"kv_memory": "1GiB"}, (8192, 4096, 0)),
+        (ATTENTION, {"kv_memory": "30%"}, (30, 4096, 0)),  # of the free memory
+        (ATTENTION, {"kv_memory": "auto"}, (50, 4096, 0)),
+        # State slots hold a full batch and 32 nodes, and at most half of the memory. Blocks get the rest.
+        (BOTH, {"kv_memory": "16MiB", "batch_size": 8}, ((16 * 1024 - 40 * 64) // 128, 4096, 40)),
+        (BOTH, {"kv_memory": "1MiB", "batch_size": 8}, (4, 4096, 8)),
+        # Without attention they get all of it, and blocks cost nothing.
+        (RECURRENT, {"kv_memory": "1MiB", "batch_size": 100}, (2 * 100 * 4, 0, 16)),
+    ],
+)
+def test_memory_is_divided_into_whole_blocks_and_state_slots(model, config, found, monkeypatch):
+    monkeypatch.setattr(memory_budget, "free_memory", lambda device: 100 * 128 * 1024)
+    got = size_engine(model, EngineConfig(**config), 1024 if model.layers else 100)
+    assert (got.num_blocks, got.bytes_per_token, got.num_state_slots) == found
+    assert (got.block_size, got.bytes_per_state_slot) == (32, 64 * 1024 if model.states else 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "message"),
+    [
+        (ATTENTION, {"kv_memory": "100KiB"}, "--kv-memory 100KiB does not hold a block of 32 tokens (128.0 KiB); give 128KiB or more, or lower --chunk-size"),
+        (BOTH, {"kv_memory": "192KiB"}, "--kv-memory 192KiB does not hold a block of 32 tokens (128.0 KiB) and two recurrent states (64.0 KiB each); give 256KiB or more, or lower --chunk-size"),
+        (RECURRENT, {"kv_memory": "100KiB"}, "--kv-memory 100KiB does not hold two recurrent states (64.0 KiB each); give 128KiB or more"),
+        (BOTH, {"kv_memory": "1MiB", "host_kv_memory": "1MiB"}, "--host-kv-memory is for models without recurrent layers; raise --kv-memory instead"),
+        (ATTENTION, {"host_kv_memory": "1GiB"}, "--host-kv-memory is for CUDA devices, not for cpu; raise --kv-memory instead"),
+    ],
+)  # fmt: skip
+def test_memory_that_is_too_little_or_of_no_use_is_refused(model, config, message):
+    with pytest.raises(UsageError) as refused:
+        size_engine(model, EngineConfig(**config), 1024)
+    assert str(refused.value) == message
 
 
 @pytest.mark.parametrize(("chunk", "block"), [(1, 32), (5, 35), (16, 32), (31, 62), (32, 32), (100, 100)])
 def test_a_block_is_the_smallest_multiple_of_the_chunk_with_32_tokens(chunk, block):
     assert EngineConfig(chunk_size=chunk).block_size == block
-
-
-@pytest.mark.parametrize(("memory", "blocks"), [("128KiB", 1), ("1MiB", 8), ("1MB", 7), ("1GiB", 8192)])
-def test_a_size_is_rounded_down_to_whole_blocks(memory, blocks):
-    got = sizes(kv_memory=memory)
-    assert (got.num_blocks, got.block_size, got.bytes_per_token) == (blocks, 32, 4096)
-
-
-def test_a_percentage_is_of_the_free_memory(monkeypatch):
-    monkeypatch.setattr(memory_budget, "free_memory", lambda device: 100 * 128 * 1024)
-    assert sizes(kv_memory="30%").num_blocks == 30
-    assert sizes(kv_memory="auto").num_blocks == 50
 
 
 def test_with_several_devices_the_one_with_the_fewest_blocks_decides(monkeypatch):
@@ -78,54 +105,13 @@ def test_with_several_devices_the_one_with_the_fewest_blocks_decides(monkeypatch
     assert size_engine(model, EngineConfig(kv_memory="192KiB"), 1024).num_blocks == 1
 
 
-def test_memory_without_room_for_a_block_is_refused():
-    with pytest.raises(UsageError) as e:
-        sizes(kv_memory="100KiB")
-    assert e.value.message == "--kv-memory 100KiB does not hold a block of 32 tokens (128.0 KiB)"
-    assert e.value.hint == "give 128KiB or more, or lower --chunk-size"
-    assert sizes(kv_memory="128KiB").num_blocks == 1
-
-
-# 64 KiB of state for each state slot.
-STATES = {2: StateShape(0, 1, (4, 64, 64))}
-
-
-def test_state_slots_hold_a_full_batch_and_32_nodes_and_blocks_get_the_rest():
-    got = sizes(model=model_with(LAYERS, states=STATES), kv_memory="16MiB", batch_size=8)
-    assert (got.num_state_slots, got.bytes_per_state_slot) == (40, 64 * 1024)
-    assert got.num_blocks == (16 * 1024 - 40 * 64) // 128
-
-
-def test_state_slots_take_at_most_half_of_the_memory():
-    got = sizes(model=model_with(LAYERS, states=STATES), kv_memory="1MiB", batch_size=8)
-    assert (got.num_state_slots, got.num_blocks) == (8, 4)
-
-
-def test_without_attention_state_slots_get_all_memory_and_blocks_cost_nothing():
-    got = sizes(100, model_with({}, states=STATES), kv_memory="1MiB", batch_size=100)
-    assert (got.num_state_slots, got.bytes_per_token) == (16, 0)
-    assert got.num_blocks == 2 * 100 * 4
-
-
-def test_memory_without_room_for_two_states_is_refused():
-    with pytest.raises(UsageError) as e:
-        sizes(model=model_with(LAYERS, states=STATES), kv_memory="192KiB")
-    assert e.value.message == (
-        "--kv-memory 192KiB does not hold a block of 32 tokens (128.0 KiB) and two recurrent states (64.0 KiB each)"
-    )
-    assert e.value.hint == "give 256KiB or more, or lower --chunk-size"
-    with pytest.raises(UsageError) as e:
-        sizes(model=model_with({}, states=STATES), kv_memory="100KiB")
-    assert str(e.value) == "--kv-memory 100KiB does not hold two recurrent states (64.0 KiB each); give 128KiB or more"
-
-
 @pytest.mark.parametrize("batch_size", [1, 8, 100])
 @pytest.mark.parametrize("state", [1, 7, 64, 150])
 def test_a_request_fits_the_memory_that_its_error_asks_for(batch_size, state):
     model = model_with(LAYERS, states={2: StateShape(0, 1, (4, 64, state))})
 
     def given(memory: str) -> Any:
-        return sizes(model=model, kv_memory=memory, batch_size=batch_size)
+        return size_engine(model, EngineConfig(kv_memory=memory, batch_size=batch_size), 1024)
 
     (leaf,) = leaves_of(
         [Request(row=0, tokens=np.zeros(300, dtype=np.int32), params=SamplingParams(), max_tokens=20, key=b"")]
@@ -136,11 +122,6 @@ def test_a_request_fits_the_memory_that_its_error_asks_for(batch_size, state):
     asked = re.search(r"give --kv-memory (\w+), which recurrent states share, or lower max_tokens$", message)
     assert asked is not None
     assert given(asked[1]).num_blocks >= 10
-
-
-def test_states_are_not_kept_in_host_memory():
-    with pytest.raises(UsageError, match="--host-kv-memory is for models without recurrent layers"):
-        sizes(model=model_with(LAYERS, states=STATES), kv_memory="1MiB", host_kv_memory="1MiB")
 
 
 GIB = 2**30
@@ -255,10 +236,3 @@ def test_on_a_gpu_the_pool_and_the_largest_step_fit_together():
     )  # twice a full batch of the longest sequences, which is little for a tiny model
     assert len(run(engine, requests_of([[i] * 500 for i in range(40)], [3] * 40))) == 40
     assert engine.runner.max_forward_tokens is None
-
-
-def test_host_memory_for_kv_is_for_cuda_alone():
-    with pytest.raises(
-        UsageError, match=r"^--host-kv-memory is for CUDA devices, not for cpu; raise --kv-memory instead$"
-    ):
-        sizes(host_kv_memory="1GiB")
