@@ -146,14 +146,6 @@ def test_kv_bytes_per_token_come_from_the_configuration(config, dtype, expected)
     assert kv_bytes_per_token(SimpleNamespace(text_config=SimpleNamespace(**config)), dtype) == expected
 
 
-def test_kv_bytes_per_token_equal_those_of_the_engine(tiny_model_dir, write_jsonl):
-    from batchgen import LLM
-
-    plan = plan_job(config_of(tiny_model_dir, write_jsonl(rows())))
-    sizes = LLM(str(tiny_model_dir)).engine.sizes
-    assert (plan.bytes_per_token, plan.block_size) == (sizes.bytes_per_token, sizes.block_size)
-
-
 @pytest.mark.parametrize(("fast", "dtype"), [(True, "bfloat16"), (False, "float32")])
 def test_the_plan_counts_the_kv_cache_in_the_dtype_of_the_run(tiny_model_dir, tmp_path, monkeypatch, fast, dtype):
     folder = tmp_path / "model"

@@ -38,14 +38,6 @@ def test_an_option_that_an_earlier_version_did_not_have_had_its_default(run, wri
     assert run(settings=SETTINGS | {"min_p": 0.0, "top_p": 1.0, "prefix": None})[1] == ["b"]
 
 
-def test_other_settings_are_refused_for_an_unfinished_job_too(run, write_input):
-    write_input(["a", "b"])
-    run(stop_after=1)
-    with pytest.raises(UsageError, match="temperature was 0, is 1"):
-        run(settings=SETTINGS | {"temperature": 1})
-    assert run()[1] == ["a"]
-
-
 def test_the_work_dir_holds_the_folder_of_one_output(run, write_input):
     write_input(["a"])
     Path("work").mkdir()
@@ -108,15 +100,6 @@ def test_a_folder_whose_manifest_cannot_be_read_is_refused(manifest, message, ru
     with pytest.raises(UsageError) as caught:
         run()
     assert str(caught.value) == (f"o.jsonl.job/manifest.json {message}; use --overwrite to start again, or another -o")
-
-
-def test_a_refused_run_releases_the_lock(run, write_input):
-    write_input(["a"])
-    run()
-    for _ in range(2):
-        with pytest.raises(UsageError):
-            run(settings={})
-    assert run()[0].finished is not None
 
 
 def _full(self, data):

@@ -56,17 +56,6 @@ def folder(request, tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_results_are_found_in_the_same_run_and_in_the_next(folder):
-    with opened(folder) as results:
-        for key, result in ALL.items():
-            results.append(key, replace(result, row=12))
-        assert results.stored([*KEYS, b"?" * 16]) == ALL
-        assert results.count == 6
-    with opened(folder) as results:
-        assert results.stored(KEYS) == ALL
-        assert results.damaged == 0
-
-
 KILLED = """
 import sys, os, signal
 from pathlib import Path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import decimal
-import io
 import json
 import uuid
 
@@ -12,15 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.records.jsonl import MAX_DEPTH, parse_line, read_jsonl, to_json
-
-
-def read(data: bytes) -> list[tuple[str, object]]:
-    return [(place, columns) for place, columns, _ in read_jsonl(io.BytesIO(data))]
-
-
-def test_lines_are_numbered_from_one_and_blank_lines_are_not_rows():
-    assert read(b'{"a": 1}\n\n  \t\r\n{"a": 2}\r\n{"a": 3}') == [(":1", {"a": 1}), (":4", {"a": 2}), (":5", {"a": 3})]
+from batchgen.records.jsonl import MAX_DEPTH, parse_line, to_json
 
 
 @pytest.mark.parametrize(

@@ -120,15 +120,6 @@ def test_an_output_of_an_unknown_kind_is_refused(output, message):
     assert str(caught.value) == message
 
 
-def test_the_suffix_determines_the_output_format():
-    assert output_format("a.JSONL") == ("jsonl", None)
-    assert output_format("a.jsonl.gz") == ("jsonl", "gzip")
-    assert output_format("a.jsonl.zst") == ("jsonl", "zstd")
-    assert output_format("a.csv.zst") == ("csv", "zstd")
-    assert output_format("a.tsv") == ("tsv", None)
-    assert output_format("a.parquet") == ("parquet", None)
-
-
 @pytest.mark.parametrize(
     ("options", "names"),
     [

@@ -21,16 +21,6 @@ def parquet(table: pa.Table, **options) -> io.BytesIO:
     return stream
 
 
-def test_csv_values_are_strings_and_the_place_of_a_record_is_its_first_line():
-    data = b'\xef\xbb\xbfid,prompt\r\n1,"two\nlines, ""quoted"""\r\n\r\n2,\r\n'
-    assert read(data) == [(":2", {"id": "1", "prompt": 'two\nlines, "quoted"'}), (":5", {"id": "2", "prompt": ""})]
-
-
-def test_blank_lines_of_csv_are_not_rows_but_spaces_are_values_of_a_single_column():
-    assert read(b"a,b\n \n1,2\n\n") == [(":3", {"a": "1", "b": "2"})]
-    assert read(b"a\n \nx\n\n") == [(":2", {"a": " "}), (":3", {"a": "x"})]
-
-
 def test_malformed_csv_records_have_a_reason_and_later_ones_are_read():
     data = b'a,b\n1\n1,2,3\n"x"y,2\n\xff,2\nq\x00,3\n4,5\n"open,\n6,7\n'
     assert read(data) == [
