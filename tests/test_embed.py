@@ -9,6 +9,7 @@ import pytest
 
 from batchgen import LLM, PromptConfig
 from support.embedders import QUERY, save_classifier, save_embedder
+from support.params import slow_but
 
 SHARED = "All of these texts begin with the same long sentence, and then they differ: "
 PROMPTS = [f"{SHARED}{what} {i % 5}" for i, what in enumerate(("apples", "pears", "plums", "figs") * 3)]
@@ -132,7 +133,9 @@ def test_a_model_without_pooling_files_normalises_the_last_token_by_default(tiny
     assert results[0].embedding.dtype == np.float32
 
 
-@pytest.mark.parametrize("options", [(), ("--system", "Be brief."), ("--no-chat",), ("--prompt-name", "query")])
+@pytest.mark.parametrize(
+    "options", slow_but(["", "--no-chat"], ["", "--system Brief.", "--no-chat", "--prompt-name query"])
+)
 def test_an_embeddings_request_and_a_row_with_the_same_text_give_the_same_embedding(
     cli, write_jsonl, read_jsonl, tmp_path, options
 ):
@@ -140,7 +143,7 @@ def test_an_embeddings_request_and_a_row_with_the_same_text_give_the_same_embedd
     (folder / "sentence_bert_config.json").write_text(json.dumps({"modality_config": {"text": {}, "message": {}}}))
     request = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": "Hello"}}
     path = write_jsonl([{"prompt": "Hello"}, request])
-    assert cli("run", path, "-m", folder, "--embed", "-o", tmp_path / "o.jsonl", *options).code == 0
+    assert cli("run", path, "-m", folder, "--embed", "-o", tmp_path / "o.jsonl", *options.split()).code == 0
     row, batch = read_jsonl(tmp_path / "o.jsonl")
     assert batch["usage"] == row["usage"]
     assert batch["embedding"] == row["embedding"]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -292,12 +293,17 @@ def test_an_image_that_cannot_be_shown_fails_its_row_alone(model, expected):
     assert [row["token_ids"] for row in (read()[0], read()[5])] == [expected[0], expected[5]]
 
 
-@pytest.mark.parametrize("reference", ["llava", "qwen3_vl"], indirect=True)
+TEXT, FORKS = {"max_tokens": TOKENS}, {"max_tokens": 1, "n": 3, "temperature": 1.0, "seed": 1}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{"max_tokens": TOKENS}, {"max_tokens": 1}, {"max_tokens": 1, "n": 3, "temperature": 1.0, "seed": 1}, {"choices": ("a", "b")}],
-    ids=["text", "one token", "forks", "labels"],
-)  # fmt: skip
+    ("reference", "options"),
+    slow_but(
+        [("llava", TEXT), ("qwen3_vl", FORKS)],
+        product(["llava", "qwen3_vl"], [TEXT, {"max_tokens": 1}, FORKS, {"choices": ("a", "b")}]),
+    ),
+    indirect=["reference"],
+)
 def test_images_that_cannot_be_shown_take_nothing_from_the_rows_beside_them(model, options):
     found = rows()
     for i in (1, 3):

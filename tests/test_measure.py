@@ -11,6 +11,7 @@ from batchgen.job import measure_job
 from batchgen.jobs.order.sorted_requests import spread
 from batchgen.jobs.status import job_status
 from support.embedders import save_classifier
+from support.params import slow_but
 from support.tiny import requests_of
 from support.vision import make, picture
 
@@ -39,7 +40,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+QUICK = {"completions", "labels", "embeddings", "a regex", "windows"}
+
+
+@pytest.mark.parametrize("kind", slow_but(QUICK, KINDS))
 def test_the_run_uses_the_measured_rows_and_computes_the_others(kind, tiny_model_dir, write_jsonl, tmp_path):
     model, rows = tiny_model_dir, ROWS
     if kind == "classes":
@@ -54,7 +58,9 @@ def test_the_run_uses_the_measured_rows_and_computes_the_others(kind, tiny_model
     config = config_of(model, source, tmp_path / "out.jsonl", **KINDS[kind])
     measured = measure_job(config, 8)
     assert (measured.rows, (tmp_path / "out.jsonl").exists()) == (8, False)
-    assert plan_job(config).estimate.rows == 32
+    plan = plan_job(config)
+    assert plan.estimate.rows == 32
+    assert kind != "labels" or (plan.lengths, plan.estimate.lengths) == (None, "none")  # there are no completions
     report = run_job(config)
     assert (report.stats["rows"], report.stats["rows_resumed"]) == (32, 8)
     alone = run_job(config_of(model, source, tmp_path / "alone.jsonl", **KINDS[kind]))
@@ -146,13 +152,6 @@ def test_lengths_are_those_of_the_rows_that_the_job_has_finished(
     assert (report.lengths.completions, report.lengths.max, report.lengths.cut) == (8, 20, 8)
     assert (report.estimate.rows, report.estimate.lengths) == (32, "rows")
     assert report.estimate.seconds == pytest.approx(22, abs=2)  # a prefix, groups, then the longest completion
-
-
-def test_a_job_without_completions_has_no_lengths(tiny_model_dir, write_jsonl, tmp_path):
-    config = config_of(tiny_model_dir, write_jsonl(ROWS), tmp_path / "out.jsonl", **KINDS["labels"])
-    measure_job(config, 8)
-    report = plan_job(config)
-    assert (report.lengths, report.estimate.lengths) == (None, "none")
 
 
 def test_the_command_tells_what_it_measured(cli, tiny_model_dir, write_jsonl, tmp_path):

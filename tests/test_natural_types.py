@@ -29,15 +29,10 @@ def chat(tiny_chat_model_dir: Path) -> LLM:
     return LLM(tiny_chat_model_dir)
 
 
-def test_one_string_is_one_prompt(llm):
-    (result,) = llm.generate("Hello", FOUR)
-    assert result == llm.generate(["Hello"], FOUR)[0]
-    assert result.prompt_tokens == 1 + len("Hello")
-
-
 @pytest.mark.parametrize(
     ("prompts", "lengths"),
     [
+        ("Hello", [6]),
         (("a", "bcd"), [2, 4]),
         ((text for text in ("a", "bcd")), [2, 4]),
         ({"a": None, "bcd": None}.keys(), [2, 4]),

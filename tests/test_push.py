@@ -144,16 +144,12 @@ def test_the_shard_that_merges_pushes_the_output(hub, run):
     assert table_of(hub.repos["me/answers"]).column("prompt").to_pylist() == ["row 0", "row 1", "row 2"]
 
 
-def test_push_public_creates_a_public_dataset(hub, run):
-    assert run("--push-public").code == 0
-    assert hub.repos["me/answers"].private is False
-
-
-def test_pushed_labels_can_be_loaded_by_datasets(hub, run, tmp_path):
+def test_a_public_dataset_of_labels_can_be_loaded_by_datasets(hub, run, tmp_path):
     import datasets
 
-    assert run("--choices", "yes,no").code == 0
+    assert run("--choices", "yes,no", "--push-public").code == 0
     repo = hub.repos["me/answers"]
+    assert repo.private is False
     for name, data in repo.files.items():
         path = tmp_path / "copy" / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from batchgen.scheduling.batch import StepSize
 from batchgen.scheduling.sequence import GenerationSequence, State
 from support.drafters import EveryDraft
 from support.models import build
+from support.params import slow_but
 from support.tiny_model import EOS_ID, save_tiny_tokenizer
 
 PROMPT = [*range(100, 130)]
@@ -218,7 +219,7 @@ def job(output: Path, model: ModelConfig, speculate: str, sampling: dict[str, An
     return output.read_bytes(), dict(report.stats)
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", slow_but({"schema", "three samples", "recurrent layers"}, JOBS))
 def test_a_job_has_the_same_output_with_every_draft_verified(
     tmp_path: Path, models: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

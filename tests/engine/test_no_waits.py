@@ -26,7 +26,7 @@ from batchgen.model.runner import Runner
 from batchgen.sampling.sampler import Sampler
 from batchgen.scheduling.scheduler import StepLoop
 from support.params import slow_but
-from support.tiny import VOCAB, build, engine_of, mixed_requests, planned, requests_of
+from support.tiny import VOCAB, build, engine_of, mixed_requests, planned
 
 NOWHERE = torch.device("meta")
 EOS = 90
@@ -172,40 +172,6 @@ def test_a_launch_asks_the_device_for_nothing(monkeypatch, options):
     assert {r.finish_reason for r in results.values()} == {"stop", "length", None}
     assert copies.count > engine.stats.steps
     assert (engine.stats.preemptions > 0) == (options == {"blocks": 3})
-
-
-MISTAKES = {
-    "item": lambda x: x[0, 0].item(),
-    "a condition": lambda x: 1 if x.isnan().any() else 0,
-    "a boolean index": lambda x: x[x > 0],
-    "an index on the host": lambda x: x[torch.tensor([0])],
-    "a tensor made of a list": lambda x: torch.tensor([1, 2], device=x.device) + 1,
-    "memory that is not pinned": lambda x: torch.arange(3).to(x.device, non_blocking=True),
-    "a number for the places of an index": lambda x: x.clone().__setitem__(torch.zeros_like(x).long()[0, :1], 1),
-    "a copy that waits": lambda x: transfer.staged(np.arange(3), x.device).to(x.device),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("where", ["sampler", "runner"])
-def test_a_launch_that_waits_is_found(monkeypatch, mistake, where):
-    engine = engine_without_values(monkeypatch)
-    sample, forward = engine.sampler.sample, engine.runner._forward
-
-    def sampled(logits, *args):
-        MISTAKES[mistake](logits)
-        return sample(logits, *args)
-
-    def forwarded(packed, last):
-        MISTAKES[mistake](last[None])
-        return forward(packed, last)
-
-    if where == "sampler":
-        monkeypatch.setattr(engine.sampler, "sample", sampled)
-    else:
-        monkeypatch.setattr(engine.runner, "_forward", forwarded)
-    with guarded(monkeypatch, engine), pytest.raises((Waits, NotImplementedError, RuntimeError, TypeError)):
-        run(engine, requests_of([[1], [2]], [3, 3]))
 
 
 @pytest.mark.gpu

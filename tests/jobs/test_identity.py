@@ -74,7 +74,7 @@ def test_a_change_of_any_file_that_is_read_names_the_file(tiny_model_dir, tmp_pa
     assert changed_files(copy, template) == {"model file chat_template.jinja"}
 
 
-def test_other_files_of_a_models_folder_do_not_matter(tiny_model_dir, tmp_path):
+def test_other_files_of_a_models_folder_do_not_matter_and_its_code_only_if_it_may_run(tiny_model_dir, tmp_path):
     def add_files(model: Path) -> None:
         for name in (
             "README.md",
@@ -88,12 +88,8 @@ def test_other_files_of_a_models_folder_do_not_matter(tiny_model_dir, tmp_path):
 
     copy = copy_of(tiny_model_dir, tmp_path)
     assert changed_files(copy, add_files) == set()
-
-
-def test_a_models_own_code_counts_if_it_may_run(tiny_model_dir, tmp_path):
-    copy = copy_of(tiny_model_dir, tmp_path)
-    changed = changed_files(copy, lambda m: (m / "modeling_x.py").write_text("x"), trust_remote_code=True)
-    assert changed == {"model file modeling_x.py"}
+    code = lambda m: (m / "modeling_x.py").write_text("x")  # noqa: E731
+    assert changed_files(copy, code, trust_remote_code=True) == {"model file modeling_x.py"}
 
 
 @pytest.mark.parametrize("changed", [0, 7, 119])

@@ -60,13 +60,6 @@ def test_a_configuration_becomes_small_and_stays_of_its_kind(model_type, setting
     assert {name: getattr(config, name) for name in found} == found
 
 
-def test_the_original_configuration_is_not_changed():
-    config = AutoConfig.for_model("qwen3_moe")
-    before = config.to_dict()
-    shrink(config)
-    assert config.to_dict() == before
-
-
 def test_quantization_is_left_out():
     config = LlamaConfig()
     config.quantization_config = {"quant_method": "torchao"}

@@ -200,8 +200,3 @@ def test_a_row_samples_the_same_tokens_and_logprobs_in_any_order_and_batch(seed,
     order = shuffle.sample(range(count), count)
     parts = sorted(shuffle.sample(range(1, count), seed + 1))
     assert texts(order, shuffle.sample(range(3 * count), count), parts) == together
-
-
-def test_a_row_samples_the_same_tokens_alone_as_in_a_batch(together):
-    for i in together:
-        assert texts([i], [i % 4], []) == {i: together[i]}
