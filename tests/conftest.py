@@ -1,7 +1,5 @@
 """Fixtures that every test may use: a tiny random Llama on disk, with and without a chat template."""
 
-from __future__ import annotations
-
 import os
 
 # Set before torch is imported: these models are so small that threads only cost time.

@@ -1,7 +1,5 @@
 """Jobs on the command line whose input is a dataset of the Hub. A server in this process stands in for the Hub."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Jobs whose rows have images: every form of input, resume, spool on disk, several devices, shards, faults, figures."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Jobs on a tiny model: what they write, count and keep, and how they resume."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Callable

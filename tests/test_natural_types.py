@@ -1,7 +1,5 @@
 """The Python API accepts the types that people write without looking them up. Anything else is one clear error at the call."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

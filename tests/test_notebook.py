@@ -1,7 +1,5 @@
 """A model and a job in a notebook: progress bars, short reprs, and interrupts. The last test runs a notebook in a kernel."""
 
-from __future__ import annotations
-
 import signal
 from itertools import count
 from typing import Any

@@ -1,7 +1,5 @@
 """`--push` uploads the output of a job as a dataset of the Hub. A server in this process stands in for the Hub."""
 
-from __future__ import annotations
-
 import io
 
 import pyarrow as pa

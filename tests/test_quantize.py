@@ -1,7 +1,5 @@
 """Jobs with `--quantize int8` report what it changes, resume, and cannot be continued without it."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ray Data on this machine reads a folder of Parquet files and writes it with completions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Jobs with a thinking model separate thoughts from answers in every output format, and read them back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Jobs on models with recurrent layers: loaded from safetensors, resumed, and on two devices."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

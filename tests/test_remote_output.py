@@ -1,7 +1,5 @@
 """Whole jobs that read from an object store and write to it: exit codes, messages, and a kill during the upload."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """The result of a row, and the digest that identifies its request."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The program never runs data as code and writes only where it was asked to."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The sampling parameters of a row are checked, merged and digested."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields
 from typing import Any

@@ -1,7 +1,5 @@
 """The merged output of a job in shards equals that of one run, in whatever order the shards run and whatever happens to them."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

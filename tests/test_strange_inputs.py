@@ -1,7 +1,5 @@
 """Jobs on strange inputs: each has the documented result (docs/safety.md), none ends in a traceback, and no row is lost."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

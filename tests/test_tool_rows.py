@@ -1,7 +1,5 @@
 """Tools in rows and OpenAI bodies reach the chat template, and calls of them appear in every output format."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 import shutil

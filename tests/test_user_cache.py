@@ -1,7 +1,5 @@
 """Files in the user's cache are replaced as a whole, and one process at a time makes them."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Jobs with packed and with streamed weights: the same bytes as with plain weights in memory, whatever the model and the task."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Jobs in the prefix order of the whole input, with windows so small that requests are sorted on disk."""
 
-from __future__ import annotations
-
 import json
 import random
 import sqlite3

@@ -1,7 +1,5 @@
 """The memory of a token and of a state, from the configuration alone, is what the layers of the model take."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 

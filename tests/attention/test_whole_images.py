@@ -1,7 +1,5 @@
 """Tokens of an image that see one another, in plain torch and with the kernels, against masks written out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The first things that a user tries: device files as outputs, a dry run, no colours."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Commands that compute nothing answer at once: they import nothing that is slow."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

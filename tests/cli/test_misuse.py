@@ -4,8 +4,6 @@ In arguments and messages, R is a file with one row, {"prompt": "x"}, and M a go
 variable of a shell becomes.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

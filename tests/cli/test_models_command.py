@@ -1,7 +1,5 @@
 """`batchgen models` as its users see it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

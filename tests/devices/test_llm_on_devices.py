@@ -1,7 +1,5 @@
 """A model on several devices in a Python program. The processes are threads here, with engines and models of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

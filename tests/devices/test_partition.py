@@ -1,7 +1,5 @@
 """Which device runs which rows: pieces of whole groups, balanced, and taken over by devices that have none left."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A job on a Ray cluster of two nodes on this machine: any actor, node or driver may be lost, and the output is that of one process."""
 
-from __future__ import annotations
-
 import base64
 import json
 import random

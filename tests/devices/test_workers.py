@@ -1,7 +1,5 @@
 """Several processes as one engine: which rows each gets, what comes back, and what happens to the rows of one that ends."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections import Counter

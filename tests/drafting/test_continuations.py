@@ -1,7 +1,5 @@
 """Continuations are found by the tokens before them, the most frequent ones first, in bounded memory."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

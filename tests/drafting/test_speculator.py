@@ -1,7 +1,5 @@
 """Drafts are admitted where they make tokens come faster, best first, and results do not depend on that."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

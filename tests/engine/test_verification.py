@@ -1,7 +1,5 @@
 """Steps that verify drafts, right and wrong ones, give the results of steps without drafts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Jobs, opened in the test's process or run by the harness in separate processes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The whole job runs with the real tokenizer. Only the model is a fake: it answers with the prompt (`support.runs`).
 """
 
-from __future__ import annotations
-
 import shutil
 import sqlite3
 from contextlib import closing

@@ -1,7 +1,5 @@
 """A job with one process for each device: any process may be killed, and the output is that of one process."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

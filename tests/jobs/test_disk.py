@@ -1,7 +1,5 @@
 """Full disks and files that vanish under a running job: a one-line error, and the same command continues once that is repaired."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Equal rows whose results cannot differ are computed once. Whole jobs with the real tokenizer and no model (`support.runs`)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A job's folder when the job begins, is killed, continues, finishes, and changes."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Changes that a job's folder refuses, and accidents that it survives."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The output is absent, old or complete, an error is one line, and running the command again gives the usual output.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Leases: machines that share a folder agree, also without file locks, which of them runs a job or a shard."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import multiprocessing

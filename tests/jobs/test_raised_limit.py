@@ -1,7 +1,5 @@
 """`--retry length` with a larger `--max-tokens`: complete rows stay, truncated rows are generated with the new limit."""
 
-from __future__ import annotations
-
 import hashlib
 import tempfile
 from collections import Counter

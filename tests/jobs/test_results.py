@@ -1,7 +1,5 @@
 """The database of results: kills, damage, full disks, and readers in other processes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

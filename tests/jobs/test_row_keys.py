@@ -1,7 +1,5 @@
 """Equal rows are told apart by their ids: each keeps its result whatever happens to the others."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from typing import Any

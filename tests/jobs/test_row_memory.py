@@ -1,7 +1,5 @@
 """Rows that an earlier run has read are neither rendered nor tokenized again, as long as nothing has changed that their prompts depend on."""
 
-from __future__ import annotations
-
 import datetime as dt
 import sqlite3
 from collections.abc import Iterator, Sequence

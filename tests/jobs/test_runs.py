@@ -3,8 +3,6 @@
 Whole jobs with the real tokenizer and no model (`support.runs`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

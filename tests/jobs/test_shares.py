@@ -1,7 +1,5 @@
 """Where the sorted requests are cut into shares."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The external sort of a job's requests gives the exact order and requests for any sizes of runs, batches and windows."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rows on standard output, and readers that close the pipe."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,7 +1,5 @@
 """Outputs in an object store: the job's folder, recognizing the object, crashes and store errors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

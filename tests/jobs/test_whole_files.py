@@ -1,7 +1,5 @@
 """A file that is replaced is complete at every moment."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """Partial completions are kept: a job that is killed repeatedly generates few extra tokens and gives the same output."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Packed weights: what a code means, what keeps a weight packed, and that the kernels unpack exactly the same numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

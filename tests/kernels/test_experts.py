@@ -1,7 +1,5 @@
 """The experts of a mixture: which modules the kernels replace, codes that give the same bits as numbers, and rows that do not depend on others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The tiny model of these tests has two layers, so that mistakes between layers show."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Quantized checkpoints: weights stay packed, every number is that of the dequantized weights, and a note tells the memory."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`--quantize int8`: the output is that of plain torch with the same rounding, and a note tells what the rounding costs."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from types import SimpleNamespace

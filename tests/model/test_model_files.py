@@ -1,7 +1,5 @@
 """A model's folder is not trusted: nothing in it is unpickled or run, and a model that needs that is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Of a multimodal checkpoint only the language model is loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Streamed weights: layers are read again in every step, and give the bits of weights that stay in memory."""
 
-from __future__ import annotations
-
 import errno
 import os
 from itertools import product

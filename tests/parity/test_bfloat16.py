@@ -1,7 +1,5 @@
 """In bfloat16 the logits of a job are as near to those of float32 as transformers' own: we round nothing that it does not round."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every architecture of the installed transformers is exact, logits included, or is refused by name and with the reason."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

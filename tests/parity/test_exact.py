@@ -5,8 +5,6 @@ threads and drafts, right and wrong ones, and are interrupted and resumed. Every
 log-probability and score must be `==`.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Iterator

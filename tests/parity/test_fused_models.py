@@ -1,7 +1,5 @@
 """Every architecture gives the same logits with our kernels in its modules as without them."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 

@@ -4,8 +4,6 @@
 random jobs. Models with recurrent layers have more to lose: `test_recurrent.py`.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -134,7 +134,6 @@ def sees(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Sees(request.param, tmp_path_factory.mktemp("sees"))
 
 
-EVERY = pytest.mark.parametrize("sees", slow_but(["gemma3", "llava", "qwen2_5_vl"], sorted(FAMILIES)), indirect=True)
 QWEN = pytest.mark.parametrize("sees", ["qwen2_5_vl"], indirect=True)
 
 

@@ -17,8 +17,6 @@ Each property holds for every family of `RECURRENT_SHAPES` (`make test` runs one
 | multimodal wrappers, such as that of Qwen 3.5 | `test_wrappers.py`: `test_text_equals_that_of_the_wrappers_own_generate` |
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any

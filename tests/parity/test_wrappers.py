@@ -1,7 +1,5 @@
 """A multimodal checkpoint writes the text of the wrapper's own `generate`, with the same logits, and only its language model is loaded."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoConfig

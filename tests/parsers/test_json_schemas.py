@@ -1,7 +1,5 @@
 """What of a JSON schema is enforced, and whether a text is valid against it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A completion that repeats itself is seen at the token at which its pattern stands there often enough, and never before."""
 
-from __future__ import annotations
-
 from itertools import cycle, islice
 
 import pytest

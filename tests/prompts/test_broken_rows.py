@@ -3,8 +3,6 @@
 The last test builds any row at all.
 """
 
-from __future__ import annotations
-
 import copy
 from datetime import date
 

@@ -1,7 +1,5 @@
 """A text can be cut where `Cuts` says: its two parts, tokenized alone, give the tokens of the whole text."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import product
 from typing import Any

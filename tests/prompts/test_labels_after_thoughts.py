@@ -1,7 +1,5 @@
 """Labels and scored texts come after the model's thoughts, even if the chat template cannot switch thinking off."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

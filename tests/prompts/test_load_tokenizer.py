@@ -1,7 +1,5 @@
 """Loading a model's tokenizer and configuration: where each value comes from, and what errors say."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

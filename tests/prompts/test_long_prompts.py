@@ -1,7 +1,5 @@
 """Prompts that do not fit the context are shortened or refused."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

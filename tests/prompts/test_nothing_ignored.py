@@ -1,7 +1,5 @@
 """Every input besides the prompt is either used or reported as unused."""
 
-from __future__ import annotations
-
 import pytest
 
 from batchgen.errors import UsageError

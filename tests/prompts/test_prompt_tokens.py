@@ -1,7 +1,5 @@
 """How a prompt becomes tokens, raw or through a chat template, without repeating special tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

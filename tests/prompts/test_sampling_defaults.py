@@ -1,7 +1,5 @@
 """Sampling defaults: the model's own settings or greedy decoding, and the number of tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

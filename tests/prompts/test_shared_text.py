@@ -1,7 +1,5 @@
 """A prefix that many texts share is tokenized once, and every text keeps its tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """A render takes at most so much processor time, memory and output, whatever the template does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

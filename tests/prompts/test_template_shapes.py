@@ -1,7 +1,5 @@
 """A template that only copies the contents of messages is not rendered for every row; any other one is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

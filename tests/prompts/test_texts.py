@@ -1,7 +1,5 @@
 """What rows become: one table of columns, options and the prompt's text with its special tokens, and one of rows and parameters."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """Results are compared with the texts that the user expects."""
 
-from __future__ import annotations
-
 import pytest
 
 from batchgen.recording.agreement import MAX_PAIRS, Agreement

@@ -1,7 +1,5 @@
 """The files of a dataset on disk: those that the package `datasets` would load."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

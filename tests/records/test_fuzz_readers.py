@@ -4,8 +4,6 @@ The oracles below count records and share no code with the readers. The nightly 
 BATCHGEN_FUZZ_INPUTS malformed files (a million by default); BATCHGEN_FUZZ_SEED repeats a run.
 """
 
-from __future__ import annotations
-
 import base64
 import datetime as dt
 import gzip

@@ -1,7 +1,5 @@
 """hf:// inputs, read from a server that answers the few requests to the Hub that reading needs."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Images of rows: where they may be, and what is wrong with those that cannot be read."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os

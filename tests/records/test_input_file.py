@@ -1,7 +1,5 @@
 """The column `input_file`: the file that a row came from, if there are several."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

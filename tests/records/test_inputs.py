@@ -1,7 +1,5 @@
 """The files that belong to an input, and their rows."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

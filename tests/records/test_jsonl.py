@@ -1,7 +1,5 @@
 """Reading and writing JSON lines, one line at a time."""
 
-from __future__ import annotations
-
 import datetime as dt
 import decimal
 import json

@@ -1,7 +1,5 @@
 """Results become records of OpenAI's Batch output."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

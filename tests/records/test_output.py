@@ -1,7 +1,5 @@
 """The output row, and the name and format of the output."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Columns of Parquet input are unchanged in Parquet output: type, nulls, values to the last nanosecond, metadata of the field."""
 
-from __future__ import annotations
-
 from decimal import Decimal
 from pathlib import Path
 

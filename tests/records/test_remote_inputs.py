@@ -1,7 +1,5 @@
 """Inputs in an object store give the same rows as files on disk. They are read in ranges and identified by the store's metadata."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import random

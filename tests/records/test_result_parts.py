@@ -1,7 +1,5 @@
 """Completions, log-probabilities, probabilities of choices and scores are written to the database and the output, and read back."""
 
-from __future__ import annotations
-
 import json
 import math
 import zlib

@@ -1,7 +1,5 @@
 """Windows end after a number of rows or bytes, and overlong lines are never read into memory."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

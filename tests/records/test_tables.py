@@ -1,7 +1,5 @@
 """CSV and Parquet as rows."""
 
-from __future__ import annotations
-
 import datetime as dt
 import io
 

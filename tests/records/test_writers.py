@@ -1,7 +1,5 @@
 """Output rows are written to files and read again."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import hashlib

@@ -1,7 +1,5 @@
 """Tool calls are read from answers in every known format, with and without thoughts, and returned in OpenAI's form."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Images and prompts whose tokens see one another are never cut by a step, and each of their tokens sees the whole."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

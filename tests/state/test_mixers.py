@@ -1,7 +1,5 @@
 """The packed mixers agree with transformers' own functions, however the tokens of ragged sequences are cut into spans and steps."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import random
@@ -217,24 +215,6 @@ def test_steps_of_mamba2_are_limited_in_prompts_only():
     limited = dt.clone()
     limited[:3] = limited[4:] = 0.5  # all but the last of the first span, which was generated
     torch.testing.assert_close(run(dt, (0.5, math.inf), 1), run(limited, (0.0, math.inf), 0))
-
-
-def test_what_is_not_a_number_stays_in_its_own_sequence():
-    count = 70
-    cache = StateCache({LAYER: StateShape(1, 1, (HEADS, DEPTH, WIDTH))}, 3, torch.float32)
-    q, k = (torch.nn.functional.normalize(normal(i, 3 * count, HEADS, DEPTH), dim=-1) for i in (1, 2))
-    v, g, beta = (
-        normal(3, 3 * count, HEADS, WIDTH),
-        -normal(4, 3 * count, HEADS).abs(),
-        normal(5, 3 * count, HEADS).sigmoid(),
-    )
-    spans = [StateSpan(count, -1, i) for i in range(3)]
-    good = StateStep(spans, cache).delta_rule(LAYER, q, k, v, g, beta, False)
-    v[count] = math.nan
-    bad = StateStep(spans, cache).delta_rule(LAYER, q, k, v, g, beta, False)
-    assert bad[count : 2 * count].isnan().all()
-    assert torch.equal(bad[:count], good[:count])
-    assert torch.equal(bad[2 * count :], good[2 * count :])
 
 
 def test_a_slot_is_as_large_as_its_states():

@@ -1,7 +1,5 @@
 """Weights in codes, of each form that the formats come down to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

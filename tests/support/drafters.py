@@ -1,7 +1,5 @@
 """Drafters for tests: every draft is verified, right or wrong, whatever it costs."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence

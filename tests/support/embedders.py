@@ -1,7 +1,5 @@
 """Tiny Llamas with a sentence-transformers configuration or a classification head."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -11,8 +11,6 @@ SQLite's statements. `Plan.how`:
     ENOSPC, EIO … the call fails with this error (SQLite with its own message); with `lasting`, every later call too
 """
 
-from __future__ import annotations
-
 import builtins
 import errno
 import fcntl

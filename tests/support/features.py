@@ -1,7 +1,5 @@
 """The features that the tested shapes of an architecture use, found by running two tokens."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Writes a Llama of transformers and its tokenizer as a GGUF file. Needs the package gguf."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Also the jobs to kill, their inputs, and the comparison of their outputs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

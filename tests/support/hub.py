@@ -4,8 +4,6 @@ Large files (Parquet) are uploaded through Git LFS, as huggingface_hub does with
 has the upload verified, and makes a commit that names the file by its digest.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

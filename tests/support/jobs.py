@@ -1,7 +1,5 @@
 """Jobs without a model, for tests of the job's folder, inputs and outputs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib

@@ -1,7 +1,5 @@
 """Imports packages that only a few tests need when a test first uses them, not in every process that collects tests."""
 
-from __future__ import annotations
-
 import importlib
 from importlib.util import find_spec
 from typing import Any

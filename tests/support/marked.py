@@ -1,7 +1,5 @@
 """Byte tokenizers whose marks of thoughts and calls are tokens of a chosen kind, and completions that are read token by token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tiny random models of every verified architecture, run by transformers and by batchgen."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import math

@@ -1,7 +1,5 @@
 """Decides how much of a test runs: `make test` is quick, and `make test-slow` runs every parameter and many more random cases."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """A progress that records what the user is told, and does something at a moment of the job."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A second Python process, which finds the modules that this one finds."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Small quantized checkpoints, made on a CPU by their own library if it can, otherwise from the definition of the format."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

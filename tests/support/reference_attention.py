@@ -1,7 +1,5 @@
 """Reference attention: each query alone, with keys gathered by its block table and softmax in float32. Slow, but easy to verify."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

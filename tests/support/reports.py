@@ -1,7 +1,5 @@
 """The data of a small report, and a parser for its page."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 from typing import Any

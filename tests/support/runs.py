@@ -1,7 +1,5 @@
 """Whole jobs with the real tokenizer and a fake engine, whose answers are the name of its model and the prompt."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence

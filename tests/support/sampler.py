@@ -1,7 +1,5 @@
 """A sampler whose `sample` returns the tokens themselves, and that can return the probabilities that it samples from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 They are listed by `model_type`. A name after a slash is another shape of the same type. Sliding windows are shorter than the tests' prompts.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from typing import Any

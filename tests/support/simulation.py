@@ -1,7 +1,5 @@
 """The engine without a model: runs the scheduler's steps on a pool that records the tokens behind each place of the KV cache."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Container, Iterable
 from itertools import zip_longest

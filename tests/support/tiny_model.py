@@ -1,7 +1,5 @@
 """A tiny random Llama on disk, and its tokenizer of bytes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

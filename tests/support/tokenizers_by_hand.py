@@ -1,7 +1,5 @@
 """Tiny tokenizers whose ids can be worked out by hand, and prompt builders that use them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tells whether batchgen's GPU kernels can run on Triton's interpreter, on the CPU. Needs triton."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny random models that see, each with its family's own processor: on disk for batchgen, and as transformers' reference."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json

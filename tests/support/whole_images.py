@@ -1,7 +1,5 @@
 """A prompt with three images whose tokens, or all of its tokens, see one another."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from batchgen.request import IMAGE_IDS, Image, Leaf, Request

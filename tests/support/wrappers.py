@@ -3,8 +3,6 @@
 `TEXTS` has the `model_type` and the settings of the language model by the wrapper's `model_type`, `OWN` the settings of the wrapper itself.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
