@@ -237,13 +237,16 @@ class Admission:
                 queue.advance()
                 continue
             parent = w.node_span(cursor.node)
-            if parent is not None and parent.complete and not self._block_manager.has_state(parent):
-                self._block_manager.evict(
+            if cursor.node >= 0:
+                if parent is None or not parent.complete:
+                    queue.wait()
+                    continue
+                if not self._block_manager.has_state(
                     parent
-                )  # the node's state was released, so it runs again for the items that still begin there
-            if cursor.node >= 0 and (parent is None or not parent.complete):
-                queue.wait()
-                continue
+                ):  # it was released: the node runs again for what still begins there
+                    self._block_manager.evict(parent)
+                    queue.wait()
+                    continue
             if item < 0 and w.is_scored(~item, parent):
                 queue.advance()
                 scored.append(self._score(w, ~item, parent))
@@ -518,6 +521,9 @@ class Scheduler(RunningSet):
             manager.state_slots.check(manager.state_slots_of(span) for span in spans)
         for span in spans:
             assert len(span.table) * manager.block_size >= span.computed, "KV outside of the block table"
+        for node_span in manager.live:
+            if node_span.children and node_span.end % manager.block_size and manager.sliding_window is None:
+                assert manager.has_tail_writer(node_span), "a node with children has a block for its last tokens alone"
         held = sum(len(span.table) - span.dropped for span in (*self.running, *manager.childless))
         assert manager.unshared_blocks == held, "blocks without sharing do not add up"
 

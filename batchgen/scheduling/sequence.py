@@ -283,11 +283,14 @@ class GenerationSequence(Span):
     scoring: bool = field(init=False)
     start_tokens: int = field(init=False)
     """Number of tokens that run before the first one is sampled."""
+    max_kv_tokens: int = field(init=False)
+    """Number of positions that it can need KV for; the last sampled token is never run."""
 
     def __post_init__(self) -> None:
         self.request = self.leaf.request
         self.scoring = bool(self.request.texts)
         self.start_tokens = len(self.leaf.tokens)
+        self.max_kv_tokens = self.leaf.max_kv_tokens
 
     @property
     def images(self) -> tuple[Image, ...]:
@@ -321,11 +324,6 @@ class GenerationSequence(Span):
     def running(self) -> bool:
         """Whether it runs or is finishing: what is sampled for it counts."""
         return self.state in _RUNNING
-
-    @property
-    def max_kv_tokens(self) -> int:
-        """Number of positions that it can need KV for; the last sampled token is never run."""
-        return self.leaf.max_kv_tokens
 
     def tokens(self, start: int, stop: int) -> TokenArray:
         prompt = self.leaf.tokens

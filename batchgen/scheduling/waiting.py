@@ -72,7 +72,12 @@ class Cursor:
 
     @property
     def start_order(self) -> StartOrder:
-        return max(self.window.start_order(self.item), self.since)
+        return max(self.window.start_order(self.items[self.next]), self.since)
+
+    @property
+    def depth(self) -> int:
+        item = self.items[self.next]
+        return AFTER_NODES if item < 0 else self.window.plan.nodes[item].depth
 
 
 class Window:
@@ -102,6 +107,7 @@ class Window:
         self._unfinished = [
             node.last - node.first for node in plan.nodes
         ]  # by node: leaves below with something to run
+        self._leaf_parent: list[int] = plan.leaf_parent.tolist()
         self._ended: set[int] = set()  # leaves that have nothing more to run
         self._sequences: dict[int, GenerationSequence] = {}  # by leaf: those that have begun and are not done
         self._cursors = self._all_cursors(plan)  # by node, the root's last (index -1)
@@ -238,7 +244,7 @@ class Window:
         self._ended.add(i)
         self.left -= 1
         freed: list[PrefixNodeSpan] = []
-        n = int(self.plan.leaf_parent[i])
+        n = self._leaf_parent[i]
         while n >= 0:
             self._unfinished[n] -= 1
             node_span = self._node_spans[n]
@@ -312,8 +318,7 @@ class Queue:
     def push(self, cursor: Cursor) -> None:
         if not cursor.queued:
             cursor.queued = True
-            depth = cursor.window.place(cursor.item)[1]
-            heapq.heappush(self.heap, (cursor.start_order, depth, next(self._tick), cursor))
+            heapq.heappush(self.heap, (cursor.start_order, cursor.depth, next(self._tick), cursor))
 
     def pop(self) -> Cursor:
         """Removes and returns the top."""
