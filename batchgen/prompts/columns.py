@@ -15,7 +15,7 @@ from batchgen.prompts.messages import kind
 from batchgen.prompts.openai import is_chat
 from batchgen.prompts.params import RowParams
 from batchgen.prompts.template import RowTemplate
-from batchgen.records.openai_batch import is_batch_row
+from batchgen.records.openai_batch import is_batch_row, lacks_body
 from batchgen.records.rows import Row
 from batchgen.records.tables import header_hint
 from batchgen.sampling_params import SamplingParams
@@ -84,8 +84,10 @@ class Columns:
         if messages:
             return Source.MESSAGES
         names = [name for name in dict.fromkeys((self._prompt, self._messages)) if name in columns]
-        if not names and {"url", "body"} <= columns.keys():
+        if not names and "url" in columns and "body" in columns:
             raise RowError("invalid_row", f"body must be an object, not {kind(columns['body'])}")
+        if not names and lacks_body(columns):
+            raise RowError("invalid_row", "the request has no body")
         if not names:
             raise RowError("invalid_row", f"the row has no column {self._prompt!r}{self._or_messages()}")
         empty = (f"column {name!r} is {'null' if columns[name] is None else 'empty'}" for name in names)
@@ -152,6 +154,11 @@ class Columns:
                 "leave --no-chat out" if self.why_raw.startswith("--no-chat") else "give one with --chat-template FILE"
             )
             raise UsageError(f"{what} needs a chat template: {self.why_raw}", f"{way}, or name a --prompt-column")
+        if any(lacks_body(columns) for columns in rows):
+            raise UsageError(
+                f"{no_row} a body that is an object, as requests of the OpenAI Batch form have",
+                f'{hint}; a body is, for example, {{"messages": […]}}',
+            )
         raise UsageError(
             f"{no_row} a column {self._prompt!r}{self._or_messages()}",
             f"{hint}; name one with --prompt-column or --messages-column, or make the prompt with --template",

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from batchgen.json_values import plain
 from batchgen.records.jsonl import to_json
 from batchgen.result import Result
 
@@ -31,13 +32,13 @@ class Agreement:
         """Rows, the sum of their probabilities, and how many of them are right, by the probability of the label that was given."""
 
     def add(self, result: Result, columns: Mapping[str, Any]) -> None:
-        expected = self._text(columns.get(self._column))
+        given = (result.text or "").strip()
+        expected = self._text(columns.get(self._column), given)
         if result.failed:
             self._failed += 1
         elif not expected:
             self._missing += 1
         else:
-            given = (result.text or "").strip()
             self._correct += given == expected
             pair = (expected[:_PAIR_TEXT], given[:_PAIR_TEXT])
             if pair in self._pairs or len(self._pairs) < MAX_PAIRS:
@@ -50,11 +51,15 @@ class Agreement:
                 for place, value in enumerate((1, probability, given == expected)):
                     found[place] += value
 
-    def _text(self, value: Any) -> str:
+    def _text(self, value: Any, given: str) -> str:
+        """Returns the expected text, empty for none. A whole number may be a double: pandas has no other numbers in a column with nulls."""
         if value is None or value != value:  # NaN
             return ""
+        value = plain(value)
         if isinstance(value, str):
             return value.strip()
+        if isinstance(value, float) and value.is_integer() and to_json(value).decode() != given:
+            value = int(value)
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self._names):
             return self._names[value].strip()
         return to_json(value).decode()

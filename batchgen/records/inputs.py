@@ -53,6 +53,8 @@ def open_input(
     if format is not None and format not in INPUT_FORMATS:
         raise UsageError(f"--input-format {format!r} is unknown", f"use {ANY_FORMAT}")
     inputs = [plain_name(name) for name in inputs]
+    if "" in inputs:
+        raise UsageError("an input has an empty name", "name a file, a folder, a glob or - for standard input")
     output = output and plain_name(output)
     if "-" in inputs:
         if len(inputs) > 1:

@@ -39,6 +39,14 @@ def is_batch_row(columns: Mapping[str, Any]) -> bool:
     return isinstance(body, str) and isinstance(url, str) and _served(url) is not None
 
 
+def lacks_body(columns: Mapping[str, Any]) -> bool:
+    """Whether a row is in the Batch form but for its body, which is missing or no object."""
+    url = columns.get("url")
+    return not is_batch_row(columns) and (
+        {"custom_id", "method"} <= columns.keys() or (isinstance(url, str) and _served(url) is not None)
+    )
+
+
 def endpoint(columns: Mapping[str, Any]) -> str | None:
     """One of `ENDPOINTS`: by the row's url or, without one, by what its body has (`CHAT` or `RAW`). None if the url is of another endpoint."""
     url = columns.get("url")

@@ -43,6 +43,13 @@ def address(url: str) -> str:
 def remote(url: str, *, verb: str = "read") -> tuple[Any, str]:
     """Returns the fsspec file system of a URL and the path in it. Raises `UsageError` if a package that it needs is not installed."""
     with reaching(url, verb=verb):
+        scheme, _, place = url.partition("://")
+        on_the_web = scheme.lower() in ("http", "https")
+        if not place.strip("/") or (on_the_web and place.startswith("/")):
+            raise UsageError(
+                f"{url} cannot be {verb}: it names no {'host' if on_the_web else 'file'}",
+                "use a path, or a URL such as s3://bucket/rows.jsonl",
+            )
         try:
             from fsspec.core import url_to_fs
 

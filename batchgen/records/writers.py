@@ -292,11 +292,14 @@ class _Spool:
     def __init__(self, path: Path, form: RowForm) -> None:
         self._path, self._form = path, form
         self._file = path.open("w+b")
+        self._has_valid = self._carries_valid = False
 
     def add(self, pairs: Iterable[Pair]) -> Iterator[dict[str, Any]]:
         """Writes rows, and yields each in JSON's types."""
         for given, result in pairs:
             row = output_row(given, result, self._form)
+            self._has_valid = self._has_valid or result.valid is not None
+            self._carries_valid = self._carries_valid or "valid" in given.columns
             try:
                 text = json.dumps(row)
             except (TypeError, ValueError):
@@ -304,6 +307,11 @@ class _Spool:
                 text = json.dumps(row)
             self._file.write(text.encode() + b"\n")
             yield row
+
+    def results(self, expected: Mapping[str, pa.DataType]) -> dict[str, pa.DataType]:
+        """The `expected` fields of results, and `valid` if rows had schemas of their own and no column of the input is called so."""
+        own = {"valid"} if self._has_valid and not self._carries_valid else set()
+        return {n: expected.get(n, of) for n, of in RESULT_FIELDS.items() if n in expected or n in own}
 
     def rows(self) -> Iterator[tuple[dict[str, Any], int]]:
         """Yields every row, and its size in bytes."""
@@ -331,7 +339,7 @@ class CsvWriter:
         spool: _Spool,
         delimiter: str,
         compression: str | None,
-        results: Collection[str],
+        results: Mapping[str, pa.DataType],
         optional: Collection[str],
     ) -> None:
         self.notes: list[str] = []
@@ -347,7 +355,8 @@ class CsvWriter:
             self._there.update(dict.fromkeys(row))
 
     def close(self) -> None:
-        names = [n for n in self._there if n not in self._results] + [n for n in self._results if n in self._there]
+        results = self._spool.results(self._results)
+        names = [n for n in self._there if n not in results] + [n for n in results if n in self._there]
         self._write_line(names)
         for row, _ in self._spool.rows():
             row["truncated"] = bool(row.get("truncated"))
@@ -409,6 +418,9 @@ class SpoolingWriter:
 
     def close(self) -> None:
         whole = self._ids.name in ("null", "int")
+        self._results = self._spool.results(self._results)
+        if "valid" in self._results and self._types.pop("valid", None) is not None:
+            self._there.add("valid")
         fields = [pa.field("id", pa.int64() if whole else pa.string())]
         fields += [pa.field(clean(n), t.arrow()) for n, t in self._types.items()]
         fields += [pa.field(n, t) for n, t in self._results.items() if n in self._there]

@@ -149,6 +149,9 @@ class Bar(Notes):
 
         self._terminal = stream
         self._bar: Any = tqdm(file=stream, leave=False, position=0, bar_format=" ", ncols=stream.width())
+        self._bar.sp = self._draw
+        self._written = 0
+        """Columns of the terminal's line that were written since it was wiped."""
         self._shown_at = 0.0
         self._phase_began = clock()
         self._lock = threading.RLock()  # a library's thread may write a line
@@ -173,10 +176,22 @@ class Bar(Notes):
         self._bar.close()
         self._wipe()
 
-    def _wipe(self) -> None:
-        # Blanks, because TERM=dumb knows no escapes. They remove a ^C, too.
-        self._terminal.write("\r" + " " * (self._terminal.width() - 1) + "\r")
+    def _draw(self, line: str) -> None:
+        """Writes the line over the one before it."""
+        if self._written > self._terminal.width():
+            self._wipe()
+        self._terminal.write("\r" + line + " " * (self._written - len(line)))
         self._terminal.flush()
+        self._written = max(len(line), self._written)
+
+    def _wipe(self) -> None:
+        width = self._terminal.width()
+        if (wrapped := max(0, self._written - 1) // width) and _wraps_lines_anew():
+            self._terminal.write(f"\x1b[{wrapped}A\r\x1b[J")
+        # Blanks, because TERM=dumb knows no escapes. They remove a ^C, too.
+        self._terminal.write("\r" + " " * (width - 1) + "\r")
+        self._terminal.flush()
+        self._written = 0
 
     def _refresh(self) -> None:
         with self._lock:
@@ -213,6 +228,11 @@ class Bar(Notes):
         left = room - len(tail)
         bar = f"|{{bar:{left - 2}}}|" if left >= _MIN_BAR else ""
         return _literal(head) + bar + _literal(tail if left >= 0 else "")
+
+
+def _wraps_lines_anew() -> bool:
+    """Whether this terminal wraps the lines that it shows when it becomes narrower, as most do. The others cut them."""
+    return os.environ.get("TERM") not in (None, "dumb", "linux") and "XTERM_VERSION" not in os.environ
 
 
 def _literal(text: str) -> str:

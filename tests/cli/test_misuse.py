@@ -20,6 +20,7 @@ def make_files(folder: Path) -> None:
     """Writes the files that the cases name."""
     (folder / "rows.jsonl").write_text('{"prompt": "x"}\n')
     (folder / "questions.jsonl").write_text('{"question": "x", "answer": "y"}\n')
+    (folder / "bodiless.jsonl").write_text('{"custom_id": "a", "method": "POST", "url": "/v1/completions"}\n')
     (folder / "mine.jsonl").write_text("mine\n")
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     (folder / "bad.j2").write_text("{{ prompt")
@@ -120,6 +121,8 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --on-long-prompt drop", 2, "--on-long-prompt must be error, truncate-left or truncate-right, not 'drop'"),
     ("run questions.jsonl -m M", 2, "no row has a column 'prompt'; the input has 'question', 'answer'; "
         "name one with --prompt-column or --messages-column, or make the prompt with --template"),
+    ("run bodiless.jsonl -m M", 2, "no row has a body that is an object, as requests of the OpenAI Batch form have; "
+        "the input has 'custom_id', 'method', 'url'; a body is, for example, {\"messages\": […]}"),
     ("run R -m M --score", 2, "no row has the column 'completion' of --score; the input has 'prompt'"),
     ("run R -m M --keep nr", 2, "no row has the column 'nr' of --keep; the input has 'prompt'"),
     # files

@@ -204,6 +204,24 @@ def test_what_does_not_fit_a_narrow_terminal_is_left_out_whole(columns, line, cl
     bar.close()
 
 
+@pytest.mark.parametrize(
+    ("variables", "removed"), [({"TERM": "xterm-256color"}, "\x1b[2A\r\x1b[J"), ({"TERM": "dumb"}, ""), ({"TERM": "xterm", "XTERM_VERSION": "XTerm(379)"}, "")]
+)  # fmt: skip
+def test_no_part_of_the_bar_is_left_where_a_narrower_terminal_has_wrapped_it(variables, removed, clock, monkeypatch):
+    monkeypatch.delenv("XTERM_VERSION", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    terminal = Terminal()
+    bar = Told(Bar(terminal, clock))  # type: ignore[arg-type]
+    generate(bar, clock, seconds=30, total=60, failed_from=30)
+    wide = len(terminal.getvalue())
+    terminal.columns = 30  # the 75 columns take three lines
+    generate(bar, clock, seconds=1, total=60, failed_from=30)
+    narrow = terminal.getvalue()[wide:]
+    assert narrow.startswith(f"{removed}\r{' ' * 29}\r\rgenerating:   1% 1/60")
+    bar.close()
+
+
 def test_the_bar_is_that_of_the_rows_that_go_by_where_they_only_do(clock):
     terminal = Terminal()
     bar = Told(Bar(terminal, clock))  # type: ignore[arg-type]

@@ -61,6 +61,23 @@ def test_rows_with_a_schema_of_their_own_stay_valid_when_the_job_goes_on(
     assert [row.get("valid") for row in written] == [True, None]
 
 
+def test_a_table_has_valid_of_rows_with_a_schema_of_their_own_among_the_columns_of_results(
+    cli, write_jsonl, tiny_model_dir, tmp_path
+):
+    rows: list[dict[str, Any]] = [{"prompt": "x", "sampling_params": {"json_schema": {"enum": [1]}}}, {"prompt": "y"}]
+    results = ["text", "finish_reason", "usage", "truncated"]
+    carried: dict[str, Any]
+    for carried, after in (({}, [*results, "valid"]), ({"valid": "of the input"}, ["valid", *results])):
+        source = write_jsonl([rows[0], rows[1] | carried])
+        table, text = tmp_path / f"{len(carried)}.parquet", tmp_path / f"{len(carried)}.csv"
+        for output in (table, text):
+            assert cli("run", source, "-m", tiny_model_dir, "-o", output, "--max-tokens", "4").code == 0
+        names = ["id", "prompt", "sampling_params", *after, "error"]
+        assert pq.read_schema(table).names == text.read_text().splitlines()[0].split(",") == names
+        first, second = pq.read_table(table)["valid"].to_pylist()
+        assert (first, second) == (("true", '"of the input"') if carried else (True, None))
+
+
 def test_parquet_to_parquet_has_a_column_for_what_rows_may_ask_for(cli, tiny_model_dir, tmp_path):
     prompts = {"prompt": ["a", "b"]}
     cases: list[tuple[dict[str, Any], tuple[str, ...], list[str]]] = [

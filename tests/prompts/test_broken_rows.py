@@ -106,6 +106,8 @@ REQUESTS = [
     ({"url": RAW, "body": "{"}, ("invalid_row", "body is text that is not JSON")),
     ({"url": RAW, "body": "[1]"}, ("invalid_row", "body must be an object, not a list")),
     ({"url": RAW, "body": None, "custom_id": "a"}, ("invalid_row", "body must be an object, not null")),
+    ({"url": RAW}, ("invalid_row", "the request has no body")),
+    ({"custom_id": "a", "method": "POST"}, ("invalid_row", "the request has no body")),
 ]  # fmt: skip
 BROKEN = [
     *((columns, {}, ("invalid_row", why)) for columns, why in PROMPTS),

@@ -1,5 +1,8 @@
 """Results are compared with the texts that the user expects."""
 
+import datetime as dt
+from decimal import Decimal
+
 import pytest
 
 from batchgen.recording.agreement import MAX_PAIRS, Agreement
@@ -65,6 +68,14 @@ def test_the_calibration_error_is_the_mean_difference_of_probability_and_share_o
         ("true", True, ["no", "yes"], 1),
         ("5", 5, ["a"], 1),
         ("a", -1, ["a"], 0),
+        ("1", 1.0, [], 1),
+        ("0", 0.0, [], 1),
+        ("1.0", 1.0, [], 1),
+        ("0.5", 0.5, [], 1),
+        ("pos", 1.0, ["neg", "pos"], 1),
+        ("1", 0.0, [], 0),
+        ("1.50", Decimal("1.50"), [], 1),
+        ("2024-02-29", dt.date(2024, 2, 29), [], 1),
     ],
 )
 def test_a_number_is_the_name_of_its_class_or_its_digits(text, expected, names, right):

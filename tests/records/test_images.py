@@ -155,6 +155,7 @@ def jpeg_of_size(side: int) -> bytes:
         ("data:,hello", f"the image {NO_IMAGE}"),
         ("iVBORw0KGgo", f"{HERE} is not valid base64"),
         ("memory://no.png", f"{HERE}: memory://no.png cannot be read: /no.png"),
+        ("http://", f"{HERE}: http:// cannot be read: it names no host"),
         ("foo://red.png", f"{HERE}: foo://red.png cannot be read: Protocol not known: foo"),
     ],
     ids=lambda value: str(value)[:24],
