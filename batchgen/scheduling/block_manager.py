@@ -506,6 +506,8 @@ class BlockManager:
         self.pool.release(table[span.dropped :])
         span.table, span.dropped = [], 0
         self._leave_parent(span)
+        while parent is not None and parent.evicted:  # the block may be that of a node further up
+            parent = parent.parent
         if parent is not None:
             index = parent.end // self.block_size
             # Otherwise another child has the parent's last block, unless that has released it.
