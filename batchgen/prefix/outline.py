@@ -10,8 +10,9 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from batchgen.prefix.intervals import OpenIntervals
 from batchgen.prefix.order import common_length
-from batchgen.prefix.survey import Largest, OpenIntervals
+from batchgen.prefix.survey import Largest
 from batchgen.request import TokenArray
 
 MAX_NODES = 1000

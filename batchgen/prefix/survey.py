@@ -1,7 +1,6 @@
-"""The intervals of any number of prompts, given one by one in depth-first order: what they share. With whole chunks, these are their groups.
+"""The groups of any number of prompts, which come one by one in depth-first order, and the intervals of the largest worth.
 
-The intervals are those of `tree.lcp_intervals`. One pass holds only the open ones, so memory does not grow with the number of prompts.
-The algorithm is written twice because `lcp_intervals`, which plans every window, is four times as fast with plain lists.
+Memory does not grow with the number of prompts.
 """
 
 from __future__ import annotations
@@ -9,77 +8,13 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
+from batchgen.prefix.intervals import Interval, OpenIntervals, nested
 from batchgen.prefix.order import common_length
 from batchgen.request import IMAGE_IDS, TokenArray
-
-
-@dataclass(slots=True)
-class Interval:
-    """Prompts first..last (exclusive) share `end` tokens. They share the first `start` of these with other prompts, too."""
-
-    first: int
-    end: int
-    own: int = 0
-    """Number of prompts in no deeper interval."""
-    last: int = -1
-    start: int = 0
-    nodes: int = 0
-    """Number of intervals inside it."""
-    saved: int = 0
-    """Prompt tokens that need not be run because intervals inside it are shared."""
-
-    @property
-    def rows(self) -> int:
-        return self.last - self.first
-
-    @property
-    def own_saved(self) -> int:
-        """Prompt tokens that need not be run because its own tokens are shared."""
-        return (self.end - self.start) * (self.rows - 1)
-
-
-class OpenIntervals:
-    """The intervals that the next prompt may still belong to, each deeper than the one below it."""
-
-    def __init__(self) -> None:
-        self._stack: list[Interval] = []
-        self._count = 0
-
-    def shares(self, length: int) -> Iterator[Interval]:
-        """Takes the number of tokens that the next prompt shares with the one after it (0 if it is the last). Yields the intervals that end there."""
-        stack, position = self._stack, self._count
-        self._count += 1
-        if length > self._top_end:
-            stack.append(Interval(position, length))
-        if stack:
-            stack[-1].own += 1
-        while self._top_end > length:
-            closed = stack.pop()
-            if length > self._top_end:
-                stack.append(Interval(closed.first, length))
-            closed.last, closed.start = position + 1, self._top_end
-            if stack:
-                stack[-1].nodes += 1 + closed.nodes
-                stack[-1].saved += closed.own_saved + closed.saved
-            yield closed
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._stack
-
-    def copy(self) -> OpenIntervals:
-        """Returns a copy that does not change with this one."""
-        copied = OpenIntervals()
-        copied._stack, copied._count = [replace(interval) for interval in self._stack], self._count
-        return copied
-
-    @property
-    def _top_end(self) -> int:
-        return self._stack[-1].end if self._stack else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +104,9 @@ class Largest:
 
     def as_tree(self) -> Iterator[tuple[int, Interval, TokenArray]]:
         """Yields (parent, interval, tokens) in depth-first order. `parent`: place in this order of the smallest kept interval around it, or -1."""
-        around: list[tuple[int, Interval]] = []
-        ordered = sorted(self._heap, key=lambda entry: (entry[2].first, entry[2].end))
-        for place, (_, _, interval, tokens) in enumerate(ordered):
-            while around and interval.first >= around[-1][1].last:
-                around.pop()
-            yield around[-1][0] if around else -1, interval, tokens
-            around.append((place, interval))
+        tokens = {id(interval): its for _, _, interval, its in self._heap}
+        for parent, interval in nested(interval for _, _, interval, _ in self._heap):
+            yield parent, interval, tokens[id(interval)]
 
     def copy(self) -> Largest:
         """Returns a copy that does not change with this one."""

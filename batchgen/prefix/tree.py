@@ -1,17 +1,18 @@
 """The prefix tree of a window's prompts: every token that prompts share appears in exactly one node.
 
-The tree is the tree of LCP intervals known from suffix arrays, over the prompts in depth-first order. The same algorithm over
-chunk-aligned lengths gives the groups.
+Its nodes are the intervals (`intervals`) of the prompts in depth-first order.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from batchgen.prefix.intervals import OpenIntervals, nested
 from batchgen.prefix.order import depth_first_order, neighbour_lengths
 from batchgen.request import TokenArray
 
@@ -58,25 +59,6 @@ class PrefixPlan:
     """Requests that are in a group: those that share a whole chunk."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Intervals:
-    """Maximal runs of positions whose common prefix is longer than what they share with any other position.
-
-    Sorted by (first, end): a parent comes before its children. All arrays are int64. `leaf_parent` has one entry per position, the
-    others have one per interval.
-    """
-
-    first: NDArray[np.int64]
-    last: NDArray[np.int64]
-    """Exclusive. last - first is at least 2."""
-    end: NDArray[np.int64]
-    """Length of the prefix that the interval's positions share, at least 1."""
-    parent: NDArray[np.int64]
-    """The smallest interval around this one; -1 if there is none."""
-    leaf_parent: NDArray[np.int64]
-    """The smallest interval around a position; -1 if there is none."""
-
-
 def plan_prefixes(prompts: Sequence[TokenArray], chunk_size: int, *, share: bool = True) -> PrefixPlan:
     """Returns the plan of a window. No prompt may be empty.
 
@@ -85,83 +67,35 @@ def plan_prefixes(prompts: Sequence[TokenArray], chunk_size: int, *, share: bool
     """
     order = depth_first_order(prompts)
     shared = neighbour_lengths(prompts, order)
-    used = shared if share else np.zeros_like(shared)
-    tree = lcp_intervals(used)
-    group_of = lcp_intervals(used // chunk_size * chunk_size).leaf_parent
+    opened = OpenIntervals()
+    intervals = [ended for length in shared[1:].tolist() for ended in opened.shares(length)] if share else []
+    nodes: list[PrefixNode] = []
+    leaf_parent = np.full(len(order), -1, dtype=np.int64)
+    groups: Counter[tuple[int, int]] = Counter()
+    for index, (parent, one) in enumerate(nested(intervals)):
+        depth = nodes[parent].depth + 1 if parent >= 0 else 0
+        nodes.append(PrefixNode(index, parent, one.start, one.end, one.first, one.last, depth))
+        leaf_parent[one.first : one.last] = index
+        if one.own:
+            groups[_group(nodes, one.end // chunk_size * chunk_size)] += one.own
+    groups.pop((-1, 0), None)
     prompt_tokens = sum(len(tokens) for tokens in prompts)
     return PrefixPlan(
         order=order,
-        nodes=_nodes(tree),
-        leaf_parent=tree.leaf_parent,
+        nodes=tuple(nodes),
+        leaf_parent=leaf_parent,
         prompt_tokens=prompt_tokens,
         prefill_tokens_min=prompt_tokens - int(shared.sum()),
-        groups=len(np.unique(group_of[group_of >= 0])),
-        grouped_requests=int((group_of >= 0).sum()),
+        groups=len(groups),
+        grouped_requests=groups.total(),
     )
 
 
-def _nodes(tree: Intervals) -> tuple[PrefixNode, ...]:
-    firsts, lasts, ends = tree.first.tolist(), tree.last.tolist(), tree.end.tolist()
-    nodes: list[PrefixNode] = []
-    for index, parent in enumerate(tree.parent.tolist()):
-        start, depth = (ends[parent], nodes[parent].depth + 1) if parent >= 0 else (0, 0)
-        nodes.append(PrefixNode(index, parent, start, ends[index], firsts[index], lasts[index], depth))
-    return tuple(nodes)
-
-
-def lcp_intervals(shared: NDArray[np.int64]) -> Intervals:
-    """Returns the intervals of the positions 0..n-1. `shared` [n + 1] is what `neighbour_lengths` returns.
-
-    One pass with a stack of the intervals that are still open, each deeper than the one below it.
-    """
-    count = len(shared) - 1
-    firsts: list[int] = []
-    lasts: list[int] = []
-    ends: list[int] = []
-    parents: list[int] = []
-    leaf_parents = [-1] * count
-    stack: list[int] = []
-
-    def opened(first: int, end: int) -> int:
-        firsts.append(first)
-        lasts.append(-1)
-        ends.append(end)
-        parents.append(-1)
-        return len(ends) - 1
-
-    top_end = 0
-    for position, length in enumerate(shared[1:].tolist()):
-        # `length` is what this position shares with the next one.
-        if length > top_end:
-            stack.append(opened(position, length))
-            top_end = length
-        if stack:
-            leaf_parents[position] = stack[-1]
-        while top_end > length:
-            closed = stack.pop()
-            lasts[closed] = position + 1
-            top_end = ends[stack[-1]] if stack else 0
-            if length > top_end:  # the closed positions and the next one share less, but still something
-                stack.append(opened(firsts[closed], length))
-                top_end = length
-            parents[closed] = stack[-1] if stack else -1
-    return _in_depth_first_order(firsts, lasts, ends, parents, leaf_parents)
-
-
-def _in_depth_first_order(
-    firsts: list[int], lasts: list[int], ends: list[int], parents: list[int], leaf_parents: list[int]
-) -> Intervals:
-    """The intervals renumbered by (first, end)."""
-    first, last, end, parent, leaf_parent = (
-        np.array(values, dtype=np.int64) for values in (firsts, lasts, ends, parents, leaf_parents)
-    )
-    by_place = np.lexsort((end, first))
-    renumbered = np.full(len(by_place) + 1, -1, dtype=np.int64)  # index -1, the extra entry, stays -1
-    renumbered[by_place] = np.arange(len(by_place))
-    return Intervals(
-        first=first[by_place],
-        last=last[by_place],
-        end=end[by_place],
-        parent=renumbered[parent[by_place]],
-        leaf_parent=renumbered[leaf_parent],
-    )
+def _group(nodes: Sequence[PrefixNode], length: int) -> tuple[int, int]:
+    """Names the first `length` tokens of the path to the last node: (-1, 0) if there are none, else by the node that they end in."""
+    if length == 0:
+        return -1, 0
+    node = nodes[-1]
+    while node.start >= length:
+        node = nodes[node.parent]
+    return node.index, length

@@ -1,0 +1,84 @@
+"""The intervals of prompts in depth-first order, known from suffix arrays as LCP intervals: what neighbours share. They are the nodes of the prefix tree.
+
+One pass holds only the open ones, so memory does not grow with the number of prompts. Lengths in whole chunks give the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+
+@dataclass(slots=True)
+class Interval:
+    """Prompts first..last (exclusive) share `end` tokens. They share the first `start` of these with other prompts, too."""
+
+    first: int
+    end: int
+    own: int = 0
+    """Number of prompts in no deeper interval."""
+    last: int = -1
+    start: int = 0
+    nodes: int = 0
+    """Number of intervals inside it."""
+    saved: int = 0
+    """Prompt tokens that need not be run because intervals inside it are shared."""
+
+    @property
+    def rows(self) -> int:
+        return self.last - self.first
+
+    @property
+    def own_saved(self) -> int:
+        """Prompt tokens that need not be run because its own tokens are shared."""
+        return (self.end - self.start) * (self.rows - 1)
+
+
+class OpenIntervals:
+    """The intervals that the next prompt may still belong to, each deeper than the one below it."""
+
+    def __init__(self) -> None:
+        self._stack: list[Interval] = []
+        self._count = 0
+
+    def shares(self, length: int) -> Iterator[Interval]:
+        """Takes the number of tokens that the next prompt shares with the one after it (0 if it is the last). Yields the intervals that end there."""
+        stack, position = self._stack, self._count
+        self._count += 1
+        if length > self._top_end:
+            stack.append(Interval(position, length))
+        if stack:
+            stack[-1].own += 1
+        while self._top_end > length:
+            closed = stack.pop()
+            if length > self._top_end:
+                stack.append(Interval(closed.first, length))
+            closed.last, closed.start = position + 1, self._top_end
+            if stack:
+                stack[-1].nodes += 1 + closed.nodes
+                stack[-1].saved += closed.own_saved + closed.saved
+            yield closed
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._stack
+
+    def copy(self) -> OpenIntervals:
+        """Returns a copy that does not change with this one."""
+        copied = OpenIntervals()
+        copied._stack, copied._count = [replace(interval) for interval in self._stack], self._count
+        return copied
+
+    @property
+    def _top_end(self) -> int:
+        return self._stack[-1].end if self._stack else 0
+
+
+def nested(intervals: Iterable[Interval]) -> Iterator[tuple[int, Interval]]:
+    """Yields (parent, interval) in depth-first order. `parent`: place in this order of the smallest of the intervals around it, or -1."""
+    around: list[tuple[int, Interval]] = []
+    for place, interval in enumerate(sorted(intervals, key=lambda interval: (interval.first, interval.end))):
+        while around and interval.first >= around[-1][1].last:
+            around.pop()
+        yield around[-1][0] if around else -1, interval
+        around.append((place, interval))
