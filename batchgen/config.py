@@ -446,7 +446,7 @@ def _is_text_encoding(name: str) -> bool:
 class InputLimits:
     """How much of an input is in memory at a time if it is read twice and its requests are sorted.
 
-    A run of the sort exceeds its limits by at most one request, a window by at most one batch of each run.
+    A run of the sort exceeds its limits by at most one request, a window by at most one batch.
     """
 
     read_rows: int = 2_000
@@ -460,7 +460,7 @@ class InputLimits:
     """Number of runs that are merged at a time."""
     batch_rows: int = 256
     batch_tokens: int = 1 << 16
-    """A batch is what a merge holds of each run."""
+    """A batch is what a merge holds of each run, and what a window grows by."""
 
 
 INPUT_LIMITS = InputLimits()

@@ -1,21 +1,19 @@
 """All requests of an input in depth-first order, in constant memory.
 
 An external merge sort. Requests are collected in runs that fit in memory; each run is sorted and written to a file. The files are then
-merged batch by batch: everything up to the earliest end of the runs' current batches comes next. If all requests fit in one run, no
-file is written.
+merged. If all requests fit in one run, no file is written.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 import struct
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import lru_cache
 from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -89,7 +87,7 @@ class SortedRequests:
             self._waiting = []
         while len(self._runs) > self._limits.max_runs:
             first, self._runs = self._runs[: self._limits.max_runs], self._runs[self._limits.max_runs :]
-            self._write_file(r for batch in self._merged(first) for r in _by_key(batch))
+            self._write_file(self._merged(first))
             for name in first:
                 (self._folder / name).unlink()
                 del self.digests[name]
@@ -99,7 +97,7 @@ class SortedRequests:
         if self._runs:
             return _windows(self._merged(self._runs), self._limits)
         ordered, self._waiting = in_window_order(self._waiting), []
-        return _windows(_in_batches(ordered, self._limits), self._limits)
+        return _windows(ordered, self._limits)
 
     def _write_file(self, requests: Iterable[Request]) -> None:
         name = f"run-{self._files_made:05d}"
@@ -107,10 +105,10 @@ class SortedRequests:
         self.digests[name] = write_requests(self._folder / name, requests, self._limits)
         self._runs.append(name)
 
-    def _merged(self, names: Sequence[str]) -> Iterator[_Batch]:
+    def _merged(self, names: Sequence[str]) -> Iterator[Request]:
         with reading(self._folder), ExitStack() as files:
-            runs = [_Run(_read_batches(files.enter_context((self._folder / name).open("rb")))) for name in names]
-            yield from _merge_runs([run for run in runs if run.advance()])
+            runs = [_read(files.enter_context((self._folder / name).open("rb"))) for name in names]
+            yield from heapq.merge(*runs, key=sort_key)
 
 
 def bounded_windows(requests: list[Request], limits: InputLimits) -> Iterator[list[Request]]:
@@ -120,30 +118,24 @@ def bounded_windows(requests: list[Request], limits: InputLimits) -> Iterator[li
         and sum(r.leaf_tokens for r in requests) <= limits.max_tokens
     ):
         return iter([requests] if requests else [])
-    return _windows(_in_batches(in_window_order(requests), limits), limits)
+    return _windows(in_window_order(requests), limits)
 
 
-def _windows(batches: Iterator[_Batch], limits: InputLimits) -> Iterator[list[Request]]:
+def _windows(ordered: Iterable[Request], limits: InputLimits) -> Iterator[list[Request]]:
     window: list[Request] = []
     leaves = tokens = 0
-    for batch in batches:
-        count, size = sum(r.leaves for r in batch.requests), sum(r.leaf_tokens for r in batch.requests)
+    for batch in _batches(ordered, limits):
+        count, size = sum(r.leaves for r in batch), sum(r.leaf_tokens for r in batch)
         if window and (leaves + count > limits.window_leaves or tokens + size > limits.max_tokens):
-            ordered = _by_key(batch)
-            end = _best_end(ordered)
-            yield window + ordered[:end]
-            window = ordered[end:]
+            end = _best_end(batch)
+            yield window + batch[:end]
+            window = batch[end:]
             leaves, tokens = sum(r.leaves for r in window), sum(r.leaf_tokens for r in window)
         else:
-            window += batch.requests
+            window += batch
             leaves, tokens = leaves + count, tokens + size
     if window:
         yield window
-
-
-def _in_batches(ordered: list[Request], limits: InputLimits) -> Iterator[_Batch]:
-    for batch in _batches(ordered, limits):
-        yield _Batch(batch, [sort_key(r) for r in batch])
 
 
 def spread(windows: Iterable[list[Request]], count: int) -> list[Request]:
@@ -172,8 +164,8 @@ def write_requests(path: Path, requests: Iterable[Request], limits: InputLimits)
 
 def read_requests(path: Path) -> list[Request]:
     """The requests of a file that `write_requests` wrote."""
-    with reading(path.parent), path.open("rb") as file, pa.ipc.open_stream(file) as stream:
-        return [request for batch in stream for request in _from_arrow(batch)]
+    with reading(path.parent), path.open("rb") as file:
+        return list(_read(file))
 
 
 def in_window_order(requests: Sequence[Request]) -> list[Request]:
@@ -192,51 +184,6 @@ def _priority_key(priority: float) -> bytes:
     """The bits of a float compare as the float does once all bits of negative ones are inverted, and the sign bit of the others."""
     (bits,) = struct.unpack(">Q", struct.pack(">d", priority + 0.0))  # + 0.0 turns negative zero into zero
     return struct.pack(">Q", bits ^ (0xFFFFFFFFFFFFFFFF if bits >> 63 else 1 << 63))
-
-
-@dataclass(slots=True, eq=False)
-class _Batch:
-    """Some requests and their sort keys."""
-
-    requests: list[Request]
-    keys: list[bytes]
-
-
-@dataclass(slots=True, eq=False)
-class _Run:
-    """A sorted file that is being merged, and its current batch."""
-
-    batches: Iterator[_Batch]
-    batch: _Batch = None  # type: ignore[assignment]  # set by the first `advance`
-    at: int = 0
-
-    def advance(self) -> bool:
-        """Goes to the next batch. Returns False if there is none."""
-        batch = next(self.batches, None)
-        if batch is not None:
-            self.batch, self.at = batch, 0
-        return batch is not None
-
-
-def _merge_runs(runs: list[_Run]) -> Iterator[_Batch]:
-    """Batches of the merged order, each unsorted inside: everything up to the earliest end of the runs' current batches."""
-    while runs:
-        stop = min(run.batch.keys[-1] for run in runs)
-        merged = _Batch([], [])
-        unfinished = []
-        for run in runs:
-            end = bisect_right(run.batch.keys, stop, run.at)
-            merged.requests += run.batch.requests[run.at : end]
-            merged.keys += run.batch.keys[run.at : end]
-            run.at = end
-            if end < len(run.batch.keys) or run.advance():
-                unfinished.append(run)
-        runs = unfinished
-        yield merged
-
-
-def _by_key(batch: _Batch) -> list[Request]:
-    return [request for _, request in sorted(zip(batch.keys, batch.requests, strict=True), key=itemgetter(0))]
 
 
 def _best_end(ordered: Sequence[Request]) -> int:
@@ -262,12 +209,11 @@ def _batches(requests: Iterable[Request], limits: InputLimits) -> Iterator[list[
         yield batch
 
 
-def _read_batches(file: BinaryIO) -> Iterator[_Batch]:
-    """The batches of a file, one at a time. Raises Arrow's errors if it is damaged."""
+def _read(file: BinaryIO) -> Iterator[Request]:
+    """The requests of a file, of which one batch is in memory at a time. Raises Arrow's errors if it is damaged."""
     with pa.ipc.open_stream(file) as stream:
         for batch in stream:
-            requests = _from_arrow(batch)
-            yield _Batch(requests, [sort_key(r) for r in requests])
+            yield from _from_arrow(batch)
 
 
 def _to_arrow(requests: Sequence[Request]) -> pa.RecordBatch:
