@@ -38,7 +38,10 @@ def plain(r: Request):
 
 
 def limits(rows=5, tokens=1000, batch=2, runs=3, window=None):
-    return InputLimits(run_rows=rows, window_leaves=window or rows, max_tokens=tokens, max_runs=runs, batch_rows=batch)
+    return InputLimits(
+        run_rows=rows, window_leaves=window or rows, max_tokens=tokens, max_runs=runs, batch_rows=batch,
+        batch_tokens=min(tokens, 1 << 16),
+    )  # fmt: skip
 
 
 def sorted_requests(folder, requests, limits):
