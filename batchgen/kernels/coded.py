@@ -9,7 +9,7 @@ import torch
 
 from batchgen.kernels.codes import PLANES, Coding, PackedTensor, Parts, are_alike, levels_of
 
-_LEVELS = {"table": 1, "e4m3": 2}
+_LEVELS = {"table": 1, "e4m3": 2, "table of bfloat16": 3, "divided": 4}
 _TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 _FINE = {"u8": 1, "i8": 2, "e4m3": 3, "e8m0": 4}
 _RANGE = (1e-20, 1e20)
@@ -30,7 +30,7 @@ class CodesArguments(ctypes.Structure):
         ("planes", ctypes.c_void_p * 4),
         *((name, ctypes.c_void_p) for name in ("table", "zeros", "group_of")),
         *((name, _Groups) for name in ("scales", "offsets")),
-        *((name, ctypes.c_int64) for name in ("inputs", "groups", "group", "levels", "zero", "rounds")),
+        *((name, ctypes.c_int64) for name in ("inputs", "groups", "group", "levels", "zero", "exact", "rounds")),
         ("divisor", ctypes.c_double),
     )
 
@@ -43,11 +43,18 @@ def can_unpack(weight: torch.Tensor) -> bool:
     return (
         weight.shape[-1] % 32 == 0
         and (coding.group % 8 == 0 if "groups" not in parts else coding.levels is None and "offsets" not in parts)
+        and (coding.bits in (2, 4, 8) or ("groups" not in parts and _zeros_are_exact(coding, parts)))
         and coding.rounds in (None, torch.bfloat16)
         and weight.dtype in (torch.float32, torch.bfloat16)
         and all(parts[name].dtype in _TYPES for name in ("scales", "offsets") if name in parts)
-        and (coding.divisor == 1 or (coding.levels is None and coding.bits == 8 and "offsets" not in parts))
-        and ("offsets" not in parts or (coding.levels is None and _products_are_exact(coding, parts)))
+        and (
+            coding.divisor == 1
+            or (coding.levels is None and coding.bits == 8 and not parts.keys() & {"offsets", "zeros", "groups"})
+        )
+        and (
+            "offsets" not in parts
+            or (coding.levels is None and coding.zero == 0 and _products_are_exact(coding, parts))
+        )
         and (not isinstance(coding.levels, tuple) or coding.bits <= 4)
         and (coding.levels != "e4m3" or not _has_nan(parts["plane8"]))
         and _are_in_range(parts, "scales", coding.sub, coding.divides)
@@ -66,11 +73,19 @@ def _products_are_exact(coding: Coding, parts: Parts) -> bool:
     bits = coding.bits + 11 + (8 if coding.sub else 0)
     return (
         coarse is not None
+        and "zeros" not in parts
         and coarse.dtype != torch.float32
         and coding.sub in ("", "u8", "i8")
         and not coding.divides
         and bits <= 24
     )
+
+
+def _zeros_are_exact(coding: Coding, parts: Parts) -> bool:
+    """Whether float32 holds every product of a zero and a scale."""
+    if "zeros" not in parts:
+        return coding.zero & (coding.zero - 1) == 0  # a power of two, or 0
+    return parts["scales"].dtype != torch.float32 and not coding.sub
 
 
 def _are_in_range(parts: Parts, name: str, kind: str, divides: bool = False) -> bool:
@@ -114,8 +129,10 @@ class Codes:
                 self.parts[name] = in_panels(rows)
         self._table = None
         if isinstance(coding.levels, tuple):
-            self._table = torch.zeros(16)
-            self._table[: len(coding.levels)] = torch.tensor(coding.levels, dtype=torch.float32)
+            levels = torch.zeros(16)
+            levels[: len(coding.levels)] = torch.tensor(coding.levels, dtype=torch.float32)
+            in_bytes = levels.view(torch.uint8).view(16, 4).T.contiguous()
+            self._table = torch.cat([levels, in_bytes.view(torch.float32).flatten()])
         self.argument = self._argument(first.shape[-1])
 
     def _argument(self, inputs: int) -> CodesArguments:
@@ -125,11 +142,16 @@ class Codes:
         ]
         groups = max(counts)
         levels = 0 if coding.levels is None else _LEVELS.get(str(coding.levels), 1)
+        if coding.divisor != 1:
+            levels = _LEVELS["divided"]
+        if self._table is not None and not bool((self._table[:16].view(torch.int32) & 0xFFFF).any()):
+            levels = _LEVELS["table of bfloat16"]
         argument = CodesArguments(
             table=None if self._table is None else self._table.data_ptr(), zeros=self._address("zeros"),
             group_of=self._address("groups"), scales=self._groups("scales", "sub", coding.sub, groups, coding.divides),
             offsets=self._groups("offsets", "sub_offsets", "u8", groups), inputs=inputs, groups=groups, group=coding.group or inputs,
-            levels=levels, zero=coding.zero, rounds=coding.rounds is not None, divisor=coding.divisor,
+            levels=levels, zero=coding.zero, exact=_zeros_are_exact(coding, parts),
+            rounds=coding.rounds is not None or self._dtype == torch.bfloat16, divisor=coding.divisor,
         )  # fmt: skip
         for i, size in enumerate((8, 4, 2, 1)):
             argument.planes[i] = self._address(f"plane{size}") if size in PLANES[coding.bits] else None

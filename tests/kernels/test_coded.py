@@ -24,7 +24,7 @@ def test_a_layer_of_codes_computes_what_the_layer_of_their_numbers_does_to_the_l
         assert coded.bytes < 0.6 * whole.bytes * (2 if whole.kind else 1)
         if count == 1:
             assert torch.equal(bits_of(coded.weight), bits_of(plain[0]))
-        for rows in (1, 3, 8, 70, 600):
+        for rows in (1, 2, 3, 4, 8, 70, 600):
             x = torch.randn(rows, SIZE, generator=torch.Generator().manual_seed(rows)).to(dtype)
             assert torch.equal(bits_of(coded(x)), bits_of(whole(x)))
 
@@ -56,11 +56,13 @@ def test_weights_that_the_kernels_cannot_unpack_exactly_are_packed_as_numbers():
     from batchgen.kernels.ops import PackedLinear
 
     tiny, odd, rounded = (weight_of("Q4_0", torch.float32) for _ in range(3))
+    shifted = weight_of("Q4_1", torch.float32)
     tiny.parts["scales"] = tiny.parts["scales"].float() * 1e-30
     odd.coding = Coding(4, zero=8, group=4)
     odd.parts["scales"] = torch.ones(ROWS, SIZE // 4)
     rounded.coding = Coding(4, zero=8, group=32, rounds=torch.float16)
-    for weight in (tiny, odd, rounded):
+    shifted.coding = Coding(4, zero=8, group=32)  # a zero and an offset
+    for weight in (tiny, odd, rounded, shifted):
         layer = PackedLinear([weight], [None])
         assert layer.codes is None
         assert torch.equal(layer.weight, weight.unpacked())

@@ -6,7 +6,7 @@ import torch
 
 from batchgen.kernels.codes import E2M1, Coding, PackedTensor, packed_planes
 
-ROWS, SIZE = 200, 256  # rows that do not fill the last panel
+ROWS, SIZE = 200, 768  # rows that do not fill the last panel; the kernels unpack up to 256 inputs of them at a time
 HALF = {"scales": torch.float16}
 CODINGS = {
     "Q4_0": (Coding(4, zero=8, group=32), 1, HALF),
@@ -17,8 +17,13 @@ CODINGS = {
     "Q5_K": (Coding(5, group=32, sub="u8"), 8, HALF | {"offsets": torch.float16}),
     "Q6_K": (Coding(6, zero=32, group=16, sub="i8"), 16, HALF),
     "AWQ": (Coding(4, group=128), 1, HALF | {"zeros": torch.uint8}),
+    "AWQ with scales in float32": (Coding(4, group=128), 1, {"scales": torch.float32, "zeros": torch.uint8}),
+    "GPTQ, desc_act": (Coding(4), 1, HALF | {"zeros": torch.uint8, "groups": torch.int32}),
     "GPTQ in 8 bits, desc_act": (Coding(8), 1, HALF | {"zeros": torch.uint8, "groups": torch.int32}),
     "NF4": (Coding(4, tuple(range(-8, 8)), group=64), 1, {"scales": torch.float32}),
+    "FP4": (Coding(4, tuple((i - 8) / 7 for i in range(16)), group=64), 1, {"scales": torch.float32}),
+    "IQ4_XS": (Coding(4, tuple(range(-127, 129, 16)), group=32, sub="i8"), 8, HALF),
+    "IQ2_S": (Coding(3, (1, 3, 5, 7, -1, -3, -5, -7), group=16, sub="u8"), 16, HALF),
     "int8 of bitsandbytes": (Coding(8, zero=128, group=SIZE, divisor=127.0), 1, {"scales": torch.float32}),
     "FP8": (Coding(8, "e4m3", group=128), 1, {"scales": torch.float32}),
     "NVFP4": (Coding(4, E2M1, group=16, sub="e4m3", divides=True, rounds=torch.bfloat16), 16, {"scales": torch.float32}),

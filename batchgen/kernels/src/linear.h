@@ -48,8 +48,15 @@ constexpr int PREFETCHED = 0;
 // Numbers of x that are widened at a time; MAX_ROWS rows at least.
 constexpr int64_t WIDE_NUMBERS = 1 << 21;
 constexpr int64_t MIN_WIDENED = 1 << 15;  // numbers to widen that are worth a thread
-constexpr int CODED_DEPTH = 64;           // words of codes that are unpacked at a time: they stay in the smallest cache
-constexpr int IN_REGISTERS = 2;           // so many rows unpack codes in registers
+constexpr int CODED_WORDS = 4096 / WIDTH;  // words of codes that are unpacked at a time: they stay in the smallest cache
+// One or two rows, and on AVX2 four, unpack codes in registers. On AVX2 a single row needs the sums of two panels not to wait for each other.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool FOUR_IN_REGISTERS = true;
+constexpr int PANELS_OF_A_ROW = 2;
+#else
+constexpr bool FOUR_IN_REGISTERS = false;
+constexpr int PANELS_OF_A_ROW = 1;
+#endif
 constexpr int64_t MIN_WORK = 1500;  // words of panels times blocks of rows, about 12 cycles each, that are worth a thread
 
 struct Product {  // `Product` in ops.py is the same
@@ -207,32 +214,6 @@ INLINE void finish(const Product& p, const uint32_t* sums, int64_t panel, int64_
     put(y, columns, gated);
 }
 
-// Multiplies R rows of x from row `begin` on by a panel of codes, which are unpacked in registers, and finishes the rows.
-template <class E, class T, int R>
-void coded_rows(const Product& p, int64_t panel, int64_t begin, const ScatteredGroup* scattered, uint32_t* sums) {
-    constexpr int SOME = 2;  // vectors of columns at a time: enough for sums not to wait for each other
-    const uint32_t* x = p.x + begin * p.x_row;
-    with_form(*p.codes, [&](auto form) {
-        typedef Unpacker<decltype(form), E::per_word> Columns;
-        for (int v = 0; v < VECTORS; v += SOME) {
-            Columns left(*p.codes, p.first_panel + panel, v * LANES, WIDTH, 0, scattered);
-            Columns right(*p.codes, p.first_panel + panel, (v + 1) * LANES, WIDTH, 0, scattered);
-            floats acc[R][SOME] = {};
-            for (int64_t k = 0; k < p.inner; k += 8) {
-                uints words[SOME][Columns::WORDS];
-                left.unpack(k, words[0]), right.unpack(k, words[1]);
-                for (int i = 0; i < Columns::WORDS; i++) {
-                    const uints some[SOME] = {words[0][i], words[1][i]};
-                    E::template multiply<R, SOME>(acc, some, x + (k / E::per_word + i) * E::a_words, p.x_row);
-                }
-            }
-            for (int r = 0; r < R; r++)
-                for (int n = 0; n < SOME; n++) store(sums + r * WIDTH + (v + n) * LANES, acc[r][n]);
-        }
-    });
-    for (int r = 0; r < R; r++) finish<E, T>(p, sums + r * WIDTH, panel, begin + r);
-}
-
 struct Next {  // words of a panel that a thread reads next; null if there are none
     const uint32_t* weights;
     int64_t words;
@@ -334,6 +315,74 @@ void pack(const Product& p, int64_t panel, int64_t k, int64_t words, uint32_t* t
     }
 }
 
+// Adds the products of R rows of x and inputs [k, end) of V vectors of columns, which are unpacked in registers, to `sums` [panels][R][WIDTH].
+template <class E, class F, int R, int V>
+void coded_block(const Product& p, int64_t panel, int vector, const uint32_t* x, int64_t k, int64_t end, const GroupNumbers* groups, int64_t stride, uint32_t* sums) {
+    const auto at = [&](int n) {
+        n = vector + n % V;
+        return Unpacker<F>(*p.codes, panel + n / VECTORS, n % VECTORS * LANES, WIDTH, groups + n, stride);
+    };
+    Unpacker<F> columns[] = {at(0), at(1), at(2), at(3)};
+    const auto sum = [&](int r, int n) { return sums + ((vector + n) / VECTORS * R + r) * WIDTH + (vector + n) % VECTORS * LANES; };
+    floats acc[R][V];
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < V; n++) acc[r][n] = k > 0 ? load<floats>(sum(r, n)) : floats{};
+    const auto turn = [&] {
+#pragma GCC unroll 4
+        for (int n = 0; n < V; n++) columns[n].turn();
+    };
+    by_groups(*p.codes, k, end, turn, [&](int64_t i) {
+#pragma GCC unroll 4
+        for (int n = 0; n < V; n++) columns[n].load(i);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j += E::per_word) {
+            uints some[V];
+#pragma GCC unroll 4
+            for (int n = 0; n < V; n++) some[n] = columns[n].template word<E::per_word>(j);
+            E::template multiply<R, V>(acc, some, x + (i + j) / E::per_word, p.x_row);
+        }
+    });
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < V; n++) store(sum(r, n), acc[r][n]);
+}
+
+// Multiplies R rows of x from row `begin` on by some panels of codes, which are unpacked in registers, and finishes the rows.
+template <class E, class T, int R>
+void coded_rows(const Product& p, int64_t panel, int64_t panels, int64_t begin, PanelGroups& groups, uint32_t* sums) {
+    constexpr int V = R == 1 ? 2 * PANELS_OF_A_ROW : 2;  // vectors of columns at a time: enough for sums not to wait for each other
+    const uint32_t* x = p.x + begin * p.x_row;
+    const int64_t first = p.first_panel + panel, vectors = panels * VECTORS;
+    for (int64_t k = 0; k < p.inner; k += CODED_WORDS) {
+        const int64_t end = std::min<int64_t>(p.inner, k + CODED_WORDS);
+        const GroupNumbers* numbers = groups.take(*p.codes, first, panels, WIDTH, k, end - k);
+        with_form_of_words<E::per_word>(*p.codes, [&](auto form) {
+            for (int v = 0, more = 0; v < vectors; v += more) {
+                more = v + V <= vectors ? V : 2;
+                more == V ? coded_block<E, decltype(form), R, V>(p, first, v, x, k, end, numbers, vectors, sums)
+                          : coded_block<E, decltype(form), R, 2>(p, first, v, x, k, end, numbers, vectors, sums);
+            }
+        });
+    }
+    for (int64_t i = 0; i < panels; i++)
+        for (int r = 0; r < R; r++) finish<E, T>(p, sums + (i * R + r) * WIDTH, panel + i, begin + r);
+}
+
+// Multiplies rows [begin, end) of x by some panels of codes. `unpacked`: room for CODED_WORDS words of a panel.
+template <class E, class T>
+void coded(const Product& p, int64_t panel, int64_t panels, int64_t begin, int64_t end, PanelGroups& groups, uint32_t* unpacked, uint32_t* sums) {
+    const int64_t rows = end - begin;
+    if (rows == 1) return coded_rows<E, T, 1>(p, panel, panels, begin, groups, sums);
+    if (rows == 2) return coded_rows<E, T, 2>(p, panel, panels, begin, groups, sums);
+    if constexpr (FOUR_IN_REGISTERS)
+        if (rows == 4) return coded_rows<E, T, 4>(p, panel, panels, begin, groups, sums);
+    for (int64_t k = 0; k < p.words; k += CODED_WORDS) {
+        const int64_t words = std::min<int64_t>(CODED_WORDS, p.words - k), from = k * E::per_word, until = from + words * E::per_word;
+        const GroupNumbers* numbers = groups.take(*p.codes, p.first_panel + panel, 1, WIDTH, from, until - from);
+        unpack<E::per_word, WIDTH, WIDTH>(*p.codes, p.first_panel + panel, from, until, numbers, unpacked);
+        slice<E, T>(p, panel, begin, end, unpacked, k, words, sums, {}, {nullptr, 0});
+    }
+}
+
 // E says what x and the weights are, T is the type of y.
 template <class E, class T>
 void multiply(Product p) {
@@ -341,39 +390,35 @@ void multiply(Product p) {
     p.group = p.words * E::side;
     const int64_t panels = panels_of(p), work = panels * p.words * ProductTasks::blocks(p, ROWS);
     const int64_t threads = std::max<int64_t>(1, std::min(p.threads, work / MIN_WORK));
-    const ProductTasks all(p, panels, threads, ROWS, MAX_ROWS);
+    const int64_t at_once = p.codes && p.rows == 1 ? PANELS_OF_A_ROW : 1;  // panels of a task
+    const ProductTasks all(p, (panels + at_once - 1) / at_once, threads, ROWS, MAX_ROWS);
     in_parallel(all.count(), threads, [&](Tasks& some) {
         alignas(64) uint32_t sums[MAX_ROWS * WIDTH];
         alignas(64) uint32_t wide[E::a_words == 2 ? DEPTH * WIDTH : 1];
         alignas(64) uint32_t packed[DEPTH * WIDTH];
-        ScatteredGroups groups;
+        PanelGroups groups;
         // Returns what this thread reads after word `end` of the task's panel: the rest of the panel, or probably the panel of the task after those
         // that other threads take meanwhile.
         const auto after = [&](int64_t task, int64_t end, int64_t depth) -> Next {
             const int64_t from = end < p.words ? end : 0, next = from > 0 ? task : task + threads;
-            if (next >= all.count() || p.w_row || p.codes) return {nullptr, 0};
+            if (next >= all.count() || p.w_row) return {nullptr, 0};
             const auto there = all.at(next);
             return {p.weights + ((there.expert * panels + there.panel) * p.words + from) * WIDTH, std::min(depth, p.words - from)};
         };
         for (int64_t task; (task = some.take()) >= 0;) {
             const auto [expert, panel, begin, end] = all.at(task);
             const Product q = of_expert(p, expert, panels);
-            const ScatteredGroup* scattered = p.codes ? groups.take(*p.codes, q.first_panel + panel, WIDTH) : nullptr;
-            if constexpr (!E::scaled)
-                if (p.codes && end - begin <= IN_REGISTERS) {
-                    if (end - begin == 1) coded_rows<E, T, 1>(q, panel, begin, scattered, sums);
-                    if (end - begin == 2) coded_rows<E, T, 2>(q, panel, begin, scattered, sums);
+            if constexpr (!E::scaled && E::a_words == 1)
+                if (p.codes) {
+                    coded<E, T>(q, panel * at_once, std::min(at_once, panels - panel * at_once), begin, end, groups, packed, sums);
                     continue;
                 }
             const bool widens = E::a_words == 2 && end - begin >= WIDENED_ROWS;
-            const int64_t depth = p.codes ? CODED_DEPTH : widens ? DEPTH / 2 : DEPTH;
+            const int64_t depth = widens ? DEPTH / 2 : DEPTH;
             for (int64_t k = 0; k < p.words; k += depth) {
                 const int64_t words = std::min(depth, p.words - k);
                 const uint32_t* weights = q.weights + panel * p.words * WIDTH + k * E::side;
                 if (p.w_row) pack<WIDTH>(p, panel, k, words, packed), weights = packed;
-                if constexpr (!E::scaled)
-                    if (p.codes)
-                        unpack<E::per_word, WIDTH, WIDTH>(*p.codes, q.first_panel + panel, k * E::per_word, words * E::per_word, scattered, packed), weights = packed;
                 if constexpr (E::a_words == 2)
                     if (widens) {
                         widen<E>(weights, words, wide);
@@ -419,7 +464,12 @@ void run(const Product& p) {
             part.x = (const uint32_t*)wide.data();
             part.x_row = size;
             part.y = (T*)p.y + first * p.y_row;
-            multiply<E, T>(part);
+            if (!p.codes) {
+                multiply<E, T>(part);
+                continue;
+            }
+            part.words = size;  // codes become floats
+            multiply<Float, T>(part);
         }
     } else {
         multiply<E, T>(p);

@@ -26,14 +26,17 @@ class TileTask {
         plan_fetching(end - begin, next);
         p_ = of_expert(all_, task.expert, panels_of(all_));
         panel_ = panel, begin_ = finished_ = summed_ = begin, end_ = end;
-        const ScatteredGroup* scattered = p_.codes ? groups_.take(*p_.codes, p_.first_panel + panel, WIDTH) : nullptr;
         for (int64_t k = 0; k < p_.words; k += TILE_DEPTH) {
             const int64_t words = std::min(TILE_DEPTH, p_.words - k);
             const uint32_t* weights = p_.weights + panel * p_.words * WIDTH + k * SIDE;
             int64_t from_side = p_.words * SIDE;
             if (p_.w_row) pack<SIDE>(p_, panel, k, words, packed_), weights = packed_, from_side = words * SIDE;
             if constexpr (!E::scaled)
-                if (p_.codes) unpack<2, WIDTH, SIDE>(*p_.codes, p_.first_panel + panel, 2 * k, 2 * words, scattered, packed_), weights = packed_, from_side = words * SIDE;
+                if (p_.codes) {
+                    const GroupNumbers* numbers = groups_.take(*p_.codes, p_.first_panel + panel, 1, WIDTH, 2 * k, 2 * words);
+                    unpack<2, WIDTH, SIDE>(*p_.codes, p_.first_panel + panel, 2 * k, 2 * (k + words), numbers, packed_);
+                    weights = packed_, from_side = words * SIDE;
+                }
             for (int64_t row = begin; row < end; row += SIDE) {
                 add(row, k, words, weights, from_side);
                 if (k + words == p_.words) summed_ = std::min(end, row + SIDE);
@@ -103,7 +106,7 @@ class TileTask {
     const uint32_t *ahead_ = nullptr, *ahead_end_ = nullptr;  // weights of the next task that have not been prefetched
     int64_t ahead_at_a_time_ = 0;
     Tiles shapes_;
-    ScatteredGroups groups_;
+    PanelGroups groups_;
     alignas(64) uint32_t packed_[TILE_DEPTH * WIDTH];
     alignas(64) uint32_t sums_[MAX_ROWS * WIDTH];
     alignas(64) uint32_t x_rest_[SIDE * TILE] = {}, w_rest_[SIDE * TILE] = {};

@@ -24,18 +24,17 @@ int32_t take_coded(const RowTable& r) {
     const Codes& c = *(const Codes*)r.table;
     return take(r, [&](int64_t row, char* y) {
         const int column = int(row % WIDTH), lane = column % LANES;
-        ScatteredGroups groups;
-        const ScatteredGroup* scattered = groups.take(c, row / WIDTH, WIDTH);
-        with_form(c, [&](auto form) {
-            Unpacker<decltype(form), PER_WORD> some(c, row / WIDTH, column - lane, WIDTH, 0, scattered);
-            for (int64_t k = 0; k < c.inputs; k += 8) {
-                uints words[8 / PER_WORD];
-                some.unpack(k, words);
-                for (int j = 0; j < 8 / PER_WORD; j++, y += sizeof(uint32_t)) {
-                    const uint32_t word = words[j][lane];
+        PanelGroups groups;
+        const GroupNumbers* numbers = groups.take(c, row / WIDTH, 1, WIDTH, 0, c.inputs);
+        with_form_of_words<PER_WORD>(c, [&](auto form) {
+            Unpacker<decltype(form)> some(c, row / WIDTH, column - lane, WIDTH, numbers + column / LANES, VECTORS);
+            by_groups(c, 0, c.inputs, [&] { some.turn(); }, [&](int64_t k) {
+                some.load(k);
+                for (int j = 0; j < 8; j += PER_WORD, y += sizeof(uint32_t)) {
+                    const uint32_t word = some.template word<PER_WORD>(j)[lane];
                     std::memcpy(y, &word, sizeof word);
                 }
-            }
+            });
         });
     });
 }
