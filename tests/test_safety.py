@@ -46,10 +46,9 @@ ALLOWED = {
 }
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_the_listed_sources_unpickle_evaluate_or_start_programs(path):
-    allowed = ALLOWED.get(path.relative_to(ROOT).as_posix(), [])
-    assert sorted(forbidden(path.read_text("utf-8"))) == allowed
+def test_only_the_listed_sources_unpickle_evaluate_or_start_programs():
+    found = {path.relative_to(ROOT).as_posix(): sorted(forbidden(path.read_text("utf-8"))) for path in SOURCES}
+    assert {path: calls for path, calls in found.items() if calls} == ALLOWED
 
 
 def test_the_search_finds_forbidden_calls():

@@ -127,16 +127,7 @@ def test_the_documentation_names_every_field_and_every_event():
     text = (Path(__file__).parents[2] / "docs" / "status.md").read_text("utf-8")
     for name in (
         *NOTHING,
-        "schema",
-        "output",
-        "folder",
-        "state",
-        "alive",
-        "note",
-        "log",
-        "progress",
-        "summary",
-        "error",
+        *["schema", "output", "folder", "state", "alive", "note", "log", "progress", "summary", "error"],
     ):
         assert f"`{name}`" in text, name
 

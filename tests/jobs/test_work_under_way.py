@@ -1,18 +1,13 @@
 """Partial completions are kept: a job that is killed repeatedly generates few extra tokens and gives the same output."""
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import batchgen.job
-import batchgen.jobs.files.results
 from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, SamplingParams, run_job
-from batchgen.engine.engine import Engine
 from batchgen.progress import Silent, Snapshot
 from batchgen.scheduling.scheduler import Scheduler
 from support.params import slow_but
@@ -34,23 +29,6 @@ class KillAfter(Silent):
             self.left -= 1
             if self.left < 0:
                 raise Killed
-
-
-class Clock:
-    """A clock that advances only with each step of the model, by `step_seconds`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, step_seconds: float) -> None:
-        self.now = 1000.0
-        step = Engine.step
-
-        def timed(engine: Engine, admit: bool = True) -> None:
-            step(engine, admit)
-            self.now += step_seconds
-
-        monkeypatch.setattr(Engine, "step", timed)
-        clock = SimpleNamespace(monotonic=lambda: self.now, perf_counter=time.perf_counter)
-        for module in (batchgen.job, batchgen.jobs.files.results):
-            monkeypatch.setattr(module, "time", clock)
 
 
 class Jobs:
@@ -117,24 +95,6 @@ def test_a_job_killed_every_few_steps_gives_the_same_output_and_loses_only_the_l
     assert jobs.tokens <= whole.stats["completion_tokens"] + 4 * kills
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", [5, 1])
-def test_rows_of_500_tokens_killed_every_few_seconds_take_few_more_tokens_by_default(seconds, jobs, monkeypatch):
-    sampling = SamplingParams(max_tokens=500, ignore_eos=True, temperature=0.7)
-    whole = jobs.run("whole.jsonl", sampling)
-    assert whole.stats["completion_tokens"] == 8 * 500
-    Clock(monkeypatch, step_seconds=0.025)
-    jobs.tokens = 0
-    report, kills = jobs.run_killed("killed.jsonl", sampling, steps=40 * seconds)
-    assert kills >= 4
-    assert _rows(report) == _rows(whole)
-    assert jobs.tokens <= (1.1 if seconds == 5 else 1.4) * whole.stats["completion_tokens"]
-
-
 def _rows(report: JobReport) -> list[Any]:
     rows = map(json.loads, Path(report.output).read_text().splitlines())
-    return _texts(list(rows))
-
-
-def _texts(rows: list[dict[str, Any]]) -> list[Any]:
     return [(row["text"], row["usage"], [c["text"] for c in row.get("choices", ())]) for row in rows]

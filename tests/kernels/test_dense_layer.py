@@ -11,6 +11,7 @@ from batchgen.kernels.quantization import Int8Packing, quantize_linear
 from batchgen.model.adapter import prepare
 from batchgen.model.weights.int8 import quantize
 from support.models import build, engine_for, kernels, make_requests, run
+from support.params import slow_but
 
 SHAPE = {
     "hidden_size": 128, "intermediate_size": 200, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -59,10 +60,14 @@ KINDS = [
 IN_8_BITS = [("llama", WIDTHS[2]), ("llama", WIDTHS[3]), ("qwen3", {}), ("phi3", {}), ("gemma2", {}), ("olmo2", {})]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+DTYPES = (torch.float32, torch.bfloat16)
+CASES = [*((*kind, False) for kind in KINDS), *((*kind, True) for kind in IN_8_BITS)]
+QUICK = [(*case, DTYPES[place % 2]) for place, case in enumerate(CASES)]
+
+
 @pytest.mark.parametrize(
-    ("kind", "changes", "int8"),
-    [*((*kind, False) for kind in KINDS), *((*kind, True) for kind in IN_8_BITS)],
+    ("kind", "changes", "int8", "dtype"),
+    slow_but(QUICK, [(*case, dtype) for case in CASES for dtype in DTYPES]),
     ids=str,
 )
 def test_a_layer_in_one_call_gives_the_same_bits_as_its_separate_kernels(monkeypatch, dtype, kind, changes, int8):

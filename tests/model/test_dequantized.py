@@ -20,6 +20,7 @@ from batchgen.model.weights.sizes import sizes_of
 from batchgen.prompts.tokenizer import load_config
 from batchgen.stats import size_text
 from support.models import engine_for, generate_all, load_folder, make_requests, run, tokens_of
+from support.params import slow_but
 from support.quantized import CHECKPOINTS, PACKED, dequantized, make
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries warn of each other
@@ -51,7 +52,7 @@ def load(folder: Path, dtype: str, compile: str = "off") -> Any:
     return load_folder(folder, dtype=dtype, compile=compile)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_but([torch.float32], [torch.float32, torch.bfloat16]))
 def test_every_weight_is_that_of_the_dequantized_model_to_the_last_bit(
     checkpoint: tuple[str, Path, Any], dtype: torch.dtype
 ) -> None:
@@ -69,7 +70,7 @@ def test_every_weight_is_that_of_the_dequantized_model_to_the_last_bit(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.float32, torch.bfloat16]))
 def test_every_logit_of_our_kernels_is_that_of_the_dequantized_model_to_the_last_bit(
     checkpoint: tuple[str, Path, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -51,23 +51,6 @@ def test_rows_have_their_size_in_the_file(tmp_path):
     assert {1000 <= size < 1010 for size in parquet} == {True}
 
 
-def test_no_more_than_a_window_of_long_rows_is_in_memory(tmp_path):
-    """60 rows of one megabyte, in windows of 8."""
-    line = b'{"prompt": "' + b"x" * 1_000_000 + b'"}\n'
-    (tmp_path / "a.jsonl").write_bytes(line * 60)
-    source = open_input([str(tmp_path / "a.jsonl")], format=None, output=None)
-    tracemalloc.start()
-    counts = []
-    stream = RowStream(source.rows(), 8_000_000)
-    while window := stream.take(50_000):
-        counts.append(len(window))
-        window.clear()
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert counts == [8] * 7 + [4]
-    assert peak < 2 * 8_000_000 + 4_000_000
-
-
 def test_a_line_longer_than_the_limit_is_skipped():
     fits, long = b'{"a": "' + b"x" * 11 + b'"}', b'{"a": "' + b"x" * 12 + b'"}'
     stream = io.BytesIO(fits + b"\n" + long + b'\n{"b": 1}\n' + long)
