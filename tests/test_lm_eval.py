@@ -151,15 +151,6 @@ def test_likelihoods_equal_those_of_the_hf_model(models):
         assert b[1] == a[1], pair
 
 
-def test_a_continuation_that_greedy_decoding_writes_is_greedy(models):
-    theirs, ours = models
-    prompt = torch.tensor([theirs.tok_encode("Once")])
-    written = theirs.model.generate(prompt, max_new_tokens=4, do_sample=False)[0, prompt.shape[1] :].tolist()
-    pairs = [(("Once", ""), prompt[0].tolist(), written), (("Once", ""), prompt[0].tolist(), [*written[:-1], 7])]
-    assert [greedy for _, greedy in ours._loglikelihood_tokens(pairs)] == [True, False]
-    assert [greedy for _, greedy in theirs._loglikelihood_tokens(pairs)] == [True, False]
-
-
 def test_long_texts_are_scored_as_by_the_hf_model(models):
     theirs, ours = models
     lengths = (0, 1, CONTEXT_LENGTH - 2, CONTEXT_LENGTH - 1, CONTEXT_LENGTH, 3 * CONTEXT_LENGTH + 5)

@@ -88,17 +88,6 @@ def test_when_a_devices_process_is_killed_the_other_generates_its_rows(long_job)
 
 
 @pytest.mark.slow
-def test_when_a_devices_process_is_killed_while_it_loads_its_model_the_other_does_the_job(long_job):
-    running = long_job.start(quiet=False)
-    until(lambda: len(running.workers()) == 2, running)
-    os.kill(running.workers()[1], signal.SIGKILL)
-    ended = running.wait()
-    assert ended.code == long_job.case.code, ended.err
-    assert "the process of cpu:1 ended (SIGKILL); the others do its work\n" in ended.err
-    long_job.check_output(finished=True)
-
-
-@pytest.mark.slow
 def test_when_all_device_processes_are_killed_the_job_fails_and_can_continue_later(long_job):
     running, workers = in_the_middle(long_job)
     os.kill(running.pid, signal.SIGSTOP)  # so that it learns of both at once
