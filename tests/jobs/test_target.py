@@ -52,20 +52,6 @@ def everything(fs):
     return sorted(p.removeprefix("/") for p in fs.find("bucket"))
 
 
-def test_an_output_in_a_store_appears_complete_and_is_recognized_again(store, run, write_input, tmp_path):
-    fs, url = store
-    write_input(["a", "b"])
-    job, generated = run(url)
-    assert generated == ["b", "a"]
-    assert lines(fs, url) == ["A", "B"]
-    assert everything(fs) == ["bucket/out/o.jsonl"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "in.jsonl"]
-    folder = job_path(url, None)
-    assert sorted(p.name for p in folder.iterdir()) == FINISHED_FILES
-    again, generated = run(url)
-    assert (again.finished, generated) == (job.finished, [])
-
-
 def test_an_edited_output_is_not_replaced_but_an_identical_copy_is(place, run, write_input):
     fs, url = place
     write_input(["a"])

@@ -69,16 +69,6 @@ def taken_back(folder, name, results, *, token_ids=True):
     return back
 
 
-def test_completions_are_written_as_choices_in_order():
-    out = row_of(SEVERAL)
-    assert out["choices"] == CHOICES
-    assert list(out) == ["id", "text", "finish_reason", "usage", "choices", "error"]
-    assert out["text"] == "é"
-    with_ids = row_of(SEVERAL, token_ids=True)
-    assert [c["token_ids"] for c in with_ids["choices"]] == [[7, 2], [5]]
-    assert with_ids["token_ids"] == [7, 2]
-
-
 def test_token_ids_of_completions_are_null_if_an_earlier_output_had_none():
     without = replace(
         SEVERAL, token_ids=(), completions=tuple(replace(c, token_ids=(), logprobs=None) for c in SEVERAL.completions)

@@ -185,19 +185,6 @@ def test_every_completion_that_ends_with_stop_matches_its_regex(tokenizer: Any, 
     assert ended >= 20
 
 
-def test_token_bytes_equal_what_the_tokenizer_decodes(tokenizer: Any) -> None:
-    pieces = token_bytes(tokenizer, len(tokenizer) + 3)
-    assert pieces[len(tokenizer) :] == [b"", b"", b""]
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        tokens = rng.integers(0, len(tokenizer), size=rng.integers(1, 6)).tolist()
-        try:
-            text = b"".join(pieces[t] for t in tokens).decode()
-        except UnicodeDecodeError:
-            continue
-        assert text_of(tokenizer, tokens) == text, tokens
-
-
 def test_the_mask_of_a_row_does_not_depend_on_the_batch(byte_level: Any) -> None:
     size = len(byte_level)
     rows = [regex("[a-c]+x"), SamplingParams(), schema(SCHEMA), regex("yes|no"), SamplingParams(), regex("[a-c]+x")]
