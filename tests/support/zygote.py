@@ -5,6 +5,8 @@ It reads orders from standard input, one JSON object per line, and answers each 
 of its input. It has one thread, because a fork copies only the calling thread.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import gc
 import importlib
