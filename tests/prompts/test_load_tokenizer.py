@@ -12,6 +12,7 @@ from batchgen.errors import ModelError
 from batchgen.model.architectures import context_note
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.encoding import Encoder
+from batchgen.prompts.hub import load_failure
 from support.progress import Recorder
 from support.python_process import run_python
 
@@ -257,3 +258,12 @@ def test_the_user_is_told_why_the_context_ends(tools, tmp_path):
     told = Recorder()
     assert plan_job(JobConfig(inputs=tmp_path / "rows.jsonl", model=model), told).rows_failed == 1
     assert f"the context ends at 40 tokens: {MOVES}" in told.notes
+
+
+def test_a_package_that_transformers_lacks_is_named():
+    missing = ImportError(
+        "\nAutoImageProcessor requires the Torchvision library but it was not found in your environment. Check"
+    )
+    assert str(load_failure(ModelConfig(model="m"), "image processor", missing)) == (
+        "the image processor of model 'm' needs the package torchvision; pip install torchvision"
+    )
