@@ -15,6 +15,7 @@ _EXIT_SECONDS = 2.0
 
 def main() -> None:
     """Runs the command line of this process and exits."""
+    fill_closed_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)  # a job's own handler takes its place as long as there is something to keep
     from batchgen.process.collector import few_collections
@@ -26,6 +27,15 @@ def main() -> None:
             run_command()
         except SystemExit as e:
             _leave(e.code if isinstance(e.code, int) else 1)
+
+
+def fill_closed_streams() -> None:
+    """Opens /dev/null for each standard stream that is closed. Otherwise the next file or socket takes its number, and what libraries and child processes print."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number
 
 
 def _leave(code: int) -> NoReturn:

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import re
+import subprocess
 import sys
 import threading
 import warnings
@@ -23,6 +24,7 @@ from batchgen_cli.progress import (
     Nothing,
     progress_for,
 )
+from support.python_process import environment
 
 
 class Told:
@@ -315,6 +317,16 @@ def test_what_libraries_write_comes_out_in_whole_escaped_lines(monkeypatch):
 
 def full(*_: object) -> int:
     raise OSError(28, "No space left on device")
+
+
+def test_no_file_takes_the_number_of_a_standard_stream_that_is_closed(tmp_path):
+    code = (
+        "import atexit, os, sys; from pathlib import Path; from batchgen_cli.__main__ import main; name = sys.argv.pop()\n"
+        "atexit.register(lambda: Path(name).write_text(str(os.open(name, os.O_CREAT | os.O_WRONLY)))); main()"
+    )
+    command = [sys.executable, "-c", code, "--version", str(tmp_path / "number")]
+    subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], env=environment(), check=False)
+    assert int((tmp_path / "number").read_text()) > 2
 
 
 @pytest.mark.parametrize("broken", [None, full])
