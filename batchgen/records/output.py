@@ -130,8 +130,8 @@ def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
     out: dict[str, Any] = {"id": row_id(row, form.id_column)}
     if form.input_file:
         out[INPUT_FILE] = row.file
-    names = carried_names(row.columns, form)
-    out.update((name, row.columns[column]) for column, name in names.items())
+    for column, name in carried_names(row.columns, form).items():
+        out[name] = row.columns[column]
     out["text"] = result.text
     out["finish_reason"] = result.finish_reason
     if form.reasoning:
