@@ -399,7 +399,7 @@ class EngineConfig:
     """Tokens that blocks are made for. Measured on CPUs (benchmarks/NOTES.md)."""
     debug: bool = option(
         False,
-        "Check the engine's invariants after every step.",
+        "Check the engine's invariants after every step, and add digests of what the model computes with to the figures.",
         group="Engine",
     )
 

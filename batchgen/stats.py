@@ -66,7 +66,7 @@ class EngineStats:
     quantization: Mapping[str, Any] | None = None
     """The effect of `--quantize` on the model; None without this option."""
     parts: Mapping[str, Any] | None = None
-    """What the model consists of (`loaded_model.parts_of_model`)."""
+    """What the model consists of (`model.inventory`), with digests under `--debug`."""
 
 
 def side_by_side(engines: Sequence[EngineStats]) -> EngineStats:

@@ -110,6 +110,11 @@ class KVCache:
         if copies:
             self._copy(copies[begin:])
 
+    def kv_of(self, blocks: Sequence[int]) -> list[torch.Tensor]:
+        """Returns a copy of the KV of these blocks [P, N, block_size, D], for each pool."""
+        places = self._places(blocks)
+        return [self._paged(pool).index_select(1, places[pool.device]) for pool in self.pools]
+
     def swap_out(self, blocks: Sequence[int]) -> list[HostBlocks]:
         """Returns the KV of these blocks in host memory. On CUDA the copy runs beside what the device computes next."""
         places = self._places(blocks)

@@ -26,7 +26,8 @@ from batchgen.drafting.speculator import Speculator
 from batchgen.engine.executor import GrammarStopper, KernelsFailed, StepExecutor
 from batchgen.engine.results import ResultAssembler
 from batchgen.errors import BatchgenError, DevicesLost, RowError, in_one_line, is_out_of_memory
-from batchgen.model.loaded_model import LoadedModel, parts_of_model, with_blocks
+from batchgen.model.inventory import digests, parts, tensor_digest
+from batchgen.model.loaded_model import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, size_engine
 from batchgen.model.runner import Runner, StatesLost
 from batchgen.parsers.heads import OutputHead
@@ -104,9 +105,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.config = config
         self.costs = StepCosts(costs_file)
-        self.stats = EngineStats(
-            weight_bytes=model.weight_bytes, quantization=model.quantization, parts=parts_of_model(model)
-        )
+        self.stats = EngineStats(weight_bytes=model.weight_bytes, quantization=model.quantization, parts=parts(model))
         if model.device.type == "cpu":
             keep_freed_memory()
         model, self.sizes = sized(with_blocks(model, config.block_size), config, tokenizer.context_length)
@@ -261,6 +260,7 @@ class Engine:
         self._update_stats()
         if self.config.debug:
             self.scheduler.check()
+            self._keep_digests()
 
     @property
     def unfinished(self) -> int:
@@ -393,6 +393,17 @@ class Engine:
         return GrammarStopper(self.constraints, *arguments) if request.params.guided else Stopper(*arguments)
 
     # -- memory and figures
+
+    def _keep_digests(self) -> None:
+        """Adds digests to the figures: of weights and tables at once, of the KV of the first complete node when there is one with whole blocks."""
+        known = dict(self.stats.parts or {})
+        found = known.get("digests") or digests(self.runner.model)
+        size = self.sizes.block_size
+        nodes = (n for n in self.block_manager.live if n.computed == n.end and n.end >= size and not n.dropped)
+        if "kv" not in found and (node := next(nodes, None)) is not None:
+            kv = self.runner.cache.kv_of(node.table[: node.end // size])
+            found = found | {"kv": tensor_digest((str(i), pool) for i, pool in enumerate(kv))}
+        self.stats.parts = known | {"digests": found}
 
     def _shrink(self) -> None:
         """After the device ran out of memory, limits steps to the size that succeeded."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +14,6 @@ from batchgen.attention.base import LayerOptions
 from batchgen.attention.cpu_backend import VECTOR, storage
 from batchgen.attention.kv_cache import LayerShape, devices_of
 from batchgen.kernels.build import DTYPES
-from batchgen.kernels.isa import instruction_set
 from batchgen.kernels.transfer import put
 from batchgen.model.checks.device_check import Verdict
 from batchgen.model.vision import Vision
@@ -111,30 +109,6 @@ def with_blocks(model: LoadedModel, block_size: int) -> LoadedModel:
     ):
         return replace(model, kernels=None)
     return replace(model, layers=storage(model.layers, model.dtype))
-
-
-def parts_of_model(model: LoadedModel) -> dict[str, Any]:
-    """Returns what a model consists of, so that two runs whose numbers differ can be compared: the instruction set of the kernels (None without
-    kernels), the number of threads, and how many modules there are of each kind.
-
-    A kind is the name of a class with the type of its tensors, such as "PackedLinear float32". Modules that hold neither tensors nor a forward
-    that batchgen has given them are left out.
-    """
-    kinds: Counter[str] = Counter()
-    for module in model.module.modules():
-        # Kernels hold their tensors as plain attributes. Parts that were left out have no numbers.
-        held = {**module.__dict__, **module._parameters, **module._buffers}.values()
-        types = sorted(
-            {str(x.dtype).removeprefix("torch.") for x in held if isinstance(x, torch.Tensor) and not x.is_meta}
-        )
-        changed = ["with a forward of batchgen"] if "forward" in module.__dict__ else []
-        if types or changed:
-            kinds[" ".join([type(module).__name__, *types, *changed])] += 1
-    return {
-        "instruction_set": None if model.kernels is None else instruction_set(),
-        "threads": torch.get_num_threads(),
-        "modules": dict(sorted(kinds.items())),
-    }
 
 
 def logits_at(places: NDArray[np.int64], device: torch.device, spread: bool) -> torch.Tensor | list[int]:
