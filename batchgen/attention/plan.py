@@ -1,12 +1,12 @@
 """What each query of a step attends to, cut into parts. Integers only: lists and numpy arrays, no tensors.
 
-Three kinds of part (Hydragen, arXiv:2402.05099; FlashInfer cascade, arXiv:2501.01005):
+Two kinds of part (Hydragen, arXiv:2402.05099; FlashInfer cascade, arXiv:2501.01005):
 - shared: whole blocks that a contiguous slice of the packed queries sees without a mask: a prefix node under its
   descendants, or the part of a long prompt before the slice that runs;
-- paged: the blocks of one decoding query that no shared part covers, each block a batch element of its own;
-- causal: several queries of one span against that span's blocks, its own tokens among them, under a causal mask.
+- causal: the queries of one span, of a decoding sequence a single one, against that span's blocks that no shared part covers, its own
+  tokens among them, under a causal mask.
 
-Every query is in exactly one paged or causal part, which holds its own token, and in any number of shared parts.
+Every query is in exactly one causal part, which holds its own token, and in any number of shared parts.
 """
 
 from __future__ import annotations
@@ -44,22 +44,6 @@ class SharedPart:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedPart:
-    """Blocks read by one decoding query each, sorted by query. `Q` queries, `R` block reads."""
-
-    queries: NDArray[np.int64]
-    """[Q] places in the packed batch."""
-    blocks: NDArray[np.int64]
-    """[R] blocks of the pool."""
-    owners: NDArray[np.int64]
-    """[R] index into `queries`."""
-    lengths: NDArray[np.int64]
-    """[R] keys of the block that exist, 1 to block size."""
-    positions: NDArray[np.int64]
-    """[R] position of the block's first key."""
-
-
-@dataclass(frozen=True, slots=True)
 class CausalPart:
     """Chunks of queries, each with the keys of its own span, padded to a rectangle: `B` chunks, `L` queries, `S` keys."""
 
@@ -85,7 +69,6 @@ class AttentionPlan:
     kv_indices: NDArray[np.int64]
     """[T] where in the pool each token's KV goes: block * block size + offset."""
     shared: tuple[SharedPart, ...]
-    paged: PagedPart | None
     causal: tuple[CausalPart, ...]
     block_size: int
 
@@ -134,12 +117,8 @@ def plan_attention(
 ) -> AttentionPlan:
     """Returns the attention plan of spans that are in depth-first order."""
     step = split_step(spans, block_size, shared_reads, causal_chunk)
-    paged = _paged([chunk for chunk in step.chunks if chunk.q_end - chunk.q_start == 1], block_size)
-    longer = [chunk for chunk in step.chunks if chunk.q_end - chunk.q_start > 1]
-    causal = _causal(longer, step.num_tokens, block_size, causal_scores)
-    return AttentionPlan(
-        step.num_tokens, step.positions, step.kv_indices, tuple(step.shared), paged, causal, block_size
-    )
+    causal = _causal(step, block_size, causal_scores)
+    return AttentionPlan(step.num_tokens, step.positions, step.kv_indices, tuple(step.shared), causal, block_size)
 
 
 def split_step(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: int, chunk: int = NO_LIMIT) -> StepParts:
@@ -242,72 +221,38 @@ def _query_chunks(
     return chunks
 
 
-def _paged(chunks: list[QueryChunk], block_size: int) -> PagedPart | None:
-    if not chunks:
-        return None
-    blocks: list[int] = []
-    owners: list[int] = []
-    lengths: list[int] = []
-    indices: list[int] = []
-    for q, chunk in enumerate(chunks):
-        before = len(blocks)
-        for first, last in chunk.flat:
-            blocks += chunk.table[first:last]
-            indices += range(first, last)
-        last = chunk.start // block_size
-        blocks += chunk.table[chunk.own_block : last + 1]
-        indices += range(chunk.own_block, last + 1)
-        reads = len(blocks) - before
-        owners += [q] * reads
-        lengths += [block_size] * (reads - 1)
-        lengths.append(chunk.start - last * block_size + 1)
-    return PagedPart(
-        queries=np.array([b.q_start for b in chunks], dtype=np.int64),
-        blocks=np.array(blocks, dtype=np.int64),
-        owners=np.array(owners, dtype=np.int64),
-        lengths=np.array(lengths, dtype=np.int64),
-        positions=np.array(indices, dtype=np.int64) * block_size,
-    )
-
-
-def _causal(chunks: list[QueryChunk], num_tokens: int, block_size: int, max_scores: int) -> tuple[CausalPart, ...]:
+def _causal(step: StepParts, block_size: int, max_scores: int) -> tuple[CausalPart, ...]:
     """Batches chunks of similar shape, so that padding at most doubles each dimension."""
     shapes: dict[tuple[int, int], list[tuple[QueryChunk, list[int]]]] = {}
-    for chunk in chunks:
+    for chunk in step.chunks:
         indices = [i for first, end in chunk.ranges(block_size) for i in range(first, end)]
         shape = ((chunk.q_end - chunk.q_start - 1).bit_length(), (len(indices) - 1).bit_length())
         shapes.setdefault(shape, []).append((chunk, indices))
     parts: list[CausalPart] = []
     for similar in shapes.values():
         L = max(b.q_end - b.q_start for b, _ in similar)
-        S = max(len(indices) for _, indices in similar) * block_size
-        size = max(1, max_scores // (L * S))
-        parts += [
-            _causal_batch(similar[i : i + size], L, S, num_tokens, block_size) for i in range(0, len(similar), size)
-        ]
+        N = max(len(indices) for _, indices in similar)
+        size = max(1, max_scores // (L * N * block_size))
+        parts += [_causal_batch(similar[i : i + size], L, N, step, block_size) for i in range(0, len(similar), size)]
     return tuple(parts)
 
 
 def _causal_batch(
-    batch: list[tuple[QueryChunk, list[int]]], L: int, S: int, num_tokens: int, block_size: int
+    batch: list[tuple[QueryChunk, list[int]]], L: int, N: int, step: StepParts, block_size: int
 ) -> CausalPart:
-    B = len(batch)
-    part = CausalPart(
-        queries=np.full((B, L), num_tokens, dtype=np.int64),
-        q_positions=np.zeros((B, L), dtype=np.int64),
-        q_ends=np.zeros((B, L), dtype=np.int64),
-        kv_indices=np.zeros((B, S), dtype=np.int64),
-        k_positions=np.full((B, S), PADDING, dtype=np.int64),
+    """`L` queries and `N` blocks of each chunk; a chunk that has fewer is padded."""
+    first, end, start = np.array([(c.q_start, c.q_end, c.start) for c, _ in batch], dtype=np.int64).T[:, :, None]
+    queries = first + np.arange(L)
+    there = queries < end
+    places = np.array([indices + [-1] * (N - len(indices)) for _, indices in batch], dtype=np.int64)[:, :, None]
+    blocks = np.array(
+        [[c.table[i] for i in indices] + [0] * (N - len(indices)) for c, indices in batch], dtype=np.int64
     )
     offsets = np.arange(block_size)
-    for b, (chunk, indices) in enumerate(batch):
-        count = chunk.q_end - chunk.q_start
-        part.queries[b, :count] = np.arange(chunk.q_start, chunk.q_end)
-        part.q_positions[b, :count] = np.arange(chunk.start, chunk.start + count)
-        part.q_positions[b, count:] = chunk.start
-        part.q_ends[b, :count], part.q_ends[b, count:] = chunk.ends, chunk.start
-        blocks = np.array([chunk.table[i] for i in indices], dtype=np.int64)
-        size = len(indices) * block_size
-        part.kv_indices[b, :size] = (blocks[:, None] * block_size + offsets).reshape(-1)
-        part.k_positions[b, :size] = (np.array(indices)[:, None] * block_size + offsets).reshape(-1)
-    return part
+    return CausalPart(
+        queries=np.where(there, queries, step.num_tokens),
+        q_positions=np.where(there, start + np.arange(L), start),
+        q_ends=np.where(there, step.ends[np.minimum(queries, step.num_tokens - 1)], start),
+        kv_indices=np.where(places < 0, 0, blocks[:, :, None] * block_size + offsets).reshape(len(batch), -1),
+        k_positions=np.where(places < 0, PADDING, places * block_size + offsets).reshape(len(batch), -1),
+    )

@@ -1,4 +1,4 @@
-"""Attention as the merge of shared, paged and causal parts, in plain torch: any device, any float dtype.
+"""Attention as the merge of shared and causal parts, in plain torch: any device, any float dtype.
 
 Scores and merges are in float32. The shared part is read through a zero-copy `expand` of the one stored KV, folded into
 one matrix product a key/value head (Hydragen, arXiv:2402.05099); partial results are merged by their log-sum-exp.
@@ -9,18 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache
-from batchgen.attention.plan import AttentionPlan, CausalPart, PagedPart, SharedPart
+from batchgen.attention.plan import AttentionPlan, CausalPart, SharedPart
 
 MAX_SCORES = 1 << 21
 """Maximum number of scores of one matrix product. More would not fit the cache."""
-DENSE = 0.6
-"""If at least this share of a stretch of the pool is read, reading it in place is faster than gathering its blocks."""
 
 
 class StepAttention:
@@ -31,7 +27,7 @@ class StepAttention:
         self._cascades = {device: Cascade(plan, device) for device in cache.devices}
         self._cache = cache
         self.positions = plan.positions
-        self.num_parts = len(plan.shared) + len(plan.causal) + (plan.paged is not None)
+        self.num_parts = len(plan.shared) + len(plan.causal)
 
     def __call__(
         self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: LayerOptions
@@ -48,15 +44,12 @@ class StepAttention:
 class Cascade:
     """The attention plan of one step, as tensors."""
 
-    def __init__(
-        self, plan: AttentionPlan, device: torch.device, max_scores: int = MAX_SCORES, dense: float = DENSE
-    ) -> None:
-        """`max_scores` and `dense` are documented at the constants of these names."""
+    def __init__(self, plan: AttentionPlan, device: torch.device, max_scores: int = MAX_SCORES) -> None:
+        """`max_scores`: see `MAX_SCORES`."""
         self.plan = plan
         self._max_scores = max_scores
         self.positions = torch.from_numpy(plan.positions).to(device)
         self.causal = [_Causal(part, device) for part in plan.causal]
-        self.paged = _Paged(plan.paged, plan.block_size, plan.num_tokens, device, dense) if plan.paged else None
 
     def attend(
         self, q_KTGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: LayerOptions
@@ -64,7 +57,7 @@ class Cascade:
         """Returns the attention output [T, K, G, V] in the queries' dtype.
 
         `keys` [K, S, D] and `values` [K, S, V] are a layer's whole pool of S tokens, which already has this step's tokens. Each query is
-        written once by its paged or causal part; shared parts are merged into that.
+        written once by its causal part; shared parts are merged into that.
         """
         K, T, G, _ = q_KTGD.shape
         q_KTGD = q_KTGD.contiguous()
@@ -78,8 +71,6 @@ class Cascade:
         lse = torch.empty((K, T + 1, G), dtype=torch.float32, device=q_KTGD.device)
         for part in self.causal:
             part.attend(q_KTGD, keys, values, options, out, lse)
-        if self.paged is not None:
-            self.paged.attend(q_KTGD, keys, values, options, out, lse)
         for shared in self.plan.shared:
             self._attend_shared(shared, q_KTGD, keys, values, options, out, lse)
         out, lse = out[:, :T], lse[:, :T]
@@ -219,105 +210,3 @@ class _Causal:
         o, s = partial(q, k, v, options, masked)
         out.index_copy_(1, self.queries, o.view(K, B * L, G, -1))
         lse.index_copy_(1, self.queries, s.view(K, B * L, G))
-
-
-class _Paged:
-    """Blocks that one decoding query each reads. A block is a batch element with its query; the results are merged for each query.
-
-    `Q` queries, `R` block reads, `C` keys a block.
-    """
-
-    def __init__(self, part: PagedPart, block_size: int, num_tokens: int, device: torch.device, dense: float) -> None:
-        owners, blocks, lengths, positions = part.owners, part.blocks, part.lengths, part.positions
-        lowest, highest = int(blocks.min()), int(blocks.max()) + 1
-        unique = len(set(blocks.tolist())) == len(blocks)
-        self.stretch: tuple[int, int] | None = None
-        if unique and len(blocks) >= dense * (highest - lowest):
-            # The stretch of the pool is read in place. Its blocks that nobody reads belong to an extra query.
-            self.stretch = (lowest, highest)
-            place = blocks - lowest
-            size = highest - lowest
-            owners = _scatter(size, place, owners, len(part.queries))
-            lengths = _scatter(size, place, lengths, 1)
-            positions = _scatter(size, place, positions, 0)
-        self.block_size = block_size
-        self.num_queries = len(part.queries)
-        self.all_tokens = self.num_queries == num_tokens
-        self.queries = torch.from_numpy(part.queries).to(device)
-        self.blocks = torch.from_numpy(blocks).to(device)
-        self.owners = torch.from_numpy(owners).to(device)
-        self.reader = self.queries[self.owners.clamp(max=self.num_queries - 1)]
-        self.lengths = torch.from_numpy(lengths).to(device)
-        self.positions = torch.from_numpy(positions).to(device)
-        self.missing = torch.arange(block_size, device=device) >= self.lengths[:, None]  # [R, C]
-
-    def attend(
-        self,
-        q_KTGD: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        options: LayerOptions,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        K, T, G, D = q_KTGD.shape
-        R, C, V = len(self.owners), self.block_size, values.shape[-1]
-        k_KRCD, v_KRCV = self._read(keys), self._read(values)
-        q_KRGD = q_KTGD.index_select(1, self.reader)
-        scores = torch.empty((K, R, G, C), dtype=keys.dtype, device=keys.device)
-        for head in range(K):  # a stretch of the pool is no single batch over heads and blocks
-            torch.bmm(q_KRGD[head], k_KRCD[head].transpose(1, 2), out=scores[head])
-        missing = self.missing
-        if options.sliding_window is not None:
-            at = self.positions[:, None] + torch.arange(C, device=keys.device)
-            missing = missing | (at <= self._last_positions()[:, None] - options.sliding_window)
-        weights, block_lse, total = _softmax(scores, options, missing[None, :, None, :])
-        partial_out = torch.empty((K, R, G, V), dtype=values.dtype, device=keys.device)
-        weights = weights.to(values.dtype)
-        for head in range(K):
-            torch.bmm(weights[head], v_KRCV[head], out=partial_out[head])
-        self._merge_blocks(partial_out, block_lse, total, out, lse)
-
-    def _read(self, pool: torch.Tensor) -> torch.Tensor:
-        blocks = pool.view(pool.shape[0], -1, self.block_size, pool.shape[2])
-        if self.stretch is not None:
-            return blocks[:, self.stretch[0] : self.stretch[1]]
-        return blocks.index_select(1, self.blocks)
-
-    def _last_positions(self) -> torch.Tensor:
-        """Returns [R] the position of the query that reads each block: the position of the query's last key."""
-        ends = torch.zeros(self.num_queries + 1, dtype=torch.int64, device=self.owners.device)
-        ends.scatter_reduce_(0, self.owners, self.positions + self.lengths - 1, "amax")
-        return ends[self.owners]
-
-    def _merge_blocks(
-        self,
-        block_out: torch.Tensor,
-        block_lse: torch.Tensor,
-        total: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        """Merges the blocks of each query, with weights relative to the query's largest log-sum-exp."""
-        K, _, G, V = block_out.shape
-        Q = self.num_queries
-        owners = self.owners.view(1, -1, 1).expand(K, -1, G)
-        top = torch.full((K, Q + 1, G), -math.inf, device=lse.device).scatter_reduce_(1, owners, block_lse, "amax")
-        weight = (block_lse - top.index_select(1, self.owners)).exp_()
-        sums = torch.zeros((K, Q + 1, G), device=lse.device).index_add_(1, self.owners, weight)
-        scaled = block_out.float().mul_((weight / total).unsqueeze(-1))
-        merged = torch.zeros((K, Q + 1, G, V), device=lse.device).index_add_(1, self.owners, scaled)
-        merged = merged[:, :Q].div_(sums[:, :Q].unsqueeze(-1))
-        merged_lse = sums[:, :Q].log().add_(top[:, :Q])
-        if self.all_tokens:
-            out[:, :Q].copy_(merged)
-            lse[:, :Q].copy_(merged_lse)
-        else:
-            out.index_copy_(1, self.queries, merged)
-            lse.index_copy_(1, self.queries, merged_lse)
-
-
-def _scatter(size: int, place: NDArray[np.int64], values: NDArray[np.int64], default: int) -> NDArray[np.int64]:
-    spread = np.full(size, default, dtype=np.int64)
-    spread[place] = values
-    return spread

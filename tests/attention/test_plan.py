@@ -4,16 +4,21 @@ from batchgen.attention.plan import PADDING, SharedPart, plan_attention
 from support import simulation as sim
 
 
+def blocks_of(plan):
+    """The blocks that each chunk of queries reads in its causal part."""
+    return [row[::4].tolist() for part in plan.causal for row in part.kv_indices // 4]
+
+
 def test_a_node_is_one_shared_part_of_all_below_it():
     root = sim.node(0, 12)
     spans = [sim.scheduled([0, 1, 2, 9 - i], 12 + i, 13 + i, root) for i in range(3)]
     plan = plan_attention(spans, 4, shared_reads=9)
     assert plan.shared == (SharedPart(block=0, num_blocks=3, q_start=0, q_end=3, position=0),)
-    assert plan.paged.queries.tolist() == [0, 1, 2]
-    assert plan.paged.blocks.tolist() == [9, 8, 7]
-    assert plan.paged.lengths.tolist() == [1, 2, 3]
-    assert plan.paged.positions.tolist() == [12, 12, 12]
-    assert plan.causal == ()
+    (causal,) = plan.causal
+    assert causal.queries.tolist() == [[0], [1], [2]]
+    assert causal.q_positions.tolist() == [[12], [13], [14]]
+    assert causal.kv_indices.tolist() == [[36, 37, 38, 39], [32, 33, 34, 35], [28, 29, 30, 31]]
+    assert causal.k_positions.tolist() == [[12, 13, 14, 15]] * 3
 
 
 def test_too_small_a_run_is_read_through_the_block_tables():
@@ -21,9 +26,7 @@ def test_too_small_a_run_is_read_through_the_block_tables():
     spans = [sim.scheduled([0, 1, 2, 9 - i], 12 + i, 13 + i, root) for i in range(3)]
     plan = plan_attention(spans, 4, shared_reads=10)
     assert plan.shared == ()
-    assert plan.paged.blocks.tolist() == [0, 1, 2, 9, 0, 1, 2, 8, 0, 1, 2, 7]
-    assert plan.paged.owners.tolist() == [0] * 4 + [1] * 4 + [2] * 4
-    assert plan.paged.lengths.tolist() == [4, 4, 4, 1, 4, 4, 4, 2, 4, 4, 4, 3]
+    assert blocks_of(plan) == [[0, 1, 2, 9], [0, 1, 2, 8], [0, 1, 2, 7]]
 
 
 def test_the_tail_of_a_node_belongs_to_its_children():
@@ -32,8 +35,8 @@ def test_the_tail_of_a_node_belongs_to_its_children():
     spans = [sim.scheduled([0, 1, 9 - i], 11, 12, root) for i in range(2)]
     plan = plan_attention(spans, 4, shared_reads=1)
     assert plan.shared == (SharedPart(0, 2, 0, 2, 0),)
-    assert plan.paged.blocks.tolist() == [9, 8]
-    assert plan.paged.positions.tolist() == [8, 8]
+    assert blocks_of(plan) == [[9], [8]]
+    assert plan.causal[0].k_positions[:, 0].tolist() == [8, 8]
 
 
 def test_nested_nodes_are_parts_of_the_queries_below_each():
@@ -52,7 +55,7 @@ def test_nested_nodes_are_parts_of_the_queries_below_each():
         SharedPart(2, 2, 0, 2, 8),
         SharedPart(4, 1, 2, 4, 8),
     ]
-    assert plan.paged.blocks.tolist() == [20, 21, 22, 23, 24]
+    assert blocks_of(plan) == [[20], [21], [22], [23], [24]]
 
 
 def test_blocks_that_do_not_follow_one_another_are_parts_of_their_own():
@@ -78,10 +81,8 @@ def test_what_a_long_slice_has_behind_it_is_a_shared_part():
     plan = plan_attention(spans, 4, shared_reads=8, causal_chunk=4)
     # chunks of 4, 4, 4 and 1 queries behind 1, 2, 3 and 4 blocks
     assert plan.shared == (SharedPart(10, 2, 4, 8, 0), SharedPart(10, 3, 8, 12, 0))
-    assert plan.paged.queries.tolist() == [12]
-    assert plan.paged.blocks.tolist() == [10, 11, 12, 13, 14]
     keys = [row[: np.searchsorted(row, PADDING)].tolist() for part in plan.causal for row in part.k_positions]
-    assert sorted(keys) == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert sorted(keys) == [[0, 1, 2, 3, 4, 5, 6, 7], [*range(20)], [8, 9, 10, 11], [12, 13, 14, 15]]
 
 
 def test_a_causal_batch_is_bounded_in_its_scores():

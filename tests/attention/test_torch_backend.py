@@ -58,11 +58,6 @@ def test_long_slices_are_cut_into_blocks(shared_reads):
     random_steps(5, lambda s, p: compare(s, p, 4, 400, sliding_window=7, limits=limits), **options)
 
 
-@pytest.mark.parametrize("dense", [0.0, 2.0], ids=["in place", "gathered"])
-def test_blocks_read_in_place_and_gathered_give_the_same(dense):
-    random_steps(6, lambda s, p: compare(s, p, 4, 400, sliding_window=9, limits={"dense": dense}), shared_reads=1)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_near_the_reference(dtype):
     random_steps(8, lambda s, p: compare(s, p, 4, 400, dtype=dtype))

@@ -32,7 +32,7 @@ class FakeAttention:
 
     def plan(self, works, tokens=None):
         plan = plan_attention(works, self.cache.block_size)
-        self.num_parts = len(plan.shared) + len(plan.causal) + (plan.paged is not None)
+        self.num_parts = len(plan.shared) + len(plan.causal)
         self.cascade, self.kv_indices = Cascade(plan, torch.device("cpu")), torch.from_numpy(plan.kv_indices)
         self.positions.zero_()
         self.positions[: plan.num_tokens] = torch.from_numpy(plan.positions)

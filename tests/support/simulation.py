@@ -403,10 +403,6 @@ def reads_of(plan: AttentionPlan) -> list[list[tuple[int, int]]]:
         keys = [(part.position + k, part.block * size + k) for k in range(part.num_blocks * size)]
         for q in range(part.q_start, part.q_end):
             reads[q] += keys
-    if plan.paged is not None:
-        p = plan.paged
-        for block, owner, length, position in zip(p.blocks, p.owners, p.lengths, p.positions, strict=True):
-            reads[int(p.queries[owner])] += [(int(position) + k, int(block) * size + k) for k in range(length)]
     for causal in plan.causal:
         for b, row in enumerate(causal.queries.tolist()):
             keys = list(zip(causal.k_positions[b].tolist(), causal.kv_indices[b].tolist(), strict=True))
