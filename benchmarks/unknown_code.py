@@ -19,7 +19,8 @@ def unknown_code(modules: Iterable[ModuleType]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for module in modules:
         for name, value in vars(module).items():
-            if getattr(value, "__module__", None) != module.__name__ or not name.endswith(NAMES):
+            is_own = getattr(value, "__module__", None) == module.__name__
+            if not is_own or not name.endswith(NAMES) or name.endswith("PreTrainedModel"):
                 continue
             code = (value.forward, value) if hasattr(value, "forward") else (value, None)
             made = code_digest(*code)
