@@ -63,7 +63,9 @@ def test_a_folder_deleted_under_a_running_job_ends_it_in_one_line(job: Job, what
     if what == "all" and job.case.settings:  # the input is read again before anything is written
         assert ended.error.startswith("in.jsonl ")
     else:
-        assert re.fullmatch(r"\S+ cannot be (written|read): No such file or directory; check the disk .+", ended.error)
+        assert re.fullmatch(
+            r"\S+ cannot be (written|read): No such file or directory; its folder was removed .+", ended.error
+        )
     if what == "all":
         job.prepare()
     assert not job.output.exists()
