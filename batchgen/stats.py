@@ -43,7 +43,7 @@ class EngineStats:
     accepted: Counter[str] = field(default_factory=Counter)
     """Those of them that became part of a completion."""
     attention_parts: int = 0
-    """Number of parts of attention (shared, causal, paged), summed over steps."""
+    """Number of parts of attention (shared, causal), summed over steps."""
     preemptions: int = 0
     kv_bytes: int = 0
     """KV memory in use now, in bytes."""

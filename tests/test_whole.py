@@ -245,7 +245,7 @@ BY_NUMBER = {"prompts": PromptConfig(priority_column="n")}
 
 @pytest.mark.parametrize(
     ("options", "rows"),
-    [({}, 30), ({"window": 10}, 10), (BY_NUMBER, 11), ({"shard": "1/2"}, 30), ({"shard": "1/2"} | BY_NUMBER, None)],
+    [({}, 30), ({"window": 10}, 10), (BY_NUMBER, 10), ({"shard": "1/2"}, 30), ({"shard": "1/2"} | BY_NUMBER, None)],
     ids=["prefix order", "window", "priority", "shard", "shard, priority"],
 )
 def test_the_recorded_tree_is_that_of_all_rows_if_their_windows_follow_each_other(
