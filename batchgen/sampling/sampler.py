@@ -278,8 +278,8 @@ class Sampler:
         x = scores.float().sub(best.float()[:, None]).div_(step_params.column("temperature"))
         weights = x.exp()
         limited = step_params.records["top_k"] > 0
-        nucleus = step_params.records["top_p"] < 1
-        for rows in (np.flatnonzero(limited), np.flatnonzero(nucleus & ~limited)):
+        has_top_p = step_params.records["top_p"] < 1
+        for rows in (np.flatnonzero(limited), np.flatnonzero(has_top_p & ~limited)):
             if rows.size == len(step_params):
                 self._filter(weights, x, step_params)
             elif rows.size:

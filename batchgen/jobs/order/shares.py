@@ -91,8 +91,7 @@ def shard_bounds(ends: NDArray[np.float64], shared: NDArray[np.int32], shares: i
         low = max(int(np.searchsorted(ends, aim - slack, side="left")) + 1, places[-1] if places else 0)
         high = int(np.searchsorted(ends, aim + slack, side="right"))
         if low > high:  # one request is larger than the slack
-            low, high = max(high, places[-1] if places else 0), min(low, count)
-            low, high = min(low, high), max(low, high)
+            low, high = sorted((max(high, places[-1] if places else 0), min(low, count)))
         candidates = np.arange(low, high + 1)
         before = np.where(candidates > 0, ends[np.maximum(candidates, 1) - 1], 0.0)
         chunks = np.where(candidates < count, shared[np.minimum(candidates, count - 1)], 0) // chunk_size
