@@ -403,13 +403,12 @@ class BlockManager:
         full, tail = divmod(known, size)  # blocks taken over whole, and tokens of the next one
         if swapped is not None:
             full, tail = first, 0  # nothing can be shared or copied: the KV is loaded into new blocks
-        blocks = self.blocks_for(span.end)
-        wanted = blocks - full
-        unshared = self.unshared_blocks + blocks - (_held(parent) if parent in self.childless else 0)
+        wanted = self.blocks_for(span.end) - full
+        unshared = self.unshared_blocks + self.blocks_for(span.end) - (_held(parent) if parent in self.childless else 0)
 
         def claimed() -> list[PrefixNodeSpan]:
-            # The span may have the parent's last block if no other child has it. With children, one has it, unless that has released it.
-            if not tail or parent is None or source is not parent or (parent.children and self.sliding_window is None):
+            # The span may have the parent's last block if no other child has it.
+            if not tail or parent is None or source is not parent:
                 return []
             holders = self._tail_holders(parent)
             return [] if self.has_tail_writer(parent, holders) else holders
@@ -486,7 +485,7 @@ class BlockManager:
         holders, index = self._tail_holders(node_span), node_span.end // self.block_size
         if not holders or self.has_tail_writer(node_span, holders):
             return
-        for child in reversed(node_span.children):  # the first one would end soon, and the next would take its place
+        for child in node_span.children:
             if child.dropped <= index:
                 self.pool.release([node_span.table[index]] * len(holders))
                 self._put_tail(holders, child.table[index])
@@ -502,17 +501,11 @@ class BlockManager:
                 self.unshared_blocks += _held(parent)
 
     def _release(self, span: Span) -> None:
-        table, parent = span.table, span.parent
-        self.pool.release(table[span.dropped :])
+        self.pool.release(span.table[span.dropped :])
         span.table, span.dropped = [], 0
         self._leave_parent(span)
-        while parent is not None and parent.evicted:  # the block may be that of a node further up
-            parent = parent.parent
-        if parent is not None:
-            index = parent.end // self.block_size
-            # Otherwise another child has the parent's last block, unless that has released it.
-            if self.sliding_window is not None or table[index : index + 1] == parent.table[index : index + 1]:
-                self._share_tail(parent)
+        if span.parent is not None:
+            self._share_tail(span.parent)
         if self.state_slots is not None:
             self.state_slots.release(self.state_slots_of(span))
             span.state_slot = span.read_state_slot = span.draft_state_slot = -1

@@ -82,7 +82,7 @@ def launches(arch: int, kinds: Sequence[str], dtypes: Sequence[str]) -> Iterator
     from batchgen.attention import triton_kernels as kernels
     from batchgen.attention.triton_backend import DeviceAttention
 
-    span: Any = SimpleNamespace(table=[0], path=(), start=0, dropped=0)
+    span: Any = SimpleNamespace(table=[0], path=(), start=0, dropped=0, images=())
     for dtype in (getattr(torch, name) for name in dtypes):
         for name in kinds:
             kind = check.kind_of(dtype, **KINDS[name])

@@ -78,20 +78,6 @@ def test_the_first_sequence_writes_into_its_nodes_last_block_and_the_others_copy
     check(memory, node_span, first, second, third)
 
 
-def test_when_the_holder_of_a_nodes_last_block_ends_the_newest_child_shares_its_own(memory):
-    node_span = computed_node(memory, 0, 10)
-    seqs = [sequence(11, 1, i) for i in range(3)]
-    for seq in seqs:
-        assert memory.open_sequence(seq, node_span, reserve=0)
-    assert ([seq.table[2] for seq in seqs], node_span.table) == ([2, 19, 18], [0, 1, 2])
-    held = []
-    for seq in seqs:
-        memory.close(seq)
-        check(memory, node_span, *(s for s in seqs if s.table))
-        held.append((list(node_span.table), memory.pool.num_used))
-    assert held == [([0, 1, 18], 4), ([0, 1, 18], 3), ([0, 1, 18], 3)]
-
-
 def test_a_node_that_ends_at_the_end_of_a_block_has_no_tail_to_copy(memory):
     node_span = computed_node(memory, 0, 8)
     first, second = (sequence(9, 1, i) for i in range(2))
