@@ -16,7 +16,16 @@ from batchgen.errors import ModelError, OutOfMemory, is_out_of_memory
 from batchgen.kernels.transfer import put
 from batchgen.model.cuda_runner import device_step
 from batchgen.model.loaded_model import LoadedModel, logits_at
-from batchgen.scheduling.batch import CopyBlock, Limits, PackedSpans, ScheduledBatch, ScheduledSpan, SwapIn, SwapOut
+from batchgen.scheduling.batch import (
+    CopyBlock,
+    Limits,
+    PackedSpans,
+    ScheduledBatch,
+    ScheduledSpan,
+    SwapIn,
+    SwapOut,
+    copied_blocks,
+)
 from batchgen.scheduling.sequence import GenerationSequence
 from batchgen.state.cache import StateCache
 from batchgen.state.step import StateSpan, StateStep
@@ -74,7 +83,7 @@ class Runner:
     def _move(self, moves: Sequence[CopyBlock | SwapOut | SwapIn]) -> None:
         for kind, some in groupby(moves, type):
             if kind is CopyBlock:
-                self.cache.copy([(move.source, move.to) for move in some if isinstance(move, CopyBlock)])
+                self.cache.copy(copied_blocks(some))
                 continue
             for move in some:
                 if isinstance(move, SwapOut):

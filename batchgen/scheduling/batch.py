@@ -80,6 +80,11 @@ class SwapIn:
     blocks: tuple[int, ...]
 
 
+def copied_blocks(moves: Iterable[CopyBlock | SwapOut | SwapIn]) -> list[tuple[int, int]]:
+    """Returns (source, to) of the copies among these, in order."""
+    return [(move.source, move.to) for move in moves if isinstance(move, CopyBlock)]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedSpans:
     """The spans of one forward, packed as [1, T] in depth-first order. `pack` makes it."""

@@ -241,9 +241,8 @@ class Admission:
                 if parent is None or not parent.complete:
                     queue.wait()
                     continue
-                if not self._block_manager.has_state(
-                    parent
-                ):  # it was released: the node runs again for what still begins there
+                if not self._block_manager.has_state(parent):
+                    # It was released: the node runs again for what still begins there.
                     self._block_manager.evict(parent)
                     queue.wait()
                     continue

@@ -37,7 +37,7 @@ from batchgen.request import TokenArray
 from batchgen.sampling.sampler import Sampler
 from batchgen.sampling.scoring import score_targets
 from batchgen.sampling_params import SamplingParams
-from batchgen.scheduling.batch import CopyBlock, Limits, ScheduledBatch
+from batchgen.scheduling.batch import Limits, ScheduledBatch, copied_blocks
 from batchgen.scheduling.rehearsal import run_steps, scheduler_of
 from batchgen.scheduling.scheduler import Scheduler
 from batchgen.state.cache import StateCache
@@ -289,7 +289,7 @@ class _AttentionSteps:
     def launch(self, batch: ScheduledBatch) -> Callable[[], Sequence[int]]:
         """Computes one step both ways. Returns the tokens that a batch is given. Raises `Differs`."""
         kind, count = self._kind, batch.num_tokens
-        copies = [(move.source, move.to) for move in batch.moves if isinstance(move, CopyBlock)]
+        copies = copied_blocks(batch.moves)
         for cache in (self._cache, self._plain, self._magnitudes):
             cache.copy(copies)
         self._steps += 1

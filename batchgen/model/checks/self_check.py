@@ -30,7 +30,7 @@ from batchgen.model.loaded_model import LoadedModel, logits_at
 from batchgen.model.multimodal import is_multimodal, model_class
 from batchgen.prompts.tokenizer import language_config, quiet
 from batchgen.request import TokenArray
-from batchgen.scheduling.batch import CopyBlock, ScheduledBatch
+from batchgen.scheduling.batch import ScheduledBatch, copied_blocks
 from batchgen.scheduling.rehearsal import row_of, run_steps, scheduler_of
 
 BLOCK = 8
@@ -159,7 +159,7 @@ def _packed_difference(
     differences: list[torch.Tensor] = []
 
     def launch(batch: ScheduledBatch) -> Callable[[], Sequence[int]]:
-        cache.copy([(move.source, move.to) for move in batch.moves if isinstance(move, CopyBlock)])
+        cache.copy(copied_blocks(batch.moves))
         plan = plan_attention(batch.spans, BLOCK, shared_reads=1)
         output = model.module(
             input_ids=torch.from_numpy(batch.packed.tokens)[None],
