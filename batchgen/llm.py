@@ -303,6 +303,8 @@ class LLM:
         request = self._requests.get(number)
         if request is not None:
             self._cancelled.add(request)
+            if number not in self._requests:  # another thread has ended it meanwhile
+                self._cancelled.discard(request)
             self.engine.cancel(request)
 
     def run(self) -> None:

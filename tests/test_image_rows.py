@@ -190,6 +190,20 @@ def test_a_loaded_model_is_shown_images_of_pillow(model, expected):
     assert [list(result.token_ids) for result in results] == [expected[0], expected[1], expected[1]]
 
 
+def test_an_image_that_was_missing_for_a_while_is_shown_in_the_next_call(model, expected):
+    content = [{"type": "image", "path": "p/0.png"}, {"type": "text", "text": QUESTIONS[0]}]
+    conversation, results = [{"role": "user", "content": content}], []
+    params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    with LLM(str(model), device="cpu", dtype="float32", engine=EngineConfig(kv_memory="64MiB", debug=True)) as llm:
+        llm.add([conversation, conversation], params, on_result=results.append)
+        Path("p/0.png").rename("p/away.png")
+        llm.run()
+        Path("p/away.png").rename("p/0.png")
+        (again,) = llm.generate([conversation], params)
+    assert [result.error_type for result in results] == ["invalid_image"] * 2
+    assert list(again.token_ids) == expected[0]
+
+
 def test_the_report_shows_small_pictures_of_the_first_rows(model):
     write(rows())
     picture(0, 900, 600).save("p/0.png")

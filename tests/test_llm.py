@@ -91,6 +91,23 @@ def test_another_thread_may_add_and_cancel(tiny_model_dir):
     assert 6 < results[first].completion_tokens < 400
 
 
+def test_a_prompt_that_is_done_while_another_thread_cancels_it_leaves_nothing_behind(tiny_model_dir):
+    llm = LLM(str(tiny_model_dir))
+
+    class DoneMeanwhile(dict):
+        def get(self, number):
+            request = super().get(number)
+            thread = threading.Thread(target=llm.run)
+            thread.start()
+            thread.join()
+            return request
+
+    (number,) = llm.add(["one"], PARAMS, on_result=lambda result: None)
+    llm._requests = DoneMeanwhile(llm._requests)
+    llm.cancel(number)
+    assert (llm.unfinished, llm._cancelled) == (0, set())
+
+
 def test_after_a_failed_callback_the_other_prompts_are_dropped_and_the_model_is_usable(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
 

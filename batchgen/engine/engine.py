@@ -30,6 +30,7 @@ from batchgen.model.inventory import digests, parts, tensor_digest
 from batchgen.model.loaded_model import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, size_engine
 from batchgen.model.runner import Runner, StatesLost
+from batchgen.model.vision import Vision
 from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.thinking import ThinkingFormat
 from batchgen.parsers.tool_calls import ToolFormat
@@ -234,7 +235,7 @@ class Engine:
             if not paused and (self.unfinished or self.loop.in_flight):
                 self._abandon()
             if not paused and self._vision is not None:
-                self._vision.clear()
+                self._forget_images(self._vision)
             self.executor.free(self.scheduler.take_freed())
             self._update_stats()
             self.costs.save()
@@ -318,6 +319,14 @@ class Engine:
         self._unfit.clear()
         self._replaced.clear()
         self._shortened.clear()
+
+    def _forget_images(self, vision: Vision) -> None:
+        """Forgets the images of a run. One that could not be shown may be there again in the next run; the KV of its nodes was made without it."""
+        vision.clear()
+        if vision.failed:
+            self.block_manager.discard()
+            vision.failed.clear()
+            self._num_failed_images = 0
 
     def _drop(self) -> None:
         """Forgets all unfinished rows."""

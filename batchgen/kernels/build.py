@@ -12,9 +12,11 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,8 @@ def _compiled() -> Path:
         return target
     try:
         with locked(target.parent / "lock"):
+            for left in target.parent.glob("unfinished-*"):  # of a killed process: only the lock's holder compiles
+                shutil.rmtree(left, ignore_errors=True)
             if not target.exists():  # another process may have been first
                 with replaced(target) as made:
                     _compile(made)
@@ -90,24 +94,39 @@ def _compile(to: Path) -> None:
     began = time.monotonic()
     objects = [to.parent / f"{source.stem}.o" for source in sources]
     options = _options(compiler)
-    runs = [
-        subprocess.Popen([compiler, *options, "-c", str(source), "-o", str(made)], stderr=subprocess.PIPE, text=True)
-        for source, made in zip(sources, objects, strict=True)
-    ]
-    for done, run in enumerate(reversed(runs), 1):  # the first file takes longest
-        _finish(run)
-        if done < len(runs):
-            _logger.info("compiling kernels: %d of %d files done", done, len(runs))
-    link = [compiler, "-shared", "-pthread", *map(str, objects), "-o", str(to)]
-    _finish(subprocess.Popen(link, stderr=subprocess.PIPE, text=True))
+    runs: list[subprocess.Popen[str]] = []
+    try:
+        for source, made in zip(sources, objects, strict=True):
+            runs.append(_started([compiler, *options, "-c", str(source), "-o", str(made)]))
+        for done, run in enumerate(reversed(runs), 1):  # the first file takes longest
+            _finish(run)
+            if done < len(runs):
+                _logger.info("compiling kernels: %d of %d files done", done, len(runs))
+        runs.append(_started([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(to)]))
+        _finish(runs[-1])
+    finally:
+        for run in runs:
+            _end(run)
     _logger.info("kernels compiled in %.0f s, kept in %s", time.monotonic() - began, to.parent.parent)
+
+
+def _started(command: list[str]) -> subprocess.Popen[str]:
+    """Starts the compiler in a process group of its own: it has children, and `_end` must reach them."""
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)
+
+
+def _end(run: subprocess.Popen[str]) -> None:
+    """Kills a compiler, and its children, that still runs when the compilation was interrupted or has failed."""
+    if run.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+        run.communicate()
 
 
 def _finish(run: subprocess.Popen[str]) -> None:
     try:
         _, errors = run.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired as e:
-        run.kill()
         raise NoKernels(f"the C++ compiler was not done after {TIMEOUT:.0f} s") from e
     if run.returncode != 0:
         first = next((line for line in errors.splitlines() if "error" in line), errors[:300])

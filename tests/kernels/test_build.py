@@ -3,7 +3,9 @@
 import ctypes
 import re
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,14 @@ from batchgen.prompts.tokenizer import load_tokenizer
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
+
+
+def is_running(pid):
+    """Whether a process runs. One that has ended and whose parent has not asked for its code does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def forget():
@@ -112,6 +122,40 @@ def test_instructions_that_an_older_compiler_does_not_know_are_left_out(
     monkeypatch.setattr(isa.platform, "machine", lambda: machine)
     monkeypatch.setattr(isa, "features", lambda: frozenset(has))
     assert build._options(str(older)) == [*build.FLAGS, *left]
+
+
+@needs_compiler
+def test_what_a_killed_process_has_left_is_removed_before_the_kernels_are_compiled_again(folder, tmp_path):
+    left = build._target().parent / "unfinished-abc"
+    left.mkdir(parents=True)
+    (left / "answer.o").write_bytes(b"half")
+    assert build.library().answer() == 42
+    assert sorted(file.name for file in build._target().parent.iterdir()) == ["kernels.so", "lock"]
+
+
+def test_no_compiler_runs_on_after_an_interruption(folder, tmp_path, monkeypatch):
+    (folder / "other.cpp").write_text("")
+    slow, pids = tmp_path / "slow", tmp_path / "pids"
+    slow.write_text(
+        '#!/bin/sh\ncase " $* " in *" -c "*) ;; *) exit 0;; esac\n'
+        f"sleep 600 2>/dev/null &\necho $$ $! >> {pids}\nwait\n"
+    )
+    slow.chmod(0o700)
+    monkeypatch.setenv("CXX", str(slow))
+
+    def interrupted(run: object) -> None:
+        while not pids.exists() or len(pids.read_text().split()) < 4:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "_finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build.library()
+    end = time.monotonic() + 60
+    while any(is_running(pid) for pid in pids.read_text().split()) and time.monotonic() < end:
+        time.sleep(0.01)  # a killed process is gone a moment later
+    assert not any(is_running(pid) for pid in pids.read_text().split())
+    assert [file.name for file in build._target().parent.iterdir()] == ["lock"]
 
 
 @needs_compiler
