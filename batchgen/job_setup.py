@@ -130,11 +130,11 @@ def _set_up(command: JobCommand, tracker: Tracker) -> JobSetup:
     """Loads the tokenizer, and checks all that can be checked before a row is generated."""
     config, source, output = command.config, command.source, command.output
     tracker.phase("loading tokenizer")
-    with tracker.run.timed("load"):
-        tokenizer = load_tokenizer(config.model)
     date = None if config.overwrite else date_of_job(output, config.work_dir)
     now = datetime.now().replace(microsecond=0)
-    prompts = PromptBuilder(tokenizer, config.prompts, config.sampling, now=date or now)
+    with tracker.run.timed("load"):
+        tokenizer = load_tokenizer(config.model)
+        prompts = PromptBuilder(tokenizer, config.prompts, config.sampling, now=date or now)
     if date is not None and date.date() != now.date():
         again = "--overwrite" if config.shard is None else "deleting the output and its .job folder"
         tracker.note(

@@ -2,16 +2,19 @@
 
 import json
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
 from batchgen.errors import InputCorrupt, Interrupted, TooManyErrors, UsageError
+from batchgen.prompts import PromptBuilder
 from support.progress import Recorder, in_phase, interrupt, rows_done
 
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
@@ -62,6 +65,17 @@ def test_the_figures_count_rows_tokens_and_phases(tiny_model_dir, write_jsonl):
     assert stats["seconds"]["generate"] > 0
     assert stats["seconds"]["total"] >= stats["seconds"]["load"] + stats["seconds"]["generate"]
     assert (stats["dtype"], stats["device"], stats["groups"], stats["prefix_nodes"]) == ("float32", "cpu", 2, 3)
+
+
+def test_the_time_of_loading_includes_the_start_of_the_chat_template(tiny_model_dir, write_jsonl, monkeypatch):
+    class Slow(PromptBuilder):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            later = SimpleNamespace(**vars(time) | {"perf_counter": lambda: time.perf_counter() + 1000})
+            monkeypatch.setattr("batchgen.stats.time", later)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr("batchgen.job_setup.PromptBuilder", Slow)
+    assert run_job(config_of(tiny_model_dir, write_jsonl(prompts(1)))).stats["seconds"]["load"] > 1000
 
 
 def test_a_second_run_finds_nothing_to_do_and_writes_the_figures_where_it_is_told(

@@ -180,7 +180,8 @@ def time_lines(report: PlanReport) -> list[tuple[str, str]]:
     low, seconds, high = (duration(s) for s in (estimate.low, estimate.seconds, estimate.high))
     rows = f"to generate {counted(estimate.rows, 'row')}"
     if estimate.lengths == "max_tokens":
-        text = f"at most about {seconds} {rows} (at least {low}): how long completions get is not known (--measure runs a few rows)"
+        at_least = f" (at least {low})" if estimate.low >= 0.05 else ""  # not "at least 0.0 s"
+        text = f"at most about {seconds} {rows}{at_least}: how long completions get is not known (--measure runs a few rows)"
     else:
         text = f"about {seconds} {rows} (between {low} and {high})"
     return [*lines, ("time", text)]

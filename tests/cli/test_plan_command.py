@@ -3,8 +3,12 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from batchgen.scheduling.duration import Estimate
+from batchgen_cli.plan import time_lines
 
 ROOT = "All rows begin with this text, which is more than a chunk. "
 GROUPS = ["The first group goes on like this. ", "The second one has other words here. "]
@@ -43,6 +47,14 @@ def test_the_plan_is_told_in_lines(cli, source, tiny_model_dir, monkeypatch):
         '    31 × 4  "first group goes on like this. "',
         '    33 × 4  "second one has other words here. "',
     ]
+
+
+@pytest.mark.parametrize(("low", "at_least"), [(0.04, ""), (0.06, " (at least 0.1 s)")])
+def test_a_shortest_time_of_nothing_is_left_out(low, at_least):
+    estimate = Estimate(seconds=90.0, low=low, high=100.0, rows=3, lengths="max_tokens")
+    report = SimpleNamespace(measured=None, lengths=None, estimate=estimate)
+    text = f"at most about 90 s to generate 3 rows{at_least}: how long completions get is not known (--measure runs a few rows)"
+    assert time_lines(report) == [("time", text)]
 
 
 def test_the_plan_is_one_json_object(cli, source, tiny_model_dir):

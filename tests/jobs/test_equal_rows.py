@@ -49,6 +49,17 @@ def test_equal_rows_run_once_and_all_have_the_result(runs, window):
 
 
 @WINDOWS
+def test_a_limit_takes_no_equal_rows_after_it_and_takes_away_none(runs, window):
+    runs.run(PROMPTS, window=window, limit=2)
+    answered, report = runs.run(PROMPTS, window=window, limit=5)
+    assert (answered, runs.texts()) == (["p2"], [f"a: {prompt}" for prompt in PROMPTS[:5]])
+    assert counts(report) == (1, 4, 0, 5, 2)
+    runs.run(PROMPTS, window=window)
+    assert runs.run([*PROMPTS, "p0"], window=window, limit=4)[0] == []
+    assert runs.texts() == [f"a: {prompt}" for prompt in PROMPTS]
+
+
+@WINDOWS
 @pytest.mark.parametrize("most", range(4))
 def test_a_killed_job_runs_equal_rows_once_in_all(runs, window, most):
     first, _ = runs.run(PROMPTS, window=window, most=most)

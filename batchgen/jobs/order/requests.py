@@ -101,8 +101,8 @@ class RowIds:
 class RequestReader:
     """Makes requests of rows, counts the rows that need none, and applies `--limit`.
 
-    A row after the limit stays in the output if an earlier run left a result for it. So rows after the limit are read as long as there are
-    such results that no row has asked for yet.
+    A row after the limit stays in the output if an earlier run left a result for it, and not for a row before it that is equal. So rows after
+    the limit are read as long as there are such results that no row has asked for yet.
     """
 
     def __init__(
@@ -190,7 +190,8 @@ class RequestReader:
                 continue
             key, is_equal = keys[row.number], row.number in equal
             result = stored.get(key)
-            if result is None and not self._is_wanted(row.number):
+            wanted = self._is_wanted(row.number, 0 if result is None else self._job.kept_rows)
+            if not wanted and (result is None or is_equal):  # the result of an equal row is in the output with that row
                 continue
             read.rows.append(row)
             read.keys[row.number] = key
