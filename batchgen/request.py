@@ -34,7 +34,7 @@ class Image:
     path: str
     """The file that has its bytes."""
     grid: tuple[int, int] = (0, 0)
-    """Rows and columns of its tokens, for models whose positions have three axes; (0, 0) for other models."""
+    """Rows and columns of its tokens, for models whose positions have axes; (0, 0) for other models."""
     alone: bool = True
     """False if it is prepared as one of several images, by a model that makes a difference."""
     whole: bool = False

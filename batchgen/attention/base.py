@@ -140,8 +140,10 @@ def with_key_bias(
 
 
 def _images_slide(module: torch.nn.Module) -> bool:
-    """Whether the tokens of an image see one another only in layers with a sliding window, as in Gemma 4."""
-    return getattr(getattr(module, "config", None), "use_bidirectional_attention", None) == "vision"
+    """Whether the tokens of an image see one another only in layers with a sliding window, as in Gemma 4, but in all layers of Gemma 4 Unified."""
+    config = getattr(module, "config", None)
+    unified = getattr(config, "model_type", "") == "gemma4_unified_text"
+    return not unified and getattr(config, "use_bidirectional_attention", None) == "vision"
 
 
 def _slides(module: torch.nn.Module) -> bool:

@@ -74,7 +74,8 @@ class Vision:
         self._module, self._dtype, self._fuse = module, dtype, fuse
         hf_config = language_config(tokenizer.hf_config)
         self._family = FAMILIES[hf_config.model_type]
-        self._filler: int = (text_config(hf_config).pad_token_id or 0) if self._family.padding else 0
+        stand_in = {"padding": text_config(hf_config).pad_token_id, "image": getattr(hf_config, "image_token_id", None)}
+        self._filler: int = stand_in.get(self._family.stand_in) or 0
         self._hidden_size: int = text_config(hf_config).hidden_size
         self.weight_bytes = weight_bytes
         self._room = FEATURE_BYTES
@@ -126,7 +127,7 @@ class Vision:
             kept.clear()
 
     def concerns(self, packed: PackedSpans) -> bool:
-        """Whether a batch has tokens of images, or, with positions of three axes, tokens after an image."""
+        """Whether a batch has tokens of images, or, with positions that have axes, tokens after an image."""
         if self._family.axes:
             return any(scheduled.span.images for scheduled in packed.spans)
         return bool((packed.tokens >= IMAGE_IDS).any())
@@ -136,10 +137,11 @@ class Vision:
         return np.where(tokens < IMAGE_IDS, tokens, self._filler)
 
     def positions(self, spans: Sequence[ScheduledSpan], plain: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the positions of a batch's tokens: `plain` [T], or [3, T] (time, row, column) for models that have these axes."""
+        """Returns the positions of a batch's tokens: `plain` [T], or [axes, T] for models that have axes (`Family.axes`)."""
         if not self._family.axes:
             return plain
-        return np.concatenate([_axes(scheduled) for scheduled in spans], axis=1)
+        axes = _time_row_column if self._family.axes == 3 else _column_row_number
+        return np.concatenate([axes(scheduled) for scheduled in spans], axis=1)
 
     @contextmanager
     def showing(self, packed: PackedSpans) -> Iterator[None]:
@@ -217,7 +219,10 @@ class Vision:
         if "vision_feature_layer" in self._arguments and hasattr(self._encoder.config, "vision_feature_layer"):
             inputs["vision_feature_layer"] = self._encoder.config.vision_feature_layer
         output = self._image_features(**inputs)
-        embeddings = _joined(output.pooler_output).to(weight.dtype)
+        features = output.pooler_output
+        if features is None:  # Llama 4's forward projects them
+            features = self._encoder.multi_modal_projector(output.last_hidden_state)
+        embeddings = _joined(features).to(weight.dtype)
         if len(embeddings) != image.count:
             raise ModelError(
                 f"the encoder gave {len(embeddings)} vectors for an image of {image.count} tokens",
@@ -278,9 +283,9 @@ class Vision:
 
     def _add_to_layers(self, count: int) -> None:
         """Makes the first decoder layers add the images' deep features to their output [1, T, hidden size]."""
-        layers = self._module.get_decoder().layers
         for index in range(self._num_deep_layers, count):
-            layers[index].register_forward_hook(partial(self._add_deep, index))
+            layer = self._module.get_decoder().layers[index]
+            layer.register_forward_hook(partial(self._add_deep, index))
         self._num_deep_layers = max(self._num_deep_layers, count)
 
     def _add_deep(self, index: int, _: Any, __: Any, output: torch.Tensor) -> torch.Tensor | None:
@@ -305,18 +310,14 @@ def _joined(features: Any) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _axes(scheduled: ScheduledSpan) -> NDArray[np.int64]:
+def _time_row_column(scheduled: ScheduledSpan) -> NDArray[np.int64]:
     """Returns the positions [3, tokens] of a span's part: an image's tokens lie in a grid, and what follows begins after its larger side."""
     span, start, stop = scheduled.span, scheduled.start, scheduled.stop
     found = np.tile(np.arange(start, stop, dtype=np.int64), (3, 1))
     if isinstance(span, GenerationSequence) and start >= span.prompt_end:
         return found + sum(max(image.grid) - image.count for image in span.images)
-    places = np.flatnonzero(span.tokens(0, stop) >= IMAGE_IDS) if span.images else ()
-    first = shift = 0  # the next image token; position minus place of a token of text
-    for image in span.images:
-        if first >= len(places):
-            break
-        at, first = int(places[first]), first + image.count
+    shift = 0  # position minus place of a token of text
+    for image, at in _begun(scheduled):
         end = at + image.count
         if end > start:
             tokens = np.arange(max(at, start) - at, min(end, stop) - at)
@@ -326,6 +327,34 @@ def _axes(scheduled: ScheduledSpan) -> NDArray[np.int64]:
         text = np.arange(max(end, start), stop)
         found[:, text - start] = text + shift
     return found
+
+
+def _column_row_number(scheduled: ScheduledSpan) -> NDArray[np.int64]:
+    """Returns the positions [4, tokens] of a span's part: an image's tokens have a column and a row, with one token more at its end, and the number of
+    the image. A begin and an end token around the grid, where there are such, are as text."""
+    span, start, stop = scheduled.span, scheduled.start, scheduled.stop
+    found = np.tile(np.arange(start, stop, dtype=np.int64), (4, 1))
+    if isinstance(span, GenerationSequence) and start >= span.prompt_end:
+        return found
+    for number, (image, at) in enumerate(_begun(scheduled)):
+        rows, columns = image.grid
+        inside = rows * (columns + 1)
+        at += (image.count - inside) // 2
+        tokens = np.arange(max(at, start) - at, min(at + inside, stop) - at)
+        row, column = np.divmod(tokens, columns + 1)
+        found[1:, at + tokens - start] = np.stack([column, row, np.full_like(row, number)])
+    return found
+
+
+def _begun(scheduled: ScheduledSpan) -> Iterator[tuple[Image, int]]:
+    """Yields the images that begin before the end of a span's part, and where they begin."""
+    span, first = scheduled.span, 0
+    places = np.flatnonzero(span.tokens(0, scheduled.stop) >= IMAGE_IDS) if span.images else ()
+    for image in span.images:
+        if first >= len(places):
+            return
+        yield image, int(places[first])
+        first += image.count
 
 
 def load_encoder(config: ModelConfig, tokenizer: LoadedTokenizer, dtype: torch.dtype) -> Any:

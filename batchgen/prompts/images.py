@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from threading import Lock
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,54 +34,66 @@ from batchgen.stats import counted
 class Family:
     """How models of a type take images, where they differ."""
 
-    axes: bool = False
-    """Whether positions have three axes: time, row and column."""
+    axes: int = 0
+    """Number of axes that positions have. Three are time, row and column; of four, the last are column, row and number of the image (HunYuan)."""
     counted: bool = False
     """Whether an image is prepared otherwise if the prompt has several."""
     whole: bool = False
     """`Image.whole`"""
+    beyond: bool = False
+    """Whether tokens of a `whole` image see one another beyond a sliding window too, so that it may have no more tokens than the window."""
     prefix: bool = False
     """Whether all tokens of a prompt with images see one another: `Image.prompt`."""
     marks: bool = False
     """Whether marks stand around images, and one between two of them. The processor has no methods that prepare images apart from a prompt (Idefics 2)."""
-    padding: bool = False
-    """Whether the layers take what belongs to an image token's id (beside its embedding) from the token for padding."""
+    stand_in: Literal["any", "padding", "image"] = "any"
+    """The token whose id the layers see in the place of an image's, for those that use ids beside embeddings."""
 
 
-_PLAIN, _AXES = Family(), Family(axes=True)
+_PLAIN, _AXES = Family(), Family(axes=3)
 FAMILIES = {
     "aria": _PLAIN,
     "aya_vision": _PLAIN,
     "cohere2_vision": _PLAIN,
+    "cosmos3_edge": _AXES,
+    "cosmos3_omni": _AXES,
     "deepseek_vl": _PLAIN,
     "exaone4_5": _PLAIN,
-    "gemma3": Family(whole=True),
+    "gemma3": Family(whole=True, beyond=True),
     "gemma3n": _PLAIN,
-    "gemma4": Family(padding=True),
+    "gemma4": Family(stand_in="padding"),
+    "gemma4_unified": Family(beyond=True, stand_in="padding"),
     "glm46v": _AXES,
     "glm4v": _AXES,
     "glm4v_moe": _AXES,
     "glm_ocr": _AXES,
     "granite_docling": _PLAIN,
+    "hunyuan_vl": Family(axes=4),
     "idefics2": Family(marks=True),
     "idefics3": _PLAIN,
     "internvl": _PLAIN,
+    "kimi_k25": _PLAIN,
     "lfm2_vl": _PLAIN,
     "lighton_ocr": _PLAIN,
+    "llama4": _PLAIN,
     "llava": _PLAIN,
     "llava_next": _PLAIN,
     "llava_next_video": _PLAIN,
     "llava_onevision": Family(counted=True),
     "mistral3": _PLAIN,
+    "mistral_large4": _PLAIN,
     "paddleocr_vl": _AXES,
     "paligemma": Family(prefix=True),
     "qianfan_ocr": _PLAIN,
+    "qwen2_5_omni_thinker": _AXES,
     "qwen2_5_vl": _AXES,
     "qwen2_vl": _AXES,
     "qwen3_5": _AXES,
     "qwen3_5_moe": _AXES,
+    "qwen3_omni_moe_thinker": _AXES,
     "qwen3_vl": _AXES,
     "qwen3_vl_moe": _AXES,
+    "qwen4_exp": Family(axes=3, stand_in="image"),
     "smolvlm": _PLAIN,
     "video_llama_3": _PLAIN,
     "vipllava": _PLAIN,
@@ -135,9 +147,9 @@ class ImageProcessor:
         self.placeholder: str = getattr(self._hf, "image_placeholder_token", self._hf.image_token)
         """What a chat template writes for an image."""
         self._bos = tokenizer.hf_tokenizer.bos_token
-        self.max_tokens: int | None = (
-            getattr(text_config(writer), "sliding_window", None) if self._family.prefix else None
-        )
+        window: int | None = getattr(text_config(writer), "sliding_window", None)
+        self._longest = window if self._whole and self._family.beyond else None
+        self.max_tokens: int | None = window if self._family.prefix else None
         """Maximum number of tokens of a prompt with images: all of them see one another, also in layers with a sliding window."""
         soft = getattr(writer, "image_token_id", None)
         self.token: int = writer.image_token_index if soft is None else soft
@@ -153,9 +165,11 @@ class ImageProcessor:
         """Returns an image of a prompt, and what stands for it. `alone`: the prompt has no other. Raises `RowError("invalid_image")`."""
         alone = alone or not self._family.counted
         layout = self._layout(file, alone)
-        return Image(
-            self._token(file.digest, alone), sum(layout.runs), file.path, layout.grid, alone, self._whole
-        ), layout
+        count = sum(layout.runs)
+        if self._longest is not None and count > self._longest:
+            why = f"{file.path!r} has {count} tokens, and the model takes at most {self._longest}, the length of its sliding window"
+            raise RowError("invalid_image", why)
+        return Image(self._token(file.digest, alone), count, file.path, layout.grid, alone, self._whole), layout
 
     def _token(self, digest: bytes, alone: bool) -> int:
         """Returns `Image.token`. `digest`: of the file's bytes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from copy import copy
 from functools import cache, partial
 from itertools import product
@@ -185,7 +187,7 @@ def test_labels_and_forks_begin_after_the_same_image(sees: Sees) -> None:
     for label in labels:
         more = {"suffix": label} if sees.tokenizer.hf_config.model_type == "paligemma" else {}
         shown = [prompt if more else prompt + label]
-        inputs = processor(images=[picture(1, *SIZES[1])], text=shown, return_tensors="pt", **more)
+        inputs = processor(images=[picture(1, *SIZES[1])], text=shown, return_tensors="pt", **more).to(model.dtype)
         with torch.inference_mode():
             logprobs = model(**inputs).logits[0].double().log_softmax(-1)
         ids = inputs["input_ids"][0][: start + len(label)]
@@ -308,6 +310,24 @@ def test_a_limit_of_pixels_is_that_of_the_processor(sees: Sees) -> None:
     assert [len(request.tokens) for request in requests] == [len(prompt) for prompt, _ in expected]
     assert sum(len(request.tokens) for request in requests) < sum(len(prompt) for prompt, _ in sees.expected())
     assert [list(result.token_ids) for result in run(limited.engine(), requests)] == [tokens for _, tokens in expected]
+
+
+@pytest.mark.parametrize("sees", ["gemma3"], indirect=True)
+def test_an_image_longer_than_the_sliding_window_that_its_tokens_see_beyond_is_refused(
+    sees: Sees, tmp_path: Path
+) -> None:
+    config = json.loads((sees.folder / "config.json").read_text())
+    folder = shutil.copytree(sees.folder, tmp_path / "model")
+    config["text_config"]["sliding_window"] = 12
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(ModelConfig(model=str(folder), device="cpu", dtype="float32"))
+    rows = [Row(0, {"messages": with_files(CONVERSATIONS[1], sees.folder)}, None, "")]
+    (failed,) = PromptBuilder(tokenizer, PromptConfig(), SamplingParams()).build(rows)
+    assert isinstance(failed, Result)
+    assert failed.error_type == "invalid_image"
+    assert "has 16 tokens, and the model takes at most 12, the length of its sliding window" in str(
+        failed.error_message
+    )
 
 
 def test_every_family_that_is_shown_images_is_compared_with_generate() -> None:

@@ -4,7 +4,7 @@ import copy
 import importlib
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoImageProcessor, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from support.models import randomize
 from support.shapes import SHAPES
+from support.wrappers import TEXTS
 
 SPECIAL = (
     "<|begin|>", "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<image>", "<video>", "<fake_token_around_image>",
@@ -26,6 +28,7 @@ SPECIAL = (
     "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>",
     "<|begin_of_video|>", "<|end_of_video|>", "<boi>", "<eoi>", "<soft>", "<boa>", "<eoa>", "<sound>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "TILE", "TILE_GLOBAL",
     *(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)),
+    "<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>",
     "<n_eoi>", "<n_soft>", "<n_0>", "<n_1>", "<n_eoa>", "<n_sound>", "<n_2>", "<n_3>",  # Gemma 3n: of images, and of sound
 )  # fmt: skip
 VOCAB = 256 + len(SPECIAL)
@@ -66,6 +69,10 @@ class Seen:
     tokens: dict[str, str] = field(default_factory=dict)
     """Attributes of the tokenizer: names of special tokens."""
     template: str = TEMPLATE
+    told: dict[str, Any] = field(default_factory=dict)
+    """Attributes of the processor's class: what its caller must ask for."""
+    inside: str | None = None
+    """The type of the model that also speaks, of which it is a part."""
     needs: str | None = None
     """A package that its encoder needs, which the tests do without."""
 
@@ -95,6 +102,12 @@ QWEN_MOE = {
 GLM_MOE = {
     "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
     "first_k_dense_replace": 1,
+}  # fmt: skip
+
+
+OMNI = {
+    "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "audio_token": "<sound>", "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>", "audio_bos_token": "<boa>", "audio_eos_token": "<eoa>",
 }  # fmt: skip
 
 
@@ -130,6 +143,16 @@ def _qwen(text: dict[str, Any], eye: dict[str, Any], *processor: str, **fields: 
 
 
 QWEN_SIZE = _qwen({}, {}, "", "").images[1]
+
+
+def _omni(text: dict[str, Any], eye: dict[str, Any], ear: dict[str, Any], *processor: str, **fields: Any) -> Seen:
+    """The part of a model that also hears and speaks which writes text."""
+    seen = _qwen(text, eye, *processor, tokens=OMNI, **fields)
+    ids = {
+        "audio_config": ear, "audio_token_id": ID["<sound>"], "audio_start_token_id": ID["<boa>"], "audio_end_token_id": ID["<eoa>"],
+        "user_token_id": ID["<|user|>"],
+    }  # fmt: skip
+    return replace(seen, config=seen.config | ids)
 
 
 def _glm(text: dict[str, Any], eye: dict[str, Any], folder: str, prefix: str) -> Seen:
@@ -174,9 +197,9 @@ def _internvl(text: str, place: str, *processor: str) -> Seen:
     )  # fmt: skip
 
 
-def _pixtral(text: str, ids: dict[str, Any], *processor: str, **fields: Any) -> Seen:
+def _pixtral(text: dict[str, Any], ids: dict[str, Any], *processor: str, **fields: Any) -> Seen:
     return Seen(
-        {"text_config": _text(text), "vision_config": PIXTRAL, **ids},
+        {"text_config": text, "vision_config": PIXTRAL, **ids},
         _images("pixtral", "Pixtral", size={"longest_edge": 84}, patch_size=28),
         _processor(*processor, patch_size=14, spatial_merge_size=2), "[IMG]", **fields,
     )  # fmt: skip
@@ -236,6 +259,12 @@ FAMILIES = {
         {"boi_token": "<|START_OF_IMG|>", "eoi_token": "<|END_OF_IMG|>", "image_token": "<|IMG_PATCH|>", "img_line_break_token": "[IMG_BREAK]"},
         needs="torchvision",
     ),
+    "cosmos3_edge": _qwen(
+        _text("cosmos3_edge_text", **SECTIONS), {k: v for k, v in EYE.items() if k != "image_size"} | {"num_patches": 16, "spatial_merge_size": 2},
+        "cosmos3_edge", "Cosmos3Edge", images=_images("cosmos3_edge", "Cosmos3Edge", patch_size=14, **QWEN_SIZE),
+        told={"return_mm_token_type_ids": True},
+    ),
+    "cosmos3_omni": _qwen(_text("qwen3_vl_text", num_hidden_layers=3, **SECTIONS), QWEN3_EYE | DEEP, "qwen3_vl", "Qwen3VL"),
     "deepseek_vl": Seen(
         {"text_config": LLAMA, "vision_config": SIGLIP, "image_token_id": ID["<image>"]},
         _images("deepseek_vl", "DeepseekVL", size={"height": 56, "width": 56}), _processor("deepseek_vl", "DeepseekVL", num_image_tokens=16),
@@ -267,6 +296,24 @@ FAMILIES = {
     ),
     "gemma4": _gemma4(),
     "gemma4/whole": _gemma4(use_bidirectional_attention="vision", hidden_size_per_layer_input=0, num_kv_shared_layers=0),
+    "gemma4_unified": Seen(
+        {
+            "text_config": _shape("gemma4_unified_text", vocab_size=VOCAB, sliding_window=72, pad_token_id=258, num_kv_shared_layers=0),
+            "vision_config": {
+                "model_type": "gemma4_unified_vision", "patch_size": 4, "mm_embed_dim": 48, "mm_posemb_size": 64, "output_proj_dims": 48,
+            },
+            "audio_config": {"model_type": "gemma4_unified_audio"}, "image_token_id": ID["<soft>"], "boi_token_id": ID["<boi>"],
+            "eoi_token_id": ID["<eoi>"], "audio_token_id": ID["<sound>"], "boa_token_id": ID["<boa>"], "eoa_token_index": ID["<eoa>"],
+            "video_token_id": ID["<|video|>"],
+        },
+        (
+            "gemma4_unified.image_processing_gemma4_unified:Gemma4UnifiedImageProcessor",
+            {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3},
+        ),
+        _processor("gemma4_unified", "Gemma4Unified"), "<soft>",
+        {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<soft>", "boa_token": "<boa>", "eoa_token": "<eoa>", "audio_token": "<sound>"},
+        needs="torchvision",
+    ),
     "glm46v": _glm(_text("glm4v_text", **HALF), {"model_type": "glm4v_vision"}, "glm46v", "Glm46V"),
     "glm4v": _glm(_text("glm4v_text", **HALF), {}, "glm4v", "Glm4v"),
     "glm4v_moe": _glm(_text("glm4v_moe_text", **GLM_MOE, **HALF), {}, "glm4v", "Glm4v"),
@@ -278,6 +325,18 @@ FAMILIES = {
         },
         _images("granite_docling", "GraniteDocling", **PATCHES), _processor("granite_docling", "GraniteDocling", image_seq_len=4),
     ),
+    "hunyuan_vl": Seen(
+        {
+            "text_config": _text("hunyuan_vl_text", rope_parameters=ROPE | {"mrope_section": [2, 2, 2, 2]}), "image_token_id": ID["<image>"],
+            "im_start_id": ID["<img>"], "im_end_id": ID["</img>"], "im_newline_id": ID["[IMG_BREAK]"],
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 14, "out_hidden_size": 64,
+                "max_image_size": 112,
+            },
+        },
+        _images("hunyuan_vl", "HunYuanVL", patch_size=14, **QWEN_SIZE), _processor("hunyuan_vl", "HunYuanVL"), "<img><image></img>",
+        {"image_token": "<image>", "image_start_token": "<img>", "image_end_token": "</img>"},
+    ),
     "idefics2": Seen(
         {
             "text_config": _text("mistral", rms_norm_eps=1e-5), "image_token_id": ID["<image>"], "vision_config": EYE,
@@ -288,6 +347,17 @@ FAMILIES = {
     ),
     "idefics3": _idefics3("idefics3", "Idefics3"),
     "internvl": _internvl("qwen2", "<IMG_CONTEXT>", "internvl", "InternVL"),
+    "kimi_k25": Seen(
+        {
+            "text_config": _text("deepseek_v3", **SHAPES["deepseek_v3/yarn"]), "projection_hidden_size": 32, "image_token_id": ID["<|image_pad|>"],
+            "video_token_id": ID["<|video_pad|>"], "vision_start_token_id": ID["<|vision_start|>"], "vision_end_token_id": ID["<|vision_end|>"],
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "pos_emb_height": 8, "pos_emb_width": 8,
+            },
+        },
+        ("kimi_k25.image_processing_kimi_k25:Kimi_K25ImageProcessor", {"max_patches": 24}),
+        _processor("kimi_k25", "Kimi_K25"), "<|vision_start|><|image_pad|><|vision_end|>", {"image_token": "<|image_pad|>"}, needs="torchvision",
+    ),
     "lfm2_vl": Seen(
         {
             "text_config": _shape("lfm2"), "image_token_id": ID["<image>"], "projector_hidden_size": 48,
@@ -301,8 +371,20 @@ FAMILIES = {
         needs="torchvision",
     ),
     "lighton_ocr": _pixtral(
-        "qwen3", {"image_token_id": ID["[IMG]"]}, "lighton_ocr", "LightOnOcr",
+        _text("qwen3"), {"image_token_id": ID["[IMG]"]}, "lighton_ocr", "LightOnOcr",
         tokens={"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+    ),
+    "llama4": Seen(
+        {
+            "text_config": _shape("llama4_text"), "image_token_index": ID["<|patch|>"], "boi_token_index": ID["<|image_start|>"],
+            "eoi_token_index": ID["<|image_end|>"],
+            "vision_config": {
+                "model_type": "llama4_vision_model", "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "image_size": 56, "patch_size": 14, "vision_output_dim": 48, "projector_input_dim": 48, "projector_output_dim": 48,
+            },
+        },
+        ("llama4.image_processing_llama4:Llama4ImageProcessor", {"size": {"height": 56, "width": 56}, "max_patches": 4}),
+        _processor("llama4", "Llama4", patch_size=14), "<|image|>", needs="torchvision",
     ),
     "llava": _llava("llava", "Llava", image_token_id=ID["<image>"]),
     "llava_next": _llava("llava_next", "LlavaNext", "LlavaNext", image_token_index=ID["<image>"], **PINPOINTS),
@@ -314,7 +396,11 @@ FAMILIES = {
         _images("llava_onevision", "LlavaOnevision", size={"height": 56, "width": 56}, **PINPOINTS),
         _processor("llava_onevision", "LlavaOnevision", num_image_tokens=16, vision_feature_select_strategy="full"),
     ),
-    "mistral3": _pixtral("mistral", {"image_token_index": ID["[IMG]"], "spatial_merge_size": 2}, "pixtral", "Pixtral"),
+    "mistral3": _pixtral(_text("mistral"), {"image_token_index": ID["[IMG]"], "spatial_merge_size": 2}, "pixtral", "Pixtral"),
+    "mistral_large4": _pixtral(
+        _text(*TEXTS["mistral_large4"][:1], **TEXTS["mistral_large4"][1]), {"image_token_index": ID["[IMG]"], "spatial_merge_size": 2},
+        "pixtral", "Pixtral",
+    ),
     "paddleocr_vl": _qwen(
         _text("paddleocr_vl_text", **SECTIONS), EYE | {"spatial_merge_size": 2}, "paddleocr_vl", "PaddleOCRVL",
         images=_images("paddleocr_vl", "PaddleOCRVL", **QWEN_SIZE), tokens={"image_token": "<|image_pad|>"},
@@ -322,14 +408,25 @@ FAMILIES = {
     "paligemma": _paligemma("gemma"),
     "paligemma/2": _paligemma("gemma2", sliding_window=104),
     "qianfan_ocr": _internvl("qwen3", "<image>", "qianfan_ocr", "QianfanOCR"),
+    "qwen2_5_omni_thinker": _omni(
+        _text("qwen2_5_omni_text", **SECTIONS), QWEN_EYE | {"fullatt_block_indexes": [1], "window_size": 56},
+        {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 32, "output_dim": 64}, "qwen2_5_omni", "Qwen2_5Omni",
+        inside="qwen2_5_omni",
+    ),
     "qwen2_vl": _qwen(
         _text("qwen2_vl_text", **SECTIONS), {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4, "patch_size": 14}, "qwen2_vl", "Qwen2VL"
     ),
     "qwen2_5_vl": _qwen(_text("qwen2_5_vl_text", **SECTIONS), QWEN_EYE | {"fullatt_block_indexes": [1], "window_size": 56}, "qwen2_5_vl", "Qwen2_5_VL"),
     "qwen3_5": _qwen(_shape("qwen3_5_text", vocab_size=VOCAB), QWEN3_EYE, "qwen3_vl", "Qwen3VL"),
     "qwen3_5_moe": _qwen(_shape("qwen3_5_moe_text", vocab_size=VOCAB), QWEN3_EYE, "qwen3_vl", "Qwen3VL"),
+    "qwen3_omni_moe_thinker": _omni(
+        _text("qwen3_omni_moe_text", num_hidden_layers=3, **QWEN_MOE, **SECTIONS), QWEN3_EYE | DEEP,
+        {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 32, "output_dim": 64, "downsample_hidden_size": 32},
+        "qwen3_omni_moe", "Qwen3OmniMoe",
+    ),
     "qwen3_vl": _qwen(_text("qwen3_vl_text", num_hidden_layers=3, **SECTIONS), QWEN3_EYE | DEEP, "qwen3_vl", "Qwen3VL"),
     "qwen3_vl_moe": _qwen(_text("qwen3_vl_moe_text", num_hidden_layers=3, **QWEN_MOE, **SECTIONS), QWEN3_EYE | DEEP, "qwen3_vl", "Qwen3VL"),
+    "qwen4_exp": _qwen(_shape("qwen4_exp_text/n-grams", vocab_size=VOCAB, eos_token_id=257), QWEN3_EYE, "qwen3_vl", "Qwen3VL"),
     "smolvlm": _idefics3("smolvlm", "SmolVLM"),
     "video_llama_3": Seen(
         {
@@ -383,7 +480,9 @@ class Reference:
             inputs = self.processor(images=images, text=[text], return_tensors="pt", **options)
         else:  # as batchgen and every tokenizer: a chat template has written all special tokens
             inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-        out = self.model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+        out = self.model.generate(
+            **inputs.to(self.model.dtype), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
+        )
         prompt = inputs["input_ids"][0].tolist()
         return prompt, out[0, len(prompt) :].tolist()
 
@@ -399,6 +498,10 @@ def make(name: str, folder: Path) -> Reference:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 258
     model.save_pretrained(folder)
+    if seen.inside is not None:
+        AutoConfig.for_model(seen.inside, thinker_config=config.to_dict()).save_pretrained(folder)
+        state = {f"thinker.{name}": tensor.contiguous() for name, tensor in model.state_dict().items()}
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer = tokenizer_of(seen)
     tokenizer.save_pretrained(folder)
     _class(seen.images[0])(**seen.images[1]).save_pretrained(folder)
@@ -410,7 +513,7 @@ def make(name: str, folder: Path) -> Reference:
     module = sys.modules[_class(kind_of).__module__]
     if getattr(module, "num2words", str) is None:
         module.num2words = str
-    loose = type("Processor", (_class(kind_of),), {"check_argument_for_proper_class": lambda *_: None})
+    loose = type("Processor", (_class(kind_of),), {"check_argument_for_proper_class": lambda *_: None, **seen.told})
     given = {"image_processor": image_processor, "tokenizer": tokenizer}
     processor = loose(**{n: given.get(n) for n in loose.get_attributes()}, **settings)
     return Reference(model, processor)
