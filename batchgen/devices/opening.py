@@ -83,11 +83,12 @@ def engine_here(
         import torch
 
         from batchgen.engine.engine import Engine  # imports torch
+        from batchgen.kernels.build import compiling
         from batchgen.model.checks.device_check import check_device
         from batchgen.model.loader import load_model, pick_device
 
     watch_memory()
-    with _LOADING:
+    with _LOADING, compiling():
         verdict = check_device(model, pick_device(model.device), tokenizer.hf_config, config.block_size)
         loaded = load_model(model, tokenizer, config.processes, texts)
     costs = costs_file(model, tokenizer.hf_config, config, torch.get_num_threads())

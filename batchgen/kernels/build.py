@@ -15,8 +15,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,30 @@ class NoKernels(BatchgenError):
 _logger = logging.getLogger("batchgen")
 
 
+_running: list[subprocess.Popen[str]] = []
+"""The compilers."""
+_starting, _compiling = threading.Lock(), threading.Lock()
+_given_up = threading.Event()
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """A context in which another thread may compile the kernels. An error that ends it ends the compilers too."""
+    try:
+        yield
+    except BaseException:
+        with _starting:
+            _given_up.set()
+            for run in _running:
+                _kill(run)
+        try:
+            with _compiling:
+                pass  # the other thread has seen it
+        finally:
+            _given_up.clear()
+        raise
+
+
 @cache
 def library() -> ctypes.CDLL:
     """Returns the compiled kernels, which are compiled first if they are not in the cache. Raises `NoKernels` with the reason."""
@@ -71,7 +97,7 @@ def _compiled() -> Path:
             for left in target.parent.glob("unfinished-*"):  # of a killed process: only the lock's holder compiles
                 shutil.rmtree(left, ignore_errors=True)
             if not target.exists():  # another process may have been first
-                with replaced(target) as made:
+                with _compiling, replaced(target) as made:
                     _compile(made)
     except OSError as e:
         raise NoKernels(
@@ -94,33 +120,39 @@ def _compile(to: Path) -> None:
     began = time.monotonic()
     objects = [to.parent / f"{source.stem}.o" for source in sources]
     options = _options(compiler)
-    runs: list[subprocess.Popen[str]] = []
     try:
-        for source, made in zip(sources, objects, strict=True):
-            runs.append(_started([compiler, *options, "-c", str(source), "-o", str(made)]))
+        runs = [
+            _started([compiler, *options, "-c", str(source), "-o", str(made)])
+            for source, made in zip(sources, objects, strict=True)
+        ]
         for done, run in enumerate(reversed(runs), 1):  # the first file takes longest
             _finish(run)
             if done < len(runs):
                 _logger.info("compiling kernels: %d of %d files done", done, len(runs))
-        runs.append(_started([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(to)]))
-        _finish(runs[-1])
+        _finish(_started([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(to)]))
     finally:
-        for run in runs:
-            _end(run)
+        while _running:
+            run = _running.pop()
+            _kill(run)
+            run.communicate()  # waits for its end
     _logger.info("kernels compiled in %.0f s, kept in %s", time.monotonic() - began, to.parent.parent)
 
 
 def _started(command: list[str]) -> subprocess.Popen[str]:
-    """Starts the compiler in a process group of its own: it has children, and `_end` must reach them."""
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)
+    """Starts the compiler in a process group of its own: it has children, which `_kill` must reach."""
+    with _starting:
+        if _given_up.is_set():
+            raise NoKernels("the compilation was interrupted")
+        run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)
+        _running.append(run)
+    return run
 
 
-def _end(run: subprocess.Popen[str]) -> None:
-    """Kills a compiler, and its children, that still runs when the compilation was interrupted or has failed."""
+def _kill(run: subprocess.Popen[str]) -> None:
+    """Kills a compiler that still runs, and its children."""
     if run.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)
-        run.communicate()
 
 
 def _finish(run: subprocess.Popen[str]) -> None:

@@ -5,11 +5,13 @@ import re
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from batchgen.config import ModelConfig
+from batchgen.config import EngineConfig, ModelConfig
+from batchgen.devices.opening import engine_here
 from batchgen.errors import ModelError
 from batchgen.kernels import build, isa
 from batchgen.kernels.isa import instruction_set
@@ -133,7 +135,8 @@ def test_what_a_killed_process_has_left_is_removed_before_the_kernels_are_compil
     assert sorted(file.name for file in build._target().parent.iterdir()) == ["kernels.so", "lock"]
 
 
-def test_no_compiler_runs_on_after_an_interruption(folder, tmp_path, monkeypatch):
+@needs_compiler
+def test_an_error_ends_the_compilers_that_another_thread_has_started(folder, tmp_path, monkeypatch):
     (folder / "other.cpp").write_text("")
     slow, pids = tmp_path / "slow", tmp_path / "pids"
     slow.write_text(
@@ -142,20 +145,41 @@ def test_no_compiler_runs_on_after_an_interruption(folder, tmp_path, monkeypatch
     )
     slow.chmod(0o700)
     monkeypatch.setenv("CXX", str(slow))
-
-    def interrupted(run: object) -> None:
-        while not pids.exists() or len(pids.read_text().split()) < 4:
-            time.sleep(0.01)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(build, "_finish", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        build.library()
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(KeyboardInterrupt), build.compiling():
+            made = pool.submit(build.library)
+            while not pids.exists() or len(pids.read_text().split()) < 4:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+        assert isinstance(made.exception(), build.NoKernels)
     end = time.monotonic() + 60
     while any(is_running(pid) for pid in pids.read_text().split()) and time.monotonic() < end:
         time.sleep(0.01)  # a killed process is gone a moment later
     assert not any(is_running(pid) for pid in pids.read_text().split())
     assert [file.name for file in build._target().parent.iterdir()] == ["lock"]
+    monkeypatch.delenv("CXX")
+    assert build.library().answer() == 42
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_compilers(tiny_model_dir, monkeypatch):
+    seen = []
+
+    @contextmanager
+    def compiling():
+        with pytest.raises(ModelError) as error:
+            yield
+        seen.append(error.value.message)
+        raise error.value
+
+    def fail(*_):
+        raise ModelError("damaged")
+
+    monkeypatch.setattr(build, "compiling", compiling)
+    monkeypatch.setattr("batchgen.model.loader.load_model", fail)
+    config = ModelConfig(model=str(tiny_model_dir), device="cpu")
+    with pytest.raises(ModelError):
+        engine_here(config, load_tokenizer(config), EngineConfig())
+    assert seen == ["damaged"]
 
 
 @needs_compiler
