@@ -6,7 +6,7 @@ import heapq
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -110,8 +110,9 @@ class MeasuredRows:
     @classmethod
     def of(cls, stats: Mapping[str, Any]) -> MeasuredRows:
         """Takes them from the figures of a run."""
-        names = [f.name for f in fields(cls) if f.name != "seconds"]
-        return cls(seconds=stats["seconds"]["generate"], **{name: stats[name] for name in names})
+        rows, seconds = stats["rows_ok"], stats["seconds"]["generate"]  # a row that failed may never have run
+        names = ("completion_tokens", "completion_tokens_per_s")
+        return cls(rows, seconds, rows / seconds if seconds else 0.0, *(stats[name] for name in names))
 
 
 @dataclass(frozen=True, slots=True)

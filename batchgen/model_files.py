@@ -21,6 +21,7 @@ _AGAIN = "the download was not completed: download it again"
 LOCAL = "use a local folder with config.json and the tokenizer's files"
 _GGUF_HEADER = 24
 CLASSIFIER = "ForSequenceClassification"
+CLASSIFY_HINT = "classify the rows with batchgen run --classify, or in Python with task='classify'"
 _HEADS = {
     CLASSIFIER: "a classifier or reward model",
     "ForTokenClassification": "a token classifier",
@@ -296,7 +297,7 @@ def _check_task(folder: Path, settings: Mapping[str, Any], task: str) -> None:
         if kind is not None and not (classifier and task != "generate"):
             raise ModelError(
                 f"the model in {str(folder)!r} is {kind} ({name}), not a model that writes text",
-                "add --classify to classify the rows" if classifier else "give a causal language model (…ForCausalLM)",
+                CLASSIFY_HINT if classifier else "give a causal language model (…ForCausalLM)",
             )
         if task == "classify" and not classifier:
             raise ModelError(

@@ -19,7 +19,8 @@ from batchgen.model.architectures import (
 from batchgen.model.weights.sizes import MemoryTable, memory_table
 from batchgen.model_files import check_weight_files, has_tokenizer
 from batchgen.prompts import load_tokenizer
-from batchgen.prompts.tokenizer import checkpoint_dtype, context_length_of, load_config, text_config
+from batchgen.prompts.images import FAMILIES
+from batchgen.prompts.tokenizer import checkpoint_dtype, context_length_of, language_config, load_config, text_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class ModelReport:
     """None for a folder without tokenizer files."""
     kv_bytes_per_token: int
     """Bytes of KV per token in the checkpoint's dtype; 0 if the configuration does not say."""
+    images: bool
+    """Whether the model is shown the images of rows."""
     memory: MemoryTable | None = None
     """What the weights would take, and what fits this machine; None if the files are not known."""
 
@@ -64,15 +67,17 @@ def report_model(config: ModelConfig) -> ModelReport:
         vocab_size=tokenizer.vocab_size if tokenizer else int(getattr(text, "vocab_size", 0) or 0),
         chat_template=None if tokenizer is None else tokenizer.hf_tokenizer.chat_template is not None,
         kv_bytes_per_token=kv_bytes_per_token(hf_config, dtype),
+        images=getattr(language_config(hf_config), "model_type", "") in FAMILIES,
         memory=memory_table(config, hf_config, dtype),
     )
 
 
 def known_models() -> dict[str, Any]:
-    """The model types that are verified, with the versions of transformers, and those that are refused, with the reason."""
+    """The model types that are verified, with the versions of transformers, those that are shown images, and those that are refused, with the reason."""
     return {
         "verified": sorted(VERIFIED),
         "multimodal": sorted(WRAPPERS),
+        "images": sorted(FAMILIES),
         "refused": dict(sorted(REFUSED.items())),
         "transformers": list(VERIFIED_ON),
     }

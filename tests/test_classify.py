@@ -102,7 +102,7 @@ def test_a_model_without_the_head_that_the_command_needs_is_refused(cli, classif
             "is a classifier or reward model (LlamaForSequenceClassification), not a model that writes text"
             in plain.err
         )
-        assert "add --classify to classify the rows" in plain.err
+        assert "; classify the rows with batchgen run --classify, or in Python with task='classify'" in plain.err
         headless = cli(command, path, "-m", tiny_model_dir, "--classify")
         assert headless.code == 1
         assert "has no classification head (its architecture is LlamaForCausalLM)" in headless.err

@@ -77,6 +77,14 @@ def test_measuring_again_takes_other_rows_and_ends_with_the_job(tiny_model_dir, 
     assert measure_job(config, 30) is None
 
 
+def test_rows_that_fail_before_they_run_are_not_measured(tiny_model_dir, write_jsonl, tmp_path):
+    source = write_jsonl([{"prompt": None}, *ROWS])
+    measured = measure_job(JobConfig(inputs=source, model=tiny_model_dir, output=str(tmp_path / "o.jsonl")), 4)
+    assert measured is not None
+    assert measured.rows == 4
+    assert measured.rows_per_s == pytest.approx(4 / measured.seconds)
+
+
 def test_status_counts_the_measured_rows_among_all_rows(tiny_model_dir, write_jsonl, tmp_path):
     config = config_of(tiny_model_dir, write_jsonl(ROWS), tmp_path / "out.jsonl", sampling=SamplingParams(max_tokens=4))
     assert measure_job(config, 8).rows == 8

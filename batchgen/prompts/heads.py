@@ -12,7 +12,7 @@ from typing import Any
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
-from batchgen.model_files import CLASSIFIER, read_json, read_json_list
+from batchgen.model_files import CLASSIFIER, CLASSIFY_HINT, read_json, read_json_list
 from batchgen.parsers.heads import OutputHead
 
 MODULES = "modules.json"
@@ -31,7 +31,7 @@ def read_head(config: ModelConfig, hf_config: Any) -> OutputHead | None:
     if name.endswith(CLASSIFIER):
         raise ModelError(
             f"the model {config.model!r} is a classifier or reward model ({name}), not a model that writes text",
-            "add --classify to classify the rows",
+            CLASSIFY_HINT,
         )
     return None
 

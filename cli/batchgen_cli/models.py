@@ -55,8 +55,9 @@ def _known_lines(known: dict[str, Any]) -> list[str]:
     oldest, newest = known["transformers"]
     lines = [f"Verified with transformers {oldest} to {newest}: the same tokens as generate().", ""]
     lines += textwrap.wrap(", ".join(known["verified"]), 98, initial_indent="  ", subsequent_indent="  ")
-    lines += ["", "Verified with text rows, without their vision and audio parts:", ""]
-    lines += textwrap.wrap(", ".join(known["multimodal"]), 98, initial_indent="  ", subsequent_indent="  ")
+    lines += ["", "Verified with text rows, without their audio parts. Only those with * are shown images:", ""]
+    names = [f"{name}*" if name in known["images"] else name for name in known["multimodal"]]
+    lines += textwrap.wrap(", ".join(names), 98, initial_indent="  ", subsequent_indent="  ")
     lines += ["", "Refused, because their answers would be wrong:", ""]
     lines += [f"  {name:<28} {why}" for name, why in known["refused"].items()]
     return [
@@ -82,6 +83,7 @@ def _report_lines(report: ModelReport) -> list[str]:
         *context,
         f"size      {counted(report.layers, 'layer')}, {counted(report.vocab_size, 'token')} in the vocabulary, {report.dtype}",
         f"prompts   {_PROMPTS[report.chat_template]}",
+        *(["images    shown to the model"] if report.images else ()),
         f"KV        {kv}",
         *(() if report.memory is None else memory_lines(report.memory, 10)),
     ]

@@ -183,7 +183,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "classifier": (
         settings(architectures=["LlamaForSequenceClassification"]),
         "the model in 'M' is a classifier or reward model (LlamaForSequenceClassification), not a model that writes text; "
-        "add --classify to classify the rows",
+        "classify the rows with batchgen run --classify, or in Python with task='classify'",
     ),
     "bert": (
         settings(architectures=["BertForMaskedLM"], model_type="bert"),
@@ -338,6 +338,14 @@ def test_a_model_that_would_run_is_told_from_its_configuration_and_what_there_is
     assert (shown["verified"], shown["chat_template"]) == (True, chat_template)
 
 
+@pytest.mark.parametrize(("name", "lines"), [("llava", ["images    shown to the model"]), ("llama", [])])
+def test_a_model_that_is_shown_images_says_so(name, lines, cli, tmp_path):
+    transformers.AutoConfig.for_model(name).save_pretrained(tmp_path)
+    outcome = cli("models", tmp_path)
+    assert [line for line in outcome.out.splitlines() if line.startswith("images")] == lines
+    assert json.loads(cli("models", tmp_path, "--json").out)["images"] == bool(lines)
+
+
 def test_a_context_that_is_shorter_than_the_configuration_says_is_explained(cli, tiny_chat_model_dir, tmp_path):
     folder = Path(shutil.copytree(tiny_chat_model_dir, tmp_path / "model"))
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -356,6 +364,7 @@ def test_a_model_that_would_be_refused_is_refused(cli, tiny_model_dir, tmp_path)
     outcome = cli("models", folder)
     assert (outcome.code, outcome.out) == (1, "")
     assert "is a classifier or reward model (LlamaForSequenceClassification)" in outcome.err
+    assert outcome.err.endswith("; classify the rows with batchgen run --classify, or in Python with task='classify'\n")
 
 
 def test_the_verified_and_the_refused_types_are_listed(cli):
@@ -363,7 +372,10 @@ def test_the_verified_and_the_refused_types_are_listed(cli):
     assert (outcome.code, outcome.err) == (0, "")
     assert "qwen3" in outcome.out.replace(",", " ").split()
     assert max(map(len, outcome.out.splitlines())) <= 110
+    words = outcome.out.replace(",", " ").split()
+    assert ("qwen2_5_vl*" in words, "granite_speech" in words) == (True, True)
     known = json.loads(cli("models", "--json").out)
+    assert set(known["images"]) < set(known["multimodal"])
     assert "llama" in known["verified"]
     assert not set(known["verified"]) & set(known["refused"])
 
