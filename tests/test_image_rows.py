@@ -32,10 +32,10 @@ from batchgen.config import InputLimits
 from batchgen.dry_run import plan_job
 from batchgen.errors import Interrupted, UsageError
 from batchgen.records.images import image_digest
-from support.jobs import FINISHED_FILES
 from support.params import slow_but
 from support.progress import Recorder, interrupt, rows_done
 from support.python_process import environment
+from support.runs import FINISHED_FILES
 from support.vision import FAMILIES, Reference, make, picture
 
 # Of transformers' processor for GLM 4V.

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from support.harness import CASES, Job, Runs
-from support.jobs import run, texts, write_input
+from support.runs import runs
 
-__all__ = ["run", "texts", "write_input"]
+__all__ = ["runs"]
 
 
 @pytest.fixture(scope="session")
-def runs(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+def harness(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """The process that starts all runs of the harness (`support/harness.py`)."""
     root, scratch = Path(__file__).parents[2], tmp_path_factory.mktemp("runs")
     paths = [str(root), str(root / "cli"), str(root / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -42,6 +42,6 @@ def runs(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture
-def job(runs: Runs, request: pytest.FixtureRequest, tmp_path: Path) -> Job:
+def job(harness: Runs, request: pytest.FixtureRequest, tmp_path: Path) -> Job:
     """The job of the case that the test names in its (indirect) parameter."""
-    return Job(runs, CASES[request.param], tmp_path / "job")
+    return Job(harness, CASES[request.param], tmp_path / "job")

@@ -27,7 +27,6 @@ class Folder(Runs):
     def __init__(self, path: Path, model: Path, window: int | None) -> None:
         path.mkdir()
         super().__init__(path, model)
-        self.job_folder = path / "o.jsonl.job"
         self.window = window
         self.expected: dict[str, bytes] = {}
         write_common_input(path)

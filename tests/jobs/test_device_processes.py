@@ -34,9 +34,9 @@ def gone(pids: list[int]) -> bool:
 
 
 @pytest.fixture
-def long_job(runs: Runs, tmp_path: Path) -> Job:
+def long_job(harness: Runs, tmp_path: Path) -> Job:
     """A job with rows long enough to interrupt. Its expected output is that of one process."""
-    job = Job(runs, Case(options=LONG, settings=TINY_SPOOL), tmp_path / "job")
+    job = Job(harness, Case(options=LONG, settings=TINY_SPOOL), tmp_path / "job")
     job.case = replace(job.case, options=(*LONG, *TWO))
     job.prepare()
     return job
@@ -61,8 +61,8 @@ SLOW = ("sampled", "labels", "windows", "in their own order")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in OPTIONS])
-def test_two_processes_write_what_one_writes(runs, tmp_path, kind):
-    job = Job(runs, Case(options=OPTIONS[kind], settings=TINY_SPOOL), tmp_path / "job")
+def test_two_processes_write_what_one_writes(harness, tmp_path, kind):
+    job = Job(harness, Case(options=OPTIONS[kind], settings=TINY_SPOOL), tmp_path / "job")
     job.case = replace(job.case, options=(*OPTIONS[kind], *TWO))
     job.go_on()
     stats = json.loads((job.job_folder / "stats.json").read_text())

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +13,11 @@ from batchgen.errors import UsageError
 from batchgen.jobs.order.requests import FirstReading
 from batchgen.request import Leaf
 from batchgen.result import Result
-from support.runs import Oracle, Runs
+from support.runs import Oracle
 
 PROMPTS = ["p0", "p1", "p0", "p2", "p0", "p1", "p3", "p0"]
 """Rows of four different prompts."""
 WINDOWS = pytest.mark.parametrize("window", [None, 3])
-
-
-@pytest.fixture
-def runs(tmp_path: Path, tiny_model_dir: Path) -> Runs:
-    return Runs(tmp_path, tiny_model_dir)
 
 
 def counts(report: JobReport | None) -> tuple[int, ...]:

@@ -1,144 +1,229 @@
-"""A job's folder when the job begins, is killed, continues, finishes, and changes."""
+"""A job's folder when the job begins, is killed, goes on, finishes and changes, and accidents that it survives."""
 
+import errno
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from batchgen.config import JobConfig
-from batchgen.errors import OutputLocked
+from batchgen import SamplingParams
+from batchgen.errors import OutputError, OutputLocked, UsageError
 from batchgen.jobs.files.lease import Lease
+from batchgen.jobs.files.manifest import differences, load_manifest
 from batchgen.jobs.files.results import Results
-from batchgen.jobs.opening import find_finished
-from batchgen.records import open_input
-from support.jobs import FINISHED_FILES, SETTINGS, job_open
+from batchgen.records.writers import DigestFile
 from support.python_process import holding
+from support.runs import FINISHED_FILES
+
+START_AGAIN = "use --overwrite to start again, or another -o"
 
 
-def test_a_job_leaves_its_output_and_a_small_folder(run, write_input):
-    write_input(["a", "fail", "cut"])
-    job, generated = run(token_ids=True)
-    usage = {"prompt_tokens": 1, "completion_tokens": 2}
-    first, second, third = (json.loads(line) for line in Path("o.jsonl").read_text().splitlines())
-    assert first == {
-        "id": 0, "prompt": "a", "text": "A", "finish_reason": "stop", "usage": usage, "token_ids": [1, 2],
-        "error": None,
-    }  # fmt: skip
-    assert second["error"] == {"type": "does_not_fit", "message": "too big"}
-    assert third["truncated"] is True
-    assert generated == ["cut", "fail", "a"]
-    assert job.notes == []
-    assert Path("o.jsonl.job/keys").stat().st_size == 48
-    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == FINISHED_FILES
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_disk_that_the_output_has_filled_does_not_fail_the_job(run, write_input, monkeypatch):
-    write_input(["a", "fail", "cut"])
+@pytest.mark.parametrize("output", ["o.jsonl", "o.jsonl.gz", "o.jsonl.zst", "o.parquet", "o.csv", "o.tsv.gz"])
+def test_a_job_leaves_a_small_folder_with_which_its_rows_are_used_again(runs, output):
+    runs.output = output
+    assert sorted(runs.run(["a", "fail", "cut"], token_ids=True)[0]) == ["a", "cut", "fail"]
+    is_text = ".csv" in output or ".tsv" in output  # which does not hold results whole
+    assert files(runs.job_folder) == sorted([*FINISHED_FILES, "kept.sqlite"] if is_text else FINISHED_FILES)
+    assert (runs.job_folder / "keys").stat().st_size == 48
+    assert runs.run(["d", "cut", "a", "fail"], token_ids=True)[0] == ["d"]
+    assert f"{output} was finished: 3 of its results are used again" in runs.notes
+    rows = runs.rows()
+    assert [row["text"] or None for row in rows] == ["a: d", "a: cut", "a: a", None]
+    assert [row["token_ids"] or None for row in rows] == [("[1]" if is_text else [1])] * 3 + [None]
+    assert [row.get("truncated") in (True, "true") for row in rows] == [False, True, False, False]
+    error = {"type": "does_not_fit", "message": "too big"}
+    assert (json.loads(rows[3]["error"]) if is_text else rows[3]["error"]) == error
+
+
+def test_a_disk_that_the_output_has_filled_does_not_fail_the_job(runs, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Results, "shrink", lambda self, keys: None)
-        job, _ = run()
-    assert job.notes == [
+        runs.run(["a", "fail"])
+    assert runs.notes[-1] == (
         "the disk is full, so o.jsonl.job/results.sqlite stays; the same command removes it once there is space"
-    ]
-    assert Path("o.jsonl.job/results.sqlite").exists()
+    )
     whole = Path("o.jsonl").read_bytes()
-    job, generated = run()
-    assert (job.finished is not None, generated, Path("o.jsonl").read_bytes()) == (True, [], whole)
-    assert sorted(p.name for p in Path("o.jsonl.job").iterdir()) == FINISHED_FILES
+    answered, report = runs.run(["a", "fail"])
+    assert (report.already_finished, answered, Path("o.jsonl").read_bytes()) == (True, [], whole)
+    assert files(runs.job_folder) == FINISHED_FILES
 
 
-def test_only_a_command_that_would_find_nothing_to_do_is_known_to_have_finished_its_job(run, write_input):
-    def is_finished(digest: str, **options) -> bool:
-        config = JobConfig(inputs="in.jsonl", model="m", output="o.jsonl", **options)
-        source = open_input(["in.jsonl"], format=None, output="o.jsonl")
-        return find_finished("o.jsonl", digest=digest, input=source, config=config) is not None
-
-    spec = {"settings": SETTINGS | {"chat": False}, "stats": {"job": {"finish_reasons": {"stop": 11, "error": 1}}}}
-    write_input(["fail", *"abcdefghijk"])
-    run(digest="digest", **spec)
-    assert is_finished("digest")
-    assert is_finished("digest", prune=True)  # nothing to remove
-    assert not is_finished("another")
-    assert not is_finished("digest", limit=3)
-    assert not is_finished("digest", retry="errors")
-    write_input(["fail", *"abcdefghij"])
-    assert not is_finished("digest")
-    run(digest="digest", **spec)
-    assert is_finished("digest")
-    assert not is_finished("digest", prune=True)  # the result of "k" is still there
-    run(digest="", overwrite=True, **spec)
-    assert not is_finished("")  # the command cannot be known
-
-
-def test_a_killed_run_is_named_and_continued(run, texts, write_input):
-    write_input(["a", "b", "c"])
-    run(stop_after=2)
-    claims = Path("o.jsonl.job/claims").absolute()
+def test_a_killed_run_is_named_and_continued(runs):
+    runs.run(["a", "b", "c"], most=2)
     with (
-        holding(Lease, claims, "o.jsonl") as process,
+        holding(Lease, Path("o.jsonl.job/claims").absolute(), "o.jsonl") as process,
         pytest.raises(OutputLocked, match=f"process {process.pid} on {socket.gethostname()}"),
     ):
-        job_open()
-    job, generated = run()
-    assert generated == ["a"]
-    assert job.notes == [f"an earlier run (process {process.pid}) was killed; this run continues it"]
-    assert texts() == ["A", "B", "C"]
+        runs.run(["a", "b", "c"])
+    assert runs.run(["a", "b", "c"])[0] == ["c"]
+    assert f"an earlier run (process {process.pid}) was killed; this run continues it" in runs.notes
+    assert runs.texts() == ["a: a", "a: b", "a: c"]
 
 
-def test_rows_are_kept_in_every_format_of_the_output(run, write_input):
-    for output in ("o.parquet", "o.jsonl.gz", "o.jsonl.zst"):
-        write_input(["a", "fail", "cut"])
-        run(output, token_ids=True)
-        write_input(["a", "fail", "cut", "d"])
-        assert run(output, token_ids=True)[1] == ["d"]
-        rows = list(open_input([output], format=None, output=None).rows())
-        assert [r.columns["text"] for r in rows] == ["A", None, "CUT", "D"]
-        assert [r.columns["token_ids"] for r in rows] == [[1, 2], None, [1, 2], [1, 2]]
-        assert [bool(r.columns.get("truncated")) for r in rows] == [False, False, True, False]
-        assert rows[1].columns["error"] == {"type": "does_not_fit", "message": "too big"}
+def test_malformed_rows_never_have_a_key(runs):
+    runs.run(["a", None])
+    assert (runs.job_folder / "keys").read_bytes()[16:] == bytes(16)
+    assert runs.rows()[1]["error"] == {"type": "invalid_row", "message": "in.jsonl:2: not an object but a list"}
+    assert runs.run(["a", "b"])[0] == ["b"]
 
 
-@pytest.mark.parametrize("output", ["o.csv", "o.tsv.gz"])
-def test_the_results_of_a_csv_output_are_kept_in_the_folder(run, write_input, output):
-    write_input(["a", "fail", "cut"])
-    run(output, token_ids=True)
-    write_input(["d", "a", "fail"])
-    job, generated = run(output, token_ids=True, prune=True)
-    assert generated == ["d"]
-    assert job.notes[0] == f"{output} was finished: 3 of its results are used again"
-    rows = [row.columns for row in open_input([output], format=None, output=None).rows()]
-    assert [(row["text"], row["token_ids"]) for row in rows] == [("D", "[1, 2]"), ("A", "[1, 2]"), ("", "")]
-    assert rows[2]["error"] == '{"type": "does_not_fit", "message": "too big"}'
-
-
-def test_malformed_rows_never_have_a_key(run):
-    Path("in.jsonl").write_text('{"prompt": "a"}\nnot json\n')
-    run()
-    assert Path("o.jsonl.job/keys").read_bytes()[16:] == bytes(16)
-    assert json.loads(Path("o.jsonl").read_text().splitlines()[1])["error"] == {
-        "type": "invalid_row",
-        "message": "in.jsonl:2: not JSON: Expecting value at column 1",
-    }
-    Path("in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    assert run()[1] == ["b"]
-
-
-def test_other_versions_of_packages_are_only_noted(run, write_input):
-    write_input(["a", "b"])
-    run(stop_after=1, mentions={"transformers": "5.17.0", "torch": "2.11"})
-    job, generated = run(mentions={"transformers": "5.23.0", "torch": "2.11"})
-    assert generated == ["a"]
-    assert job.notes == ['o.jsonl was started with other versions: transformers was "5.17.0", is "5.23.0"']
-
-
-def test_damaged_keys_are_not_trusted(run, write_input):
-    write_input(["a"])
-    run()
+def test_damaged_keys_are_not_trusted(runs):
+    runs.run(["a"])
     Path("o.jsonl.job/keys").write_bytes(b"x" * 16)
-    write_input(["a", "b"])
-    job, generated = run()
-    assert generated == ["b", "a"]
-    assert job.notes == [
-        "o.jsonl.job/keys is damaged, so the rows of o.jsonl cannot be recognised: they are generated again"
-    ]
+    assert runs.run(["a", "b"])[0] == ["a", "b"]
+    assert "o.jsonl.job/keys is damaged, so the rows of o.jsonl cannot be recognised: they are generated again" in runs.notes  # fmt: skip
+
+
+MANIFEST = Path("o.jsonl.job/manifest.json")
+
+
+def test_other_versions_of_packages_are_only_noted(runs):
+    runs.run(["a", "b"], most=1)
+    manifest = load_manifest(MANIFEST)
+    replace(manifest, mentions=manifest.mentions | {"transformers": "4.0"}).save(MANIFEST)
+    assert runs.run(["a", "b"])[0] == ["b"]
+    (note,) = [note for note in runs.notes if "versions" in note]
+    assert note.startswith('o.jsonl was started with other versions: transformers was "4.0", is "')
+
+
+def test_a_command_that_cannot_be_known_is_not_taken_for_finished(runs, monkeypatch):
+    runs.run(["a"])
+    replace(load_manifest(MANIFEST), command="").save(MANIFEST)
+    monkeypatch.setattr("batchgen.job_setup.command_digest", lambda *_: "")
+    assert runs.run(["a"])[0] == []
+    assert runs.loaded == 2
+
+
+# -- refused
+
+
+def test_other_settings_are_refused_by_name_and_overwrite_starts_again(runs):
+    runs.run(["a"])
+    other = {"sampling": SamplingParams(max_tokens=3, temperature=0.7)}
+    with pytest.raises(UsageError) as caught:
+        runs.run(["a"], **other)
+    assert str(caught.value) == (
+        f"o.jsonl was made with other settings: max_tokens was 4, is 3; temperature was 0, is 0.7; {START_AGAIN}"
+    )
+    assert runs.texts() == ["a: a"]
+    assert runs.run(["a"], overwrite=True, **other)[0] == ["a"]
+    with pytest.raises(UsageError, match=r"temperature was 0\.7, is 0"):
+        runs.run(["a"])
+
+
+def test_an_option_that_an_earlier_version_did_not_have_had_its_default(runs):
+    runs.run(["a"])
+    manifest = load_manifest(MANIFEST)
+    replace(manifest, settings={k: v for k, v in manifest.settings.items() if k not in ("min_p", "prefix")}).save(
+        MANIFEST
+    )
+    with pytest.raises(UsageError, match=r"min_p was 0, is 0\.5"):
+        runs.run(["a", "b"], sampling=SamplingParams(max_tokens=4, min_p=0.5))
+    assert runs.run(["a", "b"])[0] == ["b"]
+
+
+FILES = ("config.json", "a.safetensors", "b.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ({"t": 0.0, "stop": []}, {"t": 0.7, "stop": ["\n"]}, 't was 0, is 0.7; stop was [], is ["\\n"]'),
+        ({}, {"template": "x" * 100}, f'template was not set, is "{"x" * 59}…"'),
+        ({"a": None, "b": False}, {"c": []}, ""),
+        ({f"model file {f}": 1 for f in FILES} | {"a": 0}, {f"model file {f}": 2 for f in FILES} | {"a": 1, "b": 2},
+            "3 files of the model differ (config.json, a.safetensors, …); a was 0, is 1; b was not set, is 2"),
+        ({f"model file {f}": "1 bytes" for f in FILES[1:]}, {f"model file {f}": "2 bytes" for f in FILES[1:]},
+            'model file a.safetensors was "1 bytes", is "2 bytes"; model file b.safetensors was "1 bytes", is "2 bytes"'),
+        ({}, {f"s{i}": 1 for i in range(8)}, "; ".join([*(f"s{i} was not set, is 1" for i in range(6)), "and 2 more"])),
+    ],
+)  # fmt: skip
+def test_differences_are_named_and_many_of_them_summarized(old, new, said):
+    assert differences(old, new) == said
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [('{"schema": "batchgen.job/0"}', "was written by another version of batchgen"), ("{", "is damaged")],
+)
+def test_a_folder_whose_manifest_cannot_be_read_is_refused(manifest, message, runs):
+    runs.job_folder.mkdir()
+    (runs.job_folder / "manifest.json").write_text(manifest)
+    with pytest.raises(UsageError) as caught:
+        runs.run(["a"])
+    assert str(caught.value) == f"o.jsonl.job/manifest.json {message}; {START_AGAIN}"
+
+
+# -- other places
+
+
+def test_the_work_dir_holds_the_folder_of_one_output(runs):
+    Path("work").mkdir()
+    runs.run(["a"], work_dir="work")
+    assert Path("work/o.jsonl.job/keys").exists()
+    assert not Path("o.jsonl.job").exists()
+    assert runs.run(["a"], work_dir="work")[1].already_finished
+    Path("elsewhere").mkdir()
+    runs.output = "elsewhere/o.jsonl"
+    with pytest.raises(UsageError) as caught:
+        runs.run(["a"], work_dir="work")
+    assert str(caught.value) == (
+        f"work/o.jsonl.job is the job folder of {Path('o.jsonl').absolute()}; use another --work-dir, or another -o"
+    )
+
+
+def test_the_output_and_its_folder_can_be_moved_together(runs):
+    runs.run(["a"])
+    Path("moved").mkdir()
+    for name in ("o.jsonl", "o.jsonl.job"):
+        Path(name).rename(f"moved/{name}")
+    runs.output = "moved/o.jsonl"
+    assert runs.run(["a"])[1].already_finished
+
+
+def test_with_a_work_dir_on_another_disk_the_output_still_appears_at_once(runs, monkeypatch):
+    Path("work").mkdir()
+    real = Path.replace
+
+    def other_disk(self, target):
+        if self.parent.name == "o.jsonl.job" and Path(target).parent != self.parent:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", other_disk)
+    runs.run(["a"], work_dir="work")
+    assert runs.texts() == ["a: a"]
+    assert [name for name in files(Path()) if name.startswith(".")] == []
+    assert runs.run(["a"], work_dir="work")[1].already_finished
+
+
+def test_an_output_that_is_a_link_stays_a_link(runs):
+    Path("real").mkdir()
+    Path("o.jsonl").symlink_to("real/o.jsonl")
+    runs.run(["a"])
+    assert Path("o.jsonl").is_symlink()
+    assert Path("real/o.jsonl").exists()
+    assert runs.run(["a"])[1].already_finished
+
+
+def _full(self, data):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("output", ["o.parquet", "o.jsonl.zst"])
+def test_a_full_disk_at_the_end_leaves_the_old_output_in_place(runs, output, monkeypatch):
+    runs.output = output
+    runs.run(["a"])
+    old = Path(output).read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(DigestFile, "write", _full)
+        with pytest.raises(OutputError, match="No space left on device"):
+            runs.run(["a", "b"])
+    assert Path(output).read_bytes() == old
+    assert runs.run(["a", "b"])[0] == []

@@ -225,9 +225,9 @@ def finish_shards(job: Job, rng: random.Random, kills: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("--temperature", "0.9", "--seed", "7"), ("-n", "2", "--temperature", "0.9")])
-def test_shards_killed_at_random_moments_give_the_output_of_one_run(runs, tmp_path, options):
+def test_shards_killed_at_random_moments_give_the_output_of_one_run(harness, tmp_path, options):
     case = Case(options=(*options, "--flush-every", "0"), settings=TINY_SPOOL)
-    job = Job(runs, case, tmp_path / "job")
+    job = Job(harness, case, tmp_path / "job")
     rng = random.Random(str(options))
     killed = 0
     for _ in range(ROUNDS):
@@ -241,8 +241,8 @@ def test_shards_killed_at_random_moments_give_the_output_of_one_run(runs, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_waiting_shard_takes_over_from_a_killed_first_reader(runs, tmp_path):
-    job = Job(runs, Case(settings=TINY_SPOOL), tmp_path / "job")
+def test_a_waiting_shard_takes_over_from_a_killed_first_reader(harness, tmp_path):
+    job = Job(harness, Case(settings=TINY_SPOOL), tmp_path / "job")
     job.prepare()
     reader = job.start("--shard", "1/2", "--merge", quiet=False, how="SIGSTOP", at=1, only="write out.jsonl.job/shards")
     reader.until_stopped()
@@ -261,8 +261,8 @@ def test_a_waiting_shard_takes_over_from_a_killed_first_reader(runs, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["kill", "torn"])
-def test_a_merge_killed_at_any_step_of_its_writing_gives_the_usual_output(runs, tmp_path, way):
-    job = Job(runs, Case(settings=TINY_SPOOL), tmp_path / "job")
+def test_a_merge_killed_at_any_step_of_its_writing_gives_the_usual_output(harness, tmp_path, way):
+    job = Job(harness, Case(settings=TINY_SPOOL), tmp_path / "job")
     job.prepare()
     for number in (1, 2):
         assert job.run("--shard", f"{number}/2").code in (0, 3)

@@ -45,11 +45,9 @@ class TruncatingOracle(Oracle):
         )  # fmt: skip
 
 
-@pytest.fixture
-def runs(tmp_path: Path, tiny_model_dir: Path) -> Runs:
-    found = Runs(tmp_path, tiny_model_dir)
-    found.engine = TruncatingOracle
-    return found
+@pytest.fixture(autouse=True)
+def truncating(runs: Runs) -> None:
+    runs.engine = TruncatingOracle
 
 
 def with_limit(limit: int, **sampling: Any) -> dict[str, Any]:

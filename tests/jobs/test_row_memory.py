@@ -20,7 +20,6 @@ from batchgen.jobs.files.row_memory import KnownRequest
 from batchgen.prompts import PromptBuilder
 from batchgen.records import Row
 from batchgen.result import Result
-from support.runs import Runs
 
 A, B, C = (letter.encode() * 16 for letter in "abc")
 PROMPTS = [f"p{i}" for i in range(6)]
@@ -84,11 +83,6 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     monkeypatch.setattr(PromptBuilder, "build", counted)
     return rendered
-
-
-@pytest.fixture
-def runs(tmp_path: Path, tiny_model_dir: Path) -> Runs:
-    return Runs(tmp_path, tiny_model_dir)
 
 
 WINDOWS = pytest.mark.parametrize("window", [None, 4])

@@ -20,11 +20,6 @@ from support.runs import Runs
 ROWS = 12
 
 
-@pytest.fixture
-def runs(tmp_path: Path, tiny_model_dir: Path) -> Runs:
-    return Runs(tmp_path, tiny_model_dir)
-
-
 PROMPTS = [f"p{i}" for i in range(40)]
 
 
@@ -94,6 +89,9 @@ def test_a_finished_job_is_recognised_before_a_tokenizer_is_loaded(runs):
     assert (again.stats, again.exit_code, again.chat) == (first.stats, first.exit_code, first.chat)
     assert runs.run(PROMPTS, retry=("errors", "length"), prune=True)[1] == again
     assert runs.loaded == 1
+    for prune, loaded in ((False, 2), (False, 2), (True, 3)):  # a result that no row has is there until it is pruned
+        runs.run(PROMPTS[:39], prune=prune)
+        assert runs.loaded == loaded
 
 
 def _damage(name: str) -> Callable[[Runs], object]:

@@ -1,6 +1,5 @@
 """Outputs in an object store: the job's folder, recognizing the object, crashes and store errors."""
 
-import json
 from pathlib import Path
 
 import fsspec
@@ -11,25 +10,10 @@ from batchgen.jobs.files import target
 from batchgen.jobs.files.manifest import Manifest
 from batchgen.jobs.files.target import LocalTarget, RemoteTarget, known_as, open_target
 from batchgen.records.output import job_path, jobs_folder
-from support.jobs import FINISHED_FILES, crash
 from support.params import slow_but
+from support.runs import FINISHED_FILES
 
 HINT = "check the address, your access to it and the connection, or use another -o"
-
-
-@pytest.fixture(params=["memory", "s3"])
-def store(request):
-    """A store's file system and the URL of an output in it."""
-    return request.getfixturevalue(request.param), f"{request.param}://bucket/out/o.jsonl"
-
-
-@pytest.fixture(params=["local", "memory", "s3"])
-def place(request, tmp_path, monkeypatch):
-    """The same, and a folder of this machine."""
-    if request.param == "local":
-        monkeypatch.chdir(tmp_path)
-        return fsspec.filesystem("file"), "o.jsonl"
-    return request.getfixturevalue(request.param), f"{request.param}://bucket/out/o.jsonl"
 
 
 @pytest.fixture
@@ -42,9 +26,18 @@ def memory(monkeypatch, tmp_path):
     return fs
 
 
-def lines(fs, url):
-    fs.invalidate_cache()
-    return [json.loads(line)["text"] for line in fs.cat_file(url).splitlines()]
+@pytest.fixture
+def place(request, runs):
+    """A file system and the output of `runs` in it, by the name of the store."""
+    kind = getattr(request, "param", "memory")
+    if kind == "local":
+        return fsspec.filesystem("file"), str(runs.output)
+    runs.output = f"{kind}://bucket/out/o.jsonl"
+    return request.getfixturevalue(kind), runs.output
+
+
+anywhere = pytest.mark.parametrize("place", ["local", "memory", "s3"], indirect=True)
+in_a_store = pytest.mark.parametrize("place", ["memory", "s3"], indirect=True)
 
 
 def everything(fs):
@@ -52,133 +45,136 @@ def everything(fs):
     return sorted(p.removeprefix("/") for p in fs.find("bucket"))
 
 
-def test_an_edited_output_is_not_replaced_but_an_identical_copy_is(place, run, write_input):
+@anywhere
+def test_an_edited_output_is_not_replaced_but_an_identical_copy_is(place, runs):
     fs, url = place
-    write_input(["a"])
-    run(url)
+    runs.run(["a"])
     fs.pipe_file(url, fs.cat_file(url))
-    assert run(url)[0].finished == {"rows": 1}
-    fs.pipe_file(url, fs.cat_file(url).replace(b"A", b"B"))
+    assert runs.run(["a"])[1].already_finished
+    fs.pipe_file(url, fs.cat_file(url).replace(b"a: a", b"a: b"))
     with pytest.raises(UsageError) as caught:
-        run(url)
-    assert (
-        str(caught.value)
-        == f"{url} was changed since batchgen wrote it; move it away, or use --overwrite to start again"
+        runs.run(["a"])
+    assert str(caught.value) == (
+        f"{url} was changed since batchgen wrote it; move it away, or use --overwrite to start again"
     )
-    assert run(url, overwrite=True)[1] == ["a"]
-    assert lines(fs, url) == ["A"]
+    assert runs.run(["a"], overwrite=True)[0] == ["a"]
+    assert runs.texts() == ["a: a"]
 
 
-def test_an_unknown_output_is_only_replaced_with_overwrite(place, run, write_input):
+@anywhere
+def test_an_unknown_output_is_only_replaced_with_overwrite(place, runs):
     fs, url = place
-    write_input(["a"])
     fs.pipe_file(url, b"mine\n")
     with pytest.raises(UsageError) as caught:
-        run(url)
+        runs.run(["a"])
     assert str(caught.value) == (
         f"{url} exists and has no job folder, so batchgen does not know whether it may replace it; use the --work-dir of its run if it had one, --overwrite to replace it, or another -o"
     )
-    assert not job_path(url, None).exists()
-    run(url, overwrite=True, stop_after=0)
+    assert not runs.job_folder.exists()
+    runs.run(["a"], overwrite=True, most=0)
     assert fs.cat_file(url) == b"mine\n"
-    assert run(url)[1] == ["a"]  # the job began with --overwrite
-    assert lines(fs, url) == ["A"]
+    assert runs.run(["a"])[0] == ["a"]  # the job began with --overwrite
+    assert runs.texts() == ["a: a"]
+
+
+def crash(patch, owner, method, at, *, after):
+    """Makes call `at` (from 1) of a method die, before or `after` it has done its work."""
+    real = getattr(owner, method)
+    calls = []
+
+    def crashing(*args):
+        calls.append(1)
+        if len(calls) == at and not after:
+            raise KeyboardInterrupt
+        done = real(*args)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return done
+
+    patch.setattr(owner, method, crashing)
 
 
 @pytest.mark.parametrize("place", slow_but(["local", "memory"], ["local", "memory", "s3"]), indirect=True)
 @pytest.mark.parametrize("again", slow_but([True], [False, True]))
-@pytest.mark.parametrize(
-    "step", ["save, before", "save, after", "put, before", "put, after", "last save, before", "last save, after"]
-)
-def test_a_crash_while_finishing_loses_nothing(step, again, place, monkeypatch, run, write_input):
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("step", ["save", "put", "last save"])
+def test_a_crash_while_finishing_loses_nothing(step, after, again, place, runs, monkeypatch):
     """In a first run, and in a run over a finished output."""
-    fs, url = place
-    write_input(["a", "b"])
+    rows = ["a", "b"]
     if again:
-        run(url)
-        write_input(["a", "b", "c"])
-    what, _, when = step.partition(", ")
-    after = when == "after"
-    for _ in range(2):  # the run after the crash crashes too
+        runs.run(rows)
+        rows.append("c")
+    for _ in range(1 if (step, after) == ("last save", True) else 2):  # the run after the crash crashes too
         with monkeypatch.context() as patch:
-            if what == "put":
-                crash(patch, LocalTarget if url == "o.jsonl" else RemoteTarget, "put", 1, after=after)
+            if step == "put":
+                crash(patch, LocalTarget if place[1] == "o.jsonl" else RemoteTarget, "put", 1, after=after)
             else:
-                crash(patch, Manifest, "save", 2 if what == "save" else 3, after=after)
-            if (what, when) == ("last save", "after"):
-                with pytest.raises(KeyboardInterrupt):
-                    run(url)
-                break
+                crash(patch, Manifest, "save", 2 if step == "save" else 3, after=after)
             with pytest.raises(KeyboardInterrupt):
-                run(url)
-    assert run(url)[1] == []
-    assert lines(fs, url) == (["A", "B", "C"] if again else ["A", "B"])
-    assert sorted(p.name for p in job_path(url, None).iterdir()) == FINISHED_FILES
-    assert run(url)[0].finished is not None
-
-
-def test_a_failed_upload_is_a_one_line_error_and_nothing_is_generated_again(store, monkeypatch, run, write_input):
-    fs, url = store
-    write_input(["a", "b"])
-    with monkeypatch.context() as patch:
-        patch.setattr(fs, "put_file", _refuse)
-        with pytest.raises(OutputError) as caught:
-            run(url)
-    assert str(caught.value) == (
-        f"{url} cannot be written: Access Denied; "
-        "check the connection and your access, and run the same command again: finished rows are kept"
-    )
-    assert everything(fs) == []
-    assert run(url)[1] == []
-    assert lines(fs, url) == ["A", "B"]
-
-
-def test_a_truncated_upload_is_an_error_and_is_repeated(monkeypatch, store, run, write_input):
-    fs, url = store
-    write_input(["a", "b"])
-    with monkeypatch.context() as patch:
-        patch.setattr(fs, "put_file", lambda here, there, **options: fs.pipe_file(there, b"{"))
-        with pytest.raises(OutputError, match=r"cannot be written: 1 of \d+ bytes arrived; "):
-            run(url)
-    if "s3" in fs.protocol:  # S3 never stores a part of an upload
-        fs.rm_file(url.partition("://")[2])
-    assert run(url)[1] == []
-    assert lines(fs, url) == ["A", "B"]
+                runs.run(rows)
+    assert runs.run(rows)[0] == []
+    assert runs.texts() == [f"a: {row}" for row in rows]
+    assert sorted(p.name for p in runs.job_folder.iterdir()) == FINISHED_FILES
+    assert runs.run(rows)[1].already_finished
 
 
 def _refuse(*args, **options):
     raise PermissionError("Access Denied")
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_the_run_and_nothing_is_touched(
-    s3, monkeypatch, run, write_input
-):
-    write_input(["a"])
-    s3.pipe_file("bucket/folder/x", b"1")
-    for url, message in (
+@in_a_store
+def test_a_failed_upload_is_a_one_line_error_and_nothing_is_generated_again(place, runs, monkeypatch):
+    fs, url = place
+    with monkeypatch.context() as patch:
+        patch.setattr(fs, "put_file", _refuse)
+        with pytest.raises(OutputError) as caught:
+            runs.run(["a", "b"])
+    assert str(caught.value) == (
+        f"{url} cannot be written: Access Denied; "
+        "check the connection and your access, and run the same command again: finished rows are kept"
+    )
+    assert everything(fs) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(fs, "put_file", lambda here, there, **options: fs.pipe_file(there, b"{"))
+        with pytest.raises(OutputError, match=r"cannot be written: 1 of \d+ bytes arrived; "):
+            runs.run(["a", "b"])
+    if "s3" in fs.protocol:  # S3 never stores a part of an upload
+        fs.rm_file(url.partition("://")[2])
+    assert runs.run(["a", "b"])[0] == []
+    assert runs.texts() == ["a: a", "a: b"]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
         ("s3://nobucket/o.jsonl", f"s3://nobucket/o.jsonl cannot be written: The specified bucket does not exist; {HINT}"),
         ("s3://bucket/folder", "the output s3://bucket/folder has an unknown suffix; use .jsonl, .csv, .tsv (or one of them with .gz or .zst) or .parquet, or - for standard output"),
+        ("s3://bucket/folder.jsonl", "the output s3://bucket/folder.jsonl is a folder; name a file in it"),
         ("zip://o.jsonl::s3://bucket/a.zip", "the output zip://o.jsonl::s3://bucket/a.zip is a file inside an archive; write it as a separate file"),
         ("https://host/o.jsonl", "the output https://host/o.jsonl is a web address; name a local file, or a store: s3://bucket/o.jsonl"),
         ("nosuch://bucket/o.jsonl", "nosuch://bucket/o.jsonl cannot be written: Protocol not known: nosuch; use a path, or a URL such as s3://bucket/rows.jsonl"),
-    ):  # fmt: skip
-        with pytest.raises(UsageError) as caught:
-            run(url)
-        assert str(caught.value) == message
-    s3.pipe_file("bucket/folder.jsonl/x", b"1")
+        ("s3://bucket/denied.jsonl", f"s3://bucket/denied.jsonl cannot be written: Access Denied; {HINT}"),
+    ],
+)  # fmt: skip
+def test_an_output_that_cannot_be_written_is_refused_before_the_run_and_nothing_is_touched(
+    url, message, s3, runs, monkeypatch
+):
+    names = ["bucket/folder.jsonl/x", "bucket/folder/x"]
+    for name in names:
+        s3.pipe_file(name, b"1")
+    if "denied" in url:
+        monkeypatch.setattr("s3fs.core.S3File._initiate_upload", _refuse)
+    runs.output = url
     with pytest.raises(UsageError) as caught:
-        run("s3://bucket/folder.jsonl")
-    assert str(caught.value) == "the output s3://bucket/folder.jsonl is a folder; name a file in it"
-    monkeypatch.setattr("s3fs.core.S3File._initiate_upload", _refuse)
-    with pytest.raises(UsageError) as caught:
-        run("s3://bucket/o.jsonl")
-    assert str(caught.value) == f"s3://bucket/o.jsonl cannot be written: Access Denied; {HINT}"
+        runs.run(["a"])
+    assert str(caught.value) == message
     assert not jobs_folder().exists()
-    assert everything(s3) == ["bucket/folder.jsonl/x", "bucket/folder/x"]
+    assert everything(s3) == names
 
 
-def test_checking_write_permission_leaves_nothing_behind(store):
-    fs, url = store
+@in_a_store
+def test_checking_write_permission_leaves_nothing_behind(place):
+    fs, url = place
     fs.pipe_file(url, b"mine\n")
     before = fs.info(url.partition("://")[2])
     open_target(url).check()
@@ -189,28 +185,28 @@ def test_checking_write_permission_leaves_nothing_behind(store):
         assert "Uploads" not in fs.call_s3("list_multipart_uploads", Bucket="bucket")
 
 
-def test_without_atomic_uploads_the_file_is_uploaded_under_another_name_first(memory, monkeypatch, run, write_input):
-    write_input(["a"])
+def test_without_atomic_uploads_the_file_is_uploaded_under_another_name_first(place, runs, monkeypatch):
+    fs, _ = place
     seen = []
 
     def looking(self, source, to):
         seen.append((sorted(self.store), source, to))
         type(self).__mro__[1].mv(self, source, to)
 
-    monkeypatch.setattr(type(memory), "mv", looking)
-    run("memory://bucket/o.jsonl")
-    assert seen == [(["/bucket/.o.jsonl.new"], "/bucket/.o.jsonl.new", "/bucket/o.jsonl")]
-    assert sorted(memory.store) == ["/bucket/o.jsonl"]
+    monkeypatch.setattr(type(fs), "mv", looking)
+    runs.run(["a"])
+    assert seen == [(["/bucket/out/.o.jsonl.new"], "/bucket/out/.o.jsonl.new", "/bucket/out/o.jsonl")]
+    assert sorted(fs.store) == ["/bucket/out/o.jsonl"]
 
 
-def test_without_object_versions_the_object_is_read_to_recognize_it(memory, monkeypatch, run, write_input):
+def test_without_object_versions_the_object_is_read_to_recognize_it(place, runs, monkeypatch):
+    fs, url = place
     monkeypatch.setattr(target, "object_version", lambda info: None)
-    write_input(["a"])
-    run("memory://bucket/o.jsonl")
-    assert run("memory://bucket/o.jsonl")[0].finished == {"rows": 1}
-    memory.pipe_file("/bucket/o.jsonl", memory.cat_file("/bucket/o.jsonl").replace(b"A", b"B"))
+    runs.run(["a"])
+    assert runs.run(["a"])[1].already_finished
+    fs.pipe_file(url, fs.cat_file(url).replace(b"a: a", b"a: b"))
     with pytest.raises(UsageError, match="was changed since batchgen wrote it"):
-        run("memory://bucket/o.jsonl")
+        runs.run(["a"])
 
 
 @pytest.mark.slow

@@ -1,3 +1,3 @@
-from support.jobs import run, write_input
+from support.runs import runs
 
-__all__ = ["run", "write_input"]
+__all__ = ["runs"]

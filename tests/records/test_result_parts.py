@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.jobs.files.results import decode, encode
-from batchgen.jobs.reuse_output import is_held_whole
+from batchgen.jobs.reuse_output import is_held_whole, results_of_output
 from batchgen.records import Row, RowForm, open_input, output_row
 from batchgen.records.writers import DEFAULT_LIMITS, DigestFile, GroupLimits, open_writer
 from batchgen.result import Completion, Result, Score, TokenLogprob, ToolCall
-from support.jobs import reused_results
 
 KEY = bytes(range(16))
 LOGPROBS = (
@@ -63,7 +62,11 @@ def taken_back(folder, name, results, *, token_ids=True):
     path = written(folder, name, results, token_ids=token_ids)
     keys = [bytes([i + 1]) * 16 for i in range(len(results))]
     (folder / "keys").write_bytes(b"".join(keys))
-    back = {keys.index(key): result for key, result in reused_results(path, folder / "keys")}
+    back = {}
+    for key, found in results_of_output(str(path), folder / "keys"):  # results, and lines that a job decodes later
+        result = found if isinstance(found, Result) else decode(key, found, zlib.crc32(key + found))
+        if result is not None:
+            back[keys.index(key)] = result
     form, kind = RowForm(token_ids=token_ids), name.rpartition(".")[2]
     assert list(back) == [i for i, result in enumerate(results) if is_held_whole(result, form, kind)]
     return back

@@ -10,8 +10,8 @@ import pytest
 
 from batchgen import JobConfig, plan_job, report_job, run_job
 from batchgen.report.job_data import job_data
-from support.jobs import job_run, write_input_rows
 from support.reports import parsed
+from support.runs import Runs
 
 ROOT = "All rows begin with this text, which is more than a chunk. "
 GROUPS = ["The first group goes on like this. ", "The second one has other words here. "]
@@ -88,16 +88,14 @@ def test_an_output_whose_folder_is_gone_tells_what_its_rows_tell(cli, source, ti
     assert data["rows"]["samples"]["length"][0]["id"] == "r0"
 
 
-def test_a_job_that_is_not_finished_reports_what_it_has(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_input_rows(["one", "two", "three", "fail"])
-    job_run(stop_after=3)
-    data = job_data("o.jsonl")
-    assert (data["state"], data["status"]["rows_done"]) == ("stopped", None)
+def test_a_job_that_is_not_finished_reports_what_it_has(tmp_path, tiny_model_dir):
+    runs = Runs(tmp_path, tiny_model_dir)
+    runs.run(["fail", "one", "two", "zero"], most=3)
+    data = job_data(str(runs.output))
+    assert (data["state"], data["status"]["rows_done"]) == ("stopped", 3)
     assert data["rows"]["reasons"] == {"stop": 2, "error": 1}
     assert data["rows"]["errors"] == {"does_not_fit": 1}
-    assert sorted(row["text"] for row in data["rows"]["samples"]["stop"]) == ["THREE", "TWO"]
-    assert "no figures over time" in data["missing"]
+    assert sorted(row["text"] for row in data["rows"]["samples"]["stop"]) == ["a: one", "a: two"]
 
 
 def test_shards_report_before_and_after_they_are_merged(cli, source, tiny_model_dir, tmp_path):

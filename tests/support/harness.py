@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from support.jobs import FINISHED_FILES
+from support.runs import FINISHED_FILES
 
 SHARED = "The reports of this region begin alike, and differ in what comes after. "
 TINY_SPOOL = {

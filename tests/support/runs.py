@@ -11,10 +11,18 @@ import pytest
 import batchgen.job
 import batchgen.job_setup
 from batchgen import JobConfig, JobReport, ModelConfig, SamplingParams, run_job
+from batchgen.errors import RowError
+from batchgen.jobs.files.target import open_target
 from batchgen.prompts import load_tokenizer
+from batchgen.records import open_input
+from batchgen.records.output import job_path
 from batchgen.request import Leaf, Request
 from batchgen.result import Completion, Result
 from batchgen.stats import EngineStats
+from support.progress import Recorder
+
+FINISHED_FILES = ["claims", "keys", "known.sqlite", "manifest.json", "report.json", "stats.json"]
+"""What the folder of a finished job holds."""
 
 
 class Killed(BaseException):
@@ -22,7 +30,7 @@ class Killed(BaseException):
 
 
 class Oracle:
-    """Replaces the engine. Raises `Killed` after `most` answers, and remembers the prompts."""
+    """Replaces the engine. Raises `Killed` after `most` answers, and remembers the prompts. The prompt `fail` fails, and `cut` counts as truncated."""
 
     dtype = device = attention = "none"
     waiting = unfinished = 0
@@ -50,8 +58,10 @@ class Oracle:
                 on_result(self.answer(leaf.request, prompt))
 
     def answer(self, request: Request, prompt: str) -> Result:
+        if prompt == "fail":
+            return Result.from_error(request.row, RowError("does_not_fit", "too big"), prompt_tokens=5)
         return Result(
-            row=request.row, text=f"{self.model}: {prompt}", finish_reason=self.reason(prompt),
+            row=request.row, text=f"{self.model}: {prompt}", finish_reason=self.reason(prompt), truncated=prompt == "cut",
             prompt_tokens=len(request.tokens), completion_tokens=1, token_ids=(1,),
         )  # fmt: skip
 
@@ -65,7 +75,8 @@ class Runs:
     """Runs of one output, with one of two models of the same shapes."""
 
     def __init__(self, folder: Path, model: Path) -> None:
-        self.folder, self.output = folder, folder / "o.jsonl"
+        self.folder = folder
+        self.output: Path | str = folder / "o.jsonl"
         self.models = {}
         for name in "ab":
             self.models[name] = Path(shutil.copytree(model, folder / name))
@@ -77,6 +88,12 @@ class Runs:
         self.engine = Oracle
         self.loaded = 0
         """The number of times the tokenizer was loaded."""
+        self.notes: list[str] = []
+        """What the last run said."""
+
+    @property
+    def job_folder(self) -> Path:
+        return job_path(str(self.output), None)
 
     def run(
         self,
@@ -99,15 +116,21 @@ class Runs:
             patch.setattr(batchgen.job, "open_engine", lambda *_: oracle)
             patch.setattr(batchgen.job_setup, "load_tokenizer", self._load)
             config = JobConfig(
-                inputs=(str(self.folder / "in.jsonl"),),
-                output=str(self.output),
-                model=ModelConfig(model=str(self.models[model])),
-                **{"sampling": SamplingParams(max_tokens=4)} | options,
+                **{
+                    "inputs": str(self.folder / "in.jsonl"),
+                    "output": str(self.output),
+                    "model": ModelConfig(model=str(self.models[model])),
+                    "sampling": SamplingParams(max_tokens=4),
+                }
+                | options
             )
+            told = Recorder()
             try:
-                return oracle.answered, run_job(config)
+                return oracle.answered, run_job(config, told)
             except Killed:
                 return oracle.answered, None
+            finally:
+                self.notes = told.notes
 
     def _write_input(self, rows: Sequence[str | Mapping[str, Any] | None]) -> None:
         lines = (
@@ -122,7 +145,17 @@ class Runs:
         return self.tokenizer
 
     def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.output.read_text().splitlines()] if self.output.exists() else []
+        """The rows of the output, in any format and place."""
+        if not open_target(str(self.output)).exists():
+            return []
+        return [row.columns for row in open_input([str(self.output)], format=None, output=None).rows()]
 
     def texts(self) -> list[str | None]:
         return [row["text"] for row in self.rows()]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """Runs in the test's folder, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return Runs(Path(), tiny_model_dir)
