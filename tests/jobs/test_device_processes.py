@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from batchgen import job_status
-from support.harness import TINY_SPOOL, Case, Job, Running, Runs, stored_keys
+from support.harness import TINY_SPOOL, Case, Harness, Job, Running, stored_keys
 
 TWO = ("--device", "cpu:0,1")
 LONG = ("--max-tokens", "240", "--ignore-eos", "--flush-every", "0", "--batch-size", "2")
@@ -34,7 +34,7 @@ def gone(pids: list[int]) -> bool:
 
 
 @pytest.fixture
-def long_job(harness: Runs, tmp_path: Path) -> Job:
+def long_job(harness: Harness, tmp_path: Path) -> Job:
     """A job with rows long enough to interrupt. Its expected output is that of one process."""
     job = Job(harness, Case(options=LONG, settings=TINY_SPOOL), tmp_path / "job")
     job.case = replace(job.case, options=(*LONG, *TWO))

@@ -1,4 +1,4 @@
-"""Runs the command in child processes that start in a fraction of a second (`zygote.py`) and can be killed or made to fail (`faults.py`).
+"""Runs the command in child processes that start in a fraction of a second (`child.py`) and can be killed or made to fail (`faults.py`).
 
 Also the jobs to kill, their inputs, and the comparison of their outputs.
 """
@@ -8,15 +8,17 @@ import os
 import random
 import shutil
 import sqlite3
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing import forkserver, get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from support.child import run_command
 from support.runs import FINISHED_FILES
 
 SHARED = "The reports of this region begin alike, and differ in what comes after. "
@@ -46,23 +48,24 @@ class Ended:
         return lines[0].removeprefix("batchgen: error: ")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Running:
     """A run that has not ended."""
 
-    pid: int
-    _wait: Callable[..., int | None]
+    process: BaseProcess
     _files: Path
-    _status: int | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
 
     def ended(self) -> bool:
-        if self._status is None:
-            self._status = self._wait(block=False)
-        return self._status is not None
+        return not self.process.is_alive()
 
     def kill(self, signum: int) -> None:
-        """Sends a signal, unless the run has ended. Its process id is not reused before `wait`."""
-        if self._status is None:
+        """Sends a signal, unless the run has ended."""
+        if not self.ended():
             os.kill(self.pid, signum)
 
     def calls(self) -> int:
@@ -91,21 +94,22 @@ class Running:
             time.sleep(0.01)
 
     def wait(self) -> Ended:
-        status = self._status if self._status is not None else self._wait(block=True)
-        assert status is not None
-        code = os.waitstatus_to_exitcode(status)
+        self.process.join()
         out, err, log = (self._files.with_suffix(s).read_text() for s in (".out", ".err", ".log"))
         assert "Traceback" not in err, err
-        return Ended(code, out, err, tuple(log.splitlines()))
+        assert self.process.exitcode is not None
+        return Ended(self.process.exitcode, out, err, tuple(log.splitlines()))
 
 
-class Runs:
+class Harness:
     """Starts runs of `batchgen` in a folder. Only the files of that folder are watched."""
 
-    def __init__(self, zygote: subprocess.Popen[str], model: Path, scratch: Path) -> None:
+    def __init__(self, model: Path, scratch: Path) -> None:
         """`model`: the folder of the cases that name no other."""
-        self._zygote, self._models, self._scratch = zygote, {"": model}, scratch
+        self._models, self._scratch = {"": model}, scratch
         self._count = 0
+        forkserver.set_forkserver_preload(["support.child_imports", "support.child"])
+        forkserver.ensure_running()
         self.uninterrupted: dict[str, tuple[Ended, Any]] = {}
         """By case: its uninterrupted run and the output. Jobs of one case share them."""
 
@@ -125,21 +129,14 @@ class Runs:
         """
         self._count += 1
         files = self._scratch / f"{self._count:05d}"
-        order = {
-            "folder": str(folder),
-            "arguments": ["run", *map(str, arguments), "-m", str(self._folder_of(model))],
-            "set": dict(settings or {}),
-            "file_size": file_size,
-            "stdout": stdout or f"{files}.out",
-            "stderr": f"{files}.err",
-            "log": f"{files}.log",
-            "plan": plan,
-        }
         for suffix in (".out", ".err", ".log"):
             files.with_suffix(suffix).touch()
-        pid = self._ask({"start": order})
-        assert pid is not None
-        return Running(pid, lambda block: self._ask({"wait": pid, "block": block}), files)
+        command = ["run", *map(str, arguments), "-m", str(self._folder_of(model))]
+        streams = [stdout or f"{files}.out", f"{files}.err", f"{files}.log"]
+        given = (str(folder), command, dict(settings or {}), streams, file_size, plan)
+        process = get_context("forkserver").Process(target=run_command, args=given)
+        process.start()
+        return Running(process, files)
 
     def _folder_of(self, model: str) -> Path:
         if model not in self._models:
@@ -147,14 +144,6 @@ class Runs:
 
             self._models[model] = make_for_jobs(model, self._scratch / model)[0]
         return self._models[model]
-
-    def _ask(self, order: dict[str, Any]) -> int | None:
-        assert self._zygote.stdin is not None
-        assert self._zygote.stdout is not None
-        self._zygote.stdin.write(json.dumps(order) + "\n")
-        self._zygote.stdin.flush()
-        answer: int | None = json.loads(self._zygote.stdout.readline())
-        return answer
 
 
 @dataclass(frozen=True)
@@ -260,7 +249,7 @@ def stored_keys(folder: Path) -> list[bytes]:
 class Job:
     """A case in its own folder with its input, and the output of an uninterrupted run."""
 
-    def __init__(self, runs: Runs, case: Case, folder: Path) -> None:
+    def __init__(self, runs: Harness, case: Case, folder: Path) -> None:
         self.runs, self.case, self.folder = runs, case, folder
         self.output = folder / case.output
         self.job_folder = folder / ("work" if "--work-dir" in case.options else "") / f"{case.output}.job"
