@@ -9,8 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchgen.errors import UsageError
-from batchgen.records import DatasetChoice, open_input
+from batchgen.records import DatasetChoice
 from batchgen.records.dataset_files import find_dataset
+from support.records import opened
 
 LINE = '{"prompt": "one"}\n'
 
@@ -137,10 +138,6 @@ def test_a_folder_is_a_dataset_because_of_its_readme_its_files_or_the_command(tm
     source = opened(named)
     assert [f.name for f in source.files] == [f"{named}/rows/1.jsonl"]
     assert source.notes == [f"{named}: split s, 1 file"]
-
-
-def opened(folder, split=None, format=None):
-    return open_input([str(folder)], format=format, output=None, choice=DatasetChoice(None, split))
 
 
 @pytest.mark.parametrize(

@@ -23,15 +23,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from batchgen.errors import ROW_ERROR_TYPES, InputCorrupt, UsageError
-from batchgen.records import open_input
 from batchgen.records.rows import Row
 from batchgen.request import Request
 from batchgen.result import Result
-from support.params import examples, slow_but
+from support.params import slow_but
+from support.records import opened, parquet_bytes
 from support.tokenizers_by_hand import CHATML, builder
 
 MAX_SECONDS = 10
@@ -44,7 +42,7 @@ Built = Callable[[list[Row]], list[Request | Result]]
 
 def read(path: Path, data: bytes) -> tuple[list[Row], InputCorrupt | None]:
     path.write_bytes(data)
-    source = open_input([str(path)], format=None, output=None)
+    source = opened(path)
     rows: list[Row] = []
     try:
         source.schema  # noqa: B018
@@ -243,12 +241,6 @@ COUNTED = {".jsonl": counted_jsonl, ".csv": counted_csv, ".parquet": counted_par
 # Valid files and their mutations.
 
 
-def parquet(table: pa.Table, **options: object) -> bytes:
-    stream = io.BytesIO()
-    pq.write_table(table, stream, **options)
-    return stream.getvalue()
-
-
 def valid_files() -> list[tuple[str, bytes]]:
     rows = [
         {"id": 1, "prompt": "one", "x": [1, 2.5, None, True]},
@@ -272,8 +264,8 @@ def valid_files() -> list[tuple[str, bytes]]:
     files = [
         ("jsonl", jsonl),
         ("csv", csv),
-        ("parquet", parquet(table, row_group_size=4)),
-        ("parquet", parquet(plain, compression="none", write_page_checksum=True, use_dictionary=False)),
+        ("parquet", parquet_bytes(table, row_group_size=4)),
+        ("parquet", parquet_bytes(plain, compression="none", write_page_checksum=True, use_dictionary=False)),
     ]
     for name, data in (("jsonl", jsonl), ("csv", csv)):
         files.append((f"{name}.gz", gzip.compress(data, mtime=0)))
@@ -373,24 +365,3 @@ def test_a_million_damaged_files_give_one_row_per_record_and_one_result_per_row(
     count = int(os.environ.get("BATCHGEN_FUZZ_INPUTS", "1000000"))
     seed = int(os.environ.get("BATCHGEN_FUZZ_SEED", str(int(time.time()))))
     fuzz(tmp_path, build, seed=seed, count=count, build_every=20)
-
-
-PIECES = st.one_of(
-    st.binary(max_size=10),
-    st.sampled_from(TOKENS),
-    st.dictionaries(st.sampled_from(["prompt", "messages", "id", "n"]), st.integers() | st.text(max_size=5) | st.none())
-    .map(json.dumps)
-    .map(str.encode),
-)
-FILES = st.lists(PIECES, max_size=25).map(b"".join)
-PACKED = st.sampled_from([("", bytes), (".gz", gzip.compress), (".zst", zstandard.compress)])
-
-
-@pytest.mark.parametrize("format", ["jsonl", "csv"])
-@settings(max_examples=examples(15, 300), suppress_health_check=list(HealthCheck))
-@given(data=FILES, packed=PACKED)
-def test_any_text_gives_one_row_per_record_and_one_result_per_row(tmp_path, build, format, data, packed):
-    suffix, pack = packed
-    with no_hang() as start:
-        start()
-        check(tmp_path / f"x.{format}{suffix}", pack(data), build)

@@ -1,30 +1,18 @@
 """hf:// inputs, read from a server that answers the few requests to the Hub that reading needs."""
 
 import hashlib
-import io
 from types import SimpleNamespace
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from batchgen.errors import UsageError
 from batchgen.jobs.files.target import open_target
-from batchgen.records import DatasetChoice, open_input
 from batchgen.records.hub_errors import reaching_hub
 from support.hub import TOKEN, FakeRepo, fake_hub
+from support.records import JSONL, ROWS, opened, parquet_bytes
 
-ROWS = [{"prompt": "one"}, {"prompt": "two"}]
-JSONL = b'{"prompt": "one"}\n{"prompt": "two"}\n'
-
-
-def parquet() -> bytes:
-    stream = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(ROWS), stream)
-    return stream.getvalue()
-
-
-FILES = {"data/a.jsonl": JSONL, "data/b.parquet": parquet(), "README.md": b"#"}
+FILES = {"data/a.jsonl": JSONL, "data/b.parquet": parquet_bytes(), "README.md": b"#"}
 
 
 @pytest.fixture
@@ -32,10 +20,6 @@ def hub(monkeypatch):
     with fake_hub(monkeypatch) as hub:
         hub.repos["user/rows"] = FakeRepo(dict(FILES))
         yield hub
-
-
-def opened(*names, config=None, split=None, format=None):
-    return open_input(list(names), format=format, output=None, choice=DatasetChoice(config, split))
 
 
 @pytest.mark.parametrize("revision", ["", "@v1"])
@@ -60,15 +44,6 @@ def test_folders_and_globs_of_a_dataset_give_their_files(hub, pattern):
         "hf://datasets/user/rows/data/b.parquet",
     ]
     assert [row.columns for row in source.rows()] == ROWS + ROWS
-
-
-@pytest.mark.parametrize("url", ["hf://user/rows", "hf://user/rows@main", "hf://user/rows/data/a.jsonl"])
-def test_a_dataset_name_without_datasets_is_refused_with_the_right_form(hub, url):
-    with pytest.raises(UsageError) as caught:
-        opened(url)
-    assert str(caught.value) == (
-        f"no such file: {url}; a dataset is hf://datasets/user/rows; without datasets/ it is a model's repository"
-    )
 
 
 def test_an_output_needs_an_existing_repository(hub):
@@ -98,7 +73,7 @@ license: mit
 
 def with_configs() -> FakeRepo:
     files = {"README.md": CARD, "de/rows.jsonl": JSONL, "en/test.jsonl": JSONL, "en/notes.txt": b"-"}
-    return FakeRepo(files | {f"en/train-{n}.parquet": parquet() for n in range(2)})
+    return FakeRepo(files | {f"en/train-{n}.parquet": parquet_bytes() for n in range(2)})
 
 
 def test_a_dataset_is_read_by_name_configuration_and_split_at_its_current_commit(hub):
@@ -116,7 +91,7 @@ def test_a_dataset_is_read_by_name_configuration_and_split_at_its_current_commit
 
 def test_folders_of_the_hubs_parquet_copy_are_configurations_and_splits(hub):
     hub.repos["user/rows"] = FakeRepo(
-        {f"{c}/{s}/0000.parquet": parquet() for c in ("a", "b") for s in ("train", "extra")}
+        {f"{c}/{s}/0000.parquet": parquet_bytes() for c in ("a", "b") for s in ("train", "extra")}
     )
     for revision in ("refs/convert/parquet", "~parquet"):
         source = opened(f"hf://datasets/user/rows@{revision}", config="b", split="extra")
@@ -148,22 +123,26 @@ def test_a_private_dataset_needs_the_token(hub, monkeypatch):
         ("user/mixed", {}, "split train of hf://datasets/user/mixed has files of several formats: jsonl, parquet; choose one with --input-format"),
         ("user/pictures", {}, "split train of hf://datasets/user/pictures has no jsonl, parquet, csv or tsv file (but .json, .png); name the format with --input-format, or read the Hub's Parquet copy, hf://datasets/user/pictures@refs/convert/parquet"),
         ("user/empty", {}, "hf://datasets/user/empty has no data files; name its files, or a glob"),
+        ("user/rows/en/test.jsonl", {"split": "train"}, "--dataset-config and --split are for datasets, and hf://datasets/user/rows/en/test.jsonl is not one; leave them out, or name a folder or hf://datasets/OWNER/NAME"),
+        *((f"hf://{name}", {}, f"no such file: hf://{name}; a dataset is hf://datasets/user/rows; without datasets/ it is a model's repository")
+            for name in ("user/rows", "user/rows@main", "user/rows/data/a.jsonl")),
         ("user/broken", {}, "the configs of hf://datasets/user/broken/README.md cannot be read: data_files is 7; correct that file"),
     ],
 )  # fmt: skip
 def test_an_unclear_or_unknown_choice_is_refused_with_the_possible_ones(hub, name, options, message):
     hub.repos |= {
         "user/rows": with_configs(),
-        "user/mixed": FakeRepo({"a.jsonl": JSONL, "b.parquet": parquet()}),
+        "user/mixed": FakeRepo({"a.jsonl": JSONL, "b.parquet": parquet_bytes()}),
         "user/pictures": FakeRepo({"a.json": b"[]", "b.png": b""}),
         "user/empty": FakeRepo({"README.md": b"# Nothing"}),
         "user/broken": FakeRepo({"README.md": b"---\nconfigs:\n- config_name: a\n  data_files: 7\n---\n"}),
     }
+    url = name if "://" in name else f"hf://datasets/{name}"
     if message is None:
-        assert len(opened(f"hf://datasets/{name}", **options).files) == 3
+        assert len(opened(url, **options).files) == 3
         return
     with pytest.raises(UsageError) as caught:
-        opened(f"hf://datasets/{name}", **options)
+        opened(url, **options)
     assert str(caught.value) == message
 
 
@@ -176,15 +155,6 @@ def test_a_failing_hub_and_offline_mode_are_one_line_errors(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UsageError, match=r"^dataset user/rows is on the hub, and HF_HUB_OFFLINE is set; unset it, or name a local copy$"):  # fmt: skip
         opened("hf://datasets/user/rows")
-
-
-def test_a_configuration_or_a_split_is_refused_without_a_dataset(hub):
-    with pytest.raises(UsageError) as caught:
-        opened("hf://datasets/user/rows/data/a.jsonl", split="train")
-    assert str(caught.value) == (
-        "--dataset-config and --split are for datasets, and hf://datasets/user/rows/data/a.jsonl is not one; "
-        "leave them out, or name a folder or hf://datasets/OWNER/NAME"
-    )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import os
 import sys
 from types import SimpleNamespace
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,27 +17,8 @@ import zstandard
 
 from batchgen.config import INPUT_FORMATS, InputFormat
 from batchgen.errors import InputCorrupt, UsageError
-from batchgen.records import open_input
 from batchgen.records.output import output_format
-
-ROWS = [{"prompt": "one"}, {"prompt": "two"}]
-JSONL = b'{"prompt": "one"}\n\n{"prompt": "two"}\n'
-CSV = b"prompt\none\ntwo\n"
-
-
-def opened(*names, format=None, output=None, encoding=None):
-    output = None if output is None else str(output)
-    return open_input([str(n) for n in names], format=format, output=output, encoding=encoding)
-
-
-def columns(*names, **options):
-    return [row.columns for row in opened(*names, **options).rows()]
-
-
-def parquet_bytes(rows, **options) -> bytes:
-    stream = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows), stream, **options)
-    return stream.getvalue()
+from support.records import CSV, JSONL, ROWS, columns, opened, parquet_bytes
 
 
 @pytest.fixture
@@ -45,20 +27,25 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.parametrize("place", ["local", "s3"])
 @pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
-@pytest.mark.parametrize(("suffix", "data"), [(".jsonl", JSONL), (".csv", CSV), (".parquet", parquet_bytes(ROWS))])
-def test_every_format_is_read_plain_and_compressed(folder, suffix, data, compression):
+@pytest.mark.parametrize(("suffix", "data"), [(".jsonl", JSONL), (".csv", CSV), (".parquet", parquet_bytes())])
+def test_every_format_is_read_plain_and_compressed(folder, request, suffix, data, compression, place):
     pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[compression]
-    name = f"x{suffix}{compression}"
-    (folder / name).write_bytes(pack(data))
-    rows = list(opened(name).rows())
+    root = "" if place == "local" else "s3://bucket/"
+    files = fsspec.filesystem("file") if place == "local" else request.getfixturevalue("s3")
+    name, other = (f"{root}{stem}{compression}" for stem in (f"x{suffix}", "x.dat"))
+    for path in (name, other):
+        files.pipe_file(path, pack(data))
+    source = opened(name)
+    rows = list(source.rows())
     places = {".jsonl": [":1", ":3"], ".csv": [":2", ":3"], ".parquet": [":row 0", ":row 1"]}[suffix]
     assert [row.columns for row in rows] == ROWS
     assert [row.source for row in rows] == [name + place for place in places]
     assert [row.number for row in rows] == [0, 1]
     assert [row.error for row in rows] == [None, None]
-    (folder / f"x.dat{compression}").write_bytes(pack(data))
-    assert columns(f"x.dat{compression}", format=suffix[1:]) == ROWS
+    assert list(source.rows()) == rows  # a second time
+    assert columns(other, format=suffix[1:]) == ROWS
 
 
 @pytest.mark.parametrize(

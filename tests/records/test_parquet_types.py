@@ -1,19 +1,16 @@
 """Columns of Parquet input are unchanged in Parquet output: type, nulls, values to the last nanosecond, metadata of the field."""
 
-from decimal import Decimal
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.records import RowForm, open_input
 from batchgen.records.parquet_types import fitted, schema_type, without_maps
-from batchgen.records.writers import DigestFile, GroupLimits, open_writer
-from batchgen.result import Result
-
-NS = 1_577_836_800_000_000_001  # 2020, and a nanosecond: more than Python's datetime holds
-FAR = 9_223_372_036_854  # seconds: the year 294247
+from batchgen.records.writers import GroupLimits
+from support.columns import COLUMNS, NS, extension
+from support.records import opened, with_results, write_output
 
 
 @pytest.fixture(autouse=True)
@@ -21,20 +18,15 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def carried(*tables: pa.Table, form: RowForm = RowForm(), at_once: int = 1000, limits=GroupLimits()) -> pa.Table:  # noqa: B008 (frozen)
+def carried(*tables: pa.Table, **options) -> pa.Table:
     """Reads the tables' rows and writes them to an output as a job does, without a model."""
     names = []
     for number, table in enumerate(tables):
         names.append(f"in{number}.parquet")
         pq.write_table(table, names[-1], row_group_size=2)
-    source = open_input(names, format=None, output=None)
-    file = DigestFile(Path("o.partial"))
-    writer = open_writer(file, "o.parquet", schema=source.schema, spool=Path("spool"), form=form, limits=limits)
-    rows = [(r, Result(row=r.number, text="t", finish_reason="stop")) for r in source.rows()]
-    for start in range(0, len(rows), at_once):
-        writer.write(rows[start : start + at_once])
-    writer.close()
-    return pq.read_table("o.partial", use_threads=False)
+    source = opened(*names)
+    path = write_output(Path("o.parquet"), with_results(source), schema=source.schema, **options)
+    return pq.read_table(path, use_threads=False)
 
 
 def same(column: pa.Array) -> None:
@@ -47,64 +39,9 @@ def same(column: pa.Array) -> None:
         assert out.schema.field("c").metadata[b"unit"] == b"m/s"
 
 
-def extension(type, values):
-    return pa.ExtensionArray.from_storage(type, pa.array(values, type.storage_type))
-
-
-TYPES = {
-    "bool": pa.array([True, False, None]),
-    "int8": pa.array([-128, 127, None], pa.int8()),
-    "uint64": pa.array([2**64 - 1, 0, None], pa.uint64()),
-    "float16": pa.array([1.5, -0.25, None], pa.float16()),
-    "float32": pa.array([0.1, float("inf"), None], pa.float32()),
-    "decimal32": pa.array([Decimal("1.10"), Decimal("-2.00"), None], pa.decimal32(5, 2)),
-    "decimal128": pa.array([Decimal("1.10"), Decimal("-2.00"), None], pa.decimal128(20, 2)),
-    "decimal256": pa.array([Decimal("1.10"), Decimal("9" * 45 + ".01"), None], pa.decimal256(60, 2)),
-    "large string": pa.array(["a", "", None], pa.large_string()),
-    "string view": pa.array(["a", "longer than is kept in line", None], pa.string_view()),
-    "binary": pa.array([b"\xff\x00", b"", None]),
-    "large binary": pa.array([b"\xff", b"", None], pa.large_binary()),
-    "binary of fixed size": pa.array([b"ab", b"\xff\x00", None], pa.binary(2)),
-    "null": pa.nulls(3),
-    "date": pa.array([0, -719_163, None], pa.date32()),
-    "date beyond the calendar": pa.array([10_000_000, -1_000_000, 2_000_000_000, None], pa.date32()),
-    "date64": pa.array([0, 86_400_000, None], pa.date64()),
-    "time of seconds": pa.array([1, 86_399, None], pa.time32("s")),
-    "time of nanoseconds": pa.array([1, 2_001, None], pa.time64("ns")),
-    "timestamp of seconds": pa.array([1, -1, None], pa.timestamp("s")),
-    "timestamp with a zone": pa.array([1_603_585_800_000_000, 1_603_589_400_000_000, None], pa.timestamp("us", "Europe/Berlin")),  # an hour that comes twice
-    "timestamp with an offset": pa.array([1, 2, None], pa.timestamp("ms", "+05:30")),
-    "timestamp of nanoseconds": pa.array([NS, 0, None], pa.timestamp("ns")),
-    "timestamp of nanoseconds with a zone": pa.array([NS, 0, None], pa.timestamp("ns", "Europe/Berlin")),
-    "timestamp beyond the calendar": pa.array([FAR * 1000 + 7, -FAR * 1000, None], pa.timestamp("ms")),
-    "timestamp beyond the calendar with a zone": pa.array([FAR * 1000 + 7, 0, None], pa.timestamp("ms", "UTC")),
-    "duration": pa.array([1, 10**12, None], pa.duration("s")),
-    "duration of nanoseconds": pa.array([1, 1_000, None], pa.duration("ns")),
-    "dictionary": pa.array(["a", "b", None, "a"]).dictionary_encode(),
-    "ordered dictionary of small indices": pa.DictionaryArray.from_arrays(pa.array([0, 1, None], pa.int8()), ["a", "b"], ordered=True),
-    "dictionary of nanoseconds": pa.array([NS, 0, None], pa.timestamp("ns")).dictionary_encode(),
-    "list of dictionary": pa.ListArray.from_arrays([0, 1, 2, 3], pa.array(["a", "b", None]).dictionary_encode()),
-    "list of struct": pa.array([[{"a": 1, "b": "x"}, None], [], None], pa.list_(pa.struct([("a", pa.int32()), ("b", pa.string())]))),
-    "list of what is never null": pa.array([[1], [], None], pa.list_(pa.field("item", pa.int32(), nullable=False))),
-    "list of null": pa.array([[], [None], None], pa.list_(pa.null())),
-    "large list": pa.array([[1], [], None], pa.large_list(pa.int64())),
-    "list view": pa.array([[1], [], None], pa.list_view(pa.int64())),
-    "list of fixed size": pa.array([[1.5, 2.5], [3.0, None], None], pa.list_(pa.float32(), 2)),
-    "struct in struct": pa.array([{"a": None, "b": {"c": [1]}}, {"a": 1, "b": None}, None], pa.struct([("a", pa.int8()), ("b", pa.struct([("c", pa.list_(pa.int16()))]))])),
-    "map": pa.array([[("a", 1), ("b", None), ("a", 2)], [], None], pa.map_(pa.string(), pa.int32())),
-    "map in struct": pa.array([{"m": [("a", 1)]}, {"m": None}, None], pa.struct([("m", pa.map_(pa.string(), pa.int32()))])),
-    "uuid": extension(pa.uuid(), [b"a" * 16, b"b" * 16, None]),
-    "json": extension(pa.json_(), ['{"a": 1}', "[]", None]),
-    "bool8": extension(pa.bool8(), [1, 0, None]),
-    "opaque": extension(pa.opaque(pa.string(), "t", "v"), ["a", "b", None]),
-    "tensor": extension(pa.fixed_shape_tensor(pa.int32(), [2]), [[1, 2], [3, 4], None]),
-    "list of uuid": pa.ListArray.from_arrays([0, 1, 2, 2], extension(pa.uuid(), [b"a" * 16, b"b" * 16])),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", COLUMNS)
 def test_a_column_is_carried_unchanged(name):
-    same(TYPES[name])
+    same(COLUMNS[name])
 
 
 @pytest.mark.parametrize(
@@ -125,12 +62,10 @@ def test_nested_values_that_python_cannot_hold_are_carried_unchanged(type, value
 def test_rows_written_in_another_order_keep_their_columns():
     column = pa.array(["a", b"\xff", "c", "d", None, "f"], pa.binary()).cast(pa.string(), safe=False)
     pq.write_table(pa.table({"s": column, "n": pa.array(range(6), pa.int8())}), "in.parquet", row_group_size=4)
-    source = open_input(["in.parquet"], format=None, output=None)
-    rows = [(r, Result(row=r.number, text=str(r.number), finish_reason="stop")) for r in source.rows()]
-    writer = open_writer(DigestFile(Path("o")), "o.parquet", schema=source.schema, spool=Path("s"), form=RowForm())
-    writer.write(rows[i] for i in (5, 4, 1, 3, 0, 2))
-    writer.close()
-    out = pq.read_table("o")
+    source = opened("in.parquet")
+    rows = [(row, replace(result, text=str(row.number))) for row, result in with_results(source)]
+    write_output(Path("o.parquet"), (rows[i] for i in (5, 4, 1, 3, 0, 2)), schema=source.schema)
+    out = pq.read_table("o.parquet")
     assert out["text"].to_pylist() == ["5", "4", "1", "3", "0", "2"]
     assert out["s"].to_pylist() == ["f", None, None, "d", "a", "c"]
     assert out["n"].to_pylist() == [5, 4, None, 3, 0, 2]
@@ -163,7 +98,7 @@ def test_an_integer_among_floats_is_rounded_and_one_too_large_for_the_type_is_nu
 def test_a_repeated_column_gets_another_name_and_a_note():
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"]), pa.array([1])], ["prompt", "prompt", "prompt_2"])
     pq.write_table(table, "in.parquet")
-    source = open_input(["in.parquet"], format=None, output=None)
+    source = opened("in.parquet")
     (row,) = source.rows()
     assert row.columns == {"prompt": "a", "prompt_3": "b", "prompt_2": 1}
     assert source.schema.names == ["prompt", "prompt_3", "prompt_2"]
@@ -175,7 +110,7 @@ def test_a_repeated_column_gets_another_name_and_a_note():
 def test_a_row_group_of_large_rows_has_fewer_rows():
     table = pa.table({"prompt": ["x" * 300] * 10, "tags": [["y" * 100, "z"]] * 10})
     carried(table, limits=GroupLimits(bytes=1000))
-    metadata = pq.read_metadata("o.partial")
+    metadata = pq.read_metadata("o.parquet")
     assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [3, 3, 3, 1]
 
 

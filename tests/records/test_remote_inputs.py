@@ -1,53 +1,21 @@
 """Inputs in an object store give the same rows as files on disk. They are read in ranges and identified by the store's metadata."""
 
 import gzip
-import io
 import random
 import signal
 
 import fsspec
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import zstandard
 
 from batchgen.errors import InputCorrupt, Interrupted, UsageError
-from batchgen.records import open_input, remote
+from batchgen.records import remote
 from batchgen.records.output import job_path
 from support.params import slow_but
+from support.records import CSV, JSONL, ROWS, columns, opened, parquet_bytes
 
-ROWS = [{"prompt": "one"}, {"prompt": "two"}]
-JSONL = b'{"prompt": "one"}\n\n{"prompt": "two"}\n'
-CSV = b"prompt\none\ntwo\n"
 HINT = "check the address, your access to it and the connection"
-
-
-def opened(*names, format=None, output=None):
-    return open_input(list(names), format=format, output=output)
-
-
-def columns(*names, **options):
-    return [row.columns for row in opened(*names, **options).rows()]
-
-
-def parquet_bytes(table, **options) -> bytes:
-    stream = io.BytesIO()
-    pq.write_table(table, stream, **options)
-    return stream.getvalue()
-
-
-@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
-@pytest.mark.parametrize(
-    ("suffix", "data"),
-    [(".jsonl", JSONL), (".csv", CSV), (".parquet", parquet_bytes(pa.Table.from_pylist(ROWS)))],
-)
-def test_every_format_is_read_from_s3(s3, suffix, data, compression):
-    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[compression]
-    s3.pipe_file(f"bucket/x{suffix}{compression}", pack(data))
-    source = opened(f"s3://bucket/x{suffix}{compression}")
-    assert [row.columns for row in source.rows()] == ROWS
-    assert [row.columns for row in source.rows()] == ROWS  # a second time
-    assert next(source.rows()).source.startswith(f"s3://bucket/x{suffix}{compression}:")
 
 
 def test_folders_and_globs_give_their_files_sorted_without_hidden_files_and_our_outputs(s3):

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from batchgen.jobs.files.results import decode, encode
 from batchgen.jobs.reuse_output import is_held_whole, results_of_output
-from batchgen.records import Row, RowForm, open_input, output_row
-from batchgen.records.writers import DEFAULT_LIMITS, DigestFile, GroupLimits, open_writer
+from batchgen.records import Row, RowForm, output_row
+from batchgen.records.writers import GroupLimits
 from batchgen.result import Completion, Result, Score, TokenLogprob, ToolCall
+from support.records import opened, write_output
 
 KEY = bytes(range(16))
 LOGPROBS = (
@@ -49,12 +50,8 @@ def row_of(result, *, token_ids=False, columns=None):
     return output_row(row, result, RowForm(token_ids=token_ids))
 
 
-def written(folder, name, results, *, schema=None, limits=DEFAULT_LIMITS, **form):
-    file, spool = DigestFile(folder / name), folder / "spool"
-    writer = open_writer(file, name, schema=schema, spool=spool, form=RowForm(**form), limits=limits)
-    writer.write((ROW, result) for result in results)
-    writer.close()
-    return folder / name
+def written(folder, name, results, **options):
+    return write_output(folder / name, ((ROW, result) for result in results), **options)
 
 
 def taken_back(folder, name, results, *, token_ids=True):
@@ -258,7 +255,7 @@ def test_any_results_are_read_back_from_a_finished_output(tmp_path_factory, made
 
 def test_an_output_can_be_an_input_again(tmp_path):
     path = written(tmp_path, "o.parquet", [LABEL])
-    (row,) = open_input([str(path)], format=None, output=None).rows()
+    (row,) = opened(path).rows()
     out = output_row(row, SEVERAL, RowForm())
     assert out["input_choice_probs"] == [("yes", 0.1), ("no", 0.7), ("-", 0.2)]
     assert out["choices"] == CHOICES

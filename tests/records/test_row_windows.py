@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from batchgen.records import open_input
 from batchgen.records.files import InputFile
 from batchgen.records.jsonl import read_jsonl
 from batchgen.records.rows import Row, RowStream
 from batchgen.records.tables import PARQUET_BATCH, read_csv, read_parquet
 from support.params import FULL
+from support.records import opened, parquet_bytes
 
 
 def rows(*sizes: int) -> list[Row]:
@@ -45,7 +45,7 @@ def test_rows_have_their_size_in_the_file(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "abc"}\nbroken\n')
     (tmp_path / "b.csv").write_bytes(b"prompt,x\nabc,de\n")
     pq.write_table(pa.table({"prompt": ["x" * 1000] * 50}), tmp_path / "c.parquet")
-    source = open_input([str(tmp_path / n) for n in ("a.jsonl", "b.csv", "c.parquet")], format=None, output=None)
+    source = opened(*(tmp_path / name for name in ("a.jsonl", "b.csv", "c.parquet")))
     first, broken, csv, *parquet = [row.size for row in source.rows()]
     assert (first, broken, csv) == (18, 7, 5)
     assert {1000 <= size < 1010 for size in parquet} == {True}
@@ -103,9 +103,8 @@ def test_a_decompression_bomb_takes_little_memory(tmp_path, name, first):
 
 
 def test_a_parquet_file_of_long_rows_is_read_a_few_at_a_time(monkeypatch):
-    stream = io.BytesIO()
     texts = [f"{i}" + "x" * 20_000 for i in range(40)]
-    pq.write_table(pa.table({"prompt": texts}), stream, use_dictionary=False)
+    stream = io.BytesIO(parquet_bytes(pa.table({"prompt": texts}), use_dictionary=False))
     batches: list[int] = []
     whole = pq.ParquetFile.iter_batches
     monkeypatch.setattr(
@@ -113,7 +112,6 @@ def test_a_parquet_file_of_long_rows_is_read_a_few_at_a_time(monkeypatch):
     )
     assert [columns["prompt"] for _, columns, _ in read_parquet(stream, batch_bytes=100_000)] == texts  # type: ignore[index]
     assert batches == [4]
-    stream = io.BytesIO()
-    pq.write_table(pa.table({"prompt": ["a"] * 3000}), stream)
+    stream = io.BytesIO(parquet_bytes([{"prompt": "a"}] * 3000))
     assert len(list(read_parquet(stream))) == 3000
     assert batches == [4, PARQUET_BATCH]

@@ -8,10 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.records import RowForm, open_input
-from batchgen.records.writers import DigestFile, open_writer
-from batchgen.result import Result
 from support.late import late
+from support.records import opened, with_results, write_output
 
 datasets, pd = late("datasets"), late("pandas")
 
@@ -21,16 +19,9 @@ def written(tmp_path):
     """Writes the output of some input files, and returns its path."""
 
     def write(*names, in_order=True, **form):
-        source = open_input([str(tmp_path / name) for name in names], format=None, output=None)
-        rows = [(row, Result(row=row.number, text="t", finish_reason="stop")) for row in source.rows()]
-        file = DigestFile(tmp_path / "o.parquet")
-        spool = tmp_path / "spool.jsonl"
-        writer = open_writer(
-            file, "o.parquet", schema=source.schema, spool=spool, form=RowForm(**form), in_order=in_order
-        )
-        writer.write(rows)
-        writer.close()
-        return tmp_path / "o.parquet"
+        source = opened(*(tmp_path / name for name in names))
+        options = {"schema": source.schema, "in_order": in_order}
+        return write_output(tmp_path / "o.parquet", with_results(source), **options, **form)
 
     return write
 

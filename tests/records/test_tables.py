@@ -4,19 +4,13 @@ import datetime as dt
 import io
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchgen.records.tables import header_hint, read_csv, read_parquet
+from support.records import parquet_bytes
 
 
 def read(data: bytes) -> list[tuple[str, object]]:
     return [(place, columns) for place, columns, _ in read_csv(io.BytesIO(data))]
-
-
-def parquet(table: pa.Table, **options) -> io.BytesIO:
-    stream = io.BytesIO()
-    pq.write_table(table, stream, **options)
-    return stream
 
 
 def test_malformed_csv_records_have_a_reason_and_later_ones_are_read():
@@ -56,7 +50,7 @@ def test_parquet_times_that_python_cannot_hold_become_text():
             "deep": pa.array([[{"t": 1}], [{"t": None}]], pa.list_(pa.struct([("t", pa.timestamp("ns"))]))),
         }
     )
-    first, second = (columns for _, columns, _ in read_parquet(parquet(table)))
+    first, second = (columns for _, columns, _ in read_parquet(io.BytesIO(parquet_bytes(table))))
     assert first["ns"] == "2020-01-01T00:00:00.000000001"
     assert (second["ns"], type(second["ns"])) == (dt.datetime(2020, 1, 1), dt.datetime)  # and not one of pandas
     assert first["zone"] == "1970-01-01T05:30:00.000000001+05:30"
@@ -71,5 +65,7 @@ def test_parquet_times_that_python_cannot_hold_become_text():
 
 def test_parquet_text_that_is_not_utf8_fails_only_its_row():
     bad = pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pa.py_buffer(b"\xff\xfeok"))
-    rows = [(place, columns) for place, columns, _ in read_parquet(parquet(pa.table({"prompt": bad})))]
+    rows = [
+        (place, columns) for place, columns, _ in read_parquet(io.BytesIO(parquet_bytes(pa.table({"prompt": bad}))))
+    ]
     assert rows == [(":row 0", "column 'prompt' is not UTF-8"), (":row 1", {"prompt": "ok"})]

@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import hashlib
 import io
 import json
 import math
@@ -15,11 +14,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.records import RESULT_NAMES, Row, RowForm, open_input
+from batchgen.records import RESULT_NAMES, Row
 from batchgen.records.parquet_types import MAX_FIELDS, ColumnType
-from batchgen.records.writers import DigestFile, open_writer
 from batchgen.result import Result
 from support.params import examples
+from support.records import columns, write_output
 
 RESULT = {"text": "t", "finish_reason": "stop", "usage": {"prompt_tokens": 1, "completion_tokens": 2}, "error": None}
 FAILED = RESULT | {"text": None, "finish_reason": "error", "error": {"type": "invalid_row", "message": "m"}}
@@ -35,33 +34,18 @@ RESULT_TYPES = [
 def pairs(rows):
     """The rows and results from which `output_row` makes these output rows."""
     for number, row in enumerate(rows):
-        columns = {name: value for name, value in row.items() if name not in RESULT_NAMES}
+        own = {name: value for name, value in row.items() if name not in RESULT_NAMES}
         usage, error = row["usage"], row["error"] or {}
         result = Result(
             row=number, text=row["text"], finish_reason=row["finish_reason"], **usage,
             truncated=row.get("truncated", False), token_ids=tuple(row.get("token_ids") or ()),
             error_type=error.get("type"), error_message=error.get("message"),
         )  # fmt: skip
-        yield Row(number, columns, None, f"in.jsonl:{number + 1}"), result
+        yield Row(number, own, None, f"in.jsonl:{number + 1}"), result
 
 
-def write(folder: Path, name: str, rows, *, schema=None, keep=None, id_column=None, token_ids=False) -> Path:
-    return write_pairs(
-        folder, name, list(pairs(rows)), schema, RowForm(keep=keep, id_column=id_column, token_ids=token_ids)
-    )
-
-
-def write_pairs(folder: Path, name: str, rows, schema, form, notes=None) -> Path:
-    file = DigestFile(folder / name)
-    spool = folder / "spool.jsonl"
-    writer = open_writer(file, name, schema=schema, spool=spool, form=form)
-    writer.write(rows[:1])
-    writer.write(rows[1:])
-    writer.close()
-    assert file.hexdigest() == hashlib.blake2b((folder / name).read_bytes(), digest_size=16).hexdigest()
-    assert not spool.exists()
-    assert notes is None or list(writer.notes) == notes
-    return folder / name
+def write(folder: Path, name: str, rows, **options) -> Path:
+    return write_output(folder / name, pairs(rows), at_once=1, **options)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +189,7 @@ def test_a_note_names_every_column_that_is_written_as_json_text(tmp_path):
     ]
     why = "has values that no one Parquet type fits (of several kinds, or too large): all of them are written as JSON text"
     notes = [f"column 'prompt' {why}", f"column 'meta.tags[]' {why}", f"column 'big' {why}"]
-    path = write_pairs(tmp_path, "o.parquet", list(pairs(rows)), None, RowForm(), notes)
+    path = write(tmp_path, "o.parquet", rows, notes=notes)
     assert pq.read_table(path)["prompt"].to_pylist() == ['"Hi"', "5"]
 
 
@@ -232,8 +216,7 @@ def test_any_text_comes_back_from_csv(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("w")
     rows = [{f"c{name}": text for name, text in row.items()} for row in rows]
     path = write(folder, "o.csv", [{"id": i, **row, **RESULT} for i, row in enumerate(rows)])
-    read = [row.columns for row in open_input([str(path)], format=None, output=None).rows()]
-    assert [{n: row[n] for n in given} for row, given in zip(read, rows, strict=True)] == rows
+    assert [{n: row[n] for n in given} for row, given in zip(columns(path), rows, strict=True)] == rows
 
 
 @settings(max_examples=examples(15, 60))
