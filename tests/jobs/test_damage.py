@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import batchgen.job
 from batchgen.config import InputLimits
 from batchgen.errors import BatchgenError, OutputError, UsageError
+from support.damage import damaged
 from support.harness import write_common_input
 from support.params import examples
 from support.runs import Killed, Runs
@@ -69,50 +70,6 @@ def _dies(*_: Any) -> None:
     raise Killed
 
 
-# Kinds of damage, as functions of a file's bytes.
-
-
-def _cut(data: st.DataObject, content: bytes) -> bytes:
-    return content[: data.draw(st.integers(0, max(0, len(content) - 1)), label="cut at")]
-
-
-def _flip(data: st.DataObject, content: bytes) -> bytes:
-    flipped = bytearray(content)
-    for bit in data.draw(st.lists(st.integers(0, max(0, 8 * len(content) - 1)), min_size=1, max_size=3), label="bits"):
-        flipped[bit // 8] ^= 1 << bit % 8
-    return bytes(flipped)
-
-
-def _zero(data: st.DataObject, content: bytes) -> bytes:
-    at = data.draw(st.integers(0, len(content)), label="zeros from")
-    return content[:at] + bytes(len(content[at : at + 200])) + content[at + 200 :]
-
-
-def _append(data: st.DataObject, content: bytes) -> bytes:
-    return content + data.draw(st.binary(min_size=1, max_size=50), label="appended")
-
-
-def _lines(data: st.DataObject, content: bytes) -> bytes:
-    lines = content.splitlines(keepends=True)
-    chosen = data.draw(st.lists(st.integers(0, max(0, len(lines) - 1)), max_size=2 * len(lines)), label="lines")
-    return b"".join(lines[i] for i in chosen) if lines else b""
-
-
-def _insert(data: st.DataObject, content: bytes) -> bytes:
-    lines = content.splitlines(keepends=True)
-    at = data.draw(st.integers(0, len(lines)), label="inserted before line")
-    return b"".join(lines[:at]) + data.draw(st.binary(max_size=50)) + b"\n" + b"".join(lines[at:])
-
-
-DAMAGES = {"cut": _cut, "flipped": _flip, "zeros": _zero, "appended": _append, "lines": _lines, "inserted": _insert}
-
-
-def damage(data: st.DataObject, path: Path) -> None:
-    content = path.read_bytes()
-    kind = data.draw(st.sampled_from([*DAMAGES] if content else ["appended"]), label="damage")
-    path.write_bytes(DAMAGES[kind](data, content))
-
-
 def expected_output(folder: Folder, state: str) -> bytes:
     """Returns the output of a run from that state without damage."""
     if state not in folder.expected:
@@ -157,7 +114,7 @@ def test_damage_only_costs_rows_that_are_generated_again_or_is_noticed(folder, d
     if data.draw(st.booleans(), label="gone"):
         path.unlink()
     else:
-        damage(data, path)
+        path.write_bytes(data.draw(damaged(path.read_bytes())))
     check_goes_on(folder, state, expected)
 
 

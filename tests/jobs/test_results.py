@@ -18,6 +18,7 @@ from batchgen.records.jsonl import to_json
 from batchgen.records.output import RowForm, output_row
 from batchgen.records.rows import Row
 from batchgen.result import Completion, Result, TokenLogprob
+from support.damage import damaged
 from support.params import examples
 from support.python_process import environment
 
@@ -126,13 +127,7 @@ def test_a_damaged_database_gives_no_wrong_result_and_accepts_new_ones(tmp_path_
     folder = tmp_path_factory.mktemp("r")
     fill(folder)
     path = folder / "results.sqlite"
-    content = bytearray(path.read_bytes())
-    if data.draw(st.booleans(), label="cut"):
-        del content[data.draw(st.integers(0, len(content) - 1), label="at") :]
-    else:
-        for at in data.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=20), label="bytes"):
-            content[at] ^= data.draw(st.integers(1, 255))
-    path.write_bytes(content)
+    path.write_bytes(data.draw(damaged(path.read_bytes())))
     with opened(folder) as results:
         found = results.stored(KEYS)
         assert found.items() <= ALL.items()

@@ -7,7 +7,6 @@ SQLite's statements. `Plan.how`:
     torn          half of a write is done, then SIGKILL
     cut           a power cut before the call: only the synced contents of files and folders remain, then SIGKILL
     SIGTERM …     this signal before the call
-    short         half of a write is done, which any write may do
     ENOSPC, EIO … the call fails with this error (SQLite with its own message); with `lasting`, every later call too
 """
 
@@ -88,10 +87,8 @@ class Watch:
         if how == "cut":
             assert self._disk is not None
             self._disk.power_cut()
-        if how in ("torn", "short") and half is not None:
-            half_done = half()
-            if how == "short":
-                return half_done
+        if how == "torn" and half is not None:
+            half()
         if how in ("kill", "torn", "cut"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif how.startswith("SIG"):

@@ -265,13 +265,27 @@ class Job:
         self.whole, self.expected = runs.uninterrupted[str(case)]
 
     def set_up(self, state: str) -> None:
-        """Prepares the state from which runs start after `reset`: `new`, `generated`, `changed` or `raised`."""
-        {
-            "new": self.prepare,
-            "generated": self.prepare_generated,
-            "changed": self.prepare_changed,
-            "raised": self.prepare_raised,
-        }[state]()
+        """Prepares the state from which runs start after `reset`.
+
+        `new`: nothing has run. `generated`: the process died after generating everything and before writing the output. `changed`: the output is
+        finished, and its input has more rows since then. `raised`: it is to be continued with a larger `--max-tokens`.
+        """
+        self.prepare()
+        if state == "generated":
+            assert self.run(how="kill", at=1, only="write " + self.partial).code == -9
+            self.keep_state()
+        elif state != "new":
+            self.run()
+            self.old = self.expected
+            if state == "changed":
+                write_common_input(self.folder, 30)
+            else:
+                more = ("--max-tokens", "14", "--retry", "length")
+                self.case = replace(self.case, options=(*self.case.options, *more))
+            self.keep_state()
+            self.whole = self.run()
+            self.expected = read_output(self.output)
+            assert self.expected != self.old
 
     def prepare(self) -> None:
         """Makes the folder of a new job."""
@@ -282,34 +296,6 @@ class Job:
         write_common_input(self.folder)
         (self.folder / "more.csv").write_text("prompt,n\nA line of a table,1\nAnother,2\n")
         (self.folder / "work").mkdir()
-
-    def prepare_generated(self) -> None:
-        """Makes the folder of a job whose process died after generating everything and before writing the output."""
-        self.prepare()
-        assert self.run(how="kill", at=1, only="write " + self.partial).code == -9
-        self.keep_state()
-
-    def prepare_changed(self) -> None:
-        """Makes a finished output whose input has more rows since then. Most results are to be kept."""
-        self.prepare()
-        self.run()
-        self.old = self.expected
-        write_common_input(self.folder, 30)
-        self.keep_state()
-        self.whole = self.run()
-        self.expected = read_output(self.output)
-        assert self.expected != self.old
-
-    def prepare_raised(self) -> None:
-        """Makes a finished output that is to be continued with a larger `--max-tokens`."""
-        self.prepare()
-        self.run()
-        self.old = self.expected
-        self.case = replace(self.case, options=(*self.case.options, "--max-tokens", "14", "--retry", "length"))
-        self.keep_state()
-        self.whole = self.run()
-        self.expected = read_output(self.output)
-        assert self.expected != self.old
 
     def keep_state(self) -> None:
         self._state = self.folder.with_suffix(".state")
