@@ -3,26 +3,18 @@
 import json
 import os
 import random
-import re
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from batchgen import job_status
 from support.harness import TINY_SPOOL, Case, Harness, Job, Running, stored_keys
+from support.params import slow_but
 
 TWO = ("--device", "cpu:0,1")
 LONG = ("--max-tokens", "240", "--ignore-eos", "--flush-every", "0", "--batch-size", "2")
-
-
-def until(done: Callable[[], bool], running: Running) -> None:
-    while not done():
-        assert not running.ended(), running.wait().err
-        time.sleep(0.001)
 
 
 def gone(pids: list[int]) -> bool:
@@ -42,9 +34,11 @@ def long_job(harness: Harness, tmp_path: Path) -> Job:
     return job
 
 
-def in_the_middle(job: Job, quiet: bool = True) -> tuple[Running, list[int]]:
-    running = job.start(quiet=quiet)
-    until(lambda: len(stored_keys(job.job_folder)) > 2, running)
+def in_the_middle(job: Job) -> tuple[Running, list[int]]:
+    running = job.start()
+    while len(stored_keys(job.job_folder)) <= 2:
+        assert not running.ended(), running.wait().err
+        time.sleep(0.001)
     workers = running.workers()
     assert len(workers) == 2
     return running, workers
@@ -57,10 +51,9 @@ OPTIONS = {
     "windows": ("--window", "7"),
     "in their own order": ("--policy", "fifo"),
 }
-SLOW = ("sampled", "labels", "windows", "in their own order")
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in OPTIONS])
+@pytest.mark.parametrize("kind", slow_but(["whole"], OPTIONS))
 def test_two_processes_write_what_one_writes(harness, tmp_path, kind):
     job = Job(harness, Case(options=OPTIONS[kind], settings=TINY_SPOOL), tmp_path / "job")
     job.case = replace(job.case, options=(*OPTIONS[kind], *TWO))
@@ -73,18 +66,6 @@ def test_two_processes_write_what_one_writes(harness, tmp_path, kind):
     assert [worker["device"] for worker in workers] == ["cpu:0", "cpu:1"]
     assert sum(worker["rows"] for worker in workers) == 24  # two of the input's rows fail before they reach a model
     assert sum(worker["prefill_tokens"] for worker in workers) == stats["prefill_tokens"]
-
-
-@pytest.mark.slow
-def test_when_a_devices_process_is_killed_the_other_generates_its_rows(long_job):
-    running, workers = in_the_middle(long_job, quiet=False)
-    until(lambda: (job_status(str(long_job.output))["workers"] or [{}])[-1].get("state") == "running", running)
-    os.kill(workers[0], signal.SIGKILL)
-    ended = running.wait()
-    assert ended.code == long_job.case.code, ended.err
-    assert re.search(r"ended \(SIGKILL\); its \d+ unfinished rows go to cpu:1\n", ended.err), ended.err
-    long_job.check_output(finished=True)
-    assert gone(workers)
 
 
 @pytest.mark.slow
@@ -107,34 +88,23 @@ def test_when_all_device_processes_are_killed_the_job_fails_and_can_continue_lat
 
 
 @pytest.mark.slow
-def test_when_the_job_is_killed_no_process_stays_and_it_can_continue_later(long_job):
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM], ids=["KILL", "INT", "TERM"])
+def test_when_the_job_is_ended_no_process_stays_and_it_can_continue_later(long_job, signum):
+    """A terminal's Ctrl-C and schedulers signal all processes at once; kill -9 ends the job alone."""
     running, workers = in_the_middle(long_job)
-    running.kill(signal.SIGKILL)
-    assert running.wait().code == -9
-    assert gone(workers)
-    kept = stored_keys(long_job.job_folder)
-    assert len(set(kept)) == len(kept) > 2
-    long_job.check_output(finished=False)
-    long_job.go_on()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
-def test_a_signal_to_all_processes_is_handled_by_the_job_alone(long_job, signum):
-    """A terminal's Ctrl-C and schedulers signal all processes at once."""
-    running, workers = in_the_middle(long_job)
-    for pid in (*workers, running.pid):
+    for pid in ([] if signum == signal.SIGKILL else workers) + [running.pid]:
         os.kill(pid, signum)
     ended = running.wait()
-    assert (ended.code, ended.error) == (
-        128 + signum,
-        f"interrupted by {signum.name}; run the same command again to continue",
-    )
+    if signum == signal.SIGKILL:
+        assert ended.code == -9
+    else:
+        told = f"interrupted by {signum.name}; run the same command again to continue"
+        assert (ended.code, ended.error) == (128 + signum, told)
     assert gone(workers)
     kept = stored_keys(long_job.job_folder)
     assert len(set(kept)) == len(kept)
-    if signum == signal.SIGTERM:  # what ran was finished
-        assert len(kept) >= 2 + 4
+    assert len(kept) >= (2 + 4 if signum == signal.SIGTERM else 3)  # after SIGTERM, what ran was finished
+    long_job.check_output(finished=False)
     long_job.go_on()
 
 
@@ -151,11 +121,13 @@ def test_a_second_signal_does_not_wait_for_processes_that_hang(long_job):
     long_job.go_on()
 
 
-@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "kills", [pytest.param(4, marks=pytest.mark.slow), pytest.param(60, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("job", ["two devices"], indirect=True)
-def test_killing_processes_at_random_moments_does_not_change_the_output(job):
+def test_killing_processes_at_random_moments_does_not_change_the_output(job, kills):
     rng = random.Random(5)
-    for _ in range(60):
+    for _ in range(kills):
         job.reset()
         running = job.start_up_to(rng)
         workers = running.workers()

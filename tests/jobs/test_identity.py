@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,31 +25,8 @@ def settings_of(model: Path, **options: object) -> dict[str, object]:
     return job_settings(config_of(model, **options), HF_CONFIG, chat=False)
 
 
-def copy_of(model: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(model, tmp_path / "copy"))
-
-
 def identity_of(model: Path, **options: Any) -> dict[str, Any]:
     return model_identity(ModelConfig(model=str(model), **options))
-
-
-def changed_files(model: Path, change: Callable[[Path], object], **options: Any) -> set[str]:
-    """Returns the entries of a model's identity that differ after `change`."""
-    before = identity_of(model, **options)
-    change(model)
-    after = identity_of(model, **options)
-    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-
-
-def append(path: Path, text: str) -> None:
-    with path.open("a") as file:
-        file.write(text)
-
-
-def overwrite(path: Path, at: int, data: bytes) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(data)
 
 
 def write_checkpoint(path: Path, tensors: int, values: int, seed: int = 0, changed: int | None = None) -> None:
@@ -62,34 +38,34 @@ def write_checkpoint(path: Path, tensors: int, values: int, seed: int = 0, chang
     save_file(arrays, path)
 
 
-def test_a_change_of_any_file_that_is_read_names_the_file(tiny_model_dir, tmp_path):
-    copy = copy_of(tiny_model_dir, tmp_path)
-    size = (copy / "model.safetensors").stat().st_size
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        assert changed_files(copy, lambda m, name=name: append(m / name, " ")) == {f"model file {name}"}
-    for at in (size // 3, size - 4):
-        change = lambda m, at=at: overwrite(m / "model.safetensors", at, b"abcd")  # noqa: E731
-        assert changed_files(copy, change) == {"model file model.safetensors"}
-    template = lambda m: (m / "chat_template.jinja").write_text("{{ messages }}")  # noqa: E731
-    assert changed_files(copy, template) == {"model file chat_template.jinja"}
-
-
-def test_other_files_of_a_models_folder_do_not_matter_and_its_code_only_if_it_may_run(tiny_model_dir, tmp_path):
-    def add_files(model: Path) -> None:
-        for name in (
-            "README.md",
-            "notes.txt",
-            "trainer_state.json",
-            "model.gguf",
-            "pytorch_model.bin",
-            "modeling_x.py",
-        ):
-            (model / name).write_text("not read")
-
-    copy = copy_of(tiny_model_dir, tmp_path)
-    assert changed_files(copy, add_files) == set()
-    code = lambda m: (m / "modeling_x.py").write_text("x")  # noqa: E731
-    assert changed_files(copy, code, trust_remote_code=True) == {"model file modeling_x.py"}
+@pytest.mark.parametrize(
+    ("name", "at", "options", "counts"),
+    [
+        *((f"{name}.json", None, {}, True) for name in ("config", "tokenizer", "tokenizer_config", "generation_config")),
+        ("chat_template.jinja", None, {}, True),
+        ("model.safetensors", 1 / 3, {}, True),
+        ("model.safetensors", 1, {}, True),
+        *((name, None, {}, False) for name in ("README.md", "notes.txt", "trainer_state.json", "model.gguf", "pytorch_model.bin")),
+        ("modeling_x.py", None, {}, False),
+        ("modeling_x.py", None, {"trust_remote_code": True}, True),
+    ],
+)  # fmt: skip
+def test_a_model_is_another_if_a_file_that_is_read_changes_and_its_code_counts_only_if_it_may_run(
+    name, at, options, counts, tiny_model_dir, tmp_path
+):
+    """`at`: the place of four bytes that are overwritten; without it the file gets a space, and is made if there is none."""
+    model = Path(shutil.copytree(tiny_model_dir, tmp_path / "copy"))
+    before = identity_of(model, **options)
+    content = (model / name).read_bytes() if (model / name).exists() else b""
+    if at is None:
+        content += b" "
+    else:
+        place = int(at * (len(content) - 4))
+        content = content[:place] + b"abcd" + content[place + 4 :]
+    (model / name).write_bytes(content)
+    after = identity_of(model, **options)
+    differ = {entry for entry in before.keys() | after.keys() if before.get(entry) != after.get(entry)}
+    assert differ == ({f"model file {name}"} if counts else set())
 
 
 @pytest.mark.parametrize("changed", [0, 7, 119])
@@ -142,24 +118,21 @@ def test_dtype_auto_is_identified_as_that_of_the_checkpoint():
     assert dtype_name(ModelConfig(model="m"), speaks) == "bfloat16"
 
 
-def test_prompt_and_sampling_options_are_settings(tiny_model_dir):
+SETTINGS: list[tuple[str, type, Any]] = [
+    ("max_tokens", SamplingParams, 3), ("stop", SamplingParams, ("x",)), ("n", SamplingParams, 2), ("logprobs", SamplingParams, 0),
+    ("choices", SamplingParams, ("a", "b")), ("regex", SamplingParams, "a"), ("json_schema", SamplingParams, "{}"), ("prefix", PromptConfig, "p"),
+    ("template", PromptConfig, "{{ a }}"), ("on_long_prompt", PromptConfig, "truncate-left"), ("score", PromptConfig, True),
+    ("completion_column", PromptConfig, "answer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind", "value"), SETTINGS)
+def test_prompt_and_sampling_options_are_settings(name, kind, value, tiny_model_dir):
     base = settings_of(tiny_model_dir)
-    assert base == settings_of(tiny_model_dir)
-    new: dict[str, Any] = {"n": 2, "logprobs": 0, "choices": ("a", "b"), "regex": "a", "json_schema": "{}"}
-    others = [
-        settings_of(tiny_model_dir, sampling=SamplingParams(max_tokens=3)),
-        settings_of(tiny_model_dir, sampling=SamplingParams(stop=("x",))),
-        settings_of(tiny_model_dir, prompts=PromptConfig(prefix="p")),
-        settings_of(tiny_model_dir, prompts=PromptConfig(template="{{ a }}")),
-        settings_of(tiny_model_dir, prompts=PromptConfig(on_long_prompt="truncate-left")),
-        settings_of(tiny_model_dir, prompts=PromptConfig(score=True)),
-        settings_of(tiny_model_dir, prompts=PromptConfig(completion_column="answer")),
-        *(settings_of(tiny_model_dir, sampling=SamplingParams(**{name: value})) for name, value in new.items()),
-    ]
-    differing = [{name for name in base if base[name] != other[name]} for other in others]
-    options = ["max_tokens", "stop", "prefix", "template", "on_long_prompt", "score", "completion_column", *new]
-    assert differing == [{option} for option in options]
-    assert json.loads(json.dumps(base)) == base
+    place = "sampling" if kind is SamplingParams else "prompts"
+    other = settings_of(tiny_model_dir, **{place: kind(**{name: value})})
+    assert {setting for setting in base if base[setting] != other[setting]} == {name}
+    assert json.loads(json.dumps(base)) == base == settings_of(tiny_model_dir)
 
 
 def test_options_that_do_not_change_results_are_not_settings(tiny_model_dir):

@@ -1,12 +1,7 @@
 """Chat templates that write the date: all runs and shards of a job write the date of its first run."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +9,7 @@ import batchgen.job_setup
 from batchgen import JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job, run_job
 from batchgen.assembly import merge_job
 from batchgen.process.templates import template_process
-from batchgen.prompts.messages import ChatTemplate, Message
+from batchgen.prompts.messages import ChatTemplate
 from support.tokenizers_by_hand import byte_tokenizer
 
 # As Llama 3.2 has it.
@@ -25,33 +20,29 @@ TEMPLATE = (
 )
 
 
-class _Clock:
+class Clock:
     """Replaces the class `datetime`; the test sets what `now` returns."""
 
-    def __init__(self, *time: int) -> None:
-        self.time = datetime(*time)
+    time = datetime(2026, 3, 1, 23, 59, 58)
 
-    def now(self) -> datetime:
+    def now(self):
         return self.time
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
-    made = _Clock(2026, 3, 1, 23, 59, 58)
-    monkeypatch.setattr(batchgen.job_setup, "datetime", made)
-    return made
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(batchgen.job_setup, "datetime", clock)
+    return clock
 
 
 @pytest.fixture
-def config(tiny_model_dir: Path, write_jsonl: Callable[..., Path]) -> JobConfig:
+def config(tiny_model_dir, write_jsonl):
     source = write_jsonl([{"prompt": "a"}, {"prompt": "b"}])
     return JobConfig(
-        inputs=(str(source),),
-        output=str(source.with_name("out.jsonl")),
-        model=ModelConfig(model=str(tiny_model_dir)),
-        prompts=PromptConfig(chat_template=TEMPLATE),
-        sampling=SamplingParams(max_tokens=2),
-    )
+        inputs=source, output=str(source.with_name("out.jsonl")), model=ModelConfig(model=str(tiny_model_dir)),
+        prompts=PromptConfig(chat_template=TEMPLATE), sampling=SamplingParams(max_tokens=2),
+    )  # fmt: skip
 
 
 def test_results_of_yesterday_are_used_again_today(config, clock, write_jsonl):
@@ -60,9 +51,8 @@ def test_results_of_yesterday_are_used_again_today(config, clock, write_jsonl):
     write_jsonl([{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}])
     stats = run_job(config).stats
     assert (stats["rows_resumed"], stats["rows_ok"]) == (2, 1)
-    assert (
-        stats["prefill_tokens"] == len("Today Date: 01 Mar 2026<|user|>c") - len("<|user|>") + 1
-    )  # which is one token
+    tokens = len("Today Date: 01 Mar 2026<|user|>c") - len("<|user|>") + 1  # which is one token
+    assert stats["prefill_tokens"] == tokens
     stats = run_job(replace(config, overwrite=True)).stats
     assert (stats["rows_resumed"], stats["rows_ok"]) == (0, 3)
 
@@ -79,7 +69,7 @@ def test_a_plan_uses_the_date_of_a_job_that_has_begun(config, clock):
 def test_shards_that_start_together_are_one_job(config, clock, monkeypatch):
     run_job(replace(config, shard="1/2"))
     clock.time = datetime(2026, 3, 1, 23, 59, 59)
-    found: list[datetime | None] = [None]  # the second shard looked before the first had begun the job
+    found = [None]  # the second shard looked before the first had begun the job
     look = batchgen.job_setup.date_of_job
     monkeypatch.setattr(batchgen.job_setup, "date_of_job", lambda *place: found.pop() if found else look(*place))
     run_job(replace(config, shard="2/2"))
@@ -87,25 +77,24 @@ def test_shards_that_start_together_are_one_job(config, clock, monkeypatch):
     assert merge_job(str(config.output)).stats["job"]["rows_ok"] == 2
 
 
-def rendered(template: ChatTemplate, messages: list[Message], variables: dict[str, Any] | None = None) -> str:
+NOW = datetime(2026, 3, 1, 9, 5, 7)
+ASKED = "%Y-%m-%d %-d %B %b %H:%M:%S %I %p %A %a %y %j %f %G-W%V-%u %R %s 100%% %%d %%%d %"
+OF_TOOLS = {"default": "{{ strftime_now('%Y') }} plain", "tool_use": "{{ strftime_now('%Y') }} {{ tools[0].name }}"}
+
+
+@pytest.mark.parametrize(
+    ("source", "variables", "expected"),
+    [
+        # Chat templates remove the newline after a block.
+        ("\n {% if true %}{{ strftime_now(" + repr(ASKED) + ") }}{% endif %}\n{{ messages[0].content }}", None, f"\n{NOW.strftime(ASKED)}x"),
+        (OF_TOOLS, None, "2026 plain"),
+        (OF_TOOLS, {"tools": [{"name": "f"}]}, "2026 f"),
+    ],
+)  # fmt: skip
+def test_dates_in_templates_are_formatted_as_in_python_also_in_those_for_tools(source, variables, expected):
+    own = source if isinstance(source, str) else None
+    template = ChatTemplate(byte_tokenizer(chat_template=None if own else source), own, {}, now=NOW)
+    messages = [{"role": "user", "content": "x"}]
     call = template.call(messages, variables)
     (answer,) = template_process().render(call.form, call.source, [call.given])
-    return template.text(messages, answer)
-
-
-def test_dates_in_templates_are_formatted_as_in_python():
-    now = datetime(2026, 3, 1, 9, 5, 7)
-    asked = "%Y-%m-%d %-d %B %b %H:%M:%S %I %p %A %a %y %j %f %G-W%V-%u %R %s 100%% %%d %%%d %"
-    source = "\n {% if true %}{{ strftime_now(" + repr(asked) + ") }}{% endif %}\n{{ messages[0].content }}"
-    template = ChatTemplate(byte_tokenizer(), source, {}, now=now)
-    assert (
-        rendered(template, [{"role": "user", "content": "x"}]) == f"\n{now.strftime(asked)}x"
-    )  # chat templates remove the newline after a block
-
-
-def test_a_template_for_tools_has_the_date_of_the_job_too():
-    named = {"default": "{{ strftime_now('%Y') }} plain", "tool_use": "{{ strftime_now('%Y') }} {{ tools[0].name }}"}
-    template = ChatTemplate(byte_tokenizer(chat_template=named), None, {}, now=datetime(2001, 1, 1))
-    message: list[Message] = [{"role": "user", "content": "x"}]
-    assert rendered(template, message) == "2001 plain"
-    assert rendered(template, message, {"tools": [{"name": "f"}]}) == "2001 f"
+    assert template.text(messages, answer) == expected

@@ -133,25 +133,24 @@ def test_a_process_whose_lease_was_taken_over_stops_with_an_error(tmp_path):
 def test_one_of_many_simultaneous_claims_wins(tmp_path):
     context = multiprocessing.get_context("fork")
     start, won = context.Barrier(9), context.Queue()
-    processes = [context.Process(target=claim_or_wait, args=(str(tmp_path / "1"), start, won)) for _ in range(8)]
+
+    def claim() -> None:
+        start.wait()
+        try:
+            Lease(tmp_path / "1", "shard")
+            won.put(1)
+        except OutputLocked:
+            won.put(0)
+        start.wait()
+
+    processes = [context.Process(target=claim) for _ in range(8)]
     for process in processes:
         process.start()
     start.wait()
     start.wait()  # nobody ends before all have tried
     for process in processes:
         process.join()
-    winners = [won.get() for _ in range(8)]
-    assert sum(winners) == 1
-
-
-def claim_or_wait(folder: str, start: object, won: object) -> None:
-    start.wait()  # type: ignore[attr-defined]
-    try:
-        Lease(Path(folder), "shard")
-        won.put(1)  # type: ignore[attr-defined]
-    except OutputLocked:
-        won.put(0)  # type: ignore[attr-defined]
-    start.wait()  # type: ignore[attr-defined]
+    assert sum(won.get() for _ in processes) == 1
 
 
 def test_a_mounted_object_store_is_refused(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """`--retry length` with a larger `--max-tokens`: complete rows stay, truncated rows are generated with the new limit."""
 
 import hashlib
+import json
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -105,56 +106,49 @@ def test_an_input_of_other_rows_is_still_refused_after_the_limit_was_raised(runs
     assert runs.run(PROMPTS, **with_limit(8))[0] == []
 
 
-def test_a_prompt_that_is_shortened_for_a_larger_limit_is_another_row(tiny_model_dir, write_jsonl, read_jsonl):
-    source = write_jsonl([{"prompt": f"{i} {'a' * CONTEXT_LENGTH}"} for i in range(12)])
-    outputs = {}
-    for name, limits in (("raised", (4, 32)), ("fresh", (32,))):
-        outputs[name] = source.with_name(f"{name}.jsonl")
-        for limit in limits:
-            report = run_job(
-                JobConfig(
-                    inputs=source,
-                    output=str(outputs[name]),
-                    model=tiny_model_dir,
-                    prompts=PromptConfig(on_long_prompt="truncate-left"),
-                    sampling=SamplingParams(max_tokens=limit),
-                    retry=("length",) if limit == 32 else (),
-                )
-            )
-            assert report.exit_code == 0
-    assert all(row["truncated"] for row in read_jsonl(outputs["fresh"]))
-    assert read_jsonl(outputs["raised"]) == read_jsonl(outputs["fresh"])
+@pytest.fixture
+def job(tiny_model_dir: Path, tmp_path: Path, read_jsonl: Any) -> Any:
+    """Runs a job with a real model over rows with this prompt. Returns the output rows."""
+
+    def run(name: str, limit: int, *, prompts: list[str], options: Any = None, **sampling: Any) -> Rows:
+        source, output = tmp_path / "in.jsonl", tmp_path / name
+        source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        limits = SamplingParams(max_tokens=limit, **sampling)
+        run_job(JobConfig(inputs=source, output=str(output), model=tiny_model_dir, sampling=limits, **options or {}))
+        return read_jsonl(output) if output.exists() else []
+
+    return run
 
 
-SAMPLED: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"temperature": 1.0, "seed": 7},
-    "two each": {"temperature": 1.0, "n": 2},
-}
+AGAIN = {"retry": ("length",)}
 
 
-@pytest.mark.parametrize("sampling", SAMPLED.values(), ids=SAMPLED)
-def test_a_real_model_continues_a_truncated_completion_where_it_ended(
-    sampling, tiny_model_dir, write_jsonl, read_jsonl
-):
-    source = write_jsonl([{"prompt": f"row {i}"} for i in range(16)])
+def test_a_prompt_that_is_shortened_for_a_larger_limit_is_another_row(job):
+    prompts, cut = (
+        [f"{i} {'a' * CONTEXT_LENGTH}" for i in range(12)],
+        {"prompts": PromptConfig(on_long_prompt="truncate-left")},
+    )
+    job("raised.jsonl", 4, prompts=prompts, options=cut)
+    raised = job("raised.jsonl", 32, prompts=prompts, options=cut | AGAIN)
+    fresh = job("fresh.jsonl", 32, prompts=prompts, options=cut)
+    assert all(row["truncated"] and row["error"] is None for row in fresh)
+    assert raised == fresh
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 1.0, "n": 2}],
+    ids=["greedy", "sampled", "two each"],
+)
+def test_a_real_model_continues_a_truncated_completion_where_it_ended(sampling, job):
     ends = tuple(range(0, 240, 8))  # so that some completions end before the limit
 
-    def run(name: str, limit: int, **options: Any) -> list[tuple[list[int], str]]:
-        output = source.with_name(name)
-        run_job(
-            JobConfig(
-                inputs=source,
-                output=str(output),
-                model=tiny_model_dir,
-                token_ids=True,
-                sampling=SamplingParams(max_tokens=limit, stop_token_ids=ends, **sampling),
-                **options,
-            )
-        )
-        return [(c["token_ids"], c["finish_reason"]) for row in read_jsonl(output) for c in row.get("choices") or [row]]
+    def completions(name: str, limit: int, **options: Any) -> list[tuple[list[int], str]]:
+        prompts = [f"row {i}" for i in range(16)]
+        rows = job(name, limit, prompts=prompts, options={"token_ids": True} | options, stop_token_ids=ends, **sampling)
+        return [(c["token_ids"], c["finish_reason"]) for row in rows for c in row.get("choices") or [row]]
 
-    short, longer = run("o.jsonl", 5), run("o.jsonl", 12, retry=("length",))
+    short, longer = completions("o.jsonl", 5), completions("o.jsonl", 12, **AGAIN)
     for (begun, reason), (tokens, _) in zip(short, longer, strict=True):
         assert tokens[: len(begun)] == begun
         assert (len(tokens) > len(begun)) == (reason == "length")
@@ -163,28 +157,19 @@ def test_a_real_model_continues_a_truncated_completion_where_it_ended(
     if sampling:
         assert kinds["stop"] > 2
     else:
-        assert longer == run("fresh.jsonl", 12)
+        assert longer == completions("fresh.jsonl", 12)
 
 
-def test_a_merged_job_is_continued_in_shards(tiny_model_dir, write_jsonl, read_jsonl):
-    source = write_jsonl([{"prompt": f"row {i}"} for i in range(12)])
-
-    def run(name: str, limit: int, **options: Any) -> Rows:
-        output = source.with_name(name)
-        config = JobConfig(
-            inputs=source, output=str(output), model=tiny_model_dir,
-            sampling=SamplingParams(max_tokens=limit), **options
-        )  # fmt: skip
-        run_job(config)
-        return read_jsonl(output) if output.exists() else []
-
-    for limit, retry in ((3, ()), (9, ("length",))):
+def test_a_merged_job_is_continued_in_shards(job, tmp_path):
+    prompts = [f"row {i}" for i in range(12)]
+    for limit, again in ((3, {}), (9, AGAIN)):
         for shard in ("1/2", "2/2"):
-            run("o.jsonl", limit, shard=shard, retry=retry)
-        merge_job(str(source.with_name("o.jsonl")))
-    assert read_jsonl(source.with_name("o.jsonl")) == run("fresh.jsonl", 9)
-    run("o.jsonl", 20, retry=("length",))
-    assert read_jsonl(source.with_name("o.jsonl")) == run("fresh20.jsonl", 20)
+            job("o.jsonl", limit, prompts=prompts, options={"shard": shard} | again)
+        merge_job(str(tmp_path / "o.jsonl"))
+    for limit in (9, 20):
+        assert job("o.jsonl", limit, prompts=prompts, options=AGAIN) == job(
+            f"fresh{limit}.jsonl", limit, prompts=prompts
+        )
 
 
 def rows_of_any_kind() -> st.SearchStrategy[Rows]:

@@ -114,6 +114,7 @@ CHANGES: dict[str, tuple[Callable[[Runs], object], dict[str, Any], int | None]] 
     "other columns": (lambda runs: None, {"keep": ()}, 0),
     "a limit": (lambda runs: None, {"limit": 3}, 0),
     "rows to run again": (lambda runs: None, {"retry": ("length",)}, 4),
+    "errors to run again": (lambda runs: None, {"retry": ("errors",)}, 1),
     "all again": (lambda runs: None, {"overwrite": True}, 40),
 }
 """A change to a finished job, the options of the next run, and the number of rows that run generates (None: it is refused)."""
@@ -122,11 +123,12 @@ CHANGES: dict[str, tuple[Callable[[Runs], object], dict[str, Any], int | None]] 
 @pytest.mark.parametrize("change", CHANGES)
 def test_after_any_change_a_job_is_not_taken_for_finished(change, runs):
     runs.reason = lambda prompt: "length" if prompt[-1] == "2" else "stop"
-    runs.run(PROMPTS)
+    rows = [*PROMPTS[:39], "fail"]
+    runs.run(rows)
     happens, options, expected = CHANGES[change]
     happens(runs)
     try:
-        answered = len(runs.run(PROMPTS, **options)[0])
+        answered = len(runs.run(rows, **options)[0])
     except BatchgenError:
         answered = None
     assert answered == expected

@@ -52,12 +52,16 @@ def sorted_requests(folder, requests, limits):
     return made
 
 
-def test_requests_that_fit_one_run_never_touch_the_disk(tmp_path):
+def test_only_more_requests_than_fit_one_run_are_sorted_on_disk(tmp_path):
     made = sorted_requests(tmp_path, [request(i, [9 - i, 1]) for i in range(5)], limits(rows=5))
     assert not made.on_disk
     assert [[r.row for r in w] for w in made.windows()] == [[4, 3, 2, 1, 0]]
     assert list(tmp_path.iterdir()) == []
     assert list(SortedRequests(tmp_path).windows()) == []
+    made = sorted_requests(tmp_path, [request(i, [9 - i, 1]) for i in range(6)], limits(rows=5))
+    assert made.on_disk
+    assert [sorted(r.row for r in w) for w in made.windows()] == [[1, 2, 3, 4, 5], [0]]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(made.digests)
 
 
 LABELS = {"params": SamplingParams(choices=("a", "b", "c")), "texts": [[4], [5], [6, 7]]}
@@ -79,13 +83,6 @@ def test_rows_that_arrive_together_are_planned_in_prefix_order_where_their_label
     cut = bounded_windows(requests, limits(window=6, batch=1))
     assert [[r.row for r in w] for w in cut] == [[4, 3], [2, 1], [0]]
     assert list(bounded_windows([], limits())) == []
-
-
-def test_one_row_more_than_fits_is_sorted_on_disk(tmp_path):
-    made = sorted_requests(tmp_path, [request(i, [9 - i, 1]) for i in range(6)], limits(rows=5))
-    assert made.on_disk
-    assert [sorted(r.row for r in w) for w in made.windows()] == [[1, 2, 3, 4, 5], [0]]
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(made.digests)
 
 
 def test_a_request_comes_back_from_disk_unchanged(tmp_path):
