@@ -195,37 +195,28 @@ def test_rows_with_images_are_written_as_one_process_writes_them(connected, tmp_
     assert 4 <= stats["images_encoded"] <= 8
 
 
-TIMES = [3, pytest.param(10, marks=pytest.mark.nightly)]
-"""Losses in a test."""
-
-
-@pytest.mark.parametrize("kills", TIMES)
-def test_actors_that_are_killed_are_replaced(connected, tiny_model_dir, expected, monkeypatch, kills):
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("what", ["actor", "node"])
+def test_what_is_lost_is_replaced_and_its_rows_are_done_by_others(
+    connected, tiny_model_dir, expected, monkeypatch, what, kills
+):
     actors = Actors(monkeypatch)
 
-    def kill(rng: random.Random) -> None:
-        ray.kill(rng.choice(actors.alive).link._actor, no_restart=True)
+    def lose(rng: random.Random) -> None:
+        if what == "actor":
+            ray.kill(rng.choice(actors.alive).link._actor, no_restart=True)
+        else:
+            connected.remove_node(next(iter(connected.worker_nodes)), allow_graceful=False)
+            connected.add_node(num_cpus=1, object_store_memory=80 << 20)
 
-    losing = Losing(actors, 7, kills, kill)
-    report = run_job(config_of(tiny_model_dir, connected.address), losing)
-    check(report, expected)
-    assert losing.lost == kills
-    assert any("it is started again, and its" in note for note in losing.notes)
-    assert sum(worker["lost"] for worker in report.stats["workers"]) == kills
-    assert len(report.stats["workers"]) == 2 + kills
-
-
-@pytest.mark.parametrize("kills", TIMES)
-def test_nodes_that_are_lost_leave_their_rows_to_others(connected, tiny_model_dir, expected, monkeypatch, kills):
-    def lose_a_node(rng: random.Random) -> None:
-        connected.remove_node(next(iter(connected.worker_nodes)), allow_graceful=False)
-        connected.add_node(num_cpus=1, object_store_memory=80 << 20)
-
-    losing = Losing(Actors(monkeypatch), 3, kills, lose_a_node)
+    losing = Losing(actors, 7 if what == "actor" else 3, kills, lose)
     report = run_job(config_of(tiny_model_dir, connected.address), losing)
     check(report, expected)
     assert losing.lost == kills
     assert sum(worker["lost"] for worker in report.stats["workers"]) == kills
+    if what == "actor":
+        assert any("it is started again, and its" in note for note in losing.notes)
+        assert len(report.stats["workers"]) == 2 + kills
 
 
 def command(model: Path, address: str) -> list[str]:

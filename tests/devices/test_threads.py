@@ -9,49 +9,28 @@ from batchgen.process.machine import cpu_quota
 from batchgen.prompts import load_tokenizer
 
 
-def files(root, contents):
-    for name, text in contents.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
+def v1(quota):
+    return {"cpu/cpu.cfs_quota_us": quota, "cpu/cpu.cfs_period_us": "100000"}
 
 
 @pytest.mark.parametrize(
-    ("contents", "quota"),
+    ("groups", "files", "quota"),
     [
-        ({}, None),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 2),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1),
-        (
-            {
-                "proc/self/cgroup": "0::/a.slice/b.scope\n",
-                "sys/fs/cgroup/a.slice/b.scope/cpu.max": "800000 100000\n",
-                "sys/fs/cgroup/a.slice/cpu.max": "300000 100000\n",
-            },
-            3,
-        ),
-        (
-            {
-                "proc/self/cgroup": "3:cpu,cpuacct:/docker/1\n0::/\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            None,
-        ),
-        (
-            {
-                "proc/self/cgroup": "3:cpu,cpuacct:/docker/1\n0::/\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            4,
-        ),
+        (None, {}, None),
+        ("0::/", {"cpu.max": "max 100000"}, None),
+        ("0::/", {"cpu.max": "150000 100000"}, 2),
+        ("0::/", {"cpu.max": "50000 100000"}, 1),
+        ("0::/a.slice/b.scope", {"a.slice/b.scope/cpu.max": "800000 100000", "a.slice/cpu.max": "300000 100000"}, 3),
+        ("3:cpu,cpuacct:/docker/1\n0::/", v1("-1"), None),
+        ("3:cpu,cpuacct:/docker/1\n0::/", v1("400000"), 4),
     ],
 )
-def test_the_quota_is_the_smallest_of_the_groups_that_the_process_is_in(tmp_path, contents, quota):
-    assert cpu_quota(files(tmp_path, contents)) == quota
+def test_the_quota_is_the_smallest_of_the_groups_that_the_process_is_in(tmp_path, groups, files, quota):
+    texts = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in (texts | ({"proc/self/cgroup": groups} if groups else {})).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert cpu_quota(tmp_path) == quota
 
 
 @pytest.mark.parametrize(
