@@ -1,6 +1,7 @@
 """The database of results: kills, damage, full disks, and readers in other processes."""
 
 import os
+import sqlite3
 import subprocess
 import sys
 from contextlib import closing
@@ -268,6 +269,16 @@ def test_rows_of_the_output_have_a_key_or_a_result(folder):
         assert list(results.failed_rows()) == [replace(RESULTS[2], row=1)]
         results.begin_rows()
         assert results.row_count == 0
+
+
+def test_a_result_that_cannot_be_written_at_first_is_written_later(folder):
+    with opened(folder) as results:
+        results._db.execute("PRAGMA max_page_count = 1")
+        results.append(KEYS[4], RESULTS[4])
+        with pytest.raises(sqlite3.OperationalError, match="full"):
+            results.keep_progress({})  # whose errors the job ignores
+        results._connection.execute("PRAGMA max_page_count = 1000000")
+        assert results.stored(KEYS) == {KEYS[4]: RESULTS[4]}
 
 
 def test_removing_all_results_of_a_finished_output_writes_nothing_to_a_full_disk(tmp_path):

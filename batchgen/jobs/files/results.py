@@ -152,11 +152,12 @@ class Results:
         return self._connection
 
     def _write_new(self) -> None:
-        new, ended, self._new, self._ended = sorted(self._new, key=itemgetter(0)), self._ended, [], []
         if not self._connection.in_transaction:
             self._connection.execute("BEGIN IMMEDIATE")
+        new = sorted(self._new, key=itemgetter(0))
         self._connection.executemany("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, 0)", new)
-        self._connection.executemany("DELETE FROM under_way WHERE key = ?", ended)
+        self._connection.executemany("DELETE FROM under_way WHERE key = ?", self._ended)
+        self._new, self._ended = [], []  # not before: a disk that is full for a moment must not cost them
 
     # -- results
 
