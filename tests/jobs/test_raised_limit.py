@@ -112,7 +112,10 @@ def job(tiny_model_dir: Path, tmp_path: Path, read_jsonl: Any) -> Any:
 
     def run(name: str, limit: int, *, prompts: list[str], options: Any = None, **sampling: Any) -> Rows:
         source, output = tmp_path / "in.jsonl", tmp_path / name
-        source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        text = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+        if not source.exists():
+            source.write_text(text)
+        assert source.read_text() == text
         limits = SamplingParams(max_tokens=limit, **sampling)
         run_job(JobConfig(inputs=source, output=str(output), model=tiny_model_dir, sampling=limits, **options or {}))
         return read_jsonl(output) if output.exists() else []
