@@ -33,8 +33,9 @@ class Image:
     """Number of its tokens."""
     path: str
     """The file that has its bytes."""
-    grid: tuple[int, int] = (0, 0)
-    """Rows and columns of its tokens, for models whose positions have axes; (0, 0) for other models."""
+    grid: tuple[int, ...] = (0, 0)
+    """Rows and columns of its tokens, for models whose positions have axes; (0, 0) for other models. For positions on a canvas: rows and columns
+    of slices, of the tokens of one slice, and of the image's own."""
     alone: bool = True
     """False if it is prepared as one of several images, by a model that makes a difference."""
     whole: bool = False

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,12 +26,13 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, RowError, in_one_line, is_out_of_memory
 from batchgen.kernels.fusion import Packing, fuse_linear, fuse_small_parts
 from batchgen.kernels.transfer import put
+from batchgen.model.image_positions import canvas_positions, column_row_number, time_row_column
 from batchgen.model.multimodal import Absent, without_timm
-from batchgen.prompts.images import FAMILIES, ImageProcessor
+from batchgen.prompts.images import FAMILIES, ImageProcessor, canvas_marks
 from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
 from batchgen.request import IMAGE_IDS, Image, image_ends
 from batchgen.scheduling.batch import PackedSpans, ScheduledSpan
-from batchgen.scheduling.sequence import GenerationSequence
+from batchgen.scheduling.sequence import GenerationSequence, Span
 
 AHEAD = 4
 """Number of images whose pixels are prepared before they are needed."""
@@ -44,13 +46,13 @@ class Features(NamedTuple):
 
     embeddings: torch.Tensor
     """[tokens, hidden size]"""
-    deep: tuple[torch.Tensor, ...] = ()
-    """[tokens, hidden size] each, to be added to the output of the first decoder layers."""
+    deep: Mapping[int, torch.Tensor] = MappingProxyType({})
+    """[tokens, hidden size] each, by the decoder layer to whose output they are added; -1 is the first layer's input."""
 
     @property
     def size(self) -> int:
         """Number of bytes."""
-        return sum(tensor.nbytes for tensor in (self.embeddings, *self.deep))
+        return sum(tensor.nbytes for tensor in (self.embeddings, *self.deep.values()))
 
 
 class Vision:
@@ -76,6 +78,7 @@ class Vision:
         self._family = FAMILIES[hf_config.model_type]
         stand_in = {"padding": text_config(hf_config).pad_token_id, "image": getattr(hf_config, "image_token_id", None)}
         self._filler: int = stand_in.get(self._family.stand_in) or 0
+        self._canvas = canvas_marks(hf_config) if self._family.canvas else None
         self._hidden_size: int = text_config(hf_config).hidden_size
         self.weight_bytes = weight_bytes
         self._room = FEATURE_BYTES
@@ -87,7 +90,7 @@ class Vision:
         self._shown: _Shown | None = None
         self.failed: dict[int, RowError] = {}
         """By `Image.token`: the images that cannot be shown, and why."""
-        self._num_deep_layers = 0
+        self._deep_layers: set[int] = set()
         self.encoded = 0
         """Number of images that the encoder has run on."""
         module.get_input_embeddings().register_forward_hook(self._replace_embeddings)
@@ -140,8 +143,15 @@ class Vision:
         """Returns the positions of a batch's tokens: `plain` [T], or [axes, T] for models that have axes (`Family.axes`)."""
         if not self._family.axes:
             return plain
-        axes = _time_row_column if self._family.axes == 3 else _column_row_number
+        if self._canvas is not None:
+            return np.concatenate([self._on_canvas(self._canvas, *scheduled[:3]) for scheduled in spans], axis=1)
+        axes = time_row_column if self._family.axes == 3 else column_row_number
         return np.concatenate([axes(scheduled) for scheduled in spans], axis=1)
+
+    def _on_canvas(self, marks: Sequence[int], span: Span, start: int, stop: int) -> NDArray[np.int64]:
+        written = isinstance(span, GenerationSequence) and stop > span.prompt_end
+        tokens = span.tokens(0, span.prompt_end if written else stop)
+        return canvas_positions(tokens, span.images, marks, stop)[:, start:]
 
     @contextmanager
     def showing(self, packed: PackedSpans) -> Iterator[None]:
@@ -153,10 +163,10 @@ class Vision:
         parts = [part for scheduled in packed.spans for part in self._parts(scheduled)]
         embeddings = torch.cat([part.embeddings for part in parts])
         blank = torch.zeros((), dtype=embeddings.dtype, device=embeddings.device)
-        deep = [
-            torch.cat([part.deep[i] if part.deep else blank.expand_as(part.embeddings) for part in parts])
-            for i in range(max(len(part.deep) for part in parts))
-        ]
+        deep = {
+            layer: torch.cat([part.deep.get(layer, blank.expand_as(part.embeddings)) for part in parts])
+            for layer in {layer for part in parts for layer in part.deep}
+        }
         self._shown = _Shown(put(places, embeddings.device), embeddings, deep)
         try:
             yield
@@ -189,7 +199,7 @@ class Vision:
             if start < last and end > first:
                 at = slice(max(start, first) - start, min(end, last) - start)
                 features = self._features_of(image)
-                yield Features(features.embeddings[at], tuple(layer[at] for layer in features.deep))
+                yield Features(features.embeddings[at], {layer: found[at] for layer, found in features.deep.items()})
 
     def _features_of(self, image: Image) -> Features:
         found = self._features.get(image.token)
@@ -212,24 +222,30 @@ class Vision:
     @torch.inference_mode()
     def _encode(self, image: Image) -> Features:
         weight = self._module.get_input_embeddings().weight
-        inputs = {
-            name: value.to(weight.device) for name, value in self._pixels(image).items() if name in self._arguments
-        }
+        pixels = self._pixels(image)
+        inputs = {name: value.to(weight.device) for name, value in pixels.items() if name in self._arguments}
         inputs = {name: value.to(self._dtype) if value.is_floating_point() else value for name, value in inputs.items()}
         if "vision_feature_layer" in self._arguments and hasattr(self._encoder.config, "vision_feature_layer"):
             inputs["vision_feature_layer"] = self._encoder.config.vision_feature_layer
         output = self._image_features(**inputs)
+        deep = {
+            layer: _joined(found).to(weight.dtype)
+            for layer, found in _by_layer(getattr(output, "deepstack_features", None) or ())
+        }
         features = output.pooler_output
-        if features is None:  # Llama 4's forward projects them
+        if features is None and deep:  # Granite Vision has nothing at the embedding
+            features = torch.zeros_like(next(iter(deep.values())))
+        elif features is None:  # Llama 4's forward projects them
             features = self._encoder.multi_modal_projector(output.last_hidden_state)
         embeddings = _joined(features).to(weight.dtype)
+        if "input_ids" in pixels:
+            embeddings = _with_indicators(self._encoder.config, pixels["input_ids"], embeddings, output)
         if len(embeddings) != image.count:
             raise ModelError(
                 f"the encoder gave {len(embeddings)} vectors for an image of {image.count} tokens",
                 "the model's processor and its configuration do not belong together",
             )
-        deep = tuple(_joined(layer).to(weight.dtype) for layer in getattr(output, "deepstack_features", None) or ())
-        self._add_to_layers(len(deep))
+        self._add_to_layers(deep)
         self.encoded += 1
         return Features(embeddings, deep)
 
@@ -281,15 +297,22 @@ class Vision:
             return None
         return output.index_copy(1, self._shown.places, self._shown.embeddings[None])
 
-    def _add_to_layers(self, count: int) -> None:
-        """Makes the first decoder layers add the images' deep features to their output [1, T, hidden size]."""
-        for index in range(self._num_deep_layers, count):
-            layer = self._module.get_decoder().layers[index]
-            layer.register_forward_hook(partial(self._add_deep, index))
-        self._num_deep_layers = max(self._num_deep_layers, count)
+    def _add_to_layers(self, indices: Iterable[int]) -> None:
+        """Makes decoder layers add the images' deep features to their output, or the first one to its input (-1): [1, T, hidden size]."""
+        for index in set(indices) - self._deep_layers:
+            layers = self._module.get_decoder().layers
+            if index < 0:
+                layers[0].register_forward_pre_hook(self._add_before)
+            else:
+                layers[index].register_forward_hook(partial(self._add_deep, index))
+            self._deep_layers.add(index)
+
+    def _add_before(self, _: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        found = self._add_deep(-1, None, None, inputs[0])
+        return inputs if found is None else (found, *inputs[1:])
 
     def _add_deep(self, index: int, _: Any, __: Any, output: torch.Tensor) -> torch.Tensor | None:
-        if self._shown is None or not self._shown.deep:
+        if self._shown is None or index not in self._shown.deep:
             return None
         return output.index_add(1, self._shown.places, self._shown.deep[index][None])
 
@@ -301,7 +324,7 @@ class _Shown(NamedTuple):
     """[M] int64: the places of their tokens in the packed batch."""
     embeddings: torch.Tensor
     """[M, hidden size]"""
-    deep: list[torch.Tensor]
+    deep: Mapping[int, torch.Tensor]
 
 
 def _joined(features: Any) -> torch.Tensor:
@@ -310,51 +333,23 @@ def _joined(features: Any) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _time_row_column(scheduled: ScheduledSpan) -> NDArray[np.int64]:
-    """Returns the positions [3, tokens] of a span's part: an image's tokens lie in a grid, and what follows begins after its larger side."""
-    span, start, stop = scheduled.span, scheduled.start, scheduled.stop
-    found = np.tile(np.arange(start, stop, dtype=np.int64), (3, 1))
-    if isinstance(span, GenerationSequence) and start >= span.prompt_end:
-        return found + sum(max(image.grid) - image.count for image in span.images)
-    shift = 0  # position minus place of a token of text
-    for image, at in _begun(scheduled):
-        end = at + image.count
-        if end > start:
-            tokens = np.arange(max(at, start) - at, min(end, stop) - at)
-            row, column = np.divmod(tokens, image.grid[1])
-            found[:, at + tokens - start] = at + shift + np.stack([np.zeros_like(row), row, column])
-        shift += max(image.grid) - image.count
-        text = np.arange(max(end, start), stop)
-        found[:, text - start] = text + shift
-    return found
+def _with_indicators(config: Any, ids: list[int], embeddings: torch.Tensor, output: Any) -> torch.Tensor:
+    """Returns the embeddings of an image's tokens and of the marks between them, by their ids."""
+    found = torch.tensor(ids, device=embeddings.device)
+    every = embeddings.new_zeros(len(ids), embeddings.shape[1])
+    every[found == config.image_token_id] = embeddings
+    for token, mark in zip(config.visual_indicator_token_ids, output.visual_indicator_features, strict=True):
+        every[found == token] = mark.to(every.dtype)
+    return every
 
 
-def _column_row_number(scheduled: ScheduledSpan) -> NDArray[np.int64]:
-    """Returns the positions [4, tokens] of a span's part: an image's tokens have a column and a row, with one token more at its end, and the number of
-    the image. A begin and an end token around the grid, where there are such, are as text."""
-    span, start, stop = scheduled.span, scheduled.start, scheduled.stop
-    found = np.tile(np.arange(start, stop, dtype=np.int64), (4, 1))
-    if isinstance(span, GenerationSequence) and start >= span.prompt_end:
-        return found
-    for number, (image, at) in enumerate(_begun(scheduled)):
-        rows, columns = image.grid
-        inside = rows * (columns + 1)
-        at += (image.count - inside) // 2
-        tokens = np.arange(max(at, start) - at, min(at + inside, stop) - at)
-        row, column = np.divmod(tokens, columns + 1)
-        found[1:, at + tokens - start] = np.stack([column, row, np.full_like(row, number)])
-    return found
-
-
-def _begun(scheduled: ScheduledSpan) -> Iterator[tuple[Image, int]]:
-    """Yields the images that begin before the end of a span's part, and where they begin."""
-    span, first = scheduled.span, 0
-    places = np.flatnonzero(span.tokens(0, scheduled.stop) >= IMAGE_IDS) if span.images else ()
-    for image in span.images:
-        if first >= len(places):
-            return
-        yield image, int(places[first])
-        first += image.count
+def _by_layer(deep: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    """Yields deep features with the index of the layer to whose output they are added. Granite Vision names the layer to whose input they are added."""
+    for index, found in enumerate(deep):
+        if isinstance(found, tuple) and isinstance(found[0], int):
+            yield found[0] - 1, found[1]
+        else:
+            yield index, found
 
 
 def load_encoder(config: ModelConfig, tokenizer: LoadedTokenizer, dtype: torch.dtype) -> Any:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib
+import inspect
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from threading import Lock
@@ -36,6 +37,8 @@ class Family:
 
     axes: int = 0
     """Number of axes that positions have. Three are time, row and column; of four, the last are column, row and number of the image (HunYuan)."""
+    canvas: bool = False
+    """Whether an image and its slices lie over one another, on a canvas (MiniCPM-V 4.7)."""
     counted: bool = False
     """Whether an image is prepared otherwise if the prompt has several."""
     whole: bool = False
@@ -57,8 +60,11 @@ FAMILIES = {
     "cohere2_vision": _PLAIN,
     "cosmos3_edge": _AXES,
     "cosmos3_omni": _AXES,
+    "deepseek_ocr2": _PLAIN,
     "deepseek_vl": _PLAIN,
+    "deepseek_vl_hybrid": _PLAIN,
     "exaone4_5": _PLAIN,
+    "fast_vlm": _PLAIN,
     "gemma3": Family(whole=True, beyond=True),
     "gemma3n": _PLAIN,
     "gemma4": Family(stand_in="padding"),
@@ -67,6 +73,8 @@ FAMILIES = {
     "glm4v": _AXES,
     "glm4v_moe": _AXES,
     "glm_ocr": _AXES,
+    "got_ocr2": _PLAIN,
+    "granite4_vision": _PLAIN,
     "granite_docling": _PLAIN,
     "hunyuan_vl": Family(axes=4),
     "idefics2": Family(marks=True),
@@ -80,10 +88,16 @@ FAMILIES = {
     "llava_next": _PLAIN,
     "llava_next_video": _PLAIN,
     "llava_onevision": Family(counted=True),
+    "minicpm_ocr": _PLAIN,
+    "minicpmv4_6": _PLAIN,
+    "minicpmv4_7": Family(axes=3, canvas=True),
     "mistral3": _PLAIN,
     "mistral_large4": _PLAIN,
+    "nemotron_h_omni": _PLAIN,
+    "ovis2": _PLAIN,
     "paddleocr_vl": _AXES,
     "paligemma": Family(prefix=True),
+    "perception_lm": _PLAIN,
     "qianfan_ocr": _PLAIN,
     "qwen2_5_omni_thinker": _AXES,
     "qwen2_5_vl": _AXES,
@@ -101,8 +115,13 @@ FAMILIES = {
 """By `model_type`: the models that are shown images."""
 NOT_SHOWN = {
     "mllama": "they have layers of cross-attention for images",
+    "molmo2": "the tokens of an image see those of all other images of the prompt, also those after them",
+    "phi4_multimodal": "images need an adapter beside the weights, which text must not have",
+    "pp_chart2table": "their chat template writes all tokens of an image, and their processor does not say how many there are",
 }
 """By `model_type`: why models that see are not shown images."""
+CANVAS_MARKS = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id")
+"""The settings that name the tokens of text around images on a canvas. The first stands once before each image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +132,7 @@ class ImageLayout:
     """The text that replaces the placeholder, with each run of image tokens as one of them."""
     runs: tuple[int, ...]
     """The lengths of these runs."""
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
     """`Image.grid`"""
 
 
@@ -135,15 +154,20 @@ class ImageProcessor:
                 options = self._hf._merge_kwargs(self._hf.valid_processor_kwargs, {}, return_tensors="pt")
             except Exception as e:
                 raise load_failure(config, "image processor", e) from e
-        self._options: dict[str, Any] = options["images_kwargs"]
+        self._all_options: dict[str, Any] = options
+        taken = inspect.signature(self._hf._process_images).parameters.values()
+        own = [
+            p.name for p in taken if p.kind is not p.VAR_KEYWORD
+        ]  # GOT-OCR 2 and LFM2-VL have some beside those of images
+        self._options: dict[str, Any] = options["images_kwargs"] | {k: options[k] for k in own if k in options}
         self.adds_special_tokens: bool = options["text_kwargs"].get("add_special_tokens", True)
         """Whether it adds special tokens to a chat whose template has written none."""
         self.writes_bos = self._family.prefix
         """Whether `prompt_text` has all special tokens."""
-        if hasattr(self._hf, "use_image_special_tokens"):  # LFM2-VL takes it where the others take options of images
-            self._options["use_image_special_tokens"] = self._hf.use_image_special_tokens
         if config.image_max_pixels is not None:
             self._options |= _limit(self._hf.image_processor, config.image_max_pixels)
+        self._numbered: bool = getattr(self._hf, "default_use_image_id", False)
+        """Whether the number of an image in its prompt stands before it (MiniCPM-V)."""
         self.placeholder: str = getattr(self._hf, "image_placeholder_token", self._hf.image_token)
         """What a chat template writes for an image."""
         self._bos = tokenizer.hf_tokenizer.bos_token
@@ -154,15 +178,30 @@ class ImageProcessor:
         soft = getattr(writer, "image_token_id", None)
         self.token: int = writer.image_token_index if soft is None else soft
         """The id of an image's tokens in the model's configuration."""
+        self.start: int | None = canvas_marks(writer)[0] if self._family.canvas else None
+        """The id of a token that stands once before each image, and nowhere else."""
+        self._refusal: str | None = None
+        if getattr(self._hf.image_processor, "small_image_upsize", None) == "adaptive":  # MiniCPM-OCR
+            what = "small_image_upsize is 'adaptive'"
+            self._refusal = f"how many tokens an image of this model has depends on its contents ({what})"
+        if self._family.canvas and None in canvas_marks(writer):
+            self._refusal = f"the model's config.json lacks ids of the tokens around images ({', '.join(CANVAS_MARKS)})"
         self._soft: str = tokenizer.hf_tokenizer.convert_ids_to_tokens(self.token)
-        self._runs = re.compile(f"(?:{re.escape(self._soft)})+")
+        self.indicators: tuple[int, ...] = tuple(getattr(writer, "visual_indicator_token_ids", ()))
+        """The ids of tokens around and between an image's tiles that the encoder has vectors for. They are tokens of the image, too (Ovis 2)."""
+        tokens = [self._soft, *tokenizer.hf_tokenizer.convert_ids_to_tokens(self.indicators)]
+        one = "|".join(map(re.escape, tokens))
+        self._one, self._runs = re.compile(one), re.compile(f"(?:{one})+")
         settings = [type(self._hf.image_processor).__name__, self._hf.image_processor.to_dict(), self._options]
         self._settings = json.dumps(settings, sort_keys=True, default=str).encode()
         self._layouts: dict[tuple[int, int, bool], ImageLayout] = {}
         self._lock = Lock()
 
     def image(self, file: ImageFile, *, alone: bool) -> tuple[Image, ImageLayout]:
-        """Returns an image of a prompt, and what stands for it. `alone`: the prompt has no other. Raises `RowError("invalid_image")`."""
+        """Returns an image of a prompt, and what stands for it. `alone`: the prompt has no other. Raises `RowError("invalid_image")`, and
+        `RowError("unsupported_content")` for all images of a model whose settings do not allow them."""
+        if self._refusal is not None:
+            raise RowError("unsupported_content", self._refusal)
         alone = alone or not self._family.counted
         layout = self._layout(file, alone)
         count = sum(layout.runs)
@@ -178,7 +217,10 @@ class ImageProcessor:
 
     def prompt_text(self, before: str, parts: Sequence[tuple[ImageLayout, str]]) -> str:
         """Returns a prompt's text: `before`, and then each image with the text after it. Raises `RowError("unsupported_content")`."""
-        texts = [before, *(text for layout, rest in parts for text in (layout.text, rest))]
+        texts = [before]
+        for number, (layout, rest) in enumerate(parts):
+            name = f"{self._hf.image_id_start_token}{number}{self._hf.image_id_end_token}" if self._numbered else ""
+            texts += [name + layout.text, rest]
         if self._family.prefix:
             if before:
                 raise RowError(
@@ -192,7 +234,8 @@ class ImageProcessor:
         return re.sub(rf"{re.escape(mark)}(?=[^\s<])", f"{mark} ", text.replace(mark * 2, mark))
 
     def pixels(self, image: Image) -> dict[str, Any]:
-        """Returns what the encoder takes for an image: tensors by the names of its arguments. Raises `RowError("invalid_image")`."""
+        """Returns what the encoder takes for an image: tensors by the names of its arguments. If its tokens have several ids, these are `input_ids`
+        (a list). Raises `RowError("invalid_image")`."""
         try:
             with open_file(image.path) as opened:
                 decoded = decode_image(opened)
@@ -201,7 +244,9 @@ class ImageProcessor:
             raise RowError("invalid_image", f"{image.path!r} cannot be read: {in_one_line(e)}") from None
         if token != image.token:
             raise RowError("invalid_image", f"{image.path!r} has changed since the job read it")
-        inputs, _ = self._processed(decoded, image.alone)
+        inputs, text = self._processed(decoded, image.alone)
+        if self.indicators:
+            inputs["input_ids"] = self._hf.tokenizer.convert_tokens_to_ids(self._one.findall(text))
         return inputs
 
     def _layout(self, file: ImageFile, alone: bool) -> ImageLayout:
@@ -219,14 +264,21 @@ class ImageProcessor:
                     size = f"{file.width} x {file.height} pixels"
                     why = f"{file.path!r} has {size}, which the model does not take: {in_one_line(e)}"
                     raise RowError("invalid_image", why) from None
-                grid = inputs.get("image_grid_thw")
-                merge = getattr(self._hf.image_processor, "merge_size", 1)
                 self._layouts[key] = ImageLayout(
                     text=self._runs.sub(lambda _: self._soft, text),
-                    runs=tuple(len(run[0]) // len(self._soft) for run in self._runs.finditer(text)),
-                    grid=(0, 0) if grid is None else (int(grid[0, 1]) // merge, int(grid[0, 2]) // merge),
+                    runs=tuple(len(self._one.findall(run[0])) for run in self._runs.finditer(text)),
+                    grid=self._grid(inputs),
                 )
             return self._layouts[key]
+
+    def _grid(self, inputs: dict[str, Any]) -> tuple[int, ...]:
+        if self._family.canvas:
+            merge = 2 if self._hf.image_processor.downsample_mode == "4x" else 4
+            own, *slices = (inputs["target_sizes"] // merge).tolist()
+            return *inputs["grids"][0], *(slices[0] if slices else (0, 0)), *own
+        grid = inputs.get("image_grid_thw")
+        merge = getattr(self._hf.image_processor, "merge_size", 1)
+        return (0, 0) if grid is None else (int(grid[0, 1]) // merge, int(grid[0, 2]) // merge)
 
     def _processed(self, image: Any, alone: bool) -> tuple[dict[str, Any], str]:
         """Returns the processor's tensors for a PIL image, and the text that stands for it."""
@@ -236,7 +288,8 @@ class ImageProcessor:
             text = f"{mark}{self._hf.image_token * self._hf.image_seq_len}{mark}" * tiles
             return dict(self._hf.image_processor([[image]], **self._options)), text
         with quiet():
-            images, *_ = self._hf.prepare_inputs_layout(images=[image] * count, text=[self.placeholder * count])
+            placeholders = [self.placeholder * count]
+            images, *_ = self._hf.prepare_inputs_layout(images=[image] * count, text=placeholders, **self._all_options)
             inputs, texts = self._hf._process_images(images, **self._options)
         return {name: value if alone else value[:1] for name, value in inputs.items()}, texts[0]
 
@@ -252,17 +305,18 @@ class ShownPrompt:
     """The lengths of the runs of image tokens, in order."""
     token: int
     """`ImageProcessor.token`"""
+    counts: Mapping[int, int]
+    """How often the text has `token` and other tokens that only images have."""
     max_tokens: int | None
     """`ImageProcessor.max_tokens`"""
 
     def tokens(self, ids: TokenArray) -> TokenArray:
         """Returns the prompt's tokens, int64, from those of its text. Raises `RowError("invalid_row")` if the text has more image tokens than the images,
         and `RowError("prompt_too_long")`."""
-        places = np.flatnonzero(ids == self.token)
-        if len(places) != len(self.runs):
+        if any(np.count_nonzero(ids == token) != count for token, count in self.counts.items()):
             raise RowError("invalid_row", "the prompt's text has tokens that stand for images")
         lengths = np.ones(len(ids), dtype=np.int64)
-        lengths[places] = self.runs
+        lengths[ids == self.token] = self.runs
         tokens = np.repeat(ids.astype(np.int64), lengths)
         if self.max_tokens is not None and len(tokens) > self.max_tokens:
             why = f"the prompt has {len(tokens)} tokens, and with images this model takes at most {self.max_tokens}, the length of its sliding window"
@@ -314,7 +368,16 @@ class PromptImages:
         if self.processor.writes_bos:
             h = hashlib.blake2b(str([image.token for image in images]).encode() + prompt.encode(), digest_size=8)
             images = tuple(replace(image, prompt=int.from_bytes(h.digest(), "little") >> 2 or 1) for image in images)
-        return ShownPrompt(prompt, images, runs, self.processor.token, self.processor.max_tokens)
+        token = self.processor.token
+        counts = {token: len(runs), **dict.fromkeys(self.processor.indicators, 0)}
+        if self.processor.start is not None:
+            counts[self.processor.start] = len(images)
+        return ShownPrompt(prompt, images, runs, token, counts, self.processor.max_tokens)
+
+
+def canvas_marks(config: Any) -> tuple[int, ...]:
+    """Returns the ids of `CANVAS_MARKS`."""
+    return tuple(getattr(config, name) for name in CANVAS_MARKS)
 
 
 def no_images(tokenizer: LoadedTokenizer) -> str | None:
@@ -349,8 +412,10 @@ def _load(config: ModelConfig, tokenizer: LoadedTokenizer) -> Any:
     if getattr(module, "num2words", str) is None:
         module.num2words = str  # SmolVLM spells numbers with it, for videos
     images_only: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+    image_processor = AutoImageProcessor.from_pretrained(config.model, **options)
     parts = {
-        "image_processor": AutoImageProcessor.from_pretrained(config.model, **options),
+        "image_processor": image_processor,
+        "video_processor": image_processor,  # MiniCPM-V reads settings of the latter that both have
         "tokenizer": copy.deepcopy(tokenizer.hf_tokenizer),  # some processors add tokens
     }
     settings, _ = images_only.get_processor_dict(config.model, revision=config.revision)

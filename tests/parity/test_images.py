@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from copy import copy
+from copy import copy, deepcopy
+from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -16,20 +17,23 @@ import torch
 
 from batchgen.config import EngineConfig, ModelConfig, PromptConfig
 from batchgen.engine.engine import Engine
+from batchgen.errors import RowError
 from batchgen.kernels.fusion import FusedMLP, FusedPatches
 from batchgen.kernels.ops import is_fast
+from batchgen.model.image_positions import canvas_positions
 from batchgen.model.loader import load_model
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.images import FAMILIES as SHOWN
-from batchgen.prompts.images import ImageProcessor
+from batchgen.prompts.images import ImageProcessor, canvas_marks
+from batchgen.records.images import ImageFile
 from batchgen.records.rows import Row
 from batchgen.request import IMAGE_IDS, Request, leaves_of
 from batchgen.result import Result
 from batchgen.sampling_params import SamplingParams
 from support.models import memory_for, run
 from support.params import slow_but
-from support.vision import FAMILIES, Reference, make, picture
+from support.vision import FAMILIES, ID, Reference, make, picture
 
 # Of transformers' processor for GLM 4V.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword")
@@ -200,6 +204,106 @@ def test_labels_and_forks_begin_after_the_same_image(sees: Sees) -> None:
     assert [list(c.token_ids) for c in forked.completions] == [sees.expected()[3][1]] * 3
     # The prompt is resident; a recurrent state is kept only at the end of a node, which was the labels' own.
     assert engine.stats.prefill_tokens - before <= (len(request.tokens) if sees.model.states else 1)
+
+
+GOT = (
+    "<|im_start|>system\nYou should follow the instructions carefully and explain your answers in detail.<|im_end|>"
+    "<|im_start|>user\n<img>{{ page }}</img>\n OCR: <|im_end|><|im_start|>assistant{{ '\\n' }}"
+)
+
+
+@pytest.mark.parametrize("sees", slow_but([], ["got_ocr2"]), indirect=True)
+def test_a_template_writes_the_prompt_that_the_processor_of_got_ocr_writes(sees: Sees) -> None:
+    config = PromptConfig(template=GOT, image_column=("page",), chat=False)
+    builder = PromptBuilder(sees.tokenizer, config, SamplingParams(max_tokens=1))
+    (built,) = builder.build([Row(0, {"page": f"{sees.folder}/1.png"}, None, "")])
+    assert isinstance(built, Request), built
+    inputs = sees.reference.processor(images=[picture(1, *SIZES[1])], return_tensors="pt")
+    expected = inputs["input_ids"][0].numpy()
+    token = sees.tokenizer.hf_config.image_token_id
+    assert np.where(built.tokens < IMAGE_IDS, built.tokens, token).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("sees", "mark"), slow_but([], [("ovis2", "<IMG_COL>"), ("minicpmv4_7", "<image>")]), indirect=["sees"]
+)
+def test_text_with_a_mark_of_images_fails_its_row(sees: Sees, mark: str) -> None:
+    rows = [
+        Row(i, {"messages": with_files(messages, sees.folder)}, None, "")
+        for i, messages in enumerate([user(image(0), text(f"What is {mark}?")), user(image(0), text("What is this?"))])
+    ]
+    failed, built = PromptBuilder(sees.tokenizer, PromptConfig(), SamplingParams(max_tokens=1)).build(rows)
+    assert isinstance(failed, Result)
+    assert (failed.error_type, failed.error_message) == (
+        "invalid_row",
+        "the prompt's text has tokens that stand for images",
+    )
+    assert isinstance(built, Request)
+
+
+@pytest.mark.parametrize("sees", slow_but([], ["minicpm_ocr"]), indirect=True)
+def test_an_image_whose_number_of_tokens_depends_on_its_contents_fails_its_row(sees: Sees, tmp_path: Path) -> None:
+    shutil.copytree(sees.folder, tmp_path, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | {"small_image_upsize": "adaptive"}))
+    processor = ImageProcessor(ModelConfig(model=str(tmp_path)), sees.tokenizer)
+    with pytest.raises(RowError, match="depends on its contents") as failed:
+        processor.image(ImageFile("0.png", b"0", *SIZES[0]), alone=True)
+    assert failed.value.type == "unsupported_content"
+
+
+@pytest.mark.parametrize("sees", slow_but([], ["minicpmv4_7"]), indirect=True)
+def test_an_image_among_marks_that_the_configuration_does_not_name_fails_its_row(sees: Sees) -> None:
+    config = deepcopy(sees.tokenizer.hf_config)
+    config.newline_id = None
+    processor = ImageProcessor(ModelConfig(model=str(sees.folder)), replace(sees.tokenizer, hf_config=config))
+    with pytest.raises(RowError, match="lacks ids of the tokens around images") as failed:
+        processor.image(ImageFile("0.png", b"0", *SIZES[0]), alone=True)
+    assert failed.value.type == "unsupported_content"
+
+
+LINES: list[list[list[int] | int]] = [
+    [[97, 98], 0, [99, 100]],
+    [0, [198, 198, 97], 1],
+    [[198, 97], 1, [198], 2, 3, 1, [97, 98, 198]],
+    [3, [ID["</slice>"], 198, 97], 2],
+    [2],
+]
+"""Prompts of text (ids; 198 is a line break) and pictures (numbers): with a line break or a mark after a picture, and with pictures that touch."""
+
+
+@pytest.mark.parametrize("sees", slow_but([], ["minicpmv4_7", "minicpmv4_7/4x"]), indirect=True)
+def test_positions_on_a_canvas_are_those_of_the_model(sees: Sees) -> None:
+    """Those of the tokens so far do not depend on what follows, and generated tokens come after the canvas."""
+    config = sees.tokenizer.hf_config
+    processor = ImageProcessor(ModelConfig(model=str(sees.folder)), sees.tokenizer)
+    for parts in LINES:
+        tokens: list[int] = []
+        images = []
+        for part in parts:
+            if isinstance(part, list):
+                tokens += part
+                continue
+            file = ImageFile(f"{sees.folder}/{part}.png", bytes([part]), *SIZES[part])
+            shown, layout = processor.image(file, alone=True)
+            images.append(shown)
+            runs = iter(layout.runs)
+            ids = sees.tokenizer.hf_tokenizer.encode(layout.text, add_special_tokens=False)
+            tokens += [t for i in ids for t in ([shown.id] * next(runs) if i == processor.token else [i])]
+        prompt = np.array(tokens)
+        seen = prompt >= IMAGE_IDS
+        pictures = [picture(part, *SIZES[part]) for part in parts if isinstance(part, int)]
+        positions, after = sees.reference.model.model.get_rope_index(
+            torch.tensor(np.where(seen, config.image_token_id, prompt))[None],
+            torch.tensor(seen.astype(int))[None],
+            sees.reference.processor.image_processor(pictures, return_tensors="pt")["target_sizes"],
+        )
+        following = np.arange(len(prompt), len(prompt) + 3) + int(after)
+        expected = np.concatenate([positions[:, 0].numpy(), np.tile(following, (3, 1))], axis=1)
+        assert canvas_positions(prompt, images, canvas_marks(config), len(prompt) + 3).tolist() == expected.tolist()
+        for stop in range(len(prompt)):
+            found = canvas_positions(prompt[:stop], images, canvas_marks(config), stop)
+            assert found.tolist() == expected[:, :stop].tolist()
 
 
 @QWEN

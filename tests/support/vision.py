@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoConfig, AutoImageProcessor, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoImageProcessor, BatchFeature, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from support.models import randomize
@@ -27,6 +27,8 @@ SPECIAL = (
     "<end_of_utterance>", "<global-img>", "<img>", "</img>", "<IMG_CONTEXT>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<|vision_start|>",
     "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>",
     "<|begin_of_video|>", "<|end_of_video|>", "<boi>", "<eoi>", "<soft>", "<boa>", "<eoa>", "<sound>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "TILE", "TILE_GLOBAL",
+    "<imgpad>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>",
+    "<IMG_START>", "<IMG_ATOM>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>",
     *(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)),
     "<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>",
     "<n_eoi>", "<n_soft>", "<n_0>", "<n_1>", "<n_eoa>", "<n_sound>", "<n_2>", "<n_3>",  # Gemma 3n: of images, and of sound
@@ -75,6 +77,8 @@ class Seen:
     """The type of the model that also speaks, of which it is a part."""
     needs: str | None = None
     """A package that its encoder needs, which the tests do without."""
+    ragged: bool = False
+    """Whether its processor refuses images with different numbers of tiles in one prompt, for which nothing else speaks: the model wants all tiles in a row."""
 
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -84,6 +88,10 @@ PINPOINTS = {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]}
 SQUARE = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
 PATCHES = {"size": {"height": 56, "width": 56}, "max_patches": 4}
 EYE = {k: v for k, v in SIGLIP.items() if k != "model_type"}
+SAM = {
+    "hidden_size": 16, "output_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 1, "patch_size": 2, "global_attn_indexes": [1],
+    "mlp_dim": 24,
+}  # fmt: skip
 PIXTRAL = SIGLIP | {"model_type": "pixtral", "image_size": 112}
 QWEN_EYE = {
     "depth": 2,
@@ -234,6 +242,31 @@ def _paligemma(inner: str, **settings: Any) -> Seen:
     )  # fmt: skip
 
 
+SLICES = {"scale_resolution": 28, "max_slice_nums": 9}
+"""Several rows and columns of them."""
+
+
+def _minicpm(folder: str, images: tuple[str, dict[str, Any]], prefix: str, mode: str, **fields: Any) -> Seen:
+    eye = EYE | {"patch_size": 4, "num_hidden_layers": 2}
+    canvas = {} if folder != "minicpmv4_7" else {
+        "image_start_id": ID["<image>"], "image_end_id": ID["</image>"], "slice_start_id": ID["<slice>"], "slice_end_id": ID["</slice>"],
+        "newline_id": 198,
+    }  # fmt: skip
+    return Seen(
+        {
+            "text_config": _shape("qwen3_5_text", vocab_size=VOCAB), "vision_config": eye, "insert_layer_id": 0, "downsample_mode": mode,
+            "image_token_id": ID["<|image_pad|>"], "video_token_id": ID["<|video_pad|>"], **canvas,
+        },
+        (images[0], {"scale_resolution": 56, "patch_size": 4, "max_slice_nums": 3, "downsample_mode": mode} | images[1]),
+        _processor(folder, prefix), "<|image_pad|>",
+        {
+            "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "image_start_token": "<image>", "image_end_token": "</image>",
+            "slice_start_token": "<slice>", "slice_end_token": "</slice>", "image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>",
+        },
+        **fields,
+    )  # fmt: skip
+
+
 FAMILIES = {
     "aria": Seen(
         {
@@ -265,14 +298,47 @@ FAMILIES = {
         told={"return_mm_token_type_ids": True},
     ),
     "cosmos3_omni": _qwen(_text("qwen3_vl_text", num_hidden_layers=3, **SECTIONS), QWEN3_EYE | DEEP, "qwen3_vl", "Qwen3VL"),
+    "deepseek_ocr2": Seen(
+        {
+            "text_config": _text(
+                "deepseek_ocr2_text", n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=32,
+                mlp_layer_types=["dense", "sparse"], n_group=1, topk_group=1, num_key_value_heads=4,
+            ),
+            "vision_config": {
+                "sam_config": SAM | {"image_size": 128, "downsample_channels": [16, 32]},
+                "encoder_config": {
+                    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 8,
+                },
+            },
+            "image_token_id": ID["<image>"],
+        },
+        _images("deepseek_ocr2", "DeepseekOcr2", size={"height": 128, "width": 128}, tile_size=96),
+        _processor("deepseek_ocr2", "DeepseekOcr2", patch_size=2, downsample_ratio=4),
+    ),
     "deepseek_vl": Seen(
         {"text_config": LLAMA, "vision_config": SIGLIP, "image_token_id": ID["<image>"]},
         _images("deepseek_vl", "DeepseekVL", size={"height": 56, "width": 56}), _processor("deepseek_vl", "DeepseekVL", num_image_tokens=16),
         tokens={"image_token": "<image>"},
     ),
+    "deepseek_vl_hybrid": Seen(
+        {
+            "text_config": LLAMA, "vision_config": SIGLIP, "image_token_id": ID["<image>"],
+            "high_res_vision_config": SAM | {"model_type": "sam_vision_model", "image_size": 64, "patch_size": 8, "window_size": 3},
+        },
+        _images("deepseek_vl_hybrid", "DeepseekVLHybrid", size={"height": 56, "width": 56}, high_res_size={"height": 64, "width": 64}),
+        _processor("deepseek_vl_hybrid", "DeepseekVLHybrid", num_image_tokens=16), tokens={"image_token": "<image>"},
+    ),
     "exaone4_5": _qwen(
         _shape("exaone4", sliding_window=24), QWEN_EYE | {"fullatt_block_indexes": [1], "window_size": 56, "num_key_value_heads": 2},
         "exaone4_5", "Exaone4_5_",
+    ),
+    "fast_vlm": Seen(
+        {
+            "text_config": _text("qwen2"), "image_token_index": ID["<image>"],
+            "vision_config": {"model_type": "timm_wrapper", "architecture": "fastvit_t8", "hidden_size": 768, "model_args": {"inference_mode": True}},
+        },
+        _images("clip", "CLIP", size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64}),
+        _processor("llava", "Llava", patch_size=32, vision_feature_select_strategy="full"), needs="timm",
     ),
     "gemma3": Seen(
         {
@@ -318,6 +384,23 @@ FAMILIES = {
     "glm4v": _glm(_text("glm4v_text", **HALF), {}, "glm4v", "Glm4v"),
     "glm4v_moe": _glm(_text("glm4v_moe_text", **GLM_MOE, **HALF), {}, "glm4v", "Glm4v"),
     "glm_ocr": _glm(_text("glm_ocr_text", **SECTIONS), {}, "glm46v", "Glm46V"),
+    "got_ocr2": Seen(
+        {"text_config": _text("qwen2"), "vision_config": SAM | {"image_size": 128}, "image_token_index": ID["<imgpad>"]},
+        _images("got_ocr2", "GotOcr2", size={"height": 128, "width": 128}), _processor("got_ocr2", "GotOcr2"), "<imgpad>",
+    ),
+    "granite4_vision": Seen(
+        {
+            "text_config": _shape("granite", num_hidden_layers=6) | {"model_type": "granite4_vision_text"}, "image_token_index": ID["<image>"],
+            "vision_config": SIGLIP | {"hidden_size": 64}, "vision_feature_select_strategy": "full", "downsample_rate": "1/2",
+            "deepstack_layer_map": [[-2, 0], [1, 3]], "spatial_target_layers": [1, 2, 4, 5],
+            "qformer_config": {
+                "model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 48, "cross_attention_frequency": 1, "use_qformer_text_input": False,
+            },
+            **PINPOINTS,
+        },
+        _images("llava_next", "LlavaNext", **SQUARE, **PINPOINTS),
+        _processor("granite4_vision", "Granite4Vision", patch_size=14, vision_feature_select_strategy="full", downsample_rate="1/2"),
+    ),
     "granite_docling": Seen(
         {
             "text_config": _text("granite_docling_text", attention_multiplier=0.25, residual_multiplier=1.0), "image_token_id": ID["<image>"],
@@ -396,10 +479,40 @@ FAMILIES = {
         _images("llava_onevision", "LlavaOnevision", size={"height": 56, "width": 56}, **PINPOINTS),
         _processor("llava_onevision", "LlavaOnevision", num_image_tokens=16, vision_feature_select_strategy="full"),
     ),
+    "minicpm_ocr": _minicpm(
+        "minicpm_ocr", ("minicpm_ocr.image_processing_minicpm_ocr:MiniCPMOcrImageProcessor", {}), "MiniCPMOcr", "4x", needs="torchvision"
+    ),
+    "minicpmv4_6": _minicpm("minicpmv4_6", _images("minicpmv4_6", "MiniCPMV4_6"), "MiniCPMV4_6", "16x"),
+    "minicpmv4_6/4x": _minicpm("minicpmv4_6", _images("minicpmv4_6", "MiniCPMV4_6"), "MiniCPMV4_6", "4x"),
+    "minicpmv4_7": _minicpm("minicpmv4_7", _images("minicpmv4_6", "MiniCPMV4_6", **SLICES), "MiniCPMV4_7", "16x"),
+    "minicpmv4_7/4x": _minicpm("minicpmv4_7", _images("minicpmv4_6", "MiniCPMV4_6", **SLICES), "MiniCPMV4_7", "4x"),
     "mistral3": _pixtral(_text("mistral"), {"image_token_index": ID["[IMG]"], "spatial_merge_size": 2}, "pixtral", "Pixtral"),
     "mistral_large4": _pixtral(
         _text(*TEXTS["mistral_large4"][:1], **TEXTS["mistral_large4"][1]), {"image_token_index": ID["[IMG]"], "spatial_merge_size": 2},
         "pixtral", "Pixtral",
+    ),
+    "nemotron_h_omni": Seen(
+        {
+            "text_config": _shape("nemotron_h"), "image_token_id": ID["<image>"], "vision_hidden_size": 32, "projector_hidden_size": 48,
+            "vision_config": {
+                "model_type": "radio", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 8, "image_size": 56,
+                "max_img_size": 128, "video_temporal_patch_size": 2,
+            },
+        },
+        (
+            "nemotron_h_omni.image_processing_nemotron_h_omni:NemotronH_Omni_Reasoning_V3ImageProcessor",
+            {"patch_size": 8, "min_num_patches": 16, "max_num_patches": 64},
+        ),
+        _processor("nemotron_h_omni", "NemotronH_Omni_Reasoning_V3"), needs="torchvision",
+    ),
+    "ovis2": Seen(
+        {
+            "text_config": _text("qwen2"), "vision_config": EYE | {"vocab_size": 40, "hidden_stride": 2}, "hidden_size": 64, "vocab_size": VOCAB,
+            "image_token_id": ID["<IMG_ATOM>"],
+            "visual_indicator_token_ids": [ID[f"<IMG_{mark}>"] for mark in ("START", "GRID", "COL", "ROW", "END")],
+        },
+        _images("ovis2", "Ovis2", size={"height": 56, "width": 56}, crop_to_patches=True, max_patches=4),
+        _processor("ovis2", "Ovis2", image_seq_length=4),
     ),
     "paddleocr_vl": _qwen(
         _text("paddleocr_vl_text", **SECTIONS), EYE | {"spatial_merge_size": 2}, "paddleocr_vl", "PaddleOCRVL",
@@ -407,6 +520,21 @@ FAMILIES = {
     ),
     "paligemma": _paligemma("gemma"),
     "paligemma/2": _paligemma("gemma2", sliding_window=104),
+    "perception_lm": Seen(
+        {
+            "text_config": LLAMA, "image_token_id": ID["<image>"], "video_token_id": ID["<video>"], "projector_pooling_ratio": 2,
+            "vision_config": {
+                "model_type": "timm_wrapper", "architecture": "vit_pe_core_large_patch14_336",
+                "model_args": {
+                    "embed_dim": 64, "img_size": [56, 56], "depth": 2, "global_pool": "", "use_post_transformer_norm": False, "init_values": 0.1,
+                    "ref_feat_shape": [4, 4],
+                },
+            },
+        },
+        ("perception_lm.image_processing_perception_lm:PerceptionLMImageProcessor", {"tile_size": 56, "max_num_tiles": 4}),
+        _processor("perception_lm", "PerceptionLM", patch_size=14, pooling_ratio=2),
+        tokens={"image_token": "<image>", "video_token": "<video>"}, needs="timm", ragged=True,
+    ),
     "qianfan_ocr": _internvl("qwen3", "<image>", "qianfan_ocr", "QianfanOCR"),
     "qwen2_5_omni_thinker": _omni(
         _text("qwen2_5_omni_text", **SECTIONS), QWEN_EYE | {"fullatt_block_indexes": [1], "window_size": 56},
@@ -468,6 +596,8 @@ class Reference:
 
     model: Any
     processor: Any
+    ragged: bool
+    """`Seen.ragged`"""
 
     @torch.inference_mode()
     def generate(
@@ -477,7 +607,10 @@ class Reference:
         tokenizer = self.processor.tokenizer
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         if images:
-            inputs = self.processor(images=images, text=[text], return_tensors="pt", **options)
+            inputs = self.processor(images=images, text=[text], return_tensors=None if self.ragged else "pt", **options)
+            if self.ragged:
+                tiles = torch.cat(inputs["pixel_values"])
+                inputs = BatchFeature({"input_ids": torch.tensor(inputs["input_ids"]), "pixel_values": tiles[None]})
         else:  # as batchgen and every tokenizer: a chat template has written all special tokens
             inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
         out = self.model.generate(
@@ -514,9 +647,9 @@ def make(name: str, folder: Path) -> Reference:
     if getattr(module, "num2words", str) is None:
         module.num2words = str
     loose = type("Processor", (_class(kind_of),), {"check_argument_for_proper_class": lambda *_: None, **seen.told})
-    given = {"image_processor": image_processor, "tokenizer": tokenizer}
+    given = {"image_processor": image_processor, "video_processor": image_processor, "tokenizer": tokenizer}
     processor = loose(**{n: given.get(n) for n in loose.get_attributes()}, **settings)
-    return Reference(model, processor)
+    return Reference(model, processor, seen.ragged)
 
 
 @cache
