@@ -423,7 +423,7 @@ def _load(config: ModelConfig, tokenizer: LoadedTokenizer) -> Any:
 
 
 def _processor_class(config: ModelConfig, model_type: str) -> Any:
-    """Returns the class that the model's files name, else that of its type."""
+    """Returns the class that the model's files name. If they name none, or one that transformers does not know, returns that of the model's type."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     names = dict(PROCESSOR_MAPPING_NAMES)
@@ -431,7 +431,8 @@ def _processor_class(config: ModelConfig, model_type: str) -> Any:
     for file in ("processor_config.json", "preprocessor_config.json"):
         path = find_file(config, file)
         if path is not None:
-            name = json.loads(path.read_text(encoding="utf-8")).get("processor_class") or name
+            named = json.loads(path.read_text(encoding="utf-8")).get("processor_class")
+            name = named if named in names.values() else name
             break
     if (
         find_spec("torchvision") is None

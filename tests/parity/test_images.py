@@ -416,6 +416,17 @@ def test_a_limit_of_pixels_is_that_of_the_processor(sees: Sees) -> None:
     assert [list(result.token_ids) for result in run(limited.engine(), requests)] == [tokens for _, tokens in expected]
 
 
+@QWEN
+def test_a_processor_class_that_transformers_does_not_know_is_that_of_the_type(sees: Sees, tmp_path: Path) -> None:
+    """As in `AutoProcessor`. Checkpoints that came with code of their own name it."""
+    shutil.copytree(sees.folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "QwenOfTheirOwn"}))
+    file = ImageFile("0.png", b"0", *SIZES[0])
+    _, expected = ImageProcessor(ModelConfig(model=str(sees.folder)), sees.tokenizer).image(file, alone=True)
+    _, layout = ImageProcessor(ModelConfig(model=str(tmp_path)), sees.tokenizer).image(file, alone=True)
+    assert layout == expected
+
+
 @pytest.mark.parametrize("sees", ["gemma3"], indirect=True)
 def test_an_image_longer_than_the_sliding_window_that_its_tokens_see_beyond_is_refused(
     sees: Sees, tmp_path: Path
