@@ -134,7 +134,8 @@ def _run_job(config: JobConfig, progress: Progress, measured: int | None = None)
                     assert isinstance(job, JobFolder), "standard output has windows"
                     _run_in_prefix_order(setup, job, planner, generation, measured)
                 tracker.show_notes(job.notes)
-                outcomes.note_cut_rows()
+                asked = config.sampling
+                outcomes.note_cut_rows(endless=asked.ignore_eos and not (asked.stop or asked.stop_token_ids))
             except (Interrupted, InputCorrupt, TooManyErrors, DevicesLost) as e:
                 _keep_stopped(job, config, model)
                 tracker.stopped()

@@ -78,6 +78,14 @@ def test_the_time_of_loading_includes_the_start_of_the_chat_template(tiny_model_
     assert run_job(config_of(tiny_model_dir, write_jsonl(prompts(1)))).stats["seconds"]["load"] > 1000
 
 
+@pytest.mark.parametrize(("stop", "notes"), [((), 0), (("never in the text",), 1)])
+def test_rows_that_only_their_length_ends_are_not_called_cut(stop, notes, tiny_model_dir, write_jsonl):
+    told = Recorder()
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True, stop=stop)
+    run_job(config_of(tiny_model_dir, write_jsonl(prompts(12)), sampling=sampling), told)
+    assert sum("were cut by their length" in note for note in told.notes) == notes
+
+
 def test_a_second_run_finds_nothing_to_do_and_writes_the_figures_where_it_is_told(
     tiny_model_dir, write_jsonl, tmp_path
 ):

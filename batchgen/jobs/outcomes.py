@@ -92,8 +92,11 @@ class Outcomes:
         """Returns the figures of the rows that were written."""
         return {} if self._agreement is None else {"expect": self._agreement.as_dict()}
 
-    def note_cut_rows(self) -> None:
-        """Adds notes at the end of a run if rows have no answer, or were cut by `--row-timeout`, or many by `--max-tokens`."""
+    def note_cut_rows(self, *, endless: bool = False) -> None:
+        """Adds notes at the end of a run if rows have no answer, or were cut by `--row-timeout`, or many by `--max-tokens`.
+
+        `endless`: nothing but `--max-tokens` was to end the rows (`--ignore-eos`).
+        """
         reasons, done = self.run.all_reasons, self.run.done
         if reasons["timeout"]:
             were = "was" if reasons["timeout"] == 1 else "were"
@@ -107,7 +110,7 @@ class Outcomes:
                 f"{cut:,} of {counted(done, 'row')} {'ends' if cut == 1 else 'end'} in the middle of {'its' if cut == 1 else 'their'} JSON; "
                 f"run again with --retry length and a larger --max-tokens to finish {'it' if cut == 1 else 'them'}{self._of_them_repeat()}"
             )
-        elif _MANY * reasons["length"] > done and reasons["length"] >= _MANY:
+        elif not endless and _MANY * reasons["length"] > done and reasons["length"] >= _MANY:
             self.tracker.note(
                 f"{reasons['length']:,} of {done:,} rows were cut by their length (--max-tokens, or the end of the context); "
                 f"run again with --retry length and a larger --max-tokens to finish them{self._of_them_repeat()}"

@@ -102,6 +102,8 @@ def test_many_rows_that_repeated_themselves_up_to_the_limit_suggest_max_repeats(
     for row in range(20):
         tokens = (1, 2, 3) * 30 if row < repeating else tuple(range(90))
         outcomes.done(Result(row=row, text="x", finish_reason="length", token_ids=tokens))
+    outcomes.note_cut_rows(endless=True)
+    assert told.notes == []
     outcomes.note_cut_rows()
     assert told.notes == [
         "20 of 20 rows were cut by their length (--max-tokens, or the end of the context); "
