@@ -259,7 +259,8 @@ def test_a_merge_killed_at_any_step_of_its_writing_gives_the_usual_output(harnes
         assert job.run("--shard", f"{number}/2").code in (0, 3)
     job.keep_state()
     job.case = replace(job.case, options=("--shard", "1/2", "--merge"))
-    assert check_every_call(job, way, random.Random(way), every=2, after="output.partial") >= 2
+    every = 1 if way == "torn" else 2  # there are few writes
+    assert check_every_call(job, way, random.Random(way), every=every, after="output.partial") >= 2
 
 
 # -- every moment
