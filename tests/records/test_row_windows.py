@@ -1,16 +1,20 @@
-"""Windows end after a number of rows or bytes, and overlong lines are never read into memory."""
+"""Which inputs run in windows, where a window ends, and overlong lines, which are never read into memory."""
 
 import csv
 import gzip
 import io
 import tracemalloc
 from functools import partial
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from batchgen.config import JobConfig
+from batchgen.errors import UsageError
+from batchgen.records import window_rows
 from batchgen.records.files import InputFile
 from batchgen.records.jsonl import read_jsonl
 from batchgen.records.rows import Row, RowStream
@@ -115,3 +119,33 @@ def test_a_parquet_file_of_long_rows_is_read_a_few_at_a_time(monkeypatch):
     stream = io.BytesIO(parquet_bytes([{"prompt": "a"}] * 3000))
     assert len(list(read_parquet(stream))) == 3000
     assert batches == [4, PARQUET_BATCH]
+
+
+def rows_of(window, output="o.jsonl", *, once=False, order="input") -> int | None:
+    source = SimpleNamespace(fingerprint=lambda: [] if once else [{}], files=[SimpleNamespace(shown="<stdin>")])
+    return window_rows(JobConfig(inputs="x.jsonl", model="m", window=window, order=order), source, output)
+
+
+def test_files_are_sorted_as_a_whole_and_streams_run_in_windows():
+    assert rows_of(None) is None
+    assert rows_of("all") is None
+    assert rows_of(7) == rows_of(7, once=True) == rows_of(7, "-") == 7
+    assert rows_of(None, once=True) == rows_of(None, "-") == 4_096
+    assert rows_of(None, order="done") == 50_000
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"once": True},
+            "--window all reads the input twice, which <stdin> does not allow; use --window ROWS, or a file",
+        ),
+        ({"output": "-"}, "--window all writes no row before all rows are done; name an output with -o"),
+        ({"order": "done"}, "--window all cannot be combined with --order done; use --window ROWS"),
+    ],
+)
+def test_window_all_is_refused_if_the_input_cannot_be_read_twice_or_must_be_streamed(given, message):
+    with pytest.raises(UsageError) as error:
+        rows_of("all", **given)
+    assert str(error.value) == message
