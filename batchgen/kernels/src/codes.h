@@ -62,6 +62,17 @@ INLINE floats from_float8(uints code) {  // e4m3 without infinities; no NaN
     return (floats)((uints)y | (code & 0x80u) << 24);
 }
 
+INLINE floats from_whole(uints x) {  // below 2^23
+#if defined(__AVX512F__)
+    return (floats)(x | 150u << 23) - 0x1p23f;  // `or` is part of the `and` before it, and a subtraction takes no longer than a conversion
+#else
+    return to_floats((ints)x);
+#endif
+}
+
+// Divides numbers below 2^32: with 64 bits this takes up to three times as long.
+INLINE int64_t quotient(int64_t a, int64_t b) { return b == 1 ? a : uint32_t(a) / uint32_t(b); }
+
 // The numbers of a group in LANES columns.
 INLINE floats numbers_of(const Groups& g, int64_t at, int64_t coarse_at) {
     floats coarse = splat(1.0f);
@@ -173,7 +184,7 @@ class PanelGroups {
     // Makes those of inputs [k, k + count); where inputs may be in any groups, all at k = 0. Returns those of the first group.
     const GroupNumbers* take(const Codes& c, int64_t panel, int64_t panels, int columns, int64_t k, int64_t count) {
         if (c.group_of && k > 0) return made_.data();
-        const int64_t first = c.group_of ? 0 : k / c.group, groups = (c.group_of ? c.groups : (k + count - 1) / c.group + 1) - first;
+        const int64_t first = c.group_of ? 0 : quotient(k, c.group), groups = (c.group_of ? c.groups : quotient(k + count - 1, c.group) + 1) - first;
         const int vectors = columns / LANES;
         made_.resize(groups * panels * vectors);
         for (int64_t i = 0; i < panels; i++) {
@@ -195,9 +206,12 @@ class PanelGroups {
     // Writes the numbers of some groups of a panel, those of a group in `stride` structures.
     static void fill(const Codes& c, const Groups& g, int64_t panel, int64_t first, int64_t groups, int columns, int64_t stride, floats* to) {
         auto as = fill_as<-1, -1>;
+        if (g.type == FLOAT32 && g.fine_type == WHOLE) as = fill_as<FLOAT32, WHOLE>;
         if (g.type == FLOAT16 && g.fine_type == WHOLE) as = fill_as<FLOAT16, WHOLE>;
         if (g.type == FLOAT16 && g.fine_type == UNSIGNED) as = fill_as<FLOAT16, UNSIGNED>;
         if (g.type == FLOAT16 && g.fine_type == SIGNED) as = fill_as<FLOAT16, SIGNED>;
+        if (g.type == BFLOAT16 && g.fine_type == WHOLE) as = fill_as<BFLOAT16, WHOLE>;
+        if (g.type == MISSING && g.fine_type == POWER) as = fill_as<MISSING, POWER>;
         as(c, g, panel, first, groups, columns, stride, to);
     }
 
@@ -206,10 +220,10 @@ class PanelGroups {
     static void fill_as(const Codes& c, Groups g, int64_t panel, int64_t first, int64_t groups, int columns, int64_t stride, floats* to) {
         constexpr int64_t SIZE = sizeof(GroupNumbers) / sizeof(floats);
         if (TYPE >= 0) g.type = TYPE, g.fine_type = FINE_TYPE, g.divides = false;
-        const int64_t coarse_row = panel * ((c.groups + g.per_coarse - 1) / g.per_coarse);
+        const int64_t coarse_row = panel * quotient(c.groups + g.per_coarse - 1, g.per_coarse);
         for (int64_t group = first; group < first + groups; group++, to += stride * SIZE) {
             const int64_t at = (panel * c.groups + group) * columns;
-            const int64_t coarse_at = (coarse_row + (g.per_coarse == 1 ? group : uint32_t(group) / uint32_t(g.per_coarse))) * columns;
+            const int64_t coarse_at = (coarse_row + quotient(group, g.per_coarse)) * columns;
             for (int lane = 0; lane < columns; lane += LANES) to[lane / LANES * SIZE] = numbers_of(g, at + lane, coarse_at + lane);
         }
     }
@@ -217,10 +231,11 @@ class PanelGroups {
 };
 
 // What is known of codes when the kernels are compiled. EXACT: see `Codes`. SCATTERED: neighbours among the inputs may be in any groups.
-template <int BITS_, int LEVELS_, bool ROUNDS_, bool EXACT_ = false, bool SCATTERED_ = false>
+// LIFTED: float32 holds (4096 + zero) * scale, too.
+template <int BITS_, int LEVELS_, bool ROUNDS_, bool EXACT_ = false, bool SCATTERED_ = false, bool LIFTED_ = false>
 struct Form {
     static constexpr int BITS = BITS_, LEVELS = LEVELS_;
-    static constexpr bool ROUNDS = ROUNDS_, EXACT = EXACT_, SCATTERED = SCATTERED_;
+    static constexpr bool ROUNDS = ROUNDS_, EXACT = EXACT_, SCATTERED = SCATTERED_, LIFTED = LIFTED_;
 };
 
 // Unpacks 8 inputs at a time, in LANES columns.
@@ -240,11 +255,13 @@ class Unpacker {
         if (WHOLES)
             for (int i = 1; i < 3; i++) scale_[i] = scale_[0] * (1.0f / (1 << i * STEP));
         if (WHOLES) zero_ = EXACT ? groups_->offset : groups_->zero;
+        if (F::LIFTED)
+            for (int i = 0; i < 3; i++) lifted_[i] = zero_ - scale_[0] * float(4096 >> 4 * i);
         groups_ += stride_;
     }
 
     // Loads inputs [k, k + 8), which are of one group; k is a multiple of 8.
-    INLINE void load(int64_t k) {
+    INLINE void load(uint64_t k) {
         k_ = k;
         if (BITS == 8)
             for (int i = 0; i < 2; i++) low_[i] = words(0, k / 4 + i);
@@ -268,15 +285,27 @@ class Unpacker {
         }
 #endif
         if (PER_WORD == 2) return in_pairs(number(i), number(i + 1));
+#if defined(__AVX512BF16__)
+        if (F::ROUNDS) {  // two at a time
+            const uints both = word<2>(i & ~1);
+            return i % 2 ? both & 0xffff0000u : both << 16;
+        }
+#endif
         return F::ROUNDS ? rounded_bits(number(i)) & 0xffff0000u : (uints)number(i);
     }
 
    private:
     INLINE floats number(int i) const {
         if (!WHOLES) return level(i) * scale_[0];
+        if (F::LIFTED) {  // the code lies in the mantissa of a power of two; one shift brings three codes of 4 bits there
+            const int place = BITS == 4 ? 11 + i % 3 * 4 : 15;
+            const uints word = BITS == 4 ? moved(low_[0], 11 - i / 3 * 12) : moved(low_[i / 4], 15 - i % 4 * 8);
+            const uints x = (word & ((1u << BITS) - 1) << place) | uint32_t(150 - place) << 23;
+            return (floats)x * scale_[0] + lifted_[(place - 11) / 4];
+        }
         // The code lies anywhere in a word, so it is a whole number times a power of two.
         const int place = place_of(i);
-        const floats x = to_floats((ints)code(i));
+        const floats x = BITS < 8 ? from_whole(code(i)) : to_floats((ints)code(i));
         if (SCATTERED) {
             const GroupNumbers& group = groups_[c_.group_of[k_ + i] * stride_];
             return (x - group.zero) * group.scale;
@@ -340,21 +369,28 @@ class Unpacker {
     const GroupNumbers* groups_;  // of the next group, or of the first if SCATTERED
     const uint32_t* planes_[4];
     const float divisor_, inverse_;
-    int64_t k_ = 0;
+    uint64_t k_ = 0;
     uints low_[2] = {}, high_ = {}, top_ = {};
     uints levels_[LEVELS == TABLE ? 8 : 4];
     floats floats_[4][2];
-    floats scale_[3] = {}, zero_ = {};
+    floats scale_[3] = {}, zero_ = {}, lifted_[3] = {};
 };
 
 // Calls turn() before each group of inputs [k, end), and body(k) for each eight inputs.
 template <class Turn, class Body>
 INLINE void by_groups(const Codes& c, int64_t k, int64_t end, const Turn& turn, const Body& body) {
-    for (int64_t stop = c.group_of ? end : (k / c.group + 1) * c.group; k < end; stop += c.group) {
+    for (int64_t stop = c.group_of ? end : (quotient(k, c.group) + 1) * c.group; k < end; stop += c.group) {
         turn();
         for (; k < std::min(end, stop); k += 8) body(k);
     }
 }
+
+// With AVX-512, `and` and `or` are one instruction, which takes half the time of a conversion. On AVX2 they take longer than the conversion.
+#if defined(__AVX512F__)
+constexpr bool LIFTS = true;
+#else
+constexpr bool LIFTS = false;
+#endif
 
 // Calls body(form) with the `Form` of codes.
 template <int BITS, bool ROUNDS, class Body>
@@ -367,6 +403,9 @@ void with_form_of(const Codes& c, const Body& body) {
         if (c.levels == SHORT) return body(Form<4, SHORT, ROUNDS>());
     if constexpr (BITS <= 4)
         if (c.levels != ITSELF) return body(Form<BITS, TABLE, ROUNDS>());
+    if constexpr ((BITS == 4 || BITS == 8) && LIFTS)
+        if (c.exact && !c.group_of && c.offsets.type == MISSING && c.scales.type > FLOAT32 && c.scales.fine_type == WHOLE)
+            return body(Form<BITS, ITSELF, ROUNDS, true, false, true>());
     if constexpr (BITS == 2 || BITS == 4 || BITS == 8) {
         if (c.group_of) return body(Form<BITS, ITSELF, ROUNDS, false, true>());
         if (!c.exact) return body(Form<BITS, ITSELF, ROUNDS>());

@@ -49,6 +49,7 @@ constexpr int PREFETCHED = 0;
 constexpr int64_t WIDE_NUMBERS = 1 << 21;
 constexpr int64_t MIN_WIDENED = 1 << 15;  // numbers to widen that are worth a thread
 constexpr int CODED_WORDS = 4096 / WIDTH;  // words of codes that are unpacked at a time: they stay in the smallest cache
+constexpr int CODED_INPUTS = 256;  // inputs that are unpacked in registers before the numbers of the next groups are made
 // One or two rows, and on AVX2 four, unpack codes in registers. On AVX2 a single row needs the sums of two panels not to wait for each other.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr bool FOUR_IN_REGISTERS = true;
@@ -339,7 +340,7 @@ void coded_block(const Product& p, int64_t panel, int vector, const uint32_t* x,
             uints some[V];
 #pragma GCC unroll 4
             for (int n = 0; n < V; n++) some[n] = columns[n].template word<E::per_word>(j);
-            E::template multiply<R, V>(acc, some, x + (i + j) / E::per_word, p.x_row);
+            E::template multiply<R, V>(acc, some, x + i / E::per_word + j / E::per_word, p.x_row);
         }
     });
     for (int r = 0; r < R; r++)
@@ -352,8 +353,8 @@ void coded_rows(const Product& p, int64_t panel, int64_t panels, int64_t begin, 
     constexpr int V = R == 1 ? 2 * PANELS_OF_A_ROW : 2;  // vectors of columns at a time: enough for sums not to wait for each other
     const uint32_t* x = p.x + begin * p.x_row;
     const int64_t first = p.first_panel + panel, vectors = panels * VECTORS;
-    for (int64_t k = 0; k < p.inner; k += CODED_WORDS) {
-        const int64_t end = std::min<int64_t>(p.inner, k + CODED_WORDS);
+    for (int64_t k = 0; k < p.inner; k += CODED_INPUTS) {
+        const int64_t end = std::min<int64_t>(p.inner, k + CODED_INPUTS);
         const GroupNumbers* numbers = groups.take(*p.codes, first, panels, WIDTH, k, end - k);
         with_form_of_words<E::per_word>(*p.codes, [&](auto form) {
             for (int v = 0, more = 0; v < vectors; v += more) {
