@@ -135,6 +135,7 @@ class Runner:
                 use_cache=False,
                 step_attention=attention,
                 logits_to_keep=self._wanted(packed),
+                **(vision.arguments(packed) if vision and shows else {}),
             )
         return [output.logits[0].to(device)] if len(packed.logits_places) else []
 

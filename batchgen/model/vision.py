@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
+from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -79,6 +80,12 @@ class Vision:
         stand_in = {"padding": text_config(hf_config).pad_token_id, "image": getattr(hf_config, "image_token_id", None)}
         self._filler: int = stand_in.get(self._family.stand_in) or 0
         self._canvas = canvas_marks(hf_config) if self._family.canvas else None
+        self._marks: list[int] = [
+            getattr(hf_config, f"{kind}_{end}_token_id")
+            for kind, end in product(("image", "video"), ("start", "end"))
+            if self._family.kinds
+        ]
+        """The tokens around images, where they matter."""
         self._hidden_size: int = text_config(hf_config).hidden_size
         self.weight_bytes = weight_bytes
         self._room = FEATURE_BYTES
@@ -130,10 +137,29 @@ class Vision:
             kept.clear()
 
     def concerns(self, packed: PackedSpans) -> bool:
-        """Whether a batch has tokens of images, or, with positions that have axes, tokens after an image."""
-        if self._family.axes:
-            return any(scheduled.span.images for scheduled in packed.spans)
-        return bool((packed.tokens >= IMAGE_IDS).any())
+        """Whether a batch has tokens of images or, where that matters, marks around them or (with positions that have axes) tokens after an image."""
+        if self._family.axes and any(scheduled.span.images for scheduled in packed.spans):
+            return True
+        return bool(self._of_images(packed.tokens).any())
+
+    def _of_images(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which tokens are images', or marks around images (`Family.kinds`)."""
+        found: NDArray[np.bool_] = tokens >= IMAGE_IDS
+        return found | np.isin(tokens, self._marks) if self._marks else found
+
+    def arguments(self, packed: PackedSpans) -> dict[str, torch.Tensor]:
+        """Returns what the forward of a batch with images gets beside tokens and positions. A generated mark is a token of text."""
+        if not self._family.kinds:
+            return {}
+        kinds = self._of_images(packed.tokens)
+        end = 0
+        for span, start, stop, *_ in packed.spans:
+            end += stop - start
+            if isinstance(span, GenerationSequence):
+                kinds[end - max(0, stop - max(start, span.prompt_end)) : end] = False
+        return {
+            self._family.kinds: put(kinds.astype(np.int64), self._module.get_input_embeddings().weight.device)[None]
+        }
 
     def without_images(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns a batch's tokens with an id of the vocabulary in place of each image token."""

@@ -49,6 +49,8 @@ class Family:
     """Whether all tokens of a prompt with images see one another: `Image.prompt`."""
     marks: bool = False
     """Whether marks stand around images, and one between two of them. The processor has no methods that prepare images apart from a prompt (Idefics 2)."""
+    kinds: str = ""
+    """The argument of the model's forward that says which tokens of a prompt are images' or stand around them: these have experts of their own."""
     stand_in: Literal["any", "padding", "image"] = "any"
     """The token whose id the layers see in the place of an image's, for those that use ids beside embeddings."""
 
@@ -58,11 +60,14 @@ FAMILIES = {
     "aria": _PLAIN,
     "aya_vision": _PLAIN,
     "cohere2_vision": _PLAIN,
+    "cohere_compass": _AXES,
     "cosmos3_edge": _AXES,
     "cosmos3_omni": _AXES,
     "deepseek_ocr2": _PLAIN,
     "deepseek_vl": _PLAIN,
     "deepseek_vl_hybrid": _PLAIN,
+    "dots3_note": _PLAIN,
+    "ernie4_5_vl_moe": Family(axes=3, kinds="moe_mm_token_type_ids"),
     "exaone4_5": _PLAIN,
     "fast_vlm": _PLAIN,
     "gemma3": Family(whole=True, beyond=True),
@@ -72,16 +77,21 @@ FAMILIES = {
     "glm46v": _AXES,
     "glm4v": _AXES,
     "glm4v_moe": _AXES,
+    "glm5_next": _PLAIN,
     "glm_ocr": _AXES,
+    "glmga": _AXES,
     "got_ocr2": _PLAIN,
     "granite4_vision": _PLAIN,
     "granite_docling": _PLAIN,
     "hunyuan_vl": Family(axes=4),
+    "hyperclovax_vision_v2": _PLAIN,
     "idefics2": Family(marks=True),
     "idefics3": _PLAIN,
     "internvl": _PLAIN,
+    "janus": _PLAIN,
     "kimi_k25": _PLAIN,
     "lfm2_vl": _PLAIN,
+    "lfm3_vl": _PLAIN,
     "lighton_ocr": _PLAIN,
     "llama4": _PLAIN,
     "llava": _PLAIN,
@@ -91,8 +101,11 @@ FAMILIES = {
     "minicpm_ocr": _PLAIN,
     "minicpmv4_6": _PLAIN,
     "minicpmv4_7": Family(axes=3, canvas=True),
+    "minimax_m3_vl": _PLAIN,
     "mistral3": _PLAIN,
     "mistral_large4": _PLAIN,
+    "muse_glimmer": _PLAIN,
+    "muse_spark": _PLAIN,
     "nemotron_h_omni": _PLAIN,
     "ovis2": _PLAIN,
     "paddleocr_vl": _AXES,
@@ -109,11 +122,15 @@ FAMILIES = {
     "qwen3_vl_moe": _AXES,
     "qwen4_exp": Family(axes=3, stand_in="image"),
     "smolvlm": _PLAIN,
+    "step3p7": _PLAIN,
     "video_llama_3": _PLAIN,
+    "video_llava": _PLAIN,
     "vipllava": _PLAIN,
 }
 """By `model_type`: the models that are shown images."""
 NOT_SHOWN = {
+    "emu3": "they make an image as large as the largest one of its prompt, and its tokens depend on that",
+    "fuyu": "they take one image, before all text, and their processor writes the rest of the prompt",
     "mllama": "they have layers of cross-attention for images",
     "molmo2": "the tokens of an image see those of all other images of the prompt, also those after them",
     "phi4_multimodal": "images need an adapter beside the weights, which text must not have",
@@ -160,6 +177,7 @@ class ImageProcessor:
             p.name for p in taken if p.kind is not p.VAR_KEYWORD
         ]  # GOT-OCR 2 and LFM2-VL have some beside those of images
         self._options: dict[str, Any] = options["images_kwargs"] | {k: options[k] for k in own if k in options}
+        self._before = _system_prompt(self._hf)
         self.adds_special_tokens: bool = options["text_kwargs"].get("add_special_tokens", True)
         """Whether it adds special tokens to a chat whose template has written none."""
         self.writes_bos = self._family.prefix
@@ -217,7 +235,7 @@ class ImageProcessor:
 
     def prompt_text(self, before: str, parts: Sequence[tuple[ImageLayout, str]]) -> str:
         """Returns a prompt's text: `before`, and then each image with the text after it. Raises `RowError("unsupported_content")`."""
-        texts = [before]
+        texts = [self._before + before]
         for number, (layout, rest) in enumerate(parts):
             name = f"{self._hf.image_id_start_token}{number}{self._hf.image_id_end_token}" if self._numbered else ""
             texts += [name + layout.text, rest]
@@ -398,6 +416,14 @@ def _limit(image_processor: Any, max_pixels: int) -> dict[str, Any]:
         raise UsageError("--image-max-pixels: the model's image processor has no such limit", "leave it out")
     smallest = min(max_pixels, getattr(image_processor, "min_pixels", None) or image_processor.size["shortest_edge"])
     return {"size": {"shortest_edge": smallest, "longest_edge": max_pixels}}
+
+
+def _system_prompt(processor: Any) -> str:
+    """Returns what a processor writes before every prompt with images (Janus); an empty text for most."""
+    if not getattr(processor, "use_default_system_prompt", False):
+        return ""
+    text: str = sys.modules[type(processor).__base__.__module__].DEFAULT_SYSTEM_PROMPT
+    return text
 
 
 def _load(config: ModelConfig, tokenizer: LoadedTokenizer) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -447,6 +448,25 @@ def test_an_image_longer_than_the_sliding_window_that_its_tokens_see_beyond_is_r
 
 def test_every_family_that_is_shown_images_is_compared_with_generate() -> None:
     assert SHOWN.keys() == {name.partition("/")[0] for name in FAMILIES}
+
+
+@pytest.mark.parametrize("sees", slow_but([], ["ernie4_5_vl_moe"]), indirect=True)
+def test_generated_marks_of_images_go_to_the_experts_for_text(sees: Sees, tmp_path: Path) -> None:
+    mark, often = ID["<|vision_start|>"], copy(sees)
+    copytree(sees.folder, tmp_path, dirs_exist_ok=True)
+    head = sees.reference.model.lm_head.weight.data
+    before = head[mark].clone()
+    head[mark] *= 8
+    sees.reference.model.save_pretrained(tmp_path)
+    expected = [sees.reference.generate(m, [picture(n, *SIZES[n]) for n in pictures(m)], TOKENS) for m in CONVERSATIONS]
+    head[mark] = before
+    assert any(mark in tokens[:-1] for _, tokens in expected)
+    often.folder = tmp_path
+    config = ModelConfig(model=str(tmp_path), device="cpu", dtype="float32")
+    often.model = load_model(config, often.tokenizer)
+    for mode in ("all at once", "memory short"):
+        results = run(often.engine(**MODES[mode]), often.build(CONVERSATIONS))
+        assert [list(result.token_ids) for result in results] == [tokens for _, tokens in expected]
 
 
 @pytest.mark.parametrize("sees", slow_but(["paligemma"], ["paligemma", "paligemma/2"]), indirect=True)

@@ -31,6 +31,9 @@ SPECIAL = (
     "<IMG_START>", "<IMG_ATOM>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>",
     *(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)),
     "<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>",
+    "]<]image[>[", "]<]start of image[>[", "]<]end of image[>[",  # MiniMax M3 VL
+    "<im_patch>", "<im_start>", "<im_end>", "<patch_start>", "<patch_end>", "<patch_newline>",  # Step 3.7
+    "<|imgpad|>", "<|VISION_START|>", "<|IMAGE_PAD|>", "<|VISION_END|>",  # dots3 Note, Cohere Compass
     "<n_eoi>", "<n_soft>", "<n_0>", "<n_1>", "<n_eoa>", "<n_sound>", "<n_2>", "<n_3>",  # Gemma 3n: of images, and of sound
 )  # fmt: skip
 VOCAB = 256 + len(SPECIAL)
@@ -128,6 +131,12 @@ def _shape(model_type: str, **settings: Any) -> dict[str, Any]:
     return LLAMA | SHAPES[model_type] | {"model_type": model_type} | settings
 
 
+def _inner(name: str, **settings: Any) -> dict[str, Any]:
+    """The language model of a wrapper in the tests of text."""
+    model_type, shape = TEXTS[name]
+    return LLAMA | shape | {"model_type": model_type, "vocab_size": VOCAB} | settings
+
+
 def _images(folder: str, prefix: str, **settings: Any) -> tuple[str, dict[str, Any]]:
     """The image processor that needs no torchvision."""
     return f"{folder}.image_processing_pil_{folder}:{prefix}ImageProcessorPil", settings
@@ -163,7 +172,9 @@ def _omni(text: dict[str, Any], eye: dict[str, Any], ear: dict[str, Any], *proce
     return replace(seen, config=seen.config | ids)
 
 
-def _glm(text: dict[str, Any], eye: dict[str, Any], folder: str, prefix: str) -> Seen:
+def _glm(
+    text: dict[str, Any], eye: dict[str, Any], folder: str, prefix: str, processor: tuple[str, str] | None = None
+) -> Seen:
     ids = {
         "image_token_id": ID["<|image|>"], "video_token_id": ID["<|video|>"], "image_start_token_id": ID["<|begin_of_image|>"],
         "image_end_token_id": ID["<|end_of_image|>"], "video_start_token_id": ID["<|begin_of_video|>"],
@@ -172,7 +183,7 @@ def _glm(text: dict[str, Any], eye: dict[str, Any], folder: str, prefix: str) ->
     size = {"shortest_edge": 28 * 28 * 8, "longest_edge": 28 * 28 * 24}
     return Seen(
         {"text_config": text, "vision_config": QWEN_EYE | {"image_size": 56} | eye, **ids},
-        _images(folder, prefix, size=size), _processor(folder, prefix), "<|begin_of_image|><|image|><|end_of_image|>",
+        _images(folder, prefix, size=size), _processor(*processor or (folder, prefix)), "<|begin_of_image|><|image|><|end_of_image|>",
     )  # fmt: skip
 
 
@@ -231,6 +242,35 @@ def _gemma4(**settings: Any) -> Seen:
     )  # fmt: skip
 
 
+def _muse(folder: str, text: dict[str, Any], **more: Any) -> Seen:
+    eye = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "pos_emb_height": 2, "pos_emb_width": 2,
+        "max_position_embeddings": 4,
+    }  # fmt: skip
+    ids = {"image_token_id": ID["<|patch|>"], "video_token_id": ID["<|video|>"]}
+    prefix = "".join(part.capitalize() for part in folder.split("_"))
+    return Seen(
+        {"text_config": text, "vision_config": eye, "projector_hidden_size": 48, "out_hidden_size": 128, **ids, **more},
+        ("muse_glimmer.image_processing_muse_glimmer:MuseGlimmerImageProcessor", {"max_image_tokens": 6}),
+        _processor(folder, prefix), "<|patch|>", needs="torchvision",
+    )  # fmt: skip
+
+
+def _janus(**settings: Any) -> Seen:
+    return Seen(
+        {
+            "text_config": LLAMA, "vision_config": EYE | {"projection_dim": 64, "num_image_tokens": 16, "mlp_ratio": 1.5},
+            "vq_config": {
+                "base_channels": 32, "latent_channels": 32, "embed_dim": 4, "num_embeddings": 16, "num_res_blocks": 1, "projection_dim": 16,
+                "image_token_embed_dim": 16, "channel_multiplier": [1, 1, 1, 1, 1],
+            },
+            "image_token_id": ID["<image>"],
+        },
+        _images("janus", "Janus", size={"height": 56, "width": 56}), _processor("janus", "Janus", num_image_tokens=16, **settings),
+        tokens={"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"},
+    )  # fmt: skip
+
+
 def _paligemma(inner: str, **settings: Any) -> Seen:
     return Seen(
         {
@@ -282,6 +322,14 @@ FAMILIES = {
         },
         _images("got_ocr2", "GotOcr2", **PATCHES), _processor("aya_vision", "AyaVision", patch_size=14, img_size=56, downsample_factor=2),
     ),
+    "cohere_compass": Seen(
+        {
+            "text_config": _inner("cohere_compass"), "vision_config": QWEN3_EYE | DEEP, "image_token_id": ID["<|IMAGE_PAD|>"],
+            "video_token_id": ID["<|video_pad|>"], "vision_start_token_id": ID["<|VISION_START|>"], "vision_end_token_id": ID["<|VISION_END|>"],
+        },
+        _images("cohere_compass", "CohereCompass", patch_size=14, **QWEN_SIZE), _processor("cohere_compass", "CohereCompass"),
+        "<|VISION_START|><|IMAGE_PAD|><|VISION_END|>",
+    ),
     "cohere2_vision": Seen(
         {
             "text_config": _shape("cohere2", sliding_window=24), "vision_config": SIGLIP, "image_token_id": ID["<|IMG_PATCH|>"],
@@ -327,6 +375,30 @@ FAMILIES = {
         },
         _images("deepseek_vl_hybrid", "DeepseekVLHybrid", size={"height": 56, "width": 56}, high_res_size={"height": 64, "width": 64}),
         _processor("deepseek_vl_hybrid", "DeepseekVLHybrid", num_image_tokens=16), tokens={"image_token": "<image>"},
+    ),
+    "dots3_note": Seen(
+        {
+            "text_config": _inner("dots3_note"), "image_token_id": ID["<|imgpad|>"], "video_token_id": ID["<|video_pad|>"], "audio_token_id": ID["<sound>"],
+            "vision_config": EYE | {
+                "adapter_in_dim": 32, "adapter_out_dim": 64, "mlp_layer_types": ["dense", "sparse", "sparse"], "num_local_experts": 4,
+                "moe_intermediate_size": 24,
+            },
+            "audio_config": {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "adapter_input_size": 32, "adapter_out_dim": 64},
+        },
+        _images("qwen2_vl", "Qwen2VL", temporal_patch_size=1, **QWEN_SIZE), _processor("dots3_note", "Dots3Note"), "<|imgpad|>",
+    ),
+    "ernie4_5_vl_moe": Seen(
+        {
+            "text_config": _inner("ernie4_5_vl_moe"), "vision_config": QWEN_EYE | {"temporal_merge_size": 2}, "image_token_id": ID["<|image_pad|>"],
+            "video_token_id": ID["<|video_pad|>"], "image_start_token_id": ID["<|vision_start|>"], "image_end_token_id": ID["<|vision_end|>"],
+            "video_start_token_id": ID["<|begin_of_video|>"], "video_end_token_id": ID["<|end_of_video|>"],
+        },
+        _images("ernie4_5_vl_moe", "Ernie4_5_VLMoe", **QWEN_SIZE), _processor("ernie4_5_vl_moe", "Ernie4_5_VLMoe"),
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        {
+            "image_token": "<|image_pad|>", "image_start_token": "<|vision_start|>", "image_end_token": "<|vision_end|>",
+            "video_token": "<|video_pad|>", "video_start_token": "<|begin_of_video|>", "video_end_token": "<|end_of_video|>",
+        },
     ),
     "exaone4_5": _qwen(
         _shape("exaone4", sliding_window=24), QWEN_EYE | {"fullatt_block_indexes": [1], "window_size": 56, "num_key_value_heads": 2},
@@ -383,7 +455,18 @@ FAMILIES = {
     "glm46v": _glm(_text("glm4v_text", **HALF), {"model_type": "glm4v_vision"}, "glm46v", "Glm46V"),
     "glm4v": _glm(_text("glm4v_text", **HALF), {}, "glm4v", "Glm4v"),
     "glm4v_moe": _glm(_text("glm4v_moe_text", **GLM_MOE, **HALF), {}, "glm4v", "Glm4v"),
+    "glm5_next": Seen(
+        {
+            "text_config": _inner("glm5_next"), "image_token_id": ID["<|image|>"], "video_token_id": ID["<|video|>"],
+            "image_start_token_id": ID["<|begin_of_image|>"], "image_end_token_id": ID["<|end_of_image|>"],
+            "video_start_token_id": ID["<|begin_of_video|>"], "video_end_token_id": ID["<|end_of_video|>"],
+            "vision_config": QWEN_EYE | {"image_size": 56, "projection_intermediate_size": 48},
+        },
+        _images("glm5_next", "Glm5Next", min_image_tokens=4, max_image_tokens=6), _processor("glm5_next", "Glm5Next"),
+        "<|begin_of_image|><|image|><|end_of_image|>",
+    ),
     "glm_ocr": _glm(_text("glm_ocr_text", **SECTIONS), {}, "glm46v", "Glm46V"),
+    "glmga": _glm(_text("glm4v_text", **HALF), {"model_type": "glm4v_vision"}, "glmga", "Glmga", processor=("glm46v", "Glm46V")),
     "got_ocr2": Seen(
         {"text_config": _text("qwen2"), "vision_config": SAM | {"image_size": 128}, "image_token_index": ID["<imgpad>"]},
         _images("got_ocr2", "GotOcr2", size={"height": 128, "width": 128}), _processor("got_ocr2", "GotOcr2"), "<imgpad>",
@@ -420,6 +503,10 @@ FAMILIES = {
         _images("hunyuan_vl", "HunYuanVL", patch_size=14, **QWEN_SIZE), _processor("hunyuan_vl", "HunYuanVL"), "<img><image></img>",
         {"image_token": "<image>", "image_start_token": "<img>", "image_end_token": "</img>"},
     ),
+    "hyperclovax_vision_v2": _qwen(
+        _inner("hyperclovax_vision_v2"), QWEN_EYE | {"model_type": "qwen2_5_vl_vision", "fullatt_block_indexes": [1], "window_size": 56},
+        "hyperclovax_vision_v2", "HyperCLOVAXVisionV2",
+    ),
     "idefics2": Seen(
         {
             "text_config": _text("mistral", rms_norm_eps=1e-5), "image_token_id": ID["<image>"], "vision_config": EYE,
@@ -430,6 +517,8 @@ FAMILIES = {
     ),
     "idefics3": _idefics3("idefics3", "Idefics3"),
     "internvl": _internvl("qwen2", "<IMG_CONTEXT>", "internvl", "InternVL"),
+    "janus": _janus(),
+    "janus/system prompt": _janus(use_default_system_prompt=True),
     "kimi_k25": Seen(
         {
             "text_config": _text("deepseek_v3", **SHAPES["deepseek_v3/yarn"]), "projection_hidden_size": 32, "image_token_id": ID["<|image_pad|>"],
@@ -453,6 +542,7 @@ FAMILIES = {
         _processor("lfm2_vl", "Lfm2Vl"),
         needs="torchvision",
     ),
+    "lfm3_vl": _qwen(_inner("lfm3_vl"), EYE | {"num_key_value_heads": 2, "patch_size": 14}, "lfm3_vl", "Lfm3Vl"),
     "lighton_ocr": _pixtral(
         _text("qwen3"), {"image_token_id": ID["[IMG]"]}, "lighton_ocr", "LightOnOcr",
         tokens={"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
@@ -486,10 +576,23 @@ FAMILIES = {
     "minicpmv4_6/4x": _minicpm("minicpmv4_6", _images("minicpmv4_6", "MiniCPMV4_6"), "MiniCPMV4_6", "4x"),
     "minicpmv4_7": _minicpm("minicpmv4_7", _images("minicpmv4_6", "MiniCPMV4_6", **SLICES), "MiniCPMV4_7", "16x"),
     "minicpmv4_7/4x": _minicpm("minicpmv4_7", _images("minicpmv4_6", "MiniCPMV4_6", **SLICES), "MiniCPMV4_7", "4x"),
+    "minimax_m3_vl": Seen(
+        {
+            "text_config": _inner("minimax_m3_vl"), "vision_config": EYE, "projector_hidden_size": 48, "image_token_index": ID["]<]image[>["],
+            "video_token_index": ID["<|video|>"],
+        },
+        ("minimax_m3_vl.image_processing_minimax_m3_vl:MiniMaxM3VLImageProcessor", QWEN_SIZE), _processor("minimax_m3_vl", "MiniMaxM3VL"),
+        "]<]image[>[", needs="torchvision",
+    ),
     "mistral3": _pixtral(_text("mistral"), {"image_token_index": ID["[IMG]"], "spatial_merge_size": 2}, "pixtral", "Pixtral"),
     "mistral_large4": _pixtral(
         _text(*TEXTS["mistral_large4"][:1], **TEXTS["mistral_large4"][1]), {"image_token_index": ID["[IMG]"], "spatial_merge_size": 2},
         "pixtral", "Pixtral",
+    ),
+    "muse_glimmer": _muse("muse_glimmer", _inner("muse_glimmer")),
+    "muse_spark": _muse(
+        "muse_spark", _inner("muse_spark"), audio_token_id=ID["<sound>"],
+        audio_config={"out_hidden_size": 64, "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1]},
     ),
     "nemotron_h_omni": Seen(
         {
@@ -556,6 +659,17 @@ FAMILIES = {
     "qwen3_vl_moe": _qwen(_text("qwen3_vl_moe_text", num_hidden_layers=3, **QWEN_MOE, **SECTIONS), QWEN3_EYE | DEEP, "qwen3_vl", "Qwen3VL"),
     "qwen4_exp": _qwen(_shape("qwen4_exp_text/n-grams", vocab_size=VOCAB, eos_token_id=257), QWEN3_EYE, "qwen3_vl", "Qwen3VL"),
     "smolvlm": _idefics3("smolvlm", "SmolVLM"),
+    "step3p7": Seen(
+        {
+            "text_config": _inner("step3p7"), "image_token_id": ID["<im_patch>"],
+            "vision_config": EYE | {"patch_size": 4, "image_size": 64, "mlp_ratio": 1.5, "max_position_embeddings": 256},
+        },
+        (
+            "step3p7.image_processing_step3p7:Step3p7ImageProcessor",
+            {"size": {"height": 64, "width": 64}, "patch_size": 32, "vision_patch_size": 4},
+        ),
+        _processor("step3p7", "Step3p7"), "<im_patch>", needs="torchvision",
+    ),
     "video_llama_3": Seen(
         {
             "text_config": _text("qwen2"), "image_token_id": ID["<|image_pad|>"], "video_token_id": ID["<|video_pad|>"],
@@ -563,6 +677,10 @@ FAMILIES = {
         },
         _images("video_llama_3", "VideoLlama3", merge_size=2, **QWEN_SIZE), _processor("video_llama_3", "VideoLlama3"),
         "<|vision_start|><|image_pad|><|vision_end|>",
+    ),
+    "video_llava": Seen(
+        {"text_config": LLAMA, "vision_config": CLIP, "image_token_index": ID["<image>"], "video_token_index": ID["<video>"]},
+        ("video_llava.image_processing_video_llava:VideoLlavaImageProcessor", SQUARE), _processor("video_llava", "VideoLlava", patch_size=14),
     ),
     "vipllava": _llava("llava", "Llava", image_token_index=ID["<image>"], vision_feature_layer=[-1, -2, 1]),
 }  # fmt: skip
