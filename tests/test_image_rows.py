@@ -171,7 +171,7 @@ def test_a_killed_job_goes_on_and_keeps_its_images_until_it_is_done(model, expec
         image_digest(io.BytesIO(Path(f"p/{i}.png").read_bytes())).hex() for i in range(4)
     }
     stats = run(model, limits=TINY).stats
-    assert stats["rows_resumed"] >= 5
+    assert stats["rows_resumed"] >= 1  # a kill loses the results since the last commit
     assert answers() == expected
     assert sorted(path.name for path in Path("o.jsonl.job").iterdir()) == FINISHED_FILES
 
