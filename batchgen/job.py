@@ -327,7 +327,7 @@ class _Generation:
         if self._results is not None:
             self._results[result.row] = result
         equal = self.job.equal_rows(key)
-        self._time_left.ended(len(completion.token_ids) for completion in result.completions)
+        self._time_left.ended(result.lengths)
         self._rows_answered += 1 + equal
         self.outcomes.done(result, source, rows=1 + equal, equal=equal)
 

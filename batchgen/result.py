@@ -172,6 +172,14 @@ class Result:
         return next((reason for reason in _REASONS if reason in reasons), otherwise)
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Numbers of tokens of its completions; empty for a row that failed or generated nothing (labels, scores, embeddings)."""
+        if self.completions:
+            return tuple(len(completion.token_ids) for completion in self.completions)
+        generated = self.finish_reason not in (None, "error") and self.choice_probs is None and self.reward is None
+        return (self.completion_tokens,) if generated else ()
+
+    @property
     def failed(self) -> bool:
         """Whether the row has an error instead of a result."""
         return self.error_type is not None

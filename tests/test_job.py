@@ -14,6 +14,7 @@ import pytest
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
 from batchgen.errors import InputCorrupt, Interrupted, TooManyErrors, UsageError
+from batchgen.progress import GENERATING
 from batchgen.prompts import PromptBuilder
 from support.progress import Recorder, in_phase, interrupt, rows_done
 
@@ -44,6 +45,18 @@ def whole(tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read) -> Rows:
     source = write_jsonl(prompts(12), "whole.jsonl")
     report = run_job(config_of(tiny_model_dir, source, output=str(source.with_name("whole.out.jsonl"))))
     return read_jsonl(Path(report.output))
+
+
+@pytest.mark.parametrize("sampling", [{}, {"n": 2}, {"logprobs": 0}])
+def test_rows_that_are_done_are_no_longer_under_way(sampling, tiny_model_dir, write_jsonl, monkeypatch):
+    monkeypatch.setattr("batchgen.job.REFRESH_SECONDS", 0.0)
+    progress, engine = Recorder(), EngineConfig(batch_size=2)
+    params = SamplingParams(max_tokens=4, ignore_eos=True, **sampling)
+    run_job(config_of(tiny_model_dir, write_jsonl(prompts(12)), sampling=params, engine=engine), progress)
+    generating = [now for now in progress.seen if now.phase == GENERATING]
+    assert max(now.rows_under_way for now in generating if now.rows_done >= 6) <= 2
+    assert any(now.rows_under_way for now in generating)
+    assert max(now.percent for now in generating if now.rows_done == 6) <= 100 * 8 / 12
 
 
 def test_the_figures_count_rows_tokens_and_phases(tiny_model_dir, write_jsonl):
