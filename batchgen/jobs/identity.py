@@ -166,9 +166,10 @@ def model_identity(config: ModelConfig) -> dict[str, Any]:
 
 
 def local_identity(config: ModelConfig) -> dict[str, Any] | None:
-    """Returns `model_identity` if it needs no hub, because the model and the adapter are folders; else None."""
-    local = all(Path(name).expanduser().is_dir() for name in (config.model, config.lora) if name is not None)
-    return model_identity(config) if local else None
+    """Returns `model_identity` if it needs no hub, because the model is a folder or a GGUF file, and the adapter a folder; else None."""
+    adapter = config.lora is None or Path(config.lora).expanduser().is_dir()
+    local = Path(config.model).expanduser().is_dir() or gguf_file(config) is not None
+    return model_identity(config) if local and adapter else None
 
 
 def folder_identity(folder: Path, *, code: bool = False, embed: bool = False) -> dict[str, Any]:
