@@ -280,7 +280,8 @@ class CallRecorder:
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
         here = self._tree + "batchgen"
-        called = sorted([f.removeprefix(self._tree), name] for f, name in self._called if f.startswith(here))
+        found = self._called.copy()  # threads of the test may still run
+        called = sorted([f.removeprefix(self._tree), name] for f, name in found if f.startswith(here))
         seconds = round(time.monotonic() - start, 3)
         entry = {"test": item.nodeid, "digest": digest(item.path), "seconds": seconds, "called": called}
         self._lines.append(json.dumps(entry) + "\n")
