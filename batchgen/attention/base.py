@@ -44,7 +44,7 @@ def register() -> None:
 # Keyword arguments that change no result of a packed step without dropout, gradients or padding.
 _HARMLESS = frozenset(
     {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "output_router_logits",
-     "is_causal", "position_embeddings", "past_key_value", "past_key_values", "logits_to_keep", "return_dict", "head_mask",
+     "is_causal", "position_embeddings", "past_key_value", "past_key_values", "cache", "logits_to_keep", "return_dict", "head_mask",
      "layer_idx", "num_items_in_batch", "input_ids"}
 )  # fmt: skip
 

@@ -28,7 +28,7 @@ from batchgen.kernels.dense_layer import (
 from batchgen.kernels.fusion import Around, FusedMLP, FusedNorm, FusedRotary, can_fuse, known_code, own_forward
 from batchgen.kernels.int8 import Int8Linear
 from batchgen.kernels.ops import PackedLinear, add_rows, can_add
-from batchgen.kernels.recognition import Code, code_of
+from batchgen.kernels.recognition import CACHES, Code, code_of, has_cache
 from batchgen.kernels.recurrent import can_gate, sigmoid_gate
 
 
@@ -177,9 +177,7 @@ def _asked_of_attention(
     asked = _AttentionProbe()
     x = torch.zeros(1, 1, first.in_features, dtype=first.dtype)
     cos = torch.ones(1, 1, attention.head_dim, dtype=first.dtype)
-    attention(
-        hidden_states=x, position_embeddings=(cos, cos), attention_mask=None, past_key_values=None, step_attention=asked
-    )
+    attention(hidden_states=x, position_embeddings=(cos, cos), attention_mask=None, step_attention=asked)
     return asked.given
 
 
@@ -205,11 +203,11 @@ def _mixed(layer: Any, hidden_states: torch.Tensor, given: dict[str, Any]) -> to
         mixed, _ = layer.self_attn(hidden_states=y, **given)
     else:
         rest = {name: value for name, value in given.items() if name not in _FOR_ATTENTION}
-        mixed = recurrent(hidden_states=y, cache_params=given.get("past_key_values"), **rest)
+        mixed = recurrent(hidden_states=y, **rest)
     return mixed
 
 
-_FOR_ATTENTION = frozenset({"past_key_values", "position_ids", "position_embeddings", "use_cache"})
+_FOR_ATTENTION = frozenset({*CACHES, "position_ids", "position_embeddings", "use_cache"})
 """The arguments of a decoder layer that its recurrent mixer does not get."""
 
 
@@ -224,13 +222,12 @@ def _fuse_gate(attention: Any) -> None:
         hidden_states: torch.Tensor,
         position_embeddings: Any,
         attention_mask: Any = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
         kind = self.config._attn_implementation
-        if past_key_values is not None or self.training or kind not in ALL_ATTENTION_FUNCTIONS:
+        if has_cache(kwargs) or self.training or kind not in ALL_ATTENTION_FUNCTIONS:
             found: tuple[torch.Tensor, Any] = type(self).forward(
-                self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+                self, hidden_states, position_embeddings, attention_mask, **kwargs
             )
             return found
         shape = hidden_states.shape[:-1]

@@ -24,6 +24,7 @@ from batchgen.kernels.fusion import FusedNorm
 from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, QuantizedRows, empty_rows, padded_rows, row_length
 from batchgen.kernels.memory import give_back, in_huge_pages
 from batchgen.kernels.ops import Call, Calls, Heads, NormArguments, PackedLinear, Product, RotaryArguments, RowTable
+from batchgen.kernels.recognition import has_cache
 
 T = TypeVar("T")
 Linear = PackedLinear | Int8Linear
@@ -218,11 +219,7 @@ def in_one_call(by_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
     def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         attention: Any = kwargs.get("step_attention")
-        if (
-            hasattr(attention, "prepared")
-            and kwargs.get("attention_mask") is None
-            and kwargs.get("past_key_values") is None
-        ):
+        if hasattr(attention, "prepared") and kwargs.get("attention_mask") is None and not has_cache(kwargs):
             dense: DenseStack = self.dense
             cos, sin = kwargs["position_embeddings"]
             if dense.takes(hidden_states, cos, sin):
@@ -237,7 +234,6 @@ def stack_forward(
     input_ids: torch.Tensor | None = None,
     attention_mask: Any = None,
     position_ids: torch.Tensor | None = None,
-    past_key_values: Any = None,
     inputs_embeds: torch.Tensor | None = None,
     use_cache: bool | None = None,
     **kwargs: Any,
@@ -247,7 +243,6 @@ def stack_forward(
     plain = (
         hasattr(attention, "prepared")
         and attention_mask is None
-        and past_key_values is None
         and use_cache is False
         and position_ids is not None
         and all(value is None for name, value in kwargs.items() if name != "step_attention")
@@ -259,8 +254,8 @@ def stack_forward(
         if self.stack.takes(x, cos, sin):
             return BaseModelOutputWithPast(last_hidden_state=self.stack(x, cos, sin, attention))
     return type(self).forward(
-        self, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
-        inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
+        self, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
+        use_cache=use_cache, **kwargs,
     )  # fmt: skip
 
 

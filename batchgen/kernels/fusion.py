@@ -6,6 +6,7 @@ A part is replaced only if its code is known (`recognition`) and the kernel give
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -479,9 +480,12 @@ def _can_replace(part: Any) -> bool:
 
 
 def own_forward(part: torch.nn.Module) -> Callable[..., Any] | None:
-    """Returns the forward of the module's class; None if the module has hooks or a forward of its own."""
+    """Returns the forward of the module's class, without decorators; None if the module has hooks or a forward of its own.
+
+    Decorators of transformers take old names of arguments, and weights on other devices.
+    """
     hooked = [*part._forward_hooks, *part._forward_pre_hooks, *(part.__dict__.keys() & {"forward", "_hf_hook"})]
-    return None if hooked else type(part).forward
+    return None if hooked else inspect.unwrap(type(part).forward)
 
 
 def known_code(part: torch.nn.Module) -> Code | None:

@@ -1,7 +1,7 @@
 """Recognizes code of transformers that kernels can replace, by digests of its syntax tree.
 
-Formatting, comments, docstrings, annotations, decorators and the names of classes do not matter. Code of a new version of transformers that
-differs from what is known runs as it is, only slower. `python -m benchmarks.unknown_code` in a checkout then prints lines for `_KNOWN`.
+Formatting, comments, docstrings, annotations, decorators, the names of classes, and what is done with a cache of keys and values, which a step does not
+have, do not matter. Code of a new version of transformers that differs from what is known runs as it is, only slower. `python -m benchmarks.unknown_code` in a checkout then prints lines for `_KNOWN`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ast
 import hashlib
 import inspect
 import textwrap
+from collections.abc import Mapping
 from enum import Enum, auto
 from functools import cache
 from types import FunctionType
@@ -59,6 +60,8 @@ class Code(Enum):
     """All of a decoder: embeddings, their cos and sin, the layers one after the other, a norm."""
 
 
+CACHES = ("cache", "past_key_values", "cache_params")
+"""The names that an argument for a cache of keys, values and states has in versions of transformers."""
 _KNOWN = {
     "247dc60ab2130246": Code.ROUNDED_NORM,  # Llama, Mistral, Qwen, Granite, Phi-3 and most others
     "a6b9698234f0af85": Code.NORM,  # OLMo 2 and 3, GPT-OSS
@@ -83,39 +86,45 @@ _KNOWN = {
     "6aa2f77a83a62b34": Code.EXPERTS_GATE,  # Mixtral, Qwen, DeepSeek and most others
     "bc94e156905e605e": Code.CLAMPED_GATE,  # gpt-oss
     "db1b456f3258afa3": Code.CLAMPED_GATE,  # MiniMax M3
-    "b841e8fac48b4e48": Code.ATTENTION,  # Llama, Granite, Gemma
-    "dd2b5311cb0380eb": Code.ATTENTION,  # Qwen 2, Ministral
-    "0256ad913a43d333": Code.ATTENTION,  # Mistral, Mixtral
-    "c91e3c9f4c41a501": Code.ATTENTION,  # Qwen 2 VL and 2.5 VL
-    "54748f15cc11aa6a": Code.ATTENTION,  # Qwen 3
-    "e1502f93058c8af8": Code.ATTENTION,  # Qwen 3 VL
-    "8da0ec690fe1fc35": Code.ATTENTION,  # Apertus, Hunyuan 3
-    "b23107988cbda3dc": Code.ATTENTION,  # Gemma 2
-    "ba42d592657a1f4c": Code.ATTENTION,  # Gemma 3
-    "db751e83a7b6059d": Code.ATTENTION,  # OLMo 2, MiniMax M2
-    "fa428568ec1f9e3f": Code.ATTENTION,  # OLMo 3
-    "3fcc8e6cf9ca4a41": Code.ATTENTION,  # Phi-3
-    "044d1ff414dcb40b": Code.GATED_ATTENTION,  # Qwen3-Next, Qwen 3.5
-    "2ba339eb5b14c762": Code.LAYER,  # Llama, Mistral, Qwen 2 and 3 and most others
-    "4b6871dc55138a21": Code.LAYER,  # Qwen 3 VL
-    "323f030e830c9bae": Code.LAYER_WITH_DROPOUT,  # Phi-3
-    "2d2c8b3051be65fa": Code.LAYER_OF_FOUR_NORMS,  # Gemma 2 and 3
-    "60954eb11484c8c0": Code.LAYER_OF_LATE_NORMS,  # OLMo 2 and 3
-    "da2bee7e4dd9c466": Code.HYBRID_LAYER,  # Qwen 3.5
-    "2f80dab623d34bcf": Code.HYBRID_LAYER,  # Qwen3-Next, and Qwen 3.5 with experts
-    "a60bee24d971959a": Code.GRANITE_LAYER,  # Granite 4 H
-    "b0a4b1684aa0e083": Code.BODY,  # Llama, OLMo 2 and most others
-    "26b10b47c7389fc8": Code.BODY,  # Mistral, Ministral 3, Phi-3
-    "b3cd12a03c51c39a": Code.BODY,  # Qwen 2 and 3
-    "da7115bdb8365eb6": Code.BODY,  # Gemma
-    "0cbdeed8f2644056": Code.BODY,  # Gemma 2
-    "ed65621bebdbf906": Code.BODY,  # Ministral
+    "fa0e90a75b25ff48": Code.ATTENTION,  # Llama, Granite, Gemma
+    "97acd339d020cb25": Code.ATTENTION,  # Qwen 2, Ministral
+    "93e1f694cf0a1a5c": Code.ATTENTION,  # Mistral, Mixtral
+    "c26a5c04f255ff3d": Code.ATTENTION,  # Qwen 2 VL and 2.5 VL
+    "07b9d4c95c909d3c": Code.ATTENTION,  # Qwen 3
+    "db68633bdfbf0fbb": Code.ATTENTION,  # Qwen 3 VL
+    "d5ba715e26aad3ab": Code.ATTENTION,  # Apertus, Hunyuan 3
+    "a7fbcb6197e40819": Code.ATTENTION,  # Gemma 2
+    "86cacf6bb8bd5139": Code.ATTENTION,  # Gemma 3
+    "f5bfa988c276becb": Code.ATTENTION,  # OLMo 2, MiniMax M2
+    "673ca7ba0f6e00f1": Code.ATTENTION,  # OLMo 3
+    "15da3eacdd4a5163": Code.ATTENTION,  # Phi-3
+    "c88a3ba18e7e705f": Code.GATED_ATTENTION,  # Qwen3-Next, Qwen 3.5
+    "93d662d105ce35eb": Code.LAYER,  # Llama, Mistral, Qwen 2 and 3 and most others
+    "43a8ddae3485c461": Code.LAYER,  # Qwen 3 VL
+    "a8ac7c75040156b4": Code.LAYER_WITH_DROPOUT,  # Phi-3
+    "f8a1ca7b615c612e": Code.LAYER_OF_FOUR_NORMS,  # Gemma 2 and 3
+    "d69009bb0c0eab31": Code.LAYER_OF_LATE_NORMS,  # OLMo 2 and 3
+    "a1068c443353aaa9": Code.HYBRID_LAYER,  # Qwen 3.5 before transformers 5.24
+    "0c0efce5e58c007c": Code.HYBRID_LAYER,  # Qwen 3.5
+    "97d6a6daa7df04a2": Code.HYBRID_LAYER,  # Qwen3-Next, and Qwen 3.5 with experts
+    "1f24de0c49f00178": Code.GRANITE_LAYER,  # Granite 4 H
+    "4ad3f03adad4fc64": Code.BODY,  # Llama, OLMo 2 and most others
+    "c0a062d39e2ed409": Code.BODY,  # Mistral, Ministral 3, Phi-3
+    "a8716c6a30cc27f3": Code.BODY,  # Qwen 2 and 3
+    "a680fcc09ec23f2f": Code.BODY,  # Gemma
+    "0ed0ab74f3a9164a": Code.BODY,  # Gemma 2
+    "c8f0079c0ac6b832": Code.BODY,  # Ministral
 }
 
 
 def code_of(function: Any, owner: Any = None) -> Code | None:
     """Returns what a function computes; None if it is not known. `owner`: the class of which it is a method."""
     return _KNOWN.get(code_digest(function, owner) or "")
+
+
+def has_cache(arguments: Mapping[str, Any]) -> bool:
+    """Whether a forward gets a cache. A step gives none."""
+    return any(arguments.get(name) is not None for name in CACHES)
 
 
 @cache
@@ -143,11 +152,19 @@ def _is_self(node: ast.AST) -> bool:
 def _plain(node: Any) -> Any:
     """Returns a syntax tree as tuples, without what differs between versions of Python: empty fields, and places in the text."""
     if isinstance(node, list):
-        return tuple(map(_plain, node))
+        return tuple(_plain(part) for part in node if not _needs_a_cache(part))
     if not isinstance(node, ast.AST):
-        return node
+        return "cache" if node in CACHES else node
     fields = ((name, value) for name, value in ast.iter_fields(node) if name not in _LEFT_OUT)
     return (type(node).__name__, *((name, _plain(value)) for name, value in fields if value not in (None, [])))
+
+
+def _needs_a_cache(node: Any) -> bool:
+    """Whether a statement runs only with a cache."""
+    if not isinstance(node, ast.If) or node.orelse or not isinstance(node.test, ast.Compare):
+        return False
+    test = node.test
+    return isinstance(test.left, ast.Name) and test.left.id in CACHES and isinstance(test.ops[0], ast.IsNot)
 
 
 _LEFT_OUT = ("annotation", "returns", "decorator_list", "type_comment", "type_params", "kind", "ctx")

@@ -11,7 +11,7 @@ from typing import Any
 from batchgen.errors import ModelError
 from batchgen.prompts.tokenizer import indexed_length, language_config, longrope_length, text_config
 
-VERIFIED_ON = ("5.17", "5.23")
+VERIFIED_ON = ("5.17", "5.23", "5.24")
 """The versions of transformers with which `VERIFIED` was tested, the newest last."""
 
 RECURRENT = frozenset({
@@ -22,42 +22,43 @@ RECURRENT = frozenset({
 """The types in `VERIFIED` and `INNER` that have recurrent layers."""
 
 INDEXED = frozenset({
-    "axk2", "deepseek_v32", "doge", "dots3_note_text", "glm5_next_text", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text", "mistral_large4_text",
-    "qwen4_exp_text",
+    "axk2", "deepseek_v32", "doge", "dots3_note_text", "glm5_next_text", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text", "minimax_m3_vl_text",
+    "mistral_large4_text", "qwen4_exp_text",
 })  # fmt: skip
 """The types in `VERIFIED` and `INNER` that have an indexer, which chooses which keys a query sees. Contexts end before it leaves any out."""
 
 INNER = frozenset({
     "cosmos3_edge_text", "deepseek_ocr2_text", "emu3_text_model", "ernie4_5_vl_moe_text", "glm4v_moe_text", "glm4v_text",
-    "glm5_next_text", "glm_ocr_text", "granite4_vision_text", "granite_docling_text", "hunyuan_vl_text", "mistral_large4_text",
+    "glm5_next_text", "glm_ocr_text", "granite4_vision_text", "granite_docling_text", "hunyuan_vl_text", "hy_v4_vl_text",
+    "mistral_large4_text",
     "mllama_text_model", "molmo2_text", "muse_glimmer_text", "muse_spark_text", "paddleocr_vl_text", "qwen2_5_omni_text",
     "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen3_vl_text", "step3p5",
 })  # fmt: skip
 """`model_type`s of language models that exist only inside a multimodal wrapper."""
 
 VERIFIED = frozenset({
-    "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2", "cohere2_moe",
+    "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2", "cohere2_moe",
     "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe",
-    "exaone4", "exaone_moe", "falcon", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
+    "exaone", "exaone4", "exaone_moe", "falcon", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
     "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj",
     "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared",
     "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2",
     "jetmoe", "kolibri1", "laguna", "llama", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2",
     "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "mpt", "nanochat", "nemotron", "olmo", "olmo2", "olmo3",
-    "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+    "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "sarvam_mla", "sarvam_moe", "seed_oss",
     "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
 }) | (RECURRENT | INDEXED) - INNER  # fmt: skip
 """`model_type`s whose greedy output and logits equal those of `generate` (tests/parity)."""
 
 WRAPPERS = frozenset({
-    "aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2",
+    "apertus1p5", "aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2",
     "deepseek_vl", "deepseek_vl_hybrid", "dots3_note", "emu3", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "fun_asr_nano", "fuyu",
     "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "glmasr", "glmga",
-    "got_ocr2", "granite4_vision", "granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl",
+    "got_ocr2", "granite4_vision", "granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl", "hy_v4_vl",
     "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lfm2_vl", "lfm3_vl",
     "lighton_ocr", "llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minimax_m3_vl", "minicpmv4_6",
     "minicpmv4_7", "mistral3", "mistral4", "mistral_large4", "mllama", "molmo2", "moss_transcribe_diarize", "muse_glimmer",
-    "muse_spark", "nemo_speechlm", "nemotron_h_omni", "ovis2", "paddleocr_vl", "paligemma", "perception_lm", "phi4_multimodal",
+    "muse_spark", "nemo_speechlm", "nemotron_h_omni", "omniasr", "ovis2", "paddleocr_vl", "paligemma", "perception_lm", "phi4_multimodal",
     "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5",
     "qwen3_5_moe", "qwen3_asr", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "shieldgemma2", "smolvlm",
     "step3p7", "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral",
@@ -80,6 +81,7 @@ REFUSED = {
     "data2vec-text": _ENCODER,
     "deepseek_v4": "some of their keys and values stand for several tokens each",
     "diffusion_gemma": "they generate blocks of text by diffusion, not token by token",
+    "dory": "some of their layers run several times for a token, each time with other keys and values",
     "electra": _ENCODER,
     "ernie": _ENCODER,
     "florence2": _BOTH,
@@ -88,6 +90,7 @@ REFUSED = {
     "hrm_text": _PREFIX,
     "idefics": _IMAGE,
     "inkling2": _BIAS,
+    "inkling2_loop": _BIAS,
     "inkling_mm_model": _BIAS,
     "instructblip": _IMAGE,
     "instructblipvideo": _IMAGE,

@@ -6,6 +6,7 @@ The shapes and the reference are those of tests/parity; float32 is real float32 
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -199,6 +200,9 @@ def _error(difference: torch.Tensor) -> float:
 def decoded(model: Any, prompts: Sequence[Sequence[int]], drawn: Sequence[Sequence[int]], size: int) -> torch.Tensor:
     """Returns transformers' logits [rows, tokens sampled, vocabulary] when it decodes these tokens, `size` rows at a time, padded on the left."""
     found = []
+    name = (
+        "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    )  # the latter before transformers 5.24
     for at in range(0, len(prompts), size):
         batch = prompts[at : at + size]
         width = max(map(len, batch))
@@ -209,10 +213,9 @@ def decoded(model: Any, prompts: Sequence[Sequence[int]], drawn: Sequence[Sequen
         for step in range(following.shape[1]):
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
             output = model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
-                logits_to_keep=1,
+                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **{name: cache}
             )  # fmt: skip
-            cache = output.past_key_values
+            cache = output[name]
             steps.append(output.logits[:, -1].float())
             ids = following[:, step : step + 1]
             mask = torch.cat([mask, torch.ones_like(ids)], 1)

@@ -118,13 +118,13 @@ class Same(LlamaAttention):
 class Forgetful(LlamaAttention):
     """Drops all but the last 16 keys of a call, so that with a cache it sees more."""
 
-    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, *args, **kwargs):
         size = hidden_states.shape[1]
         if size <= 16:
-            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+            return super().forward(hidden_states, *args, **kwargs)
         earlier = torch.zeros_like(hidden_states)
         earlier[:, -16:] = hidden_states[:, -16:]
-        return super().forward(earlier, position_embeddings, attention_mask, past_key_values, **kwargs)
+        return super().forward(earlier, *args, **kwargs)
 
 
 class Private(LlamaAttention):

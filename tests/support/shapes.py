@@ -85,6 +85,8 @@ def _rope(kind: str) -> dict[str, Any]:
 SHAPES: dict[str, dict[str, Any]] = {
     "afmoe": EXPERTS | SLIDING_WINDOW | {"num_dense_layers": 1, "num_shared_experts": 1, "mup_enabled": True},
     "apertus": {"rope_parameters": PLAIN_ROPE},
+    "apertus1p5_text": _rope("llama3"),
+    "apertus1p5_text/pruned": _rope("llama3") | {"output_vocab_size": 180},
     "arcee": {},
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "axk1": MLA | ROUTED | GROUPS | MIXED,
@@ -133,6 +135,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 32,
         "moe_layer_start_index": 1,
     },
+    "exaone": {},
     "exaone4": SLIDING_WINDOW,
     "exaone_moe": EXPERTS | SLIDING_WINDOW | MIXED | {"num_shared_experts": 1},
     "falcon": {"num_kv_heads": 1, "alibi": False, "bias": False},
@@ -308,6 +311,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {
         "num_hidden_layers": 6, "lru_width": 64, "attention_window_size": 24, "conv1d_width": 4, "logits_soft_cap": 30.0,
     },
+    "sarvam_mla": MLA | ROUTED | GROUPS | FIRST_DENSE | {"q_lora_rank": None},
+    "sarvam_moe": ROUTED | GROUPS | FIRST_DENSE,
     "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 0]},
     "solar_open": ROUTED | GROUPS,

@@ -57,6 +57,7 @@ QWEN_MOE = EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": [0], "norm_to
 QWEN35 = ("qwen3_5_text", SHAPES["qwen3_5_text"])
 
 TEXTS: dict[str, Text] = {
+    "apertus1p5": ("apertus1p5_text", SHAPES["apertus1p5_text"]),
     "aria": ("aria_text", SHAPES["aria_text"]),
     "aya_vision": COHERE2,
     "cohere2_vision": COHERE2,
@@ -103,6 +104,7 @@ TEXTS: dict[str, Text] = {
     "granite_speech": GRANITE,
     "granite_speech_plus": GRANITE,
     "hunyuan_vl": ("hunyuan_vl_text", _sections(2, 2, 2, 2)),
+    "hy_v4_vl": ("hy_v4_vl_text", SHAPES["hy_v4"] | _sections(2, 1, 1)),
     "hyperclovax_vision_v2": ("hyperclovax", SHAPES["hyperclovax"]),
     "idefics2": ("mistral", SHAPES["mistral/sliding_window"]),
     "idefics3": LLAMA,
@@ -137,6 +139,7 @@ TEXTS: dict[str, Text] = {
     "muse_spark": ("muse_spark_text", EXPERTS | SLIDING_WINDOW | {"moe_hidden_size": 48}),
     "nemo_speechlm": ("nemotron_h", SHAPES["nemotron_h"]),
     "nemotron_h_omni": ("nemotron_h", SHAPES["nemotron_h"]),
+    "omniasr": LLAMA,
     "ovis2": QWEN2,
     "paddleocr_vl": ("paddleocr_vl_text", MROPE),
     "paligemma": ("gemma2", SHAPES["gemma2"]),
@@ -166,6 +169,10 @@ TEXTS: dict[str, Text] = {
 }  # fmt: skip
 
 OWN: dict[str, dict[str, Any]] = {
+    "apertus1p5": {
+        "vision_config": {"codebook_size": 64}, "audio_config": {"model_type": "wavtokenizer_encoder", "codebook_size": 32},
+        "image_token_id": 1, "audio_token_id": 2, "image_token_offset": 50, "audio_token_offset": 114,
+    },
     "aya_vision": {"vision_config": SIGLIP | {"image_size": 364}},
     "gemma3": {"vision_config": SIGLIP},
     "gemma4": {"vision_config": {"model_type": "gemma4_vision"}, "audio_config": {"model_type": "gemma4_audio"}},
