@@ -433,7 +433,7 @@ def _load(config: ModelConfig, tokenizer: LoadedTokenizer) -> Any:
     options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     kind = _processor_class(config, language_config(tokenizer.hf_config).model_type)
     if not hasattr(kind, "_process_images"):
-        raise ValueError(f"{kind.__name__} of this version of transformers is not supported: install 5.23")
+        raise ValueError(f"{kind.__name__} of this version of transformers is not supported: install 5.23 or newer")
     module: Any = sys.modules[kind.__module__]
     if getattr(module, "num2words", str) is None:
         module.num2words = str  # SmolVLM spells numbers with it, for videos
