@@ -13,7 +13,9 @@ DEMO := build/demo
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))')
 # Bytecode is written even where PYTHONDONTWRITEBYTECODE is set: tests start many processes that import the package.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+# Empty: the newest versions that pyproject.toml allows.
+CONSTRAINTS ?= -c constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) $(PIP_ARGS)
 
 define SHOW_ROWS
 import itertools, json, sys
