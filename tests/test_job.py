@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
@@ -222,6 +224,23 @@ def test_an_empty_input_gives_an_empty_output_without_loading_a_model(tiny_model
     report = run_job(config_of(tiny_model_dir, write_jsonl([])), progress)
     assert (report.exit_code, Path(report.output).read_text()) == (0, "")
     assert "loading model" not in progress.phases
+
+
+@pytest.mark.parametrize("output", ["o.csv", "o.parquet"])
+@pytest.mark.parametrize("source", ["in.csv", "in.parquet"])
+def test_a_table_without_rows_keeps_its_columns(source, output, tiny_model_dir, tmp_path):
+    if source == "in.csv":
+        (tmp_path / source).write_text("n,prompt,text\n")
+    else:
+        pq.write_table(pa.table({"n": [1], "prompt": ["x"], "text": ["y"]}).slice(1), tmp_path / source)
+    run_job(config_of(tiny_model_dir, tmp_path / source, output=str(tmp_path / output)))
+    expected = ["id", "n", "prompt", "input_text", "text", "finish_reason", "usage", "truncated", "error"]
+    names = (
+        pq.read_schema(tmp_path / output).names
+        if output == "o.parquet"
+        else (tmp_path / output).read_text().strip().split(",")
+    )
+    assert names == expected
 
 
 def test_rows_before_a_broken_place_of_the_input_are_generated_and_kept(tiny_model_dir, tmp_path):

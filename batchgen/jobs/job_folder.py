@@ -161,6 +161,7 @@ class JobFolder(HeldResults):
             schema=self._spec.input.schema if output_format(self.output)[0] == "parquet" else None,
             spool=self.folder / "spool.jsonl",
             form=self._spec.form,
+            headers=self._spec.input.headers,
             in_order=self._spec.order == "input",
         )
         opened.callback(self._writer.abandon)

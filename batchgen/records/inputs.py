@@ -26,7 +26,7 @@ from batchgen.records.parquet_types import clean
 from batchgen.records.remote import StoreError, address, info_of, is_url, plain_name, reaching, remote, short_reason
 from batchgen.records.rows import Row, RowStream
 from batchgen.records.schema_metadata import common_metadata
-from batchgen.records.tables import BROKEN_TABLE, parquet_schema
+from batchgen.records.tables import BROKEN_TABLE, OnHeader, parquet_schema
 
 DONE_WINDOW_ROWS = 50_000
 PIPE_WINDOW_ROWS = 4_096
@@ -109,6 +109,8 @@ class Input:
         self.notes = notes
         """Notes for the user, for example about files that were left out. Grows while the input is read."""
         self.is_stdin = any(f.name == "-" for f in files)
+        self.headers: dict[tuple[str, ...], None] = {}
+        """The column names of the tables among the files. Grows while the input is read: a table without rows has columns, too."""
         self._schema: pa.Schema | None = None
         self._schema_read = False
 
@@ -168,7 +170,8 @@ class Input:
         if note not in self.notes:
             self.notes.append(note)
 
-    def _see(self, schema: pa.Schema) -> None:
+    def _see(self, names: Sequence[str], schema: pa.Schema | None) -> None:
+        self.headers[tuple(names)] = None
         if self.is_stdin:
             self._schema = schema
 
@@ -228,15 +231,13 @@ def window_rows(config: JobConfig, source: Input, output: str | None = None) -> 
     return None
 
 
-def _records(
-    file: InputFile, on_rename: Callable[[str, str], None], on_schema: Callable[[pa.Schema], None]
-) -> Iterator[Record]:
+def _records(file: InputFile, on_rename: Callable[[str, str], None], on_header: OnHeader) -> Iterator[Record]:
     """Yields the records of a file. Raises `InputCorrupt` at the place where it breaks off."""
     last = ""
     with _corrupt(file, lambda: last), file.open() as stream:
         module, _, reader = INPUT_FORMATS[file.format].reader.partition(":")
         read = getattr(importlib.import_module(module), reader)
-        with closing(read(stream, on_rename=on_rename, on_schema=on_schema)) as records:  # before the stream is
+        with closing(read(stream, on_rename=on_rename, on_header=on_header)) as records:  # before the stream is
             for record in records:
                 last = record[0]
                 yield record

@@ -54,7 +54,11 @@ class ArrowColumns(dict[str, Any]):
         self.index = index
 
 
-def _ignore(name: str, new_name: str) -> None:
+OnHeader = Callable[[Sequence[str], pa.Schema | None], None]
+"""Is called with the names of a table's columns, and their types if it is Parquet."""
+
+
+def _ignore(*_: object) -> None:
     return
 
 
@@ -63,21 +67,22 @@ def read_csv(
     *,
     delimiter: str = ",",
     on_rename: Callable[[str, str], None] = _ignore,
+    on_header: OnHeader = _ignore,
     max_line: int = MAX_LINE,
     skip_chars: int = 1 << 20,
     **_: object,
 ) -> Generator[Record, None, None]:
     """Yields (`:17`, columns or reason, bytes) of every record; 17 is the line that it begins on.
 
-    `on_rename` is called with the old and the new name of each column whose name is repeated. The rest of a line longer than `max_line`
-    characters is skipped, `skip_chars` at a time.
+    `on_rename` is called with the old and the new name of each column whose name is repeated, `on_header` before the first row. The rest of a
+    line longer than `max_line` characters is skipped, `skip_chars` at a time.
     """
     # It holds for the whole process; there is no other way. The default would end a job at 128 KiB.
     csv.field_size_limit(max_line)
     # surrogateescape: a byte that is not UTF-8 makes its row malformed, not the file.
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     try:
-        yield from _csv_records(_CsvLines(text, max_line, skip_chars), delimiter, on_rename)
+        yield from _csv_records(_CsvLines(text, max_line, skip_chars), delimiter, on_rename, on_header)
     finally:
         text.detach()  # the caller closes the stream
 
@@ -119,7 +124,7 @@ class _CsvLines:
 
 
 def _csv_records(
-    lines: _CsvLines, delimiter: str, on_rename: Callable[[str, str], None]
+    lines: _CsvLines, delimiter: str, on_rename: Callable[[str, str], None], on_header: OnHeader
 ) -> Generator[Record, None, None]:
     reader = csv.reader(lines, strict=True, delimiter=delimiter)
     header: list[str] | None = None
@@ -139,6 +144,7 @@ def _csv_records(
         if header is None:
             header = _unique_names([field or f"column_{place}" for place, field in enumerate(fields, 1)], on_rename)
             header = [name.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for name in header]
+            on_header(header, None)
         else:
             yield f":{line}", _csv_columns(header, fields), sum(map(len, fields))
 
@@ -205,20 +211,21 @@ def read_parquet(
     stream: BinaryIO,
     *,
     on_rename: Callable[[str, str], None] = _ignore,
-    on_schema: Callable[[pa.Schema], None] = lambda schema: None,
+    on_header: OnHeader = _ignore,
     batch_rows: int = PARQUET_BATCH,
     batch_bytes: int = 1 << 26,
 ) -> Generator[Record, None, None]:
     """Yields (`:row 17`, columns or reason, bytes) of every row, from 0. Columns are `ArrowColumns`.
 
     `batch_rows` rows are made Python objects at a time; fewer, if the rows of a row group are so long that they would pass `batch_bytes`.
-    `on_rename` is called with the old and the new name of each column whose name is repeated, `on_schema` with what `parquet_schema`
+    `on_rename` is called with the old and the new name of each column whose name is repeated, `on_header`, with what `parquet_schema`
     returns, before the first row. Raises one of `BROKEN_TABLE` if the file is damaged.
     """
     file = open_parquet(stream)
     if file is None:
         return
-    on_schema(_columns_read(file))
+    schema = _columns_read(file)
+    on_header(schema.names, schema)
     names = _unique_names(file.schema_arrow.names, on_rename)
     number = end = 0
     # One row group after the other, so that a damaged one does not hide those before it.

@@ -143,21 +143,22 @@ def open_writer(
     schema: pa.Schema | None,
     spool: Path,
     form: RowForm,
+    headers: Collection[tuple[str, ...]],
     in_order: bool = True,
     limits: GroupLimits = DEFAULT_LIMITS,
 ) -> Writer:
-    """Returns the writer for the suffix of `output`; it writes to `file`. `schema` is `Input.schema`.
+    """Returns the writer for the suffix of `output`; it writes to `file`. `schema` is `Input.schema`, `headers` are `Input.headers`.
 
-    Without a schema, a table also has a column for those `OPTIONAL_RESULTS` that any row has. `in_order`: the rows come in the order of the input.
+    Without a schema, a table has the columns of all `headers`, those of any row, and a column for those `OPTIONAL_RESULTS` that any row has. `in_order`: the rows come in the order of the input.
     """
     kind, compression = output_format(output)
     if kind == "jsonl":
         return JsonlWriter(file, compression, form)
     results = result_types(form)
     if kind != "parquet":
-        return CsvWriter(file, _Spool(spool, form), DELIMITERS[kind], compression, results, form.optional)
+        return CsvWriter(file, _Spool(spool, form, headers), DELIMITERS[kind], compression, results, form.optional)
     if schema is None:
-        return SpoolingWriter(file, _Spool(spool, form), results, form.optional, limits)
+        return SpoolingWriter(file, _Spool(spool, form, headers), results, form.optional, limits)
     results = {n: t for n, t in results.items() if n not in OPTIONAL_RESULTS or n in form.optional}
     return ParquetWriter(file, schema, results, form, limits, in_order=in_order)
 
@@ -289,8 +290,8 @@ class ParquetWriter:
 class _Spool:
     """Output rows in a file of JSON lines, for tables whose columns are known only after the last row. NaN stays NaN."""
 
-    def __init__(self, path: Path, form: RowForm) -> None:
-        self._path, self._form = path, form
+    def __init__(self, path: Path, form: RowForm, headers: Collection[tuple[str, ...]]) -> None:
+        self._path, self._form, self._headers = path, form, headers
         self._file = path.open("w+b")
         self._has_valid = self._carries_valid = False
 
@@ -307,6 +308,10 @@ class _Spool:
                 text = json.dumps(row)
             self._file.write(text.encode() + b"\n")
             yield row
+
+    def carried(self) -> list[str]:
+        """The names under which rows carry the columns of the headers. Complete after the last row."""
+        return [name for header in self._headers for name in carried_names(header, self._form).values()]
 
     def results(self, expected: Mapping[str, pa.DataType]) -> dict[str, pa.DataType]:
         """The `expected` fields of results, and `valid` if rows had schemas of their own and no column of the input is called so."""
@@ -356,6 +361,7 @@ class CsvWriter:
 
     def close(self) -> None:
         results = self._spool.results(self._results)
+        self._there.update(dict.fromkeys(self._spool.carried()))
         names = [n for n in self._there if n not in results] + [n for n in results if n in self._there]
         self._write_line(names)
         for row, _ in self._spool.rows():
@@ -418,6 +424,8 @@ class SpoolingWriter:
 
     def close(self) -> None:
         whole = self._ids.name in ("null", "int")
+        for name in self._spool.carried():
+            self._types.setdefault(name, ColumnType())
         self._results = self._spool.results(self._results)
         if "valid" in self._results and self._types.pop("valid", None) is not None:
             self._there.add("valid")

@@ -72,6 +72,12 @@ def test_no_rows_give_an_empty_file_of_the_right_format(tmp_path):
     assert (table.num_rows, table.schema) == (0, pa.schema([("id", pa.int64()), *RESULT_TYPES]))
     table = pq.read_table(write(tmp_path, "p.parquet", [], schema=pa.schema([("day", pa.date32())])))
     assert table.schema == pa.schema([("id", pa.int64()), ("day", pa.date32()), *RESULT_TYPES])
+    headers = [("prompt", "text"), ("id", "input_text")]  # of two files
+    assert write(tmp_path, "o.csv", [], headers=headers).read_text() == (
+        "id,prompt,input_text,text,finish_reason,usage,truncated,error\n"
+    )
+    table = pq.read_table(write(tmp_path, "q.parquet", [], headers=headers))
+    assert table.schema.names == ["id", "prompt", "input_text", *dict(RESULT_TYPES)]
 
 
 @pytest.mark.parametrize(

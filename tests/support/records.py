@@ -2,7 +2,7 @@
 
 import hashlib
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,12 @@ def with_results(source: Input) -> list[tuple[Row, Result]]:
 
 def write_output(
     path: Path, rows: Iterable[tuple[Row, Result]], *, schema: pa.Schema | None = None, in_order: bool = True,
-    limits: GroupLimits = DEFAULT_LIMITS, at_once: int = 1000, notes: list[str] | None = None, **form: Any,
+    limits: GroupLimits = DEFAULT_LIMITS, at_once: int = 1000, notes: list[str] | None = None,
+    headers: Sequence[tuple[str, ...]] = (), **form: Any,
 ) -> Path:  # fmt: skip
     """Writes rows with their results, `at_once` at a time, in the format of the path's suffix. Checks the notes of the writer, if any are expected."""
     file, spool, pairs = DigestFile(path), path.with_name("spool.jsonl"), list(rows)
-    options = {"schema": schema, "in_order": in_order, "limits": limits}
+    options = {"schema": schema, "in_order": in_order, "limits": limits, "headers": headers}
     writer = open_writer(file, path.name, spool=spool, form=RowForm(**form), **options)
     for start in range(0, len(pairs), at_once):
         writer.write(pairs[start : start + at_once])
