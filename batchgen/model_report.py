@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.config import ModelConfig
-from batchgen.dry_run import kv_bytes_per_token
+from batchgen.dry_run import computed_dtype, kv_bytes_per_token
 from batchgen.model.architectures import (
     REFUSED,
     VERIFIED,
@@ -35,16 +35,19 @@ class ModelReport:
     context_note: str | None
     """Why the context is shorter than the configuration says; None if it is not."""
     dtype: str
+    """The dtype of the checkpoint."""
+    computed_dtype: str
+    """The dtype that a run on this machine computes in."""
     layers: int
     vocab_size: int
     chat_template: bool | None
     """None for a folder without tokenizer files."""
     kv_bytes_per_token: int
-    """Bytes of KV per token in the checkpoint's dtype; 0 if the configuration does not say."""
+    """Bytes of KV per token in `computed_dtype`; 0 if the configuration does not say."""
     images: bool
     """Whether the model is shown the images of rows."""
     memory: MemoryTable | None = None
-    """What the weights would take, and what fits this machine; None if the files are not known."""
+    """What the weights would take in `computed_dtype`, and what fits this machine; None if the files are not known."""
 
 
 def report_model(config: ModelConfig) -> ModelReport:
@@ -55,20 +58,21 @@ def report_model(config: ModelConfig) -> ModelReport:
     hf_config = load_config(config) if tokenizer is None else tokenizer.hf_config
     check_architecture(hf_config)
     text = text_config(hf_config)
-    dtype = checkpoint_dtype(hf_config)
+    computed = computed_dtype(config, hf_config)
     return ModelReport(
         model=config.model,
         model_type=str(getattr(hf_config, "model_type", "unknown")),
         verified=is_verified(hf_config),
         context_length=tokenizer.context_length if tokenizer else context_length_of(config, hf_config, None),
         context_note=context_note(hf_config),
-        dtype=dtype,
+        dtype=checkpoint_dtype(hf_config),
+        computed_dtype=computed,
         layers=int(getattr(text, "num_hidden_layers", 0) or 0),
         vocab_size=tokenizer.vocab_size if tokenizer else int(getattr(text, "vocab_size", 0) or 0),
         chat_template=None if tokenizer is None else tokenizer.hf_tokenizer.chat_template is not None,
-        kv_bytes_per_token=kv_bytes_per_token(hf_config, dtype),
+        kv_bytes_per_token=kv_bytes_per_token(hf_config, computed),
         images=getattr(language_config(hf_config), "model_type", "") in FAMILIES,
-        memory=memory_table(config, hf_config, dtype),
+        memory=memory_table(config, hf_config, computed),
     )
 
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from batchgen.config import InputLimits, PromptConfig
 from batchgen.dry_run import computed_dtype, kv_bytes_per_token
 from batchgen.errors import InputCorrupt
 from batchgen.kernels import isa
+from batchgen.model_report import report_model
 from batchgen.prompts import load_tokenizer
 
 ROOT = "All rows begin with this text, which is more than a chunk. "
@@ -147,7 +149,9 @@ def test_kv_bytes_per_token_come_from_the_configuration(config, dtype, expected)
 
 
 @pytest.mark.parametrize(("fast", "dtype"), [(True, "bfloat16"), (False, "float32")])
-def test_the_plan_counts_the_kv_cache_in_the_dtype_of_the_run(tiny_model_dir, tmp_path, monkeypatch, fast, dtype):
+def test_plan_and_models_count_kv_and_weights_in_the_dtype_of_the_run(
+    tiny_model_dir, tmp_path, write_jsonl, monkeypatch, fast, dtype
+):
     folder = tmp_path / "model"
     shutil.copytree(tiny_model_dir, folder)
     settings = json.loads((folder / "config.json").read_text())
@@ -156,3 +160,8 @@ def test_the_plan_counts_the_kv_cache_in_the_dtype_of_the_run(tiny_model_dir, tm
     monkeypatch.setattr(isa, "features", lambda: frozenset({"avx2"}))
     config = ModelConfig(model=folder, device="cpu")
     assert computed_dtype(config, load_tokenizer(config).hf_config) == dtype
+    plan = plan_job(JobConfig(inputs=write_jsonl([{"prompt": "x"}]), model=config)).as_dict()
+    report = report_model(config)
+    assert (report.dtype, report.computed_dtype) == ("bfloat16", dtype)
+    assert report.kv_bytes_per_token == plan["kv_bytes_per_token"]
+    assert asdict(report)["memory"]["kept"] == plan["memory"]["kept"]

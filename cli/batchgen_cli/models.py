@@ -75,13 +75,15 @@ def _report_lines(report: ModelReport) -> list[str]:
         else "may run: its type is not verified; when it is loaded, a small model of its type is compared with transformers"
     )
     context = [f"          {report.context_note}"] if report.context_note else []
+    computed = report.computed_dtype
+    dtype = report.dtype if computed == report.dtype else f"{report.dtype}, which this machine computes in {computed}"
     kv = f"{size(report.kv_bytes_per_token)} per token" if report.kv_bytes_per_token else "unknown"
     return [
         f"model     {report.model} ({report.model_type})",
         f"          {runs}",
         f"context   {counted(report.context_length, 'token')}",
         *context,
-        f"size      {counted(report.layers, 'layer')}, {counted(report.vocab_size, 'token')} in the vocabulary, {report.dtype}",
+        f"size      {counted(report.layers, 'layer')}, {counted(report.vocab_size, 'token')} in the vocabulary, {dtype}",
         f"prompts   {_PROMPTS[report.chat_template]}",
         *(["images    shown to the model"] if report.images else ()),
         f"KV        {kv}",
