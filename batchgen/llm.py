@@ -159,7 +159,7 @@ class LLM:
 
     @property
     def unfinished(self) -> int:
-        """Number of prompts that were added and are not done."""
+        """Number of prompts whose results have not come. A cancelled prompt's result comes in the next call that runs the model."""
         return len(self._requests)
 
     @overload
@@ -191,7 +191,8 @@ class LLM:
 
         For an iterator of prompts (a generator, a file's lines) it returns an iterator of results, in the order of the prompts. Each comes as
         soon as it and those before it are done. At most `look_ahead` prompts are taken before their results are asked for. The model runs
-        while the next result is awaited; other calls may run in between. Closing the iterator cancels the prompts that were taken.
+        while the next result is awaited; other calls may run in between. Closing the iterator cancels the prompts that were taken. An
+        exception of `prompts` is raised after the results of the prompts that came before it.
 
         A text becomes a user message in the model's chat template, if it has one, unless `prompt_options` say otherwise. The result of a
         prompt that cannot be run is `failed`; the others are not affected. `params` are for all prompts, or a
@@ -308,9 +309,14 @@ class LLM:
             self.engine.cancel(request)
 
     def run(self) -> None:
-        """Runs until all added prompts are done, also those that are added meanwhile. An exception in a callback ends it and drops the rest."""
-        with self._only_call():
-            self._run()
+        """Runs until all added prompts are done, also those that are added meanwhile. An exception in a callback ends it and drops the rest.
+
+        Ctrl-C cancels all prompts: their callbacks get what there is, and then `KeyboardInterrupt` is raised.
+        """
+        with self._only_call(), noted_interrupt() as came:
+            self._run(lambda: self._cancel_all() if came() else None)
+            if came():
+                raise KeyboardInterrupt
 
     def close(self) -> None:
         """Frees the model's memory and ends the processes of several devices. Later calls raise `RuntimeError`; `stats` stays valid."""
@@ -374,8 +380,7 @@ class LLM:
                         bar.update(len(results), self.stats.completion_tokens - tokens_before)
                         return
                     # The bar stays where it is: cancelled prompts are not done.
-                    for number in list(self._requests):
-                        self.cancel(number)
+                    self._cancel_all()
 
                 self._run(between_steps)
             done = [replace(results[number], row=place) for place, number in enumerate(numbers)]
@@ -394,6 +399,7 @@ class LLM:
         done: dict[int, Result] = {}
         pending: deque[int] = deque()
         taken, places, more = count(), count(), True
+        fault: Exception | None = None
 
         def take(result: Result) -> None:
             done[result.row] = result
@@ -403,7 +409,11 @@ class LLM:
                 while more or pending:
                     if more and 2 * len(pending) <= look_ahead:
                         free = look_ahead - len(pending)
-                        rows = [_row_of(next(taken), prompt, options) for prompt in islice(prompts, free)]
+                        rows: list[Row] = []
+                        try:
+                            rows.extend(_row_of(next(taken), prompt, options) for prompt in islice(prompts, free))
+                        except Exception as e:  # noqa: BLE001 - it is raised after the results of the prompts before it
+                            fault = e
                         more = len(rows) == free
                         pending.extend(self._add(rows, params, options, take, row_keys=row_keys))
                     self._run_until(lambda: not pending or pending[0] in done)
@@ -412,10 +422,16 @@ class LLM:
                         # Equal prompts have one number.
                         result = done[number] if number in pending else done.pop(number)
                         yield replace(result, row=next(places))
+                if fault is not None:
+                    raise fault
             finally:
                 if self._engine is not None:
                     for number in pending:
                         self.cancel(number)
+
+    def _cancel_all(self) -> None:
+        for number in list(self._requests):
+            self.cancel(number)
 
     def _run_until(self, done: Callable[[], bool]) -> None:
         """Runs until `done()`, which must hold when no prompt is unfinished."""

@@ -3,6 +3,7 @@
 import gc
 import os
 import pickle
+import signal
 import threading
 import weakref
 from dataclasses import replace
@@ -117,6 +118,27 @@ def test_after_a_failed_callback_the_other_prompts_are_dropped_and_the_model_is_
     llm.add(["a", "b"], PARAMS, on_result=broken)
     with pytest.raises(OSError, match="disk full"):
         llm.run()
+    assert llm.unfinished == 0
+    assert len(llm.generate(["a", "b"], PARAMS)) == 2
+
+
+def test_an_interrupt_of_run_cancels_the_prompts_and_their_callbacks_are_called(tiny_model_dir):
+    llm = LLM(str(tiny_model_dir))
+    results: dict[int, Result] = {}
+    tokens: list[tuple[int, int, int]] = []
+
+    def interrupt_once(*sampled: int) -> None:
+        tokens.append(sampled)
+        if len(tokens) == 5:
+            signal.raise_signal(signal.SIGINT)
+
+    endless = SamplingParams(max_tokens=400, ignore_eos=True)
+    keep = lambda result: results.__setitem__(result.row, result)  # noqa: E731
+    llm.add(["a", "b"], endless, on_result=keep, on_token=interrupt_once)
+    with pytest.raises(KeyboardInterrupt):
+        llm.run()
+    assert [results[i].finish_reason for i in range(2)] == ["cancelled"] * 2
+    assert sum(r.completion_tokens for r in results.values()) == len(tokens)
     assert llm.unfinished == 0
     assert len(llm.generate(["a", "b"], PARAMS)) == 2
 

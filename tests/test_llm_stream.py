@@ -68,6 +68,7 @@ def test_closing_the_iterator_cancels_the_prompts_that_were_taken(llm):
     next(results)
     results.close()
     tokens = llm.stats.completion_tokens
+    assert llm.unfinished > 0  # their results come in the next call
     llm.generate(["another"], PARAMS)
     assert llm.unfinished == 0
     assert llm.stats.completion_tokens - tokens < 50
@@ -83,6 +84,19 @@ def test_a_wrong_argument_is_refused_at_the_call_and_a_wrong_prompt_when_it_is_t
     with pytest.raises(TypeError, match=r"a prompt must be text, .*, not 5$"):
         list(results)
     assert llm.generate(["a"], PARAMS)[0].error_type is None
+
+
+def test_an_exception_of_the_prompts_comes_after_the_results_of_those_before_it(llm):
+    def broken() -> Iterator[str]:
+        yield from prompts(10)
+        raise OSError("the file breaks off")
+
+    found = []
+    with pytest.raises(OSError, match="the file breaks off"):
+        for result in llm.generate(broken(), PARAMS, look_ahead=4):
+            found.append(result)
+    assert found == llm.generate(list(prompts(10)), PARAMS)
+    assert llm.unfinished == 0
 
 
 def test_prompts_that_another_call_has_dropped_end_the_iterator(llm):
