@@ -12,16 +12,20 @@ namespace {
 constexpr int TILE = 16;        // rows of a tile at most, and words in a row
 constexpr int SIDE = 2 * TILE;  // columns of two tiles
 
+#if !defined(TILE_LOAD)  // tests emulate these: tests/kernels/emulated_instructions.h
+#define TILE_CONFIGURE(shapes) asm volatile("ldtilecfg %0" ::"m"(shapes))
+#define TILE_RELEASE() asm volatile("tilerelease" ::)
 #define TILE_LOAD(tile, from, stride) asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"(int64_t(stride)) : "memory")
 #define TILE_STORE(tile, to, stride) asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"(int64_t(stride)) : "memory")
 #define TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile ::)
 #define TILE_OPERATION(name, sum, x, w) asm volatile(name " %%tmm" #w ", %%tmm" #x ", %%tmm" #sum ::)
+#endif
 
 // The tiles of a thread while this object lives: 0 to 3 are sums, in two rows of two; 4 and 5 are rows of x; 6 and 7 are columns of weights.
 class Tiles {
    public:
     ~Tiles() {
-        if (shapes_.rows[4]) asm volatile("tilerelease" ::);
+        if (shapes_.rows[4]) TILE_RELEASE();
     }
     // Sets the rows of the upper and of the lower tiles, and the words of the inner dimension in x and in the weights.
     void set(int64_t upper, int64_t lower, int64_t words = TILE) {
@@ -32,7 +36,7 @@ class Tiles {
         for (int tile = 0; tile < 8; tile++) shapes_.bytes[tile] = shapes_.rows[tile] ? 64 : 0;
         shapes_.bytes[4] = uint16_t(4 * words);
         shapes_.bytes[5] = uint16_t(lower ? 4 * words : 0);
-        asm volatile("ldtilecfg %0" ::"m"(shapes_));
+        TILE_CONFIGURE(shapes_);
     }
 
    private:
