@@ -79,7 +79,7 @@ def page() -> str:
             for name in sorted(WRAPPERS)
         ),
         newest=VERIFIED_ON[-1],
-        versions=f"{', '.join(VERIFIED_ON[:-1])} and {VERIFIED_ON[-1]}",
+        versions=" and ".join(VERIFIED_ON),
         verified_rows="\n".join(
             f"| `{name}` | {', '.join(features[name]) or 'plain attention'} |" for name in sorted(VERIFIED)
         ),

@@ -11,8 +11,8 @@ from typing import Any
 from batchgen.errors import ModelError
 from batchgen.prompts.tokenizer import indexed_length, language_config, longrope_length, text_config
 
-VERIFIED_ON = ("5.17", "5.23", "5.24")
-"""The versions of transformers with which `VERIFIED` was tested, the newest last."""
+VERIFIED_ON = ("5.17", "5.24")
+"""The oldest and the newest version of transformers with which `VERIFIED` was tested."""
 
 RECURRENT = frozenset({
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "glm5_next_text", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
@@ -81,7 +81,7 @@ REFUSED = {
     "data2vec-text": _ENCODER,
     "deepseek_v4": "some of their keys and values stand for several tokens each",
     "diffusion_gemma": "they generate blocks of text by diffusion, not token by token",
-    "dory": "some of their layers run several times for a token, each time with other keys and values",
+    "dory": "they run some layers several times, each time with other keys and values",
     "electra": _ENCODER,
     "ernie": _ENCODER,
     "florence2": _BOTH,
