@@ -14,19 +14,19 @@ from batchgen.kernels import build, isa
 
 HEADER = Path(__file__).parents[1] / "kernels/emulated_instructions.h"
 PROCESSORS = {
-    **dict.fromkeys(isa.X86[2:], ()),
-    "avx512_bf16_widens": ("GenuineIntel", "avx512_fp16"),  # multiplies pairs slowly
+    **{name: (name, ()) for name in isa.X86[2:]},
+    "avx512_bf16_widens": ("avx512_bf16", ("GenuineIntel", "avx512_fp16")),  # multiplies pairs slowly
 }
-"""Names for `emulate`: the instruction sets, and one with other kernels; with the features that the sets do not need."""
+"""Names for `emulate`: the largest instruction set, and features that no set needs."""
 
 
 def emulate(name: str) -> None:
     """Makes this process see one of `PROCESSORS`, which must be done before anything asks for the instruction set. Needs a processor with AVX2, and GCC."""
-    has = set(PROCESSORS[name])
-    isa_name = name.removesuffix("_widens")
-    while isa_name != isa.NONE:
-        has.update(isa._NEEDS[isa_name])
-        isa_name = isa._below(isa_name, isa.X86)
+    instruction_set, more = PROCESSORS[name]
+    has = set(more)
+    while instruction_set != isa.NONE:
+        has.update(isa._NEEDS[instruction_set])
+        instruction_set = isa._below(instruction_set, isa.X86)
     isa.features = lambda: frozenset(has)
     # The compiler may use AVX2 alone, and the sources see the names of the other instruction sets.
     for larger in isa.X86[2:]:
