@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from batchgen import (
 from batchgen.config import InputLimits
 from batchgen.dry_run import plan_job
 from batchgen.errors import Interrupted, UsageError
+from batchgen.model.vision import Vision
 from batchgen.records.images import image_digest
 from support.params import slow_but
 from support.progress import Recorder, interrupt, rows_done
@@ -308,6 +310,40 @@ def test_an_image_that_cannot_be_shown_fails_its_row_alone(model, expected):
         None,
     ]
     assert [row["token_ids"] for row in (read()[0], read()[5])] == [expected[0], expected[5]]
+
+
+def test_an_image_whose_file_vanishes_is_read_from_another_file_with_the_same_bytes(model, expected, monkeypatch):
+    shutil.copy("p/0.png", "p/copy.png")
+    found = [rows()[0], rows()[4], rows()[8]]  # one picture, three questions
+    found[1]["messages"][0]["content"][0]["path"] = "p/copy.png"
+    write(found)
+    expect = Vision.expect
+
+    def vanishing(self: Vision, images: Any) -> None:
+        Path("p/0.png").unlink(missing_ok=True)
+        expect(self, images)
+
+    monkeypatch.setattr(Vision, "expect", vanishing)
+    assert run(model).exit_code == 0
+    assert answers() == [expected[0], expected[4], expected[8]]
+
+
+def test_a_row_whose_equal_row_lost_its_image_is_answered_when_errors_are_tried_again(model, expected, monkeypatch):
+    shutil.copy("p/0.png", "p/copy.png")
+    found = [rows()[0], rows()[0]]
+    found[1]["messages"][0]["content"][0]["path"] = "p/copy.png"
+    write(found)
+    expect = Vision.expect
+
+    def vanishing(self: Vision, images: Any) -> None:
+        Path("p/0.png").unlink(missing_ok=True)
+        expect(self, images)
+
+    monkeypatch.setattr(Vision, "expect", vanishing)
+    assert run(model).exit_code == 3
+    assert run(model, retry=("errors",)).exit_code == 3
+    assert [row["error"] and row["error"]["type"] for row in read()] == ["invalid_image", None]
+    assert answers()[1] == expected[0]
 
 
 TEXT, FORKS = {"max_tokens": TOKENS}, {"max_tokens": 1, "n": 3, "temperature": 1.0, "seed": 1}

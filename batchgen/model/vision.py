@@ -10,7 +10,8 @@ import inspect
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import product
 from types import MappingProxyType
@@ -92,6 +93,8 @@ class Vision:
         self._features: OrderedDict[int, Features] = OrderedDict()  # the least recently used first
         self._waiting: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
         """By `Image.token`: the spans (`Span.key`) in which the image ends, and where, if they have not run that far."""
+        self._paths: defaultdict[int, dict[str, None]] = defaultdict(dict)
+        """By `Image.token`: the files that have its bytes, of those that are waited for."""
         self._expected: deque[Image] = deque()
         self._prepared: dict[int, Future[dict[str, Any]]] = {}
         self._shown: _Shown | None = None
@@ -117,6 +120,7 @@ class Vision:
         Their pixels are prepared in time, and features are kept for all spans that need them.
         """
         for image, end in images:
+            self._paths[image.token][image.path] = None
             if end not in self._waiting[image.token]:
                 self._waiting[image.token].add(end)
                 self._expected.append(image)
@@ -133,7 +137,7 @@ class Vision:
 
     def clear(self) -> None:
         """Forgets all that was expected, and what was made for it."""
-        for kept in (self._expected, self._prepared, self._waiting, self._features):
+        for kept in (self._expected, self._prepared, self._waiting, self._paths, self._features):
             kept.clear()
 
     def concerns(self, packed: PackedSpans) -> bool:
@@ -211,6 +215,7 @@ class Vision:
                 self._waiting[image.token].discard((*span.key, end))
                 if not self._waiting[image.token]:
                     del self._waiting[image.token]
+                    self._paths.pop(image.token, None)
                     self._features.pop(image.token, None)
 
     def _parts(self, scheduled: ScheduledSpan) -> Iterator[Features]:
@@ -276,14 +281,20 @@ class Vision:
         return Features(embeddings, deep)
 
     def _pixels(self, image: Image) -> dict[str, Any]:
-        """Waits for an image's pixels. Raises `RowError`."""
+        """Waits for an image's pixels, from another file with the same bytes if its own cannot be read. Raises `RowError`."""
         future = self._prepared.pop(image.token, None)
         if (
             future is None and len(self._prepared) == AHEAD
         ):  # the first may not be needed any more: its row may have ended
             del self._prepared[next(iter(self._prepared))]
         self._prepare_ahead()
-        return self._processor.pixels(image) if future is None else future.result()
+        try:
+            return self._processor.pixels(image) if future is None else future.result()
+        except RowError:
+            for path in self._paths[image.token].keys() - {image.path}:
+                with suppress(RowError):
+                    return self._processor.pixels(replace(image, path=path))
+            raise
 
     def _prepare_ahead(self) -> None:
         while self._expected and len(self._prepared) < AHEAD:

@@ -32,6 +32,7 @@ DONE_WINDOW_ROWS = 50_000
 PIPE_WINDOW_ROWS = 4_096
 _MODEL_REPO = re.compile(r"hf://((?!(?:datasets|spaces|buckets|models)/)[^/]+/[^/@]+)")
 _UNPACKERS = {".xz": "xz -d", ".bz2": "bzip2 -d", ".zip": "unzip"}
+_PERMISSIONS = "check its permissions, and those of the folders it is in"
 CHECKED_ROWS = 1_000
 """If none of these first rows has a column that the command names, the command is refused."""
 
@@ -67,13 +68,16 @@ def open_input(
     notes: list[str] = []
     datasets = 0
     for name in inputs:
-        dataset = find_dataset(name, choice)
+        try:
+            dataset = find_dataset(name, choice)
+            many, found = (True, []) if dataset else _find(name, format)
+        except PermissionError as e:
+            raise UsageError(f"{name} cannot be read: permission denied", _PERMISSIONS) from e
         if dataset is not None:
-            datasets, many = datasets + 1, True
+            datasets += 1
             found, note = dataset.data_files(choice, format)
             notes.append(note)
         else:
-            many, found = _find(name, format)
             notes += _unread_folders(name, format) if many else []
         if many:
             ours = [f for f in found if _is_ours(f, output)]
@@ -337,7 +341,7 @@ def _input_file(name: str, format: str | None, encoding: str | None) -> InputFil
     if encoding is not None and not INPUT_FORMATS[chosen].is_text:
         raise UsageError(f"--encoding is for text files, and {name} is {chosen}", "leave it out")
     if name != "-" and not is_url(name) and not os.access(name, os.R_OK):
-        raise UsageError(f"{name} cannot be read: permission denied", "check its permissions")
+        raise UsageError(f"{name} cannot be read: permission denied", _PERMISSIONS)
     return InputFile(name, chosen, compression, encoding=encoding)
 
 

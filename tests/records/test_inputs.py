@@ -1,12 +1,14 @@
 """The files that belong to an input, and their rows."""
 
 import bz2
+import errno
 import gzip
 import io
 import json
 import lzma
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import fsspec
@@ -287,8 +289,17 @@ def test_a_closed_standard_input_is_refused(monkeypatch):
 def test_an_input_without_permission_to_read_it_is_refused(folder, monkeypatch):
     (folder / "x.jsonl").write_text('{"prompt": "a"}\n')
     monkeypatch.setattr(os, "access", lambda name, mode: False)  # root may read every file
-    with pytest.raises(UsageError, match=r"^x\.jsonl cannot be read: permission denied; check its permissions$"):
+    refusal = "cannot be read: permission denied; check its permissions, and those of the folders it is in$"
+    with pytest.raises(UsageError, match=rf"^x\.jsonl {refusal}"):
         opened("x.jsonl")
+
+    def denied(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "is_dir", denied)  # of a file in a folder that may not be searched
+    for name in ("closed/x.jsonl", "closed/"):
+        with pytest.raises(UsageError, match=rf"^{name} {refusal}"):
+            opened(name)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs a file whose first byte cannot be read")

@@ -356,6 +356,9 @@ class Results:
         """Drops the results that ended for one of these reasons, so that their rows run again."""
         rows = _read_all(self._db, self._asked, "WHERE reason = ''")
         self._many("UPDATE results SET reason = ? WHERE key = ?", [(r.reason, key) for key, r in rows if r is not None])
+        if "error" in reasons:
+            of_failed = "key IN (SELECT key FROM results WHERE reason = 'error')"
+            self._write_one(f"UPDATE run.finished SET failed = 1 WHERE {of_failed}")
         marks = ",".join("?" * len(reasons))
         self._write_one(f"DELETE FROM results WHERE reason IN ({marks})", tuple(reasons))
         self.forget_reading()
@@ -384,16 +387,17 @@ class Results:
     def know_finished(self, keys: Iterable[bytes]) -> None:
         """Stores the keys of the rows of the existing output."""
         with transaction(self._db):
-            statement = "INSERT INTO run.finished VALUES (?, 1) ON CONFLICT (key) DO UPDATE SET rows = rows + 1"
+            statement = "INSERT INTO run.finished VALUES (?, 1, 0) ON CONFLICT (key) DO UPDATE SET rows = rows + 1"
             self._db.executemany(statement, ((key,) for key in keys))
 
     def compared(self) -> tuple[int, int, int, int]:
-        """Returns three numbers of rows: in the finished output, of these missing from the new output, and new in the new output. The fourth
-        is the number of results for which the new output has no row."""
+        """Returns three numbers of rows: in the finished output, of these missing from the new output (rows that had failed and run again do
+        not count), and new in the new output. The fourth is the number of results for which the new output has no row."""
         ours = "(SELECT key, count(*) AS rows FROM rows WHERE key IS NOT NULL GROUP BY key) AS ours"
         less = "sum(max(0, {0}.rows - coalesce({1}.rows, 0))), sum({1}.rows IS NULL) FROM"
-        finished, gone, unasked = self._db.execute(
-            f"SELECT sum(f.rows), {less.format('f', 'ours')} run.finished AS f LEFT JOIN {ours} USING (key)"
+        (finished,) = self._db.execute("SELECT sum(rows) FROM run.finished").fetchone()
+        gone, unasked = self._db.execute(
+            f"SELECT {less.format('f', 'ours')} run.finished AS f LEFT JOIN {ours} USING (key) WHERE f.failed = 0"
         ).fetchone()
         (new, _) = self._db.execute(
             f"SELECT {less.format('ours', 'f')} {ours} LEFT JOIN run.finished AS f USING (key)"
@@ -506,7 +510,9 @@ def _make_run_tables(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA run.journal_mode = OFF")
     db.execute("PRAGMA run.synchronous = OFF")
     db.execute(f"PRAGMA run.cache_size = -{CACHE_KIB}")
-    db.execute("CREATE TABLE run.finished (key BLOB PRIMARY KEY, rows INTEGER NOT NULL) WITHOUT ROWID")
+    db.execute(
+        "CREATE TABLE run.finished (key BLOB PRIMARY KEY, rows INTEGER NOT NULL, failed INTEGER NOT NULL) WITHOUT ROWID"
+    )
 
 
 def read_facts(folder: Path, names: Sequence[str]) -> tuple[dict[str, Any], int | None]:
