@@ -70,6 +70,9 @@ class LocalTarget:
         """Raises `UsageError` if no output can be written there, as far as that can be found out beforehand."""
         if self._path.is_dir():
             raise UsageError(f"the output {self._output} is a folder", "name a file in it")
+        if self._path.exists() and not self._path.is_file():
+            why = f"the output {self._output} is a pipe or a device, which a file would replace"
+            raise UsageError(why, f"write rows to it with -o - > {self._output}")
         parent = Path(self._output).parent
         if not parent.is_dir():
             raise UsageError(f"there is no folder {parent} to write to", f"create it with mkdir -p {parent}")
