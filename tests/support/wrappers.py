@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
@@ -32,6 +33,10 @@ from support.shapes import (
     TOKENS,
     VOCAB,
 )
+
+# The multimodal forward of Llama 4 in transformers 5.24 fails without this attribute, which its language model's output lacks.
+if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
+    MoeCausalLMOutputWithPast.image_outputs = None
 
 Text = tuple[str, dict[str, Any]]
 
