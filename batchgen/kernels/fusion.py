@@ -379,17 +379,27 @@ class _Functional:
 
 def _fuse_routers(model: torch.nn.Module, count: Counter[str]) -> None:
     """Gives routers a copy of their forward whose linear layer is a kernel: torch's result for a row depends on the rows beside it."""
-    functional = _Functional()
     for module in model.modules() if is_fast() else ():
-        weight, forward = module._parameters.get("weight"), own_forward(module)
-        named = "Router" in type(module).__name__ and weight is not None and "linear" in names_in(forward)
-        if not named or forward is None:
+        forward: Any = own_forward(module)
+        if forward is None or "Router" not in type(module).__name__ or module._parameters.get("weight") is None:
             continue
-        found = {name: value for name in names_in(forward) & {"F", "nn"} if (value := forward.__globals__.get(name))}
-        if found.get("F") is torch.nn.functional or found.get("nn") is torch.nn:
-            stand_ins = {"F": functional, "nn": SimpleNamespace(**vars(torch.nn) | {"functional": functional})}
-            module.forward = MethodType(with_names(forward, {name: stand_ins[name] for name in found}), module)
+        stand_ins = _stand_ins(module, forward)
+        if stand_ins:
+            module.forward = MethodType(with_names(forward, stand_ins), module)
             count["routers"] += 1
+
+
+def _stand_ins(router: Any, forward: Any) -> dict[str, Any]:
+    """Returns what names in a router's forward must mean for its linear layer to be a kernel; nothing if it has no such layer."""
+    functional, names = _Functional(), names_in(forward)
+    if "super" in names and isinstance(router, torch.nn.Linear):  # it is the layer itself (PhiMoE, Llama 4)
+        layer = SimpleNamespace(forward=lambda x: functional.linear(x, router.weight, router.bias))
+        return {"super": lambda: layer}
+    found = {name: forward.__globals__.get(name) for name in names & {"F", "nn"} if "linear" in names}
+    if found.get("F") is not torch.nn.functional and found.get("nn") is not torch.nn:
+        return {}
+    stand_ins = {"F": functional, "nn": SimpleNamespace(**vars(torch.nn) | {"functional": functional})}
+    return {name: stand_ins[name] for name, value in found.items() if value is not None}
 
 
 def _halves(bias: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:
