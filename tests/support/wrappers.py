@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from transformers.activations import XIELUActivation
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -225,6 +226,10 @@ def text_model(name: str) -> PreTrainedModel:
     model = kind.from_pretrained(
         None, config=language_config(config), state_dict={}, dtype=torch.float32, attn_implementation="eager"
     )
+    for module in model.modules():
+        if isinstance(module, XIELUActivation):  # without a checkpoint, transformers leaves them as memory was
+            module.beta.fill_(0.5)
+            module.eps.fill_(-1e-6)
     return randomize(model.eval())
 
 
