@@ -92,3 +92,14 @@ def test_an_expert_that_does_not_exist_is_an_error() -> None:
     for number in (-1, fused.up.experts):
         with pytest.raises(IndexError, match=f"there are {fused.up.experts}$"):
             fused(x, torch.tensor([[0, number]]), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("name", ["phimoe", "llama4_text", "mixtral", "gpt_oss"])
+def test_the_logits_of_a_router_depend_on_no_other_row(name: str) -> None:
+    model = build(name)
+    fuse(model)
+    router: Any = next(module for module in model.modules() if "Router" in type(module).__name__)
+    x = torch.randn(9, router.weight.shape[1], generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        logits = [router(rows)[-1 if name == "llama4_text" else 0] for rows in (x, *x.clone().split(1))]
+    assert torch.equal(logits[0], torch.cat(logits[1:]))
