@@ -1,7 +1,7 @@
 """Attention on one CUDA device: each step's plan is in static buffers, and the kernels are one operator of torch.
 
 So torch can compile the model as a whole, and one CUDA graph serves all steps of its padded size. Tests run the same code on the CPU, with
-Triton's interpreter; it has not run on a GPU yet. Imports triton only when it is used.
+Triton's interpreter. Imports triton only when it is used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MERGED = 4096
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How finely reads are shared and split: affects speed, and results by rounding only. To be measured on a GPU."""
+    """How finely reads are shared and split: affects speed, and results by rounding only. Not measured one by one."""
 
     shared_reads: int = 64
     """A run of blocks becomes a shared part if queries x blocks reaches this."""

@@ -2,7 +2,7 @@
 
 An item is a tile of consecutive packed queries and a range of keys at consecutive positions. A shared part gives an item for each tile of
 its queries, and a span's own blocks give one for each tile of the span. Long ranges are split, so that the whole device is busy. If a query
-is in several items, their partial results are merged (FlashInfer, arXiv:2501.01005). This code has not run on a GPU yet.
+is in several items, their partial results are merged (FlashInfer, arXiv:2501.01005).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIELDS = 8
 ALL = 1 << 30
 """FIRST_VISIBLE of items whose queries see every key."""
 ITEM_KEYS = 64
-"""The usual cost of an item beside its keys, counted in keys. Not measured yet."""
+"""The usual cost of an item beside its keys, counted in keys. Not measured."""
 EVEN = 1.1
 """A lane is balanced if its busiest program has at most this multiple of the average work."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MethodType, SimpleNamespace
@@ -105,9 +105,9 @@ def fuse_small_parts(model: torch.nn.Module) -> Counter[str]:
     """Replaces rotary embeddings, norms, gated norms and embeddings. Returns how many of each kind."""
     count: Counter[str] = Counter()
     if can_fuse(model):
-        _fuse_rotary(model, count)
-        _replace(model, "norms", _norm, count)
-        _replace(model, "gated norms", _gated_norm, count)
+        fuse_rotary(model, rotate, FusedRotary.agrees, count)
+        replace_parts(model, "norms", _norm, count)
+        replace_parts(model, "gated norms", _gated_norm, count)
         for module in model.modules():
             _fuse_forward(module, count)
     return count
@@ -119,11 +119,11 @@ def fuse_linear(model: torch.nn.Module, packing: Packing) -> Counter[str]:
     count: Counter[str] = Counter()
     if can_fuse(model):
         shared = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-        _replace(model, "gated MLPs", lambda part: _mlp(part, shared, packing), count, packing)
-        _replace(model, "experts", lambda part: _experts(part, shared, packing), count, packing)
+        replace_parts(model, "gated MLPs", lambda part: _mlp(part, shared, packing), count, packing)
+        replace_parts(model, "experts", lambda part: _experts(part, shared, packing), count, packing)
         _fuse_routers(model, count)
-        _replace(model, "patches", _patches, count)
-        _replace(model, "linear layers", lambda part: _linear(part, shared, packing), count, packing)
+        replace_parts(model, "patches", _patches, count)
+        replace_parts(model, "linear layers", lambda part: _linear(part, shared, packing), count, packing)
     return count
 
 
@@ -132,7 +132,7 @@ def can_fuse(model: torch.nn.Module) -> bool:
     return not getattr(model, "is_quantized", False) and all(p.device.type == "cpu" for p in model.parameters())
 
 
-def _replace(
+def replace_parts(
     model: torch.nn.Module, kind: str, made: Callable[[torch.nn.Module], torch.nn.Module | None], count: Counter[str],
     packing: Packing | None = None,
 ) -> None:  # fmt: skip
@@ -187,20 +187,33 @@ _NORMS = {Code.NORM: (0.0, False), Code.ROUNDED_NORM: (0.0, True), Code.NORM_PLU
 """By code: `offset` and `rounds_first` of a `FusedNorm`."""
 
 
-def _norm(part: Any) -> torch.nn.Module | None:
+def norm_of(part: Any, dtypes: Collection[torch.dtype]) -> tuple[float, bool] | None:
+    """Returns `offset` and `rounds_first` of a `FusedNorm` for a norm whose code is known and whose weight has one of these types; None for other modules."""
     code = known_code(part)
     weight: Any = getattr(part, "weight", None)
     if (
         code not in _NORMS
-        or not _is_plain(weight)
-        or weight.dtype not in DTYPES
+        or not is_plain(weight)
+        or weight.dtype not in dtypes
         or weight.dim() != 1
         or getattr(part, "with_scale", True) is not True
     ):
         return None
-    offset, rounds_first = _NORMS[code]
-    eps: float = part.variance_epsilon if hasattr(part, "variance_epsilon") else part.eps
-    fused = FusedNorm(weight, offset, eps, rounds_first)
+    return _NORMS[code]
+
+
+def eps_of(norm: Any) -> float:
+    """Returns what a norm of transformers adds to the mean of squares."""
+    eps: float = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    return eps
+
+
+def _norm(part: Any) -> torch.nn.Module | None:
+    found = norm_of(part, DTYPES)
+    if found is None:
+        return None
+    weight = part.weight
+    fused = FusedNorm(weight, found[0], eps_of(part), rounds_first=found[1])
     return fused if _agree(part, fused, weight.shape[0], weight.dtype, NEAR[weight.dtype]) else None
 
 
@@ -248,7 +261,7 @@ def _gated_norm(part: Any) -> torch.nn.Module | None:
     weight: Any = getattr(part, "weight", None)
     if (
         code not in _GATED_NORMS
-        or not _is_plain(weight)
+        or not is_plain(weight)
         or weight.dtype not in DTYPES
         or weight.dim() != 1
         or getattr(part, "activation", "silu") not in ("silu", "sigmoid")
@@ -276,7 +289,7 @@ class FusedMLP(torch.nn.Module):
         return y
 
 
-_OF_MLPS = (
+OF_MLPS = (
     ("gate_proj", "up_proj", "down_proj", "act_fn"),
     ("gate_up_proj", "down_proj", "activation_fn"),
     ("input_linear", "output_linear", "activation"),
@@ -287,7 +300,7 @@ _OF_MLPS = (
 def _mlp(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
     if known_code(part) is not Code.GATED_MLP:
         return None
-    names = next(names for names in _OF_MLPS if hasattr(part, names[0]))
+    names = next(names for names in OF_MLPS if hasattr(part, names[0]))
     *gates, down, activation = (getattr(part, name) for name in names)
     act = ACTIVATIONS.get(type(activation))
     if act is None or not all(_can_pack(layer, shared, packing) for layer in (*gates, down)):
@@ -311,7 +324,7 @@ def _experts(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Modu
         or own_forward(part) is None
         or getattr(part, "_is_expert_parallel", False)
         or getattr(part, "has_post_expert_norm", False)
-        or not all(isinstance(p, PackedTensor) or _is_plain(p) for p in found)
+        or not all(isinstance(p, PackedTensor) or is_plain(p) for p in found)
         or any(p.dim() != 3 or shared[id(p)] > 1 for p in found)
     ):
         return None
@@ -459,7 +472,7 @@ def _patches(part: Any) -> torch.nn.Module | None:
     if (
         type(part) not in (torch.nn.Conv2d, torch.nn.Conv3d)
         or own_forward(part) is None
-        or not _is_plain(part.weight)
+        or not is_plain(part.weight)
         or not part.weight.is_contiguous()
         or part.stride != part.kernel_size
         or part.padding not in ("valid", (0,) * len(part.kernel_size))
@@ -484,8 +497,8 @@ def _can_replace(part: Any) -> bool:
     return (
         type(part) is torch.nn.Linear
         and own_forward(part) is not None
-        and (isinstance(part.weight, PackedTensor) or _is_plain(part.weight))
-        and (bias is None or _is_plain(bias))
+        and (isinstance(part.weight, PackedTensor) or is_plain(part.weight))
+        and (bias is None or is_plain(bias))
     )
 
 
@@ -504,7 +517,7 @@ def known_code(part: torch.nn.Module) -> Code | None:
     return None if forward is None else code_of(forward, type(part))
 
 
-def _is_plain(tensor: Any) -> bool:
+def is_plain(tensor: Any) -> bool:
     return type(tensor) is torch.nn.Parameter and tensor.is_floating_point() and tensor.layout == torch.strided
 
 
@@ -542,7 +555,7 @@ def _is_plain_embedding(module: Any) -> bool:
     return (
         type(module) is torch.nn.Embedding
         and module.max_norm is None
-        and _is_plain(module.weight)
+        and is_plain(module.weight)
         and module.weight.is_contiguous()
     )
 
@@ -558,8 +571,10 @@ def _is_plain_rotary(module: Any) -> bool:
     )
 
 
-def _fuse_rotary(model: torch.nn.Module, count: Counter[str]) -> None:
-    """Gives attention modules a copy of their forward in which the name `apply_rotary_pos_emb` means the kernel."""
+def fuse_rotary(
+    model: torch.nn.Module, rotate: Callable[..., Any], agrees: Callable[[FusedRotary], bool], count: Counter[str]
+) -> None:
+    """Gives attention modules a copy of their forward in which the name `apply_rotary_pos_emb` means the kernel `rotate`, if it `agrees`."""
     made: dict[Callable[..., Any], FusedRotary | None] = {}
     module: Any
     for module in model.modules():
@@ -568,7 +583,10 @@ def _fuse_rotary(model: torch.nn.Module, count: Counter[str]) -> None:
             continue
         plain = forward.__globals__[_ROTARY]
         if plain not in made:
-            made[plain] = _rotary(plain)
+            code = code_of(plain)
+            found = FusedRotary(plain, rotate, keeps_type=code is Code.ROTARY_KEEPS_TYPE)
+            known = code in (Code.ROTARY, Code.ROTARY_KEEPS_TYPE)
+            made[plain] = found if known and agrees(found) else None
         fused = made[plain]
         if fused is not None:
             module.fused_rotary = fused
@@ -579,24 +597,20 @@ def _fuse_rotary(model: torch.nn.Module, count: Counter[str]) -> None:
 _ROTARY = "apply_rotary_pos_emb"
 
 
-def _rotary(plain: Any) -> FusedRotary | None:
-    code = code_of(plain)
-    fused = FusedRotary(plain, keeps_type=code is Code.ROTARY_KEEPS_TYPE)
-    return fused if code in (Code.ROTARY, Code.ROTARY_KEEPS_TYPE) and fused.agrees() else None
-
-
 class FusedRotary:
     """`apply_rotary_pos_emb` with the kernel; with the model's own function if the kernel does not support the call."""
 
-    def __init__(self, plain: Callable[..., Any], keeps_type: bool) -> None:
+    def __init__(self, plain: Callable[..., Any], rotate: Callable[..., Any], keeps_type: bool) -> None:
+        """`rotate`: the kernel; it returns None for what it does not support."""
         self.plain = plain
+        self.rotate = rotate
         self.keeps_type = keeps_type
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
     ) -> Any:
         if unsqueeze_dim == 1 and (cos.dtype == q.dtype or self.keeps_type):
-            turned = rotate(q, k, cos, sin)
+            turned = self.rotate(q, k, cos, sin)
             if turned is not None:
                 return turned
         return self.plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)

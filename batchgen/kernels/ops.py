@@ -239,7 +239,7 @@ def rotate(
 
     The first R elements of each head are rotated. Each product is rounded to the type of cos and sin: that of q, or float32.
     """
-    if not _can_rotate(q, k, cos, sin):
+    if not can_rotate(q, k, cos, sin) or q.dtype not in DTYPES or q.device.type != "cpu":
         return None
     (_, heads, tokens, size), kv_heads = q.shape, k.shape[1]
     q_out = torch.empty((1, tokens, heads, size), dtype=q.dtype)
@@ -252,7 +252,8 @@ def rotate(
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
 
 
-def _can_rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+def can_rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether these have the shapes and types that `rotate` describes, and lie in memory as a kernel reads them."""
     return (
         q.dim() == k.dim() == 4
         and cos.dim() == 3
@@ -264,11 +265,10 @@ def _can_rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.
         and cos.shape == sin.shape
         and cos.stride() == sin.stride()
         and q.dtype == k.dtype
-        and q.dtype in DTYPES
         and cos.dtype == sin.dtype
         and cos.dtype in (q.dtype, torch.float32)
         and q.stride(3) == k.stride(3) == cos.stride(2) == 1
-        and q.device.type == k.device.type == cos.device.type == "cpu"
+        and q.device == k.device == cos.device
     )
 
 

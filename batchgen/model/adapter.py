@@ -18,6 +18,7 @@ from batchgen.attention.base import EVERY_KEY, NAME, EveryKey, LayerOptions, reg
 from batchgen.attention.kv_cache import LayerShape
 from batchgen.errors import ModelError
 from batchgen.kernels.decoder_layers import fuse_layers, last_layer
+from batchgen.kernels.device_parts import fuse_on_device
 from batchgen.kernels.fusion import Around, Packing, fuse_linear, fuse_small_parts
 from batchgen.model.architectures import INDEXED, RECURRENT, VERIFIED_ON
 from batchgen.model.loaded_model import AttentionKind, LoadedModel, logits_at
@@ -47,7 +48,8 @@ def prepare(
     module.eval()
     device = module.get_input_embeddings().weight.device
     spread = len({parameter.device for parameter in module.parameters()}) > 1
-    _change_parts(module, fuse=kernels is not None, pack_linear=pack_linear, around=around)
+    on_device = device.type == "cuda" and not spread and compile != "on"  # torch.compile has kernels of its own
+    _change_parts(module, fuse=kernels is not None, pack_linear=pack_linear, around=around, on_device=on_device)
     recurrent = install(module)
     probe, states, vocab_size = _probe(module, recurrent, device, spread)
     _settle_frequencies(module)
@@ -72,13 +74,16 @@ def prepare(
     )
 
 
-def _change_parts(module: Any, *, fuse: bool, pack_linear: bool, around: Around) -> None:
-    """Changes the parts of some architectures that take a batch for one text. With `fuse`, kernels replace the parts that they can replace."""
+def _change_parts(module: Any, *, fuse: bool, pack_linear: bool, around: Around, on_device: bool) -> None:
+    """Changes the parts of some architectures that take a batch for one text. With `fuse`, kernels replace the parts that they can replace; with
+    `on_device`, kernels for a GPU."""
     _number_shared_attention(module)
     if fuse:
         fuse_small_parts(module)
         if pack_linear:
             fuse_linear(module, Packing(around))
+    if on_device:
+        fuse_on_device(module)
     _scale_by_position(module)
     _pass_on_to_attention(module)
     _see_every_key(module)

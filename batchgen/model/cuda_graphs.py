@@ -1,7 +1,7 @@
 """Forwards of fixed shapes, captured once and replayed: which shapes there are, when a capture pays, and how CUDA does it.
 
-Knows nothing about models and plans: a forward is a function without arguments that reads and writes static buffers. This code has not
-run on a GPU yet; tests run it with a stand-in for a capture.
+Knows nothing about models and plans: a forward is a function without arguments that reads and writes static buffers. Tests on
+the CPU run this code with a stand-in for a capture.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs steps on one CUDA device. The inputs lie in a static buffer that one asynchronous copy fills; the forward is a CUDA graph if that pays.
 
-Nothing here waits for the device, except the capture of a graph. This code has not run on a GPU yet; tests run it on the CPU.
+Nothing here waits for the device, except the capture of a graph. Tests run this code on the CPU.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.fx.experimental import _config as shapes
 
 from batchgen.attention.kv_cache import KVCache
 from batchgen.errors import in_one_line, is_out_of_memory
+from batchgen.kernels.device_parts import running
 from batchgen.kernels.transfer import staged
 from batchgen.model.cuda_graphs import CAPTURE_AFTER, Capture, CudaCapture, Graphs, Shape
 from batchgen.model.loaded_model import LoadedModel
@@ -147,13 +148,14 @@ class DeviceStep:
 
     def _forward(self, shape: Shape) -> torch.Tensor:
         first = _logits_at(shape)
-        output = self._model(
-            input_ids=self._inputs[: shape.tokens].unsqueeze(0),
-            position_ids=self.attention.positions[: shape.tokens].unsqueeze(0),
-            use_cache=False,
-            step_attention=self.attention,
-            logits_to_keep=self._inputs[first : first + shape.logits],
-        )
+        with running():
+            output = self._model(
+                input_ids=self._inputs[: shape.tokens].unsqueeze(0),
+                position_ids=self.attention.positions[: shape.tokens].unsqueeze(0),
+                use_cache=False,
+                step_attention=self.attention,
+                logits_to_keep=self._inputs[first : first + shape.logits],
+            )
         logits: torch.Tensor = output.logits[0]
         return logits
 

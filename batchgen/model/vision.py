@@ -1,7 +1,7 @@
 """Shows images to a model: runs its encoder once for each image, and puts the features in the places of the image tokens' embeddings.
 
 The encoder is loaded for the first image of a job. Pixels are prepared in other threads, some images ahead. An image is encoded in a forward of its
-own, so that its features do not depend on what else is encoded. This code has not run on a GPU yet.
+own, so that its features do not depend on what else is encoded.
 """
 
 from __future__ import annotations

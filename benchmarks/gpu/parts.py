@@ -45,6 +45,9 @@ PARTS: dict[str, Part] = {
     "check": Part("benchmarks.gpu.check", "what a job tries before it uses a GPU, and what it would switch off", 240.0),
     "parity": Part("benchmarks.gpu.parity", "tokens and logits against transformers", 540.0),
     "tests": Part("benchmarks.gpu.tests", "the tests that need a GPU", 420.0),
+    "jobs": Part("benchmarks.gpu.jobs", "whole jobs: answers, beside the CPU, killed and continued", 300.0),
+    "images": Part("benchmarks.gpu.images", "rows with images against transformers", 180.0),
+    "packed": Part("benchmarks.gpu.packed", "packed weights against unpacked ones", 180.0),
     "decode": Part("benchmarks.gpu.decode", "8B decoding under a shared prefix, against the step's floor", 240.0),
     "prefill": Part("benchmarks.gpu.prefill", "prompts against the rate of a large matrix product", 180.0),
     "shared-prefix": _workload("shared-prefix"),
@@ -55,7 +58,16 @@ PARTS: dict[str, Part] = {
 }
 GROUPS = {
     "workloads": tuple(name for name, part in PARTS.items() if part.workload and not name.endswith("-8b")),
-    "first": ("check", "decode", "prefill", "parity", "tests"),  # the most useful parts for ten minutes
+    "first": (
+        "check",
+        "jobs",
+        "decode",
+        "prefill",
+        "parity",
+        "images",
+        "packed",
+        "tests",
+    ),  # the most useful parts for ten minutes
 }
 
 

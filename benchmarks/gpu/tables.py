@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu.parts import CONTINUOUS, DECODE_PREFIXES, PARTS
@@ -70,6 +70,11 @@ def single(result: Result) -> str:
         f = figures(result, part, case)
         lines.append([text, missing(result, part, case) if f is None else said(f)])
     lines.append(["architectures whose float32 tokens are those of `generate`", exact(result)])
+    lines.append(
+        ["families whose rows with images have the tokens of `generate`", share(result, "images", lambda f: f["exact"])]
+    )
+    packed = share(result, "packed", lambda f: f["equal"] == f["rows"] and not f["logit_error"])
+    lines.append(["formats of packed weights with the logits of unpacked ones, to the last bit", packed])
     return markdown(lines)
 
 
@@ -96,6 +101,12 @@ def exact(result: Result) -> str:
     return f"{len(names)}" + (
         f"; not {', '.join(n.removeprefix('float32 ') for n in [*bad, *sorted(failed)])}" if bad or failed else ""
     )
+
+
+def share(result: Result, part: str, holds: Callable[[Mapping[str, Any]], bool]) -> str:
+    """Returns for how many cases of a part that were run something holds."""
+    found = [holds(e["figures"]) for e in result["figures"] if e["part"] == part]
+    return f"{sum(found)} of {len(found)}" if found else NOT_MEASURED
 
 
 def workloads(result: Result) -> str:

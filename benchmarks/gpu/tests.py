@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.device import Bench
+from benchmarks.machine import cores
 from benchmarks.programs import ROOT
 
 LIMIT = 400.0
@@ -42,6 +43,8 @@ def gpu_tests(bench: Bench) -> dict[str, Any]:
             "default",
             "-p",
             "no:cacheprovider",
+            "-n",
+            str(min(8, cores())),  # most of the time is that of Triton's compiler
             "--junit-xml",
             str(report),
         ]

@@ -165,7 +165,8 @@ def test_queries_of_another_type_than_the_pool_are_taken_in_its_own(device):
 @pytest.mark.parametrize(
     ("size", "kilobytes", "rows", "keys"),
     [
-        (128, 227, 128, 64),
+        (128, 227, 128, 128),
+        (128, 163, 128, 128),
         (128, 99, 128, 64),
         (128, 64, 128, 16),
         (256, 163, 128, 32),

@@ -98,12 +98,12 @@ def with_files(messages: Messages, folder: Path) -> Messages:
 class Sees:
     """A model on disk, loaded by batchgen, and its reference."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, device: str = "cpu") -> None:
         self.reference: Reference = make(name, folder)
         self.folder = folder
         for number, size in SIZES.items():
             picture(number, *size).save(folder / f"{number}.png")
-        config = ModelConfig(model=str(folder), device="cpu", dtype="float32")
+        config = ModelConfig(model=str(folder), device=device, dtype="float32")
         self.tokenizer: LoadedTokenizer = load_tokenizer(config)
         self.model: Any = load_model(config, self.tokenizer)
 

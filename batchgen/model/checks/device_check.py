@@ -47,7 +47,10 @@ INSTEAD: dict[Part, str] = {
 """What happens without the part and those after it, in messages."""
 TRIAL_SECONDS = 300.0
 """A trial that takes longer is taken to hang. Part of this is Triton's compiler: a minute for two kinds of layers on a busy machine."""
-_SOURCES = ("attention/*.py", "model/cuda_*.py", "model/checks/device_trials.py", "model/runner.py", "sampling/*.py")
+_SOURCES = (
+    "attention/*.py", "kernels/device_parts.py", "kernels/triton_parts.py", "model/cuda_*.py", "model/checks/device_trials.py",
+    "model/runner.py", "sampling/*.py",
+)  # fmt: skip
 NO_SETTINGS = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
 """Entries of a model's configuration that do not change how its steps are computed."""
 

@@ -5,7 +5,7 @@
 - sampling: on the device and on the CPU, from the same logits and random numbers.
 - the model: with plain torch, on some steps of the loaded model with given tokens: with the kernels, as CUDA graphs, and a step ahead.
 
-None of this has run on a GPU yet; tests run it on the CPU.
+Tests run all of this on the CPU too.
 """
 
 from __future__ import annotations
