@@ -312,34 +312,35 @@ def test_an_image_that_cannot_be_shown_fails_its_row_alone(model, expected):
     assert [row["token_ids"] for row in (read()[0], read()[5])] == [expected[0], expected[5]]
 
 
-def test_an_image_whose_file_vanishes_is_read_from_another_file_with_the_same_bytes(model, expected, monkeypatch):
+@pytest.fixture
+def vanishing(model, monkeypatch):
+    """The file of the first picture, which has a copy, is removed before the first image is prepared."""
     shutil.copy("p/0.png", "p/copy.png")
-    found = [rows()[0], rows()[4], rows()[8]]  # one picture, three questions
-    found[1]["messages"][0]["content"][0]["path"] = "p/copy.png"
-    write(found)
     expect = Vision.expect
 
-    def vanishing(self: Vision, images: Any) -> None:
+    def without_it(self: Vision, images: Any) -> None:
         Path("p/0.png").unlink(missing_ok=True)
         expect(self, images)
 
-    monkeypatch.setattr(Vision, "expect", vanishing)
+    monkeypatch.setattr(Vision, "expect", without_it)
+
+
+def with_copy(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, the second of which names the copy of the first picture."""
+    found[1]["messages"][0]["content"][0]["path"] = "p/copy.png"
+    return found
+
+
+@pytest.mark.usefixtures("vanishing")
+def test_an_image_whose_file_vanishes_is_read_from_another_file_with_the_same_bytes(model, expected):
+    write(with_copy([rows()[0], rows()[4], rows()[8]]))  # one picture, three questions
     assert run(model).exit_code == 0
     assert answers() == [expected[0], expected[4], expected[8]]
 
 
-def test_a_row_whose_equal_row_lost_its_image_is_answered_when_errors_are_tried_again(model, expected, monkeypatch):
-    shutil.copy("p/0.png", "p/copy.png")
-    found = [rows()[0], rows()[0]]
-    found[1]["messages"][0]["content"][0]["path"] = "p/copy.png"
-    write(found)
-    expect = Vision.expect
-
-    def vanishing(self: Vision, images: Any) -> None:
-        Path("p/0.png").unlink(missing_ok=True)
-        expect(self, images)
-
-    monkeypatch.setattr(Vision, "expect", vanishing)
+@pytest.mark.usefixtures("vanishing")
+def test_a_row_whose_equal_row_lost_its_image_is_answered_when_errors_are_tried_again(model, expected):
+    write(with_copy([rows()[0], rows()[0]]))
     assert run(model).exit_code == 3
     assert run(model, retry=("errors",)).exit_code == 3
     assert [row["error"] and row["error"]["type"] for row in read()] == ["invalid_image", None]
