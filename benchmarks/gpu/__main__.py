@@ -5,8 +5,8 @@
     benchmarks/gpu.sh --merge OUTPUT/gpu.json         copies its newer figures into benchmarks/results/gpu.json
     benchmarks/gpu.sh --tiny                          runs every part with tiny shapes, also without a GPU; the figures mean nothing
 
-Every part is a separate process. A part that fails or takes too long is noted, and the next one runs. A run that is killed loses only
-its current case.
+Every part is a separate process. Those whose figures are no speeds run first, side by side, parity in several processes. A part that fails or takes
+too long is noted, and the next one runs. A run that is killed loses only its current cases.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -47,28 +48,51 @@ class Run:
         self.device = device
         self.deadline = time.monotonic() + args.within if args.within else None
         self.failed = 0
+        self._lock = threading.Lock()
+        self._processes: set[Child] = set()
+        self._interrupted = False
 
     def parts(self, names: Sequence[str]) -> None:
         """A tiny run has all parts in one process, because starting a process takes longer than its work."""
-        for group in [list(names)] if self.args.tiny else [[name] for name in names]:
-            limit = sum(PARTS[name].limit for name in group)
-            if self.deadline is not None:
-                left = self.deadline - time.monotonic()
-                if left < OVERHEAD:
-                    print(f"no time is left for {', '.join(group)}", file=sys.stderr, flush=True)
-                    self.failed += 1
-                    continue
-                limit = min(limit, left)
-            self._group(group, time.monotonic() + limit, limit)
+        if self.args.tiny:
+            self._begin(list(names))
+            return
+        shares = [(name, (i, n)) for name in names if (n := PARTS[name].shares) for i in range(n)]
+        with ThreadPoolExecutor(max(1, len(shares))) as pool:
+            begun = [pool.submit(self._begin, [name], share) for name, share in shares]
+            try:
+                for done in begun:
+                    done.result()
+            except BaseException:
+                self._interrupted = True
+                for process in list(self._processes):
+                    process.end()
+                raise
+        for name in names:
+            if not PARTS[name].shares:
+                self._begin([name])
 
-    def _group(self, group: list[str], end: float, limit: float) -> None:
-        """Runs parts in one process; starts another one after a case that left the device unusable."""
+    def _begin(self, group: list[str], share: tuple[int, int] = (0, 1)) -> None:
+        limit = sum(PARTS[name].limit for name in group)
+        if self.deadline is not None:
+            left = self.deadline - time.monotonic()
+            if left < OVERHEAD:
+                print(f"no time is left for {', '.join(group)}", file=sys.stderr, flush=True)
+                self.failed += 1
+                return
+            limit = min(limit, left)
+        self._group(group, share, time.monotonic() + limit, limit)
+
+    def _group(self, group: list[str], share: tuple[int, int], end: float, limit: float) -> None:
+        """Runs a share of the cases of some parts in one process; starts another one after a case that left the device unusable."""
         skip: list[tuple[str, str]] = []
         if self.args.go_on:
             kept = [(e["part"], e["case"]) for e in self.result.json["figures"] if e["part"] in group]
             skip = [(part, case) for part, case in kept if self.result.has(part, case)]
-        while True:
-            process = Child(group, self.device, self.args, skip, max(1.0, end - time.monotonic()))
+        while not self._interrupted:
+            command = command_of(group, self.device, self.args, skip, share)
+            process = Child(command, self.device, max(1.0, end - time.monotonic()))
+            self._processes.add(process)
             at: tuple[str, str] | None = None
             told_any = False
             with closing(process.told()) as all_told:
@@ -80,6 +104,7 @@ class Run:
                     at, told_any = None, True
                     skip.append(case)
                     self._take(told)
+            self._processes.discard(process)
             code = process.code
             if code == BROKEN_DEVICE:
                 continue
@@ -93,6 +118,10 @@ class Run:
             return
 
     def _take(self, told: dict[str, Any]) -> None:
+        with self._lock:
+            self._keep(told)
+
+    def _keep(self, told: dict[str, Any]) -> None:
         part, case = told["part"], told["case"]
         if "failure" in told:
             self.failed += 1
@@ -106,12 +135,10 @@ class Run:
 class Child:
     """A process that runs parts. It and everything that it started are ended when its time is up or this process is interrupted."""
 
-    def __init__(
-        self, group: list[str], device: str, args: argparse.Namespace, skip: list[tuple[str, str]], limit: float
-    ) -> None:
+    def __init__(self, command: list[str], device: str, limit: float) -> None:
         more = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
         self._process = subprocess.Popen(
-            command_of(group, device, args, skip),
+            command,
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | more,
             stdout=subprocess.PIPE,
@@ -139,7 +166,7 @@ class Child:
                 self._process.wait(GRACE)
         finally:
             self._timer.cancel()
-            self._end()
+            self.end()
             self.code = self._process.wait()
             self._process.stdout.close()
 
@@ -149,9 +176,9 @@ class Child:
 
     def _too_late(self) -> None:
         self.late = True
-        self._end()
+        self.end()
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Asks the process to end, which also ends what it started, and kills it if it does not."""
         for kind in (signal.SIGTERM, signal.SIGKILL):
             if self._process.poll() is None:
@@ -160,9 +187,12 @@ class Child:
                     self._process.wait(GRACE)
 
 
-def command_of(group: list[str], device: str, args: argparse.Namespace, skip: list[tuple[str, str]]) -> list[str]:
+def command_of(
+    group: list[str], device: str, args: argparse.Namespace, skip: list[tuple[str, str]], share: tuple[int, int]
+) -> list[str]:
     command = [sys.executable, "-m", "benchmarks.gpu.parts", "--device", device, "--work", str(args.work)]
-    return [*command, *(["--tiny"] if args.tiny else []), "--skip", json.dumps(skip), *group]
+    command += ["--share", *map(str, share), "--skip", json.dumps(skip)]
+    return [*command, *(["--tiny"] if args.tiny else []), *group]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -16,6 +16,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ class Part:
     limit: float
     """Maximum number of seconds."""
     workload: str | None = None
+    shares: int | None = None
+    """Number of processes that divide its cases, if its figures are no speeds: such parts run side by side."""
 
 
 def _workload(name: str, model: str = "0.5b") -> Part:
@@ -42,12 +45,14 @@ def _workload(name: str, model: str = "0.5b") -> Part:
 
 
 PARTS: dict[str, Part] = {
-    "check": Part("benchmarks.gpu.check", "what a job tries before it uses a GPU, and what it would switch off", 240.0),
-    "parity": Part("benchmarks.gpu.parity", "tokens and logits against transformers", 540.0),
-    "tests": Part("benchmarks.gpu.tests", "the tests that need a GPU", 420.0),
-    "jobs": Part("benchmarks.gpu.jobs", "whole jobs: answers, beside the CPU, killed and continued", 300.0),
-    "images": Part("benchmarks.gpu.images", "rows with images against transformers", 180.0),
-    "packed": Part("benchmarks.gpu.packed", "packed weights against unpacked ones", 180.0),
+    "check": Part(
+        "benchmarks.gpu.check", "what a job tries before it uses a GPU, and what it would switch off", 240.0, shares=1
+    ),
+    "parity": Part("benchmarks.gpu.parity", "tokens and logits against transformers", 540.0, shares=4),
+    "tests": Part("benchmarks.gpu.tests", "the tests that need a GPU", 420.0, shares=1),
+    "jobs": Part("benchmarks.gpu.jobs", "whole jobs: answers, beside the CPU, killed and continued", 300.0, shares=1),
+    "images": Part("benchmarks.gpu.images", "rows with images against transformers", 180.0, shares=1),
+    "packed": Part("benchmarks.gpu.packed", "packed weights against unpacked ones", 180.0, shares=1),
     "decode": Part("benchmarks.gpu.decode", "8B decoding under a shared prefix, against the step's floor", 240.0),
     "prefill": Part("benchmarks.gpu.prefill", "prompts against the rate of a large matrix product", 180.0),
     "shared-prefix": _workload("shared-prefix"),
@@ -78,6 +83,9 @@ def main() -> None:
     p.add_argument("--tiny", action="store_true")
     p.add_argument("--work", type=Path, required=True)
     p.add_argument("--skip", type=json.loads, default=[], help="JSON list of [part, case]")
+    p.add_argument(
+        "--share", type=int, nargs=2, default=[0, 1], metavar=("I", "N"), help="every Nth case from the Ith on"
+    )
     args = p.parse_args()
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -93,7 +101,8 @@ def main() -> None:
         cases = importlib.import_module(part.module).cases
         if part.workload:
             cases = partial(cases, workload=part.workload, work=args.work)
-        for case, measure in cases(bench):
+        first, every = args.share
+        for case, measure in islice(cases(bench), first, None, every):
             if [name, case] not in args.skip:
                 _measure(name, case, measure)
                 bench.free()

@@ -41,7 +41,9 @@ for case in "abc":
 
 def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, within: float | None = None) -> dict[str, Any]:
     monkeypatch.setattr(
-        gpu, "command_of", lambda group, device, args, skip: [sys.executable, "-c", SCRIPT, how, json.dumps(skip)]
+        gpu,
+        "command_of",
+        lambda group, device, args, skip, share: [sys.executable, "-c", SCRIPT, how, json.dumps(skip)],
     )
     result = GpuResult(tmp_path / "gpu.json", {"gpu": "A GPU"}, "code", tiny=False)
     run = gpu.Run(result, Namespace(within=None, tiny=False, go_on=False, work=tmp_path), "cpu")
