@@ -1,4 +1,4 @@
-"""The start of the process `batchgen` (or `python -m batchgen_cli`). From here on, Ctrl-C gives one line, also while modules are imported."""
+"""The start of the process `batchgen` (or `python -m batchgen_cli`). From here on, Ctrl-C and other signals give one line, also while modules are imported."""
 
 import atexit
 import os
@@ -9,15 +9,17 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-_INTERRUPTED = {128 + signum for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
+_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+_INTERRUPTED = {128 + signum for signum in _SIGNALS}
 _EXIT_SECONDS = 2.0
 
 
 def main() -> None:
     """Runs the command line of this process and exits."""
     fill_closed_streams()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end)  # a job's own handler takes its place as long as there is something to keep
+    for signum in _SIGNALS:
+        if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(signum, _end)  # a job's own handler takes its place as long as there is something to keep
     from batchgen.process.collector import few_collections
 
     with few_collections():
@@ -61,11 +63,11 @@ def _end(signum: int, frame: FrameType | None) -> None:
     if said_code is not None:  # the line of an earlier signal, or of another failure, is enough
         os._exit(said_code)
     if "json" in sys.argv or "--log-format=json" in sys.argv:
-        raise KeyboardInterrupt  # told as an event
+        raise KeyboardInterrupt(signal.Signals(signum))  # told as an event
     try:
-        os.write(2, b"batchgen: error: interrupted by SIGINT\n")
+        os.write(2, f"batchgen: error: interrupted by {signal.Signals(signum).name}\n".encode())
     finally:
-        os._exit(130)
+        os._exit(128 + signum)
 
 
 if __name__ == "__main__":

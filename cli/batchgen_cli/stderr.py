@@ -9,6 +9,7 @@ import datetime as dt
 import errno
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -144,9 +145,10 @@ def exit_code_of(command: Callable[[], int], *, verbose: bool = False, as_json: 
     except MemoryError as e:
         message, code = f"out of memory{': ' if str(e) else ''}{e}; lower --window or --kv-memory", 1
         say(message, code, as_json=as_json, trace=verbose)
-    except KeyboardInterrupt:
-        code = 130
-        say("interrupted by SIGINT", code, as_json=as_json)
+    except KeyboardInterrupt as e:
+        signum = next((arg for arg in e.args if isinstance(arg, signal.Signals)), signal.SIGINT)
+        code = 128 + signum
+        say(f"interrupted by {signum.name}", code, as_json=as_json)
     except Exception as e:  # noqa: BLE001 - the last resort: one line and an exit code for any error
         message, code = _unexpected(e, "" if verbose else "; run the command again with -v to see where"), 1
         say(message, code, as_json=as_json, trace=verbose)

@@ -91,8 +91,11 @@ command.main()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 5.0])
-def test_ctrl_c_at_any_moment_of_the_start_is_one_line(seconds, command_environment, slow_job, tiny_model_dir):
-    words = ["run", str(slow_job), "-m", str(tiny_model_dir), *SLOWLY, "--no-progress"]
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_at_any_moment_of_the_start_is_one_line(
+    signum, seconds, command_environment, slow_job, tiny_model_dir
+):
+    words = ["run", str(slow_job), "-m", str(tiny_model_dir), *SLOWLY, "--no-progress", "--grace", "0"]
     process = subprocess.Popen(
         [sys.executable, "-c", BEGIN, *words],
         env=command_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -100,11 +103,11 @@ def test_ctrl_c_at_any_moment_of_the_start_is_one_line(seconds, command_environm
     assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
     time.sleep(seconds)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signum)
     out, err = process.communicate(timeout=300)
-    assert (process.returncode, out) == (130, "")
+    assert (process.returncode, out) == (128 + signum, "")
     *notes, last = err.splitlines()
-    assert last.startswith("batchgen: error: interrupted by SIGINT")
+    assert last.startswith(f"batchgen: error: interrupted by {signum.name}")
     assert all(line.startswith("batchgen: ") for line in notes), notes
 
 
