@@ -55,6 +55,7 @@ PARTS: dict[str, Part] = {
     "packed": Part("benchmarks.gpu.packed", "packed weights against unpacked ones", 180.0, shares=1),
     "decode": Part("benchmarks.gpu.decode", "8B decoding under a shared prefix, against the step's floor", 240.0),
     "prefill": Part("benchmarks.gpu.prefill", "prompts against the rate of a large matrix product", 180.0),
+    "profile": Part("benchmarks.gpu.profile", "what the GPU does in a step, kernel by kernel", 120.0),
     "shared-prefix": _workload("shared-prefix"),
     "nested-groups": _workload("nested-groups"),
     "few-shot": _workload("few-shot"),
