@@ -1,4 +1,4 @@
-"""Whole jobs from the command line with the sample model: the answers, plain torch beside it, and a job that is killed and continued."""
+"""The sample model: a job's answers, what it writes beside plain torch on the CPU, and a job that is killed and continued."""
 
 from __future__ import annotations
 
@@ -12,11 +12,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from batchgen import LLM, Result, SamplingParams
 from benchmarks.gpu.device import Bench
 from benchmarks.programs import ROOT, python_path
 
 SAMPLE = ROOT / "sample_data"
 LIMIT = 150.0
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0, "max_tokens": 32},
+    "sampled": {"temperature": 0.8, "seed": 5, "max_tokens": 32},
+    "filters and penalties": {"temperature": 1.0, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2, "seed": 3, "max_tokens": 32},
+    "three of each": {"temperature": 1.0, "n": 3, "seed": 1, "max_tokens": 8},
+    "labels": {"choices": ("Positive", "Negative", "No idea")},
+}  # fmt: skip
 SAMPLED = ("--temperature", "0.8", "--seed", "5", "--max-tokens", "64", "--batch-size", "16")
 
 
@@ -45,16 +55,24 @@ def answers(bench: Bench) -> dict[str, Any]:
 
 
 def beside_cpu(bench: Bench, dtype: str) -> dict[str, Any]:
-    """Counts rows whose text is that of plain torch on the CPU, greedy and sampled. Near ties may differ."""
+    """Counts rows whose tokens (or label) are those of plain torch on the CPU, and compares embeddings. Near ties may differ."""
+    lines = (SAMPLE / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts: list[Any] = [json.loads(line)["prompt"] for line in lines[::3]]
+    options: dict[str, Any] = {"model": SAMPLE / "model", "dtype": dtype, "progress": False}
+    here, there = {"device": bench.device.type}, {"device": "cpu", "compile": "off"}
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for how, options in {"greedy": (), "sampled": SAMPLED}.items():
-            outputs = [Path(folder) / f"{how}-{device}.jsonl" for device in ("device", "cpu")]
-            finished(job(bench, outputs[0], "--dtype", dtype, *options))
-            finished(job(bench, outputs[1], "--dtype", dtype, "--compile", "off", *options, device="cpu"))
-            mine, theirs = ([row["text"] for row in texts(output)] for output in outputs)
-            found[how] = {"rows": len(mine), "equal": sum(a == b for a, b in zip(mine, theirs, strict=True))}
-    return found
+    with LLM(**options, **here) as ours, LLM(**options, **there) as plain:
+        for how, params in KINDS.items():
+            mine, theirs = (llm.generate(prompts, SamplingParams(**params)) for llm in (ours, plain))
+            equal = [_made(a) == _made(b) for a, b in zip(mine, theirs, strict=True)]
+            found[how] = {"rows": len(equal), "equal": sum(equal)}
+    with LLM(**options, **here, task="embed") as ours, LLM(**options, **there, task="embed") as plain:
+        a, b = (np.array([result.embedding for result in llm.embed(prompts)]) for llm in (ours, plain))
+    return found | {"embeddings": {"rows": len(a), "largest_difference": float(np.abs(a - b).max())}}
+
+
+def _made(result: Result) -> Any:
+    return result.text if result.choice_probs else [list(completion.token_ids) for completion in result.completions]
 
 
 def killed(bench: Bench) -> dict[str, Any]:
@@ -80,9 +98,9 @@ def killed(bench: Bench) -> dict[str, Any]:
         return {"rows": len(theirs), "equal": equal, "kills": kills}
 
 
-def job(bench: Bench, output: Path, *options: str, device: str | None = None) -> subprocess.Popen[str]:
+def job(bench: Bench, output: Path, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "batchgen", "run", str(SAMPLE / "prompts.jsonl"), "--model", str(SAMPLE / "model")]
-    command += ["-o", str(output), "--device", device or bench.device.type, *options]
+    command += ["-o", str(output), "--device", bench.device.type, *options]
     environment = os.environ | {"PYTHONPATH": python_path()}
     environment.pop("TRITON_INTERPRET", None)
     return subprocess.Popen(
