@@ -41,6 +41,8 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 NAMES = ("write", "attend wide", "attend narrow", "merge")
+PARTS = {"norm": (128, 4096, 16_384), "rotary": (64, 96, 128), "gate": (14_336,)}
+"""Kernels of `device_parts.py`, and sizes of what they run on."""
 
 
 def compile_for(arch: int) -> list[tuple[Any, int]]:
@@ -55,11 +57,13 @@ def compile_for(arch: int) -> list[tuple[Any, int]]:
     )
     driver.set_active(target)
     from batchgen.attention import triton_kernels as kernels
+    from batchgen.kernels import triton_parts as parts
 
     if kernels.INTERPRETED:
         raise SystemExit("TRITON_INTERPRET is set: the kernels would not be compiled")
     compiled: list[tuple[Any, int]] = []
-    for kernel in (kernels.write_kernel, kernels.attend_kernel, kernels.merge_kernel):
+    of_parts = (parts.norm_kernel, parts.rotary_kernel, parts.gate_kernel)
+    for kernel in (kernels.write_kernel, kernels.attend_kernel, kernels.merge_kernel, *of_parts):
         kernel.run = _only_compiles(kernel.run, compiled)
     of_an_h200 = kernels.tiles
 
@@ -77,7 +81,8 @@ def _only_compiles(run: Any, compiled: list[Any]) -> Any:
 
 
 def launches(arch: int, kinds: Sequence[str], dtypes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Compiles the kernels of one layer's attention for each of these heads and types. Yields the needs of one kernel at a time."""
+    """Compiles the kernels of one layer's attention for each of these heads and types, and those of a model's parts for each type. Yields the needs
+    of one kernel at a time."""
     compiled = compile_for(arch)
     from batchgen.attention import triton_kernels as kernels
     from batchgen.attention.triton_backend import DeviceAttention
@@ -105,6 +110,27 @@ def launches(arch: int, kinds: Sequence[str], dtypes: Sequence[str]) -> Iterator
             for what, tile, kernel in zip(NAMES, (None, wide, narrow, None), compiled, strict=True):
                 yield {"dtype": str(dtype).removeprefix("torch."), "heads": name, "kernel": what} | _needs(kernel, tile)
             compiled.clear()
+        for name, size in ((name, size) for name, sizes in PARTS.items() for size in sizes):
+            _launch(name, size, dtype)
+            yield {"dtype": str(dtype).removeprefix("torch."), "heads": f"{size}", "kernel": name} | _needs(
+                compiled.pop(), None
+            )
+
+
+def _launch(name: str, size: int, dtype: torch.dtype) -> None:
+    """Launches a kernel of a model's part, for this size."""
+    from batchgen.kernels.device_parts import gated, norm, rotated, running
+    from batchgen.kernels.ops import Activation
+
+    if name == "norm":
+        norm(torch.zeros(1, 5, size, dtype=dtype), torch.zeros(size), 1e-6, rounds_first=True)
+    elif name == "rotary":
+        q, k = (torch.zeros(1, heads, 5, size, dtype=dtype) for heads in (8, 2))
+        angles = torch.zeros(1, 5, size, dtype=dtype)
+        with running():
+            rotated(q, k, angles, angles)
+    else:
+        gated(*torch.zeros(1, 5, 2 * size, dtype=dtype).chunk(2, -1), Activation.SILU)
 
 
 def _needs(kernel: Any, tile: Any) -> dict[str, Any]:
@@ -151,7 +177,7 @@ def main() -> None:
     wrong = 0
     if not args.json:
         print(
-            "| heads | type | kernel | tile | warps | registers | stack | shared memory | programs: wanted, registers for |"
+            "| heads, or size | type | kernel | tile | warps | registers | stack | shared memory | programs: wanted, registers for |"
         )
         print("| --- | --- | --- | --- | ---: | ---: | ---: | ---: | --- |")
     for found in launches(args.arch, args.kinds, args.dtypes):
