@@ -209,6 +209,8 @@ def attend(
     It has no state besides its arguments, which are on the current device. `partials`: rows for partial results. `wide_tokens`,
     `narrow_tokens`: largest number of queries in an item.
     """
+    import triton
+
     from batchgen.attention import triton_kernels as kernels
 
     # Both factors of a product must have one type, and some models have queries in float32.
@@ -216,7 +218,7 @@ def attend(
     H, T, D = q.shape
     K, V = keys.shape[0], values.shape[2]
     G = H // K
-    block_d, block_v = (max(16, _power_of_two(size)) for size in (D, V))
+    block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (D, V))
     out = torch.empty((T, H, V), dtype=q_HTD.dtype, device=q.device)
     part_out = torch.empty((partials, H, V), dtype=torch.float32, device=q.device)
     part_lse = torch.empty((partials, H), dtype=torch.float32, device=q.device)
@@ -237,7 +239,7 @@ def attend(
             "ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
             maxnreg=tile.registers, enable_fp_fusion=True,
         )  # fmt: skip
-    block_h = max(1, min(_power_of_two(H), MERGED // block_v))
+    block_h = max(1, min(triton.next_power_of_2(H), MERGED // block_v))
     kernels.merge_kernel[T, -(-H // block_h)](
         plan, some_sinks, out, part_out, part_lse, H, V, block_h, block_v, sinks is not None, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
@@ -247,8 +249,3 @@ def attend(
 @attend.register_fake
 def _(q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, *_: object) -> torch.Tensor:
     return q_HTD.new_empty((q_HTD.shape[1], q_HTD.shape[0], v_KTV.shape[2]))
-
-
-def _power_of_two(size: int) -> int:
-    """Returns the smallest power of two that is at least `size`."""
-    return 1 << (size - 1).bit_length()

@@ -181,11 +181,13 @@ def norm(x: torch.Tensor, factor: torch.Tensor, eps: float, rounds_first: bool) 
 
     `rounds_first`: x over its root mean square is rounded to its type before it is multiplied by the factor.
     """
+    import triton
+
     from batchgen.kernels.triton_parts import norm_kernel
 
     x = x.contiguous()
     y, size = torch.empty_like(x), x.shape[-1]
-    rows, block = x.numel() // size, _power_of_two(size)
+    rows, block = x.numel() // size, triton.next_power_of_2(size)
     block_rows = max(1, BLOCK // block)
     norm_kernel[(-(-rows // block_rows),)](
         x, factor, y, rows, eps, size, rounds_first, block_rows, block, num_warps=8 if block > 2 * BLOCK else 4
@@ -195,12 +197,14 @@ def norm(x: torch.Tensor, factor: torch.Tensor, eps: float, rounds_first: bool) 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Returns act(gate) * up [..., N]. Both are [..., N] and may be halves of one tensor."""
+    import triton
+
     from batchgen.kernels.triton_parts import gate_kernel
 
     size = gate.shape[-1]
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     gates, ups = (x.reshape(-1, size) for x in (gate, up))
-    block = min(BLOCK // 2, _power_of_two(size))
+    block = min(BLOCK // 2, triton.next_power_of_2(size))
     gate_kernel[len(gates), -(-size // block)](
         gates, ups, y, gates.stride(0), ups.stride(0), size, activation is Activation.GELU_TANH, block, num_warps=4
     )
@@ -213,19 +217,16 @@ def rotated(
     """Does what `ops.rotate` does; None outside of `running()` too."""
     if not (_in_a_step and can_rotate(q, k, cos, sin)):
         return None
+    import triton
+
     from batchgen.kernels.triton_parts import rotary_kernel
 
     (_, heads, tokens, size), kv_heads, turned = q.shape, k.shape[1], cos.shape[2]
     q_out, k_out = (torch.empty((1, tokens, x.shape[1], size), dtype=x.dtype, device=x.device) for x in (q, k))
-    block = _power_of_two(turned // 2)
+    block = triton.next_power_of_2(turned // 2)
     block_tokens = max(1, min(16, BLOCK // block))
     rotary_kernel[-(-tokens // block_tokens), heads + kv_heads](
         q, k, cos, sin, q_out, k_out, tokens, q.stride(1), q.stride(2), k.stride(1), k.stride(2), cos.stride(1), heads, kv_heads, size,
         turned, block_tokens, block, num_warps=4,
     )  # fmt: skip
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
-
-
-def _power_of_two(size: int) -> int:
-    """Returns the smallest power of two that is at least `size`."""
-    return 1 << (size - 1).bit_length()

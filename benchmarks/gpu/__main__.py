@@ -118,18 +118,15 @@ class Run:
             return
 
     def _take(self, told: dict[str, Any]) -> None:
-        with self._lock:
-            self._keep(told)
-
-    def _keep(self, told: dict[str, Any]) -> None:
         part, case = told["part"], told["case"]
-        if "failure" in told:
-            self.failed += 1
-            self.result.fail(part, case, told["failure"])
-            print(f"{part}, {case}: failed: {told['failure']}", file=sys.stderr, flush=True)
-        else:
-            self.result.add(part, case, told["figures"], told["seconds"])
-            print(f"{part}, {case} ({told['seconds']:.0f} s): {_brief(told['figures'])}", flush=True)
+        with self._lock:
+            if "failure" in told:
+                self.failed += 1
+                self.result.fail(part, case, told["failure"])
+                print(f"{part}, {case}: failed: {told['failure']}", file=sys.stderr, flush=True)
+            else:
+                self.result.add(part, case, told["figures"], told["seconds"])
+                print(f"{part}, {case} ({told['seconds']:.0f} s): {_brief(told['figures'])}", flush=True)
 
 
 class Child:

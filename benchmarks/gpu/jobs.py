@@ -17,6 +17,7 @@ import numpy as np
 from batchgen import LLM, Result, SamplingParams
 from benchmarks.gpu.device import Bench
 from benchmarks.programs import ROOT, python_path
+from sample_data.check_answers import count_right
 
 SAMPLE = ROOT / "sample_data"
 LIMIT = 150.0
@@ -46,7 +47,7 @@ def answers(bench: Bench) -> dict[str, Any]:
         rows = texts(output)
         figures = json.loads(stats.read_text())
         return {
-            "right": sum((row["text"] or "").strip() == row["expected"] for row in rows),
+            "right": sum(right for right, _ in count_right(rows).values()),
             "rows": len(rows),
             "completion_tokens_per_s": figures["completion_tokens_per_s"],
             "wall_s": round(time.perf_counter() - began, 2),
