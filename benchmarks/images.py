@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.engines.images import now, since
 from benchmarks.harness import WORDS
-from benchmarks.machine import machine_facts
+from benchmarks.machine import in_words, machine_facts
 from benchmarks.models import CONTEXT, WEIGHT_STD, shared_tokenizer
 from benchmarks.programs import EngineFailed, Launcher, last_json, run
 
@@ -174,9 +174,8 @@ def measured(args: argparse.Namespace, model: Path, workload: str, engine: str) 
     else:
         command = [sys.executable, "-m", "benchmarks.images", "--one", json.dumps([workload, engine])]
         command += ["--work", str(args.work), "--dtype", args.dtype, "--limit", str(images)]
-    found = last_json(
-        engine, run(engine, command, launcher.environment(engine if engine in PEERS else "batchgen"), None)
-    )
+    program = engine if ours or engine in PEERS else "transformers-generate"
+    found = last_json(engine, run(engine, command, launcher.environment(program), None))
     answers = dict(zip(map(tuple, rows), found.pop("texts"), strict=True))
     print(
         f"{workload}, {engine}, {len(rows)} rows: {found['seconds']:.1f} s, {found['processor_seconds']:.1f} s of a processor",
@@ -239,6 +238,7 @@ def main() -> None:
             ratio = speed["batchgen"] / speed[best]
             print(f"{workload}: {ratio:.2f} times {best}; the others ran {args.part:.0%} of the images", flush=True)
         figures[workload] = runs
+    print(f"{in_words(figures['machine'])}, {os.cpu_count()} threads, {figures['machine']['date'][:10]}")
     if args.out is not None:
         args.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from batchgen.kernels.isa import processor
 from batchgen.stats import versions
 
 ISA = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16", "sve")
@@ -17,13 +19,6 @@ ISA = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16"
 def cores() -> int:
     """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cpu_model() -> str:
-    for line in _lines("/proc/cpuinfo"):
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def memory_bytes() -> int:
@@ -49,7 +44,7 @@ def machine_facts() -> dict[str, Any]:
             flags = set(line.partition(":")[2].split())
             break
     return {
-        "cpu": cpu_model(),
+        "cpu": processor(),
         "architecture": platform.machine(),
         "cores": cores(),
         "instruction_sets": [name for name in ISA if name in flags],
@@ -59,6 +54,12 @@ def machine_facts() -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
     }
+
+
+def in_words(machine: Mapping[str, Any]) -> str:
+    """Returns a machine's processor and the largest of its instruction sets: many processors are called "AMD EPYC"."""
+    largest = machine["instruction_sets"][-1:]
+    return " with ".join([machine["cpu"], *(name.upper() for name in largest)])
 
 
 def _lines(path: str) -> list[str]:

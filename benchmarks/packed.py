@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import in_words, machine_facts
 from benchmarks.models import model_folder
 from benchmarks.programs import ROOT, run_batchgen
 from benchmarks.workloads import single_token_words
@@ -129,6 +130,8 @@ def main() -> None:
         if python and name != PLAIN and FORMATS[name] == "gguf":
             theirs = [llamacpp(python, model, plain, files[count], count, args.threads) for count in args.rows]
             print(f"| {name}, llama.cpp | | | | {' | '.join(f'{speed:.0f}' for speed in theirs)} |", flush=True)
+    facts = machine_facts()
+    print(f"\n{in_words(facts)}, {args.threads} threads, {facts['date'][:10]}")
 
 
 if __name__ == "__main__":

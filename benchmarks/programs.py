@@ -146,8 +146,10 @@ class Launcher:
     def environment(self, engine: str) -> dict[str, str]:
         own = PROGRAMS[engine].environment is None
         path = python_path() if own else str(ROOT)
+        as_the_command = {"GOMP_SPINCOUNT": "1000"} if engine == "batchgen" else {}  # `_wait_asleep` in the command
         preloads = filter(None, [self.stand_in.get("LD_PRELOAD"), *(self._preloads() if engine == "vllm" else [])])
-        return environment_of(self.threads, path) | dict(self.stand_in) | {"LD_PRELOAD": ":".join(preloads)}
+        settings = dict(self.stand_in) | as_the_command | {"LD_PRELOAD": ":".join(preloads)}
+        return environment_of(self.threads, path) | settings
 
     def _preloads(self) -> list[str | None]:
         """Returns the libraries to preload for vLLM: it is several times slower without Intel's OpenMP and a faster malloc."""

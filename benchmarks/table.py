@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.gpu.result import SCHEMA as GPU_SCHEMA
 from benchmarks.gpu.tables import tables as gpu_tables
+from benchmarks.machine import in_words
 from benchmarks.models import PRECISIONS, SHAPES
 from benchmarks.programs import OURS, PROGRAMS
 from benchmarks.result_file import SCHEMA, medians, shares
@@ -95,10 +96,11 @@ def caption(result: dict[str, Any]) -> str:
         versions |= _named_versions(m)
     listed = "".join(f", {name} {version}" for name, version in versions.items())
     stand_in = settings.get("stand_in")
+    processor = machine["cpu"] if stand_in else in_words(machine)
     smaller = f", which stands in for one with {stand_in.upper()} at most (benchmarks/stand_in.py)" if stand_in else ""
     text = (
         f"Completion tokens/s, {_repeats(result)}; with tokenizing, without loading the model; in bold, how many times as fast batchgen is. The roofline is the "
-        f"time that the linear layers and attention alone would take at this machine's own rates. {_precisions(result)}{machine['cpu']}{smaller}, "
+        f"time that the linear layers and attention alone would take at this machine's own rates. {_precisions(result)}{processor}{smaller}, "
         f"{settings['threads']} threads{listed}, {machine['date'][:10]}."
     )
     if settings["limit"]:

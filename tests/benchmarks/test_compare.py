@@ -36,7 +36,9 @@ def measured(engine: str, rate: float) -> dict[str, Any]:
 
 
 def test_a_table_has_medians_ratios_and_the_share_of_the_roofline():
-    result = new_result("test", {"cpu": "A CPU", "date": "2026-01-02T03:04:05+00:00"}, SETTINGS)
+    result = new_result(
+        "test", {"cpu": "A CPU", "instruction_sets": ["avx2", "avx512f"], "date": "2026-01-02T03:04:05+00:00"}, SETTINGS
+    )
     names = Case("30m", "bfloat16", "few-shot", Path("model"), Path("rows.jsonl")).names()
     result["models"] = {"30m": {"parameters": 32_000_000}}
     result["rooflines"] = [names | {"seconds": {"total": 1000 / 5226}}]
@@ -52,7 +54,7 @@ def test_a_table_has_medians_ratios_and_the_share_of_the_roofline():
         "| few shot | bfloat16 | 2,613 | 50% | 194 **13.5x** | 2,200 **1.2x** |\n"
         "\n"
         "Completion tokens/s, medians of 3 interleaved runs; with tokenizing, without loading the model; in bold, how many times as fast batchgen is. "
-        "The roofline is the time that the linear layers and attention alone would take at this machine's own rates. A CPU, 2 threads, torch 1.2, "
+        "The roofline is the time that the linear layers and attention alone would take at this machine's own rates. A CPU with AVX512F, 2 threads, torch 1.2, "
         "transformers 1.2, vllm 1.2, 2026-01-02.\n"
     )
 
