@@ -22,6 +22,7 @@ from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.jobs.order.sorted_requests import bounded_windows
 from batchgen.notebook import prompt_bar
 from batchgen.prefix import plan_prefixes
+from batchgen.process.collector import few_collections
 from batchgen.process.signals import noted_interrupt
 from batchgen.process.templates import template_process
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
@@ -115,10 +116,11 @@ class LLM:
         if engine is not None and not isinstance(engine, EngineConfig):
             raise TypeError(f"engine must be an EngineConfig, not {engine!r}")
         self.config = engine or EngineConfig()
-        self.tokenizer: LoadedTokenizer = load_tokenizer(config)
-        if getattr(self.tokenizer.hf_tokenizer, "chat_template", None) is not None:
-            template_process().start()  # while the model is loaded
-        self._engine: AnyEngine | None = open_engine(config, self.tokenizer, self.config)
+        with few_collections():
+            self.tokenizer: LoadedTokenizer = load_tokenizer(config)
+            if getattr(self.tokenizer.hf_tokenizer, "chat_template", None) is not None:
+                template_process().start()  # while the model is loaded
+            self._engine: AnyEngine | None = open_engine(config, self.tokenizer, self.config)
         self._stats: EngineStats | None = None
         self._grammars = Vocabulary(self.tokenizer.hf_tokenizer, self.tokenizer.vocab_size)
         self._numbers = count()
@@ -342,7 +344,8 @@ class LLM:
         if not self._running.acquire(blocking=False):
             raise RuntimeError(f"this model is running in another call: {instead}")
         try:
-            yield
+            with few_collections():
+                yield
         finally:
             self._running.release()
 

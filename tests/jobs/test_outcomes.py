@@ -64,12 +64,17 @@ def test_other_errors_are_not_changed(error):
     assert told.value is error
 
 
-def test_garbage_collection_is_restored_after_the_job():
+def test_garbage_collection_is_restored_after_the_last_of_several_calls():
     of_the_tests, of_python = gc.get_threshold(), (700, 10, 10)
+    one, other = few_collections(), few_collections()
     try:
         gc.set_threshold(*of_python)
-        with few_collections():
-            assert gc.get_threshold()[0] > 50 * of_python[0]
+        one.__enter__()
+        other.__enter__()
+        assert gc.get_threshold()[0] > 50 * of_python[0]
+        one.__exit__(None, None, None)
+        assert gc.get_threshold()[0] > 50 * of_python[0]
+        other.__exit__(None, None, None)
         assert gc.get_threshold() == of_python
     finally:
         gc.set_threshold(*of_the_tests)
