@@ -20,7 +20,8 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.machine import cores, machine_facts
+from batchgen.process.machine import usable_cores
+from benchmarks.machine import machine_facts
 from benchmarks.models import DTYPES, INT8, PRECISIONS, SHAPES, model_folder, parameters
 from benchmarks.programs import (
     OURS,
@@ -53,7 +54,7 @@ class Comparison:
         self.args = args
         self.work = Path(args.work)
         smaller = stand_in(args.stand_in, self.work / "stand-ins") if args.stand_in else {}
-        self.launcher = Launcher(Path(args.engines_folder), args.threads or cores(), args.timeout, smaller)
+        self.launcher = Launcher(Path(args.engines_folder), args.threads or usable_cores(), args.timeout, smaller)
         settings = {"threads": self.launcher.threads} | {name: getattr(args, name) for name in SAME_SETTINGS[1:]}
         settings |= {"repeats": args.repeats, "timeout": args.timeout, "engine_rows": args.engine_rows}
         path = Path(args.output) if args.output else RESULTS / f"{args.name}.json"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
 import statistics
@@ -24,6 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from batchgen.process.machine import usable_cores
 from benchmarks.engines.images import now, since
 from benchmarks.harness import WORDS
 from benchmarks.machine import in_words, machine_facts
@@ -162,7 +162,7 @@ def measured(args: argparse.Namespace, model: Path, workload: str, engine: str) 
     ours = engine == "batchgen"
     images = min(args.limit, WORKLOADS[workload][0] if ours else max(1, round(WORKLOADS[workload][0] * args.part)))
     rows = rows_of(args.work, workload, images)
-    launcher = Launcher(args.engines or args.work, os.cpu_count() or 1)
+    launcher = Launcher(args.engines or args.work, usable_cores())
     if engine in PEERS:
         work = args.work / "rows.json"
         work.write_text(
@@ -238,7 +238,7 @@ def main() -> None:
             ratio = speed["batchgen"] / speed[best]
             print(f"{workload}: {ratio:.2f} times {best}; the others ran {args.part:.0%} of the images", flush=True)
         figures[workload] = runs
-    print(f"{in_words(figures['machine'])}, {os.cpu_count()} threads, {figures['machine']['date'][:10]}")
+    print(f"{in_words(figures['machine'])}, {usable_cores()} threads, {figures['machine']['date'][:10]}")
     if args.out is not None:
         args.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

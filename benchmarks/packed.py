@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from batchgen.process.machine import usable_cores
 from benchmarks.machine import in_words, machine_facts
 from benchmarks.models import model_folder
 from benchmarks.programs import ROOT, run_batchgen
@@ -106,7 +107,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for models and rows")
     parser.add_argument("--formats", nargs="+", default=[PLAIN, *FORMATS], choices=[PLAIN, *FORMATS])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--engines", type=Path, help="the folder of setup_engines.sh, for llama.cpp")
     args = parser.parse_args()
     plain = checkpoint(args.work, PLAIN)

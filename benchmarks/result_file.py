@@ -13,7 +13,7 @@ from benchmarks.programs import OURS, PROGRAMS, ROOT, Case
 
 SCHEMA = "batchgen.benchmarks/2"
 SAME_SETTINGS = ("threads", "stand_in", "limit", "sweep", "sweep_rows", "quick")
-SAME_MACHINE = ("cpu", "cores", "versions")
+SAME_MACHINE = ("cpu", "instruction_sets", "cores", "versions")
 """Figures belong to one run only if all of these are equal."""
 
 

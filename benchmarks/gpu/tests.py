@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from batchgen.process.machine import usable_cores
 from benchmarks.gpu.device import Bench
-from benchmarks.machine import cores
 from benchmarks.programs import ROOT
 
 LIMIT = 400.0
@@ -44,7 +44,7 @@ def gpu_tests(bench: Bench) -> dict[str, Any]:
             "-p",
             "no:cacheprovider",
             "-n",
-            str(min(8, cores())),  # most of the time is that of Triton's compiler
+            str(min(8, usable_cores())),  # most of the time is that of Triton's compiler
             "--junit-xml",
             str(report),
         ]

@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from batchgen.process.machine import usable_cores
 from benchmarks.gpu.device import Bench
 from benchmarks.gpu.parts import CONTINUOUS
-from benchmarks.machine import cores
 from benchmarks.models import gpu_model_folder
 from benchmarks.programs import (
     GENERATE,
@@ -44,7 +44,7 @@ class Workload:
         self.folder = gpu_model_folder(work, bench.model(model), str(bench.device), "bfloat16")
         bench.free()  # the engines need what making the model took
         self.name, self.work = f"gpu-{name}", work
-        self.environment = environment_of(cores(), python_path())
+        self.environment = environment_of(usable_cores(), python_path())
         for hidden in ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET"):
             self.environment.pop(hidden, None)
             if hidden in os.environ and bench.device.type == "cuda":
