@@ -83,21 +83,19 @@ class PackedAttention:
         self.num_parts = len(split.shared) + 1
         self._library = library
         self.cache = cache
-        blocks: list[int] = []
-        indices: list[int] = []
-        chunks: list[tuple[int, int]] = []
-        parts = list(split.shared)
-        for chunk in split.chunks:
-            chunks.append((chunk.q_start, len(blocks)))
-            if chunk.q_end - chunk.q_start > 1 and chunk.flat:
-                # The kernel reads all shared parts before a chunk's own blocks.
-                for first, last in chunk.flat:
-                    parts += contiguous_parts(chunk.table, first, last, chunk.q_start, chunk.q_end, size)
-                chunk = chunk._replace(flat=[])
-            for first, last in chunk.ranges(size):
-                indices += range(first, last)
-                blocks += chunk.table[first:last]
-        chunks.append((split.num_tokens, len(blocks)))
+        chunks, parts = split.chunks, list(split.shared)
+        for i in [i for i in chunks.flat if chunks.q_ends[i] - chunks.q_starts[i] > 1]:
+            # The kernel reads all shared parts before a chunk's own blocks.
+            queries = int(chunks.q_starts[i]), int(chunks.q_ends[i])
+            for first, last in chunks.flat.pop(i):
+                parts += contiguous_parts(chunks.tables[i], first, last, *queries, size)
+        ranges = chunks.ranges(size)
+        of, firsts, ends = np.array(ranges, dtype=np.int64).T
+        lengths = ends - firsts
+        begins = np.cumsum(lengths) - lengths
+        indices = np.arange(lengths.sum()) + np.repeat(firsts - begins, lengths)
+        starts = np.append(chunks.q_starts, split.num_tokens)
+        block_starts = np.append(begins[np.searchsorted(of, np.arange(len(chunks.tables)))], lengths.sum())
         shared = sorted(
             ((p.block, p.num_blocks, p.q_start, p.q_end, p.position) for p in parts), key=lambda part: part[-1]
         )
@@ -106,12 +104,12 @@ class PackedAttention:
             split.ends,
             split.kv_indices,
             shared,
-            chunks,
-            blocks,
-            np.array(indices) * size,
+            np.stack([starts, block_starts], axis=1),
+            chunks.blocks(ranges),
+            indices * size,
         )
         self._arrays = [np.ascontiguousarray(a, dtype=np.int32) for a in arrays]  # kept for as long as the plan is used
-        counts = (split.num_tokens, size, len(shared), len(split.chunks))
+        counts = (split.num_tokens, size, len(shared), len(chunks.tables))
         self._counts, self._pointers = counts, tuple(a.ctypes.data for a in self._arrays)
         self._plans: dict[tuple[int, bool], _Plan] = {}  # by the size of a tile and `LayerOptions.causal`
         self._narrowed = None if narrowed is None else narrowed[0]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,8 @@ CAUSAL_SCORES = 1 << 16
 """Maximum number of (query, key) pairs in a causal batch, for each head. It bounds the memory of the scores."""
 NO_LIMIT = 1 << 62
 PADDING = np.int64(1) << 40  # the position of a key that is not there: after every query
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +49,15 @@ class SharedPart:
 class CausalPart:
     """Chunks of queries, each with the keys of its own span, padded to a rectangle: `B` chunks, `L` queries, `S` keys."""
 
-    queries: NDArray[np.int64]
+    queries: Ints
     """[B, L] places in the packed batch; the number of packed tokens where there is no query."""
-    q_positions: NDArray[np.int64]
+    q_positions: Ints
     """[B, L]"""
-    q_ends: NDArray[np.int64]
+    q_ends: Ints
     """[B, L] the last position that each query sees: its own, except inside of some images"""
-    kv_indices: NDArray[np.int64]
+    kv_indices: Ints
     """[B, S] where in the pool each key lies: block * block size + offset."""
-    k_positions: NDArray[np.int64]
+    k_positions: Ints
     """[B, S] `PADDING` where there is no key."""
 
 
@@ -64,32 +66,47 @@ class AttentionPlan:
     """A step's attention. `T` packed tokens."""
 
     num_tokens: int
-    positions: NDArray[np.int64]
+    positions: Ints
     """[T] each token's position in its sequence."""
-    kv_indices: NDArray[np.int64]
+    kv_indices: Ints
     """[T] where in the pool each token's KV goes: block * block size + offset."""
     shared: tuple[SharedPart, ...]
     causal: tuple[CausalPart, ...]
     block_size: int
 
 
-class QueryChunk(NamedTuple):
-    """Consecutive queries of one span: [q_start, q_end) in the packed batch, from position `start`."""
+@dataclass(frozen=True, slots=True)
+class QueryChunks:
+    """Chunks of consecutive queries of one span. `C` chunks, in the order of their queries; arrays are [C]."""
 
-    q_start: int
-    q_end: int
-    start: int
-    table: list[int]
-    own_block: int
+    q_starts: Ints
+    q_ends: Ints
+    """Queries [q_start, q_end) of the packed batch."""
+    starts: Ints
+    """Position of the first query."""
+    ends: Ints
+    """The last position that one of its queries sees."""
+    first_blocks: Ints
+    """Index in the table of the first block that is the span's own."""
+    own_blocks: Ints
     """Index in the table of the first block that is not a shared part's."""
-    flat: list[tuple[int, int]]
-    """Table ranges [from, to) above the own blocks, too small to be a shared part: read with them."""
-    ends: NDArray[np.int64]
-    """[q_end - q_start] the last position that each query sees"""
+    tables: list[list[int]]
+    """By chunk: its span's block table."""
+    flat: dict[int, list[tuple[int, int]]]
+    """By number of a chunk: table ranges [from, to) above the own blocks, too small to be a shared part: read with them."""
 
-    def ranges(self, block_size: int) -> list[tuple[int, int]]:
-        """Table ranges [from, to) of the blocks that it reads, in the order of their positions."""
-        return [*sorted(self.flat), (self.own_block, int(self.ends.max()) // block_size + 1)]
+    def ranges(self, block_size: int) -> list[tuple[int, int, int]]:
+        """Returns the table ranges that the chunks read, in the order of chunks and positions: (chunk, from, to)."""
+        ends = self.ends // block_size + 1
+        found = list(zip(range(len(ends)), self.own_blocks.tolist(), ends.tolist(), strict=True))
+        for i in sorted(self.flat, reverse=True):
+            found[i:i] = [(i, first, end) for first, end in sorted(self.flat[i])]
+        return found
+
+    def blocks(self, ranges: Sequence[tuple[int, int, int]]) -> Ints:
+        """Returns the blocks of table ranges, one after the other."""
+        found = chain.from_iterable(self.tables[i][first:end] for i, first, end in ranges)
+        return np.fromiter(found, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +114,14 @@ class StepParts:
     """A step split into shared parts and chunks. Every query is in one chunk; that chunk reads the query's own token."""
 
     num_tokens: int
-    positions: NDArray[np.int64]
+    positions: Ints
     """[T]"""
-    ends: NDArray[np.int64]
+    ends: Ints
     """[T] the last position that each token sees"""
-    kv_indices: NDArray[np.int64]
+    kv_indices: Ints
     """[T]"""
     shared: list[SharedPart]
-    chunks: list[QueryChunk]
-    """In the order of their queries."""
+    chunks: QueryChunks
 
 
 def plan_attention(
@@ -123,60 +139,85 @@ def plan_attention(
 
 def split_step(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: int, chunk: int = NO_LIMIT) -> StepParts:
     """Splits a step, whose spans are in depth-first order, into shared parts and chunks of at most `chunk` queries of one span."""
-    sizes = [w.stop - w.start for w in spans]
-    num_tokens = sum(sizes)
+    starts = np.array([w.start for w in spans], dtype=np.int64)
+    sizes = np.array([w.stop for w in spans], dtype=np.int64) - starts
     ends = np.cumsum(sizes)
-    positions = np.arange(num_tokens) + np.repeat([w.stop for w in spans] - ends, sizes)
+    num_tokens = int(ends[-1]) if len(ends) else 0
+    positions = np.arange(num_tokens) + np.repeat(starts + sizes - ends, sizes)
+    long = np.flatnonzero(sizes > 1).tolist()
     seen = positions
-    if any(size > 1 and w.span.images and w.start < w.span.prompt_end for w, size in zip(spans, sizes, strict=True)):
+    if any(spans[i].span.images and spans[i].start < spans[i].span.prompt_end for i in long):
         seen = np.concatenate([last_seen(w.span, w.start, w.stop) for w in spans])
-    blocks: list[int] = []
-    for scheduled, size in zip(spans, sizes, strict=True):
-        if size == 1:
-            blocks.append(scheduled.span.table[scheduled.start // block_size])
-        else:
-            table = np.asarray(scheduled.span.table)
-            blocks += table[np.arange(scheduled.start, scheduled.stop) // block_size].tolist()
-    kv_indices = np.array(blocks, dtype=np.int64) * block_size + positions % block_size
-    parts, flat = _node_parts(spans, sizes, block_size, shared_reads)
-    chunks = _query_chunks(spans, seen, flat, parts, block_size, shared_reads, chunk)
+    blocks = _blocks_of(spans, positions // block_size, (ends - sizes).tolist(), long)
+    kv_indices = blocks * block_size + positions % block_size
+    dropped = [w.span.dropped for w in spans]
+    parts, flat = _node_parts(spans, (ends - sizes).tolist(), num_tokens, dropped, block_size, shared_reads)
+    firsts = np.array([w.span.start for w in spans], dtype=np.int64) // block_size
+    firsts = np.maximum(firsts, np.array(dropped, dtype=np.int64))
+    chunks = _query_chunks(spans, starts, sizes, firsts, seen, flat, parts, block_size, shared_reads, chunk)
     return StepParts(num_tokens, positions, seen, kv_indices, parts, chunks)
 
 
-def _node_parts(
-    spans: Sequence[ScheduledSpan], sizes: list[int], block_size: int, shared_reads: int
-) -> tuple[list[SharedPart], list[list[tuple[int, int]]]]:
-    """Returns the resident nodes above the spans as shared parts, or as table ranges of each span below them."""
-    parts: list[SharedPart] = []
-    flat: list[list[tuple[int, int]]] = [[] for _ in spans]
-    open_: list[tuple[PrefixNodeSpan, int, int]] = []  # node, first span below it, first query below it
+def _blocks_of(spans: Sequence[ScheduledSpan], entries: Ints, begins: list[int], long: list[int]) -> Ints:
+    """Returns the block [T] of each token, whose entry of its span's table is in `entries`. `begins`: the spans' first tokens; `long`: the spans that have several."""
+    if len(long) < len(spans):
+        firsts = entries[begins].tolist()
+        found = np.array([w.span.table[entry] for w, entry in zip(spans, firsts, strict=True)], dtype=np.int64)
+    if not long:
+        return found
+    blocks = np.empty(len(entries), dtype=np.int64)
+    if len(long) < len(spans):
+        blocks[begins] = found
+    for i in long:
+        begin, end = begins[i], begins[i] + spans[i].stop - spans[i].start
+        blocks[begin:end] = np.asarray(spans[i].span.table)[entries[begin:end]]
+    return blocks
 
-    def close(depth: int, last_span: int, query: int) -> None:
+
+def _node_parts(
+    spans: Sequence[ScheduledSpan],
+    begins: list[int],
+    num_tokens: int,
+    dropped: list[int],
+    block_size: int,
+    shared_reads: int,
+) -> tuple[list[SharedPart], dict[int, list[tuple[int, int]]]]:
+    """Returns the resident nodes above the spans as shared parts, or as table ranges, by number of a span below them.
+
+    `begins`: the spans' first tokens. `dropped`: the blocks that they have released.
+    """
+    parts: list[SharedPart] = []
+    flat: dict[int, list[tuple[int, int]]] = {}
+    open_: list[tuple[PrefixNodeSpan, int]] = []  # node, first span below it
+
+    def close(depth: int, end: int) -> None:
+        """Closes nodes whose last span is the one before `end`."""
+        query = begins[end] if end < len(spans) else num_tokens
         while len(open_) > depth:
-            node_span, first_span, q_start = open_.pop()
+            node_span, begin = open_.pop()
             first, last = node_span.start // block_size, node_span.end // block_size
             if first == last:
                 continue
-            if last_span - first_span > 1 and (query - q_start) * (last - first) >= shared_reads:
+            if end - begin > 1 and (query - begins[begin]) * (last - first) >= shared_reads:
                 # The span below that has released the fewest blocks. Blocks that the others do not see any more are masked for them.
-                span = min((w.span for w in spans[first_span:last_span]), key=lambda span: span.dropped)
-                parts.extend(contiguous_parts(span.table, max(first, span.dropped), last, q_start, query, block_size))
+                fewest = min(dropped[begin:end])
+                table = spans[dropped.index(fewest, begin)].span.table
+                parts.extend(contiguous_parts(table, max(first, fewest), last, begins[begin], query, block_size))
             else:
-                for i in range(first_span, last_span):
-                    flat[i].append((max(first, spans[i].span.dropped), last))
+                for i in range(begin, end):
+                    flat.setdefault(i, []).append((max(first, dropped[i]), last))
 
-    at = 0
-    for i, (scheduled, size) in enumerate(zip(spans, sizes, strict=True)):
-        path = scheduled.span.path
-        depth = len(open_)
-        if depth != len(path) or (depth and open_[-1][0] is not path[-1]):
-            depth = 0
-            while depth < min(len(open_), len(path)) and open_[depth][0] is path[depth]:
-                depth += 1
-            close(depth, i, at)
-            open_.extend((node_span, i, at) for node_span in path[depth:])
-        at += size
-    close(0, len(spans), at)
+    paths = [w.span.path for w in spans]
+    lowest = [path[-1] if path else None for path in paths]
+    for i, path in enumerate(paths):
+        if i and lowest[i] is lowest[i - 1]:
+            continue
+        depth = 0
+        while depth < min(len(open_), len(path)) and open_[depth][0] is path[depth]:
+            depth += 1
+        close(depth, i)
+        open_.extend((node_span, i) for node_span in path[depth:])
+    close(0, len(spans))
     return parts, flat
 
 
@@ -195,59 +236,71 @@ def contiguous_parts(
 
 def _query_chunks(
     spans: Sequence[ScheduledSpan],
-    seen: NDArray[np.int64],
-    flat: list[list[tuple[int, int]]],
+    starts: Ints,
+    sizes: Ints,
+    firsts: Ints,
+    seen: Ints,
+    flat: dict[int, list[tuple[int, int]]],
     parts: list[SharedPart],
     block_size: int,
     shared_reads: int,
     max_queries: int,
-) -> list[QueryChunk]:
-    """Cuts the spans into chunks of queries. The blocks before a chunk in its own span may become a shared part."""
-    chunks: list[QueryChunk] = []
-    at = 0
-    for scheduled, ranges in zip(spans, flat, strict=True):
-        size = scheduled.stop - scheduled.start
-        table, own = scheduled.span.table, max(scheduled.span.start // block_size, scheduled.span.dropped)
-        for offset in range(0, size, max_queries):
-            start = scheduled.start + offset
-            q_start, q_end = at + offset, at + min(offset + max_queries, size)
-            behind = start // block_size
-            if size > 1 and (q_end - q_start) * (behind - own) >= shared_reads:
-                parts.extend(contiguous_parts(table, own, behind, q_start, q_end, block_size))
-                chunks.append(QueryChunk(q_start, q_end, start, table, behind, ranges, seen[q_start:q_end]))
-            else:
-                chunks.append(QueryChunk(q_start, q_end, start, table, own, ranges, seen[q_start:q_end]))
-        at += size
-    return chunks
+) -> QueryChunks:
+    """Cuts the spans into chunks of queries. The blocks before a chunk in its own span may become a shared part. `firsts`: the spans' own first blocks."""
+    tables = [w.span.table for w in spans]
+    q_starts = np.cumsum(sizes) - sizes
+    q_ends = q_starts + sizes
+    counts = -(-sizes // max_queries)
+    if (counts > 1).any():
+        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        of = np.repeat(np.arange(len(spans)), counts)
+        starts, firsts = starts[of] + number * max_queries, firsts[of]
+        q_starts = q_starts[of] + number * max_queries
+        q_ends = np.minimum(q_starts + max_queries, q_ends[of])
+        tables = [tables[i] for i in of]
+        flat = {chunk: flat[i] for chunk, i in enumerate(of.tolist()) if i in flat}
+    owns = firsts.copy()
+    behind = starts // block_size
+    for i in np.flatnonzero((q_ends - q_starts > 1) & ((q_ends - q_starts) * (behind - firsts) >= shared_reads)):
+        first, last, begin, end = (int(numbers[i]) for numbers in (firsts, behind, q_starts, q_ends))
+        parts.extend(contiguous_parts(tables[i], first, last, begin, end, block_size))
+        owns[i] = behind[i]
+    ends = np.maximum.reduceat(seen, q_starts) if len(q_starts) else seen
+    return QueryChunks(q_starts, q_ends, starts, ends, firsts, owns, tables, flat)
 
 
 def _causal(step: StepParts, block_size: int, max_scores: int) -> tuple[CausalPart, ...]:
     """Batches chunks of similar shape, so that padding at most doubles each dimension."""
-    shapes: dict[tuple[int, int], list[tuple[QueryChunk, list[int]]]] = {}
-    for chunk in step.chunks:
-        indices = [i for first, end in chunk.ranges(block_size) for i in range(first, end)]
-        shape = ((chunk.q_end - chunk.q_start - 1).bit_length(), (len(indices) - 1).bit_length())
-        shapes.setdefault(shape, []).append((chunk, indices))
+    chunks = step.chunks
+    indices: list[list[int]] = [[] for _ in chunks.tables]
+    for i, first, end in chunks.ranges(block_size):
+        indices[i] += range(first, end)
+    lengths = (chunks.q_ends - chunks.q_starts).tolist()
+    shapes: dict[tuple[int, int], list[int]] = {}
+    for i, length in enumerate(lengths):
+        shapes.setdefault(((length - 1).bit_length(), (len(indices[i]) - 1).bit_length()), []).append(i)
     parts: list[CausalPart] = []
     for similar in shapes.values():
-        L = max(b.q_end - b.q_start for b, _ in similar)
-        N = max(len(indices) for _, indices in similar)
+        L = max(lengths[i] for i in similar)
+        N = max(len(indices[i]) for i in similar)
         size = max(1, max_scores // (L * N * block_size))
-        parts += [_causal_batch(similar[i : i + size], L, N, step, block_size) for i in range(0, len(similar), size)]
+        for at in range(0, len(similar), size):
+            parts.append(_causal_batch(similar[at : at + size], indices, L, N, step, block_size))
     return tuple(parts)
 
 
 def _causal_batch(
-    batch: list[tuple[QueryChunk, list[int]]], L: int, N: int, step: StepParts, block_size: int
+    batch: list[int], indices: list[list[int]], L: int, N: int, step: StepParts, block_size: int
 ) -> CausalPart:
-    """`L` queries and `N` blocks of each chunk; a chunk that has fewer is padded."""
-    first, end, start = np.array([(c.q_start, c.q_end, c.start) for c, _ in batch], dtype=np.int64).T[:, :, None]
+    """`L` queries and `N` blocks of each chunk of the batch; a chunk that has fewer is padded. `indices`: by chunk, the table entries that it reads."""
+    chunks = step.chunks
+    first, end, start = (numbers[batch][:, None] for numbers in (chunks.q_starts, chunks.q_ends, chunks.starts))
     queries = first + np.arange(L)
     there = queries < end
-    places = np.array([indices + [-1] * (N - len(indices)) for _, indices in batch], dtype=np.int64)[:, :, None]
-    blocks = np.array(
-        [[c.table[i] for i in indices] + [0] * (N - len(indices)) for c, indices in batch], dtype=np.int64
-    )
+    padding = [[-1] * (N - len(indices[i])) for i in batch]
+    places = np.array([indices[i] + more for i, more in zip(batch, padding, strict=True)], dtype=np.int64)[:, :, None]
+    tables = [[chunks.tables[i][entry] for entry in indices[i]] for i in batch]
+    blocks = np.array([table + more for table, more in zip(tables, padding, strict=True)], dtype=np.int64)
     offsets = np.arange(block_size)
     return CausalPart(
         queries=np.where(there, queries, step.num_tokens),

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
-from batchgen.attention.plan import QueryChunk, SharedPart, StepParts
+from batchgen.attention.plan import Ints, QueryChunks, SharedPart, StepParts
 from batchgen.scheduling.batch import ScheduledSpan
 
 Q_START, Q_COUNT, BLOCK_TABLE, NUM_KEYS, FIRST_VISIBLE, POSITION, PARTIAL = range(7)
@@ -32,8 +31,6 @@ ITEM_KEYS = 64
 """The usual cost of an item beside its keys, counted in keys. Not measured."""
 EVEN = 1.1
 """A lane is balanced if its busiest program has at most this multiple of the average work."""
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +71,14 @@ def work_list(spans: Sequence[ScheduledSpan], split: StepParts, block_size: int,
     A span that fills a wide tile by itself reads its whole block table: a shared part would save nothing and cost a merge.
     """
     ranges = _Ranges(block_size)
-    whole = _own(spans, split.chunks, wide.tokens, ranges)
+    own, whole = _own(spans, split.chunks, wide.tokens, ranges)
     _shared(split, whole, ranges)
-    rows = np.array(ranges.rows, dtype=np.int64)
+    rows = np.concatenate([own, np.array(ranges.rows, dtype=np.int64).reshape(-1, own.shape[1])])
     few = rows[:, Q_COUNT] <= narrow.tokens
     lanes = [_split(_tile(rows[of], lane.tokens), lane, block_size) for of, lane in ((~few, wide), (few, narrow))]
     items = np.concatenate(lanes)
     starts, merged = _merges(items, split.num_tokens)
-    blocks = np.fromiter(chain.from_iterable(ranges.blocks), dtype=np.int64, count=ranges.num_blocks)
+    blocks = np.fromiter(chain.from_iterable(ranges.blocks), dtype=np.int64)
     return WorkList(items[: len(lanes[0])], items[len(lanes[0]) :], blocks, starts, merged, len(merged))
 
 
@@ -104,26 +101,29 @@ class _Ranges:
 
 
 def _own(
-    spans: Sequence[ScheduledSpan], chunks: list[QueryChunk], whole_tokens: int, ranges: _Ranges
-) -> list[tuple[int, int]]:
-    """Adds the ranges that each span reads through its own block table. Returns the queries of the spans that read all of it."""
+    spans: Sequence[ScheduledSpan], chunks: QueryChunks, whole_tokens: int, ranges: _Ranges
+) -> tuple[Ints, list[tuple[int, int]]]:
+    """Returns the ranges [C, 6] that the spans read through their own block tables, the last of each span's, and the queries of the spans that read
+    all of it. The ranges above the last are added to `ranges`, and all blocks.
+    """
     size = ranges.block_size
-    whole: list[tuple[int, int]] = []
-    for scheduled, chunk in zip(spans, chunks, strict=True):
-        span, start, stop = scheduled.span, scheduled.start, scheduled.stop
-        table, q_start, count = span.table, chunk.q_start, stop - start
-        first, end = span.dropped, (stop - 1) // size + 1
-        if count >= whole_tokens:
-            whole.append((q_start, chunk.q_end))
-        else:
-            first = max(span.start // size, first)
-            if chunk.flat:
-                (first, _), *above = _runs(chunk.flat, first, end)
-                for lower, upper in above:
-                    ranges.add(q_start, count, table[lower:upper], (upper - lower) * size, ALL, lower * size)
-        at = first * size
-        ranges.add(q_start, count, table[first:end], stop - at, start + 1 - at, at)
-    return whole
+    counts = chunks.q_ends - chunks.q_starts
+    stops = chunks.starts + counts
+    firsts, ends = chunks.first_blocks.copy(), (stops - 1) // size + 1
+    long = np.flatnonzero(counts >= whole_tokens).tolist()
+    for i in long:
+        firsts[i] = spans[i].span.dropped
+    for i in chunks.flat.keys() - set(long):
+        (firsts[i], _), *above = _runs(chunks.flat[i], int(firsts[i]), int(ends[i]))
+        for lower, upper in above:
+            blocks = chunks.tables[i][lower:upper]
+            ranges.add(int(chunks.q_starts[i]), int(counts[i]), blocks, len(blocks) * size, ALL, lower * size)
+    lengths, at = ends - firsts, firsts * size
+    begins = ranges.num_blocks + np.cumsum(lengths) - lengths
+    ranges.blocks += [table[f:e] for table, f, e in zip(chunks.tables, firsts.tolist(), ends.tolist(), strict=True)]
+    ranges.num_blocks += int(lengths.sum())
+    rows = np.stack([chunks.q_starts, counts, begins, stops - at, chunks.starts + 1 - at, at], axis=1)
+    return rows, [(int(chunks.q_starts[i]), int(chunks.q_ends[i])) for i in long]
 
 
 def _runs(flat: list[tuple[int, int]], first: int, end: int) -> list[tuple[int, int]]:
@@ -139,10 +139,10 @@ def _runs(flat: list[tuple[int, int]], first: int, end: int) -> list[tuple[int, 
 
 def _shared(split: StepParts, whole: list[tuple[int, int]], ranges: _Ranges) -> None:
     """Adds the shared parts that several spans read, without the queries that read their own whole block table."""
-    starts = [chunk.q_start for chunk in split.chunks]
+    starts, ends = split.chunks.q_starts.tolist(), split.chunks.q_ends.tolist()
     for parts in _adjoining(split.shared, ranges.block_size):
         q_start, q_end = parts[0].q_start, parts[0].q_end
-        if split.chunks[bisect_right(starts, q_start) - 1].q_end >= q_end:
+        if ends[bisect_right(starts, q_start) - 1] >= q_end:
             continue  # read by one span alone, so `_own` has added it
         blocks = [block for part in parts for block in range(part.block, part.block + part.num_blocks)]
         for begin, end in _without(q_start, q_end, whole):
