@@ -386,6 +386,8 @@ class _PlanBuilder:
         self.figures = PlanFigures()
         self._whole = whole
         engine = config.engine
+        kind = config.model.devices[0].partition(":")[0]
+        self._batch_size = engine.batch_size or BATCH_SIZE.get(kind, BATCH_SIZE["cpu"])  # "auto" would need torch
         self._planner = Planner(engine.chunk_size, share=engine.share, consecutive=whole, under_way={})
         self._survey = GroupSurvey(engine.chunk_size, GROUPS)
         self._rehearsal = self._rehearse() if self.bytes_per_state else None
@@ -476,7 +478,7 @@ class _PlanBuilder:
             [len(leaf.tokens) + (0 if leaf.request.texts else leaf.request.max_tokens) for leaf in leaves],
             block_size=self.block_size,
             bytes_per_token=self.bytes_per_token,
-            batch_size=engine.batch_size or BATCH_SIZE,
+            batch_size=self._batch_size,
             prefill_tokens_min=planned.prefill_tokens_min,
         )
         self.figures = merge_figures([self.figures, window])
@@ -529,7 +531,7 @@ class _PlanBuilder:
             lengths=LengthFigures.of(self._earlier.lengths),
             estimate=None if self._duration is None else self._duration.estimate(),
             sufficient_memory=memory_option(
-                sufficient_memory(found.kv_bytes_min, self.bytes_per_state, self.config.engine.batch_size or BATCH_SIZE)
+                sufficient_memory(found.kv_bytes_min, self.bytes_per_state, self._batch_size)
             ),
         )
 

@@ -22,7 +22,9 @@ CAPTURE_AFTER = 4
 steps (a wait for the device, a forward to warm up, one to capture, and building the graph). So however many steps of the shape follow,
 the cost is at most twice the smallest possible one."""
 MAX_TOKENS = 2048
-"""Larger steps keep a device busy for longer than the host needs to launch them."""
+"""Steps of most models that are larger keep a device busy for longer than the host needs to launch them."""
+SMALL_LAYER = 2 * 10**11
+"""Tokens of a step times parameters of a layer, up to which the host takes longer. On an H200, launching a layer takes a millisecond."""
 MAX_GRAPHS = 64
 """Each takes some megabytes of the device's memory, whatever its shape."""
 
@@ -37,6 +39,11 @@ class Shape(NamedTuple):
     tokens: int
     logits: int
     """Tokens after which logits are wanted."""
+
+
+def full_steps_pay(num_parameters: int, num_layers: int, tokens: int) -> bool:
+    """Whether the largest steps, of so many tokens, run faster as a graph than they are launched."""
+    return tokens * num_parameters <= SMALL_LAYER * num_layers
 
 
 def sizes_up_to(largest: int) -> list[int]:
@@ -59,10 +66,14 @@ class Graphs:
         max_logits: int,
         notes: list[str],
         after: int = CAPTURE_AFTER,
+        full_steps: bool = False,
     ) -> None:
-        """`new_capture` makes a `Capture` with memory of its own. Messages for the user are added to `notes`."""
+        """`new_capture` makes a `Capture` with memory of its own. Messages for the user are added to `notes`. `full_steps`: steps of exactly
+        `max_tokens` run as graphs even if there are more than `MAX_TOKENS`; other steps are not padded to so many.
+        """
         self._new_capture = new_capture
         self._capture = new_capture()
+        self._full = max_tokens if full_steps else None
         max_tokens = min(max_tokens, max(MAX_TOKENS, max_logits))
         self._tokens = sorted({*sizes_up_to(max_tokens), max_logits})
         self._logits = sizes_up_to(max_logits)
@@ -84,9 +95,14 @@ class Graphs:
 
     def shape_of(self, tokens: int, logits: int) -> Shape | None:
         """Returns the smallest shape that holds such a step if it should run as a graph, else None. Counts how often a shape was asked for."""
-        if not logits or tokens > self._tokens[-1] or logits > self._logits[-1]:
+        if tokens == self._full and logits <= self._logits[-1]:
+            shape = Shape(tokens, self._logits[-1])
+        elif not logits or tokens > self._tokens[-1] or logits > self._logits[-1]:
             return None
-        shape = Shape(self._tokens[bisect_left(self._tokens, tokens)], self._logits[bisect_left(self._logits, logits)])
+        else:
+            shape = Shape(
+                self._tokens[bisect_left(self._tokens, tokens)], self._logits[bisect_left(self._logits, logits)]
+            )
         if shape in self._graphs:
             return shape
         if self._given_up or len(self._graphs) == MAX_GRAPHS:

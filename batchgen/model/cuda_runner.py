@@ -17,7 +17,7 @@ from batchgen.attention.kv_cache import KVCache
 from batchgen.errors import in_one_line, is_out_of_memory
 from batchgen.kernels.device_parts import running
 from batchgen.kernels.transfer import staged
-from batchgen.model.cuda_graphs import CAPTURE_AFTER, Capture, CudaCapture, Graphs, Shape
+from batchgen.model.cuda_graphs import CAPTURE_AFTER, Capture, CudaCapture, Graphs, Shape, full_steps_pay
 from batchgen.model.loaded_model import LoadedModel
 from batchgen.scheduling.batch import Limits, PackedSpans
 
@@ -99,7 +99,8 @@ class DeviceStep:
         self._graphs: Graphs | None = None
         if model.compile != "off" and model.verdict.uses("graphs"):
             max_logits, after = max(self._smallest, limits.batch_size), 0 if compiled else CAPTURE_AFTER
-            self._graphs = Graphs(new_capture, limits.max_batch_tokens, max_logits, notes, after=after)
+            full = full_steps_pay(model.num_parameters, len(model.layers), limits.max_batch_tokens)
+            self._graphs = Graphs(new_capture, limits.max_batch_tokens, max_logits, notes, after=after, full_steps=full)
         # A step's token ids, the places of its wanted logits, and, of tokens that only the device knows, their places and sampler indices.
         self._inputs = torch.zeros(4 * limits.max_batch_tokens + 1, dtype=torch.int64, device=model.device)
         self._logits: torch.Tensor | None = None

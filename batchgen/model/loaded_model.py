@@ -92,6 +92,11 @@ class LoadedModel:
     """What `--quantize` did, for the figures of a run; None without."""
 
     @property
+    def num_parameters(self) -> int:
+        """Number of parameters in memory, without those that are packed."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
     def devices(self) -> tuple[torch.device, ...]:
         """Where KV and states lie, the first layer's device first."""
         return tuple(dict.fromkeys([*devices_of(self.layers), *(s.device for s in self.states.values())]))

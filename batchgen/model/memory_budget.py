@@ -11,6 +11,7 @@ import torch
 from batchgen.attention.kv_cache import KVCache, bytes_per_token
 from batchgen.config import EngineConfig, parse_memory, parse_size
 from batchgen.errors import OutOfMemory, RowError, UsageError, is_out_of_memory
+from batchgen.model.cuda_graphs import full_steps_pay
 from batchgen.model.loaded_model import LoadedModel
 from batchgen.model.runner import Runner
 from batchgen.process.machine import free_host_memory
@@ -218,8 +219,11 @@ def _measured(model: LoadedModel, limits: Limits, block_size: int) -> tuple[Limi
             left = {
                 on: free_memory(on) - reserved for on in free
             }  # without what the libraries have loaded for the step
+            # The graph of the largest step holds as much as the step again.
+            steps_held = 1 + full_steps_pay(model.num_parameters, len(model.layers), limits.max_batch_tokens)
             return limits, {
-                on: room_for_blocks(left[on], steps[on], sampling if on == model.device else 0) for on in left
+                on: room_for_blocks(left[on], steps_held * steps[on], sampling if on == model.device else 0)
+                for on in left
             }
         if limits.max_batch_tokens == 1:
             raise OutOfMemory(

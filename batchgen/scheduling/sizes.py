@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from batchgen.config import EngineConfig
 from batchgen.scheduling.batch import Limits
 
-BATCH_SIZE = 256
+BATCH_SIZE = {"cpu": 256, "mps": 256, "cuda": 1024}
 BATCH_TOKENS = {"cpu": 2048, "mps": 2048, "cuda": 8192}
 SCORED_LOGITS = 1 << 25
 """Maximum number of logits (tokens times vocabulary) of texts that are scored in one forward."""
@@ -62,7 +62,7 @@ def memory_option(count: int) -> str:
 def limits_for(config: EngineConfig, device: str, vocab_size: int, *, streamed: bool = False) -> Limits:
     """Returns the limits of steps on a kind of device: cpu, mps or cuda. `streamed`: every step reads the weights again, whatever its size."""
     batch_tokens = config.max_batch_tokens or BATCH_TOKENS[device]
-    batch_size = max(BATCH_SIZE, STREAMED_LOGITS // vocab_size) if streamed else BATCH_SIZE
+    batch_size = max(BATCH_SIZE[device], STREAMED_LOGITS // vocab_size) if streamed else BATCH_SIZE[device]
     return Limits(
         batch_size=min(config.batch_size or batch_size, batch_tokens),
         max_batch_tokens=batch_tokens,

@@ -3,7 +3,15 @@ from itertools import pairwise
 import pytest
 import torch
 
-from batchgen.model.cuda_graphs import CAPTURE_AFTER, MAX_GRAPHS, MAX_TOKENS, Graphs, Shape, sizes_up_to
+from batchgen.model.cuda_graphs import (
+    CAPTURE_AFTER,
+    MAX_GRAPHS,
+    MAX_TOKENS,
+    Graphs,
+    Shape,
+    full_steps_pay,
+    sizes_up_to,
+)
 
 
 class Captures:
@@ -81,6 +89,19 @@ def test_large_steps_and_steps_without_logits_run_without_graphs(captures, step)
     graphs = graphs_of(captures, tokens=8192)
     for _ in range(2 * CAPTURE_AFTER):
         assert graphs.shape_of(*step) is None
+
+
+@pytest.mark.parametrize("logits", [0, 3, 256])
+def test_the_largest_step_can_be_a_graph_of_its_own_and_no_step_is_padded_to_it(captures, logits):
+    graphs = graphs_of(captures, tokens=8192, full_steps=True)
+    assert shape_when_frequent(graphs, 8192, logits) == Shape(8192, 256)
+    for _ in range(2 * CAPTURE_AFTER):
+        assert graphs.shape_of(8191, 3) is None
+
+
+@pytest.mark.parametrize(("parameters", "layers", "pays"), [(494_000_000, 24, True), (8_000_000_000, 32, False)])
+def test_full_steps_of_small_layers_pay_as_graphs(parameters, layers, pays):
+    assert full_steps_pay(parameters, layers, 8192) is pays
 
 
 def test_a_frequent_shape_is_captured_and_replayed_from_then_on(captures):

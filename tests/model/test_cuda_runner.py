@@ -103,7 +103,7 @@ def test_a_captured_step_always_reads_the_same_buffers(model, monkeypatch):
 
 def eager_graphs(graphs):
     """Captures every shape at its first step. Replays run the module again, so that its inputs can be recorded."""
-    return lambda new_capture, *args, after: graphs(lambda: plain_capture, *args, after=0)
+    return lambda new_capture, *args, **options: graphs(lambda: plain_capture, *args, **options | {"after": 0})
 
 
 def plain_capture(forward):
