@@ -62,7 +62,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "vllm": Program(
         "vLLM",
-        "benchmarks.engines.vllm_cpu",
+        "benchmarks.engines.vllm",
         "vllm",
         "w8a8",
         converts_all=False,
@@ -78,6 +78,7 @@ PROGRAMS: dict[str, Program] = {
 }
 OURS = "batchgen"
 GENERATE = "transformers-generate"
+VLLM = "vllm"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Rows with images in vLLM or OpenVINO GenAI, with prefix caching; greedy, past the end token. `benchmarks/images.py` starts it.
 
-Images are decoded by Pillow. vLLM runs without torch.compile, as for text (`vllm_cpu.py`). OpenVINO's KV cache has its default precision. It is
+Images are decoded by Pillow. vLLM runs without torch.compile, as for text (`vllm.py`). OpenVINO's KV cache has its default precision. It is
 given the rows of an image one after the other, so that it finds the image's prefix in its cache; rows that it schedules together do not share.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.engines.common import threads
 from benchmarks.engines.openvino_cpu import KV_GIB, PRECISION, SEQUENCES, STEP_TOKENS, WEIGHTS, touch_memory
-from benchmarks.engines.vllm_cpu import CONTEXT, cores
+from benchmarks.engines.vllm import CONTEXT, cores
 
 Rows = list[tuple[str, str]]
 """The image's file and the prompt, with the model's own placeholder."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.gpu.parts import CONTINUOUS, DECODE_PREFIXES, PARTS
 from benchmarks.gpu.result import find
-from benchmarks.programs import GENERATE, OURS, PROGRAMS
+from benchmarks.programs import GENERATE, OURS, PROGRAMS, VLLM
 
 NOT_MEASURED = "not measured"
 Result = Mapping[str, Any]
@@ -23,6 +23,14 @@ def tables(result: Result) -> str:
 def figures(result: Result, part: str, case: str) -> dict[str, Any] | None:
     found = find(result, "figures", part, case)
     return None if found is None else found["figures"]
+
+
+def on(result: Result, part: str, case: str) -> str:
+    """Returns on which GPU a case was measured, if the result has figures of several."""
+    entry = find(result, "figures", part, case)
+    names = [machine["gpu"] or "no GPU" for machine in result["machines"]]
+    used = {names[e["machine"]] for e in result["figures"]}
+    return "" if entry is None or len(used) == 1 else f", {names[entry['machine']].removeprefix('NVIDIA ').split()[0]}"
 
 
 def missing(result: Result, part: str, case: str) -> str:
@@ -42,6 +50,7 @@ def decode(result: Result) -> str:
     for prefix in DECODE_PREFIXES:
         name = f"{prefix:,} tokens"
         f = figures(result, "decode", f"8b {prefix}")
+        name += on(result, "decode", f"8b {prefix}")
         if f is None:
             lines.append([name, missing(result, "decode", f"8b {prefix}"), "", "", ""])
         else:
@@ -68,7 +77,7 @@ def single(result: Result) -> str:
          "parity", "bfloat16 0.5b", _spread),
     ):  # fmt: skip
         f = figures(result, part, case)
-        lines.append([text, missing(result, part, case) if f is None else said(f)])
+        lines.append([text + on(result, part, case), missing(result, part, case) if f is None else said(f)])
     lines.append(["architectures whose float32 tokens are those of `generate`", exact(result)])
     lines.append(
         ["families whose rows with images have the tokens of `generate`", share(result, "images", lambda f: f["exact"])]
@@ -111,7 +120,7 @@ def share(result: Result, part: str, holds: Callable[[Mapping[str, Any]], bool])
 
 def workloads(result: Result) -> str:
     """Returns the tokens/s; in bold how many times as fast batchgen is on the same rows."""
-    others = (f"{OURS} --no-share", GENERATE, CONTINUOUS)
+    others = (f"{OURS} --no-share", VLLM, GENERATE, CONTINUOUS)
     labels = ("without sharing", *(PROGRAMS[engine].label for engine in others[1:]))
     lines = [["completion tokens/s", "batchgen", *labels]]
     for name, part in PARTS.items():
@@ -120,7 +129,7 @@ def workloads(result: Result) -> str:
             cells = [f"{whole['tokens_per_s']:,.0f}" if whole else missing(result, name, OURS)]
             cells += [compared(result, name, engine) for engine in others]
             workload, model = part.workload.split()
-            lines.append([f"{workload.replace('-', ' ')}, {model.upper()}", *cells])
+            lines.append([f"{workload.replace('-', ' ')}, {model.upper()}{on(result, name, OURS)}", *cells])
     return markdown(lines)
 
 
@@ -129,12 +138,13 @@ def compared(result: Result, part: str, engine: str) -> str:
     theirs = figures(result, part, engine)
     if theirs is None:
         return missing(result, part, engine)
+    where = on(result, part, engine)
     for case in (OURS, f"{OURS} {theirs['rows']} rows"):
         ours = figures(result, part, case)
-        if ours is not None and ours["rows"] == theirs["rows"]:
+        if ours is not None and ours["rows"] == theirs["rows"] and on(result, part, case) == where:
             fewer = "" if case == OURS else f" ({theirs['rows']} rows)"
             return f"{theirs['tokens_per_s']:,.0f} **{ours['tokens_per_s'] / theirs['tokens_per_s']:.1f}x**{fewer}"
-    return f"{theirs['tokens_per_s']:,.0f} ({theirs['rows']} rows)"
+    return f"{theirs['tokens_per_s']:,.0f} ({theirs['rows']} rows{where})"
 
 
 def caption(result: Result) -> str:

@@ -1,4 +1,7 @@
-"""Compares batchgen on one workload with transformers, and with itself without sharing. Every engine runs in its own process."""
+"""Compares batchgen on one workload with vLLM, if this Python has it, with transformers, and with itself without sharing.
+
+Every engine runs in its own process.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from benchmarks.programs import (
     GENERATE,
     OURS,
     PROGRAMS,
+    VLLM,
     EngineFailed,
     NotDone,
     environment_of,
@@ -30,6 +35,8 @@ from benchmarks.workloads import workload_file
 FEWER_ROWS = (512, 128)
 """Numbers of rows that slow engines get: the smaller one if the larger one is not done in time."""
 TIMEOUT = 120.0
+COMPILED_IN = 240.0
+"""Time limit of vLLM, which compiles the model and captures its graphs before it begins."""
 SWEEP = "32,128,512"
 KEPT = ("prefill_tokens", "prefill_tokens_min", "shared_fraction", "steps", "mean_decode_batch", "preemptions",
         "kv_bytes_peak", "kv_bytes_unshared", "seconds", "generate_s")  # fmt: skip
@@ -70,9 +77,11 @@ def cases(bench: Bench, workload: str, work: Path) -> Iterator[tuple[str, Callab
     def made() -> Workload:
         return Workload(bench, name, model, work)
 
-    yield OURS, lambda: ours(made(), rows[0], bench.size(2, 1))
+    yield OURS, lambda: ours(made(), rows[0], 1 if model == "8b" else bench.size(2, 1))
     if bench.tiny and name != "shared-prefix":  # every process takes seconds to start
         return
+    if bench.device.type == "cuda" and find_spec("vllm"):
+        yield VLLM, lambda: figures(made(), rows[0], [made().call(VLLM, rows[0], timeout=COMPILED_IN)])
     unshared = rows[1] if model == "8b" else rows[0]  # two million tokens of prompts take minutes there
     yield f"{OURS} --no-share", lambda: ours(made(), unshared, 1, ["--no-share"])
     needed = {rows[1]}

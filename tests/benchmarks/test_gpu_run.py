@@ -117,3 +117,20 @@ def test_a_table_shows_what_there_is(tmp_path):
     assert "| 16,384 tokens | not measured |  |  |  |" in lines
     assert "| 8B, prompts of 2,048 tokens: of the rate of a large matrix product | 56%, 27,000 tokens/s |" in lines
     assert any(line.endswith("| 0.0391, 0.047 |") for line in lines)
+
+
+def test_a_table_of_several_gpus_names_them_and_compares_engines_on_one_alone(tmp_path):
+    h100 = result(tmp_path, H200 | {"gpu": "NVIDIA H100 80GB HBM3"})
+    h100.add("decode", "8b 1024", DECODED, 1)
+    h100.add("shared-prefix", "vllm", {"rows": 10, "tokens_per_s": 50.0}, 1)
+    h200 = result(tmp_path / "other")
+    for part, engine, rate in (
+        ("shared-prefix", "batchgen", 100.0), ("few-shot", "batchgen", 100.0), ("few-shot", "vllm", 25.0)
+    ):  # fmt: skip
+        h200.add(part, engine, {"rows": 10, "tokens_per_s": rate}, 1)
+    h100.merge(h200.json)
+    lines = tables(h100.json).splitlines()
+    assert "| 1,024 tokens, H100 | 20,000 | 12.8 | 8.6 | 67% |" in lines
+    rates = {line.split(" | ")[0]: line.split(" | ")[1:4] for line in lines}
+    assert rates["| shared prefix, 0.5B, H200"] == ["100", "not measured", "50 (10 rows, H100)"]
+    assert rates["| few shot, 0.5B, H200"] == ["100", "not measured", "25 **4.0x**"]

