@@ -139,35 +139,38 @@ def plan_attention(
 
 def split_step(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: int, chunk: int = NO_LIMIT) -> StepParts:
     """Splits a step, whose spans are in depth-first order, into shared parts and chunks of at most `chunk` queries of one span."""
-    starts = np.array([w.start for w in spans], dtype=np.int64)
-    sizes = np.array([w.stop for w in spans], dtype=np.int64) - starts
-    ends = np.cumsum(sizes)
-    num_tokens = int(ends[-1]) if len(ends) else 0
-    positions = np.arange(num_tokens) + np.repeat(starts + sizes - ends, sizes)
+    sizes = np.array([w.stop - w.start for w in spans], dtype=np.int64)
+    begins = np.cumsum(sizes) - sizes
+    num_tokens = int(sizes.sum())
+    positions = np.arange(num_tokens) + np.repeat(np.array([w.start for w in spans], dtype=np.int64) - begins, sizes)
     long = np.flatnonzero(sizes > 1).tolist()
     seen = positions
     if any(spans[i].span.images and spans[i].start < spans[i].span.prompt_end for i in long):
         seen = np.concatenate([last_seen(w.span, w.start, w.stop) for w in spans])
-    blocks = _blocks_of(spans, positions // block_size, (ends - sizes).tolist(), long)
-    kv_indices = blocks * block_size + positions % block_size
+    blocks = _blocks_of(spans, positions // block_size, begins.tolist(), long)
     dropped = [w.span.dropped for w in spans]
-    parts, flat = _node_parts(spans, (ends - sizes).tolist(), num_tokens, dropped, block_size, shared_reads)
-    firsts = np.array([w.span.start for w in spans], dtype=np.int64) // block_size
-    firsts = np.maximum(firsts, np.array(dropped, dtype=np.int64))
-    chunks = _query_chunks(spans, starts, sizes, firsts, seen, flat, parts, block_size, shared_reads, chunk)
-    return StepParts(num_tokens, positions, seen, kv_indices, parts, chunks)
+    parts, flat = _node_parts(spans, begins.tolist(), num_tokens, dropped, block_size, shared_reads)
+    firsts = np.maximum(np.array([w.span.start for w in spans], dtype=np.int64) // block_size, dropped)
+    of, q_starts, q_ends = _cut(begins, sizes, chunk)
+    chunks = QueryChunks(
+        q_starts=q_starts,
+        q_ends=q_ends,
+        starts=positions[q_starts],
+        ends=np.maximum.reduceat(seen, q_starts),
+        first_blocks=firsts[of],
+        own_blocks=firsts[of],
+        tables=[spans[i].span.table for i in of.tolist()],
+        flat={i: flat[span] for i, span in enumerate(of.tolist()) if span in flat},
+    )
+    parts += _own_parts(chunks, block_size, shared_reads)
+    return StepParts(num_tokens, positions, seen, blocks * block_size + positions % block_size, parts, chunks)
 
 
 def _blocks_of(spans: Sequence[ScheduledSpan], entries: Ints, begins: list[int], long: list[int]) -> Ints:
-    """Returns the block [T] of each token, whose entry of its span's table is in `entries`. `begins`: the spans' first tokens; `long`: the spans that have several."""
-    if len(long) < len(spans):
-        firsts = entries[begins].tolist()
-        found = np.array([w.span.table[entry] for w, entry in zip(spans, firsts, strict=True)], dtype=np.int64)
-    if not long:
-        return found
+    """Returns the block [T] of each token, whose entry of its span's table is in `entries`. `begins`: the spans' first tokens. `long`: the spans that
+    have several."""
     blocks = np.empty(len(entries), dtype=np.int64)
-    if len(long) < len(spans):
-        blocks[begins] = found
+    blocks[begins] = [w.span.table[entry] for w, entry in zip(spans, entries[begins].tolist(), strict=True)]
     for i in long:
         begin, end = begins[i], begins[i] + spans[i].stop - spans[i].start
         blocks[begin:end] = np.asarray(spans[i].span.table)[entries[begin:end]]
@@ -205,7 +208,8 @@ def _node_parts(
                 parts.extend(contiguous_parts(table, max(first, fewest), last, begins[begin], query, block_size))
             else:
                 for i in range(begin, end):
-                    flat.setdefault(i, []).append((max(first, dropped[i]), last))
+                    if dropped[i] < last:
+                        flat.setdefault(i, []).append((max(first, dropped[i]), last))
 
     paths = [w.span.path for w in spans]
     lowest = [path[-1] if path else None for path in paths]
@@ -234,39 +238,26 @@ def contiguous_parts(
     return parts
 
 
-def _query_chunks(
-    spans: Sequence[ScheduledSpan],
-    starts: Ints,
-    sizes: Ints,
-    firsts: Ints,
-    seen: Ints,
-    flat: dict[int, list[tuple[int, int]]],
-    parts: list[SharedPart],
-    block_size: int,
-    shared_reads: int,
-    max_queries: int,
-) -> QueryChunks:
-    """Cuts the spans into chunks of queries. The blocks before a chunk in its own span may become a shared part. `firsts`: the spans' own first blocks."""
-    tables = [w.span.table for w in spans]
-    q_starts = np.cumsum(sizes) - sizes
-    q_ends = q_starts + sizes
+def _cut(begins: Ints, sizes: Ints, max_queries: int) -> tuple[Ints, Ints, Ints]:
+    """Cuts spans of `sizes` tokens into chunks of at most `max_queries`. Returns the span of each chunk, and its queries [from, to)."""
     counts = -(-sizes // max_queries)
-    if (counts > 1).any():
-        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        of = np.repeat(np.arange(len(spans)), counts)
-        starts, firsts = starts[of] + number * max_queries, firsts[of]
-        q_starts = q_starts[of] + number * max_queries
-        q_ends = np.minimum(q_starts + max_queries, q_ends[of])
-        tables = [tables[i] for i in of]
-        flat = {chunk: flat[i] for chunk, i in enumerate(of.tolist()) if i in flat}
-    owns = firsts.copy()
-    behind = starts // block_size
-    for i in np.flatnonzero((q_ends - q_starts > 1) & ((q_ends - q_starts) * (behind - firsts) >= shared_reads)):
-        first, last, begin, end = (int(numbers[i]) for numbers in (firsts, behind, q_starts, q_ends))
-        parts.extend(contiguous_parts(tables[i], first, last, begin, end, block_size))
-        owns[i] = behind[i]
-    ends = np.maximum.reduceat(seen, q_starts) if len(q_starts) else seen
-    return QueryChunks(q_starts, q_ends, starts, ends, firsts, owns, tables, flat)
+    of = np.repeat(np.arange(len(sizes)), counts)
+    number = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
+    q_starts = begins[of] + number * max_queries
+    return of, q_starts, np.minimum(q_starts + max_queries, (begins + sizes)[of])
+
+
+def _own_parts(chunks: QueryChunks, block_size: int, shared_reads: int) -> list[SharedPart]:
+    """Returns the blocks before a chunk in its own span as shared parts, where they are large enough. The chunk's own blocks begin behind them then."""
+    parts: list[SharedPart] = []
+    counts, behind = chunks.q_ends - chunks.q_starts, chunks.starts // block_size
+    for i in np.flatnonzero((counts > 1) & (counts * (behind - chunks.first_blocks) >= shared_reads)).tolist():
+        first, last, begin, end = (
+            int(numbers[i]) for numbers in (chunks.first_blocks, behind, chunks.q_starts, chunks.q_ends)
+        )
+        parts += contiguous_parts(chunks.tables[i], first, last, begin, end, block_size)
+        chunks.own_blocks[i] = last
+    return parts
 
 
 def _causal(step: StepParts, block_size: int, max_scores: int) -> tuple[CausalPart, ...]:

@@ -1,6 +1,6 @@
 import numpy as np
 
-from batchgen.attention.plan import PADDING, SharedPart, plan_attention
+from batchgen.attention.plan import PADDING, SharedPart, plan_attention, split_step
 from support import simulation as sim
 
 
@@ -99,3 +99,17 @@ def test_padding_is_never_attended_to():
     (causal,) = plan_attention(spans, 4).causal
     assert causal.queries.tolist() == [list(range(8)), [8, 9, 10, 11, 12, 13, 13, 13]]
     assert causal.q_positions[1].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+
+
+def test_blocks_that_a_span_has_released_are_not_read():
+    root = sim.node(0, 8)
+    spans = [sim.scheduled([0, 1, 10 + i, 20 + i, 30 + i], 16, 17, root) for i in range(3)]
+    for i, dropped in enumerate((1, 2, 3)):
+        spans[i].span.dropped = dropped
+    plan = plan_attention(spans, 4, shared_reads=100)
+    assert plan.shared == ()
+    read = [[block for block in blocks if block] for blocks in blocks_of(plan)]
+    assert read == [[1, 10, 20, 30], [11, 21, 31], [22, 32]]
+    of, firsts, ends = np.array(split_step(spans, 4, 100).chunks.ranges(4)).T
+    assert (firsts < ends).all()
+    assert of.tolist() == [0, 0, 1, 2]
