@@ -175,6 +175,19 @@ def test_a_step_halved_for_lack_of_memory_keeps_the_logits_of_both_halves(model,
     assert len(steps[0].attention.sizes) > 2 * engine.stats.steps
 
 
+def test_the_largest_steps_of_a_model_with_small_layers_are_one_graph_and_those_below_it_none(model, monkeypatch):
+    monkeypatch.setattr("batchgen.model.cuda_graphs.MAX_TOKENS", 8)
+    requests = requests_of([list(range(i, i + 30)) for i in range(6)], [10] * 6)
+    expected = texts(run(engine_of(model), requests))
+    steps = use_fake_device(monkeypatch)
+    monkeypatch.setattr(module, "Graphs", eager_graphs(module.Graphs))
+    engine = engine_of(model, batch_size=4, max_batch_tokens=24)
+    assert texts(run(engine, requests)) == expected
+    captured = [shape.tokens for shape in steps[0]._graphs.captured]
+    assert captured.count(24) == 1
+    assert max(size for size in captured if size != 24) <= 8
+
+
 @pytest.mark.parametrize(
     ("capability", "why"), [((7, 5), "the kernels need a GPU like the A100 or newer"), ((9, 0), "it has no compiler")]
 )
@@ -248,7 +261,7 @@ def test_graphs_over_the_real_kernels_give_the_same_output(model, monkeypatch):
         monkeypatch, Recording, lambda cache, tokens: DeviceAttention(cache, tokens, model.device, model.group)
     )
     eager = module.Graphs
-    monkeypatch.setattr(module, "Graphs", lambda *args, after: eager(*args, after=0))
+    monkeypatch.setattr(module, "Graphs", lambda *args, **options: eager(*args, **options | {"after": 0}))
     engine = engine_of(model, batch_size=4, max_batch_tokens=64)
     engine.loop.ahead = True
     assert texts(run(engine, requests)) == want
