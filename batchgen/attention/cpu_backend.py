@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache, LayerShape
-from batchgen.attention.plan import contiguous_parts, split_step
+from batchgen.attention.plan import contiguous_parts, repeated, split_step
 from batchgen.kernels.ops import Call, Heads
 from batchgen.scheduling.batch import ScheduledSpan
 
@@ -93,7 +93,7 @@ class PackedAttention:
         of, firsts, ends = np.array(ranges, dtype=np.int64).T
         lengths = ends - firsts
         begins = np.cumsum(lengths) - lengths
-        indices = np.arange(lengths.sum()) + np.repeat(firsts - begins, lengths)
+        indices, number = repeated(firsts, lengths)
         starts = np.append(chunks.q_starts, split.num_tokens)
         block_starts = np.append(begins[np.searchsorted(of, np.arange(len(chunks.tables)))], lengths.sum())
         shared = sorted(
@@ -106,7 +106,7 @@ class PackedAttention:
             shared,
             np.stack([starts, block_starts], axis=1),
             chunks.blocks(ranges),
-            indices * size,
+            (indices + number) * size,
         )
         self._arrays = [np.ascontiguousarray(a, dtype=np.int32) for a in arrays]  # kept for as long as the plan is used
         counts = (split.num_tokens, size, len(shared), len(chunks.tables))

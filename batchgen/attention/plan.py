@@ -142,7 +142,8 @@ def split_step(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: in
     sizes = np.array([w.stop - w.start for w in spans], dtype=np.int64)
     begins = np.cumsum(sizes) - sizes
     num_tokens = int(sizes.sum())
-    positions = np.arange(num_tokens) + np.repeat(np.array([w.start for w in spans], dtype=np.int64) - begins, sizes)
+    starts, number = repeated(np.array([w.start for w in spans], dtype=np.int64), sizes)
+    positions = starts + number
     long = np.flatnonzero(sizes > 1).tolist()
     seen = positions
     if any(spans[i].span.images and spans[i].start < spans[i].span.prompt_end for i in long):
@@ -240,11 +241,15 @@ def contiguous_parts(
 
 def _cut(begins: Ints, sizes: Ints, max_queries: int) -> tuple[Ints, Ints, Ints]:
     """Cuts spans of `sizes` tokens into chunks of at most `max_queries`. Returns the span of each chunk, and its queries [from, to)."""
-    counts = -(-sizes // max_queries)
-    of = np.repeat(np.arange(len(sizes)), counts)
-    number = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
+    of, number = repeated(np.arange(len(sizes)), -(-sizes // max_queries))
     q_starts = begins[of] + number * max_queries
     return of, q_starts, np.minimum(q_starts + max_queries, (begins + sizes)[of])
+
+
+def repeated(rows: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """Returns each row repeated `counts` times, and the number of each copy among its row's copies."""
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(rows, counts, axis=0), number
 
 
 def _own_parts(chunks: QueryChunks, block_size: int, shared_reads: int) -> list[SharedPart]:

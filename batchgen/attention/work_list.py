@@ -14,7 +14,7 @@ from itertools import chain
 
 import numpy as np
 
-from batchgen.attention.plan import Ints, QueryChunks, SharedPart, StepParts
+from batchgen.attention.plan import Ints, QueryChunks, SharedPart, StepParts, repeated
 from batchgen.scheduling.batch import ScheduledSpan
 
 Q_START, Q_COUNT, BLOCK_TABLE, NUM_KEYS, FIRST_VISIBLE, POSITION, PARTIAL = range(7)
@@ -181,7 +181,7 @@ def _tile(rows: Ints, tokens: int) -> Ints:
     """Returns ranges [R, 6] as items [N, FIELDS] of at most `tokens` queries."""
     items = np.zeros((len(rows), FIELDS), dtype=np.int64)
     items[:, : rows.shape[1]] = rows
-    items, number = _repeated(items, -(-rows[:, Q_COUNT] // tokens))
+    items, number = repeated(items, -(-rows[:, Q_COUNT] // tokens))
     first = number * tokens
     items[:, Q_START] += first
     items[:, Q_COUNT] = np.minimum(items[:, Q_COUNT] - first, tokens)
@@ -195,7 +195,7 @@ def _split(items: Ints, lane: Lane, block_size: int) -> Ints:
     longest = _longest(items[:, NUM_KEYS], lane)
     blocks = -(-items[:, NUM_KEYS] // block_size)
     counts = np.minimum(-(-items[:, NUM_KEYS] // longest), blocks)
-    items, number = _repeated(items, counts)
+    items, number = repeated(items, counts)
     blocks, counts = np.repeat(blocks, counts), np.repeat(counts, counts)
     first, end = number * blocks // counts, (number + 1) * blocks // counts
     items[:, BLOCK_TABLE] += first
@@ -221,12 +221,6 @@ def _longest(keys: Ints, lane: Lane) -> int:
     return -best[1]
 
 
-def _repeated(rows: Ints, counts: Ints) -> tuple[Ints, Ints]:
-    """Returns each row repeated `counts` times, and the number of each copy among its row's copies."""
-    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(rows, counts, axis=0), number
-
-
 def _merges(items: Ints, num_tokens: int) -> tuple[Ints, Ints]:
     """Sets PARTIAL of the items. Returns `merge_starts` and `merge_rows`."""
     begin, count = items[:, Q_START], items[:, Q_COUNT]
@@ -235,7 +229,7 @@ def _merges(items: Ints, num_tokens: int) -> tuple[Ints, Ints]:
     partial = several[begin + count] > several[begin]
     sizes = np.where(partial, count, 0)
     items[:, PARTIAL] = np.where(partial, np.cumsum(sizes) - sizes, -1)
-    first, number = _repeated(begin[partial], count[partial])
+    first, number = repeated(begin[partial], count[partial])
     tokens = first + number
     starts = np.concatenate([[0], np.cumsum(np.bincount(tokens, minlength=num_tokens))])
     return starts, np.argsort(tokens, kind="stable")

@@ -124,7 +124,7 @@ def pack(spans: Sequence[ScheduledSpan]) -> PackedSpans:
     for scheduled in spans:
         start, end = end, end + scheduled.stop - scheduled.start
         span = scheduled.span
-        if isinstance(span, GenerationSequence) and span.num_pending_tokens and scheduled.stop == span.end:
+        if isinstance(span, GenerationSequence) and span.num_pending_tokens > 0 and scheduled.stop == span.end:
             assert end - start == 1, "a preempted sequence has no pending tokens"
             pending.append(start)
             indices.append(span.sampler_index)
@@ -243,10 +243,6 @@ class ScheduledBatch:
             elif isinstance(span, GenerationSequence) and span.scoring:
                 if stop == span.end:
                     finished.append(span)
-            elif isinstance(span, GenerationSequence) and not scheduled.drafts:
-                if row > first:
-                    samples.append(Sample(span, span.sampler_index, span.num_sampled))
-                    rows.append(first)
             elif isinstance(span, GenerationSequence):
                 for number in range(stop - scheduled.logits):
                     drafts = scheduled.drafts[:number]

@@ -1,7 +1,7 @@
 """vLLM with prefix caching; greedy, past the end token. On a GPU as it sets itself up.
 
-On a CPU its CPU build runs in this process, without torch.compile, which is slower here. In 8 bits it runs a compressed-tensors checkpoint with W8A8, which `--convert` makes: one scale for each column of the decoder's linear
-layers, and scales of the inputs that it finds for each token.
+On a CPU its CPU build runs in this process, without torch.compile, which is slower here. In 8 bits it runs a compressed-tensors checkpoint
+with W8A8, which `--convert` makes: one scale for each column of the decoder's linear layers, and scales of the inputs that it finds for each token.
 
 `compare.py` starts it with preloaded libraries, without which it is several times slower (`benchmarks/programs.py`).
 """
