@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import contiguous_parts, repeated, split_step
+from batchgen.kernels.build import library
 from batchgen.kernels.ops import Call, Heads
 from batchgen.scheduling.batch import ScheduledSpan
 
@@ -27,6 +28,8 @@ TILE_ROWS = 64
 """About how many query heads of neighbouring tokens read keys together."""
 SHARED_READS = 2
 """A run of blocks becomes a shared part if queries x blocks reaches this."""
+ENCODER_BLOCK = 64
+"""Tokens of a block in `attend_to_first`."""
 
 
 def storage(layers: dict[int, LayerShape], dtype: torch.dtype) -> dict[int, LayerShape]:
@@ -180,3 +183,26 @@ class LayerAttention:
         """Sets what depends on the step: the addresses of its plan, and of a flag for each token if only some results are wanted."""
         self._attention.plan, self._attention.threads = plan, torch.get_num_threads()
         self._layer.wanted = wanted
+
+
+def attend_to_first(
+    q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, seen: int, options: LayerOptions
+) -> torch.Tensor:
+    """Returns the attention output [T, H, V] of T tokens that all see the first `seen` of them. The tensors are float32 or bfloat16."""
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD, k_KTD, v_KTV))
+    tokens = q.shape[1]
+    blocks = -(-tokens // ENCODER_BLOCK)
+    shapes = storage({0: LayerShape(len(k), k.shape[2], v.shape[2])}, q.dtype)
+    cache = KVCache(shapes, blocks, ENCODER_BLOCK, q.dtype)
+    out = q.new_empty((tokens, len(q), v.shape[2]))
+    heads = Heads.of(q), Heads.of(k), Heads.of(v)
+    layer = LayerAttention(cache, 0, heads, out.data_ptr(), options, library(), q.dtype)
+    places = np.arange(tokens, dtype=np.int32)
+    ends = np.full(tokens, seen - 1, dtype=np.int32)
+    shared = np.array([0, blocks, 0, tokens, 0], dtype=np.int32)  # all keys, for all queries
+    chunks = np.array([0, 0, tokens, 0], dtype=np.int32)  # one, which has no keys of its own
+    arrays = (places, ends, places, shared, chunks, chunks, chunks)
+    plan = _Plan(tokens, ENCODER_BLOCK, 1, 1, layer.tile, *(array.ctypes.data for array in arrays))
+    layer.set_step(ctypes.addressof(plan), None)
+    layer.call.run()
+    return out

@@ -10,7 +10,7 @@ import inspect
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import product
@@ -24,9 +24,11 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.utils import is_timm_available
 
+from batchgen.attention.encoder import EncoderAttention
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, RowError, in_one_line, is_out_of_memory
 from batchgen.kernels.fusion import Packing, fuse_linear, fuse_small_parts
+from batchgen.kernels.ops import is_fast
 from batchgen.kernels.transfer import put
 from batchgen.model.image_positions import canvas_positions, column_row_number, time_row_column
 from batchgen.model.multimodal import Absent, without_timm
@@ -258,7 +260,8 @@ class Vision:
         inputs = {name: value.to(self._dtype) if value.is_floating_point() else value for name, value in inputs.items()}
         if "vision_feature_layer" in self._arguments and hasattr(self._encoder.config, "vision_feature_layer"):
             inputs["vision_feature_layer"] = self._encoder.config.vision_feature_layer
-        output = self._image_features(**inputs)
+        with EncoderAttention() if self._fuse and is_fast() else nullcontext():
+            output = self._image_features(**inputs)
         deep = {
             layer: _joined(found).to(weight.dtype)
             for layer, found in _by_layer(getattr(output, "deepstack_features", None) or ())

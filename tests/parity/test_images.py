@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from batchgen.attention import encoder
 from batchgen.config import EngineConfig, ModelConfig, PromptConfig
 from batchgen.engine.engine import Engine
 from batchgen.errors import RowError
@@ -131,6 +132,12 @@ class Sees:
     def expected(self) -> list[tuple[list[int], list[int]]]:
         """The prompt and the generated tokens of each conversation."""
         return [self.reference.generate(m, [picture(n, *SIZES[n]) for n in pictures(m)], TOKENS) for m in CONVERSATIONS]
+
+
+@pytest.fixture(autouse=True)
+def small_images_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoder's attention is ours however small an image is."""
+    monkeypatch.setattr(encoder, "MIN_TOKENS", 1)
 
 
 @pytest.fixture(scope="module")
