@@ -586,9 +586,8 @@ def _columns(prompt: Any, options: PromptConfig) -> dict[str, Any]:
         return {options.prompt_column: [int(token) for token in prompt]}
     if _is_conversation(prompt):
         return {options.messages_column: list(prompt)}
-    if isinstance(prompt, Mapping) and (
-        options.template is not None or not prompt.keys().isdisjoint((options.prompt_column, options.messages_column))
-    ):
+    usual = options.prompt_column, options.messages_column, *options.image_column
+    if isinstance(prompt, Mapping) and (options.template is not None or not prompt.keys().isdisjoint(usual)):
         return dict(prompt)
     raise TypeError(
         "a prompt must be text, a list of messages (objects with role and content), a list of token ids, or an object with "

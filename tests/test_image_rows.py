@@ -263,6 +263,25 @@ def test_columns_of_images_come_before_the_prompt_or_where_the_template_says(mod
     assert answers() == expected[:4]
 
 
+def test_an_image_may_be_a_whole_prompt(model, expected, reference):
+    """As a page is that is to be read."""
+    write([{"page": f"p/{i}.png"} for i in range(4)] + [{"page": ""}, {"page": "p/0.png", "prompt": None}])
+    page = PromptConfig(image_column=("page",))
+    run(model, prompts=replace(page, prefix=QUESTIONS[0]))
+    *shown, without_image, without_prompt = read("o.jsonl")
+    assert [row["token_ids"] for row in shown] == expected[:4]
+    assert [row["error"]["type"] for row in (without_image, without_prompt)] == ["invalid_row"] * 2
+    write([{"page": "p/0.png"}])
+    run(model, output="alone.jsonl", prompts=page)
+    asked = [{"role": "user", "content": [{"type": "image"}]}]
+    alone = reference[0].generate(asked, [picture(0, 60, 60)], TOKENS)[1]
+    assert answers("alone.jsonl") == [alone]
+    with LLM(str(model), device="cpu", dtype="float32", engine=EngineConfig(kv_memory="64MiB")) as llm:
+        params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+        (result,) = llm.generate([{"page": "p/0.png"}], params, prompt_options=page)
+    assert list(result.token_ids) == alone
+
+
 def test_images_of_a_template_are_where_it_writes_them(model, reference):
     write([{"pictures": ["p/0.png", "p/1.png"], "q": "Which?"}])
     template = "First {{ pictures[0] }}, then {{ pictures[1] }}. {{ q }}"

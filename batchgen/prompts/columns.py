@@ -58,7 +58,8 @@ class Columns:
             )
             if name != usual
         ]
-        self._needed = [*self._named, *(("--image-column", name) for name in prompts.image_column)]
+        self._images = prompts.image_column
+        self._needed = [*self._named, *(("--image-column", name) for name in self._images)]
         if prompts.score:
             usual = prompts.completion_column == _DEFAULT.completion_column
             self._needed.append(("--score" if usual else "--completion-column", prompts.completion_column))
@@ -171,13 +172,18 @@ class Columns:
                 return self._chat or not is_chat(columns)
             except RowError:
                 return True
-        return self._prompt in columns or (self._chat and self._messages in columns)
+        return self._prompt in columns or (self._chat and self._messages in columns) or self._has_images_alone(columns)
 
     def _or_messages(self) -> str:
         return f" or {self._messages!r}" if self._chat else ""
 
     def _has_prompt(self, columns: Mapping[str, Any]) -> bool:
-        return columns.get(self._prompt) is not None
+        return columns.get(self._prompt) is not None or self._has_images_alone(columns)
+
+    def _has_images_alone(self, columns: Mapping[str, Any]) -> bool:
+        """Whether the row's images are its prompt, with `--prefix` and `--system` at most."""
+        written = self._named or self._prompt in columns or self._messages in columns
+        return not written and any(not _is_empty(columns.get(name)) for name in self._images)
 
     def _has_messages(self, columns: Mapping[str, Any]) -> bool:
         value = columns.get(self._messages)

@@ -260,7 +260,7 @@ class Renderer:
 
     def _from_prompt(self, columns: Mapping[str, Any], how: _How) -> Steps[Text | TokenArray]:
         name = self._prompts.prompt_column
-        value = columns[name]
+        value = columns.get(name, "")  # images may be the whole prompt
         if isinstance(value, str):
             images = _all_of(self._column_images(columns))
             return (yield from self._prompt_text(how.cut(value), self._for_chat(columns, how), how, images))

@@ -282,6 +282,9 @@ def _file_of(path: str, file: io.BufferedIOBase, named: str) -> ImageFile:
     except Exception as e:  # noqa: BLE001 - Pillow's readers raise errors of many kinds for damaged files
         what = "is not an image that Pillow can read" if file.seek(0, os.SEEK_END) else "is empty"
         reason = f" ({short_reason(e)})" if type(e).__name__ == "DecompressionBombError" else ""
+        file.seek(0)
+        if file.read(5) == b"%PDF-":
+            reason = " (it is a PDF file: make images of its pages, as pdftoppm -png does)"
         raise RowError("invalid_image", f"{named} {what}{reason}") from None
     return ImageFile(path, image_digest(file), *((height, width) if turned else (width, height)))
 

@@ -135,7 +135,7 @@ def jpeg_of_size(side: int) -> bytes:
         ("~/red.png", f"the image '~/red.png' {UNREADABLE} No such file or directory"),
         ("rows.txt", f"the image 'rows.txt' {NO_IMAGE}"),
         ("page.html", f"the image 'page.html' {NO_IMAGE}"),
-        ("paper.pdf", f"the image 'paper.pdf' {NO_IMAGE}"),
+        ("paper.pdf", f"the image 'paper.pdf' {NO_IMAGE} (it is a PDF file: make images of its pages, as pdftoppm -png does)"),
         ("program.eps", f"the image 'program.eps' {NO_IMAGE}"),
         ("cut.jpg", f"the image 'cut.jpg' {NO_IMAGE}"),
         ("empty.png", f"the image 'empty.png' of {HERE} is empty"),
