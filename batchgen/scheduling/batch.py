@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.errors import RowError
+from batchgen.request import IMAGE_IDS
 from batchgen.scheduling.sequence import (
     GenerationSequence,
     PrefixNodeSpan,
@@ -150,6 +151,8 @@ class StepSize(NamedTuple):
     """Keys that are read, each once: those of a prefix count once for all sequences below it."""
     pairs: int
     """Pairs of a query and a key that it sees."""
+    image_tokens: int = 0
+    """Tokens of images, which an encoder makes first, beside the model's own work for them."""
 
 
 class Sample(NamedTuple):
@@ -251,11 +254,11 @@ class ScheduledBatch:
         ready = tuple(seq for seq in started if seq.state is State.DECODING)
         samples += [Sample(seq, seq.sampler_index, seq.num_sampled) for seq in ready]
         packed = pack(spans)
+        keys, pairs = keys_and_pairs((s.span, s.start, s.stop) for s in spans)
+        images = int(np.count_nonzero(packed.tokens >= IMAGE_IDS))
         return cls(
             packed=packed,
-            size=StepSize(
-                len(packed.tokens), len(packed.logits_places), *keys_and_pairs((s.span, s.start, s.stop) for s in spans)
-            ),
+            size=StepSize(len(packed.tokens), len(packed.logits_places), keys, pairs, images),
             moves=moves,
             samples=tuple(samples),
             sample_rows=np.asarray(rows, dtype=np.int64),

@@ -2,7 +2,7 @@
 
 Steps are kept by kind, the newest few of each, so that many steps of one kind do not outweigh the others, and one slow step is one of
 many. The model is fitted to them when it is asked, no more often than the number of measured ones grows by half: a constant, a curve over the number
-of tokens that is linear between powers of two and nowhere falls, and parts that are linear in rows of logits, keys and pairs.
+of tokens that is linear between powers of two and nowhere falls, and parts that are linear in rows of logits, keys, pairs and tokens of images.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StepCosts:
         self._curve: list[float] = []
         """Seconds at the knots; empty before the first fit."""
         self._slopes: list[float] = []
-        self._any_row = self._row = self._key = self._pair = 0.0
+        self._any_row = self._row = self._key = self._pair = self._image_token = 0.0
         for size, seconds in _stored(file):
             self._add(size, seconds)
 
@@ -82,7 +82,7 @@ class StepCosts:
         seconds = self._curve[knot] + self._slopes[knot] * (size.tokens - (1 << knot >> 1))
         if size.logit_rows:
             seconds += self._any_row + self._row * size.logit_rows
-        return seconds + self._key * size.keys + self._pair * size.pairs
+        return seconds + self._key * size.keys + self._pair * size.pairs + self._image_token * size.image_tokens
 
     def rates(self, limits: Limits) -> tuple[float, float]:
         """Returns the seconds of a prompt token and of a completion token in full steps, without those for keys: rates to compare work by."""
@@ -144,7 +144,7 @@ class StepCosts:
             trust = np.minimum(1.0, limit / np.maximum(errors, 1e-9))
         curve = np.concatenate([[0.0], np.cumsum(found[1 : len(_KNOTS)] * np.diff(_KNOTS))]) + found[0]
         self._curve, self._slopes = curve.tolist(), [*found[1 : len(_KNOTS)].tolist(), float(found[len(_KNOTS) - 1])]
-        self._any_row, self._row, self._key, self._pair = found[len(_KNOTS) :].tolist()
+        self._any_row, self._row, self._key, self._pair, self._image_token = found[len(_KNOTS) :].tolist()
 
 
 def _stored(file: Path | None) -> list[tuple[StepSize, float]]:
@@ -158,12 +158,12 @@ def _stored(file: Path | None) -> list[tuple[StepSize, float]]:
 
 
 def _parts(sizes: Iterable[StepSize]) -> Matrix:
-    """Returns, for each step, what the costs are multiplied with: 1, its tokens in each part of the curve, whether it has rows, rows, keys, pairs."""
-    tokens, rows, keys, pairs = np.array(list(sizes), dtype=np.float64).T
+    """Returns, for each step, what the costs are multiplied with: 1, its tokens in each part of the curve, whether it has rows, rows, keys, pairs, tokens of images."""
+    tokens, rows, keys, pairs, image_tokens = np.array(list(sizes), dtype=np.float64).T
     inside = [
         np.clip(tokens - low, 0, high - low) for low, high in zip(_KNOTS[:-1], [*_KNOTS[1:-1], np.inf], strict=True)
     ]
-    return np.column_stack([np.ones(len(tokens)), *inside, rows > 0, rows, keys, pairs])
+    return np.column_stack([np.ones(len(tokens)), *inside, rows > 0, rows, keys, pairs, image_tokens])
 
 
 def _stiffness(estimates: Matrix, parts: Matrix) -> Matrix:

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 
+from batchgen.request import IMAGE_IDS
 from batchgen.scheduling.batch import StepSize
 from batchgen.scheduling.rehearsal import run_steps, scheduler_of
 from batchgen.scheduling.step_costs import KEPT, StepCosts
@@ -92,6 +93,23 @@ def test_the_few_steps_of_a_measurement_tell_what_larger_ones_cost(slow):
         assert costs.seconds(size) == pytest.approx(seconds(size), rel=0.2)
 
 
+def test_what_encoding_images_takes_is_not_taken_for_the_cost_of_text():
+    """Most of a prompt of images is images. Where steps of both kinds ran, those of a job of text cost what they cost."""
+
+    def with_encoder(size):
+        return true_seconds(size) + 1e-3 * size.image_tokens
+
+    rng = random.Random(2)
+    sizes = [
+        size._replace(image_tokens=int((size.tokens - size.logit_rows) * rng.uniform(0.7, 0.95))) for size in steps(2)
+    ]
+    costs = observed(sizes, with_encoder)
+    for size in SIZES:
+        assert costs.seconds(size) == pytest.approx(true_seconds(size), rel=0.15)
+        seen = size._replace(image_tokens=size.tokens // 2)
+        assert costs.seconds(seen) == pytest.approx(with_encoder(seen), rel=0.15)
+
+
 def test_nothing_is_known_before_two_steps():
     costs = observed(SIZES[:1])
     assert (costs.known, costs.seconds(SIZES[0])) == (False, 0.0)
@@ -123,7 +141,10 @@ def test_the_file_does_not_grow_with_the_run_and_keeps_the_kinds_of_other_runs(t
     for _ in range(1000):
         other.measured.append((StepSize(5, 5, 50, 50), 0.1))
     other.save()
-    assert sorted(size for *size, _ in json.loads(file.read_text())) == [[5, 5, 50, 50]] * KEPT + [[1000, 0, 0, 0]] * 3
+    assert (
+        sorted(size for *size, _ in json.loads(file.read_text()))
+        == [[5, 5, 50, 50, 0]] * KEPT + [[1000, 0, 0, 0, 0]] * 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,6 +180,18 @@ def test_the_size_of_a_step_counts_the_keys_of_a_prefix_once():
         StepSize(2, 2, 64 + 3 + 2, 67 + 66),
         StepSize(2, 2, 64 + 4 + 3, 68 + 67),
     ]
+
+
+def test_the_size_of_a_step_counts_the_tokens_of_images():
+    scheduler = scheduler_of([np.array([1, 2, *[IMAGE_IDS + 5] * 7, 3])], 3, 32, 6)
+    sizes = []
+
+    def launch(batch):
+        sizes.append(batch.size)
+        return lambda: [0] * len(batch.samples)
+
+    run_steps(scheduler, launch)
+    assert [(size.tokens, size.image_tokens) for size in sizes] == [(6, 4), (4, 3), (1, 0), (1, 0)]
 
 
 def test_an_engine_keeps_what_its_steps_cost(tmp_path):
