@@ -4,9 +4,9 @@
     python -m benchmarks.images --engines ENGINES
     python -m benchmarks.images --engines ENGINES --part 0.05 --repeats 1 --batch-sizes 4    # a short run
 
-Two workloads: 100 images with ten questions each, shuffled, and 200 images with one question each. The images are JPEG files of 640 x 480 pixels; the
-model has the shape of Qwen2.5-VL, about 50 million parameters and random weights. Each measurement is a process of its own; the engines take turns. The
-time begins with the rows and ends with the last token: it contains reading and preparing the images, and not loading the model. transformers runs rows
+Three workloads: 100 images with ten questions each, shuffled; 200 images with one question each; and 20 pages, larger images with one question each. The
+images are JPEG files of 640 x 480 pixels, and the pages of 1,200 x 1,600; the model has the shape of Qwen2.5-VL, about 50 million parameters and random
+weights. Each measurement is a process of its own; the engines take turns. The time begins with the rows and ends with the last token: it contains reading and preparing the images, and not loading the model. transformers runs rows
 of similar length together, in batches of each of the sizes. With `--part`, the others run on the first images only; rates are compared, and the answers to
 the same rows. An engine that fails is left out of that workload.
 """
@@ -31,8 +31,12 @@ from benchmarks.models import CONTEXT, WEIGHT_STD, shared_tokenizer
 from benchmarks.programs import EngineFailed, Launcher, last_json, run
 
 TOKENS = 32
-WORKLOADS = {"ten questions": (100, 10), "one question": (200, 1)}
-"""Images, and questions about each."""
+WORKLOADS = {
+    "ten questions": (100, 10, (640, 480)),
+    "one question": (200, 1, (640, 480)),
+    "pages": (20, 1, (1200, 1600)),
+}
+"""Images, questions about each, width and height."""
 MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PROMPT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>QUESTION<|im_end|>\n<|im_start|>assistant\n"
 """What `TEMPLATE` writes."""
@@ -91,8 +95,8 @@ def rows_of(work: Path, workload: str, limit: int) -> list[tuple[str, str]]:
     import numpy as np
     from PIL import Image
 
-    images, questions = WORKLOADS[workload]
-    folder = work / "pictures"
+    images, questions, size = WORKLOADS[workload]
+    folder = work / "pictures of {}x{}".format(*size)
     folder.mkdir(parents=True, exist_ok=True)
     rnd = random.Random(5)
     rows = []
@@ -100,7 +104,7 @@ def rows_of(work: Path, workload: str, limit: int) -> list[tuple[str, str]]:
         path = folder / f"{i}.jpg"
         if not path.exists():
             coarse = np.random.default_rng(i).integers(0, 256, (24, 32, 3), dtype=np.uint8)
-            Image.fromarray(coarse).resize((640, 480), Image.Resampling.BICUBIC).save(path, quality=90)
+            Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).save(path, quality=90)
         rows += [(str(path), " ".join(rnd.choice(WORDS) for _ in range(8)) + "?") for _ in range(questions)]
     rnd.shuffle(rows)
     return rows
