@@ -339,12 +339,14 @@ class _Generation:
         self._estimate_next = now + REFRESH_SECONDS
         tracker, run = self.outcomes.tracker, self.outcomes.run
         open_rows = self._rows_asked - self._rows_answered
-        left, under_way = self._time_left.completions_left(run.begun_tokens + stats.completion_tokens, engine.waiting)
-        elapsed, prefill = tracker.generating_seconds, stats.prefill_tokens + stats.scored_tokens
-        seconds = self._time_left.seconds(engine.prices, prefill, stats.completion_tokens, left, elapsed)
+        left = self._time_left.completions_left(run.begun_tokens + stats.completion_tokens, engine.waiting)
+        elapsed = tracker.generating_seconds
+        ran = engine.prices, stats.prefill_tokens + stats.scored_tokens, stats.completion_tokens, left
+        seconds = self._time_left.seconds(*ran, elapsed)
         if seconds is not None and tracker.total is not None:
             seconds += (elapsed + seconds) * max(0, tracker.total - run.done - open_rows) / max(1, self._rows_asked)
-        tracker.expect(min(under_way, open_rows), None if tracker.total is None else seconds)
+        under_way = self._time_left.share(*ran) * self._rows_asked - self._rows_answered
+        tracker.expect(min(max(0.0, under_way), open_rows), None if tracker.total is None else seconds)
 
     def _keep_under_way(self, engine: AnyEngine) -> None:
         """Commits results and unfinished completions, in case the run is killed. Done as often as possible without taking more than `KEEP_SHARE` of the run."""

@@ -37,7 +37,7 @@ class Snapshot:
     completion_tokens: int = 0
     """Completion tokens of the rows that this run has finished and of those that are running."""
     rows_under_way: float = 0.0
-    """The parts of unfinished rows that are done, summed up."""
+    """By how many rows the part of the work that is done exceeds the finished rows' part: rows that run, and prompts that were read for others."""
     completion_tokens_per_s: float = 0.0
     rows_per_s: float = 0.0
     """Rows generated per second; in a phase that only reads or writes rows, these rows."""

@@ -22,6 +22,8 @@ TRUSTED_SECONDS = 1.0
 """A running job's own steps count as much as the costs of earlier ones once they have taken so long."""
 RECENT_SECONDS, RECENT_SHARE = 2.0, 0.25
 """Of a running job's own steps those of so many seconds count most, or of such a part of its time: a long prefix takes its time before all else."""
+_PRICES = 1.0, float(DECODE_COST)
+"""Prices of a prompt token and of a completion token, relative to each other, where none are known."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -129,14 +131,14 @@ class TimeLeft:
         """Takes the lengths of finished completions."""
         self._ended.update(lengths)
 
-    def completions_left(self, tokens: int, waiting: int) -> tuple[float, float]:
-        """Returns the number of tokens to expect of unfinished completions, and the running ones' parts that are done, summed up.
+    def completions_left(self, tokens: int, waiting: int) -> float:
+        """Returns the number of tokens to expect of unfinished completions.
 
         `tokens` were generated so far, and `waiting` completions have not begun. A running one is expected to become as long as the finished
         ones that are longer than the running ones are now.
         """
         if not self._completions:
-            return 0.0, 0.0
+            return 0.0
         most = self._max_tokens / self._completions
         ended, ended_tokens = self._ended.total(), sum(length * count for length, count in self._ended.items())
         running, under_way = max(0, self._completions - ended - waiting), max(0, tokens - ended_tokens)
@@ -147,7 +149,14 @@ class TimeLeft:
         else:
             whole = max(now, min(most, now + tokens / ended) if ended else most)
         mean = (ended_tokens + running * whole) / (ended + running) if ended + running else most
-        return running * (whole - now) + waiting * mean, running * now / whole
+        return running * (whole - now) + waiting * mean
+
+    def share(self, prices: tuple[float, float] | None, prefill_tokens: int, tokens: int, left: float) -> float:
+        """Returns which part of the work of all windows so far has run. The arguments are those of `seconds`."""
+        prefill, decode = prices or _PRICES
+        done = prefill * prefill_tokens + decode * tokens
+        whole = done + prefill * max(0, self._prefill - prefill_tokens) + decode * left
+        return done / whole if whole else 0.0
 
     def seconds(
         self, prices: tuple[float, float] | None, prefill_tokens: int, tokens: int, left: float, elapsed: float
@@ -157,7 +166,7 @@ class TimeLeft:
         `prices`: the seconds of a prompt token and of a completion token in full steps (`StepCosts.rates`), if they are known. In `elapsed` seconds,
         `prefill_tokens` of prompts and texts and `tokens` of completions have run; of these, `left` are to come.
         """
-        prefill, decode = prices or (1.0, float(DECODE_COST))
+        prefill, decode = prices or _PRICES
         told, self._told = self._told, (prefill_tokens, tokens, elapsed)
         since = elapsed - told[2]
         kept = max(0.0, 1 - since / max(RECENT_SECONDS, RECENT_SHARE * elapsed))

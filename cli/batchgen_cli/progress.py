@@ -199,7 +199,7 @@ class Bar(Notes):
             bar, width = self._bar, self._terminal.width()
             bar.ncols = width
             now = self.now
-            # The bar moves by tokens: those of unfinished rows are counted as parts of rows.
+            # The bar moves by tokens, of prompts too: those of unfinished rows are counted as parts of rows.
             bar.n = now.rows_done + now.rows_under_way if now.rows_passed is None else now.rows_passed
             bar.total = now.rows_total
             # Leaves four columns for the ^C^C that a terminal shows. A wrapped line would leave the bar on the line above.

@@ -2,20 +2,21 @@
 
 import pytest
 
+from batchgen.request import DECODE_COST
 from batchgen.scheduling.duration import TimeLeft
 from support.tiny import requests_of
 
 
 @pytest.mark.parametrize(
-    ("ended", "tokens", "waiting", "left", "under_way"),
+    ("ended", "tokens", "waiting", "left"),
     [
-        ([], 0, 10, 100.0, 0.0),
-        ([], 16, 6, 4 * 6 + 6 * 10.0, 1.6),
-        ([6, 6], 20, 4, 4 * 4 + 4 * 6.0, 8 / 6),
-        ([2, 8], 22, 4, 4 * 5 + 4 * 7.0, 1.5),
-        ([2, 2], 16, 4, 4 * 7 + 4 * 44 / 6, 1.2),
-        ([1, 1], 6, 4, 4 * 3 + 4 * 18 / 6, 1.0),
-        ([6] * 10, 60, 0, 0.0, 0.0),
+        ([], 0, 10, 100.0),
+        ([], 16, 6, 4 * 6 + 6 * 10.0),
+        ([6, 6], 20, 4, 4 * 4 + 4 * 6.0),
+        ([2, 8], 22, 4, 4 * 5 + 4 * 7.0),
+        ([2, 2], 16, 4, 4 * 7 + 4 * 44 / 6),
+        ([1, 1], 6, 4, 4 * 3 + 4 * 18 / 6),
+        ([6] * 10, 60, 0, 0.0),
     ],
     ids=[
         "nothing runs yet: each may have its 10 tokens",
@@ -27,12 +28,12 @@ from support.tiny import requests_of
         "all have ended",
     ],
 )
-def test_the_tokens_to_expect_of_ten_completions(ended, tokens, waiting, left, under_way):
+def test_the_tokens_to_expect_of_ten_completions(ended, tokens, waiting, left):
     time_left = TimeLeft()
     time_left.add(requests_of([[1]] * 4, [10] * 4), 0)
     time_left.add(requests_of([[1]] * 2, [10] * 2, n=3), 0)
     time_left.ended(ended)
-    assert time_left.completions_left(tokens, waiting) == pytest.approx((left, under_way))
+    assert time_left.completions_left(tokens, waiting) == pytest.approx(left)
 
 
 def test_texts_to_score_are_no_completions():
@@ -40,7 +41,7 @@ def test_texts_to_score_are_no_completions():
     (request,) = requests_of([[1]], [10], choices=("yes", "no"))
     object.__setattr__(request, "texts", (request.tokens, request.tokens))
     time_left.add([request], 30)
-    assert time_left.completions_left(0, 2) == (0.0, 0.0)
+    assert time_left.completions_left(0, 2) == 0.0
     assert time_left.seconds((0.5, 2.0), 0, 0, 0.0, 0.0) == 15.0
 
 
@@ -59,6 +60,23 @@ def test_the_seconds_of_the_work_that_is_left(prices, ran, elapsed, seconds):
     time_left = TimeLeft()
     time_left.add(requests_of([[1]], [10]), 100)
     assert time_left.seconds(prices, *ran, 10.0, elapsed) == seconds
+
+
+@pytest.mark.parametrize(
+    ("prices", "ran", "share"),
+    [
+        ((0.5, 2.0), (0, 0), 0.0),
+        ((0.5, 2.0), (100, 0), 50 / 70),
+        ((0.5, 2.0), (100, 5), 60 / 70),
+        ((0.5, 2.0), (120, 10), 1.0),
+        (None, (100, 0), 100 / (100 + 10 * DECODE_COST)),
+    ],
+    ids=["nothing ran", "the prompt ran", "half of the completion", "a prompt ran again", "prices are not known"],
+)
+def test_the_part_of_the_work_that_has_run(prices, ran, share):
+    time_left = TimeLeft()
+    time_left.add(requests_of([[1]], [10]), 100)
+    assert time_left.share(prices, *ran, 10.0 - ran[1]) == pytest.approx(share)
 
 
 def test_the_pace_of_late_counts_more_than_that_of_the_start():
