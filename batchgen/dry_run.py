@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -248,7 +248,9 @@ def plan_job(
     if shards is not None:
         config = replace(config, shard=f"1/{shards}")
     tracker = Tracker(progress or Silent())
-    with Signals(grace=0) as signals, memory_errors(), few_collections(), signals.interruptible():
+    with (
+        Signals(grace=0) as signals, memory_errors(), few_collections(), signals.interruptible(), closing(RowKeys()) as row_keys
+    ):  # fmt: skip
         source = _open_input(config)
         tracker.phase("loading tokenizer")
         tokenizer = load_tokenizer(config.model)
@@ -257,7 +259,7 @@ def plan_job(
         size = window_rows(config, source)
         whole = size is None and config.prompts.priority_column is None
         with quiet():  # torch is imported
-            plan = _PlanBuilder(config, tokenizer, _EarlierRows(config, source), whole=whole)
+            plan = _PlanBuilder(config, tokenizer, _EarlierRows(config, source), row_keys, whole=whole)
         sample: list[Row] = []
         tracker.phase("planning")
         with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
@@ -369,7 +371,9 @@ class _EarlierRows:
 class _PlanBuilder:
     """Plans a job window by window and adds up the figures."""
 
-    def __init__(self, config: JobConfig, tokenizer: LoadedTokenizer, earlier: _EarlierRows, *, whole: bool) -> None:
+    def __init__(
+        self, config: JobConfig, tokenizer: LoadedTokenizer, earlier: _EarlierRows, row_keys: RowKeys, *, whole: bool
+    ) -> None:
         """`whole`: windows follow each other in depth-first order."""
         self.config, self.tokenizer = config, tokenizer
         dtype = computed_dtype(config.model, tokenizer.hf_config)
@@ -381,7 +385,7 @@ class _PlanBuilder:
         if self.memory is not None:
             self.weight_bytes = self.memory.int8 if config.model.quantize == "int8" else self.memory.kept
         self.rows = self.failed = self.windows = self.equal = self._equal_tokens = 0
-        self._row_keys = RowKeys()
+        self._row_keys = row_keys
         self.failures: list[str] = []
         self.figures = PlanFigures()
         self._whole = whole
@@ -504,7 +508,6 @@ class _PlanBuilder:
         """Returns the plan of all windows."""
         survey, found, tree = self._survey, self.figures, self._planner.tree
         groups = survey.end()
-        self._row_keys.close()
         found = replace(found, prompt_tokens=found.prompt_tokens + self._equal_tokens)
         if self._whole:  # a node or group that lies in two windows was counted twice
             nodes = 0 if tree is None else tree.node_count

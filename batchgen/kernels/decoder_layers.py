@@ -30,6 +30,7 @@ from batchgen.kernels.int8 import Int8Linear
 from batchgen.kernels.ops import PackedLinear, add_rows, can_add
 from batchgen.kernels.recognition import CACHES, Code, code_of, has_cache
 from batchgen.kernels.recurrent import can_gate, sigmoid_gate
+from batchgen.kernels.whole_vectors import filled
 
 
 @torch.inference_mode()
@@ -238,7 +239,7 @@ def _fuse_gate(attention: Any) -> None:
         mixed, weights = attend(
             self, q, k, v.transpose(1, 2), attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
         )
-        gated = sigmoid_gate(mixed, gate) if can_gate(mixed, gate) else mixed * torch.sigmoid(gate)
+        gated = sigmoid_gate(mixed, gate) if can_gate(mixed, gate) else mixed * filled(torch.sigmoid, gate)
         return self.o_proj(gated.reshape(*shape, -1)), weights
 
     attention.forward = MethodType(forward, attention)

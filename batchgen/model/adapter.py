@@ -20,6 +20,7 @@ from batchgen.errors import ModelError
 from batchgen.kernels.decoder_layers import fuse_layers, last_layer
 from batchgen.kernels.device_parts import fuse_on_device
 from batchgen.kernels.fusion import Around, Packing, fuse_linear, fuse_small_parts
+from batchgen.kernels.whole_vectors import fill_activations
 from batchgen.model.architectures import INDEXED, RECURRENT, VERIFIED_ON
 from batchgen.model.loaded_model import AttentionKind, LoadedModel, logits_at
 from batchgen.model.own_attention import StepInputs, hand_over
@@ -55,6 +56,9 @@ def prepare(
     _settle_frequencies(module)
     _check_layers(module, probe, states)
     sizes = [kind.sliding_window for kind in probe.kinds if kind.sliding_window is not None]
+    last = None if kernels is None else last_layer(module, probe.layers, states.layers)
+    if kernels is not None:
+        fill_activations(module)
     return LoadedModel(
         module=module,
         device=device,
@@ -68,7 +72,7 @@ def prepare(
         sliding_window=max(sizes) if sizes and len(sizes) == len(probe.kinds) else None,
         spread=spread,
         kernels=kernels,
-        last_layer=None if kernels is None else last_layer(module, probe.layers, states.layers),
+        last_layer=last,
         compile=compile,
         notes=notes,
     )

@@ -228,8 +228,9 @@ class ImageStore:
             return e
         except BatchgenError as e:
             return RowError("invalid_image", f"{source.where}: {e.message}")
-        except (OSError, ValueError) as e:  # ValueError: no path, such as one with a null character
-            return RowError("invalid_image", f"{named} cannot be read: {short_reason(e)}")
+        except (OSError, ValueError) as e:  # ValueError: no path
+            reason = "its path has a null character" if "\0" in str(source.value) else short_reason(e)
+            return RowError("invalid_image", f"{named} cannot be read: {reason}")
 
     def _of_file(self, path: str, named: str) -> ImageFile:
         with open_file(path) as file:

@@ -17,6 +17,7 @@ import torch
 
 from batchgen.errors import ModelError
 from batchgen.kernels.renaming import names_in, with_names
+from batchgen.kernels.whole_vectors import filled
 from batchgen.state.cache import StateShape
 from batchgen.state.step import StateStep
 
@@ -107,7 +108,7 @@ def _mamba2(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
         if dt_bias is not None:
             dt = dt + dt_bias.to(dt.dtype)
         if dt_softplus:
-            dt = torch.nn.functional.softplus(dt)
+            dt = filled(torch.nn.functional.softplus, dt)
         skip = None if D is None else D.float()
         limit = (dt_limit[0], dt_limit[1])
         out = layers.step.mamba2(layer, hidden_states[0], dt[0].float(), limit, A.float(), B[0], C[0], skip)
@@ -126,12 +127,12 @@ def _mamba(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
         if delta_bias is not None:
             step = step + delta_bias.float()
         if delta_softplus:
-            step = torch.nn.functional.softplus(step)
+            step = filled(torch.nn.functional.softplus, step)
         out = layers.step.mamba(layer, x, step, A.float(), b, c)
         if D is not None:
             out = out + D.float() * x
         if z is not None:
-            out = out * torch.nn.functional.silu(z[0].t())
+            out = out * filled(torch.nn.functional.silu, z[0].t())
         return out.t().unsqueeze(0)
 
     return scan
@@ -190,7 +191,7 @@ def _lightning(layers: RecurrentLayers, module: Any) -> str:
         steps = torch.ones(v.shape[:2], device=v.device)
         out = layers.step.mamba2(module.layer_idx, v, steps, (0.0, math.inf), decay, k, q, None)
         out = module.norm(out.flatten(1).to(hidden_states.dtype)).unsqueeze(0)
-        return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out), None
+        return module.out_proj(filled(torch.sigmoid, module.output_gate(hidden_states)) * out), None
 
     set_forward(module, forward)
     return "lightning attention"

@@ -1,5 +1,6 @@
 """Equal rows are told apart by their ids: each keeps its result whatever happens to the others."""
 
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,24 @@ CASES: dict[str, tuple[list[bytes | None], list[bytes]]] = {
 }
 
 
+@pytest.fixture
+def row_keys() -> Iterator[RowKeys]:
+    with closing(RowKeys()) as keys:
+        yield keys
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("calls", ["one call", "a call for each row"])
-def test_a_sampled_row_has_a_key_of_its_id_or_of_the_number_of_its_occurrence(case: str, calls: str) -> None:
+def test_a_sampled_row_has_a_key_of_its_id_or_of_the_number_of_its_occurrence(
+    case: str, calls: str, row_keys: RowKeys
+) -> None:
     ids, expected = CASES[case]
-    row_keys = RowKeys()
     lists = [ids] if calls == "one call" else [[own] for own in ids]
     keys = [key for part in lists for key in row_keys.keys([D] * len(part), part, [True] * len(part))]
     assert keys == [(key, False) for key in expected]
 
 
-def test_equal_rows_that_are_not_sampled_have_one_key_and_those_after_the_first_are_told() -> None:
-    row_keys = RowKeys()
+def test_equal_rows_that_are_not_sampled_have_one_key_and_those_after_the_first_are_told(row_keys: RowKeys) -> None:
     assert row_keys.keys([D, A, D], [A, B, C], [False] * 3) == [(D, False), (A, False), (D, True)]
     assert row_keys.keys([A, B], [None, A], [False] * 2) == [(A, True), (B, False)]
 

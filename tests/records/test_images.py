@@ -143,7 +143,7 @@ def jpeg_of_size(side: int) -> bytes:
         ("pipe.png", f"the image 'pipe.png' {UNREADABLE} it is not a regular file"),
         ("/dev/zero", f"the image '/dev/zero' {UNREADABLE} it is not a regular file"),
         ("loop.png", f"the image 'loop.png' {UNREADABLE} Too many levels of symbolic links"),
-        ("a\0.png", f"the image 'a\\x00.png' {UNREADABLE} embedded null byte"),
+        ("a\0.png", f"the image 'a\\x00.png' {UNREADABLE} its path has a null character"),
         ("x" * 300, f"the image '{'x' * 200}…' {UNREADABLE} File name too long"),
         ("file:///no%20such.png", f"the image 'file:///no%20such.png' {UNREADABLE} No such file or directory"),
         (b"hello", f"the image {NO_IMAGE}"),

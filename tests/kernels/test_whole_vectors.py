@@ -1,0 +1,97 @@
+"""Activations give a number the same bits wherever it lies in a tensor, which torch alone does not."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.nn import functional as F
+
+from batchgen.kernels.whole_vectors import ALL_THREADS, GRAIN, fill_activations, filled
+from batchgen.model.adapter import prepare
+from support.models import build, engine_for, kernels, make_requests, run
+from support.params import slow_but
+
+FUNCTIONS = {
+    "sigmoid": torch.sigmoid, "softplus": functional.softplus, "silu": functional.silu, "gelu": functional.gelu,
+    "tanh": partial(functional.gelu, approximate="tanh"), "logsigmoid": functional.logsigmoid,
+}  # fmt: skip
+SIZES = (
+    1,
+    4,
+    12,
+    31,
+    64,
+    100,
+    1000,
+    ALL_THREADS - 1,
+    ALL_THREADS + 17,
+    GRAIN - 3,
+    GRAIN + 4,
+    2 * GRAIN + 12,
+    5 * GRAIN + 20,
+)
+NUMBERS = 3 * torch.randn(6 * GRAIN, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_number_has_the_same_bits_in_tensors_of_all_sizes(name, dtype):
+    x = NUMBERS.to(dtype)
+    whole = filled(FUNCTIONS[name], x)
+    for size in SIZES:
+        for start in (0, 5):
+            assert torch.equal(filled(FUNCTIONS[name], x[start : start + size]), whole[start : start + size])
+    torch.testing.assert_close(whole, FUNCTIONS[name](x))
+
+
+def test_shapes_and_strides_do_not_matter():
+    x = NUMBERS[: 6 * 70].view(6, 70).t()[:, 1:4]
+    assert torch.equal(filled(torch.sigmoid, x), filled(torch.sigmoid, x.contiguous()))
+
+
+class Gate(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.act = torch.nn.Identity(), functional.silu
+
+    def forward(self, x):
+        return self.act(x) + self.route(self.gate(x)) * torch.sigmoid(x) + F.gelu(x) + torch.nn.functional.softplus(x)
+
+    def route(self, x):
+        return x.float().view(-1, 12).sigmoid()
+
+
+@pytest.mark.parametrize("module", [Gate(), torch.nn.SiLU(), torch.nn.GELU("tanh")], ids=lambda m: type(m).__name__)
+def test_what_a_module_calls_of_them_is_found(module):
+    rows = NUMBERS[: 8 * 12].view(8, 12)
+    model = torch.nn.Sequential(module)
+    expected = model(rows)
+    fill_activations(model)
+    torch.testing.assert_close(model(rows), expected)
+    assert type(model(rows)) is torch.Tensor
+    assert torch.equal(model(rows), torch.cat([model(row[None]) for row in rows]))
+
+
+@pytest.mark.parametrize(
+    "kind", slow_but(["qwen3_5_text", "deepseek_v3"], ["qwen3_next", "mamba2", "gpt_neox", "phi", "starcoder2", "kimi_linear"])
+)  # fmt: skip
+def test_a_rows_logits_do_not_depend_on_the_rows_beside_it(kind, every_kernel):
+    prompts = [[*range(10, 10 + length)] for length in (3, 5, 8, 13, 21)]
+
+    def logprobs(some):
+        engine = engine_for(prepare(build(kind), kernels=kernels()))
+        requests = make_requests(some, [6] * len(some), logprobs=4, ignore_eos=True, temperature=0)
+        return [result.completions[0].logprobs for result in run(engine, requests)]
+
+    together = logprobs(prompts)
+    assert together == [logprobs([prompt])[0] for prompt in prompts]
