@@ -16,7 +16,7 @@ from typing import Any, Self, overload
 
 from batchgen.config import INPUT_LIMITS, EngineConfig, ModelConfig, PromptConfig
 from batchgen.devices import AnyEngine, open_engine
-from batchgen.engine.results import unstarted_result
+from batchgen.engine.results import cancelled_result
 from batchgen.errors import RowError
 from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.jobs.order.sorted_requests import bounded_windows
@@ -539,7 +539,7 @@ class LLM:
         """Ends a request that was cancelled before the engine had it."""
         if request not in self._cancelled:
             return False
-        on_result(unstarted_result(request, "cancelled"))
+        on_result(cancelled_result(request))
         return True
 
 

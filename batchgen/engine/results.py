@@ -129,15 +129,15 @@ class RequestState:
         )
 
 
-def unstarted_result(request: Request, reason: str) -> Result:
-    """Returns the result of a request that was ended before an engine had it: `reason` is cancelled or timeout."""
+def cancelled_result(request: Request) -> Result:
+    """Returns the result of a request that was cancelled before an engine had it."""
     if request.texts:
-        return Result.from_error(request.row, _ended(reason), len(request.tokens))
-    params, nothing = request.params, Completion(text="", finish_reason=reason)
+        return Result.from_error(request.row, _ended("cancelled"), len(request.tokens))
+    params, nothing = request.params, Completion(text="", finish_reason="cancelled")
     return Result(
         row=request.row,
         text="",
-        finish_reason=reason,
+        finish_reason="cancelled",
         prompt_tokens=len(request.tokens),
         truncated=request.truncated,
         valid=None if params.json_schema is None else False,
