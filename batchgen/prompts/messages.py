@@ -331,15 +331,15 @@ class ChatTemplate:
         """Whether the template may write the date or time of its rendering, as those of Llama 3.1 and gpt-oss do."""
         return self.uses("strftime_now")
 
-    def check_variables(self, variables: Any, where: str) -> Mapping[str, Any]:
+    def check_variables(self, variables: Any) -> Mapping[str, Any]:
         """Checks a row's template variables (`chat_template_kwargs` of a body) and returns them, {} for null. Raises `RowError`."""
         if variables is None:
             return {}
         if not isinstance(variables, Mapping):
-            raise RowError("invalid_row", f"{where} must be an object, not {kind(variables)}")
+            raise RowError("invalid_row", f"body.chat_template_kwargs must be an object, not {kind(variables)}")
         reserved = sorted(_RESERVED & variables.keys())
         if reserved:
-            raise RowError("unsupported_parameter", f"{where} cannot set {reserved[0]}")
+            raise RowError("unsupported_parameter", f"body.chat_template_kwargs cannot set {reserved[0]}")
         return variables
 
     def _in_parts(self) -> frozenset[str]:

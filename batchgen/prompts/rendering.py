@@ -297,7 +297,7 @@ class Renderer:
         if body.chat:
             if self._chat is None:
                 raise RowError("invalid_row", f"{body.url} needs a chat template: {self.columns.why_raw}")
-            given = self._chat.check_variables(body.variables, "body.chat_template_kwargs")
+            given = self._chat.check_variables(body.variables)
             for name in given:
                 self._note_unused_variable(name, "rows set")
             variables = {**how.variables, **given}
