@@ -25,6 +25,7 @@ import ray
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices.transport import UNDER_WAY_SHARE, Gone, Link, WorkerFailed, WorkerSetup
 from batchgen.errors import ModelError, UsageError, in_one_line
+from batchgen.process.signals import STOP_SIGNALS
 
 LISTEN_SECONDS = 10.0
 """Longest time that an actor waits for a message of its own before it answers that there is none."""
@@ -165,7 +166,7 @@ def _connect(model: ModelConfig) -> None:
         raise UsageError(f"--ray-working-dir {model.ray_working_dir} is not a folder", "name one that holds the model")
     environment = {} if model.ray_working_dir is None else {"working_dir": str(Path(model.ray_working_dir).resolve())}
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "runtime_env": environment or None}
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     try:
         if model.ray == "local":
             ray.init(address="local", include_dashboard=False, **options)

@@ -4,7 +4,6 @@ whatever way."""
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import threading
@@ -22,6 +21,7 @@ from batchgen.devices.transport import Cancel, Channel, Gone, Ready, Stop, Work,
 from batchgen.errors import BatchgenError, DevicesLost, memory_errors
 from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.process.collector import few_collections
+from batchgen.process.signals import ignore_stop_signals
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.tokenizer import quiet
 from batchgen.request import Leaf, Request, leaves_of
@@ -52,9 +52,7 @@ FLUSH_SECONDS = 5.0
 
 def main() -> None:
     """Runs a worker. The argument is the number of an open socket (`transport.start_process`)."""
-    # A terminal sends Ctrl-C to all of its processes; the job's process decides when this one ends.
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
+    ignore_stop_signals()
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     with few_collections():
         serve(partial(Channel, Connection(int(sys.argv[1]))), load, gone=lambda: os._exit(0))

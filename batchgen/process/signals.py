@@ -1,4 +1,4 @@
-"""Handles the signals of a running job: the engine asks before every step whether to stop. Knows nothing about rows."""
+"""The signals that end a process. In a running job the engine asks before every step whether to stop; child processes leave that to the job's process. Knows nothing about rows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from batchgen.errors import Interrupted
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
@@ -32,7 +34,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for signum in STOP_SIGNALS:
                 # None is a handler that is not Python's; it could not be restored
                 if signal.getsignal(signum) not in (signal.SIG_IGN, None):
                     self._before[signum] = signal.signal(signum, self._handle)
@@ -95,6 +97,12 @@ def _without_ours(hook: Callable[[Any], Any], unraisable: Any) -> None:
     """Tells `hook` of an exception that Python dropped, unless it is the handler's."""
     if not isinstance(unraisable.exc_value, Interrupted):
         hook(unraisable)
+
+
+def ignore_stop_signals() -> None:
+    """For the start of a child process: a terminal sends Ctrl-C to all of its processes, and the parent decides when this one ends."""
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import resource
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchgen.errors import first_line
 from batchgen.json_values import plain
+from batchgen.process.signals import ignore_stop_signals
 from batchgen.process.template_shapes import shape_of, stand_ins
 from batchgen.process.templates import Form, TemplateFailure, TemplateShape
 
@@ -33,9 +33,7 @@ _SEND_BYTES, _SEND_SECONDS = 1 << 20, 0.1  # answers wait for others up to here
 
 def main() -> None:
     """Runs until the other end has gone. Arguments: the numbers of an open socket and of the file for the place in the batch, seconds, bytes."""
-    # A terminal sends Ctrl-C to all of its processes; the parent decides when this one ends.
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
+    ignore_stop_signals()
     os.chdir("/")  # the parent's folder may be removed
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads take address space, 40 MB each, and are not needed
     socket, place, seconds, memory = map(int, sys.argv[1:])

@@ -11,7 +11,6 @@ Tests run all of this on the CPU too.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +31,7 @@ from batchgen.model.checks.device_check import Part, TrialReport, TrialSetup
 from batchgen.model.loaded_model import AttentionKind, LoadedModel
 from batchgen.model.loader import load_model
 from batchgen.model.runner import Runner
+from batchgen.process.signals import ignore_stop_signals
 from batchgen.prompts import load_tokenizer
 from batchgen.request import TokenArray
 from batchgen.sampling.sampler import Sampler
@@ -70,8 +70,7 @@ class Differs(Exception):
 
 def main() -> None:
     """Runs the trials. The argument is the number of an open socket (`device_check.start_trials`)."""
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # the process that started this one decides when to end
+    ignore_stop_signals()
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     setup = connection.recv()
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
