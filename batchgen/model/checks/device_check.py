@@ -14,7 +14,7 @@ import platform
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
@@ -119,9 +119,6 @@ class TrialReport:
     """Whether the reason says nothing about the part, which could not be tried."""
 
 
-StartTrials = Callable[["Connection[Any, Any]", IO[bytes]], Process]
-
-
 def parts_on(device: torch.device) -> tuple[Part, ...]:
     """Returns the parts to try on a device."""
     return tuple(PARTS) if device.type == "cuda" else () if device.type == "cpu" else ("sampler",)
@@ -132,11 +129,10 @@ def check_device(
     device: torch.device,
     hf_config: Any,
     block_size: int,
-    start: StartTrials | None = None,
     trial_seconds: float = TRIAL_SECONDS,
 ) -> Verdict:
-    """Tries the parts on this device, or reads what an earlier start found. `start` starts the process of trials.
-    A trial that takes longer than `trial_seconds` fails. Parts that could not be tried are not used in this run, and are tried in the next.
+    """Tries the parts on this device, or reads what an earlier start found. A trial that takes longer than `trial_seconds` fails.
+    Parts that could not be tried are not used in this run, and are tried in the next.
 
     Nothing is tried on a CPU, for a model on several devices, or with `--attention triton`, which uses the kernels without a check.
     """
@@ -155,7 +151,7 @@ def check_device(
             return kept
         _logger.info("trying batchgen's kernels on %s, once for this model and these versions ...", name)
         began = time.monotonic()
-        end = _tried(TrialSetup(config, block_size, parts), start or start_trials, trial_seconds)
+        end = _tried(TrialSetup(config, block_size, parts), trial_seconds)
         _logger.info("tried in %.0f s, loading the model included", time.monotonic() - began)
         why = f"it could not be tried ({end.why})" if end.unknown else end.why
         verdict = replace(verdict, failed=end.part, why=why, file=None if end.unknown else verdict.file)
@@ -220,13 +216,13 @@ def _locked(verdict: Verdict) -> Iterator[None]:
         yield
 
 
-def _tried(setup: TrialSetup, start: StartTrials, seconds: float) -> TrialReport:
+def _tried(setup: TrialSetup, seconds: float) -> TrialReport:
     """Runs the process of trials. Returns its last message, or what stands for it if the process has hung or died."""
     trying: Part | None = None
     ours, theirs = Pipe()
     with tempfile.TemporaryFile() as said, ours:
         with theirs:
-            process = start(theirs, said)
+            process = start_trials(theirs, said)
         try:
             ours.send(setup)
             while ours.poll(None if trying is None else seconds):
