@@ -23,7 +23,7 @@ from batchgen.prompts.params import RowParams
 from batchgen.prompts.template import RowTemplate
 from batchgen.push import check_push
 from batchgen.records import Input, job_path
-from batchgen.records.inputs import CHECKED_ROWS, window_rows
+from batchgen.records.inputs import window_rows
 from batchgen.records.remote import is_url
 from batchgen.sampling.grammars import Vocabulary
 
@@ -66,4 +66,4 @@ def _check_prompts(config: JobConfig, source: Input) -> None:
     if chat is None or not source.fingerprint() or any(is_url(file.name) for file in source.files):
         return
     columns = Columns(prompts, template, params, chat=bool(chat) and prompts.chat is not False)
-    columns.check(source.first_rows(config.limit)[:CHECKED_ROWS], config.named_columns)
+    columns.check(source.first_rows(config.limit), config.named_columns)
