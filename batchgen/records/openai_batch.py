@@ -84,6 +84,10 @@ def batch_record(row: Row, result: Result, form: OpenAIForm, *, custom_id: str, 
         record["error"] = {"code": result.error_type, "message": result.error_message}
     else:
         body = _body(row, result, form, token_ids=token_ids)
+        if result.truncated:
+            body["truncated"] = True
+        if result.choice_probs is not None:
+            body["choice_probs"] = dict(result.choice_probs)
         record["response"] = {"status_code": 200, "request_id": f"req_{row.number}", "body": body}
     return record
 
@@ -114,10 +118,6 @@ def _body(row: Row, result: Result, form: OpenAIForm, *, token_ids: bool) -> dic
     }
     if result.reasoning_tokens:
         body["usage"]["completion_tokens_details"] = {"reasoning_tokens": result.reasoning_tokens}
-    if result.truncated:
-        body["truncated"] = True
-    if result.choice_probs is not None:
-        body["choice_probs"] = dict(result.choice_probs)
     return body
 
 
@@ -127,13 +127,12 @@ def _embeddings_answer(row: Row, result: Result, form: OpenAIForm) -> dict[str, 
     body = row.columns.get("body")
     asked = body.get("encoding_format") if isinstance(body, Mapping) and is_batch_row(row.columns) else None
     numbers = coded_embedding(result.embedding) if asked == "base64" else plain_embedding(result.embedding)
-    answer: dict[str, Any] = {
+    return {
         "object": "list",
         "data": [{"object": "embedding", "index": 0, "embedding": numbers}],
         "model": form.model,
         "usage": {"prompt_tokens": result.prompt_tokens, "total_tokens": result.prompt_tokens},
     }
-    return answer | {"truncated": True} if result.truncated else answer
 
 
 def _responses_answer(row: Row, result: Result, form: OpenAIForm, *, token_ids: bool) -> dict[str, Any]:
@@ -177,10 +176,6 @@ def _responses_answer(row: Row, result: Result, form: OpenAIForm, *, token_ids: 
     }
     if completion.finish_reason not in _REASONS:
         body["stop_reason"] = completion.finish_reason
-    if result.truncated:
-        body["truncated"] = True
-    if result.choice_probs is not None:
-        body["choice_probs"] = dict(result.choice_probs)
     return body
 
 
