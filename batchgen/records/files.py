@@ -111,7 +111,7 @@ class InputFile:
             if self.name == "-":
                 stream = self._checked(raw)
             if self.encoding is not None:
-                stream = _buffered(_in_utf8(stream, self.encoding, self.shown))
+                stream = io.BufferedReader(_BytesOf(_in_utf8(stream, self.encoding, self.shown)))
             if self.is_text or (self.name != "-" and self.compression is None and raw.seekable()):
                 yield stream
                 return
@@ -226,13 +226,8 @@ class InputFile:
                 raise UsageError("standard input is closed", "give it rows, or name a file")
             yield sys.stdin.buffer  # and leave it open
             return
-        with self._opened() as raw:
+        with open_remote(self.name) if is_url(self.name) else self._path.open("rb") as raw:
             yield raw
-
-    def _opened(self) -> BinaryIO:
-        if is_url(self.name):
-            return open_remote(self.name)
-        return self._path.open("rb")
 
 
 def decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
@@ -258,10 +253,6 @@ def _in_utf8(raw: BinaryIO, encoding: str, name: str) -> Iterator[bytes]:
 
 _UNDECODABLE = "batchgen.undecodable"
 codecs.register_error(_UNDECODABLE, lambda e: ("\ufffd\udcff", e.end))  # type: ignore[attr-defined]
-
-
-def _buffered(pieces: Iterator[bytes]) -> BinaryIO:
-    return io.BufferedReader(_BytesOf(pieces))
 
 
 class _BytesOf(io.RawIOBase):
