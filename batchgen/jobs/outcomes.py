@@ -44,8 +44,8 @@ def check_errors(max_errors: str, *, failed: int, done: int, last: str) -> None:
         )
 
 
-def failure_line(result: Result, source: str = "") -> str:
-    """Returns where and why a row failed, as one line. `source` is its place in its file, if known."""
+def failure_line(result: Result, source: str) -> str:
+    """Returns where and why a row failed, as one line. `source` is its place in its file; empty if that is not known."""
     where = source or f"row {result.row}"
     message = str(result.error_message).removeprefix(f"{where}: ")
     return f"{where}: {result.error_type}: {message}"

@@ -247,7 +247,7 @@ class RequestReader:
         if (note := self._ids.note()) is not None:
             self._outcomes.tracker.note(note)
 
-    def _is_wanted(self, number: int, kept: int = 0) -> bool:
+    def _is_wanted(self, number: int, kept: int) -> bool:
         return self._config.limit is None or number < max(self._config.limit, kept)
 
 
