@@ -46,7 +46,7 @@ from batchgen.progress import Progress, Silent, Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.tokenizer import quiet, text_config
 from batchgen.recording import tree_record
-from batchgen.records import DatasetChoice, Input, Row, RowStream, open_input, window_rows
+from batchgen.records import Input, Row, RowStream, input_of, window_rows
 from batchgen.records.output import id_digest, job_path, own_id
 from batchgen.report import ReportPage, check_report_file, report_plan
 from batchgen.request import Request
@@ -251,7 +251,8 @@ def plan_job(
     with (
         Signals(grace=0) as signals, memory_errors(), few_collections(), signals.interruptible(), closing(RowKeys()) as row_keys
     ):  # fmt: skip
-        source = _open_input(config)
+        source = input_of(config, None)
+        check_job(config, source, None)
         tracker.phase("loading tokenizer")
         tokenizer = load_tokenizer(config.model)
         check_architecture(tokenizer.hf_config)
@@ -316,18 +317,6 @@ def _write_files(report: PlanReport, page: str | None, template: str | None, tra
         tracker.note(f"the template in its best order is in {template}")
     elif template is not None:
         tracker.note("no other order of the template saves enough: no template was written")
-
-
-def _open_input(config: JobConfig) -> Input:
-    source = open_input(
-        config.inputs,
-        format=config.input_format,
-        encoding=config.encoding,
-        output=None,
-        choice=DatasetChoice(config.dataset_config, config.split),
-    )
-    check_job(config, source, None)
-    return source
 
 
 def _date_of_prompts(config: JobConfig, source: Input) -> datetime | None:

@@ -27,7 +27,7 @@ from batchgen.process.signals import Signals
 from batchgen.progress import Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.recording import tree_record
-from batchgen.records import DatasetChoice, Input, Row, RowStream, open_input, row_form, window_rows
+from batchgen.records import Input, Row, RowStream, input_of, row_form, window_rows
 from batchgen.report import check_report_file
 from batchgen.request import Request, TokenArray
 from batchgen.sampling.grammars import Vocabulary
@@ -59,13 +59,7 @@ class JobCommand:
 def check_command(config: JobConfig) -> JobCommand:
     """Opens the input, and checks all that can be checked without a tokenizer."""
     check_file("--stats", config.stats)
-    source = open_input(
-        config.inputs,
-        format=config.input_format,
-        encoding=config.encoding,
-        output=config.output,
-        choice=DatasetChoice(config.dataset_config, config.split),
-    )
+    source = input_of(config, config.output)
     output = output_of(config, source)
     if config.report is not None:
         check_report_file(config.report, "--report")

@@ -37,6 +37,17 @@ CHECKED_ROWS = 1_000
 """If none of these first rows has a column that the command names, the command is refused."""
 
 
+def input_of(config: JobConfig, output: str | None) -> Input:
+    """Returns the input that a command names, as `open_input` does. `output` is the command's, if it names one and writes it."""
+    return open_input(
+        config.inputs,
+        format=config.input_format,
+        encoding=config.encoding,
+        output=output,
+        choice=DatasetChoice(config.dataset_config, config.split),
+    )
+
+
 def open_input(
     inputs: Sequence[str],
     *,
