@@ -18,7 +18,7 @@ from urllib.parse import unquote
 from batchgen.errors import UsageError
 from batchgen.records.files import ANY_FORMAT, in_job_folder, split_name
 from batchgen.records.hub_errors import reaching_hub
-from batchgen.records.remote import open_remote
+from batchgen.records.remote import open_remote, short_reason
 from batchgen.stats import counted
 
 _HUB = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?/?", re.IGNORECASE)
@@ -255,8 +255,9 @@ def _declared(readme: str, name: str) -> dict[str, dict[str, Any]]:
         configs = DatasetCard(readme).data.get("configs") or []
         return {str(config["config_name"]): config for config in configs}
     except Exception as e:
-        line = next(iter(str(e).splitlines()), type(e).__name__)
-        raise UsageError(f"the header of {name}/{_README} cannot be read: {line}", "correct that file") from e
+        raise UsageError(
+            f"the header of {name}/{_README} cannot be read: {short_reason(e)}", "correct that file"
+        ) from e
 
 
 def _patterns(declared: Any) -> dict[str, list[str]]:

@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.records.jsonl import MAX_LINE, Record, encoding_hint, too_long
+from batchgen.records.remote import short_reason
 from batchgen.stats import counted
 
 PARQUET_BATCH = 256
@@ -283,7 +284,7 @@ def _python_or_invalid(scalar: pa.Scalar) -> Any:
     except UnicodeDecodeError:
         return _Invalid("is not UTF-8")
     except (ValueError, OverflowError, pa.ArrowException) as e:
-        return _Invalid(f"cannot be read: {str(e).splitlines()[0]}")
+        return _Invalid(f"cannot be read: {short_reason(e)}")
 
 
 def _python(scalar: pa.Scalar) -> Any:
