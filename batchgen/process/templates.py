@@ -121,9 +121,7 @@ class TemplateProcess:
         with self._lock:
             self._end()
 
-    def answers(
-        self, calls: Mapping[int, TemplateCall], is_stopped: Callable[[], bool] = lambda: False
-    ) -> dict[int, Any]:
+    def answers(self, calls: Mapping[int, TemplateCall], is_stopped: Callable[[], bool]) -> dict[int, Any]:
         """Returns the answer to each call, which may be a `TemplateFailure`. Raises `RenderingStopped` soon after `is_stopped` is true."""
         alike: dict[tuple[Form, str], list[int]] = {}
         for key, call in calls.items():
