@@ -3,14 +3,7 @@
 import pytest
 
 from batchgen.progress import Snapshot, Tracker
-from support.progress import Recorder
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from support.progress import Clock, Recorder
 
 
 class Job:

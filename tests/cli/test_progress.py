@@ -24,6 +24,7 @@ from batchgen_cli.progress import (
     Nothing,
     progress_for,
 )
+from support.progress import Clock
 from support.python_process import environment
 
 
@@ -53,13 +54,6 @@ class Told:
 
     def figures(self) -> dict[str, Any]:
         return self.tracker.snapshot().figures()
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Terminal(io.StringIO):

@@ -1,4 +1,4 @@
-"""A progress that records what the user is told, and does something at a moment of the job."""
+"""A progress that records what the user is told, and does something at a moment of the job; and a clock that a test sets."""
 
 import os
 import signal
@@ -31,6 +31,15 @@ class Recorder(Silent):
     @property
     def phases(self) -> list[str]:
         return [phase for phase, _ in groupby(now.phase for now in self.seen)]
+
+
+class Clock:
+    """Seconds, as `time.monotonic` returns them."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def rows_done(rows: int) -> Callable[[Snapshot], bool]:
