@@ -16,6 +16,7 @@ from batchgen.parsers.thinking import thinking_format
 from batchgen.sampling.constraints import Constraints
 from batchgen.sampling.grammars import Vocabulary, token_bytes
 from batchgen.sampling_params import SamplingParams
+from support.marked import make
 from support.params import examples
 
 SAMPLE = Path(__file__).parents[2] / "sample_data" / "model"
@@ -376,16 +377,8 @@ def test_a_completion_is_valid_for_any_schema(byte_level: Any, several: list[Any
             jsonschema.validate(json.loads(text_of(byte_level, tokens)), value)
 
 
-def thinking_tokenizer() -> Any:
-    from tokenizers import AddedToken
-
-    tokenizer = byte_level_tokenizer()
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in ("<think>", "</think>")])
-    return tokenizer
-
-
 def test_a_model_that_may_think_either_opens_its_thoughts_or_begins_the_answer() -> None:
-    tokenizer = thinking_tokenizer()
+    tokenizer = make(special=("<|end|>",), plain=("<think>", "</think>"))
     size, (opens, closes) = len(tokenizer), tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     constraints = Constraints(tokenizer, size, (tokenizer.eos_token_id,), thinking_format(tokenizer))
     a, b, prompt = id_in(tokenizer, "a"), id_in(tokenizer, "b"), np.array([id_in(tokenizer, "q")], dtype=np.int32)
@@ -406,10 +399,7 @@ def test_a_model_that_may_think_either_opens_its_thoughts_or_begins_the_answer()
 
 
 def test_a_mark_of_several_tokens_is_completed_before_the_thoughts() -> None:
-    from tokenizers import AddedToken
-
-    tokenizer = byte_level_tokenizer()
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in ("<|channel>", "<channel|>")])
+    tokenizer = make(special=("<|end|>",), plain=("<|channel>", "<channel|>"))
     size, opens = len(tokenizer), tokenizer.encode("<|channel>thought\n", add_special_tokens=False)
     closes, a = tokenizer.convert_tokens_to_ids("<channel|>"), id_in(tokenizer, "a")
     constraints = Constraints(tokenizer, size, (tokenizer.eos_token_id,), thinking_format(tokenizer))
@@ -428,7 +418,7 @@ def test_a_mark_of_several_tokens_is_completed_before_the_thoughts() -> None:
 
 
 def test_when_the_budget_of_thoughts_is_used_up_only_their_end_may_follow() -> None:
-    tokenizer = thinking_tokenizer()
+    tokenizer = make(special=("<|end|>",), plain=("<think>", "</think>"))
     size, (opens, closes) = len(tokenizer), tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     constraints = Constraints(tokenizer, size, (tokenizer.eos_token_id,), thinking_format(tokenizer))
     a, prompt = id_in(tokenizer, "a"), np.array([opens], dtype=np.int32)
