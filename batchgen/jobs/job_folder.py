@@ -140,14 +140,15 @@ class JobFolder(HeldResults):
             self.know_finished(key for key in read_keys(self.folder / "keys") if key != NO_KEY)
             if old is not None and old.state == "finished":
                 held = results_of_output(self._target.name, self.folder / "keys", self._spec.form.asked)
-                taken = self.add_missing(() if old.request["openai"] else held)
-                self.notes.append(f"{self.output} was finished: {taken} of its results are used again")
+                self.add_missing(() if old.request["openai"] else held)
         retry = self._spec.retry
         interrupted = old is not None and old.state == "running" and old.request.get("retry") == retry
         if retry and (self._limit_raised or not interrupted):  # an interrupted run has dropped them already
             self.forget([RETRY_REASONS[name] for name in retry])
         if self._limit_raised:
             self.forget_cut()
+        if self._manifest.keys and old is not None and old.state == "finished":
+            self.notes.append(f"{self.output} was finished: {self.finished_at_hand} of its results are used again")
         self.results_at_hand = self.count
 
     def _open_files(self, opened: ExitStack) -> None:

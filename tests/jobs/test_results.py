@@ -324,7 +324,8 @@ def test_more_keys_can_be_looked_up_than_fit_one_query(folder):
     keys = [i.to_bytes(16, "big") for i in range(1_234)]
     with opened(folder) as results:
         results.know_finished([*keys[:1_000], KEYS[0]])
-        assert results.add_missing((key, RESULTS[0]) for key in keys) == 1_000
+        results.add_missing((key, RESULTS[0]) for key in keys)
+        assert results.finished_at_hand == 1_000
         assert len(results.stored(keys)) == 1_234
 
 
@@ -341,7 +342,8 @@ def test_lines_of_an_output_are_results_until_they_are_damaged_or_to_be_generate
     lines = [to_json(output_row(row, result, form)) + b"\n" for row, result in zip(rows, RESULTS, strict=True)]
     held = {key: replace(r, row=-1) for key, r in ALL.items() if is_held_whole(r, form, "jsonl")}
     with opened(folder) as results:
-        assert results.add_missing(zip(KEYS, lines, strict=True)) == 0  # no key is known as finished
+        results.add_missing(zip(KEYS, lines, strict=True))
+        assert results.finished_at_hand == 0  # no key is known as finished
         found = results.stored(KEYS)
         assert len(held) > 3
         assert {key: result for key, result in found.items() if key in held} == held

@@ -199,9 +199,8 @@ class Results:
         if self._begun.pop(key, None) is not None:
             self._ended.append((key,))
 
-    def add_missing(self, entries: Iterable[tuple[bytes, Result | bytes]]) -> int:
-        """Stores the results whose keys have none yet, or the rows of an output that have them, and writes them to disk. Returns how many rows of
-        the existing output have one."""
+    def add_missing(self, entries: Iterable[tuple[bytes, Result | bytes]]) -> None:
+        """Stores the results whose keys have none yet, or the rows of an output that have them, and writes them to disk."""
         self._end_transaction()
         with transaction(self._db):
             self._db.executemany(
@@ -212,8 +211,6 @@ class Results:
                 ),
             )
         self.flush()
-        (count,) = self._db.execute("SELECT count(*) FROM run.finished JOIN results USING (key)").fetchone()
-        return int(count)
 
     def take_from(self, folder: Path) -> int:
         """Copies the results and the work under way from the database of another folder, which no process may be using. Returns the number of results.
@@ -389,6 +386,12 @@ class Results:
         with transaction(self._db):
             statement = "INSERT INTO run.finished VALUES (?, 1, 0) ON CONFLICT (key) DO UPDATE SET rows = rows + 1"
             self._db.executemany(statement, ((key,) for key in keys))
+
+    @property
+    def finished_at_hand(self) -> int:
+        """Number of results of the existing output that this run has."""
+        (count,) = self._db.execute("SELECT count(*) FROM run.finished JOIN results USING (key)").fetchone()
+        return int(count)
 
     def compared(self) -> tuple[int, int, int, int]:
         """Returns three numbers of rows: in the finished output, of these missing from the new output (rows that had failed and run again do
