@@ -248,9 +248,7 @@ def plan_job(
     if shards is not None:
         config = replace(config, shard=f"1/{shards}")
     tracker = Tracker(progress or Silent())
-    with (
-        Signals(grace=0) as signals, memory_errors(), few_collections(), signals.interruptible(), closing(RowKeys()) as row_keys
-    ):  # fmt: skip
+    with Signals(grace=0) as signals, memory_errors(), few_collections(), signals.interruptible():
         source = input_of(config, None)
         check_job(config, source, None)
         tracker.phase("loading tokenizer")
@@ -259,11 +257,11 @@ def plan_job(
         prompts = PromptBuilder(tokenizer, config.prompts, config.sampling, now=_date_of_prompts(config, source))
         size = window_rows(config, source)
         whole = size is None and config.prompts.priority_column is None
-        with quiet():  # torch is imported
-            plan = _PlanBuilder(config, tokenizer, _EarlierRows(config, source), row_keys, whole=whole)
         sample: list[Row] = []
-        tracker.phase("planning")
-        with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
+        with tempfile.TemporaryDirectory(prefix="batchgen-") as folder, closing(RowKeys()) as row_keys:
+            with quiet():  # torch is imported
+                plan = _PlanBuilder(config, tokenizer, _EarlierRows(config, source), row_keys, whole=whole)
+            tracker.phase("planning")
             waiting, costs = SortedRequests(Path(folder), config.limits), PrefixCosts(Path(folder))
             stream = RowStream(source.rows())
             while rows := stream.take(size or config.limits.read_rows, config.limit):
