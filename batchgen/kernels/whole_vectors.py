@@ -63,7 +63,7 @@ def fill_activations(model: torch.nn.Module) -> None:
             module.forward = partial(filled, module.forward)
             continue
         for name, value in list(vars(module).items()):
-            if value in _FUNCTIONS.values():
+            if any(value is function for function in _FUNCTIONS.values()):
                 setattr(module, name, partial(filled, value))
         for name, function in list(_calling(module)):
             setattr(module, name, MethodType(with_names(function, _fillers(function)), module))
@@ -76,14 +76,15 @@ def _calling(module: Any) -> Iterator[tuple[str, FunctionType]]:
     """Yields a module's forward and the methods that it calls, of those that call such a function, with their names."""
     todo, seen = ["forward"], {"forward"}
     for name in todo:
-        method = module.__dict__.get(name, inspect.getattr_static(type(module), name, None))
-        function = inspect.unwrap(getattr(method, "__func__", method))
-        if not isinstance(function, FunctionType):
+        own = module.__dict__.get(name)
+        method = inspect.getattr_static(type(module), name, None) if own is None else getattr(own, "__func__", None)
+        if not isinstance(method, FunctionType):
             continue
+        function = inspect.unwrap(method)
         names = names_in(function)
         todo += sorted(names - seen)
         seen |= names
-        if not names.isdisjoint(_FUNCTIONS) and not function.__closure__:
+        if not names.isdisjoint(_FUNCTIONS):
             yield name, function
 
 
