@@ -6,8 +6,8 @@
 
 Three workloads: 100 images with ten questions each, shuffled; 200 images with one question each; and 20 pages, larger images with one question each. The
 images are JPEG files of 640 x 480 pixels, and the pages of 1,200 x 1,600; the model has the shape of Qwen2.5-VL, about 50 million parameters and random
-weights. Each measurement is a process of its own; the engines take turns. The time begins with the rows and ends with the last token: it contains reading and preparing the images, and not loading the model. transformers runs rows
-of similar length together, in batches of each of the sizes. With `--part`, the others run on the first images only; rates are compared, and the answers to
+weights. Each measurement is a process of its own; the engines take turns. The time begins with the rows and ends with the last token: it contains reading
+and preparing the images, and not loading the model. transformers runs rows of similar length together, in batches of each of the sizes. With `--part`, the others run on the first images only; rates are compared, and the answers to
 the same rows. An engine that fails is left out of that workload.
 """
 

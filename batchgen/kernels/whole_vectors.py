@@ -31,7 +31,7 @@ _MOVES = frozenset(
 """What is done with a layer's output before its activation."""
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 """Modules of Python with classes of activations."""
-_GATES = ("b_proj", "gate", "in_proj_b", "in_proj_ba")
+_GATES = frozenset(("b_proj", "gate", "in_proj_b", "in_proj_ba"))
 """Names of layers whose outputs' method `sigmoid` is called."""
 
 
@@ -65,11 +65,11 @@ def fill_activations(model: torch.nn.Module) -> None:
         for name, value in list(vars(module).items()):
             if any(value is function for function in _FUNCTIONS.values()):
                 setattr(module, name, partial(filled, value))
-        for name, function in list(_calling(module)):
+        calling = list(_calling(module))
+        for name, function in calling:
             setattr(module, name, MethodType(with_names(function, _fillers(function)), module))
-            for layer in (module._modules.get(gate) for gate in _GATES):
-                if layer is not None and getattr(layer.forward, "func", None) is not _marked:
-                    layer.forward = partial(_marked, layer.forward)
+        for layer in [layer for name, layer in module.named_children() if calling and name in _GATES]:
+            layer.forward = partial(_marked, layer.forward)
 
 
 def _calling(module: Any) -> Iterator[tuple[str, FunctionType]]:

@@ -1,4 +1,5 @@
-"""The signals that end a process. In a running job the engine asks before every step whether to stop; child processes leave that to the job's process. Knows nothing about rows."""
+"""The signals that end a process. In a running job the engine asks before every step whether to stop; child processes leave that to the job's
+process. Knows nothing about rows."""
 
 from __future__ import annotations
 

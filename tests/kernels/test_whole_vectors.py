@@ -17,35 +17,15 @@ FUNCTIONS = {
     "tanh": partial(functional.gelu, approximate="tanh"), "logsigmoid": functional.logsigmoid,
 }  # fmt: skip
 SIZES = (
-    1,
-    4,
-    12,
-    31,
-    64,
-    100,
-    1000,
-    ALL_THREADS - 1,
-    ALL_THREADS + 17,
-    GRAIN - 3,
-    GRAIN + 4,
-    2 * GRAIN + 12,
-    5 * GRAIN + 20,
-)
+    1, 4, 12, 31, 64, 100, 1000, ALL_THREADS - 1, ALL_THREADS + 17, GRAIN - 3, GRAIN + 4, 2 * GRAIN + 12, 5 * GRAIN + 20,
+)  # fmt: skip
 NUMBERS = 3 * torch.randn(6 * GRAIN, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(params=[1, 2, 3])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_number_has_the_same_bits_in_tensors_of_all_sizes(name, dtype):
+def test_a_number_has_the_same_bits_in_tensors_of_all_sizes(name, dtype, threads):
     x = NUMBERS.to(dtype)
     whole = filled(FUNCTIONS[name], x)
     for size in SIZES:

@@ -164,9 +164,7 @@ def test_a_folder_that_cannot_be_written_costs_no_run(tmp_path):
     observed(SIZES, file=tmp_path / "file" / "costs.json").save()
 
 
-def test_the_size_of_a_step_counts_the_keys_of_a_prefix_once():
-    shared = list(range(64))
-    scheduler = scheduler_of([np.array([*shared, 100, 101]), np.array([*shared, 200])], 3, 32, 1000)
+def sizes_of_steps(scheduler):
     sizes = []
 
     def launch(batch):
@@ -174,7 +172,13 @@ def test_the_size_of_a_step_counts_the_keys_of_a_prefix_once():
         return lambda: [0] * len(batch.samples)
 
     run_steps(scheduler, launch)
-    assert sizes == [
+    return sizes
+
+
+def test_the_size_of_a_step_counts_the_keys_of_a_prefix_once():
+    shared = list(range(64))
+    scheduler = scheduler_of([np.array([*shared, 100, 101]), np.array([*shared, 200])], 3, 32, 1000)
+    assert sizes_of_steps(scheduler) == [
         StepSize(64, 0, 64, 64 * 65 // 2),
         StepSize(3, 2, 64 + 2 + 1, 65 + 66 + 65),
         StepSize(2, 2, 64 + 3 + 2, 67 + 66),
@@ -184,14 +188,7 @@ def test_the_size_of_a_step_counts_the_keys_of_a_prefix_once():
 
 def test_the_size_of_a_step_counts_the_tokens_of_images():
     scheduler = scheduler_of([np.array([1, 2, *[IMAGE_IDS + 5] * 7, 3])], 3, 32, 6)
-    sizes = []
-
-    def launch(batch):
-        sizes.append(batch.size)
-        return lambda: [0] * len(batch.samples)
-
-    run_steps(scheduler, launch)
-    assert [(size.tokens, size.image_tokens) for size in sizes] == [(6, 4), (4, 3), (1, 0), (1, 0)]
+    assert [(size.tokens, size.image_tokens) for size in sizes_of_steps(scheduler)] == [(6, 4), (4, 3), (1, 0), (1, 0)]
 
 
 def test_an_engine_keeps_what_its_steps_cost(tmp_path):
