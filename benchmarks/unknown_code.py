@@ -10,7 +10,7 @@ from types import ModuleType
 
 from batchgen.kernels.recognition import code_digest, code_of
 
-NAMES = ("Norm", "NormGated", "apply_rotary_pos_emb", "RotaryEmbedding", "MLP", "Attention", "DecoderLayer", "Model")
+NAMES = ("Norm", "NormGated", "apply_rotary_pos_emb", "RotaryEmbedding", "Linear", "MLP", "Attention", "DecoderLayer", "Model")  # fmt: skip
 """The ends of the names of classes and functions in transformers that have such code."""
 
 

@@ -419,7 +419,23 @@ def _halves(bias: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:
     return [None] * count if bias is None else list(bias.chunk(count))
 
 
+def as_linear(part: Any) -> torch.nn.Linear | None:
+    """Returns torch's linear layer in the place of one of GPT-2 or Falcon, which have code of their own."""
+    weight: Any = getattr(part, "weight", None)
+    if isinstance(part, torch.nn.Embedding) or not is_plain(weight) or weight.dim() != 2:
+        return None
+    code = known_code(part)
+    if code is Code.TRANSPOSED_LINEAR:
+        weight = torch.nn.Parameter(weight.t().contiguous(), requires_grad=False)
+    elif code is not Code.LINEAR:
+        return None
+    made = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    made._parameters.update(weight=weight, bias=part.bias)
+    return made
+
+
 def _linear(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
+    plain, part = part, as_linear(part) or part
     if not _can_replace(part):
         return None
     dtype = part.weight.dtype
@@ -427,7 +443,7 @@ def _linear(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Modul
         if not (part.weight.is_contiguous() and fits(part.weight) and is_fast()):
             return None
         fused: torch.nn.Module = SharedLinear(part.weight, part.bias)
-        return fused if _agree(part, fused, part.in_features, dtype, NEAR[dtype]) else None
+        return fused if _agree(plain, fused, part.in_features, dtype, NEAR[dtype]) else None
     if not packing.can_pack(part):
         return None
     weight, bias = part.weight, part.bias
@@ -438,7 +454,7 @@ def _linear(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Modul
             lambda x: torch.nn.functional.linear(x, few, few_biases), lambda x: fused(x)[..., :COMPARED_ROWS], [weight]
         )
     else:
-        agrees = packing.agrees(part, fused, [weight])
+        agrees = packing.agrees(plain, fused, [weight])
     if not agrees:
         return None
     codes = getattr(fused, "codes", None)

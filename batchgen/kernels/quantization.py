@@ -5,13 +5,14 @@ Codes of 4 bits (`coded`) stay what they are, and are multiplied in 8 bits.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from batchgen.kernels.decoder_layers import fuse_layers, unfuse_layers
-from batchgen.kernels.fusion import Packing, fuse_linear
+from batchgen.kernels.fusion import Packing, as_linear, fuse_linear, replace_parts
 from batchgen.kernels.int8 import Int8Linear, are_whole, quantize_weight
 from batchgen.kernels.memory import give_back
 from batchgen.kernels.ops import Activation, Gating, PackedLinear, plain_weight
@@ -45,6 +46,7 @@ def quantize_linear(model: torch.nn.Module, scales: Mapping[str, torch.Tensor] |
     all_weights = sum(p.numel() for p in model.parameters())
     if any(isinstance(part, PackedLinear) for part in model.modules()):
         return _quantize_packed(model)
+    replace_parts(model, "linear layers", as_linear, Counter())
     packing = Int8Packing(model, scales or {})
     fuse_linear(model, packing)
     fuse_linear(model, Packing())  # the rest

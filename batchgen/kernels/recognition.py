@@ -35,6 +35,10 @@ class Code(Enum):
     """The same; results have the types of queries and keys, whatever the type of cos and sin."""
     COS_AND_SIN = auto()
     """The cos and sin of positions."""
+    LINEAR = auto()
+    """A linear layer, written in another way than torch's."""
+    TRANSPOSED_LINEAR = auto()
+    """The same, of weights [K, N]."""
     GATED_MLP = auto()
     EXPERTS_GATE = auto()
     """Of experts: the activation of the first half, times the second."""
@@ -79,6 +83,8 @@ _KNOWN = {
     "a2172e70c3b28987": Code.COS_AND_SIN,  # most models
     "4ec9f0ed160cc55b": Code.COS_AND_SIN,  # most models in transformers 5.17
     "f25cb967b8d1cb98": Code.COS_AND_SIN,  # Qwen 3, Gemma 2 and others in transformers 5.17
+    "f544c44ce68aee85": Code.LINEAR,  # Falcon
+    "c0246627321531d3": Code.TRANSPOSED_LINEAR,  # GPT and GPT-2
     "050261bc2de46fa2": Code.GATED_MLP,  # Llama and most others
     "b7d7ed32b4483a85": Code.GATED_MLP,  # the image encoders of Qwen 2.5 VL and GLM 4V
     "9d1ad9a4368c1a42": Code.GATED_MLP,  # Phi-3, GLM 4: gate and up in one layer

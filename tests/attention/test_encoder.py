@@ -8,6 +8,10 @@ from batchgen.attention import encoder
 from batchgen.attention.encoder import EncoderAttention
 from support.params import slow_but
 
+SHAPES = [
+    {}, {"kv_heads": 2}, {"kv_heads": 1, "size": 72, "v_size": 72}, {"size": 80, "v_size": 40},
+    {"heads": 3, "kv_heads": 3, "size": 7}, {"tiles": 3},
+]  # fmt: skip
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 pytestmark = pytest.mark.usefixtures("every_kernel")
 
@@ -43,10 +47,7 @@ def inputs(tokens, heads=4, kv_heads=4, size=24, v_size=24, dtype=torch.float32,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "shape",
-    slow_but(
-        [{}, {"kv_heads": 2}],
-        [{"kv_heads": 1, "size": 72, "v_size": 72}, {"size": 80, "v_size": 40}, {"heads": 3, "kv_heads": 3, "size": 7}, {"tiles": 3}],
-    ),
+    slow_but(SHAPES[:2], SHAPES),
 )  # fmt: skip
 @pytest.mark.parametrize("tokens", [1, 17, 64, 577, 1100])
 def test_it_gives_what_torch_gives(tokens, shape, dtype, calls):

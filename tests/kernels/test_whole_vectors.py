@@ -66,9 +66,11 @@ def test_what_a_module_calls_of_them_is_found(module):
     assert torch.equal(model(rows), torch.cat([model(row[None]) for row in rows]))
 
 
-@pytest.mark.parametrize(
-    "kind", slow_but(["qwen3_5_text", "deepseek_v3"], ["qwen3_next", "mamba2", "gpt_neox", "phi", "starcoder2", "kimi_linear"])
-)  # fmt: skip
+QUICK = ("qwen3_5_text", "deepseek_v3", "gpt2", "falcon")
+SLOW = ("qwen3_next", "mamba2", "gpt_neox", "phi", "starcoder2", "kimi_linear", "gpt2/scaled", "falcon/alibi", "falcon/groups")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", slow_but(QUICK, (*QUICK, *SLOW)))
 def test_a_rows_logits_do_not_depend_on_the_rows_beside_it(kind, every_kernel):
     prompts = [[*range(10, 10 + length)] for length in (3, 5, 8, 13, 21)]
 

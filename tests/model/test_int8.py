@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig
+from transformers.pytorch_utils import Conv1D
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
+from batchgen.kernels import quantization
 from batchgen.kernels.int8 import Int8Linear, multiplies_codes, quantize_weight
 from batchgen.kernels.ops import PackedLinear
 from batchgen.model import loader
@@ -33,8 +35,8 @@ from support.shapes import prompts_and_lengths
 
 PROMPTS, LENGTHS = prompts_and_lengths()
 TEXTS = [np.array(prompt, dtype=np.int32) for prompt in PROMPTS[:3]]
-MODELS = ["llama", "gemma2", "qwen3_moe", "qwen3_5_text", "granitemoehybrid/recurrent"]
-"""Models with gated MLPs, norms with an offset, experts and recurrent layers."""
+MODELS = ["llama", "gemma2", "qwen3_moe", "qwen3_5_text", "granitemoehybrid/recurrent", "gpt2", "falcon"]
+"""Models with gated MLPs, norms with an offset, experts, recurrent layers, and linear layers of their own."""
 
 
 class Rounded(torch.nn.Module):
@@ -83,8 +85,10 @@ def rounded(model: Any) -> Any:
     for name, module in list(made.named_modules()):
         parent, _, child = name.rpartition(".")
         is_layer = any(part.isdigit() for part in name.split("."))
-        if type(module) is torch.nn.Linear and is_layer and 16 * module.out_features > module.in_features:
-            setattr(made.get_submodule(parent), child, Rounded(module))
+        layer = SimpleNamespace(weight=module.weight.t(), bias=module.bias) if isinstance(module, Conv1D) else module
+        is_linear = isinstance(module, torch.nn.Linear | Conv1D)
+        if is_linear and is_layer and 16 * layer.weight.shape[0] > layer.weight.shape[1]:
+            setattr(made.get_submodule(parent), child, Rounded(layer))
     return made
 
 
@@ -98,7 +102,7 @@ def tokens(model: Any, **options: Any) -> list[list[int]]:
     return tokens_of(engine_for(model, **options), PROMPTS, LENGTHS)
 
 
-@pytest.mark.parametrize("name", slow_but({"llama"}, MODELS))
+@pytest.mark.parametrize("name", slow_but({"llama", "gpt2"}, MODELS))
 def test_tokens_equal_those_of_the_model_rounded_in_plain_torch(name, tmp_path):
     written = build(name)
     written.save_pretrained(tmp_path)
@@ -232,8 +236,9 @@ def test_options_that_int8_does_not_support_are_refused(options, said):
     assert str(refused.value) == said
 
 
-def test_a_model_without_layers_to_quantize_is_refused(tmp_path):
-    build("gpt2").save_pretrained(tmp_path)  # its layers are Conv1D of transformers
+def test_a_model_without_layers_to_quantize_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(quantization, "INT8_SMALL", 0)  # no layer has columns enough
+    build("llama").save_pretrained(tmp_path)
     said = r"^--quantize int8: none of the model's linear layers can be packed in 8 bits; leave it out$"
     with pytest.raises(ModelError, match=said):
         load(tmp_path)

@@ -199,7 +199,10 @@ def check(model: Any, seed: int, count: int, longest: int) -> None:
 
 
 MIXTURES = ["qwen3_moe", "mixtral", "gpt_oss", "phimoe"]
-MODELS = ["llama", "llama tied", "qwen2", "qwen3", "mistral/sliding_window", "gemma2", "olmo2", "phi3", *MIXTURES]
+MODELS = [
+    "llama", "llama tied", "qwen2", "qwen3", "mistral/sliding_window", "gemma2", "olmo2", "phi3", "gpt2", "falcon",
+    "falcon/alibi", *MIXTURES,
+]  # fmt: skip
 """All of their modules have kernels."""
 
 

@@ -42,7 +42,8 @@ def architectures(names: Iterable[str], quick: Collection[str] | None = None) ->
 
 def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
     """Returns `values` as parameters of a test, where those that are not in `quick` are marked slow. A tuple has several parameters."""
-    chosen = list(quick)
+    chosen, values = list(quick), list(values)
+    assert all(value in values for value in chosen), "a quick value is not among the values"
     return [
         value
         if value in chosen
