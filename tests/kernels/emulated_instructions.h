@@ -10,6 +10,7 @@
 #include <avxintrin.h>
 #include <avx2intrin.h>
 #include <f16cintrin.h>
+#include <fmaintrin.h>
 
 #include <cmath>
 #include <cstdint>
@@ -215,6 +216,11 @@ OPERATION __m512i _mm512_max_epi32(__m512i a_, __m512i b_) {
 OPERATION __m512i _mm512_madd_epi16(__m512i a_, __m512i b_) {
     const auto a = emulated::halves(a_), b = emulated::halves(b_);
     return emulated::joined(_mm256_madd_epi16(a.low, b.low), _mm256_madd_epi16(a.high, b.high));
+}
+OPERATION __m512 _mm512_fmadd_ps(__m512 a_, __m512 b_, __m512 c_) {
+    using Parts = emulated::Halves<__m256>;
+    const auto a = emulated::bits<Parts>(a_), b = emulated::bits<Parts>(b_), c = emulated::bits<Parts>(c_);
+    return emulated::bits<__m512>(Parts{_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)});
 }
 OPERATION __m512 _mm512_max_ps(__m512 a, __m512 b) { return a > b ? a : b; }
 OPERATION __m512 _mm512_min_ps(__m512 a, __m512 b) { return a < b ? a : b; }

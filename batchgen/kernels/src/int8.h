@@ -5,9 +5,6 @@
 #pragma once
 #include "activation.h"
 #include "vec.h"
-#if defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define UNSIGNED_BYTES

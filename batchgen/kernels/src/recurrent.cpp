@@ -157,7 +157,7 @@ void prepare(const Rule& s, int64_t t, int64_t head, Token& to) {
     floats qq{}, kk{}, qk{};
     for (int64_t r = 0; r < rows; r += LANES) {
         const floats x = load_at(q, r, rows), y = load_at(k, r, rows);
-        qq += x * x, kk += y * y, qk += x * y;
+        qq = multiply_add(x, x, qq), kk = multiply_add(y, y, kk), qk = multiply_add(x, y, qk);
         store_at(to.q, r, rows, x), store_at(to.k, r, rows, y);
     }
     const float q_by = s.normalize ? s.scale / std::sqrt(sum(qq) + 1e-6f) : s.scale;
@@ -183,8 +183,8 @@ void run_columns(const Rule& s, int64_t span, int64_t head, int64_t first, int64
     for (int64_t r = 0; r < rows; r++)
         for (int j = 0; j < B; j++) {
             const floats x = load_column<FULL>(before + r * n + j * LANES, count);
-            if (DELTA) known[j] += x * now.ka[r];
-            seen[j] += x * now.qa[r];
+            if (DELTA) known[j] = multiply_add(x, splat(now.ka[r]), known[j]);
+            seen[j] = multiply_add(x, splat(now.qa[r]), seen[j]);
         }
     for (int64_t i = 0; i < length; i++) {
         const int64_t t = start + i;
@@ -196,8 +196,8 @@ void run_columns(const Rule& s, int64_t span, int64_t head, int64_t first, int64
         for (int j = 0; j < B; j++) {
             const floats value = load_column<FULL>(v + j * LANES, count);
             d[j] = (DELTA ? value - known[j] : value) * b;
-            floats y = seen[j] + d[j] * now.both;
-            if (s.skip) y += value * s.skip[head];
+            floats y = multiply_add(d[j], splat(now.both), seen[j]);
+            if (s.skip) y = multiply_add(value, splat(s.skip[head]), y);
             store_column<FULL>(out + j * LANES, y, count);
             known[j] = seen[j] = floats{};
         }
@@ -208,7 +208,7 @@ void run_columns(const Rule& s, int64_t span, int64_t head, int64_t first, int64
             for (int64_t r = 0; r < rows; r++) {
                 const floats decay = splat(now.decay[r]), k = splat(now.k[r]);
                 for (int j = 0; j < B; j++) {
-                    const floats x = load_column<FULL>(from + r * apart + j * LANES, count) * decay + d[j] * k;
+                    const floats x = multiply_add(load_column<FULL>(from + r * apart + j * LANES, count), decay, d[j] * k);
                     store_column<FULL>(to + r * onto + j * LANES, x, count);
                 }
             }
@@ -218,10 +218,10 @@ void run_columns(const Rule& s, int64_t span, int64_t head, int64_t first, int64
         for (int64_t r = 0; r < rows; r++) {  // a row's numbers are read here: for the compiler, each store below may change them
             const floats decay = splat(now.decay[r]), k = splat(now.k[r]), ka = splat(next.ka[r]), qa = splat(next.qa[r]);
             for (int j = 0; j < B; j++) {
-                const floats x = load_column<FULL>(from + r * apart + j * LANES, count) * decay + d[j] * k;
+                const floats x = multiply_add(load_column<FULL>(from + r * apart + j * LANES, count), decay, d[j] * k);
                 store_column<FULL>(to + r * onto + j * LANES, x, count);
-                if (DELTA) known[j] += x * ka;
-                seen[j] += x * qa;
+                if (DELTA) known[j] = multiply_add(x, ka, known[j]);
+                seen[j] = multiply_add(x, qa, seen[j]);
             }
         }
         std::swap(now, next);
@@ -284,11 +284,11 @@ void scan_channels(const Scan& s, int64_t span, int64_t i, floats* state) {
         if (s.a) {
             const floats input = x * dt;
             for (int64_t j = 0; j < s.size; j++) {
-                state[j] = exp(dt * load_at(s.a + j * n, i, n)) * state[j] + input * s.b[t * s.size + j];
-                y += state[j] * s.c[t * s.size + j];
+                state[j] = multiply_add(exp(dt * load_at(s.a + j * n, i, n)), state[j], input * s.b[t * s.size + j]);
+                y = multiply_add(state[j], splat(s.c[t * s.size + j]), y);
             }
         } else {
-            y = state[0] = state[0] * dt + x;
+            y = state[0] = multiply_add(state[0], dt, x);
         }
         store_at(s.out + t * n, i, n, y);
     }

@@ -11,11 +11,14 @@
 #include <avxintrin.h>
 #include <avx2intrin.h>
 #include <f16cintrin.h>
+#include <fmaintrin.h>
 #if defined(__AVXVNNI__)
 #include <avxvnniintrin.h>
 #endif
 #elif defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #include "export.h"
@@ -73,6 +76,18 @@ INLINE floats load_floats(const bf16* p) {
     return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(p)), 16);
 #else
     return (floats)(__builtin_convertvector(load<halves>(p), uints) << 16);
+#endif
+}
+
+// a b + c, rounded once. Of x * y + z a compiler makes either, and of v * w + x * y any of three, in each copy of a loop as it likes; so this is
+// for what is computed in several loops and must be equal to the last bit.
+INLINE floats multiply_add(floats a, floats b, floats c) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return (floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #endif
 }
 
