@@ -49,7 +49,7 @@ def test_damaged_entries_are_not_used(results, tmp_path):
     memory = results.memory_of_rows(b"")
     memory.add([(A, KnownRequest(B, is_sampled=True)), (B, KnownRequest(C, is_sampled=False))])
     memory.flush()
-    with sqlite3.connect(tmp_path / KNOWN_FILE) as db:
+    with closing(sqlite3.connect(tmp_path / KNOWN_FILE)) as db, db:
         db.execute("UPDATE rows SET key = ? WHERE row = ?", (C, A))
     assert results.memory_of_rows(b"").find([A, B]) == {B: (C, False)}
 
