@@ -421,14 +421,10 @@ def _halves(bias: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:
 
 def as_linear(part: Any) -> torch.nn.Linear | None:
     """Returns torch's linear layer in the place of one of GPT-2 or Falcon, which have code of their own."""
-    weight: Any = getattr(part, "weight", None)
-    if isinstance(part, torch.nn.Embedding) or not is_plain(weight) or weight.dim() != 2:
-        return None
     code = known_code(part)
-    if code is Code.TRANSPOSED_LINEAR:
-        weight = torch.nn.Parameter(weight.t().contiguous(), requires_grad=False)
-    elif code is not Code.LINEAR:
+    if code not in (Code.LINEAR, Code.TRANSPOSED_LINEAR) or not is_plain(part.weight):
         return None
+    weight = part.weight if code is Code.LINEAR else torch.nn.Parameter(part.weight.t(), requires_grad=False)
     made = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     made._parameters.update(weight=weight, bias=part.bias)
     return made

@@ -45,10 +45,7 @@ def inputs(tokens, heads=4, kv_heads=4, size=24, v_size=24, dtype=torch.float32,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "shape",
-    slow_but(SHAPES[:2], SHAPES),
-)  # fmt: skip
+@pytest.mark.parametrize("shape", slow_but(SHAPES[:2], SHAPES))
 @pytest.mark.parametrize("tokens", [1, 17, 64, 577, 1100])
 def test_it_gives_what_torch_gives(tokens, shape, dtype, calls):
     given = inputs(tokens, **shape, dtype=dtype)

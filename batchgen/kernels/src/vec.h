@@ -79,8 +79,8 @@ INLINE floats load_floats(const bf16* p) {
 #endif
 }
 
-// a b + c, rounded once. Of x * y + z a compiler makes either, and of v * w + x * y any of three, in each copy of a loop as it likes; so this is
-// for what is computed in several loops and must be equal to the last bit.
+// a b + c, rounded once. A compiler may round x * y + z once or twice, and of v * w + x * y it may fuse either product, in each copy of a loop
+// as it likes; so this is for what several loops compute and must be equal to the last bit.
 INLINE floats multiply_add(floats a, floats b, floats c) {
 #if defined(__AVX512F__)
     return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
