@@ -25,6 +25,7 @@ from batchgen.model.runner import Runner
 from batchgen.request import Request, leaves_of
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import Limits, ScheduledBatch
+from batchgen.scheduling.sizes import BATCH_SIZE
 from batchgen.state.cache import StateShape
 from support.models import packed_model
 from support.tiny import build, engine_of, requests_of, run
@@ -247,7 +248,7 @@ def test_on_a_gpu_the_pool_and_the_largest_step_fit_together():
     assert engine.notes == []
     assert engine.sizes.limits.max_batch_tokens == 4096
     assert (
-        engine.sizes.num_blocks == 2 * 256 * 64
+        engine.sizes.num_blocks == 2 * BATCH_SIZE["cuda"] * 64
     )  # twice a full batch of the longest sequences, which is little for a tiny model
     assert len(run(engine, requests_of([[i] * 500 for i in range(40)], [3] * 40))) == 40
     assert engine.runner.max_forward_tokens is None
