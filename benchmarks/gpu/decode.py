@@ -26,7 +26,7 @@ REPEATS = 3
 
 def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     ceiling = cache(bench.ceiling)
-    served = OneAtATime(bench, batch_size=bench.size(SEQUENCES, 4))
+    served = OneAtATime(bench, batch_size=bench.size(SEQUENCES, 4), speculate="off")
     for prefix in DECODE_PREFIXES:
         # The ceiling first, because the KV pool takes all free memory.
         yield f"8b {prefix}", lambda prefix=prefix: measure(bench, ceiling(), served("8b"), prefix)  # type: ignore[misc]

@@ -211,6 +211,12 @@ def test_a_name_similar_to_that_of_a_job_suggests_the_job(wrong, folder):
         job_status(wrong)
 
 
+def test_a_folder_is_no_output(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"^there is no job of \.: \. is a folder; name the output of a run"):
+        job_status(".")
+
+
 def test_a_job_on_standard_output_has_no_status(tmp_path):
     with pytest.raises(UsageError, match="a job that writes to standard output stores no progress"):
         job_status("-")
