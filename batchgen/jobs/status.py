@@ -136,7 +136,7 @@ def no_job(output: str, folder: Path) -> UsageError:
     """Returns the error for an output that has no job in `folder`. It names the output that may be meant."""
     if folder.exists():
         why = f"{folder} is not a job's folder"
-    elif not is_url(output) and Path(output).is_dir():
+    elif Path(output).is_dir():
         why = f"{output} is a folder"
     elif is_url(output) or Path(output).exists():
         why = f"{folder} does not exist"

@@ -237,8 +237,9 @@ def part_names(text: str) -> list[str]:
 
 
 def _brief(figures: dict[str, Any]) -> str:
-    """Returns the figures that have no table of their own, in one line."""
-    return json.dumps({name: value for name, value in figures.items() if not isinstance(value, dict | list | str)})
+    """Returns the figures that have no table of their own, and what the engine noted, in one line."""
+    numbers = {name: value for name, value in figures.items() if not isinstance(value, dict | list | str)}
+    return json.dumps(numbers | ({"notes": figures["notes"]} if figures.get("notes") else {}))
 
 
 def main() -> None:

@@ -77,6 +77,7 @@ def float32(bench: Bench, name: str, schedules: Sequence[str]) -> dict[str, Any]
         expected = [expect(reference, p, n) for p, n in zip(prompts, lengths, strict=True)]
     largest = max(float(e.logits.abs().max()) for e in expected)
     found: dict[str, Any] = {}
+    notes: list[str] = []
     for how in schedules:
         options = dict(SCHEDULES[how])
         graphs = options.pop("compile", model.compile)
@@ -99,10 +100,10 @@ def float32(bench: Bench, name: str, schedules: Sequence[str]) -> dict[str, Any]
             "logit_error": float(f"{max(far, default=0.0) / largest:.2e}"),
             "preemptions": engine.stats.preemptions,
             "attention": engine.runner.attention,
-            "notes": engine.notes,
         }
+        notes += [f"{how}: {note}" for note in engine.notes]
     exact = all(f["equal"] == f["rows"] for f in found.values())
-    return {"exact": exact, "notes": sum(len(f["notes"]) for f in found.values()), "schedules": found}
+    return {"exact": exact, "notes": notes, "schedules": found}
 
 
 def small_engine(model: LoadedModel, **config: Any) -> Engine:
@@ -173,7 +174,7 @@ def bfloat16(bench: Bench, name: str, *, compiled: bool = True) -> dict[str, Any
     error, error_of_theirs = _error(ours - exact), max(_error(theirs - exact) for theirs in (alone, *batches))
     return {
         "attention": engine.runner.attention,
-        "notes": len(engine.notes),
+        "notes": engine.notes,
         "difference": far,
         "spread_of_transformers": spread,
         "within_spread": far <= spread,

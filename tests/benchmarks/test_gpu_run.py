@@ -85,6 +85,7 @@ def test_everything_runs_in_small_without_a_gpu(tmp_path):
     assert {entry["part"] for entry in found["figures"]} == {"decode", "prefill", "few-shot", "parity"}
     exact = [e["figures"]["exact"] for e in found["figures"] if e["case"].startswith(("float32", "schedules"))]
     assert exact == [True, True, True]
+    assert [e["figures"]["notes"] for e in found["figures"] if e["part"] == "parity"] == [[]] * 5
     for entry in found["figures"]:
         if entry["part"] == "decode":
             assert entry["figures"]["own_tokens"] == 127.5
