@@ -10,8 +10,10 @@ from safetensors import safe_open
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, SamplingParams, run_job
 from batchgen.errors import UsageError
+from batchgen.kernels.quantization import quantize_linear
+from batchgen.model.adapter import prepare
 from batchgen.model_report import report_model
-from support.models import kernels
+from support.models import build, engine_for, kernels, tokens_of
 
 ROWS = [{"id": i, "prompt": f"A few words, the same for all, and number {i}"} for i in range(8)]
 
@@ -45,6 +47,14 @@ def test_the_figures_say_what_quantization_changes(tiny_model_dir, tmp_path, wri
     assert 0 < found["mean_kl"] < 0.05
     assert 0.5 < found["equal_tokens"] <= 1
     assert json.loads((tmp_path / "o.jsonl.job" / "stats.json").read_text())["quantization"] == found
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba", "zamba", "recurrent_gemma"])
+def test_mixers_with_projections_of_their_own_are_quantized(name):
+    quantized = prepare(build(name), kernels=kernels())
+    assert quantize_linear(quantized.module, {}).layers
+    prompts, lengths = [[1, 2, 3], [1, 2, 4, 5]], [5, 5]
+    assert [len(tokens) for tokens in tokens_of(engine_for(quantized), prompts, lengths)] == lengths
 
 
 def test_a_quantized_job_resumes(tiny_model_dir, tmp_path, write_jsonl):

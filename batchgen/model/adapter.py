@@ -50,8 +50,8 @@ def prepare(
     device = module.get_input_embeddings().weight.device
     spread = len({parameter.device for parameter in module.parameters()}) > 1
     on_device = device.type == "cuda" and not spread and compile != "on"  # torch.compile has kernels of its own
-    _change_parts(module, fuse=kernels is not None, pack_linear=pack_linear, around=around, on_device=on_device)
     recurrent = install(module)
+    _change_parts(module, fuse=kernels is not None, pack_linear=pack_linear, around=around, on_device=on_device)
     probe, states, vocab_size = _probe(module, recurrent, device, spread)
     _settle_frequencies(module)
     _check_layers(module, probe, states)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, cast
@@ -54,7 +54,7 @@ def install(model: torch.nn.Module) -> RecurrentLayers | None:
     """
     layers = RecurrentLayers()
     _number_blocks(model)
-    for module in model.modules():
+    for module in list(model.modules()):
         # The decorator that transformers puts around the forward is for weights on another device, which are refused.
         forward = inspect.unwrap(type(module).forward)
         names = names_in(forward)
@@ -69,8 +69,6 @@ def install(model: torch.nn.Module) -> RecurrentLayers | None:
             raise ModelError(f"{type(module).__name__} has no layer index")
         seams = {name: seam for name, seam in _SEAMS.items() if name in names}
         ours = {name: made(layers, index) for name, (_, made) in seams.items()}
-        if type(module).__name__ == "ZambaMambaMixer":
-            ours |= _scans_of_heads(layers, module, ours["causal_conv1d_fn"])
         set_forward(module, MethodType(with_names(forward, ours), module))
         layers.kinds |= {kind for kind, _ in seams.values()}
     return layers if layers.kinds else None
@@ -117,65 +115,122 @@ def _mamba2(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
     return scan
 
 
-def _mamba(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
-    def scan(
-        hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None = None,
-        z: torch.Tensor | None = None, delta_bias: torch.Tensor | None = None, delta_softplus: bool = False, **_: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        """[1, D, T]"""
-        x, step, b, c = (of[0].t().float() for of in (hidden_states, dt, B, C))
-        if delta_bias is not None:
-            step = step + delta_bias.float()
-        if delta_softplus:
-            step = filled(torch.nn.functional.softplus, step)
-        out = layers.step.mamba(layer, x, step, A.float(), b, c)
-        if D is not None:
-            out = out + D.float() * x
-        if z is not None:
-            out = out * filled(torch.nn.functional.silu, z[0].t())
-        return out.t().unsqueeze(0)
+class _MambaHead(torch.nn.Module):
+    """What Mamba (arXiv:2312.00752) computes of its convolved channels: steps, B and C, the scan, and the gate."""
 
-    return scan
+    def __init__(
+        self, number: int, x_proj: torch.nn.Linear, dt_proj: torch.nn.Linear, dt_bias: torch.Tensor, a_log_DN: torch.Tensor, skip_D: torch.Tensor,
+        norms: tuple[torch.nn.Module, ...] = (),
+    ) -> None:  # fmt: skip
+        """`number`: of its state. `dt_proj` has no bias, because `dt_bias` is added in float32. `norms`: of steps, B and C."""
+        super().__init__()
+        self.number = number
+        self.x_proj, self.dt_proj, self.norms = x_proj, dt_proj, torch.nn.ModuleList(norms)
+        self.dt_bias, self.a_log, self.skip = dt_bias, a_log_DN, skip_D
+        size = a_log_DN.shape[1]
+        self.parts = (x_proj.out_features - 2 * size, size, size)
+
+    def forward(self, step: StateStep | StateProbe, x_TD: torch.Tensor, gate_TD: torch.Tensor) -> torch.Tensor:
+        """Returns float32 [T, D]."""
+        parts = self.x_proj(x_TD).split(self.parts, -1)
+        dt, b, c = (norm(part) for norm, part in zip(self.norms, parts, strict=True)) if self.norms else parts
+        dt = filled(torch.nn.functional.softplus, self.dt_proj(dt).float() + self.dt_bias.float())
+        x = x_TD.float()
+        out = step.mamba(self.number, x, dt, -self.a_log.float().exp(), b.float(), c.float()) + self.skip.float() * x
+        gated: torch.Tensor = out * filled(torch.nn.functional.silu, gate_TD)
+        return gated
 
 
-def _scans_of_heads(
-    layers: RecurrentLayers, mixer: Any, convolution: Callable[..., torch.Tensor]
-) -> dict[str, Callable[..., torch.Tensor]]:
-    """Returns the functions of a Mamba layer of Zamba, which convolves once and then scans once for each head. The first head's state has the
-    layer's number; numbers of the others come after those of all layers.
+def _mamba(layers: RecurrentLayers, mixer: Any) -> str:
+    """transformers multiplies by the weights of `dt_proj` without calling it, which kernels could not replace."""
+    norms = tuple(
+        getattr(mixer, f"{name}_layernorm") for name in ("dt", "b", "c") if hasattr(mixer, f"{name}_layernorm")
+    )
+    bias, mixer.dt_proj.bias = mixer.dt_proj.bias, None
+    head = _MambaHead(mixer.layer_idx, mixer.x_proj, mixer.dt_proj, bias, mixer.A_log, mixer.D, norms)
+    return _run_heads(layers, mixer, [head], lambda projected: projected.chunk(2, -1))
+
+
+def _mamba_in_heads(layers: RecurrentLayers, mixer: Any) -> str:
+    """Zamba convolves once and then scans once for each head. The first head's state has the layer's number; numbers of the others come after
+    those of all layers.
     """
-    scans = [_mamba(layers, mixer.layer_idx + h * mixer.config.num_hidden_layers) for h in range(mixer.n_mamba_heads)]
-    left: list[Callable[..., torch.Tensor]] = []
+    heads = [
+        _MambaHead(mixer.layer_idx + h * mixer.config.num_hidden_layers, _linear(x), _linear(dt), bias, a_log, skip)
+        for h, (x, dt, bias, a_log, skip) in enumerate(
+            zip(mixer.x_proj_weight, mixer.dt_proj_weight, mixer.dt_proj_bias, mixer.A_log, mixer.D, strict=True)
+        )
+    ]
+    del mixer.x_proj_weight, mixer.dt_proj_weight
+    return _run_heads(layers, mixer, heads, lambda projected: projected.view(len(projected), -1, 2).unbind(-1))
 
-    def convolve(*args: Any, **kwargs: Any) -> torch.Tensor:
-        left[:] = scans[::-1]
-        return convolution(*args, **kwargs)
 
-    def scan(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return left.pop()(*args, **kwargs)
+def _linear(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.nn.Linear:
+    made = torch.nn.Linear(weight_NK.shape[1], weight_NK.shape[0], bias=bias_N is not None, device="meta")
+    made.weight = torch.nn.Parameter(weight_NK.detach(), requires_grad=False)
+    if bias_N is not None:
+        made.bias = torch.nn.Parameter(bias_N.detach(), requires_grad=False)
+    return made
 
-    return {"causal_conv1d_fn": convolve, "mamba_selective_scan": scan}
+
+def _run_heads(
+    layers: RecurrentLayers,
+    mixer: Any,
+    heads: list[_MambaHead],
+    parts: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+) -> str:
+    """`parts` makes channels and gates of the input's projection."""
+    mixer.heads = torch.nn.ModuleList(heads)
+
+    def forward(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """[1, T, hidden size]"""
+        x, gate = parts(mixer.in_proj(hidden_states)[0])
+        convolution = mixer.conv1d
+        x = layers.step.convolve(mixer.layer_idx, x, convolution.weight.squeeze(1), convolution.bias, mixer.activation)
+        count = len(mixer.heads)
+        done = [
+            head(layers.step, *of)
+            for head, *of in zip(mixer.heads, x.chunk(count, -1), gate.chunk(count, -1), strict=True)
+        ]
+        return cast(torch.Tensor, mixer.out_proj(torch.cat(done, -1).to(hidden_states.dtype).unsqueeze(0)))
+
+    set_forward(mixer, forward)
+    return "Mamba"
 
 
 def _rg_lru(layers: RecurrentLayers, block: Any) -> str:
-    """RecurrentGemma keeps states in its modules and has no seam: its convolution and its scan are exchanged."""
-    layer, convolution = block.layer_idx, block.conv_1d
+    """RecurrentGemma keeps states in its modules and has no seam: its convolution and its RG-LRU (arXiv:2402.19427) are exchanged."""
+    layer, convolution, lru = block.layer_idx, block.conv_1d, block.rg_lru
+    for name in ("input_gate", "recurrent_gate"):
+        weights, biases = lru._parameters.pop(f"{name}_weight"), lru._parameters.pop(f"{name}_bias")
+        setattr(
+            lru,
+            name,
+            torch.nn.ModuleList(_linear(weight.t(), bias) for weight, bias in zip(weights, biases, strict=True)),
+        )
 
     def convolve(x: torch.Tensor) -> torch.Tensor:
         """[1, C, T]"""
         weight = convolution.weight.squeeze(1)
         return layers.step.convolve(layer, x[0].t(), weight, convolution.bias, None).t().unsqueeze(0)
 
-    def scan(
-        hidden_states: torch.Tensor, recurrent_gate: torch.Tensor, reset: torch.Tensor, **_: Any
-    ) -> tuple[torch.Tensor, None]:
-        """[1, T, D]"""
-        decay = (recurrent_gate * ~reset)[0].float()
-        out = layers.step.linear_scan(layer, hidden_states[0].float(), decay)
-        return out.unsqueeze(0).to(hidden_states.dtype), None
+    def gate(projections: Any, x: torch.Tensor) -> torch.Tensor:
+        parts = x.chunk(len(projections), -1)
+        return cast(
+            torch.Tensor,
+            filled(torch.sigmoid, torch.cat([of(part) for of, part in zip(projections, parts, strict=True)], -1)),
+        )
 
-    convolution.forward = convolve
-    block.rg_lru._rnn_scan = scan
+    def recur(x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """[1, T, D]"""
+        first = position_ids.unsqueeze(-1) == 0
+        log_decay = -8.0 * gate(lru.recurrent_gate, x) * filled(torch.nn.functional.softplus, lru.recurrent_param)
+        norm = (1 - (2 * log_decay).exp()).sqrt().masked_fill(first, 1.0)
+        taken = x * gate(lru.input_gate, x) * norm.to(x.dtype)
+        out = layers.step.linear_scan(layer, taken[0].float(), log_decay.exp().masked_fill(first, 0.0)[0].float())
+        return out.unsqueeze(0).to(x.dtype)
+
+    convolution.forward, lru.forward = convolve, recur
     return "RG-LRU"
 
 
@@ -269,19 +324,22 @@ def _number_blocks(model: torch.nn.Module) -> None:
 
 
 _WHOLE: dict[str, Callable[[RecurrentLayers, Any], str]] = {
+    "MambaMixer": _mamba,
+    "FalconMambaMixer": _mamba,
+    "JambaMambaMixer": _mamba,
+    "ZambaMambaMixer": _mamba_in_heads,
     "RecurrentGemmaRecurrentBlock": _rg_lru,
     "MiniMaxLightningAttention": _lightning,
     "Qwen4ExpTextPLELayer": _per_layer_embedding,
     "ZayaCCAProjection": _compressed_attention,
 }
-"""By the name of a layer's class that calls no function along the sequence by name: what changes such a layer, and returns its kind."""
+"""By the name of a layer's class that calls not all along the sequence by name: what changes such a layer, and returns its kind."""
 
 _SEAMS: dict[str, tuple[str, Callable[[RecurrentLayers, int], Callable[..., Any]]]] = {
     "causal_conv1d_fn": ("convolution", _convolution),
     "torch_chunk_gated_delta_rule": ("gated delta rule", _delta_rule),
     "chunk_kimi_delta_attention": ("Kimi delta attention", _delta_rule),
     "mamba2_chunk_scan": ("Mamba2", _mamba2),
-    "mamba_selective_scan": ("Mamba", _mamba),
 }
 """By the name of the function in transformers: the kind of mixer, and what makes our function for a layer."""
 

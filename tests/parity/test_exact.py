@@ -22,10 +22,12 @@ from batchgen.request import Request, leaves_of
 from batchgen.sampling.filters import row_sums
 from batchgen.sampling.scoring import score_targets
 from batchgen.sampling_params import SamplingParams
+from batchgen.scheduling.sizes import BATCH_SIZE, sufficient_memory
 from batchgen.scheduling.waiting import POLICIES
 from support.drafters import ForcedDrafter, known
 from support.models import build, engine_for, kernels, make_requests, run
 from support.params import slow_but
+from support.shapes import RECURRENT_SHAPES
 
 VOCAB = 500
 SHAPE = {
@@ -37,7 +39,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @cache
 def model(name: str, dtype: torch.dtype, tied: bool = False) -> Any:
-    plain = copy.deepcopy(build(name, **SHAPE, tie_word_embeddings=tied))
+    shape = {"vocab_size": VOCAB} if name in RECURRENT_SHAPES else SHAPE | {"tie_word_embeddings": tied}
+    plain = copy.deepcopy(build(name, **shape))
     return prepare(plain.to(dtype), kernels=kernels())
 
 
@@ -150,8 +153,10 @@ def together(rng: random.Random, model: Any, requests: list[Request], results: d
     for cut in range(rng.choice([1, 1, 2, 3])):
         engine = random_engine(rng, model)
         if rng.random() < 0.5:
-            need = max(engine.sizes.blocks_for(leaf) for leaf in leaves_of(requests)) + 1
-            memory = f"{need * engine.sizes.block_size * engine.sizes.bytes_per_token}B"
+            sizes, batch_size = engine.sizes, BATCH_SIZE["cpu"]
+            need = max(sizes.blocks_for(leaf) for leaf in leaves_of(requests)) + 1
+            kv = need * sizes.block_size * sizes.bytes_per_token
+            memory = f"{sufficient_memory(kv, sizes.bytes_per_state_slot, batch_size)}B"
             engine = engine_for(
                 model, debug=False, kv_memory=memory, chunk_size=engine.config.chunk_size, policy=engine.config.policy
             )
@@ -199,21 +204,22 @@ def check(model: Any, seed: int, count: int, longest: int) -> None:
 
 
 MIXTURES = ["qwen3_moe", "mixtral", "gpt_oss", "phimoe"]
-MODELS = [
+ATTENTION = [
     "llama", "llama tied", "qwen2", "qwen3", "mistral/sliding_window", "gemma2", "olmo2", "phi3", "gpt2", "falcon",
     "falcon/alibi", *MIXTURES,
 ]  # fmt: skip
 """All of their modules have kernels."""
+MODELS = [*ATTENTION, *RECURRENT_SHAPES]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", slow_but(["llama tied"], MODELS))
+@pytest.mark.parametrize("name", slow_but(["llama tied", "qwen3_5_text", "jamba"], MODELS))
 def test_a_row_of_a_job_equals_the_same_row_run_alone(name: str, dtype: torch.dtype) -> None:
     check(model(name.removesuffix(" tied"), dtype, name.endswith("tied")), 1, 8, 60)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 102))
+@pytest.mark.parametrize("seed", range(2, 152))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_of_a_random_job_equals_the_same_row_run_alone(seed: int, dtype: torch.dtype) -> None:
     rng = random.Random(seed)
