@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from batchgen.jobs.base import JobSpec
 from batchgen.jobs.files.disk import check_file, write_stats
 from batchgen.jobs.files.lease import SILENT_SECONDS, Lease, holder_of_lease, is_alive_here, seconds_since
 from batchgen.jobs.files.manifest import Manifest, load_manifest
+from batchgen.jobs.files.target import known_as, open_target
 from batchgen.jobs.job_folder import JobFolder, open_job
 from batchgen.jobs.outcomes import Outcomes, agreement_with
 from batchgen.jobs.shards import (
@@ -25,6 +26,7 @@ from batchgen.jobs.shards import (
     ShardPlan,
     figures_so_far,
     load_plan,
+    read_stats,
     running_shards,
     shard_figures,
     shard_folder,
@@ -153,16 +155,21 @@ def is_last_shard(output: str, work_dir: str | None) -> bool:
 
 
 def merge_job(
-    output: str, *, work_dir: str | None = None, stats: str | None = None, progress: Progress | None = None
+    output: str | os.PathLike[str],
+    *,
+    work_dir: str | os.PathLike[str] | None = None,
+    stats: str | None = None,
+    progress: Progress | None = None,
 ) -> JobReport:
     """Writes the output of a job that ran in shards, all of which must be done. Loads no model.
 
     Raises `UsageError` (no such job, shards that are not done), `OutputLocked` (a shard or another merge runs), `OutputError`.
     """
-    check_file("--stats", stats)
+    output = os.fspath(output)
+    check_file("--stats", stats, (output,))
     tracker = Tracker(progress or Silent())
     with Signals(grace=0) as signals, memory_errors(), signals.interruptible():
-        report = _merged_job(output, work_dir, tracker)
+        report = _merged_job(output, None if work_dir is None else os.fspath(work_dir), tracker)
         write_stats(stats, report.stats)
     return report
 
@@ -183,7 +190,12 @@ def _merged_job(output: str, work_dir: str | None, tracker: Tracker) -> JobRepor
             lease.release()
     if manifest is None or manifest.state != "finished":
         raise UsageError(f"{output} has not run in shards", "run the same command again to continue")
-    stats = json.loads((folder / "stats.json").read_bytes())
+    target, stats = open_target(output), read_stats(folder)
+    if stats is None or not target.exists() or known_as(target, manifest.outputs) is None:
+        raise UsageError(
+            f"{output} or its figures are missing or were changed since batchgen wrote them",
+            "run the job's command again",
+        )
     return JobReport(stats, output, already_finished=True, work_dir=work_dir)
 
 

@@ -92,15 +92,19 @@ class ClosedPipe(BatchgenError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal has stopped the job. Finished rows are kept, and the same command continues.
+    """A signal has stopped the job. Finished rows are kept, and the same command continues, unless rows went to standard output (not `kept`).
 
     It is a `KeyboardInterrupt`, not an `Exception`, so that a signal also ends a program that catches the errors of each of its jobs.
     """
 
-    def __init__(self, signum: int) -> None:
-        name = _signal.Signals(signum).name
-        super().__init__(f"interrupted by {name}; run the same command again to continue")
-        self.exit_code = 128 + signum
+    def __init__(self, signum: int, *, kept: bool = True) -> None:
+        after = (
+            "run the same command again to continue"
+            if kept
+            else "standard output keeps nothing: the same command begins again"
+        )
+        super().__init__(f"interrupted by {_signal.Signals(signum).name}; {after}")
+        self.signum, self.exit_code = signum, 128 + signum
 
     def _render_traceback_(self) -> list[str]:
         """Returns what a notebook shows in place of a traceback."""

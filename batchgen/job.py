@@ -139,7 +139,9 @@ def _run_job(config: JobConfig, progress: Progress, measured: int | None = None)
             except (Interrupted, InputCorrupt, TooManyErrors, DevicesLost) as e:
                 _keep_stopped(job, config, model)
                 tracker.stopped()
-                if isinstance(e, Interrupted) and not isinstance(job, StdoutJob):
+                if isinstance(e, Interrupted):
+                    if isinstance(job, StdoutJob):
+                        raise Interrupted(e.signum, kept=False) from None
                     generation.note_kept()
                 raise
             finally:

@@ -58,9 +58,9 @@ class JobCommand:
 
 def check_command(config: JobConfig) -> JobCommand:
     """Opens the input, and checks all that can be checked without a tokenizer."""
-    check_file("--stats", config.stats)
     source = input_of(config, config.output)
     output = output_of(config, source)
+    check_file("--stats", config.stats, (output, *(file.name for file in source.files)))
     if config.report is not None:
         check_report_file(config.report, "--report")
         if output == "-":

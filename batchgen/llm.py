@@ -203,6 +203,8 @@ class LLM:
         if not isinstance(prompts, Iterator):
             return self._results_of_task("generate", prompts, params, prompt_options)
         self._check_task("generate")
+        if type(look_ahead) is not int:
+            raise TypeError(f"look_ahead must be a whole number, not {look_ahead!r}")
         if look_ahead < 1:
             raise ValueError(f"look_ahead must be at least 1, not {look_ahead}")
         given = None if params is None else one_params(params)

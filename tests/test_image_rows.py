@@ -292,6 +292,80 @@ def test_images_of_a_template_are_where_it_writes_them(model, reference):
     assert answers() == [reference[0].generate([{"role": "user", "content": content}], shown, TOKENS)[1]]
 
 
+def asked(reference: tuple[Reference, Path], parts: list[str | int]) -> list[int]:
+    """The model's own answer to a message of texts and pictures, which are named by number."""
+    content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+    shown = [picture(part, 60 + 10 * part, 60) for part in parts if isinstance(part, int)]
+    return reference[0].generate([{"role": "user", "content": content}], shown, TOKENS)[1]
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        ("{{ a }} {{ q }}", [2, 0, " Which \0?"]),  # what it does not name comes first
+        ("{{ a|upper }}{{ q|lower }}", [2, 0, "which \0?"]),
+        ("{{ q }}{% for one in several %} {{ one }}{% endfor %}", [0, 2, "Which \0? ", 1, " ", 3]),
+        ("{{ several }}", None),
+        ("{{ a|tojson }}", None),
+    ],
+)
+def test_every_image_of_a_column_is_shown_where_a_template_writes_it(template, parts, model, reference):
+    row = {"a": "p/0.png", "b": "p/2.png", "q": "Which \0?"}
+    names = ("a", "b", "several") if "several" in template else ("a", "b")
+    write([row | {"several": ["p/1.png", "p/3.png"]}])
+    run(model, prompts=PromptConfig(image_column=names, template=template))
+    (found,) = read()
+    if parts is None:
+        assert found["error"]["type"] == "template_error"
+        assert found["error"]["message"].startswith("an image of --image-column is written as part of other text; ")
+    else:
+        assert found["token_ids"] == asked(reference, parts)
+
+
+@pytest.mark.parametrize(
+    ("content", "images", "parts"),
+    [
+        (["First", None, "then", None], ["p/0.png", "p/1.png"], ["First", 0, "then", 1]),
+        ("Which?", ["p/0.png", "p/1.png"], [0, 1, "Which?"]),
+        (["Which?"], "p/0.png", [0, "Which?"]),
+        (["Which?"], None, ["Which?"]),
+    ],
+)
+def test_a_column_has_the_images_of_messages(content, images, parts, model, reference):
+    """Datasets of conversations have their images in a column beside them."""
+    given = [{"type": "image"} if text is None else {"type": "text", "text": text} for text in content]
+    write(
+        [{"messages": [{"role": "user", "content": content if isinstance(content, str) else given}], "images": images}]
+    )
+    run(model, prompts=PromptConfig(image_column=("images",)))
+    assert answers() == [asked(reference, parts)]
+
+
+@pytest.mark.parametrize(
+    ("row", "type", "message"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "invalid_image", "messages[0].content[0] has no image: "),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": ["p/0.png", "p/1.png"]},
+            "invalid_row",
+            "column 'messages' has 1 part for images of --image-column, and the row 2 images",
+        ),
+        ({"prompt": [5, 6], "images": ["p/0.png"]}, "invalid_row", "the images of --image-column cannot be added to a list of token ids"),
+        (
+            {"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "x"}, "images": ["p/0.png"]},
+            "invalid_row",
+            "the images of --image-column cannot be added to a request of OpenAI's Batch form",
+        ),
+    ],
+)  # fmt: skip
+def test_images_of_a_column_that_have_no_place_fail_the_row(row, type, message, model):
+    write([{"images": None, **row}])
+    run(model, prompts=PromptConfig(image_column=("images",)))
+    (found,) = read()
+    assert found["error"]["type"] == type
+    assert found["error"]["message"].startswith(message)
+
+
 def test_rows_of_the_batch_api_have_images(model, expected):
     bodies = [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [

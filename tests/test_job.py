@@ -174,7 +174,7 @@ def test_running_rows_may_finish_within_the_grace_period_after_sigterm_but_not_a
 
 def test_an_interrupted_job_on_standard_output_writes_its_finished_rows(tiny_model_dir, write_jsonl, whole, capsys):
     options: dict[str, Any] = {"engine": EngineConfig(batch_size=2), "output": "-", "window": 5}
-    with pytest.raises(Interrupted):
+    with pytest.raises(Interrupted, match=r"standard output keeps nothing: the same command begins again$"):
         run_job(config_of(tiny_model_dir, write_jsonl(prompts(12)), **options), Recorder(rows_done(8), interrupt))
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["id"] for row in rows[:5]] == [0, 1, 2, 3, 4]

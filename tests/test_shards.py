@@ -325,3 +325,42 @@ def test_shards_in_a_folder_on_an_object_store_are_refused_before_anything_is_wr
     with pytest.raises(UsageError, match=r"is on fuse\.s3fs"):
         shard(tiny_model_dir, "1/2")
     assert not Path("o.jsonl.job").exists()
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"{}", b'{"job": {"finish_reasons": 1, "seconds": {}}}'])
+def test_a_shard_whose_figures_are_damaged_runs_again(damage, tiny_model_dir, source):
+    for name in ("1/2", "2/2"):
+        shard(tiny_model_dir, name)
+    figures = place_of(1) / "stats.json"
+    figures.unlink()
+    if damage is not None:
+        figures.write_bytes(damage)
+    assert [one["state"] for one in job_status(Path("o.jsonl"))["shards"]] == ["stopped", "done"]
+    with pytest.raises(UsageError, match=r"shards of o.jsonl are not done: 1/2; run each of them again"):
+        merge_job("o.jsonl")
+    assert shard(tiny_model_dir, "1/2").stats["completion_tokens"] == 0
+    check_merged(tiny_model_dir)
+
+
+@pytest.mark.parametrize("lost", ["o.jsonl", "o.jsonl.job/stats.json"])
+def test_a_merged_output_that_is_gone_is_not_called_complete(lost, tiny_model_dir, source):
+    shard(tiny_model_dir, "1/1")
+    assert not merge_job(Path("o.jsonl")).already_finished
+    assert merge_job("o.jsonl").already_finished
+    Path(lost).unlink()
+    with pytest.raises(UsageError, match="missing or were changed since batchgen wrote them; run the job's command"):
+        merge_job("o.jsonl")
+
+
+@pytest.mark.parametrize("name", ["o.jsonl", "link.jsonl"])
+def test_figures_do_not_replace_the_files_of_the_job(name, tiny_model_dir, source):
+    shard(tiny_model_dir, "1/1")
+    merge_job("o.jsonl")
+    Path("link.jsonl").symlink_to("o.jsonl")
+    before = Path("o.jsonl").read_bytes(), source.read_bytes()
+    with pytest.raises(UsageError, match=f"^--stats {name} would replace o.jsonl, which the job needs"):
+        merge_job("o.jsonl", stats=name)
+    for stats in (name, "in.jsonl"):
+        with pytest.raises(UsageError, match=f"^--stats {stats} would replace"):
+            run_job(config_of(tiny_model_dir, stats=stats))
+    assert (Path("o.jsonl").read_bytes(), source.read_bytes()) == before

@@ -74,9 +74,14 @@ class RequestState:
             tool_calls=first.tool_calls,
             reasoning_tokens=sum(self.reasoning_tokens.values()),
             truncated=self.request.truncated,
-            valid=None if params.json_schema is None else is_valid(first.text, params.json_schema),
+            valid=self._is_valid(first),
             completions=completions if params.n > 1 or params.logprobs is not None else (),
         )
+
+    def _is_valid(self, completion: Completion) -> bool | None:
+        """Whether a text is valid against the row's schema, and whole: the first digits of a number are a number too."""
+        schema = self.request.params.json_schema
+        return None if schema is None else completion.finish_reason == "stop" and is_valid(completion.text, schema)
 
     def _scored(self) -> Result:
         scores = [self.scores[i] for i in range(self.request.leaves)]

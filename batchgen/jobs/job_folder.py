@@ -37,13 +37,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from batchgen.config import RETRY_REASONS
-from batchgen.errors import UsageError
+from batchgen.errors import OutputError, UsageError
 from batchgen.jobs.base import HeldResults, JobSpec
 from batchgen.jobs.files.disk import json_digest, sync_folder, write_json, writing
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import FIRST_LIMIT, Manifest, as_stored, file_digest
 from batchgen.jobs.files.results import RESULTS_FILE, Results
-from batchgen.jobs.files.target import open_target
+from batchgen.jobs.files.target import known_as, open_target
 from batchgen.jobs.opening import (
     KEPT_FILE,
     REMADE_FILES,
@@ -149,7 +149,7 @@ class JobFolder(HeldResults):
             self.forget_cut()
         if self._manifest.keys and old is not None and old.state == "finished":
             self.notes.append(f"{self.output} was finished: {self.finished_at_hand} of its results are used again")
-        self.results_at_hand = self.count
+        self.results_at_hand = self.count + self.forgotten_count
 
     def _open_files(self, opened: ExitStack) -> None:
         self._keys = DigestFile(self.folder / "keys.partial")
@@ -208,7 +208,7 @@ class JobFolder(HeldResults):
         lost = max(0, gone - new)  # as many rows as are new were changed, not removed
         others = gone == finished >= _FEW and not self._made_with_another_limit
         if not prune and (10 * lost > finished or others):
-            if self._old is not None and self._old.state == "finished" and self.count == self.results_at_hand:
+            if self._old is not None and self._old.state == "finished":
                 self._put_back(self._old)
             raise UsageError(
                 f"{gone:,} of the {finished:,} finished rows of {self.output} are no longer in the input and would be removed from the output",
@@ -230,6 +230,7 @@ class JobFolder(HeldResults):
         with writing(self.folder):
             self._manifest = old
             self._manifest.save(self.folder / "manifest.json")
+            self.remember_forgotten()
             left = self._shrink(self)
             self._close_files()
             self._clean_up(left)
@@ -247,9 +248,18 @@ class JobFolder(HeldResults):
             shown = partial(thumbnails, row.columns, self._spec.settings.get("image_column", ()), row.file)
             self._row_figures.add(result, partial(output_row, row, result, self._spec.form), shown)
 
+    def _check_replaced(self) -> None:
+        """Raises `OutputError` if the file at the output's place is not the one that was there when the job was opened."""
+        if self._target.exists() and known_as(self._target, self._manifest.outputs) is None:
+            raise OutputError(
+                f"{self.output} appeared or was changed while the job ran",
+                "move it away and run the same command again: finished rows are kept",
+            )
+
     def finish(self, stats: dict[str, Any]) -> None:
         """Puts the output in its place and closes the job."""
         self._lease.check()
+        self._check_replaced()
         self.row_memory.forget_unasked(self.row_count)
         with writing(self.output):
             self._writer.close()
@@ -392,7 +402,7 @@ def open_job(
     held = lease or Lease(folder / CLAIMS, output, tell, unsharded=True)
     try:
         request = request_of(spec.input, spec.limit, spec.order) | asdict(form)
-        request |= {"retry": spec.retry, "expect": spec.expect}
+        request |= {"retry": spec.retry, "prune": spec.prune, "expect": spec.expect}
         manifest = Manifest(
             state="running", output=target.address, command=spec.digest,
             settings=as_stored(spec.settings), mentions=as_stored(spec.mentions), request=as_stored(request),

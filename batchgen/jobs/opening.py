@@ -247,9 +247,10 @@ def _complete_figures(
     stats = read_stats(folder)
     if manifest.state != "finished" or stats is None or not manifest.request["inputs"]:
         return None
-    if {**manifest.request, "retry": []} != {**request, "retry": []}:
+    runs = {"retry": [], "prune": False}  # may differ from run to run
+    if manifest.request | runs != dict(request) | runs:
         return None
-    if prune and (folder / KEPT_FILE).exists():
+    if prune and (folder / KEPT_FILE).exists() and not manifest.request.get("prune"):
         return None
     if file_digest(folder / "stats.json") != manifest.stats:
         return None

@@ -159,7 +159,7 @@ def unfinished_shards(folder: Path, plan: ShardPlan) -> list[int]:
 
 def _is_done(place: Path) -> bool:
     claim = last_claim(place)[1]
-    return claim is not None and claim.get("state") == "done"
+    return claim is not None and claim.get("state") == "done" and read_stats(place) is not None
 
 
 def shard_figures(folder: Path, plan: ShardPlan) -> list[dict[str, Any]]:
@@ -181,12 +181,13 @@ def figures_so_far(folder: Path, plan: ShardPlan) -> dict[str, Any] | None:
 
 
 def read_stats(place: Path) -> dict[str, Any] | None:
-    """Returns the figures in a folder; None if there are none."""
+    """Returns the figures in a folder; None if there are none, or if they are damaged."""
     try:
         stats = json.loads((place / "stats.json").read_bytes())
-    except (FileNotFoundError, ValueError):
+        known = stats["job"]["finish_reasons"], stats["job"]["seconds"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    return stats if isinstance(stats, dict) else None
+    return stats if all(isinstance(part, dict) for part in known) else None
 
 
 def output_facts(spec: JobSpec) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,15 @@ _OF_A_SHARD = ("phase", "rows_done", "rows_failed", "completion_tokens", "comple
 _FIGURES = dict.fromkeys((*_OF_ONE_RUN, *_OF_THE_JOB, "results"))
 
 
-def job_status(output: str, work_dir: str | None = None) -> dict[str, Any]:
+def job_status(output: str | os.PathLike[str], work_dir: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     """Returns how far the job of an output is, read from its folder (schema `batchgen.status/1`, docs/status.md). Changes nothing and never waits.
 
     Raises `UsageError` if there is no job, or its folder cannot be read.
     """
+    output = os.fspath(output)
     if output == "-":
         raise UsageError("a job that writes to standard output stores no progress", "name an output file")
-    folder = job_path(output, work_dir)
+    folder = job_path(output, None if work_dir is None else os.fspath(work_dir))
     try:
         return _read(output, folder)
     except NotADirectoryError:
@@ -101,7 +103,9 @@ def _shard_state(folder: Path, plan: ShardPlan, number: int) -> dict[str, Any]:
         elif alive is None and (silent_for is None or silent_for > SILENT_SECONDS):
             state = "silent"
     figures = {name: told.get(name) for name in _OF_A_SHARD}
-    if state == "done" and stats is not None:
+    if state == "done" and stats is None:  # they are damaged, and the shard must run again
+        state = "stopped"
+    if stats is not None and state == "done":
         figures = {name: stats.get(name) for name in _OF_A_SHARD} | {
             "rows_done": share.last - share.first,
             "rows_failed": stats["job"]["rows_failed"],

@@ -56,6 +56,9 @@ class StdoutJob:
     def of_this_run(self, keys: Sequence[bytes]) -> set[bytes]:
         return set(keys)
 
+    def forgotten(self, keys: Sequence[bytes]) -> set[bytes]:
+        return set()
+
     def add_equal(self, rows: Mapping[bytes, int]) -> None:
         self._equal = dict(rows)
 

@@ -275,9 +275,8 @@ class Vision:
         if "input_ids" in pixels:
             embeddings = _with_indicators(self._encoder.config, pixels["input_ids"], embeddings, output)
         if len(embeddings) != image.count:
-            raise ModelError(
-                f"the encoder gave {len(embeddings)} vectors for an image of {image.count} tokens",
-                "the model's processor and its configuration do not belong together",
+            raise ValueError(
+                f"it has {image.count} tokens in the prompt, and the encoder gave {len(embeddings)} vectors"
             )
         self._add_to_layers(deep)
         self.encoded += 1

@@ -34,6 +34,9 @@ _SILENT = {"$schema", "$id", "$comment", "$defs", "definitions", "title", "descr
 _OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"}
 MAX_NUMBER = 10**15
 MAX_INTEGER = 2**53 - 1
+LARGEST_INTEGER = 2**63 - 1
+"""Of larger ones, llguidance writes others."""
+_BITS = "64 bits and cannot be enforced"
 MAX_DECIMALS = 10
 MAX_LISTS = 2000
 """Lists of different items that are enumerated."""
@@ -72,7 +75,7 @@ def closes(text: str) -> bool:
 def is_valid(text: str | None, schema: str) -> bool:
     """Whether a text is JSON and valid against a schema. What the validator does not know (a regular expression in Rust's syntax) counts as met."""
     try:
-        value = json.loads(text or "", parse_float=Decimal, parse_constant=_not_json)
+        value = json.loads(text or "", parse_float=_decimal, parse_constant=_not_json)
     except (ValueError, RecursionError):
         return False
     try:
@@ -90,6 +93,13 @@ def _validator(schema: str) -> Any:
     # Decimals, as binary fractions are no exact multiples. An empty registry, as nothing is fetched.
     given = json.loads(schema, parse_float=Decimal)
     return validator_for(given, default=Draft202012Validator)(given, registry=Registry())
+
+
+def _decimal(number: str) -> Decimal | float:
+    try:
+        return Decimal(number)
+    except ArithmeticError:  # an exponent of more than 18 digits
+        return float(number)
 
 
 def _not_json(constant: str) -> None:
@@ -160,6 +170,8 @@ class _Narrowing:
         kept: dict[str, Any] = {}
         for keyword, part in schema.items():
             if keyword in _VALUES:
+                if keyword in ("const", "enum"):
+                    _check_whole_numbers(part)
                 kept[keyword] = part
             elif keyword == "pattern" and isinstance(part, str):
                 kept[keyword] = _without_control(part)
@@ -248,8 +260,12 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
     given = {
         name: bound
         for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-        if isinstance(bound := schema.get(name), int | float)
+        if isinstance(bound := schema.get(name), int | float) and not isinstance(bound, bool)
     }
+    if "number" not in types and any(
+        bound > LARGEST_INTEGER if "min" in name.lower() else bound < -LARGEST_INTEGER for name, bound in given.items()
+    ):
+        raise ValueError(f"it allows only whole numbers beyond {_BITS}")
     if not schema.keys() & {"minimum", "exclusiveMinimum"} and all(bound >= -limit for bound in given.values()):
         schema["minimum"] = -limit
     if not schema.keys() & {"maximum", "exclusiveMaximum"} and all(bound <= limit for bound in given.values()):
@@ -257,6 +273,14 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
     fine = [bound for bound in given.values() if abs(bound) > limit or -_exponent(bound) > MAX_DECIMALS]
     if "number" in types and "multipleOf" not in schema and not fine:
         schema["multipleOf"] = 10.0**-MAX_DECIMALS
+
+
+def _check_whole_numbers(value: Any) -> None:
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_whole_numbers(part)
+    elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+        raise ValueError(f"it has the whole number {value}, which is beyond {_BITS}")
 
 
 def _exponent(number: float) -> int:

@@ -13,7 +13,8 @@ from batchgen.errors import RowError, UsageError, first_line
 from batchgen.json_values import plain
 from batchgen.parsers.thinking import thinking_off
 from batchgen.process.templates import TemplateCall, TemplateFailure, TemplateShape, template_process
-from batchgen.records.images import IMAGE_PARTS, ImageSource, image_of_part
+from batchgen.records.images import IMAGE_PARTS, NO_IMAGE, ImageSource, image_of_part
+from batchgen.stats import counted
 
 Message = dict[str, Any]
 _MARK = "batchgen-trial"
@@ -50,7 +51,8 @@ TEXT_ALONE = "only text can be sent"
 
 
 def conversation(value: Any, where: str, name: str, no_images: str | None = TEXT_ALONE) -> list[Message]:
-    """Returns the messages of a row, each content as one text, or, with images, as a list of parts; the `source` of an image's part is its `ImageSource`.
+    """Returns the messages of a row, each content as one text, or, with images, as a list of parts; the `source` of an image's part is its `ImageSource`,
+    or None if it names no image (`with_images`).
 
     `value` is a list of messages, or its JSON as text (in a CSV file). Null keys are dropped, because Parquet adds them. `no_images`: why the model is
     not shown images; None if it is. Raises `RowError("invalid_row")`; its message calls the list `where` and a message `name[0]`.
@@ -138,7 +140,8 @@ def _part(part: Any, where: str, no_images: str | None) -> Message:
         raise RowError("invalid_row", f"{where} must be an object with type and text, not {kind(part)}")
     shape = part.get("type")
     if shape in IMAGE_PARTS and no_images is None:
-        return image_part(image_of_part(part, where), where)
+        value = image_of_part(part, where)
+        return image_part(value, where) if value is not None else {"type": "image", "source": None, "where": where}
     if shape != "text":
         why = (
             no_images
@@ -160,6 +163,36 @@ def image_part(value: str | bytes, where: str) -> Message:
     return {"type": "image", "source": ImageSource(value, where)}
 
 
+def with_images(messages: list[Message], images: Sequence[Message], where: str) -> list[Message]:
+    """Returns the conversation with images of `--image-column`: in the parts of images that name none, in order; without such parts, at the start of
+    the first user message. Raises `RowError` if there are more or fewer such parts than images.
+    """
+    places = [
+        part
+        for message in messages
+        if not isinstance(message["content"], str)
+        for part in message["content"]
+        if part.get("source", "") is None
+    ]
+    if len(places) > len(images):
+        raise RowError(
+            "invalid_image", f"{places[len(images)]['where']} {NO_IMAGE}, unless --image-column names one for it"
+        )
+    if places and len(images) > len(places):
+        raise RowError(
+            "invalid_row",
+            f"{where} has {counted(len(places), 'part')} for images of --image-column, and the row {len(images)} images",
+        )
+    if not places:
+        return with_start(messages, [*images], where, "--image-column") if images else messages
+    left = iter(images)
+    return [
+        message if isinstance(message["content"], str)
+        else {**message, "content": [next(left) if part.get("source", "") is None else part for part in message["content"]]}
+        for message in messages
+    ]  # fmt: skip
+
+
 def images_of(messages: Sequence[Message]) -> tuple[ImageSource, ...]:
     """Returns the images of a conversation, in order."""
     contents = (message["content"] for message in messages)
@@ -167,14 +200,17 @@ def images_of(messages: Sequence[Message]) -> tuple[ImageSource, ...]:
     return tuple(part["source"] for part in parts if "source" in part)
 
 
-def with_prefix(messages: Sequence[Message], prefix: str, where: str) -> list[Message]:
-    """Returns the conversation with `prefix` at the start of its first user message."""
+def with_start(messages: Sequence[Message], start: str | list[Message], where: str, option: str) -> list[Message]:
+    """Returns the conversation with what an option gives at the start of its first user message: a text, or parts. Raises `RowError` without one."""
     for i, message in enumerate(messages):
         if message["role"] == "user":
             content = message["content"]
-            changed = prefix + content if isinstance(content, str) else [*_text_content(prefix), *content]
+            if isinstance(start, str) and isinstance(content, str):
+                changed: str | list[Message] = start + content
+            else:
+                changed = [*_parts(start), *_parts(content)]
             return [*messages[:i], {**message, "content": changed}, *messages[i + 1 :]]
-    raise RowError("invalid_row", f"{where} has no user message, which --prefix needs")
+    raise RowError("invalid_row", f"{where} has no user message, which {option} needs")
 
 
 def with_system(messages: Sequence[Message], system: str) -> list[Message]:
@@ -183,7 +219,11 @@ def with_system(messages: Sequence[Message], system: str) -> list[Message]:
     return [*messages] if own else [{"role": "system", "content": system}, *messages]
 
 
-def _text_content(text: str) -> list[dict[str, str]]:
+def _parts(content: str | list[Message]) -> list[Message]:
+    return _text_content(content) if isinstance(content, str) else content
+
+
+def _text_content(text: str) -> list[Message]:
     """Returns a content with one part."""
     return [{"type": "text", "text": text}]
 

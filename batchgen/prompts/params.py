@@ -178,7 +178,7 @@ class RowParams:
         if self._choices_column is None:
             return {}
         value = columns.get(self._choices_column)
-        if value is None or value == "":
+        if value is None or (isinstance(value, str | list | tuple) and not value):
             if self._given.choices:
                 return {}
             raise RowError("invalid_row", f"column {self._choices_column!r} has no labels")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import secrets
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from decimal import Decimal
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -33,7 +36,8 @@ from batchgen.prompts.messages import (
     images_of,
     kind,
     objects,
-    with_prefix,
+    with_images,
+    with_start,
     with_system,
 )
 from batchgen.prompts.openai import Body, read_body
@@ -45,6 +49,10 @@ from batchgen.records.openai_batch import EMBEDDINGS, RESPONSES
 from batchgen.records.rows import Row
 from batchgen.request import TokenArray
 from batchgen.sampling_params import SamplingParams
+
+_NONCE = str(secrets.randbelow(10**18)).zfill(18)
+"""Marks the places of images in what a template writes. No row has it."""
+_IMAGE_MARK = re.compile(rf"\x00{_NONCE}\.(\d+)\x00")
 
 
 class Text(NamedTuple):
@@ -112,6 +120,10 @@ def _content_cut(content: Any, how: _How) -> Any:
 
 def _sources(messages: Sequence[Message], how: _How) -> tuple[ImageSource, ...]:
     return tuple(replace(source, file=how.file) for source in images_of(messages))
+
+
+def _text_part(text: str) -> Message:
+    return {"type": "text", "text": text}
 
 
 def _all_of(images: Mapping[str, list[Message]]) -> list[Message]:
@@ -209,6 +221,8 @@ class Renderer:
                 row.file,
                 self._thinking_off if labelled and self._head is None else {},
             )
+            if body or source is Source.PROMPT:
+                self._check_no_image(row.columns, body)
             prompt = yield from (self._from_body(body, how) if body else self._from_columns(row.columns, source, how))
             if (own.choices or self._prompts.score) and isinstance(prompt, Text) and not prompt.raw:
                 prompt = self._at_the_answer(prompt, own)
@@ -244,19 +258,35 @@ class Renderer:
     def _from_template(self, columns: Mapping[str, Any], how: _How) -> Steps[Text]:
         assert self._template is not None
         images = self._column_images(columns)
-        # Where the template writes a mark, the image follows.
-        marks = {name: [f"\0{name}\0{i}\0" for i in range(len(parts))] for name, parts in images.items()}
+        # Where the template writes a mark, the image follows. Filters for letters do not change a mark.
+        numbers = count()
+        marks = {name: [f"\0{_NONCE}.{next(numbers)}\0" for _ in parts] for name, parts in images.items()}
         shown = {n: of if isinstance(columns.get(n), list | tuple) else "".join(of) for n, of in marks.items()}
         given = self._template.input({**_with_texts_cut(columns, how), **shown})
         text = self._template.text(columns, (yield TemplateCall("row", self._template.source, given)))
-        pieces = text.split("\0") if images else [text]
         variables = self._for_chat(columns, how)
-        if len(pieces) == 1:
-            return (yield from self._prompt_text(text, variables, how, _all_of(images)))
-        parts: list[Message] = [{"type": "text", "text": pieces[0]}]
-        for name, place, rest in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
-            parts += [images[name][int(place)], {"type": "text", "text": rest}]
+        pieces = _IMAGE_MARK.split(text)
+        if any(_NONCE in piece for piece in pieces[::2]):
+            why = "an image of --image-column is written as part of other text; write a list image by image, and no image through tojson"
+            raise RowError("template_error", why)
+        written = [int(number) for number in pieces[1::2]]
+        places = {mark: name for name, of in marks.items() for mark in of}
+        named = {places[f"\0{_NONCE}.{number}\0"] for number in written}
+        first = _all_of({name: parts for name, parts in images.items() if name not in named})
+        if not written:
+            return (yield from self._prompt_text(text, variables, how, first))
+        every = _all_of(images)
+        parts = [*first, _text_part(pieces[0])]
+        for number, rest in zip(written, pieces[2::2], strict=True):
+            parts += [every[number], _text_part(rest)]
         return (yield from self._prompt_text("", variables, how, [part for part in parts if part.get("text", "x")]))
+
+    def _check_no_image(self, columns: Mapping[str, Any], body: Body | None) -> None:
+        """Raises `RowError` if the row has images in columns and a prompt that cannot have them."""
+        ids = isinstance(columns.get(self._prompts.prompt_column), list)
+        if (body is not None or ids) and any(self._column_images(columns).values()):
+            what = "a request of OpenAI's Batch form" if body is not None else "a list of token ids"
+            raise RowError("invalid_row", f"the images of --image-column cannot be added to {what}")
 
     def _from_prompt(self, columns: Mapping[str, Any], how: _How) -> Steps[Text | TokenArray]:
         name = self._prompts.prompt_column
@@ -282,7 +312,8 @@ class Renderer:
         if self._chat is None:
             raise RowError("invalid_row", f"{where} needs a chat template: {self.columns.why_raw}")
         messages = conversation(columns[name], where, name, self._images.refusal)
-        return (yield from self._chat_text(messages, where, self._for_chat(columns, how), how))
+        images = _all_of(self._column_images(columns))
+        return (yield from self._chat_text(messages, where, self._for_chat(columns, how), how, images))
 
     def _from_body(self, body: Body, how: _How) -> Steps[Text | TokenArray]:
         if body.model is not None and not _same_model(body.model, str(self._tokenizer.hf_tokenizer.name_or_path)):
@@ -373,9 +404,8 @@ class Renderer:
         for name in self._prompts.image_column:
             value = columns.get(name)
             several = isinstance(value, list | tuple)
-            values: Sequence[Any] = (
-                value if isinstance(value, list | tuple) else () if value in (None, "") else (value,)
-            )
+            empty = value is None or (isinstance(value, str | bytes) and not value)
+            values: Sequence[Any] = value if isinstance(value, list | tuple) else () if empty else (value,)
             where = [f"column {name!r}" + (f"[{i}]" if several else "") for i in range(len(values))]
             found[name] = [image_part(reference(v, at), at) for v, at in zip(values, where, strict=True)]
         return found
@@ -399,11 +429,19 @@ class Renderer:
         images = _sources([{"role": "user", "content": content}], how)
         return Text("".join(part.get("text", mark) for part in content), raw=True, images=images)
 
-    def _chat_text(self, messages: list[Message], where: str, variables: Mapping[str, Any], how: _How) -> Steps[Text]:
+    def _chat_text(
+        self,
+        messages: list[Message],
+        where: str,
+        variables: Mapping[str, Any],
+        how: _How,
+        images: Sequence[Message] = (),
+    ) -> Steps[Text]:
         assert self._chat is not None
         messages = [{**message, "content": _content_cut(message["content"], how)} for message in messages]
         if self._prompts.prefix:
-            messages = with_prefix(messages, self._prompts.prefix, where)
+            messages = with_start(messages, self._prompts.prefix, where, "--prefix")
+        messages = with_images(messages, images, where)
         if self._system is not None:
             messages = with_system(messages, self._system)
         return (yield from self._rendered(messages, variables, how))

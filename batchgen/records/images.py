@@ -10,6 +10,7 @@ import binascii
 import hashlib
 import io
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -38,13 +39,19 @@ _THUMBNAIL = 96
 """Width and height of a thumbnail, at most, in pixels."""
 _THUMBNAILS = 2
 """Images of a row that get one."""
+NO_IMAGE = "has no image: it must be a path, a URL, base64 or the bytes of a file"
 _NAMES = ("image_url", "url", "path", "image")
 _LONG = 200
 """Characters of a name that messages show, at most."""
 _BASE64 = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
 """What JPEG, PNG, GIF and WebP files begin with in base64."""
+_LONGEST_NAME = 255
+"""Characters of a path's part. Longer text may be base64 of other formats."""
+_ONLY_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
 _TURNED = frozenset((5, 6, 7, 8))
 """EXIF orientations that exchange width and height."""
+_LOCAL = frozenset(("file", "local", "dir", "git"))
+"""Names of fsspec for files of this machine."""
 _ORIENTATION = 0x0112
 _PNG_MODES = frozenset(("1", "I;16", "L", "LA", "P", "RGB", "RGBA"))
 _PNG_EXIF = frozenset(("exif", "Raw profile type exif", "XML:com.adobe.xmp"))
@@ -74,12 +81,14 @@ class ImageFile:
     """In pixels, as it is shown: turned as its EXIF orientation says."""
 
 
-def image_of_part(part: Mapping[str, Any], where: str) -> str | bytes:
-    """Returns what a message part of one of the `IMAGE_PARTS` says. Raises `RowError("invalid_image")`."""
+def image_of_part(part: Mapping[str, Any], where: str) -> str | bytes | None:
+    """Returns what a message part of one of the `IMAGE_PARTS` says; None if it names no image. Raises `RowError("invalid_image")`."""
     encoded = part.get("base64")
     if isinstance(encoded, str):
         return _from_base64(encoded.encode(), where)
     value = next((part[name] for name in _NAMES if part.get(name) is not None), None)
+    if value is None:
+        return None
     if isinstance(value, Mapping) and value.get("url") is not None:
         value = value["url"]
     return reference(value, where)
@@ -96,10 +105,16 @@ def reference(value: Any, where: str) -> str | bytes:
         plain.save(written, "PNG", compress_level=1, exif=exif)
         return written.getvalue()
     if isinstance(value, Mapping) and {"bytes", "path"} & value.keys():
+        if isinstance(value.get("bytes"), str) and value["bytes"]:  # as JSON lines carry them
+            return _from_base64(value["bytes"].encode(), where)
         value = value.get("bytes") or value.get("path")
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, bytearray | memoryview):
+        value = bytes(value)
     if isinstance(value, str | bytes) and value:
         return value
-    raise RowError("invalid_image", f"{where} has no image: it must be a path, a URL, base64 or the bytes of a file")
+    raise RowError("invalid_image", f"{where} {NO_IMAGE}")
 
 
 def decode_image(file: io.BufferedIOBase) -> Any:
@@ -145,7 +160,8 @@ def _images_in(value: Any, image_columns: Container[str]) -> Iterator[str | byte
     if isinstance(value, Mapping):
         if value.get("type") in IMAGE_PARTS:
             with suppress(RowError):
-                yield image_of_part(value, "")
+                if (named := image_of_part(value, "")) is not None:
+                    yield named
             return
         for name, inner in value.items():
             if name in image_columns:
@@ -276,9 +292,10 @@ def _file_of(path: str, file: io.BufferedIOBase, named: str) -> ImageFile:
     """Reads only the header of the image. Raises `RowError("invalid_image")`."""
     try:
         with _opened(file) as image:
-            width, height = image.size
-            # Of a PNG without such a block, PIL would decode all pixels to look for it.
-            has_exif = image.format != "PNG" or not _PNG_EXIF.isdisjoint(image.info)
+            # Newer versions of Pillow give the size of a TIFF image as it is shown.
+            width, height = image.size if image.format != "TIFF" else (image.tag_v2[256], image.tag_v2[257])
+            # Of a PNG without such a block, Pillow would decode all pixels to look for it.
+            has_exif = image.format != "PNG" or not _PNG_EXIF.isdisjoint(image.info) or _has_late_exif(file)
             turned = has_exif and image.getexif().get(_ORIENTATION) in _TURNED
     except Exception as e:  # noqa: BLE001 - Pillow's readers raise errors of many kinds for damaged files
         what = "is not an image that Pillow can read" if file.seek(0, os.SEEK_END) else "is empty"
@@ -290,9 +307,34 @@ def _file_of(path: str, file: io.BufferedIOBase, named: str) -> ImageFile:
     return ImageFile(path, image_digest(file), *((height, width) if turned else (width, height)))
 
 
+def _has_late_exif(file: io.BufferedIOBase) -> bool:
+    """Whether a PNG file has a block of EXIF after its first pixels, which Pillow reads only with them."""
+    place, pixels = 8, False
+    while True:
+        file.seek(place)
+        size, kind = int.from_bytes(file.read(4)), file.read(4)
+        if kind in (b"", b"IEND"):
+            return False
+        pixels = pixels or kind == b"IDAT"
+        if pixels and kind == b"eXIf":
+            return True
+        if (
+            pixels
+            and kind in (b"tEXt", b"zTXt", b"iTXt")
+            and file.read(80).partition(b"\0")[0].decode("latin-1") in _PNG_EXIF
+        ):
+            return True
+        place += size + 12
+
+
 def _inline(value: str | bytes) -> bool:
     """Whether an image's bytes are in the row: as such, in a `data:` URL, or in base64, which has no dot as names of image files have."""
-    return isinstance(value, bytes) or value[:5].lower() == "data:" or (value.startswith(_BASE64) and "." not in value)
+    return (
+        isinstance(value, bytes)
+        or value[:5].lower() == "data:"
+        or (value.startswith(_BASE64) and "." not in value)
+        or (len(value) > _LONGEST_NAME and _ONLY_BASE64.fullmatch(value) is not None)
+    )
 
 
 def _inline_bytes(source: ImageSource) -> bytes:
@@ -314,15 +356,21 @@ def _place(source: ImageSource) -> str | None:
     local = not is_url(source.file) or plain_name(source.file) != source.file
     scheme = name.partition(":")[0].lower()
     path = urllib.parse.unquote(urllib.parse.urlparse(name).path) if scheme == "file" else name
-    if scheme != "file" and is_url(name):
+    url = scheme != "file" and is_url(name)
+    if not local and (_names_local(name) if url else scheme == "file" or Path(path).is_absolute()):
+        raise RowError("invalid_image", f"{shown(source)} is a local file, which only rows of a local file may name")
+    if url:
         return name
     if not local:
-        if scheme == "file" or Path(path).is_absolute():
-            raise RowError(
-                "invalid_image", f"{shown(source)} is a local file, which only rows of a local file may name"
-            )
-        return f"{source.file.rpartition('/')[0]}/{path}"
+        member, chain, archive = source.file.partition("::")  # a file in an archive
+        return f"{member.rpartition('/')[0]}/{path}{chain}{archive}"
     return str((Path(plain_name(source.file)).parent / path).absolute())
+
+
+def _names_local(url: str) -> bool:
+    """Whether a URL of fsspec, which may be a chain (`zip://a.png::https://…`), names something on this machine."""
+    *_, last = parts = url.split("::")
+    return "://" not in last or any(part.partition("://")[0].lower() in _LOCAL for part in parts)
 
 
 def _fetched(url: str) -> bytes:

@@ -23,7 +23,7 @@ from batchgen.records.files import ANY_FORMAT, BROKEN, InputFile, in_job_folder,
 from batchgen.records.jsonl import Record
 from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
 from batchgen.records.parquet_types import clean
-from batchgen.records.remote import StoreError, address, info_of, is_url, plain_name, reaching, remote, short_reason
+from batchgen.records.remote import StoreError, info_of, is_url, plain_name, reaching, remote, same_file, short_reason
 from batchgen.records.rows import Row, RowStream
 from batchgen.records.schema_metadata import common_metadata
 from batchgen.records.tables import BROKEN_TABLE, OnHeader, parquet_schema
@@ -377,13 +377,3 @@ def _is_ours(name: str, output: str | None) -> bool:
     if output is not None and same_file(name, output):
         return True
     return (job_path(name, None) / "manifest.json").exists() if is_url(name) else Path(f"{name}.job").is_dir()
-
-
-def same_file(a: str, b: str) -> bool:
-    """Whether two names mean the same file. Links are followed."""
-    if is_url(a) or is_url(b):
-        return is_url(a) and is_url(b) and address(a) == address(b)
-    try:
-        return Path(a).samefile(b)
-    except OSError:
-        return Path(a).resolve() == Path(b).resolve()

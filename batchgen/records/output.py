@@ -15,8 +15,9 @@ from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.json_schemas import enforceable, loaded
 from batchgen.process.user_cache import cache_folder
 from batchgen.records.files import DELIMITERS, split_name
+from batchgen.records.jsonl import to_json
 from batchgen.records.openai_batch import OpenAIForm, batch_record
-from batchgen.records.parquet_types import id_text
+from batchgen.records.parquet_types import clean, id_text
 from batchgen.records.remote import address, is_url, plain_name
 from batchgen.records.result_values import completion_values, ids_known, plain_calls, plain_parts
 from batchgen.records.rows import Row
@@ -176,7 +177,8 @@ def own_id(row: Row, id_column: str | None, *, openai: bool = False) -> Any:
 
 def id_digest(id: Any) -> bytes:
     """Digest (16 bytes) of a row's id: the same for the number 1 and the text 1."""
-    return hashlib.blake2b(id_text(id).encode("utf-8", "replace"), digest_size=16, person=b"id").digest()
+    text = id if isinstance(id, str) else to_json(id).decode()
+    return hashlib.blake2b(clean(text).encode("utf-8", "replace"), digest_size=16, person=b"id").digest()
 
 
 def carried_names(columns: Sequence[str] | dict[str, Any], form: RowForm) -> dict[str, str]:

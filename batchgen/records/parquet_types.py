@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchgen.json_values import plain
 from batchgen.parsers.json_schemas import referenced
 from batchgen.records.jsonl import to_json
 
@@ -125,6 +126,7 @@ def _schema_type(schema: Any, root: Any, depth: int) -> pa.DataType:
         kinds == {"object"}
         and properties
         and schema.get("additionalProperties") is False
+        and not schema.get("patternProperties")
         and len(properties) <= MAX_FIELDS
     ):
         return pa.struct([pa.field(clean(n), _schema_type(part, root, depth + 1)) for n, part in properties.items()])
@@ -136,20 +138,37 @@ def _schema_type(schema: Any, root: Any, depth: int) -> pa.DataType:
 
 
 def fitted(value: Any, type: pa.DataType) -> Any:
-    """Returns a value of JSON as `pa.array` takes it for a `schema_type`."""
+    """Returns a value of JSON as `pa.array` takes it for a `schema_type`. None for a value that has another type, or keys that the type has not."""
+    try:
+        return _as_type(value, type)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _as_type(value: Any, type: pa.DataType) -> Any:
     if value is None:
         return None
-    if pa.types.is_struct(type):
-        return {field.name: fitted(value.get(field.name), field.type) for field in type}
-    if pa.types.is_list(type):
-        return [fitted(item, type.value_type) for item in value]
     if pa.types.is_string(type):
         return clean(value if isinstance(value, str) else to_json(value).decode())
-    return float(value) if pa.types.is_floating(type) else value
+    if pa.types.is_struct(type):
+        names = [field.name for field in type]
+        if not isinstance(value, dict) or not {clean(name) for name in value} <= set(names):
+            raise TypeError
+        return {field.name: _as_type(value.get(field.name), field.type) for field in type}
+    if pa.types.is_list(type):
+        if not isinstance(value, list):
+            raise TypeError
+        return [_as_type(item, type.value_type) for item in value]
+    if isinstance(value, bool) != pa.types.is_boolean(type) or not isinstance(value, int | float):
+        raise TypeError
+    if pa.types.is_integer(type) and (int(value) != value or not -(2**63) <= value < 2**63):
+        raise TypeError
+    return int(value) if pa.types.is_integer(type) else float(value) if pa.types.is_floating(type) else value
 
 
 def id_text(value: Any) -> str:
     """Returns an id as text, for columns whose ids are not all whole numbers."""
+    value = plain(value)
     return clean(value if isinstance(value, str) else to_json(value).decode())
 
 

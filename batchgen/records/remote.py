@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from batchgen.errors import BatchgenError, UsageError
@@ -154,3 +155,13 @@ def _as_os_error() -> Iterator[None]:
         yield
     except Exception as e:
         raise StoreError(short_reason(e)) from e
+
+
+def same_file(a: str, b: str) -> bool:
+    """Whether two names mean the same file. Links are followed."""
+    if is_url(a) or is_url(b):
+        return is_url(a) and is_url(b) and address(a) == address(b)
+    try:
+        return Path(a).samefile(b)
+    except OSError:
+        return Path(a).resolve() == Path(b).resolve()

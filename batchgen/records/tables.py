@@ -14,6 +14,7 @@ UTF-8 makes its row malformed. A row also knows its record batch, so that its co
 from __future__ import annotations
 
 import csv
+import datetime as dt
 import io
 import re
 from collections.abc import Callable, Generator, Sequence
@@ -295,7 +296,7 @@ def _python(scalar: pa.Scalar) -> Any:
         if pa.types.is_timestamp(scalar.type):
             return scalar.cast(pa.timestamp("us", scalar.type.tz)).as_py()
         if pa.types.is_duration(scalar.type):
-            return scalar.cast(pa.duration("us")).as_py()
+            return dt.timedelta(microseconds=scalar.value // 1000)
         raise ValueError("its parts are read one by one")
     except UnicodeDecodeError:
         raise

@@ -35,22 +35,22 @@ def test_labels_may_be_the_lines_of_a_file_or_a_list_in_one(labelled, write_json
 
 
 def test_labels_of_a_rows_own_column_win_over_the_commands(labelled, write_jsonl):
-    own: list[Any] = [["x", "yz"], '["x, y", "z"]', "x, yz ,q", None, "", ["x"], ["x", 1], {"a": 1}]
+    own: list[Any] = [["x", "yz"], '["x, y", "z"]', "x, yz ,q", None, "", [], ["x"], ["x", 1], {"a": 1}]
     source = write_jsonl([{"prompt": "a", "labels": value} for value in own])
     rows, _ = labelled(source, "--choices-column", "labels", "--choices", "a,b", code=3)
     assert [row["choice_probs"] and list(row["choice_probs"]) for row in rows] == [
-        ["x", "yz"], ["x, y", "z"], ["x", "yz", "q"], ["a", "b"], ["a", "b"], None, None, None,
+        ["x", "yz"], ["x, y", "z"], ["x", "yz", "q"], ["a", "b"], ["a", "b"], ["a", "b"], None, None, None,
     ]  # fmt: skip
-    errors = [row["error"]["message"] for row in rows[5:]]
+    errors = [row["error"]["message"] for row in rows[6:]]
     assert errors == [
         "choices must be two or more different texts, not 'x'",
         "choices must be text or a list of texts, not ['x', 1]",
         "choices must be text or a list of texts, not {'a': 1}",
     ]
     rows, _ = labelled(source, "--choices-column", "labels", code=3)
-    assert [row["error"] for row in rows[3:5]] == [
+    assert [row["error"] for row in rows[3:6]] == [
         {"type": "invalid_row", "message": "column 'labels' has no labels"}
-    ] * 2
+    ] * 3
 
 
 def test_the_likeliest_labels_are_those_of_the_whole_map_and_the_sampled_one_is_among_them(labelled, write_jsonl):

@@ -40,6 +40,42 @@ def test_rows_of_a_schema_say_whether_their_text_is_valid_and_have_its_value(
             assert pq.read_schema(output).field("parsed").type == parsed
 
 
+def test_a_number_that_is_cut_is_not_valid(cli, write_jsonl, read_jsonl, tiny_model_dir, tmp_path):
+    """Its first digits are a number too."""
+    schema, output = tmp_path / "schema.json", tmp_path / "o.jsonl"
+    schema.write_text('{"type": "integer", "minimum": 1}')
+    source = write_jsonl([{"prompt": f"{i}"} for i in range(12)])
+    options = ("--temperature", "2", "--max-tokens", "4", "--parse", "json")
+    assert cli("run", source, "-m", tiny_model_dir, "--json-schema", schema, *options, "-o", output).code == 0
+    rows = read_jsonl(output)
+    ends = [row["finish_reason"] for row in rows]
+    assert {"stop", "length"} == set(ends)
+    assert [row["valid"] for row in rows] == [end == "stop" for end in ends]
+    assert [row["parsed"] for row in rows] == [int(row["text"]) if row["valid"] else None for row in rows]
+    figures = json.loads((tmp_path / "o.jsonl.job" / "stats.json").read_text())["json"]
+    assert figures == {"valid": ends.count("stop"), "cut": ends.count("length"), "invalid": 0}
+
+
+def test_a_value_of_a_rows_own_schema_that_does_not_fit_the_column_is_in_the_text_alone(
+    cli, write_jsonl, tiny_model_dir, tmp_path
+):
+    schema, output = tmp_path / "schema.json", tmp_path / "o.parquet"
+    schema.write_text('{"type": "object", "properties": {"v": {"type": "boolean"}}, "required": ["v"]}')
+    own: list[Any] = [
+        None,
+        {"type": "boolean"},
+        {"properties": {"w": {"enum": [1]}}, "required": ["w"], "type": "object"},
+    ]
+    source = write_jsonl([{"prompt": "a", "sampling_params": one and {"json_schema": one}} for one in own])
+    options = ("--json-schema", schema, "--parse", "json", "--max-tokens", "40")
+    assert cli("run", source, "-m", tiny_model_dir, *options, "-o", output).code == 0
+    rows = pq.read_table(output).to_pylist()
+    assert [row["valid"] for row in rows] == [True] * 3
+    assert rows[0]["parsed"] == json.loads(rows[0]["text"])
+    assert [row["parsed"] for row in rows[1:]] == [None, None]
+    assert rows[2]["text"] == '{"w":1}'
+
+
 @pytest.mark.parametrize(
     ("name", "options"), [("o.jsonl", ()), ("o.parquet", ()), ("o.jsonl", ("--output-format", "openai"))]
 )

@@ -60,7 +60,8 @@ PROMPTS = ["The same beginning. ", "The same beginning. And more", "Another prom
 def models(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     thinking = tmp_path_factory.mktemp("models") / "thinking"
     shutil.copytree(tiny_model_dir, thinking)
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+    start = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>{% endif %}"
+    template = f"{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}{{% if add_generation_prompt %}}{start}{{% endif %}}"
     (thinking / "chat_template.jinja").write_text(template)
     return {"plain": tiny_model_dir, "thinking": thinking}
 
@@ -80,7 +81,9 @@ def model(request: pytest.FixtureRequest, models: dict[str, Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def without(model: Path) -> list[Result]:
-    return run(model)
+    results = run(model)
+    assert any(result.reasoning for result in results) == (model.name == "thinking")
+    return results
 
 
 @pytest.mark.parametrize("right", [1.0, 0.7, 0.0])

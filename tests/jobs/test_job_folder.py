@@ -2,14 +2,17 @@
 
 import errno
 import json
+import os
+import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from batchgen import SamplingParams
+from batchgen import SamplingParams, job_status
 from batchgen.errors import OutputError, OutputLocked, UsageError
+from batchgen.jobs.files.disk import move_file
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import differences, load_manifest
 from batchgen.jobs.files.results import Results
@@ -227,3 +230,83 @@ def test_a_full_disk_at_the_end_leaves_the_old_output_in_place(runs, output, mon
             runs.run(["a", "b"])
     assert Path(output).read_bytes() == old
     assert runs.run(["a", "b"])[0] == []
+
+
+@pytest.mark.parametrize("name", ["o.jsonl", "o.csv"])
+def test_rows_after_the_limit_that_are_to_be_tried_again_stay_in_the_output(runs, name):
+    runs.output, runs.reason = runs.folder / name, lambda prompt: "length" if prompt in ("p3", "p35") else "stop"
+    prompts = [f"p{i}" for i in range(40)]
+    runs.run(prompts)
+    before = runs.rows()
+    assert runs.run(prompts, retry=("length",), limit=20)[0] == ["p3", "p35"]
+    assert runs.rows() == before
+    assert runs.run(prompts, limit=20)[0] == []
+
+
+@pytest.mark.parametrize("name", ["o.jsonl", "o.csv"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_refused_run_keeps_every_result(runs, name, window):
+    runs.output, runs.reason = runs.folder / name, lambda prompt: "length" if prompt == "p3" else "stop"
+    prompts = [f"p{i}" for i in range(20)]
+    runs.run(prompts)
+    others = [*prompts[:9], "new"]
+    with pytest.raises(UsageError, match="11 of the 20 finished rows"):
+        runs.run(others, retry=("length",), window=window)
+    assert job_status(runs.output)["state"] == "finished"
+    assert runs.run([*prompts, "new"])[0] == (["new"] if window is None else [])  # by windows, it had been generated
+
+
+def test_pruning_a_second_time_finds_nothing_to_do(runs):
+    runs.output = runs.folder / "o.csv"
+    runs.run(["a", "b"], prune=True)
+    assert runs.run(["a", "b"], prune=True)[1].already_finished
+    assert runs.run(["a"], prune=True)[0] == []
+    assert len(runs.rows()) == 1
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_an_output_that_changes_while_the_job_runs_is_not_replaced(runs, there):
+    if there:
+        runs.run(["a"])
+
+    def reason(prompt: str) -> str:
+        runs.output.write_text("of another program")
+        return "stop"
+
+    runs.reason = reason
+    with pytest.raises(OutputError, match="appeared or was changed while the job ran; move it away and run the same"):
+        runs.run(["a", "b"])
+    assert runs.output.read_text() == "of another program"
+    runs.output.unlink()
+    assert runs.run(["a", "b"])[0] == []
+    assert runs.texts() == ["a: a", "a: b"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_output_in_a_read_only_folder_is_refused_before_anything_is_generated(runs):
+    (runs.folder / "work").mkdir()
+    runs.output = runs.folder / "read only" / "o.jsonl"
+    runs.output.parent.mkdir(mode=0o555)
+    with pytest.raises(
+        UsageError, match=r"o\.jsonl cannot be written: .*/read only is read-only; check its permissions"
+    ):
+        runs.run(["a"], work_dir=runs.folder / "work")
+    assert not list((runs.folder / "work").iterdir())
+
+
+def test_a_file_that_could_not_be_moved_to_another_disk_leaves_no_part(tmp_path, monkeypatch):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_text("x")
+
+    def other_disk(*_: object) -> None:
+        raise OSError(errno.EXDEV, "other disk")
+
+    def full(_: object, to: Path) -> None:
+        to.write_text("part")
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(Path, "replace", other_disk)
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(OSError, match="full"):
+        move_file(source, target)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

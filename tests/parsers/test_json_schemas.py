@@ -51,7 +51,9 @@ def test_a_schema_that_refers_to_itself_is_closed_everywhere():
         ({"type": "number"}, {"minimum": -(10**15), "maximum": 10**15, "multipleOf": 1e-10}),
         ({"type": ["integer", "null"]}, {"minimum": 1 - 2**53, "maximum": 2**53 - 1}),
         ({"type": "integer", "minimum": 0}, {"maximum": 2**53 - 1}),
-        ({"type": "integer", "exclusiveMinimum": 1e20}, {}),
+        ({"type": "integer", "exclusiveMinimum": 1e18}, {}),
+        ({"type": "integer", "minimum": 0, "maximum": 2**64}, {}),
+        ({"type": "integer", "exclusiveMinimum": True}, {"maximum": 2**53 - 1}),  # llguidance has the message
         ({"type": "number", "minimum": 0, "exclusiveMaximum": 1}, {"multipleOf": 1e-10}),
         ({"type": "number", "minimum": 1e-11, "maximum": 1}, {}),
         ({"type": "number", "minimum": 0, "maximum": 1e20}, {}),
@@ -103,6 +105,20 @@ def test_a_size_that_is_no_number_is_named():
 
 
 @pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"type": "integer", "exclusiveMinimum": 1e20}, "it allows only whole numbers beyond 64 bits"),
+        ({"type": "integer", "maximum": -(2**64)}, "it allows only whole numbers beyond 64 bits"),
+        ({"const": 2**63}, "it has the whole number 9223372036854775808, which is beyond 64 bits"),
+        ({"items": {"enum": [{"a": [-(2**63)]}]}}, "it has the whole number -9223372036854775808"),
+    ],
+)
+def test_whole_numbers_beyond_64_bits_cannot_be_enforced(schema, why):
+    with pytest.raises(ValueError, match=f"^{why}.* cannot be enforced$"):
+        enforceable(schema)
+
+
+@pytest.mark.parametrize(
     ("text", "schema", "valid"),
     [
         ('{"a": 1}', {"properties": {"a": {"type": "integer"}}}, True),
@@ -116,6 +132,8 @@ def test_a_size_that_is_no_number_is_named():
         ("1", {"oneOf": [{"type": "integer"}, {"minimum": 0}]}, False),
         ("[1, 1]", {"uniqueItems": True}, False),
         ('"é"', {"pattern": "^\\p{L}$"}, True),  # not of Python's syntax: the grammar has enforced it
+        ("[1e99999999999999999999]", {"items": {}}, True),
+        ("1e99999999999999999999", {"maximum": 5}, False),
         ("1", {"$ref": "https://example.com/schema.json"}, True),  # is not fetched
     ],
 )

@@ -5,6 +5,7 @@ import io
 import os
 import struct
 import urllib.parse
+import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -101,12 +102,27 @@ def test_rows_of_a_remote_file_name_no_local_images(locate):
 
     fsspec.filesystem("memory").pipe("/folder/red.png", RED)
     assert locate("red.png", "memory://folder/rows.jsonl").digest == digest(RED)
-    for name in ("/etc/passwd", "file:///etc/passwd"):
+    chained = ("simplecache::file:///etc/passwd", "zip://a.png::/etc/x.zip", "zip://a.png::local:///etc/x.zip")
+    for name in ("/etc/passwd", "file:///etc/passwd", "local:///etc/passwd", "LOCAL:///etc/passwd", *chained):
         error = locate(name, "memory://folder/rows.jsonl")
         assert (error.type, error.message) == (
             "invalid_image",
             f"the image {name!r} of messages[0].content[1] is a local file, which only rows of a local file may name",
         )
+
+
+def test_paths_of_a_file_in_an_archive_are_relative_to_it(locate, tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as file:
+        file.writestr("folder/red.png", RED)
+    assert locate("red.png", f"zip://folder/rows.jsonl::{tmp_path}/x.zip").digest == digest(RED)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "BMP", "TIFF", "PPM", "ICO"])
+def test_bytes_in_base64_can_be_read_again(kind, locate):
+    data = encoded(Image.effect_noise((32, 32), 50).convert("RGB"), kind)
+    text = base64.b64encode(data).decode()
+    for value in (text, reference({"bytes": text, "path": None}, "here")):
+        assert locate(value).digest == digest(data)
 
 
 HERE = "messages[0].content[1]"
@@ -144,7 +160,7 @@ def jpeg_of_size(side: int) -> bytes:
         ("/dev/zero", f"the image '/dev/zero' {UNREADABLE} it is not a regular file"),
         ("loop.png", f"the image 'loop.png' {UNREADABLE} Too many levels of symbolic links"),
         ("a\0.png", f"the image 'a\\x00.png' {UNREADABLE} its path has a null character"),
-        ("x" * 300, f"the image '{'x' * 200}…' {UNREADABLE} File name too long"),
+        ("x" * 300 + ".png", f"the image '{'x' * 200}…' {UNREADABLE} File name too long"),
         ("file:///no%20such.png", f"the image 'file:///no%20such.png' {UNREADABLE} No such file or directory"),
         (b"hello", f"the image {NO_IMAGE}"),
         (png_of_size(20_000, 20_000), f"the image {NO_IMAGE} (Image size (400000000 pixels) exceeds limit of 178956970 pixels, {BOMB}"),
@@ -173,13 +189,50 @@ def test_what_is_no_image_fails_with_the_name_of_its_place(locate, tmp_path, val
     assert (error.type, error.message) == ("invalid_image", message)
 
 
-def test_sizes_are_those_after_turning_by_exif(locate):
+def turned(kind: str, orientation: int = 6) -> bytes:
     exif = Image.Exif()
-    exif[0x0112] = 6
-    turned = encoded(Image.new("RGB", (6, 4), "red"), "JPEG", exif=exif)
-    found = locate(turned)
-    assert (found.width, found.height) == (4, 6)
-    assert decode_image(io.BytesIO(turned)).size == (4, 6)
+    exif[0x0112] = orientation
+    return encoded(Image.new("RGB", (6, 4), "red"), kind, exif=exif)
+
+
+def with_late_chunk(data: bytes, name: bytes) -> bytes:
+    """A PNG file whose first chunk of this name stands behind the pixels."""
+    start = data.index(name) - 4
+    end = start + 12 + int.from_bytes(data[start : start + 4])
+    return data[:start] + data[end:-12] + data[start:end] + data[-12:]
+
+
+def png_with_text(name: bytes, value: bytes = b"a long comment" * 20) -> bytes:
+    chunk = b"tEXt" + name + b"\0" + value
+    return RED[:-12] + struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) + RED[-12:]
+
+
+@pytest.mark.parametrize(
+    ("data", "size"),
+    [
+        (turned("JPEG"), (4, 6)),
+        (turned("TIFF"), (4, 6)),
+        (turned("TIFF", 3), (6, 4)),
+        (encoded(Image.new("RGB", (6, 4)), "TIFF"), (6, 4)),
+        (turned("WEBP"), (4, 6)),
+        (turned("PNG"), (4, 6)),
+        (with_late_chunk(turned("PNG"), b"eXIf"), (4, 6)),
+        (png_with_text(b"XML:com.adobe.xmp", b'<x tiff:Orientation="6"/>'), (4, 6)),
+        (png_with_text(b"date:create"), (6, 4)),
+        (RED, (6, 4)),
+    ],
+)
+def test_sizes_are_those_after_turning_by_exif(data, size, locate):
+    assert decode_image(io.BytesIO(data)).size == size
+    found = locate(data)
+    assert (found.width, found.height) == size
+
+
+def test_the_size_of_a_png_is_found_without_decoding_it(locate, monkeypatch):
+    from PIL import PngImagePlugin
+
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", None)
+    assert locate(png_with_text(b"date:create")).width == 6
 
 
 KINDS = {
@@ -219,6 +272,10 @@ def test_every_kind_of_image_becomes_rgb_as_transformers_loads_it(data):
         ({"type": "image", "image": {"bytes": b"x", "path": None}}, b"x"),
         ({"type": "image", "image": {"bytes": None, "path": "a.png"}}, "a.png"),
         ({"type": "image", "base64": "eA=="}, b"x"),
+        ({"type": "image", "image": {"bytes": "eA==", "path": None}}, b"x"),
+        ({"type": "image", "image": Path("a.png")}, "a.png"),
+        ({"type": "image", "image": bytearray(b"x")}, b"x"),
+        ({"type": "image"}, None),
     ],
 )  # fmt: skip
 def test_parts_of_messages_name_images_as_openai_and_transformers_do(part, value):

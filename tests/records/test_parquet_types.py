@@ -1,5 +1,8 @@
 """Columns of Parquet input are unchanged in Parquet output: type, nulls, values to the last nanosecond, metadata of the field."""
 
+import datetime as dt
+import decimal
+import uuid
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.records.parquet_types import fitted, schema_type, without_maps
+from batchgen.records.parquet_types import fitted, id_text, schema_type, without_maps
 from batchgen.records.writers import GroupLimits
 from support.columns import COLUMNS, NS, extension
 from support.records import opened, with_results, write_output
@@ -174,3 +177,47 @@ def test_a_schema_has_the_arrow_type_of_its_values():
     }
     kept = pa.struct(list(fields.items()))
     assert pa.array([fitted(value, kept)], kept).to_pylist() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("value", "schema"),
+    [
+        (True, {"type": "integer"}),
+        (1.5, {"type": "integer"}),
+        (2**70, {"type": "integer"}),
+        ("1", {"type": "number"}),
+        (1, {"type": "boolean"}),
+        ([1], {"type": "boolean"}),
+        (False, {"type": "object", "properties": {"a": {}}, "additionalProperties": False}),
+        ({"b": 1}, {"type": "object", "properties": {"a": {}}, "additionalProperties": False}),
+        ([1, "a"], {"type": "array", "items": {"type": "integer"}}),
+    ],
+)
+def test_a_value_that_does_not_fit_the_schemas_type_is_null(value, schema):
+    """A row may have a schema of its own."""
+    assert fitted(value, schema_type(schema)) is None
+
+
+def test_a_whole_number_written_as_a_fraction_fits():
+    assert fitted(2.0, schema_type({"type": "integer"})) == 2
+
+
+def test_keys_of_patterns_are_not_left_out():
+    schema = {"type": "object", "properties": {"a": {}}, "patternProperties": {"^x": {}}, "additionalProperties": False}
+    assert fitted({"a": 1, "x": 2}, schema_type(schema)) == '{"a": 1, "x": 2}'
+
+
+@pytest.mark.parametrize(
+    ("id", "text"),
+    [
+        (decimal.Decimal(7), "7"),
+        (uuid.UUID(int=1), "00000000-0000-0000-0000-000000000001"),
+        (dt.date(2026, 1, 2), "2026-01-02"),
+        (b"ab", "YWI="),
+        (1, "1"),
+        ([1], "[1]"),
+        ("7", "7"),
+    ],
+)
+def test_ids_are_their_text(id, text):
+    assert id_text(id) == text

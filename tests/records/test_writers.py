@@ -1,6 +1,7 @@
 """Output rows are written to files and read again."""
 
 import csv
+import datetime as dt
 import gzip
 import io
 import json
@@ -239,3 +240,13 @@ def test_any_json_rows_become_parquet_and_none_is_dropped(tmp_path_factory, rows
                     json.dumps(row[name], ensure_ascii=False).encode("utf-8", "backslashreplace").decode(),
                     row[name].encode("utf-8", "backslashreplace").decode(),
                 )
+
+
+def test_nan_stays_nan_beside_values_that_json_has_not(tmp_path):
+    rows = [
+        {"id": 1, "x": math.nan, "day": dt.date(2026, 1, 2), **RESULT},
+        {"id": 2, "x": math.inf, "day": None, **RESULT},
+    ]
+    table = pq.read_table(write(tmp_path, "o.parquet", rows))
+    assert [str(x) for x in table["x"].to_pylist()] == ["nan", "inf"]
+    assert table["day"].to_pylist() == ["2026-01-02", None]

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.errors import OutputError, UsageError
+from batchgen.records.remote import same_file
 
 _HINT = "check the disk and run the same command again: finished rows are kept"
 _SQLITE_HINTS = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}
@@ -160,8 +161,8 @@ def _replace(place: Path, new: Path, data: bytes) -> None:
         raise
 
 
-def check_file(option: str, path: str | None) -> None:
-    """Raises `UsageError` if a file of the option's value cannot be written. Called before any work is done."""
+def check_file(option: str, path: str | None, others: Iterable[str] = ()) -> None:
+    """Raises `UsageError` if a file of the option's value cannot be written, or is one of `others`. Called before any work is done."""
     if path is None:
         return
     file, name = Path(path).absolute(), f"{option} {path}".strip()
@@ -169,6 +170,9 @@ def check_file(option: str, path: str | None) -> None:
         raise UsageError(f"{name} cannot be written", "name a file in a folder that exists")
     if not any(os.access(place, os.W_OK) for place in (file.parent, file)):
         raise UsageError(f"{name} cannot be written: permission denied or a read-only disk", "name another file")
+    for other in others if file.is_file() or not file.exists() else ():
+        if same_file(str(file), other):
+            raise UsageError(f"{name} would replace {other}, which the job needs", "name another file")
 
 
 def write_stats(path: str | None, stats: Mapping[str, Any]) -> None:
@@ -193,9 +197,13 @@ def move_file(source: Path, target: Path) -> None:
         if e.errno != errno.EXDEV:
             raise
         near = target.with_name(f".{target.name}.new")
-        shutil.copyfile(source, near)
-        shutil.copystat(source, near)
-        with near.open("rb+") as file:
-            os.fsync(file.fileno())
-        near.replace(target)
+        try:
+            shutil.copyfile(source, near)
+            shutil.copystat(source, near)
+            with near.open("rb+") as file:
+                os.fsync(file.fileno())
+            near.replace(target)
+        except BaseException:
+            near.unlink(missing_ok=True)
+            raise
     sync_folder(target.parent)

@@ -2,6 +2,7 @@
 
     results    what became of a row, by its key: the result, or the row of a finished output that has it (then without a reason); each value
                carries a checksum of its own
+    forgotten  results whose rows run again (`--retry`), until the output is written: a refused run puts them back
     under_way  what there is of completions that are not finished, by the key of their row: each entry continues the one before it
     rows       the rows of this run's output: the key of each, or the result of a row that never became a request
     equal      how many rows wait for the result of an equal row, by key
@@ -60,6 +61,8 @@ CREATE TABLE IF NOT EXISTS results (
 CREATE TABLE IF NOT EXISTS under_way (
     key BLOB, number INTEGER, start INTEGER, tokens INTEGER NOT NULL, value BLOB, checksum INTEGER,
     PRIMARY KEY (key, number, start)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS forgotten (
+    key BLOB PRIMARY KEY, reason TEXT, value BLOB, checksum INTEGER, stays INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS rows (number INTEGER PRIMARY KEY, key BLOB, value BLOB, checksum INTEGER);
 CREATE TABLE IF NOT EXISTS equal (key BLOB PRIMARY KEY, rows INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value BLOB, checksum INTEGER);
@@ -357,6 +360,9 @@ class Results:
             of_failed = "key IN (SELECT key FROM results WHERE reason = 'error')"
             self._write_one(f"UPDATE run.finished SET failed = 1 WHERE {of_failed}")
         marks = ",".join("?" * len(reasons))
+        self._write_one(
+            f"INSERT OR REPLACE INTO forgotten SELECT * FROM results WHERE reason IN ({marks})", tuple(reasons)
+        )
         self._write_one(f"DELETE FROM results WHERE reason IN ({marks})", tuple(reasons))
         self.forget_reading()
         self.flush()  # before the manifest says that the results were dropped
@@ -368,12 +374,27 @@ class Results:
             for key, result in _read_all(self._db, self._asked)
             if result is not None and any(c.finish_reason == "length" for c in result.completions)
         ]
+        self._many("INSERT OR REPLACE INTO forgotten SELECT * FROM results WHERE key = ?", cut)
         self._many("DELETE FROM results WHERE key = ?", cut)
         begun = self.under_way().items()
         ended = [(key, number) for key, parts in begun for number, c in parts.items() if c.finish_reason == "length"]
         self._many("DELETE FROM under_way WHERE key = ? AND number = ?", ended)
         self.forget_reading()
         self.flush()  # before the manifest names the new limit, which the remaining results fit
+
+    @property
+    def forgotten_count(self) -> int:
+        """Number of results that `forget` and `forget_cut` have dropped since the last output was written."""
+        (count,) = self._db.execute("SELECT count(*) FROM forgotten").fetchone()
+        return int(count)
+
+    def forgotten(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Returns those of the keys that had such a result."""
+        return {key for (key,) in select_in(self._db, "SELECT key FROM forgotten WHERE key IN", keys)}
+
+    def remember_forgotten(self) -> None:
+        """Puts these results back, where there are no newer ones."""
+        self._write_one("INSERT OR IGNORE INTO results SELECT * FROM forgotten")
 
     def forget_unasked(self) -> None:
         """Drops the results that no row of the output asks for."""
@@ -423,7 +444,7 @@ class Results:
                 return False
             with transaction(self._db):
                 self._db.execute(f"DELETE FROM results WHERE {held}")
-                for table in ("under_way", "rows", "equal", "facts"):
+                for table in ("forgotten", "under_way", "rows", "equal", "facts"):
                     self._db.execute(f"DELETE FROM {table}")
             self._db.execute("VACUUM main")
         except sqlite3.OperationalError as e:

@@ -7,6 +7,7 @@ its identity: `size`, a field that changes with the content (`mtime_ns`, in a st
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -76,6 +77,11 @@ class LocalTarget:
         parent = Path(self._output).parent
         if not parent.is_dir():
             raise UsageError(f"there is no folder {parent} to write to", f"create it with mkdir -p {parent}")
+        if not os.access(self._path.parent, os.W_OK | os.X_OK):
+            raise UsageError(
+                f"{self._output} cannot be written: {self._path.parent} is read-only",
+                "check its permissions, or use another -o",
+            )
 
     def exists(self) -> bool:
         return self._path.exists()

@@ -101,7 +101,7 @@ class RowIds:
 class RequestReader:
     """Makes requests of rows, counts the rows that need none, and applies `--limit`.
 
-    A row after the limit stays in the output if an earlier run left a result for it, and not for a row before it that is equal. So rows after
+    A row after the limit stays in the output, or runs again by `--retry`, if an earlier run left a result for it, and not for a row before it that is equal. So rows after
     the limit are read as long as there are such results that no row has asked for yet.
     """
 
@@ -182,7 +182,8 @@ class RequestReader:
         equal = {number for (number, *_), (_, is_equal) in zip(found, given, strict=True) if is_equal}
         stored = self._job.stored(list({*keys.values()}))
         of_this_run = self._job.of_this_run([keys[number] for number in equal if keys[number] in stored])
-        self._met += sum(1 for number, key in keys.items() if key in stored and number not in equal)
+        earlier = stored.keys() | (self._job.forgotten(list(keys.values())) if self._config.limit is not None else ())
+        self._met += sum(1 for number, key in keys.items() if key in earlier and number not in equal)
         read, asked, waiting = ReadRows([], {}, {}, []), dict[bytes, tuple[Row, Built]](), Counter[bytes]()
         for row, one in zip(rows, built, strict=True):
             if isinstance(one, Result):
@@ -190,8 +191,10 @@ class RequestReader:
                 continue
             key, is_equal = keys[row.number], row.number in equal
             result = stored.get(key)
-            wanted = self._is_wanted(row.number, 0 if result is None else self._job.kept_rows)
-            if not wanted and (result is None or is_equal):  # the result of an equal row is in the output with that row
+            wanted = self._is_wanted(row.number, self._job.kept_rows if key in earlier else 0)
+            if not wanted and (
+                key not in earlier or is_equal
+            ):  # the result of an equal row is in the output with that row
                 continue
             read.rows.append(row)
             read.keys[row.number] = key
