@@ -249,8 +249,12 @@ class JobFolder(HeldResults):
             self._row_figures.add(result, partial(output_row, row, result, self._spec.form), shown)
 
     def _check_replaced(self) -> None:
-        """Raises `OutputError` if the file at the output's place is not the one that was there when the job was opened."""
-        if self._target.exists() and known_as(self._target, self._manifest.outputs) is None:
+        """Raises `OutputError` if the file at the output's place is not the one that was there when the job was opened. With `--overwrite`, any is replaced."""
+        if (
+            not self._spec.overwrite
+            and self._target.exists()
+            and known_as(self._target, self._manifest.outputs) is None
+        ):
             raise OutputError(
                 f"{self.output} appeared or was changed while the job ran",
                 "move it away and run the same command again: finished rows are kept",

@@ -280,6 +280,8 @@ def test_an_output_that_changes_while_the_job_runs_is_not_replaced(runs, there):
     runs.output.unlink()
     assert runs.run(["a", "b"])[0] == []
     assert runs.texts() == ["a: a", "a: b"]
+    runs.run(["a", "b"], overwrite=True)
+    assert runs.texts() == ["a: a", "a: b"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
