@@ -82,8 +82,8 @@ def test_a_folder_without_write_permission_is_named(job: Job) -> None:
     finally:
         job.folder.chmod(0o755)
     assert (ended.code, ended.error) == (
-        1,
-        "out.jsonl.job cannot be written: Permission denied; check the permissions, or write to another place with -o",
+        2,
+        f"out.jsonl cannot be written: {job.folder} is read-only; check its permissions, or use another -o",
     )
     job.go_on()
 

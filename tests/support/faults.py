@@ -102,8 +102,8 @@ class Watch:
 
     def _where(self, path: Any) -> str | None:
         """The path relative to the folder; None if it is elsewhere."""
-        if isinstance(path, int):
-            path = self._paths.get(path)
+        if isinstance(path, int | io.IOBase):
+            path = self._paths.get(path if isinstance(path, int) else path.fileno())
             if path is None:
                 return None
         folder, name = os.path.split(os.path.abspath(path))
