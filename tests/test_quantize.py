@@ -5,15 +5,17 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors import safe_open
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, SamplingParams, run_job
 from batchgen.errors import UsageError
-from batchgen.kernels.quantization import quantize_linear
+from batchgen.kernels.int8 import Int8Linear
 from batchgen.model.adapter import prepare
+from batchgen.model.weights.int8 import quantize
 from batchgen.model_report import report_model
-from support.models import build, engine_for, kernels, tokens_of
+from support.models import build, kernels
 
 ROWS = [{"id": i, "prompt": f"A few words, the same for all, and number {i}"} for i in range(8)]
 
@@ -49,12 +51,15 @@ def test_the_figures_say_what_quantization_changes(tiny_model_dir, tmp_path, wri
     assert json.loads((tmp_path / "o.jsonl.job" / "stats.json").read_text())["quantization"] == found
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ["mamba", "jamba", "zamba", "recurrent_gemma"])
-def test_mixers_with_projections_of_their_own_are_quantized(name):
-    quantized = prepare(build(name), kernels=kernels())
-    assert quantize_linear(quantized.module, {}).layers
-    prompts, lengths = [[1, 2, 3], [1, 2, 4, 5]], [5, 5]
-    assert [len(tokens) for tokens in tokens_of(engine_for(quantized), prompts, lengths)] == lengths
+def test_mixers_with_projections_of_their_own_are_quantized(name, packed):
+    made = quantize(prepare(build(name), kernels=kernels(), pack_linear=packed), [np.arange(40, dtype=np.int32)], {})
+    found = made.quantization
+    assert found is not None
+    places = [child for part in made.module.modules() for child in part.children() if isinstance(child, Int8Linear)]
+    assert len(places) == len(set(places)) > 4
+    assert found["mean_kl"] < 0.02
 
 
 def test_a_quantized_job_resumes(tiny_model_dir, tmp_path, write_jsonl):

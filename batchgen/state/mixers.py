@@ -1,7 +1,7 @@
 """Puts the packed mixers into a transformers model.
 
-The model's recurrent layers keep their projections, gates and norms. Only the few functions that run along the sequence are replaced by
-ours; transformers' forwards look them up by name.
+Recurrent layers keep their projections, gates and norms. Of most, only the few functions that run along the sequence are replaced by
+ours; transformers' forwards look them up by name. Others get a forward of ours (`_WHOLE`).
 """
 
 from __future__ import annotations
@@ -115,54 +115,26 @@ def _mamba2(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
     return scan
 
 
-class _MambaHead(torch.nn.Module):
-    """What Mamba (arXiv:2312.00752) computes of its convolved channels: steps, B and C, the scan, and the gate."""
-
-    def __init__(
-        self, number: int, x_proj: torch.nn.Linear, dt_proj: torch.nn.Linear, dt_bias: torch.Tensor, a_log_DN: torch.Tensor, skip_D: torch.Tensor,
-        norms: tuple[torch.nn.Module, ...] = (),
-    ) -> None:  # fmt: skip
-        """`number`: of its state. `dt_proj` has no bias, because `dt_bias` is added in float32. `norms`: of steps, B and C."""
-        super().__init__()
-        self.number = number
-        self.x_proj, self.dt_proj, self.norms = x_proj, dt_proj, torch.nn.ModuleList(norms)
-        self.dt_bias, self.a_log, self.skip = dt_bias, a_log_DN, skip_D
-        size = a_log_DN.shape[1]
-        self.parts = (x_proj.out_features - 2 * size, size, size)
-
-    def forward(self, step: StateStep | StateProbe, x_TD: torch.Tensor, gate_TD: torch.Tensor) -> torch.Tensor:
-        """Returns float32 [T, D]."""
-        parts = self.x_proj(x_TD).split(self.parts, -1)
-        dt, b, c = (norm(part) for norm, part in zip(self.norms, parts, strict=True)) if self.norms else parts
-        dt = filled(torch.nn.functional.softplus, self.dt_proj(dt).float() + self.dt_bias.float())
-        x = x_TD.float()
-        out = step.mamba(self.number, x, dt, -self.a_log.float().exp(), b.float(), c.float()) + self.skip.float() * x
-        gated: torch.Tensor = out * filled(torch.nn.functional.silu, gate_TD)
-        return gated
-
-
 def _mamba(layers: RecurrentLayers, mixer: Any) -> str:
-    """transformers multiplies by the weights of `dt_proj` without calling it, which kernels could not replace."""
-    norms = tuple(
-        getattr(mixer, f"{name}_layernorm") for name in ("dt", "b", "c") if hasattr(mixer, f"{name}_layernorm")
-    )
-    bias, mixer.dt_proj.bias = mixer.dt_proj.bias, None
-    head = _MambaHead(mixer.layer_idx, mixer.x_proj, mixer.dt_proj, bias, mixer.A_log, mixer.D, norms)
-    return _run_heads(layers, mixer, [head], lambda projected: projected.chunk(2, -1))
+    """transformers multiplies by the weights of `dt_proj` without calling it, which kernels could not replace. The bias is added in float32."""
+    mixer.dt_bias, mixer.dt_proj.bias = mixer.dt_proj.bias, None
+    return _run_heads(layers, mixer, [mixer], lambda projected: projected.chunk(2, -1))
 
 
 def _mamba_in_heads(layers: RecurrentLayers, mixer: Any) -> str:
     """Zamba convolves once and then scans once for each head. The first head's state has the layer's number; numbers of the others come after
     those of all layers.
     """
-    heads = [
-        _MambaHead(mixer.layer_idx + h * mixer.config.num_hidden_layers, _linear(x), _linear(dt), bias, a_log, skip)
-        for h, (x, dt, bias, a_log, skip) in enumerate(
-            zip(mixer.x_proj_weight, mixer.dt_proj_weight, mixer.dt_proj_bias, mixer.A_log, mixer.D, strict=True)
-        )
-    ]
+    mixer.heads = torch.nn.ModuleList()
+    of_heads = mixer.x_proj_weight, mixer.dt_proj_weight, mixer.dt_proj_bias, mixer.A_log, mixer.D
+    for number, (x_proj, dt_proj, dt_bias, a_log, skip) in enumerate(zip(*of_heads, strict=True)):
+        head: Any = torch.nn.Module()
+        head.layer_idx = mixer.layer_idx + number * mixer.config.num_hidden_layers
+        head.x_proj, head.dt_proj = _linear(x_proj), _linear(dt_proj)
+        head.dt_bias, head.A_log, head.D = dt_bias, a_log, skip
+        mixer.heads.append(head)
     del mixer.x_proj_weight, mixer.dt_proj_weight
-    return _run_heads(layers, mixer, heads, lambda projected: projected.view(len(projected), -1, 2).unbind(-1))
+    return _run_heads(layers, mixer, mixer.heads, lambda projected: projected.view(len(projected), -1, 2).unbind(-1))
 
 
 def _linear(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.nn.Linear:
@@ -174,28 +146,36 @@ def _linear(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torc
 
 
 def _run_heads(
-    layers: RecurrentLayers,
-    mixer: Any,
-    heads: list[_MambaHead],
-    parts: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+    layers: RecurrentLayers, mixer: Any, heads: Sequence[Any], parts: Callable[[torch.Tensor], Sequence[torch.Tensor]]
 ) -> str:
-    """`parts` makes channels and gates of the input's projection."""
-    mixer.heads = torch.nn.ModuleList(heads)
+    """`parts` makes channels and gates of the input's projection, each divided among the heads."""
 
     def forward(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """[1, T, hidden size]"""
         x, gate = parts(mixer.in_proj(hidden_states)[0])
-        convolution = mixer.conv1d
-        x = layers.step.convolve(mixer.layer_idx, x, convolution.weight.squeeze(1), convolution.bias, mixer.activation)
-        count = len(mixer.heads)
-        done = [
-            head(layers.step, *of)
-            for head, *of in zip(mixer.heads, x.chunk(count, -1), gate.chunk(count, -1), strict=True)
-        ]
+        weight = mixer.conv1d.weight.squeeze(1)
+        x = layers.step.convolve(mixer.layer_idx, x, weight, mixer.conv1d.bias, mixer.activation)
+        of_heads = zip(heads, x.chunk(len(heads), -1), gate.chunk(len(heads), -1), strict=True)
+        done = [_mamba_head(layers.step, *of) for of in of_heads]
         return cast(torch.Tensor, mixer.out_proj(torch.cat(done, -1).to(hidden_states.dtype).unsqueeze(0)))
 
     set_forward(mixer, forward)
     return "Mamba"
+
+
+def _mamba_head(step: StateStep | StateProbe, head: Any, x_TD: torch.Tensor, gate_TD: torch.Tensor) -> torch.Tensor:
+    """Returns what Mamba (arXiv:2312.00752) computes of convolved channels, float32 [T, D]: steps, B and C, the scan, and the gate."""
+    size = head.A_log.shape[1]
+    parts = head.x_proj(x_TD).split((head.dt_proj.in_features, size, size), -1)
+    if hasattr(head, "dt_layernorm"):
+        parts = [
+            norm(of) for norm, of in zip((head.dt_layernorm, head.b_layernorm, head.c_layernorm), parts, strict=True)
+        ]
+    dt, b, c = parts
+    dt = filled(torch.nn.functional.softplus, head.dt_proj(dt).float() + head.dt_bias.float())
+    x = x_TD.float()
+    out = step.mamba(head.layer_idx, x, dt, -head.A_log.float().exp(), b.float(), c.float()) + head.D.float() * x
+    return cast(torch.Tensor, out * filled(torch.nn.functional.silu, gate_TD))
 
 
 def _rg_lru(layers: RecurrentLayers, block: Any) -> str:
@@ -333,7 +313,7 @@ _WHOLE: dict[str, Callable[[RecurrentLayers, Any], str]] = {
     "Qwen4ExpTextPLELayer": _per_layer_embedding,
     "ZayaCCAProjection": _compressed_attention,
 }
-"""By the name of a layer's class that calls not all along the sequence by name: what changes such a layer, and returns its kind."""
+"""By the name of a layer's class: what replaces its forward, or those of its parts, and returns its kind."""
 
 _SEAMS: dict[str, tuple[str, Callable[[RecurrentLayers, int], Callable[..., Any]]]] = {
     "causal_conv1d_fn": ("convolution", _convolution),
