@@ -251,6 +251,7 @@ def plan_job(
     with Signals(grace=0) as signals, memory_errors(), few_collections(), signals.interruptible():
         source = input_of(config, None)
         check_job(config, source, None)
+        check_file("--write-template", write_template, [file.name for file in source.files])
         tracker.phase("loading tokenizer")
         tokenizer = load_tokenizer(config.model)
         check_architecture(tokenizer.hf_config)
@@ -296,7 +297,6 @@ def _check(config: JobConfig, write_template: str | None) -> None:
     check_config(config)
     if write_template is not None and config.prompts.template is None:
         raise UsageError("--write-template is for a job with a template", "name one with --template")
-    check_file("--write-template", write_template)
     if config.report is not None:
         check_report_file(config.report, "--report")
 

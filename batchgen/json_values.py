@@ -21,19 +21,19 @@ def parsed(text: str) -> Any:
     return value if end == len(text) else json.loads(text)
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, *, keep_nan: bool = False) -> Any:
     """Returns `value` in JSON's types: bytes are base64, dates and times ISO 8601, durations seconds, a Decimal is a string of its digits.
 
-    NaN and the infinities are null. Scalars and arrays of numpy and Arrow are what they hold; anything else is its `str`.
+    NaN and the infinities are null, unless they are to be kept. Scalars and arrays of numpy and Arrow are what they hold; anything else is its `str`.
     """
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if keep_nan or math.isfinite(value) else None
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, Mapping):
-        return {k if isinstance(k, str) else str(k): plain(v) for k, v in value.items()}
+        return {k if isinstance(k, str) else str(k): plain(v, keep_nan=keep_nan) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
+        return [plain(v, keep_nan=keep_nan) for v in value]
     if isinstance(value, bytes | bytearray | memoryview):
         return base64.b64encode(value).decode()
     if isinstance(value, dt.date | dt.time):  # a datetime is a date
@@ -42,5 +42,5 @@ def plain(value: Any) -> Any:
         return value.total_seconds()
     for held in ("tolist", "as_py"):
         if hasattr(value, held):
-            return plain(getattr(value, held)())
+            return plain(getattr(value, held)(), keep_nan=keep_nan)
     return str(value)  # of a Decimal, its digits

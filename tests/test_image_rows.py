@@ -300,26 +300,32 @@ def asked(reference: tuple[Reference, Path], parts: list[str | int]) -> list[int
 
 
 @pytest.mark.parametrize(
-    ("template", "parts"),
+    ("template", "before", "parts"),
     [
-        ("{{ a }} {{ q }}", [2, 0, " Which \0?"]),  # what it does not name comes first
-        ("{{ a|upper }}{{ q|lower }}", [2, 0, "which \0?"]),
-        ("{{ q }}{% for one in several %} {{ one }}{% endfor %}", [0, 2, "Which \0? ", 1, " ", 3]),
-        ("{{ several }}", None),
-        ("{{ a|tojson }}", None),
+        ("{{ a }} {{ q }}", [2, 1, 3], [0, " Which \0?"]),  # those of columns that it does not name come first
+        ("{{ a[:5]|upper }}{{ q|lower }}", [2, 1, 3], [0, "which \0?"]),
+        ("{{ q }}{% for one in several %} {{ one }}{% endfor %}", [0, 2], ["Which \0? ", 1, " ", 3]),
+        ("{{ several|join(' and ') }}{% for one in a %}{{ one }}{% endfor %}", [2], [1, " and ", 3, 0]),
+        ("{% if q %}{{ a }}{% else %}{{ b }}{% endif %}{{ q }}{{ several[1] }}", [], [0, "Which \0?", 3]),
+        ("{{ row.b }}{{ q }}", [], [2, "Which \0?"]),
+        ("{% if a %}{{ q }}{% endif %}", [0, 2, 1, 3], ["Which \0?"]),
     ],
 )
-def test_every_image_of_a_column_is_shown_where_a_template_writes_it(template, parts, model, reference):
-    row = {"a": "p/0.png", "b": "p/2.png", "q": "Which \0?"}
-    names = ("a", "b", "several") if "several" in template else ("a", "b")
-    write([row | {"several": ["p/1.png", "p/3.png"]}])
-    run(model, prompts=PromptConfig(image_column=names, template=template))
+@pytest.mark.parametrize("prefix", ["", "Look: "])
+def test_every_image_of_a_column_is_shown_where_a_template_writes_it(template, before, parts, prefix, model, reference):
+    write([{"a": "p/0.png", "b": "p/2.png", "several": ["p/1.png", "p/3.png"], "q": "Which \0?"}])
+    run(model, prompts=PromptConfig(image_column=("a", "b", "several"), template=template, prefix=prefix))
+    first = [prefix + parts[0], *parts[1:]] if isinstance(parts[0], str) else [prefix, *parts] if prefix else parts
+    assert answers() == [asked(reference, [*before, *first])]
+
+
+@pytest.mark.parametrize("template", ["{{ several }}", "{{ q }} {{ a|tojson }}"])
+def test_an_image_that_a_template_writes_as_data_fails_the_row(template, model):
+    write([{"a": "p/0.png", "several": ["p/1.png", "p/3.png"], "q": "Which?"}])
+    run(model, prompts=PromptConfig(image_column=("a", "several"), template=template))
     (found,) = read()
-    if parts is None:
-        assert found["error"]["type"] == "template_error"
-        assert found["error"]["message"].startswith("an image of --image-column is written as part of other text; ")
-    else:
-        assert found["token_ids"] == asked(reference, parts)
+    assert found["error"]["type"] == "template_error"
+    assert found["error"]["message"].startswith("an image of --image-column is written as data: ")
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from batchgen.jobs.files.disk import json_digest, sync_folder, write_json, writi
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import FIRST_LIMIT, Manifest, as_stored, file_digest
 from batchgen.jobs.files.results import RESULTS_FILE, Results
-from batchgen.jobs.files.target import known_as, open_target
+from batchgen.jobs.files.target import is_known, open_target
 from batchgen.jobs.opening import (
     KEPT_FILE,
     REMADE_FILES,
@@ -143,6 +143,8 @@ class JobFolder(HeldResults):
                 self.add_missing(() if old.request["openai"] else held)
         retry = self._spec.retry
         interrupted = old is not None and old.state == "running" and old.request.get("retry") == retry
+        if not interrupted:
+            self.settle_forgotten()  # of a run that was killed, and that this one does not continue
         if retry and (self._limit_raised or not interrupted):  # an interrupted run has dropped them already
             self.forget([RETRY_REASONS[name] for name in retry])
         if self._limit_raised:
@@ -226,11 +228,14 @@ class JobFolder(HeldResults):
         return self._limit_raised or interrupted
 
     def _put_back(self, old: Manifest) -> None:
-        """Restores the finished job as it was before this run."""
+        """Restores the finished job as it was before this run. What this run has generated is kept for later ones, unless they cannot use it."""
         with writing(self.folder):
-            self._manifest = old
+            if self._limit_raised:
+                self.drop_new()
+            self.restore_forgotten()
+            self.flush()
+            self._manifest = replace(old, request=old.request | {"prune": False})
             self._manifest.save(self.folder / "manifest.json")
-            self.remember_forgotten()
             left = self._shrink(self)
             self._close_files()
             self._clean_up(left)
@@ -250,15 +255,15 @@ class JobFolder(HeldResults):
 
     def _check_replaced(self) -> None:
         """Raises `OutputError` if the file at the output's place is not the one that was there when the job was opened. With `--overwrite`, any is replaced."""
-        if (
-            not self._spec.overwrite
-            and self._target.exists()
-            and known_as(self._target, self._manifest.outputs) is None
-        ):
-            raise OutputError(
-                f"{self.output} appeared or was changed while the job ran",
-                "move it away and run the same command again: finished rows are kept",
-            )
+        if self._spec.overwrite:
+            return
+        again = "run the same command again: finished rows are kept"
+        try:
+            known = not self._target.exists() or is_known(self._target, self._manifest.outputs)
+        except UsageError as e:  # of a store that cannot be reached
+            raise OutputError(e.message, again) from None
+        if not known:
+            raise OutputError(f"{self.output} appeared or was changed while the job ran", f"move it away and {again}")
 
     def finish(self, stats: dict[str, Any]) -> None:
         """Puts the output in its place and closes the job."""
@@ -271,6 +276,7 @@ class JobFolder(HeldResults):
             self._keys.close()
             self._record.rows = self._row_figures.as_dict()
             self._record.save(self.folder)
+            self.settle_forgotten()
             write_json(self.folder / "stats.json", stats)
             partial = self.folder / "output.partial"
             new = self._target.to_be(partial, self._file.hexdigest())
@@ -308,6 +314,7 @@ class JobFolder(HeldResults):
         if not (self.folder / RESULTS_FILE).exists():
             return False
         with closing(Results(self.folder, 0.0)) as results:
+            results.settle_forgotten()  # of a run that was killed before it began
             return self._shrink(results)
 
     def _clean_up(self, left: bool | None) -> None:

@@ -35,8 +35,7 @@ _OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties"
 MAX_NUMBER = 10**15
 MAX_INTEGER = 2**53 - 1
 LARGEST_INTEGER = 2**63 - 1
-"""Of larger ones, llguidance writes others."""
-_BITS = "64 bits and cannot be enforced"
+"""llguidance does not write larger numbers as they are."""
 MAX_DECIMALS = 10
 MAX_LISTS = 2000
 """Lists of different items that are enumerated."""
@@ -262,10 +261,8 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
         for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
         if isinstance(bound := schema.get(name), int | float) and not isinstance(bound, bool)
     }
-    if "number" not in types and any(
-        bound > LARGEST_INTEGER if "min" in name.lower() else bound < -LARGEST_INTEGER for name, bound in given.items()
-    ):
-        raise ValueError(f"it allows only whole numbers beyond {_BITS}")
+    if types == {"integer"} and _is_beyond_64_bits(given):
+        raise ValueError("it allows only whole numbers beyond 64 bits, which cannot be enforced")
     if not schema.keys() & {"minimum", "exclusiveMinimum"} and all(bound >= -limit for bound in given.values()):
         schema["minimum"] = -limit
     if not schema.keys() & {"maximum", "exclusiveMaximum"} and all(bound <= limit for bound in given.values()):
@@ -275,12 +272,18 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
         schema["multipleOf"] = 10.0**-MAX_DECIMALS
 
 
+def _is_beyond_64_bits(bounds: Mapping[str, float]) -> bool:
+    least = max(bounds.get("minimum", -math.inf), bounds.get("exclusiveMinimum", -math.inf) + 1)
+    most = min(bounds.get("maximum", math.inf), bounds.get("exclusiveMaximum", math.inf) - 1)
+    return least > LARGEST_INTEGER or most < -LARGEST_INTEGER
+
+
 def _check_whole_numbers(value: Any) -> None:
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             _check_whole_numbers(part)
     elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-        raise ValueError(f"it has the whole number {value}, which is beyond {_BITS}")
+        raise ValueError(f"it has the whole number {value}, which is beyond 64 bits and cannot be enforced")
 
 
 def _exponent(number: float) -> int:

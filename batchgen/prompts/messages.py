@@ -172,7 +172,7 @@ def with_images(messages: list[Message], images: Sequence[Message], where: str) 
         for message in messages
         if not isinstance(message["content"], str)
         for part in message["content"]
-        if part.get("source", "") is None
+        if _lacks_image(part)
     ]
     if len(places) > len(images):
         raise RowError(
@@ -188,9 +188,13 @@ def with_images(messages: list[Message], images: Sequence[Message], where: str) 
     left = iter(images)
     return [
         message if isinstance(message["content"], str)
-        else {**message, "content": [next(left) if part.get("source", "") is None else part for part in message["content"]]}
+        else {**message, "content": [next(left) if _lacks_image(part) else part for part in message["content"]]}
         for message in messages
     ]  # fmt: skip
+
+
+def _lacks_image(part: Message) -> bool:
+    return part.get("source", "") is None
 
 
 def images_of(messages: Sequence[Message]) -> tuple[ImageSource, ...]:

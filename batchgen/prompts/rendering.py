@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-import secrets
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from decimal import Decimal
-from itertools import count
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -50,9 +49,8 @@ from batchgen.records.rows import Row
 from batchgen.request import TokenArray
 from batchgen.sampling_params import SamplingParams
 
-_NONCE = str(secrets.randbelow(10**18)).zfill(18)
-"""Marks the places of images in what a template writes. No row has it."""
-_IMAGE_MARK = re.compile(rf"\x00{_NONCE}\.(\d+)\x00")
+_FIRST_MARK = 0x100000
+"""In the columns that a template is given, images are characters from here on (for private use, which no text has). Nothing takes a character apart."""
 
 
 class Text(NamedTuple):
@@ -258,32 +256,34 @@ class Renderer:
     def _from_template(self, columns: Mapping[str, Any], how: _How) -> Steps[Text]:
         assert self._template is not None
         images = self._column_images(columns)
-        # Where the template writes a mark, the image follows. Filters for letters do not change a mark.
-        numbers = count()
-        marks = {name: [f"\0{_NONCE}.{next(numbers)}\0" for _ in parts] for name, parts in images.items()}
-        shown = {n: of if isinstance(columns.get(n), list | tuple) else "".join(of) for n, of in marks.items()}
+        every = _all_of(images)
+        marks = [chr(_FIRST_MARK + i) for i in range(len(every))]
+        left, shown = iter(marks), {}
+        for name, parts in images.items():
+            own = list(islice(left, len(parts)))
+            shown[name] = own if isinstance(columns.get(name), list | tuple) else "".join(own)
         given = self._template.input({**_with_texts_cut(columns, how), **shown})
         text = self._template.text(columns, (yield TemplateCall("row", self._template.source, given)))
         variables = self._for_chat(columns, how)
-        pieces = _IMAGE_MARK.split(text)
-        if any(_NONCE in piece for piece in pieces[::2]):
-            why = "an image of --image-column is written as part of other text; write a list image by image, and no image through tojson"
-            raise RowError("template_error", why)
-        written = [int(number) for number in pieces[1::2]]
-        places = {mark: name for name, of in marks.items() for mark in of}
-        named = {places[f"\0{_NONCE}.{number}\0"] for number in written}
-        first = _all_of({name: parts for name, parts in images.items() if name not in named})
-        if not written:
-            return (yield from self._prompt_text(text, variables, how, first))
-        every = _all_of(images)
-        parts = [*first, _text_part(pieces[0])]
-        for number, rest in zip(written, pieces[2::2], strict=True):
-            parts += [every[number], _text_part(rest)]
-        return (yield from self._prompt_text("", variables, how, [part for part in parts if part.get("text", "x")]))
+        if any(form in text for mark in marks for form in (repr(mark)[1:-1], json.dumps(mark)[1:-1])):
+            raise RowError(
+                "template_error",
+                "an image of --image-column is written as data: write a list image by image, and none by tojson",
+            )
+        pieces = re.split(f"([{marks[0]}-{marks[-1]}])", text) if marks else [text]
+        if len(pieces) == 1:
+            return (yield from self._prompt_text(text, variables, how, every))
+        named = images.keys() if self._template.whole else self._template.columns
+        written = _all_of({name: parts for name, parts in images.items() if name not in named})
+        for i, piece in enumerate([self._prefix + pieces[0], *pieces[1:]]):
+            written.append(every[marks.index(piece)] if i % 2 else _text_part(piece))
+        content = [part for part in written if part.get("text", "x")]
+        return (yield from self._content_text(content, variables, how))
 
     def _check_no_image(self, columns: Mapping[str, Any], body: Body | None) -> None:
         """Raises `RowError` if the row has images in columns and a prompt that cannot have them."""
-        ids = isinstance(columns.get(self._prompts.prompt_column), list)
+        prompt = columns.get(self._prompts.prompt_column)
+        ids = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
         if (body is not None or ids) and any(self._column_images(columns).values()):
             what = "a request of OpenAI's Batch form" if body is not None else "a list of token ids"
             raise RowError("invalid_row", f"the images of --image-column cannot be added to {what}")
@@ -414,16 +414,17 @@ class Renderer:
         self, prompt: str, variables: Mapping[str, Any], how: _How, parts: Sequence[Message] = ()
     ) -> Steps[Text]:
         """Returns the text to send: the prompt after the other `parts`, as a single user message or raw."""
-        content: Any = self._prefix + prompt
-        if parts:
-            rest: list[Message] = [{"type": "text", "text": content}] if content else []
-            content = [*parts, *rest]
+        text = self._prefix + prompt
+        content = [*parts, *([_text_part(text)] if text else [])] if parts else text
+        return (yield from self._content_text(content, variables, how))
+
+    def _content_text(self, content: str | list[Message], variables: Mapping[str, Any], how: _How) -> Steps[Text]:
         if self._chat is not None and self.chat:
             messages: list[Message] = [{"role": "user", "content": content}]
             if self._system is not None:
                 messages.insert(0, {"role": "system", "content": self._system})
             return (yield from self._rendered(messages, variables, how))
-        if not parts:
+        if isinstance(content, str):
             return Text(content, raw=True)
         mark = self._images.processor.placeholder
         images = _sources([{"role": "user", "content": content}], how)

@@ -28,13 +28,14 @@ class RowTemplate:
                     "correct the template",
                 )
             raise UsageError("--template is nested too deeply, or too long", f"make it simpler ({names.message})")
-        self._whole = _WHOLE_ROW in names
+        self.whole = _WHOLE_ROW in names
+        """Whether it uses all columns at once."""
         self.columns: frozenset[str] = names - {_WHOLE_ROW}
         """The columns that the template uses."""
 
     def input(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the part of a row that the template may use."""
-        return {name: value for name, value in columns.items() if self._whole or name in self.columns}
+        return {name: value for name, value in columns.items() if self.whole or name in self.columns}
 
     def text(self, columns: Mapping[str, Any], answer: str | TemplateFailure) -> str:
         """Returns the text of a row. Raises `RowError("template_error")` if there is none; it names a missing column."""

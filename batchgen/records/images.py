@@ -46,12 +46,12 @@ _LONG = 200
 _BASE64 = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
 """What JPEG, PNG, GIF and WebP files begin with in base64."""
 _LONGEST_NAME = 255
-"""Characters of a path's part. Longer text may be base64 of other formats."""
-_ONLY_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
+"""Characters. Longer text is base64 of other formats, if it has the characters of base64 alone."""
+_ONLY_BASE64 = re.compile(r"[A-Za-z0-9+/=\s]+")
 _TURNED = frozenset((5, 6, 7, 8))
 """EXIF orientations that exchange width and height."""
-_LOCAL = frozenset(("file", "local", "dir", "git"))
-"""Names of fsspec for files of this machine."""
+_OF_THIS_MACHINE = frozenset(("file", "local", "dir", "git", "reference", "generic"))
+"""Names of fsspec for files of this machine, or for what may name such files."""
 _ORIENTATION = 0x0112
 _PNG_MODES = frozenset(("1", "I;16", "L", "LA", "P", "RGB", "RGBA"))
 _PNG_EXIF = frozenset(("exif", "Raw profile type exif", "XML:com.adobe.xmp"))
@@ -333,7 +333,7 @@ def _inline(value: str | bytes) -> bool:
         isinstance(value, bytes)
         or value[:5].lower() == "data:"
         or (value.startswith(_BASE64) and "." not in value)
-        or (len(value) > _LONGEST_NAME and _ONLY_BASE64.fullmatch(value) is not None)
+        or (len(value) > _LONGEST_NAME and value[0] != "/" and _ONLY_BASE64.fullmatch(value) is not None)
     )
 
 
@@ -357,20 +357,19 @@ def _place(source: ImageSource) -> str | None:
     scheme = name.partition(":")[0].lower()
     path = urllib.parse.unquote(urllib.parse.urlparse(name).path) if scheme == "file" else name
     url = scheme != "file" and is_url(name)
-    if not local and (_names_local(name) if url else scheme == "file" or Path(path).is_absolute()):
-        raise RowError("invalid_image", f"{shown(source)} is a local file, which only rows of a local file may name")
+    if not local:
+        of_this_machine = scheme in _OF_THIS_MACHINE if url else scheme == "file" or Path(path).is_absolute()
+        what = "a local file" if of_this_machine else "a chain of URLs" if "::" in name else None
+        if what is not None:
+            raise RowError("invalid_image", f"{shown(source)} is {what}, which only rows of a local file may name")
     if url:
         return name
     if not local:
-        member, chain, archive = source.file.partition("::")  # a file in an archive
-        return f"{member.rpartition('/')[0]}/{path}{chain}{archive}"
+        chain = source.file.split("::")  # a file in an archive, or one that is cached
+        own = next(i for i, part in enumerate(chain) if "://" in part)
+        chain[own] = f"{chain[own].rpartition('/')[0]}/{path}"
+        return "::".join(chain)
     return str((Path(plain_name(source.file)).parent / path).absolute())
-
-
-def _names_local(url: str) -> bool:
-    """Whether a URL of fsspec, which may be a chain (`zip://a.png::https://…`), names something on this machine."""
-    *_, last = parts = url.split("::")
-    return "://" not in last or any(part.partition("://")[0].lower() in _LOCAL for part in parts)
 
 
 def _fetched(url: str) -> bytes:

@@ -287,15 +287,6 @@ class ParquetWriter:
         self._parquet.write(rows, carried)
 
 
-def _with_json_types(value: Any) -> Any:
-    """Returns a value in JSON's types (`plain`); NaN and the infinities stay."""
-    if isinstance(value, float):
-        return value
-    if isinstance(value, dict):
-        return {k if isinstance(k, str) else str(k): _with_json_types(v) for k, v in value.items()}
-    return [_with_json_types(v) for v in value] if isinstance(value, list | tuple) else plain(value)
-
-
 class _Spool:
     """Output rows in a file of JSON lines, for tables whose columns are known only after the last row. NaN stays NaN."""
 
@@ -313,7 +304,8 @@ class _Spool:
             try:
                 text = json.dumps(row)
             except (TypeError, ValueError):
-                text = json.dumps(row := _with_json_types(row))
+                row = plain(row, keep_nan=True)
+                text = json.dumps(row)
             self._file.write(text.encode() + b"\n")
             yield row
 

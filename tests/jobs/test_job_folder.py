@@ -7,6 +7,7 @@ import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,10 @@ from batchgen.jobs.files.disk import move_file
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import differences, load_manifest
 from batchgen.jobs.files.results import Results
+from batchgen.jobs.job_folder import JobFolder
 from batchgen.records.writers import DigestFile
 from support.python_process import holding
-from support.runs import FINISHED_FILES
+from support.runs import FINISHED_FILES, Killed
 
 START_AGAIN = "use --overwrite to start again, or another -o"
 
@@ -254,6 +256,79 @@ def test_a_refused_run_keeps_every_result(runs, name, window):
         runs.run(others, retry=("length",), window=window)
     assert job_status(runs.output)["state"] == "finished"
     assert runs.run([*prompts, "new"])[0] == (["new"] if window is None else [])  # by windows, it had been generated
+
+
+@pytest.mark.parametrize("name", ["o.jsonl", "o.csv"])
+def test_a_result_whose_row_is_gone_when_it_is_to_be_tried_again_comes_back_with_it(runs, name):
+    runs.output, runs.reason = runs.folder / name, lambda prompt: "length" if prompt == "p3" else "stop"
+    prompts = [f"p{i}" for i in range(40)]
+    runs.run(prompts)
+    assert runs.run([*prompts[:3], *prompts[4:]], retry=("length",))[0] == []
+    assert runs.run(prompts)[0] == []
+
+
+def test_a_refused_run_with_a_larger_limit_leaves_no_results_of_that_limit(runs):
+    runs.reason = lambda prompt: "length" if prompt == "p3" else "stop"
+    prompts = [f"p{i}" for i in range(20)]
+    runs.run(prompts)
+    larger = {"retry": ("length",), "sampling": SamplingParams(max_tokens=8), "window": 5}
+    with pytest.raises(UsageError, match="of the 20 finished rows"):
+        runs.run([*prompts[:9], "new"], **larger)
+    assert runs.run([*prompts, "new"])[0] == ["new"]
+
+
+@pytest.mark.parametrize("name", ["o.jsonl", "o.csv"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_refused_run_that_has_tried_rows_again_leaves_their_first_results(runs, name, window):
+    runs.output, runs.reason = runs.folder / name, lambda prompt: "length" if prompt == "p3" else "stop"
+    prompts = [f"p{i}" for i in range(20)]
+    runs.run(prompts)
+    before, runs.reason = runs.rows(), lambda prompt: "stop"
+    with pytest.raises(UsageError, match="11 of the 20 finished rows"):
+        runs.run([*prompts[:9], "new"], retry=("length",), window=window)
+    assert runs.rows() == before
+    runs.run([*prompts, "new"])
+    assert [row["finish_reason"] for row in runs.rows() if row["prompt"] == "p3"] == ["length"]
+
+
+@pytest.mark.parametrize("step", ["forget", "restore_forgotten", "flush"])
+def test_a_refused_run_that_is_killed_while_it_puts_everything_back_loses_nothing(runs, step, monkeypatch):
+    runs.output, runs.reason = runs.folder / "o.csv", lambda prompt: "length" if prompt == "p3" else "stop"
+    prompts = [f"p{i}" for i in range(20)]
+    runs.run(prompts)
+    real, others = getattr(Results, step), [*prompts[:9], "new"]
+    putting_back = step == "forget"
+
+    def killed(self: Results, *args: object) -> None:
+        if putting_back:
+            if step != "restore_forgotten":
+                real(self, *args)
+            raise Killed
+        real(self, *args)
+
+    put_back = JobFolder._put_back
+
+    def begin(self: JobFolder, old: Any) -> None:
+        nonlocal putting_back
+        putting_back = True
+        put_back(self, old)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Results, step, killed)
+        patch.setattr(JobFolder, "_put_back", begin)
+        assert runs.run(others, retry=("length",))[1] is None
+    assert runs.run(prompts)[0] == []
+    assert runs.run([*prompts, "new"])[0] == ["new"]
+
+
+def test_pruning_after_a_refused_run_removes_what_that_run_has_left(runs):
+    prompts = [f"p{i}" for i in range(20)]
+    runs.run(prompts, prune=True)
+    with pytest.raises(UsageError, match="11 of the 20 finished rows"):
+        runs.run([*prompts[:9], "new"], window=5)
+    assert (runs.job_folder / "kept.sqlite").exists()
+    runs.run(prompts, prune=True)
+    assert not (runs.job_folder / "kept.sqlite").exists()
 
 
 def test_pruning_a_second_time_finds_nothing_to_do(runs):

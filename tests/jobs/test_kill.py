@@ -176,7 +176,8 @@ def test_a_second_signal_stops_at_once_and_loses_no_row(job):
     running.until_stopped()
     running.kill(signal.SIGHUP)
     running.kill(signal.SIGCONT)
-    running.kill(signal.SIGTERM)  # Python handles the lower-numbered of two pending signals first
+    running.until_delivered(signal.SIGHUP)  # another thread could take the second signal before
+    running.kill(signal.SIGTERM)  # Python handles the lower-numbered of two signals first
     ended = running.wait()
     assert (ended.code, ended.error) == (129, "interrupted by SIGHUP; run the same command again to continue")
     kept = stored_keys(job.job_folder)

@@ -53,6 +53,7 @@ def test_a_schema_that_refers_to_itself_is_closed_everywhere():
         ({"type": "integer", "minimum": 0}, {"maximum": 2**53 - 1}),
         ({"type": "integer", "exclusiveMinimum": 1e18}, {}),
         ({"type": "integer", "minimum": 0, "maximum": 2**64}, {}),
+        ({"type": ["string", "integer"], "minimum": 2**64}, {}),
         ({"type": "integer", "exclusiveMinimum": True}, {"maximum": 2**53 - 1}),  # llguidance has the message
         ({"type": "number", "minimum": 0, "exclusiveMaximum": 1}, {"multipleOf": 1e-10}),
         ({"type": "number", "minimum": 1e-11, "maximum": 1}, {}),
@@ -109,6 +110,7 @@ def test_a_size_that_is_no_number_is_named():
     [
         ({"type": "integer", "exclusiveMinimum": 1e20}, "it allows only whole numbers beyond 64 bits"),
         ({"type": "integer", "maximum": -(2**64)}, "it allows only whole numbers beyond 64 bits"),
+        ({"type": "integer", "exclusiveMinimum": 2**63 - 1}, "it allows only whole numbers beyond 64 bits"),
         ({"const": 2**63}, "it has the whole number 9223372036854775808, which is beyond 64 bits"),
         ({"items": {"enum": [{"a": [-(2**63)]}]}}, "it has the whole number -9223372036854775808"),
     ],

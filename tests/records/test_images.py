@@ -4,6 +4,7 @@ import base64
 import io
 import os
 import struct
+import time
 import urllib.parse
 import zipfile
 import zlib
@@ -97,24 +98,40 @@ def test_an_image_of_many_rows_is_fetched_once(tmp_path, monkeypatch):
     assert fetched == ["/red.png"]
 
 
-def test_rows_of_a_remote_file_name_no_local_images(locate):
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        *((name, "a local file") for name in ("/etc/passwd", "file:///etc/passwd", "local:///etc/passwd", "LOCAL:///etc/passwd")),
+        *((name, "a local file") for name in ("git:///x:a.png", "reference://a.png", "generic://file:///etc/passwd")),
+        *((name, "a chain of URLs") for name in ("simplecache::file:///etc/passwd", "zip://a.png::/etc/x.zip", "a.png::/etc/x.zip")),
+    ],
+)  # fmt: skip
+def test_rows_of_a_remote_file_name_no_local_images(name, what, locate):
+    error = locate(name, "memory://folder/rows.jsonl")
+    assert (error.type, error.message) == (
+        "invalid_image",
+        f"the image {name!r} of messages[0].content[1] is {what}, which only rows of a local file may name",
+    )
+
+
+@pytest.mark.parametrize(
+    "file", ["memory://folder/rows.jsonl", "simplecache::memory://folder/rows.jsonl", "zip://folder/rows.jsonl::ZIP"]
+)
+def test_paths_of_a_remote_file_are_relative_to_its_url(file, locate, tmp_path):
     import fsspec
 
     fsspec.filesystem("memory").pipe("/folder/red.png", RED)
-    assert locate("red.png", "memory://folder/rows.jsonl").digest == digest(RED)
-    chained = ("simplecache::file:///etc/passwd", "zip://a.png::/etc/x.zip", "zip://a.png::local:///etc/x.zip")
-    for name in ("/etc/passwd", "file:///etc/passwd", "local:///etc/passwd", "LOCAL:///etc/passwd", *chained):
-        error = locate(name, "memory://folder/rows.jsonl")
-        assert (error.type, error.message) == (
-            "invalid_image",
-            f"the image {name!r} of messages[0].content[1] is a local file, which only rows of a local file may name",
-        )
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("folder/red.png", RED)
+    assert locate("red.png", file.replace("ZIP", f"{tmp_path}/x.zip")).digest == digest(RED)
 
 
-def test_paths_of_a_file_in_an_archive_are_relative_to_it(locate, tmp_path):
-    with zipfile.ZipFile(tmp_path / "x.zip", "w") as file:
-        file.writestr("folder/red.png", RED)
-    assert locate("red.png", f"zip://folder/rows.jsonl::{tmp_path}/x.zip").digest == digest(RED)
+def test_a_long_path_without_a_suffix_is_no_base64(locate, tmp_path):
+    folder = tmp_path.joinpath(*("x" * 100 for _ in range(3)))
+    folder.mkdir(parents=True)
+    (folder / "red").write_bytes(RED)
+    found = locate(str(folder / "red"))
+    assert isinstance(found, RowError) or found.digest == digest(RED)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "BMP", "TIFF", "PPM", "ICO"])
@@ -123,6 +140,12 @@ def test_bytes_in_base64_can_be_read_again(kind, locate):
     text = base64.b64encode(data).decode()
     for value in (text, reference({"bytes": text, "path": None}, "here")):
         assert locate(value).digest == digest(data)
+
+
+def test_long_text_that_is_no_image_is_soon_known(locate):
+    began = time.thread_time()
+    assert isinstance(locate("A" * 300 + " " * 1_000_000 + "."), RowError)
+    assert time.thread_time() - began < 5
 
 
 HERE = "messages[0].content[1]"

@@ -87,6 +87,14 @@ class Running:
             assert not self.ended(), self.wait().err
             time.sleep(0.002)
 
+    def until_delivered(self, signum: int) -> None:
+        """Waits until a thread of the run has taken a signal."""
+        while True:
+            _, _, rest = Path(f"/proc/{self.pid}/status").read_text().partition("ShdPnd:")
+            if not int(rest.split()[0], 16) >> (signum - 1) & 1:
+                return
+            time.sleep(0.002)
+
     def until_said(self, text: str) -> None:
         """Waits until its standard error contains a text."""
         while text not in self._files.with_suffix(".err").read_text():

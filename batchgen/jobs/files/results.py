@@ -384,17 +384,29 @@ class Results:
 
     @property
     def forgotten_count(self) -> int:
-        """Number of results that `forget` and `forget_cut` have dropped since the last output was written."""
-        (count,) = self._db.execute("SELECT count(*) FROM forgotten").fetchone()
+        """Number of results that `forget` and `forget_cut` have dropped since the last output was written, and that there are not again."""
+        (count,) = self._db.execute(
+            "SELECT count(*) FROM forgotten WHERE key NOT IN (SELECT key FROM results)"
+        ).fetchone()
         return int(count)
 
     def forgotten(self, keys: Sequence[bytes]) -> set[bytes]:
         """Returns those of the keys that had such a result."""
         return {key for (key,) in select_in(self._db, "SELECT key FROM forgotten WHERE key IN", keys)}
 
-    def remember_forgotten(self) -> None:
-        """Puts these results back, where there are no newer ones."""
+    def restore_forgotten(self) -> None:
+        """Puts these results back, instead of newer ones."""
+        self._write_one("INSERT OR REPLACE INTO results SELECT * FROM forgotten")
+        self._write_one("DELETE FROM forgotten")
+
+    def settle_forgotten(self) -> None:
+        """Keeps newer results instead of them. A result whose row was not there to run again stays."""
         self._write_one("INSERT OR IGNORE INTO results SELECT * FROM forgotten")
+        self._write_one("DELETE FROM forgotten")
+
+    def drop_new(self) -> None:
+        """Drops the results that were stored since `count` was asked for."""
+        self._write_one("DELETE FROM results WHERE rowid > ?", (self._earlier,))
 
     def forget_unasked(self) -> None:
         """Drops the results that no row of the output asks for."""

@@ -101,8 +101,8 @@ class RowIds:
 class RequestReader:
     """Makes requests of rows, counts the rows that need none, and applies `--limit`.
 
-    A row after the limit stays in the output, or runs again by `--retry`, if an earlier run left a result for it, and not for a row before it that is equal. So rows after
-    the limit are read as long as there are such results that no row has asked for yet.
+    A row after the limit stays in the output if an earlier run has left a result for it, and no equal row stands before it. With `--retry`, it
+    runs again. So rows after the limit are read as long as there are such results that no row has asked for yet.
     """
 
     def __init__(
