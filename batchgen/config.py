@@ -197,8 +197,9 @@ class ModelConfig:
             parse_size(self.weight_memory, "--weight-memory")
             if self.weights == "resident":
                 raise UsageError("--weight-memory is for streamed weights", "leave out --weights resident")
-        if self.weights == "streamed" and self.quantize != "none":
-            raise UsageError(f"--quantize {self.quantize} needs all weights in memory", "leave out --weights streamed")
+        if self.quantize != "none" and (self.weights == "streamed" or self.weight_memory is not None):
+            option = "--weights streamed" if self.weights == "streamed" else "--weight-memory"
+            raise UsageError(f"--quantize {self.quantize} needs all weights in memory", f"leave out {option}")
         if self.ray is None and any((self.workers, self.cpus_per_worker, self.ray_working_dir)):
             raise UsageError(
                 "--workers, --cpus-per-worker and --ray-working-dir are for a cluster", "add --ray, or use --device"

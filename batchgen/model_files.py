@@ -104,24 +104,27 @@ INT8_SMALL = 16
 
 
 def is_int8_layer(name: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor is the weight of a layer that `--quantize int8` packs, judged by its name and shape."""
+    """Whether a tensor is the weight of a layer, or of that of all experts, that `--quantize int8` packs, judged by its name and shape."""
     parts = name.split(".")
-    return (
-        parts[-1] == "weight" and any(map(str.isdigit, parts)) and len(shape) == 2 and INT8_SMALL * shape[0] > shape[1]
-    )
+    if parts[-1] != "weight" or not any(map(str.isdigit, parts)):
+        return False
+    return (len(shape) == 3 and "experts" in parts) or (len(shape) == 2 and INT8_SMALL * shape[0] > shape[1])
 
 
 def gguf_file(config: ModelConfig) -> Path | None:
-    """The GGUF file that the model is: the file itself, or the only one of a folder without config.json. None for other models.
+    """The GGUF file that the model is: the file itself, or the only one of a folder without other weights. None for other models.
 
     Raises `ModelError` for a folder that holds several.
     """
     path = Path(config.model).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix.lower() == ".gguf" and path.is_file():
         return path
-    if not path.is_dir() or (path / "config.json").is_file():
+    names = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
+    if any(
+        name.endswith((".safetensors", ".safetensors.index.json")) or name.startswith("pytorch_model") for name in names
+    ):
         return None
-    files = sorted(path.glob("*.gguf"))
+    files = [path / name for name in names if name.lower().endswith(".gguf")]
     if len(files) > 1:
         raise ModelError(f"model folder {str(path)!r} holds {len(files)} GGUF files", f"give one of them: {files[0]}")
     return files[0] if files else None

@@ -39,6 +39,8 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """The types that the kernels compute in, with their names in functions of the library."""
 TIMEOUT = 300.0
 """Longest time for the compiler, in seconds."""
+PROBE_TIMEOUT = 30.0
+"""The same to say which flags it knows."""
 
 
 class NoKernels(BatchgenError):
@@ -77,10 +79,29 @@ def library() -> ctypes.CDLL:
     """Returns the compiled kernels, which are compiled first if they are not in the cache. Raises `NoKernels` with the reason."""
     target = _compiled()
     try:
-        return _load(target)
-    except NoKernels:  # the file may be damaged, by a full disk or a power cut
-        target.unlink(missing_ok=True)
-        return _load(_compiled())
+        if _is_whole(target):
+            return _load(target)
+    except NoKernels:  # it was made on a machine with other libraries
+        pass
+    target.unlink(missing_ok=True)
+    return _load(_compiled())
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether the file is as it was made: a power cut may leave parts of it empty, and the process would die in them."""
+    try:
+        return _digest_file(library).read_text() == _digest_of(library)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _digest_file(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _digest_of(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _compiled() -> Path:
@@ -100,6 +121,7 @@ def _compiled() -> Path:
             if not target.exists():  # another process may have been first
                 with _compiling, replaced(target) as made:
                     _compile(made)
+                    _digest_file(target).write_text(_digest_of(made))
     except OSError as e:
         raise NoKernels(
             f"compiled kernels cannot be kept in {target.parent}: {e.strerror or e}; set XDG_CACHE_HOME"
@@ -120,8 +142,8 @@ def _compile(to: Path) -> None:
     _logger.info("compiling kernels for this processor, once on this machine ...")
     began = time.monotonic()
     objects = [to.parent / f"{source.stem}.o" for source in sources]
-    options = _options(compiler)
     try:
+        options = _options(compiler)
         runs = [
             _started([compiler, *options, "-c", str(source), "-o", str(made)])
             for source, made in zip(sources, objects, strict=True)
@@ -157,13 +179,18 @@ def _kill(run: subprocess.Popen[str]) -> None:
 
 
 def _finish(run: subprocess.Popen[str]) -> None:
-    try:
-        _, errors = run.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired as e:
-        raise NoKernels(f"the C++ compiler was not done after {TIMEOUT:.0f} s") from e
+    errors = _errors(run, TIMEOUT)
     if run.returncode != 0:
         first = next((line for line in errors.splitlines() if "error" in line), errors[:300])
         raise NoKernels(f"the C++ compiler failed: {first.strip()}")
+
+
+def _errors(run: subprocess.Popen[str], seconds: float) -> str:
+    """Waits for a compiler's end. Returns what it has written. Raises `NoKernels` if that takes too long."""
+    try:
+        return run.communicate(timeout=seconds)[1]
+    except subprocess.TimeoutExpired as e:
+        raise NoKernels(f"the C++ compiler was not done after {seconds:.0f} s") from e
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -201,14 +228,15 @@ def _compiler() -> str:
         found = shutil.which(name)
         if found:
             return found
-    raise NoKernels("no C++ compiler (g++) was found")
+    raise NoKernels(f"no C++ compiler ({f'CXX={chosen}' if chosen else 'g++'}) was found")
 
 
 def _options(compiler: str) -> list[str]:
     """Returns the flags of the largest set that this compiler knows: GCC 10 has no AVX-VNNI, GCC 9 no bfloat16 of ARM. Kernels for larger sets are then left out."""
     for name in [instruction_set(), *sets_below()]:
-        command = [compiler, *FLAGS, *flags(name), "-x", "c++", "-fsyntax-only", os.devnull]
-        if subprocess.run(command, capture_output=True, timeout=TIMEOUT).returncode == 0:
+        run = _started([compiler, *FLAGS, *flags(name), "-x", "c++", "-fsyntax-only", os.devnull])
+        _errors(run, PROBE_TIMEOUT)
+        if run.returncode == 0:
             return [*FLAGS, *flags(name)]
     return [*FLAGS, *flags()]  # compiling the sources will show what else is wrong
 

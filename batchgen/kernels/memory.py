@@ -67,15 +67,16 @@ class FilePieces(_Pieces):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
-        self._mapped = 0
+        self.nbytes = 0
+        """Of all files so far."""
 
     def _map(self, size: int) -> mmap.mmap:
         """Raises `ModelError` if the disk is full. A page for which the disk has no room would end the process."""
-        size = max(size, self._mapped // 8)  # so that there are not too many files
+        size = max(size, self.nbytes // 8)  # so that there are not too many files
         try:
             with tempfile.TemporaryFile(dir=self._folder) as file:
                 os.posix_fallocate(file.fileno(), 0, size)
-                self._mapped += size
+                self.nbytes += size
                 return mmap.mmap(file.fileno(), size)
         except OSError as e:
             raise ModelError(

@@ -73,6 +73,17 @@ def instead(module: Any, name: str, function: Callable[..., Any]) -> Iterator[No
         setattr(module, name, plain)
 
 
+def is_readable(file: Path) -> bool:
+    """Whether the package gguf can read a file's header and tensors. It does not say of a file that is cut that this is so."""
+    import gguf
+
+    try:
+        gguf.GGUFReader(file)
+    except (IndexError, ValueError):
+        return False
+    return True
+
+
 def load_gguf(file: Path) -> tuple[Any, Any]:
     """The configuration and the tokenizer. Raises what transformers and the package gguf raise for a file that they cannot read."""
     import gguf

@@ -46,6 +46,11 @@ def _unreadable(config: ModelConfig, what: str, error: BaseException) -> ModelEr
             f"model {config.model!r} has no tokenizer.json, and no other tokenizer files that can be read here",
             "add tokenizer.json, or install the package that its files are for (sentencepiece or tiktoken)",
         )
+    if "tiktoken" in str(error) and list(Path(config.model).glob("*.model")):  # transformers tries tiktoken last
+        return ModelError(
+            f"model {config.model!r} has no tokenizer.json, and its tokenizer cannot be read here",
+            "add tokenizer.json, or pip install sentencepiece protobuf (or tiktoken, if its file is one of tiktoken's)",
+        )
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return ModelError(f"the {what} of model {config.model!r} cannot be loaded: {lines[0].strip()}")
 

@@ -100,11 +100,20 @@ def test_other_sources_or_other_instructions_make_another_library(folder, tmp_pa
 
 
 @needs_compiler
-def test_a_truncated_library_is_compiled_again(folder, tmp_path):
-    target = build._target()
-    target.parent.mkdir(parents=True)
-    target.write_bytes(b"\x7fELF")
+@pytest.mark.parametrize("damage", ["cut", "no digest", "half of it empty", "one bit"])
+def test_a_damaged_library_is_compiled_again(folder, tmp_path, damage):
+    target = build._compiled()
+    whole = target.read_bytes()
+    if damage == "cut":
+        target.write_bytes(whole[:4])
+    elif damage == "no digest":
+        build._digest_file(target).unlink()
+    elif damage == "half of it empty":  # loading would succeed, and a call end the process
+        target.write_bytes(whole[: len(whole) // 2].ljust(len(whole), b"\0"))
+    else:
+        target.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert build.library().answer() == 42
+    assert build._is_whole(target)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +141,27 @@ def test_what_a_killed_process_has_left_is_removed_before_the_kernels_are_compil
     left.mkdir(parents=True)
     (left / "answer.o").write_bytes(b"half")
     assert build.library().answer() == 42
-    assert sorted(file.name for file in build._target().parent.iterdir()) == ["kernels.so", "lock"]
+    assert sorted(file.name for file in build._target().parent.iterdir()) == ["kernels.sha256", "kernels.so", "lock"]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_compiler_that_hangs_when_it_is_asked_for_its_flags_is_ended(folder, tmp_path, monkeypatch, interrupted):
+    slow, pids = tmp_path / "slow", tmp_path / "pids"
+    slow.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\necho $$ >> {pids}\nexec sleep 600 2>/dev/null\n')
+    slow.chmod(0o700)
+    monkeypatch.setenv("CXX", str(slow))
+    monkeypatch.setattr(build, "PROBE_TIMEOUT", 600 if interrupted else 0.5)
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(build.library)
+        if interrupted:
+            with pytest.raises(KeyboardInterrupt), build.compiling():
+                while not pids.exists() or not pids.read_text().endswith("\n"):
+                    time.sleep(0.01)
+                raise KeyboardInterrupt
+        else:
+            assert str(made.exception()) == "the C++ compiler was not done after 0 s"
+        assert isinstance(made.exception(), build.NoKernels)
+    assert not any(is_running(pid) for pid in pids.read_text().split())
 
 
 @needs_compiler

@@ -105,6 +105,19 @@ def test_a_job_runs_on_a_folder_with_a_gguf_file_and_recognizes_it_again(model, 
     assert gguf_file(ModelConfig(model=folder)) == folder / file.name
     assert list(model_identity(ModelConfig(model=folder))) == [f"model file {file.name}"]
     assert model_identity(ModelConfig(model=folder)) == model_identity(ModelConfig(model=file))
+    (folder / "config.json").write_text("{}")  # as many repositories have it
+    assert run_job(config).already_finished
+    (folder / "model.safetensors").touch()
+    assert gguf_file(ModelConfig(model=folder)) is None
+
+
+@pytest.mark.parametrize("left", [0.02, 0.4, 0.7, 0.99])
+def test_a_file_that_is_cut_is_named(model, tmp_path, left):
+    cut = tmp_path / "cut.GGUF"
+    whole = model[0].read_bytes()
+    cut.write_bytes(whole[: int(left * len(whole))])
+    with pytest.raises(ModelError, match=f"^{cut} is cut or damaged; download it again$"):
+        load_tokenizer(ModelConfig(model=cut))
 
 
 def test_a_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path):

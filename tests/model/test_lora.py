@@ -187,7 +187,10 @@ def test_a_damaged_adapter_is_refused_before_the_model_is_loaded(file, content, 
 def test_an_adapter_of_another_kind_or_without_weights_is_refused(tmp_path):
     write(build("llama"), tmp_path)
     path = tmp_path / "adapter" / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"peft_type": "IA3"}))
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"target_modules": "("}))
+    assert "cannot be merged: missing ), unterminated subpattern" in refusal(tmp_path)
+    path.write_text(json.dumps(settings | {"peft_type": "IA3"}))
     assert "is of type IA3, and only LORA can be merged" in refusal(tmp_path)
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
     assert "has no adapter_model.safetensors; give the folder that peft's save_pretrained has written" in refusal(

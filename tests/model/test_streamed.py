@@ -4,6 +4,7 @@ import errno
 import os
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +76,17 @@ def test_every_logit_is_that_of_weights_in_memory_to_the_last_bit(
     )
     per_step = sum(Pages(tensors_in(layer), mapped).nbytes for layer in layers)
     assert model.streamed.bytes_read >= per_step > 0
+
+
+@pytest.mark.parametrize(("dtype", "own"), [("bfloat16", True), ("float32", False)])
+def test_weights_that_need_no_other_form_stay_in_the_models_files(
+    dtype: str, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build("llama").bfloat16().save_pretrained(tmp_path)
+    if own:  # no room is asked for
+        monkeypatch.setattr("batchgen.model.weights.streamed.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    model = load_folder(tmp_path, weights="streamed", dtype=dtype, compile="off")
+    assert model.notes[0].endswith("from the model's own files") == own
 
 
 def test_layers_for_which_there_is_room_stay_in_memory(tmp_path: Path) -> None:
@@ -170,7 +182,14 @@ def test_weights_are_streamed_when_they_do_not_fit(options: dict[str, str], free
         ({"weight_memory": "much"}, "--weight-memory 'much' is not a size"),
         ({"weight_memory": "80%"}, "--weight-memory '80%' is not a size"),
         ({"weight_memory": "1GiB", "weights": "resident"}, "--weight-memory is for streamed weights"),
-        ({"quantize": "int8", "weights": "streamed"}, "--quantize int8 needs all weights in memory"),
+        (
+            {"quantize": "int8", "weights": "streamed"},
+            "--quantize int8 needs all weights in memory; leave out --weights streamed",
+        ),
+        (
+            {"quantize": "int8", "weight_memory": "1GiB"},
+            "--quantize int8 needs all weights in memory; leave out --weight-memory",
+        ),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: dict[str, str], message: str) -> None:

@@ -1,6 +1,7 @@
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -10,7 +11,9 @@ from batchgen.errors import ModelError
 from batchgen.model import loader
 from batchgen.model.loader import check_fits, check_room, cpu_dtype, dtype_of
 from batchgen.model.weights import sizes
+from batchgen.model.weights.int8 import quantize
 from batchgen.model.weights.sizes import stored_tensors, weight_files, weight_sizes
+from support.models import build, kernels, load_folder
 
 GIB = 2**30
 BF16, F32 = torch.bfloat16, torch.float32
@@ -42,6 +45,21 @@ def test_only_files_that_the_index_names_count(tmp_path):
     assert bytes_of(config_of(tmp_path), F32) == 16
     (tmp_path / "two.safetensors").unlink()
     assert weight_files(config_of(tmp_path)) is None
+    save_file({"whole": torch.zeros(3)}, tmp_path / "model.safetensors")  # what transformers reads if both are there
+    assert weight_files(config_of(tmp_path)) == [tmp_path / "model.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_the_memory_of_a_mixture_in_8_bits_is_known_before(name, tmp_path):
+    if kernels() is None:
+        pytest.skip("the kernels cannot be compiled here")
+    build(name, hidden_size=256, moe_intermediate_size=128, intermediate_size=128).save_pretrained(tmp_path)
+    if name == "qwen3_moe":  # as in checkpoints: each expert has tensors of its own
+        assert any(".experts.0." in tensor.name for tensor in stored_tensors(config_of(tmp_path)) or [])
+    sizes = weight_sizes(stored_tensors(config_of(tmp_path)) or [], None, 4)
+    made = quantize(load_folder(tmp_path, dtype="float32"), [np.arange(9, dtype=np.int32)], {}).quantization
+    assert made is not None
+    assert 0.9 < sizes.int8 / made["weight_bytes"] < 1.1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,7 +67,7 @@ def merge_adapter(module: Any, lora: str, folder: Path) -> Any:
             f"the adapter {lora!r} cannot be merged: {in_one_line(e, 300).rstrip('.')}",
             "give an adapter of another kind",
         ) from e
-    except (ValueError, RuntimeError, KeyError, TypeError) as e:
+    except (ValueError, RuntimeError, KeyError, TypeError, re.error) as e:
         raise ModelError(
             f"the adapter {lora!r} cannot be merged: {in_one_line(e, 300)}",
             "give the model that the adapter was trained for",

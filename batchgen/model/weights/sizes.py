@@ -156,10 +156,12 @@ def weight_files(config: ModelConfig) -> list[Path] | None:
     """Returns the model's safetensors files, in its folder or in the hub's cache; None if some are not on the disk."""
     if gguf_file(config) is not None:
         return None
+    whole = _path(config, _WHOLE)  # transformers reads it even if there is an index
+    if whole is not None:
+        return [whole]
     index = _path(config, INDEX)
     if index is None:
-        whole = _path(config, _WHOLE)
-        return None if whole is None else [whole]
+        return None
     names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     paths = [_path(config, name) for name in sorted(names)]
     return None if None in paths else [path for path in paths if path is not None]
@@ -254,7 +256,7 @@ def weight_sizes(
             int8 += here
             any_codes = True
         else:
-            int8 += numbers + 8 * shape[0] if is_int8_layer(name, shape) else whole
+            int8 += numbers + 8 * shape[0] * max(shape[1:-1], default=1) if is_int8_layer(name, shape) else whole
         layers[_layer_of(tensor.name)] += here
     outside = layers.pop("", 0)
     at_once = LAYERS_READ * max(layers.values(), default=0)
