@@ -152,6 +152,8 @@ class PlanReport:
     rows_failed: int
     rows_equal: int
     """Rows that have the result of an equal row: only `figures.prompt_tokens` counts them."""
+    prefill_tokens: int
+    """Prompt tokens that will run: `figures.prefill_tokens_min`, or without sharing the prompts of all completions."""
     windows: int
     bytes_per_token: int
     """KV of one token in all layers; 0 if the model's configuration does not say."""
@@ -188,6 +190,11 @@ class PlanReport:
     prefix_tree: Mapping[str, Any] | None = None
     """The prefix tree in outline (`recording.tree_record`); None without sharing."""
 
+    @property
+    def shared_fraction(self) -> float:
+        """The share of the prompt tokens that need not run."""
+        return max(0.0, 1 - self.prefill_tokens / self.figures.prompt_tokens) if self.figures.prompt_tokens else 0.0
+
     def page(self) -> ReportPage:
         """Returns the plan as a page for a browser."""
         return report_plan(self.title, self.as_dict(), self.prefix_tree)
@@ -206,8 +213,9 @@ class PlanReport:
             "rows_equal": self.rows_equal,
             "windows": self.windows,
             "prompt_tokens": f.prompt_tokens,
+            "prefill_tokens": self.prefill_tokens,
             "prefill_tokens_min": f.prefill_tokens_min,
-            "shared_fraction": round(f.shared_fraction, 6),
+            "shared_fraction": round(self.shared_fraction, 6),
             "prefix_nodes": f.prefix_nodes,
             "groups": f.groups,
             "grouped_rows": f.grouped_requests,
@@ -250,8 +258,7 @@ def plan_job(
     tracker = Tracker(progress or Silent())
     with Signals(grace=0) as signals, memory_errors(), few_collections(), signals.interruptible():
         source = input_of(config, None)
-        check_job(config, source, None)
-        check_file("--write-template", write_template, [file.name for file in source.files])
+        _check_with_input(config, source, write_template)
         tracker.phase("loading tokenizer")
         tokenizer = load_tokenizer(config.model)
         check_architecture(tokenizer.hf_config)
@@ -299,6 +306,18 @@ def _check(config: JobConfig, write_template: str | None) -> None:
         raise UsageError("--write-template is for a job with a template", "name one with --template")
     if config.report is not None:
         check_report_file(config.report, "--report")
+
+
+def _check_with_input(config: JobConfig, source: Input, write_template: str | None) -> None:
+    check_job(config, source, None)
+    check_file("--write-template", write_template, [file.name for file in source.files])
+    own = config.prompts.template
+    if own is not None and write_template is not None and Path(write_template).is_file():
+        with suppress(OSError, UnicodeDecodeError):
+            if Path(write_template).read_text(encoding="utf-8-sig") == own:
+                raise UsageError(
+                    f"--write-template {write_template} would replace the job's template", "name another file"
+                )
 
 
 def _write_files(report: PlanReport, page: str | None, template: str | None, tracker: Tracker) -> None:
@@ -366,6 +385,8 @@ class _PlanBuilder:
         dtype = computed_dtype(config.model, tokenizer.hf_config)
         self.block_size = config.engine.block_size
         self.bytes_per_token = kv_bytes_per_token(tokenizer.hf_config, dtype)
+        self._prompts_of_leaves = 0
+        """Prompt tokens of all completions, labels and scored texts."""
         self.bytes_per_state = state_bytes_per_sequence(tokenizer.hf_config, dtype)
         self.memory = memory_table(config.model, tokenizer.hf_config, dtype)
         self.weight_bytes = 0
@@ -473,6 +494,7 @@ class _PlanBuilder:
             prefill_tokens_min=planned.prefill_tokens_min,
         )
         self.figures = merge_figures([self.figures, window])
+        self._prompts_of_leaves += sum(len(leaf.tokens) for leaf in leaves)
         if self._rehearsal is not None:
             self._rehearsal.find_peak(leaves, planned.plan)
         if self._duration is not None:
@@ -504,6 +526,7 @@ class _PlanBuilder:
             rows=self.rows,
             rows_failed=self.failed,
             rows_equal=self.equal,
+            prefill_tokens=found.prefill_tokens_min if self.config.engine.share else self._prompts_of_leaves,
             windows=self.windows,
             bytes_per_token=self.bytes_per_token,
             bytes_per_state=self.bytes_per_state,

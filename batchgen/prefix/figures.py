@@ -37,16 +37,6 @@ class PlanFigures:
     kv_bytes_min: int = 0
     """KV of the longest single request. It cannot run with less."""
 
-    @property
-    def saved_tokens(self) -> int:
-        """Prompt tokens that need not be run."""
-        return self.prompt_tokens - self.prefill_tokens_min
-
-    @property
-    def shared_fraction(self) -> float:
-        """1 - prefill_tokens_min / prompt_tokens; 0 if there are no prompts."""
-        return self.saved_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
 
 def plan_figures(
     rows: PrefixPlan,

@@ -98,7 +98,7 @@ def _plan_tiles(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     tiles = [
         ("rows", f"{plan['rows']:,}"),
         ("prompt tokens", f"{plan['prompt_tokens']:,}"),
-        ("to be run", f"{plan['prefill_tokens_min']:,}"),
+        ("to be run", f"{plan['prefill_tokens']:,}"),
         ("shared, run once", f"{plan['shared_fraction']:.1%}"),
         ("prefix nodes", f"{plan['prefix_nodes']:,}"),
     ]

@@ -88,6 +88,12 @@ def _count(option: str, text: str | None) -> int | None:
     return count
 
 
+def _sharing(report: PlanReport) -> str:
+    if report.prefill_tokens > report.figures.prefill_tokens_min:
+        return f"nothing is shared; with sharing it would be {report.figures.prefill_tokens_min:,}"
+    return f"{report.shared_fraction:.1%} of the prompt tokens are shared and run once"
+
+
 def plan_lines(report: PlanReport) -> list[str]:
     """Returns the plan as lines of text."""
     f = report.figures
@@ -103,7 +109,7 @@ def plan_lines(report: PlanReport) -> list[str]:
     lines = [
         f"rows               {report.rows:,}{some}, {'through the chat template' if report.chat else 'as raw text'}",
         f"prompt tokens      {f.prompt_tokens:,}",
-        f"to be prefilled    {f.prefill_tokens_min:,} ({f.shared_fraction:.1%} of the prompt tokens are shared and run once)",
+        f"to be prefilled    {report.prefill_tokens:,} ({_sharing(report)})",
         f"groups             {f.groups:,} with {counted(f.grouped_requests, 'row')}",
         f"prefix nodes       {f.prefix_nodes:,}",
     ]

@@ -45,7 +45,16 @@ def write_line(line: str, stream: Stream | None = None) -> None:
 def write_answer(text: str) -> None:
     """Writes what a command answers to standard output. Raises as `write_stdout` does."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    write_stdout(f"{text}\n".encode(encoding, "backslashreplace"), "write it to another place")
+    write_stdout(f"{for_encoding(text, encoding)}\n".encode(encoding, "backslashreplace"), "write it to another place")
+
+
+def for_encoding(text: str, encoding: str) -> str:
+    """Returns the text with dots in the place of an ellipsis that the encoding lacks."""
+    try:
+        "…".encode(encoding)
+    except UnicodeEncodeError:
+        return text.replace("…", "...")
+    return text
 
 
 class Stream(Protocol):
@@ -65,7 +74,7 @@ class Stderr:
 
     def write(self, text: str, /) -> int:
         try:
-            return self._stream.write(text) if self._stream is not None else len(text)
+            return self._stream.write(for_encoding(text, self.encoding)) if self._stream is not None else len(text)
         except (OSError, ValueError):  # ValueError: it is closed
             return len(text)
 

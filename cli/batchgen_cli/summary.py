@@ -171,7 +171,7 @@ def _generation(s: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "prompt tokens",
             f"{s['prompt_tokens']:,}, of which {s['prefill_tokens']:,} were run (minimum: "
-            f"{s['prefill_tokens_min']:,}): {s['shared_fraction']:.1%} shared",
+            f"{s['prefill_tokens_min']:,}): {max(0, s['shared_fraction']):.1%} shared",
         ),
         *_images(s),
         *tokens,

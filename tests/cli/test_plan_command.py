@@ -9,6 +9,7 @@ import pytest
 
 from batchgen.scheduling.duration import Estimate
 from batchgen_cli.plan import time_lines
+from batchgen_cli.stderr import for_encoding
 
 ROOT = "All rows begin with this text, which is more than a chunk. "
 GROUPS = ["The first group goes on like this. ", "The second one has other words here. "]
@@ -62,7 +63,7 @@ def test_the_plan_is_one_json_object(cli, source, tiny_model_dir):
     assert (outcome.code, outcome.err) == (0, "")
     plan = json.loads(outcome.out)
     assert list(plan) == [
-        "schema", "rows", "rows_failed", "rows_equal", "windows", "prompt_tokens", "prefill_tokens_min", "shared_fraction",
+        "schema", "rows", "rows_failed", "rows_equal", "windows", "prompt_tokens", "prefill_tokens", "prefill_tokens_min", "shared_fraction",
         "prefix_nodes", "groups", "grouped_rows", "weight_bytes", "memory", "kv_bytes_per_token", "kv_bytes_shared",
         "kv_bytes_unshared", "kv_bytes_batch", "kv_bytes_least", "state_bytes_per_sequence", "state_bytes_peak", "tree", "largest_groups",
         "shards", "advice", "measured", "lengths", "estimate", "failures",
@@ -72,6 +73,37 @@ def test_the_plan_is_one_json_object(cli, source, tiny_model_dir):
         "level": 1, "tokens": 31, "rows": 4, "saved_tokens": 93, "text": "first group goes on like this. ",
     }  # fmt: skip
     assert [(group["prefix_tokens"], group["rows"]) for group in plan["largest_groups"]] == [(96, 4), (80, 4)]
+
+
+@pytest.mark.parametrize(("options", "tokens"), [((), 776), (("-n", "2", "--temperature", "1"), 2 * 776)])
+def test_without_sharing_all_prompts_are_to_be_run(options, tokens, cli, source, tiny_model_dir, tmp_path):
+    told = cli("plan", source, "-m", tiny_model_dir, "--no-share", *options).out
+    assert f"to be prefilled    {tokens:,} (nothing is shared; with sharing it would be 136)" in told
+    plan = json.loads(cli("plan", source, "-m", tiny_model_dir, "--no-share", *options, "--json").out)
+    assert (plan["prefill_tokens"], plan["prefill_tokens_min"], plan["shared_fraction"]) == (tokens, 136, 0.0)
+    ran = cli(
+        "run", source, "-m", tiny_model_dir, "--no-share", *options, "--max-tokens", "2", "-o", tmp_path / "o.jsonl"
+    )
+    assert f"776, of which {tokens:,} were run (minimum: 136): 0.0% shared" in ran.err
+
+
+def test_the_template_of_the_job_is_not_replaced(cli, source, tiny_model_dir, tmp_path):
+    template = tmp_path / "t.j2"
+    template.write_text("{{ prompt }}")
+    for name in (template, source):
+        outcome = cli("plan", source, "-m", tiny_model_dir, "--template", template, "--write-template", name)
+        assert outcome.code == 2
+        assert f"--write-template {name} would replace" in outcome.err
+    assert template.read_text() == "{{ prompt }}"
+
+
+def test_an_ellipsis_is_three_dots_where_the_encoding_lacks_it():
+    assert [for_encoding("a…", name) for name in ("utf-8", "cp1252", "latin-1", "ascii")] == [
+        "a…",
+        "a…",
+        "a...",
+        "a...",
+    ]
 
 
 def test_rows_that_cannot_be_run_and_windows_are_told(cli, write_jsonl, tiny_chat_model_dir):

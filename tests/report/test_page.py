@@ -101,7 +101,7 @@ def test_headings_and_tables_say_what_the_charts_show():
 
 def test_the_plan_is_drawn_with_its_memory_and_shards():
     plan = {
-        "rows": 3, "rows_failed": 1, "prompt_tokens": 20, "prefill_tokens_min": 14, "shared_fraction": 0.3,
+        "rows": 3, "rows_failed": 1, "prompt_tokens": 20, "prefill_tokens": 14, "prefill_tokens_min": 14, "shared_fraction": 0.3,
         "prefix_nodes": 1, "weight_bytes": 2048, "kv_bytes_least": 512, "kv_bytes_shared": 1024, "kv_bytes_unshared": 0,
         "tree": [], "shards": {"rows": [2, 1], "cost": [0.6, 0.4], "prefill_tokens_again": 5},
     }  # fmt: skip
