@@ -6,7 +6,7 @@ import heapq
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from batchgen.config import JobConfig, ModelConfig, check_config, parse_memory
 from batchgen.devices.opening import costs_file, num_threads
 from batchgen.errors import OutputError, UsageError, memory_errors
 from batchgen.jobs.files.disk import check_file, write_whole
+from batchgen.jobs.files.manifest import FIRST_LIMIT, as_stored, differences, is_larger_limit, load_manifest
 from batchgen.jobs.files.results import read_keyed_results
 from batchgen.jobs.files.row_keys import RowKeys
-from batchgen.jobs.identity import date_of_job, dtype_name
+from batchgen.jobs.identity import date_of_job, dtype_name, job_settings, local_identity, with_defaults
 from batchgen.jobs.opening import output_of
 from batchgen.jobs.order.advice import Advice, advice_for, sampled
 from batchgen.jobs.order.shares import PrefixCosts, Share
@@ -268,7 +269,8 @@ def plan_job(
         sample: list[Row] = []
         with tempfile.TemporaryDirectory(prefix="batchgen-") as folder, closing(RowKeys()) as row_keys:
             with quiet():  # torch is imported
-                plan = _PlanBuilder(config, tokenizer, _EarlierRows(config, source), row_keys, whole=whole)
+                earlier = _earlier_rows(config, source, tokenizer, prompts, tracker)
+                plan = _PlanBuilder(config, tokenizer, earlier, row_keys, whole=whole)
             tracker.phase("planning")
             waiting, costs = SortedRequests(Path(folder), config.limits), PrefixCosts(Path(folder))
             stream = RowStream(source.rows())
@@ -354,24 +356,51 @@ def _cuts(shares: Sequence[Share]) -> CutFigures:
     )
 
 
+@dataclass(slots=True)
 class _EarlierRows:
     """What the job has finished so far."""
 
-    def __init__(self, config: JobConfig, source: Input) -> None:
-        self.keys: set[bytes] = set()
-        self.lengths = Lengths()
-        ends: list[tuple[int, bool]] = []
-        if config.overwrite:
-            return
-        with suppress(UsageError, OSError):  # no output is named, or it has no folder
-            folder = job_path(output_of(config, source), config.work_dir)
-            for key, result in read_keyed_results(folder):
-                self.keys.add(key)
-                completions = [(len(c.token_ids), c.finish_reason) for c in result.completions]
-                completions = completions or [(result.completion_tokens, result.finish_reason or "")]
-                ends += [(tokens, reason == "length") for tokens, reason in completions if tokens]
-            self.lengths = Lengths(ends)
-            self.keys.update(read_keys(folder / "keys"))
+    keys: set[bytes] = field(default_factory=set)
+    lengths: Lengths = field(default_factory=Lengths)
+
+
+def _earlier_rows(
+    config: JobConfig, source: Input, tokenizer: LoadedTokenizer, prompts: PromptBuilder, tracker: Tracker
+) -> _EarlierRows:
+    """Returns what the job has finished; nothing of one with other settings, which a run will refuse to continue."""
+    found, ends = _EarlierRows(), list[tuple[int, bool]]()
+    if config.overwrite:
+        return found
+    with suppress(UsageError, OSError):  # no output is named, or it has no folder
+        output = output_of(config, source)
+        folder = job_path(output, config.work_dir)
+        for key, result in read_keyed_results(folder):
+            found.keys.add(key)
+            completions = [(len(c.token_ids), c.finish_reason) for c in result.completions]
+            completions = completions or [(result.completion_tokens, result.finish_reason or "")]
+            ends += [(tokens, reason == "length") for tokens, reason in completions if tokens]
+        found.lengths = Lengths(ends)
+        with suppress(FileNotFoundError):  # the job is not finished
+            found.keys.update(read_keys(folder / "keys"))
+        if found.keys and (said := _other_settings(folder, config, tokenizer, prompts)):
+            tracker.note(f"{output} was made with other settings, so a run will be refused: {said}")
+            return _EarlierRows()
+    return found
+
+
+def _other_settings(folder: Path, config: JobConfig, tokenizer: LoadedTokenizer, prompts: PromptBuilder) -> str:
+    """Returns how the settings of a job differ from those of this command; empty if they do not, or if that is not known without the hub."""
+    manifest, model = load_manifest(folder / "manifest.json"), local_identity(config.model)
+    if manifest is None or model is None:
+        return ""
+    asked = replace(config, sampling=prompts.sampling)
+    new = as_stored(
+        job_settings(asked, tokenizer.hf_config, chat=prompts.chat, model=model, head=tokenizer.head, date=prompts.date)
+    )
+    old = with_defaults(manifest.settings, new)
+    if is_larger_limit(old, new) and "length" in config.retried:
+        return ""
+    return differences(old, new | {FIRST_LIMIT: old[FIRST_LIMIT]} if FIRST_LIMIT in old else new)
 
 
 class _PlanBuilder:

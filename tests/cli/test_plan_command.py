@@ -87,6 +87,18 @@ def test_without_sharing_all_prompts_are_to_be_run(options, tokens, cli, source,
     assert f"776, of which {tokens:,} were run (minimum: 136): 0.0% shared" in ran.err
 
 
+def test_results_of_other_settings_tell_nothing_and_the_refusal_is_told(cli, source, tiny_model_dir):
+    asked = (source, "-m", tiny_model_dir, "--ignore-eos")
+    assert cli("plan", *asked, "--max-tokens", "9", "--measure", "3").code == 0
+    for limit, more, lengths in (("9", (), 3), ("8", (), None), ("10", (), None), ("10", ("--retry", "length"), 3)):
+        plan = cli("plan", *asked, "--max-tokens", limit, *more, "--json")
+        found = json.loads(plan.out)["lengths"]
+        assert (found and found["completions"]) == lengths
+        said = f"prompts.out.jsonl was made with other settings, so a run will be refused: max_tokens was 9, is {limit}"
+        assert (said in plan.err) == (lengths is None)
+    assert cli("run", *asked, "--max-tokens", "8").code == 2
+
+
 def test_the_template_of_the_job_is_not_replaced(cli, source, tiny_model_dir, tmp_path):
     template = tmp_path / "t.j2"
     template.write_text("{{ prompt }}")
