@@ -318,7 +318,7 @@ def _check_with_input(config: JobConfig, source: Input, write_template: str | No
         with suppress(OSError, UnicodeDecodeError):
             if Path(write_template).read_text(encoding="utf-8-sig") == own:
                 raise UsageError(
-                    f"--write-template {write_template} would replace the job's template", "name another file"
+                    f"--write-template {write_template} holds the job's template already", "name another file"
                 )
 
 
@@ -415,7 +415,7 @@ class _PlanBuilder:
         self.block_size = config.engine.block_size
         self.bytes_per_token = kv_bytes_per_token(tokenizer.hf_config, dtype)
         self._prompts_of_leaves = 0
-        """Prompt tokens of all completions, labels and scored texts."""
+        """Prompt tokens of all completions, labels and scored texts, each counted with its prompt."""
         self.bytes_per_state = state_bytes_per_sequence(tokenizer.hf_config, dtype)
         self.memory = memory_table(config.model, tokenizer.hf_config, dtype)
         self.weight_bytes = 0
@@ -523,7 +523,7 @@ class _PlanBuilder:
             prefill_tokens_min=planned.prefill_tokens_min,
         )
         self.figures = merge_figures([self.figures, window])
-        self._prompts_of_leaves += sum(len(leaf.tokens) for leaf in leaves)
+        self._prompts_of_leaves += sum(len(leaf.request.tokens) for leaf in leaves)
         if self._rehearsal is not None:
             self._rehearsal.find_peak(leaves, planned.plan)
         if self._duration is not None:

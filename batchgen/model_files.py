@@ -117,14 +117,14 @@ def gguf_file(config: ModelConfig) -> Path | None:
     Raises `ModelError` for a folder that holds several.
     """
     path = Path(config.model).expanduser()
-    if path.suffix.lower() == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and path.is_file():
         return path
     names = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
     if any(
         name.endswith((".safetensors", ".safetensors.index.json")) or name.startswith("pytorch_model") for name in names
     ):
         return None
-    files = [path / name for name in names if name.lower().endswith(".gguf")]
+    files = [path / name for name in names if name.endswith(".gguf")]
     if len(files) > 1:
         raise ModelError(f"model folder {str(path)!r} holds {len(files)} GGUF files", f"give one of them: {files[0]}")
     return files[0] if files else None

@@ -319,7 +319,14 @@ def test_every_image_of_a_column_is_shown_where_a_template_writes_it(template, b
     assert answers() == [asked(reference, [*before, *first])]
 
 
-@pytest.mark.parametrize("template", ["{{ several }}", "{{ q }} {{ a|tojson }}"])
+@pytest.mark.parametrize("q", ["\U00100000", "\\U00100000", "\\udbc0\\udc00", "%F4%80%80%80", "\x00"])
+def test_text_that_looks_like_the_mark_of_an_image_stays_text(q, model, reference):
+    write([{"a": "p/0.png", "q": f"Press {q} now"}])
+    run(model, prompts=PromptConfig(image_column=("a",), template="{{ a }} {{ q }}"))
+    assert answers() == [asked(reference, [0, f" Press {q} now"])]
+
+
+@pytest.mark.parametrize("template", ["{{ several }}", "{{ q }} {{ a|tojson }}", "{{ a|urlencode }}"])
 def test_an_image_that_a_template_writes_as_data_fails_the_row(template, model):
     write([{"a": "p/0.png", "several": ["p/1.png", "p/3.png"], "q": "Which?"}])
     run(model, prompts=PromptConfig(image_column=("a", "several"), template=template))

@@ -142,11 +142,12 @@ class JobFolder(HeldResults):
                 held = results_of_output(self._target.name, self.folder / "keys", self._spec.form.asked)
                 self.add_missing(() if old.request["openai"] else held)
         retry = self._spec.retry
-        interrupted = old is not None and old.state == "running" and old.request.get("retry") == retry
+        interrupted = bool(retry) and self.fact("retry") == list(retry)
         if not interrupted:
-            self.settle_forgotten()  # of a run that was killed, and that this one does not continue
+            self._settle(self)  # of a run that was killed, and that this one does not continue
         if retry and (self._limit_raised or not interrupted):  # an interrupted run has dropped them already
             self.forget([RETRY_REASONS[name] for name in retry])
+            self.set_fact("retry", retry)
         if self._limit_raised:
             self.forget_cut()
         if self._manifest.keys and old is not None and old.state == "finished":
@@ -276,7 +277,7 @@ class JobFolder(HeldResults):
             self._keys.close()
             self._record.rows = self._row_figures.as_dict()
             self._record.save(self.folder)
-            self.settle_forgotten()
+            self._settle(self)
             write_json(self.folder / "stats.json", stats)
             partial = self.folder / "output.partial"
             new = self._target.to_be(partial, self._file.hexdigest())
@@ -309,12 +310,16 @@ class JobFolder(HeldResults):
         """Removes from the database what the finished output holds. Returns whether results remain; None if the disk is too full for that."""
         return results.shrink(key for key in read_keys(self.folder / "keys") if key != NO_KEY)
 
+    def _settle(self, results: Results) -> None:
+        """Ends `--retry`. Once the limit was raised, rows that an earlier limit has cut must run again."""
+        results.settle_forgotten(usable=self.first_max_tokens is None)
+
     def _shrunk(self) -> bool | None:
         """Opens the database that an earlier run left with its finished output, if there is one, for `_shrink`."""
         if not (self.folder / RESULTS_FILE).exists():
             return False
         with closing(Results(self.folder, 0.0)) as results:
-            results.settle_forgotten()  # of a run that was killed before it began
+            self._settle(results)  # of a run that was killed before it began
             return self._shrink(results)
 
     def _clean_up(self, left: bool | None) -> None:

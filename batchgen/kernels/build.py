@@ -83,7 +83,12 @@ def library() -> ctypes.CDLL:
             return _load(target)
     except NoKernels:  # it was made on a machine with other libraries
         pass
-    target.unlink(missing_ok=True)
+    try:
+        target.unlink(missing_ok=True)
+    except OSError as e:
+        if _digest_file(target).exists():
+            raise NoKernels(f"compiled kernels in {target.parent} are damaged and cannot be made again: {e}") from e
+        return _load(target)  # an earlier version has made them, in a cache that is only read
     return _load(_compiled())
 
 

@@ -35,7 +35,9 @@ _OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties"
 MAX_NUMBER = 10**15
 MAX_INTEGER = 2**53 - 1
 LARGEST_INTEGER = 2**63 - 1
-"""llguidance does not write larger numbers as they are."""
+"""llguidance does not write larger numbers as they are,"""
+LARGEST_BOUND = 2**63 - 1024
+"""and the process dies of some larger bounds, and of smaller negative numbers."""
 MAX_DECIMALS = 10
 MAX_LISTS = 2000
 """Lists of different items that are enumerated."""
@@ -170,7 +172,7 @@ class _Narrowing:
         for keyword, part in schema.items():
             if keyword in _VALUES:
                 if keyword in ("const", "enum"):
-                    _check_whole_numbers(part)
+                    _check_numbers(part)
                 kept[keyword] = part
             elif keyword == "pattern" and isinstance(part, str):
                 kept[keyword] = _without_control(part)
@@ -251,39 +253,35 @@ def _check_min_properties(schema: Mapping[str, Any]) -> None:
 
 
 def _bound_numbers(schema: dict[str, Any]) -> None:
-    """Gives a number the bounds and the decimals that it lacks."""
-    types = _types(schema)
-    if not types & {"number", "integer"} or schema.keys() & {"enum", "const", *_BESIDE}:
-        return
-    limit = MAX_NUMBER if "number" in types else MAX_INTEGER
+    """Gives a number the bounds and the decimals that it lacks. Raises `ValueError` for bounds that llguidance does not know, and may die of."""
     given = {
         name: bound
         for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
         if isinstance(bound := schema.get(name), int | float) and not isinstance(bound, bool)
     }
-    if types == {"integer"} and _is_beyond_64_bits(given):
-        raise ValueError("it allows only whole numbers beyond 64 bits, which cannot be enforced")
-    if not schema.keys() & {"minimum", "exclusiveMinimum"} and all(bound >= -limit for bound in given.values()):
-        schema["minimum"] = -limit
-    if not schema.keys() & {"maximum", "exclusiveMaximum"} and all(bound <= limit for bound in given.values()):
-        schema["maximum"] = limit
+    for name, bound in given.items():
+        if bound > LARGEST_BOUND if "min" in name.lower() else bound < -LARGEST_BOUND:
+            raise ValueError(f"its {name} {bound} is beyond 64 bits, and cannot be enforced")
+        schema[name] = given[name] = max(-LARGEST_BOUND, min(bound, LARGEST_BOUND))
+    types = _types(schema)
+    if not types & {"number", "integer"} or schema.keys() & {"enum", "const", *_BESIDE}:
+        return
+    limit = MAX_NUMBER if "number" in types else MAX_INTEGER
+    if not schema.keys() & {"minimum", "exclusiveMinimum"}:
+        schema["minimum"] = -limit if all(bound >= -limit for bound in given.values()) else -LARGEST_BOUND
+    if not schema.keys() & {"maximum", "exclusiveMaximum"}:
+        schema["maximum"] = limit if all(bound <= limit for bound in given.values()) else LARGEST_BOUND
     fine = [bound for bound in given.values() if abs(bound) > limit or -_exponent(bound) > MAX_DECIMALS]
     if "number" in types and "multipleOf" not in schema and not fine:
         schema["multipleOf"] = 10.0**-MAX_DECIMALS
 
 
-def _is_beyond_64_bits(bounds: Mapping[str, float]) -> bool:
-    least = max(bounds.get("minimum", -math.inf), bounds.get("exclusiveMinimum", -math.inf) + 1)
-    most = min(bounds.get("maximum", math.inf), bounds.get("exclusiveMaximum", math.inf) - 1)
-    return least > LARGEST_INTEGER or most < -LARGEST_INTEGER
-
-
-def _check_whole_numbers(value: Any) -> None:
+def _check_numbers(value: Any) -> None:
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
-            _check_whole_numbers(part)
-    elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-        raise ValueError(f"it has the whole number {value}, which is beyond 64 bits and cannot be enforced")
+            _check_numbers(part)
+    elif (isinstance(value, int) and (value > LARGEST_INTEGER or value < -LARGEST_BOUND)) or value == -(2.0**63):
+        raise ValueError(f"it has the number {value}, which is beyond 64 bits and cannot be enforced")
 
 
 def _exponent(number: float) -> int:

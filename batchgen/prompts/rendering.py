@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import urllib.parse
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -16,6 +17,7 @@ import numpy as np
 
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
+from batchgen.json_values import plain
 from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.thinking import SWITCHES
 from batchgen.process.templates import TemplateCall, template_process
@@ -49,8 +51,23 @@ from batchgen.records.rows import Row
 from batchgen.request import TokenArray
 from batchgen.sampling_params import SamplingParams
 
-_FIRST_MARK = 0x100000
-"""In the columns that a template is given, images are characters from here on (for private use, which no text has). Nothing takes a character apart."""
+_FIRST_MARK, _LAST_MARK = 0x100000, 0x10FFFD
+"""In the columns that a template is given, images are characters between these, for private use. Nothing takes a character apart."""
+
+
+def _marks(count: int, given: Mapping[str, Any], source: str) -> list[str]:
+    """Returns the first characters in a row for so many images that neither the columns nor the template's source has. Raises `RowError` if there are none."""
+    taken = source + json.dumps(plain(given), ensure_ascii=False).replace(r"\\", "\\")
+    for first in range(_FIRST_MARK, _LAST_MARK - count + 2, max(1, count)):
+        marks = [chr(first + i) for i in range(count)]
+        if not any(form in taken for mark in marks for form in (mark, *_written_as_data(mark))):
+            return marks
+    raise RowError("template_error", "the row has no room for marks of its images")
+
+
+def _written_as_data(mark: str) -> tuple[str, ...]:
+    """Returns what Python, JSON and URLs write for a character."""
+    return repr(mark)[1:-1], json.dumps(mark)[1:-1], urllib.parse.quote(mark)
 
 
 class Text(NamedTuple):
@@ -257,19 +274,18 @@ class Renderer:
         assert self._template is not None
         images = self._column_images(columns)
         every = _all_of(images)
-        marks = [chr(_FIRST_MARK + i) for i in range(len(every))]
-        left, shown = iter(marks), {}
+        given = self._template.input(_with_texts_cut(columns, how))
+        marks = _marks(len(every), given, self._template.source)
+        left = iter(marks)
         for name, parts in images.items():
             own = list(islice(left, len(parts)))
-            shown[name] = own if isinstance(columns.get(name), list | tuple) else "".join(own)
-        given = self._template.input({**_with_texts_cut(columns, how), **shown})
+            if name in given:
+                given[name] = own if isinstance(columns[name], list | tuple) else "".join(own)
         text = self._template.text(columns, (yield TemplateCall("row", self._template.source, given)))
         variables = self._for_chat(columns, how)
-        if any(form in text for mark in marks for form in (repr(mark)[1:-1], json.dumps(mark)[1:-1])):
-            raise RowError(
-                "template_error",
-                "an image of --image-column is written as data: write a list image by image, and none by tojson",
-            )
+        if any(form in text for mark in marks for form in _written_as_data(mark)):
+            why = "an image of --image-column is written as data: write a list image by image, and none by tojson"
+            raise RowError("template_error", why)
         pieces = re.split(f"([{marks[0]}-{marks[-1]}])", text) if marks else [text]
         if len(pieces) == 1:
             return (yield from self._prompt_text(text, variables, how, every))

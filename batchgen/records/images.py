@@ -43,8 +43,8 @@ NO_IMAGE = "has no image: it must be a path, a URL, base64 or the bytes of a fil
 _NAMES = ("image_url", "url", "path", "image")
 _LONG = 200
 """Characters of a name that messages show, at most."""
-_BASE64 = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
-"""What JPEG, PNG, GIF and WebP files begin with in base64."""
+_BASE64 = ("/9j/", "/0//", "iVBORw0KGgo", "R0lGOD", "UklGR")
+"""What JPEG, JPEG 2000, PNG, GIF and WebP files begin with in base64."""
 _LONGEST_NAME = 255
 """Characters. Longer text is base64 of other formats, if it has the characters of base64 alone."""
 _ONLY_BASE64 = re.compile(r"[A-Za-z0-9+/=\s]+")

@@ -105,7 +105,8 @@ def test_the_template_of_the_job_is_not_replaced(cli, source, tiny_model_dir, tm
     for name in (template, source):
         outcome = cli("plan", source, "-m", tiny_model_dir, "--template", template, "--write-template", name)
         assert outcome.code == 2
-        assert f"--write-template {name} would replace" in outcome.err
+        what = "holds the job's template already" if name == template else f"would replace {name}"
+        assert f"--write-template {name} {what}" in outcome.err
     assert template.read_text() == "{{ prompt }}"
 
 

@@ -15,7 +15,7 @@ from batchgen import SamplingParams, job_status
 from batchgen.errors import OutputError, OutputLocked, UsageError
 from batchgen.jobs.files.disk import move_file
 from batchgen.jobs.files.lease import Lease
-from batchgen.jobs.files.manifest import differences, load_manifest
+from batchgen.jobs.files.manifest import Manifest, differences, load_manifest
 from batchgen.jobs.files.results import Results
 from batchgen.jobs.job_folder import JobFolder
 from batchgen.records.writers import DigestFile
@@ -265,6 +265,49 @@ def test_a_result_whose_row_is_gone_when_it_is_to_be_tried_again_comes_back_with
     runs.run(prompts)
     assert runs.run([*prompts[:3], *prompts[4:]], retry=("length",))[0] == []
     assert runs.run(prompts)[0] == []
+
+
+LARGER = {"retry": ("length",), "sampling": SamplingParams(max_tokens=8)}
+
+
+def test_results_of_an_earlier_limit_do_not_come_back(runs):
+    runs.reason = lambda prompt: "length" if prompt in ("p3", "p5") else "stop"
+    prompts = [f"p{i}" for i in range(10)]
+    runs.run(prompts)
+    runs.reason = lambda prompt: "stop"
+    assert runs.run(prompts, most=1, **LARGER)[1] is None  # killed after one of the two
+    assert len(runs.run(prompts, sampling=LARGER["sampling"])[0]) == 1
+    assert {row["finish_reason"] for row in runs.rows()} == {"stop"}
+
+
+def test_a_row_that_was_away_when_the_limit_was_raised_runs_again(runs):
+    runs.reason = lambda prompt: "length" if prompt == "p3" else "stop"
+    prompts = [f"p{i}" for i in range(40)]
+    runs.run(prompts)
+    runs.run([*prompts[:3], *prompts[4:]], **LARGER)
+    assert runs.run(prompts, sampling=LARGER["sampling"])[0] == ["p3"]
+
+
+@pytest.mark.parametrize("more", [{}, {"sampling": SamplingParams(max_tokens=8)}])
+def test_rows_are_tried_again_after_a_run_that_was_killed_while_it_put_everything_back(runs, more, monkeypatch):
+    runs.reason = lambda prompt: "length" if prompt == "p3" else "stop"
+    prompts = [f"p{i}" for i in range(20)]
+    runs.run(prompts)
+    save, putting_back = Manifest.save, []
+
+    def killed(self: Manifest, path: Path) -> None:
+        if putting_back:
+            raise Killed
+        save(self, path)
+
+    put_back = JobFolder._put_back
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "save", killed)
+        patch.setattr(JobFolder, "_put_back", lambda self, old: (putting_back.append(1), put_back(self, old)))
+        assert runs.run([*prompts[:9], "new"], retry=("length",), **more)[1] is None
+    runs.reason = lambda prompt: "stop"
+    assert runs.run(prompts, retry=("length",), **more)[0] == ["p3"]
+    assert {row["finish_reason"] for row in runs.rows()} == {"stop"}
 
 
 def test_a_refused_run_with_a_larger_limit_leaves_no_results_of_that_limit(runs):

@@ -116,6 +116,25 @@ def test_a_damaged_library_is_compiled_again(folder, tmp_path, damage):
     assert build._is_whole(target)
 
 
+@needs_compiler
+@pytest.mark.parametrize("digest", [None, "another"])
+def test_kernels_in_a_cache_that_is_only_read(folder, monkeypatch, digest):
+    target = build._compiled()
+    build._digest_file(target).unlink()
+    if digest is not None:
+        build._digest_file(target).write_text(digest)
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(build.Path, "unlink", refused)
+    if digest is None:  # an earlier version has made them
+        assert build.library().answer() == 42
+    else:
+        with pytest.raises(build.NoKernels, match="are damaged and cannot be made again"):
+            build.library()
+
+
 @pytest.mark.parametrize(
     ("machine", "has", "unknown", "left"),
     [

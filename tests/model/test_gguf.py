@@ -113,7 +113,7 @@ def test_a_job_runs_on_a_folder_with_a_gguf_file_and_recognizes_it_again(model, 
 
 @pytest.mark.parametrize("left", [0.02, 0.4, 0.7, 0.99])
 def test_a_file_that_is_cut_is_named(model, tmp_path, left):
-    cut = tmp_path / "cut.GGUF"
+    cut = tmp_path / "cut.gguf"
     whole = model[0].read_bytes()
     cut.write_bytes(whole[: int(left * len(whole))])
     with pytest.raises(ModelError, match=f"^{cut} is cut or damaged; download it again$"):

@@ -4,7 +4,6 @@ import errno
 import os
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,8 +82,6 @@ def test_weights_that_need_no_other_form_stay_in_the_models_files(
     dtype: str, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build("llama").bfloat16().save_pretrained(tmp_path)
-    if own:  # no room is asked for
-        monkeypatch.setattr("batchgen.model.weights.streamed.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
     model = load_folder(tmp_path, weights="streamed", dtype=dtype, compile="off")
     assert model.notes[0].endswith("from the model's own files") == own
 

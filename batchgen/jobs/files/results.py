@@ -397,12 +397,17 @@ class Results:
     def restore_forgotten(self) -> None:
         """Puts these results back, instead of newer ones."""
         self._write_one("INSERT OR REPLACE INTO results SELECT * FROM forgotten")
-        self._write_one("DELETE FROM forgotten")
+        self._drop_forgotten()
 
-    def settle_forgotten(self) -> None:
-        """Keeps newer results instead of them. A result whose row was not there to run again stays."""
-        self._write_one("INSERT OR IGNORE INTO results SELECT * FROM forgotten")
+    def settle_forgotten(self, *, usable: bool) -> None:
+        """Keeps newer results instead of them. If they are `usable`, a result whose row was not there to run again stays."""
+        if usable:
+            self._write_one("INSERT OR IGNORE INTO results SELECT * FROM forgotten")
+        self._drop_forgotten()
+
+    def _drop_forgotten(self) -> None:
         self._write_one("DELETE FROM forgotten")
+        self._write_one("DELETE FROM facts WHERE name = 'retry'")
 
     def drop_new(self) -> None:
         """Drops the results that were stored since `count` was asked for."""

@@ -27,7 +27,7 @@ from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.experts import FusedExperts
 from batchgen.kernels.memory import FilePieces, Mapping, Pages, in_huge_pages, mapped_files, pieces_in
 from batchgen.model.weights.quantized import bytes_of, one_weight_at_a_time
-from batchgen.model.weights.sizes import LAYERS_READ, WeightSizes, are_streamed, kv_beside, sizes_of, streaming_room
+from batchgen.model.weights.sizes import LAYERS_READ, are_streamed, kv_beside, sizes_of, streaming_room
 from batchgen.process.machine import free_host_memory
 from batchgen.process.user_cache import cache_folder
 from batchgen.stats import size_text
@@ -55,16 +55,9 @@ def streamed_weights(
     sizes, free = sizes_of(config, hf_config, itemsize), free_host_memory() // processes
     if not are_streamed(config, sizes, kv_beside(hf_config, itemsize), free):
         return None
-    folder = _folder_for(_room_needed(config, sizes))
-    return StreamedWeights(folder, streaming_room(config, free), merges=config.lora is not None)
-
-
-def _room_needed(config: ModelConfig, sizes: WeightSizes | None) -> int:
-    """Returns the most that the files can take. Weights that need no other form stay in the model's own."""
     merges = config.lora is not None
-    if sizes is None or (config.compile == "off" and not merges and sizes.plain == sizes.stored):
-        return 0
-    return int(1.2 * sizes.kept) + (sizes.plain if merges else 0)
+    folder = _folder_for(0 if sizes is None else int(1.2 * sizes.kept) + (sizes.plain if merges else 0))
+    return StreamedWeights(folder, streaming_room(config, free), merges=merges)
 
 
 class StreamedWeights:
