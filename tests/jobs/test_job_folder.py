@@ -365,12 +365,13 @@ def test_a_refused_run_that_is_killed_while_it_puts_everything_back_loses_nothin
 
 
 def test_pruning_after_a_refused_run_removes_what_that_run_has_left(runs):
-    prompts = [f"p{i}" for i in range(20)]
+    prompts, other = [f"p{i}" for i in range(20)], runs.folder / "other.jsonl"
     runs.run(prompts, prune=True)
+    other.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in [*prompts[:9], "new"]))
     with pytest.raises(UsageError, match="11 of the 20 finished rows"):
-        runs.run([*prompts[:9], "new"], window=5)
+        runs.run(None, inputs=str(other), window=5)
     assert (runs.job_folder / "kept.sqlite").exists()
-    runs.run(prompts, prune=True)
+    assert not runs.run(None, prune=True)[1].already_finished
     assert not (runs.job_folder / "kept.sqlite").exists()
 
 
