@@ -16,11 +16,11 @@ from batchgen.config import JobConfig, ModelConfig, check_config, parse_memory
 from batchgen.devices.opening import costs_file, num_threads
 from batchgen.errors import OutputError, UsageError, memory_errors
 from batchgen.jobs.files.disk import check_file, write_whole
-from batchgen.jobs.files.manifest import FIRST_LIMIT, as_stored, differences, is_larger_limit, load_manifest
+from batchgen.jobs.files.manifest import as_stored, load_manifest
 from batchgen.jobs.files.results import read_keyed_results
 from batchgen.jobs.files.row_keys import RowKeys
-from batchgen.jobs.identity import date_of_job, dtype_name, job_settings, local_identity, with_defaults
-from batchgen.jobs.opening import output_of
+from batchgen.jobs.identity import date_of_job, dtype_name, local_identity, settings_of
+from batchgen.jobs.opening import continued_settings, output_of
 from batchgen.jobs.order.advice import Advice, advice_for, sampled
 from batchgen.jobs.order.shares import PrefixCosts, Share
 from batchgen.jobs.order.sorted_requests import SortedRequests, bounded_windows, in_window_order
@@ -313,10 +313,9 @@ def _check(config: JobConfig, write_template: str | None) -> None:
 def _check_with_input(config: JobConfig, source: Input, write_template: str | None) -> None:
     check_job(config, source, None)
     check_file("--write-template", write_template, [file.name for file in source.files])
-    own = config.prompts.template
-    if own is not None and write_template is not None and Path(write_template).is_file():
+    if write_template is not None and Path(write_template).is_file():
         with suppress(OSError, UnicodeDecodeError):
-            if Path(write_template).read_text(encoding="utf-8-sig") == own:
+            if Path(write_template).read_text(encoding="utf-8-sig") == config.prompts.template:
                 raise UsageError(
                     f"--write-template {write_template} holds the job's template already", "name another file"
                 )
@@ -393,14 +392,8 @@ def _other_settings(folder: Path, config: JobConfig, tokenizer: LoadedTokenizer,
     manifest, model = load_manifest(folder / "manifest.json"), local_identity(config.model)
     if manifest is None or model is None:
         return ""
-    asked = replace(config, sampling=prompts.sampling)
-    new = as_stored(
-        job_settings(asked, tokenizer.hf_config, chat=prompts.chat, model=model, head=tokenizer.head, date=prompts.date)
-    )
-    old = with_defaults(manifest.settings, new)
-    if is_larger_limit(old, new) and "length" in config.retried:
-        return ""
-    return differences(old, new | {FIRST_LIMIT: old[FIRST_LIMIT]} if FIRST_LIMIT in old else new)
+    new = as_stored(settings_of(config, tokenizer, prompts, model))
+    return continued_settings(manifest.settings, new, config.retried)[2]
 
 
 class _PlanBuilder:

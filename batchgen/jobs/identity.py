@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,6 +15,7 @@ from batchgen.jobs.files.disk import json_digest
 from batchgen.jobs.files.manifest import MODEL_FILE, as_stored, load_manifest
 from batchgen.model_files import ADAPTER_WEIGHTS, adapter_folder, gguf_file
 from batchgen.parsers.heads import OutputHead
+from batchgen.prompts import LoadedTokenizer, PromptBuilder
 from batchgen.prompts.tokenizer import checkpoint_dtype
 from batchgen.records.output import job_path
 from batchgen.sampling_params import SamplingParams
@@ -74,6 +75,16 @@ def job_settings(
         _DATE: None if date is None else date.isoformat(),
         **_plain_settings(config.sampling, ("given",)),
     }
+
+
+def settings_of(
+    config: JobConfig, tokenizer: LoadedTokenizer, prompts: PromptBuilder, model: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Returns `job_settings` of a command, once its tokenizer is loaded."""
+    return job_settings(
+        replace(config, sampling=prompts.sampling), tokenizer.hf_config,
+        chat=prompts.chat, model=model, head=tokenizer.head, date=prompts.date,
+    )  # fmt: skip
 
 
 def with_defaults(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -132,6 +132,20 @@ def request_of(input: Input, limit: int | None, order: str) -> dict[str, Any]:
     return {"inputs": input.fingerprint(), "formats": formats, "limit": limit, "order": order}
 
 
+def continued_settings(
+    old: Mapping[str, Any], new: Mapping[str, Any], retry: Sequence[str]
+) -> tuple[dict[str, Any], bool, str]:
+    """Returns the settings with which a job goes on that was begun with `old` ones, and whether its limit is raised.
+
+    The third value says how the settings differ, if a run must not continue the job; else it is empty.
+    """
+    old = with_defaults(old, new)
+    raised = is_larger_limit(old, new) and "length" in retry
+    first = old.get(FIRST_LIMIT) or (old[LIMIT] if raised else None)
+    settings = dict(new) if first is None else {**new, FIRST_LIMIT: first}
+    return settings, raised, "" if raised else differences(old, settings)
+
+
 @dataclass(slots=True, kw_only=True)
 class Opening:
     """What a job's folder holds, compared with what a command asks for."""
@@ -197,14 +211,10 @@ class Opening:
             raise UsageError(
                 f"{self.folder} is the job folder of {old.output}", "use another --work-dir, or another -o"
             )
-        settings = with_defaults(old.settings, manifest.settings)
-        larger = is_larger_limit(settings, manifest.settings)
-        self.limit_raised = larger and "length" in self.spec.retry
-        first = settings.get(FIRST_LIMIT) or (settings[LIMIT] if self.limit_raised else None)
-        if first is not None:
-            self._set(settings=manifest.settings | {FIRST_LIMIT: first})
-        said = differences(settings, self.manifest.settings)
-        if said and not self.limit_raised:
+        settings, self.limit_raised, said = continued_settings(old.settings, manifest.settings, self.spec.retry)
+        self._set(settings=settings)
+        if said:
+            larger = is_larger_limit(with_defaults(old.settings, settings), settings)
             hint = _RAISE_LIMIT if larger else _START_AGAIN
             raise UsageError(f"{output} was made with other settings: {said}", hint)
         if said := differences(old.mentions, manifest.mentions):

@@ -36,7 +36,7 @@ def job_status(output: str | os.PathLike[str], work_dir: str | os.PathLike[str] 
     output = os.fspath(output)
     if output == "-":
         raise UsageError("a job that writes to standard output stores no progress", "name an output file")
-    folder = job_path(output, None if work_dir is None else os.fspath(work_dir))
+    folder = job_path(output, work_dir)
     try:
         return _read(output, folder)
     except NotADirectoryError:
@@ -103,9 +103,9 @@ def _shard_state(folder: Path, plan: ShardPlan, number: int) -> dict[str, Any]:
         elif alive is None and (silent_for is None or silent_for > SILENT_SECONDS):
             state = "silent"
     figures = {name: told.get(name) for name in _OF_A_SHARD}
-    if state == "done" and stats is None:  # they are damaged, and the shard must run again
-        state = "stopped"
-    if stats is not None and state == "done":
+    if state == "done" and stats is None:
+        state = "stopped"  # the figures are damaged, and the shard must run again
+    elif state == "done" and stats is not None:
         figures = {name: stats.get(name) for name in _OF_A_SHARD} | {
             "rows_done": share.last - share.first,
             "rows_failed": stats["job"]["rows_failed"],

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -348,7 +347,7 @@ def _packed(config: ModelConfig, hf_config: Any, kind: Any, own_config: Any) -> 
     if settings is None or not is_read_packed(settings):
         return None
     files = weight_files(config)
-    if files is None and not Path(config.model).expanduser().exists():
+    if files is None:
         from huggingface_hub import snapshot_download
 
         with quiet():

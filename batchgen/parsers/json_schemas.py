@@ -32,12 +32,13 @@ _SILENT = {"$schema", "$id", "$comment", "$defs", "definitions", "title", "descr
            "deprecated", "readOnly", "writeOnly", "type", "x-guidance"}  # fmt: skip
 """Keywords that say nothing about the keys of an object."""
 _OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"}
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 MAX_NUMBER = 10**15
 MAX_INTEGER = 2**53 - 1
 LARGEST_INTEGER = 2**63 - 1
-"""llguidance does not write larger numbers as they are,"""
+"""llguidance writes a larger whole number as another one."""
 LARGEST_BOUND = 2**63 - 1024
-"""and the process dies of some larger bounds, and of smaller negative numbers."""
+"""The largest number below 2^63 that a float holds. llguidance rounds what lies beyond it to 2^63, and the process dies of -2^63."""
 MAX_DECIMALS = 10
 MAX_LISTS = 2000
 """Lists of different items that are enumerated."""
@@ -256,20 +257,20 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
     """Gives a number the bounds and the decimals that it lacks. Raises `ValueError` for bounds that llguidance does not know, and may die of."""
     given = {
         name: bound
-        for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+        for name in (*_LOWER, *_UPPER)
         if isinstance(bound := schema.get(name), int | float) and not isinstance(bound, bool)
     }
     for name, bound in given.items():
-        if bound > LARGEST_BOUND if "min" in name.lower() else bound < -LARGEST_BOUND:
+        if (name in _LOWER and bound > LARGEST_BOUND) or (name in _UPPER and bound < -LARGEST_BOUND):
             raise ValueError(f"its {name} {bound} is beyond 64 bits, and cannot be enforced")
         schema[name] = given[name] = max(-LARGEST_BOUND, min(bound, LARGEST_BOUND))
     types = _types(schema)
     if not types & {"number", "integer"} or schema.keys() & {"enum", "const", *_BESIDE}:
         return
     limit = MAX_NUMBER if "number" in types else MAX_INTEGER
-    if not schema.keys() & {"minimum", "exclusiveMinimum"}:
+    if schema.keys().isdisjoint(_LOWER):
         schema["minimum"] = -limit if all(bound >= -limit for bound in given.values()) else -LARGEST_BOUND
-    if not schema.keys() & {"maximum", "exclusiveMaximum"}:
+    if schema.keys().isdisjoint(_UPPER):
         schema["maximum"] = limit if all(bound <= limit for bound in given.values()) else LARGEST_BOUND
     fine = [bound for bound in given.values() if abs(bound) > limit or -_exponent(bound) > MAX_DECIMALS]
     if "number" in types and "multipleOf" not in schema and not fine:

@@ -155,7 +155,7 @@ def _part(part: Any, where: str, no_images: str | None) -> Message:
         )
     if not isinstance(part.get("text"), str):
         raise RowError("invalid_row", f"{where}.text must be text, not {kind(part.get('text'))}")
-    return {"type": "text", "text": part["text"]}
+    return text_part(part["text"])
 
 
 def image_part(value: str | bytes, where: str) -> Message:
@@ -224,12 +224,12 @@ def with_system(messages: Sequence[Message], system: str) -> list[Message]:
 
 
 def _parts(content: str | list[Message]) -> list[Message]:
-    return _text_content(content) if isinstance(content, str) else content
+    return [text_part(content)] if isinstance(content, str) else content
 
 
-def _text_content(text: str) -> list[Message]:
-    """Returns a content with one part."""
-    return [{"type": "text", "text": text}]
+def text_part(text: str) -> Message:
+    """Returns the part of a message for a text."""
+    return {"type": "text", "text": text}
 
 
 def _clock(now: datetime) -> str:
@@ -392,7 +392,7 @@ class ChatTemplate:
         """
         user: Message = {"role": "user", "content": "x"}
         shown: dict[str, list[bool]] = {}
-        for content in (_MARK, _text_content(_MARK)):
+        for content in (_MARK, [text_part(_MARK)]):
             for role in ("user", "system", "assistant"):
                 message: Message = {"role": role, "content": content}
                 turns = {"user": [message], "system": [message, user], "assistant": [user, message, user]}
@@ -411,7 +411,7 @@ class ChatTemplate:
         """Returns a message's content in the form that the template takes, images without their sources."""
         content = message["content"]
         if isinstance(content, str):
-            return _text_content(content) if message["role"] in self._roles_in_parts else content
+            return [text_part(content)] if message["role"] in self._roles_in_parts else content
         return [{"type": "image"} if "source" in part else part for part in content]
 
     def _check(self) -> None:

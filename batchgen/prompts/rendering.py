@@ -37,6 +37,7 @@ from batchgen.prompts.messages import (
     images_of,
     kind,
     objects,
+    text_part,
     with_images,
     with_start,
     with_system,
@@ -55,10 +56,10 @@ _FIRST_MARK, _LAST_MARK = 0x100000, 0x10FFFD
 """In the columns that a template is given, images are characters between these, for private use. Nothing takes a character apart."""
 
 
-def _marks(count: int, given: Mapping[str, Any], source: str) -> list[str]:
-    """Returns the first characters in a row for so many images that neither the columns nor the template's source has. Raises `RowError` if there are none."""
-    taken = source + json.dumps(plain(given), ensure_ascii=False).replace(r"\\", "\\")
-    for first in range(_FIRST_MARK, _LAST_MARK - count + 2, max(1, count)):
+def _marks(count: int, texts: Mapping[str, Any], source: str) -> list[str]:
+    """Returns the first characters in a row for so many images that neither the other columns nor the template's source has. Raises `RowError` if there are none."""
+    taken = source + json.dumps(plain(texts), ensure_ascii=False).replace(r"\\", "\\")
+    for first in range(_FIRST_MARK, _LAST_MARK - count + 2, count):
         marks = [chr(first + i) for i in range(count)]
         if not any(form in taken for mark in marks for form in (mark, *_written_as_data(mark))):
             return marks
@@ -135,10 +136,6 @@ def _content_cut(content: Any, how: _How) -> Any:
 
 def _sources(messages: Sequence[Message], how: _How) -> tuple[ImageSource, ...]:
     return tuple(replace(source, file=how.file) for source in images_of(messages))
-
-
-def _text_part(text: str) -> Message:
-    return {"type": "text", "text": text}
 
 
 def _all_of(images: Mapping[str, list[Message]]) -> list[Message]:
@@ -275,7 +272,8 @@ class Renderer:
         images = self._column_images(columns)
         every = _all_of(images)
         given = self._template.input(_with_texts_cut(columns, how))
-        marks = _marks(len(every), given, self._template.source)
+        texts = {name: value for name, value in given.items() if name not in images}
+        marks = _marks(len(every), texts, self._template.source) if every else []
         left = iter(marks)
         for name, parts in images.items():
             own = list(islice(left, len(parts)))
@@ -292,7 +290,7 @@ class Renderer:
         named = images.keys() if self._template.whole else self._template.columns
         written = _all_of({name: parts for name, parts in images.items() if name not in named})
         for i, piece in enumerate([self._prefix + pieces[0], *pieces[1:]]):
-            written.append(every[marks.index(piece)] if i % 2 else _text_part(piece))
+            written.append(every[marks.index(piece)] if i % 2 else text_part(piece))
         content = [part for part in written if part.get("text", "x")]
         return (yield from self._content_text(content, variables, how))
 
@@ -431,7 +429,7 @@ class Renderer:
     ) -> Steps[Text]:
         """Returns the text to send: the prompt after the other `parts`, as a single user message or raw."""
         text = self._prefix + prompt
-        content = [*parts, *([_text_part(text)] if text else [])] if parts else text
+        content = [*parts, *([text_part(text)] if text else [])] if parts else text
         return (yield from self._content_text(content, variables, how))
 
     def _content_text(self, content: str | list[Message], variables: Mapping[str, Any], how: _How) -> Steps[Text]:

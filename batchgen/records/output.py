@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,7 +250,7 @@ def output_format(output: str) -> tuple[str, str | None]:
     return kind, compression
 
 
-def job_path(output: str, work_dir: str | None) -> Path:
+def job_path(output: str, work_dir: str | os.PathLike[str] | None) -> Path:
     """Path of the job folder of an output, whether it exists or not.
 
     It is beside the output, or in the cache if the output is remote, or in `work_dir`.

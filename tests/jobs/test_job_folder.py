@@ -20,7 +20,7 @@ from batchgen.jobs.files.results import Results
 from batchgen.jobs.job_folder import JobFolder
 from batchgen.records.writers import DigestFile
 from support.python_process import holding
-from support.runs import FINISHED_FILES, Killed
+from support.runs import FINISHED_FILES, Killed, Runs
 
 START_AGAIN = "use --overwrite to start again, or another -o"
 
@@ -234,11 +234,20 @@ def test_a_full_disk_at_the_end_leaves_the_old_output_in_place(runs, output, mon
     assert runs.run(["a", "b"])[0] == []
 
 
+LARGER = {"retry": ("length",), "sampling": SamplingParams(max_tokens=8)}
+
+
+def finished(runs: Runs, count: int, *cut: str, name: str = "o.jsonl") -> list[str]:
+    """Finishes a job of so many rows, of which some are cut by their length. Returns its prompts."""
+    runs.output, runs.reason = runs.folder / name, lambda prompt: "length" if prompt in cut else "stop"
+    prompts = [f"p{i}" for i in range(count)]
+    runs.run(prompts)
+    return prompts
+
+
 @pytest.mark.parametrize("name", ["o.jsonl", "o.csv"])
 def test_rows_after_the_limit_that_are_to_be_tried_again_stay_in_the_output(runs, name):
-    runs.output, runs.reason = runs.folder / name, lambda prompt: "length" if prompt in ("p3", "p35") else "stop"
-    prompts = [f"p{i}" for i in range(40)]
-    runs.run(prompts)
+    prompts = finished(runs, 40, "p3", "p35", name=name)
     before = runs.rows()
     assert runs.run(prompts, retry=("length",), limit=20)[0] == ["p3", "p35"]
     assert runs.rows() == before
@@ -248,9 +257,7 @@ def test_rows_after_the_limit_that_are_to_be_tried_again_stay_in_the_output(runs
 @pytest.mark.parametrize("name", ["o.jsonl", "o.csv"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_refused_run_keeps_every_result(runs, name, window):
-    runs.output, runs.reason = runs.folder / name, lambda prompt: "length" if prompt == "p3" else "stop"
-    prompts = [f"p{i}" for i in range(20)]
-    runs.run(prompts)
+    prompts = finished(runs, 20, "p3", name=name)
     others = [*prompts[:9], "new"]
     with pytest.raises(UsageError, match="11 of the 20 finished rows"):
         runs.run(others, retry=("length",), window=window)
@@ -260,20 +267,13 @@ def test_a_refused_run_keeps_every_result(runs, name, window):
 
 @pytest.mark.parametrize("name", ["o.jsonl", "o.csv"])
 def test_a_result_whose_row_is_gone_when_it_is_to_be_tried_again_comes_back_with_it(runs, name):
-    runs.output, runs.reason = runs.folder / name, lambda prompt: "length" if prompt == "p3" else "stop"
-    prompts = [f"p{i}" for i in range(40)]
-    runs.run(prompts)
+    prompts = finished(runs, 40, "p3", name=name)
     assert runs.run([*prompts[:3], *prompts[4:]], retry=("length",))[0] == []
     assert runs.run(prompts)[0] == []
 
 
-LARGER = {"retry": ("length",), "sampling": SamplingParams(max_tokens=8)}
-
-
 def test_results_of_an_earlier_limit_do_not_come_back(runs):
-    runs.reason = lambda prompt: "length" if prompt in ("p3", "p5") else "stop"
-    prompts = [f"p{i}" for i in range(10)]
-    runs.run(prompts)
+    prompts = finished(runs, 10, "p3", "p5")
     runs.reason = lambda prompt: "stop"
     assert runs.run(prompts, most=1, **LARGER)[1] is None  # killed after one of the two
     assert len(runs.run(prompts, sampling=LARGER["sampling"])[0]) == 1
@@ -281,18 +281,14 @@ def test_results_of_an_earlier_limit_do_not_come_back(runs):
 
 
 def test_a_row_that_was_away_when_the_limit_was_raised_runs_again(runs):
-    runs.reason = lambda prompt: "length" if prompt == "p3" else "stop"
-    prompts = [f"p{i}" for i in range(40)]
-    runs.run(prompts)
+    prompts = finished(runs, 40, "p3")
     runs.run([*prompts[:3], *prompts[4:]], **LARGER)
     assert runs.run(prompts, sampling=LARGER["sampling"])[0] == ["p3"]
 
 
 @pytest.mark.parametrize("more", [{}, {"sampling": SamplingParams(max_tokens=8)}])
 def test_rows_are_tried_again_after_a_run_that_was_killed_while_it_put_everything_back(runs, more, monkeypatch):
-    runs.reason = lambda prompt: "length" if prompt == "p3" else "stop"
-    prompts = [f"p{i}" for i in range(20)]
-    runs.run(prompts)
+    prompts = finished(runs, 20, "p3")
     save, putting_back = Manifest.save, []
 
     def killed(self: Manifest, path: Path) -> None:
@@ -311,21 +307,16 @@ def test_rows_are_tried_again_after_a_run_that_was_killed_while_it_put_everythin
 
 
 def test_a_refused_run_with_a_larger_limit_leaves_no_results_of_that_limit(runs):
-    runs.reason = lambda prompt: "length" if prompt == "p3" else "stop"
-    prompts = [f"p{i}" for i in range(20)]
-    runs.run(prompts)
-    larger = {"retry": ("length",), "sampling": SamplingParams(max_tokens=8), "window": 5}
+    prompts = finished(runs, 20, "p3")
     with pytest.raises(UsageError, match="of the 20 finished rows"):
-        runs.run([*prompts[:9], "new"], **larger)
+        runs.run([*prompts[:9], "new"], window=5, **LARGER)
     assert runs.run([*prompts, "new"])[0] == ["new"]
 
 
 @pytest.mark.parametrize("name", ["o.jsonl", "o.csv"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_refused_run_that_has_tried_rows_again_leaves_their_first_results(runs, name, window):
-    runs.output, runs.reason = runs.folder / name, lambda prompt: "length" if prompt == "p3" else "stop"
-    prompts = [f"p{i}" for i in range(20)]
-    runs.run(prompts)
+    prompts = finished(runs, 20, "p3", name=name)
     before, runs.reason = runs.rows(), lambda prompt: "stop"
     with pytest.raises(UsageError, match="11 of the 20 finished rows"):
         runs.run([*prompts[:9], "new"], retry=("length",), window=window)
@@ -336,9 +327,7 @@ def test_a_refused_run_that_has_tried_rows_again_leaves_their_first_results(runs
 
 @pytest.mark.parametrize("step", ["forget", "restore_forgotten", "flush"])
 def test_a_refused_run_that_is_killed_while_it_puts_everything_back_loses_nothing(runs, step, monkeypatch):
-    runs.output, runs.reason = runs.folder / "o.csv", lambda prompt: "length" if prompt == "p3" else "stop"
-    prompts = [f"p{i}" for i in range(20)]
-    runs.run(prompts)
+    prompts = finished(runs, 20, "p3", name="o.csv")
     real, others = getattr(Results, step), [*prompts[:9], "new"]
     putting_back = step == "forget"
 

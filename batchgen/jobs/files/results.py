@@ -55,14 +55,13 @@ RESULTS_FILES = (RESULTS_FILE, *_LOG_FILES, f"{RESULTS_FILE}.new", "run.sqlite")
 FORMAT = 2
 """`user_version` of the database."""
 _READ_SECONDS = 2.0
-_TABLES = """
-CREATE TABLE IF NOT EXISTS results (
-    key BLOB PRIMARY KEY, reason TEXT, value BLOB, checksum INTEGER, stays INTEGER NOT NULL DEFAULT 0);
+_COLUMNS = "key BLOB PRIMARY KEY, reason TEXT, value BLOB, checksum INTEGER, stays INTEGER NOT NULL DEFAULT 0"
+_TABLES = f"""
+CREATE TABLE IF NOT EXISTS results ({_COLUMNS});
+CREATE TABLE IF NOT EXISTS forgotten ({_COLUMNS});
 CREATE TABLE IF NOT EXISTS under_way (
     key BLOB, number INTEGER, start INTEGER, tokens INTEGER NOT NULL, value BLOB, checksum INTEGER,
     PRIMARY KEY (key, number, start)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS forgotten (
-    key BLOB PRIMARY KEY, reason TEXT, value BLOB, checksum INTEGER, stays INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS rows (number INTEGER PRIMARY KEY, key BLOB, value BLOB, checksum INTEGER);
 CREATE TABLE IF NOT EXISTS equal (key BLOB PRIMARY KEY, rows INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value BLOB, checksum INTEGER);
@@ -360,10 +359,7 @@ class Results:
             of_failed = "key IN (SELECT key FROM results WHERE reason = 'error')"
             self._write_one(f"UPDATE run.finished SET failed = 1 WHERE {of_failed}")
         marks = ",".join("?" * len(reasons))
-        self._write_one(
-            f"INSERT OR REPLACE INTO forgotten SELECT * FROM results WHERE reason IN ({marks})", tuple(reasons)
-        )
-        self._write_one(f"DELETE FROM results WHERE reason IN ({marks})", tuple(reasons))
+        self._put_aside(f"reason IN ({marks})", [tuple(reasons)])
         self.forget_reading()
         self.flush()  # before the manifest says that the results were dropped
 
@@ -374,13 +370,16 @@ class Results:
             for key, result in _read_all(self._db, self._asked)
             if result is not None and any(c.finish_reason == "length" for c in result.completions)
         ]
-        self._many("INSERT OR REPLACE INTO forgotten SELECT * FROM results WHERE key = ?", cut)
-        self._many("DELETE FROM results WHERE key = ?", cut)
+        self._put_aside("key = ?", cut)
         begun = self.under_way().items()
         ended = [(key, number) for key, parts in begun for number, c in parts.items() if c.finish_reason == "length"]
         self._many("DELETE FROM under_way WHERE key = ? AND number = ?", ended)
         self.forget_reading()
         self.flush()  # before the manifest names the new limit, which the remaining results fit
+
+    def _put_aside(self, condition: str, entries: Sequence[Sequence[Any]]) -> None:
+        self._many(f"INSERT OR REPLACE INTO forgotten SELECT * FROM results WHERE {condition}", entries)
+        self._many(f"DELETE FROM results WHERE {condition}", entries)
 
     @property
     def forgotten_count(self) -> int:

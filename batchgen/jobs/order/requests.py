@@ -192,9 +192,8 @@ class RequestReader:
             key, is_equal = keys[row.number], row.number in equal
             result = stored.get(key)
             wanted = self._is_wanted(row.number, self._job.kept_rows if key in earlier else 0)
-            if not wanted and (
-                key not in earlier or is_equal
-            ):  # the result of an equal row is in the output with that row
+            # The result of an equal row is in the output with that row.
+            if not wanted and (key not in earlier or is_equal):
                 continue
             read.rows.append(row)
             read.keys[row.number] = key
