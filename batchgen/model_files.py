@@ -106,9 +106,13 @@ INT8_SMALL = 16
 def is_int8_layer(name: str, shape: Sequence[int]) -> bool:
     """Whether a tensor is the weight of a layer, or of that of all experts, that `--quantize int8` packs, judged by its name and shape."""
     parts = name.split(".")
-    if parts[-1] != "weight" or not any(map(str.isdigit, parts)):
+    if not any(map(str.isdigit, parts)):
         return False
-    return (len(shape) == 3 and "experts" in parts) or (len(shape) == 2 and INT8_SMALL * shape[0] > shape[1])
+    if parts[-1] != "weight":
+        return "experts" in parts and len(shape) >= 2 and not parts[-1].endswith("bias")
+    if len(shape) == 3:
+        return not {"experts", "input_linear", "output_linear"}.isdisjoint(parts)
+    return len(shape) == 2 and INT8_SMALL * shape[0] > shape[1]
 
 
 def gguf_file(config: ModelConfig) -> Path | None:

@@ -21,7 +21,7 @@ from batchgen.kernels import recurrent
 from batchgen.kernels.build import DTYPES
 from batchgen.kernels.coded import PartsInPanels
 from batchgen.kernels.codes import PackedTensor
-from batchgen.kernels.experts import FusedExperts
+from batchgen.kernels.experts import FusedExperts, LinearOfExperts, MixtureOfScaledInputs
 from batchgen.kernels.int8 import Int8Linear
 from batchgen.kernels.ops import (
     Activation,
@@ -121,7 +121,7 @@ def fuse_linear(model: torch.nn.Module, packing: Packing) -> Counter[str]:
         shared = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
         replace_parts(model, "gated MLPs", lambda part: _mlp(part, shared, packing), count, packing)
         replace_parts(model, "experts", lambda part: _experts(part, shared, packing), count, packing)
-        _fuse_routers(model, count)
+        _fuse_functional(model, count)
         replace_parts(model, "patches", _patches, count)
         replace_parts(model, "linear layers", lambda part: _linear(part, shared, packing), count, packing)
     return count
@@ -315,7 +315,13 @@ def _mlp(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module |
 
 
 def _experts(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
-    """Returns the fused experts of a module that transformers' `use_experts_implementation` has decorated; None for others."""
+    """Returns what replaces the experts of a mixture; None for other modules."""
+    made = _OTHER_EXPERTS.get(known_code(part), _decorated_experts)
+    return made(part, shared, packing)
+
+
+def _decorated_experts(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
+    """Replaces experts that transformers' `use_experts_implementation` has decorated."""
     names = ("gate_up_proj" if getattr(part, "has_gate", True) else "up_proj", "down_proj")
     found: list[Any] = [part._parameters.get(name) for name in names]
     if (
@@ -377,6 +383,83 @@ def _few_experts(part: Any) -> tuple[Any, torch.Tensor]:
     return few, places
 
 
+def _linear_of_experts(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
+    """Replaces JetMoE's: each expert of an MLP or of attention is two of these layers."""
+    weight = part.weight
+    if not (is_plain(weight) and shared[id(weight)] == 1 and packing.can_pack_experts([weight])):
+        return None
+    fused = LinearOfExperts(packing.pack_experts([weight], [None], Gating()))
+    counts = [3] if len(weight) == 1 else [1, *[0] * (len(weight) - 2), 2]
+    return fused if packing.agrees(lambda x: part(x[0], counts), lambda x: fused(x[0], counts), [weight]) else None
+
+
+def _experts_in_one_weight(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
+    """Replaces DBRX's."""
+    names = ("w1", "v1", "w2")
+    if not _are_plain([getattr(part.mlp, name) for name in names], shared):
+        return None
+    gate, up, down = (getattr(part.mlp, name).view(part.num_experts, -1, part.hidden_size) for name in names)
+    return _gated_experts(part, part.mlp.activation_fn, [gate, up], down.transpose(1, 2), packing)
+
+
+def _experts_with_identities(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
+    """Replaces LongCat's."""
+    if not _are_plain([part.gate_up_proj, part.down_proj], shared):
+        return None
+    gate_up = part.gate_up_proj[: part.num_routed_experts]
+    return _gated_experts(
+        part, part.act_fn, list(gate_up.chunk(2, 1)), part.down_proj, packing, identities=part.zero_expert_num
+    )
+
+
+def _gated_experts(
+    part: Any, act_fn: Any, gate_and_up: list[torch.Tensor], down: torch.Tensor, packing: Packing, identities: int = 0
+) -> torch.nn.Module | None:
+    fused = _packed_experts(act_fn, gate_and_up, down, packing, identities)
+    last = len(down) + identities - 1
+    index, by = torch.tensor([[0, last]] * 3), torch.tensor([[0.5, 0.25]]).to(down.dtype).expand(3, 2)
+    if fused is None or not packing.agrees(
+        lambda x: part(x[0], index, by).flatten(0, -2), lambda x: fused(x[0], index, by), [*gate_and_up, down]
+    ):
+        return None
+    return fused
+
+
+def _packed_experts(
+    act_fn: Any, gate_and_up: list[torch.Tensor], down: torch.Tensor, packing: Packing, identities: int = 0
+) -> FusedExperts | None:
+    act = ACTIVATIONS.get(type(act_fn))
+    if act is None or not packing.can_pack_experts([*gate_and_up, down]):
+        return None
+    up = packing.pack_experts(gate_and_up, [None, None], Gating(act))
+    return FusedExperts(up, packing.pack_experts([down], [None], Gating()), identities=identities)
+
+
+def _mixture_of_scaled_inputs(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
+    """Replaces Llama 4's, which runs every expert on every token."""
+    plain = [part.experts.gate_up_proj, part.experts.down_proj]
+    if not _are_plain(plain, shared):
+        return None
+    gate_up, down = (weight.transpose(1, 2) for weight in plain)
+    experts = _packed_experts(part.experts.act_fn, list(gate_up.chunk(2, 1)), down, packing)
+    if experts is None:
+        return None
+    fused = MixtureOfScaledInputs(part, experts)
+    return fused if packing.agrees(lambda x: part(x)[0], lambda x: fused(x)[0], [gate_up, down]) else None
+
+
+_OTHER_EXPERTS: dict[Code | None, Callable[[Any, Counter[int], Packing], torch.nn.Module | None]] = {
+    Code.LINEAR_OF_EXPERTS: _linear_of_experts,
+    Code.EXPERTS_IN_ONE_WEIGHT: _experts_in_one_weight,
+    Code.EXPERTS_WITH_IDENTITIES: _experts_with_identities,
+    Code.SCALED_INPUTS: _mixture_of_scaled_inputs,
+}
+
+
+def _are_plain(weights: list[Any], shared: Counter[int]) -> bool:
+    return all(weight is not None and is_plain(weight) and shared[id(weight)] == 1 for weight in weights)
+
+
 class _Functional:
     """`torch.nn.functional`, whose linear layers are a kernel."""
 
@@ -390,23 +473,23 @@ class _Functional:
         return torch.nn.functional.linear(x, weight, bias)
 
 
-def _fuse_routers(model: torch.nn.Module, count: Counter[str]) -> None:
-    """Gives routers a copy of their forward whose linear layer is a kernel: torch's result for a row depends on the rows beside it."""
+def _fuse_functional(model: torch.nn.Module, count: Counter[str]) -> None:
+    """Gives routers and other modules that call `functional.linear` a copy of their forward in which it is a kernel: torch's result for a
+    row depends on the rows beside it.
+    """
     for module in model.modules() if is_fast() else ():
-        forward: Any = own_forward(module)
-        if forward is None or "Router" not in type(module).__name__ or module._parameters.get("weight") is None:
-            continue
-        stand_ins = _stand_ins(module, forward)
+        forward: Any = None if type(module).__module__.startswith("torch.") else own_forward(module)
+        stand_ins = {} if forward is None else _stand_ins(module, forward)
         if stand_ins:
             module.forward = MethodType(with_names(forward, stand_ins), module)
-            count["routers"] += 1
+            count["functional linear layers"] += 1
 
 
-def _stand_ins(router: Any, forward: Any) -> dict[str, Any]:
-    """Returns what names in a router's forward must mean for its linear layer to be a kernel; nothing if it has no such layer."""
+def _stand_ins(module: Any, forward: Any) -> dict[str, Any]:
+    """Returns what names in a module's forward must mean for its linear layer to be a kernel; nothing if it calls no such function."""
     functional, names = _Functional(), names_in(forward)
-    if "super" in names and isinstance(router, torch.nn.Linear):  # it is the layer itself (PhiMoE, Llama 4)
-        layer = SimpleNamespace(forward=lambda x: functional.linear(x, router.weight, router.bias))
+    if "super" in names and isinstance(module, torch.nn.Linear):  # it is the layer itself (PhiMoE, Llama 4)
+        layer = SimpleNamespace(forward=lambda x: functional.linear(x, module.weight, module.bias))
         return {"super": lambda: layer}
     found = {name: forward.__globals__.get(name) for name in names & {"F", "nn"} if "linear" in names}
     if found.get("F") is not torch.nn.functional and found.get("nn") is not torch.nn:

@@ -44,6 +44,14 @@ class Code(Enum):
     """Of experts: the activation of the first half, times the second."""
     CLAMPED_GATE = auto()
     """The same as in gpt-oss, which limits both."""
+    LINEAR_OF_EXPERTS = auto()
+    """A linear layer of each expert, of rows in the order of their experts."""
+    EXPERTS_IN_ONE_WEIGHT = auto()
+    """Experts whose weights [E N, K] lie in a module of their own."""
+    EXPERTS_WITH_IDENTITIES = auto()
+    """Experts of which the last ones return their input."""
+    SCALED_INPUTS = auto()
+    """A mixture that multiplies the inputs of experts, not their results, by the router's scores, and has an expert for all tokens."""
     ATTENTION = auto()
     """Projections, norms of queries and keys if the module has them, rotary embeddings, the attention function, an output projection."""
     GATED_ATTENTION = auto()
@@ -92,6 +100,11 @@ _KNOWN = {
     "6aa2f77a83a62b34": Code.EXPERTS_GATE,  # Mixtral, Qwen, DeepSeek and most others
     "bc94e156905e605e": Code.CLAMPED_GATE,  # gpt-oss
     "db1b456f3258afa3": Code.CLAMPED_GATE,  # MiniMax M3
+    "d5c21357db088a82": Code.LINEAR_OF_EXPERTS,  # JetMoE
+    "5882037cc3427aba": Code.EXPERTS_IN_ONE_WEIGHT,  # DBRX
+    "1b91a2cac1a40458": Code.EXPERTS_IN_ONE_WEIGHT,  # DBRX in transformers 5.17
+    "2608468f1bce0039": Code.EXPERTS_WITH_IDENTITIES,  # LongCat
+    "f90e40e49694bbd3": Code.SCALED_INPUTS,  # Llama 4
     "fa0e90a75b25ff48": Code.ATTENTION,  # Llama, Granite, Gemma
     "97acd339d020cb25": Code.ATTENTION,  # Qwen 2, Ministral
     "93e1f694cf0a1a5c": Code.ATTENTION,  # Mistral, Mixtral

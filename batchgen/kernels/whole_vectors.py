@@ -31,7 +31,7 @@ _MOVES = frozenset(
 """What is done with a layer's output before its activation."""
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 """Modules of Python with classes of activations."""
-_GATES = frozenset(("b_proj", "gate", "in_proj_b", "in_proj_ba"))
+_GATES = frozenset(("b_proj", "g_proj", "gate", "in_proj_b", "in_proj_ba"))
 """Names of layers whose outputs' method `sigmoid` is called."""
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from batchgen.kernels.codes import PackedTensor
-from batchgen.kernels.experts import FusedExperts
+from batchgen.kernels.experts import FusedExperts, LinearOfExperts
 from batchgen.kernels.ops import Activation
 from support.codings import CODINGS, SIZE, bits_of, weight_of
 from support.fusing import fuse
@@ -55,6 +55,9 @@ def test_experts_of_codes_compute_what_those_of_their_numbers_do_to_the_last_bit
         ("gpt_oss", Activation.CLAMPED),
         ("minimax_m3_vl_text", Activation.CLAMPED),
         ("gemma4_text/experts", Activation.GELU_TANH),
+        ("dbrx", Activation.SILU),
+        ("longcat_flash", Activation.SILU),  # with experts that return their input
+        ("llama4_text", Activation.SILU),  # whose inputs are scaled
         ("nemotron_h", Activation.NONE),  # without a gate
         ("hy_v4", Activation.NONE),  # with a gate that torch computes
     ],
@@ -68,6 +71,16 @@ def test_experts_are_replaced_and_the_logits_stay_the_same(name: str, activation
     assert found["experts"] == len(fused) > 0
     assert {part.up.activation for part in fused} == {activation}
     assert not any("experts" in name.split(".") for name, _ in model.named_parameters())
+    torch.testing.assert_close(model(input_ids=IDS, use_cache=False).logits, plain, atol=2e-5, rtol=2e-5)
+
+
+@torch.inference_mode()
+def test_linear_layers_of_experts_are_replaced_and_the_logits_stay_the_same() -> None:
+    model = build("jetmoe")
+    plain = model(input_ids=IDS, use_cache=False).logits
+    found = fuse(model)
+    fused = [part for part in model.modules() if isinstance(part, LinearOfExperts)]
+    assert found["experts"] == len(fused) == 8
     torch.testing.assert_close(model(input_ids=IDS, use_cache=False).logits, plain, atol=2e-5, rtol=2e-5)
 
 

@@ -2,7 +2,7 @@
 
 import errno
 import os
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ pytestmark = [
 ]
 PROMPTS = [list(range(3, 60)), [*range(3, 50), 7, 8, 9], [11, 12], list(range(70, 120))]
 LENGTHS = [6, 3, 8, 4]
-PLAIN = {"llama": 5, "qwen3_moe": 4, "qwen3_5_text": 4, "gpt2": 4}
+PLAIN = {"llama": 5, "qwen3_moe": 4, "qwen3_5_text": 4, "gpt2": 4, "longcat_flash": 2, "llama4_text": 4, "jetmoe": 2}
 """Plain models, with their numbers of layers."""
 
 
@@ -52,7 +52,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 KINDS = (*PLAIN, "awq", "gptq", "mxfp4", "fp8 experts")
-QUICK = zip(KINDS, ("float32", "bfloat16") * 4, ("auto", "auto", "off", "off") * 2, strict=True)
+QUICK = zip(KINDS, cycle(("float32", "bfloat16")), cycle(("auto", "auto", "off", "off")), strict=False)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_only_files_that_the_index_names_count(tmp_path):
     assert weight_files(config_of(tmp_path)) == [tmp_path / "model.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "granitemoe", "llama4_text", "longcat_flash"])
 def test_the_memory_of_a_mixture_in_8_bits_is_known_before(name, tmp_path):
     if kernels() is None:
         pytest.skip("the kernels cannot be compiled here")

@@ -171,7 +171,8 @@ class ExpertPages:
         part.register_forward_pre_hook(self._read_chosen)
 
     def _read_chosen(self, _: torch.nn.Module, arguments: Any) -> None:
-        chosen = [self.pages[expert] for expert in arguments[1].unique().tolist()]
+        # Experts behind those with weights return their input.
+        chosen = [self.pages[expert] for expert in arguments[1].unique().tolist() if expert < len(self.pages)]
         if not self.ahead:
             for pages in chosen:
                 pages.ask()
