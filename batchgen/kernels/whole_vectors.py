@@ -30,7 +30,12 @@ _MOVES = frozenset(
 )  # fmt: skip
 """What is done with a layer's output before its activation."""
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
-"""Modules of Python with classes of activations."""
+"""Modules of Python with classes of activations,"""
+_NOT_ELEMENTWISE = tuple(
+    getattr(torch.nn, name)
+    for name in ("GLU", "LogSoftmax", "MultiheadAttention", "PReLU", "Softmax", "Softmax2d", "Softmin")
+)
+"""and others of them, whose result for a number depends on where it lies."""
 _GATES = frozenset(("b_proj", "g_proj", "gate", "in_proj_b", "in_proj_ba"))
 """Names of layers whose outputs' method `sigmoid` is called."""
 
@@ -59,7 +64,7 @@ def fill_activations(model: torch.nn.Module) -> None:
     """Makes what a model calls of these functions fill up its tensors. Nothing may replace its forwards later."""
     module: Any
     for module in reversed(list(model.modules())):  # a layer's own forward before what is done with its output
-        if type(module).__module__ in _ACTIVATIONS:
+        if type(module).__module__ in _ACTIVATIONS and not isinstance(module, _NOT_ELEMENTWISE):
             module.forward = partial(filled, module.forward)
             continue
         for name, value in list(vars(module).items()):

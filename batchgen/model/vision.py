@@ -30,6 +30,7 @@ from batchgen.errors import ModelError, RowError, in_one_line, is_out_of_memory
 from batchgen.kernels.fusion import Packing, fuse_linear, fuse_small_parts
 from batchgen.kernels.ops import is_fast
 from batchgen.kernels.transfer import put
+from batchgen.kernels.whole_vectors import fill_activations
 from batchgen.model.image_positions import canvas_positions, column_row_number, time_row_column
 from batchgen.model.multimodal import Absent, without_timm
 from batchgen.prompts.images import FAMILIES, ImageProcessor, canvas_marks
@@ -320,6 +321,7 @@ class Vision:
         if self._fuse:
             fuse_small_parts(encoder)
             fuse_linear(encoder, Packing())
+            fill_activations(encoder)
         return encoder
 
     @cached_property

@@ -66,6 +66,17 @@ def test_what_a_module_calls_of_them_is_found(module):
     assert torch.equal(model(rows), torch.cat([model(row[None]) for row in rows]))
 
 
+@pytest.mark.parametrize(
+    "module", [torch.nn.Softmax(-1), torch.nn.GLU(), torch.nn.PReLU(12)], ids=lambda m: type(m).__name__
+)
+def test_layers_that_are_not_elementwise_stay_as_they_are(module):
+    rows = NUMBERS[: 8 * 12].view(8, 12)
+    model = torch.nn.Sequential(module)
+    expected = model(rows)
+    fill_activations(model)
+    assert torch.equal(model(rows), expected)
+
+
 QUICK = ("qwen3_5_text", "deepseek_v3", "gpt2", "falcon")
 SLOW = ("qwen3_next", "mamba2", "gpt_neox", "phi", "starcoder2", "kimi_linear", "gpt2/scaled", "falcon/alibi", "falcon/groups")  # fmt: skip
 

@@ -33,7 +33,7 @@ from batchgen.records.rows import Row
 from batchgen.request import IMAGE_IDS, Request, leaves_of
 from batchgen.result import Result
 from batchgen.sampling_params import SamplingParams
-from support.models import memory_for, run
+from support.models import kernels, memory_for, run
 from support.params import slow_but
 from support.vision import FAMILIES, ID, Reference, make, picture
 
@@ -171,6 +171,27 @@ def test_rows_with_images_write_what_generate_writes(sees: Sees, mode: str) -> N
         assert sees.model.vision.encoded == len({shown.token for request in requests for shown in request.images})
         plan = plan_prefixes([leaf.tokens for leaf in leaves_of(requests)], 16)
         assert mode == "nothing shared" or engine.stats.prefill_tokens == plan.prefill_tokens_min
+
+
+@pytest.mark.skipif(kernels() is None, reason="the kernels cannot be compiled here")
+@pytest.mark.parametrize(
+    ("sees", "dtype"),
+    slow_but([("gemma4", "float32")], product(sorted(FAMILIES), ["float32", "bfloat16"])),
+    indirect=["sees"],
+)
+def test_log_probabilities_of_a_row_with_images_are_the_same_alone_and_in_every_job(sees: Sees, dtype: str) -> None:
+    other, before = copy(sees), torch.get_num_threads()
+    other.model = load_model(ModelConfig(model=str(sees.folder), device="cpu", dtype=dtype), sees.tokenizer)
+    requests = other.build(CONVERSATIONS, logprobs=3)
+    try:
+        torch.set_num_threads(1)
+        alone = [run(other.engine(debug=False), [request])[0].completions for request in requests]
+        for threads, options in enumerate(MODES.values(), 1):
+            torch.set_num_threads(threads)
+            results = run(other.engine(debug=False, **options), requests, share=options.get("share", True))
+            assert [result.completions for result in results] == alone
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
