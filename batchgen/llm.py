@@ -30,7 +30,7 @@ from batchgen.prompts.images import PromptImages
 from batchgen.prompts.params import translated
 from batchgen.records import Row, RowForm
 from batchgen.records.frames import frame_of
-from batchgen.records.output import id_digest, own_id
+from batchgen.records.output import id_digest, own_id, parts_asked
 from batchgen.request import Request, leaves_of
 from batchgen.result import OnResult, OnToken, Result
 from batchgen.sampling.grammars import Vocabulary
@@ -253,9 +253,17 @@ class LLM:
         builder.check_columns(rows)
         results = self._results_of(rows, given, options)
         head = self.tokenizer.head
-        asked = [] if head is None else [head.result_name]
-        asked += ["valid"] if any(result.valid is not None for result in results) else []
-        form = RowForm(reasoning=builder.reasoning, tool_calls=builder.tool_calls, asked=tuple(asked))
+        params = given if isinstance(given, list) else [given or SamplingParams()]
+        asked = {part for one in params for part in parts_asked(one)} if head is None else {head.result_name}
+        if any(result.valid is not None for result in results):
+            asked.add("valid")
+        optional = asked.union(builder.optional_results(frame.types()))
+        form = RowForm(
+            reasoning=builder.reasoning,
+            tool_calls=builder.tool_calls,
+            asked=tuple(sorted(asked)),
+            optional=tuple(sorted(optional)),
+        )
         return frame.with_results(rows, results, form)
 
     def score(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from batchgen.errors import UsageError
 from support.tiny_model import CONTEXT_LENGTH, save_tiny_llama
 
 pytest.importorskip("lm_eval")
@@ -201,14 +202,16 @@ def test_requests_that_cannot_run_raise_one_clear_error(models, model_dir):
     from batchgen.lm_eval import BatchgenLM
 
     _, ours = models
-    with pytest.raises(ValueError, match=r"^max_gen_toks must be below max_length, which is 512, not 512$"):
+    with pytest.raises(UsageError, match=r"^max_gen_toks must be below max_length, which is 512, not 512$"):
         ours.generate_until(requests("generate_until", ("a", {"max_gen_toks": 512})))
-    with pytest.raises(ValueError, match=r"^unknown parameter 'best_of_all'$"):
+    with pytest.raises(UsageError, match=r"^--gen_kwargs: unknown parameter 'best_of_all'$"):
         ours.generate_until(requests("generate_until", ("a", {"best_of_all": 2})))
-    with pytest.raises(ValueError, match=r"^a continuation has 513 tokens, more than max_length, which is 512$"):
+    with pytest.raises(UsageError, match=r"^a continuation has 513 tokens, more than max_length, which is 512$"):
         ours.loglikelihood(requests("loglikelihood", ("a", "b" * 513)))
-    with pytest.raises(ValueError, match=r"^max_length must be from 1 to the model's context of 512 tokens, not 513$"):
+    with pytest.raises(UsageError, match=r"^max_length must be from 1 to the model's context of 512 tokens, not 513$"):
         BatchgenLM(str(model_dir), max_length=513, device="cpu")
+    with pytest.raises(UsageError, match=r"^--model_args has the unknown option 'foo'; its options are those of LLM"):
+        BatchgenLM(str(model_dir), foo=1, device="cpu")
 
 
 def test_thoughts_are_removed_from_the_answer(models, monkeypatch):

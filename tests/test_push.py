@@ -71,6 +71,17 @@ def test_an_output_is_pushed_once_and_a_changed_output_replaces_it(hub, run, wri
     assert set(repo.files) == {".gitattributes", "README.md", SHARD}
 
 
+def test_a_private_dataset_stays_private_and_says_so(hub, run, write_jsonl):
+    assert run().code == 0
+    write_jsonl([*ROWS, {"prompt": "more"}])
+    again = run("--push-public")
+    assert (again.code, hub.repos["me/answers"].private) == (0, True)
+    assert (
+        f"{hub.endpoint}/datasets/me/answers stays private, as it was before: make it public in its settings\n"
+        in again.err
+    )
+
+
 def test_an_output_that_another_process_is_pushing_is_refused(hub, run):
     assert run().code == 0
     job = run.output.parent / f"{run.output.name}.job"

@@ -316,6 +316,8 @@ def test_standard_streams_and_remote_outputs_cannot_have_shards(tiny_model_dir, 
         run_job(replace(config, inputs=("-",)))
     with pytest.raises(UsageError, match=r"the shards of s3://b/o\.jsonl need a folder that all of them see"):
         run_job(replace(config, output="s3://b/o.jsonl"))
+    with pytest.raises(UsageError, match=r"^there is no folder none to write to; create it with mkdir -p none$"):
+        run_job(replace(config, output="memory://b/o.jsonl", work_dir="none"))
 
 
 def test_shards_in_a_folder_on_an_object_store_are_refused_before_anything_is_written(

@@ -174,8 +174,8 @@ def _connect(model: ModelConfig) -> None:
             ray.init(address=model.ray, **options)
     except ConnectionError as e:
         raise UsageError(
-            f"there is no Ray cluster at {model.ray}: {_first_line(e)}",
-            "start one with ray start --head, name its address, or use --ray local",
+            f"Ray does not connect to a cluster at {model.ray}: {_first_line(e)}",
+            "start one with ray start --head, or, if the cluster asks for a token, set RAY_AUTH_MODE=token",
         ) from e
     except (RuntimeError, ValueError, OSError) as e:
         raise UsageError(

@@ -11,7 +11,7 @@ from typing import Any
 from batchgen.config import RETRY_REASONS, JobConfig
 from batchgen.errors import UsageError
 from batchgen.jobs.base import JobSpec
-from batchgen.jobs.files.disk import sync_folder
+from batchgen.jobs.files.disk import check_parent, sync_folder
 from batchgen.jobs.files.manifest import (
     FIRST_LIMIT,
     LIMIT,
@@ -77,8 +77,8 @@ def check_place(output: str, target: Target, folder: Path, overwrite: bool) -> N
     else:  # what is there says more than a suffix
         target.check()
         output_format(output)
-    if not folder.parent.is_dir() and folder.parent != jobs_folder():
-        raise UsageError(f"there is no folder {folder.parent} to write to", f"create it with mkdir -p {folder.parent}")
+    if folder.parent != jobs_folder():
+        check_parent(folder)
     if (folder / "manifest.json").exists():
         return
     if folder.exists():

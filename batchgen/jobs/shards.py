@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from batchgen.config import RETRY_REASONS, InputLimits
 from batchgen.errors import OutputError, OutputLocked, UsageError
 from batchgen.jobs.base import HeldResults, JobSpec
-from batchgen.jobs.files.disk import sync_folder, write_json, writing
+from batchgen.jobs.files.disk import check_parent, sync_folder, write_json, writing
 from batchgen.jobs.files.lease import Lease, check_free_here, check_shared_folder, holder_of_lease, last_claim
 from batchgen.jobs.files.manifest import differences
 from batchgen.jobs.files.results import RESULTS_FILE
@@ -215,6 +215,7 @@ def open_shard(
     output, folder = spec.output, job_path(spec.output, spec.work_dir)
     if is_url(output) and spec.work_dir is None:
         raise UsageError(f"the shards of {output} need a folder that all of them see", "name it with --work-dir")
+    check_parent(folder)
     check_shared_folder(folder)
     with writing(folder):
         folder.mkdir(exist_ok=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -50,7 +51,7 @@ class BatchgenLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped
         max_batch_size: object = None,
         **options: Any,
     ) -> None:
-        """Loads the model. Raises `BatchgenError`; `TypeError` for an unknown option, `ValueError` for a `max_length` beyond the context.
+        """Loads the model. Raises `BatchgenError`, also for an unknown option and for a `max_length` beyond the context.
 
         The named arguments are those of the harness's model `hf`; `batch_size` and `max_batch_size` are not needed. `options` are those of `LLM`
         (`dtype`, `quantize`, …) and of `EngineConfig` (`kv_memory`, …).
@@ -59,11 +60,16 @@ class BatchgenLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped
         engine = {name: options.pop(name) for name in _ENGINE & options.keys()}
         if device == _HARNESS_DEVICE and pick_device("auto").type != "cuda":
             device = "auto"
+        unknown = options.keys() - signature(LLM).parameters.keys()
+        if unknown:
+            raise UsageError(
+                f"--model_args has the unknown option {min(unknown)!r}", "its options are those of LLM and EngineConfig"
+            )
         self.llm = LLM(pretrained, device=device, engine=EngineConfig(**engine), **options)
         self.tokenizer = self.llm.tokenizer.hf_tokenizer
         context = self.llm.tokenizer.context_length
         if max_length is not None and not 1 <= max_length <= context:
-            raise ValueError(f"max_length must be from 1 to the model's context of {context} tokens, not {max_length}")
+            raise UsageError(f"max_length must be from 1 to the model's context of {context} tokens, not {max_length}")
         self.max_length: int = max_length or context
         self.max_gen_toks = max_gen_toks
         thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
@@ -156,7 +162,7 @@ class BatchgenLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Returns the text generated after each context, up to the first of its stop texts.
 
-        Raises `ValueError` for a generation parameter that batchgen does not have, or for `max_gen_toks` that leave no room for a context.
+        Raises `UsageError` for a generation parameter that batchgen does not have, or for `max_gen_toks` that leave no room for a context.
         """
         bos = self.tokenizer.bos_token
         tokens = self._encoded([request.args[0] for request in requests], bos)
@@ -165,12 +171,15 @@ class BatchgenLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped
             until, own = self._sampling(request.args[1])
             room = self.max_length - own["max_tokens"]
             if room < 1:
-                raise ValueError(
+                raise UsageError(
                     f"max_gen_toks must be below max_length, which is {self.max_length}, not {own['max_tokens']}"
                 )
             stops.append(until)
             prompts.append(context[-room:])
-            params.append(one_params(own))
+            try:
+                params.append(one_params(own))
+            except (TypeError, ValueError) as e:
+                raise UsageError(f"--gen_kwargs: {e}") from None
         texts = [""] * len(requests)
 
         def finish(place: int, result: Result) -> None:
@@ -187,7 +196,7 @@ class BatchgenLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped
         rows = []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
-                raise ValueError(
+                raise UsageError(
                     f"a continuation has {len(continuation)} tokens, more than max_length, which is {self.max_length}"
                 )
             tokens = (context + continuation)[-(self.max_length + 1) :]

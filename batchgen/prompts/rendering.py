@@ -530,7 +530,7 @@ class Renderer:
         if found:
             one = len(found) == 1
             self.note(
-                f"column{'' if one else 's'} {quoted(found)} {'is' if one else 'are'} copied to the output and not used as "
+                f"column{'' if one else 's'} {quoted(found)} {'is' if one else 'are'} not used as "
                 f"sampling parameter{'' if one else 's'}; name {'it' if one else 'them'} in --row-params to use {'it' if one else 'them'}",
                 "columns",
             )

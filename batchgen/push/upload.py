@@ -108,6 +108,8 @@ def _push(
 
     hub, repo = HfApi(), repo_of(config.push or "")
     address = str(hub.create_repo(repo, repo_type="dataset", private=not config.push_public, exist_ok=True))
+    if config.push_public and hub.repo_info(repo, repo_type="dataset").private:
+        tell(f"{address} stays private, as it was before: make it public in its settings")
     digest, there = manifest.outputs[0][DIGEST], _dataset_files(repo)
     earlier = {name for name in there if name.startswith(f"data/{SPLIT}-")}
     if earlier and f"{MARK}{digest}" in _card_of(repo, there):

@@ -38,6 +38,10 @@ class Frame(ABC):
                     rows.append(Row(len(rows), columns, None, source))
         return rows
 
+    def types(self) -> dict[str, Any]:
+        """Returns the Arrow types of the columns by name; None for columns of Python objects."""
+        return {field.name: field.type for field in type(self)(self._table[:0])._arrow().schema}
+
     def with_results(self, rows: Sequence[Row], results: Sequence[Result], form: RowForm) -> Any:
         """Returns a new table of the same kind: the caller's columns, then one column for each field of a result.
 
@@ -47,6 +51,7 @@ class Frame(ABC):
         out = [output_row(row, result, form) for row, result in zip(rows, results, strict=True)]
         there = {name for row in out for name in row}
         types = result_types(form).items()
+        there.update(form.optional)
         fields = [pa.field(name, of) for name, of in types if name in there or name not in OPTIONAL_RESULTS]
         return self._joined(renamed, pa.table([result_array(out, field) for field in fields], schema=pa.schema(fields)))
 
@@ -88,6 +93,10 @@ class _Pandas(Frame):
                 for row, value, missing in zip(rows, column, column.isna(), strict=True):
                     row.columns[name] = None if missing else _plain(value)
         return rows
+
+    def types(self) -> dict[str, Any]:
+        known = super().types()
+        return {name: known.get(name) for name in self._columns()}
 
     def _columns(self) -> list[str]:
         return [str(name) for name in self._table.columns]
@@ -135,6 +144,9 @@ class _Polars(Frame):
 
 class _Datasets(Frame):
     """`datasets` has no maps, so `choice_probs` is a list of `key` and `value`."""
+
+    def types(self) -> dict[str, Any]:
+        return {field.name: field.type for field in self._table.features.arrow_schema}
 
     def _columns(self) -> list[str]:
         return list(self._table.column_names)

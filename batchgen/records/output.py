@@ -23,6 +23,7 @@ from batchgen.records.remote import address, is_url, plain_name
 from batchgen.records.result_values import completion_values, ids_known, plain_calls, plain_parts
 from batchgen.records.rows import Row
 from batchgen.result import Result
+from batchgen.sampling_params import SamplingParams
 
 _MAX_NAME = 100  # characters that the folder of a remote output's job takes from its name
 
@@ -98,16 +99,26 @@ def row_form(
 def _asked(config: JobConfig, head: OutputHead | None) -> tuple[str, ...]:
     if head is not None:
         return (head.result_name,)
-    sampling = config.sampling
-    asked = {
-        "choices": sampling.n > 1 or sampling.logprobs is not None,
-        "choice_probs": bool(sampling.choices) or config.prompts.choices_column is not None,
-        "valid": sampling.json_schema is not None or "json_schema" in config.prompts.row_params,
-        "parsed": config.parse is not None,
-    }
     if config.prompts.score or config.prompts.prompt_logprobs:
         return ("score", "prompt_logprobs") if config.prompts.prompt_logprobs else ("score",)
-    return tuple(name for name, wanted in asked.items() if wanted)
+    parts = parts_asked(config.sampling)
+    if config.prompts.choices_column is not None:
+        parts.add("choice_probs")
+    if "json_schema" in config.prompts.row_params:
+        parts.add("valid")
+    if config.parse is not None:
+        parts.add("parsed")
+    return tuple(name for name in ("choices", "choice_probs", "valid", "parsed") if name in parts)
+
+
+def parts_asked(sampling: SamplingParams) -> set[str]:
+    """Returns the parts of a result, of those that only some rows have, that these parameters ask for."""
+    asked = {
+        "choices": sampling.n > 1 or sampling.logprobs is not None,
+        "choice_probs": bool(sampling.choices),
+        "valid": sampling.json_schema is not None,
+    }
+    return {name for name, wanted in asked.items() if wanted}
 
 
 def _schema_of_parsed(config: JobConfig) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from batchgen.errors import OutputError
 from batchgen_cli.merge import merge_shards
 from batchgen_cli.models import models
 from batchgen_cli.options import Command, CommandGroup, similar
@@ -78,6 +79,10 @@ def _main_options(
 ) -> None: ...
 
 
+_WRITTEN_BY_TYPER = {"--help", "-h", "--version", "--show-completion"}
+"""Options whose text is not written by `process.stdout`."""
+
+
 def run_command(arguments: Sequence[str] | None = None) -> None:
     """Runs the command and exits with its code. A wrong command line is reported in one line."""
     _wait_asleep()
@@ -89,6 +94,10 @@ def run_command(arguments: Sequence[str] | None = None) -> None:
             code = parser()(args=arguments, prog_name="batchgen", standalone_mode=False)
         except typer.Abort:
             raise KeyboardInterrupt from None
+        except OSError as e:
+            if isinstance(e, BrokenPipeError) or _WRITTEN_BY_TYPER.isdisjoint(arguments):
+                raise
+            raise OutputError(f"standard output cannot be written: {e.strerror or e}") from e
         except Exception as e:
             # Typer's own errors (an unknown option, a missing argument), whose classes differ between its versions.
             if not hasattr(e, "format_message"):

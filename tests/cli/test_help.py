@@ -2,6 +2,9 @@
 
 import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import typer.main
@@ -75,6 +78,16 @@ def test_completion_knows_the_options_and_their_values(shell):
     assert "--temperature" in completed("batchgen run --temp")
     assert completed("batchgen run --dtype fl") == ["float32", "float16"]
     assert "status" in completed("batchgen st")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["run", "--help"]], ids=" ".join)
+def test_help_that_cannot_be_written_is_an_error_in_one_line(arguments):
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-m", "batchgen_cli", *arguments]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    message = "batchgen: error: standard output cannot be written: No space left on device\n"
+    assert (ended.returncode, ended.stderr) == (1, message)
 
 
 @pytest.mark.parametrize(

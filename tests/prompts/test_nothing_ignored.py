@@ -57,8 +57,8 @@ NOTES = [
     (IMAGES, {}, ["columns 'image', 'images' are only copied to the output: the model sees text alone, no images, sound or video"]),
     ([{"image": "a cat"}], {"template": "{{ image }}"}, []),
     ([{"prompt": "a", "top_p": 0.5, "seed": 1}, {"prompt": "a", "temperature": 1.0, "n": 3}], {"row_params": ("seed",)},
-     ["columns 'n', 'temperature', 'top_p' are copied to the output and not used as sampling parameters; name them in --row-params to use them"]),
-    ([{"stop": "a", "seed": 1}], {"prompt_column": "stop"}, ["column 'seed' is copied to the output and not used as sampling parameter; name it in --row-params to use it"]),
+     ["columns 'n', 'temperature', 'top_p' are not used as sampling parameters; name them in --row-params to use them"]),
+    ([{"stop": "a", "seed": 1}], {"prompt_column": "stop"}, ["column 'seed' is not used as sampling parameter; name it in --row-params to use it"]),
     ([{"prompt": "a"}, {"prompt": "b"}], {"sampling": SamplingParams(n=3)}, [SAME]),
     ([{"prompt": "a"}], {"sampling": SamplingParams(n=3, temperature=0.5)}, []),
 ]  # fmt: skip

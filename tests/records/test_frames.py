@@ -84,6 +84,31 @@ def test_an_empty_table_has_the_same_columns(llm, kind):
         assert ARROW[kind](out).schema.equals(ARROW[kind](some).schema)
 
 
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [({"choices": ["a", "b"]}, "choice_probs"), ({"n": 2}, "choices"), ({"json_schema": {"type": "boolean"}}, "valid")],
+    ids=["labels", "several", "schema"],
+)
+def test_columns_depend_on_the_parameters_and_not_on_which_rows_fail(llm, params, name):
+    tables = [pa.table({"prompt": pa.array(prompts, pa.string())}) for prompts in (["x", None], [None], [])]
+    found = [llm.generate_table(table, {"max_tokens": 2} | params) for table in tables]
+    found.append(llm.generate_table(tables[1], [{"max_tokens": 2} | params]))
+    assert all(out.schema.equals(found[0].schema) for out in found)
+    assert name in found[0].column_names
+
+
+def test_columns_depend_on_the_types_of_parameters_of_rows(llm):
+    typed = pa.struct([("max_tokens", pa.int64()), ("choices", pa.list_(pa.string()))])
+    own = [{"max_tokens": 2, "choices": ["a", "b"]}, {"max_tokens": 2, "choices": None}]
+    columns = {tuple(llm.generate_table(_with_params([one], typed)).column_names) for one in own}
+    assert len(columns) == 1
+    assert "choice_probs" in columns.pop()
+
+
+def _with_params(own, typed):
+    return pa.table({"prompt": pa.array(["x"] * len(own)), "sampling_params": pa.array(own, typed)})
+
+
 def test_a_column_whose_chunks_have_different_dictionaries_is_returned_whole(llm):
     pieces = [pa.array(texts, pa.string()).dictionary_encode() for texts in (["a", "b"], [], ["c", "a", None])]
     table = pa.table({"prompt": pa.chunked_array(pieces)})

@@ -47,6 +47,12 @@ _HINTS = {
 }
 
 
+def check_parent(folder: Path) -> None:
+    """Raises `UsageError` if the folder that would hold this one does not exist."""
+    if not folder.parent.is_dir():
+        raise UsageError(f"there is no folder {folder.parent} to write to", f"create it with mkdir -p {folder.parent}")
+
+
 @contextmanager
 def writing(what: str | Path) -> Iterator[None]:
     """Turns errors of the disk and of SQLite into `OutputError`, which says what cannot be written, why, and what to do."""
