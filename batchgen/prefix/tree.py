@@ -5,14 +5,13 @@ Its nodes are the intervals (`intervals`) of the prompts in depth-first order.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchgen.prefix.intervals import OpenIntervals, nested
+from batchgen.prefix.intervals import Interval, OpenIntervals, nested
 from batchgen.prefix.order import depth_first_order, neighbour_lengths
 from batchgen.request import TokenArray
 
@@ -67,18 +66,13 @@ def plan_prefixes(prompts: Sequence[TokenArray], chunk_size: int, *, share: bool
     """
     order = depth_first_order(prompts)
     shared = neighbour_lengths(prompts, order)
-    opened = OpenIntervals()
-    intervals = [ended for length in shared[1:].tolist() for ended in opened.shares(length)] if share else []
     nodes: list[PrefixNode] = []
     leaf_parent = np.full(len(order), -1, dtype=np.int64)
-    groups: Counter[tuple[int, int]] = Counter()
-    for index, (parent, one) in enumerate(nested(intervals)):
+    for index, (parent, one) in enumerate(nested(_intervals(shared) if share else ())):
         depth = nodes[parent].depth + 1 if parent >= 0 else 0
         nodes.append(PrefixNode(index, parent, one.start, one.end, one.first, one.last, depth))
         leaf_parent[one.first : one.last] = index
-        if one.own:
-            groups[_group(nodes, one.end // chunk_size * chunk_size)] += one.own
-    groups.pop((-1, 0), None)
+    groups = [one.own for one in _intervals(shared // chunk_size * chunk_size) if one.own] if share else []
     prompt_tokens = sum(len(tokens) for tokens in prompts)
     return PrefixPlan(
         order=order,
@@ -87,15 +81,12 @@ def plan_prefixes(prompts: Sequence[TokenArray], chunk_size: int, *, share: bool
         prompt_tokens=prompt_tokens,
         prefill_tokens_min=prompt_tokens - int(shared.sum()),
         groups=len(groups),
-        grouped_requests=groups.total(),
+        grouped_requests=sum(groups),
     )
 
 
-def _group(nodes: Sequence[PrefixNode], length: int) -> tuple[int, int]:
-    """Names the first `length` tokens of the path to the last node: (-1, 0) if there are none, else by the node that they end in."""
-    if length == 0:
-        return -1, 0
-    node = nodes[-1]
-    while node.start >= length:
-        node = nodes[node.parent]
-    return node.index, length
+def _intervals(shared: NDArray[np.int64]) -> Iterator[Interval]:
+    """Yields the intervals of prompts in depth-first order. `shared`: `neighbour_lengths`."""
+    opened = OpenIntervals()
+    for length in shared[1:].tolist():
+        yield from opened.shares(length)
