@@ -203,16 +203,14 @@ class ScheduledBatch:
     moves: tuple[CopyBlock | SwapOut | SwapIn, ...]
     """Copies of blocks to make before the forward, in this order."""
     samples: tuple[Sample, ...]
-    """The tokens to sample: first those from rows of this step's logits, then those of `ready`. Those of one sequence follow one another."""
+    """The tokens to sample: first those from rows of this step's logits, then those of sequences whose prompt ends at a node, which sample from the
+    node's logits without a forward. Those of one sequence follow one another."""
     sample_rows: NDArray[np.int64]
     """[S] rows of the logits for the first S samples."""
     kept_rows: tuple[KeptRow, ...]
     score_targets: ScoreTargets
-    preempted: tuple[GenerationSequence, ...]
     started: tuple[GenerationSequence, ...]
     """Sequences that begin in this step, or continue after a preemption."""
-    ready: tuple[GenerationSequence, ...]
-    """Those of `started` whose prompt ends at a node. They sample from the node's logits, without a forward."""
     scored: tuple[GenerationSequence, ...]
     """Texts whose last token is scored in this step's forward, or was scored at a node before it."""
     freed: Freed
@@ -223,7 +221,6 @@ class ScheduledBatch:
         cls,
         spans: Sequence[ScheduledSpan],
         moves: tuple[CopyBlock | SwapOut | SwapIn, ...] = (),
-        preempted: tuple[GenerationSequence, ...] = (),
         started: tuple[GenerationSequence, ...] = (),
         scored: tuple[GenerationSequence, ...] = (),
         freed: Freed = Freed(),  # noqa: B008 - immutable
@@ -251,8 +248,7 @@ class ScheduledBatch:
                     drafts = scheduled.drafts[:number]
                     samples.append(Sample(span, span.sampler_index, span.num_sampled + number, drafts))
                     rows.append(first + number)
-        ready = tuple(seq for seq in started if seq.state is State.DECODING)
-        samples += [Sample(seq, seq.sampler_index, seq.num_sampled) for seq in ready]
+        samples += [Sample(seq, seq.sampler_index, seq.num_sampled) for seq in started if seq.state is State.DECODING]
         packed = pack(spans)
         keys, pairs = keys_and_pairs((s.span, s.start, s.stop) for s in spans)
         images = int(np.count_nonzero(packed.tokens >= IMAGE_IDS))
@@ -264,9 +260,7 @@ class ScheduledBatch:
             sample_rows=np.asarray(rows, dtype=np.int64),
             kept_rows=tuple(kept),
             score_targets=targets,
-            preempted=preempted,
             started=started,
-            ready=ready,
             scored=(*scored, *finished),
             freed=freed,
         )

@@ -415,7 +415,7 @@ class Scheduler(RunningSet):
         self.block_manager.note_unshared(scored[: self.limits.batch_size - len(self.running)])
         spans = sorted(budget.spans, key=lambda scheduled: scheduled.span.place)
         batch = ScheduledBatch.of(
-            spans, self.block_manager.take_moves(), preempted, tuple(started), tuple(scored), self.take_freed()
+            spans, self.block_manager.take_moves(), tuple(started), tuple(scored), self.take_freed()
         )
         self.counts.count(batch)
         return batch
@@ -546,12 +546,12 @@ class Scheduler(RunningSet):
             if count > 0:
                 budget.draft(places[seq], tokens[:count])
 
-    def _grow_running(self) -> tuple[GenerationSequence, ...] | None:
+    def _grow_running(self) -> int | None:
         """Allocates a block for every sequence whose next token begins one. If no block is free, the newest sequences are preempted.
 
-        Returns the preempted sequences, or None if a preemption must wait (`schedule`).
+        Returns the number of preempted sequences, or None if a preemption must wait (`schedule`).
         """
-        preempted: list[GenerationSequence] = []
+        before = self.preemptions
         for seq in list(self.running):
             while seq in self.running and seq.state is State.DECODING and not self.block_manager.grow(seq):
                 if any(other.num_pending_tokens for other in self.running):
@@ -565,8 +565,7 @@ class Scheduler(RunningSet):
                         break
                 self.preemptions += 1
                 self.preempt(newest)
-                preempted.append(newest)
-        return tuple(preempted)
+        return self.preemptions - before
 
     def _newest(self) -> GenerationSequence:
         """The sequence to preempt: the newest of those with the lowest priority."""

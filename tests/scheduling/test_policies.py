@@ -1,5 +1,6 @@
 """What the policies and the budgets do, step by step."""
 
+from batchgen.scheduling.sequence import State
 from batchgen.scheduling.waiting import POLICIES
 from support import simulation as sim
 
@@ -70,5 +71,5 @@ def test_the_least_urgent_sequence_is_preempted_first():
     s.load([[1, 1], [2, 2]], [5, 5], priorities=[1, 0])
     preempted = []
     while s.scheduler.unfinished:
-        preempted += [seq.request.row for seq in s.step().preempted]
+        preempted += [seq.request.row for seq in s.step().freed.sequences if seq.state is State.PREEMPTED]
     assert preempted == [0]

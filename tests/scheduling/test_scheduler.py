@@ -58,7 +58,7 @@ def test_prompts_that_end_at_a_node_sample_from_its_logits_without_a_forward():
     assert (names(first), [(w.logits < w.stop) for w in first.spans]) == ([("n0", 0, 5)], [True])
     second = s.step()
     assert names(second) == [("r2", 5, 6)]
-    assert [q.request.row for q in second.ready] == [0, 1]
+    assert [sample.sequence.request.row for sample in second.samples] == [2, 0, 1]
     assert names(s.step()) == [("r0", 5, 6)]
     assert s.prefilled == 6
 
@@ -93,8 +93,8 @@ def test_the_newest_sequence_is_preempted_and_resumes_with_its_tokens():
     preempted = []
     while s.scheduler.unfinished:
         step = s.step()
-        preempted += [(q.request.row, list(q.generated), q.state) for q in step.preempted]
-    assert preempted == [(1, [1007, 1008, 1009], State.PREEMPTED)]
+        preempted += [(q.request.row, [*q.generated]) for q in step.freed.sequences if q.state is State.PREEMPTED]
+    assert preempted == [(1, [1007, 1008, 1009])]
     assert s.done == {(0, 0): [1000, 1001, 1002, 1003, 1004], (1, 0): [1007, 1008, 1009, 1010, 1000]}
     assert (s.scheduler.preemptions, s.prefilled, s.recomputed) == (1, 6, 2)
     assert s.block_manager.pool.num_used == 0

@@ -232,7 +232,7 @@ class Simulation:
         self.free(batch.freed)
         for node_span, _ in batch.kept_rows:
             self.node_logits[node_span] = self._prefix(node_span, node_span.end)
-        for seq in batch.ready:
+        for seq, *_ in batch.samples[len(batch.sample_rows) :]:
             assert self.node_logits[seq.path[-1]] == tuple(seq.request.tokens.tolist()), "logits of another prompt"
         return batch
 
