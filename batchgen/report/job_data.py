@@ -27,15 +27,6 @@ MAX_INTERVALS = 120
 _FOLDER_PARTS = "no prefix tree, no figures over time, no memory"
 
 
-def report_job(output: str, work_dir: str | None = None) -> ReportPage:
-    """Returns the report of the job of an output, whether it is finished or not, or of an output whose job's folder is gone.
-
-    Reads the job's folder; reads the output itself only if the folder is gone. Changes nothing, takes no lock, loads no model.
-    Raises `UsageError` if there is neither a job nor an output.
-    """
-    return ReportPage(job_data(str(output), work_dir))
-
-
 def default_report_file(output: str) -> str:
     """Returns `answers.report.html` for `answers.jsonl.gz`, in the same folder; in this folder for an output in a store."""
     path = Path(output.rpartition("/")[2] if is_url(output) else output)
@@ -44,13 +35,18 @@ def default_report_file(output: str) -> str:
     return str(path.with_name(f"{split_name(path.name)[0]}.report.html"))
 
 
-def job_data(output: str, work_dir: str | None = None) -> dict[str, Any]:
-    """Returns the data of the report (docs/report.md)."""
+def report_job(output: str, work_dir: str | None = None) -> ReportPage:
+    """Returns the report of the job of an output, whether it is finished or not, or of an output whose job's folder is gone.
+
+    Reads the job's folder; reads the output itself only if the folder is gone. Changes nothing, takes no lock, loads no model.
+    Raises `UsageError` if there is neither a job nor an output.
+    """
+    output = str(output)
     if output == "-":
         raise UsageError("a job that writes to standard output has no report", "name an output file")
     folder = job_path(output, work_dir)
     if not (folder / "manifest.json").exists():
-        return _of_output_alone(output, folder)
+        return ReportPage(_of_output_alone(output, folder))
     status = job_status(output, work_dir)
     record = JobRecord.load(folder)
     take_runs(folder, record)
@@ -65,18 +61,20 @@ def job_data(output: str, work_dir: str | None = None) -> dict[str, Any]:
             rows = _rows_of_output(output) if finished else _rows_of_results([folder, *stores(folder)])
         except BatchgenError as e:
             missing.append(f"no lengths and reasons of rows ({e.message})")
-    return {
-        "kind": "job",
-        "title": Path(output).name,
-        "state": status["state"],
-        "missing": "; ".join(missing),
-        "status": {name: status[name] for name in ("rows_total", "rows_done", "rows_failed", "shards")},
-        "stats": stats,
-        "tree": record.tree,
-        "runs": [run_over_time(run) for run in record.runs],
-        "rows": rows,
-        "time": time_bars(stats["job"]["seconds"] if stats else {}),
-    }
+    return ReportPage(
+        {
+            "kind": "job",
+            "title": Path(output).name,
+            "state": status["state"],
+            "missing": "; ".join(missing),
+            "status": {name: status[name] for name in ("rows_total", "rows_done", "rows_failed", "shards")},
+            "stats": stats,
+            "tree": record.tree,
+            "runs": [run_over_time(run) for run in record.runs],
+            "rows": rows,
+            "time": time_bars(stats["job"]["seconds"] if stats else {}),
+        }
+    )
 
 
 def _of_output_alone(output: str, folder: Path) -> dict[str, Any]:

@@ -10,20 +10,17 @@ from batchgen.report.page import ReportPage
 
 def report_plan(title: str, plan: Mapping[str, Any], tree: Mapping[str, Any] | None) -> ReportPage:
     """Returns the report of a plan. `plan` is `PlanReport.as_dict`, `tree` the record of its prefix tree; None if sharing is off."""
-    return ReportPage(plan_data(title, plan, tree))
-
-
-def plan_data(title: str, plan: Mapping[str, Any], tree: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the data of the report (docs/report.md)."""
-    return {
-        "kind": "plan",
-        "title": title,
-        "state": "planned",
-        "missing": "" if tree else "no prefix tree (sharing is off, or there are no prompts)",
-        "plan": {name: value for name, value in plan.items() if name != "tree"},
-        "tree": tree,
-        "memory": _memory_bars(plan),
-    }
+    return ReportPage(
+        {
+            "kind": "plan",
+            "title": title,
+            "state": "planned",
+            "missing": "" if tree else "no prefix tree (sharing is off, or there are no prompts)",
+            "plan": {name: value for name, value in plan.items() if name != "tree"},
+            "tree": tree,
+            "memory": _memory_bars(plan),
+        }
+    )
 
 
 def _memory_bars(plan: Mapping[str, Any]) -> Sequence[tuple[str, int]]:

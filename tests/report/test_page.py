@@ -11,8 +11,8 @@ import pytest
 
 from batchgen.errors import OutputError, UsageError
 from batchgen.recording import Agreement, RowFigures
+from batchgen.report import report_plan
 from batchgen.report.page import POLICY, ReportPage, check_report_file, page
-from batchgen.report.plan_data import plan_data
 from batchgen.result import Result, Score
 from support.reports import job_page_data, parsed
 
@@ -105,7 +105,7 @@ def test_the_plan_is_drawn_with_its_memory_and_shards():
         "prefix_nodes": 1, "weight_bytes": 2048, "kv_bytes_least": 512, "kv_bytes_shared": 1024, "kv_bytes_unshared": 0,
         "tree": [], "shards": {"rows": [2, 1], "cost": [0.6, 0.4], "prefill_tokens_again": 5},
     }  # fmt: skip
-    data = plan_data("in.jsonl", plan, job_page_data()["tree"])
+    data = report_plan("in.jsonl", plan, job_page_data()["tree"]).data
     assert data["memory"] == [("weights", 2048), ("KV of the longest row", 512), ("KV of all rows, shared", 1024)]
     found = parsed(page(data))
     assert found.headings == [

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from batchgen import JobConfig, plan_job, report_job, run_job
-from batchgen.report.job_data import job_data
 from support.reports import parsed
 from support.runs import Runs
 
@@ -74,7 +73,7 @@ def test_the_report_afterwards_is_the_same(cli, source, tiny_model_dir, tmp_path
 def test_an_output_whose_folder_is_gone_tells_what_its_rows_tell(cli, source, tiny_model_dir, tmp_path, suffix):
     output = tmp_path / f"o.{suffix}"
     cli("run", source, "-m", tiny_model_dir, "--max-tokens", "5", "--ignore-eos", "-o", output)
-    whole = job_data(str(output))
+    whole = report_job(str(output)).data
     shutil.rmtree(f"{output}.job")
     outcome = cli("report", output, "-o", tmp_path / "r.html")
     assert (outcome.code, outcome.err.splitlines()[0]) == (
@@ -91,7 +90,7 @@ def test_an_output_whose_folder_is_gone_tells_what_its_rows_tell(cli, source, ti
 def test_a_job_that_is_not_finished_reports_what_it_has(tmp_path, tiny_model_dir):
     runs = Runs(tmp_path, tiny_model_dir)
     runs.run(["fail", "one", "two", "zero"], most=3)
-    data = job_data(str(runs.output))
+    data = report_job(str(runs.output)).data
     assert (data["state"], data["status"]["rows_done"]) == ("stopped", 3)
     assert data["rows"]["reasons"] == {"stop": 2, "error": 1}
     assert data["rows"]["errors"] == {"does_not_fit": 1}
@@ -102,7 +101,7 @@ def test_shards_report_before_and_after_they_are_merged(cli, source, tiny_model_
     output = tmp_path / "o.jsonl"
     command = ("run", source, "-m", tiny_model_dir, "--max-tokens", "5", "-o", output)
     cli(*command, "--shard", "1/2")
-    before = job_data(str(output))
+    before = report_job(str(output)).data
     check_tree(before["tree"])
     assert [run["label"] for run in before["runs"]] == ["1/2"]
     assert [shard["state"] for shard in before["status"]["shards"]] == ["done", "not begun"]
