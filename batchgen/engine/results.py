@@ -42,19 +42,15 @@ class RequestState:
     """By number: `GenerationSequence.text_scores` of the texts that have been scored."""
     began: bool = False
     """Whether one of its leaves has run."""
-    head: OutputHead | None = None
-    """For a request that is embedded or classified."""
-    piece: Callable[[int], str] = str
-    """Returns the text of a token."""
 
     @property
     def whole(self) -> bool:
         """Whether all leaves have ended."""
         return len(self.completions) + len(self.scores) == self.request.leaves
 
-    def result(self) -> Result:
-        """Returns the result of a row that is whole."""
-        return self._scored() if self.request.texts else self._generated()
+    def result(self, head: OutputHead | None, piece: Callable[[int], str]) -> Result:
+        """Returns the result of a row that is whole. `head` and `piece`: see `ResultAssembler`."""
+        return self._scored(head, piece) if self.request.texts else self._generated()
 
     def failed(self, error: RowError) -> Result:
         return Result.from_error(self.request.row, error, len(self.request.tokens))
@@ -83,19 +79,19 @@ class RequestState:
         schema = self.request.params.json_schema
         return None if schema is None else completion.finish_reason == "stop" and is_valid(completion.text, schema)
 
-    def _scored(self) -> Result:
+    def _scored(self, head: OutputHead | None, piece: Callable[[int], str]) -> Result:
         scores = [self.scores[i] for i in range(self.request.leaves)]
         result = partial(
             Result, row=self.request.row, prompt_tokens=len(self.request.tokens), truncated=self.request.truncated
         )
         if self.request.prompt_logprobs == "prompt":
             scores[0] = scores[0][:-1]  # without that of NO_TEXT
-        if self.head is not None:
+        if head is not None:
             output = scores[0][0].output
             assert output is not None
             if not np.isfinite(output).all():
                 return self.failed(RowError("numerical_error", "the model's outputs for the prompt are not numbers"))
-            fields = self.head.result_of(output)
+            fields = head.result_of(output)
             if "choice_probs" in fields:
                 fields["choice_probs"] = self._top_choices(fields["choice_probs"], fields["text"])
             return result(**fields)
@@ -113,7 +109,7 @@ class RequestState:
             text=None,
             finish_reason=None,
             score=Score(sums[0], len(scores[0]), greedy),
-            prompt_logprobs=self._prompt_logprobs([token.logprob for token in scores[0]]),
+            prompt_logprobs=self._prompt_logprobs([token.logprob for token in scores[0]], piece),
         )
 
     def _top_choices(self, probs: dict[str, float], text: str) -> dict[str, float]:
@@ -124,14 +120,14 @@ class RequestState:
         likeliest = sorted(probs, key=lambda label: -probs[label])
         return {label: probs[label] for place, label in enumerate(likeliest) if place < count or label == text}
 
-    def _prompt_logprobs(self, logprobs: list[float]) -> tuple[TokenLogprob, ...] | None:
+    def _prompt_logprobs(self, logprobs: list[float], piece: Callable[[int], str]) -> tuple[TokenLogprob, ...] | None:
         wanted = self.request.prompt_logprobs
+        if not wanted:
+            return None
         if wanted == "prompt":
             logprobs = [math.nan, *logprobs]
         tokens = (self.request.tokens if wanted == "prompt" else self.request.texts[0]).tolist()
-        return (
-            tuple(TokenLogprob(self.piece(t), t, p) for t, p in zip(tokens, logprobs, strict=True)) if wanted else None
-        )
+        return tuple(TokenLogprob(piece(t), t, p) for t, p in zip(tokens, logprobs, strict=True))
 
 
 def cancelled_result(request: Request) -> Result:
@@ -188,7 +184,7 @@ class ResultAssembler:
         for place, leaf in enumerate(window.leaves):
             if not window.has_ended(place):
                 if leaf.request not in self._rows:
-                    row = RequestState(leaf.request, on_result, on_token, window, head=self._head, piece=self._piece)
+                    row = RequestState(leaf.request, on_result, on_token, window)
                     row.completions = {n: c for n, c in leaf.request.begun.items() if c.finish_reason}
                     self._rows[leaf.request] = row
                     if leaf.request.begun:
@@ -292,7 +288,7 @@ class ResultAssembler:
         """Calls `on_result` if the row is whole."""
         if row.whole:
             self._forget(row)
-            row.on_result(row.result())
+            row.on_result(row.result(self._head, self._piece))
 
     def _fail(self, row: RequestState, error: RowError) -> None:
         """Ends the row's other leaves and calls `on_result` with the error."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from batchgen.parsers.repetition import Repetition
 from batchgen.parsers.thinking import ThinkingFormat, ThoughtStream, thoughts_of
@@ -36,30 +36,20 @@ _MAX_OPEN = 64  # the same inside a run of bytes; a run of twice as many bytes i
 _REPLACEMENT = "\ufffd"
 
 
-class HFTokenizer(Protocol):
-    """The methods of a transformers tokenizer that are used here."""
-
-    def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
-    def convert_tokens_to_ids(self, tokens: Any) -> Any: ...
-    def convert_ids_to_tokens(self, ids: Any) -> Any: ...
-
-
 class Detokenizer:
-    """Turns tokens into text. Made once for a tokenizer."""
+    """Turns tokens into text. Made once for a tokenizer of transformers."""
 
     def __init__(
-        self,
-        tokenizer: HFTokenizer,
-        thinking: ThinkingFormat | None = None,
-        tool_format: ToolFormat | None = None,
+        self, tokenizer: Any, thinking: ThinkingFormat | None = None, tool_format: ToolFormat | None = None
     ) -> None:
         self._tokenizer = tokenizer
         self.thinking = thinking
         """How the model marks its thoughts."""
         self.tool_format = tool_format
         """How the model writes calls of tools."""
-        self._decode = _decoder(tokenizer)
-        self._decode_context = lru_cache(maxsize=_CONTEXTS_KEPT)(self._decode)
+        self.decode = _decoder(tokenizer)
+        """Returns the text of tokens without special tokens and without clean-up of spaces."""
+        self._decode_context = lru_cache(maxsize=_CONTEXTS_KEPT)(self.decode)
         self._pieces: dict[int, str] = {}
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         found = zip(names, tokenizer.convert_tokens_to_ids(names), strict=True)
@@ -67,10 +57,6 @@ class Detokenizer:
         self.byte_tokens = frozenset(
             i for name, i in found if i is not None and tokenizer.convert_ids_to_tokens(i) == name
         )
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of `tokens` without special tokens and without clean-up of spaces."""
-        return self._decode(tokens)
 
     def marked(self, tokens: Sequence[int]) -> str:
         """Returns the text of `tokens` with special tokens and without clean-up of spaces."""
