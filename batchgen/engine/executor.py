@@ -20,7 +20,7 @@ from batchgen.model.runner import Runner
 from batchgen.parsers.heads import OutputHead
 from batchgen.sampling.constraints import Constraints
 from batchgen.sampling.pooling import last_outputs, mean_outputs
-from batchgen.sampling.sampler import SampledTokens, Sampler, SamplerOutput
+from batchgen.sampling.sampler import Sampler, SamplerOutput
 from batchgen.sampling.scoring import score_targets
 from batchgen.sampling.stopping import Stopper
 from batchgen.scheduling.batch import Freed, Sample, ScheduledBatch, StepOutput
@@ -140,9 +140,11 @@ class StepExecutor:
         with self._on_device():
             numbers = step.readback.lists()
         logprobs, likeliest = numbers[:2] if step.scores else ([], [])
-        sampled = SampledTokens([], [], []) if step.sampled is None else step.sampled.read(numbers[len(step.scores) :])
+        tokens, valid, sampled_logprobs = (
+            step.sampled.read(numbers[len(step.scores) :]) if step.sampled else ([], [], [])
+        )
         sequences = [sample.sequence for sample in step.samples]
-        return StepOutput(step.batch, sequences, sampled.tokens, sampled.valid, sampled.logprobs, logprobs, likeliest)
+        return StepOutput(step.batch, sequences, tokens, valid, sampled_logprobs, logprobs, likeliest)
 
     def free(self, freed: Freed) -> None:
         """Forgets the parameters of sampler indices, the grammars and node logits that are not needed any more."""

@@ -37,17 +37,6 @@ AT_ONCE_CPU = 1 << 18
 """The same on the CPU: as many as stay in its cache (twice as fast)."""
 
 
-@dataclass(frozen=True)
-class SampledTokens:
-    """One sampled token per row."""
-
-    tokens: list[int]
-    valid: list[bool]
-    """False where the row's logits are not numbers: a NaN, +inf, or nothing but -inf. Its token means nothing."""
-    logprobs: list[TokenLogprobs | None]
-    """By row, None for rows that do not want them."""
-
-
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
     """One sampled token per row, on the device, without the rows that do not count."""
@@ -55,7 +44,7 @@ class SamplerOutput:
     tokens: torch.Tensor
     """int64 [N]"""
     valid: torch.Tensor
-    """bool [N]"""
+    """bool [N], False where the row's logits are not numbers: a NaN, +inf, or nothing but -inf. Its token means nothing."""
     measured: torch.Tensor | None
     """What `measure` returned for the rows that want log-probabilities; None if no row does."""
     wanted: dict[int, int]
@@ -68,8 +57,8 @@ class SamplerOutput:
         """The tensors to copy to the host."""
         return [self.tokens, self.valid, *([] if self.measured is None else [self.measured])]
 
-    def read(self, numbers: Sequence[Sequence[float]]) -> SampledTokens:
-        """Returns the sampled tokens. `numbers` are the numbers of `tensors`, each flat."""
+    def read(self, numbers: Sequence[Sequence[float]]) -> tuple[list[int], list[bool], list[TokenLogprobs | None]]:
+        """Returns `tokens`, `valid` and the log-probabilities of each row, None for rows that do not want them. `numbers` are those of `tensors`, each flat."""
         tokens, valid = [int(t) for t in numbers[0]], [bool(v) for v in numbers[1]]
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if self.measured is not None:
@@ -77,7 +66,7 @@ class SamplerOutput:
             rows = [numbers[2][i : i + width] for i in range(0, len(numbers[2]), width)]
             for row, found in zip(self.wanted, read(rows, list(self.wanted.values())), strict=True):
                 logprobs[row] = found
-        return SampledTokens(tokens, valid, logprobs)
+        return tokens, valid, logprobs
 
 
 class Sampler:
@@ -98,18 +87,14 @@ class Sampler:
         own_kernels: bool = False,
     ) -> None:
         self._vocab_size = vocab_size
-        self._device = device
+        self.device = device
+        """Where the logits are to be."""
         self._own_kernels = own_kernels
         self._at_once = at_once or (AT_ONCE_CPU if device.type == "cpu" else AT_ONCE)
         # Cumulative sums are in float64: rounding in float32 would move the samples. MPS has no float64.
         self._wide = torch.float32 if device.type == "mps" else torch.float64
         self._batch_params = BatchParams(vocab_size, device, self._wide, capacity)
         self._penalties = Penalties(vocab_size, device)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the logits are to be."""
-        return self._device
 
     @property
     def last(self) -> torch.Tensor:
@@ -161,7 +146,9 @@ class Sampler:
         sampled yet, none for an index's first row and one more for each next row. A row counts if the rows before it have sampled
         just these tokens; the others leave no trace. To find that out, the sampler waits for the device.
         """
-        records = self._records(logits, sampler_indices)
+        if logits.shape != (len(sampler_indices), self._vocab_size):
+            raise ValueError(f"logits are {tuple(logits.shape)}, not {(len(sampler_indices), self._vocab_size)}")
+        records = self._batch_params.of(sampler_indices)
         if not len(records):
             return SamplerOutput(self.last[:0], self.last[:0], None, {})
         u = np.zeros(len(records))
@@ -187,7 +174,7 @@ class Sampler:
             return SamplerOutput(tokens, valid, None, {}, kept)
         counts, (_, chosen) = records["logprobs"][wanted], step_params.part(wanted)
         if kept is not None:
-            logits = logits[put(np.array(kept), self._device)]
+            logits = logits[put(np.array(kept), self.device)]
         measured = measure(logits[chosen], tokens[chosen], int(counts.max()))
         wants = dict(zip(wanted.tolist(), counts.tolist(), strict=True))
         return SamplerOutput(tokens, valid, measured, wants, kept)
@@ -220,11 +207,6 @@ class Sampler:
             size = max(1, self._at_once // self._vocab_size)
         return [slice(i, i + size) for i in range(0, len(records), size)]
 
-    def _records(self, logits: torch.Tensor, sampler_indices: Sequence[int]) -> NDArray[Any]:
-        if logits.shape != (len(sampler_indices), self._vocab_size):
-            raise ValueError(f"logits are {tuple(logits.shape)}, not {(len(sampler_indices), self._vocab_size)}")
-        return self._batch_params.of(sampler_indices)
-
     def _masked(self, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Returns a copy of `scores` with -inf for the tokens that are not allowed; `scores` themselves if there is no mask, or if all tokens are allowed."""
         if mask is not None and self._own_kernels and scores.dtype in DTYPES:
@@ -232,10 +214,10 @@ class Sampler:
         at = np.flatnonzero((mask.numpy() != -1).any(axis=1)) if mask is not None else np.zeros(0)
         if mask is None or not at.size:
             return scores
-        words = put(mask.numpy()[at], self._device)
+        words = put(mask.numpy()[at], self.device)
         if at.size == len(scores):
             return forbid(scores, words)
-        scores, rows = scores.clone(), put(at, self._device)
+        scores, rows = scores.clone(), put(at, self.device)
         scores[rows] = forbid(scores[rows], words)
         return scores
 
@@ -249,7 +231,7 @@ class Sampler:
         """
         records = step_params.records
         warm = records["temperature"] > 0
-        few = warm & (records["top_k"] > 0) & (records["top_k"] <= self._vocab_size // 8) & (self._device.type == "cpu")
+        few = warm & (records["top_k"] > 0) & (records["top_k"] <= self._vocab_size // 8) & (self.device.type == "cpu")
         for rows in (np.flatnonzero(few), np.flatnonzero(warm & ~few)):
             if not rows.size:
                 continue
