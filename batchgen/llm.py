@@ -500,7 +500,7 @@ class LLM:
             images=self._images,
         )
 
-    def _run(self, between_steps: Callable[[], str | None] = lambda: None) -> None:
+    def _run(self, between_steps: Callable[[], str | None]) -> None:
         """Runs until all prompts are done, or `between_steps` returns "pause"."""
 
         def take() -> str | None:
@@ -536,14 +536,11 @@ class LLM:
             window = next(windows, None)
             if window is None:
                 self._waiting.popleft()
-            else:
-                self._give([r for r in window if not self._is_cancelled(r, on_result)], on_result, on_token)
-
-    def _give(self, requests: list[Request], on_result: OnResult, on_token: OnToken | None) -> None:
-        leaves = leaves_of(requests)
-        if leaves:
-            plan = plan_prefixes([leaf.tokens for leaf in leaves], self.config.chunk_size, share=self.config.share)
-            self.engine.add(leaves, plan, on_result, on_token)
+                continue
+            leaves = leaves_of(r for r in window if not self._is_cancelled(r, on_result))
+            if leaves:
+                plan = plan_prefixes([leaf.tokens for leaf in leaves], self.config.chunk_size, share=self.config.share)
+                self.engine.add(leaves, plan, on_result, on_token)
 
     def _is_cancelled(self, request: Request, on_result: OnResult) -> bool:
         """Ends a request that was cancelled before the engine had it."""

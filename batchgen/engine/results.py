@@ -279,7 +279,7 @@ class ResultAssembler:
             return
         for choice, place in row.places.items():
             if choice not in row.completions:
-                seq = self._cut(row, place)
+                seq = self._scheduler.cancel(row.window, place)
                 ended = Completion(text="", finish_reason=reason) if seq is None else self._completion(row, seq, reason)
                 row.completions[choice] = ended
         self._finish(row)
@@ -294,17 +294,13 @@ class ResultAssembler:
         """Ends the row's other leaves and calls `on_result` with the error."""
         for choice, place in row.places.items():
             if choice not in row.completions and choice not in row.scores:
-                self._cut(row, place)
+                self._scheduler.cancel(row.window, place)
         self._forget(row)
         row.on_result(row.failed(error))
 
     def _forget(self, row: RequestState) -> None:
         del self._rows[row.request]
         self._started.pop(row.request, None)
-
-    def _cut(self, row: RequestState, place: int) -> GenerationSequence | None:
-        """Ends a leaf. Returns its sequence if it had begun."""
-        return self._scheduler.cancel(row.window, place)
 
     def _completion(self, row: RequestState, seq: GenerationSequence, reason: str) -> Completion:
         logprobs = None

@@ -3,14 +3,9 @@
 Token ids only. Knows nothing about rows, text, memory or the model. Needs numpy, never torch.
 """
 
-from batchgen.prefix.figures import (
-    PlanFigures,
-    carried_tokens,
-    merge_figures,
-    plan_figures,
-)
-from batchgen.prefix.outline import Outline, OutlineNode, PrefixOutline
-from batchgen.prefix.reuse import Resident, resident_lengths
+from batchgen.prefix.figures import PlanFigures, carried_tokens, merge_figures, plan_figures
+from batchgen.prefix.outline import Outline, PrefixOutline
+from batchgen.prefix.reuse import resident_lengths
 from batchgen.prefix.survey import GroupLine, GroupSurvey
 from batchgen.prefix.tree import PrefixNode, PrefixPlan, plan_prefixes
 
@@ -18,12 +13,10 @@ __all__ = [
     "GroupLine",
     "GroupSurvey",
     "Outline",
-    "OutlineNode",
     "PlanFigures",
     "PrefixNode",
     "PrefixOutline",
     "PrefixPlan",
-    "Resident",
     "carried_tokens",
     "merge_figures",
     "plan_figures",

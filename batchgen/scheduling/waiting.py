@@ -28,7 +28,6 @@ StartOrder = tuple[float, int]
 class Policy:
     """The order in which leaves start, and the order of work inside a step."""
 
-    name: str
     arrival: bool
     """Whether leaves start in the order of the input; otherwise in depth-first order of the prefix tree."""
     decode_first: bool
@@ -43,14 +42,11 @@ class Policy:
 
 
 POLICIES = {
-    p.name: p
-    for p in (
-        Policy("prefix", arrival=False, decode_first=True, margin=0.0),
-        Policy("prefill-first", arrival=False, decode_first=False, margin=0.0),
-        # transformers' continuous batching keeps the same margin. In the order of arrival little is shared, so running
-        # sequences need new blocks sooner.
-        Policy("fifo", arrival=True, decode_first=True, margin=0.2),
-    )
+    "prefix": Policy(arrival=False, decode_first=True, margin=0.0),
+    "prefill-first": Policy(arrival=False, decode_first=False, margin=0.0),
+    # transformers' continuous batching keeps the same margin. In the order of arrival little is shared, so running
+    # sequences need new blocks sooner.
+    "fifo": Policy(arrival=True, decode_first=True, margin=0.2),
 }
 
 
