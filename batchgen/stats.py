@@ -400,16 +400,14 @@ def counted(count: int, noun: str) -> str:
 
 def versions() -> dict[str, str]:
     """Returns the versions of everything that a result may depend on."""
-    return {"python": platform.python_version()} | {
-        name: version_of(name) for name in ("batchgen", "torch", "transformers", "tokenizers")
+    return {"python": platform.python_version(), "batchgen": __version__} | {
+        name: version_of(name) for name in ("torch", "transformers", "tokenizers")
     }
 
 
 @cache
 def version_of(package: str) -> str:
     """Returns a package's version from its installed metadata, without importing it."""
-    if package == "batchgen":
-        return __version__
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from batchgen.errors import OutputError
+from batchgen.version import __version__
 from batchgen_cli.merge import merge_shards
 from batchgen_cli.models import models
 from batchgen_cli.options import Command, CommandGroup, similar
@@ -65,9 +66,7 @@ app.command(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from batchgen.stats import version_of
-
-        typer.echo(f"batchgen {version_of('batchgen')}")
+        typer.echo(f"batchgen {__version__}")
         raise typer.Exit
 
 
