@@ -7,6 +7,7 @@ differs from prompt to prompt; speed does not depend on them.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sysconfig
 from pathlib import Path
@@ -236,8 +237,5 @@ def parameters(folder: Path) -> int:
             header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
         for name, entry in header.items():
             if name != "__metadata__":
-                size = 1
-                for length in entry["shape"]:
-                    size *= length
-                count += size
+                count += math.prod(entry["shape"])
     return count

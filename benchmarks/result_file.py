@@ -88,13 +88,15 @@ class ResultFile:
 
     def add(self, kind: str, case: Case, entry: Mapping[str, Any]) -> None:
         self.result[kind].append(case.names() | dict(entry))
-        self.save()
+        write_json(self.path, self.result)
 
-    def save(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(self.path)
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a whole file: a run that is interrupted leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
 def medians(result: Mapping[str, Any], names: Mapping[str, Any], figure: str = "tokens_per_s") -> dict[str, float]:

@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.result_file import write_json
+
 SCHEMA = "batchgen.gpu/1"
 START = "start"
 """The case of a part that failed before its first case."""
@@ -51,13 +53,13 @@ class GpuResult:
         for failed in (case, START):
             self._drop("failures", part, failed)
         self.json["figures"].append(self._entry(part, case) | {"seconds": round(seconds, 2), "figures": dict(figures)})
-        self.save()
+        write_json(self.path, self.json)
 
     def fail(self, part: str, case: str, message: str) -> None:
         """Notes that a case has failed. Its older figures stay."""
         self._drop("failures", part, case)
         self.json["failures"].append(self._entry(part, case) | {"message": message})
-        self.save()
+        write_json(self.path, self.json)
 
     def has(self, part: str, case: str) -> bool:
         """Whether there are figures of a case from this code on this kind of machine."""
@@ -84,14 +86,8 @@ class GpuResult:
                 place = self._machine(other["machines"][entry["machine"]])
                 self.json[kind].append(dict(entry) | {"machine": place})
                 taken += 1
-        self.save()
+        write_json(self.path, self.json)
         return taken
-
-    def save(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(self.json, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(self.path)
 
     def _entry(self, part: str, case: str) -> dict[str, Any]:
         date = datetime.now(UTC).isoformat(timespec="microseconds")
