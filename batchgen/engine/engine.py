@@ -53,17 +53,15 @@ from batchgen.stats import EngineStats
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of glibc
 
 
-def keep_freed_memory() -> bool:
-    """Makes glibc reuse large freed blocks of memory for the whole process instead of unmapping them. Returns False with another C library."""
+def keep_freed_memory() -> None:
+    """Makes glibc reuse large freed blocks of memory for the whole process instead of unmapping them. Does nothing with another C library."""
     if not sys.platform.startswith("linux"):
-        return False
-    try:
+        return
+    with suppress(OSError, AttributeError):  # musl, for example
         mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):
-        return False  # musl, for example
-    # 32 MiB is the largest threshold that glibc accepts; each larger block has a mapping of its own.
-    wanted = ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 1 << 30), (_M_TOP_PAD, 64 << 20))
-    return all([mallopt(option, value) == 1 for option, value in wanted])
+        # 32 MiB is the largest threshold that glibc accepts; each larger block has a mapping of its own.
+        for option, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 1 << 30), (_M_TOP_PAD, 64 << 20)):
+            mallopt(option, value)
 
 
 class ModelTokenizer(Protocol):
