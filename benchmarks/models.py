@@ -206,13 +206,13 @@ def random_model(name: str, device: str, dtype: str) -> Any:
     return model.eval()
 
 
-def gpu_model_folder(work: Path, name: str, device: str, dtype: str) -> Path:
-    """Returns the folder of a model of `GPU_CONFIGS`, with a tokenizer whose ids are the first of its vocabulary. Makes the model if it is missing."""
-    folder = work / "models" / f"{name}-{dtype}"
+def gpu_model_folder(work: Path, name: str, device: str) -> Path:
+    """Returns the folder of a model of `GPU_CONFIGS` in bfloat16, with a tokenizer whose ids are the first of its vocabulary. Makes the model if it is missing."""
+    folder = work / "models" / f"{name}-bfloat16"
     if not (folder / "config.json").exists():
         unfinished = folder.with_name(folder.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        random_model(name, device, dtype).save_pretrained(unfinished)
+        random_model(name, device, "bfloat16").save_pretrained(unfinished)
         tokenizer = train_tokenizer(1024, files=40) if name == "tiny" else shared_tokenizer(work)
         tokenizer.save_pretrained(unfinished)
         unfinished.rename(folder)

@@ -31,8 +31,7 @@ class BlockManager:
     `sliding_window` is the widest sliding window in tokens if every layer has one; blocks behind it are released. `host_blocks` is the
     number of blocks of cached nodes that host memory takes when the pool has no room for them. `state_slots` (at least two) are the slots of
     recurrent states; None for a model without recurrent layers. `sums` says that the outputs of a prefix are summed (pooling by the mean):
-    what follows a prefix then begins at the end of a node, as with recurrent layers. `max_cached_nodes` limits the nodes kept for later windows: a long
-    file would otherwise fill the whole pool with them.
+    what follows a prefix then begins at the end of a node, as with recurrent layers.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class BlockManager:
         sliding_window: int | None = None,
         host_blocks: int = 0,
         state_slots: BlockPool | None = None,
-        max_cached_nodes: int = 1024,
         *,
         sums: bool = False,
     ) -> None:
@@ -52,7 +50,8 @@ class BlockManager:
         self._whole_nodes = sums or state_slots is not None
         self.block_size = block_size
         self.sliding_window = sliding_window
-        self.max_cached_nodes = max_cached_nodes
+        self.max_cached_nodes = 1024
+        """Nodes that are kept for later windows: a long file would otherwise fill the whole pool with them."""
         self.windows: dict[int, Window] = {}  # by number: those that are not done
         self.live: dict[PrefixNodeSpan, None] = {}  # nodes that leaves need, complete or being computed
         self.cached: dict[PrefixNodeSpan, None] = {}  # complete nodes that no leaf needs, least recently used first

@@ -140,7 +140,7 @@ class Seen:
                 yield row, number, logits
 
 
-def bfloat16(bench: Bench, name: str, *, compiled: bool = True) -> dict[str, Any]:
+def bfloat16(bench: Bench, name: str) -> dict[str, Any]:
     """Measures how far our logits, and those of transformers in batches, are from those of transformers with each row alone, and from the
     logits in float32.
 
@@ -161,7 +161,7 @@ def bfloat16(bench: Bench, name: str, *, compiled: bool = True) -> dict[str, Any
     prompts = [root + [rnd.randrange(vocabulary) for _ in range(rnd.randint(1, 40))] for _ in range(12)]
     # And as many rows that share nothing: the rounding of a root is the same for all rows under it.
     prompts += [[rnd.randrange(vocabulary) for _ in range(140)] for _ in range(12)]
-    engine = small_engine(prepared(reference, compiled), kv_memory="256MiB")
+    engine = small_engine(prepared(reference), kv_memory="256MiB")
     seen = Seen(engine)
     results = run(engine, make_requests(prompts, [BFLOAT16_OUT] * len(prompts), ignore_eos=True))
     drawn = [list(r.token_ids) for r in results]
@@ -185,12 +185,12 @@ def bfloat16(bench: Bench, name: str, *, compiled: bool = True) -> dict[str, Any
     }
 
 
-def prepared(reference: Any, compiled: bool = True, graphs: str = "auto") -> LoadedModel:
-    """Returns a copy of the model as the engine runs it: on a CPU with our kernels if they are `compiled`, on a GPU with `--compile` of `graphs`."""
+def prepared(reference: Any, graphs: str = "auto") -> LoadedModel:
+    """Returns a copy of the model as the engine runs it: on a CPU with our kernels, on a GPU with `--compile` of `graphs`."""
     from support.models import kernels
 
     on_cpu = reference.device.type == "cpu"
-    return prepare(copy.deepcopy(reference), kernels=kernels() if on_cpu and compiled else None, compile=graphs)
+    return prepare(copy.deepcopy(reference), kernels=kernels() if on_cpu else None, compile=graphs)
 
 
 def _largest(difference: torch.Tensor) -> float:

@@ -48,7 +48,7 @@ class Workload:
 
     def __init__(self, bench: Bench, name: str, model: str, work: Path) -> None:
         self.bench = bench
-        self.folder = gpu_model_folder(work, bench.model(model), str(bench.device), "bfloat16")
+        self.folder = gpu_model_folder(work, bench.model(model), str(bench.device))
         bench.free()  # the engines need what making the model took
         self.name, self.work = f"gpu-{name}", work
         self.environment = environment_of(usable_cores(), python_path())

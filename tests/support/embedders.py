@@ -4,11 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from support.tiny_model import (
-    save_tiny_llama,
-    save_tiny_tokenizer,
-    tiny_llama,
-)
+from support.tiny_model import save_tiny_llama, save_tiny_tokenizer, tiny_llama
 
 QUERY = "Instruct: find what answers it\nQuery: "
 _MODULES = {
@@ -23,7 +19,6 @@ def save_embedder(
     *,
     pooling: dict[str, Any] | None = None,
     normalize: bool = True,
-    prompts: dict[str, str] | None = None,
     prompt_name: str | None = None,
     chat: bool = False,
 ) -> Path:
@@ -35,8 +30,8 @@ def save_embedder(
     (folder / "1_Pooling").mkdir()
     own = {"word_embedding_dimension": 64, **(pooling or {"pooling_mode_lasttoken": True})}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(own))
-    given = {"prompts": prompts if prompts is not None else {"query": QUERY, "document": ""}}
-    (folder / "config_sentence_transformers.json").write_text(json.dumps(given | {"default_prompt_name": prompt_name}))
+    own = {"prompts": {"query": QUERY, "document": ""}, "default_prompt_name": prompt_name}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(own))
     return folder
 
 
