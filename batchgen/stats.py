@@ -25,8 +25,8 @@ DRAFT_SOURCES = ("grammar", "outputs", "prompt")
 
 
 @dataclass(slots=True)
-class EngineStats:
-    """What the engine counts: sums over all steps so far."""
+class SchedulerCounts:
+    """What the scheduler counts: sums over all steps so far."""
 
     prefill_tokens: int = 0
     """Prompt tokens run through the model, also those that run again after a preemption."""
@@ -35,16 +35,23 @@ class EngineStats:
     scored_tokens: int = 0
     """Tokens of choices and completions to score run through the model."""
     completion_tokens: int = 0
+    """Sampled tokens that became part of a completion."""
     steps: int = 0
     decode_sequences: int = 0
-    """Number of sequences that got a token, summed over steps."""
+    """Number of sequences that a token was sampled for and that had not ended, summed over steps."""
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class EngineStats(SchedulerCounts):
+    """What the engine counts: sums over all steps so far."""
+
     drafted: Counter[str] = field(default_factory=Counter)
     """Draft tokens run through the model to be verified, by source (`DRAFT_SOURCES`)."""
     accepted: Counter[str] = field(default_factory=Counter)
     """Those of them that became part of a completion."""
     attention_parts: int = 0
     """Number of parts of attention (shared, causal), summed over steps."""
-    preemptions: int = 0
     kv_bytes: int = 0
     """KV memory in use now, in bytes."""
     kv_bytes_peak: int = 0

@@ -40,7 +40,7 @@ from batchgen.result import Completion, OnResult, OnToken, Result
 from batchgen.sampling.constraints import Constraints
 from batchgen.sampling.sampler import Sampler
 from batchgen.sampling.stopping import Detokenizer, Stopper
-from batchgen.scheduling.batch import SequenceUpdate, TokenCounts
+from batchgen.scheduling.batch import SequenceUpdate
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.block_pool import BlockPool
 from batchgen.scheduling.scheduler import Scheduler, StepLoop
@@ -48,7 +48,7 @@ from batchgen.scheduling.sequence import Stops
 from batchgen.scheduling.step_costs import StepCosts
 from batchgen.scheduling.waiting import POLICIES
 from batchgen.state.cache import StateCache
-from batchgen.stats import EngineStats
+from batchgen.stats import EngineStats, SchedulerCounts
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of glibc
 
@@ -424,7 +424,7 @@ class Engine:
 
     def _update_stats(self) -> None:
         """Copies the counts of scheduler, executor, runner and block manager into `stats`. Nothing else writes the figures of a step."""
-        for name in TokenCounts.__slots__:
+        for name in SchedulerCounts.__slots__:
             setattr(self.stats, name, getattr(self.scheduler.counts, name))
         if self.speculator is not None:
             self.stats.drafted, self.stats.accepted = self.speculator.drafted, self.speculator.accepted
@@ -435,7 +435,6 @@ class Engine:
             self.stats.images_encoded = self._vision.encoded
         if self.runner.model.streamed is not None:
             self.stats.weight_bytes_read = self.runner.model.streamed.bytes_read
-        self.stats.preemptions = self.scheduler.preemptions
         pool = self.block_manager.pool
         self.stats.kv_bytes = pool.num_used * self.sizes.block_size * token
         self.stats.kv_bytes_peak = pool.peak_used * self.sizes.block_size * token

@@ -24,6 +24,7 @@ from batchgen.scheduling.sequence import (
     TokenScore,
     uncut,
 )
+from batchgen.stats import SchedulerCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,32 +394,19 @@ class Budget:
         return start + int(others[0]) if len(others) else span.end
 
 
-@dataclass(slots=True)
-class TokenCounts:
-    """Counts of tokens, summed over all steps."""
-
-    steps: int = 0
-    prefill_tokens: int = 0
-    recomputed_tokens: int = 0
-    scored_tokens: int = 0
-    decode_sequences: int = 0
-    """Sequences that a token was sampled for and that had not ended, summed over the steps."""
-    completion_tokens: int = 0
-    """Sampled tokens that became part of a completion."""
-
-    def count(self, batch: ScheduledBatch) -> None:
-        """Counts a batch that has just been scheduled. Its sampled tokens are counted when they reach the host."""
-        self.steps += 1
-        for scheduled in batch.spans:
-            span = scheduled.span
-            if isinstance(span, GenerationSequence) and span.state is State.DECODING:
-                self.recomputed_tokens += scheduled.logits - scheduled.start  # after a wrong draft
-                continue
-            prompt = min(scheduled.stop, span.prompt_end)
-            self.prefill_tokens += max(0, prompt - scheduled.start)
-            behind = max(scheduled.start, prompt)
-            if isinstance(span, GenerationSequence) and not span.scoring:
-                # The last token that it sampled runs for the first time, as in any decode step.
-                self.recomputed_tokens += max(0, min(scheduled.stop, span.end - 1) - behind)
-            else:
-                self.scored_tokens += scheduled.stop - behind
+def count_batch(counts: SchedulerCounts, batch: ScheduledBatch) -> None:
+    """Counts a batch that has just been scheduled. Its sampled tokens are counted when they reach the host."""
+    counts.steps += 1
+    for scheduled in batch.spans:
+        span = scheduled.span
+        if isinstance(span, GenerationSequence) and span.state is State.DECODING:
+            counts.recomputed_tokens += scheduled.logits - scheduled.start  # after a wrong draft
+            continue
+        prompt = min(scheduled.stop, span.prompt_end)
+        counts.prefill_tokens += max(0, prompt - scheduled.start)
+        behind = max(scheduled.start, prompt)
+        if isinstance(span, GenerationSequence) and not span.scoring:
+            # The last token that it sampled runs for the first time, as in any decode step.
+            counts.recomputed_tokens += max(0, min(scheduled.stop, span.end - 1) - behind)
+        else:
+            counts.scored_tokens += scheduled.stop - behind

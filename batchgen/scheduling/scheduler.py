@@ -33,12 +33,12 @@ from batchgen.scheduling.batch import (
     SequenceUpdate,
     StepOutput,
     StepSize,
-    TokenCounts,
+    count_batch,
 )
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span, State, Stops
 from batchgen.scheduling.waiting import POLICIES, Cursor, Policy, Queue, Window
-from batchgen.stats import counted
+from batchgen.stats import SchedulerCounts, counted
 
 Step = TypeVar("Step")
 """A batch that was launched, as its executor knows it."""
@@ -343,8 +343,7 @@ class Scheduler(RunningSet):
         super().__init__(block_manager, limits.batch_size)
         self.limits = limits
         self.policy = policy
-        self.counts = TokenCounts()
-        self.preemptions = 0
+        self.counts = SchedulerCounts()
         self.drafter: Drafter | None = None
         """Guesses tokens of decoding sequences; None for none. Only for a loop without a step ahead."""
         self._admission = Admission(self, policy, stops)
@@ -417,7 +416,7 @@ class Scheduler(RunningSet):
         batch = ScheduledBatch.of(
             spans, self.block_manager.take_moves(), tuple(started), tuple(scored), self.take_freed()
         )
-        self.counts.count(batch)
+        count_batch(self.counts, batch)
         return batch
 
     def advance(self, batch: ScheduledBatch) -> None:
@@ -551,7 +550,7 @@ class Scheduler(RunningSet):
 
         Returns the number of preempted sequences, or None if a preemption must wait (`schedule`).
         """
-        before = self.preemptions
+        before = self.counts.preemptions
         for seq in list(self.running):
             while seq in self.running and seq.state is State.DECODING and not self.block_manager.grow(seq):
                 if any(other.num_pending_tokens for other in self.running):
@@ -563,9 +562,9 @@ class Scheduler(RunningSet):
                         self.drop_node(span)
                     if self.block_manager.grow(seq):
                         break
-                self.preemptions += 1
+                self.counts.preemptions += 1
                 self.preempt(newest)
-        return self.preemptions - before
+        return self.counts.preemptions - before
 
     def _newest(self) -> GenerationSequence:
         """The sequence to preempt: the newest of those with the lowest priority."""

@@ -96,7 +96,7 @@ def check_once(seed, spare, policy, sliding_window, scored, cancels, ends, state
         assert leaves(w) - cancelled <= s.done.keys() <= leaves(w)
         results.append(s.done)
         if not cancels and spare == 1000:
-            assert s.scheduler.preemptions == 0
+            assert s.scheduler.counts.preemptions == 0
             assert s.recomputed == 0 or (drafts is not None and state_slots)  # a state cannot be taken back
             prefilled = s.prefilled - before
             if state_slots in (None, 1000):

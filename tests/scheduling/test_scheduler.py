@@ -96,7 +96,7 @@ def test_the_newest_sequence_is_preempted_and_resumes_with_its_tokens():
         preempted += [(q.request.row, [*q.generated]) for q in step.freed.sequences if q.state is State.PREEMPTED]
     assert preempted == [(1, [1007, 1008, 1009])]
     assert s.done == {(0, 0): [1000, 1001, 1002, 1003, 1004], (1, 0): [1007, 1008, 1009, 1010, 1000]}
-    assert (s.scheduler.preemptions, s.prefilled, s.recomputed) == (1, 6, 2)
+    assert (s.scheduler.counts.preemptions, s.prefilled, s.recomputed) == (1, 6, 2)
     assert s.block_manager.pool.num_used == 0
 
 
