@@ -19,11 +19,13 @@ CONFUSION_WIDTH = 20
 """A table shows which of at most 8 labels are taken for which, if no label has more characters than this."""
 LOG_WIDTH = 140
 """Width of the summary if standard error is not a terminal."""
+_EVENT = ("output", "exit_code", "already_finished", "shard", "pushed", "chat", "failures", "stats")
+"""The parts of a report that the event `summary` has."""
 
 
 def show_summary(report: JobReport, *, as_json: bool = False) -> None:
     if as_json:
-        write_line(event("summary", **_report_values(report)))
+        write_line(event("summary", **{name: getattr(report, name) for name in _EVENT}))
         return
     if report.already_finished:
         job = report.stats["job"]
@@ -60,19 +62,6 @@ def _show_table(lines: list[tuple[str, str]]) -> None:
     console.print(table)
     for line in drawn.getvalue().splitlines():
         write_line(re.sub(r"\s+(\x1b\[0m)?$", r"\1", line), stream)
-
-
-def _report_values(report: JobReport) -> dict[str, Any]:
-    return {
-        "output": report.output,
-        "exit_code": report.exit_code,
-        "already_finished": report.already_finished,
-        "shard": report.shard,
-        "pushed": report.pushed,
-        "chat": report.chat,
-        "failures": list(report.failures),
-        "stats": report.stats,
-    }
 
 
 def _place(report: JobReport) -> str:
