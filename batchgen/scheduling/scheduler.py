@@ -366,7 +366,7 @@ class Scheduler(RunningSet):
         for i, leaf in enumerate(leaves):
             if leaf.choice in leaf.request.begun and not w.has_ended(i):
                 self._admission.bring_back(w, i, leaf.request.begun[leaf.choice].token_ids)
-        if w.left:
+        if not w.done:
             self.queue.push(w.root)
         return w
 

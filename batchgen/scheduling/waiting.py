@@ -92,8 +92,6 @@ class Window:
         """Number of nodes on the longest path."""
         self.wanted = _wanted_logits(leaves, plan)
         """By node."""
-        self.left = len(leaves)
-        """Number of leaves that have something to run."""
         self.depth_first = not policy.arrival and len({leaf.request.priority for leaf in leaves}) < 2
         """Whether its leaves start in depth-first order."""
         self._base = base
@@ -138,7 +136,7 @@ class Window:
     @property
     def done(self) -> bool:
         """Whether all leaves have ended, and no numbers of theirs are in flight."""
-        return not self.left and not self._sequences
+        return len(self._ended) == len(self.leaves) and not self._sequences
 
     def start_order(self, item: int) -> StartOrder:
         return self._leaf_order[~item] if item < 0 else self._node_order[item]
@@ -238,7 +236,6 @@ class Window:
     def end_leaf(self, i: int) -> list[PrefixNodeSpan]:
         """Leaf i has nothing more to run. Returns the spans of the nodes that no leaf needs any more."""
         self._ended.add(i)
-        self.left -= 1
         freed: list[PrefixNodeSpan] = []
         n = self._leaf_parent[i]
         while n >= 0:
