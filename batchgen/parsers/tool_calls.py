@@ -56,9 +56,7 @@ _BY_MARK: tuple[tuple[str, ToolFormat], ...] = (
             close_pattern=r"</invoke>(?:\s{0,64}</minimax:tool_call>)?",
             repeats=True,
             content="xml-inline",
-            content_args={
-                "tag_pattern": r'<parameter name="(?P<key>[^"]+)">\s{0,64}(?P<value>.*?)\s{0,64}</parameter>'
-            },
+            content_args={"tag_pattern": r'<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>'},
             transform=_CALL,
         ),
     ),
@@ -117,7 +115,7 @@ _BY_MARK: tuple[tuple[str, ToolFormat], ...] = (
             repeats=True,
             content="xml-inline",
             content_args={
-                "tag_pattern": r"<arg_key>\s{0,64}(?P<key>.*?)\s{0,64}</arg_key>\s{0,64}<arg_value>\s{0,64}(?P<value>.*?)\s{0,64}</arg_value>"
+                "tag_pattern": r"<arg_key>\s{0,64}(?P<key>.*?)\s{0,64}</arg_key>\s{0,64}<arg_value>(?P<value>.*?)</arg_value>"
             },
             transform=_CALL,
         ),
@@ -129,7 +127,7 @@ _BY_MARK: tuple[tuple[str, ToolFormat], ...] = (
             close_pattern=r"</function>(?:\s{0,64}</tool_call>)?",
             repeats=True,
             content="xml-inline",
-            content_args={"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s{0,64}(?P<value>.*?)\s{0,64}</parameter>"},
+            content_args={"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
             transform=_CALL,
         ),
     ),

@@ -54,8 +54,8 @@ def conversation(value: Any, where: str, name: str, no_images: str | None = TEXT
     """Returns the messages of a row, each content as one text, or, with images, as a list of parts; the `source` of an image's part is its `ImageSource`,
     or None if it names no image (`with_images`).
 
-    `value` is a list of messages, or its JSON as text (in a CSV file). Null keys are dropped, because Parquet adds them. `no_images`: why the model is
-    not shown images; None if it is. Raises `RowError("invalid_row")`; its message calls the list `where` and a message `name[0]`.
+    `value` is a list of messages, or its JSON as text (in a CSV file). Null keys of a message and of a call are dropped: OpenAI's own answers have
+    them. `no_images`: why the model is not shown images; None if it is. Raises `RowError("invalid_row")`; its message calls the list `where` and a message `name[0]`.
     """
     if isinstance(value, str):
         try:
@@ -95,7 +95,7 @@ def _calls(calls: Any, where: str) -> list[Any]:
         raise RowError("invalid_row", f"{where} must be a list of objects")
     found = []
     for call in calls:
-        call = without_nulls(call)
+        call = {name: item for name, item in call.items() if item is not None}
         function = call.get("function")
         if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
             try:
@@ -109,7 +109,7 @@ def _calls(calls: Any, where: str) -> list[Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns the value without null fields, at any depth. Parquet adds such fields where objects differ."""
+    """Returns the value without null fields, at any depth."""
     if isinstance(value, Mapping):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
@@ -124,7 +124,7 @@ def objects(value: Any) -> list[Any] | None:
             return None
     if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
         return None
-    return [plain(without_nulls(item)) for item in value]
+    return [plain(item) for item in value]
 
 
 def _content(parts: Any, where: str, no_images: str | None) -> str | list[Message]:

@@ -41,6 +41,7 @@ from batchgen.prompts.messages import (
     with_images,
     with_start,
     with_system,
+    without_nulls,
 )
 from batchgen.prompts.openai import Body, read_body
 from batchgen.prompts.params import RowParams
@@ -104,6 +105,12 @@ class _How(NamedTuple):
     """The row's file."""
     variables: Mapping[str, Any]
     """Variables of the chat template; those of the command and the row override them."""
+    typed: bool = False
+    """Whether the row is one of a table with types (`Row.typed`)."""
+
+    def given(self, value: Any) -> Any:
+        """Returns a value of the row without the nulls that a table with types adds."""
+        return without_nulls(value) if self.typed else value
 
     def cut(self, value: Any) -> Any:
         if self.limit is None or len(value) <= self.limit:
@@ -232,6 +239,7 @@ class Renderer:
                 self._prompts.on_long_prompt == "truncate-left",
                 row.file,
                 self._thinking_off if labelled and self._head is None else {},
+                row.typed,
             )
             if body or source is Source.PROMPT:
                 self._check_no_image(row.columns, body)
@@ -241,7 +249,9 @@ class Renderer:
             completion = self._completion(row.columns) if self._prompts.score else None
             priority = _priority(row.columns, self._prompts.priority_column)
             tools = (
-                "" if labelled or own.constrained or not isinstance(prompt, Text) else self._tools(row.columns, body)
+                ""
+                if labelled or own.constrained or not isinstance(prompt, Text)
+                else self._tools(row.columns, body, how)
             )
             return Rendered(prompt, own, completion, priority, tools)
         except RowError as e:
@@ -325,7 +335,7 @@ class Renderer:
         where = f"column {name!r}"
         if self._chat is None:
             raise RowError("invalid_row", f"{where} needs a chat template: {self.columns.why_raw}")
-        messages = conversation(columns[name], where, name, self._images.refusal)
+        messages = conversation(how.given(columns[name]), where, name, self._images.refusal)
         images = _all_of(self._column_images(columns))
         return (yield from self._chat_text(messages, where, self._for_chat(columns, how), how, images))
 
@@ -347,12 +357,12 @@ class Renderer:
                 self._note_unused_variable(name, "rows set")
             variables = {**how.variables, **given}
             if body.tools:
-                tools = objects(body.tools)
+                tools = objects(how.given(body.tools))
                 if tools is None:
                     raise RowError("invalid_row", f"body.tools must be a list of objects, not {kind(body.tools)}")
                 variables["tools"] = tools
                 self._note_unused("tools")
-            messages = conversation(body.prompt, body.where, body.where, self._images.refusal)
+            messages = conversation(how.given(body.prompt), body.where, body.where, self._images.refusal)
             return (yield from self._chat_text(messages, body.where, variables, how))
         if self._prompts.system is not None and body.url != EMBEDDINGS:
             self.note("--system is not used for rows of /v1/completions, whose prompts are raw")
@@ -375,7 +385,7 @@ class Renderer:
         """Returns the row's tools and documents as variables of the chat template."""
         found: dict[str, Any] = dict(how.variables)
         for name in self.columns.for_chat(columns):
-            value = None if self._chat is None else objects(columns[name])
+            value = None if self._chat is None else objects(how.given(columns[name]))
             if value is not None:
                 found[name] = _with_texts_cut(value, how) if name == "documents" else value
                 self._note_unused(name)
@@ -384,16 +394,16 @@ class Renderer:
                 self.note(f"column {name!r} is only copied to the output, not sent to the model: {why}", name)
         return found
 
-    def _tools(self, columns: Mapping[str, Any], body: Body | None) -> str:
+    def _tools(self, columns: Mapping[str, Any], body: Body | None, how: _How) -> str:
         """Returns the JSON of the tools that the row's prompt shows; empty if there are none, or if batchgen does not look for calls."""
         if self._chat is None or not self._chat.uses("tools"):
             return ""
         if body is not None:
             if not (body.chat and body.calls):
                 return ""
-            tools = objects(body.tools) if body.tools else None
+            tools = objects(how.given(body.tools)) if body.tools else None
         else:
-            tools = objects(columns["tools"]) if "tools" in self.columns.for_chat(columns) else None
+            tools = objects(how.given(columns["tools"])) if "tools" in self.columns.for_chat(columns) else None
         tools = tools or objects(self._prompts.chat_template_kwargs.get("tools"))
         if not tools:
             return ""

@@ -35,7 +35,7 @@ class Frame(ABC):
                 if isinstance(columns, str):
                     rows.append(Row(len(rows), {}, RowError("invalid_row", f"{source}: {columns}"), source))
                 else:
-                    rows.append(Row(len(rows), columns, None, source))
+                    rows.append(Row(len(rows), columns, None, source, typed=True))
         return rows
 
     def types(self) -> dict[str, Any]:

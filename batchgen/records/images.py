@@ -27,7 +27,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
 
-from batchgen.errors import BatchgenError, RowError, UsageError
+from batchgen.errors import BatchgenError, RowError, UsageError, in_one_line
 from batchgen.records.remote import is_url, plain_name, reaching, remote, short_reason
 
 IMAGE_PARTS = frozenset(("image", "image_url", "input_image"))
@@ -100,10 +100,7 @@ def reference(value: Any, where: str) -> str | bytes:
     Raises `RowError("invalid_image")`.
     """
     if hasattr(value, "getexif") and hasattr(value, "save"):
-        written, exif = io.BytesIO(), value.getexif()
-        plain = value if value.mode in _PNG_MODES else value.convert("RGB")
-        plain.save(written, "PNG", compress_level=1, exif=exif)
-        return written.getvalue()
+        return _as_png(value, where)
     if isinstance(value, Mapping) and {"bytes", "path"} & value.keys():
         if isinstance(value.get("bytes"), str) and value["bytes"]:  # as JSON lines carry them
             return _from_base64(value["bytes"].encode(), where)
@@ -115,6 +112,17 @@ def reference(value: Any, where: str) -> str | bytes:
     if isinstance(value, str | bytes) and value:
         return value
     raise RowError("invalid_image", f"{where} {NO_IMAGE}")
+
+
+def _as_png(image: Any, where: str) -> bytes:
+    """Returns an image of Pillow, which reads a file's pixels only when they are needed, as a file."""
+    try:
+        written, exif = io.BytesIO(), image.getexif()
+        plain = image if image.mode in _PNG_MODES else image.convert("RGB")
+        plain.save(written, "PNG", compress_level=1, exif=exif)
+    except Exception as e:  # noqa: BLE001 - Pillow raises errors of many kinds for damaged files
+        raise RowError("invalid_image", f"{where} cannot be read: {in_one_line(e)}") from e
+    return written.getvalue()
 
 
 def decode_image(file: io.BufferedIOBase) -> Any:

@@ -149,6 +149,7 @@ class Input:
             if limit is not None and number >= limit:
                 return
             name = clean(file.shown)  # a name on disk need not be UTF-8
+            typed = not INPUT_FORMATS[file.format].is_text
             for place, columns, size in _records(file, partial(self._renamed, file.shown), self._see):
                 source = name + place
                 if isinstance(columns, str):
@@ -156,7 +157,7 @@ class Input:
                         columns = columns.replace("not UTF-8", f"not {file.encoding}")
                     yield Row(number, {}, RowError("invalid_row", f"{source}: {columns}"), source, size, file.shown)
                 else:
-                    yield Row(number, columns, None, source, size, file.shown)
+                    yield Row(number, columns, None, source, size, file.shown, typed)
                 number += 1
                 if limit is not None and number >= limit:
                     return

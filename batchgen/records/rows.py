@@ -26,6 +26,8 @@ class Row(NamedTuple):
     """Approximate number of bytes that the row takes in its file, decompressed."""
     file: str = ""
     """The file of the row, as a user would name it: a path or a URL."""
+    typed: bool = False
+    """Whether the row is one of a table with types, in which an object has null for each field that only others have."""
 
 
 class RowStream:

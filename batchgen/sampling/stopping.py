@@ -217,6 +217,10 @@ class Stopper:
             elif not self._thoughts.ended or self._thoughts.answer_start > start:
                 self._text = ""
                 self._thoughts.answer_start, self._thoughts.begins, self._thoughts.ended = start, "", True
+            else:
+                begin = self._thoughts.answer_start
+                before = self._thoughts.begins + self._detokenizer.text(self._before(begin), self.tokens[begin:start])
+                self._text = before.strip()
         return calls
 
     def _decoded(self) -> str | None:

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from batchgen.records import Row
 from batchgen.sampling_params import SamplingParams
 from support.tokenizers_by_hand import CHATML
 
@@ -127,6 +128,23 @@ def test_a_row_becomes_its_text(tools, columns, options, text):
     before = repr(columns)
     assert tools.text_of(tools.one(columns, **options)) == text
     assert repr(columns) == before
+
+
+@pytest.mark.parametrize("typed", [False, True], ids=["JSON", "table"])
+def test_nulls_of_tools_and_of_arguments_reach_the_template_unless_a_table_has_added_them(tools, typed):
+    template = "{{ tools|tojson }}{% for m in messages %}{{ m.tool_calls|tojson if m.tool_calls }}{% endfor %}"
+    found = tools.builder(chat_template=template, bos=False)
+
+    def text(tool, arguments):
+        call = says("assistant", None, tool_calls=[{"id": None, "function": {"name": "f", "arguments": arguments}}])
+        row = Row(0, {"messages": [USER, call, says("tool", "ok")], "tools": tool}, None, "", typed=typed)
+        return tools.text_of(found.build([row])[0])
+
+    tool = {"name": "f", "parameters": {"default": None}}
+    kept = '[{"name": "f", "parameters": {"default": null}}][{"function": {"name": "f", "arguments": {"a": null}}}]'
+    bare = '[{"name": "f", "parameters": {}}][{"function": {"name": "f", "arguments": {}}}]'
+    assert text([tool], {"a": None}) == (bare if typed else kept)
+    assert text(json.dumps([tool]), '{"a": null}') == kept
 
 
 NEUTRAL = {"n": 1, "logprobs": False, "top_logprobs": 0, "stream": False, "tools": None, "logit_bias": {}, "best_of": 1}

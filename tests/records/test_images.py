@@ -138,6 +138,16 @@ def test_bytes_in_base64_can_be_read_again(kind, locate):
         assert locate(value).digest == digest(data)
 
 
+def test_an_image_of_pillow_that_cannot_be_written_is_an_error_of_its_row():
+    closed = Image.new("RGB", (2, 2))
+    closed.close()
+    cut = Image.open(io.BytesIO(encoded(Image.effect_noise((64, 64), 80).convert("RGB"), "JPEG")[:900]))
+    for image in (cut, Image.new("RGB", (0, 0)), closed):
+        with pytest.raises(RowError, match=r"^here cannot be read: ") as raised:
+            reference(image, "here")
+        assert raised.value.type == "invalid_image"
+
+
 def test_a_megabyte_of_blanks_is_no_image(locate):
     assert isinstance(locate("A" * 300 + " " * 1_000_000 + "."), RowError)
 

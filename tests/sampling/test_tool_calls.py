@@ -8,12 +8,17 @@ import pytest
 from batchgen.parsers.tool_calls import HARMONY_CALLS, find_calls, tool_format
 from support.marked import EOS, HARMONY_TOKENS, complete, make
 
-PARAMETERS = {"city": {"type": "string"}, "days": {"type": "integer"}, "metric": {"type": "boolean"}}
+PARAMETERS = {
+    "city": {"type": "string"},
+    "code": {"type": "string"},
+    "days": {"type": "integer"},
+    "metric": {"type": "boolean"},
+}
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": PARAMETERS}}}
     for name in ("weather", "news")
 ]
-ARGUMENTS = {"city": "Bern, «é»", "days": 3, "metric": True}
+ARGUMENTS = {"city": "Bern, «é»", "code": "\n    if a:\n        b \n\n", "days": 3, "metric": True}
 J = json.dumps(ARGUMENTS, ensure_ascii=False)
 OBJECTS = json.dumps([{"name": n, "arguments": ARGUMENTS} for n in ("weather", "news")], ensure_ascii=False)
 ACTIONS = json.dumps(
@@ -69,7 +74,9 @@ FORMATS = {
     ),
     "Gemma 4": (
         "<|tool_call>",
-        both('<|tool_call>call:NAME{city:<|"|>Bern, «é»<|"|>,days:3,metric:true}<tool_call|>'),
+        both(
+            '<|tool_call>call:NAME{city:<|"|>Bern, «é»<|"|>,code:<|"|>\n    if a:\n        b \n\n<|"|>,days:3,metric:true}<tool_call|>'
+        ),
     ),
     "Mistral": ("[TOOL_CALLS] [ARGS]", both("[TOOL_CALLS]NAME[ARGS]" + J)),
     "Mistral before": ("[TOOL_CALLS]", "[TOOL_CALLS]" + OBJECTS),
@@ -171,6 +178,15 @@ def test_harmony_messages_to_functions_are_calls_and_not_thoughts(header, though
     unsplit = complete(tokenizer, PROMPT, written, tools=json.dumps(TOOLS), reasoning="off")
     assert len(unsplit.tool_calls("c")) == 1
     assert unsplit.text == ("analysisThink." if thought else "")
+
+
+@pytest.mark.parametrize("thought", [THOUGHT, ""])
+def test_an_answer_before_a_harmony_call_is_its_text(thought):
+    answer = "<|channel|>final<|message|>I will look.<|end|><|start|>assistant"
+    written = thought + answer + "<|channel|>commentary to=functions.weather<|message|>" + J + "<|call|>"
+    stopper = complete(make(special=HARMONY_TOKENS), PROMPT, written, tools=json.dumps(TOOLS))
+    assert len(stopper.tool_calls("c")) == 1
+    assert (stopper.text, stopper.reasoning) == ("I will look.", "Think." if thought else None)
 
 
 def test_a_function_that_is_only_named_in_harmony_thoughts_is_not_called():
