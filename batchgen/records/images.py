@@ -120,7 +120,7 @@ def _as_png(image: Any, where: str) -> bytes:
         written, exif = io.BytesIO(), image.getexif()
         plain = image if image.mode in _PNG_MODES else image.convert("RGB")
         plain.save(written, "PNG", compress_level=1, exif=exif)
-    except Exception as e:  # noqa: BLE001 - Pillow raises errors of many kinds for damaged files
+    except Exception as e:
         raise RowError("invalid_image", f"{where} cannot be read: {in_one_line(e)}") from e
     return written.getvalue()
 
