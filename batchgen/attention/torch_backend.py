@@ -1,7 +1,7 @@
 """Attention as the merge of shared and causal parts, in plain torch: any device, any float dtype.
 
-Scores and merges are in float32. The shared part is read through a zero-copy `expand` of the one stored KV, folded into
-one matrix product a key/value head (Hydragen, arXiv:2402.05099); partial results are merged by their log-sum-exp.
+Scores and merges are in float32. A shared part's KV is read once: its queries are the rows of one matrix product a key/value head (Hydragen,
+arXiv:2402.05099). Partial results are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -95,42 +95,17 @@ class Cascade:
         for q_start in range(part.q_start, part.q_end, q_chunk):
             q_end = min(q_start + q_chunk, part.q_end)
             count = q_end - q_start
+            q = q_KTGD[:, q_start:q_end].reshape(K, count * G, D)
             k_chunk = max(size, self._max_scores // (K * G * count))
             for k_start in range(first, last, k_chunk):
                 k_end = min(k_start + k_chunk, last)
-                k_nKSD = broadcast(keys[:, k_start:k_end], count)
-                v_nKSV = broadcast(values[:, k_start:k_end], count)
                 masked = None
                 if options.sliding_window is not None:
                     at = torch.arange(k_start, k_end, device=q_KTGD.device) + (part.position - first)
                     masked = at <= self.positions[q_start:q_end, None] - options.sliding_window
                     masked = masked.repeat_interleave(G, dim=0)
-                o, s = shared_attention(q_KTGD[:, q_start:q_end], k_nKSD, v_nKSV, options, masked)
-                merge(out[:, q_start:q_end], lse[:, q_start:q_end], o, s)
-
-
-def broadcast(kv_KSD: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns one stored KV as the KV of `count` queries [n, K, S, D]: a view with stride 0, without a copy."""
-    return kv_KSD.unsqueeze(0).expand(count, *kv_KSD.shape)
-
-
-def shared_attention(
-    q_KnGD: torch.Tensor,
-    k_nKSD: torch.Tensor,
-    v_nKSV: torch.Tensor,
-    options: LayerOptions,
-    masked_MS: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns attention of n queries over KV that all of them share: (out [K, n, G, V], lse [K, n, G]), float32.
-
-    The batch stride of the KV is 0, so the batch folds into the queries, [K, n*G, D] x [K, D, S], and the KV is read once.
-    Raises `ValueError` for KV that was copied for each query.
-    """
-    if k_nKSD.shape[0] > 1 and (k_nKSD.stride(0) or v_nKSV.stride(0)):
-        raise ValueError("shared KV must be a broadcast view, not a copy for each query")
-    K, n, G, D = q_KnGD.shape
-    out, lse = partial(q_KnGD.reshape(K, n * G, D), k_nKSD[0], v_nKSV[0], options, masked_MS)
-    return out.view(K, n, G, -1), lse.view(K, n, G)
+                o, s = partial(q, keys[:, k_start:k_end], values[:, k_start:k_end], options, masked)
+                merge(out[:, q_start:q_end], lse[:, q_start:q_end], o.view(K, count, G, -1), s.view(K, count, G))
 
 
 def partial(

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.attention.base import LayerOptions, with_key_bias
-from batchgen.attention.torch_backend import Cascade, broadcast, merge, partial, shared_attention
+from batchgen.attention.torch_backend import Cascade, merge, partial
 from support import simulation as sim
 from support.params import examples
 from support.reference_attention import OPTIONS, AttentionCase, random_options
@@ -61,16 +61,6 @@ def test_long_slices_are_cut_into_blocks(shared_reads):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_near_the_reference(dtype):
     random_steps(8, lambda s, p: compare(s, p, 4, 400, dtype=dtype))
-
-
-# -- the shared part
-
-
-def test_kv_that_was_copied_for_each_query_is_refused():
-    q, kv = torch.randn(2, 3, 1, 8), torch.randn(2, 16, 8)
-    for k, v in ((broadcast(kv, 3).contiguous(), broadcast(kv, 3)), (broadcast(kv, 3), broadcast(kv, 3).contiguous())):
-        with pytest.raises(ValueError, match=r"^shared KV must be a broadcast view, not a copy for each query$"):
-            shared_attention(q, k, v, LayerOptions(1.0))
 
 
 # -- pieces
