@@ -26,8 +26,6 @@ class RecurrentLayers:
     """The recurrent layers of a model that `install` has changed. They only run inside `running`."""
 
     def __init__(self) -> None:
-        self.kinds: set[str] = set()
-        """The kinds of mixers in them."""
         self._step: StateStep | StateProbe | None = None
 
     @property
@@ -52,7 +50,7 @@ def install(model: torch.nn.Module) -> RecurrentLayers | None:
 
     A recurrent layer is recognized by the functions that its forward calls. Raises `ModelError` for a layer without a layer index.
     """
-    layers = RecurrentLayers()
+    layers, found = RecurrentLayers(), False
     _number_blocks(model)
     for module in list(model.modules()):
         # The decorator that transformers puts around the forward is for weights on another device, which are refused.
@@ -60,18 +58,17 @@ def install(model: torch.nn.Module) -> RecurrentLayers | None:
         names = names_in(forward)
         whole = _WHOLE.get(type(module).__name__)
         if whole is not None:
-            layers.kinds.add(whole(layers, module))
+            whole(layers, module)
+        elif not names.isdisjoint(_SEAMS):
+            index = getattr(module, "layer_idx", None)
+            if not isinstance(index, int):
+                raise ModelError(f"{type(module).__name__} has no layer index")
+            ours = {name: made(layers, index) for name, made in _SEAMS.items() if name in names}
+            set_forward(module, MethodType(with_names(forward, ours), module))
+        else:
             continue
-        if names.isdisjoint(_SEAMS):
-            continue
-        index = getattr(module, "layer_idx", None)
-        if not isinstance(index, int):
-            raise ModelError(f"{type(module).__name__} has no layer index")
-        seams = {name: seam for name, seam in _SEAMS.items() if name in names}
-        ours = {name: made(layers, index) for name, (_, made) in seams.items()}
-        set_forward(module, MethodType(with_names(forward, ours), module))
-        layers.kinds |= {kind for kind, _ in seams.values()}
-    return layers if layers.kinds else None
+        found = True
+    return layers if found else None
 
 
 def _convolution(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
@@ -115,13 +112,13 @@ def _mamba2(layers: RecurrentLayers, layer: int) -> Callable[..., torch.Tensor]:
     return scan
 
 
-def _mamba(layers: RecurrentLayers, mixer: Any) -> str:
+def _mamba(layers: RecurrentLayers, mixer: Any) -> None:
     """transformers multiplies by the weights of `dt_proj` without calling it, which kernels could not replace. The bias is added in float32."""
     mixer.dt_bias, mixer.dt_proj.bias = mixer.dt_proj.bias, None
-    return _run_heads(layers, mixer, [mixer], lambda projected: projected.chunk(2, -1))
+    _run_heads(layers, mixer, [mixer], lambda projected: projected.chunk(2, -1))
 
 
-def _mamba_in_heads(layers: RecurrentLayers, mixer: Any) -> str:
+def _mamba_in_heads(layers: RecurrentLayers, mixer: Any) -> None:
     """Zamba convolves once and then scans once for each head. The first head's state has the layer's number; numbers of the others come after
     those of all layers.
     """
@@ -134,7 +131,7 @@ def _mamba_in_heads(layers: RecurrentLayers, mixer: Any) -> str:
         head.dt_bias, head.A_log, head.D = dt_bias, a_log, skip
         mixer.heads.append(head)
     del mixer.x_proj_weight, mixer.dt_proj_weight
-    return _run_heads(layers, mixer, mixer.heads, lambda projected: projected.view(len(projected), -1, 2).unbind(-1))
+    _run_heads(layers, mixer, mixer.heads, lambda projected: projected.view(len(projected), -1, 2).unbind(-1))
 
 
 def _linear(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.nn.Linear:
@@ -147,7 +144,7 @@ def _linear(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torc
 
 def _run_heads(
     layers: RecurrentLayers, mixer: Any, heads: Sequence[Any], parts: Callable[[torch.Tensor], Sequence[torch.Tensor]]
-) -> str:
+) -> None:
     """`parts` makes channels and gates of the input's projection, each divided among the heads."""
 
     def forward(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -160,7 +157,6 @@ def _run_heads(
         return cast(torch.Tensor, mixer.out_proj(torch.cat(done, -1).to(hidden_states.dtype).unsqueeze(0)))
 
     set_forward(mixer, forward)
-    return "Mamba"
 
 
 def _mamba_head(step: StateStep | StateProbe, head: Any, x_TD: torch.Tensor, gate_TD: torch.Tensor) -> torch.Tensor:
@@ -178,7 +174,7 @@ def _mamba_head(step: StateStep | StateProbe, head: Any, x_TD: torch.Tensor, gat
     return cast(torch.Tensor, out * filled(torch.nn.functional.silu, gate_TD))
 
 
-def _rg_lru(layers: RecurrentLayers, block: Any) -> str:
+def _rg_lru(layers: RecurrentLayers, block: Any) -> None:
     """RecurrentGemma keeps states in its modules and has no seam: its convolution and its RG-LRU (arXiv:2402.19427) are exchanged."""
     layer, convolution, lru = block.layer_idx, block.conv_1d, block.rg_lru
     for name in ("input_gate", "recurrent_gate"):
@@ -211,10 +207,9 @@ def _rg_lru(layers: RecurrentLayers, block: Any) -> str:
         return out.unsqueeze(0).to(x.dtype)
 
     convolution.forward, lru.forward = convolve, recur
-    return "RG-LRU"
 
 
-def _lightning(layers: RecurrentLayers, module: Any) -> str:
+def _lightning(layers: RecurrentLayers, module: Any) -> None:
     """The linear attention of MiniMax (lightning attention, arXiv:2401.04658) is Mamba2's recurrence with steps of one and a decay a head."""
 
     def forward(hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
@@ -229,10 +224,9 @@ def _lightning(layers: RecurrentLayers, module: Any) -> str:
         return module.out_proj(filled(torch.sigmoid, module.output_gate(hidden_states)) * out), None
 
     set_forward(module, forward)
-    return "lightning attention"
 
 
-def _per_layer_embedding(layers: RecurrentLayers, module: Any) -> str:
+def _per_layer_embedding(layers: RecurrentLayers, module: Any) -> None:
     """The embedding of a token and those before it in Qwen4-exp, and the dilated convolution over it."""
     tokens, convolution = module.ple_embedding, module.conv1d
 
@@ -253,10 +247,9 @@ def _per_layer_embedding(layers: RecurrentLayers, module: Any) -> str:
 
     set_forward(tokens, embed)
     module._short_conv = convolve
-    return "convolution"
 
 
-def _compressed_attention(layers: RecurrentLayers, module: Any) -> str:
+def _compressed_attention(layers: RecurrentLayers, module: Any) -> None:
     """The projections of Zaya (compressed convolutional attention, arXiv:2510.04476): two convolutions, and values of the token before."""
     index, size, taps = module.layer_idx, module.head_dim, module.conv_kernel_size
 
@@ -279,7 +272,6 @@ def _compressed_attention(layers: RecurrentLayers, module: Any) -> str:
         return mixed[:, :, :heads] + both, mixed[:, :, heads:] + of_keys, values
 
     set_forward(module, forward)
-    return "compressed convolutional attention"
 
 
 def set_forward(module: Any, forward: Callable[..., Any]) -> None:
@@ -303,7 +295,7 @@ def _number_blocks(model: torch.nn.Module) -> None:
                     embedding.layer_idx = len(blocks) + i
 
 
-_WHOLE: dict[str, Callable[[RecurrentLayers, Any], str]] = {
+_WHOLE: dict[str, Callable[[RecurrentLayers, Any], None]] = {
     "MambaMixer": _mamba,
     "FalconMambaMixer": _mamba,
     "JambaMambaMixer": _mamba,
@@ -313,15 +305,15 @@ _WHOLE: dict[str, Callable[[RecurrentLayers, Any], str]] = {
     "Qwen4ExpTextPLELayer": _per_layer_embedding,
     "ZayaCCAProjection": _compressed_attention,
 }
-"""By the name of a layer's class: what replaces its forward, or those of its parts, and returns its kind."""
+"""By the name of a layer's class: what replaces its forward, or those of its parts."""
 
-_SEAMS: dict[str, tuple[str, Callable[[RecurrentLayers, int], Callable[..., Any]]]] = {
-    "causal_conv1d_fn": ("convolution", _convolution),
-    "torch_chunk_gated_delta_rule": ("gated delta rule", _delta_rule),
-    "chunk_kimi_delta_attention": ("Kimi delta attention", _delta_rule),
-    "mamba2_chunk_scan": ("Mamba2", _mamba2),
+_SEAMS: dict[str, Callable[[RecurrentLayers, int], Callable[..., Any]]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _mamba2,
 }
-"""By the name of the function in transformers: the kind of mixer, and what makes our function for a layer."""
+"""By the name of the function in transformers: what makes our function for a layer."""
 
 
 class StateProbe:

@@ -1,6 +1,7 @@
 """The features that the tested shapes of an architecture use, found by running two tokens."""
 
 from contextlib import nullcontext
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -8,15 +9,22 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from batchgen.attention.base import LayerOptions
+from batchgen.kernels.renaming import names_in
 from batchgen.model.architectures import INDEXED
 from batchgen.state.mixers import StateProbe
 from support.models import packed_model
 from support.shapes import SHAPES
 
-MIXERS = (
-    "gated delta rule", "Kimi delta attention", "Mamba2", "Mamba", "RG-LRU", "lightning attention",
-    "compressed convolutional attention",
-)  # fmt: skip
+MIXERS = {
+    "gated delta rule": {"torch_chunk_gated_delta_rule"},
+    "Kimi delta attention": {"chunk_kimi_delta_attention"},
+    "Mamba2": {"mamba2_chunk_scan"},
+    "Mamba": {"MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer"},
+    "RG-LRU": {"RecurrentGemmaRecurrentBlock"},
+    "lightning attention": {"MiniMaxLightningAttention"},
+    "compressed convolutional attention": {"ZayaCCAProjection"},
+}
+"""The mixers by the names of their classes, or of the functions that their forwards call."""
 ROPES = {
     "dynamic": "dynamic NTK", "linear": "linear rope", "llama3": "Llama 3 rope", "longrope": "LongRoPE",
     "proportional": "proportional rope", "yarn": "YaRN",
@@ -52,6 +60,8 @@ def features_of(shape: str) -> set[str]:
     config = model.config
     alibi = config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False)
     biased = alibi or config.model_type == "doge"  # their bias is part of wider keys
+    names = set().union(*({type(part).__name__} | names_in(unwrap(type(part).forward)) for part in model.modules()))
+    mixers = {name: not names.isdisjoint(marks) for name, marks in MIXERS.items()}
     sliding = [o.sliding_window is not None for o in asked.options]
     found = {
         "alternating sliding windows": any(sliding) and not all(sliding),
@@ -63,8 +73,8 @@ def features_of(shape: str) -> set[str]:
         "ALiBi": alibi,
         "a dynamic mask": config.model_type == "doge",
         "shared KV": bool(getattr(config, "num_kv_shared_layers", 0)),
-        **{kind: recurrent is not None and kind in recurrent.kinds for kind in MIXERS},
-        "short convolution": recurrent is not None and recurrent.kinds == {"convolution"},
+        **mixers,
+        "short convolution": "causal_conv1d_fn" in names and not any(mixers.values()),
         "an indexer": config.model_type in INDEXED - {"doge"},
         "n-gram embeddings": bool(getattr(config, "ple_layer_ids", None)),
         "attention twice in a layer": config.model_type == "diffllama",
