@@ -68,29 +68,6 @@ def delta_rule_chunks(
     return out.transpose(1, 2)
 
 
-def delta_rule_tokens(
-    chunks: Chunks,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    states: torch.Tensor,
-) -> torch.Tensor:
-    """Does what `delta_rule_chunks` does token after token, all spans side by side, for g [T, H, K]."""
-    q, k, v, g, beta = (chunks.take(x) for x in (q, k, v, g, beta))  # [C, c, H, ...]
-    # What is padding neither decays a state nor writes to it.
-    g = g.masked_fill(chunks.padded[..., None, None], 0)
-    beta = beta.masked_fill(chunks.padded[..., None], 0)
-    out = torch.empty_like(v)
-    for first, count in chunks.rounds:
-        here = slice(first, first + count)
-        for i in range(chunks.size):
-            qi, ki, vi, gi, beta_i = (x[here, i] for x in (q, k, v, g, beta))
-            out[here, i], states[:count] = delta_rule_token(qi, ki, vi, gi, beta_i, states[:count])
-    return out
-
-
 def normalized(x: torch.Tensor) -> torch.Tensor:
     """Returns the vectors scaled to length one, as in fla's kernels."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)

@@ -14,7 +14,7 @@ from batchgen.state.chunks import Chunks, decays
 
 
 def mamba2_token(
-    x_SHP: torch.Tensor, dt_SH: torch.Tensor, a_H: torch.Tensor, b_SGN: torch.Tensor, c_SGN: torch.Tensor, states: torch.Tensor
+    a_H: torch.Tensor, x_SHP: torch.Tensor, dt_SH: torch.Tensor, b_SGN: torch.Tensor, c_SGN: torch.Tensor, states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Runs one token of each of S sequences. Returns the outputs [S, H, P] without D x, and the new states [S, H, N, P]."""
     heads = x_SHP.shape[1] // b_SGN.shape[1]
@@ -24,7 +24,7 @@ def mamba2_token(
 
 
 def mamba2_chunks(
-    chunks: Chunks, x: torch.Tensor, dt: torch.Tensor, a_H: torch.Tensor, b: torch.Tensor, c: torch.Tensor, states: torch.Tensor
+    a_H: torch.Tensor, chunks: Chunks, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, states: torch.Tensor
 ) -> torch.Tensor:  # fmt: skip
     """Runs all tokens of S spans. Returns the outputs [C, c, H, P] without D x, and updates `states` [S, H, N, P], in the order of the
     chunks' spans, in place.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -98,11 +99,8 @@ class StateStep:
         q = q * scale
         if v.shape[1] > k.shape[1]:
             q, k = (x.repeat_interleave(v.shape[1] // k.shape[1], 1) for x in (q, k))
-        run = delta_rule.delta_rule_chunks if g.dim() == 2 else delta_rule.delta_rule_tokens
-        out = _run_spans(
-            at, states, (q, k, v, g, beta), torch.empty_like(v), delta_rule.delta_rule_token,
-            lambda chunks, ends: run(chunks, q, k, v, g, beta, ends),
-        )  # fmt: skip
+        chunked = delta_rule.delta_rule_chunks if g.dim() == 2 else None
+        out = _run_spans(at, states, (q, k, v, g, beta), torch.empty_like(v), delta_rule.delta_rule_token, chunked)
         return out.to(dtype)
 
     def mamba2(
@@ -121,9 +119,7 @@ class StateStep:
             return recurrent.mamba2(x, dt, decay, b, c, skip_H, states, at.spans)
         x, b, c = (of.float() for of in (x, b, c))
         out = _run_spans(
-            at, states, (x, dt, b, c), torch.empty_like(x),
-            lambda x1, dt1, b1, c1, before: mamba2.mamba2_token(x1, dt1, a_H, b1, c1, before),
-            lambda chunks, ends: mamba2.mamba2_chunks(chunks, x, dt, a_H, b, c, ends),
+            at, states, (x, dt, b, c), torch.empty_like(x), partial(mamba2.mamba2_token, a_H), partial(mamba2.mamba2_chunks, a_H)
         )  # fmt: skip
         return out if skip_H is None else out + skip_H[:, None] * x
 
@@ -134,21 +130,14 @@ class StateStep:
         at, states = self._layout(x.device), self._cache.recurrent[layer]
         if self._kernels:
             return recurrent.mamba(x, dt, a_DN, b, c, states, at.spans)
-        return _run_spans(
-            at, states, (x, dt, b, c), torch.empty_like(x),
-            lambda x1, dt1, b1, c1, before: mamba.mamba_token(x1, dt1, a_DN, b1, c1, before),
-            lambda chunks, ends: mamba.mamba_tokens(chunks, x, dt, a_DN, b, c, ends),
-        )  # fmt: skip
+        return _run_spans(at, states, (x, dt, b, c), torch.empty_like(x), partial(mamba.mamba_token, a_DN))
 
     def linear_scan(self, layer: int, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
         """Returns the states [T, D] after each token, which decay and take up x: x and decay [T, D] are float32."""
         at, states = self._layout(x.device), self._cache.recurrent[layer]
         if self._kernels:
             return recurrent.linear_scan(x, decay, states, at.spans)
-        return _run_spans(
-            at, states, (x, decay), torch.empty_like(x), mamba.linear_step,
-            lambda chunks, ends: mamba.run_linear(chunks, x, decay, ends),
-        )  # fmt: skip
+        return _run_spans(at, states, (x, decay), torch.empty_like(x), mamba.linear_step)
 
     def unfold(self, layer: int, x_TC: torch.Tensor, taps: int, *, exact: bool = False) -> torch.Tensor:
         """Returns the input of each token behind the `taps` inputs before it in its text [T, taps + 1, C], zeros before its first.
@@ -173,12 +162,12 @@ def _run_spans(
     inputs: tuple[torch.Tensor, ...],
     out: torch.Tensor,
     token: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    chunked: Callable[[Chunks, torch.Tensor], torch.Tensor],
+    chunked: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Runs a recurrence on the spans of a step, and writes their new states. Returns the outputs in `out`.
 
-    `token(*inputs, states)` runs all spans of one token and returns their outputs and new states. `chunked(chunks, states)` runs longer
-    spans, returns their outputs and changes the states in place.
+    `token(*inputs, states)` runs one token of several spans and returns their outputs and new states. `chunked(chunks, *inputs, states)`
+    runs longer spans, returns their outputs and changes the states in place; without it, these run token after token, side by side.
     """
     if at.single is not None:
         one = [x.index_select(0, at.single) for x in inputs]
@@ -187,8 +176,30 @@ def _run_spans(
         out.index_copy_(0, at.single, y)
     for chunks in at.chunks:
         ends = states.index_select(0, at.spans.read.index_select(0, chunks.spans))
-        chunks.put(out, chunked(chunks, ends))
+        if chunked is not None:
+            chunks.put(out, chunked(chunks, *inputs, ends))
+        else:
+            chunks.put(out, _token_by_token(chunks, inputs, out.shape[1:], token, ends))
         states.index_copy_(0, at.spans.write.index_select(0, chunks.spans), ends)
+    return out
+
+
+def _token_by_token(
+    chunks: Chunks,
+    inputs: tuple[torch.Tensor, ...],
+    shape: torch.Size,
+    token: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    states: torch.Tensor,
+) -> torch.Tensor:
+    """Runs all tokens of the chunks' spans, and updates `states`, in their order, in place. Returns the outputs [C, c, *shape]."""
+    taken = [chunks.take(x) for x in inputs]
+    out = states.new_empty((chunks.num_chunks, chunks.size, *shape))
+    padded = chunks.padded.view(*chunks.padded.shape, *[1] * (states.dim() - 1))
+    for first, count in chunks.rounds:
+        here, state = slice(first, first + count), states[:count]
+        for i in range(chunks.size):
+            out[here, i], after = token(*(x[here, i] for x in taken), state)
+            torch.where(padded[here, i], state, after, out=state)
     return out
 
 

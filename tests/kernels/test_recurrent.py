@@ -141,7 +141,7 @@ def test_a_recurrence_equals_torch_and_does_not_depend_on_how_prompts_are_chunke
         here = slice(t, t + 1)
         qt, kt, vt, bt = (of[here].float() for of in (q, k, v, strength))
         if rule == "mamba2":
-            out, states = mamba2_token(vt, bt, rates, kt, qt, states)
+            out, states = mamba2_token(rates, vt, bt, kt, qt, states)
             return out + skip[:, None] * vt, states
         qt, kt = (normalized(of).repeat_interleave(heads // groups, 1) for of in (qt, kt))
         return delta_rule_token(qt * 0.5, kt, vt, rates * bt, bt, states)
