@@ -23,7 +23,7 @@ from batchgen.kernels.build import kernel, library
 from batchgen.kernels.fusion import FusedNorm
 from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, QuantizedRows, empty_rows, padded_rows, row_length
 from batchgen.kernels.memory import give_back, in_huge_pages
-from batchgen.kernels.ops import Call, Calls, Heads, NormArguments, PackedLinear, Product, RotaryArguments, RowTable
+from batchgen.kernels.ops import Call, Calls, Heads, NormArguments, PackedLinear, RotaryArguments, RowTable
 from batchgen.kernels.recognition import has_cache
 
 T = TypeVar("T")
@@ -355,13 +355,14 @@ class _Prepared:
             attention.take_over(prepared)
         self._calls.run()
 
-    def _add(self, kernel: Any, kind: type[ctypes.Structure], **fields: Any) -> None:
-        """Adds the call of a kernel on the rows of a step. Fields may be numbers of the step."""
-        later = {name: value for name, value in fields.items() if isinstance(value, _Now)}
-        argument = kind(threads=self._threads, **{name: fields[name] for name in fields.keys() - later.keys()})
-        for name, value in later.items():
-            self._later[value].append((argument, name))
-        self._added.append(Call(kernel, argument))
+    def _add(self, call: Call, **fields: Any) -> None:
+        """Adds the call of a kernel, with these fields of its argument. They may be numbers of a step."""
+        for name, value in fields.items():
+            if isinstance(value, _Now):
+                self._later[value].append((call.argument, name))
+            else:
+                setattr(call.argument, name, value)
+        self._added.append(call)
 
     def _mix(self, layer: DenseLayer, y: _Place, at: _LayerResults, attention: Attends) -> None:
         """Adds q, k and v of the rows at y, their norms and rotary embeddings, and attention."""
@@ -390,7 +391,7 @@ class _Prepared:
         taken = ((residual, at.total, layer.o.out_features), (at.mixed, at.q, layer.heads * layer.head_size))
         for table, to, size in taken:
             self._add(
-                library().batchgen_take_rows, RowTable,
+                Call(library().batchgen_take_rows, RowTable(threads=self._threads)),
                 rows=_Now.OUT_ROWS, table_rows=_Now.ROWS, bytes=size * self._dtype.itemsize, table=table, indices=_Now.WANTED, y=to,
             )  # fmt: skip
         return at.total, at.q
@@ -399,24 +400,16 @@ class _Prepared:
         """Adds a linear layer of the rows at x, into rows at y that begin `y_row` numbers apart."""
         if isinstance(of, Int8Linear):
             self._quantize(x, of.in_features)
-            call = of.product(self._in_8_bits, 0, y, y_row)
-            self._later[self._rows].append((call.argument, "rows"))
-            self._added.append(call)
-            return
-        self._add(
-            kernel("linear", of.dtype, of.kind), Product,
-            rows=self._rows, columns=of.out_features, words=of.words, x_row=of.in_features * of.dtype.itemsize // 4, y_row=y_row,
-            activation=of.activation, x=x, weights=None if of.weights is None else of.weights.data_ptr(),
-            codes=None if of.codes is None else of.codes.address,
-            bias=None if of.biases is None else of.biases.data_ptr(), y=y,
-        )  # fmt: skip
+            self._add(of.product(self._in_8_bits, 0, y, y_row), rows=self._rows)
+        else:
+            self._add(of.product(0, 0, of.in_features * of.dtype.itemsize // 4, y, y_row), rows=self._rows, x=x)
 
     def _quantize(self, x: _Place, size: int) -> None:
         """Adds the rows at x in 8 bits, if they are not made yet."""
         if self._quantized == x:
             return
         self._add(
-            kernel("quantize", self._dtype), QuantizeArguments,
+            Call(kernel("quantize", self._dtype), QuantizeArguments(threads=self._threads)),
             rows=self._rows, size=size, x_row=size, q_row=row_length(size), x=x,
             q=self._in_8_bits.values.data_ptr(), scales=self._in_8_bits.scales.data_ptr(),
         )  # fmt: skip
@@ -461,15 +454,16 @@ class _Prepared:
                 fields |= {"q": rows.values.data_ptr(), "scales": rows.scales.data_ptr(), "q_row": row_length(size)}
                 self._quantized = places["y"]
         self._add(
-            kernel("norm", self._dtype), NormArguments,
+            Call(kernel("norm", self._dtype), NormArguments(threads=self._threads)),
             outer=self._rows, inner=inner, size=size, x_outer=x_row, x_inner=size, **fields,
         )  # fmt: skip
 
     def _rotary(self, heads: tuple[Heads, Heads], to: tuple[Heads, Heads]) -> None:
         """Adds the rotary embeddings of queries and keys, into `to`, which may be the same memory."""
         q, k = heads
+        turn = kernel("rotary", self._dtype, "" if self._cos_dtype == self._dtype else "_by_float32")
         self._add(
-            kernel("rotary", self._dtype, "" if self._cos_dtype == self._dtype else "_by_float32"), RotaryArguments,
+            Call(turn, RotaryArguments(threads=self._threads)),
             tokens=_Now.ROWS, q_heads=q.heads, k_heads=k.heads, size=q.size, turned=self._turned, q_token=q.to_token, q_head=q.to_head,
             k_token=k.to_token, k_head=k.to_head, cos_token=self._cos_row, q=q.at, k=k.at, cos=_Now.COS, sin=_Now.SIN,
             q_out=to[0].at, k_out=to[1].at,

@@ -19,8 +19,10 @@ from batchgen.kernels.ops import (
     Activation,
     Call,
     Gating,
+    KernelLinear,
     PackedLinear,
     Product,
+    address_of,
     biases_in_panels,
     columns_in_panels,
     in_panels,
@@ -100,21 +102,13 @@ def quantize_rows(x: torch.Tensor) -> QuantizedRows:
     return made
 
 
-class Int8Linear(torch.nn.Module):
-    """Maps x [..., K] to [..., N]: a linear layer, or with an activation act(x gate^T) * (x up^T), rounded where the plain modules round.
-
-    Or the same layer of all experts of a mixture, like `PackedLinear`.
-    """
+class Int8Linear(KernelLinear):
+    """A layer in 8 bits."""
 
     kind = "int8"
-    # Plain tensors, because torch needs microseconds to look up parameters and buffers.
-    weights: torch.Tensor | None
-    """[sides of panels, words of K, columns of a side], one expert after the other; None of codes"""
-    codes: Codes | None
     scales: torch.Tensor
-    """[panels, columns of a panel], as `beginnings` and `biases`"""
-    beginnings: torch.Tensor | None
-    biases: torch.Tensor | None
+    """[panels, columns of a panel], as `beginnings`"""
+    beginnings: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -128,7 +122,7 @@ class Int8Linear(torch.nn.Module):
         `dtype` is that of x and y.
         """
         shape = weights[0][0].shape
-        self._begin(shape[-2:], shape[0] if len(shape) == 3 else 0, dtype, activation)
+        super().__init__(shape, dtype, activation)
         fill = -self.in_features % STEP
         padded = [torch.nn.functional.pad(values, (0, fill)).contiguous() for values, _ in weights]
         if library().batchgen_int8_is_unsigned():
@@ -140,24 +134,13 @@ class Int8Linear(torch.nn.Module):
         self.scales = columns_in_panels([scales.float() for _, scales in weights])
         self.biases = biases_in_panels(biases, shape[:-1])
 
-    def _begin(
-        self, shape: Sequence[int], experts: int, dtype: torch.dtype, activation: Activation | Gating = Activation.NONE
-    ) -> None:
-        super().__init__()
-        self.out_features, self.in_features = shape
-        self.experts = experts
-        self.dtype = dtype
-        self.gate = activation if isinstance(activation, Gating) else Gating(activation)
-        self.activation = self.gate.activation
-        self._kernel_dtype = dtype if dtype in DTYPES else torch.float32
-        self.weights = self.codes = self.beginnings = self.biases = None
-
     @classmethod
     def of_codes(cls, layer: PackedLinear) -> Int8Linear:
         """Returns a layer that multiplies the codes of a packed one, which it shares, in 8 bits. `are_whole` must hold for them."""
         assert layer.codes is not None
         made = cls.__new__(cls)
-        made._begin((layer.out_features, layer.in_features), layer.experts, layer.dtype, layer.gate)
+        shape = (layer.experts, layer.out_features, layer.in_features)
+        KernelLinear.__init__(made, shape if layer.experts else shape[1:], layer.dtype, layer.gate)
         made.codes, made.biases = layer.codes, layer.biases
         panels = len(layer.codes.parts["plane4"])
         made.scales = torch.full((panels, library().batchgen_linear_panel()), _factor(layer.codes.coding))
@@ -165,12 +148,14 @@ class Int8Linear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
         """`starts` [E + 1] of experts: rows [starts[e], starts[e + 1]) of x are those of expert e."""
-        if x.dtype != self.dtype or x.shape[-1] != self.in_features:
-            raise ValueError(f"expected [..., {self.in_features}] in {self.dtype}, not {list(x.shape)} in {x.dtype}")
-        rows = quantize_rows(x.reshape(-1, self.in_features).to(self._kernel_dtype))
+        rows = quantize_rows(self.rows_of(x).to(self._kernel_dtype))
         y = torch.empty((*x.shape[:-1], self.out_features), dtype=self._kernel_dtype)
         self.product(rows, rows.scales.shape[0], y.data_ptr(), self.out_features, starts).run()
         return y.to(self.dtype)
+
+    @property
+    def _kernel_dtype(self) -> torch.dtype:
+        return self.dtype if self.dtype in DTYPES else torch.float32
 
     def product(self, x: QuantizedRows, rows: int, y: int, y_row: int, starts: torch.Tensor | None = None) -> Call:
         """Returns the call of the kernel that maps the first `rows` rows of x to rows at address y that begin `y_row` numbers apart."""
@@ -178,9 +163,9 @@ class Int8Linear(torch.nn.Module):
         product = Product(
             rows, self.out_features, -(-self.in_features // STEP) * STEP // 4, length * x.values.itemsize // 4, y_row,
             self.activation, torch.get_num_threads(),
-            x.values.data_ptr(), _address(self.weights), _address(self.biases), y,
-            x.scales.data_ptr(), self.scales.data_ptr(), _address(self.beginnings),
-            codes=None if self.codes is None else self.codes.address, experts=self.experts, starts=_address(starts),
+            x.values.data_ptr(), address_of(self.weights), address_of(self.biases), y,
+            x.scales.data_ptr(), self.scales.data_ptr(), address_of(self.beginnings),
+            codes=None if self.codes is None else self.codes.address, experts=self.experts, starts=address_of(starts),
             alpha=self.gate.alpha, limit=self.gate.limit,
         )  # fmt: skip
         return Call(kernel("linear_int8", self._kernel_dtype), product)
@@ -204,9 +189,6 @@ class Int8Linear(torch.nn.Module):
         parts = (self.weights, self.codes, self.scales, self.beginnings, self.biases)
         return sum(part.nbytes for part in parts if part is not None)
 
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, {self.dtype}, {self.activation.name.lower()}"
-
 
 def multiplies_codes() -> bool:
     """Whether codes of 4 bits are multiplied in 8 bits as they are. Matrix units multiply faster by weights of 8 bits than vectors by codes."""
@@ -225,7 +207,3 @@ def are_whole(codes: Codes) -> bool:
 def _factor(coding: Coding) -> float:
     """Returns what whole numbers stand for: 0.5 if some levels are not whole, such as those of FP4, else 1."""
     return 1.0 if all(float(level).is_integer() for level in coding.levels or ()) else 0.5
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -52,17 +52,12 @@ class Calls:
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self._calls = tuple(calls)  # keeps the arguments
-        addresses = [number for kernel, what in calls for number in (_place_of(kernel), ctypes.addressof(what))]
+        pairs = ((ctypes.cast(kernel, ctypes.c_void_p).value or 0, ctypes.addressof(what)) for kernel, what in calls)
+        addresses = [address for pair in pairs for address in pair]
         self._addresses = (ctypes.c_size_t * len(addresses))(*addresses)
 
     def run(self) -> None:
         library().batchgen_run(self._addresses, len(self._calls))
-
-
-def _place_of(function: Any) -> int:
-    """Returns the address of a function of the library."""
-    address: int = ctypes.cast(function, ctypes.c_void_p).value or 0
-    return address
 
 
 class NormArguments(ctypes.Structure):
@@ -328,11 +323,39 @@ def fits(weight: torch.Tensor) -> bool:
     return weight.numel() > 0 and (weight.dtype == torch.float32 or pairs)
 
 
-class PackedLinear(torch.nn.Module):
+class KernelLinear(torch.nn.Module):
     """Maps x [..., K] to [..., N]: a linear layer, or with an activation act(x gate^T) * (x up^T), rounded where the plain modules round.
 
     Or the same layer of all experts of a mixture, which maps rows that lie in the order of their experts.
     """
+
+    kind = ""
+    """The end of the kernel's name, after the type."""
+    # Plain tensors, because torch needs microseconds to look up parameters and buffers.
+    weights: torch.Tensor | None = None
+    """[sides of panels, words of K, columns of a side], one expert after the other; None of codes"""
+    codes: Codes | None = None
+    biases: torch.Tensor | None = None
+    """[panels, columns of a panel]"""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, activation: Activation | Gating) -> None:
+        """`shape`: of a weight, [N, K] or of experts [E, N, K]; `dtype`: of x and y."""
+        super().__init__()
+        self.out_features, self.in_features = shape[-2:]
+        self.experts = shape[0] if len(shape) == 3 else 0
+        self.dtype = dtype
+        self.gate = activation if isinstance(activation, Gating) else Gating(activation)
+        self.activation = self.gate.activation
+
+    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns x as rows [R, K]. Raises `ValueError` if the layer does not take it."""
+        if x.dtype != self.dtype or x.shape[-1] != self.in_features:
+            raise ValueError(f"expected [..., {self.in_features}] in {self.dtype}, not {list(x.shape)} in {x.dtype}")
+        return x.reshape(-1, self.in_features)
+
+
+class PackedLinear(KernelLinear):
+    """A layer whose weights have its own type, or are codes."""
 
     def __init__(
         self,
@@ -345,18 +368,8 @@ class PackedLinear(torch.nn.Module):
         Weights in codes stay codes if `can_share` holds. Weights in float32 that are all numbers of bfloat16, as those of a bfloat16
         checkpoint are, are kept in 16 bits: the products and sums are those of float32.
         """
-        super().__init__()
-        self.out_features, self.in_features = weights[0].shape[-2:]
-        self.experts = weights[0].shape[0] if weights[0].dim() == 3 else 0
-        self.dtype = weights[0].dtype
-        self.gate = activation if isinstance(activation, Gating) else Gating(activation)
-        self.activation = self.gate.activation
-        self.kind = ""
-        """The end of the kernel's name, after the type."""
+        super().__init__(weights[0].shape, weights[0].dtype, activation)
         self.words = self.in_features // (4 // self.dtype.itemsize)
-        self.weights: torch.Tensor | None = None
-        """[sides of panels, words of K, columns of a side], one expert after the other; None of codes"""
-        self.codes: Codes | None = None
         if can_share(weights):
             self.codes = Codes(weights, in_panels)  # type: ignore[arg-type]
         else:
@@ -377,23 +390,21 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
         """`starts` [E + 1] of experts: rows [starts[e], starts[e + 1]) of x are those of expert e."""
-        if x.dtype != self.dtype or x.shape[-1] != self.in_features:
-            raise ValueError(f"expected [..., {self.in_features}] in {self.dtype}, not {list(x.shape)} in {x.dtype}")
-        rows = x.reshape(-1, self.in_features)
+        rows = _in_words(self.rows_of(x))
         y = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)
-        _multiply(
-            rows,
-            self.weights,
-            self.biases,
-            y,
-            self.words,
-            self.gate,
-            self.kind,
-            codes=self.codes,
-            experts=self.experts,
-            starts=starts,
-        )
+        self.product(
+            rows.data_ptr(), len(rows), rows.stride(0) * x.itemsize // 4, y.data_ptr(), self.out_features, starts
+        ).run()
         return y
+
+    def product(self, x: int, rows: int, x_row: int, y: int, y_row: int, starts: torch.Tensor | None = None) -> Call:
+        """Returns the call of the kernel that maps rows at address x, `x_row` words apart, to rows at address y that begin `y_row` numbers apart."""
+        product = Product(
+            rows, self.out_features, self.words, x_row, y_row, self.activation, torch.get_num_threads(),
+            x, address_of(self.weights), address_of(self.biases), y, codes=None if self.codes is None else self.codes.address,
+            experts=self.experts, starts=address_of(starts), alpha=self.gate.alpha, limit=self.gate.limit,
+        )  # fmt: skip
+        return Call(kernel("linear", self.dtype, self.kind), product)
 
     @property
     def bytes(self) -> int:
@@ -404,11 +415,7 @@ class PackedLinear(torch.nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The weight [N, K] of the plain layer, unpacked at each call, for models that read it."""
-        if self.weights is None:
-            assert self.codes is not None
-            return self.codes.unpacked(self.out_features)
-        rows = self.weights.transpose(1, 2).reshape(-1, self.words)[: self.out_features]
-        return rows.contiguous().view(self._weight_dtype).to(self.dtype)
+        return self.plain()[0]
 
     def plain(self) -> list[torch.Tensor]:
         """Returns what the layer was made of, unpacked: one weight [N, K] ([E, N, K] of experts), or gate and up."""
@@ -423,9 +430,6 @@ class PackedLinear(torch.nn.Module):
         rows = rows.view(max(1, self.experts), -1, parts, width, self.in_features)
         found = [rows[:, :, i].flatten(1, 2)[:, : self.out_features] for i in range(parts)]
         return found if self.experts else [weight[0] for weight in found]
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, {self.dtype}, {self.activation.name.lower()}"
 
 
 class SharedLinear(torch.nn.Module):
@@ -447,28 +451,26 @@ class SharedLinear(torch.nn.Module):
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Returns x [..., K] times a weight [N, K] that is packed on the way into the cache, plus a bias. The types must be those of x; see `fits`."""
-    words = weight.detach().view(torch.int32)
+    words, rows = weight.detach().view(torch.int32), _in_words(x.reshape(-1, x.shape[-1]))
     y = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype)
     fill = -len(weight) % library().batchgen_linear_panel()
     biases = None if bias is None else torch.nn.functional.pad(bias.detach().float(), (0, fill))
-    _multiply(x.reshape(-1, x.shape[-1]), words, biases, y, words.shape[1], Gating(), "", w_row=words.shape[1])
+    product = Product(
+        len(rows), len(weight), words.shape[1], rows.stride(0) * x.itemsize // 4, len(weight), Activation.NONE, torch.get_num_threads(),
+        rows.data_ptr(), words.data_ptr(), address_of(biases), y.data_ptr(), w_row=words.shape[1],
+    )  # fmt: skip
+    kernel("linear", x.dtype)(ctypes.byref(product))
     return y
 
 
-def _multiply(
-    rows: torch.Tensor, weights: torch.Tensor | None, biases: torch.Tensor | None, y: torch.Tensor, words: int, gate: Gating,
-    kind: str, w_row: int = 0, codes: Codes | None = None, experts: int = 0, starts: torch.Tensor | None = None,
-) -> None:  # fmt: skip
-    """Writes `rows` [R, K] times the weights of N columns to `y` [..., N]. `Product` in linear.h describes the other arguments."""
-    if rows.stride(1) != 1 or rows.stride(0) * rows.itemsize % 4:
-        rows = rows.contiguous()
-    product = Product(
-        rows.shape[0], y.shape[-1], words, rows.stride(0) * rows.itemsize // 4, y.shape[-1], gate.activation,
-        torch.get_num_threads(), rows.data_ptr(), None if weights is None else weights.data_ptr(),
-        None if biases is None else biases.data_ptr(), y.data_ptr(), w_row=w_row, codes=None if codes is None else codes.address,
-        experts=experts, starts=None if starts is None else starts.data_ptr(), alpha=gate.alpha, limit=gate.limit,
-    )  # fmt: skip
-    kernel("linear", y.dtype, kind)(ctypes.byref(product))
+def _in_words(rows: torch.Tensor) -> torch.Tensor:
+    """Returns rows [R, K], as a copy unless each begins at a word and its numbers are adjacent."""
+    return rows.contiguous() if rows.stride(1) != 1 or rows.stride(0) * rows.itemsize % 4 else rows
+
+
+def address_of(tensor: torch.Tensor | None) -> int | None:
+    """Returns where a tensor's numbers are; None without a tensor."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _is_bfloat16(weight: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from batchgen.kernels.build import DTYPES, kernel
-from batchgen.kernels.ops import Activation
+from batchgen.kernels.ops import Activation, address_of
 
 ACTIVATIONS = {None: Activation.NONE, "silu": Activation.SILU, "swish": Activation.SILU}
 """By the names of transformers."""
@@ -105,7 +105,7 @@ def convolve(
     bias_C = None if bias_C is None else bias_C.contiguous()
     what = _Convolution(
         len(spans.starts), x_TC.shape[1], weight_KC.shape[0] - 1, x_TC.stride(0), ACTIVATIONS[activation], torch.get_num_threads(),
-        *spans.addresses, x_TC.data_ptr(), weight_KC.data_ptr(), None if bias_C is None else bias_C.data_ptr(), states.data_ptr(),
+        *spans.addresses, x_TC.data_ptr(), weight_KC.data_ptr(), address_of(bias_C), states.data_ptr(),
         out.data_ptr(),
     )  # fmt: skip
     kernel("convolve", x_TC.dtype)(ctypes.byref(what))
@@ -154,7 +154,7 @@ def _run(
     what = _Rule(
         len(spans.starts), v.shape[1], q.shape[1], *states.shape[2:], decay.dim() == 3, normalize,
         q.stride(0), k.stride(0), v.stride(0), torch.get_num_threads(),
-        *spans.addresses, decay.data_ptr(), strength.data_ptr(), None if skip is None else skip.data_ptr(),
+        *spans.addresses, decay.data_ptr(), strength.data_ptr(), address_of(skip),
         *(x.data_ptr() for x in (q, k, v, out, states)), scale,
     )  # fmt: skip
     kernel(name, v.dtype)(ctypes.byref(what))
@@ -186,7 +186,7 @@ def _scan(
     out = torch.empty_like(x)
     what = _Scan(
         len(spans.starts), x.shape[1], states.shape[1], torch.get_num_threads(), *spans.addresses, x.data_ptr(), dt.data_ptr(),
-        *(None if part is None else part.data_ptr() for part in parts), out.data_ptr(), states.data_ptr(),
+        *map(address_of, parts), out.data_ptr(), states.data_ptr(),
     )  # fmt: skip
     kernel("scan", torch.float32)(ctypes.byref(what))
     return out
