@@ -144,39 +144,31 @@ def dequantize(coding: Coding, parts: Parts) -> torch.Tensor:
     return numbers if coding.rounds is None else numbers.to(coding.rounds)
 
 
-class _Scratch:
-    """Memory that weights are unpacked into, one after the other: one for each device and type. It grows."""
-
-    def __init__(self) -> None:
-        self._memory: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns room for a tensor, which the next call may hand out again."""
-        size = math.prod(shape)
-        found = self._memory.get((device, dtype))
-        if found is None or found.numel() < size:
-            with torch.inference_mode(False):  # may be written in any mode
-                self._memory[device, dtype] = found = torch.empty(size, dtype=dtype, device=device)
-        return found[:size].view(*shape)
-
-    def free(self) -> None:
-        """Gives the memory on the CPU back."""
-        self._memory = {key: found for key, found in self._memory.items() if key[0].type != "cpu"}
+_scratch: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+"""Memory that weights are unpacked into, one after the other: one for each device and type. It grows."""
 
 
-_scratch = _Scratch()
+def _in_scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns room for a tensor, which the next call may hand out again."""
+    size = math.prod(shape)
+    found = _scratch.get((device, dtype))
+    if found is None or found.numel() < size:
+        with torch.inference_mode(False):  # may be written in any mode
+            _scratch[device, dtype] = found = torch.empty(size, dtype=dtype, device=device)
+    return found[:size].view(*shape)
 
 
 def free_scratch() -> None:
     """Frees the memory on the CPU that weights were unpacked into."""
-    _scratch.free()
+    for key in [key for key in _scratch if key[0].type == "cpu"]:
+        del _scratch[key]
 
 
 def reserve_scratch(weights: Iterable[torch.Tensor]) -> None:
     """Takes the memory that these weights are unpacked into, so that it never moves: CUDA graphs keep its address."""
     for weight in weights:
         if isinstance(weight, PackedTensor):
-            _scratch.take(weight.shape, weight.dtype, weight.device)
+            _in_scratch(weight.shape, weight.dtype, weight.device)
 
 
 class PackedTensor(torch.Tensor):
@@ -262,7 +254,7 @@ class PackedTensor(torch.Tensor):
             if isinstance(x, PackedTensor):
                 if shared and x.transposed == x.is_view:
                     shape = x.transpose(-1, -2).shape if x.transposed else x.shape
-                    return x.unpacked(_scratch.take(shape, x.dtype, x.device))
+                    return x.unpacked(_in_scratch(shape, x.dtype, x.device))
                 return x.unpacked()
             return type(x)(map(plain, x)) if isinstance(x, list | tuple) else x
 
