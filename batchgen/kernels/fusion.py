@@ -38,7 +38,7 @@ from batchgen.kernels.ops import (
     take_coded_rows,
 )
 from batchgen.kernels.recognition import Code, code_of
-from batchgen.kernels.renaming import names_in, with_names
+from batchgen.kernels.renaming import Replaced, names_in, with_names
 
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}
 """Largest allowed difference of a replacement, relative to the largest number: some roundings, but far less than a mistake."""
@@ -460,17 +460,12 @@ def _are_plain(weights: list[Any], shared: Counter[int]) -> bool:
     return all(weight is not None and is_plain(weight) and shared[id(weight)] == 1 for weight in weights)
 
 
-class _Functional:
-    """`torch.nn.functional`, whose linear layers are a kernel."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.nn.functional, name)
-
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        known = weight.dtype in DTYPES and fits(weight) and weight.is_contiguous() and weight.dim() == 2
-        if known and x.dtype == weight.dtype and x.device.type == "cpu":
-            return linear(x, weight, bias)
-        return torch.nn.functional.linear(x, weight, bias)
+def _linear_by_kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Computes what torch's linear layer does, if possible with a kernel."""
+    known = weight.dtype in DTYPES and fits(weight) and weight.is_contiguous() and weight.dim() == 2
+    if known and x.dtype == weight.dtype and x.device.type == "cpu":
+        return linear(x, weight, bias)
+    return torch.nn.functional.linear(x, weight, bias)
 
 
 def _fuse_functional(model: torch.nn.Module, count: Counter[str]) -> None:
@@ -487,14 +482,15 @@ def _fuse_functional(model: torch.nn.Module, count: Counter[str]) -> None:
 
 def _stand_ins(module: Any, forward: Any) -> dict[str, Any]:
     """Returns what names in a module's forward must mean for its linear layer to be a kernel; nothing if it calls no such function."""
-    functional, names = _Functional(), names_in(forward)
+    names = names_in(forward)
     if "super" in names and isinstance(module, torch.nn.Linear):  # it is the layer itself (PhiMoE, Llama 4)
-        layer = SimpleNamespace(forward=lambda x: functional.linear(x, module.weight, module.bias))
+        layer = SimpleNamespace(forward=lambda x: _linear_by_kernel(x, module.weight, module.bias))
         return {"super": lambda: layer}
     found = {name: forward.__globals__.get(name) for name in names & {"F", "nn"} if "linear" in names}
     if found.get("F") is not torch.nn.functional and found.get("nn") is not torch.nn:
         return {}
-    stand_ins = {"F": functional, "nn": SimpleNamespace(**vars(torch.nn) | {"functional": functional})}
+    functional = Replaced(torch.nn.functional, linear=_linear_by_kernel)
+    stand_ins = {"F": functional, "nn": Replaced(torch.nn, functional=functional)}
     return {name: stand_ins[name] for name, value in found.items() if value is not None}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from batchgen.kernels.renaming import names_in, with_names
+from batchgen.kernels.renaming import Replaced, names_in, with_names
 
 STEP = 64
 """Numbers that torch's loops take at a time: two vectors of at most 32."""
@@ -97,26 +97,15 @@ def _fillers(function: FunctionType) -> dict[str, Any]:
     """Returns what names in a function's code must mean for its activations to be `filled`."""
     known = function.__globals__
     nn = known.get("nn", torch.nn)
-    fillers = {"F": _with_ours(known.get("F", functional)), "nn": _Replaced(nn, functional=_with_ours(nn.functional))}
-    fillers["torch"] = _Replaced(torch, nn=fillers["nn"], sigmoid=partial(filled, torch.sigmoid))
+    fillers = {"F": _with_ours(known.get("F", functional)), "nn": Replaced(nn, functional=_with_ours(nn.functional))}
+    fillers["torch"] = Replaced(torch, nn=fillers["nn"], sigmoid=partial(filled, torch.sigmoid))
     return {name: fillers[name] for name in fillers.keys() & known.keys() & names_in(function)}
 
 
-def _with_ours(plain: Any) -> _Replaced:
+def _with_ours(plain: Any) -> Replaced:
     """`plain` is `torch.nn.functional`, or what stands for it already."""
     ours = {name: partial(filled, function) for name, function in _FUNCTIONS.items()}
-    return _Replaced(plain, linear=partial(_marked, plain.linear), **ours)
-
-
-class _Replaced:
-    """A module of Python of which some attributes have other values."""
-
-    def __init__(self, plain: Any, **own: Any) -> None:
-        self._plain = plain
-        vars(self).update(own)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._plain, name)
+    return Replaced(plain, linear=partial(_marked, plain.linear), **ours)
 
 
 class _Marked(torch.Tensor):
