@@ -231,7 +231,6 @@ class Pages:
 
     def read(self) -> None:
         """Reads the pages that are not in memory, and waits for them."""
-        self.ask()
         for start, end in self._places:
             _advise(start, end - start, _MADV_POPULATE_READ)
 
@@ -239,6 +238,15 @@ class Pages:
         """Takes the pages out of the process. They stay in memory only as long as the system needs no memory."""
         for start, end in self._places:
             _advise(start, end - start, _MADV_DONTNEED)
+
+
+def read_pages(some: Sequence[Pages]) -> int:
+    """Reads pages that are not in memory, and waits for them. Returns how many bytes they have. All are asked for before the first is waited for."""
+    for pages in some:
+        pages.ask()
+    for pages in some:
+        pages.read()
+    return sum(pages.nbytes for pages in some)
 
 
 def _advise(start: int, size: int, advice: int) -> bool:

@@ -25,7 +25,7 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.experts import FusedExperts
-from batchgen.kernels.memory import FilePieces, Mapping, Pages, in_huge_pages, mapped_files, pieces_in
+from batchgen.kernels.memory import FilePieces, Mapping, Pages, in_huge_pages, mapped_files, pieces_in, read_pages
 from batchgen.model.weights.quantized import bytes_of, one_weight_at_a_time
 from batchgen.model.weights.sizes import LAYERS_READ, are_streamed, kv_beside, sizes_of, streaming_room
 from batchgen.process.machine import free_host_memory
@@ -174,11 +174,7 @@ class ExpertPages:
         # Experts behind those with weights return their input.
         chosen = [self.pages[expert] for expert in arguments[1].unique().tolist() if expert < len(self.pages)]
         if not self.ahead:
-            for pages in chosen:
-                pages.ask()
-            for pages in chosen:
-                pages.read()
-                self.bytes_read += pages.nbytes
+            self.bytes_read += read_pages(chosen)
         self.ahead = len(chosen) > MOST_EXPERTS * len(self.pages)
 
 
@@ -194,12 +190,7 @@ class LayerPages:
 
     def read(self) -> int:
         """Reads the pages that are certain to be needed, and waits for them. Returns how many bytes these are."""
-        ahead = [self.rest, *(pages for experts in self.experts if experts.ahead for pages in experts.pages)]
-        for pages in ahead:
-            pages.ask()
-        for pages in ahead:
-            pages.read()
-        return sum(pages.nbytes for pages in ahead)
+        return read_pages([self.rest, *(pages for of in self.experts if of.ahead for pages in of.pages)])
 
     def drop(self) -> None:
         """Takes the pages out of the process."""
