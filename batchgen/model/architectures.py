@@ -9,7 +9,7 @@ import copy
 from typing import Any
 
 from batchgen.errors import ModelError
-from batchgen.prompts.tokenizer import indexed_length, language_config, longrope_length, text_config
+from batchgen.prompts.tokenizer import OTHER_PARTS, indexed_length, language_config, longrope_length, text_config
 
 VERIFIED_ON = ("5.17", "5.24")
 """The oldest and the newest version of transformers with which `VERIFIED` was tested."""
@@ -135,6 +135,11 @@ def is_verified(config: Any) -> bool:
         # transformers 5.17 gives the language model inside of hunyuan_vl the wrapper's name
         return inner is config or _model_type(inner) in VERIFIED | INNER | {wrapper}
     return inner is config and _model_type(inner) in VERIFIED
+
+
+def is_multimodal(config: Any) -> bool:
+    """Whether the language model is one part of several."""
+    return text_config(config) is not config or any(getattr(config, part, None) is not None for part in OTHER_PARTS)
 
 
 def refusal(config: Any) -> str | None:

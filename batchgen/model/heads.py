@@ -9,7 +9,8 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutput
 
 from batchgen.errors import ModelError
-from batchgen.model.multimodal import is_multimodal, model_class
+from batchgen.model.architectures import is_multimodal
+from batchgen.model.multimodal import model_class
 from batchgen.parsers.heads import OutputHead
 
 SCORE = "score"

@@ -26,11 +26,12 @@ from batchgen.kernels.int8 import multiplies_codes
 from batchgen.kernels.memory import drop_read_pages, give_freed_back
 from batchgen.kernels.ops import is_fast
 from batchgen.model.adapter import prepare
-from batchgen.model.architectures import check_architecture, context_note, is_verified
+from batchgen.model.architectures import check_architecture, context_note, is_multimodal, is_verified
 from batchgen.model.checks.self_check import self_check
 from batchgen.model.heads import class_for, without_language_head
 from batchgen.model.loaded_model import LoadedModel
-from batchgen.model.multimodal import is_multimodal, left_out, own_class
+from batchgen.model.memory_budget import free_memory
+from batchgen.model.multimodal import left_out, own_class
 from batchgen.model.vision import Vision
 from batchgen.model.weights.gguf import gguf_weights
 from batchgen.model.weights.int8 import check_int8, checkpoint_scales, no_kernels, quantize
@@ -60,7 +61,7 @@ from batchgen.model.weights.sizes import (
 from batchgen.model.weights.streamed import StreamedWeights, bytes_held, streamed_weights
 from batchgen.model_files import adapter_folder, check_weight_files, gguf_file, only_pickled
 from batchgen.parsers.heads import OutputHead
-from batchgen.process.machine import free_host_memory, host_memory
+from batchgen.process.machine import host_memory
 from batchgen.prompts.gguf import METHOD, alone
 from batchgen.prompts.images import no_images
 from batchgen.prompts.tokenizer import LoadedTokenizer, checkpoint_dtype, language_config, quiet
@@ -268,7 +269,7 @@ def _unpack(
         table = module.get_input_embeddings()
         packed = [(part, name) for part, name in packed if part is not table and fused]
     if config.lora is None and streamed is None:
-        packed = fitting(packed, _free_memory)
+        packed = fitting(packed, free_memory)
     unpack(packed, None if streamed is None else streamed.keep)
     reserve_scratch(parameter for parameter in module.parameters() if parameter.device.type == "cuda")
 
@@ -279,10 +280,6 @@ def _stay_codes(config: ModelConfig, device: torch.device, packed: Sequence[tupl
     whole = config.quantize == "none" or (in_4_bits and multiplies_codes())
     on_cpu = device.type == "cpu" and config.device_map is None
     return config.compile != "off" and whole and config.lora is None and is_fast() and on_cpu
-
-
-def _free_memory(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()
 
 
 def _asked_dtype(config: ModelConfig, hf_config: Any, device: torch.device, processes: int) -> Any:

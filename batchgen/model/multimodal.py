@@ -27,13 +27,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from batchgen.errors import ModelError
-from batchgen.model.architectures import causal_text_config
-from batchgen.prompts.tokenizer import OTHER_PARTS, language_config, text_config
-
-
-def is_multimodal(config: Any) -> bool:
-    """Whether the language model is one part of several."""
-    return text_config(config) is not config or any(getattr(config, part, None) is not None for part in OTHER_PARTS)
+from batchgen.model.architectures import causal_text_config, is_multimodal
+from batchgen.prompts.tokenizer import language_config, text_config
 
 
 def model_class(config: Any) -> Any:

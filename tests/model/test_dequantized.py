@@ -45,7 +45,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.fixture(autouse=True)
 def full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretends that no memory is free, so that all weights stay packed."""
-    monkeypatch.setattr(loader, "free_host_memory", lambda: 0)
+    monkeypatch.setattr(loader, "free_memory", lambda _: 0)
 
 
 def load(folder: Path, dtype: str, compile: str = "off") -> Any:
@@ -99,7 +99,7 @@ def test_on_a_cpu_only_weights_that_our_kernels_read_stay_packed_if_memory_allow
     checkpoint: tuple[str, Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, folder, _ = checkpoint
-    monkeypatch.setattr(loader, "free_host_memory", lambda: 1 << 30)
+    monkeypatch.setattr(loader, "free_memory", lambda _: 1 << 30)
     for kernels in ("off", "auto"):
         module = load(folder, "bfloat16", compile=kernels).module
         assert {type(p) for p in module.parameters()} == {torch.nn.Parameter}

@@ -73,7 +73,7 @@ def test_the_output_is_that_of_transformers_on_the_dequantized_weights(model):
 
 
 def test_a_note_tells_the_memory_of_the_weights(model, monkeypatch):
-    monkeypatch.setattr("batchgen.model.loader.free_host_memory", lambda: 0)  # so that they stay packed
+    monkeypatch.setattr("batchgen.model.loader.free_memory", lambda _: 0)  # so that they stay packed
     file, _ = model
     config = ModelConfig(model=file, device="cpu", dtype="bfloat16", compile="off")
     loaded = load_model(config, load_tokenizer(config))

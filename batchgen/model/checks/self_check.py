@@ -25,9 +25,10 @@ from batchgen.attention.plan import plan_attention
 from batchgen.attention.torch_backend import StepAttention
 from batchgen.errors import ModelError
 from batchgen.model.adapter import prepare
+from batchgen.model.architectures import is_multimodal
 from batchgen.model.checks.shrink import UNKNOWN, VOCAB, Unshrinkable, shrink
 from batchgen.model.loaded_model import LoadedModel, logits_at
-from batchgen.model.multimodal import is_multimodal, model_class
+from batchgen.model.multimodal import model_class
 from batchgen.prompts.tokenizer import language_config, quiet
 from batchgen.request import TokenArray
 from batchgen.scheduling.batch import ScheduledBatch, copied_blocks

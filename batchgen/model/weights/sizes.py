@@ -15,10 +15,11 @@ from batchgen.attention.sizes import kv_numbers
 from batchgen.config import ModelConfig, parse_size
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
+from batchgen.model.architectures import is_multimodal
 from batchgen.model_files import gguf_file, is_int8_layer
 from batchgen.process.machine import free_host_memory
 from batchgen.prompts.gguf import METHOD, gguf_header
-from batchgen.prompts.tokenizer import OTHER_PARTS, language_config, quiet, text_config
+from batchgen.prompts.tokenizer import language_config, quiet, text_config
 from batchgen.stats import size_text
 
 LAYERS_READ = 3
@@ -218,9 +219,7 @@ def sizes_of(config: ModelConfig, hf_config: Any, itemsize: int, *, on_cpu: bool
     if tensors is None:
         return None
     without: frozenset[str] = frozenset()
-    if text_config(hf_config) is not hf_config or any(
-        getattr(hf_config, part, None) is not None for part in OTHER_PARTS
-    ):
+    if is_multimodal(hf_config):
         with quiet():
             from batchgen.model.multimodal import left_out  # with torch
         without = left_out(hf_config)
