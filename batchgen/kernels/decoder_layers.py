@@ -34,9 +34,8 @@ from batchgen.kernels.whole_vectors import filled
 
 
 @torch.inference_mode()
-def fuse_layers(model: torch.nn.Module, around: Around = nullcontext) -> int:
-    """Gives decoder layers whose parts have been replaced (`fusion`) forwards of their own. Returns how many."""
-    count = 0
+def fuse_layers(model: torch.nn.Module, around: Around = nullcontext) -> None:
+    """Gives decoder layers whose parts have been replaced (`fusion`) forwards of their own."""
     workspace = Workspace()
     module: Any
     for module in model.modules() if can_fuse(model) else ():
@@ -58,10 +57,8 @@ def fuse_layers(model: torch.nn.Module, around: Around = nullcontext) -> int:
             module.forward = MethodType(in_one_call(by_parts), module)
         elif kind.by_parts is not None:
             module.forward = MethodType(by_parts, module)
-        count += "forward" in module.__dict__
-    for module in list(model.modules()) if count else ():
+    for module in model.modules():
         _fuse_stack(module, workspace)
-    return count
 
 
 def unfuse_layers(model: torch.nn.Module) -> None:

@@ -7,7 +7,6 @@ check of a GPU compares both, and a GPU on which one of them fails runs neither.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,16 +47,14 @@ def running() -> Iterator[None]:
         _in_a_step = False
 
 
-def fuse_on_device(model: torch.nn.Module) -> Counter[str]:
-    """Replaces norms, rotary embeddings, gated MLPs and projections whose code is known, once. Returns how many of each kind."""
-    count: Counter[str] = Counter()
+def fuse_on_device(model: torch.nn.Module) -> None:
+    """Replaces norms, rotary embeddings, gated MLPs and projections whose code is known, once."""
     if any(isinstance(module, (DeviceNorm, DeviceMLP, DeviceProjection)) for module in model.modules()):
-        return count
-    replace_parts(model, "norms", _norm_on_device, count)
-    replace_parts(model, "gated MLPs", _mlp_on_device, count)
-    _join_projections(model, count)
-    fuse_rotary(model, rotated, lambda _: True, count)  # after this the code of an attention is batchgen's own
-    return count
+        return
+    replace_parts(model, _norm_on_device)
+    replace_parts(model, _mlp_on_device)
+    _join_projections(model)
+    fuse_rotary(model, rotated, lambda _: True)  # after this the code of an attention is batchgen's own
 
 
 class DeviceNorm(torch.nn.Module):
@@ -157,7 +154,7 @@ class _Joint:
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
-def _join_projections(model: torch.nn.Module, count: Counter[str]) -> None:
+def _join_projections(model: torch.nn.Module) -> None:
     for module in model.modules():
         layers: list[Any] = [module._modules.get(name) for name in PROJECTIONS]
         if known_code(module) not in (Code.ATTENTION, Code.GATED_ATTENTION) or not _can_join(layers):
@@ -166,7 +163,6 @@ def _join_projections(model: torch.nn.Module, count: Counter[str]) -> None:
         for name, layer in zip(PROJECTIONS, layers, strict=True):
             module._modules[name] = DeviceProjection(layer, joint, begin)
             begin += layer.out_features
-        count["joint projections"] += 1
 
 
 def _can_join(layers: list[Any]) -> bool:

@@ -101,30 +101,26 @@ class Packing:
         return NEAR[dtype]
 
 
-def fuse_small_parts(model: torch.nn.Module) -> Counter[str]:
-    """Replaces rotary embeddings, norms, gated norms and embeddings. Returns how many of each kind."""
-    count: Counter[str] = Counter()
+def fuse_small_parts(model: torch.nn.Module) -> None:
+    """Replaces rotary embeddings, norms, gated norms and embeddings."""
     if can_fuse(model):
-        fuse_rotary(model, rotate, FusedRotary.agrees, count)
-        replace_parts(model, "norms", _norm, count)
-        replace_parts(model, "gated norms", _gated_norm, count)
+        fuse_rotary(model, rotate, FusedRotary.agrees)
+        replace_parts(model, _norm)
+        replace_parts(model, _gated_norm)
         for module in model.modules():
-            _fuse_forward(module, count)
-    return count
+            _fuse_forward(module)
 
 
 @torch.inference_mode()
-def fuse_linear(model: torch.nn.Module, packing: Packing) -> Counter[str]:
-    """Replaces linear layers, gated MLPs, experts and convolutions over patches. Returns how many of each kind."""
-    count: Counter[str] = Counter()
+def fuse_linear(model: torch.nn.Module, packing: Packing) -> None:
+    """Replaces linear layers, gated MLPs, experts and convolutions over patches."""
     if can_fuse(model):
         shared = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-        replace_parts(model, "gated MLPs", lambda part: _mlp(part, shared, packing), count, packing)
-        replace_parts(model, "experts", lambda part: _experts(part, shared, packing), count, packing)
-        _fuse_functional(model, count)
-        replace_parts(model, "patches", _patches, count)
-        replace_parts(model, "linear layers", lambda part: _linear(part, shared, packing), count, packing)
-    return count
+        replace_parts(model, lambda part: _mlp(part, shared, packing), packing.around)
+        replace_parts(model, lambda part: _experts(part, shared, packing), packing.around)
+        _fuse_functional(model)
+        replace_parts(model, _patches)
+        replace_parts(model, lambda part: _linear(part, shared, packing), packing.around)
 
 
 def can_fuse(model: torch.nn.Module) -> bool:
@@ -133,16 +129,14 @@ def can_fuse(model: torch.nn.Module) -> bool:
 
 
 def replace_parts(
-    model: torch.nn.Module, kind: str, made: Callable[[torch.nn.Module], torch.nn.Module | None], count: Counter[str],
-    packing: Packing | None = None,
-) -> None:  # fmt: skip
+    model: torch.nn.Module, made: Callable[[torch.nn.Module], torch.nn.Module | None], around: Around = nullcontext
+) -> None:
     for part, places in _parts(model):
-        with nullcontext() if packing is None else packing.around(part):
+        with around(part):
             fused = made(part)
         if fused is not None:
             for parent, name in places:
                 parent._modules[name] = fused
-            count[kind] += 1
 
 
 def _parts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, list[tuple[torch.nn.Module, str]]]]:
@@ -468,7 +462,7 @@ def _linear_by_kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def _fuse_functional(model: torch.nn.Module, count: Counter[str]) -> None:
+def _fuse_functional(model: torch.nn.Module) -> None:
     """Gives routers and other modules that call `functional.linear` a copy of their forward in which it is a kernel: torch's result for a
     row depends on the rows beside it.
     """
@@ -477,7 +471,6 @@ def _fuse_functional(model: torch.nn.Module, count: Counter[str]) -> None:
         stand_ins = {} if forward is None else _stand_ins(module, forward)
         if stand_ins:
             module.forward = MethodType(with_names(forward, stand_ins), module)
-            count["functional linear layers"] += 1
 
 
 def _stand_ins(module: Any, forward: Any) -> dict[str, Any]:
@@ -629,17 +622,15 @@ def _near(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and bool(difference <= tolerance * b.float().abs().max())
 
 
-def _fuse_forward(module: Any, count: Counter[str]) -> None:
+def _fuse_forward(module: Any) -> None:
     """Gives an embedding, or a module that makes cos and sin, a forward that does not use torch's threads.
 
     torch has a pool of threads beside that of the kernels. Threads of one pool that look for work would keep the other's from the cores.
     """
     if _is_plain_embedding(module) and own_forward(module) is not None:
         module.forward = MethodType(embed, module)
-        count["embeddings"] += 1
     if _is_plain_rotary(module):
         module.forward = MethodType(cos_and_sin, module)
-        count["tables of cos and sin"] += 1
 
 
 def _is_plain_embedding(module: Any) -> bool:
@@ -662,9 +653,7 @@ def _is_plain_rotary(module: Any) -> bool:
     )
 
 
-def fuse_rotary(
-    model: torch.nn.Module, rotate: Callable[..., Any], agrees: Callable[[FusedRotary], bool], count: Counter[str]
-) -> None:
+def fuse_rotary(model: torch.nn.Module, rotate: Callable[..., Any], agrees: Callable[[FusedRotary], bool]) -> None:
     """Gives attention modules a copy of their forward in which the name `apply_rotary_pos_emb` means the kernel `rotate`, if it `agrees`."""
     made: dict[Callable[..., Any], FusedRotary | None] = {}
     module: Any
@@ -682,7 +671,6 @@ def fuse_rotary(
         if fused is not None:
             module.fused_rotary = fused
             module.forward = MethodType(with_names(forward, {_ROTARY: fused}), module)
-            count["rotary embeddings"] += 1
 
 
 _ROTARY = "apply_rotary_pos_emb"

@@ -5,7 +5,6 @@ Codes of 4 bits (`coded`) stay what they are, and are multiplied in 8 bits.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -46,7 +45,7 @@ def quantize_linear(model: torch.nn.Module, scales: Mapping[str, torch.Tensor] |
     all_weights = sum(p.numel() for p in model.parameters())
     if any(isinstance(part, PackedLinear) for part in model.modules()):
         return _quantize_packed(model)
-    replace_parts(model, "linear layers", as_linear, Counter())
+    replace_parts(model, as_linear)
     packing = Int8Packing(model, scales or {})
     fuse_linear(model, packing)
     fuse_linear(model, Packing())  # the rest

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from batchgen.kernels.device_parts import DeviceMLP, DeviceNorm, fuse_on_device, running
+from support.fusing import replaced
 from support.models import build
 from support.params import slow_but
 from support.triton_interpreter import skip_unless_interpreted
@@ -51,8 +52,11 @@ def test_a_model_gives_the_same_with_them(device: torch.device, family: str, dty
     tokens = torch.arange(3, 24, device=device)[None]
     with torch.inference_mode():
         want = model(tokens, use_cache=False).logits
-        assert {kind for kind, count in fuse_on_device(model).items() if count} == FAMILIES[family]
-        assert not fuse_on_device(model), "a second time changes nothing"
+        fuse_on_device(model)
+        assert replaced(model).keys() == FAMILIES[family]
+        parts = list(model.modules())
+        fuse_on_device(model)
+        assert list(model.modules()) == parts, "a second time changes nothing"
         assert torch.equal(model(tokens, use_cache=False).logits, want), "outside of `running` nothing changes"
         with running():
             got = model(tokens, use_cache=False).logits

@@ -66,9 +66,9 @@ def test_experts_of_codes_compute_what_those_of_their_numbers_do_to_the_last_bit
 def test_experts_are_replaced_and_the_logits_stay_the_same(name: str, activation: Activation) -> None:
     model = build(name)
     plain = model(input_ids=IDS, use_cache=False).logits
-    found = fuse(model)
+    fuse(model)
     fused = [part for part in model.modules() if isinstance(part, FusedExperts)]
-    assert found["experts"] == len(fused) > 0
+    assert fused
     assert {part.up.activation for part in fused} == {activation}
     assert not any("experts" in name.split(".") for name, _ in model.named_parameters())
     torch.testing.assert_close(model(input_ids=IDS, use_cache=False).logits, plain, atol=2e-5, rtol=2e-5)
@@ -78,9 +78,9 @@ def test_experts_are_replaced_and_the_logits_stay_the_same(name: str, activation
 def test_linear_layers_of_experts_are_replaced_and_the_logits_stay_the_same() -> None:
     model = build("jetmoe")
     plain = model(input_ids=IDS, use_cache=False).logits
-    found = fuse(model)
+    fuse(model)
     fused = [part for part in model.modules() if isinstance(part, LinearOfExperts)]
-    assert found["experts"] == len(fused) == 8
+    assert len(fused) == 8
     torch.testing.assert_close(model(input_ids=IDS, use_cache=False).logits, plain, atol=2e-5, rtol=2e-5)
 
 

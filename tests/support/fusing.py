@@ -1,15 +1,56 @@
-"""Puts all of our CPU kernels into a model."""
+"""Puts all of our CPU kernels into a model, and says which parts of a model kernels have replaced."""
+
+import re
+from collections import Counter
 
 import torch
 
 from batchgen.kernels.decoder_layers import fuse_layers
-from batchgen.kernels.fusion import Packing, fuse_linear, fuse_small_parts
+from batchgen.kernels.device_parts import DeviceMLP, DeviceNorm, DeviceProjection
+from batchgen.kernels.experts import FusedExperts, LinearOfExperts
+from batchgen.kernels.fusion import (
+    FusedGatedNorm,
+    FusedMLP,
+    FusedNorm,
+    FusedPatches,
+    Packing,
+    fuse_linear,
+    fuse_small_parts,
+)
+from batchgen.kernels.int8 import Int8Linear
+from batchgen.kernels.ops import PackedLinear, SharedLinear
+
+KINDS = {
+    DeviceMLP: "gated MLPs", DeviceNorm: "norms", DeviceProjection: "joint projections", FusedExperts: "experts",
+    LinearOfExperts: "experts",
+    FusedGatedNorm: "gated norms", FusedMLP: "gated MLPs", FusedNorm: "norms", FusedPatches: "patches",
+    Int8Linear: "linear layers", PackedLinear: "linear layers", SharedLinear: "linear layers",
+}  # fmt: skip
+FORWARDS = {
+    "Attention": "rotary embeddings", "DecoderLayer": "decoder layers", "Embedding": "embeddings", "Router": "routers",
+    "RotaryEmbedding": "tables of cos and sin",
+}  # fmt: skip
+"""By the end of the class's name, the parts that keep their class and get a forward."""
 
 
 @torch.inference_mode()
 def fuse(model):
     """Replaces parts of a model by kernels, in place. Returns the number of replaced parts by kind."""
-    count = fuse_small_parts(model)
-    count.update(fuse_linear(model, Packing()))
-    count["decoder layers"] = fuse_layers(model)
-    return +count
+    fuse_small_parts(model)
+    fuse_linear(model, packing or Packing())
+    fuse_layers(model)
+    return replaced(model)
+
+
+def replaced(model):
+    """Returns the number of a model's parts that are kernels, or that have a forward of batchgen, by kind."""
+    inner = {
+        part
+        for whole in model.modules()
+        if isinstance(whole, FusedMLP | FusedExperts | LinearOfExperts)
+        for part in whole.children()
+    }
+    count = Counter(KINDS[type(part)] for part in model.modules() if type(part) in KINDS and part not in inner)
+    names = (type(part).__name__ for part in model.modules() if "forward" in vars(part))
+    changed = filter(None, (re.search(f"({'|'.join(FORWARDS)})$", name) for name in names))
+    return count + Counter(FORWARDS[end[0]] for end in changed)
