@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.attention.base import LayerOptions
-from batchgen.attention.cpu_backend import PackedAttention, _Layer, _Plan, storage
+from batchgen.attention.cpu_backend import PackedAttention, _Attention, _Layer, _Plan, storage
 from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.kernels.build import NoKernels, library
 from batchgen.model.loaded_model import with_blocks
@@ -40,8 +40,12 @@ def written(kernels, keys, values, kv_indices, block_size):
         k_head=keys.stride(0), k_token=keys.stride(1), v_head=values.stride(0), v_token=values.stride(1),
         k=keys.data_ptr(), v=values.data_ptr(), keys=cache.keys[0].data_ptr(), values=cache.values[0].data_ptr(),
     )  # fmt: skip
-    kind = int(keys.dtype == torch.bfloat16)
-    kernels.batchgen_write(ctypes.byref(plan), ctypes.byref(what), kind, torch.get_num_threads())
+    unwanted = np.zeros(count, dtype=np.bool_)  # of no token, so that nothing is read
+    what.wanted = unwanted.ctypes.data
+    attention = _Attention(
+        ctypes.addressof(plan), ctypes.addressof(what), keys.dtype == torch.bfloat16, torch.get_num_threads()
+    )
+    kernels.batchgen_attention(ctypes.byref(attention))
     return cache
 
 

@@ -650,12 +650,8 @@ void write(const Plan& plan, const Layer& layer, int threads) {
 
 }  // namespace
 
-EXPORT void batchgen_write(const Plan* plan, const Layer* layer, int is_bfloat16, int threads) {
-    is_bfloat16 ? write<Bfloat>(*plan, *layer, threads) : write<Float>(*plan, *layer, threads);
-}
-
 // Writes the step's KV, then attends.
 EXPORT void batchgen_attention(const Attention* a) {
-    batchgen_write(a->plan, a->layer, a->is_bfloat16, a->threads);
+    a->is_bfloat16 ? write<Bfloat>(*a->plan, *a->layer, a->threads) : write<Float>(*a->plan, *a->layer, a->threads);
     a->is_bfloat16 ? attend<Tiled>(*a->plan, *a->layer, a->threads) : attend<Float>(*a->plan, *a->layer, a->threads);
 }

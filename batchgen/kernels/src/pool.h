@@ -13,7 +13,6 @@ class Tasks {
         const int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
         return task < count_ ? task : -1;
     }
-    bool left() const { return next_.load(std::memory_order_relaxed) < count_; }
 
    private:
     std::atomic<int64_t> next_{0};

@@ -239,8 +239,8 @@ void run(const Rule& s) {
     // one block each, the prefetcher of one core fetches lines that the other core is writing. Two threads were slower than one.
     const int64_t parts = s.spans * s.heads >= 4 * threads ? 1 : blocks, tasks = s.spans * s.heads * parts;
     in_parallel(tasks, threads, [&](Tasks& queue) {
-        std::vector<float> scratch(s.rows * (WIDE + 10) + LANES);
-        float* const local = (float*)(((uintptr_t)scratch.data() + sizeof(floats) - 1) / sizeof(floats) * sizeof(floats));
+        std::vector<floats> scratch(s.rows * (WIDE + 10) / LANES + 1);
+        float* const local = (float*)scratch.data();
         float* at = local + s.rows * WIDE;
         const auto token = [&] {
             Token made{at, at + s.rows, at + 2 * s.rows, at + 3 * s.rows, at + 4 * s.rows, 0};
@@ -300,11 +300,10 @@ void scan(const Scan& s) {
     // Neighbours run in one thread, so that no other core writes the lines that this one's prefetcher fetches.
     const int64_t threads = count > 8 ? s.threads : 1, pieces = threads > 1 ? std::min(count, 8 * threads) : 1;
     in_parallel(pieces, threads, [&](Tasks& queue) {
-        std::vector<float> scratch((s.size + 1) * LANES);
-        const uintptr_t at = ((uintptr_t)scratch.data() + sizeof(floats) - 1) / sizeof(floats) * sizeof(floats);
+        std::vector<floats> state(s.size);
         for (int64_t piece; (piece = queue.take()) >= 0;)
             for (int64_t i = count * piece / pieces; i < count * (piece + 1) / pieces; i++)
-                scan_channels(s, i / vectors, i % vectors * LANES, (floats*)at);
+                scan_channels(s, i / vectors, i % vectors * LANES, state.data());
     });
 }
 
