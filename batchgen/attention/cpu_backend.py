@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import contiguous_parts, repeated, split_step
-from batchgen.kernels.build import library
+from batchgen.kernels.build import integers, library, pointers
 from batchgen.kernels.ops import Call, Heads
 from batchgen.scheduling.batch import ScheduledSpan
 
@@ -45,20 +45,20 @@ class _Plan(ctypes.Structure):
     """`Plan` of attention.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("num_tokens", "block_size", "num_shared", "num_chunks", "tile")),
-        *((name, ctypes.c_void_p) for name in ("positions", "ends", "kv_indices", "shared", "chunks", "blocks", "starts")),
-    ]  # fmt: skip
+        *integers("num_tokens", "block_size", "num_shared", "num_chunks", "tile"),
+        *pointers("positions", "ends", "kv_indices", "shared", "chunks", "blocks", "starts"),
+    ]
 
 
 class _Layer(ctypes.Structure):
     """`Layer` of attention.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "size", "v_size", "num_blocks", "sliding_window")),
-        *((name, ctypes.c_int64) for name in ("q_head", "q_token", "k_head", "k_token", "v_head", "v_token")),
+        *integers("heads", "kv_heads", "size", "v_size", "num_blocks", "sliding_window"),
+        *integers("q_head", "q_token", "k_head", "k_token", "v_head", "v_token"),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
-        *((name, ctypes.c_void_p) for name in ("sinks", "q", "k", "v", "keys", "values", "out", "wanted")),
-    ]  # fmt: skip
+        *pointers("sinks", "q", "k", "v", "keys", "values", "out", "wanted"),
+    ]
 
 
 class _Attention(ctypes.Structure):

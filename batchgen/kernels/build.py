@@ -142,6 +142,16 @@ def kernel(name: str, dtype: torch.dtype, more: str = "") -> Any:
     return function
 
 
+def integers(*names: str) -> list[tuple[str, type[ctypes.c_int64]]]:
+    """Returns the fields of a structure of C++ that are integers of 64 bits."""
+    return [(name, ctypes.c_int64) for name in names]
+
+
+def pointers(*names: str) -> list[tuple[str, type[ctypes.c_void_p]]]:
+    """Returns the fields of a structure of C++ that are addresses."""
+    return [(name, ctypes.c_void_p) for name in names]
+
+
 def _compile(to: Path) -> None:
     compiler, sources = _compiler(), _sources()
     _logger.info("compiling kernels for this processor, once on this machine ...")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from batchgen.kernels.build import integers, pointers
 from batchgen.kernels.codes import PLANES, Coding, PackedTensor, Parts, are_alike, levels_of
 
 _LEVELS = {"table": 1, "e4m3": 2, "table of bfloat16": 3, "divided": 4}
@@ -17,10 +18,7 @@ _RANGE = (1e-20, 1e20)
 
 
 class _Groups(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("coarse", "fine")),
-        *((name, ctypes.c_int64) for name in ("type", "fine_type", "per_coarse", "divides")),
-    )
+    _fields_ = (*pointers("coarse", "fine"), *integers("type", "fine_type", "per_coarse", "divides"))
 
 
 class CodesArguments(ctypes.Structure):
@@ -28,9 +26,9 @@ class CodesArguments(ctypes.Structure):
 
     _fields_ = (
         ("planes", ctypes.c_void_p * 4),
-        *((name, ctypes.c_void_p) for name in ("table", "zeros", "group_of")),
+        *pointers("table", "zeros", "group_of"),
         *((name, _Groups) for name in ("scales", "offsets")),
-        *((name, ctypes.c_int64) for name in ("inputs", "groups", "group", "levels", "zero", "exact", "rounds")),
+        *integers("inputs", "groups", "group", "levels", "zero", "exact", "rounds"),
         ("divisor", ctypes.c_double),
     )
 

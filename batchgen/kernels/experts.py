@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from batchgen.kernels.build import kernel, library
+from batchgen.kernels.build import integers, kernel, library, pointers
 from batchgen.kernels.int8 import Int8Linear
 from batchgen.kernels.ops import Activation, PackedLinear
 
@@ -20,18 +20,15 @@ class _Route(ctypes.Structure):
     """`Route` in experts.cpp is the same."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("tokens", "chosen", "experts", "bytes", "x_row", "threads")),
-        *((name, ctypes.c_void_p) for name in ("indices", "x", "starts", "places", "rows")),
+        *integers("tokens", "chosen", "experts", "bytes", "x_row", "threads"),
+        *pointers("indices", "x", "starts", "places", "rows"),
     )
 
 
 class _Combine(ctypes.Structure):
     """`Combine` in experts.cpp is the same."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("tokens", "chosen", "size", "threads")),
-        *((name, ctypes.c_void_p) for name in ("rows", "weights", "places", "y")),
-    )
+    _fields_ = (*integers("tokens", "chosen", "size", "threads"), *pointers("rows", "weights", "places", "y"))
 
 
 class FusedExperts(torch.nn.Module):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from batchgen.kernels.build import DTYPES, kernel, library
+from batchgen.kernels.build import DTYPES, integers, kernel, library, pointers
 from batchgen.kernels.coded import Codes
 from batchgen.kernels.codes import Coding
 from batchgen.kernels.isa import instruction_set
@@ -48,10 +48,7 @@ class QuantizedRows:
 class QuantizeArguments(ctypes.Structure):
     """`Rows` in linear_int8.cpp is the same."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "size", "x_row", "q_row", "threads")),
-        *((name, ctypes.c_void_p) for name in ("x", "q", "scales")),
-    )
+    _fields_ = (*integers("rows", "size", "x_row", "q_row", "threads"), *pointers("x", "q", "scales"))
 
 
 def quantize_weight(weight: torch.Tensor, scales: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchgen.kernels.build import DTYPES, kernel, library
+from batchgen.kernels.build import DTYPES, integers, kernel, library, pointers
 from batchgen.kernels.coded import Codes, can_share
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.isa import X86, instruction_set
@@ -64,12 +64,9 @@ class NormArguments(ctypes.Structure):
     """`Norm` in elementwise.cpp is the same."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in ("outer", "inner", "size", "x_outer", "x_inner", "rounds_first", "threads")
-        ),
+        *integers("outer", "inner", "size", "x_outer", "x_inner", "rounds_first", "threads"),
         ("eps", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("weight", "x", "y", "more", "sum", "q", "scales")),
+        *pointers("weight", "x", "y", "more", "sum", "q", "scales"),
         ("q_row", ctypes.c_int64),
         ("by", ctypes.c_double),
     )
@@ -81,37 +78,31 @@ class NormArguments(ctypes.Structure):
 class _Maximum(ctypes.Structure):
     """`Maximum` in elementwise.cpp is the same."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "columns", "x_row", "threads")),
-        *((name, ctypes.c_void_p) for name in ("x", "values", "indices")),
-    )
+    _fields_ = (*integers("rows", "columns", "x_row", "threads"), *pointers("x", "values", "indices"))
 
 
 class _Mask(ctypes.Structure):
     """`Mask` in elementwise.cpp is the same."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "columns", "words", "x_row", "allowed_row", "threads")),
-        *((name, ctypes.c_void_p) for name in ("x", "allowed", "y")),
+        *integers("rows", "columns", "words", "x_row", "allowed_row", "threads"),
+        *pointers("x", "allowed", "y"),
     )
 
 
 class RowTable(ctypes.Structure):
     """`RowTable` in rows.cpp is the same."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "table_rows", "bytes", "threads")),
-        *((name, ctypes.c_void_p) for name in ("table", "indices", "y")),
-    )
+    _fields_ = (*integers("rows", "table_rows", "bytes", "threads"), *pointers("table", "indices", "y"))
 
 
 class RotaryArguments(ctypes.Structure):
     """`Rotary` in elementwise.cpp is the same."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("tokens", "q_heads", "k_heads", "size", "turned")),
-        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "cos_token", "threads")),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "cos", "sin", "q_out", "k_out")),
+        *integers("tokens", "q_heads", "k_heads", "size", "turned"),
+        *integers("q_token", "q_head", "k_token", "k_head", "cos_token", "threads"),
+        *pointers("q", "k", "cos", "sin", "q_out", "k_out"),
     )
 
 
@@ -296,13 +287,13 @@ class Product(ctypes.Structure):
     """`Product` in linear.h is the same."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "columns", "words", "x_row", "y_row", "activation", "threads")),
-        *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "y", "x_scales", "scales", "beginnings")),
-        *((name, ctypes.c_int64) for name in ("inner", "group", "w_row")),
-        ("codes", ctypes.c_void_p),
-        ("experts", ctypes.c_int64),
-        ("starts", ctypes.c_void_p),
-        ("first_panel", ctypes.c_int64),
+        *integers("rows", "columns", "words", "x_row", "y_row", "activation", "threads"),
+        *pointers("x", "weights", "bias", "y", "x_scales", "scales", "beginnings"),
+        *integers("inner", "group", "w_row"),
+        *pointers("codes"),
+        *integers("experts"),
+        *pointers("starts"),
+        *integers("first_panel"),
         *((name, ctypes.c_double) for name in ("alpha", "limit")),
     )
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from batchgen.kernels.build import DTYPES, kernel
+from batchgen.kernels.build import DTYPES, integers, kernel, pointers
 from batchgen.kernels.ops import Activation, address_of
 
 ACTIVATIONS = {None: Activation.NONE, "silu": Activation.SILU, "swish": Activation.SILU}
@@ -33,9 +33,9 @@ class _Convolution(ctypes.Structure):
     """`Convolution` in recurrent.cpp is the same."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("spans", "channels", "taps", "x_token", "activation", "threads")),
-        *((name, ctypes.c_void_p) for name in ("starts", "lengths", "read", "write")),
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "states", "out")),
+        *integers("spans", "channels", "taps", "x_token", "activation", "threads"),
+        *pointers("starts", "lengths", "read", "write"),
+        *pointers("x", "weight", "bias", "states", "out"),
     )
 
 
@@ -43,13 +43,10 @@ class _Rule(ctypes.Structure):
     """`Rule` in recurrent.cpp is the same."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in ("spans", "heads", "groups", "rows", "columns", "row_decays", "normalize")
-        ),
-        *((name, ctypes.c_int64) for name in ("q_token", "k_token", "v_token", "threads")),
-        *((name, ctypes.c_void_p) for name in ("starts", "lengths", "read", "write", "decay", "strength", "skip")),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "states")),
+        *integers("spans", "heads", "groups", "rows", "columns", "row_decays", "normalize"),
+        *integers("q_token", "k_token", "v_token", "threads"),
+        *pointers("starts", "lengths", "read", "write", "decay", "strength", "skip"),
+        *pointers("q", "k", "v", "out", "states"),
         ("scale", ctypes.c_float),
     )
 
@@ -58,29 +55,26 @@ class _GatedNorm(ctypes.Structure):
     """`GatedNorm` in recurrent.cpp is the same."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "groups", "size", "x_row", "gate_row")),
-        *((name, ctypes.c_int64) for name in ("gate_first", "sigmoid", "rounds", "threads")),
+        *integers("rows", "groups", "size", "x_row", "gate_row"),
+        *integers("gate_first", "sigmoid", "rounds", "threads"),
         ("eps", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("weight", "x", "gate", "y")),
+        *pointers("weight", "x", "gate", "y"),
     )
 
 
 class _Gate(ctypes.Structure):
     """`Gate` in recurrent.cpp is the same."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "size", "x_row", "gate_row", "threads")),
-        *((name, ctypes.c_void_p) for name in ("x", "gate", "y")),
-    )
+    _fields_ = (*integers("rows", "size", "x_row", "gate_row", "threads"), *pointers("x", "gate", "y"))
 
 
 class _Scan(ctypes.Structure):
     """`Scan` in recurrent.cpp is the same."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("spans", "channels", "size", "threads")),
-        *((name, ctypes.c_void_p) for name in ("starts", "lengths", "read", "write")),
-        *((name, ctypes.c_void_p) for name in ("x", "dt", "a", "b", "c", "out", "states")),
+        *integers("spans", "channels", "size", "threads"),
+        *pointers("starts", "lengths", "read", "write"),
+        *pointers("x", "dt", "a", "b", "c", "out", "states"),
     )
 
 
