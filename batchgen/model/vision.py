@@ -47,7 +47,7 @@ FEATURE_SHARE = 1 / 8
 
 
 class Features(NamedTuple):
-    """What the encoder gives for an image."""
+    """What the encoder gives for an image, or for all of a batch."""
 
     embeddings: torch.Tensor
     """[tokens, hidden size]"""
@@ -100,7 +100,8 @@ class Vision:
         """By `Image.token`: the files that have its bytes, of those that are waited for."""
         self._expected: deque[Image] = deque()
         self._prepared: dict[int, Future[dict[str, Any]]] = {}
-        self._shown: _Shown | None = None
+        self._shown: tuple[torch.Tensor, Features] | None = None
+        """Of the forward that is running: the places [M] of the images' tokens in the packed batch, and their features."""
         self.failed: dict[int, RowError] = {}
         """By `Image.token`: the images that cannot be shown, and why."""
         self._deep_layers: set[int] = set()
@@ -200,7 +201,7 @@ class Vision:
             layer: torch.cat([part.deep.get(layer, blank.expand_as(part.embeddings)) for part in parts])
             for layer in {layer for part in parts for layer in part.deep}
         }
-        self._shown = _Shown(put(places, embeddings.device), embeddings, deep)
+        self._shown = put(places, embeddings.device), Features(embeddings, deep)
         try:
             yield
         finally:
@@ -336,7 +337,8 @@ class Vision:
         """Hook after the embedding [1, T, hidden size]."""
         if self._shown is None:
             return None
-        return output.index_copy(1, self._shown.places, self._shown.embeddings[None])
+        places, features = self._shown
+        return output.index_copy(1, places, features.embeddings[None])
 
     def _add_to_layers(self, indices: Iterable[int]) -> None:
         """Makes decoder layers add the images' deep features to their output, or the first one to its input (-1): [1, T, hidden size]."""
@@ -353,19 +355,10 @@ class Vision:
         return inputs if found is None else (found, *inputs[1:])
 
     def _add_deep(self, index: int, _: Any, __: Any, output: torch.Tensor) -> torch.Tensor | None:
-        if self._shown is None or index not in self._shown.deep:
+        if self._shown is None or index not in self._shown[1].deep:
             return None
-        return output.index_add(1, self._shown.places, self._shown.deep[index][None])
-
-
-class _Shown(NamedTuple):
-    """The images of the forward that is running."""
-
-    places: torch.Tensor
-    """[M] int64: the places of their tokens in the packed batch."""
-    embeddings: torch.Tensor
-    """[M, hidden size]"""
-    deep: Mapping[int, torch.Tensor]
+        places, features = self._shown
+        return output.index_add(1, places, features.deep[index][None])
 
 
 def _joined(features: Any) -> torch.Tensor:
