@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from batchgen.kernels.build import integers, kernel, library, pointers
-from batchgen.kernels.int8 import Int8Linear
-from batchgen.kernels.ops import Activation, PackedLinear
+from batchgen.kernels.ops import Activation, KernelLinear
 
 
 class _Route(ctypes.Structure):
@@ -34,9 +33,7 @@ class _Combine(ctypes.Structure):
 class FusedExperts(torch.nn.Module):
     """Maps x [T, K] to the weighted sum of what a token's experts give: down(act(gate(x)) * up(x)), rounded where transformers rounds."""
 
-    def __init__(
-        self, up: PackedLinear | Int8Linear, down: PackedLinear | Int8Linear, plain: Any = None, identities: int = 0
-    ) -> None:
+    def __init__(self, up: KernelLinear, down: KernelLinear, plain: Any = None, identities: int = 0) -> None:
         """`up`: gate and up of all experts. `plain`: the module of transformers, which runs the activation that `up` leaves out.
 
         `identities`: how many experts behind the others return their input.
@@ -114,7 +111,7 @@ class MixtureOfScaledInputs(torch.nn.Module):
 class LinearOfExperts(torch.nn.Module):
     """Maps the rows [N, K] of all experts, in the order of the experts, to [N, M] by a linear layer of each expert."""
 
-    def __init__(self, linear: PackedLinear | Int8Linear) -> None:
+    def __init__(self, linear: KernelLinear) -> None:
         super().__init__()
         self.linear = linear
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MethodType, SimpleNamespace
@@ -22,10 +22,10 @@ from batchgen.kernels.build import DTYPES
 from batchgen.kernels.coded import PartsInPanels
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.experts import FusedExperts, LinearOfExperts, MixtureOfScaledInputs
-from batchgen.kernels.int8 import Int8Linear
 from batchgen.kernels.ops import (
     Activation,
     Gating,
+    KernelLinear,
     PackedLinear,
     SharedLinear,
     cos_and_sin,
@@ -77,24 +77,21 @@ class Packing:
     def can_pack(self, layer: torch.nn.Linear) -> bool:
         return fits(layer.weight) and is_fast()
 
-    def pack(
-        self,
-        layers: list[torch.nn.Linear],
-        weights: list[torch.Tensor],
-        biases: list[torch.Tensor | None],
-        activation: Activation = Activation.NONE,
-    ) -> torch.nn.Module:
-        """Packs one layer, or gate and up, which may be halves of one layer. The weights come from `layers`, and may be packed ones."""
-        return PackedLinear(weights, biases, activation)
-
     def can_pack_experts(self, weights: list[torch.Tensor]) -> bool:
         return all(map(fits, weights)) and is_fast()
 
-    def pack_experts(
-        self, weights: list[torch.Tensor], biases: list[torch.Tensor | None], gate: Gating
-    ) -> PackedLinear | Int8Linear:
-        """Packs the weights [E, N, K] of a mixture's experts, which `can_pack_experts` accepts: one, or gate and up."""
-        return PackedLinear(weights, biases, gate)
+    def pack(
+        self,
+        weights: list[torch.Tensor],
+        biases: list[torch.Tensor | None],
+        activation: Activation | Gating = Activation.NONE,
+        layers: Sequence[torch.nn.Linear] = (),
+    ) -> KernelLinear:
+        """Packs one weight, or gate and up, of `layers` or, without these, of a mixture's experts [E, N, K]. They may be packed ones.
+
+        Gate and up may be halves of one layer.
+        """
+        return PackedLinear(weights, biases, activation)
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """Returns the largest allowed difference from the plain layers, relative to the largest number."""
@@ -303,8 +300,8 @@ def _mlp(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module |
     biases = [half for layer in gates for half in _halves(layer.bias, 3 - len(gates))]
     if weights[0].shape != weights[1].shape:
         return None
-    gate_up = packing.pack(gates, weights, biases, act)
-    fused = FusedMLP(gate_up, packing.pack([down], [down.weight], [down.bias]))
+    gate_up = packing.pack(weights, biases, act, gates)
+    fused = FusedMLP(gate_up, packing.pack([down.weight], [down.bias], layers=[down]))
     return fused if packing.agrees(part, fused, [*weights, down.weight]) else None
 
 
@@ -337,8 +334,7 @@ def _decorated_experts(part: Any, shared: Counter[int], packing: Packing) -> tor
     if gate.activation is not Activation.NONE:
         weights = _gate_and_up(first, together=part.is_concatenated)
         biases = [None, None] if first_bias is None else _gate_and_up(first_bias, together=part.is_concatenated)
-    up = packing.pack_experts(weights, biases, gate)
-    fused = FusedExperts(up, packing.pack_experts([down], [down_bias], Gating()), part)
+    fused = FusedExperts(packing.pack(weights, biases, gate), packing.pack([down], [down_bias]), part)
     few, places = _few_experts(part)
     index, by = torch.tensor([[0, 1]] * 3), torch.tensor([[0.5, 0.25]]).to(first.dtype).expand(3, 2)
     agrees = packing.agrees(lambda x: few(x[0], index, by), lambda x: fused(x[0], places[index], by), [*weights, down])
@@ -382,7 +378,7 @@ def _linear_of_experts(part: Any, shared: Counter[int], packing: Packing) -> tor
     weight = part.weight
     if not (is_plain(weight) and shared[id(weight)] == 1 and packing.can_pack_experts([weight])):
         return None
-    fused = LinearOfExperts(packing.pack_experts([weight], [None], Gating()))
+    fused = LinearOfExperts(packing.pack([weight], [None]))
     counts = [3] if len(weight) == 1 else [1, *[0] * (len(weight) - 2), 2]
     return fused if packing.agrees(lambda x: part(x[0], counts), lambda x: fused(x[0], counts), [weight]) else None
 
@@ -425,8 +421,8 @@ def _packed_experts(
     act = ACTIVATIONS.get(type(act_fn))
     if act is None or not packing.can_pack_experts([*gate_and_up, down]):
         return None
-    up = packing.pack_experts(gate_and_up, [None, None], Gating(act))
-    return FusedExperts(up, packing.pack_experts([down], [None], Gating()), identities=identities)
+    up = packing.pack(gate_and_up, [None, None], act)
+    return FusedExperts(up, packing.pack([down], [None]), identities=identities)
 
 
 def _mixture_of_scaled_inputs(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
@@ -515,7 +511,7 @@ def _linear(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Modul
     if not packing.can_pack(part):
         return None
     weight, bias = part.weight, part.bias
-    fused = packing.pack([part], [weight], [bias])
+    fused = packing.pack([weight], [bias], layers=[part])
     if isinstance(weight, PackedTensor):  # of a head, which is large when it is unpacked, some rows are enough
         few, few_biases = weight[:COMPARED_ROWS], None if bias is None else bias[:COMPARED_ROWS]
         agrees = packing.agrees(

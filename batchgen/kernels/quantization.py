@@ -5,7 +5,7 @@ Codes of 4 bits (`coded`) stay what they are, and are multiplied in 8 bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from batchgen.kernels.decoder_layers import fuse_layers, unfuse_layers
 from batchgen.kernels.fusion import Packing, as_linear, fuse_linear, replace_parts
 from batchgen.kernels.int8 import Int8Linear, are_whole, quantize_weight
 from batchgen.kernels.memory import give_back
-from batchgen.kernels.ops import Activation, Gating, PackedLinear, plain_weight
+from batchgen.kernels.ops import Activation, Gating, KernelLinear, PackedLinear, plain_weight
 from batchgen.model_files import INT8_SMALL
 
 DTYPES_PACKED = (torch.float32, torch.bfloat16, torch.float16)
@@ -110,23 +110,18 @@ class Int8Packing(Packing):
 
     def pack(
         self,
-        layers: list[torch.nn.Linear],
         weights: list[torch.Tensor],
         biases: list[torch.Tensor | None],
-        activation: Activation = Activation.NONE,
-    ) -> torch.nn.Module:
-        self.layers += len(layers)
+        activation: Activation | Gating = Activation.NONE,
+        layers: Sequence[torch.nn.Linear] = (),
+    ) -> KernelLinear:
+        self.layers += len(layers) or len(weights) * len(weights[0])
         self.weights += sum(weight.numel() for weight in weights)
-        scales = [scale for layer in layers for scale in self._scales_of(layer, len(weights) // len(layers))]
+        scales: list[torch.Tensor | None] = [None] * len(weights)
+        if layers:
+            scales = [scale for layer in layers for scale in self._scales_of(layer, len(weights) // len(layers))]
         values = [quantize_weight(plain_weight(weight), scale) for weight, scale in zip(weights, scales, strict=True)]
         return Int8Linear(values, biases, weights[0].dtype, activation)
-
-    def pack_experts(
-        self, weights: list[torch.Tensor], biases: list[torch.Tensor | None], gate: Gating
-    ) -> PackedLinear | Int8Linear:
-        self.layers += len(weights) * len(weights[0])
-        self.weights += sum(weight.numel() for weight in weights)
-        return Int8Linear([quantize_weight(plain_weight(weight)) for weight in weights], biases, weights[0].dtype, gate)
 
     def _scales_of(self, layer: torch.nn.Linear, parts: int) -> list[torch.Tensor | None]:
         """Returns the checkpoint's scales for each of a layer's equal parts; None for each if it has none."""

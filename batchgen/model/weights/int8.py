@@ -23,7 +23,6 @@ from batchgen.model.runner import Runner
 from batchgen.model.weights.quantized import is_int8, quant_method
 from batchgen.request import TokenArray
 from batchgen.scheduling.batch import Limits, ScheduledBatch, ScheduledSpan
-from batchgen.scheduling.sequence import GenerationSequence
 from batchgen.state.cache import StateCache
 from batchgen.stats import counted
 
@@ -143,14 +142,14 @@ class _Steps:
     def run(self, texts: Sequence[TokenArray], starts: Sequence[int], first: Sequence[int]) -> list[torch.Tensor]:
         """Runs each text from position `start` to its end. Returns the logits [N, V] after its tokens from `first` on, in float32."""
         spans = sequences_of(texts, self._sizes, self._block)
-        scheduled = [self._scheduled(*parts) for parts in zip(spans, texts, starts, first, strict=True)]
+        scheduled = [
+            ScheduledSpan(span, start, len(text), begin, read=span.state_slot if start else -1)
+            for span, text, start, begin in zip(spans, texts, starts, first, strict=True)
+        ]
         logits = self._runner.run(ScheduledBatch.of(scheduled))
         assert logits is not None
         counts = [len(text) - begin for text, begin in zip(texts, first, strict=True)]
         return list(torch.split(logits.float(), counts))
-
-    def _scheduled(self, span: GenerationSequence, text: TokenArray, start: int, first: int) -> ScheduledSpan:
-        return ScheduledSpan(span, start, len(text), first, read=span.state_slot if start else -1)
 
 
 def _compared(
