@@ -317,45 +317,33 @@ _SEAMS: dict[str, Callable[[RecurrentLayers, int], Callable[..., Any]]] = {
 
 
 class StateProbe:
-    """Stands in for `StateStep`. Records the shape of each layer's state; returns outputs of the right shape."""
+    """Stands in for `StateStep`. Records the shape of each layer's state; returns outputs of the right shape. Arguments are those of `StateStep`."""
 
     def __init__(self) -> None:
         self.layers: dict[int, StateShape] = {}
 
-    def convolve(
-        self,
-        layer: int,
-        x_TC: torch.Tensor,
-        weight_CK: torch.Tensor,
-        bias_C: torch.Tensor | None,
-        activation: str | None,
-    ) -> torch.Tensor:
+    def convolve(self, layer: int, x_TC: torch.Tensor, weight_CK: torch.Tensor, *_: Any) -> torch.Tensor:
         if layer in self.layers and self.layers[layer].taps:
             raise ModelError(f"the model convolves twice in layer {layer}, which is not supported")
         known = self.layers.get(layer, StateShape(0, 0, (), x_TC.device))
         self.layers[layer] = StateShape(weight_CK.shape[1] - 1, x_TC.shape[1], known.recurrent, x_TC.device)
         return x_TC
 
-    def delta_rule(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, normalize: bool
-    ) -> torch.Tensor:  # fmt: skip
+    def delta_rule(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
         self._note(layer, (v.shape[1], k.shape[2], v.shape[2]), v.device)
         return v
 
     def mamba2(
-        self, layer: int, x: torch.Tensor, dt: torch.Tensor, limit: tuple[float, float],
-        a_H: torch.Tensor, b: torch.Tensor, c: torch.Tensor, skip_H: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
+        self, layer: int, x: torch.Tensor, dt: Any, limit: Any, a_H: Any, b: torch.Tensor, *_: Any
+    ) -> torch.Tensor:
         self._note(layer, (x.shape[1], b.shape[2], x.shape[2]), x.device)
         return x.float()
 
-    def mamba(
-        self, layer: int, x: torch.Tensor, dt: torch.Tensor, a_DN: torch.Tensor, b: torch.Tensor, c: torch.Tensor
-    ) -> torch.Tensor:
+    def mamba(self, layer: int, x: torch.Tensor, dt: Any, a_DN: Any, b: torch.Tensor, *_: Any) -> torch.Tensor:
         self._note(layer, (b.shape[1], x.shape[1]), x.device)
         return x
 
-    def linear_scan(self, layer: int, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    def linear_scan(self, layer: int, x: torch.Tensor, *_: Any) -> torch.Tensor:
         self._note(layer, (x.shape[1],), x.device)
         return x
 
