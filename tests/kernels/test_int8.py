@@ -4,22 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.functional import gelu, linear, silu
+from torch.nn.functional import linear
 
 from batchgen.kernels.codes import dequantize
 from batchgen.kernels.int8 import Int8Linear, are_whole, quantize_weight
 from batchgen.kernels.ops import Activation, PackedLinear
 from batchgen.kernels.quantization import in_8_bits
 from support.codings import ROWS, SIZE, weight_of
+from support.numbers import ACTS, FLOAT32, dtypes, numbers
 
 pytestmark = pytest.mark.usefixtures("kernels")
-FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
-dtypes = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
-ACTS = {Activation.SILU: silu, Activation.GELU_TANH: lambda x: gelu(x, approximate="tanh")}
-
-
-def numbers(*shape, dtype=FLOAT32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def whole_numbers(*shape, seed=0):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.nn.functional import gelu, linear, silu
+from torch.nn.functional import linear
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
 from batchgen.kernels.ops import (
@@ -17,18 +17,10 @@ from batchgen.kernels.ops import (
     take_rows,
 )
 from batchgen.sampling.filters import forbid
+from support.numbers import ACTS, BFLOAT16, FLOAT32, dtypes, numbers
 from support.params import slow_but
 
-FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
-dtypes = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
-ACTS = {Activation.SILU: silu, Activation.GELU_TANH: lambda x: gelu(x, approximate="tanh")}
-
-
 pytestmark = pytest.mark.usefixtures("kernels")
-
-
-def numbers(*shape, dtype=FLOAT32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def near(got, want, by=1.0):

@@ -14,8 +14,8 @@ from batchgen.kernels.fusion import FusedGatedNorm, fuse_small_parts
 from batchgen.state.convolution import convolve_spans
 from batchgen.state.delta_rule import delta_rule_token, normalized
 from batchgen.state.mamba2 import mamba2_token
+from support.numbers import BFLOAT16, FLOAT32, numbers
 
-FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
@@ -31,10 +31,6 @@ NORMS = {
     "gate before the norm": bamba_norm,
     "gate before the norm, groups": lambda size: Zamba2RMSNormGated(size, size // 4),
 }
-
-
-def numbers(*shape, dtype=FLOAT32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def fused_norm(kind, size, dtype):
