@@ -40,13 +40,9 @@ def fuse_layers(model: torch.nn.Module, around: Around = nullcontext) -> None:
     module: Any
     for module in model.modules() if can_fuse(model) else ():
         _fuse_gate(module)
-        # What an earlier call has given it may be for layers that were not packed yet.
-        earlier = module.__dict__.pop("forward") if _runs_by_parts(module) else None
         plain = own_forward(module)
         code = known_code(module)
         if plain is None or code not in _KINDS:
-            if earlier is not None:
-                module.forward = earlier
             continue
         kind = _KINDS[code]
         with around(module):
@@ -62,16 +58,13 @@ def fuse_layers(model: torch.nn.Module, around: Around = nullcontext) -> None:
 
 
 def unfuse_layers(model: torch.nn.Module) -> None:
-    """Undoes what `fuse_layers` has given layers that run in one call, and bodies of such layers, because their parts are replaced."""
+    """Undoes what `fuse_layers` has given decoder layers and bodies of models, because their parts are replaced."""
+    by_parts = {kind.by_parts for kind in _KINDS.values()} - {None}
     for module in model.modules():
-        if not module.__dict__.keys().isdisjoint(("dense", "stack")):
+        forward = getattr(module.__dict__.get("forward"), "__func__", None)
+        if forward in by_parts or not module.__dict__.keys().isdisjoint(("dense", "stack")):
             for name in ("dense", "stack", "forward"):
                 module.__dict__.pop(name, None)
-
-
-def _runs_by_parts(layer: torch.nn.Module) -> bool:
-    forward = getattr(layer.__dict__.get("forward"), "__func__", None)
-    return forward is not None and any(forward is kind.by_parts for kind in _KINDS.values())
 
 
 def last_layer(model: torch.nn.Module, attending: Collection[int], recurrent: Collection[int]) -> int | None:

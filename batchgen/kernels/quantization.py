@@ -42,6 +42,7 @@ def quantize_linear(model: torch.nn.Module, scales: Mapping[str, torch.Tensor] |
     `scales` ([N] or [N, 1], by `from_layers` of a layer's name) belong to a checkpoint whose weights were whole numbers times scales:
     the same whole numbers come out. Embedding, head, shared weights and layers with few columns stay.
     """
+    unfuse_layers(model)
     all_weights = sum(p.numel() for p in model.parameters())
     if any(isinstance(part, PackedLinear) for part in model.modules()):
         return _quantize_packed(model)
@@ -61,7 +62,6 @@ def _bytes(model: torch.nn.Module) -> int:
 def _quantize_packed(model: torch.nn.Module) -> Quantized:
     """Does the same to a model whose linear layers are `PackedLinear`, of which some are codes."""
     layers = weights = all_weights = 0
-    unfuse_layers(model)
     for name, parent in list(model.named_modules()):
         for key, part in parent._modules.items():
             if not isinstance(part, PackedLinear):
