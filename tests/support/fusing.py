@@ -37,7 +37,7 @@ FORWARDS = {
 def fuse(model):
     """Replaces parts of a model by kernels, in place. Returns the number of replaced parts by kind."""
     fuse_small_parts(model)
-    fuse_linear(model, packing or Packing())
+    fuse_linear(model, Packing())
     fuse_layers(model)
     return replaced(model)
 
