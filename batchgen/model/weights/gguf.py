@@ -7,7 +7,7 @@ blocks whose scales are 1. transformers knows which tensor is which weight, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 
 from batchgen.kernels.codes import E2M1, Coding, PackedTensor, packed_plane, packed_planes
 from batchgen.kernels.memory import Loading
-from batchgen.model.weights.packed import nibbles
+from batchgen.model.weights.packed import UnreadWeight, nibbles
 from batchgen.prompts.gguf import GgufTensor, gguf_header, instead
 
 
@@ -211,40 +211,28 @@ def _codes_of_unit_blocks(unit: torch.Tensor, kind: str) -> torch.Tensor:
     return torch.from_numpy(np.searchsorted(np.array(layout.levels, np.float32), levels).astype(np.uint8))
 
 
-class _UnreadBlocks:
-    """A weight in its file: a tensor, or the gates and the others of the experts. transformers indexes it once, when the model needs it."""
+def _read_blocks(
+    data: np.ndarray[Any, Any], tensors: list[GgufTensor], processor: Any, names: Mapping[str, str]
+) -> torch.Tensor:
+    """Returns a weight of one tensor, or of the gates and the others of the experts.
 
-    def __init__(
-        self,
-        data: np.ndarray[Any, Any],
-        tensors: list[GgufTensor],
-        processor: Any,
-        names: Mapping[str, str],
-        loading: Loading,
-    ) -> None:
-        """`data`: the bytes of the file; `processor`: transformers' for the architecture; `names`: in the model, by those in the file."""
-        self._data, self._tensors, self._processor = data, tensors, processor
-        self._names, self._loading = names, loading
+    `data`: the bytes of the file; `processor`: transformers' for the architecture; `names`: in the model, by those in the file.
+    """
+    import gguf
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """Returns the weight; `index` is `...`."""
-        import gguf
-
-        kind = self._tensors[0].kind
-        packed = kind in TYPES and len(self._tensors[0].shape) > 1
-        made: dict[str, Any] = {}
-        for tensor in self._tensors:
-            rows = self._data[tensor.offset : tensor.offset + tensor.nbytes].reshape(*tensor.shape[:-1], -1)
-            numbers = rows if packed else gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
-            result = self._processor.process(
-                weights=numbers, name=tensor.name, tensor_key_mapping=self._names, parsed_parameters={"tensors": made}
-            )
-            if result.name is not None:  # the processor has put those of experts into `made`
-                made[result.name] = torch.from_numpy(result.weights if packed else np.copy(result.weights))
-        (weight,) = made.values()
-        weight = from_blocks(weight, kind) if packed else weight
-        self._loading.add(weight)
-        return weight
+    kind = tensors[0].kind
+    packed = kind in TYPES and len(tensors[0].shape) > 1
+    made: dict[str, Any] = {}
+    for tensor in tensors:
+        rows = data[tensor.offset : tensor.offset + tensor.nbytes].reshape(*tensor.shape[:-1], -1)
+        numbers = rows if packed else gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
+        result = processor.process(
+            weights=numbers, name=tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": made}
+        )
+        if result.name is not None:  # the processor has put those of experts into `made`
+            made[result.name] = torch.from_numpy(result.weights if packed else np.copy(result.weights))
+    (weight,) = made.values()
+    return from_blocks(weight, kind) if packed else weight
 
 
 _MOVES_ROWS = ("TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProcessor", "NemotronTensorProcessor", "Qwen2MoeTensorProcessor", "MiniMaxM2TensorProcessor")  # fmt: skip
@@ -278,7 +266,10 @@ def gguf_weights(path: Path, model: Callable[[], torch.nn.Module]) -> Mapping[st
         if name in names:
             stored.setdefault(names[name], []).append(tensor)
     data, loading = np.memmap(path, np.uint8, "c"), Loading()
-    return {name: _UnreadBlocks(data, parts, processor, names, loading) for name, parts in stored.items()}
+    return {
+        name: UnreadWeight(partial(_read_blocks, data, parts, processor, names), loading)
+        for name, parts in stored.items()
+    }
 
 
 def _has_other_reader(architecture: str) -> bool:

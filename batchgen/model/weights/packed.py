@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from batchgen.kernels.codes import E2M1, Coding, PackedTensor, levels_of
 from batchgen.kernels.memory import Loading
 
 _Tensors = Mapping[str, torch.Tensor]
-_Read = Callable[[_Tensors, Mapping[str, Any]], torch.Tensor]
+_Make = Callable[[_Tensors, Mapping[str, Any]], torch.Tensor]
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Of each column of a block of eight, the number of its nibble in AWQ's word."""
 _AWQ_AT_A_TIME = 64
@@ -47,15 +48,15 @@ _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quan
 """The formats of compressed-tensors that are read here. transformers dequantizes the others."""
 
 
-class _Unread:
-    """A packed weight in its file. Stands in for a slice of a file of safetensors, which transformers indexes."""
+class UnreadWeight:
+    """A packed weight in its file. Stands in for a slice of a file of safetensors, which transformers indexes once, when the model needs it."""
 
-    def __init__(self, parts: Mapping[str, Any], read: _Read, settings: Mapping[str, Any], loading: Loading) -> None:
-        self._parts, self._read, self._settings, self._loading = parts, read, settings, loading
+    def __init__(self, read: Callable[[], torch.Tensor], loading: Loading) -> None:
+        self._read, self._loading = read, loading
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Returns the weight; `index` is `...`."""
-        weight = self._read({name: part[...] for name, part in self._parts.items()}, self._settings)
+        weight = self._read()
         self._loading.add(weight)
         return weight
 
@@ -91,7 +92,7 @@ def packed_weights(model: str, files: Sequence[Path], settings: Mapping[str, Any
         problem = "its activations are scaled (pre_quant_scale)"
     found = _by_weight(slices, method, settings)
     for name, part in found.items():
-        if not isinstance(part, _Unread) and part.get_dtype().startswith("F8"):
+        if not isinstance(part, UnreadWeight) and part.get_dtype().startswith("F8"):
             problem = problem or f"{name} is in FP8, without scales that are known here"
     if problem is not None:
         raise ModelError(
@@ -118,12 +119,16 @@ def _by_weight(slices: Mapping[str, Any], method: str, settings: Mapping[str, An
             layers.setdefault(name.removesuffix(end), {})[end.removeprefix(".")] = part
     for layer, parts in layers.items():
         if method == "mxfp4":
-            found[layer] = _Unread(parts, _mxfp4, settings, loading)
+            found[layer] = UnreadWeight(partial(_read, _mxfp4, parts, settings), loading)
         elif "weight" in parts and len(parts) == 1:
             found[f"{layer}.weight"] = parts["weight"]  # a layer that is not quantized
         elif not parts.keys().isdisjoint(("weight", "qweight", "weight_packed")):
-            found[f"{layer}.weight"] = _Unread(parts, _READ[method], settings, loading)
+            found[f"{layer}.weight"] = UnreadWeight(partial(_read, _READ[method], parts, settings), loading)
     return found
+
+
+def _read(make: _Make, parts: Mapping[str, Any], settings: Mapping[str, Any]) -> torch.Tensor:
+    return make({name: part[...] for name, part in parts.items()}, settings)
 
 
 def _usual_name(name: str, slices: Mapping[str, Any]) -> str:
@@ -327,6 +332,6 @@ def _compressed_tensors(parts: _Tensors, settings: Mapping[str, Any]) -> torch.T
     return found if found.shape[1] == int(size) else found.unpacked()[:, : int(size)]
 
 
-_READ: dict[str, _Read] = {
+_READ: dict[str, _Make] = {
     "awq": _awq, "gptq": _gptq, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "fp8": _fp8, "compressed-tensors": _compressed_tensors,
 }  # fmt: skip
