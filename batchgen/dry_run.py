@@ -20,7 +20,7 @@ from batchgen.jobs.files.manifest import as_stored, load_manifest
 from batchgen.jobs.files.results import read_keyed_results
 from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.jobs.identity import date_of_job, dtype_name, local_identity, settings_of
-from batchgen.jobs.opening import continued_settings, output_of
+from batchgen.jobs.opening import continued_settings
 from batchgen.jobs.order.advice import Advice, advice_for, sampled
 from batchgen.jobs.order.shares import PrefixCosts, Share
 from batchgen.jobs.order.sorted_requests import SortedRequests, bounded_windows, in_window_order
@@ -47,7 +47,7 @@ from batchgen.progress import Progress, Silent, Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.tokenizer import quiet, text_config
 from batchgen.recording import tree_record
-from batchgen.records import Input, Row, RowStream, input_of, window_rows
+from batchgen.records import Input, Row, RowStream, open_input, output_of, window_rows
 from batchgen.records.output import id_digest, job_path, own_id
 from batchgen.report import ReportPage, check_report_file, report_plan
 from batchgen.request import Request
@@ -258,18 +258,18 @@ def plan_job(
         config = replace(config, shard=f"1/{shards}")
     tracker = Tracker(progress or Silent())
     with Signals(grace=0) as signals, memory_errors(), few_collections(), signals.interruptible():
-        source = input_of(config, None)
+        source = open_input(config, None)
         _check_with_input(config, source, write_template)
         tracker.phase("loading tokenizer")
         tokenizer = load_tokenizer(config.model)
         check_architecture(tokenizer.hf_config)
-        prompts = PromptBuilder(tokenizer, config.prompts, config.sampling, now=_date_of_prompts(config, source))
+        prompts = PromptBuilder(tokenizer, config.prompts, config.sampling, now=_date_of_prompts(config))
         size = window_rows(config, source)
         whole = size is None and config.prompts.priority_column is None
         sample: list[Row] = []
         with tempfile.TemporaryDirectory(prefix="batchgen-") as folder, closing(RowKeys()) as row_keys:
             with quiet():  # torch is imported
-                earlier = _earlier_rows(config, source, tokenizer, prompts, tracker)
+                earlier = _earlier_rows(config, tokenizer, prompts, tracker)
                 plan = _PlanBuilder(config, tokenizer, earlier, row_keys, whole=whole)
             tracker.phase("planning")
             waiting, costs = SortedRequests(Path(folder), config.limits), PrefixCosts(Path(folder))
@@ -337,12 +337,12 @@ def _write_files(report: PlanReport, page: str | None, template: str | None, tra
         tracker.note("no other order of the template saves enough: no template was written")
 
 
-def _date_of_prompts(config: JobConfig, source: Input) -> datetime | None:
+def _date_of_prompts(config: JobConfig) -> datetime | None:
     """Returns the time that the job writes into its prompts if it has begun (`date_of_job`), else None."""
     if config.overwrite:
         return None
     with suppress(UsageError):  # no output is named, or its folder is damaged: the run will say so
-        return date_of_job(output_of(config, source), config.work_dir)
+        return date_of_job(output_of(config), config.work_dir)
     return None
 
 
@@ -364,14 +364,14 @@ class _EarlierRows:
 
 
 def _earlier_rows(
-    config: JobConfig, source: Input, tokenizer: LoadedTokenizer, prompts: PromptBuilder, tracker: Tracker
+    config: JobConfig, tokenizer: LoadedTokenizer, prompts: PromptBuilder, tracker: Tracker
 ) -> _EarlierRows:
     """Returns what the job has finished; nothing of one with other settings, which a run will refuse to continue."""
     found, ends = _EarlierRows(), list[tuple[int, bool]]()
     if config.overwrite:
         return found
     with suppress(UsageError, OSError):  # no output is named, or it has no folder
-        output = output_of(config, source)
+        output = output_of(config)
         folder = job_path(output, config.work_dir)
         for key, result in read_keyed_results(folder):
             found.keys.add(key)

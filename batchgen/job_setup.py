@@ -15,7 +15,7 @@ from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import as_stored
 from batchgen.jobs.identity import command_digest, date_of_job, local_identity, settings_of
 from batchgen.jobs.job_folder import Job, JobFolder, open_job
-from batchgen.jobs.opening import IMAGES_FOLDER, find_finished, output_of
+from batchgen.jobs.opening import IMAGES_FOLDER, find_finished
 from batchgen.jobs.order.requests import FirstReading, RequestReader, asked_of
 from batchgen.jobs.order.sorted_requests import SortedRequests, in_window_order
 from batchgen.jobs.outcomes import Outcomes
@@ -27,7 +27,7 @@ from batchgen.process.signals import Signals
 from batchgen.progress import Tracker
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.recording import tree_record
-from batchgen.records import Input, Row, RowStream, input_of, row_form, window_rows
+from batchgen.records import Input, Row, RowStream, open_input, output_of, row_form, window_rows
 from batchgen.report import check_report_file
 from batchgen.request import Request, TokenArray
 from batchgen.sampling.grammars import Vocabulary
@@ -58,8 +58,7 @@ class JobCommand:
 
 def check_command(config: JobConfig) -> JobCommand:
     """Opens the input, and checks all that can be checked without a tokenizer."""
-    source = input_of(config, config.output)
-    output = output_of(config, source)
+    source, output = open_input(config, config.output), output_of(config)
     check_file("--stats", config.stats, (output, *(file.name for file in source.files)))
     if config.report is not None:
         check_report_file(config.report, "--report")

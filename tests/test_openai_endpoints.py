@@ -9,7 +9,8 @@ from batchgen import LLM
 from batchgen.config import JobConfig, ModelConfig
 from batchgen.errors import RowError
 from batchgen.prompts.openai import read_body
-from batchgen.records import Row, output_row, row_form
+from batchgen.records import Row, row_form
+from batchgen.records.output import output_row
 from batchgen.result import Result
 from support.embedders import save_embedder
 

@@ -29,7 +29,7 @@ from batchgen.jobs.identity import with_defaults
 from batchgen.jobs.shards import CLAIMS, SHARDS_FOLDER, check_no_shard_runs, forget_plan, load_plan, read_stats, stores
 from batchgen.recording import job_record
 from batchgen.records.inputs import Input
-from batchgen.records.output import default_output, job_path, jobs_folder, output_format
+from batchgen.records.output import job_path, jobs_folder, output_format
 from batchgen.records.remote import is_url
 from batchgen.stats import counted
 
@@ -61,12 +61,6 @@ _START_AGAIN = "use --overwrite to start again, or another -o"
 _RAISE_LIMIT = (
     "add --retry length to generate the rows again that were cut, and keep all others; --overwrite starts again"
 )
-
-
-def output_of(config: JobConfig, source: Input) -> str:
-    """Returns the output of a job: the one that is named, else one beside the input. Raises `UsageError` if it must be named."""
-    parquet = config.push is not None
-    return config.output or default_output(config.inputs, source.is_stdin, config.input_format, parquet=parquet)
 
 
 def check_place(output: str, target: Target, folder: Path, overwrite: bool) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -57,9 +57,6 @@ class DatasetChoice:
         return self.config is not None or self.split is not None
 
 
-NO_CHOICE = DatasetChoice()
-
-
 @dataclass(frozen=True, slots=True)
 class Dataset:
     """A dataset whose files are known."""
@@ -70,7 +67,7 @@ class Dataset:
     """The name of a file begins with it: `folder/`, or `hf://datasets/owner/name@commit/`."""
     files: Sequence[str]
     """All files, relative to `root`, sorted."""
-    configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    configs: Mapping[str, Mapping[str, Any]]
     """The configurations that the README.md declares; empty if it declares none."""
 
     def data_files(self, choice: DatasetChoice, format: str | None) -> tuple[list[str], str]:

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from batchgen.config import INPUT_FORMATS, JobConfig
 from batchgen.errors import InputCorrupt, RowError, UsageError
-from batchgen.records.dataset_files import NO_CHOICE, DatasetChoice, find_dataset
+from batchgen.records.dataset_files import DatasetChoice, find_dataset
 from batchgen.records.files import ANY_FORMAT, BROKEN, InputFile, in_job_folder, split_name
 from batchgen.records.jsonl import Record
 from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
@@ -37,34 +37,17 @@ CHECKED_ROWS = 1_000
 """If none of these first rows has a column that the command names, the command is refused."""
 
 
-def input_of(config: JobConfig, output: str | None) -> Input:
-    """Returns the input that a command names, as `open_input` does. `output` is the command's, if it names one and writes it."""
-    return open_input(
-        config.inputs,
-        format=config.input_format,
-        encoding=config.encoding,
-        output=output,
-        choice=DatasetChoice(config.dataset_config, config.split),
-    )
+def open_input(config: JobConfig, output: str | None) -> Input:
+    """Returns the input that a command names. The files are checked to be there; only their first bytes are read.
 
-
-def open_input(
-    inputs: Sequence[str],
-    *,
-    format: str | None,
-    output: str | None,
-    choice: DatasetChoice = NO_CHOICE,
-    encoding: str | None = None,
-) -> Input:
-    """Returns the input that `inputs` name. The files are checked to be there; only their first bytes are read.
-
-    A dataset (`dataset_files.find_dataset`) stands for the files of `choice`; another folder for its files with known suffixes (those of
-    `format`, if it is given), sorted, without its sub-folders; a glob for its files, sorted. Outputs of batchgen among them (there is a job folder beside each), and `output` itself, are left out; `Input.notes`
-    says so. Raises `UsageError` if something is missing, of an unknown format, not what its name says, or both input and output.
+    A dataset (`dataset_files.find_dataset`) stands for the files of the configuration and the split that are asked for; another folder for its
+    files with known suffixes (those of `--input-format`, if it is given), sorted, without its sub-folders; a glob for its files, sorted. Outputs
+    of batchgen among them (there is a job folder beside each), and `output` itself (the command's, if it names one and writes it), are left
+    out; `Input.notes` says so. Raises `UsageError` if something is missing, of an unknown format, not what its name says, or both input and
+    output.
     """
-    if format is not None and format not in INPUT_FORMATS:
-        raise UsageError(f"--input-format {format!r} is unknown", f"use {ANY_FORMAT}")
-    inputs = [plain_name(name) for name in inputs]
+    input_format, choice = config.input_format, DatasetChoice(config.dataset_config, config.split)
+    inputs = [plain_name(name) for name in config.inputs]
     if "" in inputs:
         raise UsageError("an input has an empty name", "name a file, a folder, a glob or - for standard input")
     output = output and plain_name(output)
@@ -74,29 +57,29 @@ def open_input(
                 "- (standard input) cannot be read together with other inputs", "name files only, or - alone"
             )
         _check_chosen(choice, 0, "-")
-        return Input((_input_file("-", format or "jsonl", encoding),), [])
+        return Input((_input_file("-", input_format or "jsonl", config.encoding),), [])
     files: list[InputFile] = []
     notes: list[str] = []
     datasets = 0
     for name in inputs:
         try:
             dataset = find_dataset(name, choice)
-            many, found = (True, []) if dataset else _find(name, format)
+            many, found = (True, []) if dataset else _find(name, input_format)
         except PermissionError as e:
             raise UsageError(f"{name} cannot be read: permission denied", _PERMISSIONS) from e
         if dataset is not None:
             datasets += 1
-            found, note = dataset.data_files(choice, format)
+            found, note = dataset.data_files(choice, input_format)
             notes.append(note)
         else:
-            notes += _unread_folders(name, format) if many else []
+            notes += _unread_folders(name, input_format) if many else []
         if many:
             ours = [f for f in found if _is_ours(f, output)]
             notes += [f"{f} is an output of batchgen: left out of the input" for f in ours]
             found = [f for f in found if f not in ours]
             if not found:
                 raise UsageError(f"{name} has only outputs of batchgen", "name these files themselves to read them")
-        files += [_input_file(f, format, encoding) for f in found]
+        files += [_input_file(f, input_format, config.encoding) for f in found]
     for file in files:
         file.check_start()
         if output is not None and same_file(file.name, output):

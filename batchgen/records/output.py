@@ -222,14 +222,13 @@ def carried_names(columns: Sequence[str] | dict[str, Any], form: RowForm) -> dic
     return names
 
 
-def default_output(inputs: Sequence[str], is_stdin: bool, format: str | None = None, *, parquet: bool = False) -> str:
-    """Returns the output that is used without `-o`: beside the one input file, or `-` for standard input.
-
-    `format` is `--input-format`. `parquet`: whether the output is Parquet whatever the input is. Raises `UsageError` if the input is not one local file.
-    """
-    if is_stdin:
+def output_of(config: JobConfig) -> str:
+    """Returns the output of a job: the one that is named, else one beside the input file, or `-` for standard input. Raises `UsageError` if it must be named."""
+    if config.output:
+        return config.output
+    inputs = [plain_name(name) for name in config.inputs]
+    if "-" in inputs:
         return "-"
-    inputs = [plain_name(name) for name in inputs]
     if len(inputs) != 1:
         raise UsageError("several inputs need an output", "name it with -o")
     path = Path(inputs[0])
@@ -241,9 +240,8 @@ def default_output(inputs: Sequence[str], is_stdin: bool, format: str | None = N
         raise UsageError(f"the glob {inputs[0]} needs an output", "name it with -o")
     stem, by_suffix, _ = split_name(path.name)
     stem = stem if by_suffix else Path(stem).stem
-    return str(
-        path.with_name(stem + (".out.parquet" if parquet or (format or by_suffix) == "parquet" else ".out.jsonl"))
-    )
+    parquet = config.push is not None or (config.input_format or by_suffix) == "parquet"
+    return str(path.with_name(stem + (".out.parquet" if parquet else ".out.jsonl")))
 
 
 def output_format(output: str) -> tuple[str, str | None]:

@@ -9,8 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchgen.errors import UsageError
-from batchgen.records import DatasetChoice
-from batchgen.records.dataset_files import find_dataset
+from batchgen.records.dataset_files import DatasetChoice, find_dataset
 from support.records import opened
 
 LINE = '{"prompt": "one"}\n'

@@ -160,7 +160,6 @@ def test_an_output_that_is_named_is_read_and_brackets_in_its_name_are_not_a_glob
         (["empty"], {}, "no jsonl, parquet, csv or tsv file in the folder empty; name the files, or a glob, with --input-format"),
         (["ours"], {}, "ours has only outputs of batchgen; name these files themselves to read them"),
         (["-", "prompts.jsonl"], {}, "- (standard input) cannot be read together with other inputs; name files only, or - alone"),
-        (["prompts.jsonl"], {"format": "xml"}, "--input-format 'xml' is unknown; use jsonl, parquet, csv or tsv"),
         (
             ["prompts.jsonl"],
             {"output": "./prompts.jsonl"},
@@ -219,7 +218,7 @@ def test_a_format_is_its_reader_and_a_line_in_the_table_of_formats(folder, monke
     assert [row.columns or row.error.message for row in opened("a.text.gz").rows()] == [
         {"words": ["one", "two"]}, "a.text.gz:2: an empty line", {"words": ["three"]},
     ]  # fmt: skip
-    assert [file.name for file in opened(".", format="words").files] == ["a.text.gz"]
+    assert [file.name for file in opened(".").files] == ["a.text.gz"]
     with pytest.raises(UsageError, match=r"^the output o\.txt has an unknown suffix; "):
         output_format("o.txt")
 

@@ -7,8 +7,8 @@ import pytest
 
 from batchgen.config import JobConfig, ModelConfig
 from batchgen.errors import RowError, UsageError
-from batchgen.records import Row, output_row, row_form
-from batchgen.records.output import RowForm
+from batchgen.records import Row, row_form
+from batchgen.records.output import RowForm, output_row
 from batchgen.result import Completion, Result, TokenLogprob
 
 MODEL = ModelConfig(model="tiny/llama")

@@ -6,8 +6,8 @@ import pytest
 
 from batchgen import JobConfig, PromptConfig, SamplingParams
 from batchgen.errors import RowError, UsageError
-from batchgen.records import Row, RowForm, default_output, output_row, row_form
-from batchgen.records.output import output_format
+from batchgen.records import Row, RowForm, output_of, row_form
+from batchgen.records.output import output_format, output_row
 from batchgen.result import Result
 
 DONE = Result(row=4, text="Yes.", finish_reason="stop", prompt_tokens=9, completion_tokens=3, token_ids=(5, 6, 7))
@@ -82,11 +82,11 @@ def test_the_output_is_beside_the_input_by_default(tmp_path, monkeypatch, name, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / name).touch()
-    assert default_output([name], False, format) == expected
+    assert output_of(JobConfig(inputs=(name,), model="M", input_format=format)) == expected
 
 
 def test_the_output_of_standard_input_is_standard_output():
-    assert default_output(["-"], True) == "-"
+    assert output_of(JobConfig(inputs=("-",), model="M")) == "-"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_the_output_of_standard_input_is_standard_output():
 )
 def test_other_inputs_need_a_named_output(inputs, message):
     with pytest.raises(UsageError) as caught:
-        default_output(inputs, False)
+        output_of(JobConfig(inputs=tuple(inputs), model="M"))
     assert str(caught.value) == message
 
 

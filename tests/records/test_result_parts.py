@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from batchgen.jobs.files.results import decode, encode
 from batchgen.jobs.reuse_output import is_held_whole, results_of_output
-from batchgen.records import Row, RowForm, output_row
+from batchgen.records import Row, RowForm
+from batchgen.records.output import output_row
 from batchgen.records.writers import GroupLimits
 from batchgen.result import Completion, Result, Score, TokenLogprob, ToolCall
 from support.records import opened, write_output

@@ -15,7 +15,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.records import RESULT_NAMES, Row
+from batchgen.records import Row
+from batchgen.records.output import RESULT_NAMES
 from batchgen.records.parquet_types import MAX_FIELDS, ColumnType
 from batchgen.result import Result
 from support.params import examples

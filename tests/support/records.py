@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.records import DatasetChoice, Row, RowForm, open_input
-from batchgen.records.inputs import Input
+from batchgen.config import JobConfig
+from batchgen.records import Input, Row, RowForm, open_input
 from batchgen.records.writers import DEFAULT_LIMITS, DigestFile, GroupLimits, open_writer
 from batchgen.result import Result
 
@@ -29,10 +29,10 @@ def opened(
     *names: str | Path, format: str | None = None, output: str | Path | None = None, encoding: str | None = None,
     config: str | None = None, split: str | None = None,
 ) -> Input:  # fmt: skip
-    return open_input(
-        [str(name) for name in names], format=format, output=None if output is None else str(output), encoding=encoding,
-        choice=DatasetChoice(config, split),
+    asked = JobConfig(
+        inputs=tuple(map(str, names)), model="M", input_format=format, encoding=encoding, dataset_config=config, split=split
     )  # fmt: skip
+    return open_input(asked, None if output is None else str(output))
 
 
 def columns(*names: str | Path, **options: Any) -> list[dict[str, Any]]:

@@ -14,12 +14,12 @@ from batchgen import JobConfig, JobReport, ModelConfig, SamplingParams, run_job
 from batchgen.errors import RowError
 from batchgen.jobs.files.target import open_target
 from batchgen.prompts import load_tokenizer
-from batchgen.records import open_input
 from batchgen.records.output import job_path
 from batchgen.request import Leaf, Request
 from batchgen.result import Completion, Result
 from batchgen.stats import EngineStats
 from support.progress import Recorder
+from support.records import opened
 
 FINISHED_FILES = ["claims", "keys", "known.sqlite", "manifest.json", "report.json", "stats.json"]
 """What the folder of a finished job holds."""
@@ -148,7 +148,7 @@ class Runs:
         """The rows of the output, in any format and place."""
         if not open_target(str(self.output)).exists():
             return []
-        return [row.columns for row in open_input([str(self.output)], format=None, output=None).rows()]
+        return [row.columns for row in opened(self.output).rows()]
 
     def texts(self) -> list[str | None]:
         return [row["text"] for row in self.rows()]
