@@ -19,7 +19,7 @@ from batchgen.jobs.files.disk import check_file, write_whole
 from batchgen.jobs.files.manifest import as_stored, load_manifest
 from batchgen.jobs.files.results import read_keyed_results
 from batchgen.jobs.files.row_keys import RowKeys
-from batchgen.jobs.identity import date_of_job, dtype_name, local_identity, settings_of
+from batchgen.jobs.identity import date_of_job, dtype_name, job_settings, local_identity
 from batchgen.jobs.opening import continued_settings
 from batchgen.jobs.order.advice import Advice, advice_for, sampled
 from batchgen.jobs.order.shares import PrefixCosts, Share
@@ -392,7 +392,7 @@ def _other_settings(folder: Path, config: JobConfig, tokenizer: LoadedTokenizer,
     manifest, model = load_manifest(folder / "manifest.json"), local_identity(config.model)
     if manifest is None or model is None:
         return ""
-    new = as_stored(settings_of(config, tokenizer, prompts, model))
+    new = as_stored(job_settings(config, tokenizer, prompts, model))
     return continued_settings(manifest.settings, new, config.retried)[2]
 
 

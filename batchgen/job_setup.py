@@ -13,7 +13,7 @@ from batchgen.jobs.base import JobSpec
 from batchgen.jobs.files.disk import check_file
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import as_stored
-from batchgen.jobs.identity import command_digest, date_of_job, local_identity, settings_of
+from batchgen.jobs.identity import command_digest, date_of_job, job_settings, local_identity
 from batchgen.jobs.job_folder import Job, JobFolder, open_job
 from batchgen.jobs.opening import IMAGES_FOLDER, find_finished
 from batchgen.jobs.order.requests import FirstReading, RequestReader, asked_of
@@ -166,7 +166,7 @@ def _set_up(command: JobCommand, tracker: Tracker) -> JobSetup:
 
 def _spec_of(command: JobCommand, tokenizer: LoadedTokenizer, prompts: PromptBuilder) -> JobSpec:
     config, schema = command.config, command.source.schema
-    settings = settings_of(config, tokenizer, prompts, command.model_files)
+    settings = job_settings(config, tokenizer, prompts, command.model_files)
     form = row_form(
         config,
         command.output,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,40 +51,23 @@ _DATE = "date"
 
 
 def job_settings(
-    config: JobConfig,
-    hf_config: Any,
-    *,
-    chat: bool,
-    model: Mapping[str, Any] | None = None,
-    head: OutputHead | None = None,
-    date: datetime | None = None,
+    config: JobConfig, tokenizer: LoadedTokenizer, prompts: PromptBuilder, model: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Returns everything that changes results. Device, batch, memory, limits and the columns of the output do not.
 
-    `hf_config`: the model's configuration as transformers loads it. `model`: `model_identity`, if it is known already. `head`: that of
-    `--embed` or `--classify`. `date`: the time that the chat template writes into prompts, if it does.
+    `model`: `model_identity`, if it is known already.
     """
     return {
         **(model_identity(config.model) if model is None else model),
-        "dtype": dtype_name(config.model, hf_config),
+        "dtype": dtype_name(config.model, tokenizer.hf_config),
         "quantize": config.model.quantize,
         "image_max_pixels": config.model.image_max_pixels,
-        **_head_settings(head),
+        **_head_settings(tokenizer.head),
         **_plain_settings(config.prompts, _FREE_OF_PROMPTS),
-        "chat": chat,
-        _DATE: None if date is None else date.isoformat(),
-        **_plain_settings(config.sampling, ("given",)),
+        "chat": prompts.chat,
+        _DATE: None if prompts.date is None else prompts.date.isoformat(),
+        **_plain_settings(prompts.sampling, ("given",)),
     }
-
-
-def settings_of(
-    config: JobConfig, tokenizer: LoadedTokenizer, prompts: PromptBuilder, model: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Returns `job_settings` of a command, once its tokenizer is loaded."""
-    return job_settings(
-        replace(config, sampling=prompts.sampling), tokenizer.hf_config,
-        chat=prompts.chat, model=model, head=tokenizer.head, date=prompts.date,
-    )  # fmt: skip
 
 
 def with_defaults(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,7 +142,8 @@ def model_identity(config: ModelConfig) -> dict[str, Any]:
     """Returns what identifies a model: for a model of the hub its name and commit, for a folder the size and digest of each of its files.
 
     Configuration and tokenizer files are digested whole. Of a large weight file, the header and about 256 blocks of 4 KiB are digested, spread
-    over the file and its tensors: two checkpoints of one training run differ in nearly all of them. A model's code counts if it may run.
+    over the file and its tensors: two checkpoints of one training run differ in nearly all of them. A model's code counts if it may run, and
+    its sentence-transformers files with `--embed`.
     """
     folder = Path(config.model).expanduser()
     found: dict[str, Any]
@@ -167,7 +151,10 @@ def model_identity(config: ModelConfig) -> dict[str, Any]:
     if file is not None:
         found = {f"{MODEL_FILE}{file.name}": _file_identity(file)}
     elif folder.is_dir():
-        found = folder_identity(folder, code=config.trust_remote_code, embed=config.embed)
+        more = (*(("*.py",) if config.trust_remote_code else ()), *(_EMBEDDING_FILES if config.embed else ()))
+        patterns = (*_SMALL_FILES, _WEIGHTS, *more)
+        paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+        found = {f"{MODEL_FILE}{path.relative_to(folder).as_posix()}": _file_identity(path) for path in paths}
     else:
         found = {"model": f"{config.model} at {_commit(config)}"}
     if config.lora is not None:
@@ -181,15 +168,6 @@ def local_identity(config: ModelConfig) -> dict[str, Any] | None:
     adapter = config.lora is None or Path(config.lora).expanduser().is_dir()
     local = Path(config.model).expanduser().is_dir() or gguf_file(config) is not None
     return model_identity(config) if local and adapter else None
-
-
-def folder_identity(folder: Path, *, code: bool = False, embed: bool = False) -> dict[str, Any]:
-    """Returns size and digest of each configuration, tokenizer and weight file of a folder; with `code`, of its Python files too, and with
-    `embed`, of its sentence-transformers files.
-    """
-    patterns = (*_SMALL_FILES, _WEIGHTS, *(("*.py",) if code else ()), *(_EMBEDDING_FILES if embed else ()))
-    paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
-    return {f"{MODEL_FILE}{path.relative_to(folder).as_posix()}": _file_identity(path) for path in paths}
 
 
 def _file_identity(path: Path) -> str:

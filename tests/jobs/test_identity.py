@@ -11,18 +11,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig
-from batchgen.jobs.identity import _sampled, dtype_name, folder_identity, job_settings, model_identity
+from batchgen.jobs.identity import _sampled, dtype_name, job_settings, model_identity
 from batchgen.sampling_params import SamplingParams
 
-HF_CONFIG = SimpleNamespace(dtype="float32")
 
-
-def config_of(model: Path | str, **options: object) -> JobConfig:
-    return JobConfig(inputs=("x.jsonl",), model=model, **options)  # type: ignore[arg-type]
-
-
-def settings_of(model: Path, **options: object) -> dict[str, object]:
-    return job_settings(config_of(model, **options), HF_CONFIG, chat=False)
+def settings_of(model: Path | ModelConfig, **options: Any) -> dict[str, Any]:
+    config = JobConfig(inputs=("x.jsonl",), model=model, **options)
+    tokenizer = SimpleNamespace(hf_config=SimpleNamespace(dtype="float32"), head=None)
+    return job_settings(config, tokenizer, SimpleNamespace(sampling=config.sampling, chat=False, date=None), None)
 
 
 def identity_of(model: Path, **options: Any) -> dict[str, Any]:
@@ -83,7 +79,7 @@ def folder_identity_of_file(file: Path) -> Any:
     folder = file.with_suffix("")
     folder.mkdir(exist_ok=True)
     shutil.copyfile(file, folder / "model.safetensors")
-    return folder_identity(folder)
+    return identity_of(folder)
 
 
 def test_only_a_few_megabytes_of_a_large_file_are_read(tmp_path):
@@ -101,7 +97,7 @@ def test_a_damaged_header_does_not_prevent_an_identity(tmp_path):
         with (tmp_path / "model.safetensors").open("wb") as file:
             file.write(begin)
             file.truncate((16 << 20) + 1)
-        assert len(folder_identity(tmp_path)) == 1
+        assert len(identity_of(tmp_path)) == 1
 
 
 def test_a_hub_model_that_is_not_cached_is_identified_by_name_and_revision():
@@ -141,8 +137,7 @@ def test_options_that_do_not_change_results_are_not_settings(tiny_model_dir):
     engine = EngineConfig(policy="fifo", row_timeout=1.0, host_kv_memory="1GiB", batch_size=2)
     assert settings_of(tiny_model_dir, engine=engine) == free
     assert settings_of(tiny_model_dir, prompts=PromptConfig(priority_column="p")) == free
-    spread = JobConfig(inputs=("x.jsonl",), model=ModelConfig(model=str(tiny_model_dir), device_map="auto"))
-    assert job_settings(spread, HF_CONFIG, chat=False) == free
+    assert settings_of(ModelConfig(model=str(tiny_model_dir), device_map="auto")) == free
 
 
 def test_a_long_text_is_stored_as_its_digest(tiny_model_dir):
