@@ -276,7 +276,7 @@ def plan_job(
             stream = RowStream(source.rows())
             while rows := stream.take(size or config.limits.read_rows, config.limit):
                 if plan.rows == 0:
-                    prompts.check_columns(source.rows_to_check(rows, config.limit), config.named_columns)
+                    prompts.columns.check(source.rows_to_check(rows, config.limit), config.named_columns)
                     sample = sampled(rows)
                 requests = plan.requests(rows, prompts.build(rows))
                 rows.clear()  # freed before the next ones are read

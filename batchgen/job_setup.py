@@ -87,7 +87,7 @@ class JobSetup(JobCommand):
     """The first rows of the stream: the first window. Without windows, rows to check the columns of."""
 
     def reader(self, job: Job, outcomes: Outcomes) -> RequestReader:
-        self.prompts.keep_keys(job.first_max_tokens)
+        self.prompts.first_max_tokens = job.first_max_tokens
         if isinstance(job, JobFolder):
             self.prompts.images.store.folder = job.folder / IMAGES_FOLDER
         ahead = self.window_size is None
@@ -144,7 +144,7 @@ def _set_up(command: JobCommand, tracker: Tracker) -> JobSetup:
     window_size = window_rows(config, source, output)
     stream = RowStream(source.rows())
     rows = source.first_rows(config.limit) if window_size is None else stream.take(window_size, config.limit)
-    prompts.check_columns(
+    prompts.columns.check(
         rows if window_size is None else source.rows_to_check(rows, config.limit), config.named_columns
     )
     spec = _spec_of(command, tokenizer, prompts)

@@ -250,7 +250,7 @@ class LLM:
         rows = frame.rows()
         given = _params_of(params, len(rows))
         builder = self._builder(given, options)
-        builder.check_columns(rows)
+        builder.columns.check(rows)
         results = self._results_of(rows, given, options)
         head = self.tokenizer.head
         params = given if isinstance(given, list) else [given or SamplingParams()]

@@ -13,7 +13,6 @@ import numpy as np
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
 from batchgen.options import flag_of
-from batchgen.process.templates import template_process
 from batchgen.prompts.columns import check_task, task_option
 from batchgen.prompts.encoding import Encoder, TextEncoder, Texts
 from batchgen.prompts.images import PromptImages, ShownPrompt
@@ -64,12 +63,13 @@ class PromptBuilder:
         self._params = RowParams(prompts.row_params, sampling, model, most, prompts.choices_column)
         self.sampling = self._params.default
         """The command's parameters, with the model's own for those that were not given."""
-        self._first_max_tokens: int | None = None
+        self.first_max_tokens: int | None = None
+        """The command's `max_tokens` before a later run raised it: rows get the keys that they had then. None: it was not raised."""
         self.images = PromptImages(tokenizer) if images is None else images
         self._renderer = Renderer(tokenizer, prompts, self._params, self.images, now)
         self.date = now if self._renderer.writes_date else None
         """The time that the chat template writes into prompts; None if it writes none, or that of each render."""
-        self.chat, self.notes = self._renderer.chat, self._renderer.notes
+        self.chat, self.notes, self.columns = self._renderer.chat, self._renderer.notes, self._renderer.columns
         self._encoder = Encoder(tokenizer.hf_tokenizer, self._renderer.note)
         self._texts = TextEncoder(tokenizer, self._encoder)
         self.reasoning = (
@@ -157,21 +157,6 @@ class PromptBuilder:
         if types and "valid" not in types and may_have(SCHEMA_NAMES, types):
             found.add("valid")
         return frozenset(found)
-
-    def check_columns(self, first: Sequence[Row], more: Sequence[tuple[str, str]] = ()) -> None:
-        """Raises `UsageError` if none of these rows has a prompt, or a column that an option names. The error lists the existing columns.
-
-        `more`: further options and the columns that they name.
-        """
-        self._renderer.columns.check(first, more)
-
-    def keep_keys(self, first_max_tokens: int | None) -> None:
-        """Gives rows the keys that they had when the command's `max_tokens` was this, before a later run raised it. None: it was not raised."""
-        self._first_max_tokens = first_max_tokens
-
-    def close(self) -> None:
-        """Ends the process that renders templates, and so frees its memory. The next `build` starts it again."""
-        template_process().close()
 
     def stop(self) -> None:
         """Ends `build` in another thread soon, by an exception."""
@@ -339,7 +324,7 @@ class PromptBuilder:
 
     def _max_tokens_in_key(self, max_tokens: int) -> int:
         """Returns the number that a row's key has for its effective `max_tokens`. Different values of `max_tokens` give different numbers."""
-        first = self._first_max_tokens
+        first = self.first_max_tokens
         if first is None:
             return max_tokens
         if max_tokens == self.sampling.max_tokens:

@@ -190,7 +190,7 @@ BATCH = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "bod
 
 def refusal(tools, *columns, **options):
     with pytest.raises(UsageError) as e:
-        tools.builder(**options).check_columns(tools.rows(*columns))
+        tools.builder(**options).columns.check(tools.rows(*columns))
     return str(e.value)
 
 
@@ -233,7 +233,7 @@ def test_the_refusal_names_the_missing_column_and_the_columns_there_are(tools, c
     ],
 )
 def test_an_input_in_which_some_row_has_a_prompt_is_accepted(tools, columns, options):
-    tools.builder(**options).check_columns(tools.rows(*columns))
+    tools.builder(**options).columns.check(tools.rows(*columns))
 
 
 # -- any row at all

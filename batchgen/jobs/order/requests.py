@@ -15,6 +15,7 @@ from batchgen.jobs.files.row_memory import KnownRequest
 from batchgen.jobs.job_folder import Job, JobFolder
 from batchgen.jobs.order.sorted_requests import SortedRequests
 from batchgen.jobs.outcomes import Outcomes
+from batchgen.process.templates import template_process
 from batchgen.prompts import PromptBuilder
 from batchgen.records import Input, Row, RowStream
 from batchgen.records.output import id_digest, own_id
@@ -156,10 +157,6 @@ class RequestReader:
 
     def _built(self, rows: Sequence[Row]) -> list[Request | Result]:
         return [self._check(b) if isinstance(b, Request) else b for b in self._prompts.build(rows)] if rows else []
-
-    def close(self) -> None:
-        """Gives back what only building needs. It comes back if more is built."""
-        self._prompts.close()
 
     def stop(self) -> None:
         """Ends `build` in another thread soon, by an exception."""
@@ -333,7 +330,7 @@ class FirstReading:
         except BaseException as e:  # noqa: BLE001 - raised by `result`
             self._sorted.set_exception(e)
         finally:
-            self._reader.close()
+            template_process().close()  # frees its memory; it is started again if more is built
             if not self._has_requests.done():
                 self._has_requests.set_result(False)
             with self._lock:
