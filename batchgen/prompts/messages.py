@@ -290,12 +290,6 @@ class ChatTemplate:
             self._clock = _clock(now)
         self._roles_in_parts = self._in_parts()
 
-    @staticmethod
-    def exists(tokenizer: Any) -> bool:
-        """Whether the model has a template: a single one, or several with a default."""
-        template = tokenizer.chat_template
-        return "default" in template if isinstance(template, dict) else template is not None
-
     def call(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> TemplateCall:
         """Returns the call that makes the prompt's text with special tokens (`text`). A last message of the assistant is left open, so that the
         model continues it, unless conversations are `whole`. Raises `RowError("template_error")` if there is no template for them.
@@ -449,13 +443,14 @@ def chosen_template(
         if given:
             raise UsageError(f"{given[0]} cannot be combined with --no-chat", "leave one of them out")
         return None
-    if prompts.chat_template is not None or ChatTemplate.exists(tokenizer):
+    own = tokenizer.chat_template  # one, or several by name
+    has_default = "default" in own if isinstance(own, dict) else own is not None
+    if prompts.chat_template is not None or has_default:
         return ChatTemplate(tokenizer, prompts.chat_template, prompts.chat_template_kwargs, whole=whole, now=now)
-    several = tokenizer.chat_template
-    missing = f"no default among its chat templates ({', '.join(sorted(several))})" if several else "no chat template"
-    if several or prompts.chat or given:
+    missing = f"no default among its chat templates ({', '.join(sorted(own))})" if own else "no chat template"
+    if own or prompts.chat or given:
         option = "--chat" if prompts.chat else given[0] if given else ""
         needs = f"{option} needs a chat template, and " if option else ""
-        has = missing if several or not option else "none"
+        has = missing if own or not option else "none"
         raise UsageError(f"{needs}the model has {has}", "use --chat-template FILE, or --no-chat for raw prompts")
     return None

@@ -48,12 +48,8 @@ class RowTemplate:
             message = self._undefined(columns, message)
         raise RowError("template_error", f"template: {message}")
 
-    def missing(self, columns: Mapping[str, Any]) -> list[str]:
-        """Returns the columns that the template uses and the row does not have."""
-        return sorted(self.columns - columns.keys())
-
     def _undefined(self, columns: Mapping[str, Any], message: str) -> str:
-        for name in self.missing(columns):
+        for name in self.columns - columns.keys():
             if message == f"{name!r} is undefined":
                 return f"the row has no column {name!r}"
         return message

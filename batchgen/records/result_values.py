@@ -57,7 +57,9 @@ def completion_values(result: Result, *, token_ids: bool) -> list[dict[str, Any]
             choice["reasoning"] = c.reasoning
         if c.tool_calls:
             choice["tool_calls"] = plain_calls(c.tool_calls)
-        choice["logprobs"] = None if c.logprobs is None else [_token_entry(t) | {"top": _top(t)} for t in c.logprobs]
+        choice["logprobs"] = (
+            None if c.logprobs is None else [_token_entry(t) | {"top": [*map(_token_entry, t.top)]} for t in c.logprobs]
+        )
         if token_ids:
             choice["token_ids"] = list(c.token_ids) if known else None
         choices.append(choice)
@@ -69,7 +71,7 @@ def completions_of(choices: Iterable[Mapping[str, Any]]) -> tuple[Completion, ..
     completions = []
     for choice in choices:
         entries, ids = choice["logprobs"], choice.get("token_ids")
-        logprobs = None if entries is None else tuple(_token(e, _tokens(e["top"])) for e in entries)
+        logprobs = None if entries is None else tuple(_token(e, tuple(map(_token, e["top"]))) for e in entries)
         if ids is None:
             ids = [t.token_id for t in logprobs or ()]
         text, reasoning = choice["text"], choice.get("reasoning")
@@ -160,16 +162,8 @@ def _token_entry(token: TokenLogprob) -> dict[str, Any]:
     return {"token": token.token, "token_id": token.token_id, "logprob": token.logprob}
 
 
-def _top(token: TokenLogprob) -> list[dict[str, Any]]:
-    return [_token_entry(t) for t in token.top]
-
-
 def _token(entry: Mapping[str, Any], top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
     return TokenLogprob(_as_text(entry["token"]), int(entry["token_id"]), _as_number(entry["logprob"]), top)
-
-
-def _tokens(entries: Iterable[Mapping[str, Any]]) -> tuple[TokenLogprob, ...]:
-    return tuple(_token(entry) for entry in entries)
 
 
 def _as_text(value: Any) -> str:

@@ -43,7 +43,7 @@ def known_as(target: Target, identities: Sequence[dict[str, Any]]) -> dict[str, 
     now = target.identity()
     if all(value is not None for name, value in now.items() if name != DIGEST):
         for i in identities:
-            if i | {DIGEST: None} == now | {DIGEST: None}:
+            if i | {DIGEST: None} == now:
                 return i
     digests = [i[DIGEST] for i in identities if i["size"] == now["size"] and i[DIGEST]]
     content = target.digest() if digests else None
@@ -52,7 +52,7 @@ def known_as(target: Target, identities: Sequence[dict[str, Any]]) -> dict[str, 
 
 def is_known(target: Target, identities: Sequence[dict[str, Any]]) -> bool:
     """Whether the existing output is one of `identities`, or looks like one in a store that tells only its size. Reads it only if neither is so."""
-    now = target.identity() | {DIGEST: None}
+    now = target.identity()
     return any(one | {DIGEST: None} == now for one in identities) or known_as(target, identities) is not None
 
 
@@ -63,11 +63,10 @@ def open_target(output: str) -> Target:
 
 
 class LocalTarget:
-    """A file. An identity is that of the existing output; `digest` is that of its content, if it is known."""
+    """A file."""
 
     def __init__(self, output: str) -> None:
         self._path = Path(output).resolve()  # a link stays one
-        self._output = output
         self.name = output
         """The name under which the output can be read."""
         self.address = str(Path(output).absolute())
@@ -76,24 +75,25 @@ class LocalTarget:
     def check(self) -> None:
         """Raises `UsageError` if no output can be written there, as far as that can be found out beforehand."""
         if self._path.is_dir():
-            raise UsageError(f"the output {self._output} is a folder", "name a file in it")
+            raise UsageError(f"the output {self.name} is a folder", "name a file in it")
         if self._path.exists() and not self._path.is_file():
-            why = f"the output {self._output} is a pipe or a device, which a file would replace"
-            raise UsageError(why, f"write rows to it with -o - > {self._output}")
-        parent = Path(self._output).parent
+            why = f"the output {self.name} is a pipe or a device, which a file would replace"
+            raise UsageError(why, f"write rows to it with -o - > {self.name}")
+        parent = Path(self.name).parent
         if not parent.is_dir():
             raise UsageError(f"there is no folder {parent} to write to", f"create it with mkdir -p {parent}")
         if not os.access(self._path.parent, os.W_OK | os.X_OK):
             raise UsageError(
-                f"{self._output} cannot be written: {self._path.parent} is read-only",
+                f"{self.name} cannot be written: {self._path.parent} is read-only",
                 "check its permissions, or use another -o",
             )
 
     def exists(self) -> bool:
         return self._path.exists()
 
-    def identity(self, digest: str | None = None) -> dict[str, Any]:
-        return _identity_at(self._path, digest)
+    def identity(self) -> dict[str, Any]:
+        """Returns the identity of the existing output, without its digest."""
+        return _identity_at(self._path, None)
 
     def digest(self) -> str:
         """Returns the digest of the existing output, which is read for it."""
@@ -149,11 +149,11 @@ class RemoteTarget:
     def exists(self) -> bool:
         return self._info() is not None
 
-    def identity(self, digest: str | None = None) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         info = self._info()
         if info is None:
             raise OutputError(f"{self.name} was removed while batchgen looked at it", _AGAIN)
-        return {"size": info["size"], "version": object_version(info), DIGEST: digest}
+        return {"size": info["size"], "version": object_version(info), DIGEST: None}
 
     def digest(self) -> str:
         with reaching(self.name), open_remote(self.name) as file:
@@ -170,7 +170,7 @@ class RemoteTarget:
                 near = self._beside("new")
                 self._upload(partial, near)
                 self._fs.mv(near, self._path)
-            return self.identity(digest)
+            return self.identity() | {DIGEST: digest}
 
     def _upload(self, partial: Path, path: str) -> None:
         # s3fs holds ten parts of 50 MB at a time unless told otherwise
