@@ -45,6 +45,9 @@ class GroupLimits:
     logprobs: int = 1 << 18
     """Log-probabilities. As Python objects they take far more memory than their text."""
 
+    def reached(self, rows: int, size: int, logprobs: int) -> bool:
+        return rows >= self.rows or size >= self.bytes or logprobs >= self.logprobs
+
 
 DEFAULT_LIMITS = GroupLimits()
 
@@ -154,13 +157,11 @@ def open_writer(
     kind, compression = output_format(output)
     if kind == "jsonl":
         return JsonlWriter(file, compression, form)
-    results = result_types(form)
     if kind != "parquet":
-        return CsvWriter(file, _Spool(spool, form, headers), DELIMITERS[kind], compression, results, form.optional)
+        return CsvWriter(file, _Spool(spool, form, headers), DELIMITERS[kind], compression)
     if schema is None:
-        return SpoolingWriter(file, _Spool(spool, form, headers), results, form.optional, limits)
-    results = {n: t for n, t in results.items() if n not in OPTIONAL_RESULTS or n in form.optional}
-    return ParquetWriter(file, schema, results, form, limits, in_order=in_order)
+        return SpoolingWriter(file, _Spool(spool, form, headers), limits)
+    return ParquetWriter(file, schema, form, limits, in_order=in_order)
 
 
 def result_types(form: RowForm) -> dict[str, pa.DataType]:
@@ -181,6 +182,11 @@ def result_types(form: RowForm) -> dict[str, pa.DataType]:
     if form.tool_calls:
         types["choices"] = pa.list_(pa.struct([*types["choices"].value_type, ("tool_calls", _CALLS_TYPE)]))
     return types
+
+
+def _fixed_types(form: RowForm) -> dict[str, pa.DataType]:
+    """Returns those of `result_types` for which a table has a column even if no row has them."""
+    return {n: t for n, t in result_types(form).items() if n not in OPTIONAL_RESULTS or n in form.optional}
 
 
 class JsonlWriter:
@@ -225,7 +231,6 @@ class ParquetWriter:
         self,
         file: DigestFile,
         schema: pa.Schema,
-        results: Mapping[str, pa.DataType],
         form: RowForm,
         limits: GroupLimits,
         *,
@@ -241,7 +246,7 @@ class ParquetWriter:
         if form.input_file:
             fields.append(pa.field(INPUT_FILE, pa.string()))
         fields += [field for _, field in self._carried]
-        written = pa.schema([*fields, *(pa.field(n, t) for n, t in results.items())])
+        written = pa.schema([*fields, *(pa.field(n, t) for n, t in _fixed_types(form).items())])
         if "id" in schema.names and form.id_column in (None, "id"):
             names |= {"id": "id"}
         metadata = carried_metadata(schema, written, names, in_order=in_order)
@@ -259,7 +264,7 @@ class ParquetWriter:
             self._rows.append(out)
             self._bytes += row.size + _bytes_of(out)
             self._logprobs += _logprob_count(out)
-            if _full(self._limits, len(self._rows), self._bytes, self._logprobs):
+            if self._limits.reached(len(self._rows), self._bytes, self._logprobs):
                 self._end_group()
 
     def close(self) -> None:
@@ -291,14 +296,16 @@ class _Spool:
     """Output rows in a file of JSON lines, for tables whose columns are known only after the last row. NaN stays NaN."""
 
     def __init__(self, path: Path, form: RowForm, headers: Collection[tuple[str, ...]]) -> None:
-        self._path, self._form, self._headers = path, form, headers
+        self._path, self.form, self._headers = path, form, headers
+        self.types = result_types(form)
+        """Of the fields that results may have."""
         self._file = path.open("w+b")
         self._has_valid = self._carries_valid = False
 
     def add(self, pairs: Iterable[Pair]) -> Iterator[dict[str, Any]]:
         """Writes rows, and yields each in JSON's types."""
         for given, result in pairs:
-            row = output_row(given, result, self._form)
+            row = output_row(given, result, self.form)
             self._has_valid = self._has_valid or result.valid is not None
             self._carries_valid = self._carries_valid or "valid" in given.columns
             try:
@@ -311,12 +318,12 @@ class _Spool:
 
     def carried(self) -> list[str]:
         """The names under which rows carry the columns of the headers. Complete after the last row."""
-        return [name for header in self._headers for name in carried_names(header, self._form).values()]
+        return [name for header in self._headers for name in carried_names(header, self.form).values()]
 
-    def results(self, expected: Mapping[str, pa.DataType]) -> dict[str, pa.DataType]:
-        """The `expected` fields of results, and `valid` if rows had schemas of their own and no column of the input is called so."""
+    def results(self) -> dict[str, pa.DataType]:
+        """`types`, and `valid` if rows had schemas of their own and no column of the input is called so. Complete after the last row."""
         own = {"valid"} if self._has_valid and not self._carries_valid else set()
-        return {n: expected.get(n, of) for n, of in RESULT_FIELDS.items() if n in expected or n in own}
+        return {n: self.types.get(n, of) for n, of in RESULT_FIELDS.items() if n in self.types or n in own}
 
     def rows(self) -> Iterator[tuple[dict[str, Any], int]]:
         """Yields every row, and its size in bytes."""
@@ -338,29 +345,20 @@ class CsvWriter:
     Text is written as it is, in quotes where it needs them. A number, true, false, a list or an object is its JSON text (`to_json`).
     """
 
-    def __init__(
-        self,
-        file: DigestFile,
-        spool: _Spool,
-        delimiter: str,
-        compression: str | None,
-        results: Mapping[str, pa.DataType],
-        optional: Collection[str],
-    ) -> None:
+    def __init__(self, file: DigestFile, spool: _Spool, delimiter: str, compression: str | None) -> None:
         self.notes: list[str] = []
         self._file, self._spool = file, spool
         self._stream = _packed(file, compression)
         self._delimiter = delimiter
         self._needs_quotes = re.compile(f'^$|["\r\n{delimiter}]')
-        self._results = results
-        self._there = dict.fromkeys(["id", *(set(results) - OPTIONAL_RESULTS), *optional])
+        self._there = dict.fromkeys(["id", *_fixed_types(spool.form)])
 
     def write(self, rows: Iterable[Pair]) -> None:
         for row in self._spool.add(rows):
             self._there.update(dict.fromkeys(row))
 
     def close(self) -> None:
-        results = self._spool.results(self._results)
+        results = self._spool.results()
         self._there.update(dict.fromkeys(self._spool.carried()))
         names = [n for n in self._there if n not in results] + [n for n in results if n in self._there]
         self._write_line(names)
@@ -394,19 +392,11 @@ class SpoolingWriter:
     The types are those of `parquet_types.ColumnType`. `id` is an int64 if all ids are whole numbers, else text.
     """
 
-    def __init__(
-        self,
-        file: DigestFile,
-        spool: _Spool,
-        results: dict[str, pa.DataType],
-        optional: Collection[str],
-        limits: GroupLimits,
-    ) -> None:
+    def __init__(self, file: DigestFile, spool: _Spool, limits: GroupLimits) -> None:
         self.notes: list[str] = []
         self._limits = limits
         self._file, self._spool = file, spool
-        self._results = results
-        self._there = (results.keys() - OPTIONAL_RESULTS) | set(optional)
+        self._there = set(_fixed_types(spool.form))
         self._types: dict[str, ColumnType] = {}
         self._ids = ColumnType()
 
@@ -415,7 +405,7 @@ class SpoolingWriter:
             for name, value in row.items():
                 if name == "id":
                     self._ids.see(value)
-                elif name in self._results:
+                elif name in self._spool.types:
                     self._there.add(name)
                 else:
                     if name not in self._types:
@@ -426,12 +416,12 @@ class SpoolingWriter:
         whole = self._ids.name in ("null", "int")
         for name in self._spool.carried():
             self._types.setdefault(name, ColumnType())
-        self._results = self._spool.results(self._results)
-        if "valid" in self._results and self._types.pop("valid", None) is not None:
+        results = self._spool.results()
+        if "valid" in results and self._types.pop("valid", None) is not None:
             self._there.add("valid")
         fields = [pa.field("id", pa.int64() if whole else pa.string())]
         fields += [pa.field(clean(n), t.arrow()) for n, t in self._types.items()]
-        fields += [pa.field(n, t) for n, t in self._results.items() if n in self._there]
+        fields += [pa.field(n, t) for n, t in results.items() if n in self._there]
         parquet = _ParquetFile(self._file, pa.schema(fields))
         try:
             self._convert(parquet)
@@ -453,7 +443,7 @@ class SpoolingWriter:
             rows.append(row)
             size += row_size
             logprobs += _logprob_count(row)
-            if _full(self._limits, len(rows), size, logprobs):
+            if self._limits.reached(len(rows), size, logprobs):
                 parquet.write(rows, self._carried(rows))
                 rows = []
                 size = logprobs = 0
@@ -468,10 +458,6 @@ class SpoolingWriter:
     def abandon(self) -> None:
         self._spool.abandon()
         self._file.abandon()
-
-
-def _full(limits: GroupLimits, rows: int, size: int, logprobs: int) -> bool:
-    return rows >= limits.rows or size >= limits.bytes or logprobs >= limits.logprobs
 
 
 class _ParquetFile:
