@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +14,6 @@ from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.results import RESULTS_FILE, Results
 from batchgen.recording import JobRecord
 from batchgen.records import Input, RowForm
-from batchgen.records.output import TASK_NAMES
 from batchgen.result import Completion
 
 
@@ -61,9 +60,9 @@ class HeldResults(Results):
         """Number of results of earlier runs."""
         self._lease: Lease
 
-    def open_results(self, flush_every: float, asked: Collection[str] = TASK_NAMES) -> None:
+    def open_results(self, flush_every: float) -> None:
         self._record = JobRecord.load(self.folder)
-        super().__init__(self.folder, flush_every, asked)
+        super().__init__(self.folder, flush_every)
 
     def note_damaged(self) -> None:
         if self.damaged:

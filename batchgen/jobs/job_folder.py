@@ -109,7 +109,7 @@ class JobFolder(HeldResults):
         if kept.exists() and not file.exists():
             kept.replace(file)
         with ExitStack() as opened:
-            self.open_results(self._spec.flush_every, self._spec.form.asked)
+            self.open_results(self._spec.flush_every)
             opened.callback(super().close)
             self.row_keys = self.keys_of_rows()
             rendering = json_digest({"settings": self._manifest.settings, "versions": self._manifest.mentions})

@@ -32,7 +32,7 @@ def read_keys(path: Path) -> Iterator[bytes]:
                 yield keys[start : start + KEY_BYTES]
 
 
-def results_of_output(output: str, keys: Path, asked: Collection[str] = ()) -> Iterator[tuple[bytes, Result | bytes]]:
+def results_of_output(output: str, keys: Path, asked: Collection[str]) -> Iterator[tuple[bytes, Result | bytes]]:
     """Yields the keys of the rows of `output`, and their results, or their lines if these are JSON and short; row i has the i-th key of `keys`.
 
     Failed rows keep their errors. Results have token ids if the output has them, in a column or in log-probabilities. Results that the output
@@ -43,9 +43,13 @@ def results_of_output(output: str, keys: Path, asked: Collection[str] = ()) -> I
         return
     file = InputFile(output, kind, compression)
     if kind == "jsonl":
+        of_input = [
+            f'"{name}"'.encode() for name in TASK_NAMES.difference(asked)
+        ]  # would be taken for parts of a result
         with file.open() as lines:
             for key, line in zip(read_keys(keys), lines, strict=False):
-                found = line if len(line) <= _SHORT_LINE else result_of_line(line, asked)
+                as_it_is = len(line) <= _SHORT_LINE and not any(name in line for name in of_input)
+                found = line if as_it_is else _result_of_line(line, asked)
                 if key != NO_KEY and found is not None:
                     yield key, found
         return
@@ -55,7 +59,7 @@ def results_of_output(output: str, keys: Path, asked: Collection[str] = ()) -> I
             yield key, result
 
 
-def result_of_line(line: bytes, asked: Collection[str] = TASK_NAMES) -> Result | None:
+def _result_of_line(line: bytes, asked: Collection[str]) -> Result | None:
     """Does what `result_of_row` does, for a line of JSON."""
     try:
         return result_of_row(json.loads(line), asked)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from batchgen.jobs.files import results as results_module
 from batchgen.jobs.files.disk import network_file_system
 from batchgen.jobs.files.results import Results
-from batchgen.jobs.reuse_output import is_held_whole
+from batchgen.jobs.reuse_output import is_held_whole, results_of_output
 from batchgen.records.jsonl import to_json
 from batchgen.records.output import RowForm, output_row
 from batchgen.records.rows import Row
@@ -354,6 +354,18 @@ def test_lines_of_an_output_are_results_until_they_are_damaged_or_to_be_generate
         assert set(results.stored(KEYS)) == {
             k for k in found if k != KEYS[0] and found[k].reason not in ("error", "timeout")
         }
+
+
+def test_columns_of_the_input_are_not_taken_for_parts_of_a_result(tmp_path):
+    output, keys, form = tmp_path / "o.jsonl", tmp_path / "keys", RowForm(token_ids=True)
+    row = Row(0, {"prompt": "p", "valid": True, "reward": 0.5, "embedding": [1.0]}, None, "")
+    output.write_bytes(b"".join(to_json(output_row(row, result, form)) + b"\n" for result in RESULTS[:3]))
+    keys.write_bytes(b"".join(KEYS[1:4]))
+    with opened(tmp_path) as results:
+        results.add_missing(results_of_output(str(output), keys, form.asked))
+        found = results.stored(KEYS)
+    assert [found[key].text for key in KEYS[1:4]] == ["plain", RESULTS[1].text, None]
+    assert {(r.valid, r.reward, r.embedding) for r in found.values()} == {(None, None, None)}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from batchgen.jobs.files.results import decode, encode
 from batchgen.jobs.reuse_output import is_held_whole, results_of_output
 from batchgen.records import Row, RowForm
-from batchgen.records.output import output_row
+from batchgen.records.output import TASK_NAMES, output_row
 from batchgen.records.writers import GroupLimits
 from batchgen.result import Completion, Result, Score, TokenLogprob, ToolCall
 from support.records import opened, write_output
@@ -61,7 +61,7 @@ def taken_back(folder, name, results, *, token_ids=True):
     keys = [bytes([i + 1]) * 16 for i in range(len(results))]
     (folder / "keys").write_bytes(b"".join(keys))
     back = {}
-    for key, found in results_of_output(str(path), folder / "keys"):  # results, and lines that a job decodes later
+    for key, found in results_of_output(str(path), folder / "keys", TASK_NAMES):  # results, and lines that a job decodes later
         result = found if isinstance(found, Result) else decode(key, found, zlib.crc32(key + found))
         if result is not None:
             back[keys.index(key)] = result

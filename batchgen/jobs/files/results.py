@@ -24,7 +24,7 @@ import os
 import sqlite3
 import time
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from operator import itemgetter
@@ -44,7 +44,6 @@ from batchgen.jobs.files.row_keys import (
 from batchgen.jobs.files.row_memory import RowMemory
 from batchgen.jobs.reuse_output import result_of_row
 from batchgen.json_values import parsed
-from batchgen.records.output import TASK_NAMES
 from batchgen.records.result_values import completion_values, completions_of, result_of_values, result_values
 from batchgen.result import Completion, Result
 
@@ -75,10 +74,9 @@ class Damaged(Exception):
 class Results:
     """The results of one job. Only the holder of the folder's lease may open the database for writing."""
 
-    def __init__(self, folder: Path, flush_every: float, asked: Collection[str] = TASK_NAMES) -> None:
-        """`asked`: `RowForm.asked` of the output. Raises `OSError` or `sqlite3.Error` if the disk cannot be written."""
+    def __init__(self, folder: Path, flush_every: float) -> None:
+        """Raises `OSError` or `sqlite3.Error` if the disk cannot be written."""
         self.folder = folder
-        self._asked = asked
         self._flush_every = flush_every
         self.damaged = 0
         """Number of damaged results, which were dropped."""
@@ -109,7 +107,7 @@ class Results:
                 raise
         with suppress(OSError):  # the damaged log belongs to the damaged file
             (self.folder / f"{RESULTS_FILE}.new").unlink()
-        self.damaged += _salvage(path, self.folder / f"{RESULTS_FILE}.new", self._asked)
+        self.damaged += _salvage(path, self.folder / f"{RESULTS_FILE}.new")
         for name in _LOG_FILES:
             (self.folder / name).unlink(missing_ok=True)
         (self.folder / f"{RESULTS_FILE}.new").replace(path)
@@ -131,7 +129,7 @@ class Results:
             (found,) = db.execute("PRAGMA integrity_check(1)").fetchone()
             if found != "ok":
                 raise Damaged
-            bad = [key for key, result in _read_all(db, self._asked) if result is None]
+            bad = [key for key, result in _read_all(db) if result is None]
             if bad:
                 self.damaged += len(bad)
                 with transaction(db):
@@ -184,7 +182,7 @@ class Results:
         if not self._db.execute("SELECT EXISTS(SELECT 1 FROM results)").fetchone()[0]:
             return found  # the first reading of a job that begins
         for key, value, checksum in select_in(self._db, "SELECT key, value, checksum FROM results WHERE key IN", keys):
-            result = decode(key, value, checksum, self._asked)
+            result = decode(key, value, checksum)
             if result is not None:
                 found[key] = result
         return found
@@ -332,7 +330,7 @@ class Results:
                 continue
             keys[number] = key
             if key not in of_key:
-                of_key[key] = decode(key, value, checksum, self._asked)
+                of_key[key] = decode(key, value, checksum)
             found[number] = of_key[key]
         return keys, {number: result for number, result in found.items() if result is not None}
 
@@ -353,7 +351,7 @@ class Results:
 
     def forget(self, reasons: Sequence[str]) -> None:
         """Drops the results that ended for one of these reasons, so that their rows run again."""
-        rows = _read_all(self._db, self._asked, "WHERE reason = ''")
+        rows = _read_all(self._db, "WHERE reason = ''")
         self._many("UPDATE results SET reason = ? WHERE key = ?", [(r.reason, key) for key, r in rows if r is not None])
         if "error" in reasons:
             of_failed = "key IN (SELECT key FROM results WHERE reason = 'error')"
@@ -367,7 +365,7 @@ class Results:
         """Drops completions that were cut by their length: those of unfinished rows, and all results with at least one such completion."""
         cut = [
             (key,)
-            for key, result in _read_all(self._db, self._asked)
+            for key, result in _read_all(self._db)
             if result is not None and any(c.finish_reason == "length" for c in result.completions)
         ]
         self._put_aside("key = ?", cut)
@@ -611,11 +609,9 @@ def _failed_row(number: int, value: bytes, checksum: int) -> Result | None:
     return None if result is None else replace(result, row=number)
 
 
-def _read_all(
-    db: sqlite3.Connection, asked: Collection[str] = TASK_NAMES, where: str = ""
-) -> Iterator[tuple[Any, Result | None]]:
+def _read_all(db: sqlite3.Connection, where: str = "") -> Iterator[tuple[Any, Result | None]]:
     for key, value, checksum in db.execute(f"SELECT key, value, checksum FROM results {where}"):
-        yield key, decode(key, value, checksum, asked)
+        yield key, decode(key, value, checksum)
 
 
 def _read_failed(db: sqlite3.Connection) -> Iterator[Result | None]:
@@ -623,7 +619,7 @@ def _read_failed(db: sqlite3.Connection) -> Iterator[Result | None]:
     return (_failed_row(*entry) for entry in db.execute(query))
 
 
-def _salvage(damaged: Path, new: Path, asked: Collection[str]) -> int:
+def _salvage(damaged: Path, new: Path) -> int:
     """Writes a new database with the results that can still be read. Returns how many were lost: at least 1, because the number may not be known."""
     lost = 1
     new.unlink(missing_ok=True)
@@ -631,7 +627,7 @@ def _salvage(damaged: Path, new: Path, asked: Collection[str]) -> int:
         _make_tables(into)
         with transaction(into):
             for key, value, checksum, stays in _readable(damaged):
-                result = decode(key, value, checksum, asked)
+                result = decode(key, value, checksum)
                 if result is None:
                     lost += 1
                 else:
@@ -705,13 +701,13 @@ def encode(result: Result) -> bytes:
     return _json(result_values(result))
 
 
-def decode(key: bytes, value: bytes, checksum: int, asked: Collection[str] = TASK_NAMES) -> Result | None:
+def decode(key: bytes, value: bytes, checksum: int) -> Result | None:
     """Returns the result of an entry, with row -1; None if it is damaged, was written by a version with other fields, or is the row of an output
-    that does not hold it whole. `asked`: `RowForm.asked` of that output."""
+    that does not hold it whole."""
     try:
         if zlib.crc32(key + value) != checksum:
             return None
         values = parsed(value.decode().rstrip())  # a row of an output may have its line end
-        return result_of_row(values, asked) if "usage" in values else result_of_values(values)
+        return result_of_row(values) if "usage" in values else result_of_values(values)
     except (ValueError, TypeError, AttributeError, KeyError):
         return None
