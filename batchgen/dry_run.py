@@ -21,9 +21,9 @@ from batchgen.jobs.files.results import read_keyed_results
 from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.jobs.identity import date_of_job, dtype_name, job_settings, local_identity
 from batchgen.jobs.opening import continued_settings
-from batchgen.jobs.order.advice import Advice, advice_for, sampled
+from batchgen.jobs.order.advice import SAMPLE_ROWS, Advice, advice_for
 from batchgen.jobs.order.shares import PrefixCosts, Share
-from batchgen.jobs.order.sorted_requests import SortedRequests, bounded_windows, in_window_order
+from batchgen.jobs.order.sorted_requests import SortedRequests, bounded_windows, evenly, in_window_order
 from batchgen.jobs.order.windows import Planned, Planner
 from batchgen.jobs.outcomes import FAILURES_KEPT, failure_line
 from batchgen.jobs.reuse_output import read_keys
@@ -277,7 +277,7 @@ def plan_job(
             while rows := stream.take(size or config.limits.read_rows, config.limit):
                 if plan.rows == 0:
                     prompts.columns.check(source.rows_to_check(rows, config.limit), config.named_columns)
-                    sample = sampled(rows)
+                    sample = evenly(rows, SAMPLE_ROWS)
                 requests = plan.requests(rows, prompts.build(rows))
                 rows.clear()  # freed before the next ones are read
                 tracker.passed(plan.rows)

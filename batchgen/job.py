@@ -28,9 +28,9 @@ from batchgen.job_setup import JobCommand, JobSetup, check_command, set_up_job
 from batchgen.jobs.files.disk import write_stats
 from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.job_folder import Job, JobFolder, Store
-from batchgen.jobs.order.advice import SAMPLE_ROWS, advice_for, sampled
+from batchgen.jobs.order.advice import SAMPLE_ROWS, advice_for
 from batchgen.jobs.order.requests import FirstReading
-from batchgen.jobs.order.sorted_requests import bounded_windows, spread
+from batchgen.jobs.order.sorted_requests import bounded_windows, evenly, spread
 from batchgen.jobs.order.windows import Planned, PlannedWindows, Planner
 from batchgen.jobs.outcomes import Outcomes, agreement_with
 from batchgen.jobs.shards import ShardFolder
@@ -424,7 +424,7 @@ def _finish_job(job: Store, setup: JobSetup, model: _Model, outcomes: Outcomes) 
     if isinstance(job, ShardFolder):
         outcomes.tracker.note(job.what_is_left(merges=setup.config.merge))
     elif setup.window_size is None and stats["rows"] >= SAMPLE_ROWS and stats["shared_fraction"] < ADVICE_BELOW:
-        advice = advice_for(setup.config, setup.tokenizer, setup.prompts.date, sampled(setup.rows))
+        advice = advice_for(setup.config, setup.tokenizer, setup.prompts.date, evenly(setup.rows, SAMPLE_ROWS))
         outcomes.tracker.show_notes([] if advice is None else [advice.text])
     return JobReport(
         stats,

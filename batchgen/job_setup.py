@@ -17,7 +17,7 @@ from batchgen.jobs.identity import command_digest, date_of_job, job_settings, lo
 from batchgen.jobs.job_folder import Job, JobFolder, open_job
 from batchgen.jobs.opening import IMAGES_FOLDER, find_finished
 from batchgen.jobs.order.requests import FirstReading, RequestReader, asked_of
-from batchgen.jobs.order.sorted_requests import SortedRequests, in_window_order
+from batchgen.jobs.order.sorted_requests import SortedRequests, evenly, in_window_order
 from batchgen.jobs.outcomes import Outcomes
 from batchgen.jobs.shards import ShardFolder, ShardPlan, open_shard, output_facts, write_plan
 from batchgen.parsers.json_schemas import closes
@@ -97,8 +97,7 @@ class JobSetup(JobCommand):
         """Returns the prompts on which `--quantize` is measured: a few of the first rows, at equal distances."""
         if self.config.model.quantize == "none":
             return []
-        count = min(len(self.rows), QUANTIZED_TEXTS)
-        chosen = [self.rows[i * len(self.rows) // count] for i in range(count)]
+        chosen = evenly(self.rows, QUANTIZED_TEXTS)
         return [built.tokens for built in self.prompts.build(chosen) if isinstance(built, Request)]
 
 

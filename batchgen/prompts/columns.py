@@ -15,6 +15,7 @@ from batchgen.prompts.messages import kind
 from batchgen.prompts.openai import is_chat
 from batchgen.prompts.params import RowParams
 from batchgen.prompts.template import RowTemplate
+from batchgen.records.inputs import CHECKED_ROWS
 from batchgen.records.openai_batch import is_batch_row, lacks_body
 from batchgen.records.rows import Row
 from batchgen.records.tables import header_hint
@@ -24,7 +25,6 @@ _DEFAULT = PromptConfig()
 _MEDIA = frozenset(("image", "images", "audio", "audios", "video", "videos"))
 """Names of columns in data sets of prompts with pictures, sound or video."""
 _MAX_NAMES = 20
-_MANY = 1000  # number of rows that are looked at; fewer rows are the whole input
 
 
 class Source(Enum):
@@ -67,6 +67,7 @@ class Columns:
             self._needed.append(("--choices-column", prompts.choices_column))
         if prompts.priority_column is not None:
             self._needed.append(("--priority-column", prompts.priority_column))
+        self._needed += [("--row-params", name) for name in prompts.row_params]
         self._read = {self._prompt, self._messages, *(name for _, name in self._needed)}
         self._used = self._read if template is None else self._read | template.columns
         # A column that the user has named wins over one with the usual name. Otherwise messages win.
@@ -128,12 +129,11 @@ class Columns:
         if not rows:
             return
         there = list(dict.fromkeys(name for columns in rows for name in columns))
-        no_row = f"none of the first {len(first)} rows has" if len(first) >= _MANY else "no row has"
+        no_row = f"none of the first {len(first)} rows has" if len(first) >= CHECKED_ROWS else "no row has"
         hint = f"the input has {quoted(there)}" if there else "the input has no columns at all"
         if suspicion := header_hint(there):
             hint = f"{hint}; {suspicion}"
-        named = [*self._needed, *(("--row-params", name) for name in self._params.missing(there)), *more]
-        for option, name in named:
+        for option, name in (*self._needed, *more):
             if name not in there:
                 raise UsageError(f"{no_row} the column {name!r} of {option}", hint)
         if self._template is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from string import ascii_letters
 from typing import Any
@@ -197,11 +198,11 @@ def _lacks_image(part: Message) -> bool:
     return part.get("source", "") is None
 
 
-def images_of(messages: Sequence[Message]) -> tuple[ImageSource, ...]:
-    """Returns the images of a conversation, in order."""
+def images_of(messages: Sequence[Message], file: str) -> tuple[ImageSource, ...]:
+    """Returns the images of a conversation, in order. `file` is the row's."""
     contents = (message["content"] for message in messages)
     parts = (part for content in contents if not isinstance(content, str) for part in content)
-    return tuple(part["source"] for part in parts if "source" in part)
+    return tuple(replace(part["source"], file=file) for part in parts if "source" in part)
 
 
 def with_start(messages: Sequence[Message], start: str | list[Message], where: str, option: str) -> list[Message]:

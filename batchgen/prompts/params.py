@@ -212,11 +212,6 @@ class RowParams:
             return True
         return any(_may_hold(types[column], names) for column in (OBJECT_COLUMN, "body") if column in types)
 
-    def missing(self, columns: Iterable[str]) -> list[str]:
-        """Returns columns that were named in `--row-params` and do not exist."""
-        there = set(columns)
-        return [name for name in self._named if name not in there]
-
 
 def _may_hold(type: Any, names: Collection[str]) -> bool:
     """Whether a value of an Arrow type may be an object with one of these fields."""

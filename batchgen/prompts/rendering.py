@@ -7,7 +7,6 @@ import math
 import re
 import urllib.parse
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from decimal import Decimal
 from itertools import islice
@@ -139,10 +138,6 @@ def _content_cut(content: Any, how: _How) -> Any:
     if isinstance(content, str):
         return how.cut(content)
     return [{**part, "text": how.cut(part["text"])} if "text" in part else part for part in content]
-
-
-def _sources(messages: Sequence[Message], how: _How) -> tuple[ImageSource, ...]:
-    return tuple(replace(source, file=how.file) for source in images_of(messages))
 
 
 def _all_of(images: Mapping[str, list[Message]]) -> list[Message]:
@@ -451,7 +446,7 @@ class Renderer:
         if isinstance(content, str):
             return Text(content, raw=True)
         mark = self._images.processor.placeholder
-        images = _sources([{"role": "user", "content": content}], how)
+        images = images_of([{"role": "user", "content": content}], how.file)
         return Text("".join(part.get("text", mark) for part in content), raw=True, images=images)
 
     def _chat_text(
@@ -476,7 +471,7 @@ class Renderer:
         if (filled := self._chat.filled(messages, variables)) is not None:
             return Text(filled, raw=False)
         text = self._chat.text(messages, (yield self._chat.call(messages, variables)))
-        return Text(text, raw=False, images=_sources(messages, how))
+        return Text(text, raw=False, images=images_of(messages, how.file))
 
     def _completion(self, columns: Mapping[str, Any]) -> str | TokenArray:
         """Returns the text to score, possibly empty, or its token ids. Raises `RowError` if the row has none."""

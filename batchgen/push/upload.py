@@ -73,14 +73,15 @@ def push_output(config: JobConfig, output: str, stats: Mapping[str, Any], tell: 
     output itself is complete then.
     """
     assert config.push is not None
+    repo = repo_of(config.push)
     folder = job_path(output, config.work_dir)
     manifest = load_manifest(folder / "manifest.json")
     assert manifest is not None, "a finished job has a manifest"
     try:
         lease = Lease(folder / CLAIMS, output, tell, unsharded=True)
         try:
-            with reaching_hub(repo_of(config.push), error=OutputError):
-                return _push(config, Path(output), manifest, stats, folder / PUSH_FOLDER, tell)
+            with reaching_hub(repo, error=OutputError):
+                return _push(config, repo, Path(output), manifest, stats, folder / PUSH_FOLDER, tell)
         finally:
             shutil.rmtree(folder / PUSH_FOLDER, ignore_errors=True)
             lease.release()
@@ -97,6 +98,7 @@ def push_output(config: JobConfig, output: str, stats: Mapping[str, Any], tell: 
 
 def _push(
     config: JobConfig,
+    repo: str,
     output: Path,
     manifest: Manifest,
     stats: Mapping[str, Any],
@@ -106,7 +108,7 @@ def _push(
     """`folder`: for files on their way."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    hub, repo = HfApi(), repo_of(config.push or "")
+    hub = HfApi()
     address = str(hub.create_repo(repo, repo_type="dataset", private=not config.push_public, exist_ok=True))
     if config.push_public and hub.repo_info(repo, repo_type="dataset").private:
         tell(f"{address} stays private, as it was before: make it public in its settings")

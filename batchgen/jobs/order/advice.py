@@ -46,12 +46,6 @@ class Advice:
     """The template in its best order."""
 
 
-def sampled(rows: Sequence[Any]) -> list[Any]:
-    """Returns at most `SAMPLE_ROWS` of the rows, at equal distances."""
-    count = min(len(rows), SAMPLE_ROWS)
-    return [rows[i * len(rows) // count] for i in range(count)]
-
-
 def advice_for(
     config: JobConfig, tokenizer: LoadedTokenizer, date: datetime | None, rows: Sequence[Row]
 ) -> Advice | None:

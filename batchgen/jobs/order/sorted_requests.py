@@ -15,7 +15,7 @@ from dataclasses import asdict
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +26,8 @@ from batchgen.prefix.order import common_length, depth_first_order, token_key
 from batchgen.records.writers import DigestFile
 from batchgen.request import IMAGE_IDS, Image, Request, TokenArray
 from batchgen.sampling_params import SamplingParams
+
+T = TypeVar("T")
 
 _TOKENS = pa.list_(pa.int32())
 _SCHEMA = pa.schema(
@@ -149,7 +151,13 @@ def spread(windows: Iterable[list[Request]], count: int) -> list[Request]:
             if len(chosen) == 2 * count:
                 chosen, step = chosen[::2], 2 * step
             number += 1
-    return [chosen[i * len(chosen) // count] for i in range(count)] if len(chosen) > count else chosen
+    return evenly(chosen, count)
+
+
+def evenly(items: Sequence[T], count: int) -> list[T]:
+    """Returns `count` of the items, or all if there are not as many, at equal distances."""
+    count = min(len(items), count)
+    return [items[i * len(items) // count] for i in range(count)]
 
 
 def write_requests(path: Path, requests: Iterable[Request], limits: InputLimits) -> str:
