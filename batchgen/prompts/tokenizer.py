@@ -6,7 +6,7 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from threading import Lock
@@ -88,7 +88,7 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
         except Exception as e:
             raise load_failure(config, "configuration", e) from e
     context_length = context_length_of(config, hf_config, tokenizer.model_max_length)
-    generation = _generation_config(config)
+    generation = {} if gguf_file(config) is not None else _small_file(config, "generation_config.json")
     return LoadedTokenizer(
         hf_tokenizer=tokenizer,
         hf_config=hf_config,
@@ -165,13 +165,9 @@ def quiet() -> Iterator[None]:
 
     May be nested, also by several threads. When the last one leaves, the settings from before the first one are restored.
     """
-    _QUIET.enter()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        _QUIET.leave()
+    with _QUIET, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 class _Quiet:
@@ -179,45 +175,35 @@ class _Quiet:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._depth = 0
-        self._levels: list[tuple[logging.Logger, int]] = []
-        self._bars = False
+        self._users = 0
+        self._silenced = ExitStack()
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
-            self._depth += 1
-            if self._depth > 1:
-                return
-            loggers = map(logging.getLogger, TALKATIVE)
-            self._levels = [(logger, logger.level) for logger in loggers if logger.isEnabledFor(logging.WARNING)]
-            for logger, _ in self._levels:
+            self._users += 1
+            if self._users == 1:
+                self._silence()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._silenced.close()
+
+    def _silence(self) -> None:
+        from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
+        from transformers.utils import logging as library
+
+        for logger in map(logging.getLogger, TALKATIVE):
+            if logger.isEnabledFor(logging.WARNING):
+                self._silenced.callback(logger.setLevel, logger.level)
                 logger.setLevel(logging.ERROR)
-            self._bars = _show_bars(False)
-
-    def leave(self) -> None:
-        with self._lock:
-            self._depth -= 1
-            if self._depth:
-                return
-            for logger, level in self._levels:
-                logger.setLevel(level)
-            if self._bars:
-                _show_bars(True)
-
-
-def _show_bars(show: bool) -> bool:
-    """Turns transformers' own bars on or off, but not those of the hub's downloads. Returns whether they were on."""
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
-    from transformers.utils import logging as library
-
-    before, downloads = library.is_progress_bar_enabled(), not are_progress_bars_disabled()
-    if show:
-        library.enable_progress_bar()
-    elif before:
-        library.disable_progress_bar()
-        if downloads:
-            enable_progress_bars()
-    return bool(before)
+        if library.is_progress_bar_enabled():
+            downloads = not are_progress_bars_disabled()
+            self._silenced.callback(library.enable_progress_bar)
+            library.disable_progress_bar()
+            if downloads:  # whose bars are turned off with transformers' own
+                enable_progress_bars()
 
 
 _QUIET = _Quiet()
@@ -345,11 +331,6 @@ def _unused_settings(generation: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the names of settings of a generation configuration that change what `generate` writes, and that batchgen does not use."""
     neutral = _UNUSED_SETTINGS if generation.get("do_sample") is True else _UNUSED_SETTINGS | {"repetition_penalty": 1}
     return tuple(name for name, value in neutral.items() if generation.get(name) not in (None, value))
-
-
-def _generation_config(config: ModelConfig) -> Mapping[str, Any]:
-    """Returns the content of generation_config.json; {} if there is none."""
-    return {} if gguf_file(config) is not None else _small_file(config, "generation_config.json")
 
 
 def _small_file(config: ModelConfig, name: str) -> Mapping[str, Any]:
