@@ -56,7 +56,7 @@ def _check_prompts(config: JobConfig, source: Input) -> None:
     prompts = config.prompts
     check_task(prompts, config.sampling, config.model.task)
     template = None if prompts.template is None else RowTemplate(prompts.template)
-    params = RowParams(prompts.row_params, config.sampling)
+    RowParams(prompts.row_params, config.sampling)  # refuses names of no parameter
     has_template = has_chat_template(config.model)
     if prompts.chat is not False and (has_template is not False or prompts.chat_template is not None):
         template_process().start()  # while the tokenizer is loaded
@@ -65,5 +65,5 @@ def _check_prompts(config: JobConfig, source: Input) -> None:
     chat = prompts.chat_template is not None or has_template
     if chat is None or not source.fingerprint() or any(is_url(file.name) for file in source.files):
         return
-    columns = Columns(prompts, template, params, chat=bool(chat) and prompts.chat is not False)
+    columns = Columns(prompts, template, chat=bool(chat) and prompts.chat is not False)
     columns.check(source.first_rows(config.limit), config.named_columns)

@@ -49,7 +49,8 @@ def _read(output: str, folder: Path) -> dict[str, Any]:
     process, manifest = _process(folder), load_manifest(folder / "manifest.json")
     if manifest is None and process is None:
         raise no_job(output, folder)
-    sums = _stored_sums(folder)
+    stats = read_stats(folder)
+    sums = None if stats is None else stats["job"]  # of all runs that were not killed
     if process is not None and process["alive"] is not False:
         state = "running"
     elif manifest is not None and manifest.state == "finished":
@@ -199,9 +200,3 @@ def _of_finished(sums: Mapping[str, Any] | None) -> dict[str, Any]:
         }
     except (KeyError, TypeError):
         return {}
-
-
-def _stored_sums(folder: Path) -> dict[str, Any] | None:
-    """Returns the figures of all runs so far, as stored by the last run that was not killed."""
-    sums = (read_stats(folder) or {}).get("job")
-    return sums if isinstance(sums, dict) else None

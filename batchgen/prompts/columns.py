@@ -13,7 +13,7 @@ from batchgen.parsers.heads import OutputHead
 from batchgen.process.templates import template_process
 from batchgen.prompts.messages import kind
 from batchgen.prompts.openai import is_chat
-from batchgen.prompts.params import RowParams
+from batchgen.prompts.params import ALL_NAMES
 from batchgen.prompts.template import RowTemplate
 from batchgen.records.inputs import CHECKED_ROWS
 from batchgen.records.openai_batch import is_batch_row, lacks_body
@@ -45,10 +45,9 @@ def quoted(names: Sequence[str]) -> str:
 class Columns:
     """The columns that make prompts, by the user's options."""
 
-    def __init__(self, prompts: PromptConfig, template: RowTemplate | None, params: RowParams, *, chat: bool) -> None:
+    def __init__(self, prompts: PromptConfig, template: RowTemplate | None, *, chat: bool) -> None:
         self._prompt, self._messages = prompts.prompt_column, prompts.messages_column
         self._template = template
-        self._params = params
         self._chat = chat
         self._named = [
             (option, name)
@@ -118,7 +117,7 @@ class Columns:
 
     def only_carried(self, columns: Mapping[str, Any]) -> set[str]:
         """Returns columns that have the name of a sampling parameter but are not used as one."""
-        return self._params.unnamed(columns) - self._read
+        return (ALL_NAMES & columns.keys()) - self._read
 
     def check(self, first: Sequence[Row], more: Sequence[tuple[str, str]] = ()) -> None:
         """Raises `UsageError` if none of these rows has a prompt, or a column that the user has named.

@@ -6,7 +6,7 @@ They may have batchgen's names or those of the OpenAI API and of vLLM.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -24,6 +24,7 @@ _ALIASES = {
     "guided_choice": "choices",
 }
 """Other names of parameters. If a row has both names, the value under the other name wins: it is the newer or more exact one."""
+ALL_NAMES = NAMES | _ALIASES.keys()
 _SHOWN = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_tokens", "max_repeats", "reasoning_budget", "seed",
@@ -130,7 +131,7 @@ class RowParams:
         Raises `UsageError` if a column of `--row-params` does not have the name of a parameter.
         """
         for name in named:
-            if name not in NAMES and name not in _ALIASES:
+            if name not in ALL_NAMES:
                 raise UsageError(
                     f"--row-params {name!r} is not a sampling parameter", f"use {', '.join(sorted(NAMES))}"
                 )
@@ -143,7 +144,6 @@ class RowParams:
         """The command's parameters, with the model's for those that were not given."""
         self.labels = bool(default.choices) or choices_column is not None
         """Whether the command asks for labels."""
-        self._others = (NAMES | _ALIASES.keys()) - set(named)
 
     def of(
         self,
@@ -201,10 +201,6 @@ class RowParams:
     def _completed(self, params: SamplingParams) -> SamplingParams:
         """Returns the parameters with the model's for those that were not given. Labels do not use the model's."""
         return params.completed(self._auto if params.choices else self._model)
-
-    def unnamed(self, columns: Iterable[str]) -> set[str]:
-        """Returns columns that have the name of a parameter but were not named in `--row-params`."""
-        return self._others.intersection(columns)
 
     def may_have(self, names: Collection[str], types: Mapping[str, Any]) -> bool:
         """Whether rows of a table may have one of these parameters, judged by the Arrow types of its columns."""

@@ -147,11 +147,6 @@ def _all_of(images: Mapping[str, list[Message]]) -> list[Message]:
 class Renderer:
     """Renders rows and collects notes for the user."""
 
-    chat: bool
-    """Whether prompts go through a chat template; otherwise they are sent raw."""
-    notes: list[str]
-    """Notes for the user, each only once. Grows while rows are rendered."""
-
     def __init__(
         self,
         tokenizer: LoadedTokenizer,
@@ -161,7 +156,8 @@ class Renderer:
         now: datetime | None = None,
     ) -> None:
         """`now`: see `ChatTemplate`. Raises `UsageError` for options that cannot be satisfied: a system message without a chat template, invalid Jinja."""
-        self.notes = []
+        self.notes: list[str] = []
+        """Each only once. Grows while rows are rendered."""
         self.stopped = False
         """Set by another thread that does not need the rest of the rows."""
         self._tokenizer = tokenizer
@@ -184,7 +180,7 @@ class Renderer:
         self._thinking_off = {n: v for n, v in off.items() if n not in prompts.chat_template_kwargs}
         """Variables of the chat template for labels and texts to score: no thoughts come before them."""
         self._template = None if prompts.template is None else RowTemplate(prompts.template)
-        self.columns = Columns(prompts, self._template, params, chat=self._chat is not None)
+        self.columns = Columns(prompts, self._template, chat=self._chat is not None)
         self._said: set[str] = set()
         limited = tokenizer.source is not None and tokenizer.source.image_max_pixels is not None
         option = "--image-column" if prompts.image_column else "--image-max-pixels" if limited else ""

@@ -131,16 +131,16 @@ def _schema_of_parsed(config: JobConfig) -> str:
 
 
 def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
-    """Returns the output row of an input row: id, carried columns as they came, and result; or its record of OpenAI's Batch output.
+    """Returns the output row of an input row: id (else the row's number), carried columns as they came, and result; or its record of OpenAI's Batch output.
 
     `token_ids` is null if they are not known (a failed row, or a result of an output that had none). `truncated` is present only if
     true; `tool_calls`, `choices`, `choice_probs`, `score`, `prompt_logprobs`, `embedding` and `reward` only if the result has them or the command asks for them.
     """
+    own = own_id(row, form.id_column, openai=form.openai is not None)
     if form.openai is not None:
-        own = own_id(row, form.id_column, openai=True)
         custom_id = id_text(row.number if own is None else own)
         return batch_record(row, result, form.openai, custom_id=custom_id, token_ids=form.token_ids)
-    out: dict[str, Any] = {"id": row_id(row, form.id_column)}
+    out: dict[str, Any] = {"id": row.number if own is None else own}
     if form.input_file:
         out[INPUT_FILE] = row.file
     for column, name in carried_names(row.columns, form).items():
@@ -170,12 +170,6 @@ def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
     failed = result.failed
     out["error"] = {"type": result.error_type, "message": result.error_message} if failed else None
     return out
-
-
-def row_id(row: Row, id_column: str | None) -> Any:
-    """Returns the id that the row has (`own_id`), else the row's number."""
-    value = own_id(row, id_column)
-    return row.number if value is None else value
 
 
 def own_id(row: Row, id_column: str | None, *, openai: bool = False) -> Any:

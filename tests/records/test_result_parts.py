@@ -61,7 +61,9 @@ def taken_back(folder, name, results, *, token_ids=True):
     keys = [bytes([i + 1]) * 16 for i in range(len(results))]
     (folder / "keys").write_bytes(b"".join(keys))
     back = {}
-    for key, found in results_of_output(str(path), folder / "keys", TASK_NAMES):  # results, and lines that a job decodes later
+    for key, found in results_of_output(
+        str(path), folder / "keys", TASK_NAMES
+    ):  # results, and lines that a job decodes later
         result = found if isinstance(found, Result) else decode(key, found, zlib.crc32(key + found))
         if result is not None:
             back[keys.index(key)] = result

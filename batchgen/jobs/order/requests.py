@@ -117,7 +117,7 @@ class RequestReader:
         ahead: bool,
     ) -> None:
         """`check` returns the request, or the result of a row whose grammar cannot be used. `ahead`: all rows are read before any is generated."""
-        self._config, self._prompts, self._check = config, prompts, check
+        self._config, self.prompts, self._check = config, prompts, check
         self._job, self._outcomes, self._ahead = job, outcomes, ahead
         self._met = 0
         """Results of earlier runs that rows have asked for."""
@@ -156,17 +156,13 @@ class RequestReader:
         return [next(built) if one is None else one for one in known]
 
     def _built(self, rows: Sequence[Row]) -> list[Request | Result]:
-        return [self._check(b) if isinstance(b, Request) else b for b in self._prompts.build(rows)] if rows else []
-
-    def stop(self) -> None:
-        """Ends `build` in another thread soon, by an exception."""
-        self._prompts.stop()
+        return [self._check(b) if isinstance(b, Request) else b for b in self.prompts.build(rows)] if rows else []
 
     def requests(self, rows: Sequence[Row], built: Sequence[Built]) -> ReadRows:
         """Returns the rows that are in the output. Must be called for all rows in order. Raises `TooManyErrors`."""
-        for note in self._prompts.notes[self._told :]:
+        for note in self.prompts.notes[self._told :]:
             self._outcomes.tracker.note(note)
-        self._told = len(self._prompts.notes)
+        self._told = len(self.prompts.notes)
         self._remember(rows, built)
         ids = self._ids.add(rows)
         found = [
@@ -295,7 +291,7 @@ class FirstReading:
     def __exit__(self, *exc: object) -> None:
         self._stopped = True
         if self._thread.is_alive():
-            self._reader.stop()
+            self._reader.prompts.stop()
         self._thread.join(_STOP_SECONDS)
 
     def needs_a_model(self) -> bool:
