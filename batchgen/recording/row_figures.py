@@ -114,7 +114,6 @@ class _Label:
         return {
             "label": _short_text(name),
             "rows": self.rows,
-            "offered": self._offered,
             "mean_probability": round(self._probability / max(1, self._offered), 6),
             "mean_probability_chosen": round(self._probability_chosen / self.rows, 6) if self.rows else None,
             "bins": self._bins,
@@ -149,12 +148,9 @@ def histogram(counts: Mapping[int, int] | Mapping[float, int], smallest_width: f
         bins.append([bins[-1][1], high, rest])
     return {
         "count": total,
-        "sum": round(sum(value * count for value, count in values), 6),
         "min": low,
         "max": high,
-        "mean": round(sum(value * count for value, count in values) / total, 4),
         "p50": _percentile(values, total, 0.5),
-        "p90": _percentile(values, total, 0.9),
         "p99": _percentile(values, total, 0.99),
         "bins": bins,
     }

@@ -46,7 +46,7 @@ def test_a_run_writes_a_report_of_itself(cli, source, tiny_model_dir, tmp_path):
     assert data["rows"]["errors"] == {"prompt_too_long": 1}
     assert [row["id"] for row in data["rows"]["samples"]["length"]] == ["r0", "r1", "r2", "r3"]
     assert data["rows"]["samples"]["error: prompt_too_long"][0]["error"]["type"] == "prompt_too_long"
-    assert data["rows"]["prompt_tokens"]["sum"] == 776
+    assert data["rows"]["prompt_tokens"]["count"] == 8
     assert data["rows"]["completion_tokens"]["bins"] == [[5, 6, 8]]
     assert data["stats"]["prefill_tokens_min"] == 776 - data["tree"]["saved_tokens"]
     (run,) = data["runs"]
