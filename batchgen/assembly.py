@@ -107,9 +107,9 @@ def write_output(
     """
     if source.fingerprint() != fingerprint:
         raise _input_changed(source, job)
-    stream, left, passed = RowStream(source.rows(job.end_of_rows)), job.row_count, 0
+    stream, left, passed = RowStream(source.rows()), job.row_count, 0
     while left:
-        rows = stream.take(read_rows)
+        rows = stream.take(read_rows, job.end_of_rows)
         if stream.broken is not None:
             raise stream.broken
         if not rows:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -196,10 +196,8 @@ class JobFolder(HeldResults):
 
     def tell(self, progress: Snapshot) -> None:
         """Stores how far the run is, for `batchgen status`. Ignores errors: a full disk is reported by the next result that cannot be written."""
-        try:
+        with suppress(sqlite3.Error):
             self.keep_progress(progress.figures() | {"workers": progress.workers})
-        except sqlite3.Error:
-            return
 
     # -- the rows of the output
 

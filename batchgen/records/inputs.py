@@ -122,15 +122,13 @@ class Input:
             self._schema, self._schema_read = self._read_schema(), True
         return self._schema
 
-    def rows(self, limit: int | None = None) -> Iterator[Row]:
-        """Yields every row, malformed ones too, numbered over all files. At most `limit` rows are read.
+    def rows(self) -> Iterator[Row]:
+        """Yields every row, malformed ones too, numbered over all files.
 
         Raises `InputCorrupt` where a file breaks off, after the rows before that place.
         """
         number = 0
         for file in self.files:
-            if limit is not None and number >= limit:
-                return
             name = clean(file.shown)  # a name on disk need not be UTF-8
             typed = not INPUT_FORMATS[file.format].is_text
             for place, columns, size in _records(file, partial(self._renamed, file.shown), self._see):
@@ -142,12 +140,10 @@ class Input:
                 else:
                     yield Row(number, columns, None, source, size, file.shown, typed)
                 number += 1
-                if limit is not None and number >= limit:
-                    return
 
     def first_rows(self, limit: int | None = None) -> list[Row]:
         """Up to `CHECKED_ROWS` rows from the start, to look at their columns. Raises nothing if the input breaks off."""
-        return RowStream(self.rows(limit)).take(CHECKED_ROWS)
+        return RowStream(self.rows()).take(CHECKED_ROWS, limit)
 
     def rows_to_check(self, window: list[Row], limit: int | None = None) -> list[Row]:
         """Up to `CHECKED_ROWS` rows from the start. An input that can be read only once gives those of `window`, its first window."""

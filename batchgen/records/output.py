@@ -161,7 +161,7 @@ def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
     if result.tool_calls:
         out["tool_calls"] = plain_calls(result.tool_calls)
     if result.completions:
-        out["choices"] = completion_values(result, token_ids=form.token_ids)
+        out["choices"] = completion_values(result.completions, token_ids=form.token_ids, known=ids_known(result))
     out |= plain_parts(result)
     for name in form.asked:
         out.setdefault(name, None)

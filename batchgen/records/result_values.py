@@ -28,7 +28,7 @@ def result_values(result: Result) -> dict[str, Any]:
     found = zip(_FIELDS.items(), _values_of(result), strict=True)
     values = {name: value for (name, default), value in found if value is not default and value != default}
     if result.completions:
-        values["completions"] = completion_values(result, token_ids=True)
+        values["completions"] = completion_values(result.completions, token_ids=True, known=ids_known(result))
     if result.tool_calls:
         values["tool_calls"] = plain_calls(result.tool_calls)
     return values | plain_parts(result, _STORED_PARTS)
@@ -47,11 +47,12 @@ def result_of_values(values: dict[str, Any]) -> Result:
     return Result(row=-1, **{_ARGUMENTS[name]: value for name, value in values.items()})
 
 
-def completion_values(result: Result, *, token_ids: bool) -> list[dict[str, Any]]:
-    """Returns all completions of a result, in order. `token_ids` are null if they are not known."""
-    known = ids_known(result)
+def completion_values(
+    completions: Iterable[Completion], *, token_ids: bool, known: bool = True
+) -> list[dict[str, Any]]:
+    """Returns completions in their order; with `token_ids`, which are null unless they are `known` (`ids_known`)."""
     choices = []
-    for index, c in enumerate(result.completions):
+    for index, c in enumerate(completions):
         choice: dict[str, Any] = {"index": index, "text": c.text, "finish_reason": c.finish_reason}
         if c.reasoning is not None:
             choice["reasoning"] = c.reasoning

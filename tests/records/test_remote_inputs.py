@@ -3,6 +3,7 @@
 import gzip
 import random
 import signal
+from itertools import islice
 
 import fsspec
 import pyarrow as pa
@@ -118,7 +119,7 @@ def test_reading_the_first_rows_of_a_large_parquet_file_fetches_little_of_it(s3,
     fetched = _counted(monkeypatch)
     source = opened("s3://bucket/x.parquet")
     assert source.schema == pa.schema([("prompt", pa.string())])
-    assert [row.columns["prompt"] for row in source.rows(5)] == texts[:5]
+    assert [row.columns["prompt"] for row in islice(source.rows(), 5)] == texts[:5]
     assert sum(fetched) < len(data) / 4
     fetched.clear()
     assert [row.columns["prompt"] for row in source.rows()] == texts

@@ -9,7 +9,7 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +53,14 @@ def check_parent(folder: Path) -> None:
         raise UsageError(f"there is no folder {folder.parent} to write to", f"create it with mkdir -p {folder.parent}")
 
 
-@contextmanager
-def writing(what: str | Path) -> Iterator[None]:
+def writing(what: str | Path) -> AbstractContextManager[None]:
     """Turns errors of the disk and of SQLite into `OutputError`, which says what cannot be written, why, and what to do."""
-    with _in_words(f"{what} cannot be written"):
-        yield
+    return _in_words(f"{what} cannot be written")
 
 
-@contextmanager
-def reading(what: str | Path) -> Iterator[None]:
+def reading(what: str | Path) -> AbstractContextManager[None]:
     """Does the same for reading a job's own files."""
-    with _in_words(f"{what} cannot be read"):
-        yield
+    return _in_words(f"{what} cannot be read")
 
 
 @contextmanager

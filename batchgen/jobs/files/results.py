@@ -676,9 +676,7 @@ def _part_entry(key: bytes, number: int, start: int, completion: Completion) -> 
     """The entry of a completion's tokens from number `start` on."""
     logprobs = None if completion.logprobs is None else completion.logprobs[start:]
     part = replace(completion, token_ids=completion.token_ids[start:], logprobs=logprobs)
-    value = _json(
-        completion_values(Result(row=-1, text="", finish_reason=None, completions=(part,)), token_ids=True)[0]
-    )
+    value = _json(completion_values((part,), token_ids=True)[0])
     return key, number, start, len(part.token_ids), value, _part_checksum(key, number, start, value)
 
 
