@@ -30,20 +30,6 @@ def agreement_with(column: str | None, source: Input) -> Agreement | None:
     return None if column is None else Agreement(column, class_names(source.schema, column))
 
 
-def check_errors(max_errors: str, *, failed: int, done: int, last: str) -> None:
-    """Raises `TooManyErrors` if more rows have failed than `--max-errors` allows: a number of rows, or a share of those that are done.
-
-    `last` describes the last failure.
-    """
-    limit = parse_max_errors(max_errors)
-    over = failed > limit if isinstance(limit, int) else done >= ERROR_SHARE_FROM and failed > limit * done
-    if over:
-        raise TooManyErrors(
-            f"{counted(failed, 'row')} failed of {done:,} done so far, more than --max-errors {max_errors} allows; the last one: {last}",
-            "correct the input, or allow more errors, and run the same command again to continue",
-        )
-
-
 def failure_line(result: Result, source: str) -> str:
     """Returns where and why a row failed, as one line. `source` is its place in its file; empty if that is not known."""
     where = source or f"row {result.row}"
@@ -75,8 +61,19 @@ class Outcomes:
         last = failure_line(result, source)
         if len(self.failures) < FAILURES_KEPT:
             self.failures.append(last)
-        if self._max_errors is not None:
-            check_errors(self._max_errors, failed=self.run.failed, done=self.run.done, last=last)
+        self._check_errors(last)
+
+    def _check_errors(self, last: str) -> None:
+        """Raises `TooManyErrors` if more rows have failed than `--max-errors` allows: a number of rows, or a share of those that are done."""
+        if self._max_errors is None:
+            return
+        limit, failed, done = parse_max_errors(self._max_errors), self.run.failed, self.run.done
+        over = failed > limit if isinstance(limit, int) else done >= ERROR_SHARE_FROM and failed > limit * done
+        if over:
+            raise TooManyErrors(
+                f"{counted(failed, 'row')} failed of {done:,} done so far, more than --max-errors {self._max_errors} allows; the last one: {last}",
+                "correct the input, or allow more errors, and run the same command again to continue",
+            )
 
     def resumed(self, result: Result, *, rows: int = 1, equal: int = 0) -> None:
         """Counts rows whose result comes from an earlier run, as `done` does. The caller tells the tracker."""

@@ -51,7 +51,7 @@ def kind(value: Any) -> str:
 TEXT_ALONE = "only text can be sent"
 
 
-def conversation(value: Any, where: str, name: str, no_images: str | None = TEXT_ALONE) -> list[Message]:
+def conversation(value: Any, where: str, name: str, no_images: str | None) -> list[Message]:
     """Returns the messages of a row, each content as one text, or, with images, as a list of parts; the `source` of an image's part is its `ImageSource`,
     or None if it names no image (`with_images`).
 
@@ -260,7 +260,7 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         *,
         whole: bool = False,
-        now: datetime | None = None,
+        now: datetime | None,
     ) -> None:
         """`whole`: conversations are rendered as they are, with nothing to be answered or continued. `now`: the time that a template writes; None
         for the time of each render. Raises `UsageError` if the template is not valid Jinja, or if `variables` has a reserved name.

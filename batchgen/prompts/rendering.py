@@ -153,7 +153,7 @@ class Renderer:
         prompts: PromptConfig,
         params: RowParams,
         images: PromptImages,
-        now: datetime | None = None,
+        now: datetime | None,
     ) -> None:
         """`now`: see `ChatTemplate`. Raises `UsageError` for options that cannot be satisfied: a system message without a chat template, invalid Jinja."""
         self.notes: list[str] = []

@@ -141,11 +141,11 @@ class Input:
                     yield Row(number, columns, None, source, size, file.shown, typed)
                 number += 1
 
-    def first_rows(self, limit: int | None = None) -> list[Row]:
+    def first_rows(self, limit: int | None) -> list[Row]:
         """Up to `CHECKED_ROWS` rows from the start, to look at their columns. Raises nothing if the input breaks off."""
         return RowStream(self.rows()).take(CHECKED_ROWS, limit)
 
-    def rows_to_check(self, window: list[Row], limit: int | None = None) -> list[Row]:
+    def rows_to_check(self, window: list[Row], limit: int | None) -> list[Row]:
         """Up to `CHECKED_ROWS` rows from the start. An input that can be read only once gives those of `window`, its first window."""
         if len(window) >= CHECKED_ROWS or not self.fingerprint():
             return window[:CHECKED_ROWS]

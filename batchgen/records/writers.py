@@ -147,7 +147,7 @@ def open_writer(
     spool: Path,
     form: RowForm,
     headers: Collection[tuple[str, ...]],
-    in_order: bool = True,
+    in_order: bool,
     limits: GroupLimits = DEFAULT_LIMITS,
 ) -> Writer:
     """Returns the writer for the suffix of `output`; it writes to `file`. `schema` is `Input.schema`, `headers` are `Input.headers`.

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from batchgen.errors import ModelError, OutOfMemory, TooManyErrors, memory_errors
-from batchgen.jobs.outcomes import Outcomes, check_errors
+from batchgen.errors import ModelError, OutOfMemory, RowError, TooManyErrors, memory_errors
+from batchgen.jobs.outcomes import Outcomes
 from batchgen.process.collector import few_collections
 from batchgen.progress import Tracker
 from batchgen.result import Result, Score, ToolCall
@@ -25,11 +25,17 @@ from support.progress import Recorder
     ],
 )
 def test_one_more_row_than_the_limit_is_too_many(limit, failed, done, said):
+    outcomes = Outcomes(Tracker(Recorder()), limit)
+    for _ in range(done - failed):
+        outcomes.done(Result(row=0, text="a", finish_reason="stop"))
+    malformed = Result.from_error(3, RowError("invalid_row", "not JSON"))
+    for _ in range(failed - 1):
+        outcomes.done(malformed, "a.jsonl:4")
     if said is None:
-        check_errors(limit, failed=failed, done=done, last="x")
+        outcomes.done(malformed, "a.jsonl:4")
         return
     with pytest.raises(TooManyErrors) as error:
-        check_errors(limit, failed=failed, done=done, last="a.jsonl:4: invalid_row: not JSON")
+        outcomes.done(malformed, "a.jsonl:4")
     assert str(error.value) == (
         f"{said}; the last one: a.jsonl:4: invalid_row: not JSON; "
         "correct the input, or allow more errors, and run the same command again to continue"
