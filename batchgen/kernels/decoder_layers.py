@@ -25,11 +25,12 @@ from batchgen.kernels.dense_layer import (
     joined,
     stack_forward,
 )
-from batchgen.kernels.fusion import Around, FusedMLP, FusedNorm, FusedRotary, can_fuse, known_code, own_forward
+from batchgen.kernels.fusion import FusedMLP, FusedNorm, FusedRotary
 from batchgen.kernels.int8 import Int8Linear
 from batchgen.kernels.ops import PackedLinear, add_rows, can_add
 from batchgen.kernels.recognition import CACHES, Code, code_of, has_cache
 from batchgen.kernels.recurrent import can_gate, sigmoid_gate
+from batchgen.kernels.replacing import Around, can_fuse, known_code, own_forward
 from batchgen.kernels.whole_vectors import filled
 
 

@@ -13,19 +13,10 @@ from typing import Any
 
 import torch
 
-from batchgen.kernels.fusion import (
-    ACTIVATIONS,
-    OF_MLPS,
-    eps_of,
-    fuse_rotary,
-    is_plain,
-    known_code,
-    norm_of,
-    own_forward,
-    replace_parts,
-)
+from batchgen.kernels.fusion import OF_MLPS, eps_of, fuse_rotary, norm_of
 from batchgen.kernels.ops import Activation, can_rotate
 from batchgen.kernels.recognition import Code
+from batchgen.kernels.replacing import ACTIVATIONS, is_plain, known_code, own_forward, replace_parts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_NORM = 16384

@@ -5,28 +5,20 @@ A part is replaced only if its code is known (`recognition`) and the kernel give
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection
 from functools import partial
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any
 
 import torch
-from transformers.activations import GELUTanh, SiLUActivation
 
 from batchgen.kernels import recurrent
 from batchgen.kernels.build import DTYPES
 from batchgen.kernels.coded import PartsInPanels
 from batchgen.kernels.codes import PackedTensor
-from batchgen.kernels.experts import FusedExperts, LinearOfExperts, MixtureOfScaledInputs
+from batchgen.kernels.experts import experts_on_kernels, fuse_functional
 from batchgen.kernels.ops import (
-    Activation,
-    Gating,
-    KernelLinear,
-    PackedLinear,
     SharedLinear,
     cos_and_sin,
     embed,
@@ -38,64 +30,23 @@ from batchgen.kernels.ops import (
     take_coded_rows,
 )
 from batchgen.kernels.recognition import Code, code_of
-from batchgen.kernels.renaming import Replaced, names_in, with_names
+from batchgen.kernels.renaming import names_in, with_names
+from batchgen.kernels.replacing import (
+    ACTIVATIONS,
+    NEAR,
+    Packing,
+    agree,
+    can_fuse,
+    is_plain,
+    known_code,
+    near,
+    own_forward,
+    random_numbers,
+    replace_parts,
+)
 
-NEAR = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}
-"""Largest allowed difference of a replacement, relative to the largest number: some roundings, but far less than a mistake."""
-ACTIVATIONS = {
-    torch.nn.SiLU: Activation.SILU,
-    SiLUActivation: Activation.SILU,
-    GELUTanh: Activation.GELU_TANH,
-}
 COMPARED_ROWS = 256
 """Rows of a packed weight of a linear layer that are compared with the plain ones."""
-
-Around = Callable[[torch.nn.Module], AbstractContextManager[Any]]
-"""Returns the context in which a part of a model is packed."""
-
-
-class Packing:
-    """Packs the weights of linear layers in their own type. `quantization.Int8Packing` packs them in 8 bits."""
-
-    def __init__(self, around: Around = nullcontext) -> None:
-        """`around`: returns the context in which a part is packed."""
-        self.around = around
-        self._agreed: set[Any] = set()
-
-    def agrees(self, part: Any, fused: Any, weights: list[torch.Tensor]) -> bool:
-        """Whether a replacement gives what the part does. Of layers of codes, which are slow to unpack for this, one of each form is compared."""
-        dtype, size = weights[0].dtype, weights[0].shape[-1]
-        coded = all(isinstance(weight, PackedTensor) for weight in weights)
-        key = (type(fused), *(getattr(weight, "coding", None) for weight in weights))
-        if coded and key in self._agreed:
-            return True
-        agrees = _agree(part, fused, size, dtype, self.tolerance(dtype))
-        if coded and agrees:
-            self._agreed.add(key)
-        return agrees
-
-    def can_pack(self, layer: torch.nn.Linear) -> bool:
-        return fits(layer.weight) and is_fast()
-
-    def can_pack_experts(self, weights: list[torch.Tensor]) -> bool:
-        return all(map(fits, weights)) and is_fast()
-
-    def pack(
-        self,
-        weights: list[torch.Tensor],
-        biases: list[torch.Tensor | None],
-        activation: Activation | Gating = Activation.NONE,
-        layers: Sequence[torch.nn.Linear] = (),
-    ) -> KernelLinear:
-        """Packs one weight, or gate and up, of `layers` or, without these, of a mixture's experts [E, N, K]. They may be packed ones.
-
-        Gate and up may be halves of one layer.
-        """
-        return PackedLinear(weights, biases, activation)
-
-    def tolerance(self, dtype: torch.dtype) -> float:
-        """Returns the largest allowed difference from the plain layers, relative to the largest number."""
-        return NEAR[dtype]
 
 
 def fuse_small_parts(model: torch.nn.Module) -> None:
@@ -114,39 +65,10 @@ def fuse_linear(model: torch.nn.Module, packing: Packing) -> None:
     if can_fuse(model):
         shared = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
         replace_parts(model, lambda part: _mlp(part, shared, packing), packing.around)
-        replace_parts(model, lambda part: _experts(part, shared, packing), packing.around)
-        _fuse_functional(model)
+        replace_parts(model, lambda part: experts_on_kernels(part, shared, packing), packing.around)
+        fuse_functional(model)
         replace_parts(model, _patches)
         replace_parts(model, lambda part: _linear(part, shared, packing), packing.around)
-
-
-def can_fuse(model: torch.nn.Module) -> bool:
-    """Whether kernels may replace parts of this model."""
-    return not getattr(model, "is_quantized", False) and all(p.device.type == "cpu" for p in model.parameters())
-
-
-def replace_parts(
-    model: torch.nn.Module, made: Callable[[torch.nn.Module], torch.nn.Module | None], around: Around = nullcontext
-) -> None:
-    for part, places in _parts(model):
-        with around(part):
-            fused = made(part)
-        if fused is not None:
-            for parent, name in places:
-                parent._modules[name] = fused
-
-
-def _parts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, list[tuple[torch.nn.Module, str]]]]:
-    """Yields every module below the model with all its places (parent, name). Keeps no reference to it afterwards, so that a replaced one is freed."""
-    places: dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]] = {}
-    for parent in model.modules():
-        for name, child in parent._modules.items():
-            if child is not None:
-                places.setdefault(child, []).append((parent, name))
-    parts = list(places)
-    while parts:
-        part = parts.pop()
-        yield part, places.pop(part)
 
 
 class FusedNorm(torch.nn.Module):
@@ -205,7 +127,7 @@ def _norm(part: Any) -> torch.nn.Module | None:
         return None
     weight = part.weight
     fused = FusedNorm(weight, found[0], eps_of(part), rounds_first=found[1])
-    return fused if _agree(part, fused, weight.shape[0], weight.dtype, NEAR[weight.dtype]) else None
+    return fused if agree(part, fused, weight.shape[0], weight.dtype, NEAR[weight.dtype]) else None
 
 
 class FusedGatedNorm(torch.nn.Module):
@@ -261,9 +183,9 @@ def _gated_norm(part: Any) -> torch.nn.Module | None:
         return None
     gate_first, rounds = _GATED_NORMS[code]
     fused = FusedGatedNorm(part, gate_first=gate_first, rounds=rounds)
-    gate = _random(torch.Generator().manual_seed(1), 1, 3, weight.shape[0]).to(weight.dtype)
+    gate = random_numbers(torch.Generator().manual_seed(1), 1, 3, weight.shape[0]).to(weight.dtype)
     near = NEAR[weight.dtype]
-    agrees = _agree(lambda x: part(x, gate), lambda x: fused(x, gate), weight.shape[0], weight.dtype, near)
+    agrees = agree(lambda x: part(x, gate), lambda x: fused(x, gate), weight.shape[0], weight.dtype, near)
     return fused if agrees else None
 
 
@@ -305,184 +227,6 @@ def _mlp(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module |
     return fused if packing.agrees(part, fused, [*weights, down.weight]) else None
 
 
-def _experts(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
-    """Returns what replaces the experts of a mixture; None for other modules."""
-    made = _OTHER_EXPERTS.get(known_code(part), _decorated_experts)
-    return made(part, shared, packing)
-
-
-def _decorated_experts(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
-    """Replaces experts that transformers' `use_experts_implementation` has decorated."""
-    names = ("gate_up_proj" if getattr(part, "has_gate", True) else "up_proj", "down_proj")
-    found: list[Any] = [part._parameters.get(name) for name in names]
-    if (
-        not hasattr(part, "_apply_gate")
-        or not hasattr(part, "is_transposed")
-        or own_forward(part) is None
-        or getattr(part, "_is_expert_parallel", False)
-        or getattr(part, "has_post_expert_norm", False)
-        or not all(isinstance(p, PackedTensor) or is_plain(p) for p in found)
-        or any(p.dim() != 3 or shared[id(p)] > 1 for p in found)
-    ):
-        return None
-    first, down = (p.transpose(1, 2) if part.is_transposed else p for p in found)
-    if not packing.can_pack_experts([first, down]):
-        return None
-    first_bias, down_bias = (part._parameters.get(f"{name}_bias") for name in names)
-    gate = _gate_of(part)
-    weights, biases = [first], [first_bias]
-    if gate.activation is not Activation.NONE:
-        weights = _gate_and_up(first, together=part.is_concatenated)
-        biases = [None, None] if first_bias is None else _gate_and_up(first_bias, together=part.is_concatenated)
-    fused = FusedExperts(packing.pack(weights, biases, gate), packing.pack([down], [down_bias]), part)
-    few, places = _few_experts(part)
-    index, by = torch.tensor([[0, 1]] * 3), torch.tensor([[0.5, 0.25]]).to(first.dtype).expand(3, 2)
-    agrees = packing.agrees(lambda x: few(x[0], index, by), lambda x: fused(x[0], places[index], by), [*weights, down])
-    if not agrees:
-        return None
-    if fused.plain is not None:
-        for name in [*names, *(f"{name}_bias" for name in names)]:
-            part._parameters.pop(name, None)
-    return fused
-
-
-def _gate_of(part: Any) -> Gating:
-    """Returns how experts make one number of two; an activation of NONE if the kernels do not know that."""
-    code = code_of(type(part)._apply_gate, type(part)) if part.has_gate else None
-    if code is Code.EXPERTS_GATE:
-        return Gating(ACTIVATIONS.get(type(part.act_fn), Activation.NONE))
-    if code is Code.CLAMPED_GATE:
-        alpha, limit = ((getattr(part, name, None) or getattr(part, f"swiglu_{name}")) for name in ("alpha", "limit"))
-        return Gating(Activation.CLAMPED, float(alpha), float(limit))
-    return Gating()
-
-
-def _gate_and_up(x: Any, *, together: bool) -> list[Any]:
-    """Returns the two halves of [E, 2 N, ...], of which the first half lies before the second or, not `together`, each number before its pair."""
-    return list(x.chunk(2, 1)) if together else [x[:, ::2], x[:, 1::2]]
-
-
-def _few_experts(part: Any) -> tuple[Any, torch.Tensor]:
-    """Returns a copy of a module of experts that has only the first and the last one, and their numbers in the module."""
-    few = copy.copy(part)
-    places = torch.tensor([0, len(part.down_proj) - 1])
-    few._parameters = {
-        name: torch.nn.Parameter(weight[places], requires_grad=False) for name, weight in part._parameters.items()
-    }
-    few.num_experts = 2
-    return few, places
-
-
-def _linear_of_experts(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
-    """Replaces JetMoE's: each expert of an MLP or of attention is two of these layers."""
-    weight = part.weight
-    if not (is_plain(weight) and shared[id(weight)] == 1 and packing.can_pack_experts([weight])):
-        return None
-    fused = LinearOfExperts(packing.pack([weight], [None]))
-    counts = [3] if len(weight) == 1 else [1, *[0] * (len(weight) - 2), 2]
-    return fused if packing.agrees(lambda x: part(x[0], counts), lambda x: fused(x[0], counts), [weight]) else None
-
-
-def _experts_in_one_weight(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
-    """Replaces DBRX's."""
-    names = ("w1", "v1", "w2")
-    if not _are_plain([getattr(part.mlp, name) for name in names], shared):
-        return None
-    gate, up, down = (getattr(part.mlp, name).view(part.num_experts, -1, part.hidden_size) for name in names)
-    return _gated_experts(part, part.mlp.activation_fn, [gate, up], down.transpose(1, 2), packing)
-
-
-def _experts_with_identities(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
-    """Replaces LongCat's."""
-    if not _are_plain([part.gate_up_proj, part.down_proj], shared):
-        return None
-    gate_up = part.gate_up_proj[: part.num_routed_experts]
-    return _gated_experts(
-        part, part.act_fn, list(gate_up.chunk(2, 1)), part.down_proj, packing, identities=part.zero_expert_num
-    )
-
-
-def _gated_experts(
-    part: Any, act_fn: Any, gate_and_up: list[torch.Tensor], down: torch.Tensor, packing: Packing, identities: int = 0
-) -> torch.nn.Module | None:
-    fused = _packed_experts(act_fn, gate_and_up, down, packing, identities)
-    last = len(down) + identities - 1
-    index, by = torch.tensor([[0, last]] * 3), torch.tensor([[0.5, 0.25]]).to(down.dtype).expand(3, 2)
-    if fused is None or not packing.agrees(
-        lambda x: part(x[0], index, by).flatten(0, -2), lambda x: fused(x[0], index, by), [*gate_and_up, down]
-    ):
-        return None
-    return fused
-
-
-def _packed_experts(
-    act_fn: Any, gate_and_up: list[torch.Tensor], down: torch.Tensor, packing: Packing, identities: int = 0
-) -> FusedExperts | None:
-    act = ACTIVATIONS.get(type(act_fn))
-    if act is None or not packing.can_pack_experts([*gate_and_up, down]):
-        return None
-    up = packing.pack(gate_and_up, [None, None], act)
-    return FusedExperts(up, packing.pack([down], [None]), identities=identities)
-
-
-def _mixture_of_scaled_inputs(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
-    """Replaces Llama 4's, which runs every expert on every token."""
-    plain = [part.experts.gate_up_proj, part.experts.down_proj]
-    if not _are_plain(plain, shared):
-        return None
-    gate_up, down = (weight.transpose(1, 2) for weight in plain)
-    experts = _packed_experts(part.experts.act_fn, list(gate_up.chunk(2, 1)), down, packing)
-    if experts is None:
-        return None
-    fused = MixtureOfScaledInputs(part, experts)
-    return fused if packing.agrees(lambda x: part(x)[0], lambda x: fused(x)[0], [gate_up, down]) else None
-
-
-_OTHER_EXPERTS: dict[Code | None, Callable[[Any, Counter[int], Packing], torch.nn.Module | None]] = {
-    Code.LINEAR_OF_EXPERTS: _linear_of_experts,
-    Code.EXPERTS_IN_ONE_WEIGHT: _experts_in_one_weight,
-    Code.EXPERTS_WITH_IDENTITIES: _experts_with_identities,
-    Code.SCALED_INPUTS: _mixture_of_scaled_inputs,
-}
-
-
-def _are_plain(weights: list[Any], shared: Counter[int]) -> bool:
-    return all(weight is not None and is_plain(weight) and shared[id(weight)] == 1 for weight in weights)
-
-
-def _linear_by_kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes what torch's linear layer does, if possible with a kernel."""
-    known = weight.dtype in DTYPES and fits(weight) and weight.is_contiguous() and weight.dim() == 2
-    if known and x.dtype == weight.dtype and x.device.type == "cpu":
-        return linear(x, weight, bias)
-    return torch.nn.functional.linear(x, weight, bias)
-
-
-def _fuse_functional(model: torch.nn.Module) -> None:
-    """Gives routers and other modules that call `functional.linear` a copy of their forward in which it is a kernel: torch's result for a
-    row depends on the rows beside it.
-    """
-    for module in model.modules() if is_fast() else ():
-        forward: Any = None if type(module).__module__.startswith("torch.") else own_forward(module)
-        stand_ins = {} if forward is None else _stand_ins(module, forward)
-        if stand_ins:
-            module.forward = MethodType(with_names(forward, stand_ins), module)
-
-
-def _stand_ins(module: Any, forward: Any) -> dict[str, Any]:
-    """Returns what names in a module's forward must mean for its linear layer to be a kernel; nothing if it calls no such function."""
-    names = names_in(forward)
-    if "super" in names and isinstance(module, torch.nn.Linear):  # it is the layer itself (PhiMoE, Llama 4)
-        layer = SimpleNamespace(forward=lambda x: _linear_by_kernel(x, module.weight, module.bias))
-        return {"super": lambda: layer}
-    found = {name: forward.__globals__.get(name) for name in names & {"F", "nn"} if "linear" in names}
-    if found.get("F") is not torch.nn.functional and found.get("nn") is not torch.nn:
-        return {}
-    functional = Replaced(torch.nn.functional, linear=_linear_by_kernel)
-    stand_ins = {"F": functional, "nn": Replaced(torch.nn, functional=functional)}
-    return {name: stand_ins[name] for name, value in found.items() if value is not None}
-
-
 def _halves(bias: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:
     return [None] * count if bias is None else list(bias.chunk(count))
 
@@ -507,7 +251,7 @@ def _linear(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Modul
         if not (part.weight.is_contiguous() and fits(part.weight) and is_fast()):
             return None
         fused: torch.nn.Module = SharedLinear(part.weight, part.bias)
-        return fused if _agree(plain, fused, part.in_features, dtype, NEAR[dtype]) else None
+        return fused if agree(plain, fused, part.in_features, dtype, NEAR[dtype]) else None
     if not packing.can_pack(part):
         return None
     weight, bias = part.weight, part.bias
@@ -563,8 +307,8 @@ def _patches(part: Any) -> torch.nn.Module | None:
         return None
     fused = FusedPatches(part)
     sizes = [2 * side + 1 for side in part.kernel_size]
-    x = _random(torch.Generator().manual_seed(0), 1, part.in_channels, *sizes).to(part.weight.dtype)
-    return fused if _near(fused(x), part(x), NEAR[part.weight.dtype]) else None
+    x = random_numbers(torch.Generator().manual_seed(0), 1, part.in_channels, *sizes).to(part.weight.dtype)
+    return fused if near(fused(x), part(x), NEAR[part.weight.dtype]) else None
 
 
 def _can_pack(part: Any, shared: Counter[int], packing: Packing) -> bool:
@@ -580,42 +324,6 @@ def _can_replace(part: Any) -> bool:
         and (isinstance(part.weight, PackedTensor) or is_plain(part.weight))
         and (bias is None or is_plain(bias))
     )
-
-
-def own_forward(part: torch.nn.Module) -> Callable[..., Any] | None:
-    """Returns the forward of the module's class, without decorators; None if the module has hooks or a forward of its own.
-
-    Decorators of transformers take old names of arguments, and weights on other devices.
-    """
-    hooked = [*part._forward_hooks, *part._forward_pre_hooks, *(part.__dict__.keys() & {"forward", "_hf_hook"})]
-    return None if hooked else inspect.unwrap(type(part).forward)
-
-
-def known_code(part: torch.nn.Module) -> Code | None:
-    """Returns what a module's forward computes; None if it is not known, or if the module has hooks or a forward of its own."""
-    forward = own_forward(part)
-    return None if forward is None else code_of(forward, type(part))
-
-
-def is_plain(tensor: Any) -> bool:
-    return type(tensor) is torch.nn.Parameter and tensor.is_floating_point() and tensor.layout == torch.strided
-
-
-def _agree(
-    part: Callable[..., Any], fused: Callable[..., Any], size: int, dtype: torch.dtype, tolerance: float
-) -> bool:
-    """Whether the two give the same result on random numbers."""
-    x = _random(torch.Generator().manual_seed(0), 1, 3, size).to(dtype)
-    return _near(fused(x), part(x), tolerance)
-
-
-def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=generator)
-
-
-def _near(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
-    difference = (a.float() - b.float()).abs().max()
-    return a.shape == b.shape and a.dtype == b.dtype and bool(difference <= tolerance * b.float().abs().max())
 
 
 def _fuse_forward(module: Any) -> None:
@@ -694,9 +402,9 @@ class FusedRotary:
         """Whether it gives the same as the model's own function on random numbers."""
         generator = torch.Generator().manual_seed(0)
         for dtype in DTYPES:
-            q, k = (_random(generator, 1, heads, 3, 40).to(dtype) for heads in (4, 2))
-            cos, sin = (_random(generator, 1, 3, 40).to(dtype) for _ in range(2))
+            q, k = (random_numbers(generator, 1, heads, 3, 40).to(dtype) for heads in (4, 2))
+            cos, sin = (random_numbers(generator, 1, 3, 40).to(dtype) for _ in range(2))
             pairs = zip(self(q, k, cos, sin), self.plain(q, k, cos, sin), strict=True)
-            if not all(_near(ours, theirs, NEAR[dtype]) for ours, theirs in pairs):
+            if not all(near(ours, theirs, NEAR[dtype]) for ours, theirs in pairs):
                 return False
         return True

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from batchgen.kernels.decoder_layers import fuse_layers, unfuse_layers
-from batchgen.kernels.fusion import Packing, as_linear, fuse_linear, replace_parts
+from batchgen.kernels.fusion import as_linear, fuse_linear
 from batchgen.kernels.int8 import Int8Linear, are_whole, quantize_weight
 from batchgen.kernels.memory import give_back
 from batchgen.kernels.ops import Activation, Gating, KernelLinear, PackedLinear, plain_weight
+from batchgen.kernels.replacing import Packing, replace_parts
 from batchgen.model_files import INT8_SMALL
 
 DTYPES_PACKED = (torch.float32, torch.bfloat16, torch.float16)

@@ -19,7 +19,8 @@ from batchgen.attention.kv_cache import LayerShape
 from batchgen.errors import ModelError
 from batchgen.kernels.decoder_layers import fuse_layers, last_layer
 from batchgen.kernels.device_parts import fuse_on_device
-from batchgen.kernels.fusion import Around, Packing, fuse_linear, fuse_small_parts
+from batchgen.kernels.fusion import fuse_linear, fuse_small_parts
+from batchgen.kernels.replacing import Around, Packing
 from batchgen.kernels.whole_vectors import fill_activations
 from batchgen.model.architectures import INDEXED, RECURRENT, VERIFIED_ON
 from batchgen.model.loaded_model import AttentionKind, LoadedModel, logits_at

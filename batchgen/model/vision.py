@@ -27,8 +27,9 @@ from transformers.utils import is_timm_available
 from batchgen.attention.encoder import EncoderAttention
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, RowError, in_one_line, is_out_of_memory
-from batchgen.kernels.fusion import Packing, fuse_linear, fuse_small_parts
+from batchgen.kernels.fusion import fuse_linear, fuse_small_parts
 from batchgen.kernels.ops import is_fast
+from batchgen.kernels.replacing import Packing
 from batchgen.kernels.transfer import put
 from batchgen.kernels.whole_vectors import fill_activations
 from batchgen.model.image_positions import canvas_positions, column_row_number, time_row_column

@@ -32,7 +32,8 @@ def test_a_layer_of_codes_computes_what_the_layer_of_their_numbers_does_to_the_l
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CODINGS)
 def test_an_embedding_whose_codes_are_those_of_the_head_is_held_once_and_gives_the_same_rows(name, dtype):
-    from batchgen.kernels.fusion import Packing, fuse_linear
+    from batchgen.kernels.fusion import fuse_linear
+    from batchgen.kernels.replacing import Packing
     from batchgen.model.weights.streamed import bytes_held
 
     model = torch.nn.ModuleDict(

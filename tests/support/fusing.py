@@ -8,17 +8,10 @@ import torch
 from batchgen.kernels.decoder_layers import fuse_layers
 from batchgen.kernels.device_parts import DeviceMLP, DeviceNorm, DeviceProjection
 from batchgen.kernels.experts import FusedExperts, LinearOfExperts
-from batchgen.kernels.fusion import (
-    FusedGatedNorm,
-    FusedMLP,
-    FusedNorm,
-    FusedPatches,
-    Packing,
-    fuse_linear,
-    fuse_small_parts,
-)
+from batchgen.kernels.fusion import FusedGatedNorm, FusedMLP, FusedNorm, FusedPatches, fuse_linear, fuse_small_parts
 from batchgen.kernels.int8 import Int8Linear
 from batchgen.kernels.ops import PackedLinear, SharedLinear
+from batchgen.kernels.replacing import Packing
 
 KINDS = {
     DeviceMLP: "gated MLPs", DeviceNorm: "norms", DeviceProjection: "joint projections", FusedExperts: "experts",
