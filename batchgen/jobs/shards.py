@@ -326,7 +326,7 @@ def _lead_reading(
 
 
 class ShardFolder(HeldResults):
-    """One shard of a job, from its first window to its last result (`base.Store`)."""
+    """One shard of a job, from its first window to its last result (`job_folder.Store`)."""
 
     def __init__(self, folder: Path, plan: ShardPlan, number: int, output: str) -> None:
         super().__init__(shard_folder(folder, plan, number))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from batchgen.parsers.thinking import HARMONY, thinking_format
 from batchgen.result import ToolCall
 
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -178,11 +179,10 @@ def tool_format(tokenizer: Any) -> ToolFormat | None:
     own = getattr(tokenizer, "response_template", None)
     if isinstance(own, Mapping) and "tool_calls" in own.get("fields", {}):
         return ToolFormat(own, whole=True)
-    known: Mapping[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+    if thinking_format(tokenizer) is HARMONY:
+        return HARMONY_CALLS
     templates = getattr(tokenizer, "chat_template", None)
     text = "\n".join(templates.values() if isinstance(templates, dict) else [templates or ""])
-    if {"<|channel|>", "<|message|>"} <= known.keys():
-        return HARMONY_CALLS
     text = text.replace("\\n", "\n").replace('\\"', '"')
     return next((found for mark, found in _BY_MARK if mark in text), None)
 
