@@ -106,10 +106,8 @@ INT8_SMALL = 16
 def is_int8_layer(name: str, shape: Sequence[int]) -> bool:
     """Whether a tensor is the weight of a layer, or of that of all experts, that `--quantize int8` packs, judged by its name and shape."""
     parts = name.split(".")
-    if not any(map(str.isdigit, parts)):
+    if parts[-1] != "weight" or not any(map(str.isdigit, parts)):
         return False
-    if parts[-1] != "weight":
-        return "experts" in parts and len(shape) >= 2 and not parts[-1].endswith("bias")
     if len(shape) == 3:
         return not {"experts", "input_linear", "output_linear"}.isdisjoint(parts)
     return len(shape) == 2 and INT8_SMALL * shape[0] > shape[1]
