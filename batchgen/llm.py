@@ -255,9 +255,11 @@ class LLM:
         head = self.tokenizer.head
         params = given if isinstance(given, list) else [given or SamplingParams()]
         asked = {part for one in params for part in parts_asked(one)} if head is None else {head.result_name}
-        if any(result.valid is not None for result in results):
+        # Whether rows may have schemas is judged by the types, so that tables of one kind have the same columns.
+        types = {name: of for name, of in frame.types().items() if name != "valid"}
+        optional = asked.union(builder.optional_results(types))
+        if "valid" in optional:
             asked.add("valid")
-        optional = asked.union(builder.optional_results(frame.types()))
         form = RowForm(
             reasoning=builder.reasoning,
             tool_calls=builder.tool_calls,

@@ -175,7 +175,7 @@ def _connect(model: ModelConfig) -> None:
     except ConnectionError as e:
         raise UsageError(
             f"Ray does not connect to a cluster at {model.ray}: {_first_line(e)}",
-            "start one with ray start --head, or, if the cluster asks for a token, set RAY_AUTH_MODE=token",
+            "start one with ray start --head, name its address, or use --ray local; for one that asks for a token, set RAY_AUTH_MODE=token",
         ) from e
     except (RuntimeError, ValueError, OSError) as e:
         raise UsageError(

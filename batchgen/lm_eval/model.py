@@ -18,7 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from batchgen.config import EngineConfig, PromptConfig
-from batchgen.errors import BatchgenError, RowError, UsageError
+from batchgen.errors import BatchgenError, RowError, UsageError, in_one_line
 from batchgen.llm import LLM, one_params
 from batchgen.model.loader import pick_device
 from batchgen.prompts.encoding import Encoder
@@ -41,7 +41,7 @@ class BatchgenLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped
         pretrained: str,
         *,
         device: str = "auto",
-        max_length: int | None = None,
+        max_length: object = None,
         max_gen_toks: int = 256,
         prefix_token_id: int | None = None,
         enable_thinking: bool | None = None,
@@ -60,17 +60,22 @@ class BatchgenLM(TemplateLM):  # type: ignore[misc]  # the harness is untyped
         engine = {name: options.pop(name) for name in _ENGINE & options.keys()}
         if device == _HARNESS_DEVICE and pick_device("auto").type != "cuda":
             device = "auto"
-        unknown = options.keys() - signature(LLM).parameters.keys()
+        unknown = options.keys() - (signature(LLM).parameters.keys() - {"model", "device", "engine", "task"})
         if unknown:
             raise UsageError(
                 f"--model_args has the unknown option {min(unknown)!r}", "its options are those of LLM and EngineConfig"
             )
-        self.llm = LLM(pretrained, device=device, engine=EngineConfig(**engine), **options)
+        try:
+            self.llm = LLM(pretrained, device=device, engine=EngineConfig(**engine), **options)
+        except (TypeError, ValueError) as e:
+            raise UsageError(f"--model_args: {in_one_line(e)}") from e
         self.tokenizer = self.llm.tokenizer.hf_tokenizer
         context = self.llm.tokenizer.context_length
-        if max_length is not None and not 1 <= max_length <= context:
+        if max_length is None:
+            max_length = context
+        if not isinstance(max_length, int) or not 1 <= max_length <= context:
             raise UsageError(f"max_length must be from 1 to the model's context of {context} tokens, not {max_length}")
-        self.max_length: int = max_length or context
+        self.max_length: int = max_length
         self.max_gen_toks = max_gen_toks
         thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._template_args = {**(chat_template_args or {}), **thinking}

@@ -81,7 +81,7 @@ def _message(value: Any, where: str, no_images: str | None) -> Message:
     if not isinstance(role, str) or not role:
         raise RowError("invalid_row", f"{where}.role must be text, not {'empty' if role == '' else kind(role)}")
     content = value.get("content")
-    message: Message = {name: item for name, item in value.items() if item is not None}
+    message = _with_values(value)
     if message.get("tool_calls"):
         message["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
     if content is None and role == "assistant" and (message.get("tool_calls") or message.get("reasoning_content")):
@@ -96,8 +96,10 @@ def _calls(calls: Any, where: str) -> list[Any]:
         raise RowError("invalid_row", f"{where} must be a list of objects")
     found = []
     for call in calls:
-        call = {name: item for name, item in call.items() if item is not None}
+        call = _with_values(call)
         function = call.get("function")
+        if isinstance(function, Mapping):
+            call["function"] = function = _with_values(function)
         if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
             try:
                 arguments = json.loads(function["arguments"] or "{}")
@@ -107,6 +109,11 @@ def _calls(calls: Any, where: str) -> list[Any]:
                 call = {**call, "function": {**function, "arguments": arguments}}
         found.append(call)
     return found
+
+
+def _with_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an object without its null fields; those of its values stay."""
+    return {name: item for name, item in given.items() if item is not None}
 
 
 def without_nulls(value: Any) -> Any:

@@ -378,7 +378,7 @@ class Renderer:
         for name in self.columns.for_chat(columns):
             value = None if self._chat is None else objects(how.given(columns[name]))
             if value is not None:
-                found[name] = _with_texts_cut(value, how) if name == "documents" else value
+                found[name] = _with_texts_cut(without_nulls(value), how) if name == "documents" else value
                 self._note_unused(name)
             else:
                 why = "prompts are raw" if self._chat is None else "it is not a list of objects"

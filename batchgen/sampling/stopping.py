@@ -219,8 +219,10 @@ class Stopper:
                 self._thoughts.answer_start, self._thoughts.begins, self._thoughts.ended = start, "", True
             else:
                 begin = self._thoughts.answer_start
-                before = self._thoughts.begins + self._detokenizer.text(self._before(begin), self.tokens[begin:start])
-                self._text = before.strip()
+                messages = range(begin, start)
+                end = next((at for at in messages if self._detokenizer.piece(self.tokens[at]) == "<|end|>"), start)
+                answer = self._detokenizer.text(self._before(begin), self.tokens[begin:end])
+                self._text = (self._thoughts.begins + answer).strip()
         return calls
 
     def _decoded(self) -> str | None:

@@ -12,7 +12,7 @@ from batchgen.model import loader
 from batchgen.model.loader import check_fits, check_room, cpu_dtype, dtype_of
 from batchgen.model.weights import sizes
 from batchgen.model.weights.int8 import quantize
-from batchgen.model.weights.sizes import stored_tensors, weight_files, weight_sizes
+from batchgen.model.weights.sizes import StoredTensor, stored_tensors, weight_files, weight_sizes
 from support.models import build, kernels, load_folder
 
 GIB = 2**30
@@ -60,6 +60,12 @@ def test_the_memory_of_a_mixture_in_8_bits_is_known_before(name, tmp_path):
     made = quantize(load_folder(tmp_path, dtype="float32"), [np.arange(9, dtype=np.int32)], {}).quantization
     assert made is not None
     assert 0.9 < sizes.int8 / made["weight_bytes"] < 1.1
+
+
+def test_scales_of_packed_experts_take_what_they_take_in_the_file():
+    scales = StoredTensor("model.layers.0.mlp.experts.gate_up_proj_scales", "U8", [4, 5760, 90], 4 * 5760 * 90)
+    sizes = weight_sizes([scales], {"quant_method": "mxfp4"}, 2)
+    assert sizes.int8 == scales.nbytes
 
 
 @pytest.mark.parametrize(

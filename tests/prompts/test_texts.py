@@ -98,6 +98,7 @@ TEXTS = [
     (asks(CHAT, messages=[USER], tools=[TOOL], tool_choice="auto"), USES, "[1:add]a"),
     (asks(CHAT, messages=[USER], tools=[]), USES, "a"),
     ({"prompt": "a", "tools": None, "documents": ""}, USES, "a"),
+    ({"prompt": "a", "documents": [{"title": None, "text": "ab"}]}, USES, "<=ab>a"),
     ({"tools": "hammer"}, USES | t("Use a {{ tools }}"), "Use a hammer"),
     ({"messages": [USER], "documents": [{"title": "T", "text": "abcd"}]}, USES, "<T=abcd>a"),
     # A template over the columns.
@@ -145,6 +146,7 @@ def test_nulls_of_tools_and_of_arguments_reach_the_template_unless_a_table_has_a
     bare = '[{"name": "f", "parameters": {}}][{"function": {"name": "f", "arguments": {}}}]'
     assert text([tool], {"a": None}) == (bare if typed else kept)
     assert text(json.dumps([tool]), '{"a": null}') == kept
+    assert text([tool], None).endswith('[{"function": {"name": "f"}}]')
 
 
 NEUTRAL = {"n": 1, "logprobs": False, "top_logprobs": 0, "stream": False, "tools": None, "logit_bias": {}, "best_of": 1}

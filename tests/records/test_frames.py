@@ -105,6 +105,15 @@ def test_columns_depend_on_the_types_of_parameters_of_rows(llm):
     assert "choice_probs" in columns.pop()
 
 
+def test_a_column_called_valid_has_one_name_whichever_rows_fail(llm):
+    typed = pa.struct([("max_tokens", pa.int64()), ("json_schema", pa.string())])
+    own = [{"max_tokens": 2, "json_schema": '{"type": "boolean"}'}]
+    tables = [_with_params(own, typed), _with_params(own, typed).set_column(0, "prompt", pa.array([None], pa.string()))]
+    found = [llm.generate_table(table.append_column("valid", pa.array([7]))) for table in tables]
+    assert found[0].column_names == found[1].column_names
+    assert found[1]["input_valid"].to_pylist() == [7]
+
+
 def _with_params(own, typed):
     return pa.table({"prompt": pa.array(["x"] * len(own)), "sampling_params": pa.array(own, typed)})
 

@@ -181,9 +181,10 @@ def test_harmony_messages_to_functions_are_calls_and_not_thoughts(header, though
 
 
 @pytest.mark.parametrize("thought", [THOUGHT, ""])
-def test_an_answer_before_a_harmony_call_is_its_text(thought):
+@pytest.mark.parametrize("more", ["", THOUGHT, "<|channel|>final<|message|>Again.<|end|><|start|>assistant"])
+def test_an_answer_before_a_harmony_call_is_its_text(thought, more):
     answer = "<|channel|>final<|message|>I will look.<|end|><|start|>assistant"
-    written = thought + answer + "<|channel|>commentary to=functions.weather<|message|>" + J + "<|call|>"
+    written = thought + answer + more + "<|channel|>commentary to=functions.weather<|message|>" + J + "<|call|>"
     stopper = complete(make(special=HARMONY_TOKENS), PROMPT, written, tools=json.dumps(TOOLS))
     assert len(stopper.tool_calls("c")) == 1
     assert (stopper.text, stopper.reasoning) == ("I will look.", "Think." if thought else None)
