@@ -16,6 +16,7 @@ from batchgen.kernels.int8 import Int8Linear, are_whole, quantize_weight
 from batchgen.kernels.memory import give_back
 from batchgen.kernels.ops import Activation, Gating, KernelLinear, PackedLinear, plain_weight
 from batchgen.kernels.replacing import Packing, replace_parts
+from batchgen.kernels.whole_vectors import fill_activations
 from batchgen.model_files import INT8_SMALL
 
 DTYPES_PACKED = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,6 +53,7 @@ def quantize_linear(model: torch.nn.Module, scales: Mapping[str, torch.Tensor] |
     fuse_linear(model, packing)
     fuse_linear(model, Packing())  # the rest
     fuse_layers(model)
+    fill_activations(model)
     return Quantized(packing.layers, packing.weights, all_weights, _bytes(model))
 
 

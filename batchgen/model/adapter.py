@@ -58,7 +58,7 @@ def prepare(
     _check_layers(module, probe, states)
     sizes = [kind.sliding_window for kind in probe.kinds if kind.sliding_window is not None]
     last = None if kernels is None else last_layer(module, probe.layers, states.layers)
-    if kernels is not None:
+    if kernels is not None and pack_linear:  # else `quantize_linear` does, because it replaces layers
         fill_activations(module)
     return LoadedModel(
         module=module,

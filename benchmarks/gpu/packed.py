@@ -49,7 +49,7 @@ def packed_and_plain(bench: Bench, name: str) -> dict[str, Any]:
         rows, logits, weights = [], [], []
         for stays_packed in (False, True):
             # They stay packed where the plain ones would take more than half of the free memory.
-            with mock.patch.object(loader, "_free_memory", lambda _, packed=stays_packed: 0 if packed else 1 << 40):
+            with mock.patch.object(loader, "free_memory", lambda _, packed=stays_packed: 0 if packed else 1 << 40):
                 model = load_folder(Path(folder), device=str(bench.device), dtype="bfloat16")
             weights.append(len(packed_in(model.module)))
             engine = small_engine(model)

@@ -9,8 +9,10 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.sizes import BATCH_SIZE, sufficient_memory
 from batchgen.scheduling.waiting import POLICIES
 from support.drafters import ForcedDrafter, known
-from support.models import build, engine_for, kernels, make_requests, run
+from support.models import build, engine_for, kernels, load_folder, make_requests, run
 from support.params import slow_but
 from support.shapes import SHAPES, VOCAB
 
@@ -212,6 +214,15 @@ MODELS = ["llama tied", *SHAPES]
 @pytest.mark.parametrize("name", slow_but(["llama tied", "qwen3_5_text", "jamba", "dbrx"], MODELS))
 def test_a_row_of_a_job_equals_the_same_row_run_alone(name: str, dtype: torch.dtype) -> None:
     check(model(name.removesuffix(" tied"), dtype, name.endswith("tied")), 1, 8, 60)
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(["laguna"], ["laguna", "olmo_hybrid", "llama4_text", "qwen3_5_text", "hy_v4"])
+)
+def test_a_row_of_a_job_in_8_bits_equals_the_same_row_run_alone(name: str, tmp_path: Path) -> None:
+    build(name).save_pretrained(tmp_path)
+    texts = [np.arange(3, 40, dtype=np.int32)]
+    check(load_folder(tmp_path, texts=texts, dtype="float32", quantize="int8"), 1, 8, 60)
 
 
 @pytest.mark.slow
