@@ -16,7 +16,7 @@ from batchgen.records.output import RowForm, carried_names, output_row
 from batchgen.records.parquet_types import without_maps
 from batchgen.records.rows import Row
 from batchgen.records.tables import batch_columns
-from batchgen.records.writers import OPTIONAL_RESULTS, result_array, result_types
+from batchgen.records.writers import fixed_types, result_array, result_types
 from batchgen.result import Result
 
 
@@ -49,10 +49,8 @@ class Frame(ABC):
         """
         renamed = {old: new for old, new in carried_names(self._columns(), form).items() if new != old}
         out = [output_row(row, result, form) for row, result in zip(rows, results, strict=True)]
-        there = {name for row in out for name in row}
-        types = result_types(form).items()
-        there.update(form.optional)
-        fields = [pa.field(name, of) for name, of in types if name in there or name not in OPTIONAL_RESULTS]
+        there = {name for row in out for name in row} | fixed_types(form).keys()
+        fields = [pa.field(name, of) for name, of in result_types(form).items() if name in there]
         return self._joined(renamed, pa.table([result_array(out, field) for field in fields], schema=pa.schema(fields)))
 
     @abstractmethod

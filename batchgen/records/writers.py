@@ -184,7 +184,7 @@ def result_types(form: RowForm) -> dict[str, pa.DataType]:
     return types
 
 
-def _fixed_types(form: RowForm) -> dict[str, pa.DataType]:
+def fixed_types(form: RowForm) -> dict[str, pa.DataType]:
     """Returns those of `result_types` for which a table has a column even if no row has them."""
     return {n: t for n, t in result_types(form).items() if n not in OPTIONAL_RESULTS or n in form.optional}
 
@@ -246,7 +246,7 @@ class ParquetWriter:
         if form.input_file:
             fields.append(pa.field(INPUT_FILE, pa.string()))
         fields += [field for _, field in self._carried]
-        written = pa.schema([*fields, *(pa.field(n, t) for n, t in _fixed_types(form).items())])
+        written = pa.schema([*fields, *(pa.field(n, t) for n, t in fixed_types(form).items())])
         if "id" in schema.names and form.id_column in (None, "id"):
             names |= {"id": "id"}
         metadata = carried_metadata(schema, written, names, in_order=in_order)
@@ -351,7 +351,7 @@ class CsvWriter:
         self._stream = _packed(file, compression)
         self._delimiter = delimiter
         self._needs_quotes = re.compile(f'^$|["\r\n{delimiter}]')
-        self._there = dict.fromkeys(["id", *_fixed_types(spool.form)])
+        self._there = dict.fromkeys(["id", *fixed_types(spool.form)])
 
     def write(self, rows: Iterable[Pair]) -> None:
         for row in self._spool.add(rows):
@@ -396,7 +396,7 @@ class SpoolingWriter:
         self.notes: list[str] = []
         self._limits = limits
         self._file, self._spool = file, spool
-        self._there = set(_fixed_types(spool.form))
+        self._there = set(fixed_types(spool.form))
         self._types: dict[str, ColumnType] = {}
         self._ids = ColumnType()
 

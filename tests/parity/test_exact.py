@@ -49,13 +49,6 @@ def compiled() -> None:
         pytest.skip("the kernels cannot be compiled here")
 
 
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @dataclass
 class Outcome:
     """The results of a run by row, and the logits that it sampled from by row key, choice and position."""

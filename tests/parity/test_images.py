@@ -180,18 +180,15 @@ def test_rows_with_images_write_what_generate_writes(sees: Sees, mode: str) -> N
     indirect=["sees"],
 )
 def test_log_probabilities_of_a_row_with_images_are_the_same_alone_and_in_every_job(sees: Sees, dtype: str) -> None:
-    other, before = copy(sees), torch.get_num_threads()
+    other = copy(sees)
     other.model = load_model(ModelConfig(model=str(sees.folder), device="cpu", dtype=dtype), sees.tokenizer)
     requests = other.build(CONVERSATIONS, logprobs=3)
-    try:
-        torch.set_num_threads(1)
-        alone = [run(other.engine(debug=False), [request])[0].completions for request in requests]
-        for threads, options in enumerate(MODES.values(), 1):
-            torch.set_num_threads(threads)
-            results = run(other.engine(debug=False, **options), requests, share=options.get("share", True))
-            assert [result.completions for result in results] == alone
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(1)
+    alone = [run(other.engine(debug=False), [request])[0].completions for request in requests]
+    for threads, options in enumerate(MODES.values(), 1):
+        torch.set_num_threads(threads)
+        results = run(other.engine(debug=False, **options), requests, share=options.get("share", True))
+        assert [result.completions for result in results] == alone
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ MIXERS = {
     "Kimi delta attention": {"chunk_kimi_delta_attention"},
     "Mamba2": {"mamba2_chunk_scan"},
     "Mamba": {"MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer"},
-    "RG-LRU": {"RecurrentGemmaRecurrentBlock"},
+    "RG-LRU": {"RecurrentGemmaRglru"},
     "lightning attention": {"MiniMaxLightningAttention"},
     "compressed convolutional attention": {"ZayaCCAProjection"},
 }
-"""The mixers by the names of their classes, or of the functions that their forwards call."""
+"""The mixers by the names of their classes, or of the functions that their forwards call. They have forwards of batchgen."""
 ROPES = {
     "dynamic": "dynamic NTK", "linear": "linear rope", "llama3": "Llama 3 rope", "longrope": "LongRoPE",
     "proportional": "proportional rope", "yarn": "YaRN",
@@ -60,7 +60,8 @@ def features_of(shape: str) -> set[str]:
     config = model.config
     alibi = config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False)
     biased = alibi or config.model_type == "doge"  # their bias is part of wider keys
-    names = set().union(*({type(part).__name__} | names_in(unwrap(type(part).forward)) for part in model.modules()))
+    ours = [type(part) for part in model.modules() if "forward" in vars(part)]
+    names = set().union(*({kind.__name__} | names_in(unwrap(kind.forward)) for kind in ours))
     mixers = {name: not names.isdisjoint(marks) for name, marks in MIXERS.items()}
     sliding = [o.sliding_window is not None for o in asked.options]
     found = {
