@@ -37,7 +37,7 @@ from benchmarks.programs import (
 )
 from benchmarks.programs import environment_of as environment
 from benchmarks.result_file import SAME_SETTINGS, OtherRun, ResultFile, medians, new_result, shares
-from benchmarks.stand_in import AVX2, STAND_INS
+from benchmarks.stand_in import STAND_INS, without_bfloat16
 from benchmarks.stand_in import environment as stand_in
 from benchmarks.workloads import WORKLOADS, workload_file
 
@@ -131,7 +131,7 @@ class Comparison:
         if self.file.find("rooflines", case) is None:
             command = [sys.executable, "-m", "benchmarks.roofline"]
             command += ["--model", str(case.folder), "--input", str(case.input)]
-            command += ["--dtype", "float32"] if self.args.stand_in == AVX2 else []  # without products of bfloat16
+            command += ["--dtype", "float32"] if without_bfloat16(self.args.stand_in) else []
             try:
                 stdout = run(
                     "roofline",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import INT8
-from benchmarks.stand_in import AVX2
+from benchmarks.stand_in import without_bfloat16
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -48,7 +48,7 @@ class Program:
     options: tuple[str, ...] = ()
     """Options that are always given."""
     options_without_bfloat16: tuple[str, ...] = ()
-    """Options for a processor that stands in for one without products of bfloat16."""
+    """Options for a processor without products of bfloat16."""
 
 
 PROGRAMS: dict[str, Program] = {
@@ -135,7 +135,9 @@ class Launcher:
     def _run(self, engine: str, case: Case, options: Sequence[str], target: Path | None, timeout: float | None) -> str:
         command = [self._python(engine), "-m", PROGRAMS[engine].module]
         command += ["--model", str(case.folder), "--input", str(case.input), *PROGRAMS[engine].options, *options]
-        command += PROGRAMS[engine].options_without_bfloat16 if self.stand_in.get("BATCHGEN_ISA") == AVX2 else []
+        command += (
+            PROGRAMS[engine].options_without_bfloat16 if without_bfloat16(self.stand_in.get("BATCHGEN_ISA")) else []
+        )
         command += ["--int8"] if case.dtype == INT8 else []
         command += ["--converted", str(target)] if target else []
         return run(engine, command, self.environment(engine), timeout)

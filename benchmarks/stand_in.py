@@ -10,8 +10,15 @@ import os
 import subprocess
 from pathlib import Path
 
+from batchgen.kernels.isa import has_bfloat16
+
 AVX2, AVX512_BF16 = "avx2", "avx512_bf16"
 STAND_INS = (AVX2, AVX512_BF16)
+
+
+def without_bfloat16(kind: str | None) -> bool:
+    """Whether the processes of a comparison see a processor without products of bfloat16. `kind` is the stand-in, None for this processor."""
+    return kind == AVX2 or not has_bfloat16()
 
 
 def environment(kind: str, folder: Path) -> dict[str, str]:
