@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +204,8 @@ def _merge_shards(
 ) -> JobReport:
     facts = plan.output
     source = Input(tuple(InputFile(**file, folder=facts["folder"]) for file in facts["files"]), [])
-    expect = plan.asked.get("expect")
-    outcomes = Outcomes(tracker, None, agreement_with(expect, source))
+    request = manifest.request
+    outcomes = Outcomes(tracker, None, agreement_with(request.get("expect"), source))
     shards = shard_figures(job_path(output, work_dir), plan)
     outcomes.tracker.phase("joining the shards")
     spec = JobSpec(
@@ -213,12 +213,9 @@ def _merge_shards(
         settings=manifest.settings,
         mentions=manifest.mentions,
         input=source,
-        limit=plan.asked["limit"],
-        form=_form(facts["form"]),
+        form=_form(request),
+        request=request,
         work_dir=work_dir,
-        retry=manifest.request["retry"],
-        prune=facts["prune"],
-        expect=expect,
     )
     with open_job(spec, lease, merging=True) as job:
         assert isinstance(job, JobFolder), "standard output has no shards"
@@ -227,7 +224,7 @@ def _merge_shards(
         outcomes.tracker.total = job.row_count
         outcomes.tracker.phase("writing")
         with outcomes.run.timed("write"):
-            write_output(source, job, plan.asked["inputs"], outcomes, read_rows=INPUT_LIMITS.read_rows, merging=True)
+            write_output(source, job, request["inputs"], outcomes, read_rows=INPUT_LIMITS.read_rows, merging=True)
             job.flush()
         # Not `job.previous`: it contains the shards already if a merge was stopped before its end.
         before = figures_so_far(job.folder, plan)
@@ -273,9 +270,9 @@ def _held_shard(place: Path, shard: str, holder: Mapping[str, Any]) -> OutputLoc
     )
 
 
-def _form(form: Mapping[str, Any]) -> RowForm:
-    """A `RowForm` that was written as JSON."""
-    openai = form["openai"]
+def _form(request: Mapping[str, Any]) -> RowForm:
+    """The `RowForm` of a manifest's request."""
+    openai, form = request["openai"], {f.name: request[f.name] for f in fields(RowForm) if f.name in request}
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in form.items()}
     return RowForm(**values | {"openai": None if openai is None else OpenAIForm(**openai)})
 

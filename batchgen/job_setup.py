@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
@@ -15,11 +15,11 @@ from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import as_stored
 from batchgen.jobs.identity import command_digest, date_of_job, job_settings, local_identity
 from batchgen.jobs.job_folder import Job, JobFolder, open_job
-from batchgen.jobs.opening import IMAGES_FOLDER, find_finished
+from batchgen.jobs.opening import IMAGES_FOLDER, find_finished, request_of
 from batchgen.jobs.order.requests import FirstReading, RequestReader, asked_of
 from batchgen.jobs.order.sorted_requests import SortedRequests, evenly, in_window_order
 from batchgen.jobs.outcomes import Outcomes
-from batchgen.jobs.shards import ShardFolder, ShardPlan, open_shard, output_facts, write_plan
+from batchgen.jobs.shards import ShardFolder, ShardPlan, input_facts, open_shard, write_plan
 from batchgen.parsers.json_schemas import closes
 from batchgen.prefix import Outline
 from batchgen.preflight import check_job
@@ -173,24 +173,20 @@ def _spec_of(command: JobCommand, tokenizer: LoadedTokenizer, prompts: PromptBui
         reasoning=prompts.reasoning,
         tool_calls=prompts.tool_calls,
         head=tokenizer.head,
+        optional=prompts.optional_results({} if schema is None else {f.name: f.type for f in schema}),
+        several_files=len(command.source.files) > 1,
     )
-    optional = prompts.optional_results({} if schema is None else {f.name: f.type for f in schema})
-    form = replace(form, optional=tuple(sorted(optional.union(form.asked))))
     return JobSpec(
         output=command.output,
         digest=command.digest,
         settings=settings,
         mentions=versions(),
         input=command.source,
-        limit=config.limit,
         form=form,
+        request=request_of(config, command.source) | asdict(form),
         work_dir=config.work_dir,
         overwrite=config.overwrite,
         flush_every=config.flush_every,
-        order=config.order,
-        retry=config.retried,
-        prune=config.prune,
-        expect=config.expect,
     )
 
 
@@ -199,7 +195,7 @@ def _open_store(setup: JobSetup, signals: Signals, tracker: Tracker) -> Job | Sh
     if config.shard_of is None:
         return open_job(setup.spec, tell=tracker.note)
     asked = as_stored(
-        asked_of(config, setup.source.fingerprint())
+        asked_of(config, setup.spec.request["inputs"])
         | {
             "settings": setup.spec.settings,
             "keep": config.keep,
@@ -241,7 +237,7 @@ def _plan_shards(setup: JobSetup, job: Job, asked: dict[str, Any], tracker: Trac
     plan = ShardPlan(
         asked=asked,
         rows=job.row_count,
-        output=output_facts(setup.spec),
+        output=input_facts(setup.source),
         earlier=job.previous["job"] if job.previous else None,
     )
     write_plan(job.folder, plan, windows, count, config.engine.chunk_size, config.limits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,19 +29,13 @@ class JobSpec:
     """Everything that changes results, a flat dictionary of plain values: a job continues with equal ones only (`identity.job_settings`)."""
     mentions: dict[str, Any]
     """Versions. A difference is only noted."""
+    request: dict[str, Any]
+    """Everything that may change without losing results (`opening.request_of`, and the fields of `form`)."""
     digest: str = ""
     """`identity.command_digest`, by which the next run may find the job finished; empty where it cannot be known."""
-    limit: int | None = None
-    order: str = "input"
     work_dir: str | None = None
     overwrite: bool = False
     flush_every: float = 0.0
-    retry: list[str] = field(default_factory=list)
-    """`JobConfig.retried`: the results of rows that ended so are forgotten, and these rows run again."""
-    prune: bool = False
-    """The output may lose any number of rows, and results that no row asks for are removed when it is finished."""
-    expect: str | None = None
-    """The column that results are compared with, for the figures."""
 
 
 class HeldResults(Results):

@@ -31,7 +31,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -52,7 +52,6 @@ from batchgen.jobs.opening import (
     Opening,
     check_place,
     remove_files,
-    request_of,
 )
 from batchgen.jobs.reuse_output import KEY_BYTES, NO_KEY, is_held_whole, read_keys, results_of_output
 from batchgen.jobs.shards import (
@@ -69,7 +68,7 @@ from batchgen.jobs.stdout_job import StdoutJob
 from batchgen.progress import Snapshot
 from batchgen.recording import RowFigures
 from batchgen.records.images import thumbnails
-from batchgen.records.output import INPUT_FILE, job_path, jobs_folder, output_format, output_row
+from batchgen.records.output import job_path, jobs_folder, output_format, output_row
 from batchgen.records.rows import Row
 from batchgen.records.writers import DigestFile, open_writer
 from batchgen.result import Result
@@ -141,8 +140,8 @@ class JobFolder(HeldResults):
             if old is not None and old.state == "finished":
                 held = results_of_output(self._target.name, self.folder / "keys", self._spec.form.asked)
                 self.add_missing(() if old.request["openai"] else held)
-        retry = self._spec.retry
-        interrupted = bool(retry) and self.fact("retry") == list(retry)
+        retry = self._manifest.request["retry"]
+        interrupted = bool(retry) and self.fact("retry") == retry
         if not interrupted:
             self._settle(self)  # of a run that was killed, and that this one does not continue
         if retry and (self._limit_raised or not interrupted):  # an interrupted run has dropped them already
@@ -166,7 +165,7 @@ class JobFolder(HeldResults):
             spool=self.folder / "spool.jsonl",
             form=self._spec.form,
             headers=self._spec.input.headers,
-            in_order=self._spec.order == "input",
+            in_order=self._manifest.request["order"] == "input",
         )
         opened.callback(self._writer.abandon)
 
@@ -294,7 +293,7 @@ class JobFolder(HeldResults):
         with writing(self.folder):
             # The output may have taken the last space on the disk, and `_shrink` needs a little.
             remove_files(self.folder, (SORTED_FOLDER, SHARDS_FOLDER))
-            if self._spec.prune:
+            if self._manifest.request["prune"]:
                 self.forget_unasked()
             left = self._shrink(self)
             self._close_files()
@@ -401,12 +400,9 @@ def open_job(
     otherwise it is forgotten. Their results become the job's in both cases.
     Raises `UsageError` (an output that is not ours, other settings), `OutputLocked`, `OutputError`.
     """
-    output, form = spec.output, spec.form
-    named = form.keep is None or INPUT_FILE in form.keep
-    form = replace(form, input_file=named and len(spec.input.files) > 1)
+    output = spec.output
     if output == "-":
-        return StdoutJob(form)
-    spec = replace(spec, form=form)
+        return StdoutJob(spec.form)
     target, folder = open_target(output), job_path(output, spec.work_dir)
     check_place(output, target, folder, spec.overwrite)
     with writing(folder):
@@ -415,11 +411,9 @@ def open_job(
             sync_folder(folder.parent)
     held = lease or Lease(folder / CLAIMS, output, tell, unsharded=True)
     try:
-        request = request_of(spec.input, spec.limit, spec.order) | asdict(form)
-        request |= {"retry": spec.retry, "prune": spec.prune, "expect": spec.expect}
         manifest = Manifest(
             state="running", output=target.address, command=spec.digest,
-            settings=as_stored(spec.settings), mentions=as_stored(spec.mentions), request=as_stored(request),
+            settings=as_stored(spec.settings), mentions=as_stored(spec.mentions), request=as_stored(spec.request),
         )  # fmt: skip
         opening = Opening(spec=spec, target=target, folder=folder, manifest=manifest)
         if held.taken_over is not None:

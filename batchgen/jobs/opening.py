@@ -116,14 +116,21 @@ def find_finished(output: str, *, digest: str, input: Input, config: JobConfig) 
     if known_as(target, manifest.outputs) is None or not _keys_are_whole(folder, manifest):
         return None
     # The rest of the request follows from the command.
-    asked = manifest.request | as_stored(request_of(input, config.limit, config.order))
-    figures = _complete_figures(folder, manifest, asked, retry=config.retried, prune=config.prune)
+    figures = _complete_figures(folder, manifest, manifest.request | as_stored(request_of(config, input)))
     return None if figures is None else (figures, bool(manifest.settings["chat"]))
 
 
-def request_of(input: Input, limit: int | None, order: str) -> dict[str, Any]:
-    formats = [f.format for f in input.files]
-    return {"inputs": input.fingerprint(), "formats": formats, "limit": limit, "order": order}
+def request_of(config: JobConfig, input: Input) -> dict[str, Any]:
+    """Returns what a command asks of a job beside the form of its rows. Results that it does not ask for are kept, unless `prune` is true."""
+    return {
+        "inputs": input.fingerprint(),
+        "formats": [file.format for file in input.files],
+        "limit": config.limit,
+        "order": config.order,
+        "retry": config.retried,
+        "prune": config.prune,
+        "expect": config.expect,
+    }
 
 
 def continued_settings(
@@ -205,7 +212,9 @@ class Opening:
             raise UsageError(
                 f"{self.folder} is the job folder of {old.output}", "use another --work-dir, or another -o"
             )
-        settings, self.limit_raised, said = continued_settings(old.settings, manifest.settings, self.spec.retry)
+        settings, self.limit_raised, said = continued_settings(
+            old.settings, manifest.settings, manifest.request["retry"]
+        )
         self._set(settings=settings)
         if said:
             larger = is_larger_limit(with_defaults(old.settings, settings), settings)
@@ -229,9 +238,7 @@ class Opening:
         if old.state != "finished":
             return
         if there and not self.limit_raised:
-            self.finished = _complete_figures(
-                self.folder, old, self.manifest.request, retry=spec.retry, prune=spec.prune
-            )
+            self.finished = _complete_figures(self.folder, old, self.manifest.request)
         if self.finished is not None:
             self.previous = None
         elif not there:
@@ -244,9 +251,7 @@ class Opening:
             self.previous = None
 
 
-def _complete_figures(
-    folder: Path, manifest: Manifest, request: Mapping[str, Any], *, retry: Sequence[str], prune: bool
-) -> dict[str, Any] | None:
+def _complete_figures(folder: Path, manifest: Manifest, request: Mapping[str, Any]) -> dict[str, Any] | None:
     """The figures of a finished job if `request` (`Manifest.request`) asks for nothing else, else None. The output is not looked at."""
     stats = read_stats(folder)
     if manifest.state != "finished" or stats is None or not manifest.request["inputs"]:
@@ -254,11 +259,11 @@ def _complete_figures(
     runs = {"retry": [], "prune": False}  # may differ from run to run
     if manifest.request | runs != dict(request) | runs:
         return None
-    if prune and (folder / KEPT_FILE).exists() and not manifest.request.get("prune"):
+    if request["prune"] and (folder / KEPT_FILE).exists() and not manifest.request.get("prune"):
         return None
     if file_digest(folder / "stats.json") != manifest.stats:
         return None
-    if any(stats["job"]["finish_reasons"].get(RETRY_REASONS[name]) for name in retry):
+    if any(stats["job"]["finish_reasons"].get(RETRY_REASONS[name]) for name in request["retry"]):
         return None
     return stats
 

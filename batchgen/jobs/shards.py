@@ -37,6 +37,7 @@ from batchgen.jobs.order.shares import PrefixCosts, Share
 from batchgen.jobs.order.sorted_requests import read_requests, write_requests
 from batchgen.progress import Snapshot
 from batchgen.recording import JobRecord
+from batchgen.records.inputs import Input
 from batchgen.records.output import job_path
 from batchgen.records.remote import is_url
 from batchgen.request import Request
@@ -60,7 +61,7 @@ class ShardPlan:
     rows: int
     """Rows of the output."""
     output: dict[str, Any]
-    """What the merge must know to write the output (`output_facts`)."""
+    """What the merge must know of the input's files (`input_facts`)."""
     earlier: dict[str, Any] | None = None
     """`job` of the figures of the runs before the shards."""
     id: str = field(default_factory=lambda: secrets.token_hex(4))
@@ -190,12 +191,11 @@ def read_stats(place: Path) -> dict[str, Any] | None:
     return stats if all(isinstance(part, dict) for part in known) else None
 
 
-def output_facts(spec: JobSpec) -> dict[str, Any]:
-    """Returns what the merge needs to know about the input and the output's rows, as JSON."""
+def input_facts(source: Input) -> dict[str, Any]:
+    """Returns what the merge needs to know about the input, as JSON."""
     names = ("name", "format", "compression", "encoding")
-    files = [{name: getattr(file, name) for name in names} for file in spec.input.files]
-    here = os.getcwd()  # noqa: PTH109
-    return {"files": files, "folder": here, "form": asdict(spec.form), "prune": spec.prune}
+    files = [{name: getattr(file, name) for name in names} for file in source.files]
+    return {"files": files, "folder": os.getcwd()}  # noqa: PTH109
 
 
 def open_shard(
@@ -262,7 +262,7 @@ def _join(folder: Path, plan: ShardPlan, number: int, spec: JobSpec, tell: Calla
     place, output = shard_folder(folder, plan, number), spec.output
     if _is_done(place):
         shard = ShardFolder(folder, plan, number, output)
-        if shard.is_complete(spec.retry):
+        if shard.is_complete(spec.request["retry"]):
             return shard
     try:
         lease = Lease(place, f"shard {number}/{plan.count} of {output}", tell)
@@ -275,7 +275,7 @@ def _join(folder: Path, plan: ShardPlan, number: int, spec: JobSpec, tell: Calla
             lease.release("done" if lease.before == "done" else "released")
             return None
         shard = ShardFolder(folder, plan, number, output)
-        shard.open(lease, spec.retry, spec.flush_every)
+        shard.open(lease, spec.request["retry"], spec.flush_every)
         return shard
     except BaseException:
         lease.release()

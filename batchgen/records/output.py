@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,29 +70,35 @@ def row_form(
     reasoning: bool = False,
     tool_calls: bool = False,
     head: OutputHead | None = None,
+    optional: Collection[str] = (),
+    several_files: bool = False,
 ) -> RowForm:
     """Returns the form of a job's rows.
 
     `chat` tells whether prompts go through a chat template, `reasoning` whether texts have thoughts, `tool_calls` whether answers may have calls.
-    `head` is that of `--embed` or `--classify`.
+    `head` is that of `--embed` or `--classify`, `optional` are the parts of results that rows may ask for, and `several_files` tells whether the input has more than one.
 
     Raises `UsageError` if the format of `output` cannot hold such rows.
     """
-    if config.output_format == "rows":
-        return RowForm(
-            keep=config.keep,
-            id_column=config.id_column,
-            token_ids=config.token_ids,
-            reasoning=reasoning,
-            tool_calls=tool_calls,
-            parsed=_schema_of_parsed(config),
-            asked=_asked(config, head),
-        )
-    if output != "-" and output_format(output)[0] != "jsonl":
-        raise UsageError(f"--output-format openai is JSON lines, and {output} is not", "name a .jsonl output with -o")
-    openai = OpenAIForm(model=config.model.model, chat=chat, embed=config.model.embed)
+    openai, keep, asked = None, config.keep, _asked(config, head)
+    if config.output_format == "openai":
+        if output != "-" and output_format(output)[0] != "jsonl":
+            raise UsageError(
+                f"--output-format openai is JSON lines, and {output} is not", "name a .jsonl output with -o"
+            )
+        openai = OpenAIForm(model=config.model.model, chat=chat, embed=config.model.embed)
+        keep, reasoning, tool_calls = (), False, False
     return RowForm(
-        keep=(), id_column=config.id_column, token_ids=config.token_ids, asked=_asked(config, head), openai=openai
+        keep=keep,
+        id_column=config.id_column,
+        token_ids=config.token_ids,
+        input_file=several_files and (keep is None or INPUT_FILE in keep),
+        reasoning=reasoning,
+        tool_calls=tool_calls,
+        parsed=_schema_of_parsed(config),
+        asked=asked,
+        optional=tuple(sorted({*optional, *asked})),
+        openai=openai,
     )
 
 
