@@ -16,7 +16,7 @@ from batchgen.config import INPUT_LIMITS
 from batchgen.errors import BatchgenError, InputCorrupt, OutputError, OutputLocked, UsageError, memory_errors
 from batchgen.jobs.base import JobSpec
 from batchgen.jobs.files.disk import check_file, write_stats
-from batchgen.jobs.files.lease import SILENT_SECONDS, Lease, holder_of_lease, is_alive_here, seconds_since
+from batchgen.jobs.files.lease import Lease, holder_of_lease
 from batchgen.jobs.files.manifest import Manifest, load_manifest
 from batchgen.jobs.files.target import known_as, open_target
 from batchgen.jobs.job_folder import JobFolder, open_job
@@ -27,12 +27,10 @@ from batchgen.jobs.shards import (
     figures_so_far,
     load_plan,
     read_stats,
-    running_shards,
     shard_figures,
-    shard_folder,
     unfinished_shards,
 )
-from batchgen.jobs.status import no_job
+from batchgen.jobs.status import no_job, shard_states
 from batchgen.process.signals import Signals
 from batchgen.progress import Progress, Silent, Tracker
 from batchgen.records import Input, RowForm, RowStream, job_path
@@ -243,31 +241,23 @@ def _merge_shards(
 
 
 def _check_done(folder: Path, plan: ShardPlan, output: str) -> None:
-    undone = unfinished_shards(folder, plan)
-    running = dict(running_shards(folder, plan))
-    for number in undone:
-        if number in running:
-            raise _held_shard(
-                shard_folder(folder, plan, number), f"shard {number}/{plan.count} of {output}", running[number]
+    shards = shard_states(folder, plan)
+    for shard in shards:
+        name, process = f"shard {shard['shard']} of {output}", f"process {shard['pid']} on {shard['host']}"
+        if shard["state"] == "running":
+            raise OutputLocked(f"{name} runs ({process})", "merge when it is done, or give the shards --merge")
+        if shard["state"] == "silent":
+            raise OutputLocked(
+                f"{name} is not done, and its holder, {process}, has been silent since {shard['seen'] or 'its start'}",
+                "if that machine is gone, run the shard again with the command it had: it takes over after a minute",
             )
+    undone = [shard["shard"] for shard in shards if shard["state"] != "done"]
     if undone:
-        names = ", ".join(f"{number}/{plan.count}" for number in undone[:8])
+        names = ", ".join(undone[:8])
         more = f" and {len(undone) - 8} more" if len(undone) > 8 else ""
         raise UsageError(
             f"shards of {output} are not done: {names}{more}", "run each of them again with its own command"
         )
-
-
-def _held_shard(place: Path, shard: str, holder: Mapping[str, Any]) -> OutputLocked:
-    """Returns the error for a shard that is not done and that another process has claimed."""
-    process = f"process {holder.get('pid')} on {holder.get('host')}"
-    silent = seconds_since(holder.get("seen"))
-    if is_alive_here(place, holder) or (silent is not None and silent <= SILENT_SECONDS):
-        return OutputLocked(f"{shard} runs ({process})", "merge when it is done, or give the shards --merge")
-    return OutputLocked(
-        f"{shard} is not done, and its holder, {process}, has been silent since {holder.get('seen', 'its start')}",
-        "if that machine is gone, run the shard again with the command it had: it takes over after a minute",
-    )
 
 
 def _form(request: Mapping[str, Any]) -> RowForm:

@@ -63,7 +63,7 @@ def _read(output: str, folder: Path) -> dict[str, Any]:
         else _under_way(folder, state, process["started"] if process else None)
     )
     plan = None if state == "finished" else load_plan(folder)
-    shards = None if plan is None else [_shard_state(folder, plan, number) for number in range(1, plan.count + 1)]
+    shards = None if plan is None else shard_states(folder, plan)
     if plan is not None and shards is not None and process is None:
         state = "running" if any(shard["state"] in ("running", "silent") for shard in shards) else "stopped"
         figures = _of_shards(plan, shards)
@@ -87,6 +87,11 @@ def _process(folder: Path) -> dict[str, Any] | None:
         return None
     alive = is_alive_here(folder / CLAIMS, claim)
     return {name: claim[name] for name in ("pid", "host", "started")} | {"alive": alive}
+
+
+def shard_states(folder: Path, plan: ShardPlan) -> list[dict[str, Any]]:
+    """Returns how far each shard is, as `job_status` does."""
+    return [_shard_state(folder, plan, number) for number in range(1, plan.count + 1)]
 
 
 def _shard_state(folder: Path, plan: ShardPlan, number: int) -> dict[str, Any]:
