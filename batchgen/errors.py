@@ -166,8 +166,9 @@ def in_one_line(error: BaseException, characters: int = 200) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message: at most 300 characters, valid UTF-8."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    """Returns the first line of an error's message, of the system's errors without their numbers: at most 300 characters, valid UTF-8."""
+    said = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    lines = said.strip().splitlines() or [type(error).__name__]
     return lines[0][:300].encode("utf-8", "backslashreplace").decode()
 
 
@@ -179,6 +180,7 @@ def memory_errors() -> Iterator[None]:
     except (MemoryError, RuntimeError) as e:
         if not is_out_of_memory(e):
             raise
-        said = str(e)
-        first = said.splitlines()[0] if said else "no memory left"
-        raise OutOfMemory(f"out of memory: {first}", "lower --kv-memory, --batch-size or --window") from e
+        raise OutOfMemory(
+            f"out of memory: {first_line(e) if str(e) else 'no memory left'}",
+            "lower --kv-memory, --batch-size or --window",
+        ) from e

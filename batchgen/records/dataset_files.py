@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from batchgen.errors import UsageError
+from batchgen.errors import UsageError, first_line
 from batchgen.records.files import ANY_FORMAT, in_job_folder, split_name
 from batchgen.records.hub_errors import reaching_hub
-from batchgen.records.remote import open_remote, short_reason
+from batchgen.records.remote import open_remote
 from batchgen.stats import counted
 
 _HUB = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?/?", re.IGNORECASE)
@@ -252,9 +252,7 @@ def _declared(readme: str, name: str) -> dict[str, dict[str, Any]]:
         configs = DatasetCard(readme).data.get("configs") or []
         return {str(config["config_name"]): config for config in configs}
     except Exception as e:
-        raise UsageError(
-            f"the header of {name}/{_README} cannot be read: {short_reason(e)}", "correct that file"
-        ) from e
+        raise UsageError(f"the header of {name}/{_README} cannot be read: {first_line(e)}", "correct that file") from e
 
 
 def _patterns(declared: Any) -> dict[str, list[str]]:

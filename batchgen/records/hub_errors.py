@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from batchgen.errors import BatchgenError, UsageError, caused_by, causes_of
-from batchgen.records.remote import short_reason
+from batchgen.errors import BatchgenError, UsageError, caused_by, causes_of, first_line
 
 _GIVE_TOKEN = "set HF_TOKEN or run `hf auth login`"
 
@@ -42,6 +41,6 @@ def _explained(repo: str, revision: str | None, error: BaseException) -> tuple[s
     if caused_by(error, hub.OfflineModeIsEnabled):
         return f"dataset {repo} is on the hub, and HF_HUB_OFFLINE is set", "unset it, or name a local copy"
     return (
-        f"dataset {repo}: the hub failed: {short_reason(error)}",
+        f"dataset {repo}: the hub failed: {first_line(error)}",
         "check the connection and run the same command again",
     )

@@ -27,8 +27,8 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
 
-from batchgen.errors import BatchgenError, RowError, UsageError, in_one_line
-from batchgen.records.remote import is_url, plain_name, reaching, remote, short_reason
+from batchgen.errors import BatchgenError, RowError, UsageError, first_line, in_one_line
+from batchgen.records.remote import is_url, plain_name, reaching, remote
 
 IMAGE_PARTS = frozenset(("image", "image_url", "input_image"))
 """The types of message parts that are images."""
@@ -253,7 +253,7 @@ class ImageStore:
         except BatchgenError as e:
             return RowError("invalid_image", f"{source.where}: {e.message}")
         except (OSError, ValueError) as e:  # ValueError: no path
-            reason = "its path has a null character" if "\0" in str(source.value) else short_reason(e)
+            reason = "its path has a null character" if "\0" in str(source.value) else first_line(e)
             return RowError("invalid_image", f"{named} cannot be read: {reason}")
 
     def _of_file(self, path: str, named: str) -> ImageFile:
@@ -307,7 +307,7 @@ def _file_of(path: str, file: io.BufferedIOBase, named: str) -> ImageFile:
             turned = has_exif and image.getexif().get(_ORIENTATION) in _TURNED
     except Exception as e:  # noqa: BLE001 - Pillow's readers raise errors of many kinds for damaged files
         what = "is not an image that Pillow can read" if file.seek(0, os.SEEK_END) else "is empty"
-        reason = f" ({short_reason(e)})" if type(e).__name__ == "DecompressionBombError" else ""
+        reason = f" ({first_line(e)})" if type(e).__name__ == "DecompressionBombError" else ""
         file.seek(0)
         if file.read(5) == b"%PDF-":
             reason = " (it is a PDF file: make images of its pages, as pdftoppm -png does)"

@@ -17,13 +17,13 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.config import INPUT_FORMATS, JobConfig
-from batchgen.errors import InputCorrupt, RowError, UsageError
+from batchgen.errors import InputCorrupt, RowError, UsageError, first_line
 from batchgen.records.dataset_files import DatasetChoice, find_dataset
 from batchgen.records.files import ANY_FORMAT, BROKEN, InputFile, in_job_folder, split_name
 from batchgen.records.jsonl import Record
 from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
 from batchgen.records.parquet_types import clean
-from batchgen.records.remote import StoreError, info_of, is_url, plain_name, reaching, remote, same_file, short_reason
+from batchgen.records.remote import StoreError, info_of, is_url, plain_name, reaching, remote, same_file
 from batchgen.records.rows import Row, RowStream
 from batchgen.records.schema_metadata import common_metadata
 from batchgen.records.tables import BROKEN_TABLE, OnHeader, parquet_schema
@@ -247,7 +247,7 @@ def _corrupt(file: InputFile, last: Callable[[], str]) -> Iterator[None]:
         where = "at its start" if not place else f"after {place if place.startswith('row') else 'line ' + place}"
         repair = "check the connection" if isinstance(e, StoreError) else "put a whole copy in its place"
         raise InputCorrupt(
-            f"{file.shown} breaks off {where}: {short_reason(e)}",
+            f"{file.shown} breaks off {where}: {first_line(e)}",
             f"the rows before that place are kept: {repair} and run the same command again",
         ) from e
 

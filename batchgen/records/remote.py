@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from batchgen.errors import BatchgenError, UsageError
+from batchgen.errors import BatchgenError, UsageError, first_line
 
 _READ_AHEAD = 1 << 23  # of a sequential read; s3fs reads 50 MiB ahead, far too much for ten rows of a large file
 # Fields that change with a file's content, the best first: digests and versions, then times.
@@ -80,13 +80,7 @@ def reaching(
     except BatchgenError:
         raise
     except Exception as e:
-        raise error(f"{url} cannot be {verb}: {short_reason(e)}", hint) from e
-
-
-def short_reason(error: BaseException) -> str:
-    """Returns the first line of an error's message."""
-    said = (error.strerror if isinstance(error, OSError) else None) or str(error).strip() or type(error).__name__
-    return said.splitlines()[0]
+        raise error(f"{url} cannot be {verb}: {first_line(e)}", hint) from e
 
 
 def object_version(info: Mapping[str, Any]) -> str | None:
@@ -154,7 +148,7 @@ def _as_os_error() -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        raise StoreError(short_reason(e)) from e
+        raise StoreError(first_line(e)) from e
 
 
 def same_file(a: str, b: str) -> bool:

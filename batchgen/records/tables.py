@@ -25,8 +25,8 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.errors import first_line
 from batchgen.records.jsonl import MAX_LINE, Record, encoding_hint, too_long
-from batchgen.records.remote import short_reason
 from batchgen.stats import counted
 
 PARQUET_BATCH = 256
@@ -285,7 +285,7 @@ def _python_or_invalid(scalar: pa.Scalar) -> Any:
     except UnicodeDecodeError:
         return _Invalid("is not UTF-8")
     except (ValueError, OverflowError, pa.ArrowException) as e:
-        return _Invalid(f"cannot be read: {short_reason(e)}")
+        return _Invalid(f"cannot be read: {first_line(e)}")
 
 
 def _python(scalar: pa.Scalar) -> Any:
