@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from batchgen.errors import OutputLocked
 from batchgen.jobs.files.disk import write_json, writing
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.results import RESULTS_FILE, Results
 from batchgen.recording import JobRecord
 from batchgen.records import Input, RowForm
-from batchgen.result import Completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,26 +54,13 @@ class HeldResults(Results):
 
     def open_results(self, flush_every: float) -> None:
         self._record = JobRecord.load(self.folder)
-        super().__init__(self.folder, flush_every)
+        super().__init__(self.folder, flush_every, self._lease)
 
     def note_damaged(self) -> None:
         if self.damaged:
             self.notes.append(
                 f"{self.damaged} results in {self.folder / RESULTS_FILE} are damaged and were dropped: their rows are generated again"
             )
-
-    def commit(self) -> None:
-        self._check_held()
-        super().commit()
-
-    def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None:
-        self._check_held()
-        super().keep_under_way(completions)
-
-    def flush(self) -> None:
-        self._check_held()
-        with writing(self.folder):
-            super().flush()
 
     def keep_record(self, run: Mapping[str, Any] | None, tree: Mapping[str, Any] | None) -> None:
         """Stores what the report shows of this run (`recording`), each part unless it is None."""
@@ -98,11 +83,3 @@ class HeldResults(Results):
             finally:
                 if isinstance(error, sqlite3.Error):
                     raise error
-
-    def _check_held(self) -> None:
-        """Called before every write. Raises `OutputLocked` if another process has taken over the lease; drops what was not committed then."""
-        try:
-            self._lease.check()
-        except OutputLocked:
-            self.discard()
-            raise

@@ -31,7 +31,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from batchgen.jobs.files.disk import network_file_system
+from batchgen.errors import OutputLocked
+from batchgen.jobs.files.disk import network_file_system, writing
+from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.row_keys import (
     CACHE_KIB,
     RowKeys,
@@ -74,10 +76,10 @@ class Damaged(Exception):
 class Results:
     """The results of one job. Only the holder of the folder's lease may open the database for writing."""
 
-    def __init__(self, folder: Path, flush_every: float) -> None:
-        """Raises `OSError` or `sqlite3.Error` if the disk cannot be written."""
+    def __init__(self, folder: Path, flush_every: float, lease: Lease | None = None) -> None:
+        """`lease` is checked before every write. Raises `OSError` or `sqlite3.Error` if the disk cannot be written."""
         self.folder = folder
-        self._flush_every = flush_every
+        self._flush_every, self._held_by = flush_every, lease
         self.damaged = 0
         """Number of damaged results, which were dropped."""
         self._network = network_file_system(folder)
@@ -261,6 +263,7 @@ class Results:
 
         A power cut loses what came after the last `flush`; a kill loses nothing.
         """
+        self._check()
         parts, again = [], []
         for key, begun in completions.items():
             kept = self._begun.setdefault(key, {})
@@ -501,6 +504,7 @@ class Results:
 
     def commit(self) -> None:
         """Makes everything that was written survive the end of this process. On a network file system only `flush` does."""
+        self._check()
         if not self._network:
             self._end_transaction()
         if time.monotonic() - self._synced >= self._flush_every:
@@ -512,21 +516,28 @@ class Results:
 
     def flush(self) -> None:
         """Writes everything to disk."""
-        self._end_transaction()
-        if not self._network:
-            with suppress(FileNotFoundError):  # nothing was written since the last checkpoint, which has synced
-                fd = os.open(self.folder / f"{RESULTS_FILE}-wal", os.O_RDWR)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
+        self._check()
+        with writing(self.folder):
+            self._end_transaction()
+            if not self._network:
+                with suppress(FileNotFoundError):  # nothing was written since the last checkpoint, which has synced
+                    fd = os.open(self.folder / f"{RESULTS_FILE}-wal", os.O_RDWR)
+                    try:
+                        os.fsync(fd)
+                    finally:
+                        os.close(fd)
         self._synced = time.monotonic()
 
-    def discard(self) -> None:
-        """Drops what was not committed."""
-        self._new.clear()
-        self._ended.clear()
-        self._connection.rollback()
+    def _check(self) -> None:
+        """Drops what was not committed if another process has taken over the lease. Raises `OutputLocked` then."""
+        try:
+            if self._held_by is not None:
+                self._held_by.check()
+        except OutputLocked:
+            self._new.clear()
+            self._ended.clear()
+            self._connection.rollback()
+            raise
 
     def close(self) -> None:
         """Closes the database, which then is one file on disk. Does nothing the second time."""
