@@ -28,6 +28,7 @@ from batchgen.job_setup import JobCommand, JobSetup, check_command, set_up_job
 from batchgen.jobs.files.disk import write_stats
 from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.job_folder import Job, JobFolder, Store
+from batchgen.jobs.opening import find_finished
 from batchgen.jobs.order.advice import SAMPLE_ROWS, advice_for
 from batchgen.jobs.order.requests import FirstReading
 from batchgen.jobs.order.sorted_requests import bounded_windows, evenly, spread
@@ -99,7 +100,8 @@ def _run_job(config: JobConfig, progress: Progress, measured: int | None = None)
     with Signals(config.grace) as signals, memory_errors(), few_collections():
         with signals.interruptible():
             command = check_command(config)
-            if (done := command.finished()) is not None:
+            done = find_finished(command.output, digest=command.digest, input=command.source, config=config)
+            if done is not None:
                 tracker.show_notes(command.source.notes)
                 return _already_finished(command, *done)
         setup, store = set_up_job(command, signals, tracker)
@@ -110,7 +112,7 @@ def _run_job(config: JobConfig, progress: Progress, measured: int | None = None)
                 return _already_finished(command, job.finished, setup.prompts.chat, _shard_name(config, job))
             tracker.tell = job.tell
             expect = None if config.shard else config.expect  # a shard writes no rows
-            outcomes = Outcomes(tracker, config.max_errors, agreement_with(expect, setup.source))
+            outcomes = Outcomes(tracker, config.max_errors, agreement_with(expect, setup.spec.input))
             planner = Planner(
                 config.engine.chunk_size,
                 share=config.engine.share,
@@ -148,7 +150,7 @@ def _run_job(config: JobConfig, progress: Progress, measured: int | None = None)
                 model.close()
                 recorder.end()
             if measured:
-                return JobReport(_keep_stopped(job, config, model), setup.output, already_finished=False)
+                return JobReport(_keep_stopped(job, config, model), setup.spec.output, already_finished=False)
             return _finish_job(job, setup, model, outcomes)
 
 
@@ -161,7 +163,7 @@ def _run_in_prefix_order(
     """
     outcomes, signals = generation.outcomes, generation.signals
     outcomes.tracker.phase("planning")
-    with FirstReading(setup.config, setup.source, setup.reader(job, outcomes), job, outcomes) as reading:
+    with FirstReading(setup.config, setup.spec.input, setup.reader(job, outcomes), job, outcomes) as reading:
         with signals.interruptible(), outcomes.run.timed("plan"):
             needs_a_model = reading.needs_a_model()
         if needs_a_model:
@@ -184,7 +186,7 @@ def _run_in_prefix_order(
         return
     outcomes.tracker.phase("writing")
     with signals.interruptible(), outcomes.run.timed("write"):
-        write_output(setup.source, job, reading.fingerprint, outcomes, read_rows=setup.config.limits.read_rows)
+        write_output(setup.spec.input, job, reading.fingerprint, outcomes, read_rows=setup.config.limits.read_rows)
 
 
 def _run_windows(requests: Iterator[list[Request]], planner: Planner, generation: _Generation, *, fresh: bool) -> None:
@@ -428,7 +430,7 @@ def _finish_job(job: Store, setup: JobSetup, model: _Model, outcomes: Outcomes) 
         outcomes.tracker.show_notes([] if advice is None else [advice.text])
     return JobReport(
         stats,
-        setup.output,
+        setup.spec.output,
         already_finished=False,
         chat=setup.prompts.chat,
         failures=tuple(outcomes.failures),

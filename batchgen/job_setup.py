@@ -15,7 +15,7 @@ from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import as_stored
 from batchgen.jobs.identity import command_digest, date_of_job, job_settings, local_identity
 from batchgen.jobs.job_folder import Job, JobFolder, open_job
-from batchgen.jobs.opening import IMAGES_FOLDER, find_finished, request_of
+from batchgen.jobs.opening import IMAGES_FOLDER, request_of
 from batchgen.jobs.order.requests import FirstReading, RequestReader, asked_of
 from batchgen.jobs.order.sorted_requests import SortedRequests, evenly, in_window_order
 from batchgen.jobs.outcomes import Outcomes
@@ -49,12 +49,6 @@ class JobCommand:
     digest: str
     """`command_digest`, by which a finished job is recognised; empty if there is none."""
 
-    def finished(self) -> tuple[dict[str, Any], bool] | None:
-        """Figures of the job that this command has finished, and whether its prompts are chats; None if there may be something to do."""
-        if self.config.overwrite:
-            return None
-        return find_finished(self.output, digest=self.digest, input=self.source, config=self.config)
-
 
 def check_command(config: JobConfig) -> JobCommand:
     """Opens the input, and checks all that can be checked without a tokenizer."""
@@ -73,9 +67,10 @@ def check_command(config: JobConfig) -> JobCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class JobSetup(JobCommand):
-    """The parts of a job that are known before its results are opened: those of the command, the tokenizer, and what the job is asked for (`spec`)."""
+class JobSetup:
+    """The parts of a job that are known before its results are opened: the tokenizer, and what the job is asked for (`spec`)."""
 
+    config: JobConfig
     tokenizer: LoadedTokenizer
     prompts: PromptBuilder
     grammars: Vocabulary
@@ -146,17 +141,12 @@ def _set_up(command: JobCommand, tracker: Tracker) -> JobSetup:
     prompts.columns.check(
         rows if window_size is None else source.rows_to_check(rows, config.limit), config.named_columns
     )
-    spec = _spec_of(command, tokenizer, prompts)
     return JobSetup(
         config=config,
-        source=source,
-        output=output,
-        model_files=command.model_files,
-        digest=command.digest,
         tokenizer=tokenizer,
         prompts=prompts,
         grammars=grammars,
-        spec=spec,
+        spec=_spec_of(command, tokenizer, prompts),
         window_size=window_size,
         stream=stream,
         rows=rows,
@@ -225,7 +215,7 @@ def _plan_shards(setup: JobSetup, job: Job, asked: dict[str, Any], tracker: Trac
     assert isinstance(job, JobFolder), "shards have a folder"
     outcomes = Outcomes(tracker, config.max_errors)
     tracker.phase("planning")
-    with FirstReading(config, setup.source, setup.reader(job, outcomes), job, outcomes) as reading:
+    with FirstReading(config, setup.spec.input, setup.reader(job, outcomes), job, outcomes) as reading:
         requests = reading.result()
     tracker.show_notes(job.notes)
     if reading.broken is not None:
@@ -237,7 +227,7 @@ def _plan_shards(setup: JobSetup, job: Job, asked: dict[str, Any], tracker: Trac
     plan = ShardPlan(
         asked=asked,
         rows=job.row_count,
-        output=input_facts(setup.source),
+        output=input_facts(setup.spec.input),
         earlier=job.previous["job"] if job.previous else None,
     )
     write_plan(job.folder, plan, windows, count, config.engine.chunk_size, config.limits)

@@ -105,7 +105,7 @@ def find_finished(output: str, *, digest: str, input: Input, config: JobConfig) 
     Returns None if there is something to do, or if only `open_job` can tell. `digest`: `identity.command_digest`. Changes nothing, and needs
     neither the job's lease nor a tokenizer or a model.
     """
-    if output == "-":
+    if output == "-" or config.overwrite:
         return None
     folder, target = job_path(output, config.work_dir), open_target(output)
     manifest = load_manifest(folder / "manifest.json")
