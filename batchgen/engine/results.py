@@ -50,34 +50,13 @@ class RequestState:
 
     def result(self, head: OutputHead | None, piece: Callable[[int], str]) -> Result:
         """Returns the result of a row that is whole. `head` and `piece`: see `ResultAssembler`."""
-        return self._scored(head, piece) if self.request.texts else self._generated()
+        if self.request.texts:
+            return self._scored(head, piece)
+        completions = tuple(self.completions[i] for i in range(self.request.leaves))
+        return _generated(self.request, completions, sum(self.reasoning_tokens.values()))
 
     def failed(self, error: RowError) -> Result:
         return Result.from_error(self.request.row, error, len(self.request.tokens))
-
-    def _generated(self) -> Result:
-        completions = tuple(self.completions[i] for i in range(self.request.leaves))
-        first = completions[0]
-        params = self.request.params
-        return Result(
-            row=self.request.row,
-            text=first.text,
-            finish_reason=first.finish_reason,
-            prompt_tokens=len(self.request.tokens),
-            completion_tokens=sum(len(c.token_ids) for c in completions),
-            token_ids=first.token_ids,
-            reasoning=first.reasoning,
-            tool_calls=first.tool_calls,
-            reasoning_tokens=sum(self.reasoning_tokens.values()),
-            truncated=self.request.truncated,
-            valid=self._is_valid(first),
-            completions=completions if params.n > 1 or params.logprobs is not None else (),
-        )
-
-    def _is_valid(self, completion: Completion) -> bool | None:
-        """Whether a text is valid against the row's schema, and whole: the first digits of a number are a number too."""
-        schema = self.request.params.json_schema
-        return None if schema is None else completion.finish_reason == "stop" and is_valid(completion.text, schema)
 
     def _scored(self, head: OutputHead | None, piece: Callable[[int], str]) -> Result:
         scores = [self.scores[i] for i in range(self.request.leaves)]
@@ -134,15 +113,28 @@ def cancelled_result(request: Request) -> Result:
     """Returns the result of a request that was cancelled before an engine had it."""
     if request.texts:
         return Result.from_error(request.row, _ended("cancelled"), len(request.tokens))
-    params, nothing = request.params, Completion(text="", finish_reason="cancelled")
+    return _generated(request, (Completion(text="", finish_reason="cancelled"),) * request.leaves)
+
+
+def _generated(request: Request, completions: tuple[Completion, ...], reasoning_tokens: int = 0) -> Result:
+    """Returns the result of completions, of which `reasoning_tokens` tokens are thoughts."""
+    first, params = completions[0], request.params
+    valid = None
+    if params.json_schema is not None:  # and whole: the first digits of a number are a number too
+        valid = first.finish_reason == "stop" and is_valid(first.text, params.json_schema)
     return Result(
         row=request.row,
-        text="",
-        finish_reason="cancelled",
+        text=first.text,
+        finish_reason=first.finish_reason,
         prompt_tokens=len(request.tokens),
+        completion_tokens=sum(len(c.token_ids) for c in completions),
+        token_ids=first.token_ids,
+        reasoning=first.reasoning,
+        tool_calls=first.tool_calls,
+        reasoning_tokens=reasoning_tokens,
         truncated=request.truncated,
-        valid=None if params.json_schema is None else False,
-        completions=(nothing,) * params.n if params.n > 1 or params.logprobs is not None else (),
+        valid=valid,
+        completions=completions if params.n > 1 or params.logprobs is not None else (),
     )
 
 
