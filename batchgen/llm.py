@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count, islice
 from numbers import Integral
 from os import PathLike
@@ -45,14 +45,6 @@ TASKS = ("generate", "embed", "classify")
 Params = SamplingParams | Mapping[str, Any]
 _CheckedParams = SamplingParams | list[SamplingParams] | None
 """The parameters of all prompts of a call, or those of each; None for the defaults."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    requests: list[Request]
-    failed: list[Result]
-    on_result: OnResult
-    on_token: OnToken | None
 
 
 class LLM:
@@ -125,7 +117,7 @@ class LLM:
         self._grammars = Vocabulary(self.tokenizer.hf_tokenizer, self.tokenizer.vocab_size)
         self._numbers = count()
         self._images = PromptImages(self.tokenizer)
-        self._arriving: deque[_Arrival] = deque()
+        self._failed: deque[tuple[OnResult, Result]] = deque()  # of prompts that never became requests
         # Windows that the engine does not have yet: a planned label takes far more memory than a waiting prompt.
         self._waiting: deque[tuple[Iterator[list[Request]], OnResult, OnToken | None]] = deque()
         self._requests: dict[int, Request] = {}
@@ -491,7 +483,15 @@ class LLM:
             same = {r.row: first.setdefault(r.key, r).row for r in requests}
             requests, numbers = list(first.values()), [same.get(number, number) for number in numbers]
         self._requests.update((request.row, request) for request in requests)
-        self._arriving.append(_Arrival(requests, failed, on_result, on_token))
+
+        def done(result: Result) -> None:
+            request = self._requests.pop(result.row, None)
+            if request is not None:
+                self._cancelled.discard(request)
+            on_result(result)
+
+        self._failed.extend((done, result) for result in failed)
+        self._waiting.append((bounded_windows(requests, INPUT_LIMITS), done, on_token))
         return numbers
 
     def _builder(self, params: _CheckedParams, options: PromptConfig) -> PromptBuilder:
@@ -515,24 +515,15 @@ class LLM:
                 self.engine.run(stop=take)
                 wish = take()
         except BaseException:
-            for dropped in (self._arriving, self._waiting, self._requests, self._cancelled):
+            for dropped in (self._failed, self._waiting, self._requests, self._cancelled):
                 dropped.clear()
             raise
 
     def _take(self) -> None:
         """Gives the added prompts to the engine: those of large calls window by window, while fewer than half a window wait there."""
-        while self._arriving:
-            arrival = self._arriving.popleft()
-
-            def done(result: Result, on_result: OnResult = arrival.on_result) -> None:
-                request = self._requests.pop(result.row, None)
-                if request is not None:
-                    self._cancelled.discard(request)
-                on_result(result)
-
-            for result in arrival.failed:
-                done(result)
-            self._waiting.append((bounded_windows(arrival.requests, INPUT_LIMITS), done, arrival.on_token))
+        while self._failed:
+            done, result = self._failed.popleft()
+            done(result)
         while self._waiting and 2 * self.engine.waiting < INPUT_LIMITS.window_leaves:
             windows, on_result, on_token = self._waiting[0]
             window = next(windows, None)
