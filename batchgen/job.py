@@ -235,7 +235,7 @@ def _run_as_rows_come(setup: JobSetup, job: Job, planner: Planner, generation: _
         tracker.phase("writing")
         with outcomes.run.timed("write"):
             answered = read.answered(results, order)
-            job.add_rows([row.number for row in read.rows], read.keys, read.failed)
+            job.add_rows([row.number for row in read.rows], read.keys, read.results)
             job.write(answered, results, read.keys)
             outcomes.written(answered, results)
         rows.clear()  # freed before the next ones are read

@@ -93,7 +93,7 @@ class Results:
         """`count`, kept up to date without counting."""
         self._earlier = 0
         """The last place of a result of an earlier run."""
-        self._any_equal = bool(self._db.execute("SELECT EXISTS(SELECT 1 FROM equal)").fetchone()[0])
+        self._any_equal = bool(self._number("SELECT EXISTS(SELECT 1 FROM equal)"))
         """Whether rows wait for the result of an equal row."""
         self._begun: dict[bytes, dict[int, Completion]] = {}
         """The completions of `under_way`, by the row's key and the completion's number."""
@@ -161,13 +161,18 @@ class Results:
         self._connection.executemany("DELETE FROM under_way WHERE key = ?", self._ended)
         self._new, self._ended = [], []  # not before: a disk that is full for a moment must not cost them
 
+    def _number(self, query: str, values: Sequence[Any] = ()) -> int:
+        """Returns the number that a query finds, 0 for none."""
+        found = self._db.execute(query, values).fetchone()
+        return int((found and found[0]) or 0)
+
     # -- results
 
     @property
     def count(self) -> int:
         """Number of results."""
-        count, last = self._db.execute("SELECT count(*), coalesce(max(rowid), 0) FROM results").fetchone()
-        self._known, self._earlier = int(count), int(last)
+        self._known = self._number("SELECT count(*) FROM results")
+        self._earlier = self._number("SELECT max(rowid) FROM results")
         return self._known
 
     def memory_of_rows(self, settings: bytes) -> RowMemory:
@@ -181,7 +186,7 @@ class Results:
     def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
         """Returns the stored results of `keys`. Their row numbers are meaningless."""
         found: dict[bytes, Result] = {}
-        if not self._db.execute("SELECT EXISTS(SELECT 1 FROM results)").fetchone()[0]:
+        if not self._number("SELECT EXISTS(SELECT 1 FROM results)"):
             return found  # the first reading of a job that begins
         for key, value, checksum in select_in(self._db, "SELECT key, value, checksum FROM results WHERE key IN", keys):
             result = decode(key, value, checksum)
@@ -282,8 +287,7 @@ class Results:
     @property
     def tokens_under_way(self) -> int:
         """Completion tokens that are kept of rows that are not finished."""
-        query = "SELECT coalesce(sum(tokens), 0) FROM under_way WHERE key NOT IN (SELECT key FROM results)"
-        return int(self._db.execute(query).fetchone()[0])
+        return self._number("SELECT sum(tokens) FROM under_way WHERE key NOT IN (SELECT key FROM results)")
 
     # -- the rows of this run's output
 
@@ -294,13 +298,13 @@ class Results:
         self._write_one("DELETE FROM equal")
         self._any_equal = False
 
-    def add_rows(self, rows: Sequence[int], keys: Mapping[int, bytes], failed: Mapping[int, Result]) -> None:
-        """Adds rows of the output by their numbers: each has a key, or a result in `failed`."""
+    def add_rows(self, rows: Sequence[int], keys: Mapping[int, bytes], results: Mapping[int, Result]) -> None:
+        """Adds rows of the output by their numbers: each has a key, or a result in `results`, which may have those of others too."""
         entries = []
         for number in rows:
             key, value = keys.get(number), b""
             if key is None:
-                value = encode(failed[number])
+                value = encode(results[number])
             entries.append((number, key, value, zlib.crc32(number.to_bytes(8, "big") + value)))
         self._many("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", entries)
 
@@ -312,10 +316,7 @@ class Results:
 
     def equal_rows(self, key: bytes) -> int:
         """Returns how many further rows wait for the result of this key. A shard does not know them: the merge counts them."""
-        if not self._any_equal:
-            return 0
-        found = self._db.execute("SELECT rows FROM equal WHERE key = ?", (key,)).fetchone()
-        return int(found[0]) if found else 0
+        return self._number("SELECT rows FROM equal WHERE key = ?", (key,)) if self._any_equal else 0
 
     def rows(self, first: int, last: int) -> tuple[dict[int, bytes], dict[int, Result]]:
         """Returns the rows from `first` to `last` that are in the output: the keys of those that became requests, and the results of all.
@@ -343,14 +344,12 @@ class Results:
 
     @property
     def row_count(self) -> int:
-        (count,) = self._db.execute("SELECT count(*) FROM rows").fetchone()
-        return int(count)
+        return self._number("SELECT count(*) FROM rows")
 
     @property
     def end_of_rows(self) -> int:
         """The number after that of the last row."""
-        (last,) = self._db.execute("SELECT coalesce(max(number), -1) FROM rows").fetchone()
-        return int(last) + 1
+        return self._number("SELECT max(number) + 1 FROM rows")
 
     def forget(self, reasons: Sequence[str]) -> None:
         """Drops the results that ended for one of these reasons, so that their rows run again."""
@@ -385,10 +384,7 @@ class Results:
     @property
     def forgotten_count(self) -> int:
         """Number of results that `forget` and `forget_cut` have dropped since the last output was written, and that there are not again."""
-        (count,) = self._db.execute(
-            "SELECT count(*) FROM forgotten WHERE key NOT IN (SELECT key FROM results)"
-        ).fetchone()
-        return int(count)
+        return self._number("SELECT count(*) FROM forgotten WHERE key NOT IN (SELECT key FROM results)")
 
     def forgotten(self, keys: Sequence[bytes]) -> set[bytes]:
         """Returns those of the keys that had such a result."""
@@ -428,8 +424,7 @@ class Results:
     @property
     def finished_at_hand(self) -> int:
         """Number of results of the existing output that this run has."""
-        (count,) = self._db.execute("SELECT count(*) FROM run.finished JOIN results USING (key)").fetchone()
-        return int(count)
+        return self._number("SELECT count(*) FROM run.finished JOIN results USING (key)")
 
     def compared(self) -> tuple[int, int, int, int]:
         """Returns three numbers of rows: in the finished output, of these missing from the new output (rows that had failed and run again do
@@ -456,8 +451,7 @@ class Results:
             self._db.execute("DELETE FROM run.finished")
             self.know_finished(keys)
             held = "stays = 0 AND key IN (SELECT key FROM run.finished)"
-            (remain,) = self._db.execute(f"SELECT EXISTS(SELECT 1 FROM results WHERE NOT ({held}))").fetchone()
-            if not remain:
+            if not self._number(f"SELECT EXISTS(SELECT 1 FROM results WHERE NOT ({held}))"):
                 return False
             with transaction(self._db):
                 self._db.execute(f"DELETE FROM results WHERE {held}")

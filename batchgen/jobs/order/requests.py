@@ -45,11 +45,6 @@ class ReadRows:
     requests: list[Request]
     """Requests of the other rows; of equal rows with one key, only that of the first."""
 
-    @property
-    def failed(self) -> dict[int, Result]:
-        """Results of the rows that never became requests."""
-        return {number: result for number, result in self.results.items() if number not in self.keys}
-
     def answered(self, results: dict[int, Result], order: str) -> list[Row]:
         """Returns the rows that have a result, in the order in which to write them: `done` is that of `results`, which are by row number.
 
@@ -367,7 +362,7 @@ class FirstReading:
                 read = self._reader.requests(present, built)
                 for request in read.requests:
                     waiting.add(request)
-                self._job.add_rows([row.number for row in read.rows], read.keys, read.failed)
+                self._job.add_rows([row.number for row in read.rows], read.keys, read.results)
                 if read.requests and not self._has_requests.done():
                     self._has_requests.set_result(True)
                 count += len(present)
