@@ -267,9 +267,9 @@ _LARGEST = ("kv_bytes_peak", "state_bytes_peak", "memory_bytes_peak")
 
 def _job_sums(stats: Mapping[str, Any], run: RunFigures, earlier: Mapping[str, Any]) -> dict[str, Any]:
     """Returns sums over all runs of the job. Rows and their tokens are counted in the output itself, which includes rows of killed runs."""
-    seconds = earlier.get("seconds", {})
+    sums = sum_of_jobs([*([earlier] if earlier else []), {**stats, "runs": 1}])
     return {
-        "runs": earlier.get("runs", 0) + 1,
+        "runs": sums.pop("runs"),
         "rows": run.done,
         "rows_ok": run.new.ok + run.resumed.ok,
         "rows_failed": run.failed,
@@ -278,20 +278,18 @@ def _job_sums(stats: Mapping[str, Any], run: RunFigures, earlier: Mapping[str, A
         + run.begun_tokens
         + run.new.equal_tokens
         + run.resumed.completion_tokens,
-        **{name: earlier.get(name, 0) + stats[name] for name in _SUMMED},
-        **{name: max(earlier.get(name, 0), stats[name]) for name in _LARGEST},
-        "seconds": {name: round(seconds.get(name, 0.0) + value, 4) for name, value in stats["seconds"].items()},
+        **sums,
     }
 
 
 def sum_of_jobs(jobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The `job` figures of shards that ran side by side, and of runs before them, as one `earlier` for `figures`: sums, the largest of peaks."""
-    names = {name for job in jobs for name in job["seconds"]}
+    """Returns figures of runs, one after the other or side by side, as one `earlier` for `figures`: sums, the largest of peaks."""
+    names = dict.fromkeys(name for job in jobs for name in job["seconds"])
     return {
-        "runs": sum(job["runs"] for job in jobs),
+        "runs": sum(job.get("runs", 0) for job in jobs),
         **{name: sum(job.get(name, 0) for job in jobs) for name in _SUMMED},
-        **{name: max((job[name] for job in jobs), default=0) for name in _LARGEST},
-        "seconds": {name: sum(job["seconds"].get(name, 0.0) for job in jobs) for name in sorted(names)},
+        **{name: max((job.get(name, 0) for job in jobs), default=0) for name in _LARGEST},
+        "seconds": {name: round(sum(job["seconds"].get(name, 0.0) for job in jobs), 4) for name in names},
     }
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sqlite3
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from batchgen.jobs.files.disk import writing
-from batchgen.jobs.files.results import decode, encode
+from batchgen.jobs.files.results import encode
 from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.jobs.files.row_memory import RowMemory
+from batchgen.json_values import parsed
 from batchgen.process.stdout import write_stdout
 from batchgen.progress import Snapshot
 from batchgen.records.jsonl import to_json
 from batchgen.records.output import RowForm, output_row
+from batchgen.records.result_values import result_of_values
 from batchgen.records.rows import Row
 from batchgen.result import Completion, Result
 
@@ -36,8 +37,8 @@ class StdoutJob:
         self.results_at_hand = 0
         self.tokens_under_way = 0
         self._form = form
-        self._recent: dict[bytes, tuple[bytes, int]] = {}
-        """By key: the newest results, and their checksums. They serve equal rows too."""
+        self._recent: dict[bytes, bytes] = {}
+        """By key: the newest results. They serve equal rows too."""
         self._bytes = 0
         self._equal: dict[bytes, int] = {}
         with writing(_COUNTS):
@@ -66,18 +67,16 @@ class StdoutJob:
         return self._equal.get(key, 0)
 
     def stored(self, keys: Sequence[bytes]) -> dict[bytes, Result]:
-        found = {key: decode(key, *self._recent[key]) for key in keys if key in self._recent}
-        return {key: result for key, result in found.items() if result is not None}
+        return {key: result_of_values(parsed(self._recent[key].decode())) for key in keys if key in self._recent}
 
     def under_way(self) -> dict[bytes, dict[int, Completion]]:
         return {}
 
     def append(self, key: bytes, result: Result) -> None:
-        value = encode(result)
-        self._recent[key] = value, zlib.crc32(key + value)
+        self._recent[key] = value = encode(result)
         self._bytes += len(value)
         while self._bytes > _RECENT_BYTES:
-            self._bytes -= len(self._recent.pop(next(iter(self._recent)))[0])
+            self._bytes -= len(self._recent.pop(next(iter(self._recent))))
 
     def keep_under_way(self, completions: Mapping[bytes, Mapping[int, Completion]]) -> None: ...
     def commit(self) -> None: ...
