@@ -331,7 +331,7 @@ class FirstReading:
     def _read_all(self) -> SortedRequests:
         self._job.begin_reading()
         waiting = SortedRequests(self._job.sorted_folder, self._config.limits)
-        count = self._read_rows(waiting)
+        self._read_rows(waiting)
         if self._stopped:
             return waiting
         self._reader.note_same_ids()
@@ -343,21 +343,20 @@ class FirstReading:
         if waiting.on_disk and self.broken is None:
             reading = {
                 "rows": tracker.total,
-                "read": count,
                 "resumed": vars(self._outcomes.run.resumed),
                 "digests": waiting.digests,
             }
             self._job.keep_reading(self._asked, reading)
         return waiting
 
-    def _read_rows(self, waiting: SortedRequests) -> int:
+    def _read_rows(self, waiting: SortedRequests) -> None:
         count = 0
         with ThreadPoolExecutor(1, "batchgen-building") as pool:  # the tokenizer releases Python's lock
             rows, ahead = self._build(pool)
             while True:
                 built = ahead.result()
                 if not rows or self._stopped:
-                    return count
+                    return
                 present, (rows, ahead) = rows, self._build(pool)
                 read = self._reader.requests(present, built)
                 for request in read.requests:

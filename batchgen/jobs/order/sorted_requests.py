@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
@@ -182,16 +181,9 @@ def in_window_order(requests: Sequence[Request]) -> list[Request]:
     return sorted(ordered, key=lambda r: r.priority)
 
 
-def sort_key(request: Request) -> bytes:
-    """A key that compares as (priority, tokens): lower priorities first, then depth-first order."""
-    return _priority_key(request.priority) + token_key(request.tokens)
-
-
-@lru_cache(maxsize=64)
-def _priority_key(priority: float) -> bytes:
-    """The bits of a float compare as the float does once all bits of negative ones are inverted, and the sign bit of the others."""
-    (bits,) = struct.unpack(">Q", struct.pack(">d", priority + 0.0))  # + 0.0 turns negative zero into zero
-    return struct.pack(">Q", bits ^ (0xFFFFFFFFFFFFFFFF if bits >> 63 else 1 << 63))
+def sort_key(request: Request) -> tuple[float, bytes]:
+    """A key that puts lower priorities first, and requests of one priority in depth-first order."""
+    return request.priority, token_key(request.tokens)
 
 
 def _best_end(ordered: Sequence[Request]) -> int:
