@@ -44,19 +44,6 @@ REMADE_FILES = ("run.sqlite", "output.partial", "keys.partial", "spool.jsonl")
 """Files that every run makes new and none leaves behind."""
 WORK_FILES = (*RESULTS_FILES, SORTED_FOLDER, IMAGES_FOLDER, SHARDS_FOLDER, *REMADE_FILES)
 """Files of a job that is not finished."""
-_OURS = {
-    *WORK_FILES,
-    "manifest.json",
-    "manifest.json.new",
-    "stats.json",
-    "stats.json.new",
-    "keys",
-    CLAIMS,
-    KEPT_FILE,
-    *KNOWN_FILES,
-    PUSH_FOLDER,
-    *job_record.FILES,
-}
 _START_AGAIN = "use --overwrite to start again, or another -o"
 _RAISE_LIMIT = (
     "add --retry length to generate the rows again that were cut, and keep all others; --overwrite starts again"
@@ -75,10 +62,9 @@ def check_place(output: str, target: Target, folder: Path, overwrite: bool) -> N
         check_parent(folder)
     if (folder / "manifest.json").exists():
         return
-    if folder.exists():
-        others = {p.name for p in folder.iterdir()} - _OURS if folder.is_dir() else {folder.name}
-        if others:
-            raise UsageError(f"{folder} exists and is not a job's folder", "move it, or use another -o")
+    # A run makes the folder of claims before anything else.
+    if folder.exists() and not (folder / CLAIMS).is_dir() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} exists and is not a job's folder", "move it, or use another -o")
     if not overwrite and target.exists():
         lacks = "a job folder without manifest.json" if folder.exists() else "no job folder"
         raise UsageError(
