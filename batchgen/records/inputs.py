@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -109,18 +109,42 @@ class Input:
         self.is_stdin = any(f.name == "-" for f in files)
         self.headers: dict[tuple[str, ...], None] = {}
         """The column names of the tables among the files. Grows while the input is read: a table without rows has columns, too."""
-        self._schema: pa.Schema | None = None
-        self._schema_read = False
 
-    @property
+    @cached_property
     def schema(self) -> pa.Schema | None:
         """Columns and types of the input if all files are Parquet and their types can be unified (int32 and int64 can), else None.
 
         Skips files that cannot be read: `rows` raises the error. Of standard input it is known from the first row on.
         """
-        if not self.is_stdin and not self._schema_read:
-            self._schema, self._schema_read = self._read_schema(), True
-        return self._schema
+        if self.is_stdin or any(f.format != "parquet" for f in self.files):
+            return None
+        schemas: list[pa.Schema] = []
+        for file in self.files:
+            try:
+                with file.open() as stream:
+                    schema = parquet_schema(stream)
+                    if schema is not None:
+                        schemas.append(schema)
+            except (*BROKEN, *BROKEN_TABLE):
+                continue
+        if not schemas:
+            return None
+        # A column that only some files have must not change how another is renamed in the output.
+        names = {n for s in schemas for n in s.names}
+        if any(set(s.names) != names for s in schemas) and any(
+            f"input_{n}" in names for n in {*RESULT_NAMES, INPUT_FILE}
+        ):
+            return None
+        try:
+            unified = pa.unify_schemas(schemas, promote_options="permissive")
+            for schema in schemas:
+                for field in schema:
+                    wider = unified.field(field.name).type
+                    if field.type != wider:
+                        pa.nulls(1, field.type).cast(wider)  # raises: Arrow cannot cast all that it unifies
+        except pa.ArrowException:
+            return None
+        return unified.with_metadata(common_metadata(schemas))
 
     def rows(self) -> Iterator[Row]:
         """Yields every row, malformed ones too, numbered over all files.
@@ -168,38 +192,7 @@ class Input:
     def _see(self, names: Sequence[str], schema: pa.Schema | None) -> None:
         self.headers[tuple(names)] = None
         if self.is_stdin:
-            self._schema = schema
-
-    def _read_schema(self) -> pa.Schema | None:
-        if any(f.format != "parquet" for f in self.files):
-            return None
-        schemas: list[pa.Schema] = []
-        for file in self.files:
-            try:
-                with file.open() as stream:
-                    schema = parquet_schema(stream)
-                    if schema is not None:
-                        schemas.append(schema)
-            except (*BROKEN, *BROKEN_TABLE):
-                continue
-        if not schemas:
-            return None
-        # A column that only some files have must not change how another is renamed in the output.
-        names = {n for s in schemas for n in s.names}
-        if any(set(s.names) != names for s in schemas) and any(
-            f"input_{n}" in names for n in {*RESULT_NAMES, INPUT_FILE}
-        ):
-            return None
-        try:
-            unified = pa.unify_schemas(schemas, promote_options="permissive")
-            for schema in schemas:
-                for field in schema:
-                    wider = unified.field(field.name).type
-                    if field.type != wider:
-                        pa.nulls(1, field.type).cast(wider)  # raises: Arrow cannot cast all that it unifies
-        except pa.ArrowException:
-            return None
-        return unified.with_metadata(common_metadata(schemas))
+            self.schema = schema
 
 
 def window_rows(config: JobConfig, source: Input, output: str | None = None) -> int | None:
