@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -222,21 +222,16 @@ def window_rows(config: JobConfig, source: Input, output: str | None = None) -> 
 def _records(file: InputFile, on_rename: Callable[[str, str], None], on_header: OnHeader) -> Iterator[Record]:
     """Yields the records of a file. Raises `InputCorrupt` at the place where it breaks off."""
     last = ""
-    with _corrupt(file, lambda: last), file.open() as stream:
-        module, _, reader = INPUT_FORMATS[file.format].reader.partition(":")
-        read = getattr(importlib.import_module(module), reader)
-        with closing(read(stream, on_rename=on_rename, on_header=on_header)) as records:  # before the stream is
-            for record in records:
-                last = record[0]
-                yield record
-
-
-@contextmanager
-def _corrupt(file: InputFile, last: Callable[[], str]) -> Iterator[None]:
     try:
-        yield
+        with file.open() as stream:
+            module, _, reader = INPUT_FORMATS[file.format].reader.partition(":")
+            read = getattr(importlib.import_module(module), reader)
+            with closing(read(stream, on_rename=on_rename, on_header=on_header)) as records:  # before the stream is
+                for record in records:
+                    last = record[0]
+                    yield record
     except (*BROKEN, *BROKEN_TABLE) as e:
-        place = last().removeprefix(":")
+        place = last.removeprefix(":")
         where = "at its start" if not place else f"after {place if place.startswith('row') else 'line ' + place}"
         repair = "check the connection" if isinstance(e, StoreError) else "put a whole copy in its place"
         raise InputCorrupt(
