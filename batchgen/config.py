@@ -727,21 +727,18 @@ class JobConfig:
             raise UsageError("--shard cuts the prefix order of the whole input", "leave out --window and --order done")
 
     def _check_output_format(self) -> None:
-        others = {
-            "scores": ("--score", self.prompts.score),
-            "log-probabilities of prompts": ("--prompt-logprobs", self.prompts.prompt_logprobs),
-            "classes": ("--classify", self.model.classify),
-        }
-        others["parsed values"] = ("--parse", self.parse is not None)
-        other = next(((what, option) for what, (option, given) in others.items() if given), None)
-        if self.output_format == "openai" and other is not None:
-            raise UsageError(
-                f"--output-format openai cannot hold {other[0]}", f"leave out one of --output-format and {other[1]}"
-            )
-        if self.output_format == "openai" and self.keep:
-            raise UsageError(
-                "--output-format openai cannot hold input columns", "leave out one of --output-format and --keep"
-            )
+        others = (
+            ("scores", "--score", self.prompts.score),
+            ("log-probabilities of prompts", "--prompt-logprobs", self.prompts.prompt_logprobs),
+            ("classes", "--classify", self.model.classify),
+            ("parsed values", "--parse", self.parse is not None),
+            ("input columns", "--keep", bool(self.keep)),
+        )
+        for what, flag, given in others:
+            if given and self.output_format == "openai":
+                raise UsageError(
+                    f"--output-format openai cannot hold {what}", f"leave out one of --output-format and {flag}"
+                )
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from batchgen.errors import OutputError, UsageError
-from batchgen.jobs.files.disk import move_file
+from batchgen.jobs.files.disk import check_parent, move_file
 from batchgen.jobs.files.manifest import DIGEST, digest_of, file_digest
 from batchgen.records.remote import (
     address,
@@ -79,9 +79,7 @@ class LocalTarget:
         if self._path.exists() and not self._path.is_file():
             why = f"the output {self.name} is a pipe or a device, which a file would replace"
             raise UsageError(why, f"write rows to it with -o - > {self.name}")
-        parent = Path(self.name).parent
-        if not parent.is_dir():
-            raise UsageError(f"there is no folder {parent} to write to", f"create it with mkdir -p {parent}")
+        check_parent(Path(self.name))
         if not os.access(self._path.parent, os.W_OK | os.X_OK):
             raise UsageError(
                 f"{self.name} cannot be written: {self._path.parent} is read-only",
