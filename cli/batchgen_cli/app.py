@@ -27,6 +27,7 @@ app = typer.Typer(
     name="batchgen",
     cls=CommandGroup,
     help="Offline batch generation: a file of prompts in, a file of completions out, every shared prefix run once.",
+    epilog="batchgen run prompts.jsonl --model ./model    (writes prompts.out.jsonl)",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

@@ -153,36 +153,25 @@ class Command(typer.core.TyperCommand):
 class CommandGroup(typer.core.TyperGroup):
     """The command `batchgen`, which groups the others."""
 
+    brief = False
+
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
-        formatter.write(group_help(self, ctx, formatter.width))
-
-
-def group_help(group: Any, ctx: Any, width: int) -> str:
-    commands = [(name, command.get_short_help_str(200)) for name, command in group.commands.items()]
-    options = [(names_of(p), p.help or "") for p in group.get_params(ctx)]
-    example = "batchgen run prompts.jsonl --model ./model    (writes prompts.out.jsonl)"
-    return "\n".join(
-        [
-            "Usage: batchgen [OPTIONS] COMMAND [ARGS]...\n",
-            *_paragraph(group.help or "", width),
-            *_section("Options", options, width),
-            *_section("Commands", commands, width),
-            *_section("Example", [(example, "")], width),
-            "",
-        ]
-    )
+        formatter.write(help_text(self, ctx, formatter.width))
 
 
 def help_text(command: Any, ctx: Any, width: int) -> str:
-    """Returns the help of a command: usage, description, arguments, options in groups, one example."""
+    """Returns the help of a command: usage, description, arguments, options in groups, the commands of a group, one example."""
     groups = shown_params(command, command.get_params(ctx))
-    usage = " ".join([ctx.command_path, "[OPTIONS]", *map(names_of, groups.get("Arguments", []))])
+    commands = [(name, one.get_short_help_str(200)) for name, one in getattr(command, "commands", {}).items()]
+    following = ["COMMAND", "[ARGS]..."] if commands else map(names_of, groups.get("Arguments", []))
+    usage = " ".join([ctx.command_path, "[OPTIONS]", *following])
     lines = [f"Usage: {usage}\n"]
     for paragraph in (command.help or "").split("\n\n"):
         lines += [*_paragraph(paragraph, width), ""]
     lines.pop()
     for group, params in groups.items():
         lines += _section(group, [(names_of(p), _help(p)) for p in params], width)
+    lines += _section("Commands", commands, width) if commands else []
     return "\n".join([*lines, *_section("Example", [(command.epilog, "")], width), ""])
 
 
