@@ -200,8 +200,9 @@ class JobFolder(HeldResults):
 
     # -- the rows of the output
 
-    def check_dropped(self, *, prune: bool) -> None:
-        """Must be called when all rows are known. Raises `UsageError` if many rows of the finished output would be removed without `prune`."""
+    def check_dropped(self) -> None:
+        """Must be called when all rows are known. Raises `UsageError` if many rows of the finished output would be removed without `--prune`."""
+        prune = self._manifest.request["prune"]
         finished, gone, new, unasked = self.compared()
         if not gone:
             return

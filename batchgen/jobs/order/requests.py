@@ -60,40 +60,6 @@ class ReadRows:
         return [row for row in self.rows if row.number in results]
 
 
-class RowIds:
-    """Finds rows that have the id of an earlier row."""
-
-    def __init__(self, config: JobConfig, job: Job) -> None:
-        self._id_column, self._openai = config.id_column, config.output_format == "openai"
-        self._job = job
-        self._same = 0
-        """Rows whose id an earlier row has."""
-        self._first = ""
-        """The first of these ids and its place."""
-
-    def add(self, rows: Sequence[Row]) -> list[bytes | None]:
-        """Takes the next rows of the input. Returns the digests of their ids; None for a row without one."""
-        ids = [own_id(row, self._id_column, openai=self._openai) for row in rows]
-        digests = [None if own is None else id_digest(own) for own in ids]
-        named = [(row, own) for row, own in zip(rows, ids, strict=True) if own is not None]
-        occurrences = self._job.row_keys.occurrences([digest for digest in digests if digest is not None])
-        for (row, own), seen in zip(named, occurrences, strict=True):
-            if seen:
-                self._same += 1
-                self._first = self._first or f"{id_text(own)[:_SHOWN_ID]!r}, {row.source}"
-        return digests
-
-    def note(self) -> str | None:
-        """Returns how many rows had the id of an earlier row; None if there are none."""
-        if not self._same:
-            return None
-        has = "row has" if self._same == 1 else "rows have"
-        return (
-            f"{self._same:,} {has} the id of an earlier row (the first: {self._first}): "
-            "every row runs, but the id does not tell them apart"
-        )
-
-
 class RequestReader:
     """Makes requests of rows, counts the rows that need none, and applies `--limit`.
 
@@ -116,7 +82,10 @@ class RequestReader:
         self._job, self._outcomes, self._ahead = job, outcomes, ahead
         self._met = 0
         """Results of earlier runs that rows have asked for."""
-        self._ids = RowIds(config, job)
+        self._same_ids = 0
+        """Rows whose id an earlier row has."""
+        self._first_same_id = ""
+        """The first of these ids and its place."""
         self._told = 0
         """Number of the prompts' notes that were shown."""
         self._digests: dict[int, bytes] = {}
@@ -159,7 +128,7 @@ class RequestReader:
             self._outcomes.tracker.note(note)
         self._told = len(self.prompts.notes)
         self._remember(rows, built)
-        ids = self._ids.add(rows)
+        ids = self._id_digests(rows)
         found = [
             (row.number, b, own) for row, b, own in zip(rows, built, ids, strict=True) if not isinstance(b, Result)
         ]
@@ -200,6 +169,19 @@ class RequestReader:
         self._ask(read, asked, waiting)
         return read
 
+    def _id_digests(self, rows: Sequence[Row]) -> list[bytes | None]:
+        """Counts the next rows of the input that have the id of an earlier one. Returns the digests of their ids; None for a row without one."""
+        openai = self._config.output_format == "openai"
+        ids = [own_id(row, self._config.id_column, openai=openai) for row in rows]
+        digests = [None if own is None else id_digest(own) for own in ids]
+        named = [(row, own) for row, own in zip(rows, ids, strict=True) if own is not None]
+        occurrences = self._job.row_keys.occurrences([digest for digest in digests if digest is not None])
+        for (row, own), seen in zip(named, occurrences, strict=True):
+            if seen:
+                self._same_ids += 1
+                self._first_same_id = self._first_same_id or f"{id_text(own)[:_SHOWN_ID]!r}, {row.source}"
+        return digests
+
     def _remember(self, rows: Sequence[Row], built: Sequence[Built]) -> None:
         """Remembers rows that have become requests. Not those with images, whose files may change while the row stays the same."""
         if self._job.row_memory is None:
@@ -234,8 +216,12 @@ class RequestReader:
 
     def note_same_ids(self) -> None:
         """Notes how many rows had the id of an earlier row. Called after the last row."""
-        if (note := self._ids.note()) is not None:
-            self._outcomes.tracker.note(note)
+        if self._same_ids:
+            has = "row has" if self._same_ids == 1 else "rows have"
+            self._outcomes.tracker.note(
+                f"{self._same_ids:,} {has} the id of an earlier row (the first: {self._first_same_id}): "
+                "every row runs, but the id does not tell them apart"
+            )
 
     def _is_wanted(self, number: int, kept: int) -> bool:
         return self._config.limit is None or number < max(self._config.limit, kept)
@@ -339,7 +325,7 @@ class FirstReading:
         tracker = self._outcomes.tracker
         tracker.total = self._job.row_count
         tracker.changed()
-        self._job.check_dropped(prune=self._config.prune)
+        self._job.check_dropped()
         if waiting.on_disk and self.broken is None:
             reading = {
                 "rows": tracker.total,
@@ -381,5 +367,5 @@ class FirstReading:
         for result in filter(None, self._job.failed_rows()):
             self._outcomes.done(result)
         tracker.changed()
-        self._job.check_dropped(prune=self._config.prune)
+        self._job.check_dropped()
         return SortedRequests.of(self._job.sorted_folder, earlier["digests"], self._config.limits)
