@@ -162,18 +162,18 @@ class InputFile:
                 raise UsageError(f"{self.name} is not compressed with {kind}", f"give it a name without {suffix}")
         if self.compression is not None:
             return
-        if _PARQUET.match(start) and self.format != "parquet":
-            raise UsageError(f"{self.name} is a Parquet file", "use --input-format parquet")
+        self._check_kind(start, self.name)
         if self.format == "parquet" and not start.startswith((b"PAR1", b"PARE", bytes(4))):
             raise UsageError(
                 f"{self.name} is not a Parquet file", "say what it is with --input-format jsonl, csv or tsv"
             )
-        self._check_utf8(start, self.name)
         if self.format == "jsonl":
             self._check_lines(path)
 
-    def _check_utf8(self, start: bytes, name: str) -> None:
-        """Raises `UsageError` if the first bytes of a text are those of UTF-16, and it is to be read as UTF-8."""
+    def _check_kind(self, start: bytes, name: str) -> None:
+        """Raises `UsageError` if the first bytes of a text are those of Parquet, or of UTF-16 and it is to be read as UTF-8."""
+        if _PARQUET.match(start) and self.format != "parquet":
+            raise UsageError(f"{name} is a Parquet file", "use --input-format parquet")
         for pattern, encoding in _UTF16:
             if self.is_text and self.encoding is None and pattern.match(start):
                 raise UsageError(f"{name} is in UTF-16, not in UTF-8", f"use --encoding {encoding}")
@@ -208,9 +208,7 @@ class InputFile:
                 raise UsageError(
                     f"standard input is compressed with {program}", f"unpack it first: {unpack} | batchgen run -"
                 )
-        if _PARQUET.match(start) and self.format != "parquet":
-            raise UsageError("standard input is a Parquet file", "use --input-format parquet")
-        self._check_utf8(start, "standard input")
+        self._check_kind(start, "standard input")
         return stream
 
     def forget(self) -> None:
