@@ -57,20 +57,19 @@ class SortedRequests:
         self._waiting: list[Request] = []
         self._tokens = 0
         self._files_made = 0
-        self._runs: list[str] = []
         self.digests: dict[str, str] = {}
-        """Digest of each file, by name."""
+        """Digest of each file, by name: the runs, in the order in which they were made."""
 
     @classmethod
     def of(cls, folder: Path, digests: dict[str, str], limits: InputLimits = INPUT_LIMITS) -> SortedRequests:
         """The requests that an earlier process sorted into `folder`. `digests` are those of its files."""
         requests = cls(folder, limits)
-        requests.digests, requests._runs = digests, list(digests)
+        requests.digests = digests
         return requests
 
     @property
     def on_disk(self) -> bool:
-        return bool(self._runs)
+        return bool(self.digests)
 
     def add(self, request: Request) -> None:
         """Adds a request. May write a file."""
@@ -83,11 +82,11 @@ class SortedRequests:
 
     def close(self) -> None:
         """Must be called after the last request. Leaves at most `max_runs` files."""
-        if self._runs and self._waiting:
+        if self.on_disk and self._waiting:
             self._write_file(in_window_order(self._waiting))
             self._waiting = []
-        while len(self._runs) > self._limits.max_runs:
-            first, self._runs = self._runs[: self._limits.max_runs], self._runs[self._limits.max_runs :]
+        while len(self.digests) > self._limits.max_runs:
+            first = list(self.digests)[: self._limits.max_runs]
             self._write_file(self._merged(first))
             for name in first:
                 (self._folder / name).unlink()
@@ -95,8 +94,8 @@ class SortedRequests:
 
     def windows(self) -> Iterator[list[Request]]:
         """All requests. Each window is the next part of the order; inside a window the order has no meaning."""
-        if self._runs:
-            return _windows(self._merged(self._runs), self._limits)
+        if self.on_disk:
+            return _windows(self._merged(list(self.digests)), self._limits)
         ordered, self._waiting = in_window_order(self._waiting), []
         return _windows(ordered, self._limits)
 
@@ -104,7 +103,6 @@ class SortedRequests:
         name = f"run-{self._files_made:05d}"
         self._files_made += 1
         self.digests[name] = write_requests(self._folder / name, requests, self._limits)
-        self._runs.append(name)
 
     def _merged(self, names: Sequence[str]) -> Iterator[Request]:
         with reading(self._folder), ExitStack() as files:
