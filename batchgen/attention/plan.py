@@ -12,7 +12,7 @@ Every query is in exactly one causal part, which holds its own token, and in any
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -62,20 +62,6 @@ class CausalPart:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """A step's attention. `T` packed tokens."""
-
-    num_tokens: int
-    positions: Ints
-    """[T] each token's position in its sequence."""
-    kv_indices: Ints
-    """[T] where in the pool each token's KV goes: block * block size + offset."""
-    shared: tuple[SharedPart, ...]
-    causal: tuple[CausalPart, ...]
-    block_size: int
-
-
-@dataclass(frozen=True, slots=True)
 class QueryChunks:
     """Chunks of consecutive queries of one span. `C` chunks, in the order of their queries; arrays are [C]."""
 
@@ -110,18 +96,21 @@ class QueryChunks:
 
 
 @dataclass(frozen=True, slots=True)
-class StepParts:
-    """A step split into shared parts and chunks. Every query is in one chunk; that chunk reads the query's own token."""
+class AttentionPlan:
+    """A step's attention, split into shared parts and chunks. Every query is in one chunk; that chunk reads the query's own token. `T` packed tokens."""
 
     num_tokens: int
+    block_size: int
     positions: Ints
-    """[T]"""
+    """[T] each token's position in its sequence."""
     ends: Ints
-    """[T] the last position that each token sees"""
+    """[T] the last position that each token sees: its own, except inside of some images"""
     kv_indices: Ints
-    """[T]"""
-    shared: list[SharedPart]
+    """[T] where in the pool each token's KV goes: block * block size + offset."""
+    shared: tuple[SharedPart, ...]
     chunks: QueryChunks
+    causal: tuple[CausalPart, ...] = ()
+    """The chunks in batches, for plain torch (`plan_attention`)."""
 
 
 def plan_attention(
@@ -131,13 +120,14 @@ def plan_attention(
     causal_chunk: int = CAUSAL_CHUNK,
     causal_scores: int = CAUSAL_SCORES,
 ) -> AttentionPlan:
-    """Returns the attention plan of spans that are in depth-first order."""
-    step = split_step(spans, block_size, shared_reads, causal_chunk)
-    causal = _causal(step, block_size, causal_scores)
-    return AttentionPlan(step.num_tokens, step.positions, step.kv_indices, tuple(step.shared), causal, block_size)
+    """Returns the attention plan of spans that are in depth-first order, with its chunks in batches."""
+    plan = split_step(spans, block_size, shared_reads, causal_chunk)
+    return replace(plan, causal=_causal(plan, causal_scores))
 
 
-def split_step(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: int, chunk: int = NO_LIMIT) -> StepParts:
+def split_step(
+    spans: Sequence[ScheduledSpan], block_size: int, shared_reads: int, chunk: int = NO_LIMIT
+) -> AttentionPlan:
     """Splits a step, whose spans are in depth-first order, into shared parts and chunks of at most `chunk` queries of one span."""
     sizes = np.array([w.stop - w.start for w in spans], dtype=np.int64)
     begins = np.cumsum(sizes) - sizes
@@ -164,7 +154,8 @@ def split_step(spans: Sequence[ScheduledSpan], block_size: int, shared_reads: in
         flat={i: flat[span] for i, span in enumerate(of.tolist()) if span in flat},
     )
     parts += _own_parts(chunks, block_size, shared_reads)
-    return StepParts(num_tokens, positions, seen, blocks * block_size + positions % block_size, parts, chunks)
+    kv_indices = blocks * block_size + positions % block_size
+    return AttentionPlan(num_tokens, block_size, positions, seen, kv_indices, tuple(parts), chunks)
 
 
 def _blocks_of(spans: Sequence[ScheduledSpan], entries: Ints, begins: list[int], long: list[int]) -> Ints:
@@ -265,9 +256,9 @@ def _own_parts(chunks: QueryChunks, block_size: int, shared_reads: int) -> list[
     return parts
 
 
-def _causal(step: StepParts, block_size: int, max_scores: int) -> tuple[CausalPart, ...]:
+def _causal(plan: AttentionPlan, max_scores: int) -> tuple[CausalPart, ...]:
     """Batches chunks of similar shape, so that padding at most doubles each dimension."""
-    chunks = step.chunks
+    chunks, block_size = plan.chunks, plan.block_size
     indices: list[list[int]] = [[] for _ in chunks.tables]
     for i, first, end in chunks.ranges(block_size):
         indices[i] += range(first, end)
@@ -281,15 +272,13 @@ def _causal(step: StepParts, block_size: int, max_scores: int) -> tuple[CausalPa
         N = max(len(indices[i]) for i in similar)
         size = max(1, max_scores // (L * N * block_size))
         for at in range(0, len(similar), size):
-            parts.append(_causal_batch(similar[at : at + size], indices, L, N, step, block_size))
+            parts.append(_causal_batch(similar[at : at + size], indices, L, N, plan))
     return tuple(parts)
 
 
-def _causal_batch(
-    batch: list[int], indices: list[list[int]], L: int, N: int, step: StepParts, block_size: int
-) -> CausalPart:
+def _causal_batch(batch: list[int], indices: list[list[int]], L: int, N: int, plan: AttentionPlan) -> CausalPart:
     """`L` queries and `N` blocks of each chunk of the batch; a chunk that has fewer is padded. `indices`: by chunk, the table entries that it reads."""
-    chunks = step.chunks
+    chunks, block_size = plan.chunks, plan.block_size
     first, end, start = (numbers[batch][:, None] for numbers in (chunks.q_starts, chunks.q_ends, chunks.starts))
     queries = first + np.arange(L)
     there = queries < end
@@ -299,9 +288,9 @@ def _causal_batch(
     blocks = np.array([table + more for table, more in zip(tables, padding, strict=True)], dtype=np.int64)
     offsets = np.arange(block_size)
     return CausalPart(
-        queries=np.where(there, queries, step.num_tokens),
+        queries=np.where(there, queries, plan.num_tokens),
         q_positions=np.where(there, start + np.arange(L), start),
-        q_ends=np.where(there, step.ends[np.minimum(queries, step.num_tokens - 1)], start),
+        q_ends=np.where(there, plan.ends[np.minimum(queries, plan.num_tokens - 1)], start),
         kv_indices=np.where(places < 0, 0, blocks[:, :, None] * block_size + offsets).reshape(len(batch), -1),
         k_positions=np.where(places < 0, PADDING, places * block_size + offsets).reshape(len(batch), -1),
     )

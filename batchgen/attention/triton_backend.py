@@ -136,13 +136,13 @@ class DeviceAttention:
         `tokens`: the padded size of the batch; padded places write no KV and give zeros. Raises `ValueError` if it is too small.
         """
         size = self._cache.block_size
-        split = split_step(spans, size, self._shared_reads)
-        count = split.num_tokens
+        plan = split_step(spans, size, self._shared_reads)
+        count = plan.num_tokens
         padded = count if tokens is None else tokens
         if not count <= padded <= self._max_tokens:
             raise ValueError(f"{count} tokens in a batch of {padded}, of at most {self._max_tokens}")
-        lists = work_list(spans, split, size, self._wide, self._narrow)
-        self.num_parts = len(split.shared) + 1
+        lists = work_list(spans, plan, self._wide, self._narrow)
+        self.num_parts = len(plan.shared) + 1
         parts = (lists.wide, lists.narrow, lists.blocks, lists.merge_starts, lists.merge_rows)
         wide, narrow, blocks, starts, rows, end = np.cumsum([self._lists, *(part.size for part in parts)]).tolist()
         self._reserve(end, lists.num_partials)
@@ -154,7 +154,7 @@ class DeviceAttention:
         staged[: len(header)] = header
         positions = staged[HEADER : HEADER + 2 * self._max_tokens].view(np.int64)
         kv_indices = staged[HEADER + 2 * self._max_tokens : self._lists]
-        for static, values, nothing in ((positions, split.positions, 0), (kv_indices, split.kv_indices, -1)):
+        for static, values, nothing in ((positions, plan.positions, 0), (kv_indices, plan.kv_indices, -1)):
             static[:count] = values
             static[count:] = nothing
         np.concatenate(

@@ -14,7 +14,7 @@ from itertools import chain
 
 import numpy as np
 
-from batchgen.attention.plan import Ints, QueryChunks, SharedPart, StepParts, repeated
+from batchgen.attention.plan import AttentionPlan, Ints, QueryChunks, SharedPart, repeated
 from batchgen.scheduling.batch import ScheduledSpan
 
 Q_START, Q_COUNT, BLOCK_TABLE, NUM_KEYS, FIRST_VISIBLE, POSITION, PARTIAL = range(7)
@@ -65,19 +65,19 @@ class WorkList:
     num_partials: int
 
 
-def work_list(spans: Sequence[ScheduledSpan], split: StepParts, block_size: int, wide: Lane, narrow: Lane) -> WorkList:
+def work_list(spans: Sequence[ScheduledSpan], plan: AttentionPlan, wide: Lane, narrow: Lane) -> WorkList:
     """Returns the items of a step that was split into one chunk for each span.
 
     A span that fills a wide tile by itself reads its whole block table: a shared part would save nothing and cost a merge.
     """
-    ranges = _Ranges(block_size)
-    own, whole = _own(spans, split.chunks, wide.tokens, ranges)
-    _shared(split, whole, ranges)
+    ranges = _Ranges(plan.block_size)
+    own, whole = _own(spans, plan.chunks, wide.tokens, ranges)
+    _shared(plan, whole, ranges)
     rows = np.concatenate([own, np.array(ranges.rows, dtype=np.int64).reshape(-1, own.shape[1])])
     few = rows[:, Q_COUNT] <= narrow.tokens
-    lanes = [_split(_tile(rows[of], lane.tokens), lane, block_size) for of, lane in ((~few, wide), (few, narrow))]
+    lanes = [_split(_tile(rows[of], lane.tokens), lane, plan.block_size) for of, lane in ((~few, wide), (few, narrow))]
     items = np.concatenate(lanes)
-    starts, merged = _merges(items, split.num_tokens)
+    starts, merged = _merges(items, plan.num_tokens)
     blocks = np.fromiter(chain.from_iterable(ranges.blocks), dtype=np.int64)
     return WorkList(items[: len(lanes[0])], items[len(lanes[0]) :], blocks, starts, merged, len(merged))
 
@@ -137,10 +137,10 @@ def _runs(flat: list[tuple[int, int]], first: int, end: int) -> list[tuple[int, 
     return runs
 
 
-def _shared(split: StepParts, whole: list[tuple[int, int]], ranges: _Ranges) -> None:
+def _shared(plan: AttentionPlan, whole: list[tuple[int, int]], ranges: _Ranges) -> None:
     """Adds the shared parts that several spans read, without the queries that read their own whole block table."""
-    starts, ends = split.chunks.q_starts.tolist(), split.chunks.q_ends.tolist()
-    for parts in _adjoining(split.shared, ranges.block_size):
+    starts, ends = plan.chunks.q_starts.tolist(), plan.chunks.q_ends.tolist()
+    for parts in _adjoining(plan.shared, ranges.block_size):
         q_start, q_end = parts[0].q_start, parts[0].q_end
         if ends[bisect_right(starts, q_start) - 1] >= q_end:
             continue  # read by one span alone, so `_own` has added it
@@ -149,7 +149,7 @@ def _shared(split: StepParts, whole: list[tuple[int, int]], ranges: _Ranges) -> 
             ranges.add(begin, end - begin, blocks, len(blocks) * ranges.block_size, ALL, parts[0].position)
 
 
-def _adjoining(parts: list[SharedPart], block_size: int) -> Iterator[list[SharedPart]]:
+def _adjoining(parts: Sequence[SharedPart], block_size: int) -> Iterator[list[SharedPart]]:
     """Groups the parts that differ only in their place in the pool."""
     together: list[SharedPart] = []
     for part in parts:

@@ -29,7 +29,7 @@ NARROW = Lane(tokens=1, programs=1, heads=1, min_keys=1 << 20)
 
 
 def listed(spans, block_size, wide=WIDE, narrow=NARROW, shared_reads=1):
-    return work_list(spans, split_step(spans, block_size, shared_reads, NO_LIMIT), block_size, wide, narrow)
+    return work_list(spans, split_step(spans, block_size, shared_reads, NO_LIMIT), wide, narrow)
 
 
 def columns(items):
