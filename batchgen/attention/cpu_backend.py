@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import contiguous_parts, repeated, split_step
-from batchgen.kernels.build import integers, library, pointers
+from batchgen.kernels.build import integers, kernel, pointers
 from batchgen.kernels.ops import Call, Heads
 from batchgen.scheduling.batch import ScheduledSpan
 
@@ -54,6 +54,8 @@ class _Layer(ctypes.Structure):
     """`Layer` of attention.cpp."""
 
     _fields_ = [
+        *pointers("plan"),
+        *integers("threads"),
         *integers("heads", "kv_heads", "size", "v_size", "num_blocks", "sliding_window"),
         *integers("q_head", "q_token", "k_head", "k_token", "v_head", "v_token"),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
@@ -61,20 +63,11 @@ class _Layer(ctypes.Structure):
     ]
 
 
-class _Attention(ctypes.Structure):
-    """`Attention` of attention.cpp."""
-
-    _fields_ = [
-        ("plan", ctypes.c_void_p), ("layer", ctypes.c_void_p), ("is_bfloat16", ctypes.c_int32), ("threads", ctypes.c_int32),
-    ]  # fmt: skip
-
-
 class PackedAttention:
     """The attention of a step as the model's layers call it: writes their KV, then attends by the plan."""
 
     def __init__(
         self,
-        library: ctypes.CDLL,
         spans: Sequence[ScheduledSpan],
         cache: KVCache,
         narrowed: tuple[int, NDArray[np.int64]] | None = None,
@@ -84,7 +77,6 @@ class PackedAttention:
         split = split_step(spans, size, SHARED_READS)
         self.positions = split.positions
         self.num_parts = len(split.shared) + 1
-        self._library = library
         self.cache = cache
         chunks, parts = split.chunks, list(split.shared)
         for i in [i for i in chunks.flat if chunks.q_ends[i] - chunks.q_starts[i] > 1]:
@@ -145,7 +137,7 @@ class PackedAttention:
         self, layer: int, heads: tuple[Heads, Heads, Heads], out: int, dtype: torch.dtype, options: LayerOptions
     ) -> LayerAttention:
         """Returns one layer's attention in any step with this cache, with the step's tokens at these places. `out`: address for the output [T, H, V]."""
-        return LayerAttention(self.cache, layer, heads, out, options, self._library, dtype)
+        return LayerAttention(self.cache, layer, heads, out, options, dtype)
 
     def take_over(self, prepared: LayerAttention) -> None:
         """Makes a layer's attention that of this step, which must be kept until it has run."""
@@ -163,26 +155,23 @@ class LayerAttention:
     """The kernel's arguments for one layer."""
 
     def __init__(
-        self, cache: KVCache, index: int, heads: tuple[Heads, Heads, Heads], out: int, options: LayerOptions,
-        library: ctypes.CDLL, dtype: torch.dtype,
+        self, cache: KVCache, index: int, heads: tuple[Heads, Heads, Heads], out: int, options: LayerOptions, dtype: torch.dtype
     ) -> None:  # fmt: skip
         q, k, v = heads
         self.index, self.causal = index, options.causal
         self.tile = max(1, TILE_ROWS * k.heads // q.heads)
         self._sinks = None if options.sinks is None else options.sinks.to(torch.float32).contiguous()
         self._layer = _Layer(
-            q.heads, k.heads, q.size, v.size, cache.num_blocks, options.sliding_window or 0,
+            None, 0, q.heads, k.heads, q.size, v.size, cache.num_blocks, options.sliding_window or 0,
             q.to_head, q.to_token, k.to_head, k.to_token, v.to_head, v.to_token,
             options.scale, options.softcap or 0.0, None if self._sinks is None else self._sinks.data_ptr(), q.at, k.at, v.at,
             cache.keys[index].data_ptr(), cache.values[index].data_ptr(), out,
         )  # fmt: skip
-        self._attention = _Attention(layer=ctypes.addressof(self._layer), is_bfloat16=dtype == torch.bfloat16)
-        self.call = Call(library.batchgen_attention, self._attention)
+        self.call = Call(kernel("attention", dtype), self._layer)
 
     def set_step(self, plan: int, wanted: int | None) -> None:
         """Sets what depends on the step: the addresses of its plan, and of a flag for each token if only some results are wanted."""
-        self._attention.plan, self._attention.threads = plan, torch.get_num_threads()
-        self._layer.wanted = wanted
+        self._layer.plan, self._layer.threads, self._layer.wanted = plan, torch.get_num_threads(), wanted
 
 
 def attend_to_first(
@@ -196,7 +185,7 @@ def attend_to_first(
     cache = KVCache(shapes, blocks, ENCODER_BLOCK, q.dtype)
     out = q.new_empty((tokens, len(q), v.shape[2]))
     heads = Heads.of(q), Heads.of(k), Heads.of(v)
-    layer = LayerAttention(cache, 0, heads, out.data_ptr(), options, library(), q.dtype)
+    layer = LayerAttention(cache, 0, heads, out.data_ptr(), options, q.dtype)
     places = np.arange(tokens, dtype=np.int32)
     ends = np.full(tokens, seen - 1, dtype=np.int32)
     shared = np.array([0, blocks, 0, tokens, 0], dtype=np.int32)  # all keys, for all queries

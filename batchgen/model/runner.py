@@ -157,7 +157,7 @@ class Runner:
         if self.model.kernels is not None:
             last = self.model.last_layer
             narrowed = None if last is None or _all_wanted(packed) else (last, packed.logits_places)
-            return PackedAttention(self.model.kernels, packed.spans, self.cache, narrowed)
+            return PackedAttention(packed.spans, self.cache, narrowed)
         plan = plan_attention(packed.spans, self.cache.block_size)
         return StepAttention(plan, self.cache)
 

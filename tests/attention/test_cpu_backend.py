@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.attention.base import LayerOptions
-from batchgen.attention.cpu_backend import PackedAttention, _Attention, _Layer, _Plan, storage
+from batchgen.attention.cpu_backend import PackedAttention, _Layer, _Plan, storage
 from batchgen.attention.kv_cache import KVCache, LayerShape
-from batchgen.kernels.build import NoKernels, library
+from batchgen.kernels.build import NoKernels, kernel, library
 from batchgen.model.loaded_model import with_blocks
 from support import simulation as sim
 from support.params import examples, slow_but
@@ -42,10 +42,8 @@ def written(kernels, keys, values, kv_indices, block_size):
     )  # fmt: skip
     unwanted = np.zeros(count, dtype=np.bool_)  # of no token, so that nothing is read
     what.wanted = unwanted.ctypes.data
-    attention = _Attention(
-        ctypes.addressof(plan), ctypes.addressof(what), keys.dtype == torch.bfloat16, torch.get_num_threads()
-    )
-    kernels.batchgen_attention(ctypes.byref(attention))
+    what.plan, what.threads = ctypes.addressof(plan), torch.get_num_threads()
+    kernel("attention", keys.dtype)(ctypes.byref(what))
     return cache
 
 
@@ -53,10 +51,10 @@ def compare(kernels, spans, block_size, **options):
     case = AttentionCase(spans, BLOCKS, block_size, **options)
     cache = written(kernels, case.keys[:, case.read], case.values[:, case.read], case.read.tolist(), block_size)
     inputs = 0, case.q_HTD, case.keys[:, case.own], case.values[:, case.own], case.options
-    got = PackedAttention(kernels, spans, cache)(*inputs)
+    got = PackedAttention(spans, cache)(*inputs)
     case.check(got)
     wanted = torch.rand(len(case.own), generator=torch.Generator().manual_seed(0)) < 0.3
-    narrowed = PackedAttention(kernels, spans, cache, (0, wanted.nonzero()[:, 0].numpy()))
+    narrowed = PackedAttention(spans, cache, (0, wanted.nonzero()[:, 0].numpy()))
     assert torch.equal(narrowed(*inputs)[wanted], got[wanted])
 
 
@@ -142,7 +140,7 @@ def test_values_that_are_no_numbers_reach_those_who_attend_to_them_alone(kernels
     values[0, 17, 2] = bad  # the second token of the second block
     cache = written(kernels, keys, values, range(20), 16)
     assert torch.isfinite(cache.values[0]).all()
-    attention = PackedAttention(kernels, [sim.scheduled([0, 1], 15, 19)], cache)
+    attention = PackedAttention([sim.scheduled([0, 1], 15, 19)], cache)
     out = attention(0, torch.ones(1, 4, 4, dtype=dtype), keys[:, 15:19], values[:, 15:19], LayerOptions(1.0))
     assert torch.equal(out[:2], torch.ones(2, 1, 4, dtype=dtype))
     assert out[2:].isnan().all()

@@ -33,10 +33,10 @@ def test_an_image_or_a_prompt_is_seen_whole_unless_the_layer_is_causal(
         attention = StepAttention(plan_attention(spans, 16), KVCache(layers, 1, 16, torch.float32))
     else:
         try:
-            kernels = library()
+            library()
         except NoKernels as e:
             pytest.skip(e.message)
-        attention = PackedAttention(kernels, spans, KVCache(storage(layers, torch.float32), 1, 16, torch.float32))
+        attention = PackedAttention(spans, KVCache(storage(layers, torch.float32), 1, 16, torch.float32))
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn((heads, 11, size), generator=generator) for heads, size in ((4, 8), (2, 8), (2, 16)))
     layer = LayerOptions(0.5, **options)

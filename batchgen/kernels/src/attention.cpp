@@ -64,7 +64,9 @@ struct Plan {  // a step; `_Plan` in cpu_backend.py is the same
     const int32_t* starts;     // position of each of these blocks' first key, rising within a chunk
 };
 
-struct Layer {  // `_Layer` in cpu_backend.py is the same
+struct Layer {  // a layer's attention in a step; `_Layer` in cpu_backend.py is the same
+    const Plan* plan;
+    int64_t threads;
     int64_t heads, kv_heads, size, v_size, num_blocks, sliding_window;  // sliding_window: 0 for none
     int64_t q_head, q_token, k_head, k_token, v_head, v_token;  // elements from one head, one token, to the next
     double scale, softcap;  // softcap 0: none
@@ -73,12 +75,6 @@ struct Layer {  // `_Layer` in cpu_backend.py is the same
     void *keys, *values;    // the layer's pool
     void* out;              // [num_tokens][heads][v_size]
     const uint8_t* wanted;  // [num_tokens] whether a query's row of `out` is wanted; null: all are
-};
-
-struct Attention {  // `_Attention` in cpu_backend.py is the same
-    const Plan* plan;
-    const Layer* layer;
-    int32_t is_bfloat16, threads;
 };
 
 INLINE int64_t words_of(int64_t n, int64_t per_word) { return (n + per_word - 1) / per_word; }
@@ -98,10 +94,10 @@ struct Part {  // keys of one group that a run of queries reads
 template <class E>
 class Tile {
    public:
-    Tile(const Plan& plan, const Layer& layer)
-        : plan_(plan), layer_(layer), group_(layer.heads / layer.kv_heads), words_(words_of(layer.size, E::per_word)),
-          width_(width_of(layer.v_size)), unit_(is_tiled && plan.block_size % 32 == 0 ? 32 : 16) {
-        int64_t rows = plan.tile * group_;
+    explicit Tile(const Layer& layer)
+        : plan_(*layer.plan), layer_(layer), group_(layer.heads / layer.kv_heads), words_(words_of(layer.size, E::per_word)),
+          width_(width_of(layer.v_size)), unit_(is_tiled && plan_.block_size % 32 == 0 ? 32 : 16) {
+        int64_t rows = plan_.tile * group_;
         q_.assign(rows * words_ * E::a_words, 0);
         scores_.resize(rows * ROW);
         sums_.resize(rows * width_);
@@ -587,10 +583,10 @@ class Tile {
 };
 
 template <class E>
-void attend(const Plan& plan, const Layer& layer, int threads) {
-    const int64_t tiles = words_of(plan.num_tokens, plan.tile);
-    in_parallel(tiles * layer.kv_heads, threads, [&](Tasks& tasks) {
-        Tile<E> tile(plan, layer);
+void attend(const Layer& layer) {
+    const int64_t tiles = words_of(layer.plan->num_tokens, layer.plan->tile);
+    in_parallel(tiles * layer.kv_heads, layer.threads, [&](Tasks& tasks) {
+        Tile<E> tile(layer);
         // Head by head, so that a part's keys of one head stay in the cache for the tiles below it.
         for (int64_t i; (i = tasks.take()) >= 0;) tile.run(i % tiles, i / tiles);
     });
@@ -618,18 +614,19 @@ INLINE void put_values(bf16* row, const bf16* v, int64_t count, int64_t half) {
 // A token whose values are not all finite gets a NaN key and values of 0. Then a query that attends to it gets NaN, and a query that masks
 // it does not (0 * NaN would be NaN), such as one of a later sequence in the same block.
 template <class E>
-void write(const Plan& plan, const Layer& layer, int threads) {
+void write(const Layer& layer) {
     typedef typename E::type T;
+    const Plan& plan = *layer.plan;
     constexpr int64_t U = E::per_word;
     const int64_t size = plan.block_size, words = words_of(layer.size, U), width = width_of(layer.v_size);
-    const int64_t pieces = std::min<int64_t>(plan.num_tokens, threads > 1 ? 4 * threads : 1);
+    const int64_t pieces = std::min<int64_t>(plan.num_tokens, layer.threads > 1 ? 4 * layer.threads : 1);
     // Neighbours that share words belong to one piece.
     const auto cut = [&](int64_t piece) {
         int64_t t = plan.num_tokens * piece / pieces;
         while (t > 0 && t < plan.num_tokens && plan.kv_indices[t] % U && plan.kv_indices[t - 1] + 1 == plan.kv_indices[t]) t++;
         return t;
     };
-    in_parallel(pieces, threads, [&](Tasks& tasks) {
+    in_parallel(pieces, layer.threads, [&](Tasks& tasks) {
         std::vector<T> key(words * U), zeros(layer.v_size);
         const std::vector<T> nan(words * U, sizeof(T) == 2 ? T(0x7fc0) : T(NAN));
         for (int64_t piece; (piece = tasks.take()) >= 0;)
@@ -650,8 +647,6 @@ void write(const Plan& plan, const Layer& layer, int threads) {
 
 }  // namespace
 
-// Writes the step's KV, then attends.
-EXPORT void batchgen_attention(const Attention* a) {
-    a->is_bfloat16 ? write<Bfloat>(*a->plan, *a->layer, a->threads) : write<Float>(*a->plan, *a->layer, a->threads);
-    a->is_bfloat16 ? attend<Tiled>(*a->plan, *a->layer, a->threads) : attend<Float>(*a->plan, *a->layer, a->threads);
-}
+// Write the step's KV, then attend.
+EXPORT void batchgen_attention_float32(const Layer* layer) { write<Float>(*layer), attend<Float>(*layer); }
+EXPORT void batchgen_attention_bfloat16(const Layer* layer) { write<Bfloat>(*layer), attend<Tiled>(*layer); }
