@@ -54,7 +54,7 @@ def test_the_figures_say_what_quantization_changes(tiny_model_dir, tmp_path, wri
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ["mamba", "jamba", "zamba", "recurrent_gemma"])
 def test_mixers_with_projections_of_their_own_are_quantized(name, packed):
-    made = quantize(prepare(build(name), kernels=kernels(), pack_linear=packed), [np.arange(40, dtype=np.int32)], {})
+    made = quantize(prepare(build(name), kernels=kernels(), int8=not packed), [np.arange(40, dtype=np.int32)], {})
     found = made.quantization
     assert found is not None
     places = [child for part in made.module.modules() for child in part.children() if isinstance(child, Int8Linear)]

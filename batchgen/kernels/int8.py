@@ -6,14 +6,14 @@ Both go from -127 to 127. Sums are exact, in 32 bits, so a row's result depends 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from batchgen.kernels.build import DTYPES, integers, kernel, library, pointers
 from batchgen.kernels.coded import Codes
-from batchgen.kernels.codes import Coding
+from batchgen.kernels.codes import Coding, PackedTensor
 from batchgen.kernels.isa import instruction_set
 from batchgen.kernels.ops import (
     Activation,
@@ -180,11 +180,11 @@ class Int8Linear(KernelLinear):
         scales = self.scales.flatten()[: self.out_features, None]
         return (values[:, : self.in_features] * scales).to(self.dtype)
 
-    @property
-    def bytes(self) -> int:
-        """Memory of the weights, scales and biases."""
-        parts = (self.weights, self.codes, self.scales, self.beginnings, self.biases)
-        return sum(part.nbytes for part in parts if part is not None)
+
+def stay_in_codes(weights: Iterable[torch.Tensor]) -> bool:
+    """Whether weights in 8 bits are the codes of these: some are packed in 4 bits, and `multiplies_codes`."""
+    in_4_bits = any(isinstance(weight, PackedTensor) and weight.coding.bits == 4 for weight in weights)
+    return in_4_bits and multiplies_codes()
 
 
 def multiplies_codes() -> bool:

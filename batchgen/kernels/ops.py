@@ -338,6 +338,28 @@ class KernelLinear(torch.nn.Module):
         self.gate = activation if isinstance(activation, Gating) else Gating(activation)
         self.activation = self.gate.activation
 
+    @property
+    def num_parts(self) -> int:
+        """Number of plain linear layers that it stands for: gate and up are two, of each expert."""
+        return max(1, self.experts) * (1 if self.activation is Activation.NONE else 2)
+
+    @property
+    def num_weights(self) -> int:
+        """Number of numbers in their weights."""
+        return self.num_parts * self.out_features * self.in_features
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the weights, with their scales, and of the biases."""
+        parts = (
+            self.weights,
+            self.codes,
+            self.biases,
+            getattr(self, "scales", None),
+            getattr(self, "beginnings", None),
+        )
+        return sum(part.nbytes for part in parts if part is not None)
+
     def rows_of(self, x: torch.Tensor) -> torch.Tensor:
         """Returns x as rows [R, K]. Raises `ValueError` if the layer does not take it."""
         if x.dtype != self.dtype or x.shape[-1] != self.in_features:
@@ -396,12 +418,6 @@ class PackedLinear(KernelLinear):
             experts=self.experts, starts=address_of(starts), alpha=self.gate.alpha, limit=self.gate.limit,
         )  # fmt: skip
         return Call(kernel("linear", self.dtype, self.kind), product)
-
-    @property
-    def bytes(self) -> int:
-        """Memory of the weights."""
-        packed: Any = self.weights if self.codes is None else self.codes
-        return int(packed.nbytes)
 
     @property
     def weight(self) -> torch.Tensor:

@@ -6,7 +6,6 @@ Codes of 4 bits (`coded`) stay what they are, and are multiplied in 8 bits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -24,62 +23,21 @@ TOLERANCE = 0.1
 """Largest allowed difference from a plain layer on random numbers, relative to the largest; 8 bits give 0.01 to 0.03."""
 
 
-@dataclass(frozen=True, slots=True)
-class Quantized:
-    """How much of a model's weights was packed."""
-
-    layers: int
-    """Linear layers in 8 bits."""
-    weights: int
-    """Numbers in their weights."""
-    all_weights: int
-    """Numbers in all weights of the model, with embedding and head."""
-    bytes: int
-    """Memory of all weights afterwards."""
-
-
-def quantize_linear(model: torch.nn.Module, scales: Mapping[str, torch.Tensor] | None = None) -> Quantized:
-    """Replaces the linear layers of a decoder's layers by layers in 8 bits, in place.
+def quantize_linear(model: torch.nn.Module, scales: Mapping[str, torch.Tensor] | None = None) -> Int8Packing:
+    """Replaces the linear layers of a decoder's layers by layers in 8 bits, in place. Returns what has packed them, with its figures.
 
     `scales` ([N] or [N, 1], by `from_layers` of a layer's name) belong to a checkpoint whose weights were whole numbers times scales:
     the same whole numbers come out. Embedding, head, shared weights and layers with few columns stay.
     """
     unfuse_layers(model)
-    all_weights = sum(p.numel() for p in model.parameters())
-    if any(isinstance(part, PackedLinear) for part in model.modules()):
-        return _quantize_packed(model)
     replace_parts(model, as_linear)
     packing = Int8Packing(model, scales or {})
+    replace_parts(model, packing.replacement)
     fuse_linear(model, packing)
     fuse_linear(model, Packing())  # the rest
     fuse_layers(model)
     fill_activations(model)
-    return Quantized(packing.layers, packing.weights, all_weights, _bytes(model))
-
-
-def _bytes(model: torch.nn.Module) -> int:
-    packed = sum(m.bytes for m in model.modules() if isinstance(m, Int8Linear | PackedLinear))
-    return packed + sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-def _quantize_packed(model: torch.nn.Module) -> Quantized:
-    """Does the same to a model whose linear layers are `PackedLinear`, of which some are codes."""
-    layers = weights = all_weights = 0
-    for name, parent in list(model.named_modules()):
-        for key, part in parent._modules.items():
-            if not isinstance(part, PackedLinear):
-                continue
-            parts = max(1, part.experts) * (1 if part.activation is Activation.NONE else 2)
-            all_weights += parts * part.out_features * part.in_features
-            inside = any(map(str.isdigit, name.split(".")))
-            if not inside or INT8_SMALL * part.out_features <= part.in_features or part.dtype not in DTYPES_PACKED:
-                continue
-            parent._modules[key] = in_8_bits(part)
-            layers += parts
-            weights += parts * part.out_features * part.in_features
-    all_weights += sum(p.numel() for p in model.parameters())
-    fuse_layers(model)
-    return Quantized(layers, weights, all_weights, _bytes(model))
+    return packing
 
 
 def in_8_bits(layer: PackedLinear) -> Int8Linear:
@@ -98,18 +56,30 @@ class Int8Packing(Packing):
 
     def __init__(self, model: torch.nn.Module, scales: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        named = {id(m): name for name, m in model.named_modules() if type(m) is torch.nn.Linear}
+        kinds = torch.nn.Linear, PackedLinear
+        named = {id(m): name for name, m in model.named_modules() if type(m) in kinds}
         self._names = {key: name for key, name in named.items() if any(map(str.isdigit, name.split(".")))}
         self._scales = scales
-        self.layers = 0
-        self.weights = 0
+        self.layers = self.weights = 0
+        """Linear layers that were packed, and the numbers in their weights."""
+        self.all_weights = sum(p.numel() for p in model.parameters())
+        """Numbers in all weights of the model, with embedding and head."""
+        self.all_weights += sum(part.num_weights for part in model.modules() if isinstance(part, PackedLinear))
 
     def can_pack(self, layer: torch.nn.Linear) -> bool:
-        return (
-            layer.weight.dtype in DTYPES_PACKED
-            and id(layer) in self._names
-            and INT8_SMALL * layer.out_features > layer.in_features
-        )
+        return layer.weight.dtype in DTYPES_PACKED and self._is_large(layer)
+
+    def _is_large(self, layer: torch.nn.Linear | PackedLinear) -> bool:
+        """Whether a layer is in a decoder layer, and has columns enough."""
+        return id(layer) in self._names and INT8_SMALL * layer.out_features > layer.in_features
+
+    def replacement(self, part: torch.nn.Module) -> Int8Linear | None:
+        """Returns a layer in 8 bits in the place of one that is packed already (`pack` makes the others); None for other modules."""
+        if not isinstance(part, PackedLinear) or not self._is_large(part):
+            return None
+        self.layers += part.num_parts
+        self.weights += part.num_weights
+        return in_8_bits(part)
 
     def pack(
         self,

@@ -20,6 +20,7 @@ from batchgen.errors import ModelError
 from batchgen.kernels.decoder_layers import fuse_layers, last_layer
 from batchgen.kernels.device_parts import fuse_on_device
 from batchgen.kernels.fusion import fuse_linear, fuse_small_parts
+from batchgen.kernels.int8 import stay_in_codes
 from batchgen.kernels.replacing import Around, Packing
 from batchgen.kernels.whole_vectors import fill_activations
 from batchgen.model.architectures import INDEXED, RECURRENT, VERIFIED_ON
@@ -36,11 +37,12 @@ def prepare(
     kernels: ctypes.CDLL | None = None,
     compile: str = "auto",
     *,
-    pack_linear: bool = True,
+    int8: bool = False,
     around: Around = nullcontext,
 ) -> LoadedModel:
-    """Gives a model batchgen's attention and, if there are any, kernels (`pack_linear`: for linear layers too). Raises `ModelError`.
+    """Gives a model batchgen's attention and, if there are any, kernels. Raises `ModelError`.
 
+    `int8`: `quantize` follows. It replaces the linear layers, which are packed before only if some stay in codes, and fills the activations.
     `around`: returns the context in which a part is packed.
     """
     register()
@@ -52,13 +54,14 @@ def prepare(
     spread = len({parameter.device for parameter in module.parameters()}) > 1
     on_device = device.type == "cuda" and not spread and compile != "on"  # torch.compile has kernels of its own
     recurrent = install(module)
+    pack_linear = not int8 or stay_in_codes(module.parameters())
     _change_parts(module, fuse=kernels is not None, pack_linear=pack_linear, around=around, on_device=on_device)
     probe, states, vocab_size = _probe(module, recurrent, device, spread)
     _settle_frequencies(module)
     _check_layers(module, probe, states)
     sizes = [kind.sliding_window for kind in probe.kinds if kind.sliding_window is not None]
     last = None if kernels is None else last_layer(module, probe.layers, states.layers)
-    if kernels is not None and pack_linear:  # else `quantize_linear` does, because it replaces layers
+    if kernels is not None and not int8:
         fill_activations(module)
     return LoadedModel(
         module=module,

@@ -22,7 +22,7 @@ from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
 from batchgen.kernels.codes import PackedTensor, free_scratch, reserve_scratch
-from batchgen.kernels.int8 import multiplies_codes
+from batchgen.kernels.int8 import stay_in_codes
 from batchgen.kernels.memory import drop_read_pages, give_freed_back
 from batchgen.kernels.ops import is_fast
 from batchgen.model.adapter import prepare
@@ -175,15 +175,14 @@ def load_model(
     int8 = config.quantize == "int8"
     if int8 and compiled is None:
         raise no_kernels(note)
-    in_codes = int8 and _stay_codes(config, device, packed_in(module))
     if tokenizer.head is not None:
         module = without_language_head(module, tokenizer.head)
     _give_freed_back(tokenizer.hf_config)
     if streamed is not None:
         streamed.choose(module)
     around = partial(_packed_part, config, streamed)
-    model = prepare(module, notes + note, compiled, config.compile, pack_linear=in_codes or not int8, around=around)
-    if compiled is not None and (in_codes or not int8):
+    model = prepare(module, notes + note, compiled, config.compile, int8=int8, around=around)
+    if compiled is not None:
         _unpack(module, config, device, streamed, fused=True)
     if int8:
         scales = checkpoint_scales(tokenizer.hf_config, weight_files(config)) if config.lora is None else {}
@@ -275,9 +274,8 @@ def _unpack(
 
 
 def _stay_codes(config: ModelConfig, device: torch.device, packed: Sequence[tuple[Any, str]]) -> bool:
-    """Whether our kernels multiply by packed weights (`packed_in`) as they are. `--quantize int8` does so if some have 4 bits."""
-    in_4_bits = any(getattr(part, name).coding.bits == 4 for part, name in packed)
-    whole = config.quantize == "none" or (in_4_bits and multiplies_codes())
+    """Whether our kernels multiply by packed weights (`packed_in`) as they are."""
+    whole = config.quantize == "none" or stay_in_codes(getattr(part, name) for part, name in packed)
     on_cpu = device.type == "cpu" and config.device_map is None
     return config.compile != "off" and whole and config.lora is None and is_fast() and on_cpu
 

@@ -26,7 +26,7 @@ def prepared(dtype=torch.float32, kind="llama", **changes):
 
 
 def in_8_bits(kind):
-    model = prepare(build(kind, **SHAPE), kernels=kernels(), pack_linear=False)
+    model = prepare(build(kind, **SHAPE), kernels=kernels(), int8=True)
     return quantize(model, [], {})
 
 
@@ -71,7 +71,7 @@ QUICK = [(*case, DTYPES[place % 2]) for place, case in enumerate(CASES)]
     ids=str,
 )
 def test_a_layer_in_one_call_gives_the_same_bits_as_its_separate_kernels(monkeypatch, dtype, kind, changes, int8):
-    model = prepare(build(kind, **(SHAPE | changes)).to(dtype), kernels=kernels(), pack_linear=not int8)
+    model = prepare(build(kind, **(SHAPE | changes)).to(dtype), kernels=kernels(), int8=int8)
     body = model.module.model
     if int8:
         assert quantize_linear(model.module).layers == (4 if kind == "phi3" else 7) * len(body.layers)
@@ -117,7 +117,7 @@ def test_a_model_with_int8_and_other_layers_runs_in_one_call(monkeypatch, plain)
     module = build("llama", **SHAPE)
     whole = {id(part) for part in module.model.layers[plain].modules()}
     monkeypatch.setattr(Int8Packing, "can_pack", lambda self, part: id(part) not in whole and can_pack(self, part))
-    model = prepare(module, kernels=kernels(), pack_linear=False)
+    model = prepare(module, kernels=kernels(), int8=True)
     assert quantize_linear(model.module).layers == 7
     assert [isinstance(layer.self_attn.o_proj, Int8Linear) for layer in module.model.layers] == [plain == 1, plain == 0]
     found = recorded_layers(monkeypatch)

@@ -28,6 +28,7 @@ from batchgen.scheduling.waiting import POLICIES
 from support.drafters import ForcedDrafter, known
 from support.models import build, engine_for, kernels, load_folder, make_requests, run
 from support.params import slow_but
+from support.quantized import make
 from support.shapes import SHAPES, VOCAB
 
 SHAPE = {
@@ -214,6 +215,12 @@ def test_a_row_of_a_job_equals_the_same_row_run_alone(name: str, dtype: torch.dt
 )
 def test_a_row_of_a_job_in_8_bits_equals_the_same_row_run_alone(name: str, tmp_path: Path) -> None:
     build(name).save_pretrained(tmp_path)
+    texts = [np.arange(3, 40, dtype=np.int32)]
+    check(load_folder(tmp_path, texts=texts, dtype="float32", quantize="int8"), 1, 8, 60)
+
+
+def test_a_row_of_a_job_in_8_bits_with_gates_in_codes_equals_the_same_row_run_alone(tmp_path: Path) -> None:
+    make("gptq in order", tmp_path, build("olmo_hybrid", linear_num_key_heads=8, linear_num_value_heads=8).bfloat16())
     texts = [np.arange(3, 40, dtype=np.int32)]
     check(load_folder(tmp_path, texts=texts, dtype="float32", quantize="int8"), 1, 8, 60)
 

@@ -16,7 +16,8 @@ from batchgen.attention.kv_cache import KVCache
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels.decoder_layers import last_layer
-from batchgen.kernels.quantization import Quantized, from_layers, quantize_linear
+from batchgen.kernels.ops import KernelLinear
+from batchgen.kernels.quantization import Int8Packing, from_layers, quantize_linear
 from batchgen.model.loaded_model import LoadedModel, with_blocks
 from batchgen.model.memory_budget import sequences_of
 from batchgen.model.runner import Runner
@@ -96,13 +97,13 @@ def quantize(model: LoadedModel, texts: Sequence[TokenArray], scales: dict[str, 
     began = time.perf_counter()
     texts = [text[-PROMPT_TOKENS:] for text in texts if len(text)][:TEXTS]
     whole, before = _continued(model, texts) if texts else ([], [])
-    made = quantize_linear(model.module, scales)
-    if not made.layers:
+    packing = quantize_linear(model.module, scales)
+    if not packing.layers:
         raise ModelError("--quantize int8: none of the model's linear layers can be packed in 8 bits", "leave it out")
     # Layers that could not run in one call before can now.
     last = last_layer(model.module, model.layers, model.states)
     after = _logits(model, whole) if whole else []
-    found = _compared(made, before, after, time.perf_counter() - began)
+    found = _compared(model.module, packing, before, after, time.perf_counter() - began)
     return replace(model, notes=(*model.notes, found.note), quantization=found.as_dict(), last_layer=last)
 
 
@@ -153,7 +154,7 @@ class _Steps:
 
 
 def _compared(
-    made: Quantized, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor], seconds: float
+    module: Any, packing: Int8Packing, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor], seconds: float
 ) -> Quantization:
     kl, equal, tokens = 0.0, 0, 0
     for plain, packed in zip(before, after, strict=True):
@@ -161,11 +162,12 @@ def _compared(
         kl += float((p.exp() * (p - q)).sum(-1).double().sum())
         equal += int((plain.argmax(-1) == packed.argmax(-1)).sum())
         tokens += len(plain)
+    held = sum(part.bytes for part in module.modules() if isinstance(part, KernelLinear))
     return Quantization(
         method="int8",
-        layers=made.layers,
-        weights=round(made.weights / made.all_weights, 6),
-        weight_bytes=made.bytes,
+        layers=packing.layers,
+        weights=round(packing.weights / packing.all_weights, 6),
+        weight_bytes=held + sum(p.numel() * p.element_size() for p in module.parameters()),
         rows=len(before),
         tokens=tokens,
         mean_kl=max(0.0, round(kl / tokens, 6)) if tokens else None,  # rounding can make the sum negative
