@@ -1,4 +1,4 @@
-"""The experts of a mixture on the kernels for the CPU, and the linear layers of its router.
+"""The experts of a mixture on the kernels for the CPU.
 
 The rows of a step lie in the order of their experts, whose weights follow each other. A row's result does not depend on the rows beside it, so
 a mixture's tokens are the same whatever the batch. Most mixtures of transformers are written in one way, which its
@@ -12,16 +12,14 @@ import ctypes
 from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
-from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 
-from batchgen.kernels.build import DTYPES, integers, kernel, library, pointers
+from batchgen.kernels.build import integers, kernel, library, pointers
 from batchgen.kernels.codes import PackedTensor
-from batchgen.kernels.ops import Activation, Gating, KernelLinear, fits, is_fast, linear
+from batchgen.kernels.ops import Activation, Gating, KernelLinear
 from batchgen.kernels.recognition import Code, code_of
-from batchgen.kernels.renaming import Replaced, names_in, with_names
 from batchgen.kernels.replacing import ACTIVATIONS, Packing, is_plain, known_code, own_forward
 
 
@@ -274,36 +272,3 @@ _OTHER_EXPERTS: dict[Code | None, Callable[[Any, Counter[int], Packing], torch.n
 
 def _are_plain(weights: list[Any], shared: Counter[int]) -> bool:
     return all(weight is not None and is_plain(weight) and shared[id(weight)] == 1 for weight in weights)
-
-
-def _linear_by_kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes what torch's linear layer does, if possible with a kernel."""
-    known = weight.dtype in DTYPES and fits(weight) and weight.is_contiguous() and weight.dim() == 2
-    if known and x.dtype == weight.dtype and x.device.type == "cpu":
-        return linear(x, weight, bias)
-    return torch.nn.functional.linear(x, weight, bias)
-
-
-def fuse_functional(model: torch.nn.Module) -> None:
-    """Gives routers and other modules that call `functional.linear` a copy of their forward in which it is a kernel: torch's result for a
-    row depends on the rows beside it.
-    """
-    for module in model.modules() if is_fast() else ():
-        forward: Any = None if type(module).__module__.startswith("torch.") else own_forward(module)
-        stand_ins = {} if forward is None else _stand_ins(module, forward)
-        if stand_ins:
-            module.forward = MethodType(with_names(forward, stand_ins), module)
-
-
-def _stand_ins(module: Any, forward: Any) -> dict[str, Any]:
-    """Returns what names in a module's forward must mean for its linear layer to be a kernel; nothing if it calls no such function."""
-    names = names_in(forward)
-    if "super" in names and isinstance(module, torch.nn.Linear):  # it is the layer itself (PhiMoE, Llama 4)
-        layer = SimpleNamespace(forward=lambda x: _linear_by_kernel(x, module.weight, module.bias))
-        return {"super": lambda: layer}
-    found = {name: forward.__globals__.get(name) for name in names & {"F", "nn"} if "linear" in names}
-    if found.get("F") is not torch.nn.functional and found.get("nn") is not torch.nn:
-        return {}
-    functional = Replaced(torch.nn.functional, linear=_linear_by_kernel)
-    stand_ins = {"F": functional, "nn": Replaced(torch.nn, functional=functional)}
-    return {name: stand_ins[name] for name, value in found.items() if value is not None}

@@ -17,7 +17,7 @@ from batchgen.kernels import recurrent
 from batchgen.kernels.build import DTYPES
 from batchgen.kernels.coded import PartsInPanels
 from batchgen.kernels.codes import PackedTensor
-from batchgen.kernels.experts import experts_on_kernels, fuse_functional
+from batchgen.kernels.experts import experts_on_kernels
 from batchgen.kernels.ops import (
     SharedLinear,
     cos_and_sin,
@@ -66,7 +66,6 @@ def fuse_linear(model: torch.nn.Module, packing: Packing) -> None:
         shared = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
         replace_parts(model, lambda part: _mlp(part, shared, packing), packing.around)
         replace_parts(model, lambda part: experts_on_kernels(part, shared, packing), packing.around)
-        fuse_functional(model)
         replace_parts(model, _patches)
         replace_parts(model, lambda part: _linear(part, shared, packing), packing.around)
 

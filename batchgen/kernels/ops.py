@@ -470,6 +470,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return y
 
 
+def linear_if_known(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Computes what torch's `functional.linear` does, with the kernel if it takes these tensors and is fast here."""
+    known = weight.dtype in DTYPES and fits(weight) and weight.is_contiguous() and weight.dim() == 2 and is_fast()
+    ours = type(weight) in (torch.Tensor, torch.nn.Parameter, PackedTensor)
+    if known and ours and x.dtype == weight.dtype and x.device.type == "cpu":
+        return linear(x, weight, bias)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
 def _in_words(rows: torch.Tensor) -> torch.Tensor:
     """Returns rows [R, K], as a copy unless each begins at a word and its numbers are adjacent."""
     return rows.contiguous() if rows.stride(1) != 1 or rows.stride(0) * rows.itemsize % 4 else rows

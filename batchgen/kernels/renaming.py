@@ -12,17 +12,6 @@ def names_in(function: Any) -> frozenset[str]:
     return frozenset(getattr(getattr(function, "__code__", None), "co_names", ()))
 
 
-class Replaced:
-    """A module of Python of which some attributes have other values."""
-
-    def __init__(self, plain: Any, **own: Any) -> None:
-        self._plain = plain
-        vars(self).update(own)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._plain, name)
-
-
 def with_names(function: Any, names: Mapping[str, Any]) -> Callable[..., Any]:
     """Returns a copy of a function in whose code the global `names` have other values.
 

@@ -1,7 +1,8 @@
-"""Torch's activations on a CPU, with the same bits for a number wherever it lies in a tensor.
+"""What the forwards of a model call of torch, on a CPU, with the same bits for a row whatever is beside it: activations and linear functions.
 
 Torch computes a tensor in vectors, and what is left over at its end and at the ends of the threads' parts number by number, which rounds otherwise
-(float32: one of 10 to 30 numbers). So a row's bits would depend on the rows beside it. Here tensors are filled up until nothing is left over.
+(float32: one of 10 to 30 numbers). Here tensors are filled up until nothing is left over. Torch's products of a row depend on the number of rows;
+ours do not. Routers of mixtures call `functional.linear`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from batchgen.kernels.renaming import Replaced, names_in, with_names
+from batchgen.kernels.ops import linear_if_known
+from batchgen.kernels.renaming import names_in, with_names
 
 STEP = 64
 """Numbers that torch's loops take at a time: two vectors of at most 32."""
@@ -24,7 +26,7 @@ GRAIN = 1 << 15
 ALL_THREADS = 0x6000
 """but GELU is computed by all of them from so many on."""
 _FUNCTIONS = {name: getattr(functional, name) for name in ("sigmoid", "softplus", "silu", "gelu", "logsigmoid")}
-_METHODS = (torch.Tensor.sigmoid,)
+_NAMES = frozenset({*_FUNCTIONS, "linear"})
 _MOVES = frozenset(
     (torch.split, *(getattr(torch.Tensor, name) for name in ("__getitem__", "float", "reshape", "split", "to", "type", "view")))
 )  # fmt: skip
@@ -61,18 +63,21 @@ def _missing(count: int) -> int:
 
 
 def fill_activations(model: torch.nn.Module) -> None:
-    """Makes what a model calls of these functions fill up its tensors. Nothing may replace its forwards later."""
+    """Makes a model's forwards call ours in the place of these functions. Nothing may replace the forwards later."""
     module: Any
     for module in reversed(list(model.modules())):  # a layer's own forward before what is done with its output
         if type(module).__module__ in _ACTIVATIONS and not isinstance(module, _NOT_ELEMENTWISE):
             module.forward = partial(filled, module.forward)
+            continue
+        if type(module).__module__.startswith("torch."):
             continue
         for name, value in list(vars(module).items()):
             if any(value is function for function in _FUNCTIONS.values()):
                 setattr(module, name, partial(filled, value))
         calling = list(_calling(module))
         for name, function in calling:
-            setattr(module, name, MethodType(with_names(function, _fillers(function)), module))
+            if ours := _ours(function, module):
+                setattr(module, name, MethodType(with_names(function, ours), module))
         for layer in [layer for name, layer in module.named_children() if calling and name in _GATES]:
             layer.forward = partial(_marked, layer.forward)
 
@@ -89,23 +94,36 @@ def _calling(module: Any) -> Iterator[tuple[str, FunctionType]]:
         names = names_in(function)
         todo += sorted(names - seen)
         seen |= names
-        if not names.isdisjoint(_FUNCTIONS):
+        if not names.isdisjoint(_NAMES) or ("super" in names and isinstance(module, torch.nn.Linear)):
             yield name, function
 
 
-def _fillers(function: FunctionType) -> dict[str, Any]:
-    """Returns what names in a function's code must mean for its activations to be `filled`."""
-    known = function.__globals__
-    nn = known.get("nn", torch.nn)
-    fillers = {"F": _with_ours(known.get("F", functional)), "nn": Replaced(nn, functional=_with_ours(nn.functional))}
-    fillers["torch"] = Replaced(torch, nn=fillers["nn"], sigmoid=partial(filled, torch.sigmoid))
-    return {name: fillers[name] for name in fillers.keys() & known.keys() & names_in(function)}
+def _ours(function: FunctionType, module: Any) -> dict[str, Any]:
+    """Returns what names in a function's code must mean for it to call our functions."""
+    names = names_in(function)
+    fills = not names.isdisjoint(_FUNCTIONS)
+    linear = partial(_marked, linear_if_known) if fills else linear_if_known
+    ours = _Replaced(functional, linear=linear, **{name: partial(filled, plain) for name, plain in _FUNCTIONS.items()})
+    nn = _Replaced(torch.nn, functional=ours)
+    stand_ins = {"F": ours, "nn": nn, "torch": _Replaced(torch, nn=nn, sigmoid=partial(filled, torch.sigmoid))}
+    plain = {"F": functional, "nn": torch.nn} | ({"torch": torch} if fills else {})
+    known = {name for name in names & plain.keys() if function.__globals__.get(name) is plain[name]}
+    found: dict[str, Any] = {name: stand_ins[name] for name in known}
+    if "super" in names and isinstance(module, torch.nn.Linear):  # routers of PhiMoE and Llama 4
+        layer = SimpleNamespace(forward=lambda x: linear_if_known(x, module.weight, module.bias))
+        found["super"] = lambda: layer
+    return found
 
 
-def _with_ours(plain: Any) -> Replaced:
-    """`plain` is `torch.nn.functional`, or what stands for it already."""
-    ours = {name: partial(filled, function) for name, function in _FUNCTIONS.items()}
-    return Replaced(plain, linear=partial(_marked, plain.linear), **ours)
+class _Replaced:
+    """A module of Python of which some attributes have other values."""
+
+    def __init__(self, plain: Any, **own: Any) -> None:
+        self._plain = plain
+        vars(self).update(own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
 
 
 class _Marked(torch.Tensor):
@@ -116,7 +134,7 @@ class _Marked(torch.Tensor):
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if function in _METHODS:
+            if function is torch.Tensor.sigmoid:
                 return filled(function, *args, **(kwargs or {}))
             out = function(*args, **(kwargs or {}))
             if function not in _MOVES:

@@ -8,6 +8,7 @@ import torch
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.experts import FusedExperts, LinearOfExperts
 from batchgen.kernels.ops import Activation
+from batchgen.kernels.whole_vectors import fill_activations
 from support.codings import CODINGS, SIZE, bits_of, weight_of
 from support.fusing import fuse
 from support.models import build
@@ -89,6 +90,7 @@ def test_linear_layers_of_experts_are_replaced_and_the_logits_stay_the_same() ->
 def test_what_experts_give_for_a_token_does_not_depend_on_other_tokens(dtype: torch.dtype) -> None:
     model = build("gpt_oss").to(dtype)
     fuse(model)
+    fill_activations(model)
     mlp: Any = next(part for part in model.modules() if isinstance(getattr(part, "experts", None), FusedExperts))
     x = torch.randn(1, 40, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(dtype)
     together = mlp(x)[0]
@@ -111,6 +113,7 @@ def test_an_expert_that_does_not_exist_is_an_error() -> None:
 def test_the_logits_of_a_router_depend_on_no_other_row(name: str) -> None:
     model = build(name)
     fuse(model)
+    fill_activations(model)
     router: Any = next(module for module in model.modules() if "Router" in type(module).__name__)
     x = torch.randn(9, router.weight.shape[1], generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():

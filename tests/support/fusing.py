@@ -20,7 +20,7 @@ KINDS = {
     Int8Linear: "linear layers", PackedLinear: "linear layers", SharedLinear: "linear layers",
 }  # fmt: skip
 FORWARDS = {
-    "Attention": "rotary embeddings", "DecoderLayer": "decoder layers", "Embedding": "embeddings", "Router": "routers",
+    "Attention": "rotary embeddings", "DecoderLayer": "decoder layers", "Embedding": "embeddings",
     "RotaryEmbedding": "tables of cos and sin",
 }  # fmt: skip
 """By the end of the class's name, the parts that keep their class and get a forward."""
