@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,11 +14,10 @@ from batchgen.model.cuda_graphs import full_steps_pay
 from batchgen.model.loaded_model import LoadedModel
 from batchgen.model.runner import Runner
 from batchgen.process.machine import free_host_memory
-from batchgen.request import Leaf, Request, TokenArray, leaves_of
+from batchgen.request import Leaf, Request
 from batchgen.sampling.sampler import AT_ONCE
-from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import Limits, ScheduledBatch, ScheduledSpan
-from batchgen.scheduling.sequence import AFTER_NODES, GenerationSequence
+from batchgen.scheduling.rehearsal import sequences_of
 from batchgen.scheduling.sizes import (
     AUTO_SHARE,
     MemoryShare,
@@ -62,32 +60,6 @@ def largest_spans(limits: Limits, block_size: int) -> list[ScheduledSpan]:
         ScheduledSpan(sequence, 0, size, size - 1)
         for sequence, size in zip(sequences_of(texts, sizes, block_size), sizes, strict=True)
     ]
-
-
-def sequences_of(texts: Sequence[TokenArray], sizes: Sequence[int], block_size: int) -> list[GenerationSequence]:
-    """Returns a sequence for each text, with its own blocks for `sizes` tokens. Blocks are numbered from 0."""
-    requests = [
-        Request(
-            row=row,
-            tokens=text,
-            params=SamplingParams(max_tokens=1),
-            max_tokens=1,
-            key=row.to_bytes(16, "little"),
-        )
-        for row, text in enumerate(texts)
-    ]
-    leaves = leaves_of(requests)
-    sequences: list[GenerationSequence] = []
-    block = 0
-    for i, (leaf, size) in enumerate(zip(leaves, sizes, strict=True)):
-        table = list(range(block, block - (-size // block_size)))
-        block += len(table)
-        sequence = GenerationSequence(
-            window=0, place=(i, AFTER_NODES), parent=None, start=0, table=table, computed=0, leaf=leaf, index=i, stops=None,
-            sampler_index=i, state_slot=i,
-        )  # fmt: skip
-        sequences.append(sequence)
-    return sequences
 
 
 STEP_SHARE = 0.5

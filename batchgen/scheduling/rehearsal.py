@@ -15,7 +15,7 @@ from batchgen.scheduling.batch import Limits, ScheduledBatch, StepOutput, StepSi
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.block_pool import BlockPool
 from batchgen.scheduling.scheduler import Scheduler, StepLoop
-from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span, Stops
+from batchgen.scheduling.sequence import AFTER_NODES, GenerationSequence, PrefixNodeSpan, Span, Stops
 from batchgen.scheduling.waiting import Policy
 
 MAX_STEPS = 20_000
@@ -97,12 +97,7 @@ def scheduler_of(
 
     Each completion has `max_tokens` tokens. A step has at most `prefill_tokens` tokens of prompts.
     """
-    params = SamplingParams(max_tokens=max_tokens)
-    requests = [
-        Request(row=row, tokens=tokens, params=params, max_tokens=max_tokens, key=row.to_bytes(16, "little"))
-        for row, tokens in enumerate(prompts)
-    ]
-    leaves = leaves_of(requests)
+    leaves = _leaves(prompts, max_tokens)
     blocks = 2 * sum(-(-(len(tokens) + max_tokens) // block_size) for tokens in prompts)
     state_slots = BlockPool(num_state_slots) if num_state_slots else None
     manager = BlockManager(BlockPool(blocks), block_size, sliding_window, 0, state_slots)
@@ -111,6 +106,30 @@ def scheduler_of(
     plan = plan_prefixes(prompts, block_size, share=share)
     scheduler.load([leaves[i] for i in plan.order], plan)
     return scheduler
+
+
+def sequences_of(texts: Sequence[TokenArray], sizes: Sequence[int], block_size: int) -> list[GenerationSequence]:
+    """Returns a sequence for each text, with its own blocks for `sizes` tokens. Blocks are numbered from 0."""
+    sequences: list[GenerationSequence] = []
+    block = 0
+    for i, (leaf, size) in enumerate(zip(_leaves(texts, 1), sizes, strict=True)):
+        table = list(range(block, block - (-size // block_size)))
+        block += len(table)
+        sequence = GenerationSequence(
+            window=0, place=(i, AFTER_NODES), parent=None, start=0, table=table, computed=0, leaf=leaf, index=i, stops=None,
+            sampler_index=i, state_slot=i,
+        )  # fmt: skip
+        sequences.append(sequence)
+    return sequences
+
+
+def _leaves(prompts: Sequence[TokenArray], max_tokens: int) -> list[Leaf]:
+    """Returns the leaves of rows 0, 1, … with these prompts."""
+    params = SamplingParams(max_tokens=max_tokens)
+    return leaves_of(
+        Request(row=row, tokens=tokens, params=params, max_tokens=max_tokens, key=row.to_bytes(16, "little"))
+        for row, tokens in enumerate(prompts)
+    )
 
 
 def row_of(scheduler: Scheduler, span: Span) -> int:

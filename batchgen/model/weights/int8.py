@@ -19,11 +19,11 @@ from batchgen.kernels.decoder_layers import last_layer
 from batchgen.kernels.ops import KernelLinear
 from batchgen.kernels.quantization import Int8Packing, from_layers, quantize_linear
 from batchgen.model.loaded_model import LoadedModel, with_blocks
-from batchgen.model.memory_budget import sequences_of
 from batchgen.model.runner import Runner
 from batchgen.model.weights.quantized import is_int8, quant_method
 from batchgen.request import TokenArray
 from batchgen.scheduling.batch import Limits, ScheduledBatch, ScheduledSpan
+from batchgen.scheduling.rehearsal import sequences_of
 from batchgen.state.cache import StateCache
 from batchgen.stats import counted
 
