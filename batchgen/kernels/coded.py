@@ -182,9 +182,9 @@ class Codes:
         found = part.transpose(1, 2).flatten(0, 1)[:rows].contiguous()
         return found.view(torch.uint8) if name.startswith("plane") else found
 
-    def unpacked(self, rows: int | None) -> torch.Tensor:
-        """Returns the first rows of one weight, unpacked; for None, all rows of the panels."""
-        return PackedTensor(self.coding, {name: self.part(name, rows) for name in self.parts}, self._dtype).unpacked()
+    def unpacked(self) -> torch.Tensor:
+        """Returns the numbers of all rows of the panels."""
+        return PackedTensor(self.coding, {name: self.part(name, None) for name in self.parts}, self._dtype).unpacked()
 
 
 class PartsInPanels(Mapping[str, torch.Tensor]):

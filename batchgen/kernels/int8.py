@@ -167,18 +167,11 @@ class Int8Linear(KernelLinear):
         )  # fmt: skip
         return Call(kernel("linear_int8", self._kernel_dtype), product)
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """The weight [N, K] of the plain layer, unpacked at each call, for models that read it."""
-        if self.codes is not None:
-            return self.codes.unpacked(self.out_features)
-        assert self.weights is not None
-        words = self.weights.transpose(1, 2).flatten(0, 1)[: self.out_features].contiguous()
+    def unpacked(self, words: torch.Tensor) -> torch.Tensor:
         values = words.view(torch.int8)
         if library().batchgen_int8_bytes() == 2:
             values = values.view(-1, 4)[:, [0, 2, 1, 3]].view(values.shape)
-        scales = self.scales.flatten()[: self.out_features, None]
-        return (values[:, : self.in_features] * scales).to(self.dtype)
+        return (values[:, : self.in_features] * self.scales.flatten()[:, None]).to(self.dtype)
 
 
 def stay_in_codes(weights: Iterable[torch.Tensor]) -> bool:

@@ -47,6 +47,14 @@ class Heads(NamedTuple):
         return cls(x_HTD.data_ptr(), x_HTD.shape[0], x_HTD.shape[2], x_HTD.stride(0), x_HTD.stride(1))
 
 
+def are_known(first: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether the kernels read these tensors: all have the same type, one of `DTYPES`, and are on a CPU."""
+    dtype, known = first.dtype, first.is_cpu
+    for x in others:
+        known = known and x.dtype == dtype and x.is_cpu
+    return known and dtype in DTYPES
+
+
 class Calls:
     """Calls of kernels, which the library runs in this order."""
 
@@ -145,13 +153,7 @@ def add_rows(x: torch.Tensor, more: torch.Tensor, by: float = 1.0) -> torch.Tens
 
 def can_add(x: torch.Tensor, more: torch.Tensor) -> bool:
     """Whether `add_rows` accepts these."""
-    return (
-        x.dtype == more.dtype
-        and x.dtype in DTYPES
-        and x.shape == more.shape
-        and x.is_contiguous()
-        and more.is_contiguous()
-    )
+    return are_known(x, more) and x.shape == more.shape and x.is_contiguous() and more.is_contiguous()
 
 
 def row_maximum(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -225,7 +227,7 @@ def rotate(
 
     The first R elements of each head are rotated. Each product is rounded to the type of cos and sin: that of q, or float32.
     """
-    if not can_rotate(q, k, cos, sin) or q.dtype not in DTYPES or q.device.type != "cpu":
+    if not can_rotate(q, k, cos, sin) or not are_known(q):
         return None
     (_, heads, tokens, size), kv_heads = q.shape, k.shape[1]
     q_out = torch.empty((1, tokens, heads, size), dtype=q.dtype)
@@ -360,6 +362,28 @@ class KernelLinear(torch.nn.Module):
         )
         return sum(part.nbytes for part in parts if part is not None)
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight [N, K] of the plain layer, unpacked at each call, for models that read it."""
+        return self.plain()[0]
+
+    def plain(self) -> list[torch.Tensor]:
+        """Returns what the layer was made of, unpacked: one weight [N, K] ([E, N, K] of experts), or gate and up."""
+        if self.codes is not None:
+            rows = self.codes.unpacked()
+        else:
+            assert self.weights is not None
+            rows = self.unpacked(self.weights.transpose(1, 2).flatten(0, 1).contiguous())
+        parts = 1 if self.activation is Activation.NONE else 2
+        width = library().batchgen_linear_panel() // parts
+        rows = rows.view(max(1, self.experts), -1, parts, width, self.in_features)
+        found = [rows[:, :, i].flatten(1, 2)[:, : self.out_features] for i in range(parts)]
+        return found if self.experts else [weight[0] for weight in found]
+
+    def unpacked(self, words: torch.Tensor) -> torch.Tensor:
+        """Returns the numbers of all columns of the panels, of the words of `weights` in this order."""
+        raise NotImplementedError
+
     def rows_of(self, x: torch.Tensor) -> torch.Tensor:
         """Returns x as rows [R, K]. Raises `ValueError` if the layer does not take it."""
         if x.dtype != self.dtype or x.shape[-1] != self.in_features:
@@ -419,24 +443,8 @@ class PackedLinear(KernelLinear):
         )  # fmt: skip
         return Call(kernel("linear", self.dtype, self.kind), product)
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """The weight [N, K] of the plain layer, unpacked at each call, for models that read it."""
-        return self.plain()[0]
-
-    def plain(self) -> list[torch.Tensor]:
-        """Returns what the layer was made of, unpacked: one weight [N, K] ([E, N, K] of experts), or gate and up."""
-        if self.codes is not None:
-            rows = self.codes.unpacked(None)
-        else:
-            assert self.weights is not None
-            words = self.weights.transpose(1, 2).reshape(-1, self.words)
-            rows = words.contiguous().view(self._weight_dtype).to(self.dtype)
-        parts = 1 if self.activation is Activation.NONE else 2
-        width = library().batchgen_linear_panel() // parts
-        rows = rows.view(max(1, self.experts), -1, parts, width, self.in_features)
-        found = [rows[:, :, i].flatten(1, 2)[:, : self.out_features] for i in range(parts)]
-        return found if self.experts else [weight[0] for weight in found]
+    def unpacked(self, words: torch.Tensor) -> torch.Tensor:
+        return words.view(self._weight_dtype).to(self.dtype)
 
 
 class SharedLinear(torch.nn.Module):
@@ -472,9 +480,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def linear_if_known(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Computes what torch's `functional.linear` does, with the kernel if it takes these tensors and is fast here."""
-    known = weight.dtype in DTYPES and fits(weight) and weight.is_contiguous() and weight.dim() == 2 and is_fast()
-    ours = type(weight) in (torch.Tensor, torch.nn.Parameter, PackedTensor)
-    if known and ours and x.dtype == weight.dtype and x.device.type == "cpu":
+    plain = type(weight) in (torch.Tensor, torch.nn.Parameter, PackedTensor)
+    if plain and are_known(x, weight) and fits(weight) and weight.is_contiguous() and weight.dim() == 2 and is_fast():
         return linear(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from batchgen.kernels.build import DTYPES, integers, kernel, pointers
-from batchgen.kernels.ops import Activation, address_of
+from batchgen.kernels.build import integers, kernel, pointers
+from batchgen.kernels.ops import Activation, address_of, are_known
 
 ACTIVATIONS = {None: Activation.NONE, "silu": Activation.SILU, "swish": Activation.SILU}
 """By the names of transformers."""
@@ -82,12 +82,7 @@ def can_convolve(
     x_TC: torch.Tensor, weight_KC: torch.Tensor, bias_C: torch.Tensor | None, activation: str | None, states: torch.Tensor
 ) -> bool:  # fmt: skip
     """Whether the kernel has this convolution."""
-    parts = (x_TC, weight_KC, states) if bias_C is None else (x_TC, weight_KC, states, bias_C)
-    return (
-        all(part.dtype == x_TC.dtype and part.device.type == "cpu" for part in parts)
-        and x_TC.dtype in DTYPES
-        and activation in ACTIVATIONS
-    )
+    return are_known(x_TC, weight_KC, states, *([] if bias_C is None else [bias_C])) and activation in ACTIVATIONS
 
 
 def convolve(
@@ -104,11 +99,6 @@ def convolve(
     )  # fmt: skip
     kernel("convolve", x_TC.dtype)(ctypes.byref(what))
     return out
-
-
-def can_run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether `delta_rule` and `mamba2` take these tensors."""
-    return q.dtype in DTYPES and all(x.dtype == q.dtype and x.device.type == "cpu" for x in (q, k, v))
 
 
 def delta_rule(
@@ -186,15 +176,9 @@ def _scan(
     return out
 
 
-def can_gated_norm(x: torch.Tensor, gate: torch.Tensor | None) -> bool:
+def can_gated_norm(x: torch.Tensor, gate: torch.Tensor) -> bool:
     """Whether `gated_norm` takes these tensors."""
-    return (
-        gate is not None
-        and gate.shape == x.shape
-        and x.dtype in DTYPES
-        and gate.dtype in (x.dtype, torch.bfloat16)
-        and x.device.type == gate.device.type == "cpu"
-    )
+    return are_known(x) and are_known(gate) and gate.shape == x.shape and gate.dtype in (x.dtype, torch.bfloat16)
 
 
 def gated_norm(
@@ -218,12 +202,7 @@ def gated_norm(
 
 def can_gate(x: torch.Tensor, gate: torch.Tensor) -> bool:
     """Whether `sigmoid_gate` takes these tensors."""
-    return (
-        x.shape == gate.shape
-        and x.dtype == gate.dtype
-        and x.dtype in DTYPES
-        and x.device.type == gate.device.type == "cpu"
-    )
+    return are_known(x, gate) and x.shape == gate.shape
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

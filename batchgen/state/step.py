@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from batchgen.kernels import recurrent
+from batchgen.kernels.ops import are_known
 from batchgen.state import delta_rule, mamba, mamba2
 from batchgen.state.cache import StateCache
 from batchgen.state.chunks import Chunks, chunks_of
@@ -90,7 +91,7 @@ class StateStep:
         """
         at, states = self._layout(v.device), self._cache.recurrent[layer]
         scale = q.shape[-1] ** -0.5
-        if self._kernels and recurrent.can_run(q, k, v):
+        if self._kernels and are_known(q, k, v):
             return recurrent.delta_rule(q, k, v, g.exp(), beta, scale, normalize, states, at.spans)
         dtype = v.dtype
         q, k, v, beta = (x.float() for x in (q, k, v, beta))
@@ -114,7 +115,7 @@ class StateStep:
         at, states = self._layout(x.device), self._cache.recurrent[layer]
         if limit != (0.0, math.inf):
             dt = torch.where(at.prompt[:, None], dt.clamp(*limit), dt)
-        if self._kernels and recurrent.can_run(c, b, x):
+        if self._kernels and are_known(c, b, x):
             decay = (dt * a_H).exp()
             return recurrent.mamba2(x, dt, decay, b, c, skip_H, states, at.spans)
         x, b, c = (of.float() for of in (x, b, c))
