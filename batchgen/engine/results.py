@@ -239,7 +239,7 @@ class ResultAssembler:
             # A completion with thoughts is left out and generated again: the number of its thoughts' tokens would be lost.
             begun = {choice: c for choice, c in row.completions.items() if not row.reasoning_tokens.get(choice)}
             for choice, place in row.places.items():
-                seq = row.window.sequence(place)
+                seq = row.window.sequences.get(place)
                 if choice not in row.completions and seq is not None and seq.generated:
                     begun[choice] = self._completion(row, seq, "")
             if begun:

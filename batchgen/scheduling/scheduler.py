@@ -92,7 +92,7 @@ class RunningSet:
         order the leaves before it have their places already, whether they run or wait for other nodes: it must not keep them waiting.
         """
         childless = self.block_manager.childless
-        before = w.unfinished_before(n) + max(0, len(self.running) - w.num_sequences)
+        before = w.unfinished_before(n) + max(0, len(self.running) - len(w.sequences))
         return (
             not w.depth_first
             or max(before, len(self.running) + len(childless) - (parent in childless)) < self._batch_size
@@ -107,7 +107,7 @@ class RunningSet:
         self.running[seq] = None
         # A prompt that ends at a node has nothing to run: its first token is sampled from logits that the node keeps.
         seq.become(State.PREFILLING if seq.computed < seq.end else State.DECODING)
-        self.window_of(seq).add_sequence(seq)
+        self.window_of(seq).sequences[seq.index] = seq
 
     def preempt(self, seq: GenerationSequence) -> None:
         """Preempts a running sequence: frees its blocks, and lets its leaf wait again, in its start order."""
@@ -126,14 +126,14 @@ class RunningSet:
         else:
             seq.become(State.FINISHING)
         w = self.window_of(seq)
-        w.add_sequence(seq)
+        w.sequences[seq.index] = seq
         self.end_leaf(w, seq.index)
 
     def end(self, seq: GenerationSequence, state: State) -> None:
         """Ends a sequence that runs or is finishing."""
         self._ended.append(seq)
         w = self.window_of(seq)
-        w.remove_sequence(seq.index)
+        w.sequences.pop(seq.index, None)
         if seq.state is State.FINISHING:
             seq.become(state)
             self._close_if_done(w)
@@ -143,13 +143,13 @@ class RunningSet:
 
     def cancel(self, w: Window, i: int) -> GenerationSequence | None:
         """Ends leaf i in any state. Returns its sequence if it had begun and was not done."""
-        seq = w.sequence(i)
+        seq = w.sequences.get(i)
         if seq is not None and seq.state is not State.PREEMPTED:
             self.end(seq, State.CANCELLED)
             return seq
         if seq is not None:
             seq.become(State.CANCELLED)
-            w.remove_sequence(i)
+            w.sequences.pop(i, None)
         if not w.has_ended(i):
             self.end_leaf(w, i)
         return seq
@@ -274,7 +274,7 @@ class Admission:
                 return  # the completion had ended, but was not kept: it starts from its prompt
             seq.generated.append(token)
         seq.state = State.PREEMPTED
-        w.add_sequence(seq)
+        w.sequences[seq.index] = seq
 
     def evict_idle(self, *, keep_path: bool) -> None:
         """Evicts all nodes except the parent of the next item and, with `keep_path`, the nodes above that parent."""
@@ -311,7 +311,7 @@ class Admission:
     def _start_leaf(self, w: Window, i: int, parent: PrefixNodeSpan | None) -> GenerationSequence | None:
         if not self._running.num_startable:
             return None
-        seq = w.sequence(i) or self._sequence(w, i)
+        seq = w.sequences.get(i) or self._sequence(w, i)
         alone = not self._running.running and not self._running.prefilling
         if not self._block_manager.open_sequence(seq, parent, None if alone else self._margin):
             return None

@@ -77,7 +77,7 @@ class Cursor:
 
 
 class Window:
-    """The leaves of one plan and how far they are. Only its own methods and the queue's change it.
+    """The leaves of one plan and how far they are. Only its own methods and the queue's change it, and the scheduler its `sequences`.
 
     `leaves` are in depth-first order. `number` is the window's own; `base` is the number of its first leaf among those of all windows.
     """
@@ -103,7 +103,8 @@ class Window:
         ]  # by node: leaves below with something to run
         self._leaf_parent: list[int] = plan.leaf_parent.tolist()
         self._ended: set[int] = set()  # leaves that have nothing more to run
-        self._sequences: dict[int, GenerationSequence] = {}  # by leaf: those that have begun and are not done
+        self.sequences: dict[int, GenerationSequence] = {}
+        """By leaf: those that have begun and are not done, so they run, were preempted, or their last numbers are in flight."""
         self._cursors = self._all_cursors(plan)  # by node, the root's last (index -1)
         self._waiters: dict[int, list[Cursor]] = {}  # by node: other cursors that wait for it
         self._restarting: dict[int, StartOrder] = {}  # nodes about to be started again
@@ -136,7 +137,7 @@ class Window:
     @property
     def done(self) -> bool:
         """Whether all leaves have ended, and no numbers of theirs are in flight."""
-        return len(self._ended) == len(self.leaves) and not self._sequences
+        return len(self._ended) == len(self.leaves) and not self.sequences
 
     def start_order(self, item: int) -> StartOrder:
         return self._leaf_order[~item] if item < 0 else self._node_order[item]
@@ -146,11 +147,6 @@ class Window:
             return (self._base + ~item, AFTER_NODES)
         node = self.plan.nodes[item]
         return (self._base + node.first, node.depth)
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of leaves that have begun and are not done."""
-        return len(self._sequences)
 
     def unfinished_before(self, n: int) -> int:
         """About how many leaves before those below node n, in depth-first order, have something to run: leaves end nearly in that order."""
@@ -184,7 +180,7 @@ class Window:
         """Whether something is still to be started, or to come back, directly under node n."""
         return (
             bool(self.waiting(n))
-            or any(self.plan.leaf_parent[i] == n for i in self._sequences if self.is_preempted(i))
+            or any(self.plan.leaf_parent[i] == n for i, seq in self.sequences.items() if seq.state is State.PREEMPTED)
             or any(self.plan.nodes[m].parent == n for m in self._restarting)
         )
 
@@ -212,26 +208,9 @@ class Window:
 
     # -- leaves
 
-    def sequence(self, i: int) -> GenerationSequence | None:
-        """The sequence of leaf i: it runs, was preempted, or its last numbers are in flight. None before it begins and once it is done."""
-        return self._sequences.get(i)
-
     def has_ended(self, i: int) -> bool:
         """Whether leaf i has nothing more to run."""
         return i in self._ended
-
-    def is_preempted(self, i: int) -> bool:
-        """Whether leaf i has begun and waits to continue."""
-        seq = self._sequences.get(i)
-        return seq is not None and seq.state is State.PREEMPTED
-
-    def add_sequence(self, seq: GenerationSequence) -> None:
-        """A leaf has begun."""
-        self._sequences[seq.index] = seq
-
-    def remove_sequence(self, i: int) -> None:
-        """Leaf i is done."""
-        self._sequences.pop(i, None)
 
     def end_leaf(self, i: int) -> list[PrefixNodeSpan]:
         """Leaf i has nothing more to run. Returns the spans of the nodes that no leaf needs any more."""
@@ -258,7 +237,7 @@ class Window:
 
     def samples_without_a_forward(self, i: int, parent: PrefixNodeSpan | None) -> bool:
         """Whether leaf i can sample its first token from logits that its node keeps: its prompt ends there."""
-        return parent is not None and parent.end == len(self.leaves[i].tokens) and i not in self._sequences
+        return parent is not None and parent.end == len(self.leaves[i].tokens) and i not in self.sequences
 
 
 def _wanted_logits(leaves: Sequence[Leaf], plan: PrefixPlan) -> list[WantedLogits]:
