@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,43 +33,6 @@ PROMPT_TOKENS = 64
 """Only the last tokens of each prompt run."""
 COMPARED_TOKENS = 16
 """Logits are compared after the last tokens of each prompt, and after as many tokens that greedy decoding adds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """What `--quantize` did to a model, for the figures of a run."""
-
-    method: str
-    layers: int
-    """Linear layers in 8 bits."""
-    weights: float
-    """Share of the model's weights that are in 8 bits."""
-    weight_bytes: int
-    """Memory of all weights."""
-    rows: int
-    """Rows on which the quantized model was compared with the unquantized one."""
-    tokens: int
-    """Compared positions of these rows."""
-    mean_kl: float | None
-    """Mean Kullback-Leibler divergence, in nats, of the next token's distribution from the unquantized one; None if nothing was compared."""
-    equal_tokens: float | None
-    """Share of positions with the same likeliest token."""
-    seconds: float
-    """Time that packing and comparing took."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @property
-    def note(self) -> str:
-        """The sentence for the user."""
-        if self.mean_kl is None or self.equal_tokens is None:
-            return f"int8: {counted(self.layers, 'linear layer')}; what that changes was not measured, because there was no text"
-        return (
-            f"int8: {counted(self.layers, 'linear layer')}; against the unquantized model, on {counted(self.tokens, 'token')} of {counted(self.rows, 'row')}: "
-            f"mean KL divergence {self.mean_kl:.4f} nats, {self.equal_tokens:.1%} of the likeliest tokens are the same "
-            f"({self.seconds:.1f} s)"
-        )
 
 
 def check_int8(config: ModelConfig, hf_config: Any, device: torch.device) -> None:
@@ -104,7 +67,7 @@ def quantize(model: LoadedModel, texts: Sequence[TokenArray], scales: dict[str, 
     last = last_layer(model.module, model.layers, model.states)
     after = _logits(model, whole) if whole else []
     found = _compared(model.module, packing, before, after, time.perf_counter() - began)
-    return replace(model, notes=(*model.notes, found.note), quantization=found.as_dict(), last_layer=last)
+    return replace(model, notes=(*model.notes, _note(found)), quantization=found, last_layer=last)
 
 
 def _continued(model: LoadedModel, texts: Sequence[TokenArray]) -> tuple[list[TokenArray], list[torch.Tensor]]:
@@ -155,7 +118,8 @@ class _Steps:
 
 def _compared(
     module: Any, packing: Int8Packing, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor], seconds: float
-) -> Quantization:
+) -> dict[str, Any]:
+    """Returns the figures of a run about what `--quantize` did (docs/reference/results.md)."""
     kl, equal, tokens = 0.0, 0, 0
     for plain, packed in zip(before, after, strict=True):
         p, q = plain.log_softmax(-1), packed.log_softmax(-1)
@@ -163,16 +127,28 @@ def _compared(
         equal += int((plain.argmax(-1) == packed.argmax(-1)).sum())
         tokens += len(plain)
     held = sum(part.bytes for part in module.modules() if isinstance(part, KernelLinear))
-    return Quantization(
-        method="int8",
-        layers=packing.layers,
-        weights=round(packing.weights / packing.all_weights, 6),
-        weight_bytes=held + sum(p.numel() * p.element_size() for p in module.parameters()),
-        rows=len(before),
-        tokens=tokens,
-        mean_kl=max(0.0, round(kl / tokens, 6)) if tokens else None,  # rounding can make the sum negative
-        equal_tokens=round(equal / tokens, 6) if tokens else None,
-        seconds=round(seconds, 4),
+    return {
+        "method": "int8",
+        "layers": packing.layers,
+        "weights": round(packing.weights / packing.all_weights, 6),
+        "weight_bytes": held + sum(p.numel() * p.element_size() for p in module.parameters()),
+        "rows": len(before),
+        "tokens": tokens,
+        "mean_kl": max(0.0, round(kl / tokens, 6)) if tokens else None,  # rounding can make the sum negative
+        "equal_tokens": round(equal / tokens, 6) if tokens else None,
+        "seconds": round(seconds, 4),
+    }
+
+
+def _note(found: dict[str, Any]) -> str:
+    """Returns the sentence for the user about these figures."""
+    layers = f"int8: {counted(found['layers'], 'linear layer')}"
+    if found["mean_kl"] is None:
+        return f"{layers}; what that changes was not measured, because there was no text"
+    return (
+        f"{layers}; against the unquantized model, on {counted(found['tokens'], 'token')} of {counted(found['rows'], 'row')}: "
+        f"mean KL divergence {found['mean_kl']:.4f} nats, {found['equal_tokens']:.1%} of the likeliest tokens are the same "
+        f"({found['seconds']:.1f} s)"
     )
 
 
