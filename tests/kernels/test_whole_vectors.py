@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchgen.kernels.whole_vectors import ALL_THREADS, GRAIN, fill_activations, filled
+from batchgen.kernels.whole_vectors import ALL_THREADS, GRAIN, STEP, fill_activations, filled
 from batchgen.model.adapter import prepare
 from support.models import build, engine_for, kernels, make_requests, run
 from support.params import slow_but
+from support.shapes import SHAPES
 
 FUNCTIONS = {
     "sigmoid": torch.sigmoid, "softplus": functional.softplus, "silu": functional.silu, "gelu": functional.gelu,
@@ -75,6 +77,30 @@ def test_layers_that_are_not_elementwise_stay_as_they_are(module):
     expected = model(rows)
     fill_activations(model)
     assert torch.equal(model(rows), expected)
+
+
+ACTIVATIONS = [getattr(torch.ops.aten, name) for name in ("sigmoid", "silu", "gelu", "softplus", "log_sigmoid_forward")]
+
+
+class Sizes(TorchDispatchMode):
+    """Keeps how many numbers each activation has computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in ACTIVATIONS:
+            self.found.add((str(function), args[0].numel()))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", slow_but(("kolibri1", "qwen3_5_text", "jamba"), SHAPES))
+def test_all_activations_of_a_step_are_filled_up(kind):
+    engine = engine_for(prepare(build(kind), kernels=kernels()))
+    with Sizes() as sizes:  # of 13 tokens, then of one
+        run(engine, make_requests([[*range(10, 23)]], [2], ignore_eos=True, temperature=0))
+    assert not {(name, count) for name, count in sizes.found if count % STEP and count > 1}  # one: a parameter
 
 
 QUICK = ("qwen3_5_text", "deepseek_v3", "gpt2", "falcon")
