@@ -7,15 +7,17 @@ import pickle
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import cache, lru_cache, wraps
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-from jinja2 import StrictUndefined, TemplateSyntaxError, UndefinedError, meta
-from jinja2.environment import Template
+from jinja2 import StrictUndefined, TemplateSyntaxError, UndefinedError, meta, nodes, pass_environment
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.environment import Environment, Template
+from jinja2.filters import make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchgen.errors import first_line
@@ -29,6 +31,11 @@ MAX_CHARACTERS = 10_000_000
 _TRIAL = "‘a’ <b> 1.5\u2028"
 _IDLE_SECONDS = 0.05
 _SEND_BYTES, _SEND_SECONDS = 1 << 20, 0.1  # answers wait for others up to here
+_TEXT_FILTERS = (
+    "capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower", "replace", "safe", "string", "striptags",
+    "title", "trim", "upper", "urlencode", "urlize", "wordcount", "wordwrap",
+)  # fmt: skip
+"""Filters that make a text of their value and arguments: of a null the word None."""
 
 
 def main() -> None:
@@ -85,9 +92,44 @@ def _written(value: Any) -> Any:
     return value
 
 
+def _without_nulls(text_filter: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the filter, with an error for a null as its value or an argument."""
+
+    @wraps(text_filter)
+    def filtered(*given: Any, **named: Any) -> Any:
+        for value in given:
+            _written(value)
+        return text_filter(*given, **named)
+
+    return filtered
+
+
+@pass_environment
+def _join(environment: Environment, values: Iterable[Any], d: Any = "", attribute: str | int | None = None) -> str:
+    """Jinja's filter `join`, with an error for a null."""
+    if attribute is not None:
+        values = map(make_attrgetter(environment, attribute), values)
+    return str(_written(d)).join(str(_written(value)) for value in values)
+
+
+class _CodeWithoutNulls(CodeGenerator):
+    def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:  # noqa: N802 - Jinja's name
+        """Has the parts of `a ~ b` pass the filter `string`."""
+        for joined in node.find_all(nodes.Concat):
+            joined.nodes = [
+                nodes.Filter(part, "string", [], [], None, None, lineno=part.lineno) for part in joined.nodes
+            ]
+        node.set_environment(self.environment)
+        super().visit_Template(node, frame)
+
+
 _SANDBOX = ImmutableSandboxedEnvironment(undefined=StrictUndefined, finalize=_written, autoescape=False)
 _SANDBOX.policies["json.dumps_kwargs"] = {"sort_keys": True, "default": plain}  # of the filter tojson
 _SANDBOX.globals["range"] = range  # without Jinja's own limit of 100,000
+_SANDBOX.filters |= {name: _without_nulls(_SANDBOX.filters[name]) for name in _TEXT_FILTERS} | {"join": _join}
+_SANDBOX.code_generator_class = _CodeWithoutNulls
+_WITHOUT_FUNCTIONS = _SANDBOX.overlay()
+_WITHOUT_FUNCTIONS.globals = {}
 
 
 @lru_cache
@@ -95,14 +137,24 @@ def _compiled(source: str) -> Template:
     return _SANDBOX.from_string(source)
 
 
+@lru_cache
+def _read_names(source: str) -> frozenset[str]:
+    """Returns the names that a template reads and that must be given. Those of Jinja's functions are not among them where they are only called."""
+    tree = _WITHOUT_FUNCTIONS.parse(source)
+    called = {id(call.node) for call in tree.find_all(nodes.Call)}
+    values = {name.name for name in tree.find_all(nodes.Name) if id(name) not in called}
+    return frozenset(meta.find_undeclared_variables(tree) - (_SANDBOX.globals.keys() - values))
+
+
 def _names(source: str, _: object) -> frozenset[str]:
-    """Returns the names that the template reads and that must be given. Compiles it, too, which finds more errors."""
+    """Returns the names that the template reads. Compiles it, too, which finds more errors."""
     _compiled(source)
-    return frozenset(meta.find_undeclared_variables(_SANDBOX.parse(source)) - _SANDBOX.globals.keys())
+    return _read_names(source)
 
 
 def _row(source: str, columns: Mapping[str, Any]) -> str:
-    return str(_compiled(source).render({"row": columns, **columns}))
+    read = {name: columns[name] for name in _read_names(source) if name in columns}
+    return str(_compiled(source).render({"row": columns, **read}))
 
 
 @cache

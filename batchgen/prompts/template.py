@@ -56,5 +56,5 @@ class RowTemplate:
 
     def _null(self, columns: Mapping[str, Any]) -> str:
         nulls = [name for name in sorted(self.columns) if columns.get(name, "") is None]
-        which = f"column {nulls[0]!r}" if len(nulls) == 1 else "a value"
-        return f"{which} is null; write `or ''` after it to allow that"
+        which, value = (f"column {nulls[0]!r}", nulls[0]) if len(nulls) == 1 else ("a value", "…")
+        return f"{which} is null; write `({value} or '')` instead to allow that"

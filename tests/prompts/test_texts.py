@@ -245,8 +245,8 @@ def build(tools, template, *columns, **options):
         ("{{ a }}{{ b }}", {"a": 1}, "template: the row has no column 'b'"),
         ("{% if b %}x{% endif %}", {"a": 1}, "template: the row has no column 'b'"),
         ("{{ a.b }}", {"a": {}}, "template: 'dict object' has no attribute 'b'"),
-        ("{{ a }}", {"a": None}, "template: column 'a' is null; write `or ''` after it to allow that"),
-        ("{{ a.b }}", {"a": {"b": None}}, "template: a value is null; write `or ''` after it to allow that"),
+        ("{{ a }}", {"a": None}, "template: column 'a' is null; write `(a or '')` instead to allow that"),
+        ("{{ a.b }}", {"a": {"b": None}}, "template: a value is null; write `(… or '')` instead to allow that"),
         ("{{ a / 0 }}", {"a": 1}, "template: division by zero"),
         ("{{ a | nofilter }}", None, None),
         ("{{ a.__class__ }}", {"a": 1}, "template: access to attribute '__class__' of 'int' object is unsafe."),
@@ -264,6 +264,54 @@ def test_an_error_in_the_template_fails_only_its_row(tools, template, columns, m
         return
     (result,) = build(tools, template, columns)
     assert tools.error_of(result) == ("template_error", message)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ a | upper }}", "{{ a | trim }}", "{{ a | e }}", "{{ a | string }}", "{{ 'x' ~ a }}", "{{ a ~ 'x' ~ b }}", "{{ 'ab' | replace('a', a) }}",
+        "{{ '%s' | format(a) }}", "{{ ['x', a] | join(', ') }}", "{{ [{'k': 'x'}, {'k': a}] | join(attribute='k') }}",
+        "{{ ['x', a] | map('upper') | list }}", "{% if ('x' ~ a) == 'xNone' %}y{% endif %}",
+    ],
+)  # fmt: skip
+def test_no_filter_writes_a_null_as_a_word(tools, template):
+    failed, built = build(tools, template, {"a": None, "b": "b"}, {"a": "a", "b": "b"})
+    error = ("template_error", "template: column 'a' is null; write `(a or '')` instead to allow that")
+    assert tools.error_of(failed) == error
+    assert "None" not in tools.text_of(built)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ (a or '') | trim }}!", "!"),
+        ("{{ a | default('none', true) | upper }}", "NONE"),
+        ("{{ b ~ 1 ~ 'x' }}", " b 1x"),
+        ("{{ [1, b, 2.5] | join('-') }}", "1- b -2.5"),
+        ("{{ [{'k': 1}, {'k': 2}] | join(', ', attribute='k') }}", "1, 2"),
+        ("{{ b | trim | replace('b', 'c', 1) | center(3) }}", " c "),
+        ("{{ a is none }} {{ a | tojson }}", "True null"),
+    ],
+)
+def test_filters_and_joined_texts_are_as_jinja_has_them(tools, template, text):
+    (draft,) = build(tools, template, {"a": None, "b": " b "})
+    assert tools.text_of(draft) == f"<s>{text}"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ range }}", "10-20"),
+        ("{{ dict.k }} {{ namespace }}", "v n"),
+        ("{% for i in range(2) %}{{ i }}{% endfor %}", "01"),
+        ("{{ row['my column'] }} {% for i in range(2) %}{{ i }}{% endfor %}", "m 01"),
+        ("{% set ns = namespace(x=1) %}{{ ns.x }}", "1"),
+    ],
+)
+def test_a_column_may_have_the_name_of_a_function_of_jinja(tools, template, text):
+    columns = {"range": "10-20", "dict": {"k": "v"}, "namespace": "n", "my column": "m"}
+    (draft,) = build(tools, template, columns)
+    assert tools.text_of(draft) == f"<s>{text}"
 
 
 @pytest.mark.parametrize(
