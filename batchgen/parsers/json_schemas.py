@@ -28,10 +28,13 @@ _VALUES = ("const", "enum", "default", "examples")  # keywords of a schema that 
 _MAPS = ("properties", "$defs", "definitions", "dependentSchemas")  # those that hold schemas by name
 _BESIDE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "$ref")
 """Keywords whose schemas apply to the same value as the schema that they are in."""
-_SILENT = {"$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples",
-           "deprecated", "readOnly", "writeOnly", "type", "x-guidance"}  # fmt: skip
-"""Keywords that say nothing about the keys of an object."""
+_NOTES = {"$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples",
+          "deprecated", "readOnly", "writeOnly", "x-guidance"}  # fmt: skip
+"""Keywords that restrict no value."""
 _OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"}
+_OF_OBJECTS = {*_BESIDE, *_OPENING, "properties", "required", "dependentRequired", "dependencies", "minProperties", "maxProperties",
+               "enum", "const", "$dynamicRef", "$recursiveRef"}  # fmt: skip
+"""Keywords that say something about the keys of an object. Others, such as pydantic's `discriminator`, do not."""
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 MAX_NUMBER = 10**15
 MAX_INTEGER = 2**53 - 1
@@ -149,7 +152,7 @@ class _Narrowing:
         self._seen.add((id(schema), joined))
         if joined:
             self._joined.add(id(schema))
-        said = schema.keys() - _SILENT
+        said = schema.keys() & _OF_OBJECTS
         for keyword, part in self._beside(schema):
             either = keyword in ("anyOf", "oneOf", "$ref") or (keyword == "allOf" and len(schema[keyword]) == 1)
             alone = either and len(said) == 1
@@ -233,7 +236,7 @@ class _Narrowing:
                     else "; leave it out"
                 )
             )
-        kept = {name: part for name, part in schema.items() if name in _SILENT - {"type"}}
+        kept = {name: part for name, part in schema.items() if name in _NOTES}
         return kept | {"enum": [list(found) for size in sizes for found in permutations(values, size)]}
 
 
