@@ -576,7 +576,7 @@ class JobConfig:
     )
     overwrite: bool = option(False, "Discard the existing output and start again.", group="Job")
     retry_errors: bool = option(False, "Run rows again that failed in an earlier run.", group="Job")
-    retry: tuple[str, ...] = option(
+    retry: tuple[str, ...] | Any = option(
         (),
         "Run rows again that failed in an earlier run, or were cut by their time limit, length or repetition.",
         group="Job",

@@ -14,6 +14,9 @@ from numbers import Integral
 from os import PathLike
 from typing import Any, Self, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
 from batchgen.config import INPUT_LIMITS, EngineConfig, ModelConfig, PromptConfig
 from batchgen.devices import AnyEngine, open_engine
 from batchgen.engine.results import cancelled_result
@@ -37,7 +40,8 @@ from batchgen.sampling.grammars import Vocabulary
 from batchgen.sampling_params import SamplingParams
 from batchgen.stats import EngineStats
 
-Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Mapping[str, Any]
+TokenIds = Sequence[int] | NDArray[np.integer[Any]]
+Prompt = str | Sequence[Mapping[str, Any]] | TokenIds | Mapping[str, Any]
 """A text; a list of messages (`role`, `content`); a list of token ids, used as they are; or a row as in a file, with `prompt` or `messages`."""
 _NEW_IN_CHILD = "create a new LLM there, with the start method spawn of multiprocessing"
 LOOK_AHEAD = 1024
@@ -263,7 +267,7 @@ class LLM:
     def score(
         self,
         prompts: Prompt | Sequence[Prompt],
-        completions: str | Sequence[str | Sequence[int]],
+        completions: str | Sequence[str | TokenIds],
         *,
         prompt_options: PromptConfig | None = None,
     ) -> list[Result]:
@@ -565,12 +569,16 @@ def _listed(name: str, one: str, given: Any, is_one: Callable[[Any], bool]) -> l
     """Returns an argument as a list: one prompt or completion becomes a list of one. `name` and `one` are for messages."""
     if is_one(given):
         return [given]
+    if hasattr(given, "columns"):  # it would give its columns, or their names
+        raise TypeError(
+            f"{name} must be {one} or a list of {name}, not a {type(given).__name__}: give one of its columns, or use generate_table"
+        )
     if isinstance(given, bytes | bytearray | Mapping) or not isinstance(given, Iterable):
         raise TypeError(f"{name} must be {one} or a list of {name}, not {_shortened(given)}")
     if isinstance(given, set | frozenset):
         # Its order differs between processes: nobody could tell which result is whose.
         raise TypeError(f"{name} must be in an order, and a set has none: give a list, such as sorted({name})")
-    return list(given)
+    return given.to_pylist() if hasattr(given, "to_pylist") else list(given)
 
 
 def _check_callable(name: str, given: Any) -> None:

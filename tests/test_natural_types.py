@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
 import pytest
 
 from batchgen import LLM, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
@@ -41,6 +44,8 @@ def chat(tiny_chat_model_dir: Path) -> LLM:
         ([np.array([5, 6, 7], dtype=np.int32), "a"], [3, 2]),
         ({"prompt": "abc", "other": 1}, [4]),
         ([{"prompt": "abc"}, "a"], [4, 2]),
+        (pa.chunked_array([["a"], ["bcd"]]), [2, 4]),
+        (pd.Series(["a", "bcd"], index=[7, 3]), [2, 4]),
         ([], []),
     ],
 )
@@ -146,9 +151,13 @@ A_PROMPT = (
     "a prompt must be text, a list of messages (objects with role and content), a list of token ids, "
     "or an object with prompt or messages, not "
 )
+A_LIST = "prompts must be a prompt or a list of prompts"
 WRONG: list[tuple[Callable[[LLM], Any], type[Exception], str]] = [
     (lambda llm: llm.generate(5), TypeError, "prompts must be a prompt or a list of prompts, not 5"),
     (lambda llm: llm.generate({"a", "b"}), TypeError, "prompts must be in an order, and a set has none: give a list, such as sorted(prompts)"),
+    (lambda llm: llm.generate(pd.DataFrame({"prompt": ["a"]})), TypeError, f"{A_LIST}, not a DataFrame: give one of its columns, or use generate_table"),
+    (lambda llm: llm.generate(pl.DataFrame({"prompt": ["a"]})), TypeError, f"{A_LIST}, not a DataFrame: give one of its columns, or use generate_table"),
+    (lambda llm: llm.generate(pa.table({"prompt": ["a"]})), TypeError, f"{A_LIST}, not a Table: give one of its columns, or use generate_table"),
     (lambda llm: llm.generate([5.5]), TypeError, f"{A_PROMPT}5.5"),
     (lambda llm: llm.generate([{"text": "a"}]), TypeError, f"{A_PROMPT}{{'text': 'a'}}"),
     (lambda llm: llm.generate(["a"], 5), TypeError, "params must be SamplingParams, a dict, or, for a list of prompts, a list of them, not 5"),
