@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices.transport import Processes, start_process
 from batchgen.devices.workers import Workers
+from batchgen.errors import UsageError
 from batchgen.kernels import isa
 from batchgen.model_files import gguf_file
 from batchgen.process.machine import cpu_quota, usable_cores
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("batchgen")
 _LOADING = threading.Lock()
 """Held while a model is loaded, because transformers then changes torch's default dtype and device for all threads of the process."""
+_THREADED: list[int] = []
+"""The process that has first loaded a model with several threads; empty before."""
 
 
 AnyEngine: TypeAlias = "Engine | Workers"
@@ -53,8 +58,24 @@ def open_engine(
         )
     if len(model.devices) == 1:
         use_threads(config)
+        _check_forked()
         return engine_here(model, tokenizer, config, texts)
     return Workers(model, config, Processes(model.devices, model.device, start_process), texts)
+
+
+def _check_forked() -> None:
+    """Raises `UsageError` in a process that was forked from one with threads that compute: GNU's OpenMP would wait for them forever."""
+    import torch
+
+    if torch.get_num_threads() == 1 or sys.platform != "linux":
+        return
+    if not _THREADED:
+        _THREADED.append(os.getpid())
+    if _THREADED[0] != os.getpid():
+        raise UsageError(
+            f"this process was forked from process {_THREADED[0]}, which has loaded a model, and its threads are missing here",
+            "start it with the start method spawn of multiprocessing",
+        )
 
 
 def use_threads(config: EngineConfig, place: int = 0, processes: int = 1) -> None:

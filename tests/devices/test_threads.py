@@ -1,10 +1,13 @@
 """How many threads an engine has: the number asked for, or the cores that the process may use."""
 
+import os
+
 import pytest
 import torch
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices import opening as devices
+from batchgen.errors import UsageError
 from batchgen.process.machine import cpu_quota
 from batchgen.prompts import load_tokenizer
 
@@ -69,3 +72,22 @@ def test_more_threads_than_cores_are_noted(tiny_model_dir, monkeypatch, caplog, 
         devices.open_engine(model, load_tokenizer(model), EngineConfig(threads=asked))
     told = ["--threads 1000 is more than the cores that this process may use (3), which makes the job slower"]
     assert caplog.messages == (told if noted else [])
+
+
+def test_a_forked_process_loads_no_model_with_threads(tiny_model_dir, monkeypatch):
+    monkeypatch.setattr(devices, "_THREADED", [])
+    monkeypatch.setattr(devices, "engine_here", lambda *given: "an engine")
+    monkeypatch.setattr(devices.sys, "platform", "linux")
+    model = ModelConfig(model=str(tiny_model_dir))
+    tokenizer, before = load_tokenizer(model), torch.get_num_threads()
+    open_with = lambda threads: devices.open_engine(model, tokenizer, EngineConfig(threads=threads))  # noqa: E731
+    try:
+        assert open_with(1) == "an engine"
+        with monkeypatch.context() as child:
+            child.setattr(os, "getpid", lambda: 7)
+            assert open_with(1) == open_with(2) == "an engine"  # no thread was there before
+        with pytest.raises(UsageError, match=r"^this process was forked from process 7, which has loaded a model, "):
+            open_with(2)
+        assert open_with(1) == "an engine"
+    finally:
+        torch.set_num_threads(before)
