@@ -36,13 +36,15 @@ _NOT_EMPTY: Rule = (lambda v: v != "", "text that is not empty")
 
 
 def _parse_choices(name: str, text: str) -> tuple[str, ...]:
+    given = file_text(name, text[1:]).strip() if text.startswith("@") else text
     try:
-        if not text.startswith("@"):
-            return choices_of(text)
-        text = file_text(name, text[1:]).strip()
-        return choices_of(text) if text.startswith("[") else tuple(filter(None, map(str.strip, text.splitlines())))
+        lines = text.startswith("@") and not given.startswith("[")
+        choices = tuple(filter(None, map(str.strip, given.splitlines()))) if lines else choices_of(given)
     except ValueError as e:
         raise UsageError(f"--{e}") from None
+    if not choices:  # the default, which means text
+        raise UsageError(f"{name} {text} has no labels", "give two or more different texts")
+    return choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
