@@ -200,8 +200,8 @@ class Bar(Notes):
             bar.ncols = width
             now = self.now
             # The bar moves by tokens, of prompts too: those of unfinished rows are counted as parts of rows.
-            bar.n = now.rows_done + now.rows_under_way if now.rows_passed is None else now.rows_passed
-            bar.total = now.rows_total
+            # Its part is at most 1: tqdm draws an empty bar for more.
+            bar.n, bar.total = now.share or 0.0, 1
             # Leaves four columns for the ^C^C that a terminal shows. A wrapped line would leave the bar on the line above.
             bar.bar_format = self._layout(width - 5)
             bar.refresh()

@@ -179,6 +179,18 @@ def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(clock):
     assert "\x1b" not in terminal.getvalue()
 
 
+def test_the_bar_is_full_when_all_rows_are_done_and_some_still_count_as_under_way(clock):
+    terminal = Terminal()
+    bar = Told(Bar(terminal, clock))  # type: ignore[arg-type]
+    bar.phase("generating")
+    clock.now += 4
+    bar.rows(4, 0, 4)
+    bar.tracker.expect(0.75, 0.0)
+    bar.tracker.generated(8)
+    bar.close()
+    assert terminal.shown[-1] == f"generating: 100%|{'█' * 31}| 4/4, 0 s left, 2 tokens/s"
+
+
 @pytest.mark.parametrize(
     ("columns", "line"),
     [
