@@ -35,6 +35,10 @@ RETRY_REASONS = {"errors": "error", "timeout": "timeout", "length": "length", "r
 """The names that `--retry` takes, and the reason (`Result.reason`) of the results that each one means."""
 POLICIES = ("prefix", "prefill-first", "fifo")
 _NAMED: Rule = (lambda v: bool(v.strip()), "a name that is not empty")
+_TEMPLATE: Rule = (
+    lambda v: not re.fullmatch(r"[^\s{}]+\.(jinja2?|j2|tmpl|template|txt|md)", v),
+    "the text of a template (the name of a file would be the prompt of all rows)",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +237,7 @@ class PromptConfig:
         group="Prompts",
         metavar="FILE",
         parse=file_text,
+        rules=[_TEMPLATE],
     )
     """The template's source."""
     prefix: str | None = option(
@@ -257,6 +262,7 @@ class PromptConfig:
         group="Prompts",
         metavar="FILE",
         parse=file_text,
+        rules=[_TEMPLATE],
     )
     """The template's source."""
     chat_template_kwargs: dict[str, object] = option(

@@ -174,6 +174,8 @@ WRONG: list[tuple[Callable[[LLM], Any], type[Exception], str]] = [
     (lambda _: LLM(5), TypeError, "model must be text or a path, not 5"),
     (lambda _: LLM("m", engine="fast"), TypeError, "engine must be an EngineConfig, not 'fast'"),
     (lambda _: PromptConfig(template=Path("a.jinja")), TypeError, "template must be text, not PosixPath('a.jinja')"),
+    (lambda _: PromptConfig(template="prompts/a.jinja"), UsageError, "--template must be the text of a template (the name of a file would be the prompt of all rows), not 'prompts/a.jinja'"),
+    (lambda _: PromptConfig(chat_template="chat.j2"), UsageError, "--chat-template must be the text of a template (the name of a file would be the prompt of all rows), not 'chat.j2'"),
     (lambda _: run_job("x.jsonl"), TypeError, "config must be a JobConfig, not 'x.jsonl'"),
     (lambda _: JobConfig(inputs=5, model="m"), TypeError, "inputs must be a file name, a path or a list of them, not 5"),
     (lambda _: JobConfig(inputs="a", model="m", output=5), TypeError, "output must be text or a path, not 5"),
