@@ -137,12 +137,13 @@ class Columns:
                 raise UsageError(f"{no_row} the column {name!r} of {option}", hint)
         if self._template is not None:
             missing = sorted(self._template.columns - set(there))
-            # A template may use a column only under a condition. So the rows are tried.
-            given = map(self._template.input, rows)
-            if missing and not any(
-                isinstance(answer, str) for answer in template_process().render("row", self._template.source, given)
-            ):
-                raise UsageError(f"{no_row} the column {missing[0]!r} of --template", hint)
+            # A template may use a column only under a condition, or have a default for it. So the rows are tried.
+            given = map(self._template.input, rows) if missing else ()
+            answers = template_process().render("row", self._template.source, given)
+            undefined = {None if isinstance(answer, str) else answer.message for answer in answers}
+            name = next((name for name in missing if f"{name!r} is undefined" in undefined), None)
+            if name is not None and None not in undefined:
+                raise UsageError(f"{no_row} the column {name!r} of --template", hint)
         elif not any(self._usable(columns) for columns in rows):
             self._refuse(rows, there, no_row, hint)
 

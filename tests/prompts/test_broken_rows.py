@@ -208,6 +208,7 @@ def refusal(tools, *columns, **options):
         ([{"messages": [USER]}], {"chat_template": "x", "chat": False}, "column 'messages' needs a chat template: --no-chat turns it off; leave --no-chat out, or name a --prompt-column"),
         ([BATCH], {}, "/v1/chat/completions needs a chat template: the model has none; give one with --chat-template FILE, or name a --prompt-column"),
         ([{"a": 1}], {"template": "{{ a }}{{ b }}"}, "no row has the column 'b' of --template; the input has 'a'"),
+        ([{"a": 1}], {"template": "{{ b | default('') }}{{ c }}"}, "no row has the column 'c' of --template; the input has 'a'"),
         ([{f"c{i}": 1 for i in range(22)}], {"template": "{{ b }}"}, "no row has the column 'b' of --template; the input has " + ", ".join(f"'c{i}'" for i in range(20)) + " and 2 more"),
     ],
 )  # fmt: skip
@@ -227,6 +228,7 @@ def test_the_refusal_names_the_missing_column_and_the_columns_there_are(tools, c
         ([{"custom_id": "1", "url": "/v1/nonsense", "body": {}}], {}),
         ([{"a": 1}], {"template": "{{ a }}{{ b | default('') }}"}),
         ([{"a": None}], {"template": "{{ a }}"}),
+        ([{"a": None}], {"template": "{{ b | default('') }}{{ a }}"}),
         ([{"a": 1}], {"template": "{% for i in range(3) %}{{ i }}{{ row.a }}{% endfor %}"}),
         ([{"prompt": "a", "seed": None}], {"row_params": ("seed",)}),
         ([], {}),
