@@ -239,7 +239,7 @@ class LLM:
         that `prompt_options` name, and the returned table is of the same kind. Its own columns stay as they are; a column with
         the name of a result field gets the prefix `input_`. `sampling_params` and other special columns mean the same as in a file.
 
-        Raises `TypeError` for anything that is not such a table, `UsageError` if no row has a prompt.
+        Raises `TypeError` for anything that is not such a table, `UsageError` if no row has a prompt or a name stands for several columns.
         """
         options = _prompt_options(prompt_options)
         frame = frame_of(table)

@@ -6,12 +6,13 @@ The caller's own columns are never converted: they stay as they are, with their 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 
-from batchgen.errors import RowError
+from batchgen.errors import RowError, UsageError
 from batchgen.records.output import RowForm, carried_names, output_row
 from batchgen.records.parquet_types import without_maps
 from batchgen.records.rows import Row
@@ -52,6 +53,13 @@ class Frame(ABC):
         there = {name for row in out for name in row} | fixed_types(form).keys()
         fields = [pa.field(name, of) for name, of in result_types(form).items() if name in there]
         return self._joined(renamed, pa.table([result_array(out, field) for field in fields], schema=pa.schema(fields)))
+
+    def checked(self) -> Self:
+        """Returns the frame. Raises `UsageError` if it has two columns of one name: a row could have only one of them."""
+        twice = [name for name, times in Counter(self._columns()).items() if times > 1]
+        if twice:
+            raise UsageError(f"the table has more than one column {twice[0]!r}", "rename or drop all but one")
+        return self
 
     @abstractmethod
     def _columns(self) -> list[str]:
@@ -172,11 +180,12 @@ _KINDS: dict[tuple[str, str], type[Frame]] = {
 
 
 def frame_of(table: Any) -> Frame:
-    """Returns a table as a `Frame`. Raises `TypeError` if it is no Arrow table, pandas or polars DataFrame, or `datasets.Dataset`."""
+    """Returns a table as a `Frame`. Raises `TypeError` if it is no Arrow table, pandas or polars DataFrame, or `datasets.Dataset`, and `UsageError`
+    if a name stands for several columns."""
     for of in type(table).__mro__:
         kind = _KINDS.get((of.__module__.partition(".")[0], of.__name__))
         if kind is not None:
-            return kind(table)
+            return kind(table).checked()
     raise TypeError(
         "table must be a pyarrow.Table, a DataFrame of pandas or polars, or a datasets.Dataset, "
         f"not {type(table).__module__}.{type(table).__qualname__}"

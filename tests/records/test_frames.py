@@ -242,3 +242,12 @@ def test_a_subclass_of_a_dataframe_is_a_table():
     assert len(frame_of(Mine({"prompt": ["prompt 0"]})).rows()) == 1
     with pytest.raises(TypeError, match=r"not datasets\.dataset_dict\.DatasetDict$"):
         frame_of(datasets.DatasetDict())
+
+
+@pytest.mark.parametrize("kind", ["arrow", "pandas"])
+def test_a_table_with_two_columns_of_one_name_is_refused(kind):
+    table = pa.table([["a"], ["b"], ["c"]], names=["prompt", "prompt", "x"])
+    if kind == "pandas":
+        table = pd.DataFrame([["a", "b", "c"]], columns=["prompt", "prompt", "x"])
+    with pytest.raises(UsageError, match=r"^the table has more than one column 'prompt'; rename or drop all but one$"):
+        frame_of(table)
