@@ -282,7 +282,11 @@ def _find_remote(url: str, format: str | None) -> tuple[bool, list[str]]:
     fs, path = remote(url)
     with reaching(url):
         fs.invalidate_cache()  # an earlier job of this process may have listed it
-        info = info_of(fs, path)
+        info, failure = None, None
+        try:
+            info = info_of(fs, path)
+        except StoreError as e:
+            failure = e  # unless it is a pattern, about which a server need not be asked
         if info is not None and info["type"] != "directory":
             return False, [url]
         if info is not None:
@@ -291,6 +295,8 @@ def _find_remote(url: str, format: str | None) -> tuple[bool, list[str]]:
         else:
             inside = fs.glob(path, detail=True) if glob.has_magic(path) else {}
             found = [f for f, i in inside.items() if i["type"] != "directory"]
+        if failure is not None and not found:
+            raise failure
     if not found:
         hint = "check the address and your access to it"
         if model := _MODEL_REPO.match(url):

@@ -14,6 +14,8 @@ from typing import Any
 from batchgen.errors import BatchgenError, UsageError, first_line
 
 _READ_AHEAD = 1 << 23  # of a sequential read; s3fs reads 50 MiB ahead, far too much for ten rows of a large file
+_SILENCE_S = 300  # of a web server in the middle of a file
+_WEB = ("http://", "https://")
 # Fields that change with a file's content, the best first: digests and versions, then times.
 _VERSIONS = (
     "ETag", "etag", "generation", "md5Hash", "blob_id", "xet_hash", "sha", "CRC",
@@ -80,7 +82,17 @@ def reaching(
     except BatchgenError:
         raise
     except Exception as e:
-        raise error(f"{url} cannot be {verb}: {first_line(e)}", hint) from e
+        raise error(f"{url} cannot be {verb}: {_reason(e)}", hint) from e
+
+
+def _reason(error: BaseException) -> str:
+    """Returns the first line of an error's message; of a web server's answer, its status and that status in words."""
+    if _is_of_the_web(error) and error.__cause__ is not None:
+        return _reason(error.__cause__)
+    status, message = (getattr(error, name, None) for name in ("status", "message"))  # of aiohttp, whose text has more
+    if status is not None:
+        return f"{status} {message}" if status and message else type(error).__name__
+    return first_line(error)
 
 
 def object_version(info: Mapping[str, Any]) -> str | None:
@@ -92,12 +104,19 @@ def object_version(info: Mapping[str, Any]) -> str | None:
 
 
 def info_of(fs: Any, path: str) -> Mapping[str, Any] | None:
-    """Returns the store's info about a file or folder; None if it does not exist."""
+    """Returns the store's info about a file or folder; None if it does not exist. Raises `StoreError` if a web server answers otherwise."""
     try:
         info: Mapping[str, Any] = fs.info(path)
-    except FileNotFoundError:
+    except FileNotFoundError as e:
+        if _is_of_the_web(e) and getattr(e.__cause__, "status", 0) not in (404, 410):
+            raise StoreError(_reason(e)) from e
         return None
     return info
+
+
+def _is_of_the_web(error: BaseException) -> bool:
+    """Whether fsspec raised a FileNotFoundError for a web address, as it does whatever went wrong. Its message is the address, its cause says what it was."""
+    return isinstance(error, FileNotFoundError) and str(error).startswith(_WEB)
 
 
 def open_remote(url: str) -> io.BufferedReader:
@@ -111,15 +130,19 @@ class _StoreFile(io.RawIOBase):
     def __init__(self, url: str) -> None:
         self._fs, path = remote(url)  # held, because a zip file closes with its file system
         self._file: Any = None
+        self._is_stream, self._ended = False, False
         with _as_os_error():
             self._file = self._fs.open(path, "rb", block_size=_READ_AHEAD)
+            if path.startswith(_WEB) and not _reads_ranges(self._file):
+                self._file.close()
+                self._file, self._is_stream = _web_stream(self._fs, path), True
 
     def readable(self) -> bool:
         return True
 
     def seekable(self) -> bool:
         with _as_os_error():
-            return bool(self._file.seekable())
+            return not self._is_stream and bool(self._file.seekable())
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         with _as_os_error():
@@ -130,8 +153,11 @@ class _StoreFile(io.RawIOBase):
             return int(self._file.tell())
 
     def readinto(self, buffer: Any) -> int:
+        if self._ended:  # aiohttp warns about those who ask again
+            return 0
         with _as_os_error():
             data = self._file.read(len(buffer))
+        self._ended = self._is_stream and not data
         buffer[: len(data)] = data
         return len(data)
 
@@ -143,12 +169,33 @@ class _StoreFile(io.RawIOBase):
                     self._file.close()
 
 
+def _reads_ranges(file: Any) -> bool:
+    """Whether a web server sends ranges of a file, by asking for the last byte. fsspec finds out only when it reads one."""
+    if not file.size:
+        return False
+    try:
+        file.seek(file.size - 1)
+        file.read(1)
+        file.seek(0)
+    except ValueError:
+        return False
+    return True
+
+
+def _web_stream(fs: Any, path: str) -> Any:
+    """Opens a file that can only be read from its start to its end, in one request without a limit of time for the whole."""
+    from aiohttp import ClientTimeout
+
+    no_limit = ClientTimeout(total=None, sock_read=_SILENCE_S)
+    return fs.open(path, "rb", block_size=0, size=1, timeout=no_limit)  # with a size, fsspec does not ask for it
+
+
 @contextmanager
 def _as_os_error() -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        raise StoreError(first_line(e)) from e
+        raise StoreError(_reason(e)) from e
 
 
 def same_file(a: str, b: str) -> bool:

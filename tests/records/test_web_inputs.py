@@ -1,0 +1,101 @@
+"""Inputs of a web server give the same rows as files on disk, whether it sends ranges or not. Its answers appear in errors."""
+
+import gzip
+import json
+import re
+import threading
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from batchgen.errors import UsageError
+from support.records import columns, opened, parquet_bytes
+
+HINT = "check the address, your access to it and the connection"
+LARGE = [{"id": i, "prompt": "Say hello.", "note": f"{i:05}" * 2000} for i in range(1000)]
+"""10 MB, more than fsspec fetches at a time."""
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers with `files[path]`, or with the status that stands there. The first part of a path says how."""
+
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, files, *arguments):
+        self._files = files
+        super().__init__(*arguments)
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        _, way, name = self.path.split("/")
+        content = self._files.get(name, 404)
+        status, data = (content, b"") if isinstance(content, int) else (200, content)
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        ranged = way == "ranges" and status == 200 and wanted is not None
+        sent = data[int(wanted[1]) : int(wanted[2]) + 1] if ranged else data
+        self.send_response(206 if ranged else status)
+        if ranged:
+            self.send_header("Content-Range", f"bytes {wanted[1]}-{int(wanted[1]) + len(sent) - 1}/{len(data)}")
+        if way == "unknown":
+            self.send_header("Connection", "close")  # its length is known when it ends
+        else:
+            self.send_header("Content-Length", str(len(sent)))
+        self.end_headers()
+        if self.command == "GET":
+            try:
+                self.wfile.write(sent)
+            except ConnectionError:
+                self.close_connection = True
+        self.close_connection |= way == "unknown"
+
+
+@pytest.fixture
+def web():
+    """The files of a web server on this machine, by name, and its address."""
+    files = {}
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Answers, files)) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield files, f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("way", ["ranges", "whole", "unknown"])
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+def test_a_large_file_is_read_whether_the_server_sends_ranges_or_only_the_whole(web, way, kind):
+    files, address = web
+    lines = "".join(json.dumps(row) + "\n" for row in LARGE).encode()
+    files[f"x.{kind}"] = {"jsonl": lines, "jsonl.gz": gzip.compress(lines, 0), "parquet": parquet_bytes(LARGE)}[kind]
+    assert columns(f"{address}/{way}/x.{kind}") == LARGE
+
+
+def test_a_stream_that_has_ended_is_not_read_again_which_aiohttp_would_warn_about(web, caplog):
+    files, address = web
+    rows = [{"prompt": f"number {i}"} for i in range(2000)]
+    files["x.jsonl.gz"] = gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode())
+    assert columns(f"{address}/unknown/x.jsonl.gz") == rows
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("status", "reason"), [(403, "403 Forbidden"), (503, "503 Service Unavailable")])
+def test_what_a_server_answers_is_not_called_a_missing_file(web, status, reason):
+    files, address = web
+    files["x.jsonl?Signature=a"] = status
+    with pytest.raises(UsageError) as caught:
+        opened(f"{address}/ranges/x.jsonl?Signature=a")
+    assert str(caught.value) == f"{address}/ranges/x.jsonl?Signature=a cannot be read: {reason}; {HINT}"
+    with pytest.raises(UsageError) as caught:
+        opened(f"{address}/ranges/no.jsonl")
+    assert str(caught.value) == f"no such file: {address}/ranges/no.jsonl; check the address and your access to it"
+
+
+def test_a_web_address_that_nobody_serves_is_not_called_a_missing_file():
+    with pytest.raises(UsageError, match=r"^http://127\.0\.0\.1:1/x\.jsonl cannot be read: .*Connect call failed"):
+        opened("http://127.0.0.1:1/x.jsonl")
