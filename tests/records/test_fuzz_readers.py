@@ -94,6 +94,8 @@ def is_refused(path: Path, data: bytes) -> bool:
             return data != b"" and not data.startswith((b"PAR1", b"PARE", bytes(4)))
     if data.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xff\xfe", b"\xfe\xff")):
         return True
+    if [byte == 0 for byte in data[:4]] in ([False, True] * 2, [True, False] * 2):  # UTF-16 without a mark
+        return True
     if data.startswith((b"PAR1", b"PARE")) and any(byte < 32 and byte not in b"\t\n\r" for byte in data[4:8]):
         return True  # a number follows, not text
     lines = [line for line in (line.removeprefix(b"\xef\xbb\xbf").strip() for line in data.split(b"\n")) if line]
