@@ -4,7 +4,6 @@ import copy
 from types import SimpleNamespace
 
 import pytest
-from transformers import CONFIG_MAPPING
 
 from batchgen.attention.kv_cache import bytes_per_token
 from batchgen.attention.sizes import kv_numbers
@@ -23,11 +22,10 @@ NO_GROUPS = {
 }  # fmt: skip
 """Families without groups of query heads, whose configurations do not have the number of key heads that the tests' common settings give them."""
 QUICK = {"llama", "deepseek_v3", "gemma4_text", "diffllama", *RECURRENT}
-NAMES = sorted(s for s in SHAPES if s.split("/")[0] in CONFIG_MAPPING)  # older transformers do not have every family
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n.split("/")[0] in QUICK else pytest.mark.slow) for n in NAMES]
+    "name", [pytest.param(n, marks=[] if n.split("/")[0] in QUICK else pytest.mark.slow) for n in sorted(SHAPES)]
 )
 def test_the_configuration_tells_what_a_token_and_a_state_take(name):
     model = packed_model(name, compiled=False)

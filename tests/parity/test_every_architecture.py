@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import transformers
-from transformers import AutoConfig
 
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.torch_backend import StepAttention
@@ -25,8 +24,8 @@ from support.models import (
     run,
     watched,
 )
-from support.params import architectures
-from support.shapes import CORE, SHAPES, prompts_and_lengths
+from support.params import slow_but
+from support.shapes import CORE, SHAPES, family_config, prompts_and_lengths
 
 # Importing GPTBigCode from transformers 5.17 with torch 2.13 gives this warning.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -51,7 +50,7 @@ def expected_of(name: str) -> list[Expected]:
     return [expect(model, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
 
 
-@pytest.mark.parametrize("name", architectures(sorted(SHAPES), CORE))
+@pytest.mark.parametrize("name", slow_but(CORE, sorted(SHAPES)))
 def test_tokens_and_logits_equal_those_of_generate(name):
     model, expected = packed_model(name), expected_of(name)
     largest = max(float(e.logits.abs().max()) for e in expected)
@@ -81,7 +80,7 @@ WRONG_OPTIONS: dict[str, Callable[[LayerOptions], LayerOptions]] = {
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", architectures(sorted(SHAPES)))
+@pytest.mark.parametrize("name", sorted(SHAPES))
 def test_leaving_out_an_option_of_attention_changes_the_logits(name, monkeypatch):
     model, expected = packed_model(name), expected_of(name)
     largest = max(float(e.logits.abs().max()) for e in expected)
@@ -100,9 +99,9 @@ def test_leaving_out_an_option_of_attention_changes_the_logits(name, monkeypatch
             assert seen.furthest(expected) > 10 * TOLERANCE * largest, option
 
 
-@pytest.mark.parametrize("name", architectures(sorted(VERIFIED)))
+@pytest.mark.parametrize("name", sorted(VERIFIED))
 def test_no_verified_architecture_is_refused_with_its_default_config(name):
-    assert refusal(AutoConfig.for_model(name)) is None
+    assert refusal(family_config(name)) is None
 
 
 def test_exactly_the_verified_architectures_are_tested_here():
@@ -111,7 +110,7 @@ def test_exactly_the_verified_architectures_are_tested_here():
     assert not VERIFIED & set(REFUSED)
 
 
-@pytest.mark.parametrize("name", architectures(sorted(REFUSED)))
+@pytest.mark.parametrize("name", sorted(REFUSED))
 def test_an_architecture_that_cannot_be_exact_is_refused_with_the_reason(name):
     config = SimpleNamespace(model_type=name)
     assert not is_verified(config)

@@ -8,7 +8,7 @@ import torch
 
 from support.fusing import fuse
 from support.models import build
-from support.params import architectures
+from support.params import slow_but
 from support.shapes import CORE, SHAPES, VOCAB
 
 # Importing GPTBigCode from transformers 5.17 with torch 2.13 gives this warning.
@@ -32,7 +32,7 @@ def _logits(model: torch.nn.Module, count: int = 50) -> torch.Tensor:
     return logits.float()
 
 
-@pytest.mark.parametrize("name", architectures(sorted(SHAPES), CORE))
+@pytest.mark.parametrize("name", slow_but(CORE, sorted(SHAPES)))
 def test_logits_in_float32_differ_only_by_rounding(name):
     model = build(name)
     plain = _logits(model)

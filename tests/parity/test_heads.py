@@ -18,7 +18,7 @@ from batchgen.parsers.heads import OutputHead
 from batchgen.request import NO_TEXT
 from support.models import kernels, make_requests, memory_for, randomize, run, tiny_tokenizer
 from support.params import slow_but
-from support.shapes import COMMON, SHAPES, VOCAB, tree_tokens
+from support.shapes import COMMON, SHAPES, VOCAB, family_config, tree_tokens
 from support.wrappers import text_model, whole_model
 
 rng = np.random.default_rng(7)
@@ -55,7 +55,7 @@ ENGINES = {
 @cache
 def reference(name, auto, **changes):
     settings = COMMON | SHAPES[name] | {"id2label": dict(enumerate(LABELS)), "num_labels": 3} | changes
-    config = AutoConfig.for_model(name.split("/")[0], **settings)
+    config = family_config(name, **settings)
     torch.manual_seed(0)
     return randomize(auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval())
 

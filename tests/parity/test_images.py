@@ -142,9 +142,6 @@ def small_images_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def sees(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sees:
-    needs = FAMILIES[request.param].needs
-    if needs is not None:
-        pytest.importorskip(needs)
     return Sees(request.param, tmp_path_factory.mktemp("sees"))
 
 

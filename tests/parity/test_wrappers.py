@@ -17,7 +17,7 @@ from support.models import (
     tokens_of,
     watched,
 )
-from support.params import architectures
+from support.params import slow_but
 from support.shapes import SHAPES, prompts_and_lengths
 from support.wrappers import TEXTS, config_of, text_model, whole_model, with_text_config
 
@@ -36,7 +36,7 @@ MODES = {"all at once": {}, "in slices, memory short": {"max_batch_tokens": 24, 
 BLOCKS = 8
 
 
-@pytest.mark.parametrize("name", architectures(sorted(TEXTS), CORE))
+@pytest.mark.parametrize("name", slow_but(CORE, sorted(TEXTS)))
 def test_text_equals_that_of_the_wrappers_own_generate(name, tmp_path):
     written = text_model(name)
     whole = whole_model(written)
@@ -58,7 +58,7 @@ def test_text_equals_that_of_the_wrappers_own_generate(name, tmp_path):
         assert seen.furthest(expected) < TOLERANCE * largest, how
 
 
-@pytest.mark.parametrize("name", architectures(sorted(TEXTS), CORE))
+@pytest.mark.parametrize("name", slow_but(CORE, sorted(TEXTS)))
 def test_parts_that_text_does_not_need_are_left_out(name):
     model = text_model(name)
     left_out = [part.name for part in model.modules() if isinstance(part, Absent)]

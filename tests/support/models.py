@@ -26,7 +26,7 @@ from batchgen.prompts import LoadedTokenizer
 from batchgen.request import Request, leaves_of, row_digest, row_key
 from batchgen.result import Result
 from batchgen.sampling_params import SamplingParams
-from support.shapes import COMMON, SHAPES, VOCAB
+from support.shapes import COMMON, SHAPES, VOCAB, family_config
 
 
 class Numbers:
@@ -48,10 +48,10 @@ def random_tokens(rng: random.Random, count: int) -> list[int]:
 
 def build(model_type: str, **changes: Any) -> Any:
     """A random float32 model. Equal arguments give equal weights."""
-    settings = COMMON | copy.deepcopy(SHAPES[model_type]) | changes  # transformers changes dicts of a configuration
+    settings = COMMON | SHAPES[model_type] | changes
     if model_type.split("/")[0] == "falcon":  # its head size cannot be set
         del settings["head_dim"]
-    config = AutoConfig.for_model(model_type.split("/")[0], **settings)
+    config = family_config(model_type, **settings)
     torch.manual_seed(0)
     # Falcon's eager attention adds ALiBi twice.
     attention = "sdpa" if model_type.startswith("falcon/alibi") else "eager"

@@ -1,7 +1,7 @@
 """Decides how much of a test runs: `make test` is quick, and `make test-slow` runs every parameter and many more random cases."""
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import pytest
@@ -21,23 +21,6 @@ def examples(quick: int, full: int) -> int:
 def some_of(quick: Iterable[K], values: Mapping[K, V]) -> Mapping[K, V]:
     """The values that a test loops over: all in `make test-slow`, those named in `quick` in `make test`."""
     return values if FULL else {name: values[name] for name in quick}
-
-
-def architectures(names: Iterable[str], quick: Collection[str] | None = None) -> list[Any]:
-    """Returns names of shapes or of `model_type`s as parameters of a test. Those that are not in `quick` are slow, and those that transformers lacks are skipped."""
-    from transformers import CONFIG_MAPPING, __version__
-
-    missing = pytest.mark.skip(f"transformers {__version__} does not have it")
-    return [
-        pytest.param(
-            name,
-            marks=[
-                *([] if name.split("/")[0] in CONFIG_MAPPING else [missing]),
-                *([] if quick is None or name in quick else [pytest.mark.slow]),
-            ],
-        )
-        for name in names
-    ]
 
 
 def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:

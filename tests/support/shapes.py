@@ -3,11 +3,13 @@
 They are listed by `model_type`. A name after a slash is another shape of the same type. Sliding windows are shorter than the tests' prompts.
 """
 
+import copy
 import random
 from collections.abc import Iterable, Sequence
 from typing import Any
+from unittest import SkipTest
 
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
 from batchgen.model.architectures import INNER, RECURRENT
 
@@ -392,5 +394,13 @@ CORE = {"deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama"}
 FULLEST = {"granitemoehybrid": "granitemoehybrid/recurrent", "qwen4_exp_text": "qwen4_exp_text/n-grams"}
 """For families with several shapes, the shape that has every kind of state."""
 
-RECURRENT_SHAPES = sorted(FULLEST.get(name, name) for name in RECURRENT - INNER if name in CONFIG_MAPPING)
-"""One shape for each family with recurrent layers in the installed transformers."""
+RECURRENT_SHAPES = sorted(FULLEST.get(name, name) for name in RECURRENT - INNER)
+"""One shape for each family with recurrent layers."""
+
+
+def family_config(name: str, **settings: Any) -> Any:
+    """The configuration of a shape or a `model_type`. Skips the test if the installed transformers does not have its family."""
+    model_type = name.partition("/")[0]
+    if model_type not in CONFIG_MAPPING:
+        raise SkipTest(f"transformers {__version__} does not have {model_type}")
+    return AutoConfig.for_model(model_type, **copy.deepcopy(settings))  # transformers changes dicts of a configuration

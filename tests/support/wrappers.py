@@ -7,7 +7,7 @@ import copy
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.activations import XIELUActivation
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import (
@@ -33,6 +33,7 @@ from support.shapes import (
     SLIDING_WINDOW,
     TOKENS,
     VOCAB,
+    family_config,
 )
 
 # The multimodal forward of Llama 4 in transformers 5.24 fails without this attribute, which its language model's output lacks.
@@ -211,11 +212,11 @@ def with_text_config() -> set[str]:
 
 def config_of(name: str) -> Any:
     """The configuration of a checkpoint. For one that also speaks, that of the part that writes text."""
-    inner, settings = copy.deepcopy(TEXTS[name])  # transformers changes dicts of a configuration
+    inner, settings = TEXTS[name]
     if not inner:  # the language model's settings are the checkpoint's own
-        return AutoConfig.for_model(name, **(COMMON | settings | OWN.get(name, {})))
+        return family_config(name, **(COMMON | settings | OWN.get(name, {})))
     text = {"model_type": inner} | COMMON | settings
-    return AutoConfig.for_model(name, **{"text_config": text, "tie_word_embeddings": False} | OWN.get(name, {}))
+    return family_config(name, **{"text_config": text, "tie_word_embeddings": False} | OWN.get(name, {}))
 
 
 def text_model(name: str) -> PreTrainedModel:
