@@ -46,7 +46,6 @@ def commands(block: Block) -> Iterator[tuple[str, list[str]]]:
     if block.language == "console":
         for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
             command = re.match(r"(?:[^\n]*\\\n)*[^\n]*", part)
-            assert command is not None
             yield command[0], part[command.end() :].splitlines()[1:]
     elif block.language in ("", "bash", "sh"):
         for line in block.text.splitlines():

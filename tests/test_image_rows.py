@@ -279,16 +279,6 @@ def test_an_image_may_be_a_whole_prompt(model, expected, reference):
     assert list(result.token_ids) == alone
 
 
-def test_images_of_a_template_are_where_it_writes_them(model, reference):
-    write([{"pictures": ["p/0.png", "p/1.png"], "q": "Which?"}])
-    template = "First {{ pictures[0] }}, then {{ pictures[1] }}. {{ q }}"
-    run(model, prompts=PromptConfig(image_column=("pictures",), template=template))
-    parts = ["First ", None, ", then ", None, ". Which?"]
-    content = [{"type": "image"} if text is None else {"type": "text", "text": text} for text in parts]
-    shown = [picture(i, 60 + 10 * i, 60) for i in (0, 1)]
-    assert answers() == [reference[0].generate([{"role": "user", "content": content}], shown, TOKENS)[1]]
-
-
 def asked(reference: tuple[Reference, Path], parts: list[str | int]) -> list[int]:
     """The model's own answer to a message of texts and pictures, which are named by number."""
     content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]

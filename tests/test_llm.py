@@ -143,15 +143,6 @@ def test_an_interrupt_of_run_cancels_the_prompts_and_their_callbacks_are_called(
     assert len(llm.generate(["a", "b"], PARAMS)) == 2
 
 
-def test_run_cannot_be_called_from_a_callback(tiny_model_dir):
-    llm = LLM(str(tiny_model_dir))
-    llm.add(["a"], PARAMS, on_result=lambda r: llm.generate(["b"]))
-    with pytest.raises(
-        RuntimeError, match=r"^this model is running in another call: add prompts to it with add\(\), or "
-    ):
-        llm.run()
-
-
 def test_a_model_is_refused_in_a_forked_process_and_not_sent_to_one(tiny_model_dir, monkeypatch):
     llm = LLM(str(tiny_model_dir))
     want = llm.generate(["a"], PARAMS)
@@ -167,27 +158,28 @@ def test_a_model_is_refused_in_a_forked_process_and_not_sent_to_one(tiny_model_d
     assert llm.generate(["a"], PARAMS) == want
 
 
-def test_a_second_thread_is_refused_and_adds_no_prompts(tiny_model_dir):
+def test_callbacks_and_second_threads_are_refused_and_add_no_prompts(tiny_model_dir):
     llm = LLM(str(tiny_model_dir))
     want = llm.generate(["a"], PARAMS)
     before = llm.stats.completion_tokens
     refused: list[str] = []
 
-    def others() -> None:
+    def call_again() -> None:
         for call in (lambda: llm.generate(["b"], PARAMS), lambda: llm.score("b", "c"), llm.run, llm.close):
             with pytest.raises(RuntimeError, match=r"^this model is running in another call: ") as error:
                 call()
             refused.append(str(error.value).partition(": ")[2])
 
     def on_result(result: Result) -> None:
-        thread = threading.Thread(target=others)
+        call_again()
+        thread = threading.Thread(target=call_again)
         thread.start()
         thread.join()
 
     llm.add(["a"], PARAMS, on_result=on_result)
     llm.run()
     whole = "add prompts to it with add(), or call this when that call has returned"
-    assert refused == [whole, whole, "add prompts to it with add()", "close it when that call has returned"]
+    assert refused == [whole, whole, "add prompts to it with add()", "close it when that call has returned"] * 2
     assert (llm.stats.completion_tokens - before, llm.unfinished) == (want[0].completion_tokens, 0)
     assert llm.generate(["a"], PARAMS) == want
 

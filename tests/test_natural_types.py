@@ -90,7 +90,6 @@ def test_a_completion_given_as_token_ids_has_the_score_of_its_text(llm):
     ids = llm.tokenizer.hf_tokenizer.encode("xyz", add_special_tokens=False)
     text, listed, array = llm.score(["a"] * 3, ["xyz", ids, np.array(ids)])
     assert text.score == listed.score == array.score
-    assert text.score is not None
     assert text.score.tokens == 3
 
 

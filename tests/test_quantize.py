@@ -56,7 +56,6 @@ def test_the_figures_say_what_quantization_changes(tiny_model_dir, tmp_path, wri
 def test_mixers_with_projections_of_their_own_are_quantized(name, packed):
     made = quantize(prepare(build(name), kernels=kernels(), int8=not packed), [np.arange(40, dtype=np.int32)], {})
     found = made.quantization
-    assert found is not None
     places = [child for part in made.module.modules() for child in part.children() if isinstance(child, Int8Linear)]
     assert len(places) == len(set(places)) > 4
     assert found["mean_kl"] < 0.02
@@ -85,5 +84,4 @@ def test_plan_and_models_know_the_size_of_the_weights(tiny_model_dir):
     numbers = sum(math.prod(shape) for shape in shapes.values())
     packed = [shape for name, shape in shapes.items() if "layers" in name and len(shape) == 2]
     memory = report_model(model).memory
-    assert memory is not None
     assert (memory.kept, memory.int8) == (4 * numbers, 4 * numbers + sum(8 * n - 3 * n * k for n, k in packed))

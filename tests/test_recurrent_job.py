@@ -123,6 +123,5 @@ def test_the_plan_counts_the_states_of_a_model_whose_weights_do_not_fit(weights,
     for module in (dry_run, sizes):
         monkeypatch.setattr(module, "free_host_memory", lambda: kept)
     plan = plan_job(config)
-    assert plan.memory is not None
     assert plan.memory.auto == "streamed"
     assert plan.state_bytes_peak > 0

@@ -61,7 +61,6 @@ def whole(model: Path, **options: Any) -> bytes:
 def place_of(number: int) -> Path:
     """The folder of a shard."""
     plan = load_plan(Path("o.jsonl.job"))
-    assert plan is not None
     return shard_folder(Path("o.jsonl.job"), plan, number)
 
 
@@ -179,8 +178,6 @@ def test_a_running_shard_is_locked(tiny_model_dir, source, monkeypatch):
     shard(tiny_model_dir, "1/2")
     lease = Lease(place_of(2), "shard 2/2 of o.jsonl")
     try:
-        with pytest.raises(OutputLocked, match=r"another run holds shard 2/2 of o\.jsonl"):
-            shard(tiny_model_dir, "2/2")
         with pytest.raises(OutputLocked, match=r"shard 2/2 of o\.jsonl runs"):
             merge_job("o.jsonl")
         with monkeypatch.context() as patch, pytest.raises(OutputLocked, match="another run holds shard 2/2"):

@@ -34,7 +34,6 @@ def test_each_fault_gives_a_module_that_python_can_read():
     for fault in sample(60, seed=2, areas=["scheduler", "blocks"]):
         with open(fault.file, encoding="utf-8") as file:
             changed = with_fault(file.read(), fault)
-        assert changed is not None
         ast.parse(changed)
 
 

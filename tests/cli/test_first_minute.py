@@ -100,7 +100,6 @@ def test_a_signal_at_any_moment_of_the_start_is_one_line(
         [sys.executable, "-c", BEGIN, *words],
         env=command_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
     time.sleep(seconds)
     process.send_signal(signum)

@@ -22,7 +22,6 @@ WINDOWS = pytest.mark.parametrize("window", [None, 3])
 
 def counts(report: JobReport | None) -> tuple[int, ...]:
     """`rows`, `rows_resumed` and `rows_equal` of a run, and `rows` and `rows_equal` of its job."""
-    assert report is not None
     stats = report.stats
     names = [(stats, ("rows", "rows_resumed", "rows_equal")), (stats["job"], ("rows", "rows_equal"))]
     return tuple(figures[name] for figures, given in names for name in given)
@@ -35,7 +34,6 @@ def test_equal_rows_run_once_and_all_have_the_result(runs, window):
     assert runs.texts() == [f"a: {prompt}" for prompt in PROMPTS]
     assert [row["id"] for row in runs.rows()] == [*range(8)]
     assert counts(report) == (8, 0, 4, 8, 4)
-    assert report is not None
     assert report.stats["finish_reasons"]["stop"] == 8
     # A completion has one token, and the engine of the test counts none.
     assert report.stats["job"]["completion_tokens"] == 4
@@ -60,7 +58,6 @@ def test_a_killed_job_runs_equal_rows_once_in_all(runs, window, most):
     second, report = runs.run(PROMPTS, window=window)
     assert sorted([*first, *second]) == ["p0", "p1", "p2", "p3"]
     assert runs.texts() == [f"a: {prompt}" for prompt in PROMPTS]
-    assert report is not None
     assert (report.stats["rows"] + report.stats["rows_resumed"], report.stats["job"]["rows_equal"]) == (8, 4)
 
 
@@ -70,7 +67,6 @@ def test_a_reading_that_is_used_again_knows_the_equal_rows(runs, monkeypatch):
     monkeypatch.setattr(FirstReading, "_read_all", None)
     answered, report = runs.run(PROMPTS)
     assert len(answered) == 2
-    assert report is not None
     assert (report.stats["rows"] + report.stats["rows_resumed"], report.stats["job"]["rows_equal"]) == (8, 4)
 
 

@@ -68,7 +68,6 @@ def test_only_truncated_rows_are_generated_again(runs):
     assert sorted(answered) == sorted(CUT_AT_4)
     assert "o.jsonl was finished: 9 of its results are used again" in runs.notes
     assert [row["text"] for row in runs.rows()] == [f"{p}/0 {min(length(p), 8)}" for p in PROMPTS]
-    assert report is not None
     assert report.stats["job"]["finish_reasons"] == {"stop": 17, "length": 7, "timeout": 0, "error": 0}
     assert runs.run(PROMPTS, **with_limit(8))[0] == []
     assert sorted(runs.run(PROMPTS, retry=("length",), **with_limit(8))[0]) == sorted(CUT_AT_8)

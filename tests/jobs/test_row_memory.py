@@ -131,6 +131,5 @@ def test_a_known_row_that_fails_this_time_fails_with_its_equals(runs, built, mon
     failed = [Result.from_error(1, RowError("template_error", "too slow"))]
     monkeypatch.setattr(PromptBuilder, "build", lambda self, rows, params=None: failed)
     report = runs.run(rows, retry=("timeout",))[1]
-    assert report is not None
     assert (report.stats["rows_failed"], report.stats["rows_resumed"]) == (2, 5)
     assert [row["error"] is not None for row in runs.rows()] == [prompt == "p1" for prompt in rows]

@@ -65,7 +65,6 @@ def test_a_named_column_may_be_missing_in_the_whole_first_window(runs, window):
 def test_rows_with_given_finish_reasons_run_again_on_request(runs):
     runs.reason = lambda prompt: {"1": "timeout", "2": "length"}.get(prompt[-1], "stop")
     _, report = runs.run(PROMPTS)
-    assert report is not None
     expected = {"stop": 32, "length": 4, "timeout": 4, "error": 0}
     assert report.stats["finish_reasons"] == report.stats["job"]["finish_reasons"] == expected
     assert runs.run(PROMPTS, retry_errors=True)[0] == []
@@ -74,7 +73,6 @@ def test_rows_with_given_finish_reasons_run_again_on_request(runs):
     runs.reason = lambda prompt: "stop"
     again, report = runs.run(PROMPTS, retry=("timeout",))
     assert sorted([*answered, *again]) == ["p1", "p11", "p21", "p31"]
-    assert report is not None
     assert report.stats["job"]["finish_reasons"] == {"stop": 34, "length": 4, "timeout": 2, "error": 0}
     assert len(runs.run(PROMPTS, retry=("timeout", "length"))[0]) == 6
     assert runs.run(PROMPTS, retry=("timeout", "length"))[0] == []
@@ -83,8 +81,6 @@ def test_rows_with_given_finish_reasons_run_again_on_request(runs):
 def test_a_finished_job_is_recognised_before_a_tokenizer_is_loaded(runs):
     _, first = runs.run(PROMPTS)
     answered, again = runs.run(PROMPTS)
-    assert first is not None
-    assert again is not None
     assert (answered, runs.loaded, again.already_finished) == ([], 1, True)
     assert (again.stats, again.exit_code, again.chat) == (first.stats, first.exit_code, first.chat)
     assert runs.run(PROMPTS, retry=("errors", "length"), prune=True)[1] == again

@@ -58,7 +58,6 @@ def test_the_memory_of_a_mixture_in_8_bits_is_known_before(name, tmp_path):
         assert any(".experts.0." in tensor.name for tensor in stored_tensors(config_of(tmp_path)) or [])
     sizes = weight_sizes(stored_tensors(config_of(tmp_path)) or [], None, 4)
     made = quantize(load_folder(tmp_path, dtype="float32"), [np.arange(9, dtype=np.int32)], {}).quantization
-    assert made is not None
     assert 0.9 < sizes.int8 / made["weight_bytes"] < 1.1
 
 

@@ -16,8 +16,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 )
 def test_a_page_about_models_equals_what_its_script_writes(name):
     spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), f"run python docs/{name}.py"

@@ -28,7 +28,6 @@ def make(folder: Path, names: list[str], configs: object = None) -> Path:
 def ours(folder: Path, config: str | None = None) -> dict[str, list[str]]:
     """The files of every split as batchgen finds them, as names relative to the folder."""
     dataset = find_dataset(str(folder), DatasetChoice(config, "all"))
-    assert dataset is not None
     splits = dataset._splits(dataset.configs.get(dataset._config(config), {}))
     return {split: sorted(set(names)) for split, names in splits.items() if names}
 

@@ -25,7 +25,6 @@ def test_the_page_refers_to_nothing_outside():
     assert ("meta", POLICY) in found.policies
     assert found.policies[0] == ("meta", POLICY)
     style = re.search(r"<style>(.*?)</style>", page(job_page_data()), re.DOTALL)
-    assert style is not None
     assert "url(" not in style[1]
     assert "@import" not in style[1]
 
@@ -154,7 +153,6 @@ def test_a_page_is_written_only_to_a_file_of_such_a_name(tmp_path, monkeypatch):
 def test_the_page_has_plotly_whole_and_the_licences_of_its_parts_are_shipped():
     shipped = files("batchgen.report") / "plotly"
     packed = re.search(r'id="plotly">([^<]*)<', page(job_page_data()))
-    assert packed is not None
     program = gzip.decompress(base64.b64decode(packed[1])).decode()
     assert program == (shipped / "plotly.min.js").read_text("utf-8")
     assert program.startswith("/* plotly.js ")

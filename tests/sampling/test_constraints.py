@@ -120,7 +120,6 @@ def bits(mask: torch.Tensor, vocab_size: int) -> Any:
 
 def allowed(constraints: Constraints, name: int, vocab_size: int) -> set[int]:
     mask = constraints.mask([name])
-    assert mask is not None
     return set(np.flatnonzero(bits(mask, vocab_size)[0]).tolist())
 
 
@@ -181,7 +180,6 @@ def test_every_completion_that_ends_with_stop_matches_its_regex(tokenizer: Any, 
         text = text_of(tokenizer, tokens)
         if reason == "stop":
             ended += 1
-            assert params.regex is not None
             assert re.fullmatch(params.regex, text), (params.regex, text)
     assert ended >= 20
 
@@ -195,7 +193,6 @@ def test_the_mask_of_a_row_does_not_depend_on_the_batch(byte_level: Any) -> None
     constraints.accept(0, byte_level.convert_tokens_to_ids("a"))
     constraints.start([5, 4, 3, 2, 1, 0])
     mask = constraints.mask([5, 4, 3, 2, 1, 0])
-    assert mask is not None
     assert mask.dtype == torch.int32
     assert mask.shape == (6, -(-size // 32))
     rows_of_bits = bits(mask, size)
@@ -249,7 +246,6 @@ def test_logits_may_be_narrower_or_wider_than_the_tokenizer(byte_level: Any, siz
     constraints = Constraints(byte_level, size, (byte_level.eos_token_id,))
     constraints.add(0, regex("(?s:.)*"))
     mask = constraints.mask([0])
-    assert mask is not None
     assert mask.shape == (1, -(-size // 32))
     may = set(np.flatnonzero(bits(mask, size)[0]).tolist())
     assert may <= set(range(min(size, len(byte_level))))
@@ -263,7 +259,6 @@ def test_a_grammar_that_cannot_be_used_fails_only_its_row(byte_level: Any) -> No
     constraints.add(0, regex("(a"))
     constraints.add(1, regex("a"))
     mask = constraints.mask([0, 1])
-    assert mask is not None
     assert set(np.flatnonzero(~bits(mask, size)[0])) == {byte_level.eos_token_id}  # it cannot end before it has failed
     for _ in range(2):
         with pytest.raises(RowError) as failure:
@@ -280,7 +275,6 @@ def test_a_dead_end_fails_only_its_row(byte_level: Any) -> None:
         constraints.add(name, regex(pattern))
         constraints.accept(name, id_of("a"))
     mask = constraints.mask([0, 1])
-    assert mask is not None
     assert set(np.flatnonzero(~bits(mask, size)[0])) == {byte_level.eos_token_id, id_of("q")}
     with pytest.raises(RowError) as failure:
         constraints.accept(0, id_of("b"))

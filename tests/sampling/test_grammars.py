@@ -34,7 +34,6 @@ def takes(tokenizer: Any, params: SamplingParams, text: str) -> bool:
     ids = {piece: i for i, piece in enumerate(token_bytes(tokenizer, len(tokenizer)))}
     for token in [*(ids[bytes([b])] for b in text.encode()), tokenizer.eos_token_id]:
         mask = constraints.mask([0])
-        assert mask is not None
         if not np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[token]:
             return False
         constraints.accept(0, token)

@@ -34,7 +34,6 @@ def holding(kind: type, path: Path, what: str) -> Iterator[subprocess.Popen[byte
         f"held = {kind.__name__}(Path({str(path)!r}), {what!r})\nprint('held', flush=True)\ntime.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment()) as process:
-        assert process.stdout is not None
         try:
             assert process.stdout.readline() == b"held\n"
             yield process
