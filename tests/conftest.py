@@ -211,14 +211,6 @@ def command_environment() -> dict[str, str]:
     return environment()
 
 
-@pytest.fixture
-def read_jsonl() -> Callable[[Path], list[dict[str, Any]]]:
-    def read(path: Path) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-    return read
-
-
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
     """The address of a server that speaks S3, in a thread of this process."""

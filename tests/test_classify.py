@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from batchgen import LLM, PromptConfig
 from support.embedders import save_classifier
+from support.records import json_rows
 
 SHARED = "All of these reviews begin with the same long sentence, and then they differ: "
 PROMPTS = [f"{SHARED}{what} {i % 5}" for i, what in enumerate(("good", "bad", "fair", "odd") * 3)]
@@ -45,10 +46,10 @@ def softmax(logits):
     return weights / weights.sum(-1, keepdims=True)
 
 
-def test_rows_get_the_label_and_the_probabilities_of_the_head(cli, classifier, write_jsonl, read_jsonl, tmp_path):
+def test_rows_get_the_label_and_the_probabilities_of_the_head(cli, classifier, write_jsonl, tmp_path):
     path, stats = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "stats.json"
     assert cli("run", path, "-m", classifier, "--classify", "--stats", stats, "-q").code == 0
-    rows = read_jsonl(tmp_path / "prompts.out.jsonl")
+    rows = json_rows(tmp_path / "prompts.out.jsonl")
     want = softmax(logits_of(classifier, PROMPTS))
     for row, probs in zip(rows, want, strict=True):
         assert list(row["choice_probs"]) == LABELS
@@ -61,10 +62,10 @@ def test_rows_get_the_label_and_the_probabilities_of_the_head(cli, classifier, w
     assert figures["finish_reasons"]["stop"] == len(PROMPTS)
 
 
-def test_a_head_with_one_number_gives_a_reward(cli, reward_model, write_jsonl, read_jsonl, tmp_path):
+def test_a_head_with_one_number_gives_a_reward(cli, reward_model, write_jsonl, tmp_path):
     path = write_jsonl([{"prompt": p} for p in PROMPTS])
     assert cli("run", path, "-m", reward_model, "--classify", "-q").code == 0
-    rows = read_jsonl(tmp_path / "prompts.out.jsonl")
+    rows = json_rows(tmp_path / "prompts.out.jsonl")
     assert [row["reward"] for row in rows] == pytest.approx(logits_of(reward_model, PROMPTS)[:, 0], abs=1e-5)
     assert {(row["text"], row["finish_reason"]) for row in rows} == {(None, None)}
     assert "nothing to do" in cli("run", path, "-m", reward_model, "--classify").err

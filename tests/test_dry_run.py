@@ -121,31 +121,18 @@ def test_an_empty_input_has_an_empty_plan(tiny_model_dir, write_jsonl):
 
 
 @pytest.mark.parametrize(
-    ("config", "dtype", "expected"),
+    ("heads", "dtype", "expected"),
     [
-        (
-            {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64},
-            "float32",
-            2 * 2 * 16 * 2 * 4,
-        ),
-        ({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}, "bfloat16", 2 * 4 * 16 * 2 * 2),
-        (
-            {
-                "num_hidden_layers": 3,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 1,
-                "head_dim": 256,
-                "hidden_size": 64,
-            },
-            "float16",
-            3 * 256 * 2 * 2,
-        ),
-        ({"num_hidden_layers": 3}, "float32", 0),
+        ({"num_attention_heads": 4, "num_key_value_heads": 2}, "float32", 3 * 2 * 16 * 2 * 4),
+        ({"num_attention_heads": 4}, "bfloat16", 3 * 4 * 16 * 2 * 2),
+        ({"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256}, "float16", 3 * 256 * 2 * 2),
+        ({}, "float32", 0),
     ],
 )
-def test_kv_bytes_per_token_come_from_the_configuration(config, dtype, expected):
-    assert kv_bytes_per_token(SimpleNamespace(**config), dtype) == expected
-    assert kv_bytes_per_token(SimpleNamespace(text_config=SimpleNamespace(**config)), dtype) == expected
+def test_kv_bytes_per_token_come_from_the_configuration(heads, dtype, expected):
+    config = SimpleNamespace(num_hidden_layers=3, hidden_size=64, **heads)
+    assert kv_bytes_per_token(config, dtype) == expected
+    assert kv_bytes_per_token(SimpleNamespace(text_config=config), dtype) == expected
 
 
 @pytest.mark.parametrize(("fast", "dtype"), [(True, "bfloat16"), (False, "float32")])

@@ -10,6 +10,7 @@ import pytest
 from batchgen import LLM, PromptConfig
 from support.embedders import QUERY, save_classifier, save_embedder
 from support.params import slow_but
+from support.records import json_rows
 
 SHARED = "All of these texts begin with the same long sentence, and then they differ: "
 PROMPTS = [f"{SHARED}{what} {i % 5}" for i, what in enumerate(("apples", "pears", "plums", "figs") * 3)]
@@ -46,10 +47,10 @@ def embeddings(rows):
     return np.array([row["embedding"] for row in rows])
 
 
-def test_an_embedding_is_the_normalised_hidden_state_of_the_last_token(cli, last, write_jsonl, read_jsonl, tmp_path):
+def test_an_embedding_is_the_normalised_hidden_state_of_the_last_token(cli, last, write_jsonl, tmp_path):
     path, stats = write_jsonl([{"prompt": p, "embedding": "mine"} for p in PROMPTS]), tmp_path / "stats.json"
     assert cli("run", path, "-m", last, "--embed", "--stats", stats, "-q").code == 0
-    rows = read_jsonl(tmp_path / "prompts.out.jsonl")
+    rows = json_rows(tmp_path / "prompts.out.jsonl")
     np.testing.assert_allclose(embeddings(rows), expected(last, PROMPTS), atol=1e-5)
     assert {(row["text"], row["finish_reason"], row["error"], row["input_embedding"]) for row in rows} == {
         (None, None, None, "mine")
@@ -62,10 +63,10 @@ def test_an_embedding_is_the_normalised_hidden_state_of_the_last_token(cli, last
 
 
 @pytest.mark.parametrize("options", [(), ("--window", "5"), ("--batch-size", "2", "--max-batch-tokens", "16")])
-def test_mean_pooling_is_exact_with_shared_prefixes(cli, mean, write_jsonl, read_jsonl, tmp_path, options):
+def test_mean_pooling_is_exact_with_shared_prefixes(cli, mean, write_jsonl, tmp_path, options):
     path, stats = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "stats.json"
     assert cli("run", path, "-m", mean, "--embed", "--stats", stats, "-q", "--debug", *options).code == 0
-    rows = read_jsonl(tmp_path / "prompts.out.jsonl")
+    rows = json_rows(tmp_path / "prompts.out.jsonl")
     want = expected(mean, [QUERY + p for p in PROMPTS], mean=True, normalize=False)
     np.testing.assert_allclose(embeddings(rows), want, atol=1e-5)
     figures = json.loads(stats.read_text())
@@ -107,14 +108,14 @@ def test_resuming_after_the_models_pooling_has_changed_is_refused(cli, write_jso
     assert cli("run", path, "-m", model, "--embed", "-q").code == 2
 
 
-def test_prompt_name_selects_one_of_the_models_prompts(cli, last, mean, write_jsonl, read_jsonl, tmp_path):
+def test_prompt_name_selects_one_of_the_models_prompts(cli, last, mean, write_jsonl, tmp_path):
     path, out = write_jsonl([{"prompt": p} for p in PROMPTS[:3]]), tmp_path / "prompts.out.jsonl"
     assert cli("run", path, "-m", last, "--embed", "--prompt-name", "query", "-q").code == 0
     want = expected(last, [QUERY + p for p in PROMPTS[:3]])
-    np.testing.assert_allclose(embeddings(read_jsonl(out)), want, atol=1e-5)
+    np.testing.assert_allclose(embeddings(json_rows(out)), want, atol=1e-5)
     assert cli("run", path, "-m", mean, "--embed", "--prefix", "", "-q", "--overwrite").code == 0
     want = expected(mean, PROMPTS[:3], mean=True, normalize=False)
-    np.testing.assert_allclose(embeddings(read_jsonl(out)), want, atol=1e-5)
+    np.testing.assert_allclose(embeddings(json_rows(out)), want, atol=1e-5)
     unknown = cli("run", path, "-m", last, "--embed", "--prompt-name", "passage", "--overwrite")
     assert unknown.code == 2
     assert "--prompt-name 'passage': the model has no prompt of this name; it has document, query" in unknown.err
@@ -137,14 +138,14 @@ def test_a_model_without_pooling_files_normalises_the_last_token_by_default(tiny
     "options", slow_but(["", "--no-chat"], ["", "--system Brief.", "--no-chat", "--prompt-name query"])
 )
 def test_an_embeddings_request_and_a_row_with_the_same_text_give_the_same_embedding(
-    cli, write_jsonl, read_jsonl, tmp_path, options
+    cli, write_jsonl, tmp_path, options
 ):
     folder = save_embedder(tmp_path / "m", chat=True)
     (folder / "sentence_bert_config.json").write_text(json.dumps({"modality_config": {"text": {}, "message": {}}}))
     request = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": "Hello"}}
     path = write_jsonl([{"prompt": "Hello"}, request])
     assert cli("run", path, "-m", folder, "--embed", "-o", tmp_path / "o.jsonl", *options.split()).code == 0
-    row, batch = read_jsonl(tmp_path / "o.jsonl")
+    row, batch = json_rows(tmp_path / "o.jsonl")
     assert batch["usage"] == row["usage"]
     assert batch["embedding"] == row["embedding"]
 
@@ -222,12 +223,12 @@ def test_a_configuration_with_an_unsupported_setting_is_refused(cli, write_jsonl
     assert refused.err.count("batchgen: error:") == 1
 
 
-def test_a_prompt_of_the_model_cannot_be_put_before_token_ids(tmp_path, write_jsonl, read_jsonl, cli):
+def test_a_prompt_of_the_model_cannot_be_put_before_token_ids(tmp_path, write_jsonl, cli):
     folder = save_embedder(tmp_path / "m", prompt_name="query")
     rows = write_jsonl([{"prompt": [5, 6, 7]}, {"prompt": "abc"}])
     refused = cli("run", rows, "-m", folder, "--embed", "--prompt-name", "query", "-o", tmp_path / "a.jsonl")
     assert refused.code == 3
-    error = read_jsonl(tmp_path / "a.jsonl")[0]["error"]
+    error = json_rows(tmp_path / "a.jsonl")[0]["error"]
     assert error["message"] == "column 'prompt' is a list of token ids, which cannot be combined with --prompt-name"
     said = cli("run", rows, "-m", folder, "--embed", "-o", tmp_path / "b.jsonl")
     assert said.code == 0

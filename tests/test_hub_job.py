@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.hub import TOKEN, FakeRepo, fake_hub
+from support.records import json_rows
 
 
 @pytest.fixture
@@ -21,14 +22,14 @@ def lines(*prompts: str) -> bytes:
     return "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts).encode()
 
 
-def test_a_job_on_a_dataset_is_complete_until_the_files_change(hub, cli, tmp_path, tiny_model_dir, read_jsonl):
+def test_a_job_on_a_dataset_is_complete_until_the_files_change(hub, cli, tmp_path, tiny_model_dir):
     repo = hub.repos["user/rows"] = FakeRepo({"train.jsonl": lines("one", "two"), "test.jsonl": lines("three")})
     output = tmp_path / "out.jsonl"
     command = [
         "run", "hf://datasets/user/rows", "--split", "train", "-m", tiny_model_dir, "-o", output, "--max-tokens", 4,
     ]  # fmt: skip
     done = cli(*command)
-    assert (done.code, [row["prompt"] for row in read_jsonl(output)]) == (0, ["one", "two"])
+    assert (done.code, [row["prompt"] for row in json_rows(output)]) == (0, ["one", "two"])
     assert "batchgen: hf://datasets/user/rows: split train, 1 file\n" in done.err
     repo.files["README.md"] = b"# Rows"
     again = cli(*command)
@@ -38,7 +39,7 @@ def test_a_job_on_a_dataset_is_complete_until_the_files_change(hub, cli, tmp_pat
     more = cli(*command)
     assert more.code == 0
     assert "1 done, 2 kept from an earlier run" in more.err
-    assert [row["prompt"] for row in read_jsonl(output)] == ["one", "two", "four"]
+    assert [row["prompt"] for row in json_rows(output)] == ["one", "two", "four"]
 
 
 def test_a_dataset_can_be_planned_and_an_unclear_split_is_refused(hub, cli, tiny_model_dir):

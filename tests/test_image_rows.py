@@ -37,6 +37,7 @@ from batchgen.records.images import image_digest
 from support.params import slow_but
 from support.progress import Recorder, interrupt, rows_done
 from support.python_process import environment
+from support.records import json_rows
 from support.runs import FINISHED_FILES
 from support.vision import FAMILIES, Reference, make, picture
 
@@ -85,10 +86,6 @@ def write(found: Rows, name: str = "in.jsonl") -> None:
     Path(name).write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
-def read(name: str = "o.jsonl") -> Rows:
-    return [json.loads(line) for line in Path(name).read_text().splitlines()]
-
-
 def config_of(model: Path, **options: Any) -> JobConfig:
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
     return JobConfig(
@@ -104,7 +101,7 @@ def run(model: Path, **options: Any) -> JobReport:
 
 
 def answers(name: str = "o.jsonl") -> list[Any]:
-    return [row["token_ids"] for row in read(name)]
+    return [row["token_ids"] for row in json_rows(name)]
 
 
 @pytest.fixture
@@ -265,7 +262,7 @@ def test_an_image_may_be_a_whole_prompt(model, expected, reference):
     write([{"page": f"p/{i}.png"} for i in range(4)] + [{"page": ""}, {"page": "p/0.png", "prompt": None}])
     page = PromptConfig(image_column=("page",))
     run(model, prompts=replace(page, prefix=QUESTIONS[0]))
-    *shown, without_image, without_prompt = read("o.jsonl")
+    *shown, without_image, without_prompt = json_rows("o.jsonl")
     assert [row["token_ids"] for row in shown] == expected[:4]
     assert [row["error"]["type"] for row in (without_image, without_prompt)] == ["invalid_row"] * 2
     write([{"page": "p/0.png"}])
@@ -317,7 +314,7 @@ def test_text_that_looks_like_the_mark_of_an_image_stays_text(q, model, referenc
 def test_an_image_that_a_template_writes_as_data_fails_the_row(template, model):
     write([{"a": "p/0.png", "several": ["p/1.png", "p/3.png"], "q": "Which?"}])
     run(model, prompts=PromptConfig(image_column=("a", "several"), template=template))
-    (found,) = read()
+    (found,) = json_rows("o.jsonl")
     assert found["error"]["type"] == "template_error"
     assert found["error"]["message"].startswith("an image of --image-column is written as data: ")
 
@@ -361,7 +358,7 @@ def test_a_column_has_the_images_of_messages(content, images, parts, model, refe
 def test_images_of_a_column_that_have_no_place_fail_the_row(row, type, message, model):
     write([{"images": None, **row}])
     run(model, prompts=PromptConfig(image_column=("images",)))
-    (found,) = read()
+    (found,) = json_rows("o.jsonl")
     assert found["error"]["type"] == type
     assert found["error"]["message"].startswith(message)
 
@@ -377,7 +374,7 @@ def test_rows_of_the_batch_api_have_images(model, expected):
     run(model)
     assert answers() == [expected[0]] * 2
     run(model, output="openai.jsonl", output_format="openai", token_ids=False)
-    assert [row["error"] for row in read("openai.jsonl")] == [None] * 2
+    assert [row["error"] for row in json_rows("openai.jsonl")] == [None] * 2
 
 
 def test_an_image_that_cannot_be_shown_fails_its_row_alone(model, expected):
@@ -393,7 +390,9 @@ def test_an_image_that_cannot_be_shown_fails_its_row_alone(model, expected):
     run(model)
     here = Path("p/cut.jpg").absolute()
     kept = Path("o.jsonl.job/images").absolute() / image_digest(io.BytesIO(whole[:-80])).hex()
-    errors = [row["error"] and (row["error"]["type"], row["error"]["message"].split(" (")[0]) for row in read()]
+    errors = [
+        row["error"] and (row["error"]["type"], row["error"]["message"].split(" (")[0]) for row in json_rows("o.jsonl")
+    ]
     assert errors == [
         None,
         ("invalid_image", "the image 'p/none.png' of messages[0].content[0] cannot be read: No such file or directory"),
@@ -402,7 +401,10 @@ def test_an_image_that_cannot_be_shown_fails_its_row_alone(model, expected):
         ("unsupported_content", "messages[0].content[0] has type 'video'; only text and images can be sent"),
         None,
     ]
-    assert [row["token_ids"] for row in (read()[0], read()[5])] == [expected[0], expected[5]]
+    assert [row["token_ids"] for row in (json_rows("o.jsonl")[0], json_rows("o.jsonl")[5])] == [
+        expected[0],
+        expected[5],
+    ]
 
 
 @pytest.fixture
@@ -436,7 +438,7 @@ def test_a_row_whose_equal_row_lost_its_image_is_answered_when_errors_are_tried_
     write(with_copy([rows()[0], rows()[0]]))
     assert run(model).exit_code == 3
     assert run(model, retry=("errors",)).exit_code == 3
-    assert [row["error"] and row["error"]["type"] for row in read()] == ["invalid_image", None]
+    assert [row["error"] and row["error"]["type"] for row in json_rows("o.jsonl")] == ["invalid_image", None]
     assert answers()[1] == expected[0]
 
 
@@ -459,20 +461,20 @@ def test_images_that_cannot_be_shown_take_nothing_from_the_rows_beside_them(mode
     write(found)
     params = SamplingParams(**({"temperature": 0.0, "ignore_eos": "choices" not in options} | options))
     stats = run(model, sampling=params).stats
-    failed = [row["id"] for row in read() if row["error"] is not None]
+    failed = [row["id"] for row in json_rows("o.jsonl") if row["error"] is not None]
     assert failed == [f"{i}-{n}" for n in range(3) for i in (1, 3)]
-    assert {row["error"]["type"] for row in read() if row["error"]} == {"invalid_image"}
-    assert all(row["text"] is None for row in read() if row["error"])
+    assert {row["error"]["type"] for row in json_rows("o.jsonl") if row["error"]} == {"invalid_image"}
+    assert all(row["text"] is None for row in json_rows("o.jsonl") if row["error"])
     figures = ("rows_ok", "rows_failed", "images_encoded", "recomputed_tokens")
     assert {name: stats[name] for name in figures} == {
         "rows_ok": 7, "rows_failed": 6, "images_encoded": 2, "recomputed_tokens": 0,
     }  # fmt: skip
     assert stats["prefill_tokens"] <= stats["prefill_tokens_min"]
     others = [row for row in found if row["id"] not in failed]
-    answers_beside = [(row["text"], row.get("choice_probs")) for row in read() if row["error"] is None]
+    answers_beside = [(row["text"], row.get("choice_probs")) for row in json_rows("o.jsonl") if row["error"] is None]
     write(others, "others.jsonl")
     run(model, inputs="others.jsonl", output="alone.jsonl", sampling=params)
-    assert [(row["text"], row.get("choice_probs")) for row in read("alone.jsonl")] == answers_beside
+    assert [(row["text"], row.get("choice_probs")) for row in json_rows("alone.jsonl")] == answers_beside
 
 
 @pytest.mark.parametrize("reference", ["mistral3"], indirect=True)
@@ -483,10 +485,10 @@ def test_an_image_that_the_encoder_cannot_take_fails_its_row_alone(model, expect
     found[0]["messages"][0]["content"][0]["path"] = "p/small.png"
     write(found)
     run(model)
-    error = read()[0]["error"]
+    error = json_rows("o.jsonl")[0]["error"]
     assert error["type"] == "invalid_image"
     assert error["message"].startswith(f"image 1 of the row: '{Path('p/small.png').absolute()}' cannot be encoded: ")
-    assert read()[1]["token_ids"] == expected[1]
+    assert json_rows("o.jsonl")[1]["token_ids"] == expected[1]
 
 
 def test_the_plan_counts_the_tokens_of_images(model):

@@ -19,11 +19,11 @@ from batchgen.errors import InputCorrupt, Interrupted, TooManyErrors, UsageError
 from batchgen.progress import GENERATING
 from batchgen.prompts import PromptBuilder
 from support.progress import Recorder, in_phase, interrupt, rows_done
+from support.records import json_rows
 
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
 Rows = list[dict[str, Any]]
 Write = Callable[..., Path]
-Read = Callable[[Path], Rows]
 
 
 def prompts(count: int) -> Rows:
@@ -42,11 +42,11 @@ def test_a_job_needs_an_input():
 
 
 @pytest.fixture
-def whole(tiny_model_dir: Path, write_jsonl: Write, read_jsonl: Read) -> Rows:
+def whole(tiny_model_dir: Path, write_jsonl: Write) -> Rows:
     """The output rows of 12 prompts, run in one go."""
     source = write_jsonl(prompts(12), "whole.jsonl")
     report = run_job(config_of(tiny_model_dir, source, output=str(source.with_name("whole.out.jsonl"))))
-    return read_jsonl(Path(report.output))
+    return json_rows(report.output)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"n": 2}, {"logprobs": 0}])
@@ -194,12 +194,12 @@ def test_a_signal_during_planning_ends_the_job_before_the_model_is_loaded(tiny_m
 
 @pytest.mark.parametrize("window", [None, 2])
 def test_a_row_that_does_not_fit_in_memory_fails_alone_with_its_place_and_runs_again_on_request(
-    tiny_model_dir, write_jsonl, read_jsonl, window
+    tiny_model_dir, write_jsonl, window
 ):
     source = write_jsonl([{"prompt": "x" * 400}, {"prompt": "short"}])
     config = config_of(tiny_model_dir, source, engine=EngineConfig(kv_memory="100KiB"), window=window)
     report = run_job(config)
-    rows = read_jsonl(Path(report.output))
+    rows = json_rows(report.output)
     assert report.exit_code == 3
     assert [row["error"] and row["error"]["type"] for row in rows] == ["does_not_fit", None]
     assert [line.partition(" prompt (")[0] for line in report.failures] == [f"{source}:1: does_not_fit:"]
@@ -207,7 +207,7 @@ def test_a_row_that_does_not_fit_in_memory_fails_alone_with_its_place_and_runs_a
     assert run_job(more).already_finished
     again = run_job(replace(more, retry_errors=True))
     assert (again.exit_code, again.stats["rows"], again.stats["rows_resumed"]) == (0, 1, 1)
-    assert [row["error"] for row in read_jsonl(Path(again.output))] == [None, None]
+    assert [row["error"] for row in json_rows(again.output)] == [None, None]
 
 
 def test_max_errors_ends_the_job_and_keeps_finished_rows(tiny_model_dir, write_jsonl):
@@ -265,7 +265,7 @@ def test_rows_before_a_broken_place_of_the_input_are_generated_and_kept(tiny_mod
 
 
 @pytest.mark.parametrize("window", [None, 2])
-def test_rows_with_a_repeated_id_are_counted_in_one_note_and_all_run(window, tiny_model_dir, write_jsonl, read_jsonl):
+def test_rows_with_a_repeated_id_are_counted_in_one_note_and_all_run(window, tiny_model_dir, write_jsonl):
     ids = ["a", "b", "a", 7, "7", None, None, "a"]
     source = write_jsonl([{"id": own, "prompt": f"{i}"} for i, own in enumerate(ids)])
     said = Recorder()
@@ -273,7 +273,7 @@ def test_rows_with_a_repeated_id_are_counted_in_one_note_and_all_run(window, tin
     assert [note for note in said.notes if "the id of" in note] == [
         f"3 rows have the id of an earlier row (the first: 'a', {source}:3): every row runs, but the id does not tell them apart"
     ]
-    rows = read_jsonl(Path(report.output))
+    rows = json_rows(report.output)
     assert [row["id"] for row in rows] == ["a", "b", "a", 7, "7", 5, 6, "a"]
     assert all(row["error"] is None for row in rows)
 

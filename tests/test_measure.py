@@ -11,8 +11,8 @@ from batchgen.job import measure_job
 from batchgen.jobs.order.sorted_requests import spread
 from batchgen.jobs.status import job_status
 from support.embedders import save_classifier
+from support.models import make_requests
 from support.params import slow_but
-from support.tiny import requests_of
 from support.vision import make, picture
 
 ROWS = [{"prompt": f"All rows begin with this text, which is more than a chunk. {i // 5} {i}"} for i in range(40)]
@@ -109,7 +109,7 @@ def test_the_results_of_a_measurement_that_was_killed_are_kept(tiny_model_dir, w
 
 @pytest.mark.parametrize("window_leaves", [20_000, 7])
 def test_measured_rows_come_from_all_over_the_prefix_order(window_leaves, monkeypatch):
-    requests = requests_of([[n // 100, n // 10 % 10, n % 10] for n in range(0, 1000, 3)], [5] * 334)
+    requests = make_requests([[n // 100, n // 10 % 10, n % 10] for n in range(0, 1000, 3)], [5] * 334)
     windows = [requests[i : i + window_leaves] for i in range(0, len(requests), window_leaves)]
     for window in windows:
         window.reverse()  # inside a window the order has no meaning

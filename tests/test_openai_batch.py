@@ -1,6 +1,5 @@
 """Request files from the documentation of OpenAI's Batch API and vLLM's run_batch run unchanged and are answered in OpenAI's format."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from batchgen import JobConfig, JobReport, SamplingParams, run_job
 from batchgen.errors import Interrupted
 from batchgen.progress import Silent
 from support.progress import Recorder, interrupt, rows_done
+from support.records import json_rows
 
 Rows = list[dict[str, Any]]
 CHAT, RAW = "/v1/chat/completions", "/v1/completions"
@@ -65,12 +65,8 @@ def run(model: Path, source: Path, progress: Silent | None = None, **options: An
     return run_job(JobConfig(inputs=source, model=model, **options), progress)
 
 
-def records(report: JobReport) -> Rows:
-    return [json.loads(line) for line in Path(report.output).read_text("utf-8").splitlines()]
-
-
 def bodies(report: JobReport) -> Rows:
-    return [record["response"]["body"] for record in records(report)]
+    return [record["response"]["body"] for record in json_rows(report.output)]
 
 
 def test_the_files_of_the_documentation_are_answered_and_unsupported_requests_fail_alone(
@@ -78,7 +74,7 @@ def test_the_files_of_the_documentation_are_answered_and_unsupported_requests_fa
 ):
     progress = Recorder()
     report = run(tiny_chat_model_dir, write_jsonl([*EXAMPLES, *VLLM]), progress)
-    answers = records(report)
+    answers = json_rows(report.output)
     assert report.exit_code == 3
     assert [record["custom_id"] for record in answers] == [ask["custom_id"] for ask in (*EXAMPLES, *VLLM)]
     served = "use /v1/chat/completions, /v1/completions, /v1/embeddings or /v1/responses"
@@ -112,7 +108,8 @@ def test_chats_and_completions_with_their_own_parameters_can_share_a_file_and_a_
     report = run(tiny_chat_model_dir, write_jsonl(rows))
     one, two, again, raw, chat, label = bodies(report)
     assert report.exit_code == 0
-    assert [record["custom_id"] for record in records(report)] == ["same", "same", "same", "own", "own", "label"]
+    ids = [record["custom_id"] for record in json_rows(report.output)]
+    assert ids == ["same", "same", "same", "own", "own", "label"]
     assert [b["object"] == "chat.completion" for b in (one, two, again, raw, chat, label)] == [0, 1, 0, 0, 1, 0]
     assert (one["choices"], one["usage"]["completion_tokens"]) == (again["choices"], 3)
     assert [choice["index"] for choice in two["choices"]] == [0, 1]
@@ -149,7 +146,7 @@ def test_a_finished_output_is_converted_to_another_format_without_the_model_with
     rows = run(tiny_chat_model_dir, source, progress, output_format="rows")
     assert (rows.stats["rows_resumed"], rows.stats["steps"]) == (3, 0)
     assert progress.notes[0] == f"{rows.output} was finished: 3 of its results are used again"
-    assert [list(row)[-1] for row in records(rows)] == ["error"] * 5
+    assert [list(row)[-1] for row in json_rows(rows.output)] == ["error"] * 5
     back = run(tiny_chat_model_dir, source)
     assert (back.stats["rows_resumed"], back.stats["steps"]) == (3, 0)
     assert Path(back.output).read_bytes() == answers

@@ -13,6 +13,7 @@ from batchgen.records import Row, row_form
 from batchgen.records.output import output_row
 from batchgen.result import Result
 from support.embedders import save_embedder
+from support.records import json_rows
 
 EMBEDDINGS, RESPONSES = "/v1/embeddings", "/v1/responses"
 VECTOR = np.array([0.1, -0.25, 3e-7], dtype=np.float32)
@@ -144,7 +145,7 @@ def test_a_response_says_whether_it_is_whole(result, status, kinds):
     assert (body["incomplete_details"] is None) == (status == "completed")
 
 
-def test_a_file_of_embeddings_requests_is_answered(cli, write_jsonl, read_jsonl, tmp_path):
+def test_a_file_of_embeddings_requests_is_answered(cli, write_jsonl, tmp_path):
     model = save_embedder(tmp_path / "m")
     rows = [
         ask(EMBEDDINGS, "a", input="Hello"),
@@ -156,7 +157,7 @@ def test_a_file_of_embeddings_requests_is_answered(cli, write_jsonl, read_jsonl,
     path, out = write_jsonl(rows), tmp_path / "o.jsonl"
     command = ["run", path, "-m", model, "--embed", "--output-format", "openai", "-o", out]
     assert cli(*command).code == 3
-    answers = read_jsonl(out)
+    answers = json_rows(out)
     errors = [a["error"] and a["error"]["message"] for a in answers]
     assert errors == [
         None,
@@ -175,7 +176,7 @@ def test_a_file_of_embeddings_requests_is_answered(cli, write_jsonl, read_jsonl,
     assert "o.jsonl was finished: 2 of its results are used again" in cli(*command).err
 
 
-def test_a_file_of_responses_requests_is_answered(cli, tiny_chat_model_dir, write_jsonl, read_jsonl, tmp_path):
+def test_a_file_of_responses_requests_is_answered(cli, tiny_chat_model_dir, write_jsonl, tmp_path):
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     rows = [
         ask(RESPONSES, "a", input="Hello", instructions="Be brief.", max_output_tokens=6),
@@ -185,7 +186,7 @@ def test_a_file_of_responses_requests_is_answered(cli, tiny_chat_model_dir, writ
     out = tmp_path / "o.jsonl"
     command = ["run", write_jsonl(rows), "-m", tiny_chat_model_dir, "--output-format", "openai", "-o", out, "-q"]
     assert cli(*command).code == 3
-    one, other, several = read_jsonl(out)
+    one, other, several = json_rows(out)
     text = one["response"]["body"]["output"][0]["content"][0]["text"]
     assert text == other["response"]["body"]["choices"][0]["message"]["content"]
     assert one["response"]["body"]["usage"]["input_tokens"] == other["response"]["body"]["usage"]["prompt_tokens"]

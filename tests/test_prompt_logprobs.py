@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from support.records import json_rows
+
 SHARED = "All of these begin with the same words, and then "
 ROWS = [{"prompt": f"{SHARED}{what}", "completion": f" they are {what}"} for what in ("red", "green", "red", "blue")]
 ROWS += [{"prompt": SHARED, "completion": "x"}, {"prompt": "", "completion": ""}]
@@ -22,10 +24,10 @@ def teacher(folder, text):
     return ids[0].tolist(), [None, *logprobs]
 
 
-def test_each_token_of_a_completion_has_its_logprob(cli, tiny_model_dir, write_jsonl, read_jsonl, tmp_path):
+def test_each_token_of_a_completion_has_its_logprob(cli, tiny_model_dir, write_jsonl, tmp_path):
     path = write_jsonl(ROWS)
     assert cli("run", path, "-m", tiny_model_dir, "--score", "--prompt-logprobs", "-q").code == 0
-    for row, given in zip(read_jsonl(tmp_path / "prompts.out.jsonl"), ROWS, strict=True):
+    for row, given in zip(json_rows(tmp_path / "prompts.out.jsonl"), ROWS, strict=True):
         ids, logprobs = teacher(tiny_model_dir, given["prompt"] + given["completion"])
         count = len(given["completion"])
         assert [t["token_id"] for t in row["prompt_logprobs"]] == ids[len(ids) - count :]
@@ -36,13 +38,11 @@ def test_each_token_of_a_completion_has_its_logprob(cli, tiny_model_dir, write_j
 
 
 @pytest.mark.parametrize("options", [(), ("--max-batch-tokens", "9"), ("--window", "2")])
-def test_each_token_of_a_prompt_except_the_first_has_its_logprob(
-    cli, tiny_model_dir, write_jsonl, read_jsonl, tmp_path, options
-):
+def test_each_token_of_a_prompt_except_the_first_has_its_logprob(cli, tiny_model_dir, write_jsonl, tmp_path, options):
     path, stats = write_jsonl(ROWS), tmp_path / "stats.json"
     command = ["run", path, "-m", tiny_model_dir, "--prompt-logprobs", "--stats", stats, "--debug", *options]
     assert cli(*command, "-q").code == 0
-    rows = read_jsonl(tmp_path / "prompts.out.jsonl")
+    rows = json_rows(tmp_path / "prompts.out.jsonl")
     for row, given in zip(rows, ROWS, strict=True):
         ids, logprobs = teacher(tiny_model_dir, given["prompt"])
         assert [t["token_id"] for t in row["prompt_logprobs"]] == ids
@@ -63,7 +63,7 @@ def test_each_token_of_a_prompt_except_the_first_has_its_logprob(
         )
         write_jsonl([*ROWS, {"prompt": "One more"}])
         assert f"1 done, {len(ROWS)} kept from an earlier run" in cli(*command).err
-        assert read_jsonl(tmp_path / "prompts.out.jsonl")[: len(ROWS)] == rows
+        assert json_rows(tmp_path / "prompts.out.jsonl")[: len(ROWS)] == rows
 
 
 def test_parquet_has_null_for_the_first_token(cli, tiny_model_dir, write_jsonl, tmp_path):

@@ -16,6 +16,7 @@ from batchgen.model.adapter import prepare
 from batchgen.model.weights.int8 import quantize
 from batchgen.model_report import report_model
 from support.models import build, kernels
+from support.records import json_rows
 
 ROWS = [{"id": i, "prompt": f"A few words, the same for all, and number {i}"} for i in range(8)]
 
@@ -37,10 +38,6 @@ def job(model: Path, rows: Path, output: Path, quantize: str = "int8", **options
             **options,
         )
     )
-
-
-def written(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_the_figures_say_what_quantization_changes(tiny_model_dir, tmp_path, write_jsonl):
@@ -67,7 +64,7 @@ def test_a_quantized_job_resumes(tiny_model_dir, tmp_path, write_jsonl):
     job(tiny_model_dir, rows, tmp_path / "parts.jsonl", limit=3)
     report = job(tiny_model_dir, rows, tmp_path / "parts.jsonl")
     assert report.stats["rows_resumed"] == 3
-    assert written(tmp_path / "parts.jsonl") == written(tmp_path / "whole.jsonl")
+    assert json_rows(tmp_path / "parts.jsonl") == json_rows(tmp_path / "whole.jsonl")
 
 
 def test_resuming_without_quantization_is_refused(tiny_model_dir, tmp_path, write_jsonl):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from batchgen import LLM, EngineConfig, JobConfig, SamplingParams, run_job
+from support.records import json_rows
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
@@ -38,7 +39,7 @@ ROWS = [{"prompt": "a"}, {"prompt": "b", "reasoning": "the input's own"}]
 def test_a_row_cut_inside_its_thoughts_has_no_text(thinking_model, tmp_path):
     output = tmp_path / "out.jsonl"
     job(thinking_model, ROWS, output)
-    first, second = map(json.loads, output.read_text().splitlines())
+    first, second = json_rows(output)
     assert (first["text"], first["finish_reason"], first["error"]) == (None, "length", None)
     assert isinstance(first["reasoning"], str)
     assert first["usage"] == {

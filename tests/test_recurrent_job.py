@@ -13,6 +13,7 @@ from batchgen.dry_run import plan_job
 from batchgen.model.weights import sizes
 from support.models import build, generate
 from support.params import slow_but
+from support.records import json_rows
 from support.shapes import RECURRENT_SHAPES
 from support.tiny_model import EOS_ID, save_tiny_tokenizer
 
@@ -41,13 +42,13 @@ def prompts() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT_SHAPES)
-def test_a_resumed_job_on_two_devices_equals_generate(name, tmp_path, write_jsonl, cli, read_jsonl):
+def test_a_resumed_job_on_two_devices_equals_generate(name, tmp_path, write_jsonl, cli):
     folder = saved(name, tmp_path / "model")
     source = write_jsonl([{"prompt": p} for p in prompts()])
     options = ["--model", folder, "--max-tokens", "12", "--temperature", "0", "--debug", "-q"]
     whole = tmp_path / "whole.jsonl"
     assert cli("run", source, *options, "-o", whole, "-n", "2", "--token-ids", "--kv-memory", "4MiB").code == 0
-    rows = read_jsonl(whole)
+    rows = json_rows(whole)
     stats = json.loads((tmp_path / "whole.jsonl.job" / "stats.json").read_text())
     assert stats["prefill_tokens"] == stats["prefill_tokens_min"]
     assert stats["state_bytes_peak"] > 0
@@ -59,7 +60,7 @@ def test_a_resumed_job_on_two_devices_equals_generate(name, tmp_path, write_json
     small = [*options, "-o", part, "-n", "2", "--token-ids", "--batch-size", "3"]
     assert cli("run", source, *small, "--limit", "7").code == 0
     assert cli("run", source, *small, "--device", "cpu:0,1").code == 0
-    assert [row["choices"] for row in read_jsonl(part)] == [row["choices"] for row in rows]
+    assert [row["choices"] for row in json_rows(part)] == [row["choices"] for row in rows]
 
 
 def prefix_tree_prompts(depth: int, text: str = "") -> list[str]:

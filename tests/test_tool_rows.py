@@ -12,6 +12,7 @@ import pytest
 
 from batchgen import JobConfig, PromptConfig, run_job
 from support.progress import Recorder
+from support.records import json_rows
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}<|assistant|>"
 # With this format, everything the model writes is a call; its lines `key: value` are the arguments.
@@ -49,10 +50,6 @@ def run(model: Path, rows: list[dict[str, Any]], output: Path, **options: Any) -
     assert run_job(JobConfig(inputs=source, output=output, model=model, sampling=sampling, **options)).exit_code == 0
 
 
-def lines(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in output.read_text().splitlines()]
-
-
 ROWS = [{"prompt": "a", "tools": TOOLS, "tool_calls": "the input's own"}, {"prompt": "a"}]
 
 
@@ -63,7 +60,7 @@ def without_ids(calls: list[dict[str, Any]] | None) -> list[dict[str, Any]] | No
 def test_a_row_with_tools_has_the_calls_of_its_answer(calling_model, tmp_path):
     output = tmp_path / "out.jsonl"
     run(calling_model, ROWS, output)
-    first, second = lines(output)
+    first, second = json_rows(output)
     assert without_ids(first["tool_calls"]) == [CALL]
     assert first["tool_calls"][0]["id"].startswith("call_")
     assert (first["text"], first["finish_reason"], first["input_tool_calls"]) == ("", "stop", "the input's own")
@@ -79,7 +76,7 @@ def test_the_openai_format_has_calls_in_the_message(calling_model, tmp_path):
     ]
     output = tmp_path / "out.jsonl"
     run(calling_model, rows, output, output_format="openai")
-    called, silent, twice = (row["response"]["body"]["choices"] for row in lines(output))
+    called, silent, twice = (row["response"]["body"]["choices"] for row in json_rows(output))
     assert called[0]["finish_reason"] == "tool_calls"
     assert called[0]["message"]["content"] is None
     assert without_ids(called[0]["message"]["tool_calls"]) == [CALL]
@@ -92,7 +89,7 @@ def test_the_openai_format_has_calls_in_the_message(calling_model, tmp_path):
 def test_tools_of_the_command_apply_to_every_row(calling_model, tmp_path):
     output = tmp_path / "out.jsonl"
     run(calling_model, [{"prompt": "a"}], output, prompts=PromptConfig(chat_template_kwargs={"tools": TOOLS}))
-    assert without_ids(lines(output)[0]["tool_calls"]) == [CALL]
+    assert without_ids(json_rows(output)[0]["tool_calls"]) == [CALL]
 
 
 def test_a_body_with_tool_choice_none_also_gets_no_tools_of_the_command(calling_model, tmp_path):
@@ -100,7 +97,7 @@ def test_a_body_with_tool_choice_none_also_gets_no_tools_of_the_command(calling_
     rows = [{"prompt": "a"}, {"url": "/v1/chat/completions", "body": body}]
     output = tmp_path / "out.jsonl"
     run(calling_model, rows, output, prompts=PromptConfig(chat_template_kwargs={"tools": TOOLS}))
-    assert ["tool_calls" in row for row in lines(output)] == [True, False]
+    assert ["tool_calls" in row for row in json_rows(output)] == [True, False]
 
 
 @pytest.fixture
@@ -117,14 +114,14 @@ def test_tools_may_have_values_that_json_does_not_have(naming_model, tmp_path):
     pq.write_table(pa.Table.from_pylist([{"prompt": "a", "tools": [since]}]), tmp_path / "in.parquet")
     output = tmp_path / "out.jsonl"
     run_job(JobConfig(inputs=tmp_path / "in.parquet", output=output, model=naming_model, sampling=ENDS, keep=()))
-    assert without_ids(lines(output)[0]["tool_calls"]) == [CALL]
+    assert without_ids(json_rows(output)[0]["tool_calls"]) == [CALL]
 
 
 def test_tools_with_a_lone_surrogate_can_be_stored(naming_model, tmp_path):
     tool = {"type": "function", "function": {"name": "weather", "description": "half of \ud83d"}}
     output = tmp_path / "out.jsonl"
     run(naming_model, [{"prompt": "a", "tools": [tool]}], output, shard="1/1", merge=True)
-    assert without_ids(lines(output)[0]["tool_calls"]) == [CALL]
+    assert without_ids(json_rows(output)[0]["tool_calls"]) == [CALL]
 
 
 def test_a_model_with_an_unknown_format_of_calls_gives_a_note(tiny_model_dir, tmp_path):
@@ -133,7 +130,7 @@ def test_a_model_with_an_unknown_format_of_calls_gives_a_note(tiny_model_dir, tm
     source = tmp_path / "in.jsonl"
     source.write_text(json.dumps(ROWS[0]) + "\n")
     run_job(JobConfig(inputs=source, output=output, model=tiny_model_dir, sampling=ENDS, prompts=prompts), told)
-    assert "tool_calls" not in lines(output)[0]
+    assert "tool_calls" not in json_rows(output)[0]
     assert (
         "rows have tools, but batchgen does not know how this model writes calls: they stay in the text" in told.notes
     )

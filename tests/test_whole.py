@@ -22,6 +22,7 @@ from batchgen.recording import JobRecord
 from support.harness import stored_keys
 from support.params import slow_but
 from support.progress import Recorder, in_phase, interrupt, rows_done
+from support.records import json_rows
 
 Rows = list[dict[str, Any]]
 GROUPS = 7
@@ -109,7 +110,7 @@ def test_damaged_sorted_requests_are_made_again(damage, tiny_model_dir, write_js
 @pytest.mark.parametrize(
     "change", [{"limit": 39}, {"prompts": PromptConfig(priority_column="n")}], ids=["limit", "priority"]
 )
-def test_sorted_requests_of_another_input_are_made_again(change, tiny_model_dir, write_jsonl, read_jsonl):
+def test_sorted_requests_of_another_input_are_made_again(change, tiny_model_dir, write_jsonl):
     source = write_jsonl(shuffled(40))
     stopped(config_of(tiny_model_dir, source), 25)
     progress = Recorder()
@@ -201,9 +202,7 @@ def test_rows_with_lower_priority_values_finish_first(tiny_model_dir, write_json
 
 
 @pytest.mark.parametrize("change", ["longer", "gone"])
-def test_an_input_that_changes_during_the_job_ends_it_and_no_result_is_lost(
-    change, tiny_model_dir, write_jsonl, read_jsonl
-):
+def test_an_input_that_changes_during_the_job_ends_it_and_no_result_is_lost(change, tiny_model_dir, write_jsonl):
     source = write_jsonl(shuffled(30))
     text = source.read_text()
     config = config_of(tiny_model_dir, source)
@@ -218,7 +217,7 @@ def test_an_input_that_changes_during_the_job_ends_it_and_no_result_is_lost(
     assert not Path(str(config.output)).exists()
     source.write_text(longer)
     assert run_job(config).stats["rows"] == 1
-    assert len(read_jsonl(Path(str(config.output)))) == 31
+    assert len(json_rows(str(config.output))) == 31
 
 
 def test_a_damaged_result_in_the_database_is_noticed_and_generated_again(tiny_model_dir, write_jsonl, monkeypatch):

@@ -9,19 +9,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from support.records import json_rows
+
 Cli = Callable[..., Any]
-Read = Callable[[Path], list[dict[str, Any]]]
 
 
 @pytest.fixture
-def labelled(cli: Cli, read_jsonl: Read, tiny_model_dir: Path, tmp_path: Path) -> Callable[..., Any]:
+def labelled(cli: Cli, tiny_model_dir: Path, tmp_path: Path) -> Callable[..., Any]:
     """Runs a job with labels and returns its rows and its outcome."""
 
     def run(source: Path, *options: str, code: int = 0) -> tuple[list[dict[str, Any]], Any]:
         output = tmp_path / "o.jsonl"
         outcome = cli("run", source, "-m", tiny_model_dir, "-o", output, "--overwrite", *options)
         assert outcome.code == code, outcome.err
-        return read_jsonl(output), outcome
+        return json_rows(output), outcome
 
     return run
 

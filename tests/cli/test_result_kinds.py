@@ -7,9 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from support.records import json_rows
+
 
 def test_rows_of_a_schema_say_whether_their_text_is_valid_and_have_its_value(
-    cli, write_jsonl, read_jsonl, tiny_model_dir, tmp_path
+    cli, write_jsonl, tiny_model_dir, tmp_path
 ):
     schema, stats = tmp_path / "schema.json", tmp_path / "stats.json"
     schema.write_text('{"type": "object", "properties": {"a": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2},'
@@ -29,7 +31,7 @@ def test_rows_of_a_schema_say_whether_their_text_is_valid_and_have_its_value(
         figures = json.loads(stats.read_text())
         assert (figures["rows"], figures["json"], figures["job"]["json"]) == (1, None, counts)
         is_table = output.suffix == ".parquet"
-        whole, cut, failed = pq.read_table(output).to_pylist() if is_table else read_jsonl(output)
+        whole, cut, failed = pq.read_table(output).to_pylist() if is_table else json_rows(output)
         value = json.loads(whole["text"])
         assert (whole["valid"], whole["parsed"], whole["input_valid"]) == (True, value, "of the input")
         assert value["a"] in ([1, 1], [1, 2], [2, 1], [2, 2])
@@ -40,14 +42,14 @@ def test_rows_of_a_schema_say_whether_their_text_is_valid_and_have_its_value(
             assert pq.read_schema(output).field("parsed").type == parsed
 
 
-def test_a_number_that_is_cut_is_not_valid(cli, write_jsonl, read_jsonl, tiny_model_dir, tmp_path):
+def test_a_number_that_is_cut_is_not_valid(cli, write_jsonl, tiny_model_dir, tmp_path):
     """Its first digits are a number too."""
     schema, output = tmp_path / "schema.json", tmp_path / "o.jsonl"
     schema.write_text('{"type": "integer", "minimum": 1}')
     source = write_jsonl([{"prompt": f"{i}"} for i in range(12)])
     options = ("--temperature", "2", "--max-tokens", "4", "--parse", "json")
     assert cli("run", source, "-m", tiny_model_dir, "--json-schema", schema, *options, "-o", output).code == 0
-    rows = read_jsonl(output)
+    rows = json_rows(output)
     ends = [row["finish_reason"] for row in rows]
     assert {"stop", "length"} == set(ends)
     assert [row["valid"] for row in rows] == [end == "stop" for end in ends]
@@ -80,7 +82,7 @@ def test_a_value_of_a_rows_own_schema_that_does_not_fit_the_column_is_in_the_tex
     ("name", "options"), [("o.jsonl", ()), ("o.parquet", ()), ("o.jsonl", ("--output-format", "openai"))]
 )
 def test_rows_with_a_schema_of_their_own_stay_valid_when_the_job_goes_on(
-    cli, write_jsonl, read_jsonl, tiny_model_dir, tmp_path, name, options
+    cli, write_jsonl, tiny_model_dir, tmp_path, name, options
 ):
     own = json.dumps({"json_schema": {"enum": [1]}})
     rows = [{"prompt": "x", "sampling_params": own}, {"prompt": "y", "sampling_params": None}]
@@ -93,7 +95,7 @@ def test_rows_with_a_schema_of_their_own_stay_valid_when_the_job_goes_on(
         assert cli("run", source, "-m", tiny_model_dir, "-o", output, "--max-tokens", "4", *more).code == 0
     figures = json.loads((tmp_path / f"{name}.job" / "stats.json").read_text())
     assert figures["job"]["json"] == {"valid": 1, "cut": 0, "invalid": 0}
-    written = pq.read_table(output).to_pylist() if output.suffix == ".parquet" else read_jsonl(output)
+    written = pq.read_table(output).to_pylist() if output.suffix == ".parquet" else json_rows(output)
     assert [row.get("valid") for row in written] == [True, None]
 
 

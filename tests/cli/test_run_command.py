@@ -1,19 +1,17 @@
 """`batchgen run` as its users see it: files, streams, exit codes."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-Read = Callable[[Path], list[dict[str, Any]]]
+from support.records import json_rows
 
 
-def test_a_file_of_prompts_in_a_file_of_completions_out(cli, write_jsonl, read_jsonl, tiny_model_dir):
+def test_a_file_of_prompts_in_a_file_of_completions_out(cli, write_jsonl, tiny_model_dir):
     source = write_jsonl([{"prompt": "one", "x": 1}, {"prompt": "two", "x": 2}])
     outcome = cli("run", source, "-m", tiny_model_dir, "--max-tokens", "3")
     assert (outcome.code, outcome.out) == (0, "")
-    rows = read_jsonl(source.with_name("prompts.out.jsonl"))
+    rows = json_rows(source.with_name("prompts.out.jsonl"))
     assert [list(row) for row in rows] == [["id", "prompt", "x", "text", "finish_reason", "usage", "error"]] * 2
     assert [(row["id"], row["prompt"], row["x"]) for row in rows] == [(0, "one", 1), (1, "two", 2)]
 
@@ -52,7 +50,7 @@ def test_quiet_says_nothing(cli, write_jsonl, tiny_model_dir):
     assert (outcome.code, outcome.out, outcome.err) == (0, "", "")
 
 
-def test_texts_may_come_from_files(cli, write_jsonl, read_jsonl, tiny_chat_model_dir, tmp_path):
+def test_texts_may_come_from_files(cli, write_jsonl, tiny_chat_model_dir, tmp_path):
     (tmp_path / "system.txt").write_text("Be brief.")
     (tmp_path / "prefix.txt").write_text("Read: ")
     (tmp_path / "t.j2").write_text("{{ a }} and {{ b }}")
@@ -63,18 +61,18 @@ def test_texts_may_come_from_files(cli, write_jsonl, read_jsonl, tiny_chat_model
     )
     assert outcome.code == 0
     assert "through the chat template" in outcome.err
-    (row,) = read_jsonl(source.with_name("prompts.out.jsonl"))
+    (row,) = json_rows(source.with_name("prompts.out.jsonl"))
     rendered = ["B", "S", *"Be brief.", "E", "U", *"Read: x and y", "E", "A"]
     assert row["usage"]["prompt_tokens"] == len(rendered)
 
 
-def test_sampling_options_reach_the_engine(cli, write_jsonl, read_jsonl, tiny_model_dir, tmp_path):
+def test_sampling_options_reach_the_engine(cli, write_jsonl, tiny_model_dir, tmp_path):
     source = write_jsonl([{"prompt": "a"}])
 
     def run(name: str, *options: str) -> dict[str, Any]:
         output = tmp_path / f"{name}.jsonl"
         assert cli("run", source, "-m", tiny_model_dir, "-o", output, "--ignore-eos", "--token-ids", *options).code == 0
-        return read_jsonl(output)[0]
+        return json_rows(output)[0]
 
     greedy = run("greedy", "--max-tokens", "20")
     assert (len(greedy["token_ids"]), greedy["finish_reason"]) == (20, "length")

@@ -4,8 +4,10 @@ import pytest
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 from support import tiny
+from support.fakes import planned
+from support.models import make_requests
 from support.params import FULL, slow_but
-from support.tiny import BLOCK, TOKEN, VOCAB, build, engine_of, planned, requests_of, run
+from support.tiny import BLOCK, TOKEN, VOCAB, build, engine_of, run
 
 
 @pytest.fixture(autouse=True, params=slow_but([False], [False, True]), ids=["step by step", "a step ahead"])
@@ -32,7 +34,7 @@ def test_a_request_that_does_not_fit_fails_alone_and_says_what_would(model):
     engine = engine_of(model, blocks=128)
     assert (engine.sizes.bytes_per_token, engine.sizes.num_blocks) == (TOKEN, 128)
     results = run(
-        engine, requests_of([[1] * 90, [2] * 8000, [3] * 100], [4096 - 89, 9, 4096 - 98]), stop_after(3, "now")
+        engine, make_requests([[1] * 90, [2] * 8000, [3] * 100], [4096 - 89, 9, 4096 - 98]), stop_after(3, "now")
     )
     assert sorted(results) == [1, 2]
     bad = results[1]
@@ -49,7 +51,7 @@ def test_pages_of_the_pool_become_huge_when_more_than_a_few_blocks_are_in_use(mo
         engine = engine_of(model, blocks=128)
         cache = engine.runner.cache
         cache.max_few_blocks = few
-        run(engine, requests_of([[1] * (2 * BLOCK - 2)], [2]))
+        run(engine, make_requests([[1] * (2 * BLOCK - 2)], [2]))
         assert (cache.max_few_blocks, engine.block_manager.pool.peak_used) == (after, 2)
 
 
@@ -57,7 +59,7 @@ def test_pages_of_the_pool_become_huge_when_more_than_a_few_blocks_are_in_use(mo
 def test_pages_are_huge_before_the_first_step_if_the_prompts_of_a_batch_take_more(model, batch_size, few, after):
     engine = engine_of(model, blocks=128, batch_size=batch_size)
     engine.runner.cache.max_few_blocks = few
-    engine.add(*planned(requests_of([[i] * (BLOCK - 1) for i in range(4)], [2] * 4)), lambda result: None)
+    engine.add(*planned(make_requests([[i] * (BLOCK - 1) for i in range(4)], [2] * 4)), lambda result: None)
     assert engine.runner.cache.max_few_blocks == after
 
 
@@ -87,9 +89,9 @@ def test_a_row_without_numbers_fails_alone(model, batch_size):
     lengths = [3] * len(prompts)
     spoiled = {row for row, prompt in enumerate(prompts) if bad in prompt}
     engine = engine_of(build(poison=bad), batch_size=batch_size, blocks=12)
-    want = texts(run(engine_of(model, batch_size=batch_size), requests_of(prompts, lengths)))
+    want = texts(run(engine_of(model, batch_size=batch_size), make_requests(prompts, lengths)))
     for _ in range(2):  # the second time over what the first has left in the pool
-        results = run(engine, requests_of(prompts, lengths))
+        results = run(engine, make_requests(prompts, lengths))
         assert {row for row, r in results.items() if r.error_type == "numerical_error"} == spoiled
         assert {row: t for row, t in texts(results).items() if row not in spoiled} == {
             row: t for row, t in want.items() if row not in spoiled
@@ -103,14 +105,14 @@ def stop_after(steps, wish):
 
 def test_drain_finishes_what_runs_and_starts_nothing(model):
     engine = engine_of(model, batch_size=2)
-    results = run(engine, requests_of([[1], [2], [3], [4]], [6, 3, 3, 3]), stop_after(2, "drain"))
+    results = run(engine, make_requests([[1], [2], [3], [4]], [6, 3, 3, 3]), stop_after(2, "drain"))
     assert {row: len(r.token_ids) for row, r in results.items()} == {0: 6, 1: 3}
     assert engine.scheduler.unfinished == 0
 
 
 def test_now_returns_at_once(model):
     engine = engine_of(model, batch_size=2)
-    results = run(engine, requests_of([[1], [2], [3], [4]], [6, 3, 3, 3]), stop_after(4, "now"))
+    results = run(engine, make_requests([[1], [2], [3], [4]], [6, 3, 3, 3]), stop_after(4, "now"))
     assert {row: len(r.token_ids) for row, r in results.items()} == {1: 3}
     assert engine.stats.steps == 4
 
@@ -118,7 +120,7 @@ def test_now_returns_at_once(model):
 @pytest.mark.parametrize("wish", ["drain", "now"])
 def test_after_a_stop_the_engine_can_go_on(model, wish):
     engine = engine_of(model, batch_size=3)
-    requests = requests_of(PROMPTS, LENGTHS)
+    requests = make_requests(PROMPTS, LENGTHS)
     want = texts(run(engine_of(model), requests))
     done = run(engine, requests, stop_after(3, wish))
     left = [r for r in requests if r.row not in done]
@@ -131,7 +133,7 @@ def test_after_a_stop_the_engine_can_go_on(model, wish):
 )
 def test_a_failing_callback_leaves_an_engine_that_can_go_on(model, prompt, options):
     engine = engine_of(model, **options)
-    requests = requests_of([[1], prompt], [2, 2])
+    requests = make_requests([[1], prompt], [2, 2])
 
     def broken(result):
         raise OSError("disk full")
@@ -145,7 +147,7 @@ def test_a_failing_callback_leaves_an_engine_that_can_go_on(model, prompt, optio
 def test_memory_of_a_group_is_under_an_eighth_of_the_unshared(model):
     shared = [int(t) for t in np.random.default_rng(0).integers(0, VOCAB, 1024)]
     engine = engine_of(model, kv_memory="256MiB", debug=False)
-    results = run(engine, requests_of([[*shared, i] for i in range(64)], [3] * 64))
+    results = run(engine, make_requests([[*shared, i] for i in range(64)], [3] * 64))
     assert len(results) == 64
     assert engine.stats.prefill_tokens == 1024 + 64
     assert engine.stats.kv_bytes_peak == (32 + 64) * BLOCK * TOKEN
@@ -156,7 +158,7 @@ def test_memory_of_a_group_is_under_an_eighth_of_the_unshared(model):
 def test_figures_of_a_small_case_are_exact(model):
     """Two prompts under 4 shared tokens, one of which ends there, and one alone."""
     engine = engine_of(model, batch_size=2)
-    run(engine, requests_of([[1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [9, 9]], [3, 2, 2]))
+    run(engine, make_requests([[1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [9, 9]], [3, 2, 2]))
     s = engine.stats
     # node, row 2 | row 0 draws, row 2 ends | row 0, row 1 | row 0 ends, row 1 ends
     assert s.prefill_tokens == 4 + 2 + 2
@@ -172,7 +174,7 @@ SAMPLED = {"temperature": 1.0, "seed": 5}
 
 
 def test_draws_do_not_depend_on_the_batch_the_order_the_window_or_preemption(model):
-    requests = requests_of(PROMPTS, LENGTHS, **SAMPLED)
+    requests = make_requests(PROMPTS, LENGTHS, **SAMPLED)
     want = texts(run(engine_of(model), requests))
     assert len(set(want.values())) > 8
     quick = ({"batch_size": 4, "max_batch_tokens": 6}, {"blocks": 3}, {"share": False})

@@ -14,8 +14,9 @@ from batchgen.errors import DevicesLost
 from batchgen.llm import LLM
 from batchgen.model.checks.device_check import Verdict
 from support.fake_device import FakeAttention, use_fake_device
+from support.models import make_requests
 from support.params import slow_but
-from support.tiny import build, engine_of, mixed_requests, requests_of, rounded, run
+from support.tiny import build, engine_of, mixed_requests, rounded, run
 
 GROUP = list(range(40))
 PROMPTS = [[*GROUP, i] for i in range(6)] + [[50 + i] * (3 + i) for i in range(3)] + [GROUP, [7]]
@@ -80,7 +81,7 @@ def test_a_job_goes_on_in_plain_torch_and_the_switch_off_is_said_once_and_kept(
 def test_logits_that_are_no_numbers_fail_their_rows_and_the_kernels_go_on(monkeypatch):
     poisoned = build(poison=96)
     prompts = [*PROMPTS, [1, 96, 2], [3, 96]]
-    requests = requests_of(prompts, [12] * len(prompts))
+    requests = make_requests(prompts, [12] * len(prompts))
     expected = rounded(run(engine_of(poisoned), requests))
     use_fake_device(monkeypatch)
     engine = engine_of(poisoned)

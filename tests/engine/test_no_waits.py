@@ -26,7 +26,7 @@ from batchgen.model.runner import Runner
 from batchgen.sampling.sampler import Sampler
 from batchgen.scheduling.scheduler import StepLoop
 from support.params import slow_but
-from support.tiny import VOCAB, build, engine_of, mixed_requests, planned
+from support.tiny import VOCAB, build, engine_of, mixed_requests, run
 
 NOWHERE = torch.device("meta")
 EOS = 90
@@ -153,13 +153,6 @@ def engine_without_values(monkeypatch, **options):
     engine.executor = StepExecutor(runner, engine.sampler, engine.constraints)
     engine.loop = StepLoop(engine.scheduler, engine.executor, ahead=1)
     return engine
-
-
-def run(engine, requests):
-    results = {}
-    engine.add(*planned(requests), lambda r: results.__setitem__(r.row, r))
-    engine.run()
-    return results
 
 
 @pytest.mark.parametrize("options", slow_but([{}], [{}, {"blocks": 3}, {"batch_size": 5, "max_batch_tokens": 16}]))

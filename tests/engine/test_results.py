@@ -11,6 +11,8 @@ from batchgen.engine import results as module
 from batchgen.errors import OutOfMemory
 from batchgen.scheduling.batch import ScheduledSpan, pack
 from support import tiny
+from support.fakes import planned
+from support.models import make_requests
 from support.params import slow_but
 
 
@@ -35,7 +37,7 @@ GROUP = list(range(20))
 def test_a_row_with_a_fork_without_numbers_fails_once_and_the_others_go_on():
     """The token 90 gives NaN; one of the forks samples it."""
     engine = tiny.engine_of(tiny.build(poison=90))
-    requests = tiny.requests_of([GROUP, [5], [6]], [60, 2, 2], n=8, temperature=1.5)
+    requests = make_requests([GROUP, [5], [6]], [60, 2, 2], n=8, temperature=1.5)
     clean = tiny.run(tiny.engine_of(tiny.build()), requests)
     spoiled = {row for row, r in clean.items() if any(90 in c.token_ids[:-1] for c in r.completions)}
     assert 0 in spoiled
@@ -52,7 +54,7 @@ def test_a_row_with_a_fork_without_numbers_fails_once_and_the_others_go_on():
 
 def test_a_cancelled_row_keeps_what_it_has_and_the_others_are_as_without_it(model):
     engine = tiny.engine_of(model, batch_size=3)
-    requests = tiny.requests_of([GROUP, [*GROUP, 3], [7], [8], [*GROUP, 9]], [30, 30, 30, 30, 30])
+    requests = make_requests([GROUP, [*GROUP, 3], [7], [8], [*GROUP, 9]], [30, 30, 30, 30, 30])
     want = tiny.run(tiny.engine_of(model), requests)
     drawn = []
 
@@ -64,7 +66,7 @@ def test_a_cancelled_row_keeps_what_it_has_and_the_others_are_as_without_it(mode
             engine.cancel(requests[0])  # a second time
 
     results = {}
-    engine.add(*tiny.planned(requests), lambda r: results.__setitem__(r.row, r), on_token)
+    engine.add(*planned(requests), lambda r: results.__setitem__(r.row, r), on_token)
     engine.run()
     assert (results[0].finish_reason, results[0].token_ids) == ("cancelled", want[0].token_ids[:4])
     assert (results[4].finish_reason, results[4].token_ids, results[4].text) == ("cancelled", (), "")
@@ -80,7 +82,7 @@ def test_a_row_has_its_time_from_its_start_and_keeps_what_it_has(model, monkeypa
     monkeypatch.setattr(
         module, "time", SimpleNamespace(monotonic=lambda: engine.stats.steps, perf_counter=time.perf_counter)
     )
-    requests = tiny.requests_of([[1], [2], [3], [4]], [50, 3, 50, 5])
+    requests = make_requests([[1], [2], [3], [4]], [50, 3, 50, 5])
     want = tiny.run(tiny.engine_of(model), requests)
     results = tiny.run(engine, requests)
     assert {row: (r.finish_reason, len(r.token_ids)) for row, r in results.items()} == {
@@ -94,7 +96,7 @@ def test_a_row_has_its_time_from_its_start_and_keeps_what_it_has(model, monkeypa
     "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory: you tried")]
 )
 def test_after_out_of_memory_the_steps_are_smaller_and_no_row_is_lost(error):
-    requests = tiny.requests_of([[*GROUP * 3, i] for i in range(6)] + [[50 + i] * 9 for i in range(8)], [7] * 14)
+    requests = make_requests([[*GROUP * 3, i] for i in range(6)] + [[50 + i] * 9 for i in range(8)], [7] * 14)
     model = tiny.build()
     want = tiny.run(tiny.engine_of(model), requests)
     engine = tiny.engine_of(model)
@@ -130,7 +132,7 @@ def test_a_device_without_the_memory_for_one_token_ends_the_job():
     with pytest.raises(
         OutOfMemory, match="cpu does not have enough memory for a forward of one token; lower --kv-memory"
     ):
-        tiny.run(engine, tiny.requests_of([GROUP, [1]], [3, 3]))
+        tiny.run(engine, make_requests([GROUP, [1]], [3, 3]))
 
 
 def test_halves_of_a_step_keep_its_order_and_its_logits():
@@ -150,7 +152,7 @@ def test_what_comes_back_from_host_memory_is_as_if_it_had_never_gone(model):
     engine, fresh = (tiny.engine_of(model, blocks=7) for _ in range(2))
     engine.block_manager.host_blocks = 8
     for window in windows:
-        requests = tiny.requests_of(window, [20, 20])
+        requests = make_requests(window, [20, 20])
         assert texts(tiny.run(engine, requests)) == texts(tiny.run(tiny.engine_of(model), requests))
         tiny.run(fresh, requests)
     assert (

@@ -11,6 +11,8 @@ from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.waiting import POLICIES
 from support import tiny
+from support.fakes import planned
+from support.models import make_requests
 from support.params import slow_but
 
 EOS = (11, 60)
@@ -33,7 +35,7 @@ def run(engine, requests, after=0, cancelled=()):
 
     half = len(requests) * 2 // 3
     for some in (requests[:half], requests[half:]):  # two windows that run together
-        engine.add(*tiny.planned(some), lambda r: results.__setitem__(r.row, r), on_token)
+        engine.add(*planned(some), lambda r: results.__setitem__(r.row, r), on_token)
     engine.run()
     assert not engine.sampler.used
     assert not engine.constraints._rows
@@ -70,7 +72,7 @@ def test_results_tokens_and_figures_are_those_of_a_step_at_a_time(model, monkeyp
 def test_what_a_callback_cancels_ends_where_it_would_have_ended(model, monkeypatch, after):
     """Also rows whose last token is being sampled, that have not begun, or that wait for their scores."""
     lengths = [after, after + 1, 30, after, after + 2, 30]
-    requests = tiny.requests_of([[1, 2], [1, 2, 3], [5], [6], [7], [8]], lengths)
+    requests = make_requests([[1, 2], [1, 2, 3], [5], [6], [7], [8]], lengths)
     texts = [np.array([n, 9], dtype=np.int32) for n in range(3)]
     for n, text in enumerate(texts, 6):
         key = bytes([n]) * 16
@@ -106,7 +108,7 @@ def launches_and_landings(engine, monkeypatch):
 
 
 def test_a_step_is_launched_before_the_one_before_it_is_waited_for(model, monkeypatch):
-    requests = tiny.requests_of([[1], [2, 3]], [4, 2])
+    requests = make_requests([[1], [2, 3]], [4, 2])
     for ahead, want in (
         (False, [0, ~0, 1, ~1, 2, ~2, 3, ~3]),
         (True, [0, 1, ~0, 2, ~1, 3, ~2, ~3]),  # the length is known, so no step is run in vain

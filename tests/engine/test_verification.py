@@ -13,7 +13,8 @@ from batchgen.engine.engine import Engine
 from batchgen.result import Result
 from support import tiny
 from support.drafters import ForcedDrafter, known
-from support.tiny import VOCAB, build, engine_of, requests_of
+from support.models import make_requests
+from support.tiny import VOCAB, build, engine_of
 
 SCHEMA = {
     "type": "object",
@@ -106,16 +107,16 @@ def test_drafts_without_numbers_leave_no_trace() -> None:
     """A draft whose keys are NaN lies in a block that the row's next tokens are written to."""
     bad, prompts, lengths = 90, [[*range(20), i] for i in range(5)], [40] * 5
     model = build(poison=bad)
-    want = tiny.run(engine_of(model), requests_of(prompts, lengths))
+    want = tiny.run(engine_of(model), make_requests(prompts, lengths))
     engine = engine_of(model)
     engine.scheduler.drafter = drafter = ForcedDrafter(known(want), [bad], 0.5)
-    got = tiny.run(engine, requests_of(prompts, lengths))
+    got = tiny.run(engine, make_requests(prompts, lengths))
     assert {row: r.token_ids for row, r in got.items()} == {row: r.token_ids for row, r in want.items()}
     assert 0 < drafter.accepted < drafter.drafted
 
 
 def test_a_step_gives_one_token_and_one_more_for_each_right_draft() -> None:
-    requests = requests_of([[1, 2, 3]], [10])
+    requests = make_requests([[1, 2, 3]], [10])
     want = tiny.run(engine_of(build()), requests)
 
     class Three:

@@ -16,6 +16,7 @@ from batchgen.errors import UsageError
 from batchgen.request import Request
 from batchgen.result import Completion, Result
 from support.params import examples
+from support.records import json_rows
 from support.runs import Oracle, Runs
 from support.tiny_model import CONTEXT_LENGTH
 
@@ -107,7 +108,7 @@ def test_an_input_of_other_rows_is_still_refused_after_the_limit_was_raised(runs
 
 
 @pytest.fixture
-def job(tiny_model_dir: Path, tmp_path: Path, read_jsonl: Any) -> Any:
+def job(tiny_model_dir: Path, tmp_path: Path) -> Any:
     """Runs a job with a real model over rows with this prompt. Returns the output rows."""
 
     def run(name: str, limit: int, *, prompts: list[str], options: Any = None, **sampling: Any) -> Rows:
@@ -118,7 +119,7 @@ def job(tiny_model_dir: Path, tmp_path: Path, read_jsonl: Any) -> Any:
         assert source.read_text() == text
         limits = SamplingParams(max_tokens=limit, **sampling)
         run_job(JobConfig(inputs=source, output=str(output), model=tiny_model_dir, sampling=limits, **options or {}))
-        return read_jsonl(output) if output.exists() else []
+        return json_rows(output) if output.exists() else []
 
     return run
 

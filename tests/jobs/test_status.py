@@ -187,36 +187,33 @@ def test_the_status_can_be_read_while_the_job_writes(folder):
     results.close()
 
 
-@pytest.mark.parametrize("make", ["nothing", "folder", "file", "output"])
-def test_without_a_job_one_line_says_so(make, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: None, "neither o.jsonl nor o.jsonl.job exists"),
+        (Path("o.jsonl.job").mkdir, "o.jsonl.job is not a job's folder"),
+        (Path("o.jsonl.job").touch, "o.jsonl.job is not a job's folder"),
+        (Path("o.jsonl").touch, "o.jsonl.job does not exist"),
+        (Path("o.jsonl").mkdir, "o.jsonl is a folder"),
+    ],
+)
+def test_without_a_job_one_line_says_so(make, why, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if make == "folder":
-        Path("o.jsonl.job").mkdir()
-    elif make == "file":
-        Path("o.jsonl.job").touch()
-    elif make == "output":
-        Path("o.jsonl").touch()
+    make()
     with pytest.raises(UsageError) as caught:
         job_status("o.jsonl")
-    other = "o.jsonl.job is not a job's folder"
-    why = {"nothing": "neither o.jsonl nor o.jsonl.job exists", "output": "o.jsonl.job does not exist"}
-    assert str(caught.value) == (
-        f"there is no job of o.jsonl: {why.get(make, other)}; name the output of a run, with the --work-dir of that run"
-    )
+    advice = "name the output of a run, with the --work-dir of that run"
+    assert str(caught.value) == f"there is no job of o.jsonl: {why}; {advice}"
 
 
-@pytest.mark.parametrize("wrong", ["o.jsonl.job", "out.jsonl"])
-def test_a_name_similar_to_that_of_a_job_suggests_the_job(wrong, folder):
-    with pytest.raises(UsageError, match=r"did you mean o\.jsonl, or has the run a --work-dir\?$"):
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("o.jsonl.job", r"did you mean o\.jsonl, or has the run a --work-dir\?$"),
+        ("out.jsonl", r"did you mean o\.jsonl, or has the run a --work-dir\?$"),
+        ("-", "^a job that writes to standard output stores no progress"),
+    ],
+)
+def test_a_name_that_is_no_output_suggests_one(wrong, said, folder):
+    with pytest.raises(UsageError, match=said):
         job_status(wrong)
-
-
-def test_a_folder_is_no_output(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"^there is no job of \.: \. is a folder; name the output of a run"):
-        job_status(".")
-
-
-def test_a_job_on_standard_output_has_no_status(tmp_path):
-    with pytest.raises(UsageError, match="a job that writes to standard output stores no progress"):
-        job_status("-")

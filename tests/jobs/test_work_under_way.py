@@ -11,6 +11,7 @@ from batchgen import EngineConfig, JobConfig, JobReport, SamplingParams, run_job
 from batchgen.scheduling.scheduler import Scheduler
 from support.params import slow_but
 from support.progress import Recorder
+from support.records import json_rows
 from support.runs import Killed
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -34,7 +35,6 @@ def killer(steps: int) -> Recorder:
 def test_a_job_killed_every_few_steps_gives_the_same_output_and_loses_only_the_last_steps_tokens(
     name: str,
     write_jsonl: Callable[..., Path],
-    read_jsonl: Callable[..., Any],
     tiny_model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -67,7 +67,7 @@ def test_a_job_killed_every_few_steps_gives_the_same_output_and_loses_only_the_l
     assert report.stats["completion_tokens"] < whole.stats["completion_tokens"] / 2, "most was kept"
     assert len(tokens) <= whole.stats["completion_tokens"] + 4 * kills
     killed, uninterrupted = (
-        [(row["text"], row["usage"], [c["text"] for c in row.get("choices", ())]) for row in read_jsonl(Path(output))]
+        [(row["text"], row["usage"], [c["text"] for c in row.get("choices", ())]) for row in json_rows(output)]
         for output in (report.output, whole.output)
     )
     assert killed == uninterrupted

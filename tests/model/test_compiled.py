@@ -8,7 +8,8 @@ import torch
 from batchgen.model.adapter import prepare
 from support.fake_device import use_fake_device
 from support.models import build as build_type
-from support.tiny import build, engine_of, requests_of, run
+from support.models import make_requests
+from support.tiny import build, engine_of, run
 
 PROMPTS = [[*range(40), i] for i in range(5)] + [[50 + i] * (3 + i) for i in range(3)] + [[7]]
 LENGTHS = [9, 1, 7, 12, 5, 3, 8, 2, 14]
@@ -44,12 +45,12 @@ def texts(results):
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2"])
 def test_a_model_is_traced_whole_and_once_for_steps_of_all_sizes(model_type, traced, monkeypatch):
     model = prepare(build_type(model_type))
-    requests = requests_of(PROMPTS, LENGTHS)
+    requests = make_requests(PROMPTS, LENGTHS)
     want = texts(run(engine_of(model), requests))
     steps = use_fake_device(monkeypatch)
     engine = engine_of(replace(model, compile="on"), batch_size=8)
     engine.loop.ahead = True
-    run(engine, requests_of([[1], [2]], [3, 3]))  # the trace must not assume as many tokens as logits
+    run(engine, make_requests([[1], [2]], [3, 3]))  # the trace must not assume as many tokens as logits
     assert texts(run(engine, requests)) == want
     assert engine.notes == []
     assert len(traced) == 1
@@ -67,7 +68,7 @@ def test_a_model_that_cannot_be_compiled_runs_uncompiled(monkeypatch):
 
 
 def check_runs_uncompiled(model, monkeypatch):
-    requests = requests_of(PROMPTS, LENGTHS)
+    requests = make_requests(PROMPTS, LENGTHS)
     want = texts(run(engine_of(model), requests))
     use_fake_device(monkeypatch)
     engine = engine_of(replace(model, compile="on"))
@@ -82,7 +83,7 @@ def test_compiled_code_gives_the_same_tokens_and_does_not_copy_the_block_pool(mo
     from torch._inductor.utils import run_and_get_code
 
     model = build()
-    requests = requests_of(PROMPTS, LENGTHS)
+    requests = make_requests(PROMPTS, LENGTHS)
     want = texts(run(engine_of(model), requests))
     use_fake_device(monkeypatch)
     torch._dynamo.reset()

@@ -9,8 +9,9 @@ from batchgen.model import cuda_runner as module
 from batchgen.model.adapter import prepare
 from batchgen.model.cuda_graphs import CAPTURE_AFTER, Shape
 from support.fake_device import Recording, use_fake_device
+from support.models import make_requests
 from support.params import slow_but
-from support.tiny import build, engine_of, requests_of, run
+from support.tiny import build, engine_of, run
 
 GROUP = list(range(40))
 PROMPTS = [[*GROUP, i] for i in range(7)] + [[50 + i] * (3 + i) for i in range(4)] + [GROUP, GROUP, [7]]
@@ -28,7 +29,7 @@ def texts(results):
 
 @pytest.fixture(scope="module")
 def want(model):
-    return texts(run(engine_of(model), requests_of(PROMPTS, LENGTHS)))
+    return texts(run(engine_of(model), make_requests(PROMPTS, LENGTHS)))
 
 
 def recorded_inputs(model, monkeypatch):
@@ -53,7 +54,7 @@ def test_without_graphs_the_output_is_that_of_the_cpu(model, want, monkeypatch, 
     seen = recorded_inputs(model, monkeypatch)
     engine = engine_of(replace(model, compile="off"), batch_size=12)
     engine.loop.ahead = ahead
-    assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
+    assert texts(run(engine, make_requests(PROMPTS, LENGTHS))) == want
     assert (steps[0]._graphs, engine.notes, engine.runner.attention) == (None, [], "triton")
     assert len(seen) == engine.stats.steps
 
@@ -64,7 +65,7 @@ def test_graphs_that_only_replay_recorded_operators_give_the_same_output(model, 
     steps = use_fake_device(monkeypatch, Recording)
     engine = engine_of(model, batch_size=12)
     engine.loop.ahead = True
-    assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
+    assert texts(run(engine, make_requests(PROMPTS, LENGTHS))) == want
     graphs = steps[0]._graphs
     assert engine.notes == []
     assert graphs.captured[0] == (12, 12)
@@ -83,7 +84,7 @@ def test_graphs_give_the_same_output_under_any_schedule(model, want, monkeypatch
     steps = use_fake_device(monkeypatch)
     engine = engine_of(model, **options)
     engine.loop.ahead = True
-    assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
+    assert texts(run(engine, make_requests(PROMPTS, LENGTHS))) == want
     assert steps[0]._graphs._capture.replays > 10
 
 
@@ -92,7 +93,7 @@ def test_a_captured_step_always_reads_the_same_buffers(model, monkeypatch):
     steps = use_fake_device(monkeypatch, Recording)
     seen = recorded_inputs(model, monkeypatch)
     engine = engine_of(model, batch_size=8)
-    run(engine, requests_of([[i] for i in range(8)], [30] * 8))
+    run(engine, make_requests([[i] for i in range(8)], [30] * 8))
     captured = steps[0]._graphs.captured
     assert captured == ((8, 8),)
     assert [shape for shape, _ in seen[-2:]] == [(8, 8)] * 2  # to warm up, and to capture
@@ -132,7 +133,7 @@ def test_graphs_are_captured_again_after_one_of_their_buffers_was_replaced(model
         return schedule(*args)
 
     monkeypatch.setattr(engine.scheduler, "schedule", replaced)
-    assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
+    assert texts(run(engine, make_requests(PROMPTS, LENGTHS))) == want
     assert len(pools) == 1
     assert pools[0].replays > 0
     assert steps[0]._graphs._capture.replays > 0
@@ -141,7 +142,7 @@ def test_graphs_are_captured_again_after_one_of_their_buffers_was_replaced(model
 def test_padding_writes_no_kv(model, monkeypatch):
     use_fake_device(monkeypatch)
     engine = engine_of(model, batch_size=64)
-    run(engine, requests_of([[1], [2]], [20, 20]))
+    run(engine, make_requests([[1], [2]], [20, 20]))
     pools = [*engine.runner.cache.keys.values(), *engine.runner.cache.values.values()]
     assert all(int(pool.abs().sum((0, 2)).count_nonzero()) == 2 * 20 for pool in pools)
 
@@ -152,7 +153,7 @@ def test_a_model_that_waits_for_the_device_runs_without_graphs(want, monkeypatch
     monkeypatch.setattr(norm, "forward", asking(norm.forward))
     steps = use_fake_device(monkeypatch, Recording)
     engine = engine_of(model)
-    assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
+    assert texts(run(engine, make_requests(PROMPTS, LENGTHS))) == want
     assert steps[0]._graphs.captured == ()
     assert len(engine.notes) == 1
     assert engine.notes[0].startswith(
@@ -171,13 +172,13 @@ def test_a_step_halved_for_lack_of_memory_keeps_the_logits_of_both_halves(model,
     engine = engine_of(model, batch_size=14)
     engine.runner.max_forward_tokens = 5
     monkeypatch.setattr(engine, "_shrink", lambda: None)  # so that steps go on to be cut
-    assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
+    assert texts(run(engine, make_requests(PROMPTS, LENGTHS))) == want
     assert len(steps[0].attention.sizes) > 2 * engine.stats.steps
 
 
 def test_the_largest_steps_of_a_model_with_small_layers_are_one_graph_and_those_below_it_none(model, monkeypatch):
     monkeypatch.setattr("batchgen.model.cuda_graphs.MAX_TOKENS", 8)
-    requests = requests_of([list(range(i, i + 30)) for i in range(6)], [10] * 6)
+    requests = make_requests([list(range(i, i + 30)) for i in range(6)], [10] * 6)
     expected = texts(run(engine_of(model), requests))
     steps = use_fake_device(monkeypatch)
     monkeypatch.setattr(module, "Graphs", eager_graphs(module.Graphs))
@@ -209,7 +210,7 @@ def test_graphs_on_a_gpu_give_the_output_of_steps_without_them(dtype):
         model = prepare(module, compile=graphs_are)
         engine = engine_of(model, batch_size=8)
         engine.loop.ahead = True
-        requests = requests_of([[i, i + 1] for i in range(8)], [40] * 8)
+        requests = make_requests([[i, i + 1] for i in range(8)], [40] * 8)
         outcomes.append(texts(run(engine, requests)))
         graphs = engine.runner._device_step._graphs
         assert engine.notes == []
@@ -223,7 +224,7 @@ def test_a_model_that_waits_for_a_gpu_runs_without_graphs_and_torch_still_frees_
     inner = model.module.model.layers[0].mlp
     inner.register_forward_hook(lambda module, inputs, output: output * (1.0 if output.sum().item() else 0.5))
     engine = engine_of(model, batch_size=8)
-    results = run(engine, requests_of([[i, i + 1] for i in range(8)], [40] * 8))
+    results = run(engine, make_requests([[i, i + 1] for i in range(8)], [40] * 8))
     assert [len(r.token_ids) for r in results.values()] == [40] * 8
     assert engine.runner._device_step._graphs.captured == ()
     assert [note.split(":")[0] for note in engine.notes] == [
@@ -241,7 +242,7 @@ def test_a_model_that_waits_for_a_gpu_runs_without_graphs_and_torch_still_frees_
 def test_ragged_generations_on_a_gpu_equal_those_of_the_cpu(model, want):
     on_gpu = prepare(build().module.to("cuda"))
     engine = engine_of(on_gpu, batch_size=12)
-    assert texts(run(engine, requests_of(PROMPTS, LENGTHS))) == want
+    assert texts(run(engine, make_requests(PROMPTS, LENGTHS))) == want
     assert len(engine.runner._device_step._graphs.captured) > 2
     assert engine.notes == []
 
@@ -255,7 +256,7 @@ def test_graphs_over_the_real_kernels_give_the_same_output(model, monkeypatch):
 
     skip_unless_interpreted()
 
-    requests = requests_of([[*range(33), 5], [*range(33), 6], [50, 51]], [6, 5, 4])
+    requests = make_requests([[*range(33), 5], [*range(33), 6], [50, 51]], [6, 5, 4])
     want = texts(run(engine_of(model), requests))
     steps = use_fake_device(
         monkeypatch, Recording, lambda cache, tokens: DeviceAttention(cache, tokens, model.device, model.group)

@@ -21,8 +21,9 @@ from batchgen.model.checks.device_check import PARTS, TrialReport, TrialSetup, V
 from batchgen.model.loaded_model import AttentionKind
 from batchgen.prompts import load_tokenizer
 from support.fake_device import Capture, FakeAttention, ThreadOfTrials, check_as_on_a_gpu, faulty, use_fake_device
+from support.models import make_requests
 from support.params import slow_but
-from support.tiny import build, engine_of, requests_of, run
+from support.tiny import build, engine_of, run
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(model="some/model")
@@ -470,7 +471,7 @@ def test_every_part_passes_on_a_gpu(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", PARTS)
 def test_a_gpu_gives_the_same_output_without_a_part_and_those_after_it(model, part):
-    requests = requests_of([[*range(40), i] for i in range(5)], [20] * 5)
+    requests = make_requests([[*range(40), i] for i in range(5)], [20] * 5)
     want = {row: r.token_ids for row, r in run(engine_of(model), requests).items()}
     there = prepare(build().module.to("cuda"))
     engine = engine_of(replace(there, verdict=Verdict("cuda:0", part, "a test")))

@@ -27,8 +27,8 @@ from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import Limits, ScheduledBatch
 from batchgen.scheduling.sizes import BATCH_SIZE
 from batchgen.state.cache import StateShape
-from support.models import packed_model
-from support.tiny import build, engine_of, requests_of, run
+from support.models import make_requests, packed_model
+from support.tiny import build, engine_of, run
 
 # 4 KiB of KV a token, 128 KiB a block of 32.
 LAYERS = {i: LayerShape(4, 64, 64) for i in range(2)}
@@ -249,5 +249,5 @@ def test_on_a_gpu_the_pool_and_the_largest_step_fit_together():
     assert (
         engine.sizes.num_blocks == 2 * BATCH_SIZE["cuda"] * 64
     )  # twice a full batch of the longest sequences, which is little for a tiny model
-    assert len(run(engine, requests_of([[i] * 500 for i in range(40)], [3] * 40))) == 40
+    assert len(run(engine, make_requests([[i] * 500 for i in range(40)], [3] * 40))) == 40
     assert engine.runner.max_forward_tokens is None

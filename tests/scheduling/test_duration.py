@@ -4,7 +4,7 @@ import pytest
 
 from batchgen.request import DECODE_COST
 from batchgen.scheduling.duration import TimeLeft
-from support.tiny import requests_of
+from support.models import make_requests
 
 
 @pytest.mark.parametrize(
@@ -30,15 +30,15 @@ from support.tiny import requests_of
 )
 def test_the_tokens_to_expect_of_ten_completions(ended, tokens, waiting, left):
     time_left = TimeLeft()
-    time_left.add(requests_of([[1]] * 4, [10] * 4), 0)
-    time_left.add(requests_of([[1]] * 2, [10] * 2, n=3), 0)
+    time_left.add(make_requests([[1]] * 4, [10] * 4), 0)
+    time_left.add(make_requests([[1]] * 2, [10] * 2, n=3), 0)
     time_left.ended(ended)
     assert time_left.completions_left(tokens, waiting) == pytest.approx(left)
 
 
 def test_texts_to_score_are_no_completions():
     time_left = TimeLeft()
-    (request,) = requests_of([[1]], [10], choices=("yes", "no"))
+    (request,) = make_requests([[1]], [10], choices=("yes", "no"))
     object.__setattr__(request, "texts", (request.tokens, request.tokens))
     time_left.add([request], 30)
     assert time_left.completions_left(0, 2) == 0.0
@@ -58,7 +58,7 @@ def test_texts_to_score_are_no_completions():
 )
 def test_the_seconds_of_the_work_that_is_left(prices, ran, elapsed, seconds):
     time_left = TimeLeft()
-    time_left.add(requests_of([[1]], [10]), 100)
+    time_left.add(make_requests([[1]], [10]), 100)
     assert time_left.seconds(prices, *ran, 10.0, elapsed) == seconds
 
 
@@ -75,13 +75,13 @@ def test_the_seconds_of_the_work_that_is_left(prices, ran, elapsed, seconds):
 )
 def test_the_part_of_the_work_that_has_run(prices, ran, share):
     time_left = TimeLeft()
-    time_left.add(requests_of([[1]], [10]), 100)
+    time_left.add(make_requests([[1]], [10]), 100)
     assert time_left.share(prices, *ran, 10.0 - ran[1]) == pytest.approx(share)
 
 
 def test_the_pace_of_late_counts_more_than_that_of_the_start():
     time_left = TimeLeft()
-    time_left.add(requests_of([[1]] * 10, [100] * 10), 100)
+    time_left.add(make_requests([[1]] * 10, [100] * 10), 100)
     assert time_left.seconds(None, 100, 0, 1000.0, 100.0) == 4000.0
     foretold = [
         time_left.seconds(None, 100, tokens, 1000.0 - tokens, 100.0 + tokens / 10) for tokens in (100, 300, 500)

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ def parquet_bytes(rows: pa.Table | list[dict[str, Any]] = ROWS, **options: Any) 
     stream = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows) if isinstance(rows, list) else rows, stream, **options)
     return stream.getvalue()
+
+
+def json_rows(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of an output in JSON lines."""
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
 def opened(

@@ -8,16 +8,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from batchgen.config import EngineConfig
 from batchgen.engine.engine import Engine
 from batchgen.model.adapter import prepare
-from batchgen.prefix import plan_prefixes
 from batchgen.prompts import LoadedTokenizer
-from batchgen.request import Request, leaves_of
+from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
-from support.models import Numbers, make_requests
+from support.fakes import planned
+from support.models import Numbers
 
 VOCAB = 97
 BLOCK = 32
 TOKEN = 256  # bytes of KV
-requests_of = make_requests
 AHEAD = None
 """Whether engines launch a step before the tokens of the previous one are known. None is the default of the device."""
 
@@ -113,8 +112,3 @@ def rounded(results):
         completions = [completion(c) for c in r.completions]
         found[row] = (r.text, r.token_ids, r.finish_reason, r.error_type, completions, probs, score)
     return found
-
-
-def planned(requests):
-    leaves = leaves_of(requests)
-    return leaves, plan_prefixes([leaf.tokens for leaf in leaves], 16)

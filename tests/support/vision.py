@@ -14,12 +14,13 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import processors
 from transformers import AutoImageProcessor, BatchFeature, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from support.models import randomize
 from support.shapes import SHAPES, family_config
+from support.tiny_model import byte_tokenizer
 from support.wrappers import TEXTS
 
 SPECIAL = (
@@ -688,11 +689,7 @@ FAMILIES = {
 
 def tokenizer_of(seen: Seen) -> Any:
     """One token for each byte. Puts a begin token before a text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
+    tokenizer = byte_tokenizer(SPECIAL)
     tokenizer.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 256)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<|begin|>", eos_token="<|end|>", pad_token="<|pad|>",
