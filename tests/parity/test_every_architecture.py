@@ -14,11 +14,12 @@ from batchgen.errors import ModelError
 from batchgen.model.architectures import REFUSED, VERIFIED, VERIFIED_ON, check_architecture, is_verified, refusal
 from support.features import candidates
 from support.models import (
+    TOLERANCE,
     Expected,
+    check_equal_to_generate,
     engine_for,
     expect,
     make_requests,
-    memory_for,
     packed_model,
     reference_model,
     run,
@@ -31,17 +32,11 @@ from support.shapes import CORE, SHAPES, family_config, prompts_and_lengths
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 INSTALLED = ".".join(transformers.__version__.split(".")[:2])
-BLOCKS = 8  # of 32 tokens; the longest completion needs 6
 ALL_LAYERS_SLIDE = {"mistral/sliding_window", "mixtral/sliding_window", "phi3/sliding_window", "starcoder2"}
 """Their sequences free blocks as they advance, so they are not preempted."""
-TOLERANCE = 5e-5
-"""Largest difference of a logit, relative to the largest logit. Rounding stays below a fifth of it (below a tenth except for Gemma 4).
-A scale of attention that is 2% off, or a missing sliding window, soft cap or sink, makes a difference of at least ten times as much."""
 
 
 PROMPTS, LENGTHS = prompts_and_lengths()
-# The first decodes all rows together; the second mixes slices of prefill with decoding, and runs out of blocks.
-ENGINES = {"all at once": {}, "in slices, memory short": {"max_batch_tokens": 24, "batch_size": 8}}
 
 
 @cache
@@ -52,22 +47,10 @@ def expected_of(name: str) -> list[Expected]:
 
 @pytest.mark.parametrize("name", slow_but(CORE, sorted(SHAPES)))
 def test_tokens_and_logits_equal_those_of_generate(name):
-    model, expected = packed_model(name), expected_of(name)
-    largest = max(float(e.logits.abs().max()) for e in expected)
-    requests = make_requests(PROMPTS, LENGTHS)
-    for how, options in ENGINES.items():
-        engine = engine_for(model, **options)
-        if how != "all at once":
-            engine = engine_for(model, kv_memory=memory_for(engine, BLOCKS), **options)
-        with watched(model) as seen:
-            results = run(engine, requests)
-        assert [r.error_message for r in results] == [None] * len(requests), how
-        assert [list(r.token_ids) for r in results] == [e.tokens for e in expected], how
-        assert seen.furthest(expected) < TOLERANCE * largest, how
-        if how == "all at once":
-            assert engine.stats.preemptions == 0
-        elif name not in ALL_LAYERS_SLIDE and not model.states:  # few state slots let few run, whose blocks suffice
-            assert engine.stats.preemptions > 0
+    model = packed_model(name)
+    preemptions, more = check_equal_to_generate(model, PROMPTS, LENGTHS, expected_of(name))
+    assert preemptions == 0
+    assert more > 0 or name in ALL_LAYERS_SLIDE or model.states  # few state slots let few run, whose blocks suffice
 
 
 # Options that a backend might ignore or a module might not pass on.

@@ -7,15 +7,12 @@ from transformers import AutoConfig
 from batchgen.model.architectures import INNER, REFUSED, VERIFIED, WRAPPERS, context_note, is_verified, refusal
 from batchgen.model.multimodal import Absent
 from support.models import (
+    check_equal_to_generate,
     engine_for,
     expect,
     generate_all,
     load_folder,
-    make_requests,
-    memory_for,
-    run,
     tokens_of,
-    watched,
 )
 from support.params import slow_but
 from support.shapes import SHAPES, prompts_and_lengths
@@ -28,12 +25,8 @@ pytestmark = [
 ]
 
 PROMPTS, LENGTHS = prompts_and_lengths()
-TOLERANCE = 5e-5
-"""Largest difference of a logit, relative to the largest logit."""
 CORE = {"qwen2_5_vl"}
 """The other wrappers are slow tests."""
-MODES = {"all at once": {}, "in slices, memory short": {"max_batch_tokens": 24, "batch_size": 8, "kv_memory": "blocks"}}
-BLOCKS = 8
 
 
 @pytest.mark.parametrize("name", slow_but(CORE, sorted(TEXTS)))
@@ -41,21 +34,12 @@ def test_text_equals_that_of_the_wrappers_own_generate(name, tmp_path):
     written = text_model(name)
     whole = whole_model(written)
     expected = [expect(whole, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
-    largest = max(float(e.logits.abs().max()) for e in expected)
     written.save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     assert is_verified(config)
     model = load_folder(tmp_path, dtype="float32")
     assert model.notes == tuple(filter(None, [context_note(config)]))
-    for how, options in MODES.items():
-        engine = engine_for(model, **(options | {"kv_memory": "64MiB"}))
-        if "kv_memory" in options:
-            engine = engine_for(model, **(options | {"kv_memory": memory_for(engine, BLOCKS)}))
-        with watched(model) as seen:
-            results = run(engine, make_requests(PROMPTS, LENGTHS))
-        assert [r.error_message for r in results] == [None] * len(results), how
-        assert [list(r.token_ids) for r in results] == [e.tokens for e in expected], how
-        assert seen.furthest(expected) < TOLERANCE * largest, how
+    check_equal_to_generate(model, PROMPTS, LENGTHS, expected)
 
 
 @pytest.mark.parametrize("name", slow_but(CORE, sorted(TEXTS)))
