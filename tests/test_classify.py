@@ -41,16 +41,11 @@ def logits_of(folder, texts, *, special=True):
     return np.array(rows)
 
 
-def softmax(logits):
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
-
-
 def test_rows_get_the_label_and_the_probabilities_of_the_head(cli, classifier, write_jsonl, tmp_path):
     path, stats = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "stats.json"
     assert cli("run", path, "-m", classifier, "--classify", "--stats", stats, "-q").code == 0
     rows = json_rows(tmp_path / "prompts.out.jsonl")
-    want = softmax(logits_of(classifier, PROMPTS))
+    want = torch.tensor(logits_of(classifier, PROMPTS)).softmax(-1).numpy()
     for row, probs in zip(rows, want, strict=True):
         assert list(row["choice_probs"]) == LABELS
         assert list(row["choice_probs"].values()) == pytest.approx(probs, abs=1e-5)

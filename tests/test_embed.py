@@ -240,19 +240,23 @@ def test_a_prompt_of_the_model_cannot_be_put_before_token_ids(tmp_path, write_js
     )
 
 
-@pytest.mark.parametrize("missing", ["modules.json", "1_Pooling/config.json"])
-def test_a_cached_model_whose_pooling_was_never_fetched_is_refused_offline(
-    missing, tmp_path, write_jsonl, cli, monkeypatch
-):
+@pytest.fixture
+def repo(tmp_path, monkeypatch):
+    """The folder of the model org/name in the local cache, without a hub."""
     from huggingface_hub import constants
 
-    repo = tmp_path / "hub" / "models--org--name"
-    folder = save_embedder(repo / "snapshots" / "abc", pooling={"pooling_mode_mean_tokens": True})
-    (folder / missing).unlink()
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text("abc")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repo = tmp_path / "hub" / "models--org--name"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("abc")
+    return repo
+
+
+@pytest.mark.parametrize("missing", ["modules.json", "1_Pooling/config.json"])
+def test_a_cached_model_whose_pooling_was_never_fetched_is_refused_offline(missing, repo, tmp_path, write_jsonl, cli):
+    folder = save_embedder(repo / "snapshots" / "abc", pooling={"pooling_mode_mean_tokens": True})
+    (folder / missing).unlink()
     words = ("run", write_jsonl([{"prompt": "a"}]), "-m", "org/name", "--embed", "-o", tmp_path / "o.jsonl")
     refused = cli(*words)
     assert refused.code == 1
@@ -268,19 +272,12 @@ def test_a_cached_model_whose_pooling_was_never_fetched_is_refused_offline(
 
 
 def test_the_hubs_answer_that_there_is_no_pooling_counts_without_a_writable_cache(
-    tmp_path, write_jsonl, cli, monkeypatch
+    repo, tmp_path, write_jsonl, cli, monkeypatch
 ):
     import huggingface_hub
-    from huggingface_hub import constants
     from huggingface_hub.errors import EntryNotFoundError
 
-    repo = tmp_path / "hub" / "models--org--name"
-    folder = save_embedder(repo / "snapshots" / "abc")
-    (folder / "modules.json").unlink()
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text("abc")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    (save_embedder(repo / "snapshots" / "abc") / "modules.json").unlink()
     from_cache = huggingface_hub.hf_hub_download
 
     def answered(repo_id, filename, **options):

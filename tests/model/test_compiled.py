@@ -64,11 +64,7 @@ def test_a_model_that_cannot_be_compiled_runs_uncompiled(monkeypatch):
         raise RuntimeError("data-dependent branching")
 
     monkeypatch.setattr(torch, "compile", lambda module, **options: failing)
-    check_runs_uncompiled(build(), monkeypatch)
-
-
-def check_runs_uncompiled(model, monkeypatch):
-    requests = make_requests(PROMPTS, LENGTHS)
+    model, requests = build(), make_requests(PROMPTS, LENGTHS)
     want = texts(run(engine_of(model), requests))
     use_fake_device(monkeypatch)
     engine = engine_of(replace(model, compile="on"))

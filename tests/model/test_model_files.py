@@ -55,13 +55,10 @@ def test_pickles_beside_a_model_are_not_opened(folder, tmp_path):
     assert mark.exists()  # unpickling them would have been noticed
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_pickled_weights_are_refused_with_the_fix(folder, tmp_path, sharded):
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    if sharded:
-        (folder / "pytorch_model.bin").rename(folder / "pytorch_model-00001-of-00001.bin")
-        index = {"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model-00001-of-00001.bin"}}
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+def test_pickled_weights_in_shards_are_refused_with_the_fix(folder, tmp_path):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model-00001-of-00001.bin")
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model-00001-of-00001.bin"}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError) as e:
         load(folder)

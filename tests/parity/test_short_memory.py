@@ -43,13 +43,9 @@ def random_requests(rng):
     return make_requests(
         prompts,
         params=[SamplingParams(max_tokens=rng.randint(1, LONGEST), n=rng.choice([1, 1, 2, 3])) for _ in count],
-        texts=[[random_text(rng, 12)] if rng.random() < 0.2 else [] for _ in count],
+        texts=[[[rng.randrange(3) for _ in range(rng.randint(1, 12))]] if rng.random() < 0.2 else [] for _ in count],
         priorities=[rng.choice([0.0, 0.0, 1.0]) for _ in count],
     )
-
-
-def random_text(rng, longest):
-    return [rng.randrange(3) for _ in range(rng.randint(1, longest))]
 
 
 def run(engine, requests, cancelled, after):

@@ -107,17 +107,6 @@ def test_a_generation_config_that_cannot_be_read_is_named(tools, tmp_path, conte
     assert failure(folder).startswith(f"generation_config.json of model {folder!r} cannot be read: {why}")
 
 
-def test_a_models_own_code_is_not_run_unless_the_user_allows_it(tools, tmp_path):
-    folder = tools.save_model(
-        tmp_path, config={"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}}
-    )
-    (tmp_path / "configuration_mine.py").write_text("raise SystemExit('it ran')")
-    assert failure(folder) == (
-        f"the configuration of model {folder!r} needs Python code that comes with the model; "
-        f"read the .py files in {folder} and add --trust-remote-code if you trust them, or use a checkpoint that needs no code"
-    )
-
-
 def test_a_revision_of_a_local_file_is_refused(tmp_path):
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")

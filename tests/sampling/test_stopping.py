@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from batchgen.sampling import stopping
 from batchgen.sampling.stopping import Detokenizer, Stopper
@@ -75,15 +76,8 @@ def raw_bytes(name: str, data: bytes) -> list[int]:
     """One token for each byte; the bytes need not be valid UTF-8."""
     if name == "byte_fallback":
         return TOKENIZERS[name].convert_tokens_to_ids([f"<0x{b:02X}>" for b in data])
-    alphabet = byte_alphabet()
-    return TOKENIZERS[name].convert_tokens_to_ids([alphabet[b] for b in data])
-
-
-def byte_alphabet() -> list[str]:
-    """GPT-2's character for each byte."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return [chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256)]
+    characters = bytes_to_unicode()
+    return TOKENIZERS[name].convert_tokens_to_ids([characters[b] for b in data])
 
 
 def stopper(

@@ -6,6 +6,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from batchgen.config import PromptConfig
 from batchgen.parsers.tool_calls import tool_format
@@ -38,10 +39,7 @@ def byte_ids(text: str) -> list[int]:
 
 def byte_tokenizer(*, bos: bool = True, eos: bool = False, chat_template: Any = None, **options: Any) -> Any:
     """Byte-level BPE without merges. `bos` and `eos` say whether these tokens are put around a text."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in plain]
-    character = {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(others)}
-    vocab = {token: i for i, token in enumerate(SPECIAL)} | {character[b]: len(SPECIAL) + b for b in range(256)}
+    vocab = {token: i for i, token in enumerate(SPECIAL)} | {c: len(SPECIAL) + b for b, c in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
