@@ -12,7 +12,7 @@ from batchgen.jobs.order.advice import advise, best_order
 from support.progress import Recorder
 
 INSTRUCTION = "Say whether the review is good or bad, and be strict about it. " * 4
-ROWS = [{"review": f"{i * 7919 % 1000} words of review {i}", "product": f"product {i % 3} and its long text"} for i in range(40)]  # fmt: skip
+ROWS = [{"review": f"{i * 7919 % 1000} words of review {i}", "product": f"product {i % 3} and its long text", "page": f"{INSTRUCTION} page {i}"} for i in range(40)]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,7 @@ ROWS = [{"review": f"{i * 7919 % 1000} words of review {i}", "product": f"produc
         ("{{review}}\n\n" + INSTRUCTION + "\n\nAnswer:\n", INSTRUCTION + "\n\n{{review}}\n\nAnswer:"),
         (INSTRUCTION + "\n\n{{product}}\n\n{{review}}", INSTRUCTION + "\n\n{{product}}\n\n{{review}}"),
         ("Review: {{review}}\n\nProduct: {{product}}", "Product: {{product}}\n\nReview: {{review}}"),
+        ("{{review}}\n\n{{page}}", "{{page}}\n\n{{review}}"),  # pages are all different, but begin with the same text
         (
             "{{review}}\n\n" + "\n\n".join(f"Rule {i}" for i in range(8)),  # the last one stays last, as a cue does
             "\n\n".join(f"Rule {i}" for i in range(7)) + "\n\n{{review}}\n\nRule 7",

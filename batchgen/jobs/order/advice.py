@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import Any
 
 import numpy as np
@@ -112,10 +112,11 @@ def best_order(template: str, columns: Sequence[dict[str, Any]]) -> str | None:
     rendered = [template_process().render("row", part, columns) for part in parts]
     if any(isinstance(text, TemplateFailure) for texts in rendered for text in texts):
         return None
-    numbered = [np.unique(texts, return_inverse=True) for texts in rendered]
-    ids = np.stack([found.ravel() for _, found in numbered], axis=1)
-    lengths = np.stack([np.array([len(text) for text in texts]) for texts in rendered], axis=1)
-    order = min(_orders([len(texts) for texts, _ in numbered]), key=lambda order: _characters(ids, lengths, order))
+    different = [sorted(set(texts)) for texts in rendered]
+    ranks = [{text: rank for rank, text in enumerate(texts)} for texts in different]
+    ids = np.array([[rank[text] for text in texts] for rank, texts in zip(ranks, rendered, strict=True)])
+    common = [_common(texts) for texts in different]
+    order = max(_orders(list(map(len, different))), key=lambda order: _shared(ids, common, order))
     return separator.join(parts[i] for i in order) + cue
 
 
@@ -133,14 +134,30 @@ def _orders(different: Sequence[int]) -> Sequence[tuple[int, ...]]:
     return [present, tuple(sorted(present, key=lambda i: different[i]))]
 
 
-def _characters(ids: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], order: Sequence[int]) -> int:
-    """Returns the characters that run if parts come in this order and rows share the parts that are equal up to there."""
-    total, path = 0, np.zeros(len(ids), dtype=np.int64)
+def _common(texts: Sequence[str]) -> np.ndarray[Any, Any]:
+    """Returns how many characters any two of these different, sorted texts have in common at their start, [U, U]; only of a text and later ones."""
+    table = np.diag([len(text) for text in texts])
+    following = np.array([_common_length(*pair) for pair in pairwise(texts)], dtype=np.int64)
+    for i in range(len(texts) - 1):
+        table[i, i + 1 :] = np.minimum.accumulate(following[i:])
+    return table
+
+
+def _common_length(a: str, b: str) -> int:
+    size = min(len(a), len(b))
+    x, y = (np.frombuffer(text[:size].encode("utf-32-le", "surrogatepass"), dtype=np.uint32) for text in (a, b))
+    different = np.flatnonzero(x != y)
+    return int(different[0]) if different.size else size
+
+
+def _shared(ids: np.ndarray[Any, Any], common: Sequence[np.ndarray[Any, Any]], order: Sequence[int]) -> int:
+    """Returns the characters that need not run if parts come in this order. `ids`: the number of each row's text among the part's sorted texts, [parts, rows]."""
+    rows = np.lexsort(ids[list(reversed(order))])
+    before, after = ids[:, rows[:-1]], ids[:, rows[1:]]
+    total, equal = 0, np.ones(len(rows) - 1, dtype=np.bool_)
     for part in order:
-        _, first, path = np.unique(
-            path * (ids[:, part].max() + 1) + ids[:, part], return_index=True, return_inverse=True
-        )
-        total += int(lengths[first, part].sum())
+        total += int(common[part][before[part], after[part]][equal].sum())
+        equal &= before[part] == after[part]
     return total
 
 
