@@ -8,7 +8,8 @@ write such things sometimes never ends. So `enforceable` narrows a schema before
 - A number without bounds is between -10^15 and 10^15 and has at most 10 decimals; a whole number is within ±(2^53 - 1). Bounds of the
   schema take their place.
 - `date`, `time` and `date-time` exist: no year 0000, no 29 February in other years than leap years, no second 60.
-- `uniqueItems` is enforced for items with an `enum`, as far as there are few different lists.
+- `uniqueItems` is enforced for items with an `enum`, as far as there are few different lists, and `propertyNames` if it has an `enum`.
+- A `format` that llguidance does not know restricts nothing, as JSON Schema says of unknown ones.
 
 `is_valid` asks the schema as it was given.
 """
@@ -51,6 +52,7 @@ _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579
 _DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
 _DATE = f"({_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
 _TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_KNOWN_FORMATS = {"duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}  # to llguidance
 _FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 
 
@@ -186,6 +188,7 @@ class _Narrowing:
                 kept[keyword] = {name: self.of(value) for name, value in part.items()}
             else:
                 kept[keyword] = self.of(part)
+        self._name_keys(kept)
         if self._is_closed(schema):
             kept["additionalProperties"] = False
             self.closed = True
@@ -193,6 +196,17 @@ class _Narrowing:
         _bound_numbers(kept)
         _narrow_format(kept)
         return self._with_different_items(kept)
+
+    def _name_keys(self, schema: dict[str, Any]) -> None:
+        """Makes properties of the keys that `propertyNames` enumerates, as in pydantic's `dict[Literal["a", "b"], int]`."""
+        names = schema.get("propertyNames")
+        names = (referenced(names, self._root) or names) if isinstance(names, dict) else {}
+        keys = names.get("enum", [names["const"]] if "const" in names else [])
+        if isinstance(keys, list) and keys and schema.keys().isdisjoint(("properties", "patternProperties")):
+            del schema["propertyNames"]
+            value = schema.get("additionalProperties", {})
+            schema["properties"] = {key: value for key in keys if isinstance(key, str)}
+            schema["additionalProperties"] = False
 
     def _is_closed(self, schema: Mapping[str, Any]) -> bool:
         properties, required = schema.get("properties"), schema.get("required", [])
@@ -293,10 +307,11 @@ def _exponent(number: float) -> int:
 
 
 def _narrow_format(schema: dict[str, Any]) -> None:
-    """Replaces the format of a date or time by a pattern."""
-    pattern = _FORMATS.get(schema["format"]) if isinstance(schema.get("format"), str) else None
+    """Replaces the format of a date or time by a pattern, and removes unknown ones."""
+    if not isinstance(schema.get("format"), str) or schema["format"] in _KNOWN_FORMATS:
+        return
+    pattern = _FORMATS.get(schema.pop("format"))
     if pattern is not None:
-        del schema["format"]
         if "pattern" in schema:
             schema["allOf"] = [*schema.get("allOf", []), {"pattern": pattern}]
         else:
