@@ -1,5 +1,6 @@
 """`--embed` uses the model's own pooling, and jobs store, reuse and write embeddings in every format."""
 
+import csv
 import json
 
 import numpy as np
@@ -86,6 +87,16 @@ def test_embeddings_in_parquet_are_lists_of_float32(cli, last, write_jsonl, tmp_
     assert table.schema.field("embedding").type == pa.list_(pa.float32())
     assert "choice_probs" not in table.schema.names
     np.testing.assert_allclose(np.stack(table["embedding"].to_numpy()), expected(last, PROMPTS), atol=1e-5)
+
+
+def test_embeddings_in_csv_are_the_lists_of_json_lines(cli, last, write_jsonl, tmp_path):
+    path = write_jsonl([{"prompt": p} for p in [*PROMPTS, None]])
+    for out in ("o.csv", "o.jsonl"):
+        assert cli("run", path, "-m", last, "--embed", "-o", tmp_path / out, "-q").code == 3
+    with (tmp_path / "o.csv").open(newline="") as file:
+        found = [row["embedding"] for row in csv.DictReader(file)]
+    rows = json_rows(tmp_path / "o.jsonl")
+    assert found == ["" if row["embedding"] is None else json.dumps(row["embedding"]) for row in rows]
 
 
 def test_resuming_with_other_options_of_embeddings_is_refused(cli, last, write_jsonl):

@@ -15,6 +15,7 @@ import pyarrow as pa
 from batchgen.errors import RowError, UsageError
 from batchgen.records.output import RowForm, carried_names, output_row
 from batchgen.records.parquet_types import without_maps
+from batchgen.records.result_values import CODED_PARTS
 from batchgen.records.rows import Row
 from batchgen.records.tables import batch_columns
 from batchgen.records.writers import fixed_types, result_array, result_types
@@ -49,7 +50,7 @@ class Frame(ABC):
         A column of the caller's with the name of a result field (such as `text`) gets the prefix `input_`.
         """
         renamed = {old: new for old, new in carried_names(self._columns(), form).items() if new != old}
-        out = [output_row(row, result, form) for row, result in zip(rows, results, strict=True)]
+        out = [output_row(row, result, form, CODED_PARTS) for row, result in zip(rows, results, strict=True)]
         there = {name for row in out for name in row} | fixed_types(form).keys()
         fields = [pa.field(name, of) for name, of in result_types(form).items() if name in there]
         return self._joined(renamed, pa.table([result_array(out, field) for field in fields], schema=pa.schema(fields)))

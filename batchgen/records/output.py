@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from batchgen.records.jsonl import to_json
 from batchgen.records.openai_batch import OpenAIForm, batch_record
 from batchgen.records.parquet_types import clean, id_text
 from batchgen.records.remote import address, is_url, plain_name
-from batchgen.records.result_values import completion_values, ids_known, plain_calls, plain_parts
+from batchgen.records.result_values import PARTS, Part, completion_values, ids_known, plain_calls, plain_parts
 from batchgen.records.rows import Row
 from batchgen.result import Result
 from batchgen.sampling_params import SamplingParams
@@ -136,11 +136,12 @@ def _schema_of_parsed(config: JobConfig) -> str:
         return ""
 
 
-def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
+def output_row(row: Row, result: Result, form: RowForm, parts: Mapping[str, Part] = PARTS) -> dict[str, Any]:
     """Returns the output row of an input row: id (else the row's number), carried columns as they came, and result; or its record of OpenAI's Batch output.
 
     `token_ids` is null if they are not known (a failed row, or a result of an output that had none). `truncated` is present only if
     true; `tool_calls`, `choices`, `choice_probs`, `score`, `prompt_logprobs`, `embedding` and `reward` only if the result has them or the command asks for them.
+    `parts`: how they are written. Rows that become columns of Arrow (`result_array`) have `CODED_PARTS`.
     """
     own = own_id(row, form.id_column, openai=form.openai is not None)
     if form.openai is not None:
@@ -168,7 +169,7 @@ def output_row(row: Row, result: Result, form: RowForm) -> dict[str, Any]:
         out["tool_calls"] = plain_calls(result.tool_calls)
     if result.completions:
         out["choices"] = completion_values(result.completions, token_ids=form.token_ids, known=ids_known(result))
-    out |= plain_parts(result)
+    out |= plain_parts(result, parts)
     for name in form.asked:
         out.setdefault(name, None)
     if form.token_ids:

@@ -27,6 +27,7 @@ from batchgen.records.files import DELIMITERS
 from batchgen.records.jsonl import to_json
 from batchgen.records.output import INPUT_FILE, TASK_NAMES, RowForm, carried_names, output_format, output_row
 from batchgen.records.parquet_types import ColumnType, clean, fitted, id_text, schema_type
+from batchgen.records.result_values import CODED_PARTS, decoded_embedding, plain_embedding
 from batchgen.records.rows import Row
 from batchgen.records.schema_metadata import carried_metadata
 from batchgen.records.tables import ArrowColumns
@@ -258,7 +259,7 @@ class ParquetWriter:
 
     def write(self, rows: Iterable[Pair]) -> None:
         for row, result in rows:
-            out = output_row(row, result, self._form)
+            out = output_row(row, result, self._form, CODED_PARTS)
             columns = row.columns
             self._places.append((columns.batch, columns.index) if isinstance(columns, ArrowColumns) else (None, 0))
             self._rows.append(out)
@@ -305,7 +306,7 @@ class _Spool:
     def add(self, pairs: Iterable[Pair]) -> Iterator[dict[str, Any]]:
         """Writes rows, and yields each in JSON's types."""
         for given, result in pairs:
-            row = output_row(given, result, self.form)
+            row = output_row(given, result, self.form, CODED_PARTS)
             self._has_valid = self._has_valid or result.valid is not None
             self._carries_valid = self._carries_valid or "valid" in given.columns
             try:
@@ -364,6 +365,8 @@ class CsvWriter:
         self._write_line(names)
         for row, _ in self._spool.rows():
             row["truncated"] = bool(row.get("truncated"))
+            if "embedding" in results and row.get("embedding"):
+                row["embedding"] = plain_embedding(decoded_embedding(row["embedding"]))
             self._write_line([row.get(name) for name in names])
         self._stream.close()
         self._file.close()
@@ -487,7 +490,7 @@ class _ParquetFile:
 
 
 def result_array(rows: Sequence[Mapping[str, Any]], field: pa.Field) -> pa.Array:
-    """A column of results. Lone surrogates in text become their escapes."""
+    """A column of results, whose embeddings are coded. Lone surrogates in text become their escapes."""
     values = [row.get(field.name) for row in rows]
     if field.name == "truncated":
         values = [bool(v) for v in values]
@@ -495,6 +498,8 @@ def result_array(rows: Sequence[Mapping[str, Any]], field: pa.Field) -> pa.Array
         values = [id_text(v) for v in values]
     elif field.name == "parsed":
         values = [fitted(v, field.type) for v in values]
+    elif field.name == "embedding":
+        values = [v and decoded_embedding(v) for v in values]
     elif field.name == "choice_probs":  # Arrow makes a map of pairs
         values = [v and list(v.items()) for v in values]
     try:
