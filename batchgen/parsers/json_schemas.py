@@ -199,14 +199,21 @@ class _Narrowing:
 
     def _name_keys(self, schema: dict[str, Any]) -> None:
         """Makes properties of the keys that `propertyNames` enumerates, as in pydantic's `dict[Literal["a", "b"], int]`."""
-        names = schema.get("propertyNames")
-        names = (referenced(names, self._root) or names) if isinstance(names, dict) else {}
-        keys = names.get("enum", [names["const"]] if "const" in names else [])
-        if isinstance(keys, list) and keys and schema.keys().isdisjoint(("properties", "patternProperties")):
+        keys = self._enumerated(schema.get("propertyNames"))
+        if keys and schema.keys().isdisjoint(("properties", "patternProperties")):
             del schema["propertyNames"]
             value = schema.get("additionalProperties", {})
             schema["properties"] = {key: value for key in keys if isinstance(key, str)}
             schema["additionalProperties"] = False
+
+    def _enumerated(self, schema: Any) -> list[Any]:
+        """Returns the values of a schema with `enum` or `const`, or of the schema that it refers to; empty for others."""
+        if isinstance(schema, dict) and "$ref" in schema:
+            schema = referenced(schema, self._root)
+        if not isinstance(schema, dict):
+            return []
+        values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        return values if isinstance(values, list) else []
 
     def _is_closed(self, schema: Mapping[str, Any]) -> bool:
         properties, required = schema.get("properties"), schema.get("required", [])
@@ -231,10 +238,7 @@ class _Narrowing:
         unique = schema.pop("uniqueItems")
         if unique is not True or schema.get("maxItems", 2) in (0, 1):
             return schema
-        items = schema.get("items")
-        items = referenced(items, self._root) if isinstance(items, dict) and "$ref" in items else items
-        values = items.get("enum", [items["const"]] if "const" in items else []) if isinstance(items, dict) else []
-        values = list({json.dumps(value): value for value in values}.values()) if isinstance(values, list) else []
+        values = list({json.dumps(value): value for value in self._enumerated(schema.get("items"))}.values())
         min_items, max_items = schema.get("minItems", 0), schema.get("maxItems", len(values))
         if not isinstance(min_items, int) or not isinstance(max_items, int):
             raise ValueError("minItems and maxItems must be whole numbers")

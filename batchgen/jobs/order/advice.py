@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import pairwise, permutations
+from itertools import permutations
 from typing import Any
 
 import numpy as np
 
 from batchgen.config import JobConfig
 from batchgen.prefix import plan_prefixes
+from batchgen.prefix.order import neighbour_lengths
 from batchgen.process.templates import TemplateFailure, template_process
 from batchgen.prompts import LoadedTokenizer, PromptBuilder
 from batchgen.records import Row
@@ -136,18 +137,12 @@ def _orders(different: Sequence[int]) -> Sequence[tuple[int, ...]]:
 
 def _common(texts: Sequence[str]) -> np.ndarray[Any, Any]:
     """Returns how many characters any two of these different, sorted texts have in common at their start, [U, U]; only of a text and later ones."""
+    characters = [np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.int32) for text in texts]
+    neighbours = neighbour_lengths(characters, np.arange(len(texts)))
     table = np.diag([len(text) for text in texts])
-    following = np.array([_common_length(*pair) for pair in pairwise(texts)], dtype=np.int64)
     for i in range(len(texts) - 1):
-        table[i, i + 1 :] = np.minimum.accumulate(following[i:])
+        table[i, i + 1 :] = np.minimum.accumulate(neighbours[i + 1 : -1])
     return table
-
-
-def _common_length(a: str, b: str) -> int:
-    size = min(len(a), len(b))
-    x, y = (np.frombuffer(text[:size].encode("utf-32-le", "surrogatepass"), dtype=np.uint32) for text in (a, b))
-    different = np.flatnonzero(x != y)
-    return int(different[0]) if different.size else size
 
 
 def _shared(ids: np.ndarray[Any, Any], common: Sequence[np.ndarray[Any, Any]], order: Sequence[int]) -> int:
