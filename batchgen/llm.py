@@ -54,8 +54,8 @@ _CheckedParams = SamplingParams | list[SamplingParams] | None
 class LLM:
     """A loaded model. A prefix that several calls share runs once, as long as its blocks stay in memory.
 
-    `model` is a folder (a string or a path) or a hub name. `dtype`, `quantize`, `device`, `device_map`, `revision`, `lora`, `trust_remote_code`,
-    `compile` and `attention` are those of `ModelConfig`. `task` is what the model is loaded for: `generate` (and `score`), `embed` or `classify`;
+    `model` is a folder (a string or a path) or a hub name. `dtype`, `quantize`, `weights`, `weight_memory`, `device`, `device_map`, `revision`, `lora`,
+    `trust_remote_code`, `compile` and `attention` are those of `ModelConfig`. `task` is what the model is loaded for: `generate` (and `score`), `embed` or `classify`;
     `pooling` and `normalize` are those of `--embed`. `engine` says how the work is batched. Raises `BatchgenError`.
     `with LLM(...) as llm:` closes the model at the end.
 
@@ -78,6 +78,8 @@ class LLM:
         *,
         dtype: str = "auto",
         quantize: str = "none",
+        weights: str = "auto",
+        weight_memory: str | None = None,
         device: str = "auto",
         device_map: str | None = None,
         revision: str | None = None,
@@ -103,6 +105,8 @@ class LLM:
             lora=lora,
             dtype=dtype,
             quantize=quantize,
+            weights=weights,
+            weight_memory=weight_memory,
             device=device,
             device_map=device_map,
             trust_remote_code=trust_remote_code,

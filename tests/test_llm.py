@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from batchgen import LLM, Result, SamplingParams
+from batchgen import LLM, BatchgenError, Result, SamplingParams
+from batchgen.kernels.memory import mapped_files
 
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
 
@@ -41,6 +42,15 @@ def test_equal_prompts_of_a_call_run_once_unless_they_are_sampled(tiny_model_dir
 
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+@pytest.mark.skipif(not mapped_files(), reason="streamed weights need Linux")
+def test_streamed_weights_give_the_results_of_weights_in_memory(tiny_model_dir):
+    with pytest.raises(BatchgenError, match="weight-memory"):
+        LLM(tiny_model_dir, weight_memory="1B")
+    streamed = LLM(tiny_model_dir, weights="streamed")
+    assert streamed.generate(["a", "b"], PARAMS) == LLM(tiny_model_dir).generate(["a", "b"], PARAMS)
+    assert streamed.stats.weight_bytes_read > 0
 
 
 def test_prompts_can_be_added_while_the_model_runs_and_share_prefixes(tiny_model_dir):
