@@ -96,23 +96,11 @@ class LLM:
         if task not in TASKS:
             raise ValueError(f"task must be {', '.join(TASKS[:-1])} or {TASKS[-1]}, not {task!r}")
         config = ModelConfig(
-            embed=task == "embed",
-            classify=task == "classify",
-            pooling=pooling,
-            normalize=normalize,
-            model=model,
-            revision=revision,
-            lora=lora,
-            dtype=dtype,
-            quantize=quantize,
-            weights=weights,
-            weight_memory=weight_memory,
-            device=device,
-            device_map=device_map,
-            trust_remote_code=trust_remote_code,
-            compile=compile,
-            attention=attention,
-        )
+            model=model, revision=revision, lora=lora, trust_remote_code=trust_remote_code,
+            dtype=dtype, quantize=quantize, weights=weights, weight_memory=weight_memory,
+            device=device, device_map=device_map, compile=compile, attention=attention,
+            embed=task == "embed", classify=task == "classify", pooling=pooling, normalize=normalize,
+        )  # fmt: skip
         if engine is not None and not isinstance(engine, EngineConfig):
             raise TypeError(f"engine must be an EngineConfig, not {engine!r}")
         self.config = engine or EngineConfig()
