@@ -33,6 +33,7 @@ from batchgen.config import InputLimits
 from batchgen.dry_run import plan_job
 from batchgen.errors import Interrupted, UsageError
 from batchgen.model.vision import Vision
+from batchgen.process.templates import TemplateProcess
 from batchgen.records.images import image_digest
 from support.params import slow_but
 from support.progress import Recorder, interrupt, rows_done
@@ -58,6 +59,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def model(reference: tuple[Reference, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(TemplateProcess, "close", lambda process: None)  # its start takes longer than these jobs
     monkeypatch.chdir(tmp_path)
     Path("p").mkdir()
     for i in range(4):
