@@ -41,6 +41,22 @@ def _format(only_known: bool = False, **calls: Any) -> ToolFormat:
     return ToolFormat({"start_anchor": "\0", "fields": fields}, only_known=only_known)
 
 
+def _tags(open: str, close: str, lines: str = "") -> dict[str, Any]:
+    """Returns the settings of a call whose arguments stand between tags. `open` has the group `key`. `lines` is the line end between tags and value.
+
+    A value that is not closed ends before the next argument or with the call. Whatever is no argument matches without a key, for which the
+    parser raises `ValueError`: no part of a call is dropped.
+    """
+    next_open = re.sub(r"\(\?P<key>(.*?)\)", r"\1", open)
+    value = rf"{lines}(?P<value>.*?)(?:{lines}{close}|(?=\n?{next_open})|\n?\Z)"
+    return {"content": "xml-inline", "content_args": {"tag_pattern": rf"{open}{value}|\S"}}
+
+
+def _within(outer: str, close: str) -> str:
+    """Returns the pattern of the end of a call inside an element: `close`, which may be missing at the end of the element."""
+    return rf"{close}(?:\s{{0,64}}</{outer}>)?|</{outer}>(?=\s{{0,64}}(?:<{outer}>|\Z))"
+
+
 HARMONY_CALLS = _format(
     open_pattern=r"to=functions\.(?P<name>[\w.-]+)(?:(?!<\|(?:message|end|start|call|return)\|>)[^{]){0,200}<\|message\|>",
     close="<|call|>",
@@ -49,15 +65,26 @@ HARMONY_CALLS = _format(
     transform=_CALL,
 )
 """gpt-oss: messages to a function, in the channel `commentary`. A header ends with its own message: thoughts may name a function too."""
-_BY_MARK: tuple[tuple[str, ToolFormat], ...] = (
+_BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
+    ("]<]minimax[>[", None),  # MiniMax M3, which has the marks of others in its own
+    ("<tool_calls>\n{", None),  # MiniMax M1, which writes a call a line
     (  # MiniMax M2
         "<minimax:tool_call>",
         _format(
             open_pattern=r'\s{0,64}(?:<minimax:tool_call>\s{0,64})?<invoke name="(?P<name>[^"]+)">',
-            close_pattern=r"</invoke>(?:\s{0,64}</minimax:tool_call>)?",
+            close_pattern=_within("minimax:tool_call", "</invoke>"),
             repeats=True,
-            content="xml-inline",
-            content_args={"tag_pattern": r'<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>'},
+            **_tags(r'<parameter name="(?P<key>[^"]+)">', "</parameter>"),
+            transform=_CALL,
+        ),
+    ),
+    (  # DeepSeek V3.2 and V4
+        "｜DSML｜",
+        _format(
+            open_pattern=r"\s{0,64}(?:<｜DSML｜(?:function|tool)_calls>\s{0,64})?<｜DSML｜invoke name=\"(?P<name>[^\"]+)\">",
+            close_pattern=_within("｜DSML｜(?:function|tool)_calls", "</｜DSML｜invoke>"),
+            repeats=True,
+            **_tags(r'<｜DSML｜parameter name="(?P<key>[^"]+)"(?: string="(?:true|false)")?>', "</｜DSML｜parameter>"),
             transform=_CALL,
         ),
     ),
@@ -77,7 +104,7 @@ _BY_MARK: tuple[tuple[str, ToolFormat], ...] = (
         _format(
             open_pattern=r"\s{0,64}(?:<｜tool▁calls▁begin｜>\s{0,64})?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
             r"(?P<name>[^\n<]+)(?:<｜tool▁sep｜>|\n```json\n)",
-            close_pattern=r"(?:\n```)?<｜tool▁call▁end｜>(?:\s{0,64}<｜tool▁calls▁end｜>)?",
+            close_pattern=r"(?:\n?```)?<｜tool▁call▁end｜>(?:\s{0,64}<｜tool▁calls▁end｜>)?",
             repeats=True,
             content="json",
             transform=_CALL,
@@ -91,6 +118,17 @@ _BY_MARK: tuple[tuple[str, ToolFormat], ...] = (
             repeats=True,
             content="json",
             content_args={"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+            transform=_CALL,
+        ),
+    ),
+    (  # FunctionGemma
+        "<start_function_call>",
+        _format(
+            open_pattern=r"\s{0,64}<start_function_call>call:(?P<name>[\w.-]+)",
+            close="<end_function_call>",
+            repeats=True,
+            content="json",
+            content_args={"unquoted_keys": True, "string_delims": [["<escape>", "<escape>"]]},
             transform=_CALL,
         ),
     ),
@@ -114,10 +152,27 @@ _BY_MARK: tuple[tuple[str, ToolFormat], ...] = (
             open_pattern=r"\s{0,64}<tool_call>\s{0,64}(?P<name>[^\s<]+)",
             close="</tool_call>",
             repeats=True,
-            content="xml-inline",
-            content_args={
-                "tag_pattern": r"<arg_key>\s{0,64}(?P<key>.*?)\s{0,64}</arg_key>\s{0,64}<arg_value>(?P<value>.*?)</arg_value>"
-            },
+            **_tags(r"<arg_key>\s{0,64}(?P<key>[^<]{1,200}?)\s{0,64}</arg_key>\s{0,64}<arg_value>", "</arg_value>"),
+            transform=_CALL,
+        ),
+    ),
+    (  # Seed-OSS
+        "<seed:tool_call>",
+        _format(
+            open_pattern=r"\s{0,64}(?:<seed:tool_call>\s{0,64})?<function=(?P<name>[^>\n]+)>",
+            close_pattern=_within("seed:tool_call", "</function>"),
+            repeats=True,
+            **_tags(r"<parameter=(?P<key>[^>\n]+)>", "</parameter>"),
+            transform=_CALL,
+        ),
+    ),
+    (  # Functionary 3.1, Llama 3.1 with the calls of Meta's documentation
+        "start_tag => `<function`",
+        _format(
+            open_pattern=r"\s{0,64}<function=(?P<name>[^>\n]+)>",
+            close="</function>",
+            repeats=True,
+            content="json",
             transform=_CALL,
         ),
     ),
@@ -125,14 +180,23 @@ _BY_MARK: tuple[tuple[str, ToolFormat], ...] = (
         "<function=",
         _format(
             open_pattern=r"\s{0,64}(?:<tool_call>\s{0,64})?<function=(?P<name>[^>\n]+)>",
-            close_pattern=r"</function>(?:\s{0,64}</tool_call>)?",
+            close_pattern=_within("tool_call", "</function>"),
             repeats=True,
-            content="xml-inline",
-            content_args={"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+            **_tags(r"<parameter=(?P<key>[^>\n]+)>", "</parameter>", lines=r"\n?"),
             transform=_CALL,
         ),
     ),
-    (  # Hermes, Qwen 2.5 and 3, SmolLM 3, Granite 4, Hunyuan
+    (  # Hunyuan, Apriel, Jamba
+        "<tool_calls>",
+        _format(
+            open_pattern=r"\s{0,64}<tool_calls>",
+            close="</tool_calls>",
+            content="json",
+            transform=_EACH,
+            transform_each=True,
+        ),
+    ),
+    (  # Hermes, Qwen 2.5 and 3, SmolLM 3, Granite 4
         "<tool_call>",
         _format(
             open_pattern=r"\s{0,64}<tool_call>", close="</tool_call>", repeats=True, content="json", transform=_OBJECT
@@ -161,6 +225,10 @@ _BY_MARK: tuple[tuple[str, ToolFormat], ...] = (
     (  # Granite 3
         "<|tool_call|>",
         _format(open_pattern=r"\s{0,64}<\|tool_call\|>", content="json", transform=_EACH, transform_each=True),
+    ),
+    (  # Phi 4 mini with the template of vLLM
+        "functools[",
+        _format(open_pattern=r"\s{0,64}functools(?=\[)", content="json", transform=_EACH, transform_each=True),
     ),
     (  # Llama 3.1 to 3.3: the whole answer is an object
         '"parameters": dictionary of argument name and its value',
@@ -199,7 +267,9 @@ def find_calls(
 
     known = json.loads(tools)
     try:
-        message = parse_response(answer, _response_template(format), prefix=prompt if format.whole else "", tools=known)
+        as_json = format.template["fields"]["tool_calls"].get("content") == "json"
+        typed = _without_texts(known) if as_json else known
+        message = parse_response(answer, _response_template(format), prefix=prompt if format.whole else "", tools=typed)
         found = message.get("tool_calls") or []
         calls = tuple(
             _call(value, f"{id_start}_{i}") for i, value in enumerate(found if isinstance(found, list) else [found])
@@ -230,6 +300,29 @@ def _call(value: Any, id: str) -> ToolCall:
     own = value.get("id") or function.get("id")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     return ToolCall(own if isinstance(own, str) else id, name.strip(), text)
+
+
+def _without_texts(tools: Any) -> Any:
+    """Returns the tools without the arguments that may be texts: what JSON has as a text is no number then."""
+    if isinstance(tools, list):
+        return [_without_texts(tool) for tool in tools]
+    if not isinstance(tools, dict):
+        return tools
+    return {
+        name: {key: schema for key, schema in value.items() if not _may_be_text(schema)}
+        if name == "properties" and isinstance(value, dict)
+        else _without_texts(value)
+        for name, value in tools.items()
+    }
+
+
+def _may_be_text(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    types = schema.get("type")
+    return "string" in (types if isinstance(types, list) else [types]) or any(
+        _may_be_text(choice) for union in ("anyOf", "oneOf") for choice in schema.get(union) or ()
+    )
 
 
 def _tool_names(tools: Sequence[Any]) -> set[str]:

@@ -54,6 +54,33 @@ FORMATS = {
         + both('<invoke name="NAME">\n' + xml('<parameter name="{}">', "</parameter>\n") + "</invoke>\n")
         + "</minimax:tool_call>",
     ),
+    "Seed-OSS": (
+        "<seed:tool_call>",
+        both(
+            "\n<seed:tool_call>\n<function=NAME>\n"
+            + xml("<parameter={}>", "</parameter>\n")
+            + "</function>\n</seed:tool_call>"
+        ),
+    ),
+    "DeepSeek V3.2": (
+        "｜DSML｜",
+        "\n\n<｜DSML｜function_calls>\n"
+        + both(
+            '<｜DSML｜invoke name="NAME">\n'
+            + xml('<｜DSML｜parameter name="{}" string="true">', "</｜DSML｜parameter>\n")
+            + "</｜DSML｜invoke>\n"
+        )
+        + "</｜DSML｜function_calls>",
+    ),
+    "Functionary 3.1": ("start_tag => `<function`", both("<function=NAME>" + J + "</function>\n")),
+    "FunctionGemma": (
+        "<start_function_call>",
+        both(
+            "<start_function_call>call:NAME{city:<escape>Bern, «é»<escape>,code:<escape>\n    if a:\n        b \n\n<escape>,days:3,metric:true}<end_function_call>"
+        ),
+    ),
+    "Hunyuan": ("<tool_call> <tool_calls>", "\n<tool_calls>" + OBJECTS + "</tool_calls>"),
+    "Phi 4 mini": ("functools[", "functools" + OBJECTS),
     "Kimi": (
         "<|tool_calls_section_begin|>",
         "<|tool_calls_section_begin|>"
@@ -128,6 +155,66 @@ def test_tool_calls_cut_before_the_end_token_stay_text(family):
 def test_an_answer_without_a_readable_call_stays_unchanged(answer):
     stopper = complete(make(template="<tool_call>"), "q", answer + EOS, tools=json.dumps(TOOLS))
     assert (stopper.tool_calls("c"), stopper.text) == ((), answer)
+
+
+TAGS = {
+    "Qwen 3.5": ("<parameter=city", "</parameter>\n"),
+    "GLM": ("<arg_key>city", "</arg_value>\n"),
+    "MiniMax": ('<parameter name="city', "</parameter>\n"),
+    "Seed-OSS": ("<parameter=city", "</parameter>\n"),
+    "DeepSeek V3.2": ('<｜DSML｜parameter name="city', "</｜DSML｜parameter>\n"),
+}
+"""The beginning of the first argument and the end of each in the families whose arguments stand between tags."""
+
+
+@pytest.mark.parametrize("family", TAGS)
+def test_an_argument_that_is_not_closed_ends_before_the_next_argument_or_with_its_call(family):
+    mark, written = FORMATS[family]
+    arguments = ARGUMENTS | {"code": "a\n\n  b"}
+    written = written.replace(ARGUMENTS["code"], arguments["code"]).replace(TAGS[family][1], "")
+    stopper = complete(make(template=mark), "q", written + EOS, tools=json.dumps(TOOLS))
+    assert [json.loads(call.arguments) for call in stopper.tool_calls("c")] == [arguments] * 2
+    assert stopper.text == ""
+
+
+@pytest.mark.parametrize("family", [*TAGS, "Functionary 3.1"])
+def test_a_call_with_anything_beside_its_arguments_stays_text(family):
+    mark, written = FORMATS[family]
+    first = TAGS.get(family, ("{", ""))[0]
+    answer = written.replace(first, 'city: "Bern"\n' + first)
+    stopper = complete(make(template=mark), "q", answer + EOS, tools=json.dumps(TOOLS))
+    assert (stopper.tool_calls("c"), stopper.text) == ((), answer)
+
+
+@pytest.mark.parametrize(("family", "end"), [("Qwen 3.5", "</function>\n"), ("MiniMax", "</invoke>\n")])
+def test_the_last_call_of_an_element_may_lack_its_end(family, end):
+    mark, written = FORMATS[family]
+    head, _, tail = written.rpartition(end)
+    stopper = complete(make(template=mark), "q", head + tail + EOS, tools=json.dumps(TOOLS))
+    assert [json.loads(call.arguments) for call in stopper.tool_calls("c")] == [ARGUMENTS] * 2
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": ["string", "integer"]}, {"anyOf": [{"type": "integer"}, {"type": "string"}]}]
+)
+def test_a_text_in_json_stays_text_where_the_schema_allows_text(schema):
+    properties = {"zip": schema, "note": {"type": ["string", "null"]}, "days": {"type": "integer"}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"properties": properties}}}]
+    given = {"zip": "01234", "note": "null", "days": "3"}
+    written = "<tool_call>" + json.dumps({"name": "weather", "arguments": given}) + "</tool_call>" + EOS
+    (call,) = complete(make(template="<tool_call>"), "q", written, tools=json.dumps(tools)).tool_calls("c")
+    assert json.loads(call.arguments) == given | {"days": 3}
+
+
+def test_a_code_fence_may_end_on_the_line_of_the_arguments():
+    mark, written = FORMATS["DeepSeek V3"]
+    stopper = complete(make(template=mark), "q", written.replace("\n```<", "```<") + EOS, tools=json.dumps(TOOLS))
+    assert [json.loads(call.arguments) for call in stopper.tool_calls("c")] == [ARGUMENTS] * 2
+
+
+def test_a_template_with_the_marks_of_another_family_in_its_own_has_no_format():
+    assert tool_format(make(template="]<]minimax[>[<tool_call>")) is None
+    assert tool_format(make(template='<tool_calls>\\n{"name": <tool-name>}')) is None
 
 
 def test_a_row_without_tools_has_no_calls():
