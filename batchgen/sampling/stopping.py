@@ -17,6 +17,7 @@ completion ends, U+FFFD at the end of the text is not searched because it may st
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -194,22 +195,26 @@ class Stopper:
     def tool_calls(self, id_start: str) -> tuple[ToolCall, ...]:
         """The calls in a completion that its end token has ended, if its row has tools; `text` is then what stands beside them.
 
-        Their ids begin with `id_start`, except where the model gives them ids.
+        Calls at the end of thoughts that were not closed end the thoughts. Ids begin with `id_start`, except where the model gives ids.
         """
         written = self._detokenizer.tool_format
         if not self._tools or written is None or self.finish_reason != "stop" or self.tokens[-1] not in self._ends:
             return ()
         harmony, tokens, begins = written is HARMONY_CALLS, self.tokens[:-1], ""
-        if self._thoughts is not None and not harmony and not written.whole:
-            if self._thoughts.thinking and not self._thoughts.ended:
-                return ()
-            tokens, begins = tokens[self._thoughts.answer_start :], self._thoughts.begins
+        thoughts = None if harmony or written.whole else self._thoughts
+        if thoughts is not None:
+            tokens, begins = tokens[thoughts.answer_start :], thoughts.begins
         prompt = self._detokenizer.marked(self._prompt.tolist()) if written.whole else ""
         answer = begins + self._detokenizer.marked(tokens)
         found = find_calls(written, answer, self._tools, prompt=prompt, id_start=id_start)
         if found is None:
             return ()
-        self._text, calls = found
+        text, calls = found
+        if thoughts is not None and thoughts.thinking and not thoughts.ended:
+            if not answer.lstrip().startswith(text):
+                return ()  # the thoughts go on after a call
+            thoughts.answer_start, thoughts.ended, text = self._tokens_of(answer, text), True, ""
+        self._text = text
         if harmony:  # its messages to functions are neither thoughts nor answer
             start = harmony_call_start([self._detokenizer.piece(token) for token in self.tokens])
             if self._thoughts is None:
@@ -224,6 +229,12 @@ class Stopper:
                 answer = self._detokenizer.text(self._before(begin), self.tokens[begin:end])
                 self._text = (self._thoughts.begins + answer).strip()
         return calls
+
+    def _tokens_of(self, answer: str, text: str) -> int:
+        """Returns the number of tokens of a text, and of the blanks around it, at the beginning of the completion `answer`."""
+        length = len(answer) - len(answer.lstrip().removeprefix(text).lstrip())
+        sizes = range(len(self.tokens))
+        return bisect_right(sizes, length, key=lambda size: len(self._detokenizer.marked(self.tokens[:size]))) - 1
 
     def _decoded(self) -> str | None:
         """Returns the text of the answer so far; None if the answer has not begun."""

@@ -130,6 +130,34 @@ def test_tool_calls_are_read_in_the_format_of_each_family(family, thoughts, besi
 
 
 @pytest.mark.parametrize("family", FORMATS)
+@pytest.mark.parametrize("thoughts", ["", "I must <b> look 🙂."])
+@pytest.mark.parametrize("opened", [True, False])
+def test_calls_at_the_end_of_thoughts_that_were_not_closed_are_read(family, thoughts, opened):
+    mark, written = FORMATS[family]
+    tokenizer = make(template=mark + "<think></think>")
+    prompt, begin = ("q<think>", "") if opened else ("q", "<think>")
+    stopper = complete(tokenizer, prompt, begin + thoughts + written + EOS, tools=json.dumps(TOOLS))
+    assert (stopper.text, stopper.finish_reason) == (None, "stop")
+    calls = stopper.tool_calls("c")
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", ARGUMENTS), ("news", ARGUMENTS)]
+    assert (stopper.text, stopper.reasoning) == ("", thoughts or None)
+    blanks = written[: len(written) - len(written.lstrip())]
+    before = tokenizer.encode(begin + thoughts + blanks, add_special_tokens=False)
+    assert stopper.reasoning_tokens == len(before)
+    unsplit = complete(tokenizer, prompt, begin + thoughts + written + EOS, tools=json.dumps(TOOLS), reasoning="off")
+    assert (len(unsplit.tool_calls("c")), unsplit.text) == (2, begin + thoughts)
+
+
+def test_a_call_in_the_middle_of_thoughts_is_a_thought():
+    mark, written = FORMATS["Hermes, Qwen 3"]
+    tokenizer = make(template=mark + "<think></think>")
+    for whole in (f"Maybe {written} or not.", f"Maybe {written} or not.</think>No."):
+        stopper = complete(tokenizer, "q<think>", whole + EOS, tools=json.dumps(TOOLS))
+        reasoning, _, answer = whole.partition("</think>")
+        assert (stopper.tool_calls("c"), stopper.text, stopper.reasoning) == ((), answer or None, reasoning)
+
+
+@pytest.mark.parametrize("family", FORMATS)
 def test_tool_calls_cut_before_the_end_token_stay_text(family):
     mark, written = FORMATS[family]
     tokenizer = make(template=mark)
