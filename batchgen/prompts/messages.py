@@ -21,6 +21,8 @@ Message = dict[str, Any]
 _MARK = "batchgen-trial"
 _ROLE_AND_CONTENT = ("role", "content")
 _SHAPE_MESSAGES, _MAX_SHAPES = 2, 64  # longer conversations have too many shapes
+_CALL_FORMS = ((False, False), (True, False), (False, True), (True, True))
+"""The forms of turns that only call tools: whether arguments are JSON text, and whether the content is null. The usual one first."""
 _OF_TRANSFORMERS = "transformers.tokenization_utils_base"
 
 # Names that `apply_chat_template` takes as its own arguments, so a row or command cannot set them as variables.
@@ -109,6 +111,15 @@ def _calls(calls: Any, where: str) -> list[Any]:
                 call = {**call, "function": {**function, "arguments": arguments}}
         found.append(call)
     return found
+
+
+def _with_text_arguments(call: Any) -> Any:
+    """Returns a call with its arguments as JSON text."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+        return call
+    text = json.dumps(plain(function["arguments"]), ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def _with_values(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,6 +296,8 @@ class ChatTemplate:
         self._sources: dict[bool, str] = {}
         """The texts of the template, for conversations with tools and for those without."""
         self._used: dict[str, bool] = {}
+        self._call_forms: dict[bool, tuple[bool, bool]] = {}
+        """The forms of `_CALL_FORMS` that the template takes, for conversations with tools and for those without."""
         self._shapes: dict[tuple[str, ...], TemplateShape | None] = {}
         """The shapes of conversations, by their roles and variables."""
         made_by = getattr(type(tokenizer), "apply_chat_template", None)
@@ -304,8 +317,8 @@ class ChatTemplate:
         """
         if not self.uses("developer"):  # OpenAI's newer name for the role `system`
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
-        given = [{**m, "content": self._as_given(m)} for m in messages]
         variables = {**self._variables, **(variables or {})}
+        given = [self._as_given(m, variables.get("tools") is not None) for m in messages]
         continued = self._continues(messages)
         arguments = {
             **self._special_tokens,
@@ -402,19 +415,42 @@ class ChatTemplate:
                 shown.setdefault(role, []).append(isinstance(answer, str) and _MARK in answer)
         return frozenset(role for role, (plain, parts) in shown.items() if parts and not plain)
 
-    def _tried(self, messages: list[Message]) -> Any:
+    def _tried(self, messages: list[Message], variables: Mapping[str, Any] | None = None) -> Any:
         try:
-            call = self.call(messages)
+            call = self.call(messages, variables)
         except RowError as e:
             return TemplateFailure("error", e.message)
         return template_process().render(call.form, call.source, [call.given])[0]
 
-    def _as_given(self, message: Message) -> Any:
-        """Returns a message's content in the form that the template takes, images without their sources."""
-        content = message["content"]
-        if isinstance(content, str):
-            return [text_part(content)] if message["role"] in self._roles_in_parts else content
-        return [{"type": "image"} if "source" in part else part for part in content]
+    def _call_form(self, tools: bool) -> tuple[bool, bool]:
+        """Returns the form in which the template writes calls of earlier turns. Those of DeepSeek take arguments as text, some only beside a null content."""
+        if tools not in self._call_forms:
+            call = {"id": "trial0001", "type": "function", "function": {"name": "trial", "arguments": {_MARK: 1}}}
+            asks, calls = {"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}
+            tool = {"type": "function", "function": {"name": "trial", "description": "", "parameters": {}}}
+            for form in _CALL_FORMS if self.uses("tool_calls") else ():
+                self._call_forms[tools] = form
+                answer = self._tried([asks, calls], {"tools": [tool]} if tools else None)
+                if isinstance(answer, str) and _MARK in answer and repr({_MARK: 1}) not in answer:
+                    return form
+            self._call_forms[tools] = _CALL_FORMS[0]
+        return self._call_forms[tools]
+
+    def _as_given(self, message: Message, tools: bool) -> Message:
+        """Returns a message in the form that the template takes, images without their sources. `tools`: whether the conversation has tools."""
+        content, calls = message["content"], message.get("tool_calls")
+        if not isinstance(content, str):
+            content = [{"type": "image"} if "source" in part else part for part in content]
+        elif message["role"] in self._roles_in_parts:
+            content = [text_part(content)]
+        if not calls:
+            return {**message, "content": content}
+        as_text, null = self._call_form(tools)
+        return {
+            **message,
+            "content": None if null and not content else content,
+            "tool_calls": [_with_text_arguments(call) for call in calls] if as_text else calls,
+        }
 
     def _check(self) -> None:
         """Renders a short message. Raises `UsageError` if the template is not valid, or does not end."""

@@ -45,6 +45,14 @@ CALLED = {
     "chat_template": "{% for m in messages %}{{ m.role }}:{{ m.content }}"
     "{% for c in m.tool_calls %}{{ c.function.arguments|tojson }}{% endfor %};{% endfor %}"
 }
+TEXT_ARGUMENTS = {"chat_template": CALLED["chat_template"].replace("|tojson", " + ''")}  # as in DeepSeek V3
+WRITTEN_ARGUMENTS = {
+    "chat_template": CALLED["chat_template"].replace("|tojson", "")
+}  # Python writes an object in its own way
+BESIDE_NULL = {  # as in the distilled models of DeepSeek R1
+    "chat_template": "{% for m in messages %}{% if m.content is none %}{% for c in m.tool_calls %}"
+    "{{ c.function.name + c.function.arguments }}{% endfor %}{% else %}{{ m.role }}:{{ m.content }}{% endif %};{% endfor %}"
+}
 KNOWS_DEVELOPERS = "{% for m in messages %}{% if m.role == 'developer' %}D{% endif %}{{ m.content }}{% endfor %}"
 EFFORT = {"chat_template": "{{ reasoning_effort }}{{ b }}"}
 
@@ -91,6 +99,11 @@ TEXTS = [
     ({"messages": [USER, calling('{"x": 1}'), says("tool", "2")]}, CALLED, 'user:a;assistant:{"x": 1};tool:2;'),
     ({"messages": [USER, calling({"x": 2}, "")]}, CALLED, 'user:a;assistant:{"x": 2};'),
     ({"messages": [calling("{x", "")]}, CALLED, 'assistant:"{x";'),
+    ({"messages": [USER, calling({"x": "é"})]}, TEXT_ARGUMENTS, 'user:a;assistant:{"x": "é"};'),
+    ({"messages": [USER, calling('{"x":2}', "Hm.")]}, TEXT_ARGUMENTS, 'user:a;assistant:Hm.{"x": 2};'),
+    ({"messages": [USER, calling({"x": None})]}, WRITTEN_ARGUMENTS, 'user:a;assistant:{"x": null};'),
+    ({"messages": [USER, calling({"x": 2}), says("tool", "2")]}, BESIDE_NULL, 'user:a;add{"x": 2};tool:2;'),
+    ({"messages": [USER, calling("{x")], "tools": [TOOL]}, BESIDE_NULL, "user:a;add{x;"),
     ({"messages": [says("developer", "Be."), USER]}, CALLED, "system:Be.;user:a;"),
     ({"messages": [says("developer", "Be."), USER]}, {"chat_template": KNOWS_DEVELOPERS}, "DBe.a"),
     # Tools and documents.
