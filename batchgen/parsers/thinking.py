@@ -53,6 +53,9 @@ FORMATS = (
     ThinkingFormat("<seed:think>", "</seed:think>"),  # Seed-OSS
     ThinkingFormat("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
     ThinkingFormat("◁think▷", "◁/think▷"),  # Kimi VL
+    ThinkingFormat("<mm:think>", "</mm:think>"),  # MiniMax M3
+    ThinkingFormat("<think:opensource>", "</think:opensource>"),  # Hy 3
+    ThinkingFormat("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),  # Apriel
 )
 SWITCHES = ("enable_thinking", "thinking")
 """Variables of chat templates that turn thinking on and off."""
