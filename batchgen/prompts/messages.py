@@ -18,7 +18,7 @@ from batchgen.records.images import IMAGE_PARTS, NO_IMAGE, ImageSource, image_of
 from batchgen.stats import counted
 
 Message = dict[str, Any]
-_MARK = "batchgen-trial"
+_MARK, _SECOND_MARK = "batchgen-trial", "batchgen-second"
 _ROLE_AND_CONTENT = ("role", "content")
 _SHAPE_MESSAGES, _MAX_SHAPES = 2, 64  # longer conversations have too many shapes
 _CALL_FORMS = ((False, False), (True, False), (False, True), (True, True))
@@ -54,8 +54,8 @@ TEXT_ALONE = "only text can be sent"
 
 
 def conversation(value: Any, where: str, name: str, no_images: str | None) -> list[Message]:
-    """Returns the messages of a row, each content as one text, or, with images, as a list of parts; the `source` of an image's part is its `ImageSource`,
-    or None if it names no image (`with_images`).
+    """Returns the messages of a row, each content as one text, or as a list of several parts or images; the `source` of an image's part is its
+    `ImageSource`, or None if it names no image (`with_images`).
 
     `value` is a list of messages, or its JSON as text (in a CSV file). Null keys of a message and of a call are dropped: OpenAI's own answers have
     them. `no_images`: why the model is not shown images; None if it is. Raises `RowError("invalid_row")`; its message calls the list `where` and a message `name[0]`.
@@ -147,11 +147,11 @@ def objects(value: Any) -> list[Any] | None:
 
 
 def _content(parts: Any, where: str, no_images: str | None) -> str | list[Message]:
-    """Returns the texts of a content's parts, joined without separators; with images, the parts."""
+    """Returns a content's parts; a text if there is only one part, a text."""
     if not isinstance(parts, list | tuple):
         raise RowError("invalid_row", f"{where} must be text or a list of text parts, not {kind(parts)}")
     found = [_part(part, f"{where}[{i}]", no_images) for i, part in enumerate(parts)]
-    return found if any("source" in part for part in found) else "".join(part["text"] for part in found)
+    return found if len(found) > 1 or any("source" in part for part in found) else "".join(p["text"] for p in found)
 
 
 def _part(part: Any, where: str, no_images: str | None) -> Message:
@@ -230,6 +230,8 @@ def with_start(messages: Sequence[Message], start: str | list[Message], where: s
             content = message["content"]
             if isinstance(start, str) and isinstance(content, str):
                 changed: str | list[Message] = start + content
+            elif isinstance(start, str) and "text" in content[0]:
+                changed = [text_part(start + content[0]["text"]), *content[1:]]
             else:
                 changed = [*_parts(start), *_parts(content)]
             return [*messages[:i], {**message, "content": changed}, *messages[i + 1 :]]
@@ -291,6 +293,7 @@ class ChatTemplate:
         self._source = source
         self._variables = variables
         self._roles_in_parts: frozenset[str] = frozenset()
+        self._roles_of_parts: frozenset[str] = frozenset()
         self._clock = ""
         self._special_tokens = dict(tokenizer.special_tokens_map)
         self._sources: dict[bool, str] = {}
@@ -309,7 +312,21 @@ class ChatTemplate:
         self._check()
         if now is not None and self.writes_date:
             self._clock = _clock(now)
-        self._roles_in_parts = self._in_parts()
+        self._find_roles()
+
+    def with_texts(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns the messages with the texts of a content's parts joined without separators where the template does not write the parts itself."""
+        return [
+            m if self._takes(m) else {**m, "content": "".join(part["text"] for part in m["content"])} for m in messages
+        ]
+
+    def _takes(self, message: Message) -> bool:
+        content = message["content"]
+        return (
+            isinstance(content, str)
+            or message["role"] in self._roles_of_parts
+            or any("source" in part for part in content)
+        )
 
     def call(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> TemplateCall:
         """Returns the call that makes the prompt's text with special tokens (`text`). A last message of the assistant is left open, so that the
@@ -401,19 +418,27 @@ class ChatTemplate:
             raise RowError("unsupported_parameter", f"body.chat_template_kwargs cannot set {reserved[0]}")
         return variables
 
-    def _in_parts(self) -> frozenset[str]:
-        """Returns the roles whose messages appear in the prompt only as a list of parts. Some templates of multimodal models expect such lists
-        and silently skip plain text.
+    def _find_roles(self) -> None:
+        """Finds the roles whose messages appear in the prompt only as a list of parts (some templates of multimodal models expect such lists and
+        silently skip plain text), and those of which the template writes every part, in its own way.
         """
         user: Message = {"role": "user", "content": "x"}
-        shown: dict[str, list[bool]] = {}
-        for content in (_MARK, [text_part(_MARK)]):
+        shown: dict[str, list[str]] = {}
+        for content in (_MARK, [text_part(_MARK), text_part(_SECOND_MARK)]):
             for role in ("user", "system", "assistant"):
                 message: Message = {"role": role, "content": content}
                 turns = {"user": [message], "system": [message, user], "assistant": [user, message, user]}
                 answer = self._tried(turns[role])
-                shown.setdefault(role, []).append(isinstance(answer, str) and _MARK in answer)
-        return frozenset(role for role, (plain, parts) in shown.items() if parts and not plain)
+                shown.setdefault(role, []).append(answer if isinstance(answer, str) else "")
+        self._roles_in_parts = frozenset(
+            r for r, (text, parts) in shown.items() if _MARK in parts and _MARK not in text
+        )
+        as_data = (repr(_MARK), json.dumps(_MARK))
+        self._roles_of_parts = frozenset(
+            role
+            for role, (_, parts) in shown.items()
+            if _MARK in parts and _SECOND_MARK in parts and not any(form in parts for form in as_data)
+        )
 
     def _tried(self, messages: list[Message], variables: Mapping[str, Any] | None = None) -> Any:
         try:

@@ -464,6 +464,7 @@ class Renderer:
 
     def _rendered(self, messages: Sequence[Message], variables: Mapping[str, Any], how: _How) -> Steps[Text]:
         assert self._chat is not None
+        messages = self._chat.with_texts(messages)
         if (filled := self._chat.filled(messages, variables)) is not None:
             return Text(filled, raw=False)
         text = self._chat.text(messages, (yield self._chat.call(messages, variables)))

@@ -28,6 +28,7 @@ def asks(url, **body):
 
 
 USER, SYSTEM, ANSWER = says("user", "a"), says("system", "S"), says("assistant", "b")
+AB = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 S, U, OPEN = turn("system", "S"), turn("user", "a"), "<|im_start|>assistant\n"
 ML = {"chat_template": CHATML}
 PARTS_ONLY = CHATML.replace(  # as in Qwen2.5-VL and SmolVLM, which silently leave out plain text
@@ -36,6 +37,13 @@ PARTS_ONLY = CHATML.replace(  # as in Qwen2.5-VL and SmolVLM, which silently lea
 SYSTEM_IN_PARTS = CHATML.replace(  # as in Gemma 3: the system message must be a list of parts
     "{{ m.content }}", "{{ m.content[0].text if m.role == 'system' else m.content }}"
 )
+WRITES_PARTS = {  # as in Granite 4: parts that are texts are lines; the system message must be a text
+    "chat_template": "{% for m in messages %}{{ m.role }}:{% if m.content is string or m.role == 'system' %}{{ m.content }}"
+    "{% else %}{{ m.content | map(attribute='text') | join('\n') }}{% endif %};{% endfor %}"
+}
+FIRST_PART = {
+    "chat_template": "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }};{% endfor %}"
+}
 NAMED = {"chat_template": "{% for m in messages %}{{ m.content }}{{ m.name is defined }}{% endfor %}"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 TOOLS = "{# answers may have <tool_call> #}{% if tools %}[{{ tools|length }}:{{ tools[0].function.name }}]{% endif %}"
@@ -93,6 +101,12 @@ TEXTS = [
     ({"messages": [USER]}, ML | {"system": "S"}, S + U + OPEN),
     ({"messages": [SYSTEM, USER, ANSWER, USER]}, ML | {"prefix": "P:"}, S + turn("user", "P:a") + turn("assistant", "b") + U + OPEN),
     ({"messages": [says("user", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], name=None)]}, NAMED, "abFalse"),
+    ({"messages": [says("system", AB), says("user", AB)]}, WRITES_PARTS, "system:ab;user:a\nb;"),
+    ({"messages": [says("user", AB)]}, WRITES_PARTS | {"prefix": "P "}, "user:P a\nb;"),
+    ({"messages": [says("user", AB), says("assistant", AB)]}, WRITES_PARTS, "user:a\nb;assistant:a\nb"),
+    ({"messages": [says("tool", AB)]}, WRITES_PARTS, "tool:ab;"),
+    ({"messages": [says("user", AB)]}, FIRST_PART, "ab;"),
+    ({"messages": [says("user", AB)]}, {"chat_template": PARTS_ONLY}, turn("user", "ab") + OPEN),
     *(({"messages": [USER, ANSWER]}, {"chat_template": own, "system": "S"}, S + U + OPEN + "b") for own in (CHATML, PARTS_ONLY, SYSTEM_IN_PARTS)),
     ({"question": "q", "messages": [USER]}, ML | {"prompt_column": "question"}, turn("user", "q") + OPEN),
     ({"prompt": "p", "messages": None}, ML, turn("user", "p") + OPEN),
