@@ -8,8 +8,10 @@ Blanks are matched up to 64 at a time: without a limit, an answer of thousands o
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,11 +36,13 @@ class ToolFormat:
     """Whether it describes the whole completion after its prompt, not only an answer after thoughts."""
     only_known: bool = False
     """Whether only names of the row's own tools are calls: an answer of other JSON would look the same."""
+    python: re.Pattern[str] | None = None
+    """The lists of calls that are written as in Python, which become JSON before the parser reads them."""
 
 
-def _format(only_known: bool = False, **calls: Any) -> ToolFormat:
+def _format(only_known: bool = False, python: re.Pattern[str] | None = None, **calls: Any) -> ToolFormat:
     fields = {"content": _TEXT, "tool_calls": calls}
-    return ToolFormat({"start_anchor": "\0", "fields": fields}, only_known=only_known)
+    return ToolFormat({"start_anchor": "\0", "fields": fields}, only_known=only_known, python=python)
 
 
 def _tags(open: str, close: str, lines: str = "") -> dict[str, Any]:
@@ -226,6 +230,17 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
         "<|tool_call|>",
         _format(open_pattern=r"\s{0,64}<\|tool_call\|>", content="json", transform=_EACH, transform_each=True),
     ),
+    (  # LFM 2
+        "<|tool_call_start|>",
+        _format(
+            python=re.compile(r"(?<=<\|tool_call_start\|>).*?(?=<\|tool_call_end\|>|\Z)", re.DOTALL),
+            open_pattern=r"\s{0,64}<\|tool_call_start\|>",
+            close="<|tool_call_end|>",
+            content="json",
+            transform=_EACH,
+            transform_each=True,
+        ),
+    ),
     (  # Phi 4 mini with the template of vLLM
         "functools[",
         _format(open_pattern=r"\s{0,64}functools(?=\[)", content="json", transform=_EACH, transform_each=True),
@@ -242,6 +257,10 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
 )
 
 
+_TOKENS = {"<|tool_call_start|>"}
+"""Marks that not all templates of their family have, but its tokenizers."""
+
+
 def tool_format(tokenizer: Any) -> ToolFormat | None:
     """Returns the format in which a model with this transformers tokenizer writes calls; None if it is not known."""
     own = getattr(tokenizer, "response_template", None)
@@ -252,6 +271,7 @@ def tool_format(tokenizer: Any) -> ToolFormat | None:
     templates = getattr(tokenizer, "chat_template", None)
     text = "\n".join(templates.values() if isinstance(templates, dict) else [templates or ""])
     text = text.replace("\\n", "\n").replace('\\"', '"')
+    text += " ".join(_TOKENS & getattr(tokenizer, "get_added_vocab", dict)().keys())
     return next((found for mark, found in _BY_MARK if mark in text), None)
 
 
@@ -267,6 +287,8 @@ def find_calls(
 
     known = json.loads(tools)
     try:
+        if format.python is not None:
+            answer = format.python.sub(_as_json, answer)
         as_json = format.template["fields"]["tool_calls"].get("content") == "json"
         typed = _without_texts(known) if as_json else known
         message = parse_response(answer, _response_template(format), prefix=prompt if format.whole else "", tools=typed)
@@ -274,12 +296,26 @@ def find_calls(
         calls = tuple(
             _call(value, f"{id_start}_{i}") for i, value in enumerate(found if isinstance(found, list) else [found])
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SyntaxError):
         return None
     if not calls or (format.only_known and not {call.name for call in calls} <= _tool_names(known)):
         return None
     content = message.get("content") or ""
     return (content.strip() if isinstance(content, str) else ""), calls
+
+
+def _as_json(found: re.Match[str]) -> str:
+    """Returns a list of calls, written as in Python, as a JSON list of names and arguments. Raises `SyntaxError`, `ValueError`, `TypeError`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of backslashes in texts
+        written = ast.parse(found[0].strip(), mode="eval").body
+    calls = []
+    for call in written.elts if isinstance(written, ast.List) else [written]:
+        if not isinstance(call, ast.Call) or call.args or not all(keyword.arg for keyword in call.keywords):
+            raise ValueError("not a call with named arguments")
+        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        calls.append({"name": ast.unparse(call.func), "arguments": arguments})
+    return json.dumps(calls)
 
 
 @lru_cache(maxsize=64)

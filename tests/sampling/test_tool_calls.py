@@ -80,6 +80,15 @@ FORMATS = {
         ),
     ),
     "Hunyuan": ("<tool_call> <tool_calls>", "\n<tool_calls>" + OBJECTS + "</tool_calls>"),
+    "LFM 2": (
+        "<|tool_call_start|>",
+        "<|tool_call_start|>["
+        + ", ".join(
+            f"{name}({', '.join(f'{key}={value!r}' for key, value in ARGUMENTS.items())})"
+            for name in ("weather", "news")
+        )
+        + "]<|tool_call_end|>",
+    ),
     "Phi 4 mini": ("functools[", "functools" + OBJECTS),
     "Kimi": (
         "<|tool_calls_section_begin|>",
@@ -238,6 +247,28 @@ def test_a_code_fence_may_end_on_the_line_of_the_arguments():
     mark, written = FORMATS["DeepSeek V3"]
     stopper = complete(make(template=mark), "q", written.replace("\n```<", "```<") + EOS, tools=json.dumps(TOOLS))
     assert [json.loads(call.arguments) for call in stopper.tool_calls("c")] == [ARGUMENTS] * 2
+
+
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        ("[weather(city='a\\'b\\d')]", [("weather", {"city": "a'b\\d"})]),
+        ("weather.of(tags=[1, {'a': None}])", [("weather.of", {"tags": [1, {"a": None}]})]),
+        ("[weather()]", [("weather", {})]),
+        ("[weather('Bern')]", []),
+        ("[weather(**{'city': 'Bern'})]", []),
+        ("[weather(city=Bern)]", []),
+        ("[weather(city={1, 2})]", []),
+        ("['weather']", []),
+        ("[weather(", []),
+    ],
+)
+def test_calls_as_in_python_have_named_arguments_with_plain_values(written, found):
+    marks = ("<|tool_call_start|>", "<|tool_call_end|>")
+    for tokenizer in (make(template=marks[0]), make(special=marks, template="{{ tools }}")):
+        whole = marks[0] + written + marks[1] + EOS
+        calls = complete(tokenizer, "q", whole, tools=json.dumps(TOOLS)).tool_calls("c")
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == found
 
 
 def test_a_template_with_the_marks_of_another_family_in_its_own_has_no_format():
