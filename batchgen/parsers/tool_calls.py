@@ -12,7 +12,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -36,13 +36,54 @@ class ToolFormat:
     """Whether it describes the whole completion after its prompt, not only an answer after thoughts."""
     only_known: bool = False
     """Whether only names of the row's own tools are calls: an answer of other JSON would look the same."""
-    python: re.Pattern[str] | None = None
-    """The lists of calls that are written as in Python, which become JSON before the parser reads them."""
+    rewrite: Callable[[str], str] | None = None
+    """Returns an answer with its calls in a form that the template describes; raises `SyntaxError`, `ValueError`, `TypeError`. None: they have it."""
 
 
-def _format(only_known: bool = False, python: re.Pattern[str] | None = None, **calls: Any) -> ToolFormat:
+def _format(only_known: bool = False, rewrite: Callable[[str], str] | None = None, **calls: Any) -> ToolFormat:
     fields = {"content": _TEXT, "tool_calls": calls}
-    return ToolFormat({"start_anchor": "\0", "fields": fields}, only_known=only_known, python=python)
+    return ToolFormat({"start_anchor": "\0", "fields": fields}, only_known=only_known, rewrite=rewrite)
+
+
+_PYTHON_LIST = re.compile(r"(?<=<\|tool_call_start\|>).*?(?=<\|tool_call_end\|>|\Z)", re.DOTALL)
+
+
+def _from_python(answer: str) -> str:
+    """Returns an answer with its lists of calls, which are written as in Python, as JSON lists of names and arguments."""
+    return _PYTHON_LIST.sub(_python_list, answer)
+
+
+def _python_list(found: re.Match[str]) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of backslashes in texts
+        written = ast.parse(found[0].strip(), mode="eval").body
+    calls = []
+    for call in written.elts if isinstance(written, ast.List) else [written]:
+        if not isinstance(call, ast.Call) or call.args or not all(keyword.arg for keyword in call.keywords):
+            raise ValueError("not a call with named arguments")
+        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        calls.append({"name": ast.unparse(call.func), "arguments": arguments})
+    return json.dumps(calls)
+
+
+_NO_SEPARATOR = re.compile(r"[^\s;]")
+
+
+def _from_objects(answer: str) -> str:
+    """Returns an answer that consists of JSON objects with names, in a list or not, as one list of calls; any other answer as it is."""
+    text = re.sub(r"<\|python_(?:tag|start|end)\|>", "", answer)
+    found: list[Any] = []
+    end = 0
+    try:
+        while start := _NO_SEPARATOR.search(text, end):
+            value, end = json.JSONDecoder().raw_decode(text, start.start())
+            found += value if isinstance(value, list) else [value]
+    except ValueError:
+        return answer
+    if not found or not all(isinstance(call, dict) and "name" in call for call in found):
+        return answer
+    given = [(call["name"], call.get("parameters", call.get("arguments"))) for call in found]
+    return json.dumps([{"name": name, "arguments": arguments} for name, arguments in given])
 
 
 def _tags(open: str, close: str, lines: str = "") -> dict[str, Any]:
@@ -233,7 +274,7 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
     (  # LFM 2
         "<|tool_call_start|>",
         _format(
-            python=re.compile(r"(?<=<\|tool_call_start\|>).*?(?=<\|tool_call_end\|>|\Z)", re.DOTALL),
+            rewrite=_from_python,
             open_pattern=r"\s{0,64}<\|tool_call_start\|>",
             close="<|tool_call_end|>",
             content="json",
@@ -245,13 +286,15 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
         "functools[",
         _format(open_pattern=r"\s{0,64}functools(?=\[)", content="json", transform=_EACH, transform_each=True),
     ),
-    (  # Llama 3.1 to 3.3: the whole answer is an object
+    (  # Llama 3.1 to 3.3, 4: the whole answer is an object, or several
         '"parameters": dictionary of argument name and its value',
         _format(
             only_known=True,
-            open_pattern=r'\A\s{0,64}(?:<\|python_tag\|>)?\s{0,64}(?=\{\s{0,64}"(?:type|name)")',
+            rewrite=_from_objects,
+            open_pattern=r'\A(?=\[\{"name")',
             content="json",
-            transform={"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}},
+            transform=_EACH,
+            transform_each=True,
         ),
     ),
 )
@@ -287,8 +330,7 @@ def find_calls(
 
     known = json.loads(tools)
     try:
-        if format.python is not None:
-            answer = format.python.sub(_as_json, answer)
+        answer = answer if format.rewrite is None else format.rewrite(answer)
         as_json = format.template["fields"]["tool_calls"].get("content") == "json"
         typed = _without_texts(known) if as_json else known
         message = parse_response(answer, _response_template(format), prefix=prompt if format.whole else "", tools=typed)
@@ -302,20 +344,6 @@ def find_calls(
         return None
     content = message.get("content") or ""
     return (content.strip() if isinstance(content, str) else ""), calls
-
-
-def _as_json(found: re.Match[str]) -> str:
-    """Returns a list of calls, written as in Python, as a JSON list of names and arguments. Raises `SyntaxError`, `ValueError`, `TypeError`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of backslashes in texts
-        written = ast.parse(found[0].strip(), mode="eval").body
-    calls = []
-    for call in written.elts if isinstance(written, ast.List) else [written]:
-        if not isinstance(call, ast.Call) or call.args or not all(keyword.arg for keyword in call.keywords):
-            raise ValueError("not a call with named arguments")
-        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-        calls.append({"name": ast.unparse(call.func), "arguments": arguments})
-    return json.dumps(calls)
 
 
 @lru_cache(maxsize=64)

@@ -298,6 +298,24 @@ def test_an_answer_that_is_a_json_object_is_a_call_if_it_names_a_tool():
     assert (stopper.tool_calls("c"), stopper.text) == ((), other)
 
 
+@pytest.mark.parametrize(
+    "written",
+    ["{}; {}", "{}\n{}", "{}{}", "[{}, {}]", "<|python_tag|>{};\n{};", "<|python_start|>{}\n{}<|python_end|>"],
+)
+@pytest.mark.parametrize("key", ["parameters", "arguments"])
+def test_an_answer_of_several_objects_is_their_calls_if_all_name_tools(written, key):
+    objects = [json.dumps({"name": name, key: ARGUMENTS}) for name in ("weather", "news", "stocks")]
+    whole = written.replace("{}", "%s") % tuple(objects[:2])
+    stopper = complete(LLAMA, "q", whole + EOS, tools=json.dumps(TOOLS))
+    calls = stopper.tool_calls("c")
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", ARGUMENTS), ("news", ARGUMENTS)]
+    assert stopper.text == ""
+    for other in (written.replace("{}", "%s") % tuple(objects[1:]), f"Look: {whole}", f"{whole} Done.", f"{whole} 1"):
+        stopper = complete(LLAMA, "q", other + EOS, tools=json.dumps(TOOLS))
+        text = stopper.text
+        assert (stopper.tool_calls("c"), stopper.text) == ((), text)
+
+
 PROMPT = "<|start|>user<|message|>q<|end|><|start|>assistant"
 THOUGHT = "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant"
 
