@@ -93,7 +93,8 @@ def _tags(open: str, close: str, lines: str = "") -> dict[str, Any]:
     parser raises `ValueError`: no part of a call is dropped.
     """
     next_open = re.sub(r"\(\?P<key>(.*?)\)", r"\1", open)
-    value = rf"{lines}(?P<value>.*?)(?:{lines}{close}|(?=\n?{next_open})|\n?\Z)"
+    next_open = rf"\n{next_open}\n" if lines else rf"\n?{next_open}"
+    value = rf"{lines}(?P<value>.*?)(?:{lines}{close}|(?={next_open})|\n?\Z)"
     return {"content": "xml-inline", "content_args": {"tag_pattern": rf"{open}{value}|\S"}}
 
 

@@ -214,6 +214,15 @@ def test_an_argument_that_is_not_closed_ends_before_the_next_argument_or_with_it
     assert stopper.text == ""
 
 
+def test_a_tag_within_a_line_is_a_part_of_the_argument():
+    mark, written = FORMATS["Qwen 3.5"]
+    code = "if '<parameter=city>' in x:\n    f('</function', '</tool_call>')"
+    stopper = complete(
+        make(template=mark), "q", written.replace(ARGUMENTS["code"], code) + EOS, tools=json.dumps(TOOLS)
+    )
+    assert [json.loads(call.arguments) for call in stopper.tool_calls("c")] == [ARGUMENTS | {"code": code}] * 2
+
+
 @pytest.mark.parametrize("family", [*TAGS, "Functionary 3.1"])
 def test_a_call_with_anything_beside_its_arguments_stays_text(family):
     mark, written = FORMATS[family]
