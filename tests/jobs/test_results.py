@@ -371,14 +371,16 @@ def test_columns_of_the_input_are_not_taken_for_parts_of_a_result(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "expected"), [("nfs4", True), ("fuse.sshfs", True), ("lustre", True), ("ext4", False), ("tmpfs", False)]
 )
-def test_a_network_file_system_is_recognized_by_the_innermost_mount(tmp_path, kind, expected):
+@pytest.mark.parametrize("name", ["a b", "a Büro", "a\rb\u2028", os.fsdecode(b"a \xfc")])
+def test_a_network_file_system_is_recognized_by_the_innermost_mount(tmp_path, kind, expected, name):
     mounts = tmp_path / "mountinfo"
-    place = tmp_path / "a b" / "job"
+    place = tmp_path / name / "job"
     place.mkdir(parents=True)
-    mounts.write_text(
-        "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
-        f"33 22 0:40 / {str(place.parent).replace(' ', chr(92) + '040')} rw master:1 - {kind} host:/home rw\n"
-        f"34 22 0:41 / {tmp_path}/a rw - nfs4 host:/other rw\n"
+    mounts.write_bytes(
+        b"22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
+        b"33 22 0:40 / %b rw master:1 - %b host:/home rw\n"
+        b"34 22 0:41 / %b/a rw - nfs4 host:/other rw\n"
+        % (os.fsencode(place.parent).replace(b" ", rb"\040"), kind.encode(), os.fsencode(tmp_path))
     )
     assert network_file_system(place, mounts) is expected
     assert network_file_system(place, tmp_path / "none") is False

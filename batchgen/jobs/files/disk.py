@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,6 +36,8 @@ _NETWORK = (
     "glusterfs",
     "fuse.",
 )
+_ESCAPED = re.compile(rb"\\([0-7]{3})")
+"""A space, tab, line feed or backslash of a path in a list of mounts."""
 _NOT_REPLACED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV)
 """Errors of a file that can be written to but not replaced by another: its folder is not writable, or the file is a mount of its own."""
 _HINTS = {
@@ -87,14 +90,15 @@ def file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> st
     found, kind = Path("/"), ""
     place = folder.resolve()
     try:
-        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = mounts.read_bytes().rstrip(b"\n").split(b"\n")
     except OSError:
         return ""
     for line in lines:  # `id parent major:minor root MOUNT options … - TYPE source options`; proc(5)
-        before, _, after = line.partition(" - ")
-        mount = Path(before.split()[4].encode().decode("unicode_escape"))
+        before, _, after = line.partition(b" - ")
+        escaped = before.split(b" ")[4]
+        mount = Path(os.fsdecode(_ESCAPED.sub(lambda octal: bytes([int(octal[1], 8)]), escaped)))
         if place.is_relative_to(mount) and len(mount.parts) >= len(found.parts):
-            found, kind = mount, after.split()[0]
+            found, kind = mount, after.split()[0].decode()
     return kind
 
 
