@@ -68,7 +68,7 @@ from batchgen.jobs.stdout_job import StdoutJob
 from batchgen.progress import Snapshot
 from batchgen.recording import RowFigures
 from batchgen.records.images import thumbnails
-from batchgen.records.output import job_path, jobs_folder, output_format, output_row
+from batchgen.records.output import in_jobs_folder, job_path, output_format, output_row
 from batchgen.records.rows import Row
 from batchgen.records.writers import DigestFile, open_writer
 from batchgen.result import Result
@@ -408,7 +408,7 @@ def open_job(
     check_place(output, target, folder, spec.overwrite)
     with writing(folder):
         if not folder.exists():
-            folder.mkdir(parents=folder.parent == jobs_folder(), exist_ok=True)  # other parents are the user's to make
+            folder.mkdir(parents=in_jobs_folder(folder), exist_ok=True)
             sync_folder(folder.parent)
     held = lease or Lease(folder / CLAIMS, output, tell, unsharded=True)
     try:

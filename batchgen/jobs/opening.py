@@ -29,7 +29,7 @@ from batchgen.jobs.identity import with_defaults
 from batchgen.jobs.shards import CLAIMS, SHARDS_FOLDER, check_no_shard_runs, forget_plan, load_plan, read_stats, stores
 from batchgen.recording import job_record
 from batchgen.records.inputs import Input
-from batchgen.records.output import job_path, jobs_folder, output_format
+from batchgen.records.output import in_jobs_folder, job_path, output_format
 from batchgen.records.remote import is_url
 from batchgen.stats import counted
 
@@ -58,7 +58,7 @@ def check_place(output: str, target: Target, folder: Path, overwrite: bool) -> N
     else:  # what is there says more than a suffix
         target.check()
         output_format(output)
-    if folder.parent != jobs_folder():
+    if not in_jobs_folder(folder):
         check_parent(folder)
     if (folder / "manifest.json").exists():
         return

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -350,4 +350,8 @@ def _hint_of_suffix(name: str) -> str:
 def _is_ours(name: str, output: str | None) -> bool:
     if output is not None and same_file(name, output):
         return True
-    return (job_path(name, None) / "manifest.json").exists() if is_url(name) else Path(f"{name}.job").is_dir()
+    if not is_url(name):
+        return Path(f"{name}.job").is_dir()
+    with suppress(UsageError, OSError):  # there is no cache, or it cannot be read
+        return (job_path(name, None) / "manifest.json").exists()
+    return False

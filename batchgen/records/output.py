@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -263,7 +264,7 @@ def output_format(output: str) -> tuple[str, str | None]:
 def job_path(output: str, work_dir: str | os.PathLike[str] | None) -> Path:
     """Path of the job folder of an output, whether it exists or not.
 
-    It is beside the output, or in the cache if the output is remote, or in `work_dir`.
+    It is beside the output, or in the cache if the output is remote, or in `work_dir`. Raises `UsageError` if there is no cache.
     """
     output = plain_name(output)
     if work_dir is not None:
@@ -271,9 +272,22 @@ def job_path(output: str, work_dir: str | os.PathLike[str] | None) -> Path:
     if not is_url(output):
         return Path(f"{output}.job")
     digest = hashlib.blake2b(address(output).encode(errors="surrogateescape"), digest_size=8).hexdigest()
-    return jobs_folder() / f"{output.rpartition('/')[2][-_MAX_NAME:]}-{digest}.job"
+    try:
+        jobs = jobs_folder()
+    except OSError as e:
+        raise UsageError(
+            f"{output} needs a folder for its job, and there is no cache: {e}", "name one with --work-dir"
+        ) from e
+    return jobs / f"{output.rpartition('/')[2][-_MAX_NAME:]}-{digest}.job"
 
 
 def jobs_folder() -> Path:
-    """Returns the folder that holds the job folders of remote outputs."""
+    """Returns the folder that holds the job folders of remote outputs. Raises `OSError` if there is no home."""
     return cache_folder() / "jobs"
+
+
+def in_jobs_folder(folder: Path) -> bool:
+    """Whether a job's folder is that of a remote output in the cache, which batchgen makes. Other parents are the user's to make."""
+    with suppress(OSError):
+        return folder.parent == jobs_folder()
+    return False

@@ -1,5 +1,6 @@
 """Outputs in an object store: the job's folder, recognizing the object, crashes and store errors."""
 
+import re
 from pathlib import Path
 
 import fsspec
@@ -230,3 +231,28 @@ def test_the_folder_of_a_remote_output_is_in_the_cache_or_the_work_dir(monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the XDG specification says to ignore relative paths
     monkeypatch.setenv("HOME", "/home/me")
     assert jobs_folder() == Path("/home/me/.cache/batchgen/jobs")
+
+
+@pytest.fixture
+def no_home(monkeypatch):
+    """A user that the system does not know, without the variable HOME."""
+
+    def home(cls):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", classmethod(home))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+
+def test_only_the_job_of_a_remote_output_needs_a_home_or_a_work_dir(no_home, runs):
+    assert runs.run(["p", "q"])[0] == ["p", "q"]
+    assert runs.run(["p", "q", "r"])[0] == ["r"]
+    assert job_path("s3://bucket/o.jsonl", "work") == Path("work/o.jsonl.job")
+    message = "s3://bucket/o.jsonl needs a folder for its job, and there is no cache: Could not determine home directory.; name one with --work-dir"
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
+        job_path("s3://bucket/o.jsonl", None)
+
+
+def test_without_a_home_a_remote_input_is_no_output(memory, no_home, runs):
+    memory.pipe("/bucket/in/a.jsonl", b'{"prompt": "p"}\n')
+    assert runs.run(None, inputs="memory://bucket/in/")[0] == ["p"]

@@ -388,6 +388,16 @@ def test_with_an_unwritable_cache_trials_run_at_every_start(monkeypatch, tmp_pat
         assert check(monkeypatch, TRITON_FAILED).failed == "triton"
 
 
+def test_without_a_cache_trials_run_at_every_start(monkeypatch):
+    def no_home():
+        raise OSError("Could not determine home directory.")
+
+    monkeypatch.setattr(device_check, "cache_folder", no_home)
+    for _ in range(2):
+        verdict = check(monkeypatch, TRITON_FAILED)
+        assert (verdict.failed, verdict.file) == ("triton", None)
+
+
 def test_without_parts_to_try_no_process_starts(monkeypatch):
     assert check(monkeypatch, config=replace(CONFIG, attention="triton")) == Verdict("Fake GPU")
     assert check(monkeypatch, config=replace(CONFIG, device_map="auto")) == Verdict()

@@ -44,9 +44,9 @@ _HINTS = {
     errno.ENOSPC: "free some space and run the same command again: finished rows are kept",
     errno.EDQUOT: "free some of your quota and run the same command again: finished rows are kept",
     errno.ENOENT: "its folder was removed while the job ran: run the same command again",
-    errno.EROFS: "write to another place with -o",
-    errno.EACCES: "check the permissions, or write to another place with -o",
-    errno.EPERM: "check the permissions, or write to another place with -o",
+    errno.EROFS: "write to another place with -o or --work-dir",
+    errno.EACCES: "check the permissions, or write to another place with -o or --work-dir",
+    errno.EPERM: "check the permissions, or write to another place with -o or --work-dir",
 }
 
 

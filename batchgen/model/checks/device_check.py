@@ -144,7 +144,7 @@ def check_device(
         return Verdict(name)
     key = _key(config, hf_config, block_size, name, driver)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
-    verdict = Verdict(name, file=cache_folder() / "device-checks" / f"{digest}.json", key=key)
+    verdict = Verdict(name, file=_file(digest), key=key)
     with _locked(verdict):
         kept = _kept(verdict)
         if kept is not None:
@@ -157,6 +157,13 @@ def check_device(
         verdict = replace(verdict, failed=end.part, why=why, file=None if end.unknown else verdict.file)
         verdict.keep()
         return verdict
+
+
+def _file(digest: str) -> Path | None:
+    """Returns the file of the user's cache that stores a verdict; None if there is no cache."""
+    with suppress(OSError):
+        return cache_folder() / "device-checks" / f"{digest}.json"
+    return None
 
 
 def device_identity(device: torch.device) -> tuple[str, str]:
@@ -197,7 +204,8 @@ def _key(config: ModelConfig, hf_config: Any, block_size: int, name: str, driver
 
 def _kept(verdict: Verdict) -> Verdict | None:
     """Returns what an earlier start found; None if nothing is stored or it cannot be read."""
-    assert verdict.file is not None
+    if verdict.file is None:
+        return None
     try:
         found = json.loads(verdict.file.read_text(encoding="utf-8"))
         failed = next((part for part in PARTS if part == found["failed"]), None)
@@ -209,10 +217,10 @@ def _kept(verdict: Verdict) -> Verdict | None:
 @contextmanager
 def _locked(verdict: Verdict) -> Iterator[None]:
     """Holds the verdict's lock: of several processes on GPUs of one kind, the first tries the parts and the others read what it found."""
-    assert verdict.file is not None
     with ExitStack() as held:
         with suppress(OSError):  # without a lock, each process tries the parts itself
-            held.enter_context(locked(verdict.file.with_suffix(".lock")))
+            if verdict.file is not None:
+                held.enter_context(locked(verdict.file.with_suffix(".lock")))
         yield
 
 
