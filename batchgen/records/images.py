@@ -21,13 +21,13 @@ import weakref
 from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
 
-from batchgen.errors import BatchgenError, RowError, UsageError, first_line, in_one_line
+from batchgen.errors import BatchgenError, OutputError, RowError, UsageError, first_line, in_one_line
 from batchgen.records.remote import is_url, plain_name, reaching, remote
 
 IMAGE_PARTS = frozenset(("image", "image_url", "input_image"))
@@ -223,7 +223,10 @@ class ImageStore:
         """By path, time of the last change and size; at most `KNOWN`."""
 
     def locate(self, sources: Sequence[ImageSource]) -> list[ImageFile | RowError]:
-        """Returns the file of each image, or the error of its row (`invalid_image`). Equal sources are read once, different ones in several threads."""
+        """Returns the file of each image, or the error of its row (`invalid_image`). Equal sources are read once, different ones in several threads.
+
+        Raises `OutputError` if an image cannot be kept.
+        """
         distinct = list(dict.fromkeys(sources))
         run = map if len(distinct) < 2 else self._threads.map
         found = dict(zip(distinct, run(self._located, distinct), strict=True))
@@ -243,11 +246,10 @@ class ImageStore:
         named = shown(source)
         try:
             place = _place(source)
-            if place is None:
-                return self._kept(_inline_bytes(source), named)
-            if is_url(place):
-                return self._kept(_fetched(place), named)
-            return self._of_file(place, named)
+            if place is not None and not is_url(place):
+                return self._of_file(place, named)
+            data = _inline_bytes(source) if place is None else _fetched(place)
+            file = _file_of("", io.BytesIO(data), named)
         except RowError as e:
             return e
         except BatchgenError as e:
@@ -255,6 +257,7 @@ class ImageStore:
         except (OSError, ValueError) as e:  # ValueError: no path
             reason = "its path has a null character" if "\0" in str(source.value) else first_line(e)
             return RowError("invalid_image", f"{named} cannot be read: {reason}")
+        return self._kept(file, data)
 
     def _of_file(self, path: str, named: str) -> ImageFile:
         with open_file(path) as file:
@@ -268,18 +271,22 @@ class ImageStore:
                 self._known[key] = found
         return found
 
-    def _kept(self, data: bytes, named: str) -> ImageFile:
-        folder = self._temporary if self.folder is None else self.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        file = _file_of("", io.BytesIO(data), named)
-        path = folder / file.digest.hex()
-        if not path.exists():
-            new = folder / f"{path.name}.{threading.get_ident()}.partial"
-            new.write_bytes(data)
-            new.replace(path)
-        return ImageFile(
-            str(path.absolute()), file.digest, file.width, file.height
-        )  # workers may run in another folder
+    def _kept(self, file: ImageFile, data: bytes) -> ImageFile:
+        """Returns the image as a file in the folder of images."""
+        try:
+            folder = self._temporary if self.folder is None else self.folder
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / file.digest.hex()
+            if not path.exists():
+                new = folder / f"{path.name}.{threading.get_ident()}.partial"
+                new.write_bytes(data)
+                new.replace(path)
+        except OSError as e:  # the disk is full, say: nothing is wrong with the row
+            place = self.folder or "the folder of temporary files"
+            raise OutputError(
+                f"images cannot be kept in {place}: {e.strerror}", "free some space there, or check its permissions"
+            ) from e
+        return replace(file, path=str(path.absolute()))  # workers may run in another folder
 
 
 def shown(source: ImageSource) -> str:

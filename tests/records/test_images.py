@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from batchgen.errors import RowError
+from batchgen.errors import OutputError, RowError
 from batchgen.records.images import (
     ImageFile,
     ImageSource,
@@ -83,6 +83,12 @@ def test_other_images_are_kept_once_under_their_digest(locate, tmp_path, value):
     for _ in range(2):
         assert locate(value) == ImageFile(str(tmp_path / "kept" / digest(RED).hex()), digest(RED), 6, 4)
     assert [path.read_bytes() for path in (tmp_path / "kept").iterdir()] == [RED]
+
+
+def test_an_image_that_cannot_be_kept_is_no_fault_of_its_row(locate, tmp_path):
+    (tmp_path / "kept").write_text("a file in the folder's place")
+    with pytest.raises(OutputError, match=f"^images cannot be kept in {tmp_path}/kept: File exists; free some space"):
+        locate(RED)
 
 
 def test_an_image_of_many_rows_is_fetched_once(tmp_path, monkeypatch):
