@@ -14,7 +14,7 @@ from typing import Any
 from batchgen.errors import BatchgenError, UsageError, first_line
 
 _READ_AHEAD = 1 << 23  # of a sequential read; s3fs reads 50 MiB ahead, far too much for ten rows of a large file
-_SILENCE_S = 300  # of a web server in the middle of a file
+_SILENCE_S = 60.0  # of a web server
 _WEB = ("http://", "https://")
 # Fields that change with a file's content, the best first: digests and versions, then times.
 _VERSIONS = (
@@ -65,7 +65,16 @@ def remote(url: str, *, verb: str = "read") -> tuple[Any, str]:
             raise UsageError(
                 f"{url} cannot be {verb}: {e}", "use a path, or a URL such as s3://bucket/rows.jsonl"
             ) from e
+    if "http" in fs.protocol:
+        _limit_silence(fs)
     return fs, path
+
+
+def _limit_silence(fs: Any) -> None:
+    """Sets a limit of a web server's silence, unless the user has set limits for fsspec. Otherwise aiohttp ends every request after five minutes, silent or not."""
+    from aiohttp import ClientTimeout
+
+    fs.client_kwargs.setdefault("timeout", ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S))
 
 
 @contextmanager
@@ -89,6 +98,8 @@ def _reason(error: BaseException) -> str:
     """Returns the first line of an error's message; of a web server's answer, its status and that status in words."""
     if _is_of_the_web(error) and error.__cause__ is not None:
         return _reason(error.__cause__)
+    if isinstance(error, TimeoutError):  # fsspec's own has no message
+        return "the server did not answer in time"
     status, message = (getattr(error, name, None) for name in ("status", "message"))  # of aiohttp, whose text has more
     if status is not None:
         return f"{status} {message}" if status and message else type(error).__name__
@@ -183,11 +194,8 @@ def _reads_ranges(file: Any) -> bool:
 
 
 def _web_stream(fs: Any, path: str) -> Any:
-    """Opens a file that can only be read from its start to its end, in one request without a limit of time for the whole."""
-    from aiohttp import ClientTimeout
-
-    no_limit = ClientTimeout(total=None, sock_read=_SILENCE_S)
-    return fs.open(path, "rb", block_size=0, size=1, timeout=no_limit)  # with a size, fsspec does not ask for it
+    """Opens a file that can only be read from its start to its end, in one request."""
+    return fs.open(path, "rb", block_size=0, size=1)  # with a size, fsspec does not ask for it
 
 
 @contextmanager

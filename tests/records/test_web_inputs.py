@@ -8,8 +8,11 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from fsspec import config
+from fsspec.implementations.http import HTTPFileSystem
 
-from batchgen.errors import UsageError
+from batchgen.errors import InputCorrupt, UsageError
+from batchgen.records import remote
 from support.records import columns, opened, parquet_bytes
 
 HINT = "check the address, your access to it and the connection"
@@ -34,10 +37,13 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self):
         _, way, name = self.path.split("/")
+        if way == "silent":
+            self._wait()
+            return
         content = self._files.get(name, 404)
         status, data = (content, b"") if isinstance(content, int) else (200, content)
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        ranged = way == "ranges" and status == 200 and wanted is not None
+        ranged = way in ("ranges", "stalls") and status == 200 and wanted is not None
         sent = data[int(wanted[1]) : int(wanted[2]) + 1] if ranged else data
         self.send_response(206 if ranged else status)
         if ranged:
@@ -49,10 +55,18 @@ class Answers(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "GET":
             try:
+                if way in ("stalls", "whole%20stalls") and len(sent) > 1:
+                    self.wfile.write(sent[: len(sent) // 2])
+                    self._wait()
                 self.wfile.write(sent)
             except ConnectionError:
                 self.close_connection = True
         self.close_connection |= way == "unknown"
+
+    def _wait(self):
+        self.wfile.flush()
+        self.server.ended.wait()
+        self.close_connection = True
 
 
 @pytest.fixture
@@ -60,9 +74,11 @@ def web():
     """The files of a web server on this machine, by name, and its address."""
     files = {}
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Answers, files)) as server:
+        server.ended = threading.Event()
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield files, f"http://127.0.0.1:{server.server_port}"
+        server.ended.set()
         server.shutdown()
         thread.join()
 
@@ -99,3 +115,25 @@ def test_what_a_server_answers_is_not_called_a_missing_file(web, status, reason)
 def test_a_web_address_that_nobody_serves_is_not_called_a_missing_file():
     with pytest.raises(UsageError, match=r"^http://127\.0\.0\.1:1/x\.jsonl cannot be read: .*Connect call failed"):
         opened("http://127.0.0.1:1/x.jsonl")
+
+
+@pytest.mark.parametrize("way", ["silent", "stalls", "whole%20stalls"])
+def test_a_server_that_falls_silent_is_left(web, monkeypatch, way):
+    monkeypatch.setattr(remote, "_SILENCE_S", 0.1)
+    HTTPFileSystem.clear_instance_cache()
+    files, address = web
+    files["x.jsonl"] = b'{"prompt": "one"}\n' * 100
+    try:
+        with pytest.raises((UsageError, InputCorrupt), match="the server did not answer in time"):
+            columns(f"{address}/{way}/x.jsonl")
+    finally:
+        HTTPFileSystem.clear_instance_cache()
+
+
+def test_limits_that_the_user_has_set_for_web_servers_stay(monkeypatch):
+    monkeypatch.setitem(config.conf, "http", {"client_kwargs": {"timeout": 5, "trust_env": True}})
+    HTTPFileSystem.clear_instance_cache()
+    try:
+        assert remote.remote("http://127.0.0.1/x.jsonl")[0].client_kwargs == {"timeout": 5, "trust_env": True}
+    finally:
+        HTTPFileSystem.clear_instance_cache()
