@@ -96,8 +96,8 @@ def reaching(
 
 def _reason(error: BaseException) -> str:
     """Returns the first line of an error's message; of a web server's answer, its status and that status in words."""
-    if _is_of_the_web(error) and error.__cause__ is not None:
-        return _reason(error.__cause__)
+    if _is_of_the_web(error):
+        return "404 Not Found" if error.__cause__ is None else _reason(error.__cause__)
     if isinstance(error, TimeoutError):  # fsspec's own has no message
         return "the server did not answer in time"
     status, message = (getattr(error, name, None) for name in ("status", "message"))  # of aiohttp, whose text has more

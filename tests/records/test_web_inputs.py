@@ -11,8 +11,9 @@ import pytest
 from fsspec import config
 from fsspec.implementations.http import HTTPFileSystem
 
-from batchgen.errors import InputCorrupt, UsageError
+from batchgen.errors import InputCorrupt, RowError, UsageError
 from batchgen.records import remote
+from batchgen.records.images import ImageSource, ImageStore
 from support.records import columns, opened, parquet_bytes
 
 HINT = "check the address, your access to it and the connection"
@@ -110,6 +111,13 @@ def test_what_a_server_answers_is_not_called_a_missing_file(web, status, reason)
     with pytest.raises(UsageError) as caught:
         opened(f"{address}/ranges/no.jsonl")
     assert str(caught.value) == f"no such file: {address}/ranges/no.jsonl; check the address and your access to it"
+
+
+def test_the_error_of_a_missing_image_has_the_answer(web):
+    image = f"{web[1]}/ranges/no.png"
+    (found,) = ImageStore().locate([ImageSource(image, "here")])
+    assert isinstance(found, RowError)
+    assert found.message == f"here: {image} cannot be read: 404 Not Found"
 
 
 def test_a_web_address_that_nobody_serves_is_not_called_a_missing_file():
