@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -35,12 +36,25 @@ def host_memory(root: Path = Path("/")) -> int:
 
 
 def free_host_memory(root: Path = Path("/")) -> int:
-    """Returns the bytes of memory that can still be allocated, by this machine and by the limit of the process's cgroup."""
+    """Returns the bytes of memory that can still be allocated, by this machine and by the limits of the process and its cgroup."""
     free = [_physical() // 2]
     with suppress(OSError):  # not Linux
         lines = (root / "proc/meminfo").read_text("ascii").splitlines()
         free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")] or free
-    return min(free + [max(0, limit - used + files) for limit, used, files in _memory_limits(root)])
+    return min(
+        free + _address_space(root) + [max(0, limit - used + files) for limit, used, files in _memory_limits(root)]
+    )
+
+
+def _address_space(root: Path) -> list[int]:
+    """Returns the bytes of address space that the process may still use; nothing without a limit (`ulimit -v`, `h_vmem` of a cluster)."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    with suppress(OSError, ValueError):
+        if limit != resource.RLIM_INFINITY:
+            return [
+                max(0, limit - int((root / "proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize())
+            ]
+    return []
 
 
 def _physical() -> int:

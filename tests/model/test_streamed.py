@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,19 @@ def test_a_limit_of_the_cgroup_is_a_limit_of_the_free_memory(tmp_path: Path) -> 
     for name, text in (("limit_in_bytes", "90000"), ("usage_in_bytes", "60000"), ("stat", "total_inactive_file 1000\n")):  # fmt: skip
         write(f"{group}memory.{name}", text)
     assert free_host_memory(tmp_path) == 31000
+
+
+def test_a_limit_of_the_address_space_is_a_limit_of_the_free_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 800000 kB\n")
+    (tmp_path / "proc/self/statm").write_text("1000 500 200 1 0 300 0\n")  # in pages
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert free_host_memory(tmp_path) == 800_000 * 1024
+    for limit, free in ((200_000_000, 200_000_000 - 1000 * resource.getpagesize()), (1000, 0)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=limit: (soft, resource.RLIM_INFINITY))
+        assert free_host_memory(tmp_path) == free
 
 
 PEAK = """
