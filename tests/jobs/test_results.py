@@ -1,5 +1,6 @@
 """The database of results: kills, damage, full disks, and readers in other processes."""
 
+import errno
 import os
 import sqlite3
 import subprocess
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.jobs.files import results as results_module
-from batchgen.jobs.files.disk import network_file_system
+from batchgen.jobs.files.disk import network_file_system, shares_memory
 from batchgen.jobs.files.results import Results
 from batchgen.jobs.reuse_output import is_held_whole, results_of_output
 from batchgen.records.jsonl import to_json
@@ -80,6 +81,23 @@ def test_a_killed_process_loses_only_results_that_were_not_committed_and_on_a_ne
     assert code.returncode == -9
     with opened(tmp_path) as results:
         assert [r.text for r in results.stored(KEYS).values()] == [str(i) for i in range(kept)]
+
+
+def test_a_file_system_without_shared_memory_needs_none(tmp_path, monkeypatch):
+    def mmap(*_: object) -> None:
+        raise OSError(errno.ENODEV, "No such device")  # as FUSE with direct_io
+
+    monkeypatch.setattr("mmap.mmap", mmap)
+    assert not shares_memory(tmp_path)
+    with opened(tmp_path) as results:
+        results.append(KEYS[0], RESULTS[0])
+        results.flush()
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "results.sqlite",
+            "results.sqlite-journal",
+            "run.sqlite",
+        ]
+        assert (tmp_path / "results.sqlite").read_bytes()[18:20] == b"\1\1"  # no log
 
 
 def test_the_log_is_synced_at_intervals_and_not_for_every_result(tmp_path, monkeypatch):
@@ -369,7 +387,9 @@ def test_columns_of_the_input_are_not_taken_for_parts_of_a_result(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"), [("nfs4", True), ("fuse.sshfs", True), ("lustre", True), ("ext4", False), ("tmpfs", False)]
+    ("kind", "expected"),
+    [(kind, True) for kind in ("nfs4", "fuse.sshfs", "fuse", "lustre")]
+    + [(kind, False) for kind in ("ext4", "tmpfs", "fuseblk")],
 )
 @pytest.mark.parametrize("name", ["a b", "a Büro", "a\rb\u2028", os.fsdecode(b"a \xfc")])
 def test_a_network_file_system_is_recognized_by_the_innermost_mount(tmp_path, kind, expected, name):

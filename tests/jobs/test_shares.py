@@ -1,5 +1,7 @@
 """Where the sorted requests are cut into shares."""
 
+import errno
+import mmap
 from itertools import pairwise
 
 import numpy as np
@@ -52,3 +54,17 @@ def test_costs_count_a_shared_prefix_once_in_each_share(tmp_path):
 
 def test_without_requests_all_shares_are_empty(tmp_path):
     assert PrefixCosts(tmp_path).shares(2, 16) == [Share(0, 0, 0.0, 0), Share(0, 0, 0.0, 0)]
+
+
+def test_shares_are_cut_on_a_file_system_without_shared_memory(tmp_path, monkeypatch):
+    private = mmap.mmap
+
+    def only_private(*given, access=mmap.ACCESS_DEFAULT, **named):
+        if access != mmap.ACCESS_COPY:
+            raise OSError(errno.ENODEV, "No such device")  # as FUSE with direct_io
+        return private(*given, access=access, **named)
+
+    costs = PrefixCosts(tmp_path)
+    costs.add([request(0, [1, 2, 3]), request(1, [4, 5, 6])])
+    monkeypatch.setattr(mmap, "mmap", only_private)
+    assert [(share.first, share.last) for share in costs.shares(2, 16)] == [(0, 1), (1, 2)]

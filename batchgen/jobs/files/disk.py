@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import mmap
 import os
 import re
 import shutil
@@ -82,7 +83,23 @@ def _in_words(failure: str) -> Iterator[None]:
 
 def network_file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
     """Whether a folder is on a network file system. False if the system does not tell (not Linux)."""
-    return file_system(folder, mounts).startswith(_NETWORK)
+    kind = file_system(folder, mounts)
+    return kind == "fuse" or kind.startswith(_NETWORK)
+
+
+def shares_memory(folder: Path) -> bool:
+    """Whether processes can share memory through a file in this folder. False on some file systems of virtual machines, and of FUSE with `direct_io`."""
+    trial = folder / "shared-memory"
+    try:
+        with trial.open("w+b") as file:
+            file.truncate(mmap.PAGESIZE)
+            try:
+                mmap.mmap(file.fileno(), mmap.PAGESIZE).close()
+            except OSError:
+                return False
+        return True
+    finally:
+        trial.unlink(missing_ok=True)
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:

@@ -11,7 +11,7 @@
 The database is in WAL mode. Results are committed about four times a second (`job.KEEP_SECONDS`), together with the rows under way: a killed
 process loses what came since, and the next run generates it again. The log is synced every `flush_every` seconds, so a power cut loses at
 most the results since then. `status` reads the database from another process. On a network file system, where two hosts cannot share a WAL,
-the database uses a rollback journal and commits every `flush_every` seconds.
+and on one where processes cannot share memory, the database uses a rollback journal and commits every `flush_every` seconds.
 
 Data of this run only (the keys of the finished output, and what `row_keys` counts) is in a second, unsynced database, `run.sqlite`.
 """
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import OutputLocked
-from batchgen.jobs.files.disk import network_file_system, writing
+from batchgen.jobs.files.disk import network_file_system, shares_memory, writing
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.row_keys import (
     CACHE_KIB,
@@ -82,7 +82,7 @@ class Results:
         self._flush_every, self._held_by = flush_every, lease
         self.damaged = 0
         """Number of damaged results, which were dropped."""
-        self._network = network_file_system(folder)
+        self._without_log = network_file_system(folder) or not shares_memory(folder)
         self._connection = self._opened()
         self._new: list[tuple[bytes, str, bytes, int]] = []
         """Entries of `results` that are not in the database yet: in order of their keys, many together take a third of the time."""
@@ -121,8 +121,8 @@ class Results:
             raise Damaged  # SQLite would read it and not write it
         db = open_database(path)
         try:
-            db.execute(f"PRAGMA journal_mode = {'TRUNCATE' if self._network else 'WAL'}")
-            db.execute(f"PRAGMA synchronous = {'FULL' if self._network else 'NORMAL'}")
+            db.execute(f"PRAGMA journal_mode = {'TRUNCATE' if self._without_log else 'WAL'}")
+            db.execute(f"PRAGMA synchronous = {'FULL' if self._without_log else 'NORMAL'}")
             db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
             (version,) = db.execute("PRAGMA user_version").fetchone()
             if version not in (0, FORMAT):
@@ -487,7 +487,7 @@ class Results:
     # -- writing
 
     def _write_one(self, statement: str, values: Sequence[Any] = ()) -> None:
-        if self._network and not self._db.in_transaction:
+        if self._without_log and not self._db.in_transaction:
             self._db.execute("BEGIN IMMEDIATE")
         self._db.execute(statement, values)
 
@@ -499,7 +499,7 @@ class Results:
     def commit(self) -> None:
         """Makes everything that was written survive the end of this process. On a network file system only `flush` does."""
         self._check()
-        if not self._network:
+        if not self._without_log:
             self._end_transaction()
         if time.monotonic() - self._synced >= self._flush_every:
             self.flush()
@@ -513,7 +513,7 @@ class Results:
         self._check()
         with writing(self.folder):
             self._end_transaction()
-            if not self._network:
+            if not self._without_log:
                 with suppress(FileNotFoundError):  # nothing was written since the last checkpoint, which has synced
                     fd = os.open(self.folder / f"{RESULTS_FILE}-wal", os.O_RDWR)
                     try:

@@ -66,8 +66,9 @@ class PrefixCosts:
         """All requests in `count` shares (see `shard_bounds`)."""
         if not self.count:
             return [Share(0, 0, 0.0, 0) for _ in range(count)]
-        ends = np.memmap(self._paths[0], dtype="<f8", mode="r")
-        shared = np.memmap(self._paths[1], dtype="<i4", mode="r")
+        # "c": a private map, which file systems allow that share no memory. Nothing is written.
+        ends = np.memmap(self._paths[0], dtype="<f8", mode="c")
+        shared = np.memmap(self._paths[1], dtype="<i4", mode="c")
         cuts = [0, *shard_bounds(ends, shared, count, chunk_size), self.count]
         found = []
         for first, last in pairwise(cuts):
