@@ -279,5 +279,8 @@ def _for_cluster(failed: WorkerFailed) -> WorkerFailed:
 
 
 def _first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or, of an error that an actor has raised, the last one, which says what it was."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}"[:_LONGEST] if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    return (lines[-1] if "ray::" in lines[0] else f"{type(error).__name__}: {lines[0]}")[:_LONGEST]

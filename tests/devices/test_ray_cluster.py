@@ -17,12 +17,13 @@ import pytest
 
 from batchgen import EngineConfig, JobConfig, JobReport, ModelConfig, SamplingParams, job_status, run_job
 from batchgen.devices.transport import Gone, Ready, WorkerReport
-from batchgen.errors import UsageError
+from batchgen.errors import DevicesLost, UsageError
 from batchgen.progress import Silent, Snapshot
 from support.progress import Recorder
 from support.vision import make, picture
 
 ray = pytest.importorskip("ray")
+from batchgen.devices import ray_cluster  # noqa: E402
 from batchgen.devices.ray_cluster import RayCluster, _path_on_workers  # noqa: E402
 
 pytestmark = [
@@ -327,3 +328,19 @@ def test_more_cpus_than_any_machine_has_are_refused(connected, tiny_model_dir, e
     model = ModelConfig(model=str(tiny_model_dir), device="cpu", ray=connected.address, cpus_per_worker=64)
     with pytest.raises(UsageError, match="the Ray cluster has no machine with 64 free CPUs"):
         run_job(config_of(tiny_model_dir, None, model=model))
+
+
+def test_why_an_actor_cannot_start_is_told(connected, tiny_model_dir, expected, monkeypatch):
+    class WithoutBatchgen:
+        def __init__(self, setup: bytes) -> None:
+            raise ModuleNotFoundError("No module named 'batchgen'")
+
+        def deliver(self, number: int, data: bytes) -> None: ...
+
+        def listen(self, seconds: float) -> None: ...
+
+    monkeypatch.setattr(ray_cluster, "EngineActor", WithoutBatchgen)
+    with pytest.raises(
+        DevicesLost, match=r"^the process of cpu ended \(ModuleNotFoundError: No module named 'batchgen'\)"
+    ):
+        run_job(config_of(tiny_model_dir, connected.address))
