@@ -188,9 +188,17 @@ def test_a_prompt_may_fill_the_context_and_a_longer_one_fails_alone(last):
     np.testing.assert_allclose(cut.embedding, whole.embedding, atol=1e-6)
 
 
-def test_the_longest_text_is_that_of_sentence_transformers(tmp_path):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_seq_length": 20, "do_lower_case": False},
+        {"max_seq_length": 40, "tokenizer_args": {"model_max_length": 20, "padding_side": "left"}},
+        {"processor_kwargs": {"model_max_length": 20}, "model_kwargs": {"torch_dtype": "bfloat16"}},
+    ],
+)
+def test_the_longest_text_is_that_of_sentence_transformers(tmp_path, settings):
     folder = save_embedder(tmp_path / "m")
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 20, "do_lower_case": False}))
+    (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
     with LLM(folder, task="embed") as llm:
         assert [r.error_type for r in llm.embed(["x" * 19, "x" * 20])] == [None, "prompt_too_long"]
 
@@ -204,7 +212,9 @@ def test_a_model_loaded_for_one_task_refuses_another(last, tiny_model_dir):
         LLM(last, task="rerank")
 
 
-BAD_MODULES = [{"path": "", "type": "x.Transformer"}, {"path": "1_Pooling", "type": "x.Pooling"}]
+NAMES = "sentence_transformers.models."
+BAD_MODULES = [{"path": "", "type": f"{NAMES}Transformer"}, {"path": "1_Pooling", "type": f"{NAMES}Pooling"}]
+NORMALIZE = {"path": "2_Normalize", "type": f"{NAMES}Normalize"}
 
 
 @pytest.mark.parametrize(
@@ -217,11 +227,43 @@ BAD_MODULES = [{"path": "", "type": "x.Transformer"}, {"path": "1_Pooling", "typ
         ),
         ("1_Pooling/config.json", {"pooling_mode": ["mean", "max"]}, "its pooling is mean and max, not"),
         ("1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False}, "leaves out the tokens of the"),
-        ("modules.json", [*BAD_MODULES, {"path": "2_Dense", "type": "x.Dense"}], "its modules.json has a module Dense"),
+        (
+            "modules.json",
+            [*BAD_MODULES, {"path": "2_Dense", "type": f"{NAMES}Dense"}],
+            "its modules.json has a module Dense",
+        ),
+        (
+            "modules.json",
+            [{"path": "", "type": "custom_st.Transformer"}, BAD_MODULES[1]],
+            "has a module custom_st.Transformer",
+        ),
+        (
+            "modules.json",
+            [BAD_MODULES[0], {"path": "1_Pooling", "type": "org/name--own.Pooling"}],
+            "has a module org/name--own.Pooling",
+        ),
+        (
+            "modules.json",
+            [BAD_MODULES[0], NORMALIZE, BAD_MODULES[1]],
+            "the modules Transformer, Normalize, Pooling in this order",
+        ),
         ("modules.json", [{**BAD_MODULES[0], "path": "0_Transformer"}, BAD_MODULES[1]], "in the folder 0_Transformer"),
         ("modules.json", BAD_MODULES[:1], "its modules.json names no pooling"),
         ("sentence_bert_config.json", {"do_lower_case": True}, "asks for lower-case text"),
         ("sentence_bert_config.json", {"processing_kwargs": {"text": {"padding": True}}}, "has processing_kwargs"),
+        ("sentence_bert_config.json", {"config_args": {"num_hidden_layers": 1}}, "has config_args.num_hidden_layers"),
+        (
+            "sentence_bert_config.json",
+            {"processor_kwargs": {"padding_side": "left", "truncation_side": "left"}},
+            "has processor_kwargs.truncation_side;",
+        ),
+        ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "has transformer_task fill-mask"),
+        (
+            "sentence_bert_config.json",
+            {"modality_config": {"text": {"method": "get_text_features", "method_output_name": "pooler_output"}}},
+            "has a modality_config that embeds texts in another way",
+        ),
+        ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "says that it is a SparseEncoder"),
         ("modules.json", {"a": 1}, "modules.json holds no list of objects"),
     ],
 )

@@ -16,6 +16,22 @@ from batchgen.model_files import CLASSIFIER, CLASSIFY_HINT, read_json, read_json
 from batchgen.parsers.heads import OutputHead
 
 MODULES = "modules.json"
+_TRANSFORMER = "sentence_bert_config.json"
+_MODEL = "config_sentence_transformers.json"
+_PACKAGE = "sentence_transformers."
+"""The names of sentence-transformers' own modules begin with this. Others run code of the model, which may do anything."""
+_FORWARD = {"method": "forward", "method_output_name": "last_hidden_state"}
+"""How `modality_config` calls the model for hidden states."""
+_NO_EFFECT = frozenset({
+    "attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "padding_side", "torch_dtype", "trust_remote_code", "use_cache",
+    "use_fast",
+})  # fmt: skip
+"""What the arguments below may hold: it changes no embedding, or only its rounding."""
+_TOKENIZER = ("processor_kwargs", "tokenizer_args")
+_ARGUMENTS = dict.fromkeys(("config_kwargs", "config_args", "model_kwargs", "model_args"), _NO_EFFECT) | dict.fromkeys(
+    _TOKENIZER, _NO_EFFECT | {"model_max_length"}
+)
+"""Arguments with which sentence-transformers loads the model and its tokenizer, and what of them is read here. The names in `_args` are older ones."""
 _POOLINGS = {"lasttoken": "last", "mean": "mean"}
 _SWITCH = "pooling_mode_"
 """Older files have a switch for each pooling, which begins with this."""
@@ -40,7 +56,8 @@ def max_prompt_tokens(config: ModelConfig, tokenizer: Any) -> int | None:
     """Returns the length to which sentence-transformers cuts texts for the model; None if it does not, or without `--embed`."""
     if not config.embed or find_file(config, MODULES) is None:
         return None
-    length = _json_object(config, "sentence_bert_config.json").get("max_seq_length") or tokenizer.model_max_length
+    transformer = _json_object(config, _TRANSFORMER)
+    length = _tokenizer_length(transformer) or transformer.get("max_seq_length") or tokenizer.model_max_length
     return length if isinstance(length, int) and length > 0 else None
 
 
@@ -52,15 +69,11 @@ def _embedding(config: ModelConfig) -> OutputHead:
     own = [] if file is None else read_json_list(file)
     if own:
         pooling, normalize = _pooling_of(config, own), any(_class_name(module) == "Normalize" for module in own)
-    transformer = _json_object(config, "sentence_bert_config.json")
-    if transformer.get("do_lower_case") is True:
-        raise _unsupported(config, "its sentence_bert_config.json asks for lower-case text")
-    if transformer.get("processing_kwargs"):
-        raise _unsupported(config, "its sentence_bert_config.json has processing_kwargs")
-    texts = _json_object(config, "config_sentence_transformers.json")
-    prompts = texts.get("prompts")
+    transformer, model = _json_object(config, _TRANSFORMER), _json_object(config, _MODEL)
+    _check_settings(config, transformer, model)
+    prompts = model.get("prompts")
     found = {k: v for k, v in prompts.items() if isinstance(v, str)} if isinstance(prompts, Mapping) else {}
-    name = texts.get("default_prompt_name")
+    name = model.get("default_prompt_name")
     return OutputHead(
         task="embed",
         pooling=pooling if config.pooling == "auto" else config.pooling,
@@ -70,6 +83,33 @@ def _embedding(config: ModelConfig) -> OutputHead:
         # Since version 6, sentence-transformers writes this for models with a chat template.
         chat="message" in (transformer.get("modality_config") or ()),
     )
+
+
+def _check_settings(config: ModelConfig, transformer: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """Raises `ModelError` for settings that change embeddings and that batchgen does not read."""
+    if transformer.get("do_lower_case") is True:
+        raise _unsupported(config, f"its {_TRANSFORMER} asks for lower-case text")
+    unread = ["processing_kwargs"] if transformer.get("processing_kwargs") else []
+    for name, read in _ARGUMENTS.items():
+        unread += [f"{name}.{key}" for key in transformer.get(name) or () if key not in read]
+    if unread:
+        raise _unsupported(config, f"its {_TRANSFORMER} has {', '.join(unread)}")
+    task = transformer.get("transformer_task", "feature-extraction")
+    if task != "feature-extraction":
+        raise _unsupported(config, f"its {_TRANSFORMER} has transformer_task {task}")
+    calls = transformer.get("modality_config") or {}
+    call = calls.get("message") or calls.get("text") or {}
+    if call and any(call.get(key) != value for key, value in _FORWARD.items()):
+        raise _unsupported(config, f"its {_TRANSFORMER} has a modality_config that embeds texts in another way")
+    kind = model.get("model_type") or "SentenceTransformer"
+    if kind != "SentenceTransformer":
+        raise _unsupported(config, f"its {_MODEL} says that it is a {kind}")
+
+
+def _tokenizer_length(transformer: Mapping[str, Any]) -> Any:
+    """Returns the length that the settings of the tokenizer have, which is used before any other; None without one."""
+    settings = (transformer.get(name) or {} for name in _TOKENIZER)
+    return next((found["model_max_length"] for found in settings if "model_max_length" in found), None)
 
 
 def _pooling_of(config: ModelConfig, modules: Sequence[Mapping[str, Any]]) -> str:
@@ -83,9 +123,11 @@ def _pooling_of(config: ModelConfig, modules: Sequence[Mapping[str, Any]]) -> st
     )
     if place:
         raise _unsupported(config, f"its modules.json has the language model in the folder {place}, not beside it")
-    pooling = next((m for m, kind in zip(modules, kinds, strict=True) if kind == "Pooling"), None)
-    if pooling is None:
+    if "Pooling" not in kinds:
         raise _unsupported(config, "its modules.json names no pooling")
+    if kinds[:2] != ["Transformer", "Pooling"] or {*kinds[2:]} - {"Normalize"}:
+        raise _unsupported(config, f"its modules.json has the modules {', '.join(kinds)} in this order")
+    pooling = modules[1]
     place = f"{pooling.get('path')}/config.json"
     settings = _json_object(config, place)
     if not settings:
@@ -123,8 +165,9 @@ def _check_absent(config: ModelConfig, name: str) -> None:
 
 
 def _class_name(module: Mapping[str, Any]) -> str:
-    """The name of a module's class, such as `Pooling`."""
-    return str(module.get("type", "")).rpartition(".")[2]
+    """The name of a module's class: `Pooling` of sentence-transformers, or the whole name of another package's."""
+    name = str(module.get("type", ""))
+    return name.rpartition(".")[2] if name.startswith(_PACKAGE) else name
 
 
 def _unsupported(config: ModelConfig, why: str) -> ModelError:
