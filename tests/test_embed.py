@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -186,6 +187,27 @@ def test_a_prompt_may_fill_the_context_and_a_longer_one_fails_alone(last):
     assert whole.prompt_tokens == 512
     assert cut.truncated
     np.testing.assert_allclose(cut.embedding, whole.embedding, atol=1e-6)
+
+
+def test_a_long_text_is_cut_after_the_token_where_the_tokenizer_cuts_it(tmp_path):
+    folder = save_embedder(tmp_path / "m")
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=20)
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<|begin|>", "<|end|>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|begin|> $A <|end|>", special_tokens=special)
+    tokenizer.save_pretrained(folder)
+    texts = ["€" * 40, "short", "é€" * 5]
+    ids = tokenizer(texts, truncation=True)["input_ids"]
+    assert [len(i) for i in ids] == [20, 7, 20]
+    cut = PromptConfig(on_long_prompt="truncate-right")
+    with LLM(folder, task="embed") as llm:
+        results, expected = llm.embed(texts, prompt_options=cut), llm.embed(ids)
+        (long,) = llm.embed("a", prompt_options=replace(cut, prompt_name="query"))
+    assert [r.truncated for r in results] == [True, False, True]
+    np.testing.assert_array_equal([r.embedding for r in results], [r.embedding for r in expected])
+    assert long.error_type == "prompt_too_long"  # the model's own text alone is
 
 
 @pytest.mark.parametrize(

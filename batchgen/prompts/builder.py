@@ -355,7 +355,9 @@ class PromptBuilder:
         keep = context - room
         if length <= keep:
             return prompt
-        fitted = self._shortened(row, rendered, length, keep) if truncate else None
+        fitted = self._first_tokens(rendered, prompt.tokens, keep) if self._head is not None else None
+        if fitted is None and truncate:
+            fitted = self._shortened(row, rendered, length, keep)
         if fitted is None:
             error = (
                 f"the prompt has {length} tokens, and the model's context of {context} tokens must hold it and {after}"
@@ -364,6 +366,21 @@ class PromptBuilder:
                 error += "; the text around it (template, system message, prefix) alone leaves too little room"
             raise RowError("prompt_too_long", error)
         return fitted
+
+    def _first_tokens(self, rendered: Rendered, tokens: TokenArray, keep: int) -> Prompt | None:
+        """Returns a raw text cut to `keep` tokens as sentence-transformers and transformers cut it: after a token, with the special tokens that follow it.
+
+        Returns None where more than the end of the tokens would go: with `truncate-left`, a chat template, `--template` or images.
+        """
+        text, prompts, after = rendered.prompt, self._prompts, self._encoder.tokens_after
+        if not isinstance(text, Text) or not text.raw or text.images or after is None:
+            return None
+        if prompts.on_long_prompt != "truncate-right" or prompts.template is not None:
+            return None
+        (prefix,) = self._encoder.encode([self._renderer.prefix], special=True)
+        if isinstance(prefix, RowError) or len(prefix) >= keep:
+            return None
+        return Prompt(np.concatenate((tokens[: keep - after], tokens[len(tokens) - after :])))
 
     def _shortened(self, row: Row, rendered: Rendered, length: int, keep: int) -> Prompt | None:
         """Returns the prompt with its longest texts shortened to at most `keep` tokens, and not many fewer; None if no text is long enough.

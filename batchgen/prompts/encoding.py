@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -51,6 +51,16 @@ class Encoder:
         adds_bos = self._encode([""], True)[0][:1].tolist() == [tokenizer.bos_token_id]
         self._bos: str | None = tokenizer.bos_token if adds_bos else None
         """The beginning-of-text token, if the tokenizer adds it by itself."""
+
+    @cached_property
+    def tokens_after(self) -> int | None:
+        """The number of special tokens that the tokenizer puts after a text; None if that is not known."""
+        (alone,), (whole,) = (self._encode(["a"], special) for special in (False, True))
+        for after in range(len(whole) - len(alone) + 1 if len(alone) else 0):
+            end = len(whole) - after
+            if np.array_equal(whole[end - len(alone) : end], alone):
+                return after
+        return None
 
     def encode(self, texts: Sequence[str], *, special: bool, what: str = "the prompt") -> list[TokenArray | RowError]:
         """Returns the token ids of every text in order, int32 [length], or an error for a text that has none. Messages call the text `what`.

@@ -173,7 +173,8 @@ class Renderer:
         self.chat = self._chat is not None and (self._head is None or self._head.chat or bool(asked))
         own = _prompt_of(self._head, prompts.prompt_name) if prompts.prefix is None else ""
         as_system = self.chat and self._head is not None and self._head.chat
-        self._prefix = prompts.prefix or ("" if as_system else own)
+        self.prefix = prompts.prefix or ("" if as_system else own)
+        """The text before every prompt: the user's, or the model's own."""
         self._own_system = as_system and bool(own) and prompts.system is None
         self._system = own if self._own_system else prompts.system
         off = self._chat.thinking_off() if self._chat is not None else {}
@@ -290,7 +291,7 @@ class Renderer:
             return (yield from self._prompt_text(text, variables, how, every))
         named = images.keys() if self._template.whole else self._template.columns
         written = _all_of({name: parts for name, parts in images.items() if name not in named})
-        for i, piece in enumerate([self._prefix + pieces[0], *pieces[1:]]):
+        for i, piece in enumerate([self.prefix + pieces[0], *pieces[1:]]):
             written.append(every[marks.index(piece)] if i % 2 else text_part(piece))
         content = [part for part in written if part.get("text", "x")]
         return (yield from self._content_text(content, variables, how))
@@ -363,7 +364,7 @@ class Renderer:
         if isinstance(prompt, str) and body.url == EMBEDDINGS:
             return (yield from self._prompt_text(how.cut(prompt), how.variables, how))
         if isinstance(prompt, str):
-            return Text(self._prefix + how.cut(prompt), raw=True)
+            return Text(self.prefix + how.cut(prompt), raw=True)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
             raise RowError(
                 "unsupported_parameter", f"{body.where} holds {len(prompt)} prompts; a row can have only one"
@@ -429,7 +430,7 @@ class Renderer:
         self, prompt: str, variables: Mapping[str, Any], how: _How, parts: Sequence[Message] = ()
     ) -> Steps[Text]:
         """Returns the text to send: the prompt after the other `parts`, as a single user message or raw."""
-        text = self._prefix + prompt
+        text = self.prefix + prompt
         content = [*parts, *([text_part(text)] if text else [])] if parts else text
         return (yield from self._content_text(content, variables, how))
 
@@ -488,7 +489,7 @@ class Renderer:
         for option, given in (("--prefix", self._prompts.prefix), ("--prompt-name", self._prompts.prompt_name)):
             if given:
                 raise RowError("invalid_row", f"{where} is a list of token ids, which cannot be combined with {option}")
-        if self._prefix or self._own_system:
+        if self.prefix or self._own_system:
             self.note(
                 "prompts that are token ids are sent without the text that the model's files put before every prompt"
             )
