@@ -6,6 +6,7 @@ A type in neither table is checked when a model is loaded (`checks/self_check.py
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 from batchgen.errors import ModelError
@@ -163,7 +164,10 @@ def check_architecture(config: Any) -> None:
     """Raises `ModelError` for a configuration that is refused by name."""
     reason = refusal(config)
     if reason is not None:
-        raise ModelError(f"models of type {_model_type(config)!r} are not supported: {reason}")
+        kind = _model_type(config)
+        if reason.startswith("this one "):
+            raise ModelError(f"this model of type {kind!r} is not supported: it {reason.removeprefix('this one ')}")
+        raise ModelError(f"models of type {kind!r} are not supported: {reason}")
 
 
 def _refusal(config: Any) -> str | None:
@@ -172,11 +176,10 @@ def _refusal(config: Any) -> str | None:
         return reason
     if getattr(config, "is_encoder_decoder", None) is True:
         return _BOTH
-    if (
-        getattr(config, "use_bidirectional_attention", None) in (True, "all")
-        or getattr(config, "is_causal", None) is False
-    ):
-        return _ENCODER
+    for name, values in (("use_bidirectional_attention", (True, "all")), ("is_causal", (False,))):
+        value = getattr(config, name, None)
+        if value in values:
+            return f"this one is an encoder ({name} is {json.dumps(value)}), in which a token also sees the tokens after it"
     if _model_type(config) == "doge" and getattr(config, "is_moe", False):
         return "the experts of a token depend on the other tokens of the batch"
     layers = set(getattr(config, "layer_types", None) or ()) - _LAYERS

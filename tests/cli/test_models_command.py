@@ -209,6 +209,8 @@ BROKEN: dict[str, tuple[Break, str]] = {
     # architectures that cannot be exact
     "encoder": (settings(model_type="roberta", architectures=["RobertaForCausalLM"]),
         "models of type 'roberta' are not supported: they are encoders, in which a token also sees the tokens after it"),
+    "an encoder by its settings": (settings(is_causal=False),
+        "this model of type 'llama' is not supported: it is an encoder (is_causal is false), in which a token also sees the tokens after it"),
     "no length": (settings(max_position_embeddings=-1),
         "the configuration of model 'M' does not say how long its context is; add max_position_embeddings to its config.json"),
 }  # fmt: skip

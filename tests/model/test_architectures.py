@@ -24,8 +24,18 @@ def test_doge_is_refused_if_its_experts_depend_on_the_batch():
     [
         ({"layer_types": ["attention", "mamba"]}, "this one has layers of type mamba"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "this one has layers of type chunked_attention"),
-        ({"use_bidirectional_attention": True}, "they are encoders, in which a token also sees the tokens after it"),
-        ({"use_bidirectional_attention": "all"}, "they are encoders, in which a token also sees the tokens after it"),
+        (
+            {"use_bidirectional_attention": True},
+            "this one is an encoder (use_bidirectional_attention is true), in which a token also sees the tokens after it",
+        ),
+        (
+            {"use_bidirectional_attention": "all"},
+            'this one is an encoder (use_bidirectional_attention is "all"), in which a token also sees the tokens after it',
+        ),
+        (
+            {"is_causal": False},
+            "this one is an encoder (is_causal is false), in which a token also sees the tokens after it",
+        ),
         ({"rope_parameters": {"rope_type": "spiral"}}, "this one has rotary embeddings of type spiral"),
         (
             {"rope_parameters": {"full_attention": {"type": "spiral"}, "sliding_attention": {"type": "yarn"}}},
