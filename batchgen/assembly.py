@@ -223,7 +223,7 @@ def _merge_shards(
         outcomes.tracker.phase("writing")
         with outcomes.run.timed("write"):
             write_output(source, job, request["inputs"], outcomes, read_rows=INPUT_LIMITS.read_rows, merging=True)
-            job.flush()
+            job.end_output()
         # Not `job.previous`: it contains the shards already if a merge was stopped before its end.
         before = figures_so_far(job.folder, plan)
         assert before is not None, "all shards are done"

@@ -418,7 +418,7 @@ class _Model:
 def _finish_job(job: Store, setup: JobSetup, model: _Model, outcomes: Outcomes) -> JobReport:
     """Gives the output its name and writes the figures."""
     with outcomes.run.timed("write"):
-        job.flush()
+        job.end_output()
     stats = model.figures(job.previous) | outcomes.figures()
     job.finish(stats)
     outcomes.tracker.show_notes(job.notes)

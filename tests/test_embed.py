@@ -100,6 +100,16 @@ def test_embeddings_in_csv_are_the_lists_of_json_lines(cli, last, write_jsonl, t
     assert found == ["" if row["embedding"] is None else json.dumps(row["embedding"]) for row in rows]
 
 
+def test_the_figures_are_of_the_whole_output_that_a_table_becomes_after_its_last_row(
+    cli, last, write_jsonl, tmp_path, monkeypatch
+):
+    path, out = write_jsonl([{"prompt": p} for p in PROMPTS]), tmp_path / "o.parquet"
+    rows = tmp_path / "o.parquet.job" / "spool.jsonl"  # until their table is written
+    monkeypatch.setattr("batchgen.stats.memory_bytes_peak", lambda: 1 if rows.exists() else 2)
+    assert cli("run", path, "-m", last, "--embed", "-o", out, "-q").code == 0
+    assert json.loads((tmp_path / "o.parquet.job" / "stats.json").read_text())["memory_bytes_peak"] == 2
+
+
 def test_resuming_with_other_options_of_embeddings_is_refused(cli, last, write_jsonl):
     path = write_jsonl([{"prompt": p} for p in PROMPTS[:3]])
     assert cli("run", path, "-m", last, "--embed", "-q").code == 0

@@ -264,14 +264,19 @@ class JobFolder(HeldResults):
         if not known:
             raise OutputError(f"{self.output} appeared or was changed while the job ran", f"move it away and {again}")
 
+    def end_output(self) -> None:
+        """Writes what the output has after its last row. A table whose types are known only then is written as a whole."""
+        self.flush()
+        with writing(self.output):
+            self._writer.close()
+            self.notes += self._writer.notes
+
     def finish(self, stats: dict[str, Any]) -> None:
-        """Puts the output in its place and closes the job."""
+        """Puts the output, which `end_output` has ended, in its place and closes the job."""
         self._lease.check()
         self._check_replaced()
         self.row_memory.forget_unasked(self.row_count)
         with writing(self.output):
-            self._writer.close()
-            self.notes += self._writer.notes
             self._keys.close()
             self._record.rows = self._row_figures.as_dict()
             self._record.save(self.folder)

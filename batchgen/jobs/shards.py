@@ -383,6 +383,9 @@ class ShardFolder(HeldResults):
     def tell(self, progress: Snapshot) -> None:
         self._lease.tell(progress.figures())
 
+    def end_output(self) -> None:
+        self.flush()
+
     def finish(self, stats: dict[str, Any]) -> None:
         """Every request has a result. The shard is closed then."""
         self.flush()

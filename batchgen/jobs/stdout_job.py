@@ -94,6 +94,8 @@ class StdoutJob:
     def flush(self) -> None:
         write_stdout(b"", _NOTHING_KEPT)
 
+    end_output = flush
+
     def save_stats(self, stats: dict[str, Any]) -> None:
         self.flush()
 
