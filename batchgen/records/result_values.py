@@ -140,8 +140,10 @@ def plain_embedding(embedding: NDArray[np.float32]) -> list[float]:
 
 
 def embedding_of(values: Any) -> NDArray[np.float32]:
-    """Returns the embedding of a list of numbers."""
-    return np.array([_as_number(value) for value in values], dtype=np.float32)
+    """Returns the embedding of a list of numbers. Raises `TypeError` if it has anything else."""
+    if not {*map(type, values)} <= {float, int, bool}:
+        raise TypeError("not a list of numbers")
+    return np.array(values, dtype=np.float32)
 
 
 def probs_of(value: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, float]:

@@ -5,6 +5,7 @@ import math
 import zlib
 from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,6 +16,7 @@ from batchgen.jobs.files.results import decode, encode
 from batchgen.jobs.reuse_output import is_held_whole, results_of_output
 from batchgen.records import Row, RowForm
 from batchgen.records.output import TASK_NAMES, output_row
+from batchgen.records.result_values import embedding_of
 from batchgen.records.writers import GroupLimits
 from batchgen.result import Completion, Result, Score, TokenLogprob, ToolCall
 from support.records import opened, write_output
@@ -70,6 +72,14 @@ def taken_back(folder, name, results, *, token_ids=True):
     form, kind = RowForm(token_ids=token_ids), name.rpartition(".")[2]
     assert list(back) == [i for i, result in enumerate(results) if is_held_whole(result, form, kind)]
     return back
+
+
+def test_an_embedding_is_read_back_from_numbers_alone():
+    numbers = [0.1, -3, 1e-30, True]
+    np.testing.assert_array_equal(embedding_of(numbers), np.array(numbers, dtype=np.float32))
+    for wrong in ([0.1, "3"], [0.1, None], [[0.1]], "12"):
+        with pytest.raises(TypeError):
+            embedding_of(wrong)
 
 
 def test_token_ids_of_completions_are_null_if_an_earlier_output_had_none():
