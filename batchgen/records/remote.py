@@ -6,6 +6,7 @@ Knows nothing about formats. Whatever a store's package raises leaves this modul
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -213,4 +214,4 @@ def same_file(a: str, b: str) -> bool:
     try:
         return Path(a).samefile(b)
     except OSError:
-        return Path(a).resolve() == Path(b).resolve()
+        return os.path.realpath(a) == os.path.realpath(b)

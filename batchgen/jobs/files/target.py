@@ -66,7 +66,7 @@ class LocalTarget:
     """A file."""
 
     def __init__(self, output: str) -> None:
-        self._path = Path(output).resolve()  # a link stays one
+        self._path = Path(os.path.realpath(output))  # a link stays one
         self.name = output
         """The name under which the output can be read."""
         self.address = str(Path(output).absolute())
@@ -74,6 +74,8 @@ class LocalTarget:
 
     def check(self) -> None:
         """Raises `UsageError` if no output can be written there, as far as that can be found out beforehand."""
+        if self._path.is_symlink():
+            raise UsageError(f"the output {self.name} is a link that leads back to itself", "remove it, or name a file")
         if self._path.is_dir():
             raise UsageError(f"the output {self.name} is a folder", "name a file in it")
         if self._path.exists() and not self._path.is_file():
