@@ -1,4 +1,4 @@
-"""What a GGUF file holds: its tensors, and the configuration and the tokenizer, which transformers reads."""
+"""What a GGUF file holds: its tensors, and the configuration, which transformers reads. `gguf_tokenizer.py` makes the tokenizer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+
+from batchgen.prompts.gguf_tokenizer import GgufVocabulary, gguf_tokenizer
 
 METHOD = "gguf"
 """The `quant_method` that a configuration from a GGUF file has here."""
@@ -87,16 +89,23 @@ def is_whole(file: Path) -> bool:
 
 
 def load_gguf(file: Path) -> tuple[Any, Any]:
-    """The configuration and the tokenizer. Raises what transformers and the package gguf raise for a file that they cannot read."""
+    """Returns the configuration and the tokenizer.
+
+    Raises what transformers and the package gguf raise for a file that they cannot read, and `ModelError` for a tokenizer that is not known.
+    """
     import gguf
     from transformers import AutoConfig, AutoTokenizer
 
     reader = gguf.GGUFReader(file)
     kind = reader.get_field("general.file_type")
+    vocabulary = GgufVocabulary(file, reader)
     with alone(file) as folder, instead(gguf, "GGUFReader", lambda path: reader):
         config = AutoConfig.from_pretrained(folder, gguf_file=file.name)
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+        tokenizer = gguf_tokenizer(vocabulary)
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
     gguf_header(file, reader)
+    config.get_text_config().eos_token_id = vocabulary.end_tokens() or None
     config.dtype = _DTYPES.get(-1 if kind is None else int(kind.contents()), "bfloat16")
     config.quantization_config = {"quant_method": METHOD}
     return config, tokenizer

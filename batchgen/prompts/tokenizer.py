@@ -143,6 +143,8 @@ def _load_gguf(config: ModelConfig) -> tuple[Any, Any] | None:
     with quiet():
         try:
             hf_config, tokenizer = load_gguf(file)
+        except ModelError:
+            raise
         except Exception as e:
             if not is_whole(file):
                 raise ModelError(f"{file} is cut or damaged", "download it again") from e

@@ -1,6 +1,7 @@
 """Writes a Llama of transformers and its tokenizer as a GGUF file. Needs the package gguf."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +43,45 @@ def _halves_apart(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, A
     """Undoes `gguf_file.pairs_side_by_side`."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def write_vocabulary(
+    to: Path,
+    tokens: Sequence[str | tuple[str, int]],
+    *,
+    architecture: str = "llama",
+    chat_template: str | Sequence[Mapping[str, str]] | None = None,
+    **keys: Any,
+) -> Path:
+    """Writes a GGUF file with a tokenizer and no weights. `tokens`: texts, or texts with their types. `keys`: of `tokenizer.ggml`. Returns the file."""
+    import gguf
+
+    pairs = [token if isinstance(token, tuple) else (token, int(gguf.TokenType.NORMAL)) for token in tokens]
+    writer = gguf.GGUFWriter(to, architecture)
+    writer.add_context_length(64)
+    writer.add_embedding_length(16)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(16)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_layer_norm_eps(1e-6)
+    writer.add_rope_dimension_count(8)
+    writer.add_token_list([text for text, _ in pairs])
+    writer.add_token_types([kind for _, kind in pairs])
+    for name, value in keys.items():
+        if isinstance(value, list):
+            writer.add_array(f"tokenizer.ggml.{name}", value)
+        elif isinstance(value, bool):
+            writer.add_bool(f"tokenizer.ggml.{name}", value)
+        elif isinstance(value, int):
+            writer.add_uint32(f"tokenizer.ggml.{name}", value)
+        else:
+            writer.add_string(f"tokenizer.ggml.{name}", value)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
