@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from batchgen.prompts.gguf_rope import set_rotary_embedding
 from batchgen.prompts.gguf_tokenizer import GgufVocabulary, gguf_tokenizer
 
 METHOD = "gguf"
@@ -105,6 +106,7 @@ def load_gguf(file: Path) -> tuple[Any, Any]:
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
     gguf_header(file, reader)
+    set_rotary_embedding(config, file, reader)
     config.get_text_config().eos_token_id = vocabulary.end_tokens() or None
     config.dtype = _DTYPES.get(-1 if kind is None else int(kind.contents()), "bfloat16")
     config.quantization_config = {"quant_method": METHOD}

@@ -18,7 +18,7 @@ _BLANK = "▁"
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_OTHERS}"
+_LLAMA3_SPLIT = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_OTHERS}"
 _QWEN2 = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_OTHERS}"
 _QWEN35 = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -63,8 +63,8 @@ class _Split(NamedTuple):
 _SPLITS: Mapping[str, _Split] = {
     **dict.fromkeys(("gpt-2", "a.x-4.0", "mellum", "mpt", "olmo", "trillion"), _Split((_GPT2,))),
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "minerva-7b"), _Split((r"\p{N}", _GPT2))),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"), _Split((_LLAMA3,), ignore_merges=True, add_bos=True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _Split((_LLAMA3,))),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"), _Split((_LLAMA3_SPLIT,), ignore_merges=True, add_bos=True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _Split((_LLAMA3_SPLIT,))),
     "qwen2": _Split((_QWEN2,), nfc=True),
     **dict.fromkeys(("deepseek-r1-qwen", "f2llmv2", "kormo", "megrez", "stablelm2"), _Split((_QWEN2,))),
     "qwen35": _Split((_QWEN35,), nfc=True),

@@ -51,9 +51,14 @@ def write_vocabulary(
     *,
     architecture: str = "llama",
     chat_template: str | Sequence[Mapping[str, str]] | None = None,
+    rope: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Sequence[float]] | None = None,
     **keys: Any,
 ) -> Path:
-    """Writes a GGUF file with a tokenizer and no weights. `tokens`: texts, or texts with their types. `keys`: of `tokenizer.ggml`. Returns the file."""
+    """Writes a GGUF file with a tokenizer and no weights. Returns the file.
+
+    `tokens`: texts, or texts with their types. `rope`: values of `ARCHITECTURE.rope`, and `keys`: of `tokenizer.ggml`.
+    """
     import gguf
 
     pairs = [token if isinstance(token, tuple) else (token, int(gguf.TokenType.NORMAL)) for token in tokens]
@@ -66,20 +71,21 @@ def write_vocabulary(
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_layer_norm_eps(1e-6)
-    writer.add_rope_dimension_count(8)
+    writer.add_key_length(8)
+    writer.add_sliding_window(32)
     writer.add_token_list([text for text, _ in pairs])
     writer.add_token_types([kind for _, kind in pairs])
-    for name, value in keys.items():
-        if isinstance(value, list):
-            writer.add_array(f"tokenizer.ggml.{name}", value)
-        elif isinstance(value, bool):
-            writer.add_bool(f"tokenizer.ggml.{name}", value)
-        elif isinstance(value, int):
-            writer.add_uint32(f"tokenizer.ggml.{name}", value)
-        else:
-            writer.add_string(f"tokenizer.ggml.{name}", value)
     if chat_template is not None:
         writer.add_chat_template(chat_template)
+    values = {
+        f"{architecture}.rope.{name}": value for name, value in ({"dimension_count": 8} | dict(rope or {})).items()
+    }
+    values |= {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    for name, value in values.items():
+        add.get(type(value), writer.add_string)(name, value)
+    for name, numbers in (tensors or {}).items():
+        writer.add_tensor(name, np.array(numbers, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,0 +1,76 @@
+"""The rotary embedding of a GGUF file's model. transformers reads only its base, and not even that of every architecture."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchgen.errors import ModelError
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""How Llama 3.1 scales frequencies, beside its factor. A file holds the result alone."""
+
+
+def set_rotary_embedding(config: Any, file: Path, reader: Any) -> None:
+    """Gives the configuration that transformers has read what the file says of the rotary embedding: its base, its dimensions and how it is scaled.
+
+    `reader`: a `gguf.GGUFReader` of the file. Raises `ModelError` for a scaling that is not known.
+    """
+    text = config.get_text_config()
+    known = getattr(text, "rope_parameters", None)
+    if not isinstance(known, dict):
+        return
+    architecture = str(reader.get_field("general.architecture").contents())
+
+    def value(key: str) -> Any:
+        field = reader.get_field(f"{architecture}.rope.{key}")
+        return None if field is None else field.contents()
+
+    # With sliding windows only the layers that see everything are scaled.
+    rope = known.get("full_attention", known)
+    if value("freq_base") is not None:
+        rope["rope_theta"] = float(value("freq_base"))
+    if value("dimension_count") and "partial_rotary_factor" in rope:
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        rope["partial_rotary_factor"] = value("dimension_count") / size
+    original = value("scaling.original_context_length") or text.max_position_embeddings
+    factor, kind = value("scaling.factor") or 1.0, value("scaling.type") or "linear"
+    tensors = {t.name: np.asarray(t.data, np.float32) for t in reader.tensors if t.name.startswith("rope_f")}
+    if "rope_freqs.weight" in tensors:
+        rope.update(_llama3(tensors["rope_freqs.weight"], rope["rope_theta"], file))
+    elif "rope_factors_long.weight" in tensors:
+        text.original_max_position_embeddings = original
+        longrope = {name: tensors[f"rope_factors_{name.split('_')[0]}.weight"].tolist() for name in ("long_factor", "short_factor")}  # fmt: skip
+        rope.update(longrope, rope_type="longrope", original_max_position_embeddings=original)
+        if value("scaling.attn_factor") is not None:
+            rope["attention_factor"] = float(value("scaling.attn_factor"))
+    elif kind == "yarn" and factor != 1:
+        rope.update(rope_type="yarn", factor=float(factor), original_max_position_embeddings=original)
+    elif kind == "linear" and factor != 1:
+        rope.update(rope_type="linear", factor=float(factor))
+    elif kind not in ("none", "linear", "yarn", "longrope"):
+        raise _unknown(file, f"{kind!r}")
+
+
+def _llama3(factors: np.ndarray[Any, Any], base: float, file: Path) -> dict[str, Any]:
+    """Returns the parameters of Llama 3.1 whose frequencies are divided by `factors` [dimensions / 2]. Raises `ModelError` if there are none."""
+    largest = float(factors.max())
+    if largest == 1:
+        return {}
+    wavelengths = 2 * math.pi * base ** (np.arange(len(factors)) / len(factors))
+    turns = _LLAMA3["original_max_position_embeddings"] / wavelengths
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    if not np.allclose(factors, 1 / ((1 - smooth) / largest + smooth), rtol=1e-3):
+        raise _unknown(file, "its own (rope_freqs.weight)")
+    return {"rope_type": "llama3", "factor": largest, **_LLAMA3}
+
+
+def _unknown(file: Path, kind: str) -> ModelError:
+    return ModelError(
+        f"the rotary embedding of {file} is scaled in a way that batchgen does not know: {kind}",
+        "give the model in the format of transformers",
+    )
