@@ -44,6 +44,7 @@ class Penalties:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
+        self._few = device.type == "cpu"
         self._seen = VocabularyRows(vocab_size, torch.bool, device)
         self._counts = VocabularyRows(vocab_size, torch.int32, device)
 
@@ -76,20 +77,22 @@ class Penalties:
         scores = logits.to(torch.float32, copy=True)
         if repetition.size:
             some, at = step_params.part(repetition)
-            part, penalty = scores[at], some.column("repetition_penalty")
             seen = self._seen.rows[some.rows("seen")]
             drafts = some.drafts()
             if drafts is not None:
                 seen[drafts] = True
-            scores[at] = torch.where(seen, torch.where(part < 0, part * penalty, part / penalty), part)
+            marked = _PenalizedScores(scores, at, seen, self._few)
+            part, penalty = marked.scores, marked.of(some.column("repetition_penalty"))
+            marked.replace(torch.where(part < 0, part * penalty, part / penalty))
         if counted.size:
             some, at = step_params.part(counted)
             counts = self._counts.rows[some.rows("counts")]
             drafts = some.drafts()
             if drafts is not None:
                 counts.index_put_(drafts, torch.ones_like(drafts[1], dtype=counts.dtype), accumulate=True)
-            part = scores[at] - some.column("frequency_penalty") * counts
-            scores[at] = part - some.column("presence_penalty") * (counts > 0)
+            marked = _PenalizedScores(scores, at, counts, self._few)
+            part = marked.scores - marked.of(some.column("frequency_penalty")) * marked.marks
+            marked.replace(part - marked.of(some.column("presence_penalty")))
         return scores
 
     def note(self, tokens: torch.Tensor, step_params: StepParams) -> None:
@@ -102,3 +105,28 @@ class Penalties:
                 # A Python number would be copied to the device, and the host would wait for that.
                 ones = torch.ones_like(ids, dtype=state.rows.dtype)
                 state.rows.index_put_((some.rows(name), ids), ones, accumulate=name == "counts")
+
+
+class _PenalizedScores:
+    """The scores of the tokens that have a mark. With `few`, for the CPU, the other tokens are not computed, which are nearly all."""
+
+    def __init__(self, all_scores: torch.Tensor, at: torch.Tensor | slice, marks: torch.Tensor, few: bool) -> None:
+        """`marks` [n, V], of any type, are those of the rows `at` of `all_scores` [N, V]."""
+        self._all, self._at, self._few = all_scores, at, few
+        if self._few:
+            row, token = map(torch.from_numpy, np.divmod(np.flatnonzero(marks.numpy()), marks.shape[1]))
+            self._row, self._place = row, (row if isinstance(at, slice) else at[row], token)
+            self.marks, self.scores = marks[row, token], all_scores[self._place]
+        else:
+            self.marks, self.scores = marks, all_scores[at]
+
+    def of(self, column: torch.Tensor) -> torch.Tensor:
+        """Returns a column [n, 1] of the rows so that it goes with `scores`."""
+        return column[self._row, 0] if self._few else column
+
+    def replace(self, scores: torch.Tensor) -> None:
+        """Replaces the scores of the tokens that have a mark."""
+        if self._few:
+            self._all[self._place] = scores.to(self._all.dtype)
+        else:
+            self._all[self._at] = torch.where(self.marks != 0, scores, self.scores).to(self._all.dtype)
