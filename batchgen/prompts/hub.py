@@ -17,7 +17,7 @@ def load_failure(config: ModelConfig, what: str, error: BaseException) -> ModelE
             f"the {what} of model {config.model!r} needs Python code that comes with the model",
             f"read the .py files {_code_place(config)} and add --trust-remote-code if you trust them, or use a checkpoint that needs no code",
         )
-    if needed := re.search(r"requires the (\w+) library but it was not found", str(error)):
+    if needed := re.search(r"requires the ([\w-]+) library but it was not found", str(error)):
         package = needed[1].lower()
         return ModelError(f"the {what} of model {config.model!r} needs the package {package}", f"pip install {package}")
     if unknown := re.search(r"has model type `([^`]*)` but Transformers does not recognize", str(error)):

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import groupby
 from threading import Lock
 from typing import Any
@@ -125,12 +126,38 @@ def _load_hf_tokenizer(config: ModelConfig, hf_config: Any) -> Any:
 
     with quiet():
         try:
+            if (own := _load_tekken(config)) is not None:
+                return own
             # Never mistral-common, which transformers prefers if it is installed: tokens must not depend on that.
             return AutoTokenizer.from_pretrained(
                 config.model, config=hf_config, mistral_format=False, **_hub_options(config)
             )
+        except ModelError:
+            raise
         except Exception as e:
             raise load_failure(config, "tokenizer", e) from e
+
+
+def _load_tekken(config: ModelConfig) -> Any | None:
+    """Returns the tokenizer of a checkpoint that has only Mistral's own file; None for others. transformers would leave out its special tokens and chat template.
+
+    Raises `ModelError` if the checkpoint has no chat template, and the package that knows it is not installed.
+    """
+    file = find_file(config, "tekken.json")
+    if file is None or find_file(config, "tokenizer.json") is not None:
+        return None
+    from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
+
+    written = find_file(config, "chat_template.jinja")
+    if written is None and find_spec("mistral_common") is None:
+        raise ModelError(
+            f"model {config.model!r} has no tokenizer.json, and the chat template for its tekken.json comes with the package mistral-common",
+            "pip install mistral-common",
+        )
+    template = None if written is None else written.read_text(encoding="utf-8")
+    tokenizer = convert_tekken_tokenizer(str(file), template)
+    tokenizer.add_bos_token = True
+    return tokenizer
 
 
 def _load_gguf(config: ModelConfig) -> tuple[Any, Any] | None:

@@ -1,6 +1,9 @@
 """Loading a model's tokenizer and configuration: where each value comes from, and what errors say."""
 
 import json
+from base64 import b64encode
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -256,3 +259,27 @@ def test_a_package_that_transformers_lacks_is_named():
     assert str(load_failure(ModelConfig(model="m"), "image processor", missing)) == (
         "the image processor of model 'm' needs the package torchvision; pip install torchvision"
     )
+
+
+def test_a_checkpoint_with_mistrals_own_file_alone_has_its_special_tokens_and_chat_template(tools, tmp_path):
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
+    tekken = {
+        "config": {"pattern": ".", "num_vocab_tokens": 256, "default_vocab_size": 261, "default_num_special_tokens": 5, "version": "v7"},
+        "vocab": [{"rank": i, "token_bytes": b64encode(bytes([i])).decode(), "token_str": None} for i in range(256)],
+        "special_tokens": [{"rank": i, "token_str": token, "is_control": True} for i, token in enumerate(special)],
+    }  # fmt: skip
+    folder = Path(tools.save_model(tmp_path / "m", config={"model_type": "mistral"}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    (folder / "tekken.json").write_text(json.dumps(tekken))
+    if find_spec("mistral_common") is None:
+        assert failure(folder) == (
+            f"model {str(folder)!r} has no tokenizer.json, and the chat template for its tekken.json comes with the package mistral-common; pip install mistral-common"
+        )
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}[INST]{{ messages[0].content }}[/INST]")
+    tokenizer = load(folder).hf_tokenizer
+    texts = ["a", "<s>a", "[INST]a"]
+    assert [a.tolist() for a in Encoder(tokenizer).encode(texts, special=True)] == [[1, 102], [1, 102], [1, 3, 102]]
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    assert chat == "<s>[INST]a[/INST]"
+    assert tokenizer.decode([1, 3, 102, 4], skip_special_tokens=True) == "a"
