@@ -359,6 +359,12 @@ def _check_found(config: ModelConfig, found: Mapping[str, Any]) -> None:
             f"{where} do not fit its config.json: {name} has shape {list(there)}, and the configuration says {list(wanted)}",
             hint,
         )
+    unexpected = sorted(name for name in found.get("unexpected_keys") or () if not name.endswith(_LANGUAGE_HEADS))
+    if unexpected and gguf_file(config) is not None:
+        raise ModelError(
+            f"{where} have one that batchgen does not use: {unexpected[0]}",
+            "give the model in the format of transformers",
+        )
     missing = sorted(found["missing_keys"])
     if config.task == "embed":
         missing = [name for name in missing if not name.endswith(_LANGUAGE_HEADS)]  # of multimodal models

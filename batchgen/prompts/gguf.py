@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from batchgen.prompts.gguf_rope import set_rotary_embedding
+from batchgen.prompts.gguf_settings import check_settings, set_settings
 from batchgen.prompts.gguf_tokenizer import GgufVocabulary, gguf_tokenizer
 
 METHOD = "gguf"
@@ -106,12 +107,13 @@ def is_whole(file: Path) -> bool:
 def load_gguf(file: Path) -> tuple[Any, Any]:
     """Returns the configuration and the tokenizer.
 
-    Raises what transformers and the package gguf raise for a file that they cannot read, and `ModelError` for a tokenizer that is not known.
+    Raises what transformers and the package gguf raise for a file that they cannot read, and `ModelError` for a tokenizer or a setting that is not known.
     """
     import gguf
     from transformers import AutoConfig, AutoTokenizer
 
     reader = open_gguf(file)
+    check_settings(file, reader)
     kind = reader.get_field("general.file_type")
     vocabulary = GgufVocabulary(file, reader)
     with alone(file) as folder, instead(gguf, "GGUFReader", lambda path: reader):
@@ -120,6 +122,7 @@ def load_gguf(file: Path) -> tuple[Any, Any]:
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
     gguf_header(file, reader)
+    set_settings(config, reader)
     set_rotary_embedding(config, file, reader)
     config.get_text_config().eos_token_id = vocabulary.end_tokens() or None
     config.dtype = _DTYPES.get(-1 if kind is None else int(kind.contents()), "bfloat16")

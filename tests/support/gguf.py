@@ -52,12 +52,13 @@ def write_vocabulary(
     architecture: str = "llama",
     chat_template: str | Sequence[Mapping[str, str]] | None = None,
     rope: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, Sequence[float]] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Any] | None = None,
     **keys: Any,
 ) -> Path:
-    """Writes a GGUF file with a tokenizer and no weights. Returns the file.
+    """Writes a GGUF file with a tokenizer and no weights but `tensors`. Returns the file.
 
-    `tokens`: texts, or texts with their types. `rope`: values of `ARCHITECTURE.rope`, and `keys`: of `tokenizer.ggml`.
+    `tokens`: texts, or texts with their types. `settings`: values of `ARCHITECTURE`, `rope`: of `ARCHITECTURE.rope`, and `keys`: of `tokenizer.ggml`.
     """
     import gguf
 
@@ -72,7 +73,8 @@ def write_vocabulary(
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_layer_norm_eps(1e-6)
     writer.add_key_length(8)
-    writer.add_sliding_window(32)
+    if architecture.startswith("gemma"):
+        writer.add_sliding_window(32)
     writer.add_token_list([text for text, _ in pairs])
     writer.add_token_types([kind for _, kind in pairs])
     if chat_template is not None:
@@ -80,6 +82,7 @@ def write_vocabulary(
     values = {
         f"{architecture}.rope.{name}": value for name, value in ({"dimension_count": 8} | dict(rope or {})).items()
     }
+    values |= {f"{architecture}.{name}": value for name, value in (settings or {}).items()}
     values |= {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
     for name, value in values.items():
@@ -91,3 +94,53 @@ def write_vocabulary(
     writer.write_tensors_to_file()
     writer.close()
     return to
+
+
+def write_whole_model(module: torch.nn.Module, to: Path, architecture: str, **settings: Any) -> Path:
+    """Writes a model of transformers in float32, as llama.cpp's converter does, with a tokenizer of numbered tokens. Returns the file.
+
+    `settings`: values of `ARCHITECTURE`, with `__` for dots.
+    """
+    import gguf
+
+    config: Any = module.config
+    (number,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    tensors: dict[str, Any] = {}
+    for name, weight in module.state_dict().items():
+        base, _, suffix = name.rpartition(".")
+        if name.endswith(".gate_up_proj"):
+            for kind, half in zip(("gate", "up"), weight.chunk(2, 1), strict=True):
+                tensors[f"blk.{name.split('.')[2]}.ffn_{kind}_exps.weight"] = half
+        elif name.endswith(".down_proj"):
+            tensors[f"blk.{name.split('.')[2]}.ffn_down_exps.weight"] = weight
+        elif not (config.tie_word_embeddings and name == "lm_head.weight"):
+            norm = "norm" in name and architecture.startswith("gemma")
+            tensors[f"{names.get_name(base)}.{suffix}"] = weight + 1 if norm else _in_pairs(name, weight, config)
+    values = {
+        "embedding_length": config.hidden_size, "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+    }  # fmt: skip
+    values |= {name.replace("__", "."): value for name, value in settings.items()}
+    size = settings.get("attention__key_length") or config.hidden_size // config.num_attention_heads
+    return write_vocabulary(
+        to,
+        [("<s>", 3), ("</s>", 3), ("<unk>", 2), *(f"t{i}" for i in range(config.vocab_size - 3))],
+        architecture=architecture,
+        rope={"freq_base": float(config.rope_parameters["rope_theta"]), "dimension_count": size},
+        settings={"attention.key_length": size, "attention.value_length": size} | values,
+        tensors={name: tensor.detach().numpy() for name, tensor in tensors.items()},
+        model="llama",
+        scores=[0.0] * config.vocab_size,
+        eos_token_id=1,
+    )
+
+
+def _in_pairs(name: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
+    """Returns a weight or bias of a Llama's queries or keys with the two numbers of a rotary pair side by side; others as they are."""
+    part = name.split(".")[-2]
+    if config.model_type != "llama" or part not in ("q_proj", "k_proj"):
+        return weight
+    heads = config.num_attention_heads if part == "q_proj" else config.num_key_value_heads
+    return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from batchgen.errors import ModelError
 from batchgen.kernels.codes import E2M1, Coding, PackedTensor, packed_plane, packed_planes
 from batchgen.kernels.memory import Loading
 from batchgen.model.weights.packed import UnreadWeight, nibbles
@@ -224,7 +225,10 @@ def _read_blocks(
     packed = kind in TYPES and len(tensors[0].shape) > 1
     made: dict[str, Any] = {}
     for tensor in tensors:
-        rows = data[tensor.offset : tensor.offset + tensor.nbytes].reshape(*tensor.shape[:-1], -1)
+        flat = (
+            "ffn_gate_inp_shexp" in tensor.name
+        )  # llama.cpp writes it as [1, N] or [N], and transformers adds a dimension
+        rows = data[tensor.offset : tensor.offset + tensor.nbytes].reshape(*(() if flat else tensor.shape[:-1]), -1)
         numbers = rows if packed else gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
         result = processor.process(
             weights=numbers, name=tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": made}
@@ -238,20 +242,21 @@ def _read_blocks(
 _MOVES_ROWS = ("TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProcessor", "NemotronTensorProcessor", "Qwen2MoeTensorProcessor", "MiniMaxM2TensorProcessor")  # fmt: skip
 """The classes of transformers that give a matrix a name and its rows an order, and change no number in it."""
 
+_NOT_WEIGHTS = ("rope_freqs.", "rope_factors_", "v.", "a.", "mm.", "output.weight")
+"""The beginnings of the names of tensors that are not weights, not of the language model, or of a head that embedding leaves out."""
+
 
 def gguf_weights(path: Path, model: Callable[[], torch.nn.Module]) -> Mapping[str, Any] | None:
     """Returns the weights of a file by their names in the model, which are read one by one; None if transformers must unpack them.
 
-    `model` makes one without weights.
+    `model` makes one without weights. Raises `ModelError` if the model does not have one of the file's weights.
     """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reader
 
     architecture, tensors = gguf_header(path)
     kind = reader.TENSOR_PROCESSORS.get(architecture, reader.TensorProcessor)
-    kinds = {tensor.name: tensor.kind for tensor in tensors}
-    halves = ((name, name.replace("_gate_exps", "_up_exps")) for name in kinds if "_gate_exps" in name)
-    if kind.__name__ not in _MOVES_ROWS or _has_other_reader(architecture) or any(kinds[a] != kinds[b] for a, b in halves):  # fmt: skip
+    if _has_other_reader(architecture):
         return None
     module: Any = model()
     processor = kind(config=module.config.to_dict())
@@ -265,6 +270,15 @@ def gguf_weights(path: Path, model: Callable[[], torch.nn.Module]) -> Mapping[st
             name = name.removesuffix(".weight")
         if name in names:
             stored.setdefault(names[name], []).append(tensor)
+        elif not tensor.name.startswith(_NOT_WEIGHTS) and ".attn_rot_embd." not in name:
+            raise ModelError(
+                f"{path} has a weight that batchgen does not use: {tensor.name}",
+                "give the model in the format of transformers",
+            )
+    kinds = {tensor.name: tensor.kind for tensor in tensors}
+    halves = ((name, name.replace("_gate_exps", "_up_exps")) for name in kinds if "_gate_exps" in name)
+    if kind.__name__ not in _MOVES_ROWS or any(kinds[a] != kinds[b] for a, b in halves):
+        return None
     data, loading = np.memmap(path, np.uint8, "c"), Loading()
     return {
         name: UnreadWeight(partial(_read_blocks, data, parts, processor, names), loading)
