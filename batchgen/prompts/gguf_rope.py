@@ -12,6 +12,9 @@ from batchgen.errors import ModelError
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """How Llama 3.1 scales frequencies, beside its factor. A file holds the result alone."""
+_YARN = ("beta_fast", "beta_slow")
+_USUALLY_ONE = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")
+"""Further factors of YaRN, for which transformers has no names or other rules."""
 
 
 def set_rotary_embedding(config: Any, file: Path, reader: Any) -> None:
@@ -33,6 +36,8 @@ def set_rotary_embedding(config: Any, file: Path, reader: Any) -> None:
     rope = known.get("full_attention", known)
     if value("freq_base") is not None:
         rope["rope_theta"] = float(value("freq_base"))
+    if value("freq_base_swa") is not None and "sliding_attention" in known:
+        known["sliding_attention"]["rope_theta"] = float(value("freq_base_swa"))
     if value("dimension_count") and "partial_rotary_factor" in rope:
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         rope["partial_rotary_factor"] = value("dimension_count") / size
@@ -49,6 +54,9 @@ def set_rotary_embedding(config: Any, file: Path, reader: Any) -> None:
             rope["attention_factor"] = float(value("scaling.attn_factor"))
     elif kind == "yarn" and factor != 1:
         rope.update(rope_type="yarn", factor=float(factor), original_max_position_embeddings=original)
+        rope.update({name: float(value(f"scaling.yarn_{name}")) for name in _YARN if value(f"scaling.yarn_{name}")})
+        if any(value(f"scaling.{name}") not in (None, 1.0) for name in _USUALLY_ONE):
+            raise _unknown(file, f"'yarn' with {' or '.join(_USUALLY_ONE)} other than 1")
     elif kind == "linear" and factor != 1:
         rope.update(rope_type="linear", factor=float(factor))
     elif kind not in ("none", "linear", "yarn", "longrope"):

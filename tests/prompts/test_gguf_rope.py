@@ -51,6 +51,7 @@ def test_frequencies_that_a_file_has_divided_are_those_of_llama_3_1(tmp_path):
         ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
         ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
         ({"type": "yarn", "factor": 2.0, "original_context_length": 32}, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}),
+        ({"type": "yarn", "factor": 2.0, "yarn_beta_fast": 16.0, "yarn_ext_factor": 1.0}, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "beta_fast": 16.0}),
         ({"type": "yarn", "factor": 2.0}, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}),
     ],
 )  # fmt: skip
@@ -61,6 +62,8 @@ def test_the_scaling_of_a_file_is_used(tmp_path, scaling, expected):
     layers = configuration(tmp_path / "g.gguf", "gemma3", rope=rope).rope_parameters
     assert layers["full_attention"] == {"rope_theta": 5000.0} | expected
     assert layers["sliding_attention"] == {"rope_theta": 10000.0, "rope_type": "default"}
+    local = configuration(tmp_path / "l.gguf", "gemma3", rope=rope | {"freq_base_swa": 2500.0}).rope_parameters
+    assert local == layers | {"sliding_attention": {"rope_theta": 2500.0, "rope_type": "default"}}
 
 
 def test_the_base_and_the_dimensions_are_those_of_the_file(tmp_path):
@@ -88,6 +91,10 @@ def test_factors_for_long_texts_are_those_of_phi_3(tmp_path):
     [
         ({"tensors": {"rope_freqs.weight": [1.0, 2.0, 1.0, 8.0]}}, "its own (rope_freqs.weight)"),
         ({"rope": {"scaling.type": "new"}}, "'new'"),
+        (
+            {"rope": {"scaling.type": "yarn", "scaling.factor": 2.0, "scaling.yarn_ext_factor": 0.0}},
+            "'yarn' with attn_factor or yarn_attn_factor or yarn_ext_factor other than 1",
+        ),
     ],
 )
 def test_a_scaling_that_is_not_known_is_refused(tmp_path, parts, kind):
