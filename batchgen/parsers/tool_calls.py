@@ -24,6 +24,10 @@ _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{conte
 _OBJECT = {"type": "function", "function": "{content}"}
 _EACH = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
 _TEXT = {"content": "text", "repeats": True, "join": "\n"}
+_NAMED: dict[str, Any] = {"repeats": True, "content": "json", "transform": _CALL}
+"""The settings of calls whose names stand before the JSON of their arguments."""
+_LISTED: dict[str, Any] = {"content": "json", "transform": _EACH, "transform_each": True}
+"""The settings of a JSON list of calls, with names and arguments."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +99,12 @@ def _tags(open: str, close: str, lines: str = "") -> dict[str, Any]:
     next_open = re.sub(r"\(\?P<key>(.*?)\)", r"\1", open)
     next_open = rf"\n{next_open}\n" if lines else rf"\n?{next_open}"
     value = rf"{lines}(?P<value>.*?)(?:{lines}{close}|(?={next_open})|\n?\Z)"
-    return {"content": "xml-inline", "content_args": {"tag_pattern": rf"{open}{value}|\S"}}
+    return {
+        "repeats": True,
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": rf"{open}{value}|\S"},
+        "transform": _CALL,
+    }
 
 
 def _within(outer: str, close: str) -> str:
@@ -106,9 +115,7 @@ def _within(outer: str, close: str) -> str:
 HARMONY_CALLS = _format(
     open_pattern=r"to=functions\.(?P<name>[\w.-]+)(?:(?!<\|(?:message|end|start|call|return)\|>)[^{]){0,200}<\|message\|>",
     close="<|call|>",
-    repeats=True,
-    content="json",
-    transform=_CALL,
+    **_NAMED,
 )
 """gpt-oss: messages to a function, in the channel `commentary`. A header ends with its own message: thoughts may name a function too."""
 _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
@@ -119,9 +126,7 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
         _format(
             open_pattern=r'\s{0,64}(?:<minimax:tool_call>\s{0,64})?<invoke name="(?P<name>[^"]+)">',
             close_pattern=_within("minimax:tool_call", "</invoke>"),
-            repeats=True,
             **_tags(r'<parameter name="(?P<key>[^"]+)">', "</parameter>"),
-            transform=_CALL,
         ),
     ),
     (  # DeepSeek V3.2 and V4
@@ -129,9 +134,7 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
         _format(
             open_pattern=r"\s{0,64}(?:<｜DSML｜(?:function|tool)_calls>\s{0,64})?<｜DSML｜invoke name=\"(?P<name>[^\"]+)\">",
             close_pattern=_within("｜DSML｜(?:function|tool)_calls", "</｜DSML｜invoke>"),
-            repeats=True,
             **_tags(r'<｜DSML｜parameter name="(?P<key>[^"]+)"(?: string="(?:true|false)")?>', "</｜DSML｜parameter>"),
-            transform=_CALL,
         ),
     ),
     (  # Kimi K2
@@ -151,9 +154,7 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
             open_pattern=r"\s{0,64}(?:<｜tool▁calls▁begin｜>\s{0,64})?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
             r"(?P<name>[^\n<]+)(?:<｜tool▁sep｜>|\n```json\n)",
             close_pattern=r"(?:\n?```)?<｜tool▁call▁end｜>(?:\s{0,64}<｜tool▁calls▁end｜>)?",
-            repeats=True,
-            content="json",
-            transform=_CALL,
+            **_NAMED,
         ),
     ),
     (  # Gemma 4
@@ -161,10 +162,8 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
         _format(
             open_pattern=r"\s{0,64}<\|tool_call>call:(?P<name>[\w.-]+)",
             close="<tool_call|>",
-            repeats=True,
-            content="json",
+            **_NAMED,
             content_args={"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-            transform=_CALL,
         ),
     ),
     (  # FunctionGemma
@@ -172,10 +171,8 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
         _format(
             open_pattern=r"\s{0,64}<start_function_call>call:(?P<name>[\w.-]+)",
             close="<end_function_call>",
-            repeats=True,
-            content="json",
+            **_NAMED,
             content_args={"unquoted_keys": True, "string_delims": [["<escape>", "<escape>"]]},
-            transform=_CALL,
         ),
     ),
     (  # Mistral since Small 3.2, Magistral, Devstral
@@ -183,23 +180,19 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
         _format(
             open_pattern=r"\s{0,64}\[TOOL_CALLS\]\s{0,64}(?P<name>[\w.-]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
             close_pattern=r"(?=\[TOOL_CALLS\])",
-            repeats=True,
-            content="json",
-            transform=_CALL,
+            **_NAMED,
         ),
     ),
     (  # Mistral before
         "[TOOL_CALLS]",
-        _format(open_pattern=r"\s{0,64}\[TOOL_CALLS\]", content="json", transform=_EACH, transform_each=True),
+        _format(open_pattern=r"\s{0,64}\[TOOL_CALLS\]", **_LISTED),
     ),
     (  # GLM 4.5 and later
         "<arg_key>",
         _format(
             open_pattern=r"\s{0,64}<tool_call>\s{0,64}(?P<name>[^\s<]+)",
             close="</tool_call>",
-            repeats=True,
             **_tags(r"<arg_key>\s{0,64}(?P<key>[^<]{1,200}?)\s{0,64}</arg_key>\s{0,64}<arg_value>", "</arg_value>"),
-            transform=_CALL,
         ),
     ),
     (  # Seed-OSS
@@ -207,9 +200,7 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
         _format(
             open_pattern=r"\s{0,64}(?:<seed:tool_call>\s{0,64})?<function=(?P<name>[^>\n]+)>",
             close_pattern=_within("seed:tool_call", "</function>"),
-            repeats=True,
             **_tags(r"<parameter=(?P<key>[^>\n]+)>", "</parameter>"),
-            transform=_CALL,
         ),
     ),
     (  # Functionary 3.1, Llama 3.1 with the calls of Meta's documentation
@@ -217,9 +208,7 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
         _format(
             open_pattern=r"\s{0,64}<function=(?P<name>[^>\n]+)>",
             close="</function>",
-            repeats=True,
-            content="json",
-            transform=_CALL,
+            **_NAMED,
         ),
     ),
     (  # Qwen 3 Coder, 3.5 and later, Nemotron 3
@@ -227,9 +216,7 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
         _format(
             open_pattern=r"\s{0,64}(?:<tool_call>\s{0,64})?<function=(?P<name>[^>\n]+)>",
             close_pattern=_within("tool_call", "</function>"),
-            repeats=True,
             **_tags(r"<parameter=(?P<key>[^>\n]+)>", "</parameter>", lines=r"\n?"),
-            transform=_CALL,
         ),
     ),
     (  # Hunyuan, Apriel, Jamba
@@ -237,9 +224,7 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
         _format(
             open_pattern=r"\s{0,64}<tool_calls>",
             close="</tool_calls>",
-            content="json",
-            transform=_EACH,
-            transform_each=True,
+            **_LISTED,
         ),
     ),
     (  # Hermes, Qwen 2.5 and 3, SmolLM 3, Granite 4
@@ -253,9 +238,7 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
         _format(
             open_pattern=r"\s{0,64}<TOOLCALL>",
             close="</TOOLCALL>",
-            content="json",
-            transform=_EACH,
-            transform_each=True,
+            **_LISTED,
         ),
     ),
     (  # Command A, Command R7B
@@ -270,7 +253,7 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
     ),
     (  # Granite 3
         "<|tool_call|>",
-        _format(open_pattern=r"\s{0,64}<\|tool_call\|>", content="json", transform=_EACH, transform_each=True),
+        _format(open_pattern=r"\s{0,64}<\|tool_call\|>", **_LISTED),
     ),
     (  # LFM 2
         "<|tool_call_start|>",
@@ -278,14 +261,12 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
             rewrite=_from_python,
             open_pattern=r"\s{0,64}<\|tool_call_start\|>",
             close="<|tool_call_end|>",
-            content="json",
-            transform=_EACH,
-            transform_each=True,
+            **_LISTED,
         ),
     ),
     (  # Phi 4 mini with the template of vLLM
         "functools[",
-        _format(open_pattern=r"\s{0,64}functools(?=\[)", content="json", transform=_EACH, transform_each=True),
+        _format(open_pattern=r"\s{0,64}functools(?=\[)", **_LISTED),
     ),
     (  # Llama 3.1 to 3.3, 4: the whole answer is an object, or several
         '"parameters": dictionary of argument name and its value',
@@ -293,9 +274,7 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
             only_known=True,
             rewrite=_from_objects,
             open_pattern=r'\A(?=\[\{"name")',
-            content="json",
-            transform=_EACH,
-            transform_each=True,
+            **_LISTED,
         ),
     ),
 )
