@@ -63,6 +63,7 @@ from batchgen.model_files import adapter_folder, check_weight_files, gguf_file, 
 from batchgen.parsers.heads import OutputHead
 from batchgen.process.machine import host_memory
 from batchgen.prompts.gguf import METHOD, alone
+from batchgen.prompts.gguf_settings import OTHER_FORMAT
 from batchgen.prompts.images import no_images
 from batchgen.prompts.tokenizer import LoadedTokenizer, checkpoint_dtype, language_config, quiet
 from batchgen.request import TokenArray
@@ -363,7 +364,7 @@ def _check_found(config: ModelConfig, found: Mapping[str, Any]) -> None:
     if unexpected and gguf_file(config) is not None:
         raise ModelError(
             f"{where} have one that batchgen does not use: {unexpected[0]}",
-            "give the model in the format of transformers",
+            OTHER_FORMAT,
         )
     missing = sorted(found["missing_keys"])
     if config.task == "embed":

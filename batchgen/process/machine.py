@@ -49,11 +49,10 @@ def free_host_memory(root: Path = Path("/")) -> int:
 def _address_space(root: Path) -> list[int]:
     """Returns the bytes of address space that the process may still use; nothing without a limit (`ulimit -v`, `h_vmem` of a cluster)."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    with suppress(OSError, ValueError):
-        if limit != resource.RLIM_INFINITY:
-            return [
-                max(0, limit - int((root / "proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize())
-            ]
+    if limit != resource.RLIM_INFINITY:
+        with suppress(OSError, ValueError):
+            pages = int((root / "proc/self/statm").read_text("ascii").split()[0])
+            return [max(0, limit - pages * resource.getpagesize())]
     return []
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from batchgen.prompts.gguf_rope import set_rotary_embedding
-from batchgen.prompts.gguf_settings import check_settings, set_settings
+from batchgen.prompts.gguf_settings import check_settings, set_settings, value_of
 from batchgen.prompts.gguf_tokenizer import GgufVocabulary, gguf_tokenizer
 
 METHOD = "gguf"
@@ -78,7 +78,7 @@ def gguf_header(file: Path, reader: Any = None) -> GgufHeader:
             for t in reader.tensors
         )
         _known.clear()
-        _known[key] = GgufHeader(str(reader.get_field("general.architecture").contents()), tensors)
+        _known[key] = GgufHeader(str(value_of(reader, "general.architecture")), tensors)
     return _known[key]
 
 
@@ -114,7 +114,7 @@ def load_gguf(file: Path) -> tuple[Any, Any]:
 
     reader = open_gguf(file)
     check_settings(file, reader)
-    kind = reader.get_field("general.file_type")
+    kind = value_of(reader, "general.file_type")
     vocabulary = GgufVocabulary(file, reader)
     with alone(file) as folder, instead(gguf, "GGUFReader", lambda path: reader):
         config = AutoConfig.from_pretrained(folder, gguf_file=file.name)
@@ -125,6 +125,6 @@ def load_gguf(file: Path) -> tuple[Any, Any]:
     set_settings(config, reader)
     set_rotary_embedding(config, file, reader)
     config.get_text_config().eos_token_id = vocabulary.end_tokens() or None
-    config.dtype = _DTYPES.get(-1 if kind is None else int(kind.contents()), "bfloat16")
+    config.dtype = _DTYPES.get(kind, "bfloat16")
     config.quantization_config = {"quant_method": METHOD}
     return config, tokenizer

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from batchgen.errors import ModelError
+from batchgen.prompts.gguf_settings import OTHER_FORMAT, value_of
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """How Llama 3.1 scales frequencies, beside its factor. A file holds the result alone."""
@@ -26,11 +27,10 @@ def set_rotary_embedding(config: Any, file: Path, reader: Any) -> None:
     known = getattr(text, "rope_parameters", None)
     if not isinstance(known, dict):
         return
-    architecture = str(reader.get_field("general.architecture").contents())
+    architecture = value_of(reader, "general.architecture")
 
     def value(key: str) -> Any:
-        field = reader.get_field(f"{architecture}.rope.{key}")
-        return None if field is None else field.contents()
+        return value_of(reader, f"{architecture}.rope.{key}")
 
     # With sliding windows only the layers that see everything are scaled.
     rope = known.get("full_attention", known)
@@ -80,5 +80,5 @@ def _llama3(factors: np.ndarray[Any, Any], base: float, file: Path) -> dict[str,
 def _unknown(file: Path, kind: str) -> ModelError:
     return ModelError(
         f"the rotary embedding of {file} is scaled in a way that batchgen does not know: {kind}",
-        "give the model in the format of transformers",
+        OTHER_FORMAT,
     )

@@ -7,6 +7,8 @@ from typing import Any
 
 from batchgen.errors import ModelError
 
+OTHER_FORMAT = "give the model in the format of transformers"
+"""What to do where a file is refused."""
 _KNOWN = {
     "block_count", "context_length", "embedding_length", "vocab_size", "feed_forward_length", "attention.head_count", "attention.head_count_kv",
     "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.key_length", "attention.value_length",
@@ -91,10 +93,9 @@ def check_settings(file: Path, reader: Any) -> None:
     `reader`: a `gguf.GGUFReader` of the file.
     """
     architecture, values = _values(reader)
-    hint = "give the model in the format of transformers"
     if architecture not in _KNOWN_OF:
         raise ModelError(
-            f"batchgen does not read models of the architecture {architecture!r} from GGUF files: {file}", hint
+            f"batchgen does not read models of the architecture {architecture!r} from GGUF files: {file}", OTHER_FORMAT
         )
     known = _KNOWN | _KNOWN_OF[architecture] | _SETTINGS.get(architecture, {}).keys()
     for key, value in values.items():
@@ -106,7 +107,7 @@ def check_settings(file: Path, reader: Any) -> None:
         if architecture == "falcon" and key == "attention.head_count_kv":
             unread = value != 1  # the rows of queries, keys and values have another order
         if unread:
-            raise ModelError(f"{file} sets {architecture}.{key} to {value}, which batchgen does not read", hint)
+            raise ModelError(f"{file} sets {architecture}.{key} to {value}, which batchgen does not read", OTHER_FORMAT)
 
 
 def set_settings(config: Any, reader: Any) -> None:
@@ -130,9 +131,15 @@ def set_settings(config: Any, reader: Any) -> None:
         text.layer_types = ["linear_attention" if recurrent else "full_attention" for recurrent in layers]
 
 
+def value_of(reader: Any, key: str) -> Any:
+    """Returns the value of a key of the file that a `gguf.GGUFReader` reads; None if it has none."""
+    field = reader.get_field(key)
+    return None if field is None else field.contents()
+
+
 def _values(reader: Any) -> tuple[str, dict[str, Any]]:
     """Returns the architecture, and the values of its keys without its name."""
-    architecture = str(reader.get_field("general.architecture").contents())
+    architecture = str(value_of(reader, "general.architecture"))
     start = f"{architecture}."
     keys = [key for key in reader.fields if key.startswith(start)]
-    return architecture, {key.removeprefix(start): reader.get_field(key).contents() for key in keys}
+    return architecture, {key.removeprefix(start): value_of(reader, key) for key in keys}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchgen.errors import ModelError
+from batchgen.prompts.gguf_settings import OTHER_FORMAT, value_of
 
 _BLANK = "▁"
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -110,8 +111,7 @@ class GgufVocabulary:
 
     def value(self, key: str) -> Any:
         """The value of a key of the file; None if it has none."""
-        field = self._reader.get_field(key)
-        return None if field is None else field.contents()
+        return value_of(self._reader, key)
 
     def special(self, name: str, default: int | None = None) -> int | None:
         """The id of the token that `tokenizer.ggml.NAME_token_id` names, if it is one of the tokens."""
@@ -248,7 +248,7 @@ def _split_of(vocabulary: GgufVocabulary) -> _Split:
     if name not in _SPLITS:
         raise ModelError(
             f"the tokenizer of {vocabulary.file} splits texts in the way {name!r} (tokenizer.ggml.pre), which batchgen does not know",
-            "give the model in the format of transformers",
+            OTHER_FORMAT,
         )
     return _SPLITS[name]
 

@@ -293,7 +293,9 @@ class ChatTemplate:
         self._source = source
         self._variables = variables
         self._roles_in_parts: frozenset[str] = frozenset()
+        """The roles whose texts appear only as parts."""
         self._roles_of_parts: frozenset[str] = frozenset()
+        """The roles of which every part appears, as the template writes parts."""
         self._clock = ""
         self._special_tokens = dict(tokenizer.special_tokens_map)
         self._sources: dict[bool, str] = {}

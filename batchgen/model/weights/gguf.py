@@ -19,6 +19,7 @@ from batchgen.kernels.codes import E2M1, Coding, PackedTensor, packed_plane, pac
 from batchgen.kernels.memory import Loading
 from batchgen.model.weights.packed import UnreadWeight, nibbles
 from batchgen.prompts.gguf import GgufTensor, gguf_header, instead
+from batchgen.prompts.gguf_settings import OTHER_FORMAT
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -225,10 +226,9 @@ def _read_blocks(
     packed = kind in TYPES and len(tensors[0].shape) > 1
     made: dict[str, Any] = {}
     for tensor in tensors:
-        flat = (
-            "ffn_gate_inp_shexp" in tensor.name
-        )  # llama.cpp writes it as [1, N] or [N], and transformers adds a dimension
-        rows = data[tensor.offset : tensor.offset + tensor.nbytes].reshape(*(() if flat else tensor.shape[:-1]), -1)
+        # llama.cpp writes this one as [1, N] or [N], and transformers adds a dimension.
+        outer = () if "ffn_gate_inp_shexp" in tensor.name else tensor.shape[:-1]
+        rows = data[tensor.offset : tensor.offset + tensor.nbytes].reshape(*outer, -1)
         numbers = rows if packed else gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
         result = processor.process(
             weights=numbers, name=tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": made}
@@ -273,7 +273,7 @@ def gguf_weights(path: Path, model: Callable[[], torch.nn.Module]) -> Mapping[st
         elif not tensor.name.startswith(_NOT_WEIGHTS) and ".attn_rot_embd." not in name:
             raise ModelError(
                 f"{path} has a weight that batchgen does not use: {tensor.name}",
-                "give the model in the format of transformers",
+                OTHER_FORMAT,
             )
     kinds = {tensor.name: tensor.kind for tensor in tensors}
     halves = ((name, name.replace("_gate_exps", "_up_exps")) for name in kinds if "_gate_exps" in name)
