@@ -107,7 +107,12 @@ class StepExecutor:
                 if self._head is not None:
                     step.scores = ((mean_outputs if self._head.pooling == "mean" else last_outputs)(logits, batch),)
                 elif batch.score_targets.rows:
-                    step.scores = score_targets(logits, batch.score_targets.rows, batch.score_targets.tokens)
+                    step.scores = score_targets(
+                        logits,
+                        batch.score_targets.rows,
+                        batch.score_targets.tokens,
+                        own_kernels=self._sampler.own_kernels,
+                    )
             return step
 
     def sample(self, step: InFlightStep) -> None:

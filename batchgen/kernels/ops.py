@@ -1,4 +1,4 @@
-"""The compiled CPU kernels as torch functions: norms, sums, rotary embeddings, rows of a table, packed linear layers."""
+"""The compiled CPU kernels as torch functions: norms, sums, rotary embeddings, rows of a table, packed linear layers, and sampling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from enum import IntEnum
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from batchgen.kernels.build import DTYPES, integers, kernel, library, pointers
 from batchgen.kernels.coded import Codes, can_share
@@ -83,19 +85,37 @@ class NormArguments(ctypes.Structure):
         super().__init__(*fields, by=by, **named)
 
 
-class _Maximum(ctypes.Structure):
-    """`Maximum` in elementwise.cpp is the same."""
+class _Sampling(ctypes.Structure):
+    """`Sampling` in sampling.cpp is the same."""
 
-    _fields_ = (*integers("rows", "columns", "x_row", "threads"), *pointers("x", "values", "indices"))
+    _fields_ = (
+        *integers("rows", "columns", "x_row", "threads"),
+        *pointers("x", "best", "tokens", "temperature", "top_k", "top_p", "min_p", "u"),
+    )
 
 
 class _Mask(ctypes.Structure):
-    """`Mask` in elementwise.cpp is the same."""
+    """`Mask` in sampling.cpp is the same."""
 
     _fields_ = (
         *integers("rows", "columns", "words", "x_row", "allowed_row", "threads"),
         *pointers("x", "allowed", "y"),
     )
+
+
+class _PenaltyArguments(ctypes.Structure):
+    """`Penalties` in sampling.cpp is the same."""
+
+    _fields_ = (
+        *integers("rows", "columns", "x_row", "threads"),
+        *pointers("x", "y", "seen", "counts", "seen_row", "counts_row", "repetition", "presence", "frequency"),
+    )
+
+
+class _Summary(ctypes.Structure):
+    """`Summary` in sampling.cpp is the same."""
+
+    _fields_ = (*integers("rows", "columns", "x_row", "k", "threads"), *pointers("x", "best", "log_weights", "tokens"))
 
 
 class RowTable(ctypes.Structure):
@@ -156,20 +176,27 @@ def can_add(x: torch.Tensor, more: torch.Tensor) -> bool:
     return are_known(x, more) and x.shape == more.shape and x.is_contiguous() and more.is_contiguous()
 
 
-def row_maximum(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the largest number of each row of x [N, V] and its first place; NaN for a row with one, like `torch.max`."""
+def sample_rows(x: torch.Tensor, records: NDArray[Any], u: NDArray[np.float64]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a token for each row of logits x [N, V], int64 [N], and its largest logit [N], which is NaN for a row with one.
+
+    `records` [N] have a row's `temperature`, `top_k`, `top_p` and `min_p` (batch_params.py), `u` [N] its uniform number. A row without a
+    temperature takes the first of its likeliest tokens, and so does one whose largest logit is not finite.
+    """
     if x.stride(1) != 1:
         x = x.contiguous()
-    values, indices = torch.empty(len(x), dtype=x.dtype), torch.empty(len(x), dtype=torch.int64)
-    maximum = _Maximum(
-        *x.shape, x.stride(0), torch.get_num_threads(), x.data_ptr(), values.data_ptr(), indices.data_ptr()
+    tokens, best = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x), dtype=x.dtype)
+    sampling = _Sampling(
+        *x.shape, x.stride(0), torch.get_num_threads(), x.data_ptr(), best.data_ptr(), tokens.data_ptr()
     )
-    kernel("maximum", x.dtype)(ctypes.byref(maximum))
-    return values, indices
+    asked = {name: records[name].copy() for name in ("temperature", "top_k", "top_p", "min_p")} | {"u": u.copy()}
+    if (asked["temperature"] > 0).any():
+        _point(sampling, asked)
+    kernel("sample", x.dtype)(ctypes.byref(sampling))
+    return tokens, best
 
 
 def only_allowed(x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """Does what `sampling.filters.forbid` does. x [N, V] has one of `DTYPES`; the bits of a row are adjacent in `words`."""
+    """Does what `filters.forbid` does. The bits of a row are adjacent in `words`."""
     if x.stride(1) != 1:
         x = x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype)
@@ -178,6 +205,49 @@ def only_allowed(x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     )  # fmt: skip
     kernel("mask", x.dtype)(ctypes.byref(mask))
     return y
+
+
+def penalize(
+    x: torch.Tensor,
+    records: NDArray[Any],
+    seen: tuple[torch.Tensor, NDArray[np.int64]],
+    counts: tuple[torch.Tensor, NDArray[np.int64]],
+) -> torch.Tensor:
+    """Returns a float32 copy of logits x [N, V] with the penalties of penalties.py.
+
+    `records` [N] have the rows' penalties. `seen` are marks, bool [.., V], and which of their rows each row of x has, int64 [N], -1 for
+    none; `counts` are the same with int32.
+    """
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    y = torch.empty(x.shape, dtype=torch.float32)
+    penalties = _PenaltyArguments(
+        *x.shape, x.stride(0), torch.get_num_threads(), x.data_ptr(), y.data_ptr(), seen[0].data_ptr(), counts[0].data_ptr()
+    )  # fmt: skip
+    asked = {name: records[f"{name}_penalty"].copy() for name in ("repetition", "presence", "frequency")}
+    asked |= {"seen_row": seen[1].copy(), "counts_row": counts[1].copy()}
+    _point(penalties, asked)
+    kernel("penalize", x.dtype)(ctypes.byref(penalties))
+    return y
+
+
+def summarize(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns what `logprobs.Summaries` has, of rows of logits x [N, V]; k is 1 or more."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    best, log_weights = torch.empty((2, len(x)), dtype=torch.float32)
+    tokens = torch.empty((len(x), k), dtype=torch.int64)
+    summary = _Summary(
+        *x.shape, x.stride(0), k, torch.get_num_threads(), x.data_ptr(), best.data_ptr(), log_weights.data_ptr(), tokens.data_ptr()
+    )  # fmt: skip
+    kernel("summarize", x.dtype)(ctypes.byref(summary))
+    return best, log_weights, tokens
+
+
+def _point(structure: ctypes.Structure, arrays: dict[str, NDArray[Any]]) -> None:
+    """Writes the addresses of arrays, which must live until the kernel has run, into fields."""
+    for name, numbers in arrays.items():
+        setattr(structure, name, numbers.ctypes.data)
 
 
 def take_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

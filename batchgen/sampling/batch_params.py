@@ -64,7 +64,7 @@ class StepParams:
     ) -> None:
         """`records` and `u` [N] on the host; `table` [N, columns] on the device, None on the CPU. `drafts`: see `Sampler.sample`."""
         self.records = records
-        self._u = u
+        self.u = u
         self._device = device
         self._table = table
         self._drafts = drafts
@@ -80,7 +80,7 @@ class StepParams:
     def column(self, name: str) -> torch.Tensor:
         """Returns a field of the rows' records [N, 1] on the device; the name `u` gives their uniform numbers."""
         if self._table is None:
-            return put((self._u if name == "u" else self.records[name]).copy(), self._device)[:, None]
+            return put((self.u if name == "u" else self.records[name]).copy(), self._device)[:, None]
         at = _COLUMNS[name]
         dtype = _TABLE.get(name, self._table.dtype)
         return self._table[:, at : at + 1].to(self._table.dtype if dtype == torch.float64 else dtype)
@@ -104,7 +104,7 @@ class StepParams:
         at = put(rows, self._device)
         table = None if self._table is None else self._table[at]
         drafts = None if self._drafts is None else [self._drafts[row] for row in rows]
-        return StepParams(self.records[rows], self._u[rows], self._device, table, drafts), at
+        return StepParams(self.records[rows], self.u[rows], self._device, table, drafts), at
 
     def chunk(self, rows: slice) -> StepParams:
         """Returns a run of adjacent rows."""
@@ -112,7 +112,7 @@ class StepParams:
             return self
         table = None if self._table is None else self._table[rows]
         drafts = None if self._drafts is None else self._drafts[rows]
-        return StepParams(self.records[rows], self._u[rows], self._device, table, drafts)
+        return StepParams(self.records[rows], self.u[rows], self._device, table, drafts)
 
 
 class BatchParams:

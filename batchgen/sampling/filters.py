@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 
 def forbid(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
@@ -31,24 +30,6 @@ def largest(x: torch.Tensor, k: int) -> torch.Tensor:
     if k < x.shape[1]:
         values = np.partition(values, x.shape[1] - k, axis=-1)[:, -k:]
     return torch.from_numpy(np.sort(values, axis=-1)[:, ::-1].copy())
-
-
-def top_tokens(scores: torch.Tensor, k: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the ids and float32 values [n, width] of the k[i] largest `scores` [n, V] of each row, and of all that equal the last of them.
-
-    For the CPU. Tokens are in the vocabulary's order; tokens of -inf are left out. Rows that have fewer end with id 0 and -inf.
-    """
-    values = scores.float().numpy()
-    rows, vocabulary, max_k = len(values), values.shape[1], int(k.max())
-    top = np.sort(np.partition(values, vocabulary - max_k, axis=-1)[:, vocabulary - max_k :], axis=-1)
-    last = np.maximum(top[np.arange(rows), max_k - k], np.finfo(np.float32).min)
-    row, token = np.divmod(np.flatnonzero(values >= last[:, None]), vocabulary)
-    counts = np.bincount(row, minlength=rows)
-    place = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    ids = np.zeros((rows, max(1, int(counts.max()))), dtype=np.int64)
-    found = np.full(ids.shape, -np.inf, dtype=np.float32)
-    ids[row, place], found[row, place] = token, values[row, token]
-    return torch.from_numpy(ids), torch.from_numpy(found)
 
 
 def row_sums(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

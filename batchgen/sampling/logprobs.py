@@ -1,11 +1,19 @@
-"""Log-probabilities of sampled tokens and of the likeliest tokens, from raw logits, in float32."""
+"""Log-probabilities of sampled tokens and of the likeliest tokens, from raw logits, in float32.
+
+Shapes: N rows, V vocabulary, the k likeliest tokens of a row.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+from batchgen.kernels.build import DTYPES
+from batchgen.kernels.ops import summarize
+from batchgen.sampling.filters import row_sums
 
 AT_ONCE = 1 << 24
 """Number of logits converted to float32 at once."""
@@ -23,22 +31,44 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...]
 
 
-def measure(logits: torch.Tensor, tokens: torch.Tensor, k: int, at_once: int | None = None) -> torch.Tensor:
+class Summaries(NamedTuple):
+    """What a row's log-probabilities are made of: logit - `best` - `log_weights`."""
+
+    best: torch.Tensor
+    """float32 [N]: the largest logit."""
+    log_weights: torch.Tensor
+    """float32 [N]: the logarithm of the sum of exp(logit - best); NaN where logits are not numbers."""
+    ids: torch.Tensor
+    """int64 [N, max(k, 1)]: the likeliest tokens, of equal ones the first."""
+
+
+def summaries(logits: torch.Tensor, k: int = 1, at_once: int | None = None, *, own_kernels: bool = False) -> Summaries:
+    """Returns those of rows of logits [N, V]. `at_once`: the number of logits converted to float32 at once, None for what suits the device."""
+    if own_kernels and logits.dtype in DTYPES:
+        return Summaries(*summarize(logits, max(k, 1)))
+    at_once = at_once or (AT_ONCE_CPU if logits.device.type == "cpu" else AT_ONCE)
+    size = max(1, at_once // logits.shape[1])
+    chunks = []
+    for start in range(0, len(logits), size):
+        chunk = logits[start : start + size].float()
+        best, first = chunk.max(dim=-1)
+        log_weights = row_sums(chunk.sub(best[:, None]).exp_(), torch.float32)[:, 0].log_()
+        chunks.append((best, log_weights, _likeliest(chunk, k) if k > 1 else first[:, None]))
+    return Summaries(*map(torch.cat, zip(*chunks, strict=True)))
+
+
+def measure(logits: torch.Tensor, tokens: torch.Tensor, k: int, *, own_kernels: bool = False) -> torch.Tensor:
     """Returns [n, 1 + 2k] for rows of `logits` [n, V] and their sampled `tokens` [n].
 
     The columns are the log-probability of the sampled token, the ids of the k likeliest tokens, and their log-probabilities. All are
     float64 (float32 on MPS), which holds token ids exactly, so that one copy takes them to the host.
     """
     wide = torch.float32 if logits.device.type == "mps" else torch.float64
-    at_once = at_once or (AT_ONCE_CPU if logits.device.type == "cpu" else AT_ONCE)
-    size = max(1, at_once // logits.shape[1])
-    chunks = []
-    for start in range(0, len(logits), size):
-        chunk = logits[start : start + size].float()
-        ids = _likeliest(chunk, k)
-        logprobs = chunk.log_softmax(-1).gather(1, torch.cat([tokens[start : start + size, None], ids], dim=1)).to(wide)
-        chunks.append(torch.cat([logprobs[:, :1], ids.to(wide), logprobs[:, 1:]], dim=1))
-    return torch.cat(chunks)
+    found = summaries(logits, k, own_kernels=own_kernels)
+    ids = found.ids[:, :k]
+    of_ids = logits.gather(1, torch.cat([tokens[:, None], ids], dim=1)).float()
+    logprobs = (of_ids - found.best[:, None] - found.log_weights[:, None]).to(wide)
+    return torch.cat([logprobs[:, :1], ids.to(wide), logprobs[:, 1:]], dim=1)
 
 
 def _likeliest(x: torch.Tensor, k: int) -> torch.Tensor:
@@ -47,8 +77,6 @@ def _likeliest(x: torch.Tensor, k: int) -> torch.Tensor:
     Which of several equal numbers `topk` takes depends on k, and k is the largest that any row of the batch asks for. Logits in bfloat16
     are often equal. So the sort key is an integer: in the high bits the float, as an integer that sorts as floats do, and in the low bits the place.
     """
-    if not k:
-        return torch.empty((len(x), 0), dtype=torch.int64, device=x.device)
     last = x.shape[1] - 1
     bits = (x + 0.0).view(torch.int32)  # -0 becomes 0
     keys = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long().bitwise_left_shift_(32)

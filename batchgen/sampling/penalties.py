@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from batchgen.kernels.build import DTYPES
+from batchgen.kernels.ops import penalize
 from batchgen.kernels.transfer import put
 from batchgen.request import TokenArray
 from batchgen.sampling.batch_params import StepParams
@@ -42,11 +44,12 @@ class VocabularyRows:
 class Penalties:
     """The penalties of all sequences. The fields `seen` and `counts` of a sequence's record are rows here; -1 for none."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size, self._device = vocab_size, device
-        self._few = device.type == "cpu"
-        self._seen = VocabularyRows(vocab_size, torch.bool, device)
-        self._counts = VocabularyRows(vocab_size, torch.int32, device)
+    def __init__(self, vocab_size: int, device: torch.device, *, own_kernels: bool = False) -> None:
+        self._vocab_size, self._device, self._own_kernels = vocab_size, device, own_kernels
+        self._marks = {
+            "seen": VocabularyRows(vocab_size, torch.bool, device),
+            "counts": VocabularyRows(vocab_size, torch.int32, device),
+        }
 
     def add(self, record: Any, params: SamplingParams, prompt: TokenArray, generated: Sequence[int]) -> None:
         """Takes the rows that a sequence needs, and writes their numbers into its record."""
@@ -56,77 +59,63 @@ class Penalties:
         if params.repetition_penalty != 1:
             ids = np.unique(np.concatenate([prompt, sampled]))
             ids = ids[ids < self._vocab_size]  # a prompt may hold ids that the model has no logits for
-            row = record["seen"] = self._seen.take()
-            self._seen.rows[row].index_fill_(0, put(ids, self._device), True)
+            row = record["seen"] = self._marks["seen"].take()
+            self._marks["seen"].rows[row].index_fill_(0, put(ids, self._device), True)
         if params.presence_penalty or params.frequency_penalty:
-            row = record["counts"] = self._counts.take()
+            row = record["counts"] = self._marks["counts"].take()
             if sampled.size:
                 ids, counts = np.unique(sampled, return_counts=True)
-                self._counts.rows[row].index_copy_(
+                self._marks["counts"].rows[row].index_copy_(
                     0, put(ids, self._device), put(counts.astype(np.int32), self._device)
                 )
 
     def remove(self, records: NDArray[Any]) -> None:
         """Gives the rows of some sequences back. The next owner writes them only after the last step of these, because the device works in the order of the launches."""
-        for name, rows in (("seen", self._seen), ("counts", self._counts)):
+        for name, rows in self._marks.items():
             rows.give_back(records[name][records[name] >= 0].tolist())
 
     def applied(self, logits: torch.Tensor, step_params: StepParams) -> torch.Tensor:
         """Returns a float32 copy of the logits [N, V] with the penalties applied."""
-        repetition, counted = (np.flatnonzero(step_params.records[name] >= 0) for name in ("seen", "counts"))
+        records = step_params.records
+        if self._own_kernels and logits.dtype in DTYPES:
+            return penalize(logits, records, *(self._table(name, step_params) for name in self._marks))
         scores = logits.to(torch.float32, copy=True)
-        if repetition.size:
-            some, at = step_params.part(repetition)
-            seen = self._seen.rows[some.rows("seen")]
-            drafts = some.drafts()
-            if drafts is not None:
-                seen[drafts] = True
-            marked = _PenalizedScores(scores, at, seen, self._few)
-            part, penalty = marked.scores, marked.of(some.column("repetition_penalty"))
-            marked.replace(torch.where(part < 0, part * penalty, part / penalty))
-        if counted.size:
-            some, at = step_params.part(counted)
-            counts = self._counts.rows[some.rows("counts")]
-            drafts = some.drafts()
-            if drafts is not None:
-                counts.index_put_(drafts, torch.ones_like(drafts[1], dtype=counts.dtype), accumulate=True)
-            marked = _PenalizedScores(scores, at, counts, self._few)
-            part = marked.scores - marked.of(some.column("frequency_penalty")) * marked.marks
-            marked.replace(part - marked.of(some.column("presence_penalty")))
+        if (has := np.flatnonzero(records["seen"] >= 0)).size:
+            some, at = step_params.part(has)
+            part, penalty = scores[at], some.column("repetition_penalty")
+            scores[at] = torch.where(
+                self._marks_of("seen", some), torch.where(part < 0, part * penalty, part / penalty), part
+            )
+        if (has := np.flatnonzero(records["counts"] >= 0)).size:
+            some, at = step_params.part(has)
+            part, counts = scores[at], self._marks_of("counts", some)
+            less = part - some.column("frequency_penalty") * counts - some.column("presence_penalty")
+            scores[at] = torch.where(counts != 0, less, part)
         return scores
+
+    def _marks_of(self, name: str, step_params: StepParams) -> torch.Tensor:
+        """Returns a copy of the marks [n, V] of rows that all have some, with their drafts."""
+        marks, drafts = self._marks[name].rows[step_params.rows(name)], step_params.drafts()
+        if drafts is not None:
+            marks.index_put_(drafts, torch.ones_like(drafts[1], dtype=marks.dtype), accumulate=name == "counts")
+        return marks
+
+    def _table(self, name: str, step_params: StepParams) -> tuple[torch.Tensor, NDArray[np.int64]]:
+        """Returns marks [.., V] and which of their rows each row of the step has, -1 for none. Nothing is copied without drafts."""
+        rows = step_params.records[name].copy()
+        has = np.flatnonzero(rows >= 0)
+        if not has.size or step_params.drafts() is None:
+            return self._marks[name].rows, rows
+        rows[has] = np.arange(len(has))
+        return self._marks_of(name, step_params.part(has)[0]), rows
 
     def note(self, tokens: torch.Tensor, step_params: StepParams) -> None:
         """Remembers the tokens [N] that were sampled. A sequence may have several."""
-        for name, state in (("seen", self._seen), ("counts", self._counts)):
+        for name, marks in self._marks.items():
             has = np.flatnonzero(step_params.records[name] >= 0)
             if has.size:
                 some, at = step_params.part(has)
                 ids = tokens[at]
                 # A Python number would be copied to the device, and the host would wait for that.
-                ones = torch.ones_like(ids, dtype=state.rows.dtype)
-                state.rows.index_put_((some.rows(name), ids), ones, accumulate=name == "counts")
-
-
-class _PenalizedScores:
-    """The scores of the tokens that have a mark. With `few`, for the CPU, the other tokens are not computed, which are nearly all."""
-
-    def __init__(self, all_scores: torch.Tensor, at: torch.Tensor | slice, marks: torch.Tensor, few: bool) -> None:
-        """`marks` [n, V], of any type, are those of the rows `at` of `all_scores` [N, V]."""
-        self._all, self._at, self._few = all_scores, at, few
-        if self._few:
-            row, token = map(torch.from_numpy, np.divmod(np.flatnonzero(marks.numpy()), marks.shape[1]))
-            self._row, self._place = row, (row if isinstance(at, slice) else at[row], token)
-            self.marks, self.scores = marks[row, token], all_scores[self._place]
-        else:
-            self.marks, self.scores = marks, all_scores[at]
-
-    def of(self, column: torch.Tensor) -> torch.Tensor:
-        """Returns a column [n, 1] of the rows so that it goes with `scores`."""
-        return column[self._row, 0] if self._few else column
-
-    def replace(self, scores: torch.Tensor) -> None:
-        """Replaces the scores of the tokens that have a mark."""
-        if self._few:
-            self._all[self._place] = scores.to(self._all.dtype)
-        else:
-            self._all[self._at] = torch.where(self.marks != 0, scores, self.scores).to(self._all.dtype)
+                ones = torch.ones_like(ids, dtype=marks.rows.dtype)
+                marks.rows.index_put_((some.rows(name), ids), ones, accumulate=name == "counts")

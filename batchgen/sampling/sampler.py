@@ -12,7 +12,7 @@ Shapes: N rows, V vocabulary, n rows of a subset, the k likeliest tokens of a ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,11 @@ import torch
 from numpy.typing import NDArray
 
 from batchgen.kernels.build import DTYPES
-from batchgen.kernels.ops import only_allowed, row_maximum
+from batchgen.kernels.ops import only_allowed, sample_rows
 from batchgen.kernels.transfer import put
 from batchgen.request import TokenArray
 from batchgen.sampling.batch_params import BatchParams, StepParams
-from batchgen.sampling.filters import forbid, inverse_cdf, largest, nucleus, nucleus_top, row_sums, top_tokens
+from batchgen.sampling.filters import forbid, inverse_cdf, largest, nucleus, nucleus_top, row_sums
 from batchgen.sampling.logprobs import TokenLogprobs, measure, read
 from batchgen.sampling.penalties import Penalties
 from batchgen.sampling.philox import uniforms
@@ -34,7 +34,9 @@ from batchgen.sampling_params import SamplingParams
 AT_ONCE = 1 << 24
 """Number of logits that are filtered and sampled from at once. This takes about ten times their size in float32."""
 AT_ONCE_CPU = 1 << 18
-"""The same on the CPU: as many as stay in its cache (twice as fast)."""
+"""The same on a CPU without kernels: as many as stay in its cache (twice as fast)."""
+AT_ONCE_THREAD = 1 << 19
+"""The same for each thread of the kernels, which take only a copy of them: memory of that size is used again (twice as fast)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,7 @@ class Sampler:
     """Samples the next token of many sequences.
 
     `vocab_size` is the width of the logits, padding included. `capacity` is the number of sequences that there is room for at first; more room is made when needed.
-    `at_once` is the number of logits to filter and sample from at once; None for what suits the device. `own_kernels`: the kernels for
-    the CPU (kernels/ops.py) are used.
+    `at_once` is the number of logits to filter and sample from at once; None for what suits the device.
     """
 
     def __init__(
@@ -89,12 +90,13 @@ class Sampler:
         self._vocab_size = vocab_size
         self.device = device
         """Where the logits are to be."""
-        self._own_kernels = own_kernels
-        self._at_once = at_once or (AT_ONCE_CPU if device.type == "cpu" else AT_ONCE)
+        self.own_kernels = own_kernels
+        """Whether the kernels for the CPU are used (ops.py)."""
+        self._at_once = at_once or _at_once(device, own_kernels)
         # Cumulative sums are in float64: rounding in float32 would move the samples. MPS has no float64.
         self._wide = torch.float32 if device.type == "mps" else torch.float64
         self._batch_params = BatchParams(vocab_size, device, self._wide, capacity)
-        self._penalties = Penalties(vocab_size, device)
+        self._penalties = Penalties(vocab_size, device, own_kernels=own_kernels)
 
     @property
     def last(self) -> torch.Tensor:
@@ -175,7 +177,7 @@ class Sampler:
         counts, (_, chosen) = records["logprobs"][wanted], step_params.part(wanted)
         if kept is not None:
             logits = logits[put(np.array(kept), self.device)]
-        measured = measure(logits[chosen], tokens[chosen], int(counts.max()))
+        measured = measure(logits[chosen], tokens[chosen], int(counts.max()), own_kernels=self.own_kernels)
         wants = dict(zip(wanted.tolist(), counts.tolist(), strict=True))
         return SamplerOutput(tokens, valid, measured, wants, kept)
 
@@ -185,23 +187,25 @@ class Sampler:
         """Tokens [n] and whether the logits are numbers [n]."""
         scores = self._penalties.applied(logits, step_params) if step_params.penalized else logits
         scores = self._masked(scores, mask)
-        best, tokens = self._likeliest(scores)
-        for some, at, ids, weights in self._choices(scores, best, step_params):
-            likeliest = tokens[at] if ids is None else weights.argmax(dim=-1)
-            sampled = inverse_cdf(weights.to(self._wide), some.rows("u"), likeliest)
-            tokens[at] = sampled if ids is None else ids.gather(1, sampled[:, None])[:, 0]
+        if self._has_kernels(scores):
+            tokens, best = sample_rows(scores, step_params.records, step_params.u)
+            return tokens, torch.isfinite(best)
+        best, tokens = scores.max(dim=-1)
+        warm = np.flatnonzero(step_params.records["temperature"] > 0)
+        if warm.size:
+            some, at = step_params.part(warm)
+            weights = self._weights(scores[at], best[at], some)
+            tokens[at] = inverse_cdf(weights.to(self._wide), some.rows("u"), tokens[at])
         return tokens, torch.isfinite(best)
 
-    def _likeliest(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the largest number of each row and its first place; NaN for a row with one."""
-        if self._own_kernels and scores.dtype in DTYPES:
-            return row_maximum(scores)
-        best, tokens = scores.max(dim=-1)
-        return best, tokens
+    def _has_kernels(self, scores: torch.Tensor) -> bool:
+        return self.own_kernels and scores.dtype in DTYPES
 
     def _chunks(self, records: NDArray[Any], mask: torch.Tensor | None) -> list[slice]:
-        """The rows to work on at once: all of them if each row only wants its likeliest token."""
-        plain = (records["temperature"] == 0) & (records["seen"] < 0) & (records["counts"] < 0)
+        """The rows to work on at once: all of them if nothing of the logits' size is made."""
+        plain = (records["seen"] < 0) & (records["counts"] < 0)
+        if not self.own_kernels:
+            plain &= records["temperature"] == 0
         size = len(records)
         if not (plain.all() and mask is None):
             size = max(1, self._at_once // self._vocab_size)
@@ -209,7 +213,7 @@ class Sampler:
 
     def _masked(self, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Returns a copy of `scores` with -inf for the tokens that are not allowed; `scores` themselves if there is no mask, or if all tokens are allowed."""
-        if mask is not None and self._own_kernels and scores.dtype in DTYPES:
+        if mask is not None and self._has_kernels(scores):
             return only_allowed(scores, mask)
         at = np.flatnonzero((mask.numpy() != -1).any(axis=1)) if mask is not None else np.zeros(0)
         if mask is None or not at.size:
@@ -220,40 +224,6 @@ class Sampler:
         scores, rows = scores.clone(), put(at, self.device)
         scores[rows] = forbid(scores[rows], words)
         return scores
-
-    def _choices(
-        self, scores: torch.Tensor, best: torch.Tensor, step_params: StepParams
-    ) -> Iterator[tuple[StepParams, torch.Tensor | slice, torch.Tensor | None, torch.Tensor]]:
-        """Yields the rows that are not greedy, in groups: (rows, index of the rows, ids, unnormalised probabilities).
-
-        ids is None where the probabilities are those of all tokens [n, V]. On the CPU, rows with a small top-k have only the tokens that
-        it leaves: ids [n, k] in the vocabulary's order, with their probabilities [n, k].
-        """
-        records = step_params.records
-        warm = records["temperature"] > 0
-        few = warm & (records["top_k"] > 0) & (records["top_k"] <= self._vocab_size // 8) & (self.device.type == "cpu")
-        for rows in (np.flatnonzero(few), np.flatnonzero(warm & ~few)):
-            if not rows.size:
-                continue
-            some, at = step_params.part(rows)
-            if few[rows[0]]:
-                yield some, at, *self._top_weights(scores[at], best[at], some)
-            else:
-                yield some, at, None, self._weights(scores[at], best[at], some)
-
-    def _top_weights(
-        self, scores: torch.Tensor, best: torch.Tensor, step_params: StepParams
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, values = top_tokens(scores, step_params.records["top_k"])
-        x = values.sub_(best.float()[:, None]).div_(step_params.column("temperature"))
-        weights = x.exp()
-        if (step_params.records["top_p"] < 1).any():
-            # Rows with fewer tokens end with zeros, which must not change the order in which the others are added.
-            total = weights.cumsum(dim=-1, dtype=self._wide)[:, -1:]
-            nucleus(weights, x, largest(x, x.shape[1]), step_params.column("top_p"), total)
-        if (step_params.records["min_p"] > 0).any():
-            weights.masked_fill_(weights < step_params.column("min_p"), 0)
-        return ids, weights
 
     def _weights(self, scores: torch.Tensor, best: torch.Tensor, step_params: StepParams) -> torch.Tensor:
         """Unnormalised probabilities [n, V] of rows that are not greedy, float32, 1 for the likeliest token."""
@@ -288,6 +258,12 @@ class Sampler:
             top = nucleus_top(x, step_params.column("top_p"), total)
         if (step_params.records["top_p"] < 1).any():
             nucleus(weights, x, top, step_params.column("top_p"), total)
+
+
+def _at_once(device: torch.device, own_kernels: bool) -> int:
+    if own_kernels:
+        return AT_ONCE_THREAD * torch.get_num_threads()
+    return AT_ONCE_CPU if device.type == "cpu" else AT_ONCE
 
 
 def _kept(tokens: list[int], valid: list[bool], drafts: Sequence[Sequence[int]]) -> list[int]:

@@ -8,14 +8,12 @@ import numpy as np
 import torch
 
 from batchgen.kernels.transfer import put
-
-AT_ONCE = 1 << 24
-"""Number of logits converted to float32 at once."""
+from batchgen.sampling.logprobs import summaries
 
 
 @torch.inference_mode()
 def score_targets(
-    logits: torch.Tensor, rows: Sequence[int], targets: Sequence[int], at_once: int = AT_ONCE
+    logits: torch.Tensor, rows: Sequence[int], targets: Sequence[int], *, own_kernels: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns, for each pair of a row of `logits` [N, V] and a target token, its log-probability and whether no token is likelier.
 
@@ -24,18 +22,9 @@ def score_targets(
     the row's logits are not numbers (a NaN, +inf, or nothing but -inf), or if the model has no logit for the target.
     """
     device = logits.device
-    vocabulary = logits.shape[1]
-    size = max(1, at_once // vocabulary)
-    total = torch.empty(len(logits), dtype=torch.float32, device=device)
-    best = torch.empty(len(logits), dtype=torch.int64, device=device)
-    for start in range(0, len(logits), size):
-        chunk = logits[start : start + size].float()
-        # A single row is summed as part of two rows, because torch would split it between threads and add in another order.
-        some = chunk.expand(2, -1) if len(chunk) == 1 else chunk
-        total[start : start + size] = some.logsumexp(-1)[: len(chunk)]
-        best[start : start + size] = chunk.argmax(-1)
+    found = summaries(logits, own_kernels=own_kernels)
     row, target = put(np.array([list(rows), list(targets)], dtype=np.int64), device)
-    known = target < vocabulary  # a text may hold ids that the model has no logits for
-    logprob = logits[row, target.where(known, 0)].float() - total[row]
-    logprob = logprob.where(known & total[row].isfinite(), torch.nan)
-    return (logprob if device.type == "mps" else logprob.double()), best[row] == target
+    known = target < logits.shape[1]  # a text may hold ids that the model has no logits for
+    logprob = logits[row, target.where(known, 0)].float() - found.best[row] - found.log_weights[row]
+    logprob = logprob.where(known, torch.nan)
+    return (logprob if device.type == "mps" else logprob.double()), found.ids[row, 0] == target

@@ -121,7 +121,7 @@ class Told:
 def guarded(monkeypatch, engine):
     """Makes this engine run its steps on a device without values."""
     module, params, penalties = engine.runner.model.module, engine.sampler._batch_params, engine.sampler._penalties
-    tensors = [params.last, params._table, penalties._seen.rows, penalties._counts.rows]
+    tensors = [params.last, params._table, *(marks.rows for marks in penalties._marks.values())]
     copies = Copies([*module.parameters(), *module.buffers(), *tensors])
     staged = transfer.staged
     monkeypatch.setattr(transfer, "staged", lambda values, device: copies.pin(staged(values, device)))

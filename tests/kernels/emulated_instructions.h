@@ -238,6 +238,14 @@ OPERATION __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int kind) {
     for (int i = 0; i < 16; i++) mask |= !(a[i] < b[i]) << i;
     return __mmask16(mask);
 }
+OPERATION __mmask16 _mm512_test_epi32_mask(__m512i a, __m512i b) {
+    int32_t both[16];
+    const __m512i bits = a & b;
+    std::memcpy(both, &bits, sizeof both);
+    int mask = 0;
+    for (int i = 0; i < 16; i++) mask |= (both[i] != 0) << i;
+    return __mmask16(mask);
+}
 OPERATION __m512 _mm512_reduce_ps(__m512 x, int less_floor) {
     if (less_floor != 9) std::abort();
     return emulated::by_lane([](float a, float) { return std::isinf(a) ? 0.0f : a - std::floor(a); }, x);

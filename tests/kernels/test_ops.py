@@ -11,12 +11,9 @@ from batchgen.kernels.ops import (
     SharedLinear,
     add_rows,
     norm_after_sum,
-    only_allowed,
     rotate,
-    row_maximum,
     take_rows,
 )
-from batchgen.sampling.filters import forbid
 from support.numbers import ACTS, BFLOAT16, FLOAT32, dtypes, numbers
 from support.params import slow_but
 
@@ -171,36 +168,6 @@ def test_the_fused_sum_and_norm_equal_the_separate_ones(dtype, shape, scale, thr
         near(total, x + more * scale)
     assert torch.equal(total, add_rows(x, more, scale))
     assert torch.equal(norm, norm_after_sum(total, weight, 1e-5, True)[1])
-
-
-@dtypes
-@pytest.mark.parametrize("columns", [1, 15, 16, 300, 4096, 8191])
-def test_argmax_is_the_first_of_equal_largest_values(dtype, columns, threads):
-    x = numbers(60, columns, dtype=dtype).round()  # many are equal
-    x[1] = -torch.inf
-    x[2, columns // 2] = torch.inf
-    x[3, columns // 2 :] = torch.nan
-    x[4, -1] = torch.nan
-    x[5, -1] = 1000
-    x[6] = -5
-    values, places = row_maximum(x)
-    want = [next((i for i, v in enumerate(row) if v != v), row.index(max(row))) for row in x.tolist()]
-    assert places.tolist() == want
-    assert torch.equal(values.nan_to_num(7), x[torch.arange(60), places].nan_to_num(7))
-    assert torch.equal(row_maximum(x.T.contiguous().T)[1], places)
-
-
-@dtypes
-@pytest.mark.parametrize(("columns", "words"), [(1, 1), (31, 1), (64, 2), (100, 3), (4100, 129)])
-def test_only_the_tokens_of_a_mask_keep_their_logits(dtype, columns, words, threads):
-    x = numbers(60, columns, dtype=dtype)
-    x[1, columns // 2 :] = torch.nan
-    mask = torch.randint(-(2**31), 2**31 - 1, (60, words + 1), dtype=torch.int32)[:, :words]  # its rows have gaps
-    mask[2:5, words // 2 :], mask[5:9] = -1, 0
-    got = only_allowed(x, mask)
-    assert torch.equal(got.nan_to_num(7), forbid(x, mask).nan_to_num(7))
-    assert torch.equal(got.isnan(), forbid(x, mask).isnan())
-    assert torch.equal(only_allowed(x.T.contiguous().T, mask).nan_to_num(7), got.nan_to_num(7))
 
 
 @dtypes

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from batchgen.sampling.filters import forbid
-from batchgen.sampling.logprobs import measure
+from batchgen.sampling.logprobs import measure, summaries
 from batchgen.sampling.scoring import score_targets as measure_targets
 from batchgen.sampling_params import SamplingParams
 from support.sampler import sampler_of, words
@@ -42,10 +42,12 @@ def test_asking_for_more_logprobs_than_the_vocabulary_has_gives_all_of_them():
     assert sorted(sampled.logprobs[0].top_ids) == list(range(V))
 
 
-def test_measuring_in_chunks_gives_the_same_numbers():
-    logits, tokens = random_logits(7), torch.arange(7)
-    whole = measure(logits, tokens, 4)
-    assert torch.equal(measure(logits, tokens, 4, at_once=2 * V), whole)
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_measuring_in_chunks_gives_the_same_numbers(rows, k):
+    logits = random_logits(7, torch.bfloat16)
+    for whole, in_chunks in zip(summaries(logits, k), summaries(logits, k, at_once=rows * V), strict=True):
+        assert torch.equal(whole, in_chunks)
 
 
 def test_among_equal_logits_the_first_tokens_rank_first_for_every_k():
@@ -97,14 +99,6 @@ def test_a_score_is_the_log_softmax_and_whether_the_token_is_the_likeliest():
     assert logprobs == pytest.approx([float(want[r, t]) for r, t in zip(rows, targets, strict=True)], abs=1e-6)
     assert likeliest == [int(logits[r].argmax()) == t for r, t in zip(rows, targets, strict=True)]
     assert likeliest[2]
-
-
-def test_scoring_in_chunks_gives_the_same_numbers():
-    torch.manual_seed(0)
-    logits = torch.randn(9, 7).bfloat16()
-    pairs = list(range(9)), [1, 2, 3] * 3
-    whole = score_targets(logits, *pairs)
-    assert score_targets(logits, *pairs, 14) == whole
 
 
 def test_the_likeliest_token_is_the_one_that_greedy_decoding_samples():

@@ -206,7 +206,6 @@ def test_sampling_with_the_devices_table_equals_sampling_with_the_hosts_records(
     count = len(params)
     samplers = [Sampler(V, CPU, capacity=3) for _ in range(2)]
     samplers[1]._batch_params._tabled = True
-    samplers[1]._penalties._few = False
     sampled = [[], []]
     for sampler, found in zip(samplers, sampled, strict=True):
         for i, p in enumerate(params):

@@ -39,9 +39,10 @@ class Sampler(sampler.Sampler):
         scores = self._masked(self._penalties.applied(logits, step_params), mask)
         best, tokens = scores.max(dim=-1)
         result = torch.zeros(scores.shape, dtype=torch.float32, device=self.device).scatter_(1, tokens[:, None], 1.0)
-        for _, at, ids, weights in self._choices(scores, best, step_params):
-            if ids is not None:
-                weights = torch.zeros((len(ids), self._vocab_size)).scatter_add_(1, ids, weights)
+        warm = np.flatnonzero(records["temperature"] > 0)
+        if warm.size:
+            some, at = step_params.part(warm)
+            weights = self._weights(scores[at], best[at], some)
             result[at] = weights / weights.sum(dim=-1, keepdim=True)
         return result
 

@@ -1,5 +1,4 @@
-// Norms, sums, rotary embedding, embeddings, likeliest and allowed tokens, in the arithmetic of transformers' modules: float32, rounded
-// where they round.
+// Norms, sums and rotary embedding in the arithmetic of transformers' modules: float32, rounded where they round.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -121,88 +120,8 @@ void rotary(const Rotary& r) {
     });
 }
 
-struct Maximum {  // `_Maximum` in ops.py is the same
-    int64_t rows, columns, x_row, threads;
-    const void* x;
-    void* values;      // [rows]
-    int64_t* indices;  // [rows]
-};
-
-// Returns the place of a row's largest number, the first of equal ones; of the first NaN if there is one.
-template <class T>
-int64_t place_of_maximum(const T* x, int64_t size) {
-    constexpr int64_t PIECE = 16 * LANES;
-    const int64_t whole = size / LANES * LANES;
-    floats most = splat(-INFINITY);
-    ints nan = {};
-    for (int64_t i = 0; i < whole; i += LANES) {
-        const floats v = load_floats(x + i);
-        most = max(most, v);
-        nan |= v != v;
-    }
-    const auto any = [](ints where) { return sum(select(where, splat(1), splat(0))) != 0; };
-    bool some_nan = any(nan);
-    float value = largest(most);
-    for (int64_t i = whole; i < size; i++) {
-        some_nan |= std::isnan(to_float(x[i]));
-        value = std::max(value, to_float(x[i]));
-    }
-    for (int64_t from = 0; from < size; from += PIECE) {
-        const int64_t to = std::min(size, from + PIECE);
-        ints here = {};
-        for (int64_t i = from; i + LANES <= to; i += LANES) {
-            const floats v = load_floats(x + i);
-            here |= some_nan ? v != v : v == splat(value);
-        }
-        if (to % LANES || any(here))
-            for (int64_t i = from; i < to; i++)
-                if (some_nan ? std::isnan(to_float(x[i])) : to_float(x[i]) == value) return i;
-    }
-    return 0;
-}
-
-template <class T>
-void row_maximum(const Maximum& m) {
-    for_each(m.rows, threads_for(m.rows * m.columns, m.threads), [&](int64_t row) {
-        const T* x = (const T*)m.x + row * m.x_row;
-        m.indices[row] = place_of_maximum(x, m.columns);
-        ((T*)m.values)[row] = x[m.indices[row]];
-    });
-}
-
-struct Mask {  // `_Mask` in ops.py is the same
-    int64_t rows, columns, words, x_row, allowed_row, threads;  // elements and words from one row to the next
-    const void* x;
-    const uint32_t* allowed;  // [rows][words]: a bit for each column, the first in the lowest bit; columns beyond them are not allowed
-    void* y;                  // [rows][columns]
-};
-
-// T is an integer of the size of an element, `minus_infinity` has its bits.
-template <class T>
-void mask(const Mask& m, T minus_infinity) {
-    for_each(m.rows, threads_for(m.rows * m.columns, m.threads), [&](int64_t row) {
-        const T* x = (const T*)m.x + row * m.x_row;
-        T* y = (T*)m.y + row * m.columns;
-        const uint32_t* allowed = m.allowed + row * m.allowed_row;
-        for (int64_t first = 0; first < m.columns; first += 32) {
-            const int64_t count = std::min<int64_t>(32, m.columns - first);
-            const uint32_t bits = first / 32 < m.words ? allowed[first / 32] : 0;
-            if (bits == 0xFFFFFFFF)
-                std::copy(x + first, x + first + count, y + first);
-            else if (!bits)
-                std::fill(y + first, y + first + count, minus_infinity);
-            else
-                for (int64_t i = 0; i < count; i++) y[first + i] = bits >> i & 1 ? x[first + i] : minus_infinity;
-        }
-    });
-}
-
 }  // namespace
 
-EXPORT void batchgen_maximum_float32(const Maximum* m) { row_maximum<float>(*m); }
-EXPORT void batchgen_maximum_bfloat16(const Maximum* m) { row_maximum<bf16>(*m); }
-EXPORT void batchgen_mask_float32(const Mask* m) { mask<uint32_t>(*m, 0xFF800000); }
-EXPORT void batchgen_mask_bfloat16(const Mask* m) { mask<uint16_t>(*m, 0xFF80); }
 EXPORT void batchgen_norm_float32(const Norm* n) { norm<float>(*n); }
 EXPORT void batchgen_norm_bfloat16(const Norm* n) { norm<bf16>(*n); }
 EXPORT void batchgen_rotary_float32(const Rotary* r) { rotary<float, float>(*r); }

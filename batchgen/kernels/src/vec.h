@@ -208,6 +208,16 @@ INLINE float sum(floats v) {
     return s[0];
 #endif
 }
+// Whether a comparison holds in some lane.
+INLINE bool any(ints where) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)where, (__m512i)where) != 0;
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps((__m256)where) != 0;
+#else
+    return vmaxvq_u32((uint32x4_t)where) != 0;
+#endif
+}
 INLINE float largest(floats v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)v);
