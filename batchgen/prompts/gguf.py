@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from batchgen.prompts.gguf_families import GgufFamily, family_config, family_of
 from batchgen.prompts.gguf_rope import set_rotary_embedding
-from batchgen.prompts.gguf_settings import check_settings, set_settings, value_of
+from batchgen.prompts.gguf_settings import check_settings, set_settings, settings_of, value_of
 from batchgen.prompts.gguf_tokenizer import GgufVocabulary, gguf_tokenizer
 
 METHOD = "gguf"
@@ -45,6 +46,8 @@ class GgufHeader(NamedTuple):
 
     architecture: str
     tensors: tuple[GgufTensor, ...]
+    family: GgufFamily | None
+    """None if transformers reads the architecture."""
 
 
 _known: dict[tuple[Path, int, int], GgufHeader] = {}
@@ -78,7 +81,8 @@ def gguf_header(file: Path, reader: Any = None) -> GgufHeader:
             for t in reader.tensors
         )
         _known.clear()
-        _known[key] = GgufHeader(str(value_of(reader, "general.architecture")), tensors)
+        architecture, values = settings_of(reader)
+        _known[key] = GgufHeader(architecture, tensors, family_of(architecture, values))
     return _known[key]
 
 
@@ -116,13 +120,18 @@ def load_gguf(file: Path) -> tuple[Any, Any]:
     check_settings(file, reader)
     kind = value_of(reader, "general.file_type")
     vocabulary = GgufVocabulary(file, reader)
+    header = gguf_header(file, reader)
+    if header.family is not None:
+        shapes = {tensor.name: tensor.shape for tensor in header.tensors}
+        config = family_config(header.family, settings_of(reader)[1], shapes)
     with alone(file) as folder, instead(gguf, "GGUFReader", lambda path: reader):
-        config = AutoConfig.from_pretrained(folder, gguf_file=file.name)
+        if header.family is None:
+            config = AutoConfig.from_pretrained(folder, gguf_file=file.name)
         tokenizer = gguf_tokenizer(vocabulary)
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
-    gguf_header(file, reader)
-    set_settings(config, reader)
+    if header.family is None:
+        set_settings(config, reader)
     set_rotary_embedding(config, file, reader)
     config.get_text_config().eos_token_id = vocabulary.end_tokens() or None
     config.dtype = _DTYPES.get(kind, "bfloat16")

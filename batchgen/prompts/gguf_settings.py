@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import ModelError
+from batchgen.prompts.gguf_families import GgufFamily, Values, family_of
 
 OTHER_FORMAT = "give the model in the format of transformers"
 """What to do where a file is refused."""
@@ -83,8 +84,13 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "pooling_type": (0, 3),
 }
 """Values that change nothing, of keys that are not read: softmax for the gates, the last token for embeddings. Those of other keys: `_NOTHING`."""
-_ELSEWHERE = ("rope.", "vision.", "audio.", "mm.")
-"""The beginnings of keys that `gguf_rope.py` reads, or that are not about text."""
+_OTHER_PARTS = ("vision.", "audio.", "mm.")
+"""The beginnings of keys that are not about text."""
+_ROPE_KEYS = {
+    "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
+    "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+}  # fmt: skip
+"""The keys that `gguf_rope.py` reads for every family."""
 
 
 def check_settings(file: Path, reader: Any) -> None:
@@ -92,14 +98,22 @@ def check_settings(file: Path, reader: Any) -> None:
 
     `reader`: a `gguf.GGUFReader` of the file.
     """
-    architecture, values = _values(reader)
+    architecture, values = settings_of(reader)
+    family = family_of(architecture, values)
+    if family is not None:
+        _check_family(file, architecture, family, values)
+        return
     if architecture not in _KNOWN_OF:
         raise ModelError(
             f"batchgen does not read models of the architecture {architecture!r} from GGUF files: {file}", OTHER_FORMAT
         )
     known = _KNOWN | _KNOWN_OF[architecture] | _SETTINGS.get(architecture, {}).keys()
     for key, value in values.items():
-        unread = key not in known and not key.startswith(_ELSEWHERE) and value not in _HARMLESS.get(key, _NOTHING)
+        unread = (
+            key not in known
+            and not key.startswith((*_OTHER_PARTS, "rope."))
+            and value not in _HARMLESS.get(key, _NOTHING)
+        )
         if key == "attention.sliding_window" and unread:
             unread = value < values.get("context_length", 0)
         if key == "attention.value_length":
@@ -107,7 +121,23 @@ def check_settings(file: Path, reader: Any) -> None:
         if architecture == "falcon" and key == "attention.head_count_kv":
             unread = value != 1  # the rows of queries, keys and values have another order
         if unread:
-            raise ModelError(f"{file} sets {architecture}.{key} to {value}, which batchgen does not read", OTHER_FORMAT)
+            raise _unread(file, architecture, key, value)
+
+
+def _check_family(file: Path, architecture: str, family: GgufFamily, values: Values) -> None:
+    size = values.get("attention.key_length") or values["embedding_length"] // values["attention.head_count"]
+    only = {
+        "attention.value_length": size, "rope.dimension_count": size, "rope.freq_base_swa": values.get("rope.freq_base"), "rope.scaling.finetuned": True,
+        **family.must,
+    }  # fmt: skip
+    for key, value in values.items():
+        unknown = key not in family.known() | _ROPE_KEYS and not key.startswith(_OTHER_PARTS)
+        if unknown and (value != only[key] if key in only else value not in _HARMLESS.get(key, _NOTHING)):
+            raise _unread(file, architecture, key, value)
+
+
+def _unread(file: Path, architecture: str, key: str, value: Any) -> ModelError:
+    return ModelError(f"{file} sets {architecture}.{key} to {value}, which batchgen does not read", OTHER_FORMAT)
 
 
 def set_settings(config: Any, reader: Any) -> None:
@@ -116,7 +146,7 @@ def set_settings(config: Any, reader: Any) -> None:
     `reader`: a `gguf.GGUFReader` of the file.
     """
     text = config.get_text_config()
-    architecture, values = _values(reader)
+    architecture, values = settings_of(reader)
     for key, name in _SETTINGS.get(architecture, {}).items():
         if key in values:
             setattr(text, name, values[key] or None)
@@ -137,7 +167,7 @@ def value_of(reader: Any, key: str) -> Any:
     return None if field is None else field.contents()
 
 
-def _values(reader: Any) -> tuple[str, dict[str, Any]]:
+def settings_of(reader: Any) -> tuple[str, dict[str, Any]]:
     """Returns the architecture, and the values of its keys without its name."""
     architecture = str(value_of(reader, "general.architecture"))
     start = f"{architecture}."

@@ -54,11 +54,12 @@ def write_vocabulary(
     rope: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Any] | None = None,
+    kinds: Mapping[str, Any] | None = None,
     **keys: Any,
 ) -> Path:
     """Writes a GGUF file with a tokenizer and no weights but `tensors`. Returns the file.
 
-    `tokens`: texts, or texts with their types. `settings`: values of `ARCHITECTURE`, `rope`: of `ARCHITECTURE.rope`, and `keys`: of `tokenizer.ggml`.
+    `tokens`: texts, or texts with their types. `kinds`: the types of tensors that are not in float32. `settings`: values of `ARCHITECTURE`, `rope`: of `ARCHITECTURE.rope`, and `keys`: of `tokenizer.ggml`.
     """
     import gguf
 
@@ -88,7 +89,9 @@ def write_vocabulary(
     for name, value in values.items():
         add.get(type(value), writer.add_string)(name, value)
     for name, numbers in (tensors or {}).items():
-        writer.add_tensor(name, np.array(numbers, np.float32))
+        kind = (kinds or {}).get(name)
+        exact = np.array(numbers, np.float32)
+        writer.add_tensor(name, exact if kind is None else gguf.quantize(exact, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -96,10 +99,18 @@ def write_vocabulary(
     return to
 
 
-def write_whole_model(module: torch.nn.Module, to: Path, architecture: str, **settings: Any) -> Path:
+def write_whole_model(
+    module: torch.nn.Module,
+    to: Path,
+    architecture: str,
+    *,
+    kind: str | None = None,
+    unpacked: bool = False,
+    **settings: Any,
+) -> Path:
     """Writes a model of transformers in float32, as llama.cpp's converter does, with a tokenizer of numbered tokens. Returns the file.
 
-    `settings`: values of `ARCHITECTURE`, with `__` for dots.
+    `kind`: of all matrices but routers. `unpacked`: writes their numbers in float32. `settings`: values of `ARCHITECTURE`, with `__` for dots.
     """
     import gguf
 
@@ -108,15 +119,15 @@ def write_whole_model(module: torch.nn.Module, to: Path, architecture: str, **se
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     tensors: dict[str, Any] = {}
     for name, weight in module.state_dict().items():
-        base, _, suffix = name.rpartition(".")
-        if name.endswith(".gate_up_proj"):
-            for kind, half in zip(("gate", "up"), weight.chunk(2, 1), strict=True):
-                tensors[f"blk.{name.split('.')[2]}.ffn_{kind}_exps.weight"] = half
-        elif name.endswith(".down_proj"):
-            tensors[f"blk.{name.split('.')[2]}.ffn_down_exps.weight"] = weight
-        elif not (config.tie_word_embeddings and name == "lm_head.weight"):
-            norm = "norm" in name and architecture.startswith("gemma")
-            tensors[f"{names.get_name(base)}.{suffix}"] = weight + 1 if norm else _in_pairs(name, weight, config)
+        if not (config.tie_word_embeddings and name == "lm_head.weight"):
+            norm = "norm" in name and architecture in _SHIFTED
+            tensors |= _named(names, name, weight + 1 if norm else _in_pairs(name, weight, config), config)
+    tensors = {name: tensor.detach().numpy() for name, tensor in tensors.items()}
+    kinds = {
+        name: gguf.GGMLQuantizationType[kind] for name, x in tensors.items() if kind and x.ndim > 1 and name.endswith("weight") and "_inp." not in name
+    }  # fmt: skip
+    if unpacked:
+        tensors |= {name: gguf.dequantize(gguf.quantize(tensors[name], each), each) for name, each in kinds.items()}
     values = {
         "embedding_length": config.hidden_size, "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
@@ -130,17 +141,43 @@ def write_whole_model(module: torch.nn.Module, to: Path, architecture: str, **se
         architecture=architecture,
         rope={"freq_base": float(config.rope_parameters["rope_theta"]), "dimension_count": size},
         settings={"attention.key_length": size, "attention.value_length": size} | values,
-        tensors={name: tensor.detach().numpy() for name, tensor in tensors.items()},
+        tensors=tensors,
+        kinds={} if unpacked else kinds,
         model="llama",
         scores=[0.0] * config.vocab_size,
         eos_token_id=1,
     )
 
 
+_SHIFTED = ("gemma", "gemma2", "gemma3")
+"""The architectures whose norms multiply by one more than their weight."""
+_PAIRED = ("llama",)
+"""The model types whose rotary pairs lie side by side in a file."""
+
+
+def _named(names: Any, name: str, weight: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a weight by their names in a file."""
+    base, _, end = name.rpartition(".")
+    if end not in ("weight", "bias"):
+        base, end = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
+    experts = weight.dim() == 3 or base.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    if weight.dim() == 3 and config.model_type == "gpt_oss":
+        weight = weight.transpose(1, 2)
+    found = names.get_name(base)
+    if not experts or found:
+        return {f"{found}.{end}": weight}
+    alternate = config.model_type == "gpt_oss"
+    halves = (weight[:, ::2], weight[:, 1::2]) if alternate else weight.chunk(2, 1)
+    return {
+        f"blk.{name.split('.')[2]}.ffn_{kind}_exps.{end}": half
+        for kind, half in zip(("gate", "up"), halves, strict=True)
+    }
+
+
 def _in_pairs(name: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
-    """Returns a weight or bias of a Llama's queries or keys with the two numbers of a rotary pair side by side; others as they are."""
+    """Returns a weight or bias of queries or keys with the two numbers of a rotary pair side by side; others as they are."""
     part = name.split(".")[-2]
-    if config.model_type != "llama" or part not in ("q_proj", "k_proj"):
+    if config.model_type not in _PAIRED or part not in ("q_proj", "k_proj"):
         return weight
     heads = config.num_attention_heads if part == "q_proj" else config.num_key_value_heads
     return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)

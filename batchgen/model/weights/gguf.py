@@ -6,7 +6,7 @@ blocks whose scales are 1. transformers knows which tensor is which weight, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +17,10 @@ import torch
 from batchgen.errors import ModelError
 from batchgen.kernels.codes import E2M1, Coding, PackedTensor, packed_plane, packed_planes
 from batchgen.kernels.memory import Loading
+from batchgen.model.weights.gguf_families import arranged, family_tensors, in_shape, is_transposed
 from batchgen.model.weights.packed import UnreadWeight, nibbles
-from batchgen.prompts.gguf import GgufTensor, gguf_header, instead
+from batchgen.prompts.gguf import GgufHeader, GgufTensor, gguf_header, instead
+from batchgen.prompts.gguf_families import GgufFamily
 from batchgen.prompts.gguf_settings import OTHER_FORMAT
 
 
@@ -177,13 +179,14 @@ TYPES = {
 }  # fmt: skip
 
 
-def from_blocks(data: torch.Tensor, kind: str) -> torch.Tensor:
-    """Returns the weight of blocks [..., bytes of a row] of a type in `TYPES`."""
+def from_blocks(data: torch.Tensor, kind: str, *, transposed: bool = False) -> torch.Tensor:
+    """Returns the weight of blocks [..., bytes of a row] of a type in `TYPES`. `transposed`: rows are those of its columns."""
     layout = TYPES[kind]
     rows = data.flatten(0, -2)
     pieces = [_parts_of(some, kind) for some in torch.split(rows, max(1, _AT_A_TIME // rows.shape[1]))]
     parts = {name: torch.cat([piece[name] for piece in pieces]).view(*data.shape[:-1], -1) for name in pieces[0]}
-    return PackedTensor(Coding(layout.bits, layout.levels, layout.zero, layout.group, layout.sub), parts)
+    coding = Coding(layout.bits, layout.levels, layout.zero, layout.group, layout.sub)
+    return PackedTensor(coding, parts, transposed=transposed)
 
 
 def _parts_of(rows: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
@@ -254,7 +257,10 @@ def gguf_weights(path: Path, model: Callable[[], torch.nn.Module]) -> Mapping[st
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reader
 
-    architecture, tensors = gguf_header(path)
+    header = gguf_header(path)
+    if header.family is not None:
+        return _family_weights(path, header, header.family, model())
+    architecture, tensors = header.architecture, header.tensors
     kind = reader.TENSOR_PROCESSORS.get(architecture, reader.TensorProcessor)
     if _has_other_reader(architecture):
         return None
@@ -270,11 +276,8 @@ def gguf_weights(path: Path, model: Callable[[], torch.nn.Module]) -> Mapping[st
             name = name.removesuffix(".weight")
         if name in names:
             stored.setdefault(names[name], []).append(tensor)
-        elif not tensor.name.startswith(_NOT_WEIGHTS) and ".attn_rot_embd." not in name:
-            raise ModelError(
-                f"{path} has a weight that batchgen does not use: {tensor.name}",
-                OTHER_FORMAT,
-            )
+        else:
+            _check_unused(path, tensor.name)
     kinds = {tensor.name: tensor.kind for tensor in tensors}
     halves = ((name, name.replace("_gate_exps", "_up_exps")) for name in kinds if "_gate_exps" in name)
     if kind.__name__ not in _MOVES_ROWS or any(kinds[a] != kinds[b] for a, b in halves):
@@ -284,6 +287,51 @@ def gguf_weights(path: Path, model: Callable[[], torch.nn.Module]) -> Mapping[st
         name: UnreadWeight(partial(_read_blocks, data, parts, processor, names), loading)
         for name, parts in stored.items()
     }
+
+
+def _check_unused(path: Path, name: str) -> None:
+    """Raises `ModelError` if the tensor of this name is a weight."""
+    if not name.startswith(_NOT_WEIGHTS) and ".attn_rot_embd." not in name:
+        raise ModelError(f"{path} has a weight that batchgen does not use: {name}", OTHER_FORMAT)
+
+
+def _family_weights(path: Path, header: GgufHeader, family: GgufFamily, module: Any) -> Mapping[str, Any]:
+    """Returns the weights of a file of a family that batchgen reads by itself."""
+    stored = family_tensors(path, header, module)
+    used = {tensor.name for parts in stored.values() for tensor in parts}
+    for tensor in header.tensors:
+        if tensor.name not in used:
+            _check_unused(path, tensor.name)
+    data, loading, shapes = (
+        np.memmap(path, np.uint8, "c"),
+        Loading(),
+        {name: x.shape for name, x in module.state_dict().items()},
+    )
+    config = module.config.get_text_config()
+    return {
+        name: UnreadWeight(partial(_read_family, data, parts, family, config, shapes[name]), loading)
+        for name, parts in stored.items()
+    }
+
+
+def _read_family(
+    data: np.ndarray[Any, Any], tensors: list[GgufTensor], family: GgufFamily, config: Any, shape: Sequence[int]
+) -> torch.Tensor:
+    """Returns a weight of `shape` of the tensors of a file whose bytes are `data`."""
+    import gguf
+
+    kind = tensors[0].kind
+    packed = kind in TYPES and len(tensors[0].shape) > 1 and {tensor.kind for tensor in tensors} == {kind}
+    rows = [data[t.offset : t.offset + t.nbytes].reshape(*t.shape[:-1], -1) for t in tensors]
+    if not packed:
+        rows = [gguf.dequantize(each, gguf.GGMLQuantizationType[t.kind]) for each, t in zip(rows, tensors, strict=True)]
+    weight, transposed = (
+        torch.from_numpy(np.array(arranged(family, config, tensors, rows))),
+        is_transposed(family, tensors),
+    )
+    if packed:
+        return from_blocks(weight, kind, transposed=transposed)
+    return in_shape(weight.transpose(-1, -2) if transposed else weight, shape)
 
 
 def _has_other_reader(architecture: str) -> bool:

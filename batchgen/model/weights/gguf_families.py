@@ -1,0 +1,91 @@
+"""The weights of the families of GGUF files that batchgen reads by itself (`prompts/gguf_families.py`): which tensors of a file make which weight of the model.
+
+The package gguf knows the names of tensors by those of modules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from batchgen.errors import ModelError
+from batchgen.prompts.gguf import GgufHeader, GgufTensor
+from batchgen.prompts.gguf_families import GgufFamily
+
+_Array = np.ndarray[Any, Any]
+
+
+def family_tensors(file: Path, header: GgufHeader, module: Any) -> dict[str, list[GgufTensor]]:
+    """Returns the tensors that make each weight of a model, by its name: one, or those of the experts' gates and of their other half.
+
+    Raises `ModelError` if the installed package gguf does not know the architecture.
+    """
+    import gguf
+
+    number = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == header.architecture), None)
+    if number is None:
+        raise ModelError(
+            f"the installed version of the package gguf does not know the architecture {header.architecture!r} of {file}",
+            "pip install --upgrade gguf",
+        )
+    names = gguf.get_tensor_name_map(number, module.config.get_text_config().num_hidden_layers)
+    there = {tensor.name: tensor for tensor in header.tensors}
+    found: dict[str, list[GgufTensor]] = {}
+    for weight in module.state_dict():
+        for parts, end in _candidates(weight):
+            tensors = [there.get(f"{names.get_name(part)}{end}") for part in parts]
+            if None not in tensors:
+                found[weight] = [tensor for tensor in tensors if tensor is not None]
+                break
+    return found
+
+
+def _candidates(weight: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Returns the names of the modules that may hold a weight in the checkpoints that the package gguf knows, with the ends of their tensors."""
+    base, _, last = weight.rpartition(".")
+    ends = [f".{last}"]
+    if weight.endswith("_bias"):
+        base, ends = weight.removesuffix("_bias"), [".bias"]
+    elif last not in ("weight", "bias"):
+        base, ends = weight, [".weight", ""]
+    for name in (base, f"model.{base}"):
+        for end in ends:
+            yield (name,), end
+            yield tuple(name.replace("gate_up_proj", half) for half in ("gate_proj", "up_proj")), end
+
+
+def arranged(family: GgufFamily, config: Any, tensors: Sequence[GgufTensor], rows: Sequence[_Array]) -> _Array:
+    """Returns the rows of a weight in the order of the model. `rows`: those of its tensors, [..., rows, bytes or numbers], or numbers alone."""
+    each = [_as_in_the_model(family, config, tensor.name, part) for tensor, part in zip(tensors, rows, strict=True)]
+    if len(each) == 1:
+        return each[0]
+    axis = each[0].ndim - (1 if tensors[0].name.endswith(".bias") else 2)
+    if not family.interleaved:
+        return np.concatenate(each, axis)
+    both = np.stack(each, axis + 1)
+    return both.reshape(*both.shape[:axis], -1, *both.shape[axis + 2 :])
+
+
+def _as_in_the_model(family: GgufFamily, config: Any, name: str, rows: _Array) -> _Array:
+    """Undoes what the converter does to a tensor."""
+    if family.pairs and (".attn_q." in name or ".attn_k." in name):
+        heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
+        halves = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2)
+        return halves.reshape(rows.shape)
+    return rows - np.float32(family.shift) if family.shift and name.endswith("norm.weight") else rows
+
+
+def is_transposed(family: GgufFamily, tensors: Sequence[GgufTensor]) -> bool:
+    """Whether a weight is that of experts, which the model has as [E, in, out]."""
+    return family.interleaved and len(tensors[0].shape) == 3
+
+
+def in_shape(weight: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Returns a weight in the model's shape, if they differ only in dimensions of 1: files leave these out."""
+    same = [n for n in weight.shape if n != 1] == [n for n in shape if n != 1]
+    return weight.reshape(*shape) if same and weight.numel() == math.prod(shape) else weight
