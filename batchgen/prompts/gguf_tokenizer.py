@@ -62,10 +62,11 @@ class _Split(NamedTuple):
 
 
 _SPLITS: Mapping[str, _Split] = {
-    **dict.fromkeys(("gpt-2", "a.x-4.0", "mellum", "mpt", "olmo", "trillion"), _Split((_GPT2,))),
-    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "minerva-7b"), _Split((r"\p{N}", _GPT2))),
+    **dict.fromkeys(("gpt-2", "a.x-4.0", "mellum", "mpt", "olmo", "phi-2", "trillion"), _Split((_GPT2,))),
+    **dict.fromkeys(("starcoder", "refact", "smollm", "minerva-7b"), _Split((r"\p{N}", _GPT2))),
+    "command-r": _Split((r"\p{N}", _GPT2), nfc=True),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"), _Split((_LLAMA3_SPLIT,), ignore_merges=True, add_bos=True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _Split((_LLAMA3_SPLIT,))),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _Split((_LLAMA3_SPLIT,))),
     "qwen2": _Split((_QWEN2,), nfc=True),
     **dict.fromkeys(("deepseek-r1-qwen", "f2llmv2", "kormo", "megrez", "stablelm2"), _Split((_QWEN2,))),
     "qwen35": _Split((_QWEN35,), nfc=True),
@@ -83,7 +84,7 @@ _OF_ARCHITECTURES = {"gpt2": "gpt-2", "falcon": "falcon", "starcoder2": "starcod
 """The pre-tokenizers of files that do not name theirs, by their architectures: files from before April 2024 do not."""
 _ENDS = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>",
-    "<|EOT|>", "[EOT]", "[EOS]", "</s>", "<eos>", "<turn|>", "<|tool_response>", "<end_of_utterance>", "<｜end▁of▁sentence｜>",
+    "<|EOT|>", "[EOT]", "[EOS]", "</s>", "<eos>", "<turn|>", "<|tool_response>", "<end_of_utterance>", "<|observation|>", "<|eot|>", "<|eom|>", "<｜end▁of▁sentence｜>",
 })  # fmt: skip
 """Control tokens that end a turn or a text in every vocabulary that has them. A file names at most one of each kind."""
 
@@ -102,7 +103,7 @@ class GgufVocabulary:
         self.file, self._reader = file, reader
         self.architecture = str(self.value("general.architecture"))
         self.model = str(self.value("tokenizer.ggml.model"))
-        """How tokens are found: `llama` by their scores, `gpt2` by merges of bytes."""
+        """How tokens are found: `llama` by their scores, `gemma4` by merges, `gpt2` by merges of bytes."""
         self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(self.value("tokenizer.ggml.tokens") or ())]
         if not self.tokens:
             raise ModelError(f"{file} holds no tokens (tokenizer.ggml.tokens)", "give a file with its tokenizer")
@@ -136,13 +137,13 @@ class GgufVocabulary:
 
 
 def gguf_tokenizer(vocabulary: GgufVocabulary) -> Any:
-    """Returns the tokenizer of transformers for a vocabulary of the models `llama` and `gpt2`; None for another.
+    """Returns the tokenizer of transformers for a vocabulary of the models `llama`, `gpt2` and `gemma4`; None for another.
 
     Raises `ModelError` if it is not known how its texts are split.
     """
     from transformers import PreTrainedTokenizerFast
 
-    makers = {"llama": _by_scores, "gpt2": _by_merges}
+    makers = {"llama": _of_words_with_spaces, "gemma4": _of_words_with_spaces, "gpt2": _by_merges}
     if vocabulary.model not in makers:
         return None
     backend, adds_bos = makers[vocabulary.model](vocabulary)
@@ -157,17 +158,18 @@ def gguf_tokenizer(vocabulary: GgufVocabulary) -> Any:
     )
 
 
-def _by_scores(vocabulary: GgufVocabulary) -> tuple[Any, bool]:
+def _of_words_with_spaces(vocabulary: GgufVocabulary) -> tuple[Any, bool]:
     """Returns a tokenizer of sentencepiece's kind, and whether it puts a beginning-of-text token before texts by default."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens = vocabulary.tokens
+    by_scores = vocabulary.model == "llama"
     scores = vocabulary.value("tokenizer.ggml.scores") or [0.0] * len(tokens)
-    unknown = vocabulary.special("unknown", 0)
+    unknown = vocabulary.special("unknown", 0 if by_scores else None)
     backend = Tokenizer(
         models.BPE(
             {token: i for i, token in enumerate(tokens)},
-            _merges_of_scores(vocabulary, scores),
+            _merges_of_scores(vocabulary, scores) if by_scores else _merges(vocabulary),
             unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
@@ -208,15 +210,20 @@ def _by_merges(vocabulary: GgufVocabulary) -> tuple[Any, bool]:
 
     split = _split_of(vocabulary)
     tokens = {token: i for i, token in enumerate(vocabulary.tokens)}
-    pairs = (merge.split(" ", 1) for merge in vocabulary.value("tokenizer.ggml.merges") or ())
-    merges = [(a, b) for a, b in pairs if a in tokens and b in tokens and a + b in tokens]
-    backend = Tokenizer(models.BPE(tokens, merges, ignore_merges=split.ignore_merges))
+    backend = Tokenizer(models.BPE(tokens, _merges(vocabulary), ignore_merges=split.ignore_merges))
     if split.nfc:
         backend.normalizer = normalizers.NFC()
     words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
     backend.pre_tokenizer = pre_tokenizers.Sequence([*words, pre_tokenizers.ByteLevel(False, use_regex=False)])
     backend.decoder = _byte_decoder(vocabulary)
     return backend, split.add_bos
+
+
+def _merges(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
+    """Returns the pairs of tokens that the file merges, the first ones first."""
+    tokens = set(vocabulary.tokens)
+    pairs = (merge.split(" ", 1) for merge in vocabulary.value("tokenizer.ggml.merges") or ())
+    return [(a, b) for a, b in pairs if a in tokens and b in tokens and a + b in tokens]
 
 
 def _byte_decoder(vocabulary: GgufVocabulary) -> Any:

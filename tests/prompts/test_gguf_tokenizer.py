@@ -57,6 +57,26 @@ def test_every_space_of_a_text_is_a_token_beside_the_one_that_begins_it(tmp_path
     assert plain.decode(plain.hf_tokenizer(" a", add_special_tokens=False)["input_ids"]) == " a"
 
 
+def test_gemma_4_merges_over_spaces_and_falls_back_to_bytes(tmp_path):
+    tokens = [*WORDS, "\n", "\n\n", ("<|tool_call>", WRITTEN)]
+    merges = ["a b", "▁ ▁", "▁ a", "\n \n"]
+    keys = {
+        "merges": merges,
+        "scores": [-1000.0] * len(tokens),
+        "unknown_token_id": 0,
+        "bos_token_id": 1,
+        "add_space_prefix": False,
+    }
+    write_vocabulary(tmp_path / "m.gguf", tokens, architecture="llama", model="gemma4", add_bos_token=True, **keys)
+    tokenizer = load_tokenizer(ModelConfig(model=tmp_path / "m.gguf"))
+    for text, expected in (
+        ("ab", ["ab"]), ("  ab", ["▁▁", "ab"]), (" a\n\nb", ["▁a", "\n\n", "b"]), ("é<|tool_call>b", ["<0xC3>", "<0xA9>", "<|tool_call>", "b"]),
+    ):  # fmt: skip
+        assert tokens_of(tokenizer, text) == expected
+        assert tokenizer.decode(tokenizer.hf_tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+    assert tokens_of(tokenizer, "b", special=True) == ["<s>", "b"]
+
+
 def test_a_text_begins_with_the_token_that_the_file_or_the_kind_of_its_tokenizer_asks_for(tmp_path):
     begin = ("<｜begin▁of▁sentence｜>", CONTROL)  # letters that stand for no byte
     cases = (
@@ -89,6 +109,8 @@ def test_a_text_begins_with_the_token_that_the_file_or_the_kind_of_its_tokenizer
         ("deepseek-coder", "12", ["1", "2"]),
         ("tekken", "xyXY", ["xy", "XY"]),
         ("gpt-4o", "xy's", ["xy's"]),
+        ("glm4", "1231", ["123", "1"]),
+        ("command-r", "12e\u0301", ["1", "2", "Ã©"]),
         ("llama-bpe", "xy's", ["xy", "'s"]),
     ],
 )
