@@ -15,6 +15,20 @@ _COMMON = {
 }  # fmt: skip
 """The settings of configurations, by the keys that every family has."""
 _MIXTURE = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_DEEPSEEK_MIXTURE = {
+    "expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts", "leading_dense_block_count": "first_k_dense_replace", "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob", "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
+}  # fmt: skip
+_GRANITE = {
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}  # fmt: skip
+_LLAMA_BIASES = {"attention_bias": ".attn_q.bias", "mlp_bias": ".ffn_up.bias"}
+_MAMBA = frozenset({"ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size"})
+"""Keys that files of Granite 4 also have if no layer is recurrent."""
+_PART = frozenset({"rope.dimension_count"})
+_TEMPERATURE = frozenset({"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"})
 _WINDOW = frozenset({"attention.sliding_window_pattern"})
 _NO_ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 """The rotary embedding of configurations whose default scales it. `gguf_rope.py` gives it what the file says."""
@@ -71,13 +85,146 @@ def _gpt_oss(values: Values, shapes: Shapes) -> dict[str, Any]:
     return {**_with_sliding_window(2)(values, shapes), "rope_parameters": rope}
 
 
+def _gemma4(values: Values, shapes: Shapes) -> dict[str, Any]:
+    count = values["block_count"]
+    window = _with_sliding_window(6)(values, shapes)
+    slides = [kind == "sliding_attention" for kind in window["layer_types"]]
+
+    def of_layers(key: str) -> dict[bool, Any]:
+        """Returns the value for the layers with a window (True) and for those that see everything."""
+        found = values[key] if isinstance(values[key], list) else [values[key]] * count
+        return dict(zip(slides, found, strict=True))
+
+    heads, widths = of_layers("attention.head_count_kv"), values["feed_forward_length"]
+    full = [i for i in range(count - values.get("attention.shared_kv_layers", 0)) if not slides[i]]
+    return {
+        **window, "num_key_value_heads": heads[True], "num_global_key_value_heads": heads.get(False),
+        "intermediate_size": widths[0] if isinstance(widths, list) else widths, "use_double_wide_mlp": isinstance(widths, list) and widths[0] != widths[-1],
+        "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in shapes for i in full), "enable_moe_block": bool(values.get("expert_count")),
+        "vocab_size_per_layer_input": shapes.get("per_layer_token_embd.weight", shapes["token_embd.weight"])[0],
+        "final_logit_softcapping": values.get("final_logit_softcapping") or None,
+    }  # fmt: skip
+
+
+def _olmo3(values: Values, shapes: Shapes) -> dict[str, Any]:
+    base = values.get("rope.freq_base", _NO_ROPE["rope_theta"])
+    bases = {"full_attention": base, "sliding_attention": values.get("rope.freq_base_swa", base)}
+    rope = {kind: {**_NO_ROPE, "rope_theta": base} for kind, base in bases.items()}
+    return {**_with_sliding_window(4)(values, shapes), "rope_parameters": rope}
+
+
+def _granite(values: Values, shapes: Shapes) -> dict[str, Any]:
+    heads = values["attention.head_count_kv"]
+    return {"num_key_value_heads": max(heads) if isinstance(heads, list) else heads}
+
+
+def _granite_hybrid(values: Values, shapes: Shapes) -> dict[str, Any]:
+    heads, inner = values["attention.head_count_kv"], values["ssm.inner_size"]
+    return {
+        **_granite(values, shapes), "layer_types": ["full_attention" if count else "linear_attention" for count in heads],
+        "mamba_d_head": inner // values["ssm.time_step_rank"], "mamba_expand": inner // values["embedding_length"],
+        "num_local_experts": values.get("expert_count", 0), "position_embedding_type": None,
+    }  # fmt: skip
+
+
+def _mistral(values: Values, shapes: Shapes) -> dict[str, Any]:
+    scale, beta = values.get("rope.scaling.yarn_log_multiplier"), values.get("attention.temperature_scale")
+    rope = dict(_NO_ROPE)
+    if scale:
+        rope |= {"mscale": 1.0, "mscale_all_dim": scale}
+    if beta:
+        rope |= {
+            "llama_4_scaling_beta": beta,
+            "original_max_position_embeddings": values["rope.scaling.original_context_length"],
+        }
+    return {"sliding_window": None, "rope_parameters": rope}
+
+
+def _without_next_tokens(values: Values, shapes: Shapes) -> dict[str, Any]:
+    return {"num_hidden_layers": values["block_count"] - values.get("nextn_predict_layers", 0)}
+
+
 FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
+    "cohere2": {
+        "": GgufFamily(
+            "cohere2",
+            {"logit_scale": "logit_scale", "attention.sliding_window": "sliding_window", "attention.layer_norm_epsilon": "layer_norm_eps"},
+            _with_sliding_window(4), read=_WINDOW, biases={"attention_bias": ".attn_q.bias"},
+        )
+    },
+    "ernie4_5": {"": GgufFamily("ernie4_5", biases={"use_bias": ".attn_q.bias"})},
+    "ernie4_5-moe": {
+        "": GgufFamily(
+            "ernie4_5_moe",
+            {
+                "expert_count": "moe_num_experts", "expert_used_count": "moe_k", "expert_feed_forward_length": "moe_intermediate_size",
+                "expert_shared_count": "moe_num_shared_experts", "interleave_moe_layer_step": "moe_layer_interval",
+                "leading_dense_block_count": "moe_layer_start_index",
+            },
+            lambda values, shapes: {"moe_layer_end_index": values["block_count"] - 1},
+            read=frozenset({"expert_shared_feed_forward_length"}), biases={"use_bias": ".attn_q.bias"},
+        )
+    },
+    "gemma": {"": GgufFamily("gemma", shift=1.0)},
+    "gemma4": {
+        "": GgufFamily(
+            "gemma4_text",
+            {
+                "attention.key_length": "global_head_dim", "attention.key_length_swa": "head_dim", "attention.sliding_window": "sliding_window",
+                "attention.shared_kv_layers": "num_kv_shared_layers", "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+                "expert_count": "num_experts", "expert_used_count": "top_k_experts", "expert_feed_forward_length": "moe_intermediate_size",
+            },
+            _gemma4, read=_WINDOW | {"rope.freq_base_swa", "final_logit_softcapping"},
+        )
+    },
+    "glm4": {"": GgufFamily("glm4", read=_PART, biases={"attention_bias": ".attn_q.bias"})},
+    "glm4moe": {
+        "": GgufFamily(
+            "glm4_moe", _DEEPSEEK_MIXTURE, _without_next_tokens, read=_PART | {"nextn_predict_layers"}, must={"expert_gating_func": 2},
+            biases={"attention_bias": ".attn_q.bias", "use_qk_norm": ".attn_q_norm.weight"},
+        )
+    },
     "gpt-oss": {
         "": GgufFamily(
             "gpt_oss", _MIXTURE | {"expert_feed_forward_length": "intermediate_size", "attention.sliding_window": "sliding_window"},
             _gpt_oss, read=_WINDOW, biases={"attention_bias": ".attn_q.bias"}, interleaved=True,
         )
     },
+    "granite": {
+        "": GgufFamily(
+            "granite", _GRANITE | {"expert_shared_feed_forward_length": "intermediate_size"}, _granite, read=_MAMBA, biases=_LLAMA_BIASES, pairs=True
+        )
+    },
+    "granitehybrid": {
+        "": GgufFamily(
+            "granitemoehybrid",
+            _GRANITE | _MIXTURE | {
+                "expert_shared_feed_forward_length": "shared_intermediate_size", "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state",
+                "ssm.group_count": "mamba_n_groups", "ssm.time_step_rank": "mamba_n_heads",
+            },
+            _granite_hybrid, read=frozenset({"ssm.inner_size"}), must={"rope.scaling.finetuned": False}, pairs=True,
+            biases={"attention_bias": ".attn_q.bias", "mamba_conv_bias": ".ssm_conv1d.bias", "mamba_proj_bias": ".ssm_in.bias"},
+        )
+    },
+    "granitemoe": {
+        "expert_shared_feed_forward_length": GgufFamily(
+            "granitemoeshared", _GRANITE | _MIXTURE | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
+            _granite, read=_MAMBA, biases={"attention_bias": ".attn_q.bias"}, pairs=True,
+        ),
+        "": GgufFamily("granitemoe", _GRANITE | _MIXTURE, _granite, read=_MAMBA, biases={"attention_bias": ".attn_q.bias"}, pairs=True),
+    },
+    "llama": {"expert_count": GgufFamily("mixtral", _MIXTURE, must={"tensor_data_layout": "Meta AI original pth"}, pairs=True)},
+    "mistral3": {
+        "attention.temperature_scale": GgufFamily("ministral3", more=_mistral, read=_TEMPERATURE, pairs=True),
+        "": GgufFamily("mistral", more=_mistral, read=_TEMPERATURE, pairs=True),
+    },
+    "olmo2": {
+        "attention.sliding_window": GgufFamily("olmo3", {"attention.sliding_window": "sliding_window"}, _olmo3, read=_WINDOW | {"rope.freq_base_swa"}, biases={"attention_bias": ".attn_q.bias"}),
+        "": GgufFamily("olmo2", biases={"attention_bias": ".attn_q.bias"}),
+    },
+    "phi2": {"": GgufFamily("phi", {"attention.layer_norm_epsilon": "layer_norm_eps"}, read=_PART)},
+    "seed_oss": {"": GgufFamily("seed_oss", biases=_LLAMA_BIASES | {"attention_out_bias": ".attn_output.bias"})},
+    "smollm3": {"": GgufFamily("smollm3", biases=_LLAMA_BIASES, pairs=True)},
 }  # fmt: skip
 """The families of an architecture. The first applies whose key the file has, with a value that is not 0; the key "" stands for every file."""
 

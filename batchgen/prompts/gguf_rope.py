@@ -13,6 +13,7 @@ from batchgen.prompts.gguf_settings import OTHER_FORMAT, value_of
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """How Llama 3.1 scales frequencies, beside its factor. A file holds the result alone."""
+_VANISHING = 1e20
 _YARN = ("beta_fast", "beta_slow")
 _USUALLY_ONE = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")
 """Further factors of YaRN, for which transformers has no names or other rules."""
@@ -38,13 +39,16 @@ def set_rotary_embedding(config: Any, file: Path, reader: Any) -> None:
         rope["rope_theta"] = float(value("freq_base"))
     if value("freq_base_swa") is not None and "sliding_attention" in known:
         known["sliding_attention"]["rope_theta"] = float(value("freq_base_swa"))
-    if value("dimension_count") and "partial_rotary_factor" in rope:
+    proportional = rope.get("rope_type") == "proportional"
+    if value("dimension_count") and "partial_rotary_factor" in rope and not proportional:
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         rope["partial_rotary_factor"] = value("dimension_count") / size
     original = value("scaling.original_context_length") or text.max_position_embeddings
     factor, kind = value("scaling.factor") or 1.0, value("scaling.type") or "linear"
     tensors = {t.name: np.asarray(t.data, np.float32) for t in reader.tensors if t.name.startswith("rope_f")}
-    if "rope_freqs.weight" in tensors:
+    if proportional:
+        rope["partial_rotary_factor"] = _proportion(tensors.get("rope_freqs.weight"), file)
+    elif "rope_freqs.weight" in tensors:
         rope.update(_llama3(tensors["rope_freqs.weight"], rope["rope_theta"], file))
     elif "rope_factors_long.weight" in tensors:
         text.original_max_position_embeddings = original
@@ -55,7 +59,12 @@ def set_rotary_embedding(config: Any, file: Path, reader: Any) -> None:
     elif kind == "yarn" and factor != 1:
         rope.update(rope_type="yarn", factor=float(factor), original_max_position_embeddings=original)
         rope.update({name: float(value(f"scaling.yarn_{name}")) for name in _YARN if value(f"scaling.yarn_{name}")})
-        if any(value(f"scaling.{name}") not in (None, 1.0) for name in _USUALLY_ONE):
+        own = {name: value(f"scaling.{name}") for name in _USUALLY_ONE}
+        if math.isclose(
+            own["yarn_attn_factor"] or 1.0, 1 + 0.1 * math.log(factor), rel_tol=1e-6
+        ):  # what YaRN does without this key
+            own["yarn_attn_factor"] = 1.0
+        if any(factor not in (None, 1.0) for factor in own.values()):
             raise _unknown(file, f"'yarn' with {' or '.join(_USUALLY_ONE)} other than 1")
     elif kind == "linear" and factor != 1:
         rope.update(rope_type="linear", factor=float(factor))
@@ -75,6 +84,16 @@ def _llama3(factors: np.ndarray[Any, Any], base: float, file: Path) -> dict[str,
     if not np.allclose(factors, 1 / ((1 - smooth) / largest + smooth), rtol=1e-3):
         raise _unknown(file, "its own (rope_freqs.weight)")
     return {"rope_type": "llama3", "factor": largest, **_LLAMA3}
+
+
+def _proportion(factors: np.ndarray[Any, Any] | None, file: Path) -> float:
+    """Returns the part of the dimensions that Gemma 4 rotates: those whose frequency is divided by one, not by a number that makes it vanish."""
+    if factors is None:
+        return 1.0
+    rotated = int((factors == 1).sum())
+    if not (factors[:rotated] == 1).all() or (factors[rotated:] < _VANISHING).any():
+        raise _unknown(file, "its own (rope_freqs.weight)")
+    return rotated / len(factors)
 
 
 def _unknown(file: Path, kind: str) -> ModelError:

@@ -126,9 +126,10 @@ def check_settings(file: Path, reader: Any) -> None:
 
 def _check_family(file: Path, architecture: str, family: GgufFamily, values: Values) -> None:
     size = values.get("attention.key_length") or values["embedding_length"] // values["attention.head_count"]
+    local = values.get("attention.key_length_swa")
     only = {
-        "attention.value_length": size, "rope.dimension_count": size, "rope.freq_base_swa": values.get("rope.freq_base"), "rope.scaling.finetuned": True,
-        **family.must,
+        "attention.value_length": size, "attention.value_length_swa": local, "rope.dimension_count": size, "rope.dimension_count_swa": local,
+        "rope.freq_base_swa": values.get("rope.freq_base"), "rope.scaling.finetuned": True, **family.must,
     }  # fmt: skip
     for key, value in values.items():
         unknown = key not in family.known() | _ROPE_KEYS and not key.startswith(_OTHER_PARTS)

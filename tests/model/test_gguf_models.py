@@ -31,6 +31,11 @@ YARN_KEYS = {
     "rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 16, "rope__scaling__yarn_beta_fast": 24.0,
     "rope__scaling__yarn_beta_slow": 2.0,
 }  # fmt: skip
+BASE = {"rope_type": "default", "rope_theta": 5000.0}
+GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.5}
+GRANITE_KEYS = {"attention__scale": 0.3, "embedding_scale": 2.0, "logit_scale": 3.0, "residual_scale": 0.5}
+MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MIXTURE_KEYS = {"expert_count": 4, "expert_used_count": 2}
 HEADS = {"attention__key_length": 16, "attention__value_length": 16}
 ROUTERS = ("router.weight", "gate.weight")
 IDS = [3, 40, 5, 77, 9, 12, 64, 3, 40, 5]
@@ -51,9 +56,119 @@ CASES = [
     ),
     (
         "gpt_oss",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 5, "rope_parameters": YARN | {"truncate": False}},
+        {**MIXTURE, "head_dim": 16, "sliding_window": 5, "rope_parameters": YARN | {"truncate": False}},
         "gpt-oss",
-        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64, "attention__sliding_window": 5, **HEADS, **YARN_KEYS},
+        {**MIXTURE_KEYS, "expert_feed_forward_length": 64, "attention__sliding_window": 5, **HEADS, **YARN_KEYS},
+    ),
+    ("gemma", {"head_dim": 16, "tie_word_embeddings": True}, "gemma", HEADS),
+    (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 5, "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"], "head_dim": 16, "global_head_dim": 24,
+            "sliding_window": 5, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96,
+            "final_logit_softcapping": 3.0, "tie_word_embeddings": True, "rms_norm_eps": 0.01,
+            "rope_parameters": {"sliding_attention": BASE, "full_attention": {"rope_type": "proportional", "rope_theta": 20000.0, "partial_rotary_factor": 0.25}},
+        },
+        "gemma4",
+        {
+            "attention__key_length": 24, "attention__value_length": 24, "attention__key_length_swa": 16, "attention__value_length_swa": 16,
+            "attention__sliding_window": 5, "attention__sliding_window_pattern": [True, False, True, False, False], "attention__shared_kv_layers": 2,
+            "feed_forward_length": [64, 64, 64, 128, 128], "embedding_length_per_layer_input": 8, "final_logit_softcapping": 3.0,
+            "rope__freq_base_swa": 5000.0, "rope__dimension_count": 24, "rope__dimension_count_swa": 16,
+        },
+    ),
+    (
+        "gemma4_text",
+        {
+            "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16, "global_head_dim": 16, "sliding_window": 5, "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
+            "hidden_size_per_layer_input": 0, "tie_word_embeddings": True,
+            "rope_parameters": {"sliding_attention": BASE, "full_attention": {"rope_type": "proportional", "rope_theta": 20000.0, "partial_rotary_factor": 1.0}},
+        },
+        "gemma4",
+        {
+            **HEADS, "attention__key_length_swa": 16, "attention__value_length_swa": 16, "attention__sliding_window": 5,
+            "attention__sliding_window_pattern": [True, False], "attention__head_count_kv": [2, 1], "embedding_length_per_layer_input": 0,
+            "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "rope__freq_base_swa": 5000.0,
+        },
+    ),
+    ("granite", GRANITE | {"attention_bias": True, "mlp_bias": True}, "granite", {**GRANITE_KEYS, "rope__scaling__finetuned": True}),
+    (
+        "granitemoeshared", GRANITE | MIXTURE | {"shared_intermediate_size": 48}, "granitemoe",
+        {**GRANITE_KEYS, **MIXTURE_KEYS, "expert_shared_feed_forward_length": 48},
+    ),
+    (
+        "granitemoehybrid",
+        GRANITE | MIXTURE | {
+            "layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 48, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
+            "mamba_d_conv": 3, "position_embedding_type": None,
+        },
+        "granitehybrid",
+        {
+            **GRANITE_KEYS, **MIXTURE_KEYS, "expert_shared_feed_forward_length": 48, "attention__head_count_kv": [0, 2], "rope__scaling__finetuned": False,
+            "ssm__conv_kernel": 3, "ssm__state_size": 8, "ssm__group_count": 1, "ssm__inner_size": 64, "ssm__time_step_rank": 4,
+        },
+    ),
+    ("mistral", {"head_dim": 16, "sliding_window": None}, "mistral3", HEADS),
+    (
+        "ministral3", {"head_dim": 16, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 4}},
+        "mistral3", {
+            **HEADS, **YARN_KEYS, "rope__scaling__original_context_length": 4, "rope__scaling__yarn_log_multiplier": 1.0, "attention__temperature_scale": 0.5,
+        },
+    ),
+    (
+        "glm4", {"head_dim": 16, "attention_bias": True, "rope_parameters": BASE | {"partial_rotary_factor": 0.25}}, "glm4",
+        {**HEADS, "rope__dimension_count": 4},
+    ),
+    (
+        "glm4_moe",
+        {
+            "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5, "use_qk_norm": True, "rope_parameters": BASE | {"partial_rotary_factor": 0.5},
+        },
+        "glm4moe",
+        {
+            **HEADS, **MIXTURE_KEYS, "expert_shared_count": 1, "expert_feed_forward_length": 32, "leading_dense_block_count": 1, "expert_weights_scale": 1.5,
+            "expert_weights_norm": True, "expert_gating_func": 2, "rope__dimension_count": 8, "nextn_predict_layers": 1, "block_count": 3,
+        },
+    ),
+    ("smollm3", {"num_hidden_layers": 5, "attention_bias": True}, "smollm3", {}),
+    ("olmo2", {}, "olmo2", {}),
+    (
+        "olmo3",
+        {
+            "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {"sliding_attention": BASE, "full_attention": YARN},
+        },
+        "olmo2",
+        {
+            "attention__sliding_window": 5, "attention__sliding_window_pattern": [False, True], **YARN_KEYS,
+            "rope__scaling__yarn_attn_factor": 1.138629436111989,
+        },
+    ),
+    ("mixtral", MIXTURE, "llama", MIXTURE_KEYS),
+    ("seed_oss", {"head_dim": 16, "attention_bias": True, "attention_out_bias": True}, "seed_oss", HEADS),
+    ("ernie4_5", {"head_dim": 16, "use_bias": True}, "ernie4_5", HEADS),
+    (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_interval": 1,
+            "moe_layer_end_index": 1,
+        },
+        "ernie4_5-moe",
+        {
+            **MIXTURE_KEYS, "expert_feed_forward_length": 32, "expert_shared_count": 2, "interleave_moe_layer_step": 1, "leading_dense_block_count": 1,
+            "expert_shared_feed_forward_length": 32,
+        },
+    ),
+    (
+        "phi", {"num_key_value_heads": 4, "layer_norm_eps": 0.01, "rope_parameters": BASE | {"partial_rotary_factor": 0.5}}, "phi2",
+        {"rope__dimension_count": 4, "attention__layer_norm_epsilon": 0.01},
+    ),
+    (
+        "cohere2",
+        {"num_hidden_layers": 4, "head_dim": 8, "logit_scale": 0.5, "sliding_window": 5, "layer_norm_eps": 0.01, "tie_word_embeddings": True, "rope_parameters": BASE},
+        "cohere2", {"logit_scale": 0.5, "attention__sliding_window": 5, "attention__layer_norm_epsilon": 0.01, "rope__scaling__type": "none"},
     ),
 ]  # fmt: skip
 
@@ -68,7 +183,7 @@ def original(model_type: str, **settings: Any) -> Any:
     return module
 
 
-@pytest.mark.parametrize(("model_type", "settings", "architecture", "keys"), CASES)
+@pytest.mark.parametrize(("model_type", "settings", "architecture", "keys"), CASES, ids=[case[0] for case in CASES])
 @torch.inference_mode()
 def test_log_probabilities_are_those_of_the_original(tmp_path, model_type, settings, architecture, keys):
     module = original(model_type, **settings)
@@ -77,11 +192,11 @@ def test_log_probabilities_are_those_of_the_original(tmp_path, model_type, setti
     assert log_probabilities(file) == pytest.approx(expected[:, 0].tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize(("architecture", "kind"), [("gpt-oss", "MXFP4")])
+@pytest.mark.parametrize(("model_type", "kind"), [("gpt_oss", "MXFP4"), ("mixtral", "Q8_0")])
 @torch.inference_mode()
-def test_weights_stay_packed_and_give_what_their_numbers_give(tmp_path, monkeypatch, architecture, kind):
+def test_weights_stay_packed_and_give_what_their_numbers_give(tmp_path, monkeypatch, model_type, kind):
     monkeypatch.setattr("batchgen.model.loader.free_memory", lambda _: 0)  # so that they stay packed
-    model_type, settings, _, keys = next(case for case in CASES if case[2] == architecture)
+    _, settings, architecture, keys = next(case for case in CASES if case[0] == model_type)
     module = original(model_type, **settings)
     packed = write_whole_model(module, tmp_path / "packed.gguf", architecture, kind=kind, **keys)
     plain = write_whole_model(module, tmp_path / "plain.gguf", architecture, kind=kind, unpacked=True, **keys)
@@ -98,6 +213,15 @@ def log_probabilities(file: Path) -> list[float]:
     llm = LLM(file, dtype="float32")
     (result,) = llm.score([IDS[:1]], [IDS[1:]], prompt_options=PromptConfig(prompt_logprobs=True))
     return [token.logprob for token in result.prompt_logprobs]
+
+
+@torch.inference_mode()
+def test_layers_that_guess_further_tokens_and_keys_that_no_layer_uses_are_left_out(tmp_path: Path) -> None:
+    for model_type, names in (("glm4_moe", ["blk.2.nextn.eh_proj.weight", "blk.2.attn_q.weight"]), ("gemma4_text", ["blk.3.attn_k.weight", "blk.4.attn_v.weight"])):  # fmt: skip
+        _, settings, architecture, keys = next(case for case in CASES if case[0] == model_type)
+        module = original(model_type, **settings)
+        file = write_whole_model(module, tmp_path / "m.gguf", architecture, more=names, **keys)
+        assert len(log_probabilities(file)) == len(IDS) - 1
 
 
 def test_a_weight_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def test_frequencies_that_a_file_has_divided_are_those_of_llama_3_1(tmp_path):
         ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
         ({"type": "yarn", "factor": 2.0, "original_context_length": 32}, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}),
         ({"type": "yarn", "factor": 2.0, "yarn_beta_fast": 16.0, "yarn_ext_factor": 1.0}, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "beta_fast": 16.0}),
+        ({"type": "yarn", "factor": 2.0, "yarn_attn_factor": 1.0693147180559945}, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}),
         ({"type": "yarn", "factor": 2.0}, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}),
     ],
 )  # fmt: skip
@@ -91,6 +92,10 @@ def test_factors_for_long_texts_are_those_of_phi_3(tmp_path):
     [
         ({"tensors": {"rope_freqs.weight": [1.0, 2.0, 1.0, 8.0]}}, "its own (rope_freqs.weight)"),
         ({"rope": {"scaling.type": "new"}}, "'new'"),
+        (
+            {"rope": {"scaling.type": "yarn", "scaling.factor": 2.0, "scaling.yarn_attn_factor": 1.5}},
+            "'yarn' with attn_factor or yarn_attn_factor or yarn_ext_factor other than 1",
+        ),
         (
             {"rope": {"scaling.type": "yarn", "scaling.factor": 2.0, "scaling.yarn_ext_factor": 0.0}},
             "'yarn' with attn_factor or yarn_attn_factor or yarn_ext_factor other than 1",

@@ -74,7 +74,7 @@ def write_vocabulary(
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_layer_norm_eps(1e-6)
     writer.add_key_length(8)
-    if architecture.startswith("gemma"):
+    if architecture in ("gemma2", "gemma3"):
         writer.add_sliding_window(32)
     writer.add_token_list([text for text, _ in pairs])
     writer.add_token_types([kind for _, kind in pairs])
@@ -106,11 +106,12 @@ def write_whole_model(
     *,
     kind: str | None = None,
     unpacked: bool = False,
+    more: Sequence[str] = (),
     **settings: Any,
 ) -> Path:
     """Writes a model of transformers in float32, as llama.cpp's converter does, with a tokenizer of numbered tokens. Returns the file.
 
-    `kind`: of all matrices but routers. `unpacked`: writes their numbers in float32. `settings`: values of `ARCHITECTURE`, with `__` for dots.
+    `kind`: of all matrices but routers. `unpacked`: writes their numbers in float32. `more`: names of further tensors. `settings`: values of `ARCHITECTURE`, with `__` for dots.
     """
     import gguf
 
@@ -130,16 +131,21 @@ def write_whole_model(
         tensors |= {name: gguf.dequantize(gguf.quantize(tensors[name], each), each) for name, each in kinds.items()}
     values = {
         "embedding_length": config.hidden_size, "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.to_dict()["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", 1e-6),
     }  # fmt: skip
     values |= {name.replace("__", "."): value for name, value in settings.items()}
     size = settings.get("attention__key_length") or config.hidden_size // config.num_attention_heads
+    tensors |= {name: [[1.0]] for name in more}
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    if rope["rope_type"] == "proportional":
+        rotated = int(size * rope["partial_rotary_factor"] / 2)
+        tensors["rope_freqs.weight"] = [1.0] * rotated + [1e30] * (size // 2 - rotated)
     return write_vocabulary(
         to,
         [("<s>", 3), ("</s>", 3), ("<unk>", 2), *(f"t{i}" for i in range(config.vocab_size - 3))],
         architecture=architecture,
-        rope={"freq_base": float(config.rope_parameters["rope_theta"]), "dimension_count": size},
+        rope={"freq_base": float(rope["rope_theta"]), "dimension_count": size},
         settings={"attention.key_length": size, "attention.value_length": size} | values,
         tensors=tensors,
         kinds={} if unpacked else kinds,
@@ -151,27 +157,42 @@ def write_whole_model(
 
 _SHIFTED = ("gemma", "gemma2", "gemma3")
 """The architectures whose norms multiply by one more than their weight."""
-_PAIRED = ("llama",)
+_PAIRED = ("granite", "granitemoehybrid", "granitemoeshared", "llama", "ministral3", "mistral", "mixtral", "smollm3")
 """The model types whose rotary pairs lie side by side in a file."""
+_OTHER_NAMES = {
+    ".mlp.gate.moe_statics.": ".mlp.moe_statics.", "block_sparse_moe.router": "block_sparse_moe.router.layer", "mamba.dt": "mamba.dt_proj",
+    "router.per_expert_scale": "experts.down_proj", "router.scale": "router.proj",
+}  # fmt: skip
+"""Parts of names in transformers, and in the checkpoints that llama.cpp's converter reads."""
 
 
 def _named(names: Any, name: str, weight: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
     """Returns the tensors of a weight by their names in a file."""
+    block, kind = f"blk.{name.split('.')[2]}" if ".layers." in name else "", config.model_type
+    if name.endswith(("mamba.A_log", "mamba.D")):
+        return (
+            {f"{block}.ssm_a": -weight.exp()[:, None]} if name.endswith("log") else {f"{block}.ssm_d": weight[:, None]}
+        )
     base, _, end = name.rpartition(".")
     if end not in ("weight", "bias"):
-        base, end = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
-    experts = weight.dim() == 3 or base.endswith(("experts.gate_up_proj", "experts.down_proj"))
-    if weight.dim() == 3 and config.model_type == "gpt_oss":
+        ends = (end for part, end in (("_bias", "bias"), ("scale", "scale")) if name.endswith(part))
+        base, end = name.removesuffix("_bias"), next(ends, "weight")
+    for ours, theirs in _OTHER_NAMES.items():
+        base = base.replace(ours, theirs)
+    if "conv1d.weight" in name:
+        weight = weight.squeeze(1)
+    if weight.dim() == 3 and kind == "gpt_oss":
         weight = weight.transpose(1, 2)
+    parts = {"experts.gate_up_proj": "exps", "experts.down_proj": "exps", "shared_mlp.input_linear": "shexp"}
+    part = next((part for ours, part in parts.items() if base.endswith(ours)), None)
     found = names.get_name(base)
-    if not experts or found:
+    if part is None or found:
         return {f"{found}.{end}": weight}
-    alternate = config.model_type == "gpt_oss"
-    halves = (weight[:, ::2], weight[:, 1::2]) if alternate else weight.chunk(2, 1)
-    return {
-        f"blk.{name.split('.')[2]}.ffn_{kind}_exps.{end}": half
-        for kind, half in zip(("gate", "up"), halves, strict=True)
-    }
+    if "down" in base:
+        return {f"{block}.ffn_down_{part}.{end}": weight}
+    dim = 1 if part == "exps" else 0
+    halves = (weight[:, ::2], weight[:, 1::2]) if kind == "gpt_oss" else weight.chunk(2, dim)
+    return {f"{block}.ffn_{each}_{part}.{end}": half for each, half in zip(("gate", "up"), halves, strict=True)}
 
 
 def _in_pairs(name: str, weight: torch.Tensor, config: Any) -> torch.Tensor:

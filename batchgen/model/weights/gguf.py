@@ -17,7 +17,7 @@ import torch
 from batchgen.errors import ModelError
 from batchgen.kernels.codes import E2M1, Coding, PackedTensor, packed_plane, packed_planes
 from batchgen.kernels.memory import Loading
-from batchgen.model.weights.gguf_families import arranged, family_tensors, in_shape, is_transposed
+from batchgen.model.weights.gguf_families import arranged, family_tensors, in_shape, is_left_out, is_transposed
 from batchgen.model.weights.packed import UnreadWeight, nibbles
 from batchgen.prompts.gguf import GgufHeader, GgufTensor, gguf_header, instead
 from batchgen.prompts.gguf_families import GgufFamily
@@ -297,19 +297,14 @@ def _check_unused(path: Path, name: str) -> None:
 
 def _family_weights(path: Path, header: GgufHeader, family: GgufFamily, module: Any) -> Mapping[str, Any]:
     """Returns the weights of a file of a family that batchgen reads by itself."""
-    stored = family_tensors(path, header, module)
+    stored, config = family_tensors(path, header, module), module.config.get_text_config()
     used = {tensor.name for parts in stored.values() for tensor in parts}
     for tensor in header.tensors:
-        if tensor.name not in used:
+        if tensor.name not in used and not is_left_out(config, tensor.name):
             _check_unused(path, tensor.name)
-    data, loading, shapes = (
-        np.memmap(path, np.uint8, "c"),
-        Loading(),
-        {name: x.shape for name, x in module.state_dict().items()},
-    )
-    config = module.config.get_text_config()
+    data, loading, weights = np.memmap(path, np.uint8, "c"), Loading(), module.state_dict()
     return {
-        name: UnreadWeight(partial(_read_family, data, parts, family, config, shapes[name]), loading)
+        name: UnreadWeight(partial(_read_family, data, parts, family, config, weights[name].shape), loading)
         for name, parts in stored.items()
     }
 

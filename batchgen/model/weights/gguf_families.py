@@ -17,6 +17,13 @@ from batchgen.errors import ModelError
 from batchgen.prompts.gguf import GgufHeader, GgufTensor
 from batchgen.prompts.gguf_families import GgufFamily
 
+_OTHER_NAMES = (
+    ("block_sparse_moe.router", "block_sparse_moe.router.layer"), ("block_sparse_moe.experts", "mlp.experts"),
+    ("shared_mlp.input_linear", "mlp.shared_expert.gate_up_proj"), ("shared_mlp.input_linear", "mlp.gate_up_proj"),
+    ("shared_mlp.output_linear", "mlp.down_proj"), ("gate.moe_statics", "moe_statics"), ("mamba.dt", "mamba.dt_proj"),
+    ("router.scale", "router.proj"), ("router.per_expert_scale", "experts.down_proj"),
+)  # fmt: skip
+"""What modules are called here, and in the checkpoints that llama.cpp's converter reads."""
 _Array = np.ndarray[Any, Any]
 
 
@@ -51,12 +58,29 @@ def _candidates(weight: str) -> Iterator[tuple[tuple[str, ...], str]]:
     ends = [f".{last}"]
     if weight.endswith("_bias"):
         base, ends = weight.removesuffix("_bias"), [".bias"]
+    elif last.endswith("scale"):
+        base, ends = weight, [".scale"]
     elif last not in ("weight", "bias"):
         base, ends = weight, [".weight", ""]
-    for name in (base, f"model.{base}"):
+    others = [base.replace(ours, theirs) for ours, theirs in _OTHER_NAMES if ours in base]
+    for name in (base, f"model.{base}", *others):
         for end in ends:
+            if "gate_up_proj" in name:
+                yield tuple(name.replace("gate_up_proj", half) for half in ("gate_proj", "up_proj")), end
             yield (name,), end
-            yield tuple(name.replace("gate_up_proj", half) for half in ("gate_proj", "up_proj")), end
+
+
+def is_left_out(config: Any, name: str) -> bool:
+    """Whether a tensor belongs to layers after those of the model, which guess the tokens after the next one, or to keys and values that a layer takes from
+    another one."""
+    block, _, layer = name.partition(".")
+    if block != "blk":
+        return False
+    number, _, part = layer.partition(".")
+    own = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
+    return int(number) >= int(
+        own if part.startswith(("attn_k.", "attn_v.", "attn_k_norm.")) else config.num_hidden_layers
+    )
 
 
 def arranged(family: GgufFamily, config: Any, tensors: Sequence[GgufTensor], rows: Sequence[_Array]) -> _Array:
@@ -77,6 +101,8 @@ def _as_in_the_model(family: GgufFamily, config: Any, name: str, rows: _Array) -
         heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
         halves = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2)
         return halves.reshape(rows.shape)
+    if name.endswith(".ssm_a"):
+        return np.log(-rows)
     return rows - np.float32(family.shift) if family.shift and name.endswith("norm.weight") else rows
 
 
@@ -86,6 +112,6 @@ def is_transposed(family: GgufFamily, tensors: Sequence[GgufTensor]) -> bool:
 
 
 def in_shape(weight: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Returns a weight in the model's shape, if they differ only in dimensions of 1: files leave these out."""
-    same = [n for n in weight.shape if n != 1] == [n for n in shape if n != 1]
+    """Returns a weight in the model's shape, if that differs only in dimensions of 1 or has a single one."""
+    same = len(shape) == 1 or [n for n in weight.shape if n != 1] == [n for n in shape if n != 1]
     return weight.reshape(*shape) if same and weight.numel() == math.prod(shape) else weight
