@@ -20,6 +20,10 @@ _DEEPSEEK_MIXTURE = {
     "expert_shared_count": "n_shared_experts", "leading_dense_block_count": "first_k_dense_replace", "expert_weights_scale": "routed_scaling_factor",
     "expert_weights_norm": "norm_topk_prob", "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
 }  # fmt: skip
+_GROUPS = {160: (8, 3), 256: (8, 4)}
+"""The groups of experts of DeepSeek V2 and V3, and how many of them a token uses, by their experts."""
+_SIGMOID = 2
+"""`expert_gating_func` of DeepSeek V3 and GLM 4."""
 _GRANITE = {
     "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
@@ -106,6 +110,26 @@ def _gemma4(values: Values, shapes: Shapes) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _deepseek(values: Values, shapes: Shapes) -> dict[str, Any]:
+    """Keys and values are compressed. Newer files have the weights that unpack them in halves, and call the sizes of heads by other keys."""
+    rotary, scale, experts = (
+        values["rope.dimension_count"],
+        values.get("rope.scaling.yarn_log_multiplier"),
+        values.get("expert_count"),
+    )
+    groups, chosen = _GROUPS.get(experts, (1, 1))  # older files do not say
+    groups, chosen = values.get("expert_group_count", groups), values.get("expert_group_used_count", chosen)
+    v2 = {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy" if groups > 1 else "greedy"}
+    return {
+        **_without_next_tokens(values, shapes), "num_key_value_heads": values["attention.head_count"], "q_lora_rank": values.get("attention.q_lora_rank"),
+        "head_dim": rotary, "qk_nope_head_dim": values.get("attention.key_length_mla", values["attention.key_length"]) - rotary,
+        "v_head_dim": values.get("attention.value_length_mla", values["attention.value_length"]),
+        "n_group": groups, "topk_group": chosen, "norm_topk_prob": values.get("expert_weights_norm", False),
+        "rope_parameters": dict(_NO_ROPE) | ({"mscale": 10 * scale, "mscale_all_dim": 10 * scale} if scale else {}),
+        **({} if values.get("expert_gating_func") == _SIGMOID else v2),
+    }  # fmt: skip
+
+
 def _olmo3(values: Values, shapes: Shapes) -> dict[str, Any]:
     base = values.get("rope.freq_base", _NO_ROPE["rope_theta"])
     bases = {"full_attention": base, "sliding_attention": values.get("rope.freq_base_swa", base)}
@@ -152,6 +176,19 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
             _with_sliding_window(4), read=_WINDOW, biases={"attention_bias": ".attn_q.bias"},
         )
     },
+    "deepseek2": {
+        "": GgufFamily(
+            "deepseek_v3",
+            {key: name for key, name in _DEEPSEEK_MIXTURE.items() if "group" not in key} | {
+                "attention.kv_lora_rank": "kv_lora_rank", "rope.dimension_count": "qk_rope_head_dim",
+            },
+            _deepseek,
+            read=frozenset({
+                "attention.q_lora_rank", "attention.key_length_mla", "attention.value_length", "attention.value_length_mla", "expert_gating_func",
+                "expert_group_count", "expert_group_used_count", "nextn_predict_layers", "rope.scaling.yarn_log_multiplier",
+            }),
+        )
+    },
     "ernie4_5": {"": GgufFamily("ernie4_5", biases={"use_bias": ".attn_q.bias"})},
     "ernie4_5-moe": {
         "": GgufFamily(
@@ -180,7 +217,7 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
     "glm4": {"": GgufFamily("glm4", read=_PART, biases={"attention_bias": ".attn_q.bias"})},
     "glm4moe": {
         "": GgufFamily(
-            "glm4_moe", _DEEPSEEK_MIXTURE, _without_next_tokens, read=_PART | {"nextn_predict_layers"}, must={"expert_gating_func": 2},
+            "glm4_moe", _DEEPSEEK_MIXTURE, _without_next_tokens, read=_PART | {"nextn_predict_layers"}, must={"expert_gating_func": _SIGMOID},
             biases={"attention_bias": ".attn_q.bias", "use_qk_norm": ".attn_q_norm.weight"},
         )
     },
@@ -243,7 +280,7 @@ def family_config(family: GgufFamily, values: Values, shapes: Shapes) -> Any:
     settings = {name: values[key] for key, name in names.items() if key in values}
     settings |= {name: any(tensor.endswith(end) for tensor in shapes) for name, end in family.biases.items()}
     settings |= {
-        "vocab_size": shapes["token_embd.weight"][0], "tie_word_embeddings": "output.weight" not in shapes, "bos_token_id": None, "pad_token_id": None,
+        "model_type": family.model_type, "vocab_size": shapes["token_embd.weight"][0], "tie_word_embeddings": "output.weight" not in shapes, "bos_token_id": None, "pad_token_id": None,
         **family.more(values, shapes),
     }  # fmt: skip
-    return AutoConfig.for_model(family.model_type, **settings)
+    return AutoConfig.for_model(**settings)

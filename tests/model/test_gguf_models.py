@@ -36,6 +36,13 @@ GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "logits_sca
 GRANITE_KEYS = {"attention__scale": 0.3, "embedding_scale": 2.0, "logit_scale": 3.0, "residual_scale": 0.5}
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MIXTURE_KEYS = {"expert_count": 4, "expert_used_count": 2}
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT_KEYS = {
+    **MIXTURE_KEYS, "attention__kv_lora_rank": 16, "expert_feed_forward_length": 32, "leading_dense_block_count": 1, "rope__dimension_count": 4,
+}  # fmt: skip
 HEADS = {"attention__key_length": 16, "attention__value_length": 16}
 ROUTERS = ("router.weight", "gate.weight")
 IDS = [3, 40, 5, 77, 9, 12, 64, 3, 40, 5]
@@ -147,6 +154,28 @@ CASES = [
         },
     ),
     ("mixtral", MIXTURE, "llama", MIXTURE_KEYS),
+    (
+        "deepseek_v2",
+        LATENT | {
+            "q_lora_rank": None, "n_shared_experts": 2, "n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0,
+            "rope_parameters": YARN | {"mscale": 0.5, "mscale_all_dim": 0.5},
+        },
+        "deepseek2",
+        {
+            **LATENT_KEYS, **YARN_KEYS, "attention__key_length": 12, "attention__value_length": 6, "attention__head_count_kv": 4, "expert_shared_count": 2,
+            "expert_group_count": 2, "expert_group_used_count": 1, "expert_weights_scale": 4.0, "rope__scaling__yarn_log_multiplier": 0.05,
+        },
+    ),
+    (
+        "deepseek_v3",
+        LATENT | {"q_lora_rank": 12, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5},
+        "deepseek2",
+        {
+            **LATENT_KEYS, "attention__key_length": 20, "attention__value_length": 16, "attention__key_length_mla": 12, "attention__value_length_mla": 6,
+            "attention__head_count_kv": 1, "attention__q_lora_rank": 12, "expert_shared_count": 1, "expert_group_count": 2, "expert_group_used_count": 1,
+            "expert_weights_scale": 2.5, "expert_weights_norm": True, "expert_gating_func": 2,
+        },
+    ),
     ("seed_oss", {"head_dim": 16, "attention_bias": True, "attention_out_bias": True}, "seed_oss", HEADS),
     ("ernie4_5", {"head_dim": 16, "use_bias": True}, "ernie4_5", HEADS),
     (

@@ -179,6 +179,11 @@ def _named(names: Any, name: str, weight: torch.Tensor, config: Any) -> dict[str
         base, end = name.removesuffix("_bias"), next(ends, "weight")
     for ours, theirs in _OTHER_NAMES.items():
         base = base.replace(ours, theirs)
+    if name.endswith("kv_b_proj.weight") and kind == "deepseek_v3":  # as newer files have it
+        keys, values = weight.view(config.num_attention_heads, -1, weight.shape[1]).split(
+            [config.qk_nope_head_dim, config.v_head_dim], 1
+        )
+        return {f"{block}.attn_k_b.{end}": keys.transpose(1, 2), f"{block}.attn_v_b.{end}": values}
     if "conv1d.weight" in name:
         weight = weight.squeeze(1)
     if weight.dim() == 3 and kind == "gpt_oss":

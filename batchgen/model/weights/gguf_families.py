@@ -67,6 +67,8 @@ def _candidates(weight: str) -> Iterator[tuple[tuple[str, ...], str]]:
         for end in ends:
             if "gate_up_proj" in name:
                 yield tuple(name.replace("gate_up_proj", half) for half in ("gate_proj", "up_proj")), end
+            if "kv_b_proj" in name:
+                yield tuple(name.replace("kv_b_proj", half) for half in ("k_b_proj", "v_b_proj")), end
             yield (name,), end
 
 
@@ -88,6 +90,8 @@ def arranged(family: GgufFamily, config: Any, tensors: Sequence[GgufTensor], row
     each = [_as_in_the_model(family, config, tensor.name, part) for tensor, part in zip(tensors, rows, strict=True)]
     if len(each) == 1:
         return each[0]
+    if is_unpacked(tensors):  # [heads, compressed, keys] and [heads, values, compressed]
+        return np.concatenate([each[0].swapaxes(1, 2), each[1]], 1).reshape(-1, each[1].shape[-1])
     axis = each[0].ndim - (1 if tensors[0].name.endswith(".bias") else 2)
     if not family.interleaved:
         return np.concatenate(each, axis)
@@ -104,6 +108,11 @@ def _as_in_the_model(family: GgufFamily, config: Any, name: str, rows: _Array) -
     if name.endswith(".ssm_a"):
         return np.log(-rows)
     return rows - np.float32(family.shift) if family.shift and name.endswith("norm.weight") else rows
+
+
+def is_unpacked(tensors: Sequence[GgufTensor]) -> bool:
+    """Whether the rows of a weight are the columns of one of its tensors, so that it cannot stay packed."""
+    return ".attn_k_b." in tensors[0].name
 
 
 def is_transposed(family: GgufFamily, tensors: Sequence[GgufTensor]) -> bool:
