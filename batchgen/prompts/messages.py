@@ -442,6 +442,17 @@ class ChatTemplate:
             if _MARK in parts and _SECOND_MARK in parts and not any(form in parts for form in as_data)
         )
 
+    def takes_system(self) -> bool:
+        """Returns whether the template writes system messages. Raises `UsageError` if it refuses them."""
+        user: Message = {"role": "user", "content": "x"}
+        answer = self._tried([{"role": "system", "content": _MARK}, user])
+        if isinstance(answer, TemplateFailure) and isinstance(self._tried([user]), str):
+            raise UsageError(
+                f"--system: the chat template refuses system messages ({answer.message})",
+                "put the text before every prompt with --prefix, or give another template with --chat-template FILE",
+            )
+        return not isinstance(answer, str) or _MARK in answer
+
     def _tried(self, messages: list[Message], variables: Mapping[str, Any] | None = None) -> Any:
         try:
             call = self.call(messages, variables)

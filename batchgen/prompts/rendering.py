@@ -187,6 +187,8 @@ class Renderer:
         option = "--image-column" if prompts.image_column else "--image-max-pixels" if limited else ""
         if option and images.refusal is not None:
             raise UsageError(f"{option}: {images.refusal}", "leave it out, or use a model that sees")
+        if self._chat is not None and prompts.system is not None and not self._chat.takes_system():
+            self.note("--system has no effect: the chat template does not write system messages")
         for name in prompts.chat_template_kwargs:
             self._note_unused_variable(name, "--chat-template-kwargs sets")
 

@@ -5,11 +5,14 @@ import pytest
 from batchgen.errors import UsageError
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
+from support.tokenizers_by_hand import CHATML
 
 USER = {"role": "user", "content": "a"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 TOOLS = "{# answers may have <tool_call> #}{% if tools %}[{{ tools|length }}:{{ tools[0].function.name }}]{% endif %}"
 DOCUMENTS = "{% for d in documents %}<{{ d.title }}={{ d.text }}>{% endfor %}"
+IN_PARTS = "{% for m in messages %}{% if m.content is not string %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+ALTERNATE = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no such role') }}{% endif %}{{ m.content }}{% endfor %}"
 TEMPLATE = TOOLS + "{% if documents %}" + DOCUMENTS + "{% endif %}{{ messages[-1].content }}"
 
 
@@ -53,7 +56,9 @@ NOTES = [
     ([BOTH, BOTH], {}, ["rows have both 'messages' and 'prompt': 'messages' is the prompt, 'prompt' is only copied to the output"]),
     ([BOTH], {"chat": False}, ["rows have both 'prompt' and 'messages': 'prompt' is the prompt, 'messages' is only copied to the output"]),
     ([{"prompt": "p", "messages": None}], {}, []),
-    ([{"url": "/v1/completions", "body": {"prompt": "a"}}], {"system": "S"}, ["--system is not used for rows of /v1/completions, whose prompts are raw"]),
+    ([{"prompt": "a"}], {"system": "S"}, ["--system has no effect: the chat template does not write system messages"]),
+    ([{"prompt": "a"}], {"system": "S", "chat_template": IN_PARTS}, []),
+    ([{"url": "/v1/completions", "body": {"prompt": "a"}}], {"system": "S", "chat_template": CHATML}, ["--system is not used for rows of /v1/completions, whose prompts are raw"]),
     (IMAGES, {}, ["columns 'image', 'images' are only copied to the output: the model sees text alone, no images, sound or video"]),
     ([{"image": "a cat"}], {"template": "{{ image }}"}, []),
     ([{"prompt": "a", "top_p": 0.5, "seed": 1}, {"prompt": "a", "temperature": 1.0, "n": 3}], {"row_params": ("seed",)},
@@ -70,6 +75,19 @@ def test_what_a_row_has_besides_its_prompt_is_used_or_noted_once(tools, columns,
     for out in b.build(tools.rows(*columns)) + b.build(tools.rows(*columns)):
         assert isinstance(out, Request)
     assert b.notes == notes
+
+
+def test_a_system_message_that_the_chat_template_refuses_is_said_before_any_row_fails(tools):
+    with pytest.raises(
+        UsageError, match=r"^--system: the chat template refuses system messages \(no such role\); put the text before"
+    ):
+        tools.builder(chat_template=ALTERNATE, system="S")
+    assert tools.text_of(one(tools, {"prompt": "a"}, chat_template=ALTERNATE)[0]) == "a"
+    refuses_all = ALTERNATE.replace("'system'", "m.role")  # rows may still tell why, and --system is not at fault
+    assert tools.error_of(one(tools, {"prompt": "a"}, chat_template=refuses_all, system="S")[0]) == (
+        "template_error",
+        "chat template: no such role",
+    )
 
 
 def test_documents_of_a_row_reach_the_chat_template_and_are_shortened_like_messages(tools):
