@@ -25,6 +25,9 @@ from batchgen.errors import UsageError
 GROUPS = ("Model", "Prompts", "Sampling", "Constraints", "Tasks", "Engine", "Machines", "Job")
 """The groups of `batchgen run --help`, in this order."""
 
+_SHOWN = 200
+"""Number of characters of a wrong value in a message: labels may come from a large file."""
+
 Rule = tuple[Callable[[Any], bool], str]
 """A test of a value, and a text that follows "must be" in messages."""
 
@@ -213,9 +216,10 @@ def first_problem(config: Any) -> tuple[str, str] | None:
 
 
 def _shown(value: Any) -> str:
-    """The value as it was given. Several values stand one after the other."""
+    """The value as it was given, or its beginning if it is long. Several values stand one after the other."""
     several = isinstance(value, tuple) and value
-    return ", ".join(map(repr, value)) if several else repr(value)
+    text = ", ".join(map(repr, value)) if several else repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def check(config: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, wraps
@@ -175,7 +176,7 @@ class SamplingParams:
         "Labels, separated by commas, as a JSON list, or in a file (a label a line, or a JSON list). Each is scored instead of generating, and the text is the most likely one.",
         group="Constraints",
         metavar="A,B,C|@FILE",
-        rules=[_TEXTS, (lambda v: len(set(v)) == len(v) != 1, "two or more different texts")],
+        rules=[_TEXTS, (lambda v: len(v) != 1, "two or more different texts")],
         parse=_parse_choices,
     )
     """At a temperature above 0 the text is sampled from the labels."""
@@ -226,6 +227,9 @@ class SamplingParams:
         constraints = [name for name in _CONSTRAINTS if getattr(self, name)]
         if len(constraints) > 1:
             raise ValueError(f"{constraints[0]} cannot be combined with {constraints[1]}")
+        if len(set(self.choices)) < len(self.choices):
+            twice = next(choice for choice, times in Counter(self.choices).items() if times > 1)
+            raise ValueError(f"choices must be two or more different texts, and {twice!r} is there twice")
         if self.choices and (self.n > 1 or self.logprobs is not None):
             raise ValueError(f"choices cannot be combined with {'n' if self.n > 1 else 'logprobs'}")
         if self.constrained and (self.stop or self.ignore_eos):

@@ -25,6 +25,8 @@ _CALL_FORMS = ((False, False), (True, False), (False, True), (True, True))
 """The forms of turns that only call tools: whether arguments are JSON text, and whether the content is null. The usual one first."""
 _OF_TRANSFORMERS = "transformers.tokenization_utils_base"
 
+_TOOLS_HINT = """use one such as {"tools": [{"type": "function", "function": {…}}]}"""
+
 # Names that `apply_chat_template` takes as its own arguments, so a row or command cannot set them as variables.
 _RESERVED = frozenset({
     "self", "conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
@@ -289,6 +291,9 @@ class ChatTemplate:
         reserved = sorted(_RESERVED & variables.keys())
         if reserved:
             raise UsageError(f"--chat-template-kwargs cannot set {reserved[0]!r}", "leave it out")
+        tools = variables.get("tools") or []
+        if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise UsageError(f"--chat-template-kwargs: tools must be a list of objects, not {kind(tools)}", _TOOLS_HINT)
         self._tokenizer = tokenizer
         self._source = source
         self._variables = variables

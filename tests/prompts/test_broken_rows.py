@@ -162,6 +162,7 @@ REFUSED = [
     (None, {"chat_template_kwargs": {"a": 1}}, f"--chat-template-kwargs {NEEDS_TEMPLATE}"),
     ({"a": "x", "b": "y"}, {}, "the model has no default among its chat templates (a, b); use --chat-template FILE, or --no-chat for raw prompts"),
     ("x", {"system": "S", "chat": False}, "--system cannot be combined with --no-chat; leave one of them out"),
+    ("x", {"chat_template_kwargs": {"tools": "add"}}, """--chat-template-kwargs: tools must be a list of objects, not text; use one such as {"tools": [{"type": "function", "function": {…}}]}"""),
     ("x", {"chat_template_kwargs": {"messages": []}}, "--chat-template-kwargs cannot set 'messages'; leave it out"),
     ("{% if %}", {}, "the model's chat template is not valid Jinja (line 1): Expected an expression, got 'end of statement block'; correct it, or give another"),
     ("x", {"template": "a\n{{ b"}, "--template is not valid Jinja (line 2): unexpected end of template, expected 'end of print statement'; correct the template"),
