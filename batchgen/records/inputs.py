@@ -33,6 +33,8 @@ PIPE_WINDOW_ROWS = 4_096
 _MODEL_REPO = re.compile(r"hf://((?!(?:datasets|spaces|buckets|models)/)[^/]+/[^/@]+)")
 _UNPACKERS = {".xz": "xz -d", ".bz2": "bzip2 -d", ".zip": "unzip"}
 _PERMISSIONS = "check its permissions, and those of the folders it is in"
+_PARTITIONS = re.compile(r"(?:^|/)([^/=?]+)=[^/]*(?=/)")
+"""The names of columns in folders as Hive, Spark and pyarrow write them: data/lang=de/part-0.parquet."""
 CHECKED_ROWS = 1_000
 """If none of these first rows has a column that the command names, the command is refused."""
 
@@ -155,6 +157,7 @@ class Input:
         for file in self.files:
             name = clean(file.shown)  # a name on disk need not be UTF-8
             typed = not INPUT_FORMATS[file.format].is_text
+            folders = _PARTITIONS.findall(name)
             for place, columns, size in _records(file, partial(self._renamed, file.shown), self._see):
                 source = name + place
                 if isinstance(columns, str):
@@ -162,6 +165,9 @@ class Input:
                         columns = columns.replace("not UTF-8", f"not {file.encoding}")
                     yield Row(number, {}, RowError("invalid_row", f"{source}: {columns}"), source, size, file.shown)
                 else:
+                    if folders:
+                        self._note_partitions([key for key in folders if key not in columns])
+                        folders = []
                     yield Row(number, columns, None, source, size, file.shown, typed)
                 number += 1
 
@@ -188,6 +194,14 @@ class Input:
         note = f"{file} has more than one column {name!r}: another one is read as {new_name!r}"
         if note not in self.notes:
             self.notes.append(note)
+
+    def _note_partitions(self, keys: Sequence[str]) -> None:
+        """Notes columns that other programs make of folders such as `lang=de`."""
+        several = "; input_file has each row's folders" if len(self.files) > 1 else ""
+        for key in keys:
+            note = f"{key!r} is only in the names of folders ({key}=…) and no column of the rows{several}"
+            if note not in self.notes:
+                self.notes.append(note)
 
     def _see(self, names: Sequence[str], schema: pa.Schema | None) -> None:
         self.headers[tuple(names)] = None
@@ -242,17 +256,27 @@ def _records(file: InputFile, on_rename: Callable[[str, str], None], on_header: 
 
 def _unread_folders(name: str, format: str | None) -> list[str]:
     """A note about the sub-folders of a folder that hold files which could be inputs too."""
-    path = Path(name)
-    if is_url(name) or not path.is_dir():
-        return []
-    folders = [p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".") and not p.name.endswith(".job")]
-    formats = {format} if format else set(INPUT_FORMATS)
-    unread = sorted(f.name for f in folders if any(split_name(p.name)[1] in formats for p in f.rglob("*")))
+    unread, pattern = _files_below(name, format)
     if not unread:
         return []
-    return [
-        f"sub-folders of {name} are not read ({', '.join(unread[:5])}); a glob reads them, such as '{path}/**/*.jsonl'"
-    ]
+    return [f"sub-folders of {name} are not read ({', '.join(unread[:5])}); a glob reads them, such as {pattern}"]
+
+
+def _files_below(name: str, format: str | None) -> tuple[list[str], str]:
+    """Returns the sub-folders of a folder that hold files which could be inputs too, and a glob that reads them."""
+    path = Path(name)
+    if is_url(name) or not path.is_dir():
+        return [], ""
+    formats = {format} if format else set(INPUT_FORMATS)
+    unread: list[str] = []
+    suffix = ""
+    for folder in sorted(path.iterdir()):
+        if folder.is_dir() and not folder.name.startswith(".") and not folder.name.endswith(".job"):
+            file = next((p for p in folder.rglob("*") if split_name(p.name)[1] in formats), None)
+            if file is not None:
+                unread.append(folder.name)
+                suffix = suffix or file.name.removeprefix(split_name(file.name)[0])
+    return unread, shlex.quote(f"{path}/**/*{suffix}")
 
 
 def _find(name: str, format: str | None) -> tuple[bool, list[str]]:
@@ -311,9 +335,10 @@ def _find_remote(url: str, format: str | None) -> tuple[bool, list[str]]:
 def _known(folder: str, names: Sequence[str], format: str | None) -> list[str]:
     found = [n for n in names if (split_name(n)[1] == format if format else split_name(n)[1])]
     if not found:
-        raise UsageError(
-            f"no {format or ANY_FORMAT} file in the folder {folder}", "name the files, or a glob, with --input-format"
-        )
+        unread, pattern = _files_below(folder, format)
+        below = f"its sub-folders have some, which a glob reads: {pattern}"
+        hint = below if unread else "name the files, or a glob, with --input-format"
+        raise UsageError(f"no {format or ANY_FORMAT} file in the folder {folder}", hint)
     return found
 
 

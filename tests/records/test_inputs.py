@@ -114,6 +114,32 @@ def test_a_folder_gives_its_known_files_sorted_and_without_our_outputs(folder):
     assert [f.name for f in opened("data", format="csv").files] == ["data/a.csv.gz"]
 
 
+def test_a_folder_whose_files_are_all_in_sub_folders_names_the_glob_that_reads_them(folder):
+    (folder / "my data" / "lang=de").mkdir(parents=True)
+    (folder / "my data" / "lang=de" / "part-0.jsonl.gz").write_bytes(gzip.compress(JSONL))
+    with pytest.raises(UsageError) as e:
+        opened("my data")
+    assert str(e.value) == (
+        "no jsonl, parquet, csv or tsv file in the folder my data; "
+        "its sub-folders have some, which a glob reads: 'my data/**/*.jsonl.gz'"
+    )
+
+
+def test_columns_that_only_the_names_of_folders_have_are_noted(folder):
+    for language, content in (("de", JSONL), ("en", b'{"prompt": "a", "lang": "en"}\n')):
+        (folder / "year=2026" / f"lang={language}").mkdir(parents=True)
+        (folder / "year=2026" / f"lang={language}" / "part=0.jsonl").write_bytes(content)
+    year = "'year' is only in the names of folders (year=…) and no column of the rows"
+    for pattern, notes in (
+        ("*/lang=en/*", [year]),
+        ("**/*.jsonl", [year, year.replace("year", "lang")]),
+    ):
+        source = opened(pattern)
+        several = "; input_file has each row's folders" if len(source.files) > 1 else ""
+        list(source.rows())
+        assert source.notes == [note + several for note in notes]
+
+
 def test_a_glob_gives_its_files_sorted_and_skips_job_folders(folder):
     (folder / "z.jsonl.job").mkdir()
     (folder / "z.jsonl.job" / "manifest.json").write_text("{}")
