@@ -59,7 +59,7 @@ def open_input(config: JobConfig, output: str | None) -> Input:
                 "- (standard input) cannot be read together with other inputs", "name files only, or - alone"
             )
         _check_chosen(choice, 0, "-")
-        return Input((_input_file("-", input_format or "jsonl", config.encoding),), [])
+        return Input((_input_file("-", input_format or "jsonl", config.encoding),), [], config.id_column)
     files: list[InputFile] = []
     notes: list[str] = []
     datasets = 0
@@ -90,7 +90,7 @@ def open_input(config: JobConfig, output: str | None) -> Input:
                 "name another output with -o, or put a glob in quotes, so that batchgen leaves outputs out",
             )
     _check_chosen(choice, datasets, inputs[0])
-    return Input(tuple(files), notes)
+    return Input(tuple(files), notes, config.id_column)
 
 
 def _check_chosen(choice: DatasetChoice, datasets: int, name: str) -> None:
@@ -104,8 +104,9 @@ def _check_chosen(choice: DatasetChoice, datasets: int, name: str) -> None:
 class Input:
     """The rows of some files, in order. Standard input can be read once, files any number of times."""
 
-    def __init__(self, files: tuple[InputFile, ...], notes: list[str]) -> None:
+    def __init__(self, files: tuple[InputFile, ...], notes: list[str], id_column: str | None = None) -> None:
         self.files = files
+        self._ids = (id_column, "id", "custom_id")
         self.notes = notes
         """Notes for the user, for example about files that were left out. Grows while the input is read."""
         self.is_stdin = any(f.name == "-" for f in files)
@@ -114,7 +115,7 @@ class Input:
 
     @cached_property
     def schema(self) -> pa.Schema | None:
-        """Columns and types of the input if all files are Parquet and their types can be unified (int32 and int64 can), else None.
+        """Columns and types of the input if all files are Parquet and their types can be unified (int32 and int64 can; for ids, not uint64 and int64), else None.
 
         Skips files that cannot be read: `rows` raises the error. Of standard input it is known from the first row on.
         """
@@ -137,6 +138,9 @@ class Input:
             f"input_{n}" in names for n in {*RESULT_NAMES, INPUT_FILE}
         ):
             return None
+        for kinds in ({s.field(n).type for s in schemas if n in s.names} for n in self._ids):
+            if pa.uint64() in kinds and any(map(pa.types.is_signed_integer, kinds)):
+                return None
         try:
             unified = pa.unify_schemas(schemas, promote_options="permissive")
             for schema in schemas:

@@ -224,8 +224,8 @@ class ParquetWriter:
     schema's metadata (`carried_metadata`).
 
     If the files of the input have different types, a column has the type that all of them fit. A value that does not fit it all the same
-    (a whole number beyond 64 bits, a time out of range) is null; so are the columns of a malformed row. `id` is an int64 if all columns
-    that it can come from are whole numbers, else text.
+    (a whole number beyond 64 bits, a time out of range) is null; so are the columns of a malformed row. `id` is an int64 (or
+    uint64) if all columns that it can come from are whole numbers that fit one, else text.
     """
 
     def __init__(
@@ -494,7 +494,7 @@ def result_array(rows: Sequence[Mapping[str, Any]], field: pa.Field) -> pa.Array
     values = [row.get(field.name) for row in rows]
     if field.name == "truncated":
         values = [bool(v) for v in values]
-    elif field.name == "id" and field.type != pa.int64():
+    elif field.name == "id" and not pa.types.is_integer(field.type):
         values = [id_text(v) for v in values]
     elif field.name == "parsed":
         values = [fitted(v, field.type) for v in values]
@@ -567,6 +567,8 @@ def _logprob_count(row: dict[str, Any]) -> int:
 def _id_type(types: Sequence[pa.DataType]) -> pa.DataType:
     if all(pa.types.is_integer(t) and t != pa.uint64() for t in types):
         return pa.int64()
+    if all(map(pa.types.is_unsigned_integer, types)):  # hashes. The number of a row without an id fits too
+        return pa.uint64()
     return pa.large_string() if set(types) == {pa.large_string()} else pa.string()
 
 

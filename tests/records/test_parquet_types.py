@@ -98,6 +98,25 @@ def test_an_integer_among_floats_is_rounded_and_one_too_large_for_the_type_is_nu
     assert out["b"].to_pylist() == [None, 1]
 
 
+def test_ids_that_are_hashes_of_64_bits_stay_numbers():
+    hashes = pa.array([2**64 - 1, None, 3], pa.uint64())
+    prompts = {"prompt": ["a", "b", "c"]}
+    for columns, kind, ids in (
+        ({"id": hashes}, pa.uint64(), [2**64 - 1, 1, 3]),
+        ({"id": hashes, "custom_id": pa.array([4, 5, 6], pa.uint8())}, pa.uint64(), [2**64 - 1, 5, 3]),
+        ({"id": hashes, "custom_id": [-4, -5, -6]}, pa.string(), [str(2**64 - 1), "-5", "3"]),
+        ({"id": pa.array([1, 2, 3], pa.uint32())}, pa.int64(), [1, 2, 3]),
+    ):
+        out = carried(pa.table(prompts | columns))
+        assert (out.schema.field("id").type, out["id"].to_pylist()) == (kind, ids)
+
+
+def test_ids_of_files_that_fit_no_one_type_of_number_are_text():
+    large, small = pa.array([2**63 + 1], pa.uint64()), pa.array([-1], pa.int32())
+    out = carried(pa.table({"id": large, "prompt": ["a"]}), pa.table({"id": small, "prompt": ["b"]}))
+    assert out["id"].to_pylist() == [str(2**63 + 1), "-1"]
+
+
 def test_a_repeated_column_gets_another_name_and_a_note():
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"]), pa.array([1])], ["prompt", "prompt", "prompt_2"])
     pq.write_table(table, "in.parquet")
