@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
@@ -98,7 +99,11 @@ def pytest_runtest_setup() -> None:
     """Random numbers do not depend on the tests that ran before in the same process."""
     random.seed(0)
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+        torch = sys.modules["torch"]
+        # `torch.manual_seed` also keeps a traceback for each kind of device that is not there.
+        torch.default_generator.manual_seed(0)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(0)
 
 
 @pytest.hookimpl(trylast=True)
@@ -125,6 +130,15 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_chat_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model with a chat template."""
     return save_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-chat", chat=True)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def lasting_template_process() -> Iterator[None]:
+    """The process that renders templates serves all tests. A job ends it when its prompts are made, and its start takes longer than most jobs."""
+    with pytest.MonkeyPatch.context() as patch:
+        process = SimpleNamespace(close=lambda: None)
+        patch.setattr("batchgen.jobs.order.requests.template_process", lambda: process)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from batchgen.devices import opening as devices
 from batchgen.errors import UsageError
 from batchgen.process.machine import cpu_quota
 from batchgen.prompts import load_tokenizer
+from support.progress import logged
 
 
 def v1(quota):
@@ -63,15 +64,15 @@ def test_the_option_decides_and_else_what_torch_would_take_within_the_quota(monk
 
 
 @pytest.mark.parametrize(("asked", "noted"), [(None, False), (3, False), (1000, True)])
-def test_more_threads_than_cores_are_noted(tiny_model_dir, monkeypatch, caplog, asked, noted):
+def test_more_threads_than_cores_are_noted(tiny_model_dir, monkeypatch, asked, noted):
     monkeypatch.setattr(devices, "usable_cores", lambda: 3)
     monkeypatch.setattr(devices, "use_threads", lambda config: None)
     monkeypatch.setattr(devices, "engine_here", lambda *given: None)
     model = ModelConfig(model=str(tiny_model_dir))
-    with caplog.at_level("INFO", "batchgen"):
+    with logged("batchgen", "INFO") as said:
         devices.open_engine(model, load_tokenizer(model), EngineConfig(threads=asked))
     told = ["--threads 1000 is more than the cores that this process may use (3), which makes the job slower"]
-    assert caplog.messages == (told if noted else [])
+    assert said == (told if noted else [])
 
 
 def test_a_forked_process_loads_no_model_with_threads(tiny_model_dir, monkeypatch):

@@ -17,6 +17,7 @@ from batchgen.kernels import build, isa
 from batchgen.kernels.isa import instruction_set
 from batchgen.model.loader import load_model
 from batchgen.prompts.tokenizer import load_tokenizer
+from support.progress import logged
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
@@ -69,25 +70,25 @@ def test_the_library_is_compiled_once_and_cached(folder, tmp_path, monkeypatch):
 
 
 @needs_compiler
-def test_progress_is_logged_only_when_something_is_compiled(folder, tmp_path, caplog):
+def test_progress_is_logged_only_when_something_is_compiled(folder, tmp_path):
     (folder / "other.cpp").write_text("int other = 1;\n")
-    with caplog.at_level("INFO", "batchgen"):
+    with logged("batchgen", "INFO") as said:
         build.library()
         build.library.cache_clear()
         build.library()
-    said, halfway, done = [record.getMessage() for record in caplog.records]
-    assert said == "compiling kernels for this processor, once on this machine ..."
+    begun, halfway, done = said
+    assert begun == "compiling kernels for this processor, once on this machine ..."
     assert halfway == "compiling kernels: 1 of 2 files done"
     place = re.escape(str(tmp_path))
     assert re.fullmatch(rf"kernels compiled in \d+ s, kept in {place}/cache/batchgen/kernels-\w+", done)
 
 
 @needs_compiler
-def test_one_of_several_processes_compiles_and_the_others_wait(folder, caplog):
-    with caplog.at_level("INFO", "batchgen"), ThreadPoolExecutor(4) as pool:
+def test_one_of_several_processes_compiles_and_the_others_wait(folder):
+    with logged("batchgen", "INFO") as said, ThreadPoolExecutor(4) as pool:
         places = set(pool.map(lambda _: build._compiled(), range(4)))
     assert places == {build._target()}
-    assert len(caplog.records) == 2
+    assert len(said) == 2
 
 
 @needs_compiler

@@ -12,6 +12,7 @@ from batchgen.model.adapter import prepare
 from batchgen.model.loader import load_model, pick_device
 from batchgen.prompts import load_tokenizer
 from support.models import build
+from support.progress import logged
 from support.wrappers import TEXTS, text_model
 
 
@@ -95,11 +96,9 @@ def test_a_device_number_that_does_not_exist_is_refused():
 
 
 @pytest.mark.parametrize("name", ["bloom", "doge", "mpt", "gemma3"])
-def test_transformers_does_not_warn_when_attention_is_replaced(name, monkeypatch, caplog):
-    said, logger = [], logging.getLogger("transformers.modeling_utils")
+def test_transformers_does_not_warn_when_attention_is_replaced(name):
     made = text_model(name) if name in TEXTS else build(name)
-    monkeypatch.setattr(logger, "handle", said.append)
-    with caplog.at_level("WARNING", "transformers"):
-        logger.warning("a warning is shown before")
+    with logged("transformers", "WARNING") as said:
+        logging.getLogger("transformers.modeling_utils").warning("a warning is shown before")
         model = prepare(made)
-    assert ([record.getMessage() for record in said], len(model.layers)) == (["a warning is shown before"], 2)
+    assert (said, len(model.layers)) == (["a warning is shown before"], 2)

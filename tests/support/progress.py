@@ -1,8 +1,10 @@
-"""A progress that records what the user is told, and does something at a moment of the job; and a clock that a test sets."""
+"""A progress that records what the user is told, and does something at a moment of the job; what is logged; and a clock that a test sets."""
 
+import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import groupby
 
 from batchgen.progress import Silent, Snapshot
@@ -31,6 +33,21 @@ class Recorder(Silent):
     @property
     def phases(self) -> list[str]:
         return [phase for phase, _ in groupby(now.phase for now in self.seen)]
+
+
+@contextmanager
+def logged(name: str, level: str) -> Iterator[list[str]]:
+    """The messages of a logger and those below it, from this level on."""
+    logger, handler, messages = logging.getLogger(name), logging.Handler(), list[str]()
+    before = logger.level
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield messages
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
 
 
 class Clock:
