@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -33,8 +34,8 @@ from batchgen.config import InputLimits
 from batchgen.dry_run import plan_job
 from batchgen.errors import Interrupted, UsageError
 from batchgen.model.vision import Vision
-from batchgen.process.templates import TemplateProcess
 from batchgen.records.images import image_digest
+from batchgen.result import Result
 from support.params import slow_but
 from support.progress import Recorder, interrupt, rows_done
 from support.python_process import environment
@@ -45,6 +46,7 @@ from support.vision import FAMILIES, Reference, make, picture
 # Of transformers' processor for GLM 4V.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword")
 TOKENS = 8
+PARAMS = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 Rows = list[dict[str, Any]]
 TINY = InputLimits(read_rows=3, run_rows=3, window_leaves=3, batch_rows=2)
 """Windows of three rows and several files of sorted requests, like a job of millions of rows."""
@@ -59,7 +61,6 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def model(reference: tuple[Reference, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(TemplateProcess, "close", lambda process: None)  # its start takes longer than these jobs
     monkeypatch.chdir(tmp_path)
     Path("p").mkdir()
     for i in range(4):
@@ -89,11 +90,10 @@ def write(found: Rows, name: str = "in.jsonl") -> None:
 
 
 def config_of(model: Path, **options: Any) -> JobConfig:
-    sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
     return JobConfig(
         **{
             "inputs": "in.jsonl", "output": "o.jsonl", "model": ModelConfig(model=str(model), device="cpu", dtype="float32"),
-            "sampling": sampling, "token_ids": True, "engine": EngineConfig(kv_memory="64MiB", debug=True),
+            "sampling": PARAMS, "token_ids": True, "engine": EngineConfig(kv_memory="64MiB", debug=True),
         } | options
     )  # fmt: skip
 
@@ -106,7 +106,7 @@ def answers(name: str = "o.jsonl") -> list[Any]:
     return [row["token_ids"] for row in json_rows(name)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def expected(reference: tuple[Reference, Path]) -> list[list[int]]:
     whole = reference[0]
     found = []
@@ -117,6 +117,19 @@ def expected(reference: tuple[Reference, Path]) -> list[list[int]]:
                 whole.generate([{"role": "user", "content": content}], [picture(i, 60 + 10 * i, 60)], TOKENS)[1]
             )
     return [*found, whole.generate([{"role": "user", "content": "Who are you?"}], [], TOKENS)[1]]
+
+
+@pytest.fixture(scope="module")
+def llm(reference: tuple[Reference, Path]) -> Iterator[LLM]:
+    engine = EngineConfig(kv_memory="64MiB", debug=True)
+    with LLM(str(reference[1]), device="cpu", dtype="float32", engine=engine) as llm:
+        yield llm
+
+
+@pytest.fixture
+def ask(llm: LLM, model: Path) -> Callable[..., Result]:
+    """Returns the result of one row, with these options of `PromptConfig`."""
+    return lambda row, **options: llm.generate([row], PARAMS, prompt_options=PromptConfig(**options))[0]
 
 
 def test_a_job_encodes_each_image_once_and_says_so(model, expected):
@@ -174,30 +187,28 @@ def test_a_killed_job_goes_on_and_keeps_its_images_until_it_is_done(model, expec
     assert sorted(path.name for path in Path("o.jsonl.job").iterdir()) == FINISHED_FILES
 
 
-def test_a_loaded_model_is_shown_images_of_pillow(model, expected):
-    def ask(shown: Any) -> Rows:
+@pytest.mark.usefixtures("model")
+def test_a_loaded_model_is_shown_images_of_pillow(llm, expected):
+    def about(shown: Any) -> Rows:
         return [
             {"role": "user", "content": [{"type": "image", "image": shown}, {"type": "text", "text": QUESTIONS[0]}]}
         ]
 
     turned = picture(1, 70, 60).transpose(Image.Transpose.ROTATE_90)
     turned.getexif()[0x0112] = 6
-    params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
-    with LLM(str(model), device="cpu", dtype="float32", engine=EngineConfig(kv_memory="64MiB")) as llm:
-        results = llm.generate([ask(picture(0)), ask("p/1.png"), ask(turned)], params)
+    results = llm.generate([about(picture(0)), about("p/1.png"), about(turned)], PARAMS)
     assert [list(result.token_ids) for result in results] == [expected[0], expected[1], expected[1]]
 
 
-def test_an_image_that_was_missing_for_a_while_is_shown_in_the_next_call(model, expected):
+@pytest.mark.usefixtures("model")
+def test_an_image_that_was_missing_for_a_while_is_shown_in_the_next_call(llm, expected):
     content = [{"type": "image", "path": "p/0.png"}, {"type": "text", "text": QUESTIONS[0]}]
     conversation, results = [{"role": "user", "content": content}], []
-    params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
-    with LLM(str(model), device="cpu", dtype="float32", engine=EngineConfig(kv_memory="64MiB", debug=True)) as llm:
-        llm.add([conversation, conversation], params, on_result=results.append)
-        Path("p/0.png").rename("p/away.png")
-        llm.run()
-        Path("p/away.png").rename("p/0.png")
-        (again,) = llm.generate([conversation], params)
+    llm.add([conversation, conversation], PARAMS, on_result=results.append)
+    Path("p/0.png").rename("p/away.png")
+    llm.run()
+    Path("p/away.png").rename("p/0.png")
+    (again,) = llm.generate([conversation], PARAMS)
     assert [result.error_type for result in results] == ["invalid_image"] * 2
     assert list(again.token_ids) == expected[0]
 
@@ -259,7 +270,7 @@ def test_columns_of_images_come_before_the_prompt_or_where_the_template_says(mod
     assert answers() == expected[:4]
 
 
-def test_an_image_may_be_a_whole_prompt(model, expected, reference):
+def test_an_image_may_be_a_whole_prompt(model, expected, reference, ask):
     """As a page is that is to be read."""
     write([{"page": f"p/{i}.png"} for i in range(4)] + [{"page": ""}, {"page": "p/0.png", "prompt": None}])
     page = PromptConfig(image_column=("page",))
@@ -272,10 +283,7 @@ def test_an_image_may_be_a_whole_prompt(model, expected, reference):
     asked = [{"role": "user", "content": [{"type": "image"}]}]
     alone = reference[0].generate(asked, [picture(0, 60, 60)], TOKENS)[1]
     assert answers("alone.jsonl") == [alone]
-    with LLM(str(model), device="cpu", dtype="float32", engine=EngineConfig(kv_memory="64MiB")) as llm:
-        params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-        (result,) = llm.generate([{"page": "p/0.png"}], params, prompt_options=page)
-    assert list(result.token_ids) == alone
+    assert list(ask({"page": "p/0.png"}, image_column=("page",)).token_ids) == alone
 
 
 def asked(reference: tuple[Reference, Path], parts: list[str | int]) -> list[int]:
@@ -298,27 +306,25 @@ def asked(reference: tuple[Reference, Path], parts: list[str | int]) -> list[int
     ],
 )
 @pytest.mark.parametrize("prefix", ["", "Look: "])
-def test_every_image_of_a_column_is_shown_where_a_template_writes_it(template, before, parts, prefix, model, reference):
-    write([{"a": "p/0.png", "b": "p/2.png", "several": ["p/1.png", "p/3.png"], "q": "Which \0?"}])
-    run(model, prompts=PromptConfig(image_column=("a", "b", "several"), template=template, prefix=prefix))
+def test_every_image_of_a_column_is_shown_where_a_template_writes_it(template, before, parts, prefix, ask, reference):
+    row = {"a": "p/0.png", "b": "p/2.png", "several": ["p/1.png", "p/3.png"], "q": "Which \0?"}
+    result = ask(row, image_column=("a", "b", "several"), template=template, prefix=prefix)
     first = [prefix + parts[0], *parts[1:]] if isinstance(parts[0], str) else [prefix, *parts] if prefix else parts
-    assert answers() == [asked(reference, [*before, *first])]
+    assert list(result.token_ids) == asked(reference, [*before, *first])
 
 
 @pytest.mark.parametrize("q", ["\U00100000", "\\U00100000", "\\udbc0\\udc00", "%F4%80%80%80", "\x00"])
-def test_text_that_looks_like_the_mark_of_an_image_stays_text(q, model, reference):
-    write([{"a": "p/0.png", "q": f"Press {q} now"}])
-    run(model, prompts=PromptConfig(image_column=("a",), template="{{ a }} {{ q }}"))
-    assert answers() == [asked(reference, [0, f" Press {q} now"])]
+def test_text_that_looks_like_the_mark_of_an_image_stays_text(q, ask, reference):
+    result = ask({"a": "p/0.png", "q": f"Press {q} now"}, image_column=("a",), template="{{ a }} {{ q }}")
+    assert list(result.token_ids) == asked(reference, [0, f" Press {q} now"])
 
 
 @pytest.mark.parametrize("template", ["{{ several }}", "{{ q }} {{ a|tojson }}", "{{ a|urlencode }}"])
-def test_an_image_that_a_template_writes_as_data_fails_the_row(template, model):
-    write([{"a": "p/0.png", "several": ["p/1.png", "p/3.png"], "q": "Which?"}])
-    run(model, prompts=PromptConfig(image_column=("a", "several"), template=template))
-    (found,) = json_rows("o.jsonl")
-    assert found["error"]["type"] == "template_error"
-    assert found["error"]["message"].startswith("an image of --image-column is written as data: ")
+def test_an_image_that_a_template_writes_as_data_fails_the_row(template, ask):
+    row = {"a": "p/0.png", "several": ["p/1.png", "p/3.png"], "q": "Which?"}
+    result = ask(row, image_column=("a", "several"), template=template)
+    assert result.error_type == "template_error"
+    assert result.error_message.startswith("an image of --image-column is written as data: ")
 
 
 @pytest.mark.parametrize(
@@ -330,14 +336,12 @@ def test_an_image_that_a_template_writes_as_data_fails_the_row(template, model):
         (["Which?"], None, ["Which?"]),
     ],
 )
-def test_a_column_has_the_images_of_messages(content, images, parts, model, reference):
+def test_a_column_has_the_images_of_messages(content, images, parts, ask, reference):
     """Datasets of conversations have their images in a column beside them."""
     given = [{"type": "image"} if text is None else {"type": "text", "text": text} for text in content]
-    write(
-        [{"messages": [{"role": "user", "content": content if isinstance(content, str) else given}], "images": images}]
-    )
-    run(model, prompts=PromptConfig(image_column=("images",)))
-    assert answers() == [asked(reference, parts)]
+    messages = [{"role": "user", "content": content if isinstance(content, str) else given}]
+    result = ask({"messages": messages, "images": images}, image_column=("images",))
+    assert list(result.token_ids) == asked(reference, parts)
 
 
 @pytest.mark.parametrize(
@@ -357,12 +361,10 @@ def test_a_column_has_the_images_of_messages(content, images, parts, model, refe
         ),
     ],
 )  # fmt: skip
-def test_images_of_a_column_that_have_no_place_fail_the_row(row, type, message, model):
-    write([{"images": None, **row}])
-    run(model, prompts=PromptConfig(image_column=("images",)))
-    (found,) = json_rows("o.jsonl")
-    assert found["error"]["type"] == type
-    assert found["error"]["message"].startswith(message)
+def test_images_of_a_column_that_have_no_place_fail_the_row(row, type, message, ask):
+    result = ask({"images": None, **row}, image_column=("images",))
+    assert result.error_type == type
+    assert result.error_message.startswith(message)
 
 
 def test_rows_of_the_batch_api_have_images(model, expected):
