@@ -21,6 +21,8 @@ from batchgen.prompts import PromptBuilder
 from support.progress import Recorder, in_phase, interrupt, rows_done
 from support.records import json_rows
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
 Rows = list[dict[str, Any]]
 Write = Callable[..., Path]

@@ -15,6 +15,8 @@ from support.models import make_requests
 from support.params import slow_but
 from support.vision import make, picture
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 ROWS = [{"prompt": f"All rows begin with this text, which is more than a chunk. {i // 5} {i}"} for i in range(40)]
 
 

@@ -11,6 +11,8 @@ from batchgen.progress import Silent
 from support.progress import Recorder, interrupt, rows_done
 from support.records import json_rows
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 Rows = list[dict[str, Any]]
 CHAT, RAW = "/v1/chat/completions", "/v1/completions"
 

@@ -21,6 +21,8 @@ from batchgen.jobs.shards import CLAIMS, forget_plan, load_plan, shard_folder
 from support.progress import Recorder, in_phase, interrupt, rows_done
 from support.runs import Killed
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 Rows = list[dict[str, Any]]
 GROUPS = ("The reports of the northern region begin alike and differ", "Southern ones are another matter, they say: ")
 

@@ -24,6 +24,8 @@ from support.params import slow_but
 from support.progress import Recorder, in_phase, interrupt, rows_done
 from support.records import json_rows
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 Rows = list[dict[str, Any]]
 GROUPS = 7
 SMALL = InputLimits(read_rows=4, run_rows=10, window_leaves=10, batch_rows=3)

@@ -11,6 +11,8 @@ import pytest
 
 from support.records import json_rows
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 Cli = Callable[..., Any]
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from support.records import json_rows
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 
 def test_rows_of_a_schema_say_whether_their_text_is_valid_and_have_its_value(
     cli, write_jsonl, tiny_model_dir, tmp_path

@@ -6,6 +6,8 @@ import pytest
 
 from support.records import json_rows
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 
 def test_a_file_of_prompts_in_a_file_of_completions_out(cli, write_jsonl, tiny_model_dir):
     source = write_jsonl([{"prompt": "one", "x": 1}, {"prompt": "two", "x": 2}])

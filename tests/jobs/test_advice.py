@@ -11,6 +11,8 @@ from batchgen.errors import OutputError, UsageError
 from batchgen.jobs.order.advice import advise, best_order
 from support.progress import Recorder
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 INSTRUCTION = "Say whether the review is good or bad, and be strict about it. " * 4
 ROWS = [{"review": f"{i * 7919 % 1000} words of review {i}", "product": f"product {i % 3} and its long text", "page": f"{INSTRUCTION} page {i}"} for i in range(40)]  # fmt: skip
 

@@ -12,6 +12,8 @@ from batchgen.process.templates import template_process
 from batchgen.prompts.messages import ChatTemplate
 from support.tokenizers_by_hand import byte_tokenizer
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 # As Llama 3.2 has it.
 TEMPLATE = (
     "{%- if not date_string is defined %}{%- if strftime_now is defined %}{%- set date_string = strftime_now('%d %b %Y') %}"

@@ -20,6 +20,8 @@ from support.records import json_rows
 from support.runs import Oracle, Runs
 from support.tiny_model import CONTEXT_LENGTH
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 Rows = list[dict[str, Any]]
 
 

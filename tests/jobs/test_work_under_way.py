@@ -14,6 +14,8 @@ from support.progress import Recorder
 from support.records import json_rows
 from support.runs import Killed
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "several with log-probabilities": {"temperature": 1.0, "n": 2, "logprobs": 1, "seed": 3},
