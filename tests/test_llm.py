@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from batchgen import LLM, BatchgenError, Result, SamplingParams
+from batchgen.config import INPUT_LIMITS
 from batchgen.kernels.memory import mapped_files
 
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
@@ -206,17 +207,18 @@ def test_a_closed_model_is_freed_at_once(tiny_model_dir):
     assert [name for name, part in parts.items() if part() is not None] == []
 
 
-def test_labels_of_many_prompts_are_planned_window_by_window(tiny_model_dir):
+def test_labels_of_many_prompts_are_planned_window_by_window(tiny_model_dir, monkeypatch):
+    monkeypatch.setattr("batchgen.llm.INPUT_LIMITS", replace(INPUT_LIMITS, window_leaves=1_000, batch_rows=2))
     llm = LLM(str(tiny_model_dir))
     labels = {"choices": [f"{a}{b}" for a in "abcdefgh" for b in "abcde"]}
-    prompts = [f"row {i}" for i in range(800)]
+    prompts = [f"row {i}" for i in range(100)]
     waiting = []
     numbers = llm.add(prompts, labels, on_result=lambda r: waiting.append((r.row, llm.engine.waiting, r.text)))
     llm.run()
     assert sorted(row for row, *_ in waiting) == numbers
-    assert max(count for _, count, _ in waiting) <= 30_500 < 800 * 40
+    assert max(count for _, count, _ in waiting) <= 1_525 < 100 * 40
     texts = {row: text for row, _, text in waiting}
-    assert [texts[n] for n in numbers[::200]] == [r.text for r in llm.generate(prompts[::200], labels)]
+    assert [texts[n] for n in numbers[::25]] == [r.text for r in llm.generate(prompts[::25], labels)]
 
 
 def test_a_prompt_is_cancelled_before_its_window_is_planned(tiny_model_dir):

@@ -8,6 +8,8 @@ import pytest
 from batchgen import LLM, EngineConfig, SamplingParams
 from support.fakes import threads_as_processes
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 SHARED = "A shared prefix that is long enough for several chunks of sixteen tokens. "
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.9, seed=3)
 

@@ -83,7 +83,7 @@ TREES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         {"batch_size": 64},
     ),
     "nested, all of them at once": (prefix_tree_prompts(3), {}, {}),
-    "nested, few at once": (prefix_tree_prompts(4), {"max_tokens": 5}, {"batch_size": 6}),
+    "nested, few at once": (prefix_tree_prompts(3), {"max_tokens": 5}, {"batch_size": 6}),
     "nested, in the order of the input": (prefix_tree_prompts(3), {}, {"batch_size": 6, "policy": "fifo"}),
     "nothing shared, short steps": (strangers(60), {"max_tokens": 3}, {"batch_size": 40, "max_batch_tokens": 64}),
     "several completions of a prompt": (prefix_tree_prompts(2), {"n": 3, "temperature": 1.0}, {"batch_size": 16}),

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from batchgen.result import Result
 from support import tiny
 from support.drafters import ForcedDrafter, known
 from support.models import make_requests
+from support.params import slow_but
 from support.tiny import VOCAB, build, engine_of
 
 SCHEMA = {
@@ -75,7 +77,7 @@ def run(model: Path, drafter: Callable[[Engine], Any] = lambda engine: None, **e
         return llm.generate([prompt for prompt, _ in pairs], [params for _, params in pairs])
 
 
-@pytest.fixture(scope="module", params=["plain", "thinking"])
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, models: dict[str, Path]) -> Path:
     return models[request.param]
 
@@ -87,7 +89,14 @@ def without(model: Path) -> list[Result]:
     return results
 
 
-@pytest.mark.parametrize("right", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize(
+    ("model", "right"),
+    slow_but(
+        [("plain", 1.0), ("plain", 0.7), ("plain", 0.0), ("thinking", 0.7)],
+        product(["plain", "thinking"], [1.0, 0.7, 0.0]),
+    ),
+    indirect=["model"],
+)
 def test_every_kind_of_row_has_the_same_result(model: Path, without: list[Result], right: float) -> None:
     drafters = []
 

@@ -69,8 +69,9 @@ def test_a_model_gives_the_same_with_them(device: torch.device, family: str, dty
 def test_each_part_gives_what_its_module_gives(device: torch.device, family: str, dtype: torch.dtype) -> None:
     model = build(family).to(device, dtype)
     fuse_on_device(model)
-    parts = [*modules(model, DeviceNorm), *modules(model, DeviceMLP)]
-    assert parts
+    layer = model.model.layers[0]
+    parts = [*modules(layer, DeviceNorm), *modules(layer, DeviceMLP)]
+    assert {type(part) for part in parts} == {DeviceNorm, DeviceMLP}
     for part in parts:
         size = part.weight.shape[0] if isinstance(part, DeviceNorm) else model.config.hidden_size
         for shape in ((1, 3, size), (1, 5, 4, size)):

@@ -150,6 +150,10 @@ class Deaf(LlamaDecoderLayer):
         return hidden_states + self.mlp(hidden_states)
 
 
+def test_a_model_of_an_unknown_type_that_deviates_in_nothing_passes(tampered):
+    self_check(tampered("self_attn", Same))
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "reason"),
     [
@@ -160,7 +164,6 @@ class Deaf(LlamaDecoderLayer):
     ],
 )
 def test_a_model_that_deviates_is_refused(tampered, name, kind, reason):
-    self_check(tampered("self_attn", Same))
     assert reason in refused(tampered(name, kind))
 
 
