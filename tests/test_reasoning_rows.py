@@ -8,22 +8,12 @@ import pytest
 
 from batchgen import LLM, EngineConfig, JobConfig, SamplingParams, run_job
 from support.records import json_rows
-
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% else %}<think>{% endif %}{% endif %}"
-)
+from support.tiny_model import THINKING_TEMPLATE, save_tiny_llama
 
 
 @pytest.fixture(scope="module")
-def thinking_model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a chat template that opens thoughts with `<think>`."""
-    import shutil
-
-    folder = tmp_path_factory.mktemp("models") / "thinking"
-    shutil.copytree(tiny_model_dir, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+def thinking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("models") / "thinking", chat=THINKING_TEMPLATE)
 
 
 def job(model: Path, rows: list[dict[str, Any]], output: Path, **options: Any) -> None:

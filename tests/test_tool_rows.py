@@ -13,6 +13,7 @@ import pytest
 from batchgen import JobConfig, PromptConfig, run_job
 from support.progress import Recorder
 from support.records import json_rows
+from support.tiny_model import save_tiny_llama
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}<|assistant|>"
 # With this format, everything the model writes is a call; its lines `key: value` are the arguments.
@@ -34,10 +35,8 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
 
 
 @pytest.fixture(scope="module")
-def calling_model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "calling"
-    shutil.copytree(tiny_model_dir, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+def calling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_tiny_llama(tmp_path_factory.mktemp("models") / "calling", chat=TEMPLATE)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"response_template": RESPONSE}))
     return folder

@@ -1,7 +1,6 @@
 """Steps that verify drafts, right and wrong ones, give the results of steps without drafts."""
 
 import json
-import shutil
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -17,6 +16,7 @@ from support.drafters import ForcedDrafter, known
 from support.models import make_requests
 from support.params import slow_but
 from support.tiny import VOCAB, build, engine_of
+from support.tiny_model import THINKING_TEMPLATE, save_tiny_llama
 
 SCHEMA = {
     "type": "object",
@@ -59,16 +59,6 @@ CASES = {
 PROMPTS = ["The same beginning. ", "The same beginning. And more", "Another prompt"]
 
 
-@pytest.fixture(scope="module")
-def models(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    thinking = tmp_path_factory.mktemp("models") / "thinking"
-    shutil.copytree(tiny_model_dir, thinking)
-    start = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>{% endif %}"
-    template = f"{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}{{% if add_generation_prompt %}}{start}{{% endif %}}"
-    (thinking / "chat_template.jinja").write_text(template)
-    return {"plain": tiny_model_dir, "thinking": thinking}
-
-
 def run(model: Path, drafter: Callable[[Engine], Any] = lambda engine: None, **engine: Any) -> list[Result]:
     with LLM(model, engine=EngineConfig(kv_memory="16MiB", debug=True, speculate="off", **engine)) as llm:
         assert isinstance(llm.engine, Engine)
@@ -78,8 +68,9 @@ def run(model: Path, drafter: Callable[[Engine], Any] = lambda engine: None, **e
 
 
 @pytest.fixture(scope="module")
-def model(request: pytest.FixtureRequest, models: dict[str, Path]) -> Path:
-    return models[request.param]
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    chat = THINKING_TEMPLATE if request.param == "thinking" else False
+    return save_tiny_llama(tmp_path_factory.mktemp("models") / request.param, chat=chat)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import batchgen.job_setup
 from batchgen import JobConfig, JobReport, ModelConfig, SamplingParams, run_job
 from batchgen.errors import RowError
 from batchgen.jobs.files.target import open_target
-from batchgen.prompts import load_tokenizer
+from batchgen.prompts import LoadedTokenizer, load_tokenizer
 from batchgen.records.output import job_path
 from batchgen.request import Leaf, Request
 from batchgen.result import Completion, Result
@@ -23,6 +24,11 @@ from support.records import opened
 
 FINISHED_FILES = ["claims", "keys", "known.sqlite", "manifest.json", "report.json", "stats.json"]
 """What the folder of a finished job holds."""
+
+
+@cache
+def tokenizer_of(model: str) -> LoadedTokenizer:
+    return load_tokenizer(ModelConfig(model=model))
 
 
 class Killed(BaseException):
@@ -83,7 +89,7 @@ class Runs:
             with (self.models[name] / "model.safetensors").open("r+b") as file:
                 file.seek(-8, 2)
                 file.write(name.encode() * 8)
-        self.tokenizer = load_tokenizer(ModelConfig(model=str(model)))
+        self.tokenizer = tokenizer_of(str(model))
         self.reason: Callable[[str], str] = lambda prompt: "stop"
         self.engine = Oracle
         self.loaded = 0

@@ -14,6 +14,11 @@ CHAT_TEMPLATE = (
     "{% if not loop.last or add_generation_prompt or m.role != 'assistant' %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+THINKING_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% else %}<think>{% endif %}{% endif %}"
+)
+"""It opens thoughts with `<think>`."""
 
 
 def byte_tokenizer(special: tuple[str, ...], plain: tuple[str, ...] = ()) -> Any:
@@ -29,8 +34,8 @@ def byte_tokenizer(special: tuple[str, ...], plain: tuple[str, ...] = ()) -> Any
     return tokenizer
 
 
-def save_tiny_tokenizer(folder: Path, *, chat: bool) -> None:
-    """Saves a tokenizer of bytes. Like Llama's, it puts a begin token before a prompt."""
+def save_tiny_tokenizer(folder: Path, *, chat: bool | str) -> None:
+    """Saves a tokenizer of bytes. Like Llama's, it puts a begin token before a prompt. `chat`: its chat template, `CHAT_TEMPLATE` if true."""
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
@@ -46,7 +51,7 @@ def save_tiny_tokenizer(folder: Path, *, chat: bool) -> None:
         clean_up_tokenization_spaces=False,
     )
     if chat:
-        fast.chat_template = CHAT_TEMPLATE
+        fast.chat_template = CHAT_TEMPLATE if chat is True else chat
     fast.save_pretrained(folder)
 
 
@@ -74,7 +79,7 @@ def tiny_llama(kind: str = "LlamaForCausalLM", seed: int = 0, **config: Any) -> 
     return getattr(transformers, kind)(transformers.LlamaConfig(**(settings | config))).eval()
 
 
-def save_tiny_llama(folder: Path, *, chat: bool = False, seed: int = 0, **config: Any) -> Path:
+def save_tiny_llama(folder: Path, *, chat: bool | str = False, seed: int = 0, **config: Any) -> Path:
     """Saves `tiny_llama` and its tokenizer."""
     tiny_llama(seed=seed, **config).save_pretrained(folder)
     save_tiny_tokenizer(folder, chat=chat)
