@@ -264,10 +264,10 @@ def _gptq(weight: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], tor
     if "in order" not in name:
         groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(0))]
     codes, zeros, scales, exact = _by_groups(weight, groups, bits)
-    stored = zeros if name == "gptq_v2" else (zeros - 1) % 2**bits
+    ones = 0 if name == "gptq_v2" else sum(1 << shift for shift in range(0, 32, bits))
     parts = {
         "qweight": _words(codes.T, bits).T,
-        "qzeros": _words(stored, bits),
+        "qzeros": _words(zeros, bits) - ones,  # in words, as GPTQModel does it
         "scales": scales.half(),
     }
     return parts | ({} if "in order" in name else {"g_idx": groups.int()}), exact

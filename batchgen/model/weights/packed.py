@@ -194,14 +194,15 @@ def _awq_plane(words: torch.Tensor) -> torch.Tensor:
 def _gptq(parts: _Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     """AutoGPTQ's and GPTQModel's: int32 [in*bits/32, out], zeros [groups, out*bits/32], scales [groups, out]; `g_idx` [in] is the group of an input.
 
-    Except with `checkpoint_format` `gptq_v2`, stored zeros are too small by one. The bits of a layer may differ from the settings' (`dynamic`).
+    Except in the format `gptq_v2`, one was subtracted from each stored zero, in words: where a zero was 0, the next in its word lost another one.
+    The bits of a layer may differ from the settings' (`dynamic`).
     """
     words, scales, groups = parts["qweight"], parts["scales"].T.contiguous(), parts.get("g_idx")
     bits = int(settings["bits"]) if groups is None else words.shape[0] * 32 // len(groups)
     inputs = words.shape[0] * 32 // bits
-    shift = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
-    zeros = (_codes(parts["qzeros"], bits).flatten(1) + shift) & ((1 << bits) - 1)
-    zeros = zeros.T[: scales.shape[0]].contiguous()
+    is_v2 = (settings.get("checkpoint_format") or settings.get("format")) == "gptq_v2"
+    zeros = parts["qzeros"] if is_v2 else parts["qzeros"] + sum(1 << shift for shift in range(0, 32, bits))
+    zeros = _codes(zeros, bits).flatten(1).T[: scales.shape[0]].contiguous()
     coding = Coding(bits, group=inputs // scales.shape[1])
     return _in_groups(coding, words.T.contiguous(), groups, zeros=zeros, scales=scales)
 
