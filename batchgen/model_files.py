@@ -30,17 +30,20 @@ _HEADS = {
 }
 """Models that do not write text, by the end of their architecture's name."""
 WEIGHT_ONLY = {
-    "fp8": "FP8", "mxfp4": "MXFP4", "compressed-tensors": "compressed-tensors",
+    "fp8": "FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4", "compressed-tensors": "compressed-tensors",
     "awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "modelopt": "ModelOpt",
     "gguf": "GGUF",
 }  # fmt: skip
 """The quantizations of which only the weights are quantized, or only the weights are used so, by `quant_method`, with their names in messages."""
+UNNAMED = "a method that its quantization_config does not name"
+_WITH_OWN_LAYERS = ("torchao", "bitnet")
+"""Those whose layers, of transformers or their package, stay in the model."""
 _NOT_READ = {
     "fbgemm_fp8": "FP8 (fbgemm)", "aqlm": "AQLM", "eetq": "EETQ",
     "hqq": "HQQ", "quanto": "quanto", "higgs": "HIGGS", "vptq": "VPTQ", "spqr": "SpQR",
-    "auto-round": "AutoRound", "quark": "Quark",
+    "auto-round": "AutoRound", "quark": "Quark", "fp_quant": "FP-Quant", "sinq": "SINQ", "nvfp4": "NVFP4 (transformers)",
 }  # fmt: skip
-"""Those that batchgen does not read."""
+"""Names of those that batchgen does not read. It does not read any that is in none of these lists either."""
 
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
@@ -312,22 +315,27 @@ def _check_task(folder: Path, settings: Mapping[str, Any], task: str) -> None:
 
 
 def _check_quantization(folder: Path, settings: Mapping[str, Any]) -> None:
-    quantization = settings.get("quantization_config")
-    if isinstance(settings.get("quantization"), dict) and quantization is None:
+    found = settings.get("quantization_config")
+    method = quantizer_of(found) if isinstance(found, dict) else None
+    if isinstance(settings.get("quantization"), dict) and method in (None, UNNAMED):
         raise ModelError(
             f"the model in {str(folder)!r} is quantized for MLX, which batchgen does not read",
             "give the original model",
         )
-    if not isinstance(quantization, dict):
-        return
-    check_quantizer(f"in {str(folder)!r}", str(quantization.get("quant_method", "")))
+    check_quantizer(f"in {str(folder)!r}", method)
+
+
+def quantizer_of(settings: Mapping[str, Any]) -> str:
+    """Returns the `quant_method` of quantization settings, which those of older bitsandbytes checkpoints do not name; `UNNAMED` if it is not known."""
+    older = bool(settings.get("load_in_4bit") or settings.get("load_in_8bit"))
+    return str(settings.get("quant_method") or ("bitsandbytes" if older else UNNAMED))
 
 
 def check_quantizer(model: str, method: str | None) -> None:
     """Raises `ModelError` for a quantization that batchgen does not read, by its `quant_method`. `model` says which model."""
-    if method in _NOT_READ:
+    if method is not None and method not in WEIGHT_ONLY and method not in _WITH_OWN_LAYERS:
         raise ModelError(
-            f"the model {model} is quantized with {_NOT_READ[method]}, which batchgen does not read",
+            f"the model {model} is quantized with {_NOT_READ.get(method, method)}, which batchgen does not read",
             "give the original model, or one quantized in a way that docs/quantized.md lists",
         )
 

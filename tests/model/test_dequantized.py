@@ -188,7 +188,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"quant_method": "awq", "version": "gemv", "bits": 4}, "a.qweight", "AWQ of version 'gemv' with 4 bits"),
         ({"quant_method": "awq", "bits": 8}, "a.qweight", "AWQ of version 'gemm' with 8 bits"),
         ({"quant_method": "gptq", "bits": 3}, "a.qweight", "GPTQ with 3 bits"),
-        ({"quant_method": "awq"}, "a.pre_quant_scale", "its activations are scaled (pre_quant_scale)"),
+        ({"quant_method": "awq"}, "a.pre_quant_scale", "its activations are scaled (a.pre_quant_scale)"),
         ({"quant_method": "fp8"}, "a.gate_up_proj", "a.gate_up_proj is in FP8, without scales that are known here"),
     ],
 )

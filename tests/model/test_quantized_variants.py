@@ -1,20 +1,81 @@
 """Settings and tensors of quantized checkpoints as the makers' packages write them: what changes what weights mean is read, or refused by name."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig
 
+from batchgen.errors import ModelError
 from batchgen.kernels.codes import PackedTensor
 from batchgen.model.weights.packed import packed_weights
+from batchgen.model.weights.quantized import check_quantization, check_stored, is_weight_only
+from batchgen.model.weights.sizes import StoredTensor
+from batchgen.model_files import UNNAMED
+
+FLOAT8 = {"a.weight": torch.ones(64, 64).to(torch.float8_e4m3fn)}
+GPTQ = {"a.qweight": torch.zeros(8, 8).int(), "a.qzeros": torch.zeros(2, 1).int(), "a.scales": torch.ones(2, 8).half()}
+WORDS = {"a.weight_packed": torch.zeros(8, 8).int(), "a.weight_shape": torch.tensor([8, 64])}
+INT8 = {"a.weight": torch.ones(8, 64).to(torch.int8)}
+NVFP4 = {
+    "a.weight": torch.full((8, 32), 0x22).to(torch.uint8),
+    "a.weight_scale": torch.ones(8, 4).to(torch.float8_e4m3fn),
+}
+SCALE = {"a.weight_scale": torch.ones(8, 1)}
 
 
 def weight_of(tensors: dict[str, torch.Tensor], settings: dict[str, Any], folder: Path) -> torch.Tensor:
     save_file(tensors, folder / "model.safetensors")
     found = packed_weights("org/name", [folder / "model.safetensors"], settings)["a.weight"][...]
     return found.unpacked() if isinstance(found, PackedTensor) else found
+
+
+@pytest.mark.parametrize("method", ["experts_int8", "modelopt_fp4", "gemma", UNNAMED])
+def test_a_method_that_batchgen_does_not_know_is_refused(method: str) -> None:
+    config = AutoConfig.for_model("llama")
+    config.quantization_config = {"quant_method": method} if method != UNNAMED else {"bits": 4}
+    with pytest.raises(ModelError) as e:
+        check_quantization("org/name", config)
+    assert e.value.message == f"the model 'org/name' is quantized with {method}, which batchgen does not read"
+
+
+def test_settings_of_older_bitsandbytes_checkpoints_name_no_method() -> None:
+    config = AutoConfig.for_model("llama")
+    config.quantization_config = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    check_quantization("org/name", config)
+    assert is_weight_only(config)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("I8", "int8"), ("U8", "uint8"), ("F8_E4M3", "FP8"), ("F8_E8M0", "FP8")])
+def test_codes_of_a_model_that_does_not_say_how_it_is_quantized_are_refused(dtype: str, kind: str) -> None:
+    config = AutoConfig.for_model("llama")
+    check_stored("org/name", config, [StoredTensor("h.0.attn.bias", "U8", [1, 1, 8, 8], 64)])  # a mask
+    with pytest.raises(ModelError) as e:
+        check_stored("org/name", config, [StoredTensor("a.weight", dtype, [8, 64], 512)])
+    assert (
+        e.value.message
+        == f"a.weight of the model 'org/name' is in {kind}, and its config.json does not say how it is quantized"
+    )
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("name", ["weight_scale_inv", "weight_scale", "scale", "qscale_weight"])
+@pytest.mark.parametrize("scale", [torch.tensor(3.0), torch.arange(64.0)[:, None]], ids=["whole", "rows"])
+def test_scales_of_float8_weights_have_several_names(
+    method: str, name: str, scale: torch.Tensor, tmp_path: Path
+) -> None:
+    unused = {"a.input_scale": torch.tensor(2.0), "a.k_scale": torch.tensor(5.0)}
+    found = weight_of(FLOAT8 | unused | {f"a.{name}": scale}, {"quant_method": method}, tmp_path)
+    assert torch.equal(found, scale.expand(64, 64))
+
+
+def test_exponents_are_the_scales_of_mxfp8(tmp_path: Path) -> None:
+    exponents = torch.tensor([126, 129]).expand(64, 2).to(torch.uint8).contiguous()
+    found = weight_of(FLOAT8 | {"a.weight_scale_inv": exponents}, {"quant_method": "mxfp8"}, tmp_path)
+    assert torch.equal(found, torch.tensor([0.5, 4.0]).repeat_interleave(32).expand(64, 64))
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -34,3 +95,108 @@ def test_zeros_of_gptq_are_those_before_one_was_subtracted_from_whole_words(
     }
     found = weight_of(parts, {"quant_method": "gptq", "bits": bits, key: version}, tmp_path)
     assert torch.equal(found, -zeros[:, None].float().expand(32, 64))
+
+
+def test_4_bit_weights_of_bitsandbytes_may_be_stored_as_another_type(tmp_path: Path) -> None:
+    state = {"quant_type": "nf4", "blocksize": 64, "shape": [8, 64]}
+    parts = {
+        "a.weight": torch.arange(256).to(torch.uint8).view(torch.bfloat16)[:, None],
+        "a.weight.absmax": torch.ones(8),
+        "a.weight.quant_map": torch.arange(16.0),
+        "a.weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+    found = weight_of(parts, {"quant_method": "bitsandbytes"}, tmp_path)
+    assert torch.equal(
+        found.flatten(),
+        torch.arange(256.0)
+        .repeat_interleave(2)
+        .view(-1, 2)
+        .mul(torch.tensor([1 / 16, 1]))
+        .floor()
+        .remainder(16)
+        .flatten(),
+    )
+
+
+def test_an_int8_weight_of_bitsandbytes_in_the_order_of_a_gpu_is_refused(tmp_path: Path) -> None:
+    parts = INT8 | {"a.SCB": torch.ones(8), "a.weight_format": torch.tensor(2, dtype=torch.uint8)}
+    with pytest.raises(ValueError, match="not in the order of rows"):
+        weight_of(parts, {"quant_method": "bitsandbytes"}, tmp_path)
+
+
+def compressed(*schemes: dict[str, Any], **others: Any) -> dict[str, Any]:
+    groups = {str(i): {"targets": ["Linear"], "weights": scheme} for i, scheme in enumerate(schemes)}
+    return {"quant_method": "compressed-tensors", "config_groups": groups, "format": "pack-quantized"} | others
+
+
+def transformed(location: str) -> dict[str, Any]:
+    group = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": location}]}
+    return compressed({"num_bits": 4}, transform_config={"config_groups": {"R4": group}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"quant_method": "awq", "format": "gemv"}, "AWQ of version 'gemv' with None bits"),
+        ({"quant_method": "awq", "version": "gemm", "backend": "llm-awq"}, "AWQ of version 'llm-awq' with None bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ in the format 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "format": "gptq_p"}, "GPTQ in the format 'gptq_p'"),
+        ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}, "GPTQ in words of int16"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*up.*": {"bits": 3}, "-:.*q.*": {}}}, "GPTQ with 3 bits"),
+        (
+            {"quant_method": "gptq", "bits": 4, "rotation": "hadamard"},
+            "GPTQ with rotation 'hadamard', which rotates activations, too",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "ModelOpt's W4A16_AWQ"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "MXFP8"}}},
+            "ModelOpt's MXFP8",
+        ),
+        (transformed("input"), "its activations are transformed (hadamard, input)"),
+        (
+            compressed({"num_bits": 8, "block_structure": [128, 128]}, {"num_bits": 8, "block_structure": [64, 128]}),
+            "weights have blocks of several sizes ([128, 128], [64, 128])",
+        ),
+        (compressed({"num_bits": 3}, {"num_bits": 4}), "layers have several schemes, of the formats pack-quantized"),
+    ],
+)  # fmt: skip
+def test_settings_that_change_what_weights_mean_are_refused_by_name(settings: dict[str, Any], problem: str) -> None:
+    config = AutoConfig.for_model("llama")
+    config.quantization_config = settings
+    with pytest.raises(ModelError) as e:
+        check_quantization("org/name", config)
+    assert e.value.message == f"the model 'org/name' is quantized in a way that batchgen does not read: {problem}"
+
+
+def test_transforms_that_are_in_the_weights_need_nothing() -> None:
+    config = AutoConfig.for_model("llama")
+    config.quantization_config = transformed("weight_output")
+    check_quantization("org/name", config)
+
+
+@pytest.mark.parametrize(
+    ("method", "tensors", "problem"),
+    [
+        ("fp8", FLOAT8, "a.weight (F8_E4M3) has no weight_scale_inv"),
+        ("fp8", FLOAT8 | {"a.input_scale": torch.ones(1)}, "a.weight (F8_E4M3) has no weight_scale_inv"),
+        ("fp8", {"a.weight": torch.ones(8, 8).to(torch.float8_e5m2)}, "a.weight is of type F8_E5M2"),
+        ("fp8", {"a.weight": torch.ones(8, 8).bfloat16(), "a.weight_scale_inv": torch.ones(1)},
+         "a.weight is of type BF16 and has weight_scale_inv"),
+        ("bitsandbytes", INT8, "a.weight (I8) has no SCB"),
+        ("modelopt", NVFP4, "a.weight (U8) has no weight_scale_2"),
+        ("modelopt", NVFP4 | {"a.weight_scale_2": torch.ones(1), "a.svdquant_lora_a": torch.ones(1)}, "a.svdquant_lora_a is not known here"),
+        ("modelopt", INT8 | SCALE, "a.weight is of type I8 and has weight_scale"),
+        ("compressed-tensors", INT8, "a.weight (I8) has no weight_scale"),
+        ("compressed-tensors", WORDS, "a.weight_packed (I32) has no weight_scale"),
+        ("awq", GPTQ | {"b.act.scales": torch.ones(8)}, "b.act.scales belongs to no weight"),
+        ("awq", {"a.qweight": GPTQ["a.qweight"], "a.scales": GPTQ["a.scales"]}, "a.qweight (I32) has no qzeros"),
+        ("awq", GPTQ | {"b.experts": torch.zeros(2, 8, 8).to(torch.int8)}, "b.experts is of type I8"),
+        ("mxfp4", {"a_blocks": torch.zeros(2, 8, 2, 16).to(torch.uint8)}, "a_blocks (U8) has no _scales"),
+    ],
+)  # fmt: skip
+def test_a_weight_without_its_scales_and_a_tensor_without_a_meaning_are_refused_by_name(
+    method: str, tensors: dict[str, torch.Tensor], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError) as e:
+        weight_of(tensors, {"quant_method": method}, tmp_path)
+    assert e.value.message == f"the model 'org/name' is quantized in a way that batchgen does not read: {problem}"

@@ -33,19 +33,50 @@ _PARTS = {
         "weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map",
         "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "SCB", "weight_format",
     ),
-    "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale"),
-    "fp8": ("weight", "weight_scale_inv", "activation_scale", "input_scale"),
+    "modelopt": ("weight", "weight_scale", "weight_scale_2"),
+    "fp8": ("weight", "weight_scale_inv"),
+    "mxfp8": ("weight", "weight_scale_inv"),
     "mxfp4": ("_blocks", "_scales"),
     "compressed-tensors": (
         "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_global_scale", "weight_g_idx",
-        "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point", "k_scale", "v_scale",
     ),
 }  # fmt: skip
-"""The tensors of a weight, by the end of their name, which follows the layer's. Scales of activations and of the KV are not used."""
+"""The tensors of a weight, by the end of their name, which follows the layer's."""
+_UNUSED = {
+    "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point", "activation_scale", "act_scale",
+    "qscale_act", "q_scale", "k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point",
+}  # fmt: skip
+"""The last parts of the names of scales and zeros of activations and of the KV, which are not quantized here."""
+_NEEDED = {
+    ("awq", "I32"): ("qzeros", "scales"),
+    ("gptq", "I32"): ("qzeros", "scales"),
+    ("bitsandbytes", "I8"): ("SCB",),
+    ("modelopt", "F8_E4M3"): ("weight_scale",),
+    ("modelopt", "U8"): ("weight_scale", "weight_scale_2"),
+    ("fp8", "F8_E4M3"): ("weight_scale_inv",),
+    ("fp8", "I8"): ("weight_scale_inv",),
+    ("mxfp8", "F8_E4M3"): ("weight_scale_inv",),
+    ("mxfp4", "U8"): ("_scales",),
+    ("compressed-tensors", "F8_E4M3"): ("weight_scale",),
+    ("compressed-tensors", "I8"): ("weight_scale",),
+    ("compressed-tensors", "I32"): ("weight_scale", "weight_shape"),
+    ("compressed-tensors", "U8"): ("weight_scale", "weight_global_scale"),
+}
+"""By the format and the type of the codes, the tensors without which they cannot be read."""
 PACKED = frozenset(_PARTS)
 """The formats, by their `quant_method`."""
 _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")
 """The formats of compressed-tensors that are read here. transformers dequantizes the others."""
+_MODELOPT = {
+    "FP8",
+    "FP8_PER_CHANNEL_PER_TOKEN",
+    "NVFP4",
+    "NVFP4_AWQ",
+    "W4A16_NVFP4",
+    "W4A8_NVFP4_FP8",
+    "MIXED_PRECISION",
+}
+"""The algorithms of ModelOpt that are read here, those of AWQ unless activations are scaled before a layer."""
 
 
 class UnreadWeight:
@@ -68,11 +99,17 @@ def is_read_packed(settings: Mapping[str, Any] | None) -> bool:
         return False
     if method != "compressed-tensors":
         return True
-    groups = list((settings.get("config_groups") or {}).values())
+    groups = _groups(settings)
     formats = {group.get("format") or settings.get("format") for group in groups}
     bits = {(group.get("weights") or {}).get("num_bits") for group in groups}
     sparse = (settings.get("sparsity_config") or {}).get("format") not in (None, "dense")
     return bool(groups) and formats.issubset(_COMPRESSED) and bits.issubset((4, 8)) and not sparse
+
+
+def _groups(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the groups of layers of compressed-tensors, each with its scheme."""
+    groups = (settings.get("config_groups") or {}).values()
+    return [group if isinstance(group, dict) else {} for group in groups]
 
 
 def packed_weights(model: str, files: Sequence[Path], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,34 +119,45 @@ def packed_weights(model: str, files: Sequence[Path], settings: Mapping[str, Any
     """
     from safetensors import safe_open
 
-    method = str(settings["quant_method"])
-    problem = _unknown_variant(method, settings)
+    check_variant(model, settings)
     slices: dict[str, Any] = {}
     for path in files:
         file: Any = safe_open(path, framework="pt")
         slices.update((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - it is no mapping
-    if any(name.endswith("pre_quant_scale") for name in slices):
-        problem = "its activations are scaled (pre_quant_scale)"
-    found = _by_weight(slices, method, settings)
-    for name, part in found.items():
-        if not isinstance(part, UnreadWeight) and part.get_dtype().startswith("F8"):
-            problem = problem or f"{name} is in FP8, without scales that are known here"
+    return _by_weight(model, slices, settings)
+
+
+def check_variant(model: str, settings: Mapping[str, Any]) -> None:
+    """Raises `ModelError` for settings of a format that change what its weights mean and are not supported."""
+    problem = _unknown_variant(str(settings.get("quant_method")), settings)
     if problem is not None:
-        raise ModelError(
-            f"the model {model!r} is quantized in a way that batchgen does not read: {problem}",
-            "give the original model, or one quantized in a way that docs/quantized.md lists",
-        )
-    return found
+        raise not_read(model, problem)
 
 
-def _by_weight(slices: Mapping[str, Any], method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Gathers the parts of each weight."""
+def not_read(model: str, problem: str) -> ModelError:
+    """Returns the error for a checkpoint with a `problem`."""
+    return ModelError(
+        f"the model {model!r} is quantized in a way that batchgen does not read: {problem}",
+        "give the original model, or one quantized in a way that docs/quantized.md lists",
+    )
+
+
+def are_codes(name: str, dtype: str, shape: Sequence[int]) -> bool:
+    """Whether a tensor of a file of safetensors, by its name, type and shape, can only be codes that have scales elsewhere."""
+    return dtype.startswith("F8") or (dtype in ("I8", "U8") and len(shape) > 1 and not name.endswith(("bias", "mask")))
+
+
+def _by_weight(model: str, slices: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Gathers the parts of each weight. Raises `ModelError` if one lacks a part, and for a tensor that may belong to a weight and is not known."""
+    method = str(settings["quant_method"])
     suffixes = sorted(_PARTS[method], key=len, reverse=True)
     layers: dict[str, dict[str, Any]] = {}
     found: dict[str, Any] = {}
     loading = Loading()
     for name, part in slices.items():
-        if method == "fp8":
+        if name.rpartition(".")[2] in _UNUSED:
+            continue
+        if method in ("fp8", "mxfp8"):
             name = _usual_name(name, slices)
         ends = (s if s.startswith("_") else f".{s}" for s in suffixes)
         end = next((end for end in ends if name.endswith(end)), None)
@@ -117,14 +165,50 @@ def _by_weight(slices: Mapping[str, Any], method: str, settings: Mapping[str, An
             found[name] = part
         else:
             layers.setdefault(name.removesuffix(end), {})[end.removeprefix(".")] = part
+    for name, part in found.items():
+        if (problem := _unknown_tensor(name, part, layers)) is not None:
+            raise not_read(model, problem)
     for layer, parts in layers.items():
-        if method == "mxfp4":
-            found[layer] = UnreadWeight(partial(_read, _mxfp4, parts, settings), loading)
-        elif "weight" in parts and len(parts) == 1:
+        if parts.keys() == {"weight"} and not are_codes(
+            layer, parts["weight"].get_dtype(), parts["weight"].get_shape()
+        ):
             found[f"{layer}.weight"] = parts["weight"]  # a layer that is not quantized
-        elif not parts.keys().isdisjoint(("weight", "qweight", "weight_packed")):
-            found[f"{layer}.weight"] = UnreadWeight(partial(_read, _READ[method], parts, settings), loading)
+            continue
+        if (problem := _incomplete(layer, parts, method)) is not None:
+            raise not_read(model, problem)
+        name = layer if method == "mxfp4" else f"{layer}.weight"
+        found[name] = UnreadWeight(partial(_read, _READ[method], parts, settings), loading)
     return found
+
+
+def _unknown_tensor(name: str, part: Any, layers: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Returns in words why a tensor that is no part of a weight may change what weights mean; None if it does not."""
+    layer, _, last = name.rpartition(".")
+    dtype = part.get_dtype()
+    if last.endswith("pre_quant_scale"):
+        return f"its activations are scaled ({name})"
+    if dtype.startswith("F8"):
+        return f"{name} is in FP8, without scales that are known here"
+    if are_codes(name, dtype, part.get_shape()):
+        return f"{name} is of type {dtype}"
+    quantized = len(layers.get(layer, ())) > 1
+    return f"{name} is not known here" if quantized and not last.endswith("bias") else None
+
+
+def _incomplete(layer: str, parts: Mapping[str, Any], method: str) -> str | None:
+    """Returns in words why a weight cannot be read from its parts; None if it can."""
+    codes = next((name for name in ("qweight", "weight_packed", "weight", "_blocks") if name in parts), None)
+    if codes is None:
+        return f"{layer}.{next(iter(parts))} belongs to no weight"
+    dtype = parts[codes].get_dtype()
+    needed = ("weight.quant_map",) if "weight.absmax" in parts else _NEEDED.get((method, dtype))
+    name = f"{layer}{'' if method == 'mxfp4' else '.'}{codes}"
+    if needed is None:
+        return f"{name} is of type {dtype}" + (
+            "" if len(parts) == 1 else f" and has {', '.join(sorted(parts.keys() - {codes}))}"
+        )
+    missing = [part for part in needed if part not in parts]
+    return f"{name} ({dtype}) has no {missing[0]}" if missing else None
 
 
 def _read(make: _Make, parts: Mapping[str, Any], settings: Mapping[str, Any]) -> torch.Tensor:
@@ -134,19 +218,53 @@ def _read(make: _Make, parts: Mapping[str, Any], settings: Mapping[str, Any]) ->
 def _usual_name(name: str, slices: Mapping[str, Any]) -> str:
     """Returns the name that most FP8 checkpoints have for the scales of a weight."""
     layer, _, last = name.rpartition(".")
-    weight = slices.get(f"{layer}.weight") if last in ("scale", "qscale_weight") else None
+    weight = slices.get(f"{layer}.weight") if last in ("scale", "qscale_weight", "weight_scale") else None
     return name if weight is None or weight.get_dtype() not in ("F8_E4M3", "I8") else f"{layer}.weight_scale_inv"
 
 
 def _unknown_variant(method: str, settings: Mapping[str, Any]) -> str | None:
     """Returns in words which setting of a format is not supported; None if all are."""
     bits = settings.get("bits", settings.get("w_bit"))
+    layout = [str(settings[name]).lower() for name in ("version", "format", "checkpoint_format") if settings.get(name)]
     if method == "awq":
-        version = str(settings.get("version", "gemm")).lower()
-        if version != "gemm" or bits not in (None, 4):
-            return f"AWQ of version {version!r} with {bits} bits"
-    if method == "gptq" and bits not in (2, 4, 8):
+        layout += ["llm-awq"] * (settings.get("backend") == "llm-awq")
+        other = next((name for name in layout if name != "gemm"), None)
+        if other is not None or bits not in (None, 4):
+            return f"AWQ of version {other or 'gemm'!r} with {bits} bits"
+    if method == "gptq":
+        layers = (settings.get("dynamic") or {}).values()
+        all_bits = [bits, *(own["bits"] for own in layers if own and "bits" in own)]
+        return _unknown_gptq(settings, layout, next((b for b in all_bits if b not in (2, 4, 8)), None))
+    if method == "modelopt":
+        layers = (settings.get("quantized_layers") or {}).values()
+        algorithms = [settings.get("quant_algo"), *(layer.get("quant_algo") for layer in layers)]
+        return next((f"ModelOpt's {name}" for name in algorithms if name is not None and name not in _MODELOPT), None)
+    return _unknown_compressed(settings) if method == "compressed-tensors" else None
+
+
+def _unknown_gptq(settings: Mapping[str, Any], layout: Sequence[str], bits: Any) -> str | None:
+    if bits is not None:
         return f"GPTQ with {bits} bits"
+    if other := next((name for name in layout if name not in ("gptq", "gptq_v2")), None):
+        return f"GPTQ in the format {other!r}"
+    if settings.get("rotation"):
+        return f"GPTQ with rotation {settings['rotation']!r}, which rotates activations, too"
+    words = settings.get("pack_dtype")
+    return f"GPTQ in words of {words}" if words not in (None, "int32") else None
+
+
+def _unknown_compressed(settings: Mapping[str, Any]) -> str | None:
+    for transform in ((settings.get("transform_config") or {}).get("config_groups") or {}).values():
+        places = {apply.get("location") for apply in transform.get("apply") or ()}
+        if online := sorted(map(str, places - {"weight_input", "weight_output"})):
+            return f"its activations are transformed ({transform.get('type')}, {online[0]})"
+    schemes = [group.get("weights") or {} for group in _groups(settings)]
+    blocks = {str(scheme["block_structure"]) for scheme in schemes if scheme.get("block_structure")}
+    if len(blocks) > 1:
+        return f"weights have blocks of several sizes ({', '.join(sorted(blocks))})"
+    if not is_read_packed(settings) and any(scheme != schemes[0] for scheme in schemes):
+        formats = {group.get("format") or settings.get("format") for group in _groups(settings)}
+        return f"layers have several schemes, of the formats {', '.join(sorted(map(str, formats)))}"
     return None
 
 
@@ -212,6 +330,8 @@ def _bitsandbytes(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
     state = next((part for name, part in parts.items() if ".quant_state." in name), None)
     weight = parts["weight"]
     if state is None:
+        if int(parts.get("weight_format", torch.tensor(0))) != 0:
+            raise ValueError("weights of bitsandbytes that are not in the order of rows are not known here")
         coding = Coding(8, zero=128, group=weight.shape[1], divisor=127.0)
         return _packed(coding, weight.view(torch.uint8) ^ 0x80, scales=parts["SCB"].float()[:, None])
     made = json.loads(bytes(state.tolist()))
@@ -224,6 +344,7 @@ def _bitsandbytes(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
     levels = tuple(parts["weight.quant_map"].float().tolist())
     if made["quant_type"] == "fp4":  # the table has 0.0 where the library's kernels make -0.0
         levels = (*levels[:8], *(-level for level in levels[:8]))
+    weight = weight.view(torch.uint8)  # stored as another type, if its settings say so
     plane = (weight << 4) | (weight >> 4)  # the first number of two is the upper one there
     if size % group == 0:
         return _packed(Coding(4, levels, group=group), plane.view(rows, -1), scales=scales.float().view(rows, -1))
@@ -233,8 +354,6 @@ def _bitsandbytes(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _in_float8(weight: torch.Tensor, **scales: Any) -> torch.Tensor:
-    if weight.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"weights of type {weight.dtype} are not known here")
     rounds = scales.pop("rounds", None)
     return _packed(Coding(8, "e4m3", rounds=rounds, group=scales.pop("group")), weight, **scales)
 
@@ -246,9 +365,7 @@ def nibbles(weight: torch.Tensor) -> torch.Tensor:
 
 def _modelopt(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
     """NVIDIA's formats. FP8: a scale for the tensor or for each row. NVFP4: two numbers in a byte, an FP8 scale for 16 numbers and one for the tensor."""
-    weight, scale = parts["weight"], parts.get("weight_scale")
-    if scale is None:
-        return weight
+    weight, scale = parts["weight"], parts["weight_scale"]
     rows, size = weight.shape[0], weight.shape[-1]
     if weight.dtype != torch.uint8:
         return _in_float8(weight, scales=scale.float().view(-1, 1).expand(rows, 1).contiguous(), group=size)
@@ -262,11 +379,8 @@ def _by_rows(scales: torch.Tensor, rows: int, size: int, settings: Mapping[str, 
 
     Blocks are those of the settings, of which the last may be cut, or parts of equal size: groups, rows, or the whole weight.
     """
-    groups = (settings.get("config_groups") or {}).values()
-    blocks = [
-        settings.get("weight_block_size"),
-        *((group.get("weights") or {}).get("block_structure") for group in groups),
-    ]
+    schemes = (group.get("weights") or {} for group in _groups(settings))
+    blocks = [settings.get("weight_block_size"), *(scheme.get("block_structure") for scheme in schemes)]
     block = [int(side) for side in re.findall(r"\d+", str(next(filter(None, blocks), "")))]
     scales = scales.reshape(-1, scales.shape[-1] if scales.dim() > 1 else 1)
     sides = []
@@ -281,9 +395,7 @@ def _by_rows(scales: torch.Tensor, rows: int, size: int, settings: Mapping[str, 
 
 def _fp8(parts: _Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     """DeepSeek's: a scale for each block of rows and inputs. Weights in int8 are two numbers of FP4 in a byte; scales in uint8 are exponents."""
-    weight, scales = parts["weight"], parts.get("weight_scale_inv")
-    if scales is None:
-        return weight
+    weight, scales = parts["weight"], parts["weight_scale_inv"]
     pairs = weight.dtype == torch.int8
     rows, size = weight.shape[0], weight.shape[1] * (2 if pairs else 1)
     if scales.dtype == torch.uint8:
@@ -304,10 +416,7 @@ def _mxfp4(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
 def _compressed_tensors(parts: _Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     """Codes in words or bytes, with scales for groups, blocks, rows or the tensor, in whose type numbers are computed; NVFP4 has an FP8 scale and
     one for the tensor. `weight_g_idx` of older versions is the group of each input."""
-    scale, weight = parts.get("weight_scale"), parts.get("weight", parts.get("weight_packed"))
-    assert weight is not None
-    if scale is None:
-        return weight
+    scale, weight = parts["weight_scale"], parts["weight" if "weight" in parts else "weight_packed"]
     if "weight_global_scale" in parts:
         whole = parts["weight_global_scale"].float().view(1, 1).expand(len(weight), 1).contiguous()
         coding = Coding(4, E2M1, group=16, sub="e4m3", divides=True, rounds=torch.bfloat16)
@@ -334,5 +443,6 @@ def _compressed_tensors(parts: _Tensors, settings: Mapping[str, Any]) -> torch.T
 
 
 _READ: dict[str, _Make] = {
-    "awq": _awq, "gptq": _gptq, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "fp8": _fp8, "compressed-tensors": _compressed_tensors,
+    "awq": _awq, "gptq": _gptq, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "fp8": _fp8, "mxfp8": _fp8, "mxfp4": _mxfp4,
+    "compressed-tensors": _compressed_tensors,
 }  # fmt: skip

@@ -17,9 +17,9 @@ import torch
 
 from batchgen.errors import ModelError
 from batchgen.kernels.codes import PackedTensor
-from batchgen.model.weights.packed import is_read_packed
+from batchgen.model.weights.packed import are_codes, check_variant, is_read_packed
 from batchgen.model.weights.sizes import StoredTensor, configs_of, quantization
-from batchgen.model_files import WEIGHT_ONLY, check_quantizer
+from batchgen.model_files import WEIGHT_ONLY, check_quantizer, quantizer_of
 from batchgen.prompts.gguf import METHOD
 from batchgen.stats import size_text
 
@@ -29,7 +29,7 @@ _PACKAGES = {"compressed-tensors": "compressed_tensors", "torchao": "torchao"}
 def quant_method(hf_config: Any) -> str | None:
     """Returns the quantization method that the configuration names; None if the weights are not quantized."""
     found = quantization(hf_config)
-    return None if found is None else str(found.get("quant_method", "unknown"))
+    return None if found is None else quantizer_of(found)
 
 
 def is_weight_only(hf_config: Any) -> bool:
@@ -59,6 +59,7 @@ def check_quantization(model: str, hf_config: Any) -> None:
     """Raises `ModelError` for a format that batchgen does not read, or that needs a package that is not installed."""
     method = quant_method(hf_config)
     check_quantizer(repr(model), method)
+    check_variant(model, quantization(hf_config) or {})
     package = None if is_read_packed(quantization(hf_config)) else _PACKAGES.get(method or "")
     if package is not None and find_spec(package) is None:
         raise ModelError(
@@ -68,11 +69,13 @@ def check_quantization(model: str, hf_config: Any) -> None:
 
 
 def check_stored(model: str, hf_config: Any, tensors: Iterable[StoredTensor]) -> None:
-    """Raises `ModelError` if some of a checkpoint's tensors are in FP8 and the configuration does not say that it is quantized: their scales would be ignored."""
-    found = next((tensor.name for tensor in tensors if tensor.dtype.startswith("F8")), None)
+    """Raises `ModelError` if some of a checkpoint's tensors are codes of 8 bits and the configuration does not say that it is quantized: their
+    scales would be ignored."""
+    found = next((tensor for tensor in tensors if are_codes(tensor.name, tensor.dtype, tensor.shape)), None)
     if found is not None and quantization(hf_config) is None:
+        kind = {"I8": "int8", "U8": "uint8"}.get(found.dtype, "FP8")
         raise ModelError(
-            f"{found} of the model {model!r} is in FP8, and its config.json does not say how it is quantized",
+            f"{found.name} of the model {model!r} is in {kind}, and its config.json does not say how it is quantized",
             "copy the model's own config.json, or put its quantization_config into this one",
         )
 

@@ -16,7 +16,7 @@ from batchgen.config import ModelConfig, parse_size
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.model.architectures import is_multimodal
-from batchgen.model_files import gguf_file, is_int8_layer
+from batchgen.model_files import gguf_file, is_int8_layer, quantizer_of
 from batchgen.process.machine import free_host_memory
 from batchgen.prompts.gguf import METHOD, gguf_header
 from batchgen.prompts.tokenizer import language_config, quiet, text_config
@@ -334,5 +334,5 @@ def quantization(hf_config: Any) -> dict[str, Any] | None:
     for part in configs_of(hf_config):
         found = getattr(part, "quantization_config", None)
         if isinstance(found, dict):
-            return found
+            return found if "quant_method" in found else found | {"quant_method": quantizer_of(found)}
     return None
