@@ -160,7 +160,7 @@ class Sampler:
         step_params, at = self._batch_params.of_step(sampler_indices, records, u, drafts)
         chunks = [
             self._sample(logits[part], step_params.chunk(part), None if mask is None else mask[part])
-            for part in self._chunks(records, mask)
+            for part in self._chunks(logits, records, mask)
         ]
         tokens = torch.cat([tokens for tokens, _ in chunks])
         valid = torch.cat([valid for _, valid in chunks])
@@ -201,10 +201,10 @@ class Sampler:
     def _has_kernels(self, scores: torch.Tensor) -> bool:
         return self.own_kernels and scores.dtype in DTYPES
 
-    def _chunks(self, records: NDArray[Any], mask: torch.Tensor | None) -> list[slice]:
+    def _chunks(self, logits: torch.Tensor, records: NDArray[Any], mask: torch.Tensor | None) -> list[slice]:
         """The rows to work on at once: all of them if nothing of the logits' size is made."""
         plain = (records["seen"] < 0) & (records["counts"] < 0)
-        if not self.own_kernels:
+        if not self._has_kernels(logits):
             plain &= records["temperature"] == 0
         size = len(records)
         if not (plain.all() and mask is None):
