@@ -112,12 +112,8 @@ def _gemma4(values: Values, shapes: Shapes) -> dict[str, Any]:
 
 def _deepseek(values: Values, shapes: Shapes) -> dict[str, Any]:
     """Keys and values are compressed. Newer files have the weights that unpack them in halves, and call the sizes of heads by other keys."""
-    rotary, scale, experts = (
-        values["rope.dimension_count"],
-        values.get("rope.scaling.yarn_log_multiplier"),
-        values.get("expert_count"),
-    )
-    groups, chosen = _GROUPS.get(experts, (1, 1))  # older files do not say
+    rotary, scale = values["rope.dimension_count"], values.get("rope.scaling.yarn_log_multiplier")
+    groups, chosen = _GROUPS.get(values.get("expert_count", 0), (1, 1))  # older files do not say
     groups, chosen = values.get("expert_group_count", groups), values.get("expert_group_used_count", chosen)
     v2 = {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy" if groups > 1 else "greedy"}
     return {
