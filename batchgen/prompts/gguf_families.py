@@ -273,7 +273,8 @@ def family_config(family: GgufFamily, values: Values, shapes: Shapes) -> Any:
     from transformers import AutoConfig
 
     names = _COMMON | dict(family.settings)
-    settings = {name: values[key] for key, name in names.items() if key in values}
+    settings = {names["attention.key_length"]: values["embedding_length"] // values["attention.head_count"]}
+    settings |= {name: values[key] for key, name in names.items() if key in values}
     settings |= {name: any(tensor.endswith(end) for tensor in shapes) for name, end in family.biases.items()}
     settings |= {
         "model_type": family.model_type, "vocab_size": shapes["token_embd.weight"][0], "tie_word_embeddings": "output.weight" not in shapes, "bos_token_id": None, "pad_token_id": None,

@@ -125,7 +125,7 @@ def write_whole_model(
             tensors |= _named(names, name, weight + 1 if norm else _in_pairs(name, weight, config), config)
     tensors = {name: tensor.detach().numpy() for name, tensor in tensors.items()}
     kinds = {
-        name: gguf.GGMLQuantizationType[kind] for name, x in tensors.items() if kind and x.ndim > 1 and name.endswith("weight") and "_inp." not in name
+        name: gguf.GGMLQuantizationType[kind] for name, x in tensors.items() if kind and x.ndim > 1 and "_inp." not in name
     }  # fmt: skip
     if unpacked:
         tensors |= {name: gguf.dequantize(gguf.quantize(tensors[name], each), each) for name, each in kinds.items()}

@@ -18,12 +18,12 @@ from batchgen.errors import ModelError
 from batchgen.kernels.codes import E2M1, Coding, PackedTensor, packed_plane, packed_planes
 from batchgen.kernels.memory import Loading
 from batchgen.model.weights.gguf_families import (
+    are_rows_of_inputs,
     arranged,
     family_tensors,
     in_shape,
     is_left_out,
     is_transposed,
-    is_unpacked,
 )
 from batchgen.model.weights.packed import UnreadWeight, nibbles
 from batchgen.prompts.gguf import GgufHeader, GgufTensor, gguf_header, instead
@@ -323,12 +323,7 @@ def _read_family(
     import gguf
 
     kind = tensors[0].kind
-    packed = (
-        kind in TYPES
-        and len(tensors[0].shape) > 1
-        and {tensor.kind for tensor in tensors} == {kind}
-        and not is_unpacked(tensors)
-    )
+    packed = kind in TYPES and {tensor.kind for tensor in tensors} == {kind} and are_rows_of_inputs(tensors)
     rows = [data[t.offset : t.offset + t.nbytes].reshape(*t.shape[:-1], -1) for t in tensors]
     if not packed:
         rows = [gguf.dequantize(each, gguf.GGMLQuantizationType[t.kind]) for each, t in zip(rows, tensors, strict=True)]

@@ -24,6 +24,8 @@ _OTHER_NAMES = (
     ("router.scale", "router.proj"), ("router.per_expert_scale", "experts.down_proj"),
 )  # fmt: skip
 """What modules are called here, and in the checkpoints that llama.cpp's converter reads."""
+_KEYS = ".attn_k_b."
+"""The part of a name of DeepSeek's weights that unpack keys, which lie in columns."""
 _Array = np.ndarray[Any, Any]
 
 
@@ -90,7 +92,7 @@ def arranged(family: GgufFamily, config: Any, tensors: Sequence[GgufTensor], row
     each = [_as_in_the_model(family, config, tensor.name, part) for tensor, part in zip(tensors, rows, strict=True)]
     if len(each) == 1:
         return each[0]
-    if is_unpacked(tensors):  # [heads, compressed, keys] and [heads, values, compressed]
+    if _KEYS in tensors[0].name:  # [heads, compressed, keys] and [heads, values, compressed]
         return np.concatenate([each[0].swapaxes(1, 2), each[1]], 1).reshape(-1, each[1].shape[-1])
     axis = each[0].ndim - (1 if tensors[0].name.endswith(".bias") else 2)
     if not family.interleaved:
@@ -110,9 +112,9 @@ def _as_in_the_model(family: GgufFamily, config: Any, name: str, rows: _Array) -
     return rows - np.float32(family.shift) if family.shift and name.endswith("norm.weight") else rows
 
 
-def is_unpacked(tensors: Sequence[GgufTensor]) -> bool:
-    """Whether the rows of a weight are the columns of one of its tensors, so that it cannot stay packed."""
-    return ".attn_k_b." in tensors[0].name
+def are_rows_of_inputs(tensors: Sequence[GgufTensor]) -> bool:
+    """Whether the rows of tensors are rows of the weight, so that it can stay packed."""
+    return len(tensors[0].shape) > 1 and not tensors[0].name.endswith(".bias") and _KEYS not in tensors[0].name
 
 
 def is_transposed(family: GgufFamily, tensors: Sequence[GgufTensor]) -> bool:
