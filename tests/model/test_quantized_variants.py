@@ -97,6 +97,34 @@ def test_zeros_of_gptq_are_those_before_one_was_subtracted_from_whole_words(
     assert torch.equal(found, -zeros[:, None].float().expand(32, 64))
 
 
+GROUPS = torch.arange(96) // 64
+CUT = GPTQ | {
+    "a.qweight": torch.full((12, 8), 0x11111111).int(),
+    "a.scales": torch.tensor([[1.0], [2.0]]).expand(2, 8).half().contiguous(),
+}
+
+
+@pytest.mark.parametrize("parts", [CUT, CUT | {"a.g_idx": GROUPS.int()}], ids=["", "g_idx"])
+def test_the_last_group_of_gptq_may_be_cut(parts: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    found = weight_of(parts, {"quant_method": "gptq", "bits": 4, "group_size": 64, "format": "gptq_v2"}, tmp_path)
+    assert torch.equal(found, (1.0 + GROUPS).expand(8, 96))
+
+
+@pytest.mark.parametrize(
+    ("method", "tensors", "others"),
+    [
+        ("gptq", CUT, {"bits": 4, "group_size": 64, "desc_act": True}),  # whose g_idx is missing
+        ("gptq", CUT | {"a.scales": torch.ones(5, 8).half()}, {"bits": 4, "group_size": 64}),
+        ("fp8", FLOAT8 | {"a.weight_scale": torch.ones(2)}, {}),  # of parts of a fused layer, whose sizes are not known
+    ],
+)
+def test_groups_that_are_not_known_are_refused(
+    method: str, tensors: dict[str, torch.Tensor], others: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"not known here|have scales for"):
+        weight_of(tensors, {"quant_method": method} | others, tmp_path)
+
+
 def test_4_bit_weights_of_bitsandbytes_may_be_stored_as_another_type(tmp_path: Path) -> None:
     state = {"quant_type": "nf4", "blocksize": 64, "shape": [8, 64]}
     parts = {
@@ -141,12 +169,14 @@ def transformed(location: str) -> dict[str, Any]:
         ({"quant_method": "awq", "version": "gemm", "backend": "llm-awq"}, "AWQ of version 'llm-awq' with None bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ in the format 'marlin'"),
         ({"quant_method": "gptq", "bits": 4, "format": "gptq_p"}, "GPTQ in the format 'gptq_p'"),
+        ({"quant_method": "gptq"}, "GPTQ with None bits"),
         ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}, "GPTQ in words of int16"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*up.*": {"bits": 3}, "-:.*q.*": {}}}, "GPTQ with 3 bits"),
         (
             {"quant_method": "gptq", "bits": 4, "rotation": "hadamard"},
             "GPTQ with rotation 'hadamard', which rotates activations, too",
         ),
+        ({"quant_method": "modelopt", "quant_algo": "w4a8_awq"}, "ModelOpt's w4a8_awq"),
         ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "ModelOpt's W4A16_AWQ"),
         (
             {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "MXFP8"}}},

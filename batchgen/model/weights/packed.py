@@ -232,19 +232,19 @@ def _unknown_variant(method: str, settings: Mapping[str, Any]) -> str | None:
         if other is not None or bits not in (None, 4):
             return f"AWQ of version {other or 'gemm'!r} with {bits} bits"
     if method == "gptq":
-        layers = (settings.get("dynamic") or {}).values()
-        all_bits = [bits, *(own["bits"] for own in layers if own and "bits" in own)]
-        return _unknown_gptq(settings, layout, next((b for b in all_bits if b not in (2, 4, 8)), None))
+        return _unknown_gptq(settings, layout)
     if method == "modelopt":
         layers = (settings.get("quantized_layers") or {}).values()
         algorithms = [settings.get("quant_algo"), *(layer.get("quant_algo") for layer in layers)]
-        return next((f"ModelOpt's {name}" for name in algorithms if name is not None and name not in _MODELOPT), None)
+        return next((f"ModelOpt's {name}" for name in algorithms if name and name.upper() not in _MODELOPT), None)
     return _unknown_compressed(settings) if method == "compressed-tensors" else None
 
 
-def _unknown_gptq(settings: Mapping[str, Any], layout: Sequence[str], bits: Any) -> str | None:
-    if bits is not None:
-        return f"GPTQ with {bits} bits"
+def _unknown_gptq(settings: Mapping[str, Any], layout: Sequence[str]) -> str | None:
+    layers = (settings.get("dynamic") or {}).values()
+    all_bits = [settings.get("bits"), *(own["bits"] for own in layers if own and "bits" in own)]
+    if unknown := [bits for bits in all_bits if bits not in (2, 4, 8)]:
+        return f"GPTQ with {unknown[0]} bits"
     if other := next((name for name in layout if name not in ("gptq", "gptq_v2")), None):
         return f"GPTQ in the format {other!r}"
     if settings.get("rotation"):
@@ -317,12 +317,18 @@ def _gptq(parts: _Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     """
     words, scales, groups = parts["qweight"], parts["scales"].T.contiguous(), parts.get("g_idx")
     bits = int(settings["bits"]) if groups is None else words.shape[0] * 32 // len(groups)
-    inputs = words.shape[0] * 32 // bits
+    inputs, count = words.shape[0] * 32 // bits, scales.shape[1]
+    group = int(settings.get("group_size") or 0)
+    if (
+        group < 1 or -(-inputs // group) != count
+    ):  # groups of the settings, of which the last may be cut, or of equal size
+        group = inputs // count
+    if groups is None and count > 1 and (settings.get("desc_act") or group * count < inputs):
+        raise ValueError("GPTQ without g_idx, in groups that are not those of neighbouring inputs, is not known here")
     is_v2 = (settings.get("checkpoint_format") or settings.get("format")) == "gptq_v2"
     zeros = parts["qzeros"] if is_v2 else parts["qzeros"] + sum(1 << shift for shift in range(0, 32, bits))
     zeros = _codes(zeros, bits).flatten(1).T[: scales.shape[0]].contiguous()
-    coding = Coding(bits, group=inputs // scales.shape[1])
-    return _in_groups(coding, words.T.contiguous(), groups, zeros=zeros, scales=scales)
+    return _in_groups(Coding(bits, group=group), words.T.contiguous(), groups, zeros=zeros, scales=scales)
 
 
 def _bitsandbytes(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
@@ -377,17 +383,17 @@ def _modelopt(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
 def _by_rows(scales: torch.Tensor, rows: int, size: int, settings: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
     """Returns the scales of the groups of each row, [rows, G], of scales for blocks of a weight [rows, size], and the size of a group.
 
-    Blocks are those of the settings, of which the last may be cut, or parts of equal size: groups, rows, or the whole weight.
+    Blocks are those of the settings, of which the last may be cut; else groups of equal size of a row or of the whole weight.
     """
     schemes = (group.get("weights") or {} for group in _groups(settings))
     blocks = [settings.get("weight_block_size"), *(scheme.get("block_structure") for scheme in schemes)]
     block = [int(side) for side in re.findall(r"\d+", str(next(filter(None, blocks), "")))]
     scales = scales.reshape(-1, scales.shape[-1] if scales.dim() > 1 else 1)
-    sides = []
+    sides: list[int] = []
     for length, count, side in zip((rows, size), scales.shape, block or (rows, size), strict=True):
         if -(-length // side) != count:
             side = length // count
-            if side * count != length:
+            if side * count != length or (not sides and count not in (1, rows)):
                 raise ValueError(f"weights [{rows}, {size}] have scales for {list(scales.shape)} blocks")
         sides.append(side)
     return scales.repeat_interleave(sides[0], 0)[:rows], sides[1]
