@@ -187,6 +187,8 @@ def transformed(location: str) -> dict[str, Any]:
             compressed({"num_bits": 8, "block_structure": [128, 128]}, {"num_bits": 8, "block_structure": [64, 128]}),
             "weights have blocks of several sizes ([128, 128], [64, 128])",
         ),
+        (compressed({"num_bits": 8}, sparsity_config={"format": "sparse-24-bitmask"}), "weights are sparse (sparse-24-bitmask)"),
+        (compressed({"num_bits": 4}, format="marlin-24"), "weights are sparse (marlin-24)"),
         (compressed({"num_bits": 3}, {"num_bits": 4}), "layers have several schemes, of the formats pack-quantized"),
     ],
 )  # fmt: skip

@@ -43,8 +43,8 @@ _PARTS = {
 }  # fmt: skip
 """The tensors of a weight, by the end of their name, which follows the layer's."""
 _UNUSED = {
-    "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point", "activation_scale", "act_scale",
-    "qscale_act", "q_scale", "k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point",
+    "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point", "output_global_scale",
+    "activation_scale", "act_scale", "qscale_act", "q_scale", "k_scale", "v_scale", "kv_scale", "q_zero_point", "k_zero_point", "v_zero_point",
 }  # fmt: skip
 """The last parts of the names of scales and zeros of activations and of the KV, which are not quantized here."""
 _NEEDED = {
@@ -67,6 +67,7 @@ PACKED = frozenset(_PARTS)
 """The formats, by their `quant_method`."""
 _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")
 """The formats of compressed-tensors that are read here. transformers dequantizes the others."""
+_SPARSE = {"sparse-bitmask", "sparse-24-bitmask", "marlin-24"}
 _MODELOPT = {
     "FP8",
     "FP8_PER_CHANNEL_PER_TOKEN",
@@ -102,8 +103,7 @@ def is_read_packed(settings: Mapping[str, Any] | None) -> bool:
     groups = _groups(settings)
     formats = {group.get("format") or settings.get("format") for group in groups}
     bits = {(group.get("weights") or {}).get("num_bits") for group in groups}
-    sparse = (settings.get("sparsity_config") or {}).get("format") not in (None, "dense")
-    return bool(groups) and formats.issubset(_COMPRESSED) and bits.issubset((4, 8)) and not sparse
+    return bool(groups) and formats.issubset(_COMPRESSED) and bits.issubset((4, 8))
 
 
 def _groups(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -258,13 +258,16 @@ def _unknown_compressed(settings: Mapping[str, Any]) -> str | None:
         places = {apply.get("location") for apply in transform.get("apply") or ()}
         if online := sorted(map(str, places - {"weight_input", "weight_output"})):
             return f"its activations are transformed ({transform.get('type')}, {online[0]})"
+    formats = {str(group.get("format") or settings.get("format")) for group in _groups(settings)}
+    formats.add(str((settings.get("sparsity_config") or {}).get("format")))
+    if sparse := sorted(formats.intersection(_SPARSE)):
+        return f"weights are sparse ({sparse[0]})"
     schemes = [group.get("weights") or {} for group in _groups(settings)]
     blocks = {str(scheme["block_structure"]) for scheme in schemes if scheme.get("block_structure")}
     if len(blocks) > 1:
         return f"weights have blocks of several sizes ({', '.join(sorted(blocks))})"
     if not is_read_packed(settings) and any(scheme != schemes[0] for scheme in schemes):
-        formats = {group.get("format") or settings.get("format") for group in _groups(settings)}
-        return f"layers have several schemes, of the formats {', '.join(sorted(map(str, formats)))}"
+        return f"layers have several schemes, of the formats {', '.join(sorted(formats - {'None'}))}"
     return None
 
 
