@@ -177,7 +177,7 @@ def _by_weight(model: str, slices: Mapping[str, Any], settings: Mapping[str, Any
         if (problem := _incomplete(layer, parts, method)) is not None:
             raise not_read(model, problem)
         name = layer if method == "mxfp4" else f"{layer}.weight"
-        found[name] = UnreadWeight(partial(_read, _READ[method], parts, settings), loading)
+        found[name] = UnreadWeight(partial(_read, name, _READ[method], parts, settings), loading)
     return found
 
 
@@ -211,8 +211,11 @@ def _incomplete(layer: str, parts: Mapping[str, Any], method: str) -> str | None
     return f"{name} ({dtype}) has no {missing[0]}" if missing else None
 
 
-def _read(make: _Make, parts: Mapping[str, Any], settings: Mapping[str, Any]) -> torch.Tensor:
-    return make({name: part[...] for name, part in parts.items()}, settings)
+def _read(name: str, make: _Make, parts: Mapping[str, Any], settings: Mapping[str, Any]) -> torch.Tensor:
+    try:
+        return make({part: stored[...] for part, stored in parts.items()}, settings)
+    except ValueError as e:
+        raise ValueError(f"{name}: {e}") from e
 
 
 def _usual_name(name: str, slices: Mapping[str, Any]) -> str:
@@ -225,14 +228,17 @@ def _usual_name(name: str, slices: Mapping[str, Any]) -> str:
 def _unknown_variant(method: str, settings: Mapping[str, Any]) -> str | None:
     """Returns in words which setting of a format is not supported; None if all are."""
     bits = settings.get("bits", settings.get("w_bit"))
-    layout = [str(settings[name]).lower() for name in ("version", "format", "checkpoint_format") if settings.get(name)]
     if method == "awq":
-        layout += ["llm-awq"] * (settings.get("backend") == "llm-awq")
-        other = next((name for name in layout if name != "gemm"), None)
+        layouts = [
+            settings.get("version"),
+            settings.get("format"),
+            "llm-awq" if settings.get("backend") == "llm-awq" else None,
+        ]
+        other = next((name.lower() for name in layouts if name and name.lower() != "gemm"), None)
         if other is not None or bits not in (None, 4):
             return f"AWQ of version {other or 'gemm'!r} with {bits} bits"
     if method == "gptq":
-        return _unknown_gptq(settings, layout)
+        return _unknown_gptq(settings)
     if method == "modelopt":
         layers = (settings.get("quantized_layers") or {}).values()
         algorithms = [settings.get("quant_algo"), *(layer.get("quant_algo") for layer in layers)]
@@ -240,13 +246,14 @@ def _unknown_variant(method: str, settings: Mapping[str, Any]) -> str | None:
     return _unknown_compressed(settings) if method == "compressed-tensors" else None
 
 
-def _unknown_gptq(settings: Mapping[str, Any], layout: Sequence[str]) -> str | None:
+def _unknown_gptq(settings: Mapping[str, Any]) -> str | None:
     layers = (settings.get("dynamic") or {}).values()
     all_bits = [settings.get("bits"), *(own["bits"] for own in layers if own and "bits" in own)]
     if unknown := [bits for bits in all_bits if bits not in (2, 4, 8)]:
         return f"GPTQ with {unknown[0]} bits"
-    if other := next((name for name in layout if name not in ("gptq", "gptq_v2")), None):
-        return f"GPTQ in the format {other!r}"
+    for layout in (settings.get("checkpoint_format"), settings.get("format")):
+        if layout not in (None, "gptq", "gptq_v2"):
+            return f"GPTQ in the format {layout!r}"
     if settings.get("rotation"):
         return f"GPTQ with rotation {settings['rotation']!r}, which rotates activations, too"
     words = settings.get("pack_dtype")
