@@ -168,6 +168,7 @@ def transformed(location: str) -> dict[str, Any]:
         ({"quant_method": "awq", "format": "gemv"}, "AWQ of version 'gemv' with None bits"),
         ({"quant_method": "awq", "version": "gemm", "backend": "llm-awq"}, "AWQ of version 'llm-awq' with None bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ in the format 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "GPTQ in the format 'marlin'"),
         ({"quant_method": "gptq", "bits": 4, "format": "gptq_p"}, "GPTQ in the format 'gptq_p'"),
         ({"quant_method": "gptq"}, "GPTQ with None bits"),
         ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}, "GPTQ in words of int16"),

@@ -251,7 +251,8 @@ def _unknown_gptq(settings: Mapping[str, Any]) -> str | None:
     all_bits = [settings.get("bits"), *(own["bits"] for own in layers if own and "bits" in own)]
     if unknown := [bits for bits in all_bits if bits not in (2, 4, 8)]:
         return f"GPTQ with {unknown[0]} bits"
-    for layout in (settings.get("checkpoint_format"), settings.get("format")):
+    older = "marlin" if settings.get("is_marlin_format") else None
+    for layout in (settings.get("checkpoint_format"), settings.get("format"), older):
         if layout not in (None, "gptq", "gptq_v2"):
             return f"GPTQ in the format {layout!r}"
     if settings.get("rotation"):
