@@ -165,6 +165,7 @@ class ModelConfig:
         metavar="N",
         rules=[at_least(1)],
         shown="the model's own",
+        after="image_column",
     )
     trust_remote_code: bool = option(False, "Allow Python code from the model's folder to run.", group="Model")
     compile: str = option(
@@ -293,6 +294,7 @@ class PromptConfig:
         metavar="COL",
         rules=[_NAMED],
         shown="none",
+        after="choices",
     )
     """A row without labels in it has those of `SamplingParams.choices`."""
     score: bool = option(

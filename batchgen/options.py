@@ -50,6 +50,8 @@ class Option:
     """Makes the value from the option's name and text; None if the annotation is enough. Raises `UsageError`."""
     shown: str
     """The default as the help shows it; empty if the default itself can be shown."""
+    after: str
+    """The field, often of another dataclass, behind which the help has this one; empty if it stands where the field does."""
 
 
 def option(
@@ -63,6 +65,7 @@ def option(
     rules: Iterable[Rule] = (),
     parse: Callable[[str, str], Any] | None = None,
     shown: str = "",
+    after: str = "",
 ) -> Any:
     """Returns a dataclass field that is also an option of the command. `default` may be MISSING (required) or a factory.
 
@@ -72,7 +75,7 @@ def option(
     if values:
         rules = (one_of(values), *rules)
         metavar = metavar or "|".join(values)
-    meta = {"option": Option(help, group, tuple(flags), metavar, tuple(values), rules, parse, shown)}
+    meta = {"option": Option(help, group, tuple(flags), metavar, tuple(values), rules, parse, shown, after)}
     if callable(default):
         return field(default_factory=default, metadata=meta)
     return field(metadata=meta) if default is MISSING else field(default=default, metadata=meta)

@@ -68,9 +68,13 @@ def job_parameters() -> list[Parameter]:
         help="JSONL, Parquet, CSV or TSV files (also .gz, .zst), a folder, a glob, a URL, or - for standard input (JSONL unless --input-format says otherwise).",
         show_default=False,
     )
-    configs = (ModelConfig, PromptConfig, SamplingParams, JobConfig, EngineConfig, Display)
+    configs = (ModelConfig, SamplingParams, PromptConfig, JobConfig, EngineConfig, Display)
     declared = [(config, f) for config in configs for f in fields(config) if "option" in f.metadata]
     declared.sort(key=lambda each: GROUPS.index(each[1].metadata["option"].group))
+    for each in [each for each in declared if each[1].metadata["option"].after]:
+        declared.remove(each)
+        names = [f.name for _, f in declared]
+        declared.insert(names.index(each[1].metadata["option"].after) + 1, each)
     parameters = [Parameter("inputs", Parameter.KEYWORD_ONLY, annotation=Annotated[list[str], inputs])]
     for config, f in declared:
         required = f.default is MISSING and f.default_factory is MISSING
