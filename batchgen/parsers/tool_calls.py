@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from batchgen.parsers.thinking import HARMONY, thinking_format
 from batchgen.result import ToolCall
@@ -49,24 +49,55 @@ def _format(only_known: bool = False, rewrite: Callable[[str], str] | None = Non
     return ToolFormat({"start_anchor": "\0", "fields": fields}, only_known=only_known, rewrite=rewrite)
 
 
-_PYTHON_LIST = re.compile(r"(?<=<\|tool_call_start\|>).*?(?=<\|tool_call_end\|>|\Z)", re.DOTALL)
+def _between(open: str, close: str, listed: Callable[[str], str]) -> Callable[[str], str]:
+    """Returns a function that rewrites an answer: `listed` makes a JSON list of names and arguments of each text between two marks."""
+    text = re.compile(rf"(?<={re.escape(open)}).*?(?={re.escape(close)}|\Z)", re.DOTALL)
+    return lambda answer: text.sub(lambda found: listed(found[0].strip()), answer)
 
 
-def _from_python(answer: str) -> str:
-    """Returns an answer with its lists of calls, which are written as in Python, as JSON lists of names and arguments."""
-    return _PYTHON_LIST.sub(_python_list, answer)
+def _python_list(text: str) -> str:
+    """Returns the calls of a list, or a single call, as Python writes them."""
+    written = ast.parse(text, mode="eval").body
+    return _python_calls(written.elts if isinstance(written, ast.List) else [written])
 
 
-def _python_list(found: re.Match[str]) -> str:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of backslashes in texts
-        written = ast.parse(found[0].strip(), mode="eval").body
+def _python_lines(text: str) -> str:
+    """Returns calls that stand one to a line, as Python writes them, whose values may have the constants of JSON."""
+    tree = _JsonConstants().visit(ast.parse(text))
+    return _python_calls([line.value for line in tree.body if isinstance(line, ast.Expr)], len(tree.body))
+
+
+class _JsonConstants(ast.NodeTransformer):
+    _VALUES: ClassVar = {"null": None, "true": True, "false": False}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self._VALUES[node.id]) if node.id in self._VALUES else node
+
+
+def _python_calls(written: Sequence[ast.expr], count: int | None = None) -> str:
+    """Returns the calls as JSON. Raises `ValueError` if there are not `count` of them, or if one is no call with named arguments."""
     calls = []
-    for call in written.elts if isinstance(written, ast.List) else [written]:
+    for call in written:
         if not isinstance(call, ast.Call) or call.args or not all(keyword.arg for keyword in call.keywords):
             raise ValueError("not a call with named arguments")
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         calls.append({"name": ast.unparse(call.func), "arguments": arguments})
+    if count not in (None, len(calls)):
+        raise ValueError("not only calls")
+    return json.dumps(calls)
+
+
+def _json_lines(text: str) -> str:
+    """Returns calls that stand one to a line, as JSON objects."""
+    return json.dumps([json.loads(line) for line in text.splitlines() if line.strip()])
+
+
+def _json_pairs(text: str) -> str:
+    """Returns the calls of a JSON list of objects, each with a name as its only key."""
+    calls = []
+    for call in json.loads(text):
+        ((name, arguments),) = call.items()
+        calls.append({"name": name, "arguments": arguments})
     return json.dumps(calls)
 
 
@@ -120,7 +151,15 @@ HARMONY_CALLS = _format(
 """gpt-oss: messages to a function, in the channel `commentary`. A header ends with its own message: thoughts may name a function too."""
 _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
     ("]<]minimax[>[", None),  # MiniMax M3, which has the marks of others in its own
-    ("<tool_calls>\n{", None),  # MiniMax M1, which writes a call a line
+    (  # MiniMax M1
+        "<tool_calls>\n{",
+        _format(
+            rewrite=_between("<tool_calls>", "</tool_calls>", _json_lines),
+            open_pattern=r"\s{0,64}<tool_calls>",
+            close="</tool_calls>",
+            **_LISTED,
+        ),
+    ),
     (  # MiniMax M2
         "<minimax:tool_call>",
         _format(
@@ -258,9 +297,27 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
     (  # LFM 2
         "<|tool_call_start|>",
         _format(
-            rewrite=_from_python,
+            rewrite=_between("<|tool_call_start|>", "<|tool_call_end|>", _python_list),
             open_pattern=r"\s{0,64}<\|tool_call_start\|>",
             close="<|tool_call_end|>",
+            **_LISTED,
+        ),
+    ),
+    (  # OLMo 3
+        "<function_calls>' + message['function_calls']",
+        _format(
+            rewrite=_between("<function_calls>", "</function_calls>", _python_lines),
+            open_pattern=r"\s{0,64}<function_calls>",
+            close="</function_calls>",
+            **_LISTED,
+        ),
+    ),
+    (  # Apertus
+        "<|tools_prefix|>",
+        _format(
+            rewrite=_between("<|tools_prefix|>", "<|tools_suffix|>", _json_pairs),
+            open_pattern=r"\s{0,64}<\|tools_prefix\|>",
+            close="<|tools_suffix|>",
             **_LISTED,
         ),
     ),
@@ -310,7 +367,9 @@ def find_calls(
 
     known = json.loads(tools)
     try:
-        answer = answer if format.rewrite is None else format.rewrite(answer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of backslashes in texts as in Python
+            answer = answer if format.rewrite is None else format.rewrite(answer)
         as_json = format.template["fields"]["tool_calls"].get("content") == "json"
         typed = _without_texts(known) if as_json else known
         message = parse_response(answer, _response_template(format), prefix=prompt if format.whole else "", tools=typed)

@@ -90,6 +90,20 @@ FORMATS = {
         )
         + "]<|tool_call_end|>",
     ),
+    "MiniMax M1": (
+        '<tool_calls>\n{"name": <tool-name>, "arguments": <args-json-object>}',
+        "\n<tool_calls>\n" + both('{"name": "NAME", "arguments": ' + J + "}\n") + "</tool_calls>",
+    ),
+    "OLMo 3": (
+        "{{- '<function_calls>' + message['function_calls'] + '</function_calls>' -}}",
+        "<function_calls>"
+        + both(f"NAME({', '.join(f'{k}={json.dumps(v, ensure_ascii=False)}' for k, v in ARGUMENTS.items())})\n")
+        + "</function_calls>",
+    ),
+    "Apertus": (
+        "<|tools_prefix|>",
+        f'<|tools_prefix|>[{{"weather": {J}}}, {{"news": {J}}}]<|tools_suffix|>',
+    ),
     "Phi 4 mini": ("functools[", "functools" + OBJECTS),
     "Kimi": (
         "<|tool_calls_section_begin|>",
@@ -281,9 +295,32 @@ def test_calls_as_in_python_have_named_arguments_with_plain_values(written, foun
         assert [(call.name, json.loads(call.arguments)) for call in calls] == found
 
 
+@pytest.mark.parametrize(
+    ("family", "written", "found"),
+    [
+        ("OLMo 3", "<function_calls>weather(metric=true, city=null, tags=['a', {'b': False}])</function_calls>",
+         [("weather", {"metric": True, "city": None, "tags": ["a", {"b": False}]})]),
+        ("OLMo 3", "<function_calls>\nweather()\n\nnews(days=-1)\n</function_calls>", [("weather", {}), ("news", {"days": -1})]),
+        ("OLMo 3", "<function_calls>weather()\nx = 1</function_calls>", []),
+        ("OLMo 3", "<function_calls>weather(city=Bern)</function_calls>", []),
+        ("OLMo 3", "weather(city='Bern')", []),
+        ("Apertus", '<|tools_prefix|>[{"weather": {}}]<|tools_suffix|>', [("weather", {})]),
+        ("Apertus", '<|tools_prefix|>[{"weather": {}, "news": {}}]<|tools_suffix|>', []),
+        ("Apertus", '<|tools_prefix|>[{"weather": "Bern"}]<|tools_suffix|>', []),
+        ("Apertus", '<|tools_prefix|>{"weather": {}}<|tools_suffix|>', []),
+        ("MiniMax M1", '<tool_calls>{"name": "weather", "arguments": {}}</tool_calls>', [("weather", {})]),
+        ("MiniMax M1", '<tool_calls>\n{"name": "weather"\n, "arguments": {}}\n</tool_calls>', []),
+    ],
+)  # fmt: skip
+def test_calls_of_a_list_are_read_together_or_not_at_all(family, written, found):
+    stopper = complete(make(template=FORMATS[family][0]), "q", written + EOS, tools=json.dumps(TOOLS))
+    calls = stopper.tool_calls("c")
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == found
+    assert stopper.text == ("" if found else written)
+
+
 def test_a_template_with_the_marks_of_another_family_in_its_own_has_no_format():
     assert tool_format(make(template="]<]minimax[>[<tool_call>")) is None
-    assert tool_format(make(template='<tool_calls>\\n{"name": <tool-name>}')) is None
 
 
 def test_a_row_without_tools_has_no_calls():
