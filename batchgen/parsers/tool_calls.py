@@ -57,14 +57,22 @@ def _between(open: str, close: str, listed: Callable[[str], str]) -> Callable[[s
 
 def _python_list(text: str) -> str:
     """Returns the calls of a list, or a single call, as Python writes them."""
-    written = ast.parse(text, mode="eval").body
+    (line,) = _parsed(text).body
+    written = line.value if isinstance(line, ast.Expr) else line
     return _python_calls(written.elts if isinstance(written, ast.List) else [written])
 
 
 def _python_lines(text: str) -> str:
     """Returns calls that stand one to a line, as Python writes them, whose values may have the constants of JSON."""
-    tree = _JsonConstants().visit(ast.parse(text))
-    return _python_calls([line.value for line in tree.body if isinstance(line, ast.Expr)], len(tree.body))
+    lines = _JsonConstants().visit(_parsed(text)).body
+    return _python_calls([line.value if isinstance(line, ast.Expr) else line for line in lines])
+
+
+def _parsed(text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except MemoryError:  # Python's word for a row of thousands of minus signs
+        raise ValueError("nested too deeply") from None
 
 
 class _JsonConstants(ast.NodeTransformer):
@@ -74,16 +82,14 @@ class _JsonConstants(ast.NodeTransformer):
         return ast.Constant(self._VALUES[node.id]) if node.id in self._VALUES else node
 
 
-def _python_calls(written: Sequence[ast.expr], count: int | None = None) -> str:
-    """Returns the calls as JSON. Raises `ValueError` if there are not `count` of them, or if one is no call with named arguments."""
+def _python_calls(written: Sequence[ast.AST]) -> str:
+    """Returns the calls as JSON. Raises `ValueError` if one is no call with named arguments."""
     calls = []
     for call in written:
         if not isinstance(call, ast.Call) or call.args or not all(keyword.arg for keyword in call.keywords):
             raise ValueError("not a call with named arguments")
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         calls.append({"name": ast.unparse(call.func), "arguments": arguments})
-    if count not in (None, len(calls)):
-        raise ValueError("not only calls")
     return json.dumps(calls)
 
 

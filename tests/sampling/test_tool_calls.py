@@ -285,6 +285,8 @@ def test_a_code_fence_may_end_on_the_line_of_the_arguments():
         ("[weather(city={1, 2})]", []),
         ("['weather']", []),
         ("[weather(", []),
+        ("x = weather()", []),
+        ("weather()\nnews()", []),
     ],
 )
 def test_calls_as_in_python_have_named_arguments_with_plain_values(written, found):
@@ -293,6 +295,14 @@ def test_calls_as_in_python_have_named_arguments_with_plain_values(written, foun
         whole = marks[0] + written + marks[1] + EOS
         calls = complete(tokenizer, "q", whole, tools=json.dumps(TOOLS)).tool_calls("c")
         assert [(call.name, json.loads(call.arguments)) for call in calls] == found
+
+
+@pytest.mark.parametrize("family", ["LFM 2", "OLMo 3"])
+def test_a_call_that_python_cannot_parse_for_its_depth_stays_text(family):
+    mark, written = FORMATS[family]
+    known: Any = tool_format(make(template=mark))
+    for signs in (100, 6001, 100_000):
+        assert find_calls(known, written.replace("days=3", f"days={'-' * signs}"), json.dumps(TOOLS)) is None
 
 
 @pytest.mark.parametrize(
