@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchgen.attention.sizes import kv_numbers
 from batchgen.config import JobConfig, ModelConfig, check_config, parse_memory
@@ -50,7 +50,7 @@ from batchgen.recording import tree_record
 from batchgen.records import Input, Row, RowStream, open_input, output_of, window_rows
 from batchgen.records.output import id_digest, job_path, own_id
 from batchgen.report import ReportPage, check_report_file, report_plan
-from batchgen.request import Request
+from batchgen.request import Request, leaves_of
 from batchgen.result import Result
 from batchgen.scheduling.duration import Duration, Estimate, Lengths
 from batchgen.scheduling.rehearsal import Rehearsal
@@ -67,6 +67,9 @@ from batchgen.scheduling.sizes import (
 from batchgen.scheduling.step_costs import StepCosts
 from batchgen.scheduling.waiting import POLICIES
 from batchgen.state.sizes import attention_layers, state_bytes
+
+if TYPE_CHECKING:
+    from batchgen.model.memory_budget import Sizes
 
 TREE_NODES = 20
 GROUPS = 10
@@ -424,24 +427,38 @@ class _PlanBuilder:
         self._batch_size = engine.batch_size or BATCH_SIZE.get(kind, BATCH_SIZE["cpu"])  # "auto" would need torch
         self._planner = Planner(engine.chunk_size, share=engine.share, consecutive=whole, under_way={})
         self._survey = GroupSurvey(engine.chunk_size, GROUPS)
+        costs = self._costs()
+        self._chosen_memory = isinstance(parse_memory(engine.kv_memory), int)
+        """Whether the KV memory of a run is known, and so which rows do not fit it."""
+        self._sizes = self._sized() if self.bytes_per_state or self._chosen_memory or costs is not None else None
         self._rehearsal = self._rehearse() if self.bytes_per_state else None
         self._earlier = earlier
-        self._duration = self._timed()
+        timed = self._rehearse() if costs is not None else None
+        self._duration = None
+        if timed is not None and costs is not None:
+            self._duration = Duration(costs, timed, earlier.lengths, len(config.model.devices))
 
-    def _timed(self) -> Duration | None:
-        """Returns what finds how long the job takes; None if nothing is known of this model on this machine."""
+    def _costs(self) -> StepCosts | None:
+        """Returns what the steps of this model cost on this machine; None if nothing is known of it."""
         model, engine = self.config.model, self.config.engine
         if model.ray is not None:
             return None
-        devices = len(model.devices)
-        file = costs_file(model, self.tokenizer.hf_config, engine, num_threads(engine, processes=devices))
-        costs = StepCosts(file)
-        rehearsal = self._rehearse() if costs.known else None
-        return None if rehearsal is None else Duration(costs, rehearsal, self._earlier.lengths, devices)
+        threads = num_threads(engine, processes=len(model.devices))
+        costs = StepCosts(costs_file(model, self.tokenizer.hf_config, engine, threads))
+        return costs if costs.known else None
 
     def _rehearse(self) -> Rehearsal | None:
-        """Returns the job's scheduler with the sizes of `memory_budget.size_engine`; None where the memory holds no two states."""
+        """Returns the job's scheduler; None where the memory holds no two states."""
+        sizes = self._sizes
+        if sizes is None:
+            return None
+        policy = POLICIES[self.config.engine.policy]
+        return Rehearsal(sizes.limits, sizes.block_size, sizes.num_blocks, sizes.num_state_slots, policy)
+
+    def _sized(self) -> Sizes | None:
+        """Returns the sizes of `memory_budget.size_engine`; None where the memory holds no two states."""
         from batchgen.model.loader import pick_device  # with torch
+        from batchgen.model.memory_budget import Sizes
 
         engine = self.config.engine
         device = pick_device(self.config.model.devices[0]).type
@@ -462,8 +479,14 @@ class _PlanBuilder:
             num_blocks = blocks if isinstance(wish, int) and self.bytes_per_token else min(num_blocks, blocks)
         if num_state_slots < 2 or num_blocks < 1:
             return None
-        num_state_slots *= bool(self.bytes_per_state)
-        return Rehearsal(limits, self.block_size, num_blocks, num_state_slots, POLICIES[engine.policy])
+        return Sizes(
+            block_size=self.block_size,
+            num_blocks=num_blocks,
+            bytes_per_token=self.bytes_per_token,
+            limits=limits,
+            num_state_slots=num_state_slots * bool(self.bytes_per_state),
+            bytes_per_state_slot=self.bytes_per_state,
+        )
 
     def _weights_in_memory(self, device: str) -> tuple[bool, int]:
         """Returns whether a run streams the weights, and how many of their bytes it holds in memory."""
@@ -476,6 +499,7 @@ class _PlanBuilder:
     def requests(self, rows: Sequence[Row], built: Sequence[Request | Result]) -> list[Request]:
         """Counts rows that were built, and returns the requests to run: only the first of equal ones whose results cannot differ."""
         self.rows += len(built)
+        built = [self._checked(r) if isinstance(r, Request) else r for r in built]
         for row, result in zip(rows, built, strict=True):
             if isinstance(result, Result) and result.failed:
                 self.failed += 1
@@ -498,6 +522,18 @@ class _PlanBuilder:
             for r, (key, is_equal) in zip(requests, keys, strict=True)
             if not is_equal
         ]
+
+    def _checked(self, request: Request) -> Request | Result:
+        """Returns the request, or the result of one that would not fit the KV memory."""
+        sizes = self._sizes
+        if sizes is None or not self._chosen_memory:
+            return request
+        fitted = sizes.fitted(request)
+        longest = max(map(len, fitted.texts), default=fitted.max_tokens)
+        if len(fitted.tokens) + longest <= sizes.num_blocks * sizes.block_size:
+            return request
+        unfit = [leaf for leaf in leaves_of([fitted]) if sizes.blocks_for(leaf) > sizes.num_blocks]
+        return Result.from_error(request.row, sizes.does_not_fit(unfit[-1]), len(request.tokens)) if unfit else request
 
     def add_window(self, requests: Sequence[Request]) -> None:
         """Adds a window."""
@@ -527,8 +563,14 @@ class _PlanBuilder:
 
     def _add_time(self, duration: Duration, planned: Planned) -> None:
         """Adds the time of the requests that have no result yet."""
-        leaves, plan = planned.leaves, planned.plan
-        lacking = [leaf for leaf in leaves if leaf.request.key not in self._earlier.keys]
+        leaves, plan, sizes = planned.leaves, planned.plan, self._sizes
+        assert sizes is not None, "the rehearsal has its sizes"
+        fitted = {leaf.request: sizes.fitted(leaf.request) for leaf in leaves}
+        lacking = [
+            leaf if (request := fitted[leaf.request]) is leaf.request else replace(leaf, request=request)
+            for leaf in leaves
+            if leaf.request.key not in self._earlier.keys
+        ]
         if len(lacking) < len(leaves):
             engine = self.config.engine
             plan = plan_prefixes([leaf.tokens for leaf in lacking], engine.chunk_size, share=engine.share)

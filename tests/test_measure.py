@@ -149,6 +149,26 @@ def test_the_steps_of_the_plan_are_those_of_the_run(options, tiny_model_dir, wri
     assert (estimate.rows, estimate.lengths) == (40, "max_tokens")
 
 
+def test_the_plan_of_little_kv_memory_has_the_cut_completions_and_the_failures_of_the_run(
+    tiny_model_dir, write_jsonl, tmp_path, step_costs_folder
+):
+    config = config_of(
+        tiny_model_dir,
+        write_jsonl([*ROWS[:4], {"prompt": "x" * 200}]),
+        tmp_path / "out.jsonl",
+        sampling=SamplingParams(ignore_eos=True),
+        engine=EngineConfig(speculate="off", kv_memory="40KiB"),
+    )
+    run = run_job(config)
+    one_second_a_step(config, step_costs_folder)
+    shutil.rmtree(tmp_path / "out.jsonl.job")
+    plan = plan_job(config)
+    assert (plan.rows_failed, plan.failures) == (1, run.failures)
+    assert "does_not_fit: prompt (201 tokens)" in plan.failures[0]
+    assert plan.estimate.seconds == pytest.approx(run.stats["steps"], rel=0.01)
+    assert plan.estimate.rows == 4
+
+
 def test_lengths_are_those_of_the_rows_that_the_job_has_finished(
     tiny_model_dir, write_jsonl, tmp_path, step_costs_folder
 ):

@@ -124,7 +124,7 @@ def plan_lines(report: PlanReport) -> list[str]:
             + (
                 f"it fits --kv-memory {report.sufficient_memory}, which recurrent states share"
                 if report.bytes_per_state
-                else "with less KV memory that row fails"
+                else "with less KV memory that row fails, or is cut with --max-tokens auto"
             ),
         ]
     if report.bytes_per_state:
@@ -182,7 +182,7 @@ def time_lines(report: PlanReport) -> list[tuple[str, str]]:
         )
         return lines
     if not estimate.rows:
-        return [*lines, ("time", "none: every row has its result")]
+        return [*lines, ("time", f"none: every row has its result{' or would fail' if report.rows_failed else ''}")]
     low, seconds, high = (duration(s) for s in (estimate.low, estimate.seconds, estimate.high))
     rows = f"to generate {counted(estimate.rows, 'row')}"
     if estimate.lengths == "max_tokens":

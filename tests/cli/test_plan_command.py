@@ -40,7 +40,7 @@ def test_the_plan_is_told_in_lines(cli, source, tiny_model_dir, monkeypatch):
         "KV per token       256 B",
         "KV for a batch     120.0 KiB; a run holds a batch of rows",
         "KV for all rows    120.0 KiB (unshared: 256.0 KiB) if all ran at once, each to its full length",
-        "KV for longest row 32.0 KiB; with less KV memory that row fails",
+        "KV for longest row 32.0 KiB; with less KV memory that row fails, or is cut with --max-tokens auto",
         TIME_UNKNOWN,
         "",
         "the prefixes that save the most (tokens × rows):",
