@@ -456,9 +456,9 @@ class _PlanBuilder:
         return Rehearsal(sizes.limits, sizes.block_size, sizes.num_blocks, sizes.num_state_slots, policy)
 
     def _sized(self) -> Sizes | None:
-        """Returns the sizes of `memory_budget.size_engine`; None where the memory holds no two states."""
+        """Returns the sizes of `memory_budget.size_engine`; None where the memory holds no two states. Raises `UsageError` for a size that does not."""
         from batchgen.model.loader import pick_device  # with torch
-        from batchgen.model.memory_budget import Sizes
+        from batchgen.model.memory_budget import Sizes, too_little
 
         engine = self.config.engine
         device = pick_device(self.config.model.devices[0]).type
@@ -478,6 +478,8 @@ class _PlanBuilder:
             blocks = share.blocks(num_state_slots)
             num_blocks = blocks if isinstance(wish, int) and self.bytes_per_token else min(num_blocks, blocks)
         if num_state_slots < 2 or num_blocks < 1:
+            if self._chosen_memory:
+                raise too_little(engine, self.bytes_per_token, self.bytes_per_state, limits)
             return None
         return Sizes(
             block_size=self.block_size,

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from batchgen import JobConfig, ModelConfig, SamplingParams, plan_job, run_job
-from batchgen.config import InputLimits, PromptConfig
+from batchgen.config import EngineConfig, InputLimits, PromptConfig
 from batchgen.dry_run import computed_dtype, kv_bytes_per_token
-from batchgen.errors import InputCorrupt
+from batchgen.errors import InputCorrupt, UsageError
 from batchgen.kernels import isa
 from batchgen.model_report import report_model
 from batchgen.prompts import load_tokenizer
@@ -113,6 +113,13 @@ def test_rows_with_nothing_to_score_add_no_prompt_tokens(tiny_model_dir, write_j
 def test_equal_rows_count_their_prompts_and_nothing_else(tiny_model_dir, write_jsonl):
     plan = plan_job(config_of(tiny_model_dir, write_jsonl({"prompt": prompt} for prompt in ("aa", "aa", "b"))))
     assert (plan.rows, plan.rows_equal, plan.figures.prompt_tokens, plan.figures.prefill_tokens_min) == (3, 1, 8, 4)
+
+
+def test_a_kv_memory_that_the_run_refuses_has_no_plan(tiny_model_dir, write_jsonl):
+    with pytest.raises(
+        UsageError, match=r"^--kv-memory 1KiB does not hold a block of 32 tokens \(8.0 KiB\); give 8KiB"
+    ):
+        plan_job(config_of(tiny_model_dir, write_jsonl(rows()), engine=EngineConfig(kv_memory="1KiB")))
 
 
 def test_an_empty_input_has_an_empty_plan(tiny_model_dir, write_jsonl):

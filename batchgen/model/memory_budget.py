@@ -151,13 +151,7 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
     if wish is None or not token:  # more than a full batch of the longest sequences, twice, is of no use
         num_blocks = min(num_blocks, max_useful_blocks(limits, context_length, block_size))
     if num_blocks < 1 or (state_slot and num_state_slots < 2):
-        parts = [f"a block of {block_size} tokens ({size_text(block_size * token)})"] if token else []
-        parts += [f"two recurrent states ({size_text(state_slot)} each)"] if state_slot else []
-        enough = sufficient_memory(block_size * token, state_slot, limits.batch_size)
-        raise UsageError(
-            f"--kv-memory {config.kv_memory} does not hold {' and '.join(parts)}",
-            f"give {memory_option(enough)} or more" + (", or lower --chunk-size" if token else ""),
-        )
+        raise too_little(config, token, state_slot, limits)
     if config.host_kv_memory is not None and (model.device.type != "cuda" or state_slot):
         what = "models without recurrent layers" if state_slot else f"CUDA devices, not for {model.device}"
         raise UsageError(f"--host-kv-memory is for {what}", "raise --kv-memory instead")
@@ -170,6 +164,18 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
         host_blocks=host // config.processes // (block_size * token) if token else 0,
         num_state_slots=num_state_slots,
         bytes_per_state_slot=state_slot,
+    )
+
+
+def too_little(config: EngineConfig, token: int, state_slot: int, limits: Limits) -> UsageError:
+    """Returns the error of a KV memory that does not hold a single block. `token` and `state_slot` are their bytes."""
+    block = config.block_size * token
+    parts = [f"a block of {config.block_size} tokens ({size_text(block)})"] if token else []
+    parts += [f"two recurrent states ({size_text(state_slot)} each)"] if state_slot else []
+    enough = sufficient_memory(block, state_slot, limits.batch_size)
+    return UsageError(
+        f"--kv-memory {config.kv_memory} does not hold {' and '.join(parts)}",
+        f"give {memory_option(enough)} or more" + (", or lower --chunk-size" if token else ""),
     )
 
 
