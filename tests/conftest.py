@@ -5,6 +5,7 @@ import os
 # Set before torch is imported: these models are so small that threads only cost time.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the command does: threads that wait need no processor
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
