@@ -58,13 +58,6 @@ def test_it_gives_what_torch_gives(tokens, shape, dtype, calls):
     assert calls == [tokens] * len(given[0])
 
 
-def test_a_scale_is_kept():
-    given = inputs(50)
-    with EncoderAttention():
-        got = attend(*given, scale=0.9)
-    torch.testing.assert_close(got, attend(*given, scale=0.9))
-
-
 @pytest.mark.parametrize("count", [1, 33, 99])
 def test_keys_that_no_query_sees_change_nothing(count, calls):
     """As those of an image that is padded."""
@@ -78,11 +71,14 @@ def test_keys_that_no_query_sees_change_nothing(count, calls):
     assert calls == [100]
 
 
-def test_a_mask_of_zeros_masks_nothing(calls):
+@pytest.mark.parametrize(
+    "options", [{"scale": 0.9}, {"attn_mask": torch.zeros(1, 1, 100, 100)}], ids=["scale", "zeros"]
+)
+def test_a_scale_is_kept_and_a_mask_of_zeros_masks_nothing(options, calls):
     given = inputs(100)
     with EncoderAttention():
-        got = attend(*given, attn_mask=torch.zeros(1, 1, 100, 100))
-    torch.testing.assert_close(got, attend(*given))
+        got = attend(*given, **options)
+    torch.testing.assert_close(got, attend(*given, **options))
     assert calls == [100]
 
 

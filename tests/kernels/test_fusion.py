@@ -111,14 +111,6 @@ def test_other_layers_dtypes_and_devices_are_not_replaced():
     assert fuse(llama().to("meta")) == {}
 
 
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-def test_layers_of_no_width_stay():
-    model = llama(intermediate_size=0)
-    plain = logits(model)
-    assert fuse(model) == {**FORWARDS, "norms": 5, "linear layers": 9}
-    same(model, plain)
-
-
 def test_a_part_with_the_same_code_but_other_results_is_not_replaced(monkeypatch):
     model = llama()
     plain = logits(model)
@@ -130,10 +122,12 @@ def test_a_part_with_the_same_code_but_other_results_is_not_replaced(monkeypatch
     same(model, plain)
 
 
-def test_an_mlp_with_another_activation_stays_and_its_linear_layers_are_packed():
-    model = llama(hidden_act="gelu")
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(("changes", "linear"), [({"intermediate_size": 0}, 9), ({"hidden_act": "gelu"}, 9 + 6)])
+def test_an_mlp_of_no_width_or_with_another_activation_stays_and_its_linear_layers_are_packed(changes, linear):
+    model = llama(**changes)
     plain = logits(model)
-    assert fuse(model) == {**FORWARDS, "norms": 5, "linear layers": 9 + 6}
+    assert fuse(model) == {**FORWARDS, "norms": 5, "linear layers": linear}
     same(model, plain)
 
 

@@ -329,8 +329,9 @@ def test_calls_of_a_list_are_read_together_or_not_at_all(family, written, found)
     assert stopper.text == ("" if found else written)
 
 
-def test_a_template_with_the_marks_of_another_family_in_its_own_has_no_format():
-    assert tool_format(make(template="]<]minimax[>[<tool_call>")) is None
+@pytest.mark.parametrize("template", ["{{ tools }}", "]<]minimax[>[<tool_call>"])
+def test_a_template_without_a_known_mark_or_with_that_of_another_family_in_its_own_has_no_format(template):
+    assert tool_format(make(template=template)) is None
 
 
 def test_a_row_without_tools_has_no_calls():
@@ -436,10 +437,6 @@ def test_a_checkpoint_may_define_its_own_format():
     stopper = complete(tokenizer, "q CALL no {};<bot>", f"Yes.CALL weather {J};{EOS}", tools=json.dumps(TOOLS))
     (call,) = stopper.tool_calls("c")
     assert (call.name, json.loads(call.arguments), stopper.text) == ("weather", ARGUMENTS, "Yes.")
-
-
-def test_a_template_without_a_known_mark_has_no_format():
-    assert tool_format(make(template="{{ tools }}")) is None
 
 
 @pytest.mark.parametrize("family", FORMATS)
