@@ -31,7 +31,7 @@ _HEADS = {
 """Models that do not write text, by the end of their architecture's name."""
 WEIGHT_ONLY = {
     "fp8": "FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4", "compressed-tensors": "compressed-tensors",
-    "awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "modelopt": "ModelOpt",
+    "awq": "AWQ", "gptq": "GPTQ", "auto-round": "AutoRound", "bitsandbytes": "bitsandbytes", "modelopt": "ModelOpt",
     "gguf": "GGUF",
 }  # fmt: skip
 """The quantizations of which only the weights are quantized, or only the weights are used so, by `quant_method`, with their names in messages."""
@@ -41,7 +41,7 @@ _WITH_OWN_LAYERS = ("torchao", "bitnet")
 _NOT_READ = {
     "fbgemm_fp8": "FP8 (fbgemm)", "aqlm": "AQLM", "eetq": "EETQ",
     "hqq": "HQQ", "quanto": "quanto", "higgs": "HIGGS", "vptq": "VPTQ", "spqr": "SpQR",
-    "auto-round": "AutoRound", "quark": "Quark", "fp_quant": "FP-Quant", "sinq": "SINQ", "nvfp4": "NVFP4 (transformers)",
+    "quark": "Quark", "fp_quant": "FP-Quant", "sinq": "SINQ", "nvfp4": "NVFP4 (transformers)",
 }  # fmt: skip
 """Names of those that batchgen does not read. It does not read any that is in none of these lists either."""
 

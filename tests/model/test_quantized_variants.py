@@ -97,6 +97,50 @@ def test_zeros_of_gptq_are_those_before_one_was_subtracted_from_whole_words(
     assert torch.equal(found, -zeros[:, None].float().expand(32, 64))
 
 
+@pytest.mark.parametrize(
+    ("packing", "same"),
+    [
+        ("auto_round", {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}),
+        ("auto_round:gptqmodel", {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}),
+        ("auto_round:auto_gptq", {"quant_method": "gptq"}),
+        ("auto_round:auto_awq", {"quant_method": "awq"}),
+    ],
+)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_formats_of_autoround_are_those_of_gptq_and_awq(
+    packing: str, same: dict[str, Any], bits: int, tmp_path: Path
+) -> None:
+    if same["quant_method"] == "awq":
+        bits, rows, columns = 4, 64, 4
+    else:
+        rows, columns = 2 * bits, 32
+    parts = {
+        "a.qweight": torch.randint(-(2**31), 2**31, (rows, columns)).int(),
+        "a.qzeros": torch.randint(-(2**31), 2**31, (2, bits)).int(),
+        "a.scales": torch.rand(2, 32).half(),
+    }
+    # A layer may have other bits than the settings say.
+    settings = {
+        "quant_method": "auto-round",
+        "packing_format": packing,
+        "bits": 4,
+        "extra_config": {"a": {"bits": bits}},
+    }
+    want = weight_of(parts, same | {"bits": bits}, tmp_path)
+    assert want.unique().numel() > 1
+    assert torch.equal(weight_of(parts, settings, tmp_path), want)
+
+
+def autoround(**settings: Any) -> dict[str, Any]:
+    return {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4} | settings
+
+
+def test_layers_of_16_bits_in_the_settings_of_autoround_are_not_quantized() -> None:
+    config = AutoConfig.for_model("llama")
+    config.quantization_config = autoround(extra_config={"lm_head": {"bits": 16, "act_bits": 16, "data_type": "fp"}})
+    check_quantization("org/name", config)
+
+
 GROUPS = torch.arange(96) // 64
 CUT = GPTQ | {
     "a.qweight": torch.full((12, 8), 0x11111111).int(),
@@ -177,6 +221,13 @@ def transformed(location: str) -> dict[str, Any]:
             {"quant_method": "gptq", "bits": 4, "rotation": "hadamard"},
             "GPTQ with rotation 'hadamard', which rotates activations, too",
         ),
+        (autoround(packing_format="auto_round:exllamav2"), "AutoRound in the format 'auto_round:exllamav2'"),
+        (autoround(bits=3), "AutoRound with 3 bits"),
+        (autoround(packing_format="auto_round:auto_awq", bits=8), "AutoRound with 8 bits"),
+        (autoround(extra_config={"a": {"bits": 3}}), "AutoRound with 3 bits"),
+        (autoround(act_bits=8), "AutoRound of None, with activations of 8 bits"),
+        (autoround(data_type="mx_fp"), "AutoRound of mx_fp, with activations of None bits"),
+        (autoround(rotation_config={"block_size": 32}), "AutoRound with rotation {'block_size': 32}, which rotates activations, too"),
         ({"quant_method": "modelopt", "quant_algo": "w4a8_awq"}, "ModelOpt's w4a8_awq"),
         ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "ModelOpt's W4A16_AWQ"),
         (

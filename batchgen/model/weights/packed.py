@@ -29,6 +29,7 @@ _AWQ_AT_A_TIME = 64
 _PARTS = {
     "awq": ("qweight", "qzeros", "scales"),
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "auto-round": ("qweight", "qzeros", "scales", "g_idx"),
     "bitsandbytes": (
         "weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map",
         "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "SCB", "weight_format",
@@ -50,6 +51,7 @@ _UNUSED = {
 _NEEDED = {
     ("awq", "I32"): ("qzeros", "scales"),
     ("gptq", "I32"): ("qzeros", "scales"),
+    ("auto-round", "I32"): ("qzeros", "scales"),
     ("bitsandbytes", "I8"): ("SCB",),
     ("modelopt", "F8_E4M3"): ("weight_scale",),
     ("modelopt", "U8"): ("weight_scale", "weight_scale_2"),
@@ -68,6 +70,13 @@ PACKED = frozenset(_PARTS)
 _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")
 """The formats of compressed-tensors that are read here. transformers dequantizes the others."""
 _SPARSE = {"sparse-bitmask", "sparse-24-bitmask", "marlin-24"}
+_AUTOROUND = {
+    "auto_round": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:auto_awq": "awq",
+}
+"""The formats of AutoRound that are read here, and what they are called elsewhere."""
 _MODELOPT = {
     "FP8",
     "FP8_PER_CHANNEL_PER_TOKEN",
@@ -239,6 +248,8 @@ def _unknown_variant(method: str, settings: Mapping[str, Any]) -> str | None:
             return f"AWQ of version {other or 'gemm'!r} with {bits} bits"
     if method == "gptq":
         return _unknown_gptq(settings)
+    if method == "auto-round":
+        return _unknown_autoround(settings)
     if method == "modelopt":
         layers = (settings.get("quantized_layers") or {}).values()
         algorithms = [settings.get("quant_algo"), *(layer.get("quant_algo") for layer in layers)]
@@ -259,6 +270,20 @@ def _unknown_gptq(settings: Mapping[str, Any]) -> str | None:
         return f"GPTQ with rotation {settings['rotation']!r}, which rotates activations, too"
     words = settings.get("pack_dtype")
     return f"GPTQ in words of {words}" if words not in (None, "int32") else None
+
+
+def _unknown_autoround(settings: Mapping[str, Any]) -> str | None:
+    packing = settings.get("packing_format")
+    if packing not in _AUTOROUND:
+        return f"AutoRound in the format {packing!r}"
+    layers = [dict(settings) | own for own in ({}, *(settings.get("extra_config") or {}).values())]
+    for own in (own for own in layers if own.get("bits") != 16):  # layers of 16 bits are not quantized
+        if own.get("bits") not in ((4,) if _AUTOROUND[packing] == "awq" else (2, 4, 8)):
+            return f"AutoRound with {own.get('bits')} bits"
+        if (own.get("act_bits") or 16) < 16 or not str(own.get("data_type") or "int").startswith("int"):
+            return f"AutoRound of {own.get('data_type')}, with activations of {own.get('act_bits')} bits"
+    rotation = settings.get("rotation_config") or settings.get("hadamard_config")
+    return f"AutoRound with rotation {rotation!r}, which rotates activations, too" if rotation else None
 
 
 def _unknown_compressed(settings: Mapping[str, Any]) -> str | None:
@@ -340,6 +365,16 @@ def _gptq(parts: _Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     zeros = parts["qzeros"] if is_v2 else parts["qzeros"] + sum(1 << shift for shift in range(0, 32, bits))
     zeros = _codes(zeros, bits).flatten(1).T[: scales.shape[0]].contiguous()
     return _in_groups(Coding(bits, group=group), words.T.contiguous(), groups, zeros=zeros, scales=scales)
+
+
+def _autoround(parts: _Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
+    """Those of GPTQ and AWQ by other names. The bits of a layer may differ from the settings' (`extra_config`)."""
+    layout = _AUTOROUND[settings["packing_format"]]
+    if layout == "awq":
+        return _awq(parts, settings)
+    bits, rest = divmod(parts["qzeros"].shape[1] * 32, parts["scales"].shape[1])
+    bits = int(settings["bits"]) if rest else bits
+    return _gptq(parts, {"bits": bits, "group_size": settings.get("group_size"), "checkpoint_format": layout})
 
 
 def _bitsandbytes(parts: _Tensors, _: Mapping[str, Any]) -> torch.Tensor:
@@ -460,6 +495,6 @@ def _compressed_tensors(parts: _Tensors, settings: Mapping[str, Any]) -> torch.T
 
 
 _READ: dict[str, _Make] = {
-    "awq": _awq, "gptq": _gptq, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "fp8": _fp8, "mxfp8": _fp8, "mxfp4": _mxfp4,
+    "awq": _awq, "gptq": _gptq, "auto-round": _autoround, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "fp8": _fp8, "mxfp8": _fp8, "mxfp4": _mxfp4,
     "compressed-tensors": _compressed_tensors,
 }  # fmt: skip
