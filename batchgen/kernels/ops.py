@@ -188,8 +188,8 @@ def sample_rows(x: torch.Tensor, records: NDArray[Any], u: NDArray[np.float64]) 
     sampling = _Sampling(
         *x.shape, x.stride(0), torch.get_num_threads(), x.data_ptr(), best.data_ptr(), tokens.data_ptr()
     )
-    asked = {name: records[name].copy() for name in ("temperature", "top_k", "top_p", "min_p")} | {"u": u.copy()}
-    if (asked["temperature"] > 0).any():
+    if (records["temperature"] > 0).any():
+        asked = {name: records[name].copy() for name in ("temperature", "top_k", "top_p", "min_p")} | {"u": u.copy()}
         _point(sampling, asked)
     kernel("sample", x.dtype)(ctypes.byref(sampling))
     return tokens, best

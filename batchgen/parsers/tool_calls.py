@@ -49,10 +49,15 @@ def _format(only_known: bool = False, rewrite: Callable[[str], str] | None = Non
     return ToolFormat({"start_anchor": "\0", "fields": fields}, only_known=only_known, rewrite=rewrite)
 
 
-def _between(open: str, close: str, listed: Callable[[str], str]) -> Callable[[str], str]:
-    """Returns a function that rewrites an answer: `listed` makes a JSON list of names and arguments of each text between two marks."""
+def _list_between(open: str, close: str, listed: Callable[[str], str]) -> ToolFormat:
+    """Returns the format of calls between two marks, of whose text `listed` makes a JSON list of names and arguments."""
     text = re.compile(rf"(?<={re.escape(open)}).*?(?={re.escape(close)}|\Z)", re.DOTALL)
-    return lambda answer: text.sub(lambda found: listed(found[0].strip()), answer)
+    return _format(
+        rewrite=lambda answer: text.sub(lambda found: listed(found[0].strip()), answer),
+        open_pattern=rf"\s{{0,64}}{re.escape(open)}",
+        close=close,
+        **_LISTED,
+    )
 
 
 def _python_list(text: str) -> str:
@@ -159,12 +164,7 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
     ("]<]minimax[>[", None),  # MiniMax M3, which has the marks of others in its own
     (  # MiniMax M1
         "<tool_calls>\n{",
-        _format(
-            rewrite=_between("<tool_calls>", "</tool_calls>", _json_lines),
-            open_pattern=r"\s{0,64}<tool_calls>",
-            close="</tool_calls>",
-            **_LISTED,
-        ),
+        _list_between("<tool_calls>", "</tool_calls>", _json_lines),
     ),
     (  # MiniMax M2
         "<minimax:tool_call>",
@@ -302,30 +302,15 @@ _BY_MARK: tuple[tuple[str, ToolFormat | None], ...] = (
     ),
     (  # LFM 2
         "<|tool_call_start|>",
-        _format(
-            rewrite=_between("<|tool_call_start|>", "<|tool_call_end|>", _python_list),
-            open_pattern=r"\s{0,64}<\|tool_call_start\|>",
-            close="<|tool_call_end|>",
-            **_LISTED,
-        ),
+        _list_between("<|tool_call_start|>", "<|tool_call_end|>", _python_list),
     ),
     (  # OLMo 3
         "<function_calls>' + message['function_calls']",
-        _format(
-            rewrite=_between("<function_calls>", "</function_calls>", _python_lines),
-            open_pattern=r"\s{0,64}<function_calls>",
-            close="</function_calls>",
-            **_LISTED,
-        ),
+        _list_between("<function_calls>", "</function_calls>", _python_lines),
     ),
     (  # Apertus
         "<|tools_prefix|>",
-        _format(
-            rewrite=_between("<|tools_prefix|>", "<|tools_suffix|>", _json_pairs),
-            open_pattern=r"\s{0,64}<\|tools_prefix\|>",
-            close="<|tools_suffix|>",
-            **_LISTED,
-        ),
+        _list_between("<|tools_prefix|>", "<|tools_suffix|>", _json_pairs),
     ),
     (  # Phi 4 mini with the template of vLLM
         "functools[",

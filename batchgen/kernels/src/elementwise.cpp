@@ -10,12 +10,6 @@
 
 namespace {
 
-constexpr int64_t MIN_ELEMENTS = 4096;  // elements that are worth a thread
-
-INLINE int threads_for(int64_t elements, int64_t threads) {
-    return int(std::max<int64_t>(1, std::min(threads, elements / MIN_ELEMENTS)));
-}
-
 struct Norm {  // `NormArguments` in ops.py is the same
     int64_t outer, inner, size;       // rows [outer][inner] of so many elements
     int64_t x_outer, x_inner;         // elements from one to the next

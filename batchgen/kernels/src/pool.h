@@ -36,6 +36,13 @@ void in_parallel(int64_t count, int64_t threads, const Body& body) {
     run_job({[](const void* b, Tasks& t) { (*static_cast<const Body*>(b))(t); }, &body, &tasks}, threads);
 }
 
+constexpr int64_t MIN_ELEMENTS = 4096;  // elements that are worth a thread
+
+// The threads for work on so many elements.
+inline int threads_for(int64_t elements, int64_t threads) {
+    return int(std::max<int64_t>(1, std::min(threads, elements / MIN_ELEMENTS)));
+}
+
 // Calls body(i) for each i below `count`, with neighbours in one task, in up to `threads` threads.
 template <class Body>
 void for_each(int64_t count, int64_t threads, const Body& body) {

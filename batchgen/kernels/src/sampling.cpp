@@ -1,12 +1,12 @@
 // From rows of logits to tokens and their log-probabilities: penalties, the tokens that a grammar allows, and the likeliest token or one sampled
 // after temperature, top-k, top-p and min-p.
 //
-// Nothing is sorted. A row is cut into blocks; what a filter can leave is above some bound, which the blocks' maxima or the sum of all
+// No row is sorted. A row is cut into blocks; what a filter can leave is above some bound, which the blocks' maxima or the sum of all
 // weights give, so only a few tokens of a few blocks are looked at one by one. Their k-th largest, and the one at which their sum reaches
 // top-p, are found by partitions (Hoare, Algorithm 65: Find, 1961).
 #include <algorithm>
 #include <cmath>
-#include <limits>
+#include <functional>
 #include <vector>
 
 #include "activation.h"
@@ -18,11 +18,6 @@ typedef float half_floats __attribute__((vector_size(2 * LANES)));
 typedef double doubles __attribute__((vector_size(4 * LANES)));
 
 constexpr int64_t BLOCK = 128;
-constexpr int64_t MIN_LOGITS = 4096;  // logits that are worth a thread
-
-INLINE int threads_for(int64_t logits, int64_t threads) {
-    return int(std::max<int64_t>(1, std::min(threads, logits / MIN_LOGITS)));
-}
 
 struct Sampling {  // `_Sampling` in ops.py is the same
     int64_t rows, columns, x_row, threads;
@@ -213,7 +208,7 @@ void add_largest(const Row<T>& row, int64_t k, std::vector<double>& maxima, std:
 
 // All tokens lighter than the mean of what top-p leaves out weigh less than that together, so the others are enough for top-p. In most
 // rows those that are so many times heavier are enough, which are far fewer.
-constexpr double MOST_ROWS = 8;
+constexpr double HEAVIER = 8;
 
 // Adds the tokens that have at least this weight, and some that have a little less, because of rounding.
 template <class T>
@@ -235,12 +230,12 @@ int64_t sample_from_some(const Sampling& s, int64_t at, const Row<T>& row, int64
         if (top_p < 1) {
             for (int64_t b = 0; b < row.blocks(); b++) total += row.weight(b);
             goal = top_p * total;
-            least = MOST_ROWS * (total - goal) / double(row.columns);
+            least = HEAVIER * (total - goal) / double(row.columns);
         }
         add_heavier(row, least, tokens);
         if (weight_of(tokens) < goal * 1.000001) {
             tokens.clear();
-            add_heavier(row, least / MOST_ROWS, tokens);
+            add_heavier(row, least / HEAVIER, tokens);
         }
     }
     if (top_p < 1) keep_nucleus(tokens, top_p * total);

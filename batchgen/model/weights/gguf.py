@@ -327,10 +327,8 @@ def _read_family(
     rows = [data[t.offset : t.offset + t.nbytes].reshape(*t.shape[:-1], -1) for t in tensors]
     if not packed:
         rows = [gguf.dequantize(each, gguf.GGMLQuantizationType[t.kind]) for each, t in zip(rows, tensors, strict=True)]
-    weight, transposed = (
-        torch.from_numpy(np.array(arranged(family, config, tensors, rows))),
-        is_transposed(family, tensors),
-    )
+    weight = torch.from_numpy(np.array(arranged(family, config, tensors, rows)))
+    transposed = is_transposed(family, tensors)
     if packed:
         return from_blocks(weight, kind, transposed=transposed)
     return in_shape(weight.transpose(-1, -2) if transposed else weight, shape)
