@@ -30,6 +30,7 @@ from batchgen.jobs.reuse_output import read_keys
 from batchgen.kernels import isa
 from batchgen.model.architectures import RECURRENT, check_architecture, context_note
 from batchgen.model.weights.sizes import MemoryTable, itemsize, memory_table, streaming_room
+from batchgen.model.weights.variants import check_quantization
 from batchgen.prefix import (
     GroupLine,
     GroupSurvey,
@@ -264,8 +265,7 @@ def plan_job(
         source = open_input(config, None)
         _check_with_input(config, source, write_template)
         tracker.phase("loading tokenizer")
-        tokenizer = load_tokenizer(config.model)
-        check_architecture(tokenizer.hf_config)
+        tokenizer = _tokenizer(config.model)
         prompts = PromptBuilder(tokenizer, config.prompts, config.sampling, now=_date_of_prompts(config))
         size = window_rows(config, source)
         whole = size is None and config.prompts.priority_column is None
@@ -364,6 +364,14 @@ class _EarlierRows:
 
     keys: set[bytes] = field(default_factory=set)
     lengths: Lengths = field(default_factory=Lengths)
+
+
+def _tokenizer(config: ModelConfig) -> LoadedTokenizer:
+    """Loads the tokenizer of a model. Raises `ModelError` for a model that would not run."""
+    tokenizer = load_tokenizer(config)
+    check_quantization(config.model, tokenizer.hf_config)
+    check_architecture(tokenizer.hf_config)
+    return tokenizer
 
 
 def _earlier_rows(

@@ -29,10 +29,12 @@ _HEADS = {
     "ForMaskedLM": "a masked language model, which fills gaps",
 }
 """Models that do not write text, by the end of their architecture's name."""
+MLX = "mlx"
+"""The `quant_method` of checkpoints quantized for MLX, whose settings name none."""
 WEIGHT_ONLY = {
     "fp8": "FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4", "compressed-tensors": "compressed-tensors",
     "awq": "AWQ", "gptq": "GPTQ", "auto-round": "AutoRound", "bitsandbytes": "bitsandbytes", "modelopt": "ModelOpt",
-    "gguf": "GGUF",
+    "gguf": "GGUF", MLX: "MLX",
 }  # fmt: skip
 """The quantizations of which only the weights are quantized, or only the weights are used so, by `quant_method`, with their names in messages."""
 UNNAMED = "a method that its quantization_config does not name"
@@ -315,14 +317,20 @@ def _check_task(folder: Path, settings: Mapping[str, Any], task: str) -> None:
 
 
 def _check_quantization(folder: Path, settings: Mapping[str, Any]) -> None:
-    found = settings.get("quantization_config")
-    method = quantizer_of(found) if isinstance(found, dict) else None
-    if isinstance(settings.get("quantization"), dict) and method in (None, UNNAMED):
-        raise ModelError(
-            f"the model in {str(folder)!r} is quantized for MLX, which batchgen does not read",
-            "give the original model",
-        )
-    check_quantizer(f"in {str(folder)!r}", method)
+    found = mlx_settings(settings) or settings.get("quantization_config")
+    check_quantizer(f"in {str(folder)!r}", quantizer_of(found) if isinstance(found, dict) else None)
+
+
+def mlx_settings(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the quantization settings of a model quantized for MLX, by those of its config.json; None for others."""
+    found, elsewhere = settings.get("quantization"), settings.get("quantization_config")
+    if (
+        not isinstance(found, dict)
+        or "bits" not in found
+        or (isinstance(elsewhere, dict) and quantizer_of(elsewhere) != UNNAMED)
+    ):
+        return None
+    return {"quant_method": MLX, "model_type": settings.get("model_type"), **found}
 
 
 def quantizer_of(settings: Mapping[str, Any]) -> str:

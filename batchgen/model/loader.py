@@ -36,18 +36,15 @@ from batchgen.model.vision import Vision
 from batchgen.model.weights.gguf import gguf_weights
 from batchgen.model.weights.int8 import check_int8, checkpoint_scales, no_kernels, quantize
 from batchgen.model.weights.lora import merge_adapter
-from batchgen.model.weights.packed import is_read_packed, packed_weights
+from batchgen.model.weights.packed import packed_weights
 from batchgen.model.weights.quantized import (
     as_unquantized,
-    check_quantization,
-    check_stored,
     fitting,
     is_weight_only,
     note_of,
     one_weight_at_a_time,
     packed_in,
     plain_layers,
-    quant_method,
     unpack,
 )
 from batchgen.model.weights.sizes import (
@@ -59,6 +56,7 @@ from batchgen.model.weights.sizes import (
     weight_sizes,
 )
 from batchgen.model.weights.streamed import StreamedWeights, bytes_held, streamed_weights
+from batchgen.model.weights.variants import check_quantization, check_stored, is_read_packed, quant_method
 from batchgen.model_files import adapter_folder, check_weight_files, gguf_file, only_pickled
 from batchgen.parsers.heads import OutputHead
 from batchgen.process.machine import host_memory

@@ -23,6 +23,7 @@ import numpy as np
 
 from batchgen.config import ModelConfig
 from batchgen.errors import RowError, UsageError, in_one_line
+from batchgen.model_files import MLX
 from batchgen.prompts.heads import find_file
 from batchgen.prompts.hub import load_failure
 from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
@@ -360,6 +361,8 @@ def no_images(tokenizer: LoadedTokenizer) -> str | None:
         return "only text can be sent"
     if tokenizer.head is not None:
         return "only text can be embedded or classified"
+    if (getattr(tokenizer.hf_config, "quantization_config", None) or {}).get("quant_method") == MLX:
+        return "models quantized for MLX are not shown images"
     why = NOT_SHOWN.get(kind, "that has not been compared with transformers")
     return None if kind in FAMILIES else f"models of type {kind!r} are not shown images yet: {why}"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, RowError
-from batchgen.model_files import check_model_files, gguf_file
+from batchgen.model_files import check_model_files, gguf_file, mlx_settings
 from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.thinking import ThinkingFormat, thinking_format
 from batchgen.parsers.tool_calls import ToolFormat, tool_format
@@ -118,6 +118,8 @@ def load_config(config: ModelConfig) -> Any:
     settings = {} if hasattr(found, "quantization_config") else _small_file(config, "hf_quant_config.json")
     if "quantization" in settings:  # ModelOpt's older checkpoints describe themselves there
         found.quantization_config = {"quant_method": "modelopt", **settings["quantization"]}
+    if (mlx := mlx_settings(found.to_dict())) is not None:
+        found.quantization_config = mlx
     return found
 
 

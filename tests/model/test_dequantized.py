@@ -15,8 +15,9 @@ from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.ops import PackedLinear
 from batchgen.model import loader
 from batchgen.model.weights.packed import packed_weights
-from batchgen.model.weights.quantized import bytes_of, check_quantization
+from batchgen.model.weights.quantized import bytes_of
 from batchgen.model.weights.sizes import sizes_of
+from batchgen.model.weights.variants import check_quantization
 from batchgen.prompts.tokenizer import load_config
 from batchgen.stats import size_text
 from support.models import engine_for, generate_all, load_folder, make_requests, run, tokens_of
@@ -24,7 +25,7 @@ from support.params import slow_but
 from support.quantized import CHECKPOINTS, PACKED, dequantized, make
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries warn of each other
-CORE = {"fp8", "W4A16", "awq", "gptq", "modelopt NVFP4", "bitsandbytes nf4"}
+CORE = {"fp8", "W4A16", "awq", "gptq", "modelopt NVFP4", "bitsandbytes nf4", "mlx"}
 PROMPTS = [list(range(3, 60)), [*range(3, 50), 7, 8, 9], [11, 12], list(range(70, 120))]
 LENGTHS = [12, 5, 20, 8]
 
@@ -66,7 +67,10 @@ def test_every_weight_is_that_of_the_dequantized_model_to_the_last_bit(
         assert torch.equal(bits_of(plain), bits_of(expected[key])), key
     packed = {key.split(".")[-2] for key, weight in weights.items() if isinstance(weight, PackedTensor)}
     linear = set() if name == "mxfp4" else {f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")}
-    assert packed == linear | ({"experts"} if name == "mxfp4" or "experts" in name else set())
+    others = {"experts"} if name == "mxfp4" or "experts" in name else set()
+    if name.startswith("mlx"):
+        others |= {"embed_tokens"} | ({"gate"} if others else set())
+    assert packed == linear | others
 
 
 @torch.inference_mode()
@@ -102,7 +106,9 @@ def test_on_a_cpu_only_weights_that_our_kernels_read_stay_packed_if_memory_allow
     monkeypatch.setattr(loader, "free_memory", lambda _: 1 << 30)
     for kernels in ("off", "auto"):
         module = load(folder, "bfloat16", compile=kernels).module
-        assert {type(p) for p in module.parameters()} == {torch.nn.Parameter}
+        packed = [key for key, weight in module.named_parameters() if isinstance(weight, PackedTensor)]
+        is_table_packed = name.startswith("mlx") and kernels == "auto"  # of which rows are unpacked
+        assert packed == ["model.embed_tokens.weight"] * is_table_packed
         layers = [part for part in module.modules() if isinstance(part, PackedLinear)]
         experts = [part for part in layers if part.experts]
         assert bool(experts) == ("expert" in name or name == "mxfp4") * (kernels == "auto")
@@ -120,7 +126,9 @@ def test_a_note_tells_the_memory_of_the_packed_weights_and_nothing_else_shows_th
     model = load(folder, "bfloat16")
     kinds = {"awq": "AWQ", "gptq": "GPTQ", "gptq_v2": "GPTQ", "fp8": "FP8", "mxfp4": "MXFP4"}
     first = name.split()[0]
-    kind = kinds.get(first, {"modelopt": "ModelOpt"}.get(first, first if name in PACKED else "compressed-tensors"))
+    kind = kinds.get(
+        first, {"modelopt": "ModelOpt", "mlx": "MLX"}.get(first, first if name in PACKED else "compressed-tensors")
+    )
     weights = list(model.module.parameters())
     size, whole = size_text(sum(map(bytes_of, weights))), size_text(sum(2 * p.numel() for p in original.parameters()))
     assert model.notes[0] == (
@@ -141,7 +149,8 @@ def test_the_memory_needed_is_that_of_the_packed_weights_and_of_the_largest_one_
     checkpoint: tuple[str, Path, Any],
 ) -> None:
     name, folder, original = checkpoint
-    sizes = sizes_of(ModelConfig(model=str(folder)), AutoConfig.from_pretrained(folder), 2, on_cpu=False)
+    config = ModelConfig(model=str(folder))
+    sizes = sizes_of(config, load_config(config), 2, on_cpu=False)
     real = sum(2 * p.numel() for p in original.parameters())
     # and the scales; four numbers of 8 bits are taken for eight of 4
     assert real <= sizes.plain < (2 if name == "W8A16" else 1.2) * real
@@ -172,7 +181,7 @@ def test_an_unsupported_method_is_refused_by_name_for_hub_models_too(method: str
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchgen.model.weights.quantized.find_spec", lambda name: None)
+    monkeypatch.setattr("batchgen.model.weights.variants.find_spec", lambda name: None)
     config = AutoConfig.for_model("llama")
     config.quantization_config = {"quant_method": "compressed-tensors"}
     with pytest.raises(ModelError) as e:

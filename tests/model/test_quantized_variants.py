@@ -12,9 +12,12 @@ from transformers import AutoConfig
 from batchgen.errors import ModelError
 from batchgen.kernels.codes import PackedTensor
 from batchgen.model.weights.packed import packed_weights
-from batchgen.model.weights.quantized import check_quantization, check_stored, is_weight_only
+from batchgen.model.weights.quantized import is_weight_only
 from batchgen.model.weights.sizes import StoredTensor
-from batchgen.model_files import UNNAMED
+from batchgen.model.weights.variants import check_quantization, check_stored
+from batchgen.model_files import MLX, UNNAMED
+from support.models import load_folder
+from support.quantized import dequantized, make
 
 FLOAT8 = {"a.weight": torch.ones(64, 64).to(torch.float8_e4m3fn)}
 GPTQ = {"a.qweight": torch.zeros(8, 8).int(), "a.qzeros": torch.zeros(2, 1).int(), "a.scales": torch.ones(2, 8).half()}
@@ -284,3 +287,43 @@ def test_a_weight_without_its_scales_and_a_tensor_without_a_meaning_are_refused_
     with pytest.raises(ModelError) as e:
         weight_of(tensors, {"quant_method": method}, tmp_path)
     assert e.value.message == f"the model 'org/name' is quantized in a way that batchgen does not read: {problem}"
+
+
+def test_norms_and_convolutions_that_mlx_stores_in_another_way_are_those_of_transformers(tmp_path: Path) -> None:
+    make("mlx hybrid", tmp_path)
+    found = dict(load_folder(tmp_path, dtype="float32", compile="off").module.named_parameters())
+    for name, expected in dequantized("mlx hybrid", tmp_path).named_parameters():
+        assert torch.equal(found[name], expected), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"model_type": "falcon_h1"}, "MLX, for models of type 'falcon_h1'"),
+        ({"model.layers.0.mlp.gate_proj": {"bits": 7, "group_size": 32}}, "MLX with 7 bits"),
+    ],
+)
+def test_families_and_bits_of_mlx_that_have_not_been_compared_are_refused(changes, problem: str) -> None:
+    config = AutoConfig.for_model("llama")
+    config.quantization_config = {"quant_method": MLX, "model_type": "llama", "bits": 4, "group_size": 64} | changes
+    with pytest.raises(ModelError) as e:
+        check_quantization("org/name", config)
+    assert e.value.message == f"the model 'org/name' is quantized in a way that batchgen does not read: {problem}"
+
+
+def test_names_of_a_language_model_in_a_multimodal_one_of_mlx_are_those_of_transformers(tmp_path: Path) -> None:
+    words, scales = torch.zeros(3, 8, 4, dtype=torch.uint32), torch.ones(3, 8, 1).bfloat16()
+    layer = "language_model.model.layers.0.mlp.switch_mlp.up_proj"
+    tensors = {f"{layer}.weight": words, f"{layer}.scales": scales, f"{layer}.biases": 2 * scales}
+    save_file(tensors | {"language_model.lm_head.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    settings = {
+        "quant_method": MLX,
+        "model_type": "qwen3_5_moe",
+        "bits": 2,
+        "group_size": 64,
+        layer: {"bits": 4, "group_size": 32},
+    }
+    found = packed_weights("org/name", [tmp_path / "model.safetensors"], settings)
+    experts = [f"model.language_model.layers.0.mlp.experts.{i}.up_proj.weight" for i in range(3)]
+    assert sorted(found) == ["lm_head.weight", *experts]
+    assert torch.equal(found[experts[2]][...].unpacked(), torch.full((8, 32), 2.0))

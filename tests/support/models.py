@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.engine.engine import Engine
@@ -23,6 +23,7 @@ from batchgen.model.adapter import prepare
 from batchgen.model.loader import load_model
 from batchgen.prefix import plan_prefixes
 from batchgen.prompts import LoadedTokenizer
+from batchgen.prompts.tokenizer import load_config
 from batchgen.request import Request, leaves_of, row_digest, row_key
 from batchgen.result import Result
 from batchgen.sampling_params import SamplingParams
@@ -157,7 +158,7 @@ def tokens_of(engine: Engine, prompts: list[list[int]], lengths: list[int], **op
 
 def load_folder(folder: Path, *, texts: Any = (), **options: Any) -> Any:
     """Loads a saved model, on the CPU and with a tokenizer that writes numbers."""
-    tokenizer = replace(tiny_tokenizer(), hf_config=AutoConfig.from_pretrained(folder))
+    tokenizer = replace(tiny_tokenizer(), hf_config=load_config(ModelConfig(model=str(folder))))
     return load_model(ModelConfig(**{"model": str(folder), "device": "cpu"} | options), tokenizer, 1, texts)
 
 

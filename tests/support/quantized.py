@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -22,8 +23,8 @@ def original(name: str) -> Any:
     """The bfloat16 model from which a checkpoint is made."""
     if name == "mxfp4":
         return build("gpt_oss/yarn", intermediate_size=64).bfloat16()
-    if name.endswith(" experts"):
-        return build("qwen3_moe").bfloat16()
+    if name.endswith((" experts", " hybrid")):
+        return build("qwen3_moe" if name.endswith("experts") else "qwen3_next").bfloat16()
     if name.startswith(
         "bitsandbytes"
     ):  # whose CPU kernel takes rows that are no multiple of a block for others (0.50.2)
@@ -34,9 +35,11 @@ def original(name: str) -> Any:
 def make(name: str, folder: Path, model: Any = None) -> Any:
     """Writes a checkpoint of a bfloat16 model, by default of `original(name)`. Returns the model."""
     model = model or original(name)
-    if name in PACKED:
+    if name in PACKED or name == "mlx hybrid":
         if name.startswith("bitsandbytes"):
             _bitsandbytes(model, name, folder)
+        elif name.startswith("mlx"):
+            _mlx(model, name, folder)
         else:
             _packed(model, name, folder)
         return model
@@ -75,7 +78,7 @@ CHECKPOINTS = ("fp8", "fp8 experts", "mxfp4", "W8A8", "W8A16", "W4A16", "FP8_DYN
 """Those that transformers can dequantize."""
 PACKED = (
     "awq", "awq experts", "gptq", "gptq in order", "gptq 8 bits", "gptq_v2", "modelopt FP8", "modelopt NVFP4",
-    "bitsandbytes nf4", "bitsandbytes fp4", "bitsandbytes int8",
+    "bitsandbytes nf4", "bitsandbytes fp4", "bitsandbytes int8", "mlx", "mlx experts",
 )  # fmt: skip
 """Those that it cannot."""
 
@@ -115,7 +118,8 @@ def _write(model: Any, folder: Path, state: dict[str, torch.Tensor], settings: d
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(written | {"quantization_config": settings}))
+    places = ("quantization_config",) if "quant_method" in settings else ("quantization", "quantization_config")
+    (folder / "config.json").write_text(json.dumps(written | dict.fromkeys(places, settings)))
     save_file({k: v.contiguous() for k, v in state.items()}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -215,17 +219,78 @@ def _packed(model: Any, name: str, folder: Path) -> None:
             state |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
         else:
             exact[key] = weight.float()
-    settings = {
+    settings: dict[str, Any] = {
         "awq": {"quant_method": "awq", "bits": 4, "group_size": BLOCK, "version": "gemm", "zero_point": True},
         "gptq": {"quant_method": "gptq", "bits": 8 if "8 bits" in name else 4, "group_size": BLOCK, "sym": False},
         "modelopt": {"quant_method": "modelopt", "quant_algo": name.split()[-1]},
     }[name.split()[0].removesuffix("_v2")]
     if name == "gptq_v2":
         settings["checkpoint_format"] = "gptq_v2"
+    _write_exact(folder, exact)
+    _write(model, folder, state, settings)
+
+
+def _write_exact(folder: Path, exact: dict[str, torch.Tensor]) -> None:
     (folder / "exact").mkdir()
     save_file({k: v.contiguous() for k, v in exact.items()}, folder / "exact" / "model.safetensors", {"format": "pt"})
     (folder / "exact" / "config.json").write_text((folder / "config.json").read_text())
-    _write(model, folder, state, settings)
+
+
+MLX_BITS = {
+    "mlx": {"q_proj": 3, "k_proj": 2, "o_proj": 5, "gate_proj": 6, "up_proj": 6},
+    "mlx experts": {"gate": 8},
+    "mlx hybrid": {"out_proj": 8},
+}
+"""Of layers that do not have 4 bits."""
+
+
+def _mlx(model: Any, name: str, folder: Path) -> None:
+    """As mlx-lm stores models: embeddings are quantized, too, layers have bits of their own, and experts are stacked, here in MXFP4."""
+    model.save_pretrained(folder)
+    state, exact = load_file(folder / "model.safetensors"), {}
+    mxfp4 = "experts" in name
+    first: dict[str, Any] = {"group_size": BLOCK, "bits": 4, "mode": "mxfp4" if mxfp4 else "affine"}
+    settings, found = dict(first), {}
+    for key, weight in state.items():
+        layer, last = key.removesuffix(".weight"), key.split(".")[-2]
+        exact[key] = weight.float()
+        if last == "lm_head":
+            settings[layer] = False
+        elif weight.dim() == 2:
+            bits = MLX_BITS[name].get(last, 4)
+            mode = "mxfp4" if mxfp4 and bits == 4 else "affine"
+            parts, exact[key] = _mlx_parts(weight.float(), bits, mode)
+            found |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
+            if bits != 4:
+                settings[layer] = {"group_size": BLOCK, "bits": bits}
+            continue
+        if name == "mlx hybrid" and "norm" in last and "linear_attn" not in key:
+            weight = (weight.float() + 1).bfloat16()
+            exact[key] = weight.float() - 1
+        found[key] = weight.transpose(1, 2) if last == "conv1d" else weight
+    for key in [key for key in found if ".experts.0." in key]:
+        names = [key.replace(".experts.0.", f".experts.{i}.") for i in range(model.config.num_experts)]
+        found[key.replace(".experts.0.", ".switch_mlp.")] = torch.stack([found.pop(expert) for expert in names])
+    _write_exact(folder, exact)
+    _write(model, folder, found, settings)
+
+
+def _mlx_parts(weight: torch.Tensor, bits: int, mode: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    groups = weight.unflatten(-1, (-1, BLOCK))
+    if mode == "mxfp4":
+        exponents = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()
+        codes = ((groups / exponents.exp2())[..., None] - E2M1).abs().argmin(-1)
+        scales = {"scales": (exponents[..., 0] + 127).to(torch.uint8)}
+        exact = E2M1[codes] * exponents.exp2()
+    else:
+        low, high = groups.amin(-1, keepdim=True).bfloat16(), groups.amax(-1, keepdim=True)
+        scale = ((high - low.float()) / (2**bits - 1)).bfloat16()
+        codes = ((groups - low.float()) / scale.float()).round().clamp(0, 2**bits - 1).long()
+        scales = {"scales": scale[..., 0], "biases": low[..., 0]}
+        exact = codes * scale.float() + low.float()
+    stream = np.unpackbits(codes.flatten(-2).numpy().astype("<u1")[..., None], axis=-1, bitorder="little")
+    stream = np.packbits(stream[..., :bits].reshape(len(weight), -1), axis=-1, bitorder="little")
+    return {"weight": torch.from_numpy(stream.view("<u4").copy()), **scales}, exact.flatten(-2)
 
 
 def _by_groups(weight: torch.Tensor, groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:

@@ -20,7 +20,8 @@ from batchgen.kernels.ops import KernelLinear
 from batchgen.kernels.quantization import Int8Packing, from_layers, quantize_linear
 from batchgen.model.loaded_model import LoadedModel, with_blocks
 from batchgen.model.runner import Runner
-from batchgen.model.weights.quantized import is_int8, quant_method
+from batchgen.model.weights.quantized import is_int8
+from batchgen.model.weights.variants import quant_method
 from batchgen.request import TokenArray
 from batchgen.scheduling.batch import Limits, ScheduledBatch, ScheduledSpan
 from batchgen.scheduling.rehearsal import sequences_of

@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 
-from batchgen.errors import ModelError
-from batchgen.kernels.codes import E2M1, Coding, PackedTensor, levels_of
+from batchgen.kernels.codes import E2M1, Coding, PackedTensor, levels_of, packed_planes
 from batchgen.kernels.memory import Loading
+from batchgen.model.weights.mlx import in_transformers
+from batchgen.model.weights.variants import AUTOROUND, are_codes, check_variant, compressed_groups, not_read
+from batchgen.model_files import MLX
 
 _Tensors = Mapping[str, torch.Tensor]
 _Make = Callable[[_Tensors, Mapping[str, Any]], torch.Tensor]
@@ -38,6 +40,7 @@ _PARTS = {
     "fp8": ("weight", "weight_scale_inv"),
     "mxfp8": ("weight", "weight_scale_inv"),
     "mxfp4": ("_blocks", "_scales"),
+    "mlx": ("weight", "scales", "biases"),
     "compressed-tensors": (
         "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_global_scale", "weight_g_idx",
     ),
@@ -59,34 +62,13 @@ _NEEDED = {
     ("fp8", "I8"): ("weight_scale_inv",),
     ("mxfp8", "F8_E4M3"): ("weight_scale_inv",),
     ("mxfp4", "U8"): ("_scales",),
+    ("mlx", "U32"): ("scales",),
     ("compressed-tensors", "F8_E4M3"): ("weight_scale",),
     ("compressed-tensors", "I8"): ("weight_scale",),
     ("compressed-tensors", "I32"): ("weight_scale", "weight_shape"),
     ("compressed-tensors", "U8"): ("weight_scale", "weight_global_scale"),
 }
 """By the format and the type of the codes, the tensors without which they cannot be read."""
-PACKED = frozenset(_PARTS)
-"""The formats, by their `quant_method`."""
-_COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")
-"""The formats of compressed-tensors that are read here. transformers dequantizes the others."""
-_SPARSE = {"sparse-bitmask", "sparse-24-bitmask", "marlin-24"}
-_AUTOROUND = {
-    "auto_round": "gptq_v2",
-    "auto_round:gptqmodel": "gptq_v2",
-    "auto_round:auto_gptq": "gptq",
-    "auto_round:auto_awq": "awq",
-}
-"""The formats of AutoRound that are read here, and what they are called elsewhere."""
-_MODELOPT = {
-    "FP8",
-    "FP8_PER_CHANNEL_PER_TOKEN",
-    "NVFP4",
-    "NVFP4_AWQ",
-    "W4A16_NVFP4",
-    "W4A8_NVFP4_FP8",
-    "MIXED_PRECISION",
-}
-"""The algorithms of ModelOpt that are read here, those of AWQ unless activations are scaled before a layer."""
 
 
 class UnreadWeight:
@@ -102,25 +84,6 @@ class UnreadWeight:
         return weight
 
 
-def is_read_packed(settings: Mapping[str, Any] | None) -> bool:
-    """Whether weights of a checkpoint with these quantization settings are read here."""
-    method = None if settings is None else settings.get("quant_method")
-    if settings is None or method not in PACKED:
-        return False
-    if method != "compressed-tensors":
-        return True
-    groups = _groups(settings)
-    formats = {group.get("format") or settings.get("format") for group in groups}
-    bits = {(group.get("weights") or {}).get("num_bits") for group in groups}
-    return bool(groups) and formats.issubset(_COMPRESSED) and bits.issubset((4, 8))
-
-
-def _groups(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the groups of layers of compressed-tensors, each with its scheme."""
-    groups = (settings.get("config_groups") or {}).values()
-    return [group if isinstance(group, dict) else {} for group in groups]
-
-
 def packed_weights(model: str, files: Sequence[Path], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the weights of the files, by their names in a model that is not quantized. `settings`: the checkpoint's quantization settings.
 
@@ -133,27 +96,9 @@ def packed_weights(model: str, files: Sequence[Path], settings: Mapping[str, Any
     for path in files:
         file: Any = safe_open(path, framework="pt")
         slices.update((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - it is no mapping
+    if settings["quant_method"] == MLX:
+        slices, settings = in_transformers(slices, settings)
     return _by_weight(model, slices, settings)
-
-
-def check_variant(model: str, settings: Mapping[str, Any]) -> None:
-    """Raises `ModelError` for settings of a format that change what its weights mean and are not supported."""
-    problem = _unknown_variant(str(settings.get("quant_method")), settings)
-    if problem is not None:
-        raise not_read(model, problem)
-
-
-def not_read(model: str, problem: str) -> ModelError:
-    """Returns the error for a checkpoint with a `problem`."""
-    return ModelError(
-        f"the model {model!r} is quantized in a way that batchgen does not read: {problem}",
-        "give the original model, or one quantized in a way that docs/quantized.md lists",
-    )
-
-
-def are_codes(name: str, dtype: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor of a file of safetensors, by its name, type and shape, can only be codes that have scales elsewhere."""
-    return dtype.startswith("F8") or (dtype in ("I8", "U8") and len(shape) > 1 and not name.endswith(("bias", "mask")))
 
 
 def _by_weight(model: str, slices: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +131,10 @@ def _by_weight(model: str, slices: Mapping[str, Any], settings: Mapping[str, Any
         if (problem := _incomplete(layer, parts, method)) is not None:
             raise not_read(model, problem)
         name = layer if method == "mxfp4" else f"{layer}.weight"
-        found[name] = UnreadWeight(partial(_read, name, _READ[method], parts, settings), loading)
+        own = settings.get(layer) if method == MLX else None
+        found[name] = UnreadWeight(
+            partial(_read, name, _READ[method], parts, own if isinstance(own, dict) else settings), loading
+        )
     return found
 
 
@@ -232,76 +180,6 @@ def _usual_name(name: str, slices: Mapping[str, Any]) -> str:
     layer, _, last = name.rpartition(".")
     weight = slices.get(f"{layer}.weight") if last in ("scale", "qscale_weight", "weight_scale") else None
     return name if weight is None or weight.get_dtype() not in ("F8_E4M3", "I8") else f"{layer}.weight_scale_inv"
-
-
-def _unknown_variant(method: str, settings: Mapping[str, Any]) -> str | None:
-    """Returns in words which setting of a format is not supported; None if all are."""
-    bits = settings.get("bits", settings.get("w_bit"))
-    if method == "awq":
-        layouts = [
-            settings.get("version"),
-            settings.get("format"),
-            "llm-awq" if settings.get("backend") == "llm-awq" else None,
-        ]
-        other = next((name.lower() for name in layouts if name and name.lower() != "gemm"), None)
-        if other is not None or bits not in (None, 4):
-            return f"AWQ of version {other or 'gemm'!r} with {bits} bits"
-    if method == "gptq":
-        return _unknown_gptq(settings)
-    if method == "auto-round":
-        return _unknown_autoround(settings)
-    if method == "modelopt":
-        layers = (settings.get("quantized_layers") or {}).values()
-        algorithms = [settings.get("quant_algo"), *(layer.get("quant_algo") for layer in layers)]
-        return next((f"ModelOpt's {name}" for name in algorithms if name and name.upper() not in _MODELOPT), None)
-    return _unknown_compressed(settings) if method == "compressed-tensors" else None
-
-
-def _unknown_gptq(settings: Mapping[str, Any]) -> str | None:
-    layers = (settings.get("dynamic") or {}).values()
-    all_bits = [settings.get("bits"), *(own["bits"] for own in layers if own and "bits" in own)]
-    if unknown := [bits for bits in all_bits if bits not in (2, 4, 8)]:
-        return f"GPTQ with {unknown[0]} bits"
-    older = "marlin" if settings.get("is_marlin_format") else None
-    for layout in (settings.get("checkpoint_format"), settings.get("format"), older):
-        if layout not in (None, "gptq", "gptq_v2"):
-            return f"GPTQ in the format {layout!r}"
-    if settings.get("rotation"):
-        return f"GPTQ with rotation {settings['rotation']!r}, which rotates activations, too"
-    words = settings.get("pack_dtype")
-    return f"GPTQ in words of {words}" if words not in (None, "int32") else None
-
-
-def _unknown_autoround(settings: Mapping[str, Any]) -> str | None:
-    packing = settings.get("packing_format")
-    if packing not in _AUTOROUND:
-        return f"AutoRound in the format {packing!r}"
-    layers = [dict(settings) | own for own in ({}, *(settings.get("extra_config") or {}).values())]
-    for own in (own for own in layers if own.get("bits") != 16):  # layers of 16 bits are not quantized
-        if own.get("bits") not in ((4,) if _AUTOROUND[packing] == "awq" else (2, 4, 8)):
-            return f"AutoRound with {own.get('bits')} bits"
-        if (own.get("act_bits") or 16) < 16 or not str(own.get("data_type") or "int").startswith("int"):
-            return f"AutoRound of {own.get('data_type')}, with activations of {own.get('act_bits')} bits"
-    rotation = settings.get("rotation_config") or settings.get("hadamard_config")
-    return f"AutoRound with rotation {rotation!r}, which rotates activations, too" if rotation else None
-
-
-def _unknown_compressed(settings: Mapping[str, Any]) -> str | None:
-    for transform in ((settings.get("transform_config") or {}).get("config_groups") or {}).values():
-        places = {apply.get("location") for apply in transform.get("apply") or ()}
-        if online := sorted(map(str, places - {"weight_input", "weight_output"})):
-            return f"its activations are transformed ({transform.get('type')}, {online[0]})"
-    formats = {str(group.get("format") or settings.get("format")) for group in _groups(settings)}
-    formats.add(str((settings.get("sparsity_config") or {}).get("format")))
-    if sparse := sorted(formats.intersection(_SPARSE)):
-        return f"weights are sparse ({sparse[0]})"
-    schemes = [group.get("weights") or {} for group in _groups(settings)]
-    blocks = {str(scheme["block_structure"]) for scheme in schemes if scheme.get("block_structure")}
-    if len(blocks) > 1:
-        return f"weights have blocks of several sizes ({', '.join(sorted(blocks))})"
-    if not is_read_packed(settings) and any(scheme != schemes[0] for scheme in schemes):
-        return f"layers have several schemes, of the formats {', '.join(sorted(formats - {'None'}))}"
-    return None
 
 
 def _packed(coding: Coding, plane: torch.Tensor, **parts: torch.Tensor) -> PackedTensor:
@@ -369,7 +247,7 @@ def _gptq(parts: _Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
 
 def _autoround(parts: _Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     """Those of GPTQ and AWQ by other names. The bits of a layer may differ from the settings' (`extra_config`)."""
-    layout = _AUTOROUND[settings["packing_format"]]
+    layout = AUTOROUND[settings["packing_format"]]
     if layout == "awq":
         return _awq(parts, settings)
     bits, rest = divmod(parts["qzeros"].shape[1] * 32, parts["scales"].shape[1])
@@ -431,7 +309,7 @@ def _by_rows(scales: torch.Tensor, rows: int, size: int, settings: Mapping[str, 
 
     Blocks are those of the settings, of which the last may be cut; else groups of equal size of a row or of the whole weight.
     """
-    schemes = (group.get("weights") or {} for group in _groups(settings))
+    schemes = (group.get("weights") or {} for group in compressed_groups(settings))
     blocks = [settings.get("weight_block_size"), *(scheme.get("block_structure") for scheme in schemes)]
     block = [int(side) for side in re.findall(r"\d+", str(next(filter(None, blocks), "")))]
     scales = scales.reshape(-1, scales.shape[-1] if scales.dim() > 1 else 1)
@@ -494,7 +372,32 @@ def _compressed_tensors(parts: _Tensors, settings: Mapping[str, Any]) -> torch.T
     return found if found.shape[1] == int(size) else found.unpacked()[:, : int(size)]
 
 
+def _mlx(parts: _Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
+    """MLX's: words [..., out, in*bits/32] of codes one behind the other, the lowest bits first, with scales and biases for groups of inputs.
+
+    MLX rounds a product before it adds the bias or does not, as the operation has it; here, only the sum is rounded. Without biases, codes stand
+    for numbers of floating point, with an exponent for 32 inputs (MXFP4, MXFP8) or such a number for 16 (NVFP4).
+    """
+    plane, scales = parts["weight"].view(torch.uint8), parts["scales"]
+    bits, group = int(settings["bits"]), int(settings["group_size"])
+    if "biases" not in parts:
+        coding = Coding(bits, "e4m3" if bits == 8 else E2M1, group=group, sub="e4m3" if group == 16 else "e8m0")
+        return PackedTensor(coding, {f"plane{bits}": plane, "sub": scales})
+    planes = {f"plane{bits}": plane} if bits in (2, 4, 8) else packed_planes(_codes_across_bytes(plane, bits), bits)
+    return PackedTensor(Coding(bits, group=group), {**planes, "scales": scales, "offsets": parts["biases"]})
+
+
+def _codes_across_bytes(plane: torch.Tensor, bits: int) -> torch.Tensor:
+    """Returns the codes [..., K] of `bits` bits in bytes [..., K*bits/8], the lowest first, as uint8."""
+    eight = plane.view(*plane.shape[:-1], -1, bits)  # the bytes of eight codes
+    words = sum(eight[..., i].long() << (8 * i) for i in range(bits))
+    codes = torch.empty(*eight.shape[:-1], 8, dtype=torch.uint8)
+    for i in range(8):
+        codes[..., i] = (words >> (bits * i)) & ((1 << bits) - 1)
+    return codes.flatten(-2)
+
+
 _READ: dict[str, _Make] = {
     "awq": _awq, "gptq": _gptq, "auto-round": _autoround, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "fp8": _fp8, "mxfp8": _fp8, "mxfp4": _mxfp4,
-    "compressed-tensors": _compressed_tensors,
+    "compressed-tensors": _compressed_tensors, "mlx": _mlx,
 }  # fmt: skip

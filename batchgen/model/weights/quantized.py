@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are quantized: which of them are read, and what they are in memory.
+"""Checkpoints whose weights are quantized, and what they are in memory.
 
 `packed` and `gguf` read them, and they stay packed, on every kind of device. transformers dequantizes the few kinds that these do not know.
 Weights of torchao stay as they are.
@@ -8,28 +8,18 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from batchgen.errors import ModelError
 from batchgen.kernels.codes import PackedTensor
-from batchgen.model.weights.packed import are_codes, check_variant, is_read_packed
-from batchgen.model.weights.sizes import StoredTensor, configs_of, quantization
-from batchgen.model_files import WEIGHT_ONLY, check_quantizer, quantizer_of
+from batchgen.model.weights.sizes import configs_of, quantization
+from batchgen.model.weights.variants import is_read_packed, quant_method
+from batchgen.model_files import WEIGHT_ONLY
 from batchgen.prompts.gguf import METHOD
 from batchgen.stats import size_text
-
-_PACKAGES = {"compressed-tensors": "compressed_tensors", "torchao": "torchao"}
-
-
-def quant_method(hf_config: Any) -> str | None:
-    """Returns the quantization method that the configuration names; None if the weights are not quantized."""
-    found = quantization(hf_config)
-    return None if found is None else quantizer_of(found)
 
 
 def is_weight_only(hf_config: Any) -> bool:
@@ -53,31 +43,6 @@ def is_int8(hf_config: Any) -> bool:
 def _has(arguments: dict[str, Any] | None, **wanted: Any) -> bool:
     wanted |= {"type": "int", "num_bits": 8}
     return arguments is not None and all(arguments.get(name) == value for name, value in wanted.items())
-
-
-def check_quantization(model: str, hf_config: Any) -> None:
-    """Raises `ModelError` for a format that batchgen does not read, or that needs a package that is not installed."""
-    method = quant_method(hf_config)
-    check_quantizer(repr(model), method)
-    check_variant(model, quantization(hf_config) or {})
-    package = None if is_read_packed(quantization(hf_config)) else _PACKAGES.get(method or "")
-    if package is not None and find_spec(package) is None:
-        raise ModelError(
-            f"the model {model!r} is quantized with {WEIGHT_ONLY.get(method or '', method)}, which needs the package {package.replace('_', '-')}",
-            "pip install 'batchgen-llm[quantized]'",
-        )
-
-
-def check_stored(model: str, hf_config: Any, tensors: Iterable[StoredTensor]) -> None:
-    """Raises `ModelError` if some of a checkpoint's tensors are codes of 8 bits and the configuration does not say that it is quantized: their
-    scales would be ignored."""
-    found = next((tensor for tensor in tensors if are_codes(tensor.name, tensor.dtype, tensor.shape)), None)
-    if found is not None and quantization(hf_config) is None:
-        kind = {"I8": "int8", "U8": "uint8"}.get(found.dtype, "FP8")
-        raise ModelError(
-            f"{found.name} of the model {model!r} is in {kind}, and its config.json does not say how it is quantized",
-            "copy the model's own config.json, or put its quantization_config into this one",
-        )
 
 
 def as_unquantized(hf_config: Any) -> Any:

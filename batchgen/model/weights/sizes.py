@@ -35,7 +35,7 @@ _GGUF_BITS = {
 """Bits of a number in memory, of the types that take more there than in the file."""
 WHOLE_GGUF = {"Q4_0", "IQ4_NL", "IQ4_XS", "IQ3_XXS", "IQ3_S", "MXFP4"}
 """The types of GGUF that `--quantize int8` multiplies as they are: 4 bits, of whole numbers or halves (`kernels.int8.are_whole`)."""
-_SCALES = ("scales", "scale", "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale", "absmax", "nested_absmax", "quant_map", "nested_quant_map", "SCB")  # fmt: skip
+_SCALES = ("scales", "scale", "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale", "absmax", "nested_absmax", "quant_map", "nested_quant_map", "SCB", "biases")  # fmt: skip
 """The last parts of the names of tensors that belong to a packed weight, and stay in their own type."""
 
 
@@ -284,7 +284,9 @@ def _kept(tensor: StoredTensor, settings: Mapping[str, Any] | None, itemsize: in
     if method == METHOD and tensor.dtype not in _FLOATS:
         return int(count * _GGUF_BITS[tensor.dtype] / 8) if tensor.dtype in _GGUF_BITS else tensor.nbytes, count
     packed = method not in (None, METHOD)
-    numbers = num_weights(tensor.name, tensor.dtype, list(tensor.shape), packed_bits(settings)) if packed else 0
+    own = (settings or {}).get(tensor.name.rpartition(".")[0])  # MLX's settings of a layer
+    bits = packed_bits(own if isinstance(own, dict) else settings)
+    numbers = num_weights(tensor.name, tensor.dtype, list(tensor.shape), bits) if packed else 0
     if numbers:
         return tensor.nbytes, numbers
     if tensor.dtype not in _FLOATS or (packed and tensor.name.rpartition(".")[2] in _SCALES):
@@ -307,7 +309,7 @@ def num_weights(name: str, dtype: str, shape: list[int], bits: int = 4) -> int:
     `bits`: size of a number in a packed word.
     """
     count = math.prod(shape)
-    if name.endswith(".qweight"):  # AWQ and GPTQ
+    if name.endswith(".qweight") or (name.endswith(".weight") and dtype == "U32"):  # AWQ and GPTQ, MLX
         return count * 32 // bits
     if name.endswith(".weight") and dtype == "U8":  # bitsandbytes and NVFP4
         return 2 * count
