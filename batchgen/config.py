@@ -696,6 +696,14 @@ class JobConfig:
         self._check_output_format()
         if self.parse is not None and self.sampling.json_schema is None:
             raise UsageError("--parse json is for texts of --json-schema", "add --json-schema FILE")
+        wordless = {
+            "score": self.prompts.score,
+            "prompt-logprobs": self.prompts.prompt_logprobs,
+            "embed": self.model.embed,
+        }
+        task = next((name for name, given in wordless.items() if given), None)
+        if self.expect is not None and task is not None:
+            raise UsageError(f"--expect compares texts, and --{task} writes none", "leave one of them out")
         if self.max_errors is not None:
             parse_max_errors(self.max_errors)
         if self.push_public and self.push is None:

@@ -128,6 +128,8 @@ def _set_up(command: JobCommand, tracker: Tracker) -> JobSetup:
             f"the chat template writes the date into prompts; it stays {date:%Y-%m-%d}, the day on which this job began "
             f"({again} starts again with today's date)"
         )
+    if config.expect is not None and tokenizer.head is not None and tokenizer.head.result_name == "reward":
+        raise UsageError("--expect compares texts, and the model's head gives rewards", "leave --expect out")
     grammars = Vocabulary(tokenizer.hf_tokenizer, tokenizer.vocab_size)
     grammars.check(config.sampling)
     if config.sampling.json_schema is not None and closes(config.sampling.json_schema):

@@ -67,6 +67,8 @@ def test_a_head_with_one_number_gives_a_reward(cli, reward_model, write_jsonl, t
     write_jsonl([{"prompt": p} for p in [*PROMPTS, "One more"]])
     again = cli("run", path, "-m", reward_model, "--classify")
     assert f"1 done, {len(PROMPTS)} kept from an earlier run" in again.err
+    compared = cli("run", path, "-m", reward_model, "--classify", "--expect", "prompt", "-o", tmp_path / "o.jsonl")
+    assert (compared.code, "--expect compares texts, and the model's head gives rewards" in compared.err) == (2, True)
 
 
 def test_multi_label_probabilities_are_independent(tmp_path):

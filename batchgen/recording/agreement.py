@@ -5,8 +5,10 @@ Any number of rows is counted in bounded memory.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from batchgen.json_values import plain
@@ -52,14 +54,16 @@ class Agreement:
                     found[place] += value
 
     def _text(self, value: Any, given: str) -> str:
-        """Returns the expected text, empty for none. A whole number may be a double: pandas has no other numbers in a column with nulls."""
+        """Returns the expected text, empty for none; `given` if it is another way to write the same number, or true or false."""
         if value is None or value != value:  # NaN
             return ""
+        if given not in self._names and _is_written(value, given):
+            return given
+        if isinstance(value, float | Decimal) and math.isfinite(value) and value.as_integer_ratio()[1] == 1:
+            value = int(value)  # pandas has no whole numbers in a column with nulls
         value = plain(value)
         if isinstance(value, str):
             return value.strip()
-        if isinstance(value, float) and value.is_integer() and to_json(value).decode() != given:
-            value = int(value)
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self._names):
             return self._names[value].strip()
         return to_json(value).decode()
@@ -104,6 +108,18 @@ class Agreement:
                 for place, (n, total, right) in enumerate(self._bins)
             ],
         }
+
+
+def _is_written(value: Any, text: str) -> bool:
+    """Whether a text is one of the ways to write a number (`1`, `1.0` and `1.00`), or true or false (`True`)."""
+    if isinstance(value, bool):
+        return text.lower() == to_json(value).decode()
+    if not isinstance(value, int | float | Decimal):
+        return False
+    try:
+        return float(text) == value if isinstance(value, float) else Decimal(text) == value
+    except (ValueError, InvalidOperation):
+        return False
 
 
 def _share(part: float, whole: float) -> float | None:

@@ -6,7 +6,7 @@ import io
 import re
 from typing import TYPE_CHECKING, Any
 
-from batchgen.stats import confusion_table, counted
+from batchgen.stats import confusion_table, counted, other_spellings
 from batchgen.stats import size_text as size
 from batchgen_cli.stderr import Stderr, event, printable, write_line
 
@@ -214,6 +214,15 @@ def _expected(found: dict[str, Any] | None) -> list[tuple[str, str]]:
                 "calibration",
                 f"mean probability {calibration['mean_probability']:.1%}, right {calibration['accuracy']:.1%}: "
                 f"expected calibration error {calibration['error']:.1%}",
+            )
+        )
+    if spellings := other_spellings(found):
+        shown = [f"{one!r} for {other!r} ({counted(rows, 'row')})" for (one, other), rows in spellings.items()]
+        more = f", and {len(shown) - CONFUSION_LABELS:,} more" if len(shown) > CONFUSION_LABELS else ""
+        lines.append(
+            (
+                "spelling",
+                f"{found['column']!r} has {', '.join(shown[:CONFUSION_LABELS])}{more}: such rows count as wrong",
             )
         )
     return lines + [("confusion" if place == 0 else "", line) for place, line in enumerate(_confusion(found))]

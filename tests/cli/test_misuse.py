@@ -89,6 +89,8 @@ MISUSES: list[tuple[str, int, str]] = [
     ("plan R -m M --measure 0", 2, "--measure must be at least 1, not 0"),
     ("plan - -m M --measure", 2, "--measure keeps the results for the run, so it needs an input that can be read again, and an output file; use a file, and -o FILE"),
     ("plan R -m M --measure 4 --shard 1/2", 2, "--measure is for a whole job, not for a shard; leave out --shard"),
+    ("run R -m M --expect prompt --score", 2, "--expect compares texts, and --score writes none; leave one of them out"),
+    ("run R -m M --expect prompt --embed", 2, "--expect compares texts, and --embed writes none; leave one of them out"),
     ("run R -m M --push-public", 2, "--push-public is for --push; name the dataset with --push"),
     ("run R -m M --limit -1", 2, "--limit must be at least 0, not -1"),
     ("run R -m M --max-errors x", 2, "--max-errors 'x' is not a limit; use a number of rows such as 10, or a share such as 5%"),

@@ -99,6 +99,23 @@ def test_the_summary_names_the_most_frequent_mistakes_among_many_labels():
     ]
 
 
+def spelling(*pairs: tuple[str, str]) -> list[str]:
+    return [line for name, line in expected_lines(list(pairs)) if name == "spelling"]
+
+
+def test_the_summary_says_that_rows_are_wrong_because_labels_are_written_otherwise():
+    never_right = [("1.0", "1"), ("1.0", "1"), ("1.0", "2"), ("Yes", "no"), ("No", "yes")]
+    assert spelling(*never_right) == [
+        "'gold' has '1.0' for '1' (3 rows), 'Yes' for 'yes' (1 row), 'No' for 'no' (1 row): such rows count as wrong"
+    ]
+    assert spelling(("Paris", "Paris"), ("Paris", "paris."), ("Paris", "Rome")) == [
+        "'gold' has 'Paris' for 'paris.' (1 row): such rows count as wrong"
+    ]
+    labels_that_differ_in_case = [("c", "c"), ("C", "C"), ("C", "c"), ("-1", "1"), ("1", "-1")]
+    assert spelling(*labels_that_differ_in_case) == []
+    assert spelling(*((f"L{i}", f"l{i}") for i in range(10)))[0].endswith(", and 2 more: such rows count as wrong")
+
+
 @pytest.mark.parametrize(
     ("reasons", "truncated", "text"),
     [

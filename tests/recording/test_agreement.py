@@ -75,11 +75,31 @@ def test_the_calibration_error_is_the_mean_difference_of_probability_and_share_o
         ("pos", 1.0, ["neg", "pos"], 1),
         ("1", 0.0, [], 0),
         ("1.50", Decimal("1.50"), [], 1),
+        ("1", Decimal("1.00"), [], 1),
+        ("1.5", Decimal("1.50"), [], 1),
+        ("0.50", 0.5, [], 1),
+        ("1.0", 1, [], 1),
+        ("True", True, [], 1),
+        ("1", True, [], 0),
+        *(
+            (text, value, [], 0)
+            for text in ("one", "", "sNaN", "-", "1e999999999999", "\0")
+            for value in (1, 1.0, Decimal("1.00"))
+        ),
+        ("1", "1.0", [], 0),
+        ("1", 1, ["neg", "pos"], 1),
+        ("1", 0, ["1", "2"], 1),
+        ("1", 1, ["1", "2"], 0),
         ("2024-02-29", dt.date(2024, 2, 29), [], 1),
     ],
 )
 def test_a_number_is_the_name_of_its_class_or_its_digits(text, expected, names, right):
     assert compared((given(text), expected), names=names)["rows_right"] == right
+
+
+def test_equal_numbers_are_one_label_in_the_table():
+    found = compared(*((given(text), value) for text in "12" for value in (Decimal("1.00"), 1.0, 1)))
+    assert [(pair["expected"], pair["given"]) for pair in found["confusion"]] == [("1", "1"), ("1", "2")]
 
 
 def test_any_number_of_texts_takes_bounded_memory():
