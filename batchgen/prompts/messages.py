@@ -15,6 +15,7 @@ from batchgen.json_values import plain
 from batchgen.parsers.thinking import thinking_off
 from batchgen.process.templates import TemplateCall, TemplateFailure, TemplateShape, template_process
 from batchgen.records.images import IMAGE_PARTS, NO_IMAGE, ImageSource, image_of_part
+from batchgen.records.jsonl import PYTHON_HINT
 from batchgen.stats import counted
 
 Message = dict[str, Any]
@@ -69,7 +70,8 @@ def conversation(value: Any, where: str, name: str, no_images: str | None) -> li
             parsed = None
         value = parsed if isinstance(parsed, list) else value
     if not isinstance(value, list | tuple):
-        raise RowError("invalid_row", f"{where} must be a list of messages, not {kind(value)}")
+        hint = PYTHON_HINT if isinstance(value, str) and value.startswith("[{'") else ""  # pandas writes lists so
+        raise RowError("invalid_row", f"{where} must be a list of messages, not {kind(value)}{hint}")
     if not value:
         raise RowError("invalid_row", f"{where} is an empty list")
     return [_message(message, f"{name}[{i}]", no_images) for i, message in enumerate(value)]
@@ -130,7 +132,9 @@ def _with_values(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns the value without null fields, at any depth."""
+    """Returns the value without null fields, at any depth. A map of Arrow, which is a list of pairs, becomes an object."""
+    if isinstance(value, list) and value and all(isinstance(pair, tuple) for pair in value):
+        value = dict(value)
     if isinstance(value, Mapping):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value

@@ -108,7 +108,7 @@ class _How(NamedTuple):
     """Whether the row is one of a table with types (`Row.typed`)."""
 
     def given(self, value: Any) -> Any:
-        """Returns a value of the row without the nulls that a table with types adds."""
+        """Returns a value of the row without the nulls that a table with types adds, and with its maps as objects."""
         return without_nulls(value) if self.typed else value
 
     def cut(self, value: Any) -> Any:

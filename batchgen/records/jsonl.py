@@ -23,7 +23,7 @@ MAX_LINE = 1 << 28
 """Bytes of a line. A longer line is a decompression bomb or not a JSON line at all; it is skipped in constant memory."""
 _ARRAY_HINT = " (a JSON array becomes JSONL with: jq -c '.[]')"
 _MESSAGES_HINT = " (a list of messages becomes a row with: jq -c '{messages: .}')"
-_PYTHON_HINT = " (this is Python's form; json.dumps writes JSON)"
+PYTHON_HINT = " (this is Python's form; json.dumps writes JSON)"
 _COMMA_HINT = " (leave out the comma before the bracket)"
 _LINE_HINT = " (objects over several lines become JSONL with: jq -c .)"
 _LINE_ENDS = [(c.encode(), b"\\u%04x" % ord(c)) for c in "\x85\u2028\u2029"]
@@ -126,7 +126,7 @@ def _hint(error: json.JSONDecodeError) -> str:
     if error.msg.startswith("Illegal trailing comma") or (before.endswith(",") and after.startswith(("}", "]"))):
         return _COMMA_HINT
     if re.match(r"'|(True|False|None)\b", after):
-        return _PYTHON_HINT
+        return PYTHON_HINT
     return " (JSON has no comments)" if after.startswith(("//", "#")) else ""
 
 

@@ -47,6 +47,7 @@ PROMPTS = [
 MESSAGES = [
     (5, "column 'messages' must be a list of messages, not a number"),
     ('{"a": 1}', "column 'messages' must be a list of messages, not text"),
+    ("[{'role': 'user', 'content': 'a'}]", "column 'messages' must be a list of messages, not text (this is Python's form; json.dumps writes JSON)"),
     ([], "column 'messages' is an empty list"),
     (["a"], "messages[0] must be an object with role and content, not text"),
     ([USER, {"role": None, "content": "a"}], "messages[1].role must be text, not null"),

@@ -176,6 +176,12 @@ def test_nulls_of_tools_and_of_arguments_reach_the_template_unless_a_table_has_a
     assert text([tool], None).endswith('[{"function": {"name": "f"}}]')
 
 
+def test_messages_that_are_maps_of_arrow_are_objects(tools):
+    maps = pa.array([[[*USER.items(), ("name", None)], [*ANSWER.items()]]], pa.list_(pa.map_(pa.string(), pa.string())))
+    row = Row(0, {"messages": maps[0].as_py()}, None, "", typed=True)
+    assert tools.text_of(tools.builder(**ML).build([row])[0]) == U + OPEN + "b"
+
+
 NEUTRAL = {"n": 1, "logprobs": False, "top_logprobs": 0, "stream": False, "tools": None, "logit_bias": {}, "best_of": 1}
 OF_VLLM = {
     "top_k": -1, "min_tokens": 0, "skip_special_tokens": True, "include_stop_str_in_output": False, "use_beam_search": False, "length_penalty": 1.0,
