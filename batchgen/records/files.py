@@ -141,6 +141,12 @@ class InputFile:
         stat = path_.stat()
         return {"path": str(path_.absolute()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, **read}
 
+    def is_hollow(self) -> bool:
+        """Whether a local file has no bytes, although a file without rows would have some in its format or compression."""
+        path = Path(self.name)
+        packed = self.compression is not None or self.format == "parquet"
+        return packed and not is_url(self.name) and path.is_file() and path.stat().st_size == 0
+
     def check_start(self) -> None:
         """Raises `UsageError` if the first bytes of a local file show that its content is not what its name says."""
         path = Path(self.name)

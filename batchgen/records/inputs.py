@@ -90,6 +90,9 @@ def open_input(config: JobConfig, output: str | None) -> Input:
                 "name another output with -o, or put a glob in quotes, so that batchgen leaves outputs out",
             )
     _check_chosen(choice, datasets, inputs[0])
+    if hollow := [file.name for file in files if file.is_hollow()]:
+        more = f" (and so have {len(hollow) - 1:,} more)" if len(hollow) > 1 else ""
+        notes.append(f"{hollow[0]} has 0 bytes and so no rows{more}: was it copied or written to its end?")
     return Input(tuple(files), notes, config.id_column)
 
 

@@ -253,6 +253,16 @@ def test_an_empty_file_has_no_rows(folder, name):
     assert columns(name) == []
 
 
+def test_empty_files_that_no_writer_leaves_are_named(folder):
+    for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
+        (folder / name).write_bytes(b"")
+    (folder / "d.jsonl.gz").write_bytes(gzip.compress(b""))
+    assert opened("a.jsonl", "d.jsonl.gz").notes == []
+    note = "b.jsonl.gz has 0 bytes and so no rows: was it copied or written to its end?"
+    assert opened("a.jsonl", "b.jsonl.gz").notes == [note]
+    assert opened(".").notes == [note.replace(":", " (and so have 1 more):")]
+
+
 MANY = b"".join(json.dumps({"n": i, "prompt": "x" * (i % 97)}).encode() + b"\n" for i in range(20_000))
 HINT = "the rows before that place are kept: put a whole copy in its place and run the same command again"
 
