@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from numbers import Integral, Real
@@ -279,14 +280,21 @@ def file_text(name: str, path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except OSError as e:
+        if "{{" in str(path) or "{%" in str(path):
+            raise UsageError(f"{name} takes a file, not the template itself", f"write it to a file: {name} FILE") from e
         raise UsageError(f"{name} {path} cannot be read: {e.strerror}", "check the path") from e
     except UnicodeDecodeError as e:
         raise UsageError(f"{name} {path} is not UTF-8 text", "save it as UTF-8") from e
 
 
 def text_or_file(name: str, text: str) -> str:
-    """Returns the text itself or, after an @, the text of the file."""
-    return file_text(name, text[1:]) if text.startswith("@") else text
+    """Returns the text itself or, after an @, the text of the file. Refuses the name of a file without the @."""
+    if text.startswith("@"):
+        return file_text(name, text[1:])
+    with suppress(OSError, ValueError):  # a text may be too long for a name
+        if Path(text).suffix and Path(text).is_file():
+            raise UsageError(f"{name} {text} is the name of a file", f"write {name} @{text} for the text in it")
+    return text
 
 
 def json_object(name: str, text: str) -> dict[str, object]:

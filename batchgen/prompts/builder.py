@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
@@ -110,13 +111,17 @@ class PromptBuilder:
             raise UsageError(f"--stop-token-id {unknown}", "give ids of the model's vocabulary")
 
     def _note_unused(self, sampling: SamplingParams) -> None:
-        """Notes sampling options that have no effect because nothing is generated."""
+        """Notes sampling options that have no effect, or another one than they seem to have."""
         labels = "--choices" if sampling.choices else "--choices-column"
         task = task_option(self._prompts, self._head) or (labels if self._params.labels else "")
         if not task:
             if sampling.reasoning_budget is not None and self._tokenizer.thinking is None:
                 self._renderer.note(
                     "--reasoning-budget has no effect: batchgen does not know how this model marks thoughts"
+                )
+            if any(re.search(r"\\[nrt]", text) for text in sampling.stop):
+                self._renderer.note(
+                    r"--stop has a backslash and a letter, as in \n, which is no line break; $'\n' is one in a shell"
                 )
             return
         used = {"seed", "reasoning"}

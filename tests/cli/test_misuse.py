@@ -117,6 +117,8 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --merge", 2, "--merge is for a run with --shard; name the shard, or use batchgen merge OUTPUT"),
     # prompts
     ("run R -m M --template nowhere.j2", 2, "--template nowhere.j2 cannot be read: No such file or directory; check the path"),
+    ("run R -m M --template {{prompt}}", 2, "--template takes a file, not the template itself; write it to a file: --template FILE"),
+    ("run R -m M --system latin.txt", 2, "--system latin.txt is the name of a file; write --system @latin.txt for the text in it"),
     ("run R -m M --template latin.txt", 2, "--template latin.txt is not UTF-8 text; save it as UTF-8"),
     ("run R -m M --template other.j2", 2, "no row has the column 'question' of --template; the input has 'prompt'"),
     ("run R -m M --system @nowhere.txt", 2, "--system nowhere.txt cannot be read: No such file or directory; check the path"),

@@ -124,6 +124,12 @@ def test_stop_token_ids_beyond_the_vocabulary_are_refused(tools):
         ),
         ({"choices": ("a", "b"), "temperature": 1.0}, {}, None),
         ({"max_tokens": 3, "top_p": 0.5}, {}, None),
+        ({"stop": "\n"}, {}, None),
+        (
+            {"stop": ("a", r"\n\n")},
+            {},
+            r"--stop has a backslash and a letter, as in \n, which is no line break; $'\n' is one in a shell",
+        ),
         ({"seed": 3}, {"score": True}, None),
         (
             {"reasoning_budget": 5},
