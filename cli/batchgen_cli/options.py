@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
@@ -16,7 +17,7 @@ from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig
 from batchgen.errors import UsageError
 from batchgen.options import GROUPS, Option, check, flag_of, number, option, whole_number
 from batchgen.sampling_params import SamplingParams
-from batchgen_cli.stderr import exit_code_of
+from batchgen_cli.stderr import exit_code_of, for_encoding
 
 T = TypeVar("T")
 
@@ -151,7 +152,8 @@ class Command(typer.core.TyperCommand):
         )
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
-        formatter.write(help_text(self, ctx, formatter.width))
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        formatter.write(for_encoding(help_text(self, ctx, formatter.width), encoding))
 
 
 class CommandGroup(typer.core.TyperGroup):

@@ -1,5 +1,6 @@
 """Help and version: complete, and without torch."""
 
+import io
 import os
 import re
 import subprocess
@@ -97,6 +98,15 @@ def test_help_that_cannot_be_written_is_an_error_in_one_line(arguments):
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     message = "batchgen: error: standard output cannot be written: No space left on device\n"
     assert (ended.returncode, ended.stderr) == (1, message)
+
+
+def test_help_is_shown_where_the_encoding_lacks_an_ellipsis(cli, monkeypatch):
+    shown = cli("run", "--help").out
+    assert "…" in shown
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "latin-1", write_through=True))
+    assert cli("run", "--help").code == 0
+    assert "COL,..." in written.getvalue().decode("ascii")
 
 
 @pytest.mark.parametrize(
