@@ -44,7 +44,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "add_generation_prompt": (True,),
     "continue_final_message": (False,), "return_tokens_as_token_ids": (False,), "return_token_ids": (False,),
 }  # fmt: skip
-_ITSELF = ("stop", "regex", "json_schema", "guided_regex", "guided_json")  # texts that are not read as JSON
+_ITSELF = ("regex", "json_schema", "guided_regex", "guided_json")  # texts that are not read as JSON
 
 
 def translated(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,7 +231,9 @@ def _params_object(value: Any) -> Mapping[str, Any]:
 
 
 def _from_text(name: str, text: str) -> Any:
-    """Returns the value of a CSV field, None if it is empty. Stop strings, regular expressions and schemas are taken as they are."""
+    """Returns the value of a CSV field, None if it is empty. Regular expressions and schemas are taken as they are, and so is a stop string that is
+    no JSON list of texts.
+    """
     if not text:
         return None
     if name in _ITSELF:
@@ -239,9 +241,11 @@ def _from_text(name: str, text: str) -> Any:
     if name in ("choices", "guided_choice"):
         return _choices(text)
     try:
-        return json.loads(text.strip().lower() if name in ("ignore_eos", "json_whitespace") else text)
+        value = json.loads(text.strip().lower() if name in ("ignore_eos", "json_whitespace") else text)
     except ValueError:
         return text
+    several = isinstance(value, list) and value and all(isinstance(one, str) for one in value)
+    return text if name == "stop" and not several else value
 
 
 def _choices(text: str) -> tuple[str, ...]:

@@ -233,6 +233,8 @@ PARAMS = [
     ({"temperature": None, "seed": ""}, {}, {"row_params": PLAIN}, {}),
     ({"temperature": 0.5, "top_p": 0.5, "sampling_params": {"temperature": 1.0}}, {}, {"row_params": PLAIN}, {"temperature": 1.0, "top_p": 0.5}),
     ({"stop": "5", "stop_token_ids": "[1, 2]", "ignore_eos": "True"}, {}, {"row_params": CSV}, {"stop": ("5",), "stop_token_ids": (1, 2), "ignore_eos": True}),
+    ({"stop": '["x", "y"]'}, {}, {"row_params": CSV}, {"stop": ("x", "y")}),
+    *(({"stop": text}, {}, {"row_params": CSV}, {"stop": (text,)}) for text in ("[]", "[1]", '["', '{"a": 1}', "null", '"x"')),
     ({"stop": "", "stop_token_ids": "", "ignore_eos": "false"}, {}, {"row_params": CSV}, {}),
     ({"choices": "yes, no"}, {}, {"row_params": CSV}, {"choices": ("yes", "no")}),
     ({"regex": "[1]", "n": "2", "logprobs": "0"}, {}, {"row_params": CSV}, {"regex": "[1]", "n": 2, "logprobs": 0}),
