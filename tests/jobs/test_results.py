@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.errors import OutputError
 from batchgen.jobs.files import results as results_module
 from batchgen.jobs.files.disk import network_file_system, shares_memory
 from batchgen.jobs.files.results import Results
@@ -98,6 +99,23 @@ def test_a_file_system_without_shared_memory_needs_none(tmp_path, monkeypatch):
             "run.sqlite",
         ]
         assert (tmp_path / "results.sqlite").read_bytes()[18:20] == b"\1\1"  # no log
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_a_database_that_was_removed_is_noticed_before_the_job_has_ended(tmp_path, network, monkeypatch):
+    monkeypatch.setattr("batchgen.jobs.files.results.network_file_system", lambda folder: network)
+    folder = tmp_path / "o.jsonl.job"
+    folder.mkdir()
+    with opened(folder) as results:
+        results.append(KEYS[0], RESULTS[0])
+        results.commit()
+        folder.rename(tmp_path / "moved")
+        with pytest.raises(
+            OutputError, match=r"o\.jsonl\.job cannot be written: No such file or directory; its folder was"
+        ):
+            results.commit()
+    with opened(tmp_path / "moved") as results:
+        assert [*results.stored(KEYS)] == [KEYS[0]]
 
 
 def test_the_log_is_synced_at_intervals_and_not_for_every_result(tmp_path, monkeypatch):

@@ -497,11 +497,16 @@ class Results:
                 self._db.executemany(statement, entries)
 
     def commit(self) -> None:
-        """Makes everything that was written survive the end of this process. On a network file system only `flush` does."""
+        """Makes everything that was written survive the end of this process. On a network file system only `flush` does.
+
+        Raises `OutputError` within `flush_every` seconds if the database was removed: no run could go on from what is written to it.
+        """
         self._check()
         if not self._without_log:
             self._end_transaction()
         if time.monotonic() - self._synced >= self._flush_every:
+            with writing(self.folder):
+                (self.folder / RESULTS_FILE).stat()
             self.flush()
 
     def _end_transaction(self) -> None:
