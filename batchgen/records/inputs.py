@@ -32,6 +32,7 @@ DONE_WINDOW_ROWS = 50_000
 PIPE_WINDOW_ROWS = 4_096
 _MODEL_REPO = re.compile(r"hf://((?!(?:datasets|spaces|buckets|models)/)[^/]+/[^/@]+)")
 _UNPACKERS = {".xz": "xz -d", ".bz2": "bzip2 -d", ".zip": "unzip"}
+_OTHER_COMPRESSIONS = {*_UNPACKERS, ".7z", ".br", ".deflate", ".gzip", ".lz4", ".lzma", ".snappy", ".z", ".zstd"}
 _PERMISSIONS = "check its permissions, and those of the folders it is in"
 _PARTITIONS = re.compile(r"(?:^|/)([^/=?]+)=[^/]*(?=/)")
 """The names of columns in folders as Hive, Spark and pyarrow write them: data/lang=de/part-0.parquet."""
@@ -74,7 +75,7 @@ def open_input(config: JobConfig, output: str | None) -> Input:
             found, note = dataset.data_files(choice, input_format)
             notes.append(note)
         else:
-            notes += _unread_folders(name, input_format) if many else []
+            notes += [*_unread_folders(name, input_format), *_unread_files(name, input_format)] if many else []
         if many:
             ours = [f for f in found if _is_ours(f, output)]
             notes += [f"{f} is an output of batchgen: left out of the input" for f in ours]
@@ -267,6 +268,21 @@ def _unread_folders(name: str, format: str | None) -> list[str]:
     if not unread:
         return []
     return [f"sub-folders of {name} are not read ({', '.join(unread[:5])}); a glob reads them, such as {pattern}"]
+
+
+def _unread_files(name: str, format: str | None) -> list[str]:
+    """A note about files of a folder that could be inputs too, but are compressed in a way that is not read."""
+    path = Path(name)
+    if is_url(name) or not path.is_dir():
+        return []
+    formats = {format} if format else set(INPUT_FORMATS)
+    files = (p for p in path.iterdir() if p.suffix.lower() in _OTHER_COMPRESSIONS and not p.name.startswith("."))
+    left_out = sorted(p.name for p in files if split_name(p.stem)[1] in formats and p.is_file())
+    if not left_out:
+        return []
+    more = f" and {len(left_out) - 5:,} more" if len(left_out) > 5 else ""
+    shown = f"{', '.join(left_out[:5])}{more}"
+    return [f"files of {name} are not read because of their suffix ({shown}): unpack them, or name them .gz or .zst"]
 
 
 def _files_below(name: str, format: str | None) -> tuple[list[str], str]:

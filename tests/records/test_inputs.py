@@ -114,6 +114,22 @@ def test_a_folder_gives_its_known_files_sorted_and_without_our_outputs(folder):
     assert [f.name for f in opened("data", format="csv").files] == ["data/a.csv.gz"]
 
 
+def test_files_of_a_folder_that_are_compressed_otherwise_are_named(folder):
+    (folder / "data" / "d.jsonl.xz").mkdir(parents=True)
+    for name in ("a.jsonl", "b.jsonl.bz2", "c.CSV.ZSTD", "notes.txt.bz2", ".e.jsonl.bz2", "f.jsonl.sha256"):
+        (folder / "data" / name).write_bytes(JSONL)
+    source = opened("data")
+    assert [f.name for f in source.files] == ["data/a.jsonl"]
+    note = "files of data are not read because of their suffix ({}): unpack them, or name them .gz or .zst"
+    assert source.notes == [note.format("b.jsonl.bz2, c.CSV.ZSTD")]
+    assert opened("data", format="jsonl").notes == [note.format("b.jsonl.bz2")]
+    for i in range(5):
+        (folder / "data" / f"b{i}.jsonl.bz2").touch()
+    assert opened("data", format="jsonl").notes == [
+        note.format("b.jsonl.bz2, b0.jsonl.bz2, b1.jsonl.bz2, b2.jsonl.bz2, b3.jsonl.bz2 and 1 more")
+    ]
+
+
 def test_a_folder_whose_files_are_all_in_sub_folders_names_the_glob_that_reads_them(folder):
     (folder / "my data" / "lang=de").mkdir(parents=True)
     (folder / "my data" / "lang=de" / "part-0.jsonl.gz").write_bytes(gzip.compress(JSONL))
