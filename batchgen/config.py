@@ -386,14 +386,6 @@ class EngineConfig:
         rules=[above(0)],
         shown="none",
     )
-    host_kv_memory: str | None = option(
-        None,
-        "Host memory for the KV of prefixes that do not fit on the device (CUDA only).",
-        group="Engine",
-        metavar="SIZE",
-        shown="none",
-    )
-    """None: such prefixes run again."""
     threads: int | None = option(
         None,
         "Number of CPU threads for all processes together.",
@@ -415,8 +407,6 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check(self)
         parse_memory(self.kv_memory)
-        if self.host_kv_memory is not None:
-            parse_size(self.host_kv_memory, "--host-kv-memory")
 
     @property
     def block_size(self) -> int:

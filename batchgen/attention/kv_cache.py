@@ -72,7 +72,6 @@ class KVCache:
         """Until more blocks than that are in use, pages are small; then `make_pages_huge` is due."""
         if self._in_small_pages:
             self.max_few_blocks = int(FEW * huge) // (bytes_per_token(layers, dtype) * block_size)
-        self._saving = {on: torch.cuda.Stream(on) for on in self.devices if on.type == "cuda"}  # type: ignore[no-untyped-call]
 
     def write(self, layer: int, kv_indices_T: torch.Tensor, keys_KTD: torch.Tensor, values_KTD: torch.Tensor) -> None:
         """Stores the KV of T tokens at their places in the pool (block * block_size + offset).
@@ -115,34 +114,6 @@ class KVCache:
         places = self._places(blocks)
         return [self._paged(pool).index_select(1, places[pool.device]) for pool in self.pools]
 
-    def swap_out(self, blocks: Sequence[int]) -> list[HostBlocks]:
-        """Returns the KV of these blocks in host memory. On CUDA the copy runs beside what the device computes next."""
-        places = self._places(blocks)
-        return [
-            self._to_host(self._paged(pool).transpose(0, 1).index_select(0, places[pool.device])) for pool in self.pools
-        ]
-
-    def swap_in(self, saved: Sequence[HostBlocks], first: int, blocks: Sequence[int]) -> None:
-        """Copies saved KV, from its block `first` on, into these blocks."""
-        places = self._places(blocks)
-        for pool, kept in zip(self.pools, saved, strict=True):
-            if kept.there is not None:
-                torch.cuda.current_stream(pool.device).wait_event(kept.there)
-            # A slice is contiguous. For other indices torch would first make a copy on the host, which does not wait for the event.
-            part = kept.blocks[first : first + len(blocks)].to(pool.device, non_blocking=True)
-            self._paged(pool).index_copy_(1, places[pool.device], part.transpose(0, 1))
-
-    def _to_host(self, kv: torch.Tensor) -> HostBlocks:
-        """Copies to pinned memory on a stream of its own. Neither the device nor the host waits."""
-        if kv.device.type != "cuda":
-            return HostBlocks(kv, None)
-        stream = self._saving[kv.device]
-        stream.wait_stream(torch.cuda.current_stream(kv.device))
-        with torch.cuda.stream(stream):
-            host = torch.empty(kv.shape, dtype=kv.dtype, pin_memory=True).copy_(kv, non_blocking=True)
-        kv.record_stream(stream)  # otherwise its memory could be reused while it is still being read
-        return HostBlocks(host, stream.record_event())
-
     def _paged(self, pool: torch.Tensor) -> torch.Tensor:
         return pool.view(pool.shape[0], self.num_blocks, self.block_size, pool.shape[2])
 
@@ -156,16 +127,6 @@ class KVCache:
         for pool in self.pools:
             paged = self._paged(pool)
             paged.index_copy_(1, targets[pool.device], paged.index_select(1, sources[pool.device]))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostBlocks:
-    """The KV of some blocks in host memory, for one of the cache's pools."""
-
-    blocks: torch.Tensor
-    """[P, N, block_size, D]"""
-    there: torch.cuda.Event | None
-    """Recorded when the copy is complete; None if it is complete."""
 
 
 def devices_of(layers: dict[int, LayerShape]) -> tuple[torch.device, ...]:

@@ -117,9 +117,7 @@ class Engine:
         cache = KVCache(model.layers, pool.num_blocks, self.sizes.block_size, model.dtype)
         state_slots = BlockPool(self.sizes.num_state_slots) if model.states else None
         states = StateCache(model.states, self.sizes.num_state_slots, model.dtype) if model.states else None
-        self.block_manager = BlockManager(
-            pool, self.sizes.block_size, model.sliding_window, self.sizes.host_blocks, state_slots, sums=sums
-        )
+        self.block_manager = BlockManager(pool, self.sizes.block_size, model.sliding_window, state_slots, sums=sums)
         self.scheduler = Scheduler(self.block_manager, limits, self._stopper, POLICIES[config.policy])
         self.runner = Runner(model, cache, self.sizes.limits, self.notes, states)
         self._vision = model.vision

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from batchgen.attention.kv_cache import KVCache, bytes_per_token
-from batchgen.config import EngineConfig, parse_memory, parse_size
+from batchgen.config import EngineConfig, parse_memory
 from batchgen.errors import OutOfMemory, RowError, UsageError, is_out_of_memory
 from batchgen.model.cuda_graphs import full_steps_pay
 from batchgen.model.loaded_model import LoadedModel
@@ -86,8 +86,6 @@ class Sizes:
     bytes_per_token: int
     """KV of one token in all layers."""
     limits: Limits
-    host_blocks: int = 0
-    """Number of blocks of cached nodes that host memory takes."""
     num_state_slots: int = 0
     """Number of state slots; 0 for a model without recurrent layers."""
     bytes_per_state_slot: int = 0
@@ -152,16 +150,11 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
         num_blocks = min(num_blocks, max_useful_blocks(limits, context_length, block_size))
     if num_blocks < 1 or (state_slot and num_state_slots < 2):
         raise too_little(config, token, state_slot, limits)
-    if config.host_kv_memory is not None and (model.device.type != "cuda" or state_slot):
-        what = "models without recurrent layers" if state_slot else f"CUDA devices, not for {model.device}"
-        raise UsageError(f"--host-kv-memory is for {what}", "raise --kv-memory instead")
-    host = parse_size(config.host_kv_memory, "--host-kv-memory") if config.host_kv_memory else 0
     return Sizes(
         block_size=block_size,
         num_blocks=num_blocks,
         bytes_per_token=token,
         limits=limits,
-        host_blocks=host // config.processes // (block_size * token) if token else 0,
         num_state_slots=num_state_slots,
         bytes_per_state_slot=state_slot,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import groupby
 
 import torch
 
@@ -17,14 +16,10 @@ from batchgen.kernels.transfer import put
 from batchgen.model.cuda_runner import device_step
 from batchgen.model.loaded_model import LoadedModel, logits_at
 from batchgen.scheduling.batch import (
-    CopyBlock,
     Limits,
     PackedSpans,
     ScheduledBatch,
     ScheduledSpan,
-    SwapIn,
-    SwapOut,
-    copied_blocks,
 )
 from batchgen.scheduling.sequence import GenerationSequence
 from batchgen.state.cache import StateCache
@@ -74,22 +69,12 @@ class Runner:
         `StatesLost` instead of running halves; from then on steps must not be larger than `max_forward_tokens`.
         """
         with torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext():
-            self._move(batch.moves)
+            if batch.copies:
+                self.cache.copy(batch.copies)
             logits = self._run(batch.packed, last) if batch.spans else []
             if not logits:
                 return None
             return logits[0] if len(logits) == 1 else torch.cat(logits)
-
-    def _move(self, moves: Sequence[CopyBlock | SwapOut | SwapIn]) -> None:
-        for kind, some in groupby(moves, type):
-            if kind is CopyBlock:
-                self.cache.copy(copied_blocks(some))
-                continue
-            for move in some:
-                if isinstance(move, SwapOut):
-                    move.to.kv = self.cache.swap_out(move.blocks)
-                elif isinstance(move, SwapIn):
-                    self.cache.swap_in(move.source.kv, move.first, move.blocks)
 
     def _run(self, packed: PackedSpans, last: torch.Tensor | None) -> list[torch.Tensor]:
         size = len(packed.tokens)

@@ -20,7 +20,6 @@ from batchgen.scheduling.sequence import (
     PrefixNodeSpan,
     Span,
     State,
-    SwappedBlocks,
     TokenScore,
     uncut,
 )
@@ -55,36 +54,6 @@ class ScheduledSpan(NamedTuple):
     """The span's `read_state_slot` when it was scheduled."""
     drafts: tuple[int, ...] = ()
     """Draft tokens of a decoding sequence: guesses of what follows its newest token. They are the span's last tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopyBlock:
-    """Copies the KV of one block into another: a node's last block into the first block of a child."""
-
-    source: int
-    to: int
-
-
-@dataclass(frozen=True, slots=True)
-class SwapOut:
-    """Copies blocks of a node that is evicted to host memory."""
-
-    blocks: tuple[int, ...]
-    to: SwappedBlocks
-
-
-@dataclass(frozen=True, slots=True)
-class SwapIn:
-    """Copies blocks back from host memory: those from index `first` on, into `blocks`."""
-
-    source: SwappedBlocks
-    first: int
-    blocks: tuple[int, ...]
-
-
-def copied_blocks(moves: Iterable[CopyBlock | SwapOut | SwapIn]) -> list[tuple[int, int]]:
-    """Returns (source, to) of the copies among these, in order."""
-    return [(move.source, move.to) for move in moves if isinstance(move, CopyBlock)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,8 +170,8 @@ class ScheduledBatch:
 
     packed: PackedSpans
     size: StepSize
-    moves: tuple[CopyBlock | SwapOut | SwapIn, ...]
-    """Copies of blocks to make before the forward, in this order."""
+    copies: tuple[tuple[int, int], ...]
+    """Copies of blocks (from, to) to make before the forward, in this order."""
     samples: tuple[Sample, ...]
     """The tokens to sample: first those from rows of this step's logits, then those of sequences whose prompt ends at a node, which sample from the
     node's logits without a forward. Those of one sequence follow one another."""
@@ -221,7 +190,7 @@ class ScheduledBatch:
     def of(
         cls,
         spans: Sequence[ScheduledSpan],
-        moves: tuple[CopyBlock | SwapOut | SwapIn, ...] = (),
+        copies: tuple[tuple[int, int], ...] = (),
         started: tuple[GenerationSequence, ...] = (),
         scored: tuple[GenerationSequence, ...] = (),
         freed: Freed = Freed(),  # noqa: B008 - immutable
@@ -256,7 +225,7 @@ class ScheduledBatch:
         return cls(
             packed=packed,
             size=StepSize(len(packed.tokens), len(packed.logits_places), keys, pairs, images),
-            moves=moves,
+            copies=copies,
             samples=tuple(samples),
             sample_rows=np.asarray(rows, dtype=np.int64),
             kept_rows=tuple(kept),

@@ -19,18 +19,16 @@ from collections.abc import Container, Iterator, Sequence
 
 from batchgen.prefix import resident_lengths
 from batchgen.request import Image, TokenArray, image_ends
-from batchgen.scheduling.batch import CopyBlock, SwapIn, SwapOut
 from batchgen.scheduling.block_pool import BlockPool
-from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span, SwappedBlocks
+from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span
 from batchgen.scheduling.waiting import Window
 
 
 class BlockManager:
     """The block pool and the spans that hold its blocks.
 
-    `sliding_window` is the widest sliding window in tokens if every layer has one; blocks behind it are released. `host_blocks` is the
-    number of blocks of cached nodes that host memory takes when the pool has no room for them. `state_slots` (at least two) are the slots of
-    recurrent states; None for a model without recurrent layers. `sums` says that the outputs of a prefix are summed (pooling by the mean):
+    `sliding_window` is the widest sliding window in tokens if every layer has one; blocks behind it are released. `state_slots`
+    (at least two) are the slots of recurrent states; None for a model without recurrent layers. `sums` says that the outputs of a prefix are summed (pooling by the mean):
     what follows a prefix then begins at the end of a node, as with recurrent layers.
     """
 
@@ -39,7 +37,6 @@ class BlockManager:
         pool: BlockPool,
         block_size: int,
         sliding_window: int | None = None,
-        host_blocks: int = 0,
         state_slots: BlockPool | None = None,
         *,
         sums: bool = False,
@@ -55,12 +52,10 @@ class BlockManager:
         self.windows: dict[int, Window] = {}  # by number: those that are not done
         self.live: dict[PrefixNodeSpan, None] = {}  # nodes that leaves need, complete or being computed
         self.cached: dict[PrefixNodeSpan, None] = {}  # complete nodes that no leaf needs, least recently used first
-        self.host_blocks = host_blocks
-        self.swapped: dict[PrefixNodeSpan, None] = {}  # evicted nodes in host memory, least recently used first
         self._sources: dict[int, dict[int, tuple[PrefixNodeSpan, int]]] = {}
         """By window and item: a node of an earlier window, and the number of positions whose KV can be taken over from it."""
         self._freed_nodes: list[PrefixNodeSpan] = []
-        self._moves: list[CopyBlock | SwapOut | SwapIn] = []
+        self._copies: list[tuple[int, int]] = []
         self._reserved_blocks = 0  # blocks that the running sequences may still need
         self.childless: set[PrefixNodeSpan] = set()
         """Nodes that leaves need and that have no children now. Each stands for a sequence that begins under it later. If a window does not
@@ -72,10 +67,10 @@ class BlockManager:
         """Number of blocks that hold `tokens` positions."""
         return -(-tokens // self.block_size)
 
-    def take_moves(self) -> tuple[CopyBlock | SwapOut | SwapIn, ...]:
-        """Returns the copies of blocks that were decided on since the last call, in order."""
-        moves, self._moves = tuple(self._moves), []
-        return moves
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
+        """Returns the copies of blocks (from, to) that were decided on since the last call, in order."""
+        copies, self._copies = tuple(self._copies), []
+        return copies
 
     def take_freed_nodes(self) -> tuple[PrefixNodeSpan, ...]:
         """Returns the nodes that were freed since the last call: no prompt samples from them any more."""
@@ -95,7 +90,7 @@ class BlockManager:
         self._sources[w.number] = {}
         if not w.leaves:
             return
-        node_spans = [*self.cached, *self.swapped, *(b for b in self.live if b.complete)]
+        node_spans = [*self.cached, *(b for b in self.live if b.complete)]
         prompts: list[TokenArray] = [w.leaves[0].tokens] * len(w.leaves)
         for i, leaf in enumerate(w.leaves):
             prompts[int(w.plan.order[i])] = leaf.tokens
@@ -109,9 +104,8 @@ class BlockManager:
                 node = w.plan.nodes[n]
                 found |= self._offer(w, n, node_span, min(shared, node.end, w.wanted[n].start), node.start)
                 n = node.parent
-            for kept in (self.cached, self.swapped):
-                if found and node_span in kept:
-                    kept[node_span] = kept.pop(node_span)
+            if found and node_span in self.cached:
+                self.cached[node_span] = self.cached.pop(node_span)
 
     def _offer(self, w: Window, item: int, node_span: PrefixNodeSpan, length: int, start: int) -> bool:
         if length <= start or node_span.dropped * self.block_size > self._needed_from(length):
@@ -284,18 +278,13 @@ class BlockManager:
     def evict_all(self, kept: Container[PrefixNodeSpan | None] = ()) -> None:
         """Evicts all cached nodes, and of the complete nodes that leaves still need all but those in `kept`."""
         for node_span in [*self.cached, *(b for b in self.live if b.complete and b not in kept)]:
-            if node_span in self.cached:
-                self._swap_out(node_span)
             self.evict(node_span)
 
     def discard(self) -> None:
-        """Forgets the KV of all idle nodes, in host memory too: it cannot be trusted."""
+        """Forgets the KV of all idle nodes: it cannot be trusted."""
         for node_span in list(self.cached):
             self.evict(node_span)
-        for node_span in self.swapped:
-            node_span.swapped = None
-        self.swapped.clear()
-        self._moves.clear()
+        self._copies.clear()
 
     # -- states of recurrent layers
 
@@ -345,47 +334,38 @@ class BlockManager:
         if memory is short.
         """
         kept, known = self._sources.get(span.window, {}).get(span.item, (None, 0))
-        while kept is not None and kept.evicted and kept.swapped is None:  # evicted since the window was added
+        while kept is not None and kept.evicted:  # evicted since the window was added
             kept = kept.successor
             known = min(known, kept.computed if kept else 0)
         gone = kept is None or (self._whole_nodes and (not self.has_state(kept) or known != kept.end))
         if kept is None or gone or known <= span.start or kept.dropped * self.block_size > self._needed_from(known):
-            return self._fill(span, span.parent, span.start, None, reserve)
+            return self._fill(span, span.parent, span.start, reserve)
         # The node to take over must not be evicted to make room.
-        shelf = self.cached if kept in self.cached else self.swapped if kept in self.swapped else None
-        if shelf is not None:
-            del shelf[kept]
-        filled = self._fill(span, kept, known, kept.swapped, reserve)
+        if idle := kept in self.cached:
+            del self.cached[kept]
+        filled = self._fill(span, kept, known, reserve)
         # Otherwise every window would leave one more copy of a prefix that all windows have.
         replaced = filled and isinstance(span, PrefixNodeSpan) and _covers(span, kept, known)
         # With recurrent layers or sums no other node can take over from the middle of the new one.
         replaced = replaced and (not self._whole_nodes or span.end == kept.end)
-        if shelf is self.cached and replaced:
+        if idle and replaced:
             assert isinstance(span, PrefixNodeSpan)
             kept.successor = span
             self.evict(kept)
-        elif shelf is not None and not replaced:
-            shelf[kept] = None
-            self._make_room(0, 0, self.unshared_blocks)  # it was not on the shelf when the others were evicted
-        elif shelf is not None:
-            kept.swapped = None
-        if not filled and kept.swapped is not None:
-            # Blocks that are loaded are all new ones. A node that is computed again can write on in its parent's last block and so
-            # needs one less.
-            filled = self._fill(span, span.parent, span.start, None, reserve)
+        elif idle:
+            self.cached[kept] = None
+            self._make_room(0, 0, self.unshared_blocks)  # it was not there when the others were evicted
         return filled
 
-    def _fill(
-        self, span: Span, source: PrefixNodeSpan | None, known: int, swapped: SwappedBlocks | None, reserve: int
-    ) -> bool:
-        """Does what `_open` does. Takes the KV of positions before `known` from `source`, or from host memory if `swapped` is given."""
+    def _fill(self, span: Span, source: PrefixNodeSpan | None, known: int, reserve: int) -> bool:
+        """Does what `_open` does. Takes the KV of positions before `known` from `source`."""
         if self.state_slots is None:
-            return self._fill_table(span, source, known, swapped, reserve)
+            return self._fill_table(span, source, known, reserve)
         before = source.state_slot if source is not None else -1
         if before >= 0:  # held first, so that it is not released to make room
             self.state_slots.share([before])
         whole = isinstance(span, PrefixNodeSpan) and known == span.end  # nothing has to run: the state is the source's
-        if (whole or self._make_state_slot()) and self._fill_table(span, source, known, swapped, reserve):
+        if (whole or self._make_state_slot()) and self._fill_table(span, source, known, reserve):
             span.state_slot = before if whole else self.state_slots.allocate(1)[0]
             span.read_state_slot = before
             return True
@@ -393,15 +373,11 @@ class BlockManager:
             self.state_slots.release([before])
         return False
 
-    def _fill_table(
-        self, span: Span, source: PrefixNodeSpan | None, known: int, swapped: SwappedBlocks | None, reserve: int
-    ) -> bool:
+    def _fill_table(self, span: Span, source: PrefixNodeSpan | None, known: int, reserve: int) -> bool:
         size = self.block_size
         parent = span.parent
         first = span.start // size
         full, tail = divmod(known, size)  # blocks taken over whole, and tokens of the next one
-        if swapped is not None:
-            full, tail = first, 0  # nothing can be shared or copied: the KV is loaded into new blocks
         wanted = self.blocks_for(span.end) - full
         unshared = self.unshared_blocks + self.blocks_for(span.end) - (_held(parent) if parent in self.childless else 0)
 
@@ -438,9 +414,7 @@ class BlockManager:
         else:
             fresh = self.pool.allocate(wanted)
         if tail and fresh[0] != tail_block:
-            self._moves.append(CopyBlock(tail_block, fresh[0]))
-        elif swapped is not None:
-            self._moves.append(SwapIn(swapped, first, tuple(fresh[: self.blocks_for(known) - first])))
+            self._copies.append((tail_block, fresh[0]))
         span.table = [*above, *taken, *fresh]
         span.dropped = dropped
         span.computed = known
@@ -514,23 +488,8 @@ class BlockManager:
         needed without sharing, where `unshared` are needed now. Returns False if too few blocks are free then."""
         limit = max(unshared, self.peak_unshared_blocks)
         while self.cached and (self.pool.num_free < blocks + reserve or self.pool.num_used + blocks > limit):
-            node_span = next(iter(self.cached))
-            self._swap_out(node_span)
-            self.evict(node_span)
+            self.evict(next(iter(self.cached)))
         return self.pool.num_free >= blocks + reserve
-
-    def _swap_out(self, node_span: PrefixNodeSpan) -> None:
-        """Copies a cached node's KV to host memory if it fits there. Drops the least recently used nodes for it."""
-        count = len(node_span.table)
-        if count > self.host_blocks or node_span.dropped:
-            return
-        while self.swapped and sum(self.blocks_for(b.end) for b in self.swapped) + count > self.host_blocks:
-            oldest = next(iter(self.swapped))
-            del self.swapped[oldest]
-            oldest.swapped = None
-        node_span.swapped = SwappedBlocks()
-        self.swapped[node_span] = None
-        self._moves.append(SwapOut(tuple(node_span.table), node_span.swapped))
 
 
 def _held(span: Span) -> int:

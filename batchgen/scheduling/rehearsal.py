@@ -100,7 +100,7 @@ def scheduler_of(
     leaves = _leaves(prompts, max_tokens)
     blocks = 2 * sum(-(-(len(tokens) + max_tokens) // block_size) for tokens in prompts)
     state_slots = BlockPool(num_state_slots) if num_state_slots else None
-    manager = BlockManager(BlockPool(blocks), block_size, sliding_window, 0, state_slots)
+    manager = BlockManager(BlockPool(blocks), block_size, sliding_window, state_slots)
     limits = Limits(len(prompts), max(prefill_tokens, len(prompts)), prefill_tokens)
     scheduler = Scheduler(manager, limits, FixedLength)
     plan = plan_prefixes(prompts, block_size, share=share)

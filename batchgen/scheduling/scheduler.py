@@ -414,7 +414,7 @@ class Scheduler(RunningSet):
         self.block_manager.note_unshared(scored[: self.limits.batch_size - len(self.running)])
         spans = sorted(budget.spans, key=lambda scheduled: scheduled.span.place)
         batch = ScheduledBatch.of(
-            spans, self.block_manager.take_moves(), tuple(started), tuple(scored), self.take_freed()
+            spans, self.block_manager.take_copies(), tuple(started), tuple(scored), self.take_freed()
         )
         count_batch(self.counts, batch)
         return batch

@@ -160,13 +160,6 @@ class Span:
         raise NotImplementedError
 
 
-@dataclass(slots=True, eq=False)
-class SwappedBlocks:
-    """A copy of the KV of some blocks in host memory; the runner fills it."""
-
-    kv: Any = None
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefixNodeSpan(Span):
     """A prefix node whose KV is computed or being computed. A node that was evicted gets another one."""
@@ -178,8 +171,6 @@ class PrefixNodeSpan(Span):
     images: tuple[Image, ...] = ()
     """Those of the same leaf."""
     evicted: bool = False
-    swapped: SwappedBlocks | None = None
-    """Its KV in host memory, if it was moved there when the node was evicted."""
     children: dict[Span, None] = field(default_factory=dict)
     """The spans directly below it that run, and the nodes that leaves need."""
     successor: PrefixNodeSpan | None = None

@@ -116,7 +116,7 @@ def test_the_kernels_are_the_reference_on_random_trees(kernels, data):
     )  # fmt: skip
 
 
-def test_a_block_is_copied_saved_and_loaded_whatever_its_layout(kernels):
+def test_a_block_is_copied_whatever_its_layout(kernels):
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn((2, 40, 8), generator=generator), torch.randn((2, 40, 20), generator=generator)
     cache = written(kernels, keys, values, range(16, 56), 16)  # blocks 1, 2 and half of 3
@@ -126,11 +126,6 @@ def test_a_block_is_copied_saved_and_loaded_whatever_its_layout(kernels):
     cache.copy([(1, 5)])
     for pool, other in zip(cache.pools, again.pools, strict=True):
         assert torch.equal(cache._paged(pool)[:, 5], again._paged(other)[:, 5])
-    saved = cache.swap_out([2, 1])
-    cache.swap_in(saved, 0, [3, 4])
-    for pool, other in zip(cache.pools, again.pools, strict=True):
-        assert torch.equal(cache._paged(pool)[:, 3], again._paged(other)[:, 3])
-        assert torch.equal(cache._paged(pool)[:, 4], again._paged(other)[:, 5])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

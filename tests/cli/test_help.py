@@ -24,7 +24,7 @@ CONTRACT = """
     --stop --stop-token-id --ignore-eos --seed --n -n --logprobs --token-ids --row-params
     --choices --choices-column --top-choices --expect --regex --json-schema --json-whitespace --parse --reasoning --reasoning-budget --max-repeats --sampling-defaults --score --completion-column
     --embed --classify --pooling --normalize --no-normalize --prompt-name --prompt-logprobs
-    --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --kv-memory --host-kv-memory
+    --chunk-size --batch-size --max-batch-tokens --max-prefill-tokens --kv-memory
     --policy --priority-column --window --share --no-share --speculate --compile --attention --threads --debug
     --shard --merge --ray --workers --cpus-per-worker --ray-working-dir
     --output -o --output-format --input-format --encoding --limit --order --overwrite --retry-errors --retry --prune --max-errors --row-timeout --keep --flush-every --grace --work-dir --stats --report

@@ -82,7 +82,6 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M --workers 4", 2, "--workers, --cpus-per-worker and --ray-working-dir are for a cluster; add --ray, or use --device"),
     ("run R -m M --ray --device cuda:0,1", 2, "with --ray the cluster chooses the devices; use --device cpu or cuda, or leave it out"),
     ("run R -m M --batch-size big", 2, "--batch-size must be a whole number or auto, not 'big'"),
-    ("run R -m M --host-kv-memory 50%", 2, "--host-kv-memory '50%' is not a size; use a size such as 8GiB"),
     ("run R -m M --kv-memory lots", 2, f"--kv-memory 'lots' is not a size; {SIZE}"),
     ("run R -m M --window some", 2, "--window must be a number of rows or all, not 'some'"),
     ("plan R -m M --shards 0", 2, "--shards must be at least 1, not 0"),

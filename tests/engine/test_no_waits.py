@@ -148,7 +148,7 @@ def engine_without_values(monkeypatch, **options):
     monkeypatch.setattr(Told, "rng", random.Random(0))  # the same tokens, whichever tests ran before
     runner = Runner(model, engine.runner.cache, engine.sizes.limits, engine.notes)
     runner._attention = Attention
-    runner._move = lambda moves: None  # of blocks: kv_cache's
+    runner.cache.copy = lambda copies: None
     engine.runner, engine.sampler = runner, Sampler(model.vocab_size, NOWHERE)
     engine.executor = StepExecutor(runner, engine.sampler, engine.constraints)
     engine.loop = StepLoop(engine.scheduler, engine.executor, ahead=1)

@@ -146,20 +146,6 @@ def test_halves_of_a_step_keep_its_order_and_its_logits():
     assert [half.logits_places.tolist() for half in (first, second)] == [[], [1, 2]]
 
 
-def test_what_comes_back_from_host_memory_is_as_if_it_had_never_gone(model):
-    a, b = [i % 90 for i in range(100)], [(7 * i) % 90 for i in range(100)]
-    windows = [[[*p, x] for x in (1, 2)] for p in (a, b, a)]
-    engine, fresh = (tiny.engine_of(model, blocks=7) for _ in range(2))
-    engine.block_manager.host_blocks = 8
-    for window in windows:
-        requests = make_requests(window, [20, 20])
-        assert texts(tiny.run(engine, requests)) == texts(tiny.run(tiny.engine_of(model), requests))
-        tiny.run(fresh, requests)
-    assert (
-        fresh.stats.prefill_tokens - engine.stats.prefill_tokens == 1 + 100
-    )  # the token that b has of a, and all of a
-
-
 def test_choices_that_are_all_impossible_are_equally_likely():
     assert module._normalised([-math.inf, -math.inf]) == [0.5, 0.5]
     assert module._normalised([-math.inf, 0.0]) == [0.0, 1.0]

@@ -134,7 +134,7 @@ def test_prompt_and_sampling_options_are_settings(name, kind, value, tiny_model_
 def test_options_that_do_not_change_results_are_not_settings(tiny_model_dir):
     free = settings_of(tiny_model_dir, window=3, limit=2, order="done", keep=(), flush_every=0.0, token_ids=True)
     assert free == settings_of(tiny_model_dir)
-    engine = EngineConfig(policy="fifo", row_timeout=1.0, host_kv_memory="1GiB", batch_size=2)
+    engine = EngineConfig(policy="fifo", row_timeout=1.0, batch_size=2)
     assert settings_of(tiny_model_dir, engine=engine) == free
     assert settings_of(tiny_model_dir, prompts=PromptConfig(priority_column="p")) == free
     assert settings_of(ModelConfig(model=str(tiny_model_dir), device_map="auto")) == free

@@ -78,11 +78,9 @@ def test_memory_is_divided_into_whole_blocks_and_state_slots(model, config, foun
         (ATTENTION, {"kv_memory": "100KiB"}, "--kv-memory 100KiB does not hold a block of 32 tokens (128.0 KiB); give 128KiB or more, or lower --chunk-size"),
         (BOTH, {"kv_memory": "192KiB"}, "--kv-memory 192KiB does not hold a block of 32 tokens (128.0 KiB) and two recurrent states (64.0 KiB each); give 256KiB or more, or lower --chunk-size"),
         (RECURRENT, {"kv_memory": "100KiB"}, "--kv-memory 100KiB does not hold two recurrent states (64.0 KiB each); give 128KiB or more"),
-        (BOTH, {"kv_memory": "1MiB", "host_kv_memory": "1MiB"}, "--host-kv-memory is for models without recurrent layers; raise --kv-memory instead"),
-        (ATTENTION, {"host_kv_memory": "1GiB"}, "--host-kv-memory is for CUDA devices, not for cpu; raise --kv-memory instead"),
     ],
 )  # fmt: skip
-def test_memory_that_is_too_little_or_of_no_use_is_refused(model, config, message):
+def test_memory_that_is_too_little_is_refused(model, config, message):
     with pytest.raises(UsageError) as refused:
         size_engine(model, EngineConfig(**config), 1024)
     assert str(refused.value) == message

@@ -34,10 +34,6 @@ def window(start, end, parent=None):
     )  # fmt: skip
 
 
-def take_copies(memory):
-    return tuple((move.source, move.to) for move in memory.take_moves())
-
-
 def computed_node(memory, start, end, parent=None):
     """A node whose tokens have been computed."""
     node_span = memory.open_node(window(start, end, parent), 0, 0)
@@ -73,8 +69,8 @@ def test_the_first_sequence_writes_into_its_nodes_last_block_and_the_others_copy
         assert (seq.start, seq.computed) == (10, 10)
     assert [s.table for s in (first, second, third)] == [[0, 1, 2, 19], [0, 1, 18, 17], [0, 1, 16, 15]]
     assert memory.has_tail_writer(node_span)
-    assert take_copies(memory) == ((2, 18), (2, 16))
-    assert take_copies(memory) == ()
+    assert memory.take_copies() == ((2, 18), (2, 16))
+    assert memory.take_copies() == ()
     check(memory, node_span, first, second, third)
 
 
@@ -83,7 +79,7 @@ def test_a_node_that_ends_at_the_end_of_a_block_has_no_tail_to_copy(memory):
     first, second = (sequence(9, 1, i) for i in range(2))
     memory.open_sequence(first, node_span, reserve=0)
     memory.open_sequence(second, node_span, reserve=0)
-    assert (first.table, second.table, take_copies(memory)) == ([0, 1, 19], [0, 1, 18], ())
+    assert (first.table, second.table, memory.take_copies()) == ([0, 1, 19], [0, 1, 18], ())
     assert not memory.has_tail_writer(node_span)
 
 
@@ -94,7 +90,7 @@ def test_a_node_with_blocks_of_its_own_has_them_in_one_run_with_its_parents_tail
     after = computed_node(memory, 0, between)
     child = computed_node(memory, 6, 13, parent)
     assert (parent.table, child.table) == (table[:2], table)
-    assert (take_copies(memory), memory.has_tail_writer(parent)) == (copies, True)
+    assert (memory.take_copies(), memory.has_tail_writer(parent)) == (copies, True)
     check(memory, parent, after, child)
 
 
@@ -104,7 +100,7 @@ def test_nothing_is_taken_when_memory_is_short(memory):
     assert not memory.open_sequence(seq, node_span, reserve=None)
     assert memory.open_node(window(60, 90, node_span), 0, 0) is None
     assert (seq.table, memory.pool.num_used, memory.has_tail_writer(node_span)) == ([], 15, False)
-    assert take_copies(memory) == ()
+    assert memory.take_copies() == ()
 
 
 def test_the_least_recently_used_idle_node_is_evicted_first(memory):
@@ -158,7 +154,7 @@ def test_a_later_window_reuses_a_node_exact_to_the_token(memory, cached, shared,
     prompt = [*begins, *range(len(begins), len(begins) + shared)]
     node_span = memory.open_node(load_window(memory, [[*prompt, 50], [*prompt, 60]]), 0, 0)
     assert (node_span.end, node_span.computed, node_span.table) == (len(prompt), computed, table)
-    assert take_copies(memory) == copies
+    assert memory.take_copies() == copies
     check(memory, node_span)
 
 
@@ -238,51 +234,6 @@ def test_the_number_of_idle_nodes_is_limited():
     s.load([[90, *range(5), 70]], [1])
     s.finish()
     assert s.prefilled == 10 * (6 + 2) + 1
-
-
-# -- host memory
-
-
-def three_windows(host_blocks):
-    """Runs three windows. The third has the prefix of the first, and the pool has room for one prefix."""
-    s = sim.Simulation(blocks=14, block_size=2, host_blocks=host_blocks)
-    for root in (range(20), range(50, 70), range(20)):
-        s.load([[*root, 1, 2], [*root, 3]], [3, 3])
-        s.finish()
-    return s
-
-
-@pytest.mark.parametrize(
-    ("host_blocks", "prefilled", "kept"), [(0, 3 * (20 + 3), []), (9, 3 * (20 + 3), []), (10, 2 * 20 + 3 * 3, [50])]
-)
-def test_an_evicted_node_is_loaded_again_from_host_memory_if_that_has_room(host_blocks, prefilled, kept):
-    s = three_windows(host_blocks)  # a node has 10 blocks
-    assert s.prefilled == prefilled
-    assert [b.tokens(0, 1)[0] for b in s.block_manager.swapped] == kept  # the other one has been loaded
-
-
-def test_part_of_a_node_can_be_loaded_from_host_memory():
-    s = sim.Simulation(blocks=14, block_size=2, host_blocks=10)
-    s.load([[*range(20), 1, 2], [*range(20), 3]], [3, 3])
-    s.finish()
-    s.load([[*range(50, 70), 1, 2], [*range(50, 70), 3]], [3, 3])
-    s.finish()
-    before = s.prefilled
-    s.load([[*range(13), 90], [*range(13), 91]], [3, 3])
-    s.finish()
-    assert s.prefilled - before == 2
-
-
-def test_discarding_includes_nodes_in_host_memory():
-    s = three_windows(10)
-    (in_host_memory,) = s.block_manager.swapped
-    before = s.prefilled
-    s.block_manager.discard()
-    assert in_host_memory.swapped is None
-    assert (len(s.block_manager.swapped), s.block_manager.take_moves(), s.block_manager.pool.num_used) == (0, (), 0)
-    s.load([[*range(50, 70), 1, 2], [*range(50, 70), 3]], [3, 3])
-    s.finish()
-    assert s.prefilled - before == 20 + 3
 
 
 @pytest.mark.parametrize("abandoned", [False, True])

@@ -75,7 +75,7 @@ def check_once(seed, spare, policy, sliding_window, scored, cancels, ends, state
     s = sim.Simulation(
         blocks=needed + spare, block_size=block_size, tokens=tokens, batch_size=min(tokens, rng.choice([1, 2, 3, 50])),
         prefill=rng.randint(1, tokens), scored=rng.choice([1, 3, 1000]),
-        sliding_window=sliding_window, policy=policy, host_blocks=rng.choice([0, 0, 4, 100]) if state_slots is None else 0, shared_reads=rng.choice([1, 4, 1000]),
+        sliding_window=sliding_window, policy=policy, shared_reads=rng.choice([1, 4, 1000]),
         ahead=ahead, ends=ends, state_slots=state_slots, drafts=drafts,
     )  # fmt: skip
     results = []

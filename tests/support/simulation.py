@@ -13,7 +13,6 @@ from batchgen.prefix import PrefixPlan, plan_prefixes
 from batchgen.request import Leaf, Request, leaves_of
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import (
-    CopyBlock,
     Freed,
     Limits,
     Sample,
@@ -21,7 +20,6 @@ from batchgen.scheduling.batch import (
     ScheduledSpan,
     SequenceUpdate,
     StepOutput,
-    SwapOut,
 )
 from batchgen.scheduling.block_manager import BlockManager
 from batchgen.scheduling.block_pool import BlockPool
@@ -105,13 +103,12 @@ class Simulation:
     def __init__(
         self, blocks: int = 1000, block_size: int = 2, batch_size: int = 100, tokens: int = 1000, prefill: int = 1000,
         scored: int = 1000, sliding_window: int | None = None, policy: str = "prefix",
-        host_blocks: int = 0,
         state_slots: int | None = None,
         shared_reads: int = 4, every_step: Callable[[ScheduledBatch, AttentionPlan | None], None] | None = None,
         ahead: bool = False, ends: Container[int] = (), drafts: float | None = None,
     ) -> None:  # fmt: skip
         self.block_manager = BlockManager(
-            BlockPool(blocks), block_size, sliding_window, host_blocks, BlockPool(state_slots) if state_slots else None
+            BlockPool(blocks), block_size, sliding_window, BlockPool(state_slots) if state_slots else None
         )
         self.states: dict[int, tuple[int, ...]] = {}
         """By state slot, the tokens whose state it contains."""
@@ -219,7 +216,7 @@ class Simulation:
         self.batch = batch
         self.steps += 1
         self._check_budgets(batch)
-        self._move(batch)
+        self._copy(batch)
         plan = plan_attention(batch.spans, self.block_size, **self.attention) if batch.spans else None
         if plan is not None:
             self._check_tokens(batch)
@@ -309,15 +306,9 @@ class Simulation:
         known = scheduled.stop - len(scheduled.drafts)
         return (*self._prefix(scheduled.span, min(count, known)), *scheduled.drafts[: max(0, count - known)])
 
-    def _move(self, step: ScheduledBatch) -> None:
-        for move in step.moves:
-            if isinstance(move, CopyBlock):
-                self._fill(move.to, self._block(move.source))
-            elif isinstance(move, SwapOut):
-                move.to.kv = [self._block(block) for block in move.blocks]
-            else:
-                for block, held in zip(move.blocks, move.source.kv[move.first :], strict=False):
-                    self._fill(block, held)
+    def _copy(self, step: ScheduledBatch) -> None:
+        for source, to in step.copies:
+            self._fill(to, self._block(source))
 
     def _check_tokens(self, step: ScheduledBatch) -> None:
         packed = step.packed

@@ -37,7 +37,7 @@ from batchgen.request import TokenArray
 from batchgen.sampling.sampler import Sampler
 from batchgen.sampling.scoring import score_targets
 from batchgen.sampling_params import SamplingParams
-from batchgen.scheduling.batch import Limits, ScheduledBatch, copied_blocks
+from batchgen.scheduling.batch import Limits, ScheduledBatch
 from batchgen.scheduling.rehearsal import run_steps, scheduler_of
 from batchgen.scheduling.scheduler import Scheduler
 from batchgen.state.cache import StateCache
@@ -288,9 +288,8 @@ class _AttentionSteps:
     def launch(self, batch: ScheduledBatch) -> Callable[[], Sequence[int]]:
         """Computes one step both ways. Returns the tokens that a batch is given. Raises `Differs`."""
         kind, count = self._kind, batch.num_tokens
-        copies = copied_blocks(batch.moves)
         for cache in (self._cache, self._plain, self._magnitudes):
-            cache.copy(copies)
+            cache.copy(batch.copies)
         self._steps += 1
         padded = min(self._max_tokens, count + (0, 1, 9)[self._steps % 3])
         # In the layout of a model. In every other step, scores are four times as large, so that a query's weight lies on few keys.

@@ -31,7 +31,7 @@ from batchgen.model.loaded_model import LoadedModel, logits_at
 from batchgen.model.multimodal import model_class
 from batchgen.prompts.tokenizer import language_config, quiet
 from batchgen.request import TokenArray
-from batchgen.scheduling.batch import ScheduledBatch, copied_blocks
+from batchgen.scheduling.batch import ScheduledBatch
 from batchgen.scheduling.rehearsal import row_of, run_steps, scheduler_of
 
 BLOCK = 8
@@ -160,7 +160,7 @@ def _packed_difference(
     differences: list[torch.Tensor] = []
 
     def launch(batch: ScheduledBatch) -> Callable[[], Sequence[int]]:
-        cache.copy(copied_blocks(batch.moves))
+        cache.copy(batch.copies)
         plan = plan_attention(batch.spans, BLOCK, shared_reads=1)
         output = model.module(
             input_ids=torch.from_numpy(batch.packed.tokens)[None],
