@@ -19,7 +19,7 @@ from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.plan import contiguous_parts, repeated, split_step
 from batchgen.kernels.build import integers, kernel, pointers
-from batchgen.kernels.ops import Call, Heads
+from batchgen.kernels.ops import Call, Heads, adjacent
 from batchgen.scheduling.batch import ScheduledSpan
 
 VECTOR = 16
@@ -123,7 +123,7 @@ class PackedAttention:
         self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, options: LayerOptions
     ) -> torch.Tensor:
         """Returns the layer's attention output [T, H, V], 0 for tokens that are not `wanted`."""
-        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD, k_KTD, v_KTV))
+        q, k, v = map(adjacent, (q_HTD, k_KTD, v_KTV))
         out = q.new_empty((q.shape[1], q.shape[0], v.shape[2]))
         if self.wanted(layer) is not None:
             out.zero_()
@@ -178,7 +178,7 @@ def attend_to_first(
     q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTV: torch.Tensor, seen: int, options: LayerOptions
 ) -> torch.Tensor:
     """Returns the attention output [T, H, V] of T tokens that all see the first `seen` of them. The tensors are float32 or bfloat16."""
-    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD, k_KTD, v_KTV))
+    q, k, v = map(adjacent, (q_HTD, k_KTD, v_KTV))
     tokens = q.shape[1]
     blocks = -(-tokens // ENCODER_BLOCK)
     shapes = storage({0: LayerShape(len(k), k.shape[2], v.shape[2])}, q.dtype)

@@ -19,9 +19,9 @@ from batchgen.kernels.transfer import Readback, put
 from batchgen.model.runner import Runner
 from batchgen.parsers.heads import OutputHead
 from batchgen.sampling.constraints import Constraints
+from batchgen.sampling.logprobs import score_targets
 from batchgen.sampling.pooling import last_outputs, mean_outputs
 from batchgen.sampling.sampler import Sampler, SamplerOutput
-from batchgen.sampling.scoring import score_targets
 from batchgen.sampling.stopping import Stopper
 from batchgen.scheduling.batch import Freed, Sample, ScheduledBatch, StepOutput
 from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan

@@ -18,7 +18,7 @@ import torch
 
 from batchgen.kernels.build import integers, kernel, library, pointers
 from batchgen.kernels.codes import PackedTensor
-from batchgen.kernels.ops import Activation, Gating, KernelLinear
+from batchgen.kernels.ops import Activation, Gating, KernelLinear, adjacent
 from batchgen.kernels.recognition import Code, code_of
 from batchgen.kernels.replacing import ACTIVATIONS, Packing, is_plain, known_code, own_forward
 
@@ -58,13 +58,11 @@ class FusedExperts(torch.nn.Module):
         """`hidden_states` [..., K] of T tokens. `top_k_index` and `top_k_weights` [T, C]: the experts of each token, and what their
         results are multiplied by.
         """
-        x, indices = hidden_states.to(self.up.dtype).flatten(0, -2), top_k_index.long().contiguous()
+        x, indices = adjacent(hidden_states.to(self.up.dtype).flatten(0, -2)), top_k_index.long().contiguous()
         tokens, chosen = indices.shape
         experts, threads = self.up.experts + self.identities, torch.get_num_threads()
         starts, places = torch.empty(experts + 1, dtype=torch.int64), torch.empty_like(indices)
         rows = torch.empty((tokens * chosen, x.shape[1]), dtype=x.dtype)
-        if x.stride(1) != 1:
-            x = x.contiguous()
         route = _Route(
             tokens, chosen, experts, x.shape[1] * x.itemsize, x.stride(0) * x.itemsize, threads,
             indices.data_ptr(), x.data_ptr(), starts.data_ptr(), places.data_ptr(), rows.data_ptr(),

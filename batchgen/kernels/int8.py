@@ -23,6 +23,7 @@ from batchgen.kernels.ops import (
     PackedLinear,
     Product,
     address_of,
+    adjacent,
     biases_in_panels,
     columns_in_panels,
     in_panels,
@@ -88,8 +89,7 @@ def empty_rows(rows: int, size: int) -> QuantizedRows:
 
 def quantize_rows(x: torch.Tensor) -> QuantizedRows:
     """Quantizes x [rows, K] in float32 or bfloat16, each row by itself: its largest magnitude becomes 127; numbers are rounded to nearest."""
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    x = adjacent(x)
     made = empty_rows(*x.shape)
     rows = QuantizeArguments(
         x.shape[0], x.shape[1], x.stride(0), made.values.shape[1], torch.get_num_threads(),

@@ -57,6 +57,11 @@ def are_known(first: torch.Tensor, *others: torch.Tensor) -> bool:
     return known and dtype in DTYPES
 
 
+def adjacent(x: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, as a copy unless the numbers of its last dimension are adjacent in memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 class Calls:
     """Calls of kernels, which the library runs in this order."""
 
@@ -182,8 +187,7 @@ def sample_rows(x: torch.Tensor, records: NDArray[Any], u: NDArray[np.float64]) 
     `records` [N] have a row's `temperature`, `top_k`, `top_p` and `min_p` (batch_params.py), `u` [N] its uniform number. A row without a
     temperature takes the first of its likeliest tokens, and so does one whose largest logit is not finite.
     """
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    x = adjacent(x)
     tokens, best = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x), dtype=x.dtype)
     sampling = _Sampling(
         *x.shape, x.stride(0), torch.get_num_threads(), x.data_ptr(), best.data_ptr(), tokens.data_ptr()
@@ -197,8 +201,7 @@ def sample_rows(x: torch.Tensor, records: NDArray[Any], u: NDArray[np.float64]) 
 
 def only_allowed(x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     """Does what `filters.forbid` does. The bits of a row are adjacent in `words`."""
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    x = adjacent(x)
     y = torch.empty(x.shape, dtype=x.dtype)
     mask = _Mask(
         *x.shape, words.shape[1], x.stride(0), words.stride(0), torch.get_num_threads(), x.data_ptr(), words.data_ptr(), y.data_ptr()
@@ -218,8 +221,7 @@ def penalize(
     `records` [N] have the rows' penalties. `seen` are marks, bool [.., V], and which of their rows each row of x has, int64 [N], -1 for
     none; `counts` are the same with int32.
     """
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    x = adjacent(x)
     y = torch.empty(x.shape, dtype=torch.float32)
     penalties = _PenaltyArguments(
         *x.shape, x.stride(0), torch.get_num_threads(), x.data_ptr(), y.data_ptr(), seen[0].data_ptr(), counts[0].data_ptr()
@@ -233,8 +235,7 @@ def penalize(
 
 def summarize(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns what `logprobs.Summaries` has, of rows of logits x [N, V]; k is 1 or more."""
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    x = adjacent(x)
     best, log_weights = torch.empty((2, len(x)), dtype=torch.float32)
     tokens = torch.empty((len(x), k), dtype=torch.int64)
     summary = _Summary(

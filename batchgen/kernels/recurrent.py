@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from batchgen.kernels.build import integers, kernel, pointers
-from batchgen.kernels.ops import Activation, address_of, are_known
+from batchgen.kernels.ops import Activation, address_of, adjacent, are_known
 
 ACTIVATIONS = {None: Activation.NONE, "silu": Activation.SILU, "swish": Activation.SILU}
 """By the names of transformers."""
@@ -89,7 +89,7 @@ def convolve(
     x_TC: torch.Tensor, weight_KC: torch.Tensor, bias_C: torch.Tensor | None, activation: str | None, states: torch.Tensor, spans: SpanPlaces
 ) -> torch.Tensor:  # fmt: skip
     """The causal convolution [T, C] of the spans; `states` [slots, K-1, C], their last inputs, change in place. `weight_KC` is contiguous."""
-    x_TC = x_TC if x_TC.stride(1) == 1 else x_TC.contiguous()
+    x_TC = adjacent(x_TC)
     out = torch.empty(x_TC.shape, dtype=x_TC.dtype)
     bias_C = None if bias_C is None else bias_C.contiguous()
     what = _Convolution(
@@ -189,8 +189,7 @@ def gated_norm(
     The gate is SiLU or a sigmoid. `rounds`: to the type of `x` where the modules of transformers round that norm in this type.
     """
     size = x.shape[-1]
-    rows, gates = (of.reshape(-1, size) for of in (x, gate))
-    rows, gates = (of if of.stride(1) == 1 else of.contiguous() for of in (rows, gates))
+    rows, gates = (adjacent(of.reshape(-1, size)) for of in (x, gate))
     y = torch.empty(x.shape, dtype=x.dtype)
     what = _GatedNorm(
         rows.shape[0], groups, size // groups, rows.stride(0), gates.stride(0), gate_first, sigmoid, rounds, torch.get_num_threads(),
@@ -208,8 +207,7 @@ def can_gate(x: torch.Tensor, gate: torch.Tensor) -> bool:
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(gate), both [..., D]; contiguous. The sigmoid and the product are rounded to the type of `x`."""
     size = x.shape[-1]
-    rows, gates = (of.reshape(-1, size) for of in (x, gate))
-    rows, gates = (of if of.stride(1) == 1 else of.contiguous() for of in (rows, gates))
+    rows, gates = (adjacent(of.reshape(-1, size)) for of in (x, gate))
     y = torch.empty(x.shape, dtype=x.dtype)
     what = _Gate(
         rows.shape[0], size, rows.stride(0), gates.stride(0), torch.get_num_threads(), rows.data_ptr(), gates.data_ptr(), y.data_ptr()

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens and of the likeliest tokens, from raw logits, in float32.
+"""Log-probabilities of sampled tokens, of the likeliest tokens and of given texts, from raw logits, in float32.
 
 Shapes: N rows, V vocabulary, the k likeliest tokens of a row.
 """
@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from batchgen.kernels.build import DTYPES
 from batchgen.kernels.ops import summarize
+from batchgen.kernels.transfer import put
 from batchgen.sampling.filters import row_sums
 
 AT_ONCE = 1 << 24
@@ -94,3 +96,22 @@ def read(rows: Sequence[Sequence[float]], counts: Sequence[int]) -> list[TokenLo
         )
         for row, count in zip(rows, counts, strict=True)
     ]
+
+
+@torch.inference_mode()
+def score_targets(
+    logits: torch.Tensor, rows: Sequence[int], targets: Sequence[int], *, own_kernels: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns, for each pair of a row of `logits` [N, V] and a target token, its log-probability and whether no token is likelier.
+
+    Both are on the device, the first in float64 (float32 on MPS); nothing waits for the device. Of equally likely tokens the first
+    counts as the likeliest, as in greedy decoding. The log-probability is that of the softmax over the row in float32. It is NaN if
+    the row's logits are not numbers (a NaN, +inf, or nothing but -inf), or if the model has no logit for the target.
+    """
+    device = logits.device
+    found = summaries(logits, own_kernels=own_kernels)
+    row, target = put(np.array([list(rows), list(targets)], dtype=np.int64), device)
+    known = target < logits.shape[1]  # a text may hold ids that the model has no logits for
+    logprob = logits[row, target.where(known, 0)].float() - found.best[row] - found.log_weights[row]
+    logprob = logprob.where(known, torch.nan)
+    return (logprob if device.type == "mps" else logprob.double()), found.ids[row, 0] == target

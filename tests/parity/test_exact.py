@@ -21,7 +21,7 @@ from batchgen.model.adapter import prepare
 from batchgen.prefix import plan_prefixes
 from batchgen.request import Request, leaves_of
 from batchgen.sampling.filters import row_sums
-from batchgen.sampling.scoring import score_targets
+from batchgen.sampling.logprobs import score_targets
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.sizes import BATCH_SIZE, sufficient_memory
 from batchgen.scheduling.waiting import POLICIES

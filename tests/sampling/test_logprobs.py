@@ -7,7 +7,7 @@ import torch
 
 from batchgen.sampling.filters import forbid
 from batchgen.sampling.logprobs import measure, summaries
-from batchgen.sampling.scoring import score_targets as measure_targets
+from batchgen.sampling.logprobs import score_targets as measure_targets
 from batchgen.sampling_params import SamplingParams
 from support.sampler import sampler_of, words
 

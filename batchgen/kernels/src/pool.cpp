@@ -98,9 +98,19 @@ Pool* pool = new Pool;  // never destroyed: its threads do not end before the pr
 // A forked process has none of the threads, and gets a pool of its own.
 const int registered = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
 
+struct Call {  // made by `Calls` in ops.py
+    void (*kernel)(const void*);
+    const void* argument;
+};
+
 }  // namespace
 
 void run_job(const Job& job, int64_t threads) {
     (void)registered;
     if (!pool->run(job, threads)) job.run(job.body, *job.tasks);
+}
+
+// Several kernels in one call: no Python runs between them, so that the threads do not fall asleep.
+EXPORT void batchgen_run(const Call* calls, int32_t count) {
+    for (int32_t i = 0; i < count; i++) calls[i].kernel(calls[i].argument);
 }

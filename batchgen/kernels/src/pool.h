@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cstdint>
 
+#define EXPORT extern "C" __attribute__((visibility("default")))  // a function that Python calls
+
 class Tasks {
    public:
     explicit Tasks(int64_t count) : count_(count) {}

@@ -21,8 +21,6 @@
 #include <arm_neon.h>
 #endif
 
-#include "export.h"
-
 #define INLINE inline __attribute__((always_inline))
 
 #if defined(__AVX512F__)

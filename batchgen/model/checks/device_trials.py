@@ -34,8 +34,8 @@ from batchgen.model.runner import Runner
 from batchgen.process.signals import ignore_stop_signals
 from batchgen.prompts import load_tokenizer
 from batchgen.request import TokenArray
+from batchgen.sampling.logprobs import score_targets
 from batchgen.sampling.sampler import Sampler
-from batchgen.sampling.scoring import score_targets
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import Limits, ScheduledBatch
 from batchgen.scheduling.rehearsal import run_steps, scheduler_of
