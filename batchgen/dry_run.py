@@ -58,10 +58,8 @@ from batchgen.scheduling.rehearsal import Rehearsal
 from batchgen.scheduling.sizes import (
     AUTO_SHARE,
     BATCH_SIZE,
-    SNAPSHOTS,
     MemoryShare,
     limits_for,
-    max_useful_blocks,
     memory_option,
     sufficient_memory,
 )
@@ -466,37 +464,27 @@ class _PlanBuilder:
     def _sized(self) -> Sizes | None:
         """Returns the sizes of `memory_budget.size_engine`; None where the memory holds no two states. Raises `UsageError` for a size that does not."""
         from batchgen.model.loader import pick_device  # with torch
-        from batchgen.model.memory_budget import Sizes, too_little
+        from batchgen.model.memory_budget import sizes_within
 
         engine = self.config.engine
         device = pick_device(self.config.model.devices[0]).type
         streamed, held = self._weights_in_memory(device)
         limits = limits_for(engine, device, self.tokenizer.vocab_size, streamed=streamed)
-        num_state_slots, num_blocks = (
-            limits.batch_size + SNAPSHOTS,
-            max_useful_blocks(limits, self.tokenizer.context_length, self.block_size),
-        )
         wish = parse_memory(engine.kv_memory)
         room: int | None = wish if isinstance(wish, int) else None
         if room is None and device in AUTO_SHARE:
             room = int(max(0, free_host_memory() - held) * (wish or AUTO_SHARE[device]) / engine.processes)
+        shares = []
         if room is not None:  # on CUDA, the engine measures what is free
-            share = MemoryShare(room, self.block_size * self.bytes_per_token, self.bytes_per_state)
-            num_state_slots = share.state_slots(limits.batch_size)
-            blocks = share.blocks(num_state_slots)
-            num_blocks = blocks if isinstance(wish, int) and self.bytes_per_token else min(num_blocks, blocks)
-        if num_state_slots < 2 or num_blocks < 1:
+            shares = [MemoryShare(room, self.block_size * self.bytes_per_token, self.bytes_per_state)]
+        try:
+            return sizes_within(
+                engine, limits, shares, self.bytes_per_token, self.bytes_per_state, self.tokenizer.context_length
+            )
+        except UsageError:
             if self._chosen_memory:
-                raise too_little(engine, self.bytes_per_token, self.bytes_per_state, limits)
+                raise
             return None
-        return Sizes(
-            block_size=self.block_size,
-            num_blocks=num_blocks,
-            bytes_per_token=self.bytes_per_token,
-            limits=limits,
-            num_state_slots=num_state_slots * bool(self.bytes_per_state),
-            bytes_per_state_slot=self.bytes_per_state,
-        )
 
     def _weights_in_memory(self, device: str) -> tuple[bool, int]:
         """Returns whether a run streams the weights, and how many of their bytes it holds in memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from batchgen.scheduling.batch import Limits, ScheduledBatch, ScheduledSpan
 from batchgen.scheduling.rehearsal import sequences_of
 from batchgen.scheduling.sizes import (
     AUTO_SHARE,
+    SNAPSHOTS,
     MemoryShare,
     limits_for,
     max_useful_blocks,
@@ -144,31 +146,40 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
             )
             for device in model.devices
         ]
-    num_state_slots = min(share.state_slots(limits.batch_size) for share in shares) if state_slot else 0
-    num_blocks = min(share.blocks(num_state_slots) for share in shares)
-    if wish is None or not token:  # more than a full batch of the longest sequences, twice, is of no use
-        num_blocks = min(num_blocks, max_useful_blocks(limits, context_length, block_size))
+    return sizes_within(config, limits, shares, token, state_slot, context_length)
+
+
+def sizes_within(
+    config: EngineConfig, limits: Limits, shares: Sequence[MemoryShare], token: int, state_slot: int, context_length: int
+) -> Sizes:  # fmt: skip
+    """Returns the sizes that fit all `shares` of memory; as large as is of use if there are none. `token` and `state_slot` are their bytes.
+
+    Raises `UsageError` if not even a block fits.
+    """
+    useful = max_useful_blocks(limits, context_length, config.block_size)
+    num_state_slots = 0
+    if state_slot:
+        wanted = limits.batch_size + SNAPSHOTS
+        num_state_slots = min((share.state_slots(limits.batch_size) for share in shares), default=wanted)
+    num_blocks = min((share.blocks(num_state_slots) for share in shares), default=useful)
+    if parse_memory(config.kv_memory) is None or not token:
+        num_blocks = min(num_blocks, useful)
     if num_blocks < 1 or (state_slot and num_state_slots < 2):
-        raise too_little(config, token, state_slot, limits)
+        block = config.block_size * token
+        parts = [f"a block of {config.block_size} tokens ({size_text(block)})"] if token else []
+        parts += [f"two recurrent states ({size_text(state_slot)} each)"] if state_slot else []
+        enough = sufficient_memory(block, state_slot, limits.batch_size)
+        raise UsageError(
+            f"--kv-memory {config.kv_memory} does not hold {' and '.join(parts)}",
+            f"give {memory_option(enough)} or more" + (", or lower --chunk-size" if token else ""),
+        )
     return Sizes(
-        block_size=block_size,
+        block_size=config.block_size,
         num_blocks=num_blocks,
         bytes_per_token=token,
         limits=limits,
         num_state_slots=num_state_slots,
         bytes_per_state_slot=state_slot,
-    )
-
-
-def too_little(config: EngineConfig, token: int, state_slot: int, limits: Limits) -> UsageError:
-    """Returns the error of a KV memory that does not hold a single block. `token` and `state_slot` are their bytes."""
-    block = config.block_size * token
-    parts = [f"a block of {config.block_size} tokens ({size_text(block)})"] if token else []
-    parts += [f"two recurrent states ({size_text(state_slot)} each)"] if state_slot else []
-    enough = sufficient_memory(block, state_slot, limits.batch_size)
-    return UsageError(
-        f"--kv-memory {config.kv_memory} does not hold {' and '.join(parts)}",
-        f"give {memory_option(enough)} or more" + (", or lower --chunk-size" if token else ""),
     )
 
 
