@@ -150,10 +150,9 @@ def _check_gguf(config: ModelConfig, file: Path) -> None:
         raise ModelError(
             f"{file} is one part of a GGUF file", "put the parts together with `llama-gguf-split --merge` of llama.cpp"
         )
-    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
-    if missing:
+    if find_spec("gguf") is None:
         raise ModelError(
-            f"{file} is a GGUF file, which needs the package {missing[0]}", "pip install 'batchgen-llm[quantized]'"
+            f"{file} is a GGUF file, which needs the package gguf", "pip install 'batchgen-llm[quantized]'"
         )
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers.utils.quantization_config import GgufConfig
 
 from batchgen.attention.base import register
 from batchgen.config import ModelConfig
@@ -60,8 +59,7 @@ from batchgen.model.weights.variants import check_quantization, check_stored, is
 from batchgen.model_files import adapter_folder, check_weight_files, gguf_file, only_pickled
 from batchgen.parsers.heads import OutputHead
 from batchgen.process.machine import host_memory
-from batchgen.prompts.gguf import METHOD, alone
-from batchgen.prompts.gguf_settings import OTHER_FORMAT
+from batchgen.prompts.gguf import METHOD
 from batchgen.prompts.images import no_images
 from batchgen.prompts.tokenizer import LoadedTokenizer, checkpoint_dtype, language_config, quiet
 from batchgen.request import TokenArray
@@ -295,7 +293,6 @@ def _from_pretrained(
     own: dict[str, Any] = {}
     if multimodal or is_weight_only(hf_config):
         own["config"] = as_unquantized(language_config(hf_config))
-    gguf = gguf_file(config)
     try:
         with quiet(), ExitStack() as stack:
             packed = _packed(config, hf_config, kind, own.get("config"))
@@ -304,9 +301,6 @@ def _from_pretrained(
                 own["state_dict"] = packed
                 stack.enter_context(one_weight_at_a_time())
                 dtype = dtype_of(config, hf_config) if dtype == "auto" else dtype
-            elif gguf is not None:
-                place, own["gguf_file"] = stack.enter_context(alone(gguf)), gguf.name
-                own["quantization_config"] = GgufConfig(dequantize=True)
             module, found = kind.from_pretrained(
                 place,
                 revision=config.revision,
@@ -331,13 +325,8 @@ def _packed(config: ModelConfig, hf_config: Any, kind: Any, own_config: Any) -> 
     """Returns the weights of a packed checkpoint, which are downloaded if they are not on the disk; None for others."""
     gguf, settings = gguf_file(config), quantization(hf_config)
     if gguf is not None:
-
-        def empty() -> torch.nn.Module:
-            with torch.device("meta"):
-                module: torch.nn.Module = own_class(kind, own_config)(own_config)
-            return module
-
-        return gguf_weights(gguf, empty)
+        with torch.device("meta"):
+            return gguf_weights(gguf, own_class(kind, own_config)(own_config))
     if settings is None or not is_read_packed(settings):
         return None
     files = weight_files(config)
@@ -357,12 +346,6 @@ def _check_found(config: ModelConfig, found: Mapping[str, Any]) -> None:
         raise ModelError(
             f"{where} do not fit its config.json: {name} has shape {list(there)}, and the configuration says {list(wanted)}",
             hint,
-        )
-    unexpected = sorted(name for name in found.get("unexpected_keys") or () if not name.endswith(_LANGUAGE_HEADS))
-    if unexpected and gguf_file(config) is not None:
-        raise ModelError(
-            f"{where} have one that batchgen does not use: {unexpected[0]}",
-            OTHER_FORMAT,
         )
     missing = sorted(found["missing_keys"])
     if config.task == "embed":

@@ -1,6 +1,6 @@
-"""The families of GGUF files that batchgen reads by itself: what the keys of a file say of its model, and what llama.cpp's converter does to weights.
+"""The families of GGUF files: what the keys of a file say of its model, and what llama.cpp's converter does to weights.
 
-A family is an entry of `FAMILIES`. transformers reads the other architectures (`gguf_settings.py`).
+A family is an entry of `FAMILIES`. Files of other architectures are refused (`gguf_settings.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,27 @@ _COMMON = {
     "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }  # fmt: skip
 """The settings of configurations, by the keys that every family has."""
+_OFF_AT_0 = frozenset({"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"})
+"""Keys whose value 0 means that there is no such thing."""
+_NO_HEAD_SIZE = {"attention.key_length": ""}
+_OLDER = _NO_HEAD_SIZE | {
+    "attention.head_count_kv": "", "feed_forward_length": "", "attention.layer_norm_epsilon": "layer_norm_epsilon",
+}  # fmt: skip
+"""Of model types whose MLPs are four times as wide as the model, with keys and values in each head or in one."""
+_MAMBA_1 = _NO_HEAD_SIZE | {
+    "attention.head_count": "", "attention.head_count_kv": "", "feed_forward_length": "", "attention.layer_norm_rms_epsilon": "layer_norm_epsilon", "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size",
+    "ssm.time_step_rank": "time_step_rank",
+}  # fmt: skip
+_SLIDING = {"attention.sliding_window": "sliding_window"}
+_FINAL_SOFTCAP = {"final_logit_softcapping": "final_logit_softcapping"}
+_QWEN_MIXTURE = {
+    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}  # fmt: skip
+_QWEN_DELTA = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads", "full_attention_interval": "full_attention_interval",
+}  # fmt: skip
 _MIXTURE = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _DEEPSEEK_MIXTURE = {
     "expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
@@ -28,12 +49,16 @@ _GRANITE = {
     "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }  # fmt: skip
+_ATTENTION_BIAS = {"attention_bias": ".attn_q.bias"}
 _LLAMA_BIASES = {"attention_bias": ".attn_q.bias", "mlp_bias": ".ffn_up.bias"}
 _MAMBA = frozenset({"ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size"})
 """Keys that files of Granite 4 also have if no layer is recurrent."""
 _PART = frozenset({"rope.dimension_count"})
 _TEMPERATURE = frozenset({"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"})
 _WINDOW = frozenset({"attention.sliding_window_pattern"})
+_QWEN35_KEYS = frozenset({"rope.dimension_count", "rope.dimension_sections", "ssm.inner_size", "attention.recurrent_layers", "nextn_predict_layers"})  # fmt: skip
+_WITH_ROPE = {"rope.scaling.finetuned": True}
+_LLAMA_ROWS = {"tensor_data_layout": "Meta AI original pth"}
 _NO_ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 """The rotary embedding of configurations whose default scales it. `gguf_rope.py` gives it what the file says."""
 
@@ -52,7 +77,7 @@ class GgufFamily(NamedTuple):
 
     model_type: str
     settings: Mapping[str, str] = {}
-    """More names of settings by keys, beside `_COMMON`."""
+    """More names of settings by keys, beside `_COMMON`. The name "" stands for none: the shapes of weights are enough."""
     more: Callable[[Values, Shapes], Mapping[str, Any]] = _nothing
     """Returns the settings that no single key holds."""
     read: frozenset[str] = frozenset()
@@ -61,12 +86,15 @@ class GgufFamily(NamedTuple):
     """Keys with the only value that the model type can have."""
     biases: Mapping[str, str] = {}
     """Settings that say whether the file has tensors, by the ends of their names."""
-    pairs: bool = False
-    """Whether the two numbers of a rotary pair lie side by side in queries and keys, where transformers has them half a head apart."""
+    rows: str = ""
+    """Which rows the converter moves. `pairs`: the two numbers of a rotary pair lie side by side in queries and keys, where transformers has them half a head
+    apart. `parts`: the queries of all heads lie before all keys, not beside those of their head. `tiled`: heads of values with the same keys lie apart."""
     shift: float = 0.0
     """What the converter adds to the weights of norms."""
     interleaved: bool = False
-    """Whether the outputs of the experts' gates alternate with the others in the model, and weights of experts are [E, in, out] there."""
+    """Whether the outputs of the experts' gates alternate with the others in the model."""
+    columns: tuple[str, ...] = ()
+    """Parts of the names of weights whose rows are columns in the model."""
 
     def known(self) -> frozenset[str]:
         """The keys that are read, beside those that must have a value."""
@@ -78,10 +106,26 @@ def _with_sliding_window(period: int) -> Callable[[Values, Shapes], dict[str, An
 
     def read(values: Values, shapes: Shapes) -> dict[str, Any]:
         pattern, count = values.get("attention.sliding_window_pattern", period), values["block_count"]
+        if not values.get("attention.sliding_window"):
+            pattern = 1  # every layer sees everything
         slides = pattern if isinstance(pattern, list) else [(i + 1) % pattern != 0 for i in range(count)]
         return {"layer_types": ["sliding_attention" if sliding else "full_attention" for sliding in slides[:count]]}
 
     return read
+
+
+def _gemma(largest: int) -> Callable[[Values, Shapes], dict[str, Any]]:
+    """Returns a reader of what attention divides by: the root of a head's size, except in the model of 27B, which has `largest` layers."""
+
+    def read(values: Values, shapes: Shapes) -> dict[str, Any]:
+        part = values["embedding_length"] // values["attention.head_count"]
+        return {"query_pre_attn_scalar": part if values["block_count"] == largest else head_size(values)}
+
+    return read
+
+
+def _gemma3(values: Values, shapes: Shapes) -> dict[str, Any]:
+    return {**_gemma(62)(values, shapes), **_with_sliding_window(6)(values, shapes)}
 
 
 def _gpt_oss(values: Values, shapes: Shapes) -> dict[str, Any]:
@@ -106,7 +150,6 @@ def _gemma4(values: Values, shapes: Shapes) -> dict[str, Any]:
         "intermediate_size": widths[0] if isinstance(widths, list) else widths, "use_double_wide_mlp": isinstance(widths, list) and widths[0] != widths[-1],
         "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in shapes for i in full), "enable_moe_block": bool(values.get("expert_count")),
         "vocab_size_per_layer_input": shapes.get("per_layer_token_embd.weight", shapes["token_embd.weight"])[0],
-        "final_logit_softcapping": values.get("final_logit_softcapping") or None,
     }  # fmt: skip
 
 
@@ -147,6 +190,12 @@ def _granite_hybrid(values: Values, shapes: Shapes) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _lfm2(values: Values, shapes: Shapes) -> dict[str, Any]:
+    """Layers without heads of keys are convolutions. The width of the MLPs is the final one."""
+    types = ["full_attention" if heads else "conv" for heads in values["attention.head_count_kv"]]
+    return {**_granite(values, shapes), "layer_types": types, "block_auto_adjust_ff_dim": False}
+
+
 def _mistral(values: Values, shapes: Shapes) -> dict[str, Any]:
     scale, beta = values.get("rope.scaling.yarn_log_multiplier"), values.get("attention.temperature_scale")
     rope = dict(_NO_ROPE)
@@ -164,12 +213,23 @@ def _without_next_tokens(values: Values, shapes: Shapes) -> dict[str, Any]:
     return {"num_hidden_layers": values["block_count"] - values.get("nextn_predict_layers", 0)}
 
 
+def _qwen35(values: Values, shapes: Shapes) -> dict[str, Any]:
+    sections = [n for n in values["rope.dimension_sections"] if n]
+    rope = {**_NO_ROPE, "mrope_section": sections, "mrope_interleaved": True, "partial_rotary_factor": 1.0}
+    count = _without_next_tokens(values, shapes)
+    recurrent = values.get("attention.recurrent_layers", ())[: count["num_hidden_layers"]]
+    return {
+        **count, "linear_value_head_dim": values["ssm.inner_size"] // values["ssm.time_step_rank"], "rope_parameters": rope,
+        "layer_types": ["linear_attention" if each else "full_attention" for each in recurrent] or None,
+    }  # fmt: skip
+
+
 FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
+    "bloom": {"": GgufFamily("bloom", _OLDER | {"context_length": "seq_length"}, rows="parts")},
     "cohere2": {
         "": GgufFamily(
-            "cohere2",
-            {"logit_scale": "logit_scale", "attention.sliding_window": "sliding_window", "attention.layer_norm_epsilon": "layer_norm_eps"},
-            _with_sliding_window(4), read=_WINDOW, biases={"attention_bias": ".attn_q.bias"},
+            "cohere2", _SLIDING | {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
+            _with_sliding_window(4), read=_WINDOW, biases=_ATTENTION_BIAS,
         )
     },
     "deepseek2": {
@@ -198,34 +258,48 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
             read=frozenset({"expert_shared_feed_forward_length"}), biases={"use_bias": ".attn_q.bias"},
         )
     },
+    "falcon": {
+        "": GgufFamily("falcon", _OLDER, must={"attention.head_count_kv": 1, "tensor_data_layout": "jploski"}, biases={"bias": ".attn_qkv.bias"})
+    },
     "gemma": {"": GgufFamily("gemma", shift=1.0)},
+    "gemma2": {
+        "": GgufFamily(
+            "gemma2", _SLIDING | _FINAL_SOFTCAP | {"attn_logit_softcapping": "attn_logit_softcapping"}, _gemma(46), shift=1.0
+        )
+    },
+    "gemma3": {"": GgufFamily("gemma3_text", _SLIDING | _FINAL_SOFTCAP, _gemma3, read=_WINDOW | {"rope.freq_base_swa"}, shift=1.0)},
     "gemma4": {
         "": GgufFamily(
             "gemma4_text",
-            {
-                "attention.key_length": "global_head_dim", "attention.key_length_swa": "head_dim", "attention.sliding_window": "sliding_window",
+            _SLIDING | _FINAL_SOFTCAP | {
+                "attention.key_length": "global_head_dim", "attention.key_length_swa": "head_dim",
                 "attention.shared_kv_layers": "num_kv_shared_layers", "embedding_length_per_layer_input": "hidden_size_per_layer_input",
                 "expert_count": "num_experts", "expert_used_count": "top_k_experts", "expert_feed_forward_length": "moe_intermediate_size",
             },
-            _gemma4, read=_WINDOW | {"rope.freq_base_swa", "final_logit_softcapping"},
+            _gemma4, read=_WINDOW | {"rope.freq_base_swa"},
         )
     },
-    "glm4": {"": GgufFamily("glm4", read=_PART, biases={"attention_bias": ".attn_q.bias"})},
+    "glm4": {"": GgufFamily("glm4", read=_PART, biases=_ATTENTION_BIAS)},
     "glm4moe": {
         "": GgufFamily(
             "glm4_moe", _DEEPSEEK_MIXTURE, _without_next_tokens, read=_PART | {"nextn_predict_layers"}, must={"expert_gating_func": _SIGMOID},
-            biases={"attention_bias": ".attn_q.bias", "use_qk_norm": ".attn_q_norm.weight"},
+            biases=_ATTENTION_BIAS | {"use_qk_norm": ".attn_q_norm.weight"},
         )
     },
     "gpt-oss": {
         "": GgufFamily(
-            "gpt_oss", _MIXTURE | {"expert_feed_forward_length": "intermediate_size", "attention.sliding_window": "sliding_window"},
-            _gpt_oss, read=_WINDOW, biases={"attention_bias": ".attn_q.bias"}, interleaved=True,
+            "gpt_oss", _SLIDING | _MIXTURE | {"expert_feed_forward_length": "intermediate_size"},
+            _gpt_oss, read=_WINDOW, biases=_ATTENTION_BIAS, interleaved=True, columns=("_exps.",),
+        )
+    },
+    "gpt2": {
+        "": GgufFamily(
+            "gpt2", _OLDER | {"context_length": "n_positions"}, columns=(".attn_qkv.", ".attn_output.", ".ffn_up.", ".ffn_down.")
         )
     },
     "granite": {
         "": GgufFamily(
-            "granite", _GRANITE | {"expert_shared_feed_forward_length": "intermediate_size"}, _granite, read=_MAMBA, biases=_LLAMA_BIASES, pairs=True
+            "granite", _GRANITE | {"expert_shared_feed_forward_length": "intermediate_size"}, _granite, read=_MAMBA, must=_WITH_ROPE, biases=_LLAMA_BIASES, rows="pairs"
         )
     },
     "granitehybrid": {
@@ -235,46 +309,91 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
                 "expert_shared_feed_forward_length": "shared_intermediate_size", "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state",
                 "ssm.group_count": "mamba_n_groups", "ssm.time_step_rank": "mamba_n_heads",
             },
-            _granite_hybrid, read=frozenset({"ssm.inner_size"}), must={"rope.scaling.finetuned": False}, pairs=True,
-            biases={"attention_bias": ".attn_q.bias", "mamba_conv_bias": ".ssm_conv1d.bias", "mamba_proj_bias": ".ssm_in.bias"},
+            _granite_hybrid, read=frozenset({"ssm.inner_size"}), must={"rope.scaling.finetuned": False}, rows="pairs",
+            biases=_ATTENTION_BIAS | {"mamba_conv_bias": ".ssm_conv1d.bias", "mamba_proj_bias": ".ssm_in.bias"},
         )
     },
     "granitemoe": {
         "expert_shared_feed_forward_length": GgufFamily(
             "granitemoeshared", _GRANITE | _MIXTURE | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
-            _granite, read=_MAMBA, biases={"attention_bias": ".attn_q.bias"}, pairs=True,
+            _granite, read=_MAMBA, must=_WITH_ROPE, biases=_ATTENTION_BIAS, rows="pairs",
         ),
-        "": GgufFamily("granitemoe", _GRANITE | _MIXTURE, _granite, read=_MAMBA, biases={"attention_bias": ".attn_q.bias"}, pairs=True),
+        "": GgufFamily("granitemoe", _GRANITE | _MIXTURE, _granite, read=_MAMBA, must=_WITH_ROPE, biases=_ATTENTION_BIAS, rows="pairs"),
     },
-    "llama": {"expert_count": GgufFamily("mixtral", _MIXTURE, must={"tensor_data_layout": "Meta AI original pth"}, pairs=True)},
+    "lfm2": {
+        "": GgufFamily(
+            "lfm2", _NO_HEAD_SIZE | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}, _lfm2,
+            biases={"conv_bias": ".shortconv.in_proj.bias"},
+        )
+    },
+    "llama": {
+        "expert_count": GgufFamily("mixtral", _MIXTURE, must=_LLAMA_ROWS, rows="pairs"),
+        "": GgufFamily("llama", must=_LLAMA_ROWS, biases=_LLAMA_BIASES, rows="pairs"),
+    },
+    "mamba": {
+        "": GgufFamily(
+            "mamba", _MAMBA_1, lambda values, shapes: {"expand": values["ssm.inner_size"] // values["embedding_length"]}, read=frozenset({"ssm.inner_size"})
+        )
+    },
+    "minimax-m2": {
+        "": GgufFamily(
+            "minimax_m2", _MIXTURE | {"expert_feed_forward_length": "intermediate_size"},
+            lambda values, shapes: {"rope_parameters": {**_NO_ROPE, "partial_rotary_factor": 1.0}}, read=_PART, must={"expert_gating_func": _SIGMOID},
+        )
+    },
     "mistral3": {
-        "attention.temperature_scale": GgufFamily("ministral3", more=_mistral, read=_TEMPERATURE, pairs=True),
-        "": GgufFamily("mistral", more=_mistral, read=_TEMPERATURE, pairs=True),
+        "attention.temperature_scale": GgufFamily("ministral3", more=_mistral, read=_TEMPERATURE, rows="pairs"),
+        "": GgufFamily("mistral", more=_mistral, read=_TEMPERATURE, rows="pairs"),
     },
+    "nemotron": {"": GgufFamily("nemotron", {"attention.layer_norm_epsilon": "norm_eps"}, read=_PART, biases=_LLAMA_BIASES, shift=1.0)},
     "olmo2": {
-        "attention.sliding_window": GgufFamily("olmo3", {"attention.sliding_window": "sliding_window"}, _olmo3, read=_WINDOW | {"rope.freq_base_swa"}, biases={"attention_bias": ".attn_q.bias"}),
-        "": GgufFamily("olmo2", biases={"attention_bias": ".attn_q.bias"}),
+        "attention.sliding_window": GgufFamily("olmo3", _SLIDING, _olmo3, read=_WINDOW | {"rope.freq_base_swa"}, biases=_ATTENTION_BIAS),
+        "": GgufFamily("olmo2", biases=_ATTENTION_BIAS),
     },
     "phi2": {"": GgufFamily("phi", {"attention.layer_norm_epsilon": "layer_norm_eps"}, read=_PART)},
+    "phi3": {"": GgufFamily("phi3", _SLIDING, read=_PART)},
+    "qwen2": {"": GgufFamily("qwen2")},
+    "qwen2moe": {"": GgufFamily("qwen2_moe", _QWEN_MIXTURE)},
+    "qwen3": {"": GgufFamily("qwen3", biases=_ATTENTION_BIAS)},
+    "qwen35": {"": GgufFamily("qwen3_5_text", _QWEN_DELTA, _qwen35, read=_QWEN35_KEYS, rows="tiled", shift=1.0)},
+    "qwen35moe": {"": GgufFamily("qwen3_5_moe_text", _QWEN_DELTA | _QWEN_MIXTURE, _qwen35, read=_QWEN35_KEYS, rows="tiled", shift=1.0)},
+    "qwen3moe": {"": GgufFamily("qwen3_moe", _QWEN_MIXTURE, lambda values, shapes: {"norm_topk_prob": True}, biases=_ATTENTION_BIAS)},
     "seed_oss": {"": GgufFamily("seed_oss", biases=_LLAMA_BIASES | {"attention_out_bias": ".attn_output.bias"})},
-    "smollm3": {"": GgufFamily("smollm3", biases=_LLAMA_BIASES, pairs=True)},
+    "smollm3": {"": GgufFamily("smollm3", biases=_LLAMA_BIASES, rows="pairs")},
+    "stablelm": {
+        "": GgufFamily(
+            "stablelm", _NO_HEAD_SIZE | {"attention.layer_norm_epsilon": "layer_norm_eps"},
+            lambda values, shapes: {"use_parallel_residual": not any(".ffn_norm." in name for name in shapes)},
+            read=_PART | {"use_parallel_residual"}, biases={"use_qkv_bias": ".attn_q.bias"},
+        )
+    },
+    "starcoder2": {"": GgufFamily("starcoder2", _SLIDING | {"attention.layer_norm_epsilon": "norm_epsilon"}, biases={"use_bias": ".ffn_up.bias"})},
 }  # fmt: skip
 """The families of an architecture. The first applies whose key the file has, with a value that is not 0; the key "" stands for every file."""
 
 
-def family_of(architecture: str, values: Values) -> GgufFamily | None:
-    """Returns the family of a file; None if transformers reads its architecture, or nobody does."""
-    families = FAMILIES.get(architecture, {})
-    return next((family for key, family in families.items() if not key or values.get(key)), None)
+def head_size(values: Values) -> int:
+    """Returns how many numbers a head's keys have."""
+    return int(
+        values.get("attention.key_length") or values["embedding_length"] // max(1, values["attention.head_count"])
+    )
 
 
 def family_config(family: GgufFamily, values: Values, shapes: Shapes) -> Any:
     """Returns the configuration of a file's model, with the rotary embedding that its model type has by default."""
     from transformers import AutoConfig
 
+    values = {
+        "attention.head_count_kv": values["attention.head_count"],
+        **values,
+        "attention.key_length": head_size(values),
+    }
     names = _COMMON | dict(family.settings)
-    settings = {names["attention.key_length"]: values["embedding_length"] // values["attention.head_count"]}
-    settings |= {name: values[key] for key, name in names.items() if key in values}
+    settings = {
+        name: None if key in _OFF_AT_0 and not values[key] else values[key]
+        for key, name in names.items()
+        if name and key in values
+    }
     settings |= {name: any(tensor.endswith(end) for tensor in shapes) for name, end in family.biases.items()}
     settings |= {
         "model_type": family.model_type, "vocab_size": shapes["token_embd.weight"][0], "tie_word_embeddings": "output.weight" not in shapes, "bos_token_id": None, "pad_token_id": None,

@@ -1,4 +1,4 @@
-"""The rotary embedding of a GGUF file's model. transformers reads only its base, and not even that of every architecture."""
+"""The rotary embedding of a GGUF file's model."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from batchgen.prompts.gguf_settings import OTHER_FORMAT, value_of
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """How Llama 3.1 scales frequencies, beside its factor. A file holds the result alone."""
+_BASE = 10000.0
+"""That of files that do not say."""
 _VANISHING = 1e20
 _YARN = ("beta_fast", "beta_slow")
 _USUALLY_ONE = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")
@@ -20,7 +22,7 @@ _USUALLY_ONE = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")
 
 
 def set_rotary_embedding(config: Any, file: Path, reader: Any) -> None:
-    """Gives the configuration that transformers has read what the file says of the rotary embedding: its base, its dimensions and how it is scaled.
+    """Gives a configuration what the file says of the rotary embedding: its base, its dimensions and how it is scaled.
 
     `reader`: a `gguf.GGUFReader` of the file. Raises `ModelError` for a scaling that is not known.
     """
@@ -35,8 +37,7 @@ def set_rotary_embedding(config: Any, file: Path, reader: Any) -> None:
 
     # With sliding windows only the layers that see everything are scaled.
     rope = known.get("full_attention", known)
-    if value("freq_base") is not None:
-        rope["rope_theta"] = float(value("freq_base"))
+    rope["rope_theta"] = float(value("freq_base") or _BASE)
     if value("freq_base_swa") is not None and "sliding_attention" in known:
         known["sliding_attention"]["rope_theta"] = float(value("freq_base_swa"))
     proportional = rope.get("rope_type") == "proportional"
@@ -44,7 +45,7 @@ def set_rotary_embedding(config: Any, file: Path, reader: Any) -> None:
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         rope["partial_rotary_factor"] = value("dimension_count") / size
     original = value("scaling.original_context_length") or text.max_position_embeddings
-    factor, kind = value("scaling.factor") or 1.0, value("scaling.type") or "linear"
+    factor, kind = value("scaling.factor") or value("scale_linear") or 1.0, value("scaling.type") or "linear"
     tensors = {t.name: np.asarray(t.data, np.float32) for t in reader.tensors if t.name.startswith("rope_f")}
     if proportional:
         rope["partial_rotary_factor"] = _proportion(tensors.get("rope_freqs.weight"), file)

@@ -137,15 +137,18 @@ class GgufVocabulary:
 
 
 def gguf_tokenizer(vocabulary: GgufVocabulary) -> Any:
-    """Returns the tokenizer of transformers for a vocabulary of the models `llama`, `gpt2` and `gemma4`; None for another.
+    """Returns the tokenizer of transformers for a vocabulary of the models `llama`, `gpt2` and `gemma4`.
 
-    Raises `ModelError` if it is not known how its texts are split.
+    Raises `ModelError` for another one, and if it is not known how its texts are split.
     """
     from transformers import PreTrainedTokenizerFast
 
     makers = {"llama": _of_words_with_spaces, "gemma4": _of_words_with_spaces, "gpt2": _by_merges}
     if vocabulary.model not in makers:
-        return None
+        raise ModelError(
+            f"the tokenizer of {vocabulary.file} is of the kind {vocabulary.model!r} (tokenizer.ggml.model), which batchgen does not know",
+            OTHER_FORMAT,
+        )
     backend, adds_bos = makers[vocabulary.model](vocabulary)
     _add_tokens(backend, vocabulary)
     defaults = {"bos": 1, "eos": 2, "unknown": 0} if vocabulary.model == "llama" else {}

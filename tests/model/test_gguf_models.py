@@ -44,7 +44,16 @@ LATENT_KEYS = {
     **MIXTURE_KEYS, "attention__kv_lora_rank": 16, "expert_feed_forward_length": 32, "leading_dense_block_count": 1, "rope__dimension_count": 4,
 }  # fmt: skip
 HEADS = {"attention__key_length": 16, "attention__value_length": 16}
-ROUTERS = ("router.weight", "gate.weight")
+DELTA = {
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 3, "rope_parameters": BASE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+}  # fmt: skip
+DELTA_KEYS = {
+    **HEADS, "ssm__conv_kernel": 3, "ssm__state_size": 8, "ssm__group_count": 2, "ssm__time_step_rank": 4, "ssm__inner_size": 64,
+    "full_attention_interval": 4, "rope__dimension_count": 8, "rope__dimension_sections": [2, 1, 1, 0],
+}  # fmt: skip
+UNPACKED = ("router.weight", "gate.weight", "linear_attn.out_proj.weight", "conv1d.weight")
+"""Routers, a weight whose columns are in another order in a file, and one whose rows are shorter than a block."""
 IDS = [3, 40, 5, 77, 9, 12, 64, 3, 40, 5]
 CASES = [
     ("llama", {"attention_bias": True, "mlp_bias": True}, "llama", {}),
@@ -60,6 +69,80 @@ CASES = [
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
         "qwen2moe",
         {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 40},
+    ),
+    (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True},
+        "qwen3moe",
+        {**MIXTURE_KEYS, **HEADS, "expert_feed_forward_length": 24},
+    ),
+    (
+        "qwen3_5_text",
+        DELTA | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+        "qwen35",
+        {**DELTA_KEYS, "attention__recurrent_layers": [True, False, False], "nextn_predict_layers": 1, "block_count": 3},
+    ),
+    (
+        "qwen3_5_moe_text",
+        DELTA | {"num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+        "qwen35moe",
+        {**DELTA_KEYS, **MIXTURE_KEYS, "feed_forward_length": 64, "expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 48},
+    ),
+    (
+        "gemma3_text",
+        {
+            "head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 7, "sliding_window": 5, "tie_word_embeddings": True,
+            "rope_parameters": {"sliding_attention": BASE, "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 8.0}},
+        },
+        "gemma3",
+        {
+            **HEADS, "attention__sliding_window": 5, "rope__freq_base_swa": 5000.0, "rope__scaling__type": "linear", "rope__scaling__factor": 8.0,
+        },
+    ),
+    ("gemma3_text", {"head_dim": 16, "query_pre_attn_scalar": 16, "layer_types": ["full_attention"] * 2}, "gemma3", HEADS | {"attention__sliding_window": 0}),
+    ("bloom", {"layer_norm_epsilon": 0.01, "num_key_value_heads": 4}, "bloom", {"attention__layer_norm_epsilon": 0.01, "feed_forward_length": 128}),
+    (
+        "falcon", {"layer_norm_epsilon": 0.01, "bias": True, "rope_parameters": BASE}, "falcon",
+        {"attention__layer_norm_epsilon": 0.01, "attention__head_count_kv": 1, "feed_forward_length": 128, "tensor_data_layout": "jploski"},
+    ),
+    (
+        "gpt2", {"layer_norm_epsilon": 0.01, "intermediate_size": 128, "num_key_value_heads": 4}, "gpt2",
+        {"attention__layer_norm_epsilon": 0.01, "feed_forward_length": 128},
+    ),
+    (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention"], "norm_eps": 0.01, "conv_L_cache": 5, "conv_bias": True, "block_auto_adjust_ff_dim": False},
+        "lfm2",
+        {"attention__head_count_kv": [0, 2], "attention__layer_norm_rms_epsilon": 0.01, "shortconv__l_cache": 5},
+    ),
+    (
+        "mamba",
+        {"intermediate_size": 64, "state_size": 8, "conv_kernel": 3, "time_step_rank": 6, "layer_norm_epsilon": 0.01},
+        "mamba",
+        {
+            "attention__layer_norm_rms_epsilon": 0.01, "attention__head_count": 0, "ssm__conv_kernel": 3, "ssm__inner_size": 64, "ssm__state_size": 8,
+            "ssm__time_step_rank": 6,
+        },
+    ),
+    (
+        "minimax_m2", MIXTURE | {"head_dim": 16, "rope_parameters": BASE | {"partial_rotary_factor": 0.5}}, "minimax-m2",
+        {**MIXTURE_KEYS, **HEADS, "expert_feed_forward_length": 64, "expert_gating_func": 2, "rope__dimension_count": 8},
+    ),
+    (
+        "nemotron", {"norm_eps": 0.01, "head_dim": 8, "attention_bias": True, "mlp_bias": True, "rope_parameters": BASE | {"partial_rotary_factor": 0.5}},
+        "nemotron", {"attention__layer_norm_epsilon": 0.01, "rope__dimension_count": 4},
+    ),
+    (
+        "phi3", {"sliding_window": 5, "pad_token_id": 0, "rope_parameters": BASE | {"partial_rotary_factor": 0.5}}, "phi3",
+        {"attention__sliding_window": 5, "rope__dimension_count": 4},
+    ),
+    (
+        "stablelm", {"layer_norm_eps": 0.01, "use_parallel_residual": True, "use_qkv_bias": True, "rope_parameters": BASE | {"partial_rotary_factor": 0.5}},
+        "stablelm", {"attention__layer_norm_epsilon": 0.01, "rope__dimension_count": 4, "use_parallel_residual": True},
+    ),
+    (
+        "starcoder2", {"norm_epsilon": 0.01, "sliding_window": 5, "use_bias": False, "rope_parameters": BASE}, "starcoder2",
+        {"attention__layer_norm_epsilon": 0.01, "attention__sliding_window": 5},
     ),
     (
         "gpt_oss",
@@ -221,7 +304,10 @@ def test_log_probabilities_are_those_of_the_original(tmp_path, model_type, setti
     assert log_probabilities(file) == pytest.approx(expected[:, 0].tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize(("model_type", "kind"), [("gpt_oss", "MXFP4"), ("mixtral", "Q8_0")])
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    [("gpt_oss", "MXFP4"), ("mixtral", "Q8_0"), ("qwen3_5_text", "Q8_0"), ("bloom", "Q4_0"), ("gpt2", "Q4_0")],
+)
 @torch.inference_mode()
 def test_weights_stay_packed_and_give_what_their_numbers_give(tmp_path, monkeypatch, model_type, kind):
     monkeypatch.setattr("batchgen.model.loader.free_memory", lambda _: 0)  # so that they stay packed
@@ -235,13 +321,24 @@ def test_weights_stay_packed_and_give_what_their_numbers_give(tmp_path, monkeypa
     plain_ones = [
         name for name, x in parameters if x.dim() > 1 and not isinstance(x, PackedTensor) and not name.endswith("bias")
     ]
-    assert all(name.endswith(ROUTERS) for name in plain_ones)
+    assert all(name.endswith(UNPACKED) for name in plain_ones)
 
 
 def log_probabilities(file: Path) -> list[float]:
     llm = LLM(file, dtype="float32")
     (result,) = llm.score([IDS[:1]], [IDS[1:]], prompt_options=PromptConfig(prompt_logprobs=True))
     return [token.logprob for token in result.prompt_logprobs]
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_5_text", "granitemoehybrid", "bloom", "mamba"])
+@torch.inference_mode()
+def test_embeddings_are_those_of_the_original(tmp_path, model_type):
+    _, settings, architecture, keys = next(case for case in CASES if case[0] == model_type)
+    module = original(model_type, **settings)
+    file = write_whole_model(module, tmp_path / "m.gguf", architecture, **keys)
+    expected = module.base_model(torch.tensor([IDS])).last_hidden_state[0].mean(0)
+    (result,) = LLM(file, dtype="float32", task="embed", pooling="mean", normalize=False).embed([IDS])
+    assert result.embedding == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 @torch.inference_mode()

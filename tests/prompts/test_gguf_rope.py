@@ -50,6 +50,7 @@ def test_frequencies_that_a_file_has_divided_are_those_of_llama_3_1(tmp_path):
         ({"type": "none", "factor": 4.0}, {"rope_type": "default"}),
         ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
         ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"type": "linear", "factor": 0.0}, {"rope_type": "default"}),
         ({"type": "yarn", "factor": 2.0, "original_context_length": 32}, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}),
         ({"type": "yarn", "factor": 2.0, "yarn_beta_fast": 16.0, "yarn_ext_factor": 1.0}, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "beta_fast": 16.0}),
         ({"type": "yarn", "factor": 2.0, "yarn_attn_factor": 1.0693147180559945}, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}),
@@ -68,12 +69,25 @@ def test_the_scaling_of_a_file_is_used(tmp_path, scaling, expected):
 
 
 def test_the_base_and_the_dimensions_are_those_of_the_file(tmp_path):
-    for architecture in ("starcoder2", "stablelm", "phi3", "llama"):
+    for architecture, size in (("starcoder2", 8), ("stablelm", 4), ("phi3", 4), ("minimax-m2", 4), ("llama", 8)):
         file = tmp_path / f"{architecture}.gguf"
-        rope = configuration(file, architecture, rope={"freq_base": 5000.0, "dimension_count": 4}).rope_parameters
+        rope = configuration(file, architecture, rope={"freq_base": 5000.0, "dimension_count": size}).rope_parameters
         assert rope["rope_theta"] == 5000.0
-        if architecture in ("stablelm", "phi3"):
-            assert rope["partial_rotary_factor"] == 0.5
+        assert rope.get("partial_rotary_factor", 1.0) == size / 8
+
+
+def test_a_factor_of_2023_is_used_under_its_old_name(tmp_path):
+    old = configuration(tmp_path / "old.gguf", rope={"scale_linear": 4.0}).rope_parameters
+    assert (old["rope_type"], old["factor"]) == ("linear", 4.0)
+    both = configuration(tmp_path / "both.gguf", rope={"scale_linear": 4.0, "scaling.factor": 2.0}).rope_parameters
+    assert both["factor"] == 2.0
+
+
+def test_a_file_without_a_base_has_the_one_of_llama(tmp_path):
+    for architecture in ("minimax-m2", "lfm2"):  # whose models have others
+        settings = {"attention.head_count_kv": [2]} if architecture == "lfm2" else {}
+        config = configuration(tmp_path / f"{architecture}.gguf", architecture, settings=settings)
+        assert config.rope_parameters["rope_theta"] == 10000.0
 
 
 def test_factors_for_long_texts_are_those_of_phi_3(tmp_path):

@@ -30,6 +30,8 @@ def configuration(file: Path, architecture: str, **parts: Any) -> Any:
         ("falcon", {"attention.head_count_kv": 1, "attention.layer_norm_epsilon": 0.25}, {"layer_norm_epsilon": 0.25}),
         ("gemma2", {"attn_logit_softcapping": 7.0, "final_logit_softcapping": 3.0}, {"attn_logit_softcapping": 7.0, "final_logit_softcapping": 3.0}),
         ("gemma3", {"final_logit_softcapping": 3.0}, {"final_logit_softcapping": 3.0}),
+        ("gemma3", {"attention.sliding_window": 0}, {"sliding_window": None, "layer_types": ["full_attention"]}),
+        ("gemma3", {"attention.sliding_window_pattern": 2, "block_count": 2}, {"layer_types": ["sliding_attention", "full_attention"]}),
         ("gpt2", {"context_length": 96}, {"n_positions": 96}),
         ("llama", {"attention.key_length": 12, "attention.value_length": 12}, {"head_dim": 12}),
         ("nemotron", {"attention.layer_norm_epsilon": 0.25, "attention.key_length": 12, "attention.value_length": 12}, {"norm_eps": 0.25, "head_dim": 12}),
@@ -42,7 +44,7 @@ def configuration(file: Path, architecture: str, **parts: Any) -> Any:
         ("starcoder2", {"attention.sliding_window": 48}, {"sliding_window": 48}),
     ],
 )  # fmt: skip
-def test_a_setting_that_transformers_does_not_read_is_that_of_the_file(tmp_path, architecture, settings, expected):
+def test_a_setting_is_that_of_the_file(tmp_path, architecture, settings, expected):
     config = configuration(tmp_path / "m.gguf", architecture, settings=settings)
     assert {name: getattr(config, name) for name in expected} == expected
 
@@ -63,6 +65,15 @@ def test_layers_have_biases_if_the_file_has_them(tmp_path, architecture, tensor,
     with_biases = configuration(tmp_path / "with.gguf", architecture, tensors={f"blk.0.{tensor}.bias": [1.0]}, **keys)
     without = configuration(tmp_path / "without.gguf", architecture, **keys)
     assert (getattr(with_biases, name), getattr(without, name)) == (True, False)
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "falcon", "llama"])
+def test_a_model_whose_file_has_an_output_head_uses_it(tmp_path, architecture):
+    settings = {"attention.head_count_kv": 1 if architecture == "falcon" else 2}
+    head = {"output.weight": [[0.0] * 16] * 4}
+    untied = configuration(tmp_path / "untied.gguf", architecture, settings=settings, tensors=head)
+    tied = configuration(tmp_path / "tied.gguf", architecture, settings=settings)
+    assert (untied.tie_word_embeddings, tied.tie_word_embeddings) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -97,13 +108,16 @@ def test_the_recurrent_layers_of_qwen_3_5_are_those_of_the_file(tmp_path):
         ("llama", {"attention.value_length": 4}),
         ("llama", {"attention.sliding_window": 32}),
         ("llama", {"expert_shared_count": 1}),
+        ("llama", {"rope.dimension_count": 4}),
         ("mamba", {"ssm.dt_b_c_rms": True}),
+        ("minimax-m2", {"expert_gating_func": 1}),
         ("qwen2", {"attention.causal": False}),
         ("qwen2", {"logit_scale": 0.5}),
         ("qwen3", {"pooling_type": 1}),
         ("qwen3moe", {"expert_gating_func": 2}),
         ("seed_oss", {"rope.dimension_count": 4}),
         ("smollm3", {"attention.clamp_kqv": 4.0}),
+        ("starcoder2", {"rope.freq_base_swa": 5000.0}),
     ],
 )
 def test_a_setting_that_is_not_read_is_refused(tmp_path, architecture, settings):

@@ -188,3 +188,13 @@ def test_a_file_whose_way_of_splitting_is_not_known_is_refused(tmp_path, archite
     with pytest.raises(ModelError) as e:
         by_merges(file, architecture=architecture, **keys)
     assert str(e.value) == message.format(file)
+
+
+def test_a_kind_of_tokenizer_that_is_not_known_is_refused(tmp_path):
+    file = tmp_path / "m.gguf"
+    write_vocabulary(file, ["a", "b"], model="t5")
+    with pytest.raises(ModelError) as e:
+        load_tokenizer(ModelConfig(model=file))
+    assert str(e.value) == (
+        f"the tokenizer of {file} is of the kind 't5' (tokenizer.ggml.model), which batchgen does not know; give the model in the format of transformers"
+    )

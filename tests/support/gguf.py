@@ -57,7 +57,7 @@ def write_vocabulary(
     kinds: Mapping[str, Any] | None = None,
     **keys: Any,
 ) -> Path:
-    """Writes a GGUF file with a tokenizer and no weights but `tensors`. Returns the file.
+    """Writes a GGUF file with a tokenizer and no weights but `tensors` and embeddings. Returns the file.
 
     `tokens`: texts, or texts with their types. `kinds`: the types of tensors that are not in float32. `settings`: values of `ARCHITECTURE`, `rope`: of `ARCHITECTURE.rope`, and `keys`: of `tokenizer.ggml`.
     """
@@ -80,15 +80,15 @@ def write_vocabulary(
     writer.add_token_types([kind for _, kind in pairs])
     if chat_template is not None:
         writer.add_chat_template(chat_template)
-    values = {
-        f"{architecture}.rope.{name}": value for name, value in ({"dimension_count": 8} | dict(rope or {})).items()
-    }
+    rope = {"dimension_count": (settings or {}).get("attention.key_length", 8)} | dict(rope or {})
+    values = {f"{architecture}.rope.{name}": value for name, value in rope.items()}
     values |= {f"{architecture}.{name}": value for name, value in (settings or {}).items()}
     values |= {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
     for name, value in values.items():
         add.get(type(value), writer.add_string)(name, value)
-    for name, numbers in (tensors or {}).items():
+    embeddings = {"token_embd.weight": np.zeros((len(tokens), 16))}
+    for name, numbers in (embeddings | dict(tensors or {})).items():
         kind = (kinds or {}).get(name)
         exact = np.array(numbers, np.float32)
         writer.add_tensor(name, exact if kind is None else gguf.quantize(exact, kind), raw_dtype=kind)
@@ -121,23 +121,26 @@ def write_whole_model(
     tensors: dict[str, Any] = {}
     for name, weight in module.state_dict().items():
         if not (config.tie_word_embeddings and name == "lm_head.weight"):
-            norm = "norm" in name and architecture in _SHIFTED
-            tensors |= _named(names, name, weight + 1 if norm else _in_pairs(name, weight, config), config)
+            norm = name.endswith("norm.weight") and architecture in _SHIFTED and "linear_attn." not in name
+            tensors |= _named(names, name, weight + 1 if norm else _in_order(name, weight, config), config)
     tensors = {name: tensor.detach().numpy() for name, tensor in tensors.items()}
     kinds = {
-        name: gguf.GGMLQuantizationType[kind] for name, x in tensors.items() if kind and x.ndim > 1 and "_inp." not in name
+        name: gguf.GGMLQuantizationType[kind] for name, x in tensors.items() if kind and x.ndim > 1 and x.shape[-1] % 32 == 0 and "_inp." not in name
     }  # fmt: skip
     if unpacked:
         tensors |= {name: gguf.dequantize(gguf.quantize(tensors[name], each), each) for name, each in kinds.items()}
+    heads = getattr(config, "num_attention_heads", 0)
     values = {
-        "embedding_length": config.hidden_size, "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.to_dict()["num_key_value_heads"],
+        "embedding_length": config.hidden_size, "block_count": config.num_hidden_layers,
+        "feed_forward_length": getattr(config, "intermediate_size", 4 * config.hidden_size),
+        "attention.head_count": heads, "attention.head_count_kv": config.to_dict().get("num_key_value_heads", heads),
         "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", 1e-6),
     }  # fmt: skip
     values |= {name.replace("__", "."): value for name, value in settings.items()}
-    size = settings.get("attention__key_length") or config.hidden_size // config.num_attention_heads
+    size = settings.get("attention__key_length") or config.hidden_size // (heads or 1)
     tensors |= {name: [[1.0]] for name in more}
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    rope = getattr(config, "rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
+    rope = rope.get("full_attention", rope)
     if rope["rope_type"] == "proportional":
         rotated = int(size * rope["partial_rotary_factor"] / 2)
         tensors["rope_freqs.weight"] = [1.0] * rotated + [1e30] * (size // 2 - rotated)
@@ -155,12 +158,13 @@ def write_whole_model(
     )
 
 
-_SHIFTED = ("gemma", "gemma2", "gemma3")
+_SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe")
 """The architectures whose norms multiply by one more than their weight."""
 _PAIRED = ("granite", "granitemoehybrid", "granitemoeshared", "llama", "ministral3", "mistral", "mixtral", "smollm3")
 """The model types whose rotary pairs lie side by side in a file."""
 _OTHER_NAMES = {
     ".mlp.gate.moe_statics.": ".mlp.moe_statics.", "block_sparse_moe.router": "block_sparse_moe.router.layer", "mamba.dt": "mamba.dt_proj",
+    "linear_attn.dt": "linear_attn.dt_proj",
     "router.per_expert_scale": "experts.down_proj", "router.scale": "router.proj",
 }  # fmt: skip
 """Parts of names in transformers, and in the checkpoints that llama.cpp's converter reads."""
@@ -169,10 +173,9 @@ _OTHER_NAMES = {
 def _named(names: Any, name: str, weight: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
     """Returns the tensors of a weight by their names in a file."""
     block, kind = f"blk.{name.split('.')[2]}" if ".layers." in name else "", config.model_type
-    if name.endswith(("mamba.A_log", "mamba.D")):
-        return (
-            {f"{block}.ssm_a": -weight.exp()[:, None]} if name.endswith("log") else {f"{block}.ssm_d": weight[:, None]}
-        )
+    if name.endswith(("A_log", ".D")):
+        weight = weight[:, None] if "mamba." in name else weight
+        return {f"{block}.ssm_a": -weight.exp()} if name.endswith("log") else {f"{block}.ssm_d": weight}
     base, _, end = name.rpartition(".")
     if end not in ("weight", "bias"):
         ends = (end for part, end in (("_bias", "bias"), ("scale", "scale")) if name.endswith(part))
@@ -184,13 +187,13 @@ def _named(names: Any, name: str, weight: torch.Tensor, config: Any) -> dict[str
             [config.qk_nope_head_dim, config.v_head_dim], 1
         )
         return {f"{block}.attn_k_b.{end}": keys.transpose(1, 2), f"{block}.attn_v_b.{end}": values}
-    if "conv1d.weight" in name:
+    if name.endswith(("conv1d.weight", "conv.conv.weight")):
         weight = weight.squeeze(1)
     if weight.dim() == 3 and kind == "gpt_oss":
         weight = weight.transpose(1, 2)
     parts = {"experts.gate_up_proj": "exps", "experts.down_proj": "exps", "shared_mlp.input_linear": "shexp"}
     part = next((part for ours, part in parts.items() if base.endswith(ours)), None)
-    found = names.get_name(base)
+    found = names.get_name(base) or names.get_name(base.removeprefix("transformer."))
     if part is None or found:
         return {f"{found}.{end}": weight}
     if "down" in base:
@@ -200,10 +203,26 @@ def _named(names: Any, name: str, weight: torch.Tensor, config: Any) -> dict[str
     return {f"{block}.ffn_{each}_{part}.{end}": half for each, half in zip(("gate", "up"), halves, strict=True)}
 
 
-def _in_pairs(name: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
-    """Returns a weight or bias of queries or keys with the two numbers of a rotary pair side by side; others as they are."""
+def _in_order(name: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
+    """Returns a weight or bias with its rows as in a file, among them the two numbers of a rotary pair side by side."""
     part = name.split(".")[-2]
+    if config.model_type == "bloom" and part == "query_key_value":
+        return weight.view(config.num_attention_heads, 3, -1, *weight.shape[1:]).transpose(0, 1).reshape(weight.shape)
+    if config.model_type == "gpt2" and part in ("c_attn", "c_fc", "c_proj"):
+        return weight.T
+    if ".linear_attn." in name and part != "norm":
+        return _tiled(name, weight, config)
     if config.model_type not in _PAIRED or part not in ("q_proj", "k_proj"):
         return weight
     heads = config.num_attention_heads if part == "q_proj" else config.num_key_value_heads
     return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+def _tiled(name: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
+    """Returns a weight of a gated delta net with the first heads of values of all heads of keys before their second ones."""
+    if "out_proj" in name:
+        return _tiled("", weight.T, config).T
+    first = 2 * config.linear_key_head_dim * config.linear_num_key_heads if "qkv" in name or "conv1d" in name else 0
+    size = (len(weight) - first) // config.linear_num_value_heads
+    heads = weight[first:].unflatten(0, (config.linear_num_key_heads, -1, size))
+    return torch.cat([weight[:first], heads.transpose(0, 1).flatten(0, 2)])

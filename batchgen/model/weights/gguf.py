@@ -1,13 +1,13 @@
 """Reads the weights of a GGUF file, and keeps them packed.
 
 A file has blocks of 32 or 256 numbers: codes, and the scales of their groups. The package gguf knows how codes lie in a block: it unpacks
-blocks whose scales are 1. transformers knows which tensor is which weight, and how rows are put in order.
+blocks whose scales are 1. `gguf_families.py` knows which tensors make which weight, and how rows are put in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from batchgen.model.weights.gguf_families import (
     is_transposed,
 )
 from batchgen.model.weights.packed import UnreadWeight, nibbles
-from batchgen.prompts.gguf import GgufHeader, GgufTensor, gguf_header, instead
+from batchgen.prompts.gguf import GgufTensor, gguf_header
 from batchgen.prompts.gguf_families import GgufFamily
 from batchgen.prompts.gguf_settings import OTHER_FORMAT
 
@@ -223,107 +223,36 @@ def _codes_of_unit_blocks(unit: torch.Tensor, kind: str) -> torch.Tensor:
     return torch.from_numpy(np.searchsorted(np.array(layout.levels, np.float32), levels).astype(np.uint8))
 
 
-def _read_blocks(
-    data: np.ndarray[Any, Any], tensors: list[GgufTensor], processor: Any, names: Mapping[str, str]
-) -> torch.Tensor:
-    """Returns a weight of one tensor, or of the gates and the others of the experts.
-
-    `data`: the bytes of the file; `processor`: transformers' for the architecture; `names`: in the model, by those in the file.
-    """
-    import gguf
-
-    kind = tensors[0].kind
-    packed = kind in TYPES and len(tensors[0].shape) > 1
-    made: dict[str, Any] = {}
-    for tensor in tensors:
-        # llama.cpp writes this one as [1, N] or [N], and transformers adds a dimension.
-        outer = () if "ffn_gate_inp_shexp" in tensor.name else tensor.shape[:-1]
-        rows = data[tensor.offset : tensor.offset + tensor.nbytes].reshape(*outer, -1)
-        numbers = rows if packed else gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
-        result = processor.process(
-            weights=numbers, name=tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": made}
-        )
-        if result.name is not None:  # the processor has put those of experts into `made`
-            made[result.name] = torch.from_numpy(result.weights if packed else np.copy(result.weights))
-    (weight,) = made.values()
-    return from_blocks(weight, kind) if packed else weight
-
-
-_MOVES_ROWS = ("TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProcessor", "NemotronTensorProcessor", "Qwen2MoeTensorProcessor", "MiniMaxM2TensorProcessor")  # fmt: skip
-"""The classes of transformers that give a matrix a name and its rows an order, and change no number in it."""
-
 _NOT_WEIGHTS = ("rope_freqs.", "rope_factors_", "v.", "a.", "mm.", "output.weight")
 """The beginnings of the names of tensors that are not weights, not of the language model, or of a head that embedding leaves out."""
 
 
-def gguf_weights(path: Path, model: Callable[[], torch.nn.Module]) -> Mapping[str, Any] | None:
-    """Returns the weights of a file by their names in the model, which are read one by one; None if transformers must unpack them.
+def gguf_weights(path: Path, module: Any) -> Mapping[str, UnreadWeight]:
+    """Returns the weights of a file by their names in the model, which are read one by one.
 
-    `model` makes one without weights. Raises `ModelError` if the model does not have one of the file's weights.
+    `module`: the model, without weights. Raises `ModelError` if it does not have one of the file's weights.
     """
-    import gguf
-    from transformers import modeling_gguf_pytorch_utils as reader
-
-    header = gguf_header(path)
-    if header.family is not None:
-        return _family_weights(path, header, header.family, model())
-    architecture, tensors = header.architecture, header.tensors
-    kind = reader.TENSOR_PROCESSORS.get(architecture, reader.TensorProcessor)
-    if _has_other_reader(architecture):
-        return None
-    module: Any = model()
-    processor = kind(config=module.config.to_dict())
-    # transformers makes a map of all names for each module.
-    with instead(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)):
-        names = reader.get_gguf_hf_weights_map(module, processor)
-    stored: dict[str, list[GgufTensor]] = {}
-    for tensor in tensors:
-        name = tensor.name
-        if name not in names and "_exps." in name:
-            name = name.removesuffix(".weight")
-        if name in names:
-            stored.setdefault(names[name], []).append(tensor)
-        else:
-            _check_unused(path, tensor.name)
-    kinds = {tensor.name: tensor.kind for tensor in tensors}
-    halves = ((name, name.replace("_gate_exps", "_up_exps")) for name in kinds if "_gate_exps" in name)
-    if kind.__name__ not in _MOVES_ROWS or any(kinds[a] != kinds[b] for a, b in halves):
-        return None
-    data, loading = np.memmap(path, np.uint8, "c"), Loading()
-    return {
-        name: UnreadWeight(partial(_read_blocks, data, parts, processor, names), loading)
-        for name, parts in stored.items()
-    }
-
-
-def _check_unused(path: Path, name: str) -> None:
-    """Raises `ModelError` if the tensor of this name is a weight."""
-    if not name.startswith(_NOT_WEIGHTS) and ".attn_rot_embd." not in name:
-        raise ModelError(f"{path} has a weight that batchgen does not use: {name}", OTHER_FORMAT)
-
-
-def _family_weights(path: Path, header: GgufHeader, family: GgufFamily, module: Any) -> Mapping[str, Any]:
-    """Returns the weights of a file of a family that batchgen reads by itself."""
-    stored, config = family_tensors(path, header, module), module.config.get_text_config()
+    header, config = gguf_header(path), module.config.get_text_config()
+    stored = family_tensors(path, header, module)
     used = {tensor.name for parts in stored.values() for tensor in parts}
-    for tensor in header.tensors:
-        if tensor.name not in used and not is_left_out(config, tensor.name):
-            _check_unused(path, tensor.name)
+    for name in (tensor.name for tensor in header.tensors if tensor.name not in used):
+        if not (name.startswith(_NOT_WEIGHTS) or ".attn_rot_embd." in name or is_left_out(config, name)):
+            raise ModelError(f"{path} has a weight that batchgen does not use: {name}", OTHER_FORMAT)
     data, loading, weights = np.memmap(path, np.uint8, "c"), Loading(), module.state_dict()
     return {
-        name: UnreadWeight(partial(_read_family, data, parts, family, config, weights[name].shape), loading)
+        name: UnreadWeight(partial(_read_weight, data, parts, header.family, config, weights[name].shape), loading)
         for name, parts in stored.items()
     }
 
 
-def _read_family(
+def _read_weight(
     data: np.ndarray[Any, Any], tensors: list[GgufTensor], family: GgufFamily, config: Any, shape: Sequence[int]
 ) -> torch.Tensor:
     """Returns a weight of `shape` of the tensors of a file whose bytes are `data`."""
     import gguf
 
     kind = tensors[0].kind
-    packed = kind in TYPES and {tensor.kind for tensor in tensors} == {kind} and are_rows_of_inputs(tensors)
+    packed = kind in TYPES and {tensor.kind for tensor in tensors} == {kind} and are_rows_of_inputs(family, tensors)
     rows = [data[t.offset : t.offset + t.nbytes].reshape(*t.shape[:-1], -1) for t in tensors]
     if not packed:
         rows = [gguf.dequantize(each, gguf.GGMLQuantizationType[t.kind]) for each, t in zip(rows, tensors, strict=True)]
@@ -332,12 +261,3 @@ def _read_family(
     if packed:
         return from_blocks(weight, kind, transposed=transposed)
     return in_shape(weight.transpose(-1, -2) if transposed else weight, shape)
-
-
-def _has_other_reader(architecture: str) -> bool:
-    """Whether transformers computes the numbers of this architecture in the model's type, with other roundings (from 5.23 on)."""
-    try:
-        from transformers.integrations.gguf.utils import is_gguf_arch_supported
-    except ImportError:
-        return False
-    return bool(is_gguf_arch_supported(architecture))

@@ -1,4 +1,4 @@
-"""The weights of the families of GGUF files that batchgen reads by itself (`prompts/gguf_families.py`): which tensors of a file make which weight of the model.
+"""The weights of the families of GGUF files (`prompts/gguf_families.py`): which tensors of a file make which weight of the model.
 
 The package gguf knows the names of tensors by those of modules.
 """
@@ -20,10 +20,12 @@ from batchgen.prompts.gguf_families import GgufFamily
 _OTHER_NAMES = (
     ("block_sparse_moe.router", "block_sparse_moe.router.layer"), ("block_sparse_moe.experts", "mlp.experts"),
     ("shared_mlp.input_linear", "mlp.shared_expert.gate_up_proj"), ("shared_mlp.input_linear", "mlp.gate_up_proj"),
-    ("shared_mlp.output_linear", "mlp.down_proj"), ("gate.moe_statics", "moe_statics"), ("mamba.dt", "mamba.dt_proj"),
+    ("shared_mlp.output_linear", "mlp.down_proj"), ("gate.moe_statics", "moe_statics"), ("mamba.dt", "mamba.dt_proj"), ("linear_attn.dt", "linear_attn.dt_proj"),
     ("router.scale", "router.proj"), ("router.per_expert_scale", "experts.down_proj"),
 )  # fmt: skip
 """What modules are called here, and in the checkpoints that llama.cpp's converter reads."""
+_PREFIXES = ("model.", "transformer.", "backbone.")
+"""What the names of a causal language model's weights begin with, beside those of the model without its head."""
 _KEYS = ".attn_k_b."
 """The part of a name of DeepSeek's weights that unpack keys, which lie in columns."""
 _Array = np.ndarray[Any, Any]
@@ -64,8 +66,9 @@ def _candidates(weight: str) -> Iterator[tuple[tuple[str, ...], str]]:
         base, ends = weight, [".scale"]
     elif last not in ("weight", "bias"):
         base, ends = weight, [".weight", ""]
-    others = [base.replace(ours, theirs) for ours, theirs in _OTHER_NAMES if ours in base]
-    for name in (base, f"model.{base}", *others):
+    bare = next((base.removeprefix(prefix) for prefix in _PREFIXES if base.startswith(prefix)), base)
+    names = [bare, *(bare.replace(ours, theirs) for ours, theirs in _OTHER_NAMES if ours in bare)]
+    for name in (prefix + name for name in names for prefix in ("", *_PREFIXES)):
         for end in ends:
             if "gate_up_proj" in name:
                 yield tuple(name.replace("gate_up_proj", half) for half in ("gate_proj", "up_proj")), end
@@ -103,23 +106,45 @@ def arranged(family: GgufFamily, config: Any, tensors: Sequence[GgufTensor], row
 
 def _as_in_the_model(family: GgufFamily, config: Any, name: str, rows: _Array) -> _Array:
     """Undoes what the converter does to a tensor."""
-    if family.pairs and (".attn_q." in name or ".attn_k." in name):
+    if family.rows == "pairs" and (".attn_q." in name or ".attn_k." in name):
         heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
-        halves = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2)
-        return halves.reshape(rows.shape)
+        rows = _swapped(rows, heads, len(rows) // heads // 2, 2)
+    if family.rows == "parts" and ".attn_qkv." in name:
+        rows = _swapped(rows, 1, 3, config.num_attention_heads)
+    if family.rows == "tiled":
+        rows = _untiled(config, name, rows)
     if name.endswith(".ssm_a"):
         return np.log(-rows)
-    return rows - np.float32(family.shift) if family.shift and name.endswith("norm.weight") else rows
+    shifted = family.shift and name.endswith("norm.weight") and ".ssm_norm." not in name
+    return rows - np.float32(family.shift) if shifted else rows
 
 
-def are_rows_of_inputs(tensors: Sequence[GgufTensor]) -> bool:
+def _swapped(rows: _Array, groups: int, outer: int, inner: int) -> _Array:
+    """Returns rows that lie in `outer` blocks of `inner` blocks each, in `inner` blocks of `outer` each. `groups`: how many times they do."""
+    return rows.reshape(groups, outer, inner, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _untiled(config: Any, name: str, rows: _Array) -> _Array:
+    """Returns a tensor of a gated delta net with the heads of values that have the same keys side by side."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    if ".ssm_out." in name:
+        return _swapped(rows.T, 1, values // keys, keys).T
+    if not any(part in name for part in (".attn_qkv.", ".attn_gate.", ".ssm_")) or ".ssm_norm." in name:
+        return rows
+    first = 2 * config.linear_key_head_dim * keys if ".attn_qkv." in name or ".ssm_conv1d." in name else 0
+    return np.concatenate([rows[:first], _swapped(rows[first:], 1, values // keys, keys)])
+
+
+def are_rows_of_inputs(family: GgufFamily, tensors: Sequence[GgufTensor]) -> bool:
     """Whether the rows of tensors are rows of the weight, so that it can stay packed."""
-    return len(tensors[0].shape) > 1 and not tensors[0].name.endswith(".bias") and _KEYS not in tensors[0].name
+    name = tensors[0].name
+    moved = _KEYS in name or (family.rows == "tiled" and ".ssm_out." in name)
+    return len(tensors[0].shape) > 1 and not name.endswith(".bias") and not moved
 
 
 def is_transposed(family: GgufFamily, tensors: Sequence[GgufTensor]) -> bool:
-    """Whether a weight is that of experts, which the model has as [E, in, out]."""
-    return family.interleaved and len(tensors[0].shape) == 3
+    """Whether the rows of a weight's tensors are its columns."""
+    return tensors[0].name.endswith(".weight") and any(part in tensors[0].name for part in family.columns)
 
 
 def in_shape(weight: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
