@@ -55,7 +55,7 @@ _MAMBA = frozenset({"ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm
 """Keys that files of Granite 4 also have if no layer is recurrent."""
 _PART = frozenset({"rope.dimension_count"})
 _TEMPERATURE = frozenset({"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"})
-_WINDOW = frozenset({"attention.sliding_window_pattern"})
+_WINDOW = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})
 _QWEN35_KEYS = frozenset({"rope.dimension_count", "rope.dimension_sections", "ssm.inner_size", "attention.recurrent_layers", "nextn_predict_layers"})  # fmt: skip
 _WITH_ROPE = {"rope.scaling.finetuned": True}
 _LLAMA_ROWS = {"tensor_data_layout": "Meta AI original pth"}
@@ -109,7 +109,10 @@ def _with_sliding_window(period: int) -> Callable[[Values, Shapes], dict[str, An
         if not values.get("attention.sliding_window"):
             pattern = 1  # every layer sees everything
         slides = pattern if isinstance(pattern, list) else [(i + 1) % pattern != 0 for i in range(count)]
-        return {"layer_types": ["sliding_attention" if sliding else "full_attention" for sliding in slides[:count]]}
+        return {
+            "sliding_window": values.get("attention.sliding_window") or None,
+            "layer_types": ["sliding_attention" if sliding else "full_attention" for sliding in slides[:count]],
+        }
 
     return read
 
@@ -228,7 +231,7 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
     "bloom": {"": GgufFamily("bloom", _OLDER | {"context_length": "seq_length"}, rows="parts")},
     "cohere2": {
         "": GgufFamily(
-            "cohere2", _SLIDING | {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
+            "cohere2", {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
             _with_sliding_window(4), read=_WINDOW, biases=_ATTENTION_BIAS,
         )
     },
@@ -258,6 +261,7 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
             read=frozenset({"expert_shared_feed_forward_length"}), biases={"use_bias": ".attn_q.bias"},
         )
     },
+    "exaone4": {"": GgufFamily("exaone4", more=_with_sliding_window(4), read=_WINDOW)},
     "falcon": {
         "": GgufFamily("falcon", _OLDER, must={"attention.head_count_kv": 1, "tensor_data_layout": "jploski"}, biases={"bias": ".attn_qkv.bias"})
     },
@@ -267,11 +271,11 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
             "gemma2", _SLIDING | _FINAL_SOFTCAP | {"attn_logit_softcapping": "attn_logit_softcapping"}, _gemma(46), shift=1.0
         )
     },
-    "gemma3": {"": GgufFamily("gemma3_text", _SLIDING | _FINAL_SOFTCAP, _gemma3, read=_WINDOW | {"rope.freq_base_swa"}, shift=1.0)},
+    "gemma3": {"": GgufFamily("gemma3_text", _FINAL_SOFTCAP, _gemma3, read=_WINDOW | {"rope.freq_base_swa"}, shift=1.0)},
     "gemma4": {
         "": GgufFamily(
             "gemma4_text",
-            _SLIDING | _FINAL_SOFTCAP | {
+            _FINAL_SOFTCAP | {
                 "attention.key_length": "global_head_dim", "attention.key_length_swa": "head_dim",
                 "attention.shared_kv_layers": "num_kv_shared_layers", "embedding_length_per_layer_input": "hidden_size_per_layer_input",
                 "expert_count": "num_experts", "expert_used_count": "top_k_experts", "expert_feed_forward_length": "moe_intermediate_size",
@@ -288,7 +292,7 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
     },
     "gpt-oss": {
         "": GgufFamily(
-            "gpt_oss", _SLIDING | _MIXTURE | {"expert_feed_forward_length": "intermediate_size"},
+            "gpt_oss", _MIXTURE | {"expert_feed_forward_length": "intermediate_size"},
             _gpt_oss, read=_WINDOW, biases=_ATTENTION_BIAS, interleaved=True, columns=("_exps.",),
         )
     },
@@ -347,7 +351,7 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
     },
     "nemotron": {"": GgufFamily("nemotron", {"attention.layer_norm_epsilon": "norm_eps"}, read=_PART, biases=_LLAMA_BIASES, shift=1.0)},
     "olmo2": {
-        "attention.sliding_window": GgufFamily("olmo3", _SLIDING, _olmo3, read=_WINDOW | {"rope.freq_base_swa"}, biases=_ATTENTION_BIAS),
+        "attention.sliding_window": GgufFamily("olmo3", more=_olmo3, read=_WINDOW | {"rope.freq_base_swa"}, biases=_ATTENTION_BIAS),
         "": GgufFamily("olmo2", biases=_ATTENTION_BIAS),
     },
     "phi2": {"": GgufFamily("phi", {"attention.layer_norm_epsilon": "layer_norm_eps"}, read=_PART)},

@@ -62,7 +62,7 @@ class _Split(NamedTuple):
 
 
 _SPLITS: Mapping[str, _Split] = {
-    **dict.fromkeys(("gpt-2", "a.x-4.0", "mellum", "mpt", "olmo", "phi-2", "trillion"), _Split((_GPT2,))),
+    **dict.fromkeys(("gpt-2", "a.x-4.0", "exaone4", "mellum", "mpt", "olmo", "phi-2", "trillion"), _Split((_GPT2,))),
     **dict.fromkeys(("starcoder", "refact", "smollm", "minerva-7b"), _Split((r"\p{N}", _GPT2))),
     "command-r": _Split((r"\p{N}", _GPT2), nfc=True),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"), _Split((_LLAMA3_SPLIT,), ignore_merges=True, add_bos=True)),

@@ -278,6 +278,11 @@ CASES = [
         {"rope__dimension_count": 4, "attention__layer_norm_epsilon": 0.01},
     ),
     (
+        "exaone4", {"num_hidden_layers": 3, "sliding_window": 5, "sliding_window_pattern": 2, "rope_parameters": BASE}, "exaone4",
+        {"attention__sliding_window": 5, "attention__sliding_window_pattern": [True, False, True]},
+    ),
+    ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2, "rope_parameters": BASE}, "exaone4", {}),
+    (
         "cohere2",
         {"num_hidden_layers": 4, "head_dim": 8, "logit_scale": 0.5, "sliding_window": 5, "layer_norm_eps": 0.01, "tie_word_embeddings": True, "rope_parameters": BASE},
         "cohere2", {"logit_scale": 0.5, "attention__sliding_window": 5, "attention__layer_norm_epsilon": 0.01, "rope__scaling__type": "none"},
