@@ -324,6 +324,7 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
         ),
         "": GgufFamily("granitemoe", _GRANITE | _MIXTURE, _granite, read=_MAMBA, must=_WITH_ROPE, biases=_ATTENTION_BIAS, rows="pairs"),
     },
+    "hunyuan-dense": {"": GgufFamily("hunyuan_v1_dense", biases=_ATTENTION_BIAS)},
     "lfm2": {
         "": GgufFamily(
             "lfm2", _NO_HEAD_SIZE | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}, _lfm2,

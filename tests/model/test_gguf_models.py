@@ -277,6 +277,7 @@ CASES = [
         "phi", {"num_key_value_heads": 4, "layer_norm_eps": 0.01, "rope_parameters": BASE | {"partial_rotary_factor": 0.5}}, "phi2",
         {"rope__dimension_count": 4, "attention__layer_norm_epsilon": 0.01},
     ),
+    ("hunyuan_v1_dense", {"head_dim": 16, "attention_bias": True, "rope_parameters": BASE}, "hunyuan-dense", HEADS),
     (
         "exaone4", {"num_hidden_layers": 3, "sliding_window": 5, "sliding_window_pattern": 2, "rope_parameters": BASE}, "exaone4",
         {"attention__sliding_window": 5, "attention__sliding_window_pattern": [True, False, True]},
