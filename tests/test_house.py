@@ -9,8 +9,8 @@ from types import FrameType
 
 import pytest
 
-from support import tiny
 from support.models import engine_for, kernels, make_requests, packed_model
+from support.requests import planned
 
 ROOT = Path(__file__).parent.parent
 FUNCTION_LINES = 60
@@ -116,7 +116,7 @@ def test_a_decode_step_passes_at_most_sixteen_files(compiled):
         pytest.skip("the kernels cannot be compiled here")
     engine = engine_for(packed_model("llama", compiled=compiled), debug=False)
     requests = make_requests([[*range(40), i] for i in range(8)], [8] * 8)
-    engine.add(*tiny.planned(requests), lambda result: None)
+    engine.add(*planned(requests), lambda result: None)
     for _ in range(4):
         engine.step()
     passed = set()

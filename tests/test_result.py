@@ -7,6 +7,7 @@ from batchgen.errors import ROW_ERROR_TYPES, RowError
 from batchgen.request import Request, leaves_of, row_digest, row_key
 from batchgen.result import Result
 from batchgen.sampling_params import SamplingParams
+from support.requests import request as plain_request
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -14,7 +15,7 @@ def ids(*tokens: int) -> np.ndarray:
 
 
 def request(params: SamplingParams, *texts: np.ndarray, max_tokens: int = 5) -> Request:
-    return Request(row=3, tokens=ids(1, 2), params=params, max_tokens=max_tokens, key=b"k" * 16, texts=texts)
+    return plain_request(3, [1, 2], max_tokens, params=params, key=b"k" * 16, texts=texts)
 
 
 def test_a_failed_row_has_only_an_error():

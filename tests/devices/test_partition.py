@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from batchgen.devices.partition import DECODE_COST, PIECES, Piece, WaitingPieces, consecutive_pieces, cut, deal
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
-from support.fakes import grouped, planned, request
+from support.fakes import grouped
 from support.params import examples
+from support.requests import planned, request
 
 
 def rows(pieces: list[Piece]) -> list[int]:

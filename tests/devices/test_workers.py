@@ -15,7 +15,8 @@ from batchgen.devices.workers import Workers
 from batchgen.errors import DevicesLost, ModelError, OutOfMemory
 from batchgen.request import Request
 from batchgen.result import Result
-from support.fakes import FakeEngine, Fleet, grouped, planned, request
+from support.fakes import FakeEngine, Fleet, grouped
+from support.requests import planned, request
 
 
 @pytest.fixture

@@ -4,20 +4,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from batchgen import EngineConfig, JobConfig, ModelConfig, SamplingParams, run_job
+from batchgen import EngineConfig, JobConfig, ModelConfig, run_job
 from batchgen.drafting.chances import Chances, DraftKind
 from batchgen.drafting.guesses import LONGEST
 from batchgen.drafting.payoff import MAX_REST, MEASURED_FIRST, REMEMBERED, Payoff
 from batchgen.drafting.speculator import Speculator
-from batchgen.request import Request, leaves_of
+from batchgen.request import leaves_of
 from batchgen.scheduling.batch import StepSize
 from batchgen.scheduling.sequence import GenerationSequence, State
 from support.drafters import EveryDraft
 from support.models import build
 from support.params import slow_but
+from support.requests import request
 from support.tiny_model import EOS_ID, save_tiny_tokenizer
 
 PROMPT = [*range(100, 130)]
@@ -40,13 +40,7 @@ class Prices:
 
 def decoding(count: int, generated: list[int], max_tokens: int = 100) -> list[GenerationSequence]:
     """Sequences with the same prompt that have written the same tokens."""
-    leaves = leaves_of(
-        Request(
-            row=row, tokens=np.array(PROMPT, dtype=np.int32), params=SamplingParams(max_tokens=max_tokens),
-            max_tokens=max_tokens, key=bytes(16),
-        )
-        for row in range(count)
-    )  # fmt: skip
+    leaves = leaves_of(request(row, PROMPT, max_tokens) for row in range(count))
     return [
         GenerationSequence(
             window=0, place=(i, 1), parent=None, start=0, table=[], computed=len(PROMPT) + len(generated) - 1, leaf=leaf,

@@ -1,28 +1,26 @@
+from functools import partial
+
 import numpy as np
 import pytest
 
-from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
-from support import tiny
-from support.fakes import planned
-from support.models import make_requests
+from support.models import engine_for, make_requests, plain_llama, run, token_ids
 from support.params import FULL, slow_but
-from support.tiny import BLOCK, TOKEN, VOCAB, build, engine_of, run
+from support.requests import planned, request
+from support.shapes import VOCAB
+
+BLOCK = 32
+TOKEN = 512  # bytes of KV
 
 
-@pytest.fixture(autouse=True, params=slow_but([False], [False, True]), ids=["step by step", "a step ahead"])
-def ahead(request, monkeypatch):
-    monkeypatch.setattr(tiny, "AHEAD", request.param)
-    return request.param
+@pytest.fixture(params=slow_but([False], [False, True]), ids=["step by step", "a step ahead"])
+def engine_of(request):
+    return partial(engine_for, ahead=request.param)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return build()
-
-
-def texts(results):
-    return {row: r.token_ids for row, r in results.items()}
+    return plain_llama()
 
 
 GROUP = list(range(20))
@@ -30,23 +28,23 @@ PROMPTS = [[*GROUP, i] for i in range(6)] + [[50 + i] * (3 + i) for i in range(4
 LENGTHS = [5, 1, 9, 4, 40, 3, 8, 2, 6, 30, 7, 5, 4]
 
 
-def test_a_request_that_does_not_fit_fails_alone_and_says_what_would(model):
+def test_a_request_that_does_not_fit_fails_alone_and_says_what_would(engine_of, model):
     engine = engine_of(model, blocks=128)
     assert (engine.sizes.bytes_per_token, engine.sizes.num_blocks) == (TOKEN, 128)
     results = run(
-        engine, make_requests([[1] * 90, [2] * 8000, [3] * 100], [4096 - 89, 9, 4096 - 98]), stop_after(3, "now")
+        engine, make_requests([[1] * 90, [2] * 8000, [3] * 100], [4096 - 89, 9, 4096 - 98]), stop=stop_after(3, "now")
     )
-    assert sorted(results) == [1, 2]
-    bad = results[1]
+    bad, larger = results
+    assert (bad.row, larger.row) == (1, 2)
     assert (bad.finish_reason, bad.error_type, bad.text, bad.prompt_tokens) == ("error", "does_not_fit", None, 8000)
     assert bad.error_message == (
-        "prompt (8,000 tokens) and completion (up to 9) need 2.0 MiB of KV memory, there are 1.0 MiB; "
-        "give --kv-memory 2008KiB or lower max_tokens"
+        "prompt (8,000 tokens) and completion (up to 9) need 3.9 MiB of KV memory, there are 2.0 MiB; "
+        "give --kv-memory 4016KiB or lower max_tokens"
     )
-    assert results[2].error_type == "does_not_fit"  # by a single token
+    assert larger.error_type == "does_not_fit"  # by a single token
 
 
-def test_pages_of_the_pool_become_huge_when_more_than_a_few_blocks_are_in_use(model):
+def test_pages_of_the_pool_become_huge_when_more_than_a_few_blocks_are_in_use(engine_of, model):
     for few, after in ((2, 2), (1, 128)):
         engine = engine_of(model, blocks=128)
         cache = engine.runner.cache
@@ -56,19 +54,19 @@ def test_pages_of_the_pool_become_huge_when_more_than_a_few_blocks_are_in_use(mo
 
 
 @pytest.mark.parametrize(("batch_size", "few", "after"), [(4, 3, 3), (4, 2, 128), (2, 1, 1), (2, 0, 128)])
-def test_pages_are_huge_before_the_first_step_if_the_prompts_of_a_batch_take_more(model, batch_size, few, after):
+def test_pages_are_huge_before_the_first_step_if_the_prompts_of_a_batch_take_more(
+    engine_of, model, batch_size, few, after
+):
     engine = engine_of(model, blocks=128, batch_size=batch_size)
     engine.runner.cache.max_few_blocks = few
     engine.add(*planned(make_requests([[i] * (BLOCK - 1) for i in range(4)], [2] * 4)), lambda result: None)
     assert engine.runner.cache.max_few_blocks == after
 
 
-def test_max_tokens_that_nobody_gave_are_no_more_than_fit(model):
+def test_max_tokens_that_nobody_gave_are_no_more_than_fit(engine_of, model):
     engine = engine_of(model, blocks=4)
-    auto, given = (
-        Request(row=i, tokens=np.array([5] * 100, dtype=np.int32), params=params, max_tokens=1024, key=bytes([i]) * 16)
-        for i, params in enumerate((SamplingParams(), SamplingParams(max_tokens=1024)))
-    )
+    auto = request(0, [5] * 100, 1024, params=SamplingParams())
+    given = request(1, [5] * 100, 1024)
     room = engine.sizes.num_blocks * engine.sizes.block_size
     results = run(engine, [auto, given])
     assert (results[0].finish_reason, results[0].completion_tokens) == ("length", room - 100 + 1)
@@ -80,7 +78,7 @@ def test_max_tokens_that_nobody_gave_are_no_more_than_fit(model):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
-def test_a_row_without_numbers_fails_alone(model, batch_size):
+def test_a_row_without_numbers_fails_alone(engine_of, model, batch_size):
     """Its KV is NaN. Blocks that it shares, or that other rows get afterwards, must not spoil these rows."""
     group = list(range(45))
     bad = 90
@@ -88,12 +86,12 @@ def test_a_row_without_numbers_fails_alone(model, batch_size):
     prompts += [[bad] * 40, [bad] * 40 + [1], [3] * 5, [5] * 70]
     lengths = [3] * len(prompts)
     spoiled = {row for row, prompt in enumerate(prompts) if bad in prompt}
-    engine = engine_of(build(poison=bad), batch_size=batch_size, blocks=12)
-    want = texts(run(engine_of(model, batch_size=batch_size), make_requests(prompts, lengths)))
+    engine = engine_of(plain_llama(poison=bad), batch_size=batch_size, blocks=12)
+    want = token_ids(run(engine_of(model, batch_size=batch_size), make_requests(prompts, lengths)))
     for _ in range(2):  # the second time over what the first has left in the pool
         results = run(engine, make_requests(prompts, lengths))
-        assert {row for row, r in results.items() if r.error_type == "numerical_error"} == spoiled
-        assert {row: t for row, t in texts(results).items() if row not in spoiled} == {
+        assert {r.row for r in results if r.error_type == "numerical_error"} == spoiled
+        assert {row: t for row, t in token_ids(results).items() if row not in spoiled} == {
             row: t for row, t in want.items() if row not in spoiled
         }
 
@@ -103,35 +101,35 @@ def stop_after(steps, wish):
     return lambda: wish if next(calls) >= steps else None
 
 
-def test_drain_finishes_what_runs_and_starts_nothing(model):
+def test_drain_finishes_what_runs_and_starts_nothing(engine_of, model):
     engine = engine_of(model, batch_size=2)
-    results = run(engine, make_requests([[1], [2], [3], [4]], [6, 3, 3, 3]), stop_after(2, "drain"))
-    assert {row: len(r.token_ids) for row, r in results.items()} == {0: 6, 1: 3}
+    results = run(engine, make_requests([[1], [2], [3], [4]], [6, 3, 3, 3]), stop=stop_after(2, "drain"))
+    assert {r.row: len(r.token_ids) for r in results} == {0: 6, 1: 3}
     assert engine.scheduler.unfinished == 0
 
 
-def test_now_returns_at_once(model):
+def test_now_returns_at_once(engine_of, model):
     engine = engine_of(model, batch_size=2)
-    results = run(engine, make_requests([[1], [2], [3], [4]], [6, 3, 3, 3]), stop_after(4, "now"))
-    assert {row: len(r.token_ids) for row, r in results.items()} == {1: 3}
+    results = run(engine, make_requests([[1], [2], [3], [4]], [6, 3, 3, 3]), stop=stop_after(4, "now"))
+    assert {r.row: len(r.token_ids) for r in results} == {1: 3}
     assert engine.stats.steps == 4
 
 
 @pytest.mark.parametrize("wish", ["drain", "now"])
-def test_after_a_stop_the_engine_can_go_on(model, wish):
+def test_after_a_stop_the_engine_can_go_on(engine_of, model, wish):
     engine = engine_of(model, batch_size=3)
     requests = make_requests(PROMPTS, LENGTHS)
-    want = texts(run(engine_of(model), requests))
-    done = run(engine, requests, stop_after(3, wish))
-    left = [r for r in requests if r.row not in done]
+    want = token_ids(run(engine_of(model), requests))
+    done = run(engine, requests, stop=stop_after(3, wish))
+    left = [r for r in requests if r.row not in token_ids(done)]
     assert left
-    assert texts(done) | texts(run(engine, left)) == want
+    assert token_ids(done) | token_ids(run(engine, left)) == want
 
 
 @pytest.mark.parametrize(
     ("prompt", "options"), [([2] * 3, {}), ([2] * 40, {"blocks": 1})], ids=["fits", "does not fit"]
 )
-def test_a_failing_callback_leaves_an_engine_that_can_go_on(model, prompt, options):
+def test_a_failing_callback_leaves_an_engine_that_can_go_on(engine_of, model, prompt, options):
     engine = engine_of(model, **options)
     requests = make_requests([[1], prompt], [2, 2])
 
@@ -144,7 +142,7 @@ def test_a_failing_callback_leaves_an_engine_that_can_go_on(model, prompt, optio
     assert len(run(engine, requests)) == 2
 
 
-def test_memory_of_a_group_is_under_an_eighth_of_the_unshared(model):
+def test_memory_of_a_group_is_under_an_eighth_of_the_unshared(engine_of, model):
     shared = [int(t) for t in np.random.default_rng(0).integers(0, VOCAB, 1024)]
     engine = engine_of(model, kv_memory="256MiB", debug=False)
     results = run(engine, make_requests([[*shared, i] for i in range(64)], [3] * 64))
@@ -155,7 +153,7 @@ def test_memory_of_a_group_is_under_an_eighth_of_the_unshared(model):
     assert engine.stats.kv_bytes_peak * 8 < engine.stats.kv_bytes_unshared
 
 
-def test_figures_of_a_small_case_are_exact(model):
+def test_figures_of_a_small_case_are_exact(engine_of, model):
     """Two prompts under 4 shared tokens, one of which ends there, and one alone."""
     engine = engine_of(model, batch_size=2)
     run(engine, make_requests([[1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [9, 9]], [3, 2, 2]))
@@ -173,18 +171,18 @@ def test_figures_of_a_small_case_are_exact(model):
 SAMPLED = {"temperature": 1.0, "seed": 5}
 
 
-def test_draws_do_not_depend_on_the_batch_the_order_the_window_or_preemption(model):
+def test_draws_do_not_depend_on_the_batch_the_order_the_window_or_preemption(engine_of, model):
     requests = make_requests(PROMPTS, LENGTHS, **SAMPLED)
-    want = texts(run(engine_of(model), requests))
+    want = token_ids(run(engine_of(model), requests))
     assert len(set(want.values())) > 8
     quick = ({"batch_size": 4, "max_batch_tokens": 6}, {"blocks": 3}, {"share": False})
     for how in (*quick, {"batch_size": 1}, {"blocks": 2}) if FULL else quick:
         engine = engine_of(model, **how)
-        assert texts(run(engine, requests)) == want, how
+        assert token_ids(run(engine, requests)) == want, how
         assert engine.stats.preemptions > 0 or how != {"blocks": 3}
-    assert texts(run(engine_of(model), requests[::-1])) == want
+    assert token_ids(run(engine_of(model), requests[::-1])) == want
     engine = engine_of(model)
     got = {}
     for start in range(0, len(requests), 5):
-        got |= texts(run(engine, requests[start : start + 5]))
+        got |= token_ids(run(engine, requests[start : start + 5]))
     assert got == want

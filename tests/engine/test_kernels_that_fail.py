@@ -14,9 +14,8 @@ from batchgen.errors import DevicesLost
 from batchgen.llm import LLM
 from batchgen.model.checks.device_check import Verdict
 from support.fake_device import FakeAttention, use_fake_device
-from support.models import make_requests
+from support.models import engine_for, make_requests, mixed_requests, plain_llama, rounded, run
 from support.params import slow_but
-from support.tiny import build, engine_of, mixed_requests, rounded, run
 
 GROUP = list(range(40))
 PROMPTS = [[*GROUP, i] for i in range(6)] + [[50 + i] * (3 + i) for i in range(3)] + [GROUP, [7]]
@@ -24,7 +23,7 @@ PROMPTS = [[*GROUP, i] for i in range(6)] + [[50 + i] * (3 + i) for i in range(3
 
 @pytest.fixture(scope="module")
 def model():
-    return build()
+    return plain_llama()
 
 
 def mixed():
@@ -33,7 +32,7 @@ def mixed():
 
 @pytest.fixture(scope="module")
 def want(model):
-    return rounded(run(engine_of(model), mixed()))
+    return rounded(run(engine_for(model), mixed()))
 
 
 def failing_from(step, fault):
@@ -60,8 +59,7 @@ def test_a_job_goes_on_in_plain_torch_and_the_switch_off_is_said_once_and_kept(
 ):
     use_fake_device(monkeypatch, attention=failing_from(step, raises))
     kept = Verdict("cuda:0 (Fake)", file=tmp_path / "kept.json")
-    engine = engine_of(replace(model, verdict=kept), batch_size=6)
-    engine.loop.ahead = ahead
+    engine = engine_for(replace(model, verdict=kept), batch_size=6, ahead=ahead)
     assert engine.attention == "triton"
     assert rounded(run(engine, mixed())) == want
     assert engine.attention == "cascade"
@@ -79,12 +77,12 @@ def test_a_job_goes_on_in_plain_torch_and_the_switch_off_is_said_once_and_kept(
 
 
 def test_logits_that_are_no_numbers_fail_their_rows_and_the_kernels_go_on(monkeypatch):
-    poisoned = build(poison=96)
+    poisoned = plain_llama(poison=96)
     prompts = [*PROMPTS, [1, 96, 2], [3, 96]]
     requests = make_requests(prompts, [12] * len(prompts))
-    expected = rounded(run(engine_of(poisoned), requests))
+    expected = rounded(run(engine_for(poisoned), requests))
     use_fake_device(monkeypatch)
-    engine = engine_of(poisoned)
+    engine = engine_for(poisoned)
     assert rounded(run(engine, requests)) == expected
     assert [expected[row][3] for row in (10, 11, 12)] == [None, "numerical_error", "numerical_error"]
     assert (engine.attention, engine.notes) == ("triton", [])
@@ -98,7 +96,7 @@ def test_where_the_device_is_lost_the_job_ends_with_what_to_do_and_the_next_star
 
     use_fake_device(monkeypatch, attention=failing_from(5, raises))
     kept = Verdict("cuda:0 (Fake)", file=tmp_path / "kept.json")
-    engine = engine_of(replace(model, verdict=kept))
+    engine = engine_for(replace(model, verdict=kept))
     monkeypatch.setattr(engine.runner, "drop_kernels", lost)
     with pytest.raises(DevicesLost) as end:
         run(engine, mixed())
@@ -116,7 +114,7 @@ def test_memory_that_runs_out_is_no_fault_of_the_kernels(model, want, monkeypatc
         return out
 
     use_fake_device(monkeypatch, attention=failing_from(3, full))
-    engine = engine_of(replace(model, compile="off"))
+    engine = engine_for(replace(model, compile="off"))
     assert rounded(run(engine, mixed())) == want
     assert engine.attention == "triton"
 

@@ -25,8 +25,9 @@ from batchgen.model.adapter import prepare
 from batchgen.model.runner import Runner
 from batchgen.sampling.sampler import Sampler
 from batchgen.scheduling.scheduler import StepLoop
+from support.models import engine_for, mixed_requests, plain_llama, run, token_ids
 from support.params import slow_but
-from support.tiny import VOCAB, build, engine_of, mixed_requests, run
+from support.shapes import VOCAB
 
 NOWHERE = torch.device("meta")
 EOS = 90
@@ -137,13 +138,13 @@ def guarded(monkeypatch, engine):
 
 @cache
 def models():
-    model = build(layers=1)
+    model = plain_llama(num_hidden_layers=1)
     return model, replace(model, module=deepcopy(model.module).to(NOWHERE), device=NOWHERE)
 
 
 def engine_without_values(monkeypatch, **options):
     here, model = models()
-    engine = engine_of(here, eos=(EOS,), **options)
+    engine = engine_for(here, eos=(EOS,), **options)
     monkeypatch.setattr(executor_module, "Readback", Told)
     monkeypatch.setattr(Told, "rng", random.Random(0))  # the same tokens, whichever tests ran before
     runner = Runner(model, engine.runner.cache, engine.sizes.limits, engine.notes)
@@ -160,9 +161,9 @@ def test_a_launch_asks_the_device_for_nothing(monkeypatch, options):
     engine = engine_without_values(monkeypatch, **options)
     with guarded(monkeypatch, engine) as copies:
         results = run(engine, mixed_requests(random.Random(3), 21))
-    assert sorted(results) == list(range(21))
-    assert {r.error_type for r in results.values()} == {None}
-    assert {r.finish_reason for r in results.values()} == {"stop", "length", None}
+    assert [r.row for r in results] == list(range(21))
+    assert {r.error_type for r in results} == {None}
+    assert {r.finish_reason for r in results} == {"stop", "length", None}
     assert copies.count > engine.stats.steps
     assert (engine.stats.preemptions > 0) == (options == {"blocks": 3})
 
@@ -172,11 +173,11 @@ def test_the_loop_on_a_gpu_waits_for_nothing_but_the_step_before(monkeypatch):
     """torch raises if a launch waits. A first run has compiled everything."""
     here, _ = models()
     requests = mixed_requests(random.Random(3), 21)
-    want = run(engine_of(here, eos=(EOS,)), requests)
-    engine = engine_of(prepare(deepcopy(here.module).to("cuda"), compile="off"), eos=(EOS,))
+    want = run(engine_for(here, eos=(EOS,)), requests)
+    engine = engine_for(prepare(deepcopy(here.module).to("cuda"), compile="off"), eos=(EOS,))
     assert engine.loop.ahead
     first = run(engine, requests)
-    assert {row: r.token_ids for row, r in first.items()} == {row: r.token_ids for row, r in want.items()}
+    assert token_ids(first) == token_ids(want)
     step, wait = engine.step, engine.executor.wait
     modes = []
 
@@ -194,5 +195,5 @@ def test_the_loop_on_a_gpu_waits_for_nothing_but_the_step_before(monkeypatch):
     monkeypatch.setattr(engine, "step", watched)
     monkeypatch.setattr(engine.executor, "wait", waited)
     again = run(engine, requests)
-    assert {row: r.token_ids for row, r in again.items()} == {row: r.token_ids for row, r in want.items()}
+    assert token_ids(again) == token_ids(want)
     assert 2 in modes  # the wait is for an event, which is not forbidden

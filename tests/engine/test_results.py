@@ -2,6 +2,7 @@
 
 import math
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,52 +11,44 @@ import torch
 from batchgen.engine import results as module
 from batchgen.errors import OutOfMemory
 from batchgen.scheduling.batch import ScheduledSpan, pack
-from support import tiny
-from support.fakes import planned
-from support.models import make_requests
+from support.models import engine_for, make_requests, plain_llama, run
 from support.params import slow_but
+from support.requests import planned
 
 
-@pytest.fixture(autouse=True, params=slow_but([False], [False, True]), ids=["step by step", "a step ahead"])
-def ahead(request, monkeypatch):
-    monkeypatch.setattr(tiny, "AHEAD", request.param)
-    return request.param
+@pytest.fixture(params=slow_but([False], [False, True]), ids=["step by step", "a step ahead"])
+def engine_of(request):
+    return partial(engine_for, ahead=request.param)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny.build()
-
-
-def texts(results):
-    return {row: r.token_ids for row, r in results.items()}
+    return plain_llama()
 
 
 GROUP = list(range(20))
 
 
-def test_a_row_with_a_fork_without_numbers_fails_once_and_the_others_go_on():
+def test_a_row_with_a_fork_without_numbers_fails_once_and_the_others_go_on(engine_of):
     """The token 90 gives NaN; one of the forks samples it."""
-    engine = tiny.engine_of(tiny.build(poison=90))
+    engine = engine_of(plain_llama(poison=90))
     requests = make_requests([GROUP, [5], [6]], [60, 2, 2], n=8, temperature=1.5)
-    clean = tiny.run(tiny.engine_of(tiny.build()), requests)
-    spoiled = {row for row, r in clean.items() if any(90 in c.token_ids[:-1] for c in r.completions)}
+    clean = run(engine_of(plain_llama()), requests)
+    spoiled = {r.row for r in clean if any(90 in c.token_ids[:-1] for c in r.completions)}
     assert 0 in spoiled
     assert len(spoiled) < 3
-    results = tiny.run(engine, requests)
-    assert {row for row, r in results.items() if r.error_type == "numerical_error"} == spoiled
-    assert {row: r for row, r in results.items() if row not in spoiled} == {
-        row: r for row, r in clean.items() if row not in spoiled
-    }
+    results = run(engine, requests)
+    assert {r.row for r in results if r.error_type == "numerical_error"} == spoiled
+    assert [r for r in results if r.row not in spoiled] == [r for r in clean if r.row not in spoiled]
     assert not engine.sampler.used
     engine.block_manager.evict_all()
     assert engine.block_manager.pool.num_used == 0
 
 
-def test_a_cancelled_row_keeps_what_it_has_and_the_others_are_as_without_it(model):
-    engine = tiny.engine_of(model, batch_size=3)
+def test_a_cancelled_row_keeps_what_it_has_and_the_others_are_as_without_it(engine_of, model):
+    engine = engine_of(model, batch_size=3)
     requests = make_requests([GROUP, [*GROUP, 3], [7], [8], [*GROUP, 9]], [30, 30, 30, 30, 30])
-    want = tiny.run(tiny.engine_of(model), requests)
+    want = run(engine_of(model), requests)
     drawn = []
 
     def on_token(row, choice, token):
@@ -73,33 +66,32 @@ def test_a_cancelled_row_keeps_what_it_has_and_the_others_are_as_without_it(mode
     assert [results[i] for i in (1, 2, 3)] == [want[i] for i in (1, 2, 3)]
     assert not engine.sampler.used
     engine.cancel(requests[1])  # done already
-    assert tiny.run(engine, requests) == want
+    assert run(engine, requests) == want
 
 
-def test_a_row_has_its_time_from_its_start_and_keeps_what_it_has(model, monkeypatch):
+def test_a_row_has_its_time_from_its_start_and_keeps_what_it_has(engine_of, model, monkeypatch):
     """The clock advances one second per step. Waiting rows lose none of their time."""
-    engine = tiny.engine_of(model, batch_size=2, row_timeout=9.5)
+    engine = engine_of(model, batch_size=2, row_timeout=9.5)
     monkeypatch.setattr(
         module, "time", SimpleNamespace(monotonic=lambda: engine.stats.steps, perf_counter=time.perf_counter)
     )
     requests = make_requests([[1], [2], [3], [4]], [50, 3, 50, 5])
-    want = tiny.run(tiny.engine_of(model), requests)
-    results = tiny.run(engine, requests)
-    assert {row: (r.finish_reason, len(r.token_ids)) for row, r in results.items()} == {
-        0: ("timeout", 10), 1: ("length", 3), 2: ("timeout", 10), 3: ("length", 5),
-    }  # fmt: skip
+    want = run(engine_of(model), requests)
+    results = run(engine, requests)
+    ends = [("timeout", 10), ("length", 3), ("timeout", 10), ("length", 5)]
+    assert [(r.finish_reason, len(r.token_ids)) for r in results] == ends
     assert all(results[row].token_ids == want[row].token_ids[:10] for row in (0, 2))
-    assert all(r.error_type is None for r in results.values())
+    assert all(r.error_type is None for r in results)
 
 
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory: you tried")]
 )
-def test_after_out_of_memory_the_steps_are_smaller_and_no_row_is_lost(error):
+def test_after_out_of_memory_the_steps_are_smaller_and_no_row_is_lost(engine_of, error):
     requests = make_requests([[*GROUP * 3, i] for i in range(6)] + [[50 + i] * 9 for i in range(8)], [7] * 14)
-    model = tiny.build()
-    want = tiny.run(tiny.engine_of(model), requests)
-    engine = tiny.engine_of(model)
+    model = plain_llama()
+    want = run(engine_of(model), requests)
+    engine = engine_of(model)
     forward, sizes = engine.runner.model.module.forward, []
 
     def limited(*args, **kwargs):
@@ -110,7 +102,7 @@ def test_after_out_of_memory_the_steps_are_smaller_and_no_row_is_lost(error):
         return forward(*args, **kwargs)
 
     model.module.forward = limited
-    assert tiny.run(engine, requests) == want
+    assert run(engine, requests) == want
     assert max(sizes) > 20
     assert engine.scheduler.limits.max_batch_tokens <= 20
     assert [s for s in sizes if s > 20] == [132, 66, 33]  # in one step; none after it
@@ -121,18 +113,18 @@ def test_after_out_of_memory_the_steps_are_smaller_and_no_row_is_lost(error):
     ]
 
 
-def test_a_device_without_the_memory_for_one_token_ends_the_job():
-    model = tiny.build()
+def test_a_device_without_the_memory_for_one_token_ends_the_job(engine_of):
+    model = plain_llama()
 
     def never(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    engine = tiny.engine_of(model)
+    engine = engine_of(model)
     model.module.forward = never
     with pytest.raises(
         OutOfMemory, match="cpu does not have enough memory for a forward of one token; lower --kv-memory"
     ):
-        tiny.run(engine, make_requests([GROUP, [1]], [3, 3]))
+        run(engine, make_requests([GROUP, [1]], [3, 3]))
 
 
 def test_halves_of_a_step_keep_its_order_and_its_logits():

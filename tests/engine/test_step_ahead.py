@@ -2,25 +2,23 @@
 
 import random
 
-import numpy as np
 import pytest
 
 from batchgen.config import EngineConfig
 from batchgen.llm import LLM
-from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.waiting import POLICIES
-from support import tiny
-from support.fakes import planned
-from support.models import make_requests
+from support.models import engine_for, make_requests, mixed_requests, plain_llama, rounded
+from support.models import run as run_whole
 from support.params import slow_but
+from support.requests import planned, request
 
 EOS = (11, 60)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny.build()
+    return plain_llama()
 
 
 def run(engine, requests, after=0, cancelled=()):
@@ -43,13 +41,17 @@ def run(engine, requests, after=0, cancelled=()):
     assert engine.block_manager.pool.num_used == 0
     assert engine.block_manager._reserved_blocks == 0
     stats = engine.stats
-    return results, told, (stats.prefill_tokens, stats.completion_tokens, stats.decode_sequences, stats.scored_tokens)
+    return (
+        results.values(),
+        told,
+        (stats.prefill_tokens, stats.completion_tokens, stats.decode_sequences, stats.scored_tokens),
+    )
 
 
 @pytest.mark.parametrize("seed", slow_but((5,), range(16)))
-def test_results_tokens_and_figures_are_those_of_a_step_at_a_time(model, monkeypatch, seed):
+def test_results_tokens_and_figures_are_those_of_a_step_at_a_time(model, seed):
     rng = random.Random(seed)
-    requests = tiny.mixed_requests(rng, rng.randint(3, 16))
+    requests = mixed_requests(rng, rng.randint(3, 16))
     tokens = rng.choice([4, 64, 2048])
     options = {
         "policy": rng.choice(sorted(POLICIES)), "max_batch_tokens": tokens, "batch_size": min(tokens, rng.choice([2, 5, 64])),
@@ -57,11 +59,10 @@ def test_results_tokens_and_figures_are_those_of_a_step_at_a_time(model, monkeyp
     }  # fmt: skip
     runs = []
     for ahead in (False, True):
-        monkeypatch.setattr(tiny, "AHEAD", ahead)
-        engine = tiny.engine_of(model, eos=EOS, **options)
+        engine = engine_for(model, EOS, ahead, **options)
         runs.append((*run(engine, requests), engine.stats.preemptions))
     (want, told, figures, preempted), (got, told_ahead, figures_ahead, preempted_ahead) = runs
-    assert tiny.rounded(got) == tiny.rounded(want)
+    assert rounded(got) == rounded(want)
     assert told_ahead == told
     assert figures_ahead[1:3] == figures[1:3]
     if not preempted and not preempted_ahead:
@@ -69,23 +70,17 @@ def test_results_tokens_and_figures_are_those_of_a_step_at_a_time(model, monkeyp
 
 
 @pytest.mark.parametrize("after", slow_but((1, 5), [1, 2, 5, 8]))
-def test_what_a_callback_cancels_ends_where_it_would_have_ended(model, monkeypatch, after):
+def test_what_a_callback_cancels_ends_where_it_would_have_ended(model, after):
     """Also rows whose last token is being sampled, that have not begun, or that wait for their scores."""
     lengths = [after, after + 1, 30, after, after + 2, 30]
     requests = make_requests([[1, 2], [1, 2, 3], [5], [6], [7], [8]], lengths)
-    texts = [np.array([n, 9], dtype=np.int32) for n in range(3)]
-    for n, text in enumerate(texts, 6):
-        key = bytes([n]) * 16
-        params, tokens = SamplingParams(), np.array([n], dtype=np.int32)
-        requests.append(
-            Request(row=n, tokens=tokens, params=params, max_tokens=1, key=key, texts=(text,), priority=1.0)
-        )
+    requests += [request(n, [n], 1, texts=[[n - 6, 9]], priority=1.0) for n in (6, 7, 8)]
     runs = []
     for ahead in (False, True):
-        monkeypatch.setattr(tiny, "AHEAD", ahead)
-        runs.append(run(tiny.engine_of(model, batch_size=4), requests, after, [*requests[1:5], *requests[6:]]))
+        runs.append(run(engine_for(model, ahead=ahead, batch_size=4), requests, after, [*requests[1:5], *requests[6:]]))
     (want, told, _), (got, told_ahead, _) = runs
-    assert tiny.rounded(want) == tiny.rounded(got)
+    assert rounded(want) == rounded(got)
+    want = {r.row: r for r in want}
     assert [want[row].finish_reason for row in (0, 2, 5)] == ["length", "cancelled", "length"]
     assert {want[row].error_type for row in (6, 7, 8)} == {"cancelled"}
     assert told_ahead == told
@@ -113,10 +108,9 @@ def test_a_step_is_launched_before_the_one_before_it_is_waited_for(model, monkey
         (False, [0, ~0, 1, ~1, 2, ~2, 3, ~3]),
         (True, [0, 1, ~0, 2, ~1, 3, ~2, ~3]),  # the length is known, so no step is run in vain
     ):
-        monkeypatch.setattr(tiny, "AHEAD", ahead)
-        engine = tiny.engine_of(model)
+        engine = engine_for(model, ahead=ahead)
         order = launches_and_landings(engine, monkeypatch)
-        tiny.run(engine, requests)
+        run_whole(engine, requests)
         assert order == want
 
 

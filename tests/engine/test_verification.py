@@ -10,10 +10,10 @@ import pytest
 from batchgen import LLM, EngineConfig, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.result import Result
-from support import tiny
 from support.drafters import ForcedDrafter, known
-from support.models import make_requests
-from support.tiny import VOCAB, build, engine_of
+from support.models import engine_for, make_requests, plain_llama, token_ids
+from support.models import run as run_requests
+from support.shapes import VOCAB
 from support.tiny_model import THINKING_TEMPLATE, save_tiny_llama
 
 SCHEMA = {
@@ -97,18 +97,18 @@ def test_every_kind_of_row_has_the_same_result(model: Path, without: list[Result
 def test_drafts_without_numbers_leave_no_trace() -> None:
     """A draft whose keys are NaN lies in a block that the row's next tokens are written to."""
     bad, prompts, lengths = 90, [[*range(20), i] for i in range(5)], [40] * 5
-    model = build(poison=bad)
-    want = tiny.run(engine_of(model), make_requests(prompts, lengths))
-    engine = engine_of(model)
-    engine.scheduler.drafter = drafter = ForcedDrafter(known(want), [bad], 0.5)
-    got = tiny.run(engine, make_requests(prompts, lengths))
-    assert {row: r.token_ids for row, r in got.items()} == {row: r.token_ids for row, r in want.items()}
+    model = plain_llama(poison=bad)
+    want = run_requests(engine_for(model), make_requests(prompts, lengths))
+    engine = engine_for(model)
+    engine.scheduler.drafter = drafter = ForcedDrafter(known(dict(enumerate(want))), [bad], 0.5)
+    got = run_requests(engine, make_requests(prompts, lengths))
+    assert token_ids(got) == token_ids(want)
     assert 0 < drafter.accepted < drafter.drafted
 
 
 def test_a_step_gives_one_token_and_one_more_for_each_right_draft() -> None:
     requests = make_requests([[1, 2, 3]], [10])
-    want = tiny.run(engine_of(build()), requests)
+    want = run_requests(engine_for(plain_llama()), requests)
 
     class Three:
         """Drafts three tokens, of which the last is wrong."""
@@ -116,7 +116,7 @@ def test_a_step_gives_one_token_and_one_more_for_each_right_draft() -> None:
         def propose(self, decoding: Any, alone: bool) -> Any:
             seq = decoding[0]
             assert alone
-            right = known(want)(seq)[:2]
+            right = known(dict(enumerate(want)))(seq)[:2]
             return {seq: [*right, (right[-1] + 1) % VOCAB]} if seq.generated and len(right) == 2 else {}
 
         def verified(self, seq: Any, drafted: int, accepted: int) -> None:
@@ -126,9 +126,9 @@ def test_a_step_gives_one_token_and_one_more_for_each_right_draft() -> None:
             taken.append(len(seq.generated))
 
     taken: list[Any] = []
-    engine = engine_of(build())
+    engine = engine_for(plain_llama())
     engine.scheduler.drafter = Three()
-    assert tiny.run(engine, requests)[0].token_ids == want[0].token_ids
+    assert run_requests(engine, requests)[0].token_ids == want[0].token_ids
     # The prompt gives one token, and then three steps three each. In the last one, the fourth token would be too many.
     assert taken == [(3, 2), (3, 2), 10, (2, 2)]
     assert (engine.stats.steps, engine.stats.decode_sequences, engine.stats.completion_tokens) == (4, 4, 10)

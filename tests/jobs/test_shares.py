@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from batchgen.jobs.order.shares import PrefixCosts, Share, shard_bounds
-from support.fakes import request
+from support.requests import request
 
 
 def cuts(costs: list[float], shared: list[int], shares: int, chunk_size: int = 1) -> list[int]:

@@ -14,6 +14,7 @@ from batchgen.jobs.order.sorted_requests import SortedRequests, bounded_windows,
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 from support.params import examples
+from support.requests import request as plain_request
 
 DEFAULT = SamplingParams()
 
@@ -22,14 +23,8 @@ def tokens(*ids: int):
     return np.array(ids, dtype=np.int32)
 
 
-def request(
-    row: int, ids, *, priority: float = 0.0, params: SamplingParams = DEFAULT, texts=(), truncated=False, tools=""
-):
-    key = row.to_bytes(16, "big")
-    return Request(
-        row=row, tokens=tokens(*ids), params=params, max_tokens=7 + row, key=key, truncated=truncated,
-        texts=tuple(tokens(*t) for t in texts), priority=priority, tools=tools, source=f"rows.jsonl:{row + 1}",
-    )  # fmt: skip
+def request(row: int, ids, *, params: SamplingParams = DEFAULT, **fields):
+    return plain_request(row, ids, 7 + row, params=params, source=f"rows.jsonl:{row + 1}", **fields)
 
 
 def plain(r: Request):

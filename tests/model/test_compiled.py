@@ -7,9 +7,7 @@ import torch
 
 from batchgen.model.adapter import prepare
 from support.fake_device import use_fake_device
-from support.models import build as build_type
-from support.models import make_requests
-from support.tiny import build, engine_of, run
+from support.models import build, engine_for, make_requests, plain_llama, run, token_ids
 
 PROMPTS = [[*range(40), i] for i in range(5)] + [[50 + i] * (3 + i) for i in range(3)] + [[7]]
 LENGTHS = [9, 1, 7, 12, 5, 3, 8, 2, 14]
@@ -37,21 +35,16 @@ def traced(monkeypatch):
     torch._dynamo.reset()
 
 
-def texts(results):
-    return {row: r.token_ids for row, r in results.items()}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2"])
 def test_a_model_is_traced_whole_and_once_for_steps_of_all_sizes(model_type, traced, monkeypatch):
-    model = prepare(build_type(model_type))
+    model = prepare(build(model_type))
     requests = make_requests(PROMPTS, LENGTHS)
-    want = texts(run(engine_of(model), requests))
+    want = token_ids(run(engine_for(model), requests))
     steps = use_fake_device(monkeypatch)
-    engine = engine_of(replace(model, compile="on"), batch_size=8)
-    engine.loop.ahead = True
+    engine = engine_for(replace(model, compile="on"), batch_size=8, ahead=True)
     run(engine, make_requests([[1], [2]], [3, 3]))  # the trace must not assume as many tokens as logits
-    assert texts(run(engine, requests)) == want
+    assert token_ids(run(engine, requests)) == want
     assert engine.notes == []
     assert len(traced) == 1
     assert {2, 4, 8} < set(traced[0])
@@ -64,11 +57,11 @@ def test_a_model_that_cannot_be_compiled_runs_uncompiled(monkeypatch):
         raise RuntimeError("data-dependent branching")
 
     monkeypatch.setattr(torch, "compile", lambda module, **options: failing)
-    model, requests = build(), make_requests(PROMPTS, LENGTHS)
-    want = texts(run(engine_of(model), requests))
+    model, requests = plain_llama(), make_requests(PROMPTS, LENGTHS)
+    want = token_ids(run(engine_for(model), requests))
     use_fake_device(monkeypatch)
-    engine = engine_of(replace(model, compile="on"))
-    assert texts(run(engine, requests)) == want
+    engine = engine_for(replace(model, compile="on"))
+    assert token_ids(run(engine, requests)) == want
     assert len(engine.notes) == 1
     assert engine.notes[0].startswith("--compile on: torch.compile fails on this model, which runs without: ")
 
@@ -78,14 +71,14 @@ def test_a_model_that_cannot_be_compiled_runs_uncompiled(monkeypatch):
 def test_compiled_code_gives_the_same_tokens_and_does_not_copy_the_block_pool(monkeypatch):
     from torch._inductor.utils import run_and_get_code
 
-    model = build()
+    model = plain_llama()
     requests = make_requests(PROMPTS, LENGTHS)
-    want = texts(run(engine_of(model), requests))
+    want = token_ids(run(engine_for(model), requests))
     use_fake_device(monkeypatch)
     torch._dynamo.reset()
-    engine = engine_of(replace(model, compile="on"))
+    engine = engine_for(replace(model, compile="on"))
     got, code = run_and_get_code(run, engine, requests)
-    assert texts(got) == want
+    assert token_ids(got) == want
     assert engine.notes == []
     pool_tokens = engine.runner.cache.keys[0].shape[1]
     made = [line for line in code[0].splitlines() if "empty_strided" in line and str(pool_tokens) in line]

@@ -9,9 +9,8 @@ from batchgen.model import cuda_runner as module
 from batchgen.model.adapter import prepare
 from batchgen.model.cuda_graphs import CAPTURE_AFTER, Shape
 from support.fake_device import Recording, use_fake_device
-from support.models import make_requests
+from support.models import build, engine_for, make_requests, plain_llama, run, token_ids
 from support.params import slow_but
-from support.tiny import build, engine_of, run
 
 GROUP = list(range(40))
 PROMPTS = [[*GROUP, i] for i in range(7)] + [[50 + i] * (3 + i) for i in range(4)] + [GROUP, GROUP, [7]]
@@ -20,16 +19,12 @@ LENGTHS = [25, 1, 9, 14, 40, 23, 18, 20, 36, 30, 27, 15, 14, 33]
 
 @pytest.fixture(scope="module")
 def model():
-    return build()
-
-
-def texts(results):
-    return {row: r.token_ids for row, r in results.items()}
+    return plain_llama()
 
 
 @pytest.fixture(scope="module")
 def want(model):
-    return texts(run(engine_of(model), make_requests(PROMPTS, LENGTHS)))
+    return token_ids(run(engine_for(model), make_requests(PROMPTS, LENGTHS)))
 
 
 def recorded_inputs(model, monkeypatch):
@@ -52,9 +47,8 @@ def recorded_inputs(model, monkeypatch):
 def test_without_graphs_the_output_is_that_of_the_cpu(model, want, monkeypatch, ahead):
     steps = use_fake_device(monkeypatch)
     seen = recorded_inputs(model, monkeypatch)
-    engine = engine_of(replace(model, compile="off"), batch_size=12)
-    engine.loop.ahead = ahead
-    assert texts(run(engine, make_requests(PROMPTS, LENGTHS))) == want
+    engine = engine_for(replace(model, compile="off"), batch_size=12, ahead=ahead)
+    assert token_ids(run(engine, make_requests(PROMPTS, LENGTHS))) == want
     assert (steps[0]._graphs, engine.notes, engine.runner.attention) == (None, [], "triton")
     assert len(seen) == engine.stats.steps
 
@@ -63,9 +57,8 @@ def test_without_graphs_the_output_is_that_of_the_cpu(model, want, monkeypatch, 
 def test_graphs_that_only_replay_recorded_operators_give_the_same_output(model, want, monkeypatch):
     """A step's inputs, with tokens that the host does not know yet, are all in the buffers that its graph was captured with."""
     steps = use_fake_device(monkeypatch, Recording)
-    engine = engine_of(model, batch_size=12)
-    engine.loop.ahead = True
-    assert texts(run(engine, make_requests(PROMPTS, LENGTHS))) == want
+    engine = engine_for(model, batch_size=12, ahead=True)
+    assert token_ids(run(engine, make_requests(PROMPTS, LENGTHS))) == want
     graphs = steps[0]._graphs
     assert engine.notes == []
     assert graphs.captured[0] == (12, 12)
@@ -82,17 +75,16 @@ def test_graphs_that_only_replay_recorded_operators_give_the_same_output(model, 
 )
 def test_graphs_give_the_same_output_under_any_schedule(model, want, monkeypatch, options):
     steps = use_fake_device(monkeypatch)
-    engine = engine_of(model, **options)
-    engine.loop.ahead = True
-    assert texts(run(engine, make_requests(PROMPTS, LENGTHS))) == want
-    assert steps[0]._graphs._capture.replays > 10
+    engine = engine_for(model, **options, ahead=True)
+    assert token_ids(run(engine, make_requests(PROMPTS, LENGTHS))) == want
+    assert steps[-1]._graphs._capture.replays > 10
 
 
 def test_a_captured_step_always_reads_the_same_buffers(model, monkeypatch):
     """The inputs of all steps of a shape lie at the addresses that its graph was captured with."""
     steps = use_fake_device(monkeypatch, Recording)
     seen = recorded_inputs(model, monkeypatch)
-    engine = engine_of(model, batch_size=8)
+    engine = engine_for(model, batch_size=8)
     run(engine, make_requests([[i] for i in range(8)], [30] * 8))
     captured = steps[0]._graphs.captured
     assert captured == ((8, 8),)
@@ -114,7 +106,7 @@ def plain_capture(forward):
 
 def test_graphs_are_captured_again_after_one_of_their_buffers_was_replaced(model, want, monkeypatch):
     steps = use_fake_device(monkeypatch)
-    engine = engine_of(model, batch_size=12)
+    engine = engine_for(model, batch_size=12)
     pools, old = [], module.Graphs.void
 
     def void(graphs):
@@ -133,7 +125,7 @@ def test_graphs_are_captured_again_after_one_of_their_buffers_was_replaced(model
         return schedule(*args)
 
     monkeypatch.setattr(engine.scheduler, "schedule", replaced)
-    assert texts(run(engine, make_requests(PROMPTS, LENGTHS))) == want
+    assert token_ids(run(engine, make_requests(PROMPTS, LENGTHS))) == want
     assert len(pools) == 1
     assert pools[0].replays > 0
     assert steps[0]._graphs._capture.replays > 0
@@ -141,19 +133,19 @@ def test_graphs_are_captured_again_after_one_of_their_buffers_was_replaced(model
 
 def test_padding_writes_no_kv(model, monkeypatch):
     use_fake_device(monkeypatch)
-    engine = engine_of(model, batch_size=64)
+    engine = engine_for(model, batch_size=64)
     run(engine, make_requests([[1], [2]], [20, 20]))
     pools = [*engine.runner.cache.keys.values(), *engine.runner.cache.values.values()]
     assert all(int(pool.abs().sum((0, 2)).count_nonzero()) == 2 * 20 for pool in pools)
 
 
 def test_a_model_that_waits_for_the_device_runs_without_graphs(want, monkeypatch):
-    model = build()
+    model = plain_llama()
     norm = model.module.model.norm
     monkeypatch.setattr(norm, "forward", asking(norm.forward))
     steps = use_fake_device(monkeypatch, Recording)
-    engine = engine_of(model)
-    assert texts(run(engine, make_requests(PROMPTS, LENGTHS))) == want
+    engine = engine_for(model)
+    assert token_ids(run(engine, make_requests(PROMPTS, LENGTHS))) == want
     assert steps[0]._graphs.captured == ()
     assert len(engine.notes) == 1
     assert engine.notes[0].startswith(
@@ -169,21 +161,21 @@ def test_a_step_halved_for_lack_of_memory_keeps_the_logits_of_both_halves(model,
     """The graphs of both halves write to the same buffer, one after the other."""
     steps = use_fake_device(monkeypatch)
     monkeypatch.setattr(module, "Graphs", eager_graphs(module.Graphs))
-    engine = engine_of(model, batch_size=14)
+    engine = engine_for(model, batch_size=14)
     engine.runner.max_forward_tokens = 5
     monkeypatch.setattr(engine, "_shrink", lambda: None)  # so that steps go on to be cut
-    assert texts(run(engine, make_requests(PROMPTS, LENGTHS))) == want
+    assert token_ids(run(engine, make_requests(PROMPTS, LENGTHS))) == want
     assert len(steps[0].attention.sizes) > 2 * engine.stats.steps
 
 
 def test_the_largest_steps_of_a_model_with_small_layers_are_one_graph_and_those_below_it_none(model, monkeypatch):
     monkeypatch.setattr("batchgen.model.cuda_graphs.MAX_TOKENS", 8)
     requests = make_requests([list(range(i, i + 30)) for i in range(6)], [10] * 6)
-    expected = texts(run(engine_of(model), requests))
+    expected = token_ids(run(engine_for(model), requests))
     steps = use_fake_device(monkeypatch)
     monkeypatch.setattr(module, "Graphs", eager_graphs(module.Graphs))
-    engine = engine_of(model, batch_size=4, max_batch_tokens=24)
-    assert texts(run(engine, requests)) == expected
+    engine = engine_for(model, batch_size=4, max_batch_tokens=24)
+    assert token_ids(run(engine, requests)) == expected
     captured = [shape.tokens for shape in steps[0]._graphs.captured]
     assert captured.count(24) == 1
     assert max(size for size in captured if size != 24) <= 8
@@ -204,14 +196,13 @@ def test_a_gpu_that_the_kernels_do_not_support_runs_plain_torch_with_a_note(mode
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graphs_on_a_gpu_give_the_output_of_steps_without_them(dtype):
     """Both run in the same shapes, since the last bits of a row depend on the size of the batch."""
-    module = build().module.to("cuda", dtype)
+    module = build("llama").to("cuda", dtype)
     outcomes = []
     for graphs_are in ("off", "auto"):
         model = prepare(module, compile=graphs_are)
-        engine = engine_of(model, batch_size=8)
-        engine.loop.ahead = True
+        engine = engine_for(model, batch_size=8, ahead=True)
         requests = make_requests([[i, i + 1] for i in range(8)], [40] * 8)
-        outcomes.append(texts(run(engine, requests)))
+        outcomes.append(token_ids(run(engine, requests)))
         graphs = engine.runner._device_step._graphs
         assert engine.notes == []
         assert (graphs.captured if graphs else ()) == (((8, 8),) if graphs_are == "auto" else ())
@@ -220,12 +211,12 @@ def test_graphs_on_a_gpu_give_the_output_of_steps_without_them(dtype):
 
 @pytest.mark.gpu
 def test_a_model_that_waits_for_a_gpu_runs_without_graphs_and_torch_still_frees_memory():
-    model = prepare(build().module.to("cuda"))
+    model = prepare(build("llama").to("cuda"))
     inner = model.module.model.layers[0].mlp
     inner.register_forward_hook(lambda module, inputs, output: output * (1.0 if output.sum().item() else 0.5))
-    engine = engine_of(model, batch_size=8)
+    engine = engine_for(model, batch_size=8)
     results = run(engine, make_requests([[i, i + 1] for i in range(8)], [40] * 8))
-    assert [len(r.token_ids) for r in results.values()] == [40] * 8
+    assert [len(r.token_ids) for r in results] == [40] * 8
     assert engine.runner._device_step._graphs.captured == ()
     assert [note.split(":")[0] for note in engine.notes] == [
         "the model cannot be captured as a CUDA graph and runs without, which is slower"
@@ -240,9 +231,9 @@ def test_a_model_that_waits_for_a_gpu_runs_without_graphs_and_torch_still_frees_
 
 @pytest.mark.gpu
 def test_ragged_generations_on_a_gpu_equal_those_of_the_cpu(model, want):
-    on_gpu = prepare(build().module.to("cuda"))
-    engine = engine_of(on_gpu, batch_size=12)
-    assert texts(run(engine, make_requests(PROMPTS, LENGTHS))) == want
+    on_gpu = prepare(build("llama").to("cuda"))
+    engine = engine_for(on_gpu, batch_size=12)
+    assert token_ids(run(engine, make_requests(PROMPTS, LENGTHS))) == want
     assert len(engine.runner._device_step._graphs.captured) > 2
     assert engine.notes == []
 
@@ -257,15 +248,14 @@ def test_graphs_over_the_real_kernels_give_the_same_output(model, monkeypatch):
     skip_unless_interpreted()
 
     requests = make_requests([[*range(33), 5], [*range(33), 6], [50, 51]], [6, 5, 4])
-    want = texts(run(engine_of(model), requests))
+    want = token_ids(run(engine_for(model), requests))
     steps = use_fake_device(
         monkeypatch, Recording, lambda cache, tokens: DeviceAttention(cache, tokens, model.device, model.group)
     )
     eager = module.Graphs
     monkeypatch.setattr(module, "Graphs", lambda *args, **options: eager(*args, **options | {"after": 0}))
-    engine = engine_of(model, batch_size=4, max_batch_tokens=64)
-    engine.loop.ahead = True
-    assert texts(run(engine, requests)) == want
+    engine = engine_for(model, batch_size=4, max_batch_tokens=64, ahead=True)
+    assert token_ids(run(engine, requests)) == want
     graphs = steps[0]._graphs
     assert engine.notes == []
     assert {(40, 1), (4, 4), (2, 2)} <= set(graphs.captured)

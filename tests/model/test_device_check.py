@@ -21,9 +21,8 @@ from batchgen.model.checks.device_check import PARTS, TrialReport, TrialSetup, V
 from batchgen.model.loaded_model import AttentionKind
 from batchgen.prompts import load_tokenizer
 from support.fake_device import Capture, FakeAttention, ThreadOfTrials, check_as_on_a_gpu, faulty, use_fake_device
-from support.models import make_requests
+from support.models import build, engine_for, make_requests, plain_llama, run, token_ids
 from support.params import slow_but
-from support.tiny import build, engine_of, run
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(model="some/model")
@@ -37,7 +36,7 @@ def trying(*parts):
 
 @pytest.fixture(scope="module")
 def model():
-    return build()
+    return plain_llama()
 
 
 @pytest.fixture(autouse=True)
@@ -475,17 +474,17 @@ def test_a_job_gives_correct_output_whatever_is_wrong_with_its_device(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_part_passes_on_a_gpu(dtype):
-    assert run_trials(prepare(build().module.to("cuda", dtype))) == (list(PARTS), DONE)
+    assert run_trials(prepare(build("llama").to("cuda", dtype))) == (list(PARTS), DONE)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", PARTS)
 def test_a_gpu_gives_the_same_output_without_a_part_and_those_after_it(model, part):
     requests = make_requests([[*range(40), i] for i in range(5)], [20] * 5)
-    want = {row: r.token_ids for row, r in run(engine_of(model), requests).items()}
-    there = prepare(build().module.to("cuda"))
-    engine = engine_of(replace(there, verdict=Verdict("cuda:0", part, "a test")))
+    want = token_ids(run(engine_for(model), requests))
+    there = prepare(build("llama").to("cuda"))
+    engine = engine_for(replace(there, verdict=Verdict("cuda:0", part, "a test")))
     assert engine.loop.ahead == 0
     assert engine.sampler.device.type == ("cpu" if part == "sampler" else "cuda")
     assert engine.attention == ("cascade" if part in ("sampler", "triton") else "triton")
-    assert {row: r.token_ids for row, r in run(engine, requests).items()} == want
+    assert token_ids(run(engine, requests)) == want

@@ -2,7 +2,6 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,13 +21,12 @@ from batchgen.model.memory_budget import (
     step_bytes,
 )
 from batchgen.model.runner import Runner
-from batchgen.request import Request, leaves_of
-from batchgen.sampling_params import SamplingParams
+from batchgen.request import leaves_of
 from batchgen.scheduling.batch import Limits, ScheduledBatch
 from batchgen.scheduling.sizes import BATCH_SIZE
 from batchgen.state.cache import StateShape
-from support.models import make_requests, packed_model
-from support.tiny import build, engine_of, run
+from support.models import build, engine_for, make_requests, packed_model, run
+from support.requests import request
 
 # 4 KiB of KV a token, 128 KiB a block of 32.
 LAYERS = {i: LayerShape(4, 64, 64) for i in range(2)}
@@ -113,9 +111,7 @@ def test_a_request_fits_the_memory_that_its_error_asks_for(batch_size, state):
     def given(memory: str) -> Any:
         return size_engine(model, EngineConfig(kv_memory=memory, batch_size=batch_size), 1024)
 
-    (leaf,) = leaves_of(
-        [Request(row=0, tokens=np.zeros(300, dtype=np.int32), params=SamplingParams(), max_tokens=20, key=b"")]
-    )
+    (leaf,) = leaves_of([request(0, [0] * 300, 20)])
     few = given("1MiB")
     assert few.blocks_for(leaf) == 10
     message = few.does_not_fit(leaf).message
@@ -207,12 +203,12 @@ def test_the_largest_step_has_all_tokens_and_all_logits_that_a_step_may_have(row
 
 
 def test_the_largest_step_runs_on_the_smallest_pool_that_holds_it():
-    model = build()
+    model = packed_model("llama")
     limits = Limits(4, 150, 150)
     spans = largest_spans(limits, 32)
     cache = KVCache(model.layers, 8, 32, torch.float32)
     logits = Runner(model, cache, limits, []).run(ScheduledBatch.of(spans))
-    assert logits.shape == (4, 97)
+    assert logits.shape == (4, model.vocab_size)
     assert logits.isfinite().all()
 
 
@@ -240,8 +236,8 @@ def test_the_bytes_of_a_step_are_its_peak_memory_and_one_that_does_not_fit_has_n
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_pool_and_the_largest_step_fit_together():
-    model = prepare(build().module.to("cuda"))
-    engine = engine_of(model, kv_memory="auto", max_batch_tokens=4096)
+    model = prepare(build("llama").to("cuda"))
+    engine = engine_for(model, kv_memory="auto", max_batch_tokens=4096)
     assert engine.notes == []
     assert engine.sizes.limits.max_batch_tokens == 4096
     assert (

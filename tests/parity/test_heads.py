@@ -9,14 +9,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from batchgen.config import EngineConfig, ModelConfig
-from batchgen.engine.engine import Engine
+from batchgen.config import ModelConfig
 from batchgen.model.adapter import prepare
 from batchgen.model.heads import without_language_head
 from batchgen.model.loader import load_model
 from batchgen.parsers.heads import OutputHead
 from batchgen.request import NO_TEXT
-from support.models import kernels, make_requests, memory_for, randomize, run, tiny_tokenizer
+from support.models import engine_for, kernels, make_requests, randomize, run, tiny_tokenizer
 from support.params import slow_but
 from support.shapes import COMMON, SHAPES, VOCAB, family_config, tree_tokens
 from support.wrappers import text_model, whole_model
@@ -66,14 +65,6 @@ def packed(name, head, dtype=torch.float32, **changes):
     return prepare(without_language_head(module, head), kernels=kernels())
 
 
-def engine_of(model, head, ahead=False, blocks=None, **config):
-    memory = memory_for(engine_of(model, head), blocks) if blocks else "64MiB"
-    tokenizer = replace(tiny_tokenizer(), head=head)
-    engine = Engine(model, tokenizer, EngineConfig(kv_memory=memory, debug=True, **config))
-    engine.loop.ahead = ahead
-    return engine
-
-
 def requests_of(prompts):
     return make_requests(prompts, texts=[NO_TEXT] * len(prompts))
 
@@ -102,7 +93,7 @@ RECURRENT = ["qwen3_5_text", "nemotron_h", "lfm2", "mamba2"]
 def test_an_embedding_equals_that_of_the_prompt_run_alone(name, head):
     want = [embedding(reference(name, AutoModel), head, prompt) for prompt in PROMPTS]
     for how, options in ENGINES.items():
-        engine = engine_of(packed(name, head), head, **options)
+        engine = engine_for(packed(name, head), head=head, **options)
         results = run(engine, requests_of(PROMPTS))
         for result, vector in zip(results, want, strict=True):
             np.testing.assert_allclose(result.embedding, vector, atol=1e-4, rtol=1e-4, err_msg=how)
@@ -116,11 +107,11 @@ def test_an_embedding_equals_that_of_the_prompt_run_alone(name, head):
 def test_outputs_that_are_not_numbers_fail_only_their_own_rows(head):
     bad = VOCAB - 1
     prompts = [[*range(40), i, bad] if i % 2 else [*range(40), i, 1] for i in range(6)] + [[bad], [2, 3]]
-    want = run(engine_of(packed("llama", head), head), requests_of(prompts))
+    want = run(engine_for(packed("llama", head), head=head), requests_of(prompts))
     model = packed("llama", head)
     with torch.no_grad():
         model.module.get_input_embeddings().weight[bad] = float("nan")
-    results = run(engine_of(model, head, batch_size=3), requests_of(prompts))
+    results = run(engine_for(model, head=head, batch_size=3), requests_of(prompts))
     for prompt, result, whole in zip(prompts, results, want, strict=True):
         if bad in prompt:
             said = ("numerical_error", "the model's outputs for the prompt are not numbers")
@@ -135,7 +126,7 @@ def test_outputs_that_are_not_numbers_fail_only_their_own_rows(head):
 def test_classes_have_the_probabilities_that_transformers_gives(name):
     model = reference(name, AutoModelForSequenceClassification)
     for how, options in ENGINES.items():
-        engine = engine_of(packed(name, CLASSES), CLASSES, **options)
+        engine = engine_for(packed(name, CLASSES), head=CLASSES, **options)
         results = run(engine, requests_of(PROMPTS))
         for result, prompt in zip(results, PROMPTS, strict=True):
             with torch.inference_mode():
@@ -157,7 +148,7 @@ def test_a_multimodal_checkpoint_embeds_text_with_its_language_model(name, head,
     want = [embedding(body, head, prompt) for prompt in PROMPTS]
     tokenizer = replace(tiny_tokenizer(), hf_config=AutoConfig.from_pretrained(tmp_path), head=head)
     model = load_model(ModelConfig(model=str(tmp_path), device="cpu", dtype="float32", embed=True), tokenizer)
-    for result, vector in zip(run(engine_of(model, head), requests_of(PROMPTS)), want, strict=True):
+    for result, vector in zip(run(engine_for(model, head=head), requests_of(PROMPTS)), want, strict=True):
         np.testing.assert_allclose(result.embedding, vector, atol=1e-4, rtol=1e-4)
 
 
@@ -165,7 +156,7 @@ def test_a_multimodal_checkpoint_embeds_text_with_its_language_model(name, head,
 def test_a_later_window_reuses_the_prefixes_of_an_earlier_one(head):
     root = numbers(64)
     windows = [[root + numbers(n) for n in (5, 9, 30)] for _ in range(3)]
-    engine = engine_of(packed("llama", head), head)
+    engine = engine_for(packed("llama", head), head=head)
     for window in windows:
         for result, prompt in zip(run(engine, requests_of(window)), window, strict=True):
             vector = embedding(reference("llama", AutoModel), head, prompt)

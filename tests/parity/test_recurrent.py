@@ -36,7 +36,6 @@ from support.models import (
     generate_all,
     kernels,
     make_requests,
-    memory_for,
     packed_model,
     random_tokens,
     reference_model,
@@ -58,9 +57,7 @@ def test_preempted_sequences_continue_from_the_nearest_state(name):
     length = 70 if FULL else 45
     expected = generate_all(reference_model(name), prompts, [length] * count)
     model = packed_model(name)
-    whole = engine_for(model, batch_size=12)
-    blocks = 16 if FULL else 8
-    engine = engine_for(model, batch_size=12, kv_memory=memory_for(whole, blocks))
+    engine = engine_for(model, batch_size=12, blocks=16 if FULL else 8)
     assert tokens_of(engine, prompts, [length] * count) == expected
     # Without attention, the memory of a sequence does not grow, and nothing is preempted.
     grows = name not in WITHOUT_ATTENTION

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchgen.request import Request, row_key
+from batchgen.request import row_key
 from batchgen.sampling_params import SamplingParams
 from support.models import (
     engine_for,
@@ -20,6 +20,7 @@ from support.models import (
     run,
 )
 from support.params import slow_but
+from support.requests import request
 from support.shapes import RECURRENT_SHAPES, tree_tokens
 
 
@@ -119,10 +120,9 @@ def test_above_temperature_0_a_label_is_sampled_by_its_probability():
     rng = random.Random(5)
     prompt = random_tokens(rng, 20)
     params = SamplingParams(choices=("a", "b", "c"), temperature=1.0)
-    texts = tuple(np.array(t, dtype=np.int32) for t in ([1, 2], [3], [4]))
     requests = [
-        Request(row=row, tokens=np.array(prompt, dtype=np.int32), params=params, max_tokens=0, key=key, texts=texts)
-        for row, key in enumerate(row_key(b"0" * 16, n) for n in range(600))
+        request(row, prompt, 0, params=params, key=row_key(b"0" * 16, row), texts=[[1, 2], [3], [4]])
+        for row in range(600)
     ]
     results = run(engine_for(packed_model("llama"), debug=False), requests)
     probs = results[0].choice_probs

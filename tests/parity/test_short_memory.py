@@ -15,7 +15,7 @@ from batchgen.prefix import plan_prefixes
 from batchgen.request import leaves_of
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.waiting import POLICIES
-from support.models import engine_for, generate, make_requests, memory_for, packed_model, reference_model
+from support.models import engine_for, generate, make_requests, packed_model, reference_model
 from support.params import slow_but
 from support.shapes import RECURRENT_SHAPES
 
@@ -82,9 +82,7 @@ def check(seed, policy, name="llama"):
     run(whole, requests, [], 0)
     largest = max(-(-leaf.max_kv_tokens // whole.sizes.block_size) for leaf in leaves_of(requests))
     blocks = max(largest, whole.block_manager.pool.peak_used // 4)
-    engine = engine_for(
-        model, kv_memory=memory_for(whole, blocks), **options
-    )  # checks every invariant after every step
+    engine = engine_for(model, blocks=blocks, **options)  # checks every invariant after every step
     cancelled = rng.sample(requests, rng.choice([0, 0, 1, 3]) % (len(requests) + 1)) if len(requests) > 2 else []
     results = run(engine, requests, cancelled, rng.randint(1, 60))
     assert sorted(results) == [r.row for r in requests]

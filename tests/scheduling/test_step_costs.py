@@ -10,8 +10,7 @@ from batchgen.request import IMAGE_IDS
 from batchgen.scheduling.batch import StepSize
 from batchgen.scheduling.rehearsal import run_steps, scheduler_of
 from batchgen.scheduling.step_costs import KEPT, StepCosts
-from support.models import make_requests
-from support.tiny import build, engine_of, run
+from support.models import engine_for, make_requests, packed_model, run
 
 
 def true_seconds(size):
@@ -193,7 +192,7 @@ def test_the_size_of_a_step_counts_the_tokens_of_images():
 
 
 def test_an_engine_keeps_what_its_steps_cost(tmp_path):
-    engine = engine_of(build())
+    engine = engine_for(packed_model("llama"))
     engine.costs.file = tmp_path / "costs.json"
     run(engine, make_requests([[1, 2, 3], [1, 2, 4]], [2, 5]))
     assert len(json.loads(engine.costs.file.read_text())) == engine.stats.steps

@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import IO, Any
 
-import numpy as np
 import pytest
 
 from batchgen.config import EngineConfig, ModelConfig
@@ -22,11 +21,10 @@ from batchgen.devices import opening, worker
 from batchgen.devices.transport import Channel, Processes, WorkerSetup
 from batchgen.devices.worker import serve
 from batchgen.devices.workers import Workers
-from batchgen.prefix import plan_prefixes
-from batchgen.request import Request, leaves_of
+from batchgen.request import Request
 from batchgen.result import Completion, Result
-from batchgen.sampling_params import SamplingParams
 from batchgen.stats import EngineStats
+from support.requests import request
 
 
 class FakeEngine:
@@ -183,20 +181,6 @@ class Fleet:
         processes = PacedProcesses(model.devices, device, self.start)
         processes.under_way_seconds = under_way_seconds
         return Workers(model, EngineConfig(**engine), processes)
-
-
-def request(row: int, tokens: list[int], max_tokens: int = 3, **fields: Any) -> Request:
-    params = fields.pop("params", SamplingParams(max_tokens=max_tokens))
-    key = row.to_bytes(16, "little")
-    return Request(
-        row=row, tokens=np.array(tokens, dtype=np.int32), params=params, max_tokens=max_tokens, key=key, **fields
-    )
-
-
-def planned(requests: list[Request], *, share: bool = True) -> tuple[list[Any], Any]:
-    """The first two arguments of an engine's `add`."""
-    leaves = leaves_of(requests)
-    return leaves, plan_prefixes([leaf.tokens for leaf in leaves], 16, share=share)
 
 
 def grouped(groups: int, rows: int, prefix: int = 50, **options: Any) -> list[Request]:

@@ -5,7 +5,7 @@ import ctypes
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -21,12 +22,12 @@ from batchgen.engine.engine import Engine
 from batchgen.kernels.build import NoKernels, library
 from batchgen.model.adapter import prepare
 from batchgen.model.loader import load_model
-from batchgen.prefix import plan_prefixes
 from batchgen.prompts import LoadedTokenizer
 from batchgen.prompts.tokenizer import load_config
-from batchgen.request import Request, leaves_of, row_digest, row_key
+from batchgen.request import Request, row_digest, row_key
 from batchgen.result import Result
 from batchgen.sampling_params import SamplingParams
+from support.requests import planned, request
 from support.shapes import COMMON, SHAPES, VOCAB, family_config
 
 
@@ -78,6 +79,14 @@ def reference_model(model_type: str) -> Any:
     return build(model_type)
 
 
+def plain_llama(poison: int | None = None, **changes: Any) -> Any:
+    """A Llama without our kernels, which a test may change. The embedding of the token `poison` is NaN."""
+    module = build("llama", **changes)
+    if poison is not None:
+        module.model.embed_tokens.weight.data[poison] = math.nan
+    return prepare(module)
+
+
 def kernels() -> ctypes.CDLL | None:
     """Our kernels, which users run by default; None if this machine cannot compile them."""
     try:
@@ -113,20 +122,57 @@ def make_requests(
         tokens = np.array(list(prompt), dtype=np.int32)
         digest = row_digest(tokens, own, scored)
         requests.append(
-            Request(
-                row=row, tokens=tokens, params=own, max_tokens=0 if scored else own.max_tokens,
-                key=row_key(digest, seen[digest]), texts=scored, priority=priorities[row] if priorities else 0.0,
+            request(
+                row, tokens, 0 if scored else own.max_tokens, params=own, key=row_key(digest, seen[digest]), texts=scored,
+                priority=priorities[row] if priorities else 0.0,
             )
         )  # fmt: skip
         seen[digest] += 1
     return requests
 
 
-def engine_for(model: Any, eos: tuple[int, ...] = (), ahead: bool = False, **config: Any) -> Engine:
-    """`ahead`: whether a step is launched before the tokens of the previous one are known, as on CUDA."""
+def mixed_requests(rng: random.Random, count: int) -> list[Request]:
+    """Requests of all kinds under shared prefixes, some of which end at a node; texts to score and labels among them."""
+    group = random_tokens(rng, 24)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0, "seed": rng.randrange(9), "logprobs": 0},
+        {"temperature": 1.4, "top_k": 20, "repetition_penalty": 1.3},
+        {"frequency_penalty": 0.6, "presence_penalty": 0.2, "logprobs": 2},
+        {"temperature": 0.9, "top_p": 0.9, "min_p": 0.02, "n": 3, "logprobs": 0},
+        {"ignore_eos": True},
+        {"stop": (f" {rng.randrange(VOCAB)} ", f"{rng.randrange(VOCAB)} {rng.randrange(VOCAB)}")},
+        {"stop_token_ids": tuple(random_tokens(rng, 6))},
+        {"choices": ("a", "b"), "temperature": rng.choice([0, 1.0])},
+        {"choices": ("a",)},
+    ]
+    requests = []
+    for row in range(count):
+        prompt = group[: rng.choice([0, 9, 24])] + random_tokens(rng, rng.randint(0, 6)) or [1]
+        params = dict(kinds[(row + count) % len(kinds)])
+        texts = [random_tokens(rng, rng.randint(1, 5)) for _ in params.get("choices", ())]
+        if len(texts) == 1:
+            del params["choices"]  # a text to score
+        most = rng.randint(1, 24)
+        own = SamplingParams(max_tokens=most, **params)
+        priority = rng.choice([0.0, 0.0, 1.0])
+        requests.append(request(row, prompt, most, params=own, key=rng.randbytes(16), texts=texts, priority=priority))
+    return requests
+
+
+def engine_for(
+    model: Any, eos: tuple[int, ...] = (), ahead: bool | None = None, blocks: int | None = None, head: Any = None, **config: Any
+) -> Engine:  # fmt: skip
+    """`ahead`: whether a step is launched before the tokens of the previous one are known; None is the default of the device.
+
+    `blocks`: the KV memory is that of so many blocks, and of state slots that take about as much.
+    """
+    if blocks:
+        config["kv_memory"] = memory_for(engine_for(model, head=head, **config), blocks)
     options = {"kv_memory": "64MiB", "debug": True, "speculate": "off"} | config
-    engine = Engine(model, tiny_tokenizer(eos=eos), EngineConfig(**options))
-    engine.loop.ahead = ahead
+    engine = Engine(model, replace(tiny_tokenizer(eos=eos), head=head), EngineConfig(**options))
+    if ahead is not None:
+        engine.loop.ahead = ahead
     return engine
 
 
@@ -141,14 +187,39 @@ def memory_for(engine: Engine, blocks: int) -> str:
     return f"{max(blocks * block + states, 2 * states if block else states)}B"
 
 
-def run(engine: Engine, requests: list[Request], share: bool = True) -> list[Result]:
-    """Results in the order of the requests."""
-    leaves = leaves_of(requests)
-    plan = plan_prefixes([leaf.tokens for leaf in leaves], engine.config.chunk_size, share=share)
+def run(engine: Engine, requests: Sequence[Request], share: bool = True, stop: Any = None) -> list[Result]:
+    """Results in the order of the requests. Checks that no row has two, and that each has one unless `stop` ends the run."""
     results: dict[int, Result] = {}
-    engine.add(leaves, plan, lambda r: results.__setitem__(r.row, r))
-    engine.run()
-    return [results[r.row] for r in requests]
+
+    def on_result(result: Result) -> None:
+        assert result.row not in results
+        results[result.row] = result
+
+    engine.add(*planned(requests, share=share, chunk_size=engine.config.chunk_size), on_result)
+    engine.run(stop)
+    assert stop or len(results) == len(requests)
+    return [results[r.row] for r in requests if r.row in results]
+
+
+def token_ids(results: Iterable[Result]) -> dict[int, tuple[int, ...]]:
+    """The tokens by row."""
+    return {result.row: result.token_ids for result in results}
+
+
+def rounded(results: Iterable[Result]) -> dict[int, Any]:
+    """Returns results by row that can be compared: log-probabilities depend a little on what else is in the batch."""
+
+    def completion(c: Any) -> Any:
+        logprobs = [(t.token, pytest.approx(t.logprob, abs=1e-4)) for t in c.logprobs or ()]
+        return c.token_ids, c.text, c.finish_reason, logprobs
+
+    found = {}
+    for r in results:
+        probs = {text: pytest.approx(p, abs=1e-4) for text, p in (r.choice_probs or {}).items()}
+        score = r.score and pytest.approx(r.score.logprob, abs=1e-4)
+        completions = [completion(c) for c in r.completions]
+        found[r.row] = (r.text, r.token_ids, r.finish_reason, r.error_type, completions, probs, score)
+    return found
 
 
 def tokens_of(engine: Engine, prompts: list[list[int]], lengths: list[int], **options: Any) -> list[list[int]]:
@@ -251,13 +322,12 @@ def check_equal_to_generate(
     The first decodes all rows together; the second mixes slices of prefill with decoding, and runs out of blocks.
     """
     largest = max(float(e.logits.abs().max()) for e in expected)
-    sliced = {"max_batch_tokens": 24, "batch_size": 8}
-    short = memory_for(engine_for(model, **sliced), 8)  # blocks of 32 tokens; the longest completion needs 6
-    engines = engine_for(model), engine_for(model, kv_memory=short, **sliced)
+    # Of 8 blocks of 32 tokens, the longest completion needs 6.
+    engines = engine_for(model), engine_for(model, max_batch_tokens=24, batch_size=8, blocks=8)
     for engine in engines:
         with watched(model) as seen:
             results = run(engine, make_requests(prompts, lengths))
-        assert [r.error_message for r in results] == [None] * len(results)
+        assert {r.error_message for r in results} == {None}
         assert [list(r.token_ids) for r in results] == [e.tokens for e in expected]
         assert seen.furthest(expected) < TOLERANCE * largest
     return engines[0].stats.preemptions, engines[1].stats.preemptions

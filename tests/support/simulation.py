@@ -6,11 +6,9 @@ from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 from batchgen.attention.plan import AttentionPlan, plan_attention
 from batchgen.prefix import PrefixPlan, plan_prefixes
-from batchgen.request import Leaf, Request, leaves_of
+from batchgen.request import Leaf, leaves_of
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import (
     Freed,
@@ -27,6 +25,7 @@ from batchgen.scheduling.scheduler import Scheduler, StepLoop
 from batchgen.scheduling.sequence import GenerationSequence, PrefixNodeSpan, Span, State, TokenScore
 from batchgen.scheduling.waiting import POLICIES
 from support.drafters import ForcedDrafter
+from support.requests import request
 
 
 class Length:
@@ -59,17 +58,11 @@ def make_leaves(
     """
     rows = zip_longest(prompts, lengths, n, texts, priorities)
     return leaves_of(
-        Request(
-            row=row,
-            tokens=np.array(list(prompt), dtype=np.int32),
-            params=SamplingParams(max_tokens=length, n=count or 1),
-            max_tokens=length,
-            key=row.to_bytes(16, "little"),
-            texts=tuple(np.array(list(text), dtype=np.int32) for text in scored or ()),
-            priority=priority or 0.0,
+        request(
+            row, prompt, length, params=SamplingParams(max_tokens=length, n=count or 1), texts=scored or (), priority=priority or 0.0
         )
         for row, (prompt, length, count, scored, priority) in enumerate(rows, first)
-    )
+    )  # fmt: skip
 
 
 def node(start: int, end: int) -> Any:
