@@ -80,6 +80,8 @@ def _write_to_memory() -> None:
 
 _frozen_modules = 0
 """Number of modules when the garbage collector was last told to leave everything alone."""
+MANY_OBJECTS = 100_000
+"""So many make a collection slow, and each model that is closed asks for one."""
 
 
 def pytest_collection_finish() -> None:
@@ -109,8 +111,9 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """The same for modules that the tests of a file have imported: transformers, datasets, the clients of stores."""
-    if nextitem is not None and nextitem.path != item.path and len(sys.modules) > _frozen_modules + 100:
+    """The same for modules that a test has imported (transformers, datasets, the clients of stores), and for all that the tests of a file have left."""
+    file_ends = nextitem is not None and nextitem.path != item.path
+    if len(sys.modules) > _frozen_modules + 100 or (file_ends and len(gc.get_objects()) > MANY_OBJECTS):
         gc.collect()
         _freeze()
 

@@ -19,10 +19,12 @@ ONE_KERNEL = {"attend_kernel"}
 """A kernel for a GPU is compiled as one function."""
 ENTRY_POINTS = {"main"}
 """Where a process starts: the command, a worker, the check of a device."""
+Modules = dict[Path, ast.Module]
 
 
-@cache
-def modules() -> dict[Path, ast.Module]:
+@pytest.fixture(scope="module")
+def modules() -> Modules:
+    """The sources, parsed. They are half a million objects, which no other test has to keep."""
     return {
         path.relative_to(ROOT): ast.parse(path.read_text("utf-8"))
         for package in ("batchgen", "cli/batchgen_cli")
@@ -30,7 +32,6 @@ def modules() -> dict[Path, ast.Module]:
     }
 
 
-@cache
 def names_in(tree: ast.Module) -> set[str]:
     """The names that a module defines or imports anywhere."""
     found: set[str] = set()
@@ -44,25 +45,25 @@ def names_in(tree: ast.Module) -> set[str]:
     return found
 
 
-def test_benchmarks_import_only_names_that_exist():
-    known = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): tree for path, tree in modules().items()}
+def test_benchmarks_import_only_names_that_exist(modules: Modules) -> None:
+    known = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): tree for path, tree in modules.items()}
+    names_of = cache(lambda module: names_in(known[module]) if module in known else set())
     wrong = set()
     for path in sorted((ROOT / "benchmarks").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "batchgen":
-                names = names_in(known[node.module]) if node.module in known else set()
                 wrong |= {
                     f"{path.name}: {node.module}.{alias.name}"
                     for alias in node.names
-                    if alias.name not in names and f"{node.module}.{alias.name}" not in known
+                    if alias.name not in names_of(node.module) and f"{node.module}.{alias.name}" not in known
                 }
     assert wrong == set()
 
 
-def test_functions_fit_on_a_screen():
+def test_functions_fit_on_a_screen(modules: Modules) -> None:
     long = {
         f"{path}:{node.lineno} {node.name}"
-        for path, tree in modules().items()
+        for path, tree in modules.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (node.end_lineno or node.lineno) - node.lineno >= FUNCTION_LINES
@@ -71,10 +72,10 @@ def test_functions_fit_on_a_screen():
     assert long == set()
 
 
-def test_classes_and_public_functions_have_unique_names():
+def test_classes_and_public_functions_have_unique_names(modules: Modules) -> None:
     """A private class does not share the name of another class either."""
     homes = defaultdict(list)
-    for path, tree in modules().items():
+    for path, tree in modules.items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) or (
                 isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.name not in ENTRY_POINTS
@@ -83,9 +84,9 @@ def test_classes_and_public_functions_have_unique_names():
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
-def test_a_private_name_means_one_thing_in_its_package():
+def test_a_private_name_means_one_thing_in_its_package(modules: Modules) -> None:
     homes = defaultdict(list)
-    for path, tree in modules().items():
+    for path, tree in modules.items():
         for name in private_names(tree):
             homes[path.parent, name].append(path.name)
     assert {where: files for where, files in homes.items() if len(files) > 1} == {}
@@ -100,13 +101,13 @@ def private_names(tree: ast.Module) -> set[str]:
     return {name for name in names if name.startswith("_") and not name.startswith("__")}
 
 
-def test_no_folder_has_too_many_files():
-    files = Counter(path.parent for path in modules() if not path.stem.startswith("__"))
+def test_no_folder_has_too_many_files(modules: Modules) -> None:
+    files = Counter(path.parent for path in modules if not path.stem.startswith("__"))
     assert {str(folder): count for folder, count in files.items() if count > FOLDER_FILES} == {}
 
 
-def test_every_module_has_a_docstring():
-    assert [str(path) for path, tree in modules().items() if not ast.get_docstring(tree)] == []
+def test_every_module_has_a_docstring(modules: Modules) -> None:
+    assert [str(path) for path, tree in modules.items() if not ast.get_docstring(tree)] == []
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain torch", "with kernels"])

@@ -278,6 +278,3 @@ def test_rows_with_a_repeated_id_are_counted_in_one_note_and_all_run(window, tin
     rows = json_rows(report.output)
     assert [row["id"] for row in rows] == ["a", "b", "a", 7, "7", 5, 6, "a"]
     assert all(row["error"] is None for row in rows)
-
-
-# -- what its store is asked for
