@@ -195,13 +195,19 @@ def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models get our CPU kernels even if torch's own layers are faster. Skips the test where the kernels cannot be compiled."""
-    from batchgen.kernels import fusion
+def compiled() -> None:
+    """Skips the test where our CPU kernels cannot be compiled."""
     from support.models import kernels
 
     if kernels() is None:
         pytest.skip("the kernels cannot be compiled here")
+
+
+@pytest.fixture
+def every_kernel(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models get our CPU kernels even if torch's own layers are faster."""
+    from batchgen.kernels import fusion
+
     monkeypatch.setattr(fusion, "is_fast", lambda: True)
 
 

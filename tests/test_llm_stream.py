@@ -65,7 +65,7 @@ def test_other_calls_may_run_between_two_results(llm):
 
 
 def test_closing_the_iterator_cancels_the_prompts_that_were_taken(llm):
-    long = SamplingParams(max_tokens=300, ignore_eos=True)
+    long = SamplingParams(max_tokens=100, ignore_eos=True)
     results = llm.generate((f"{SHARED}{i}" for i in range(50)), long, look_ahead=8)
     next(results)
     results.close()

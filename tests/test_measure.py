@@ -81,7 +81,7 @@ def test_measuring_again_takes_other_rows_and_ends_with_the_job(tiny_model_dir, 
 
 def test_rows_that_fail_before_they_run_are_not_measured(tiny_model_dir, write_jsonl, tmp_path):
     source = write_jsonl([{"prompt": None}, *ROWS])
-    measured = measure_job(JobConfig(inputs=source, model=tiny_model_dir, output=str(tmp_path / "o.jsonl")), 4)
+    measured = measure_job(config_of(tiny_model_dir, source, tmp_path / "o.jsonl"), 4)
     assert measured.rows == 4
     assert measured.rows_per_s == pytest.approx(4 / measured.seconds)
 

@@ -21,10 +21,7 @@ from support.records import json_rows
 ROWS = [{"id": i, "prompt": f"A few words, the same for all, and number {i}"} for i in range(8)]
 
 
-@pytest.fixture(autouse=True)
-def compiled() -> None:
-    if kernels() is None:
-        pytest.skip("the kernels cannot be compiled here")
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 def job(model: Path, rows: Path, output: Path, quantize: str = "int8", **options: Any) -> Any:

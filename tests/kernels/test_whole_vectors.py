@@ -110,11 +110,11 @@ SLOW = ("qwen3_next", "mamba2", "gpt_neox", "phi", "starcoder2", "kimi_linear", 
 @pytest.mark.parametrize("kind", slow_but(QUICK, (*QUICK, *SLOW)))
 def test_a_rows_logits_do_not_depend_on_the_rows_beside_it(kind, every_kernel):
     prompts = [[*range(10, 10 + length)] for length in (3, 5, 8, 13, 21)]
+    model = prepare(build(kind), kernels=kernels())
 
     def logprobs(some):
-        engine = engine_for(prepare(build(kind), kernels=kernels()))
         requests = make_requests(some, [6] * len(some), logprobs=4, ignore_eos=True, temperature=0)
-        return [result.completions[0].logprobs for result in run(engine, requests)]
+        return [result.completions[0].logprobs for result in run(engine_for(model), requests)]
 
     together = logprobs(prompts)
     assert together == [logprobs([prompt])[0] for prompt in prompts]

@@ -229,10 +229,9 @@ def test_int8_counts_codes_of_4_bits_that_it_multiplies_as_they_are(
 
 
 @pytest.mark.parametrize("name", ["llama", "awq", "gptq", "mxfp4", "fp8 experts", "bitsandbytes int8"])
+@pytest.mark.usefixtures("compiled")
 def test_sizes_are_those_of_the_loaded_model(name: str, tmp_path: Path) -> None:
     folder = saved(name, tmp_path)
-    if kernels() is None:
-        pytest.skip("the kernels cannot be compiled here")
     model = load_folder(folder, dtype="float32" if name == "llama" else "bfloat16", weights="resident")
     itemsize = 4 if name == "llama" else 2
     sizes = sizes_of(ModelConfig(model=str(folder)), AutoConfig.from_pretrained(folder), itemsize)

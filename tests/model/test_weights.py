@@ -13,7 +13,7 @@ from batchgen.model.loader import check_fits, check_room, cpu_dtype, dtype_of
 from batchgen.model.weights import sizes
 from batchgen.model.weights.int8 import quantize
 from batchgen.model.weights.sizes import StoredTensor, stored_tensors, weight_files, weight_sizes
-from support.models import build, kernels, load_folder
+from support.models import build, load_folder
 
 GIB = 2**30
 BF16, F32 = torch.bfloat16, torch.float32
@@ -50,9 +50,8 @@ def test_only_files_that_the_index_names_count(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "granitemoe", "llama4_text", "longcat_flash"])
+@pytest.mark.usefixtures("compiled")
 def test_the_memory_of_a_mixture_in_8_bits_is_known_before(name, tmp_path):
-    if kernels() is None:
-        pytest.skip("the kernels cannot be compiled here")
     # The class of transformers has weights for experts that are identities, which published checkpoints have not.
     plain = {"zero_expert_num": 0} if name == "longcat_flash" else {}
     build(name, hidden_size=256, moe_intermediate_size=128, intermediate_size=128, **plain).save_pretrained(tmp_path)

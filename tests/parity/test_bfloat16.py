@@ -5,7 +5,6 @@ import torch
 
 from benchmarks.gpu.device import Bench
 from benchmarks.gpu.parity import bfloat16
-from support.models import kernels
 from support.params import slow_but
 
 
@@ -13,9 +12,8 @@ from support.params import slow_but
     "name",
     slow_but({"llama"}, ["llama", "qwen2", "qwen3", "gemma2", "mistral/sliding_window", "olmo2", "phi3", "cohere2"]),
 )
+@pytest.mark.usefixtures("compiled")
 def test_the_rounding_error_is_no_larger_than_that_of_transformers(name):
-    if kernels() is None:
-        pytest.skip("the kernels cannot be compiled here")
     found = bfloat16(Bench(torch.device("cpu"), tiny=True), name)
     assert found["attention"] == "packed"
     assert found["no_worse"], found

@@ -31,6 +31,7 @@ from support.params import slow_but
 from support.quantized import make
 from support.shapes import SHAPES, VOCAB
 
+pytestmark = pytest.mark.usefixtures("compiled")
 SHAPE = {
     "hidden_size": 192, "intermediate_size": 328, "num_attention_heads": 6, "num_key_value_heads": 2,
     "head_dim": 40, "max_position_embeddings": 2048,
@@ -42,12 +43,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 def model(name: str, dtype: torch.dtype, tied: bool = False) -> Any:
     shape = SHAPE | {"tie_word_embeddings": tied} if name in LARGER else {}
     return prepare(build(name, **shape).to(dtype), kernels=kernels())
-
-
-@pytest.fixture(autouse=True)
-def compiled() -> None:
-    if kernels() is None:
-        pytest.skip("the kernels cannot be compiled here")
 
 
 @dataclass

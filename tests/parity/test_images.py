@@ -33,7 +33,7 @@ from batchgen.records.rows import Row
 from batchgen.request import IMAGE_IDS, Request, leaves_of
 from batchgen.result import Result
 from batchgen.sampling_params import SamplingParams
-from support.models import kernels, memory_for, run
+from support.models import memory_for, run
 from support.params import slow_but
 from support.vision import FAMILIES, ID, Reference, make, picture
 
@@ -170,7 +170,7 @@ def test_rows_with_images_write_what_generate_writes(sees: Sees, mode: str) -> N
         assert mode == "nothing shared" or engine.stats.prefill_tokens == plan.prefill_tokens_min
 
 
-@pytest.mark.skipif(kernels() is None, reason="the kernels cannot be compiled here")
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(
     ("sees", "dtype"),
     slow_but([("gemma4", "float32")], product(sorted(FAMILIES), ["float32", "bfloat16"])),
