@@ -12,7 +12,7 @@ from support.tiny_model import save_tiny_llama
 
 
 def save_tiny_llama_with_merges(folder: Path, **config: Any) -> Path:
-    """Writes the tiny chat model with two merges in its tokenizer, because transformers reads no GGUF vocabulary without merges. Returns the folder."""
+    """Writes the tiny chat model with two merges in its tokenizer, as the vocabularies of real files have them. Returns the folder."""
     save_tiny_llama(folder, chat=True, **config)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = {token: number for token, number in tokenizer["model"]["vocab"].items() if number < 254}
