@@ -52,7 +52,9 @@ def test_settings_of_older_bitsandbytes_checkpoints_name_no_method() -> None:
     assert is_weight_only(config)
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("I8", "int8"), ("U8", "uint8"), ("F8_E4M3", "FP8"), ("F8_E8M0", "FP8")])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("I8", "int8"), ("U8", "uint8"), ("U32", "uint32"), ("F8_E4M3", "FP8"), ("F8_E8M0", "FP8")]
+)
 def test_codes_of_a_model_that_does_not_say_how_it_is_quantized_are_refused(dtype: str, kind: str) -> None:
     config = AutoConfig.for_model("llama")
     check_stored("org/name", config, [StoredTensor("h.0.attn.bias", "U8", [1, 1, 8, 8], 64)])  # a mask
@@ -301,14 +303,35 @@ def test_norms_and_convolutions_that_mlx_stores_in_another_way_are_those_of_tran
     [
         ({"model_type": "falcon_h1"}, "MLX, for models of type 'falcon_h1'"),
         ({"model.layers.0.mlp.gate_proj": {"bits": 7, "group_size": 32}}, "MLX with 7 bits"),
+        ({"model.layers.0.mlp.gate_proj": {"bits": 8}}, "MLX with groups of None"),
+        ({"mode": "ternary"}, "MLX in the mode 'ternary'"),
     ],
 )
-def test_families_and_bits_of_mlx_that_have_not_been_compared_are_refused(changes, problem: str) -> None:
+def test_families_and_layers_of_mlx_that_have_not_been_compared_are_refused(changes, problem: str) -> None:
     config = AutoConfig.for_model("llama")
     config.quantization_config = {"quant_method": MLX, "model_type": "llama", "bits": 4, "group_size": 64} | changes
     with pytest.raises(ModelError) as e:
         check_quantization("org/name", config)
     assert e.value.message == f"the model 'org/name' is quantized in a way that batchgen does not read: {problem}"
+
+
+@pytest.mark.parametrize(
+    ("scales", "missing"),
+    [
+        ({}, "scales"),
+        ({"a.scales": torch.ones(8, 1).bfloat16()}, "biases"),
+        ({"a.scales": torch.full((8, 2), 128, dtype=torch.uint8)}, None),
+    ],
+)
+def test_only_scales_of_mlx_that_are_bytes_need_no_biases(scales, missing: str | None, tmp_path: Path) -> None:
+    settings = {"quant_method": MLX, "model_type": "llama", "bits": 4, "group_size": 32}
+    tensors = {"a.weight": torch.full((8, 8), 0x22222222, dtype=torch.uint32)} | scales
+    if missing is None:
+        assert torch.equal(weight_of(tensors, settings, tmp_path), torch.full((8, 64), 2.0))
+        return
+    with pytest.raises(ModelError) as e:
+        weight_of(tensors, settings, tmp_path)
+    assert e.value.message.endswith(f"does not read: a.weight (U32) has no {missing}")
 
 
 def test_names_of_a_language_model_in_a_multimodal_one_of_mlx_are_those_of_transformers(tmp_path: Path) -> None:

@@ -164,6 +164,8 @@ def _incomplete(layer: str, parts: Mapping[str, Any], method: str) -> str | None
         return f"{name} is of type {dtype}" + (
             "" if len(parts) == 1 else f" and has {', '.join(sorted(parts.keys() - {codes}))}"
         )
+    if method == MLX and "scales" in parts and parts["scales"].get_dtype() != "U8":  # bytes: codes of floating point
+        needed += ("biases",)
     missing = [part for part in needed if part not in parts]
     return f"{name} ({dtype}) has no {missing[0]}" if missing else None
 

@@ -37,6 +37,7 @@ _OF_MLX = {
     "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "seed_oss", "smollm3", "stablelm", "starcoder2",
 }  # fmt: skip
 """The types of models whose weights have been compared with those that mlx-lm makes of them."""
+_MLX_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 _PACKAGES = {"compressed-tensors": "compressed_tensors", "torchao": "torchao"}
 
 
@@ -60,11 +61,11 @@ def check_quantization(model: str, hf_config: Any) -> None:
 
 
 def check_stored(model: str, hf_config: Any, tensors: Iterable[StoredTensor]) -> None:
-    """Raises `ModelError` if some of a checkpoint's tensors are codes of 8 bits and the configuration does not say that it is quantized: their
-    scales would be ignored."""
+    """Raises `ModelError` if some of a checkpoint's tensors are codes and the configuration does not say that it is quantized: their scales would
+    be ignored."""
     found = next((tensor for tensor in tensors if are_codes(tensor.name, tensor.dtype, tensor.shape)), None)
     if found is not None and quantization(hf_config) is None:
-        kind = {"I8": "int8", "U8": "uint8"}.get(found.dtype, "FP8")
+        kind = {"I8": "int8", "U8": "uint8", "U32": "uint32"}.get(found.dtype, "FP8")
         raise ModelError(
             f"{found.name} of the model {model!r} is in {kind}, and its config.json does not say how it is quantized",
             "copy the model's own config.json, or put its quantization_config into this one",
@@ -107,7 +108,9 @@ def not_read(model: str, problem: str) -> ModelError:
 
 def are_codes(name: str, dtype: str, shape: Sequence[int]) -> bool:
     """Whether a tensor of a file of safetensors, by its name, type and shape, can only be codes that have scales elsewhere."""
-    return dtype.startswith("F8") or (dtype in ("I8", "U8") and len(shape) > 1 and not name.endswith(("bias", "mask")))
+    return dtype.startswith("F8") or (
+        dtype in ("I8", "U8", "U32") and len(shape) > 1 and not name.endswith(("bias", "mask"))
+    )
 
 
 def _unknown_variant(method: str, settings: Mapping[str, Any]) -> str | None:
@@ -167,10 +170,14 @@ def _unknown_autoround(settings: Mapping[str, Any]) -> str | None:
 def _unknown_mlx(settings: Mapping[str, Any]) -> str | None:
     if settings["model_type"] not in _OF_MLX:
         return f"MLX, for models of type {settings['model_type']!r}"
-    layers = [settings, *(own for own in settings.values() if isinstance(own, dict))]
-    return next(
-        (f"MLX with {own.get('bits')} bits" for own in layers if own.get("bits") not in (2, 3, 4, 5, 6, 8)), None
-    )
+    for own in (settings, *(own for own in settings.values() if isinstance(own, dict))):
+        if own.get("bits") not in (2, 3, 4, 5, 6, 8):
+            return f"MLX with {own.get('bits')} bits"
+        if own.get("group_size") not in (16, 32, 64, 128):
+            return f"MLX with groups of {own.get('group_size')}"
+        if own.get("mode", "affine") not in _MLX_MODES:
+            return f"MLX in the mode {own['mode']!r}"
+    return None
 
 
 def _unknown_compressed(settings: Mapping[str, Any]) -> str | None:
