@@ -336,7 +336,7 @@ def other_spellings(expect: Mapping[str, Any]) -> dict[tuple[str, str], int]:
 
 def _as_read(text: str) -> str:
     """Returns what all spellings of a text have in common: without case, quotes and punctuation at its ends, and a number as a double."""
-    core = text.casefold().strip(_PUNCTUATION)
+    core = text.casefold().strip(_PUNCTUATION) or text  # `!` is no other spelling of `?`
     try:
         return repr(float(core))
     except ValueError:

@@ -113,6 +113,7 @@ def test_the_summary_says_that_rows_are_wrong_because_labels_are_written_otherwi
     ]
     labels_that_differ_in_case = [("c", "c"), ("C", "C"), ("C", "c"), ("-1", "1"), ("1", "-1")]
     assert spelling(*labels_that_differ_in_case) == []
+    assert spelling(("?", "!"), ("...", "")) == []
     assert spelling(*((f"L{i}", f"l{i}") for i in range(10)))[0].endswith(", and 2 more: such rows count as wrong")
 
 
