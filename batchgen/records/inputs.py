@@ -282,7 +282,8 @@ def _unread_files(name: str, format: str | None) -> list[str]:
         return []
     more = f" and {len(left_out) - 5:,} more" if len(left_out) > 5 else ""
     shown = f"{', '.join(left_out[:5])}{more}"
-    return [f"files of {name} are not read because of their suffix ({shown}): unpack them, or name them .gz or .zst"]
+    hint = "unpack them, or give those of gzip and zstandard the suffix .gz or .zst"
+    return [f"files of {name} are not read because of their suffix ({shown}): {hint}"]
 
 
 def _files_below(name: str, format: str | None) -> tuple[list[str], str]:

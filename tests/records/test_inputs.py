@@ -120,7 +120,8 @@ def test_files_of_a_folder_that_are_compressed_otherwise_are_named(folder):
         (folder / "data" / name).write_bytes(JSONL)
     source = opened("data")
     assert [f.name for f in source.files] == ["data/a.jsonl"]
-    note = "files of data are not read because of their suffix ({}): unpack them, or name them .gz or .zst"
+    hint = "unpack them, or give those of gzip and zstandard the suffix .gz or .zst"
+    note = f"files of data are not read because of their suffix ({{}}): {hint}"
     assert source.notes == [note.format("b.jsonl.bz2, c.CSV.ZSTD")]
     assert opened("data", format="jsonl").notes == [note.format("b.jsonl.bz2")]
     for i in range(5):
