@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from batchgen.errors import ModelError
 from batchgen.prompts.gguf_families import GgufFamily, family_config
 from batchgen.prompts.gguf_rope import set_rotary_embedding
-from batchgen.prompts.gguf_settings import check_settings, family_of, settings_of, value_of
+from batchgen.prompts.gguf_settings import OTHER_FORMAT, check_settings, family_of, settings_of, value_of
 from batchgen.prompts.gguf_tokenizer import GgufVocabulary, gguf_tokenizer
 
 METHOD = "gguf"
@@ -94,10 +95,15 @@ def load_gguf(file: Path) -> tuple[Any, Any]:
     Raises what the package gguf raises for a file that it cannot read, and `ModelError` for an architecture, a tokenizer or a setting that is not known.
     """
     reader = open_gguf(file)
-    check_settings(file, reader)
-    vocabulary, header = GgufVocabulary(file, reader), gguf_header(file, reader)
-    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
-    config = family_config(header.family, settings_of(reader)[1], shapes)
+    architecture, values = settings_of(reader)
+    try:
+        check_settings(file, reader)
+        vocabulary, header = GgufVocabulary(file, reader), gguf_header(file, reader)
+        config = family_config(header.family, values, {tensor.name: tensor.shape for tensor in header.tensors})
+    except KeyError as e:
+        raise ModelError(
+            f"{file} has no {e.args[0]}, which models of the architecture {architecture!r} need", OTHER_FORMAT
+        ) from e
     tokenizer = gguf_tokenizer(vocabulary)
     set_rotary_embedding(config, file, reader)
     config.get_text_config().eos_token_id = vocabulary.end_tokens() or None

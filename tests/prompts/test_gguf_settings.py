@@ -145,3 +145,11 @@ def test_an_architecture_that_is_not_known_is_refused(tmp_path, architecture):
     with pytest.raises(ModelError) as e:
         configuration(file, architecture)
     assert str(e.value) == f"batchgen does not read models of the architecture {architecture!r} from GGUF files: {file}{HINT}"  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "key"), [("mamba", "ssm.inner_size"), ("qwen35", "rope.dimension_sections")])
+def test_a_file_without_a_key_that_its_model_needs_is_refused_by_that_key(tmp_path, architecture, key):
+    file = tmp_path / "m.gguf"
+    with pytest.raises(ModelError) as e:
+        configuration(file, architecture)
+    assert str(e.value) == f"{file} has no {key}, which models of the architecture {architecture!r} need{HINT}"
