@@ -174,10 +174,9 @@ def test_a_second_signal_stops_at_once_and_loses_no_row(job):
     job.prepare()
     running = job.start(how="SIGSTOP", at=1, only=job.results)
     running.until_stopped()
-    running.kill(signal.SIGHUP)
-    running.kill(signal.SIGCONT)
-    running.until_delivered(signal.SIGHUP)  # another thread could take the second signal before
-    running.kill(signal.SIGTERM)  # Python handles the lower-numbered of two signals first
+    running.kill_main_thread(signal.SIGTERM)
+    running.kill_main_thread(signal.SIGHUP)
+    running.kill(signal.SIGCONT)  # Python now handles both, the lower-numbered first
     ended = running.wait()
     assert (ended.code, ended.error) == (129, "interrupted by SIGHUP; run the same command again to continue")
     kept = stored_keys(job.job_folder)
