@@ -16,6 +16,7 @@ import pytest
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
 from batchgen.errors import InputCorrupt, Interrupted, TooManyErrors, UsageError
+from batchgen.model import loader
 from batchgen.progress import GENERATING
 from batchgen.prompts import PromptBuilder
 from support.progress import Recorder, in_phase, interrupt, rows_done
@@ -63,8 +64,15 @@ def test_rows_that_are_done_are_no_longer_under_way(sampling, tiny_model_dir, wr
     assert max(now.percent for now in generating if now.rows_done == 6) <= 100 * 8 / 12
 
 
-def test_the_figures_count_rows_tokens_and_phases(tiny_model_dir, write_jsonl):
-    progress = Recorder()
+def test_the_figures_count_rows_tokens_and_phases(tiny_model_dir, write_jsonl, monkeypatch):
+    progress, load, began = Recorder(), loader.load_model, time.monotonic()
+
+    def load_after_reading(*args):
+        while "loading model" not in progress.phases and time.monotonic() < began + 60:
+            time.sleep(0.01)  # the kept model would be there before six rows are read
+        return load(*args)
+
+    monkeypatch.setattr(loader, "load_model", load_after_reading)
     stats = run_job(config_of(tiny_model_dir, write_jsonl(prompts(6))), progress).stats
     assert (stats["rows"], stats["rows_ok"], stats["rows_failed"], stats["rows_resumed"]) == (6, 6, 0, 0)
     length = len(f"{SHARED}a question 0") + 1  # one token for each byte, and the begin token
