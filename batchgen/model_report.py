@@ -17,11 +17,11 @@ from batchgen.model.architectures import (
     is_verified,
 )
 from batchgen.model.weights.sizes import MemoryTable, memory_table
-from batchgen.model.weights.variants import check_quantization, quant_method
-from batchgen.model_files import MLX, check_weight_files, has_tokenizer
+from batchgen.model.weights.variants import check_quantization
+from batchgen.model_files import check_weight_files, has_tokenizer
 from batchgen.prompts import load_tokenizer
-from batchgen.prompts.images import FAMILIES
-from batchgen.prompts.tokenizer import checkpoint_dtype, context_length_of, language_config, load_config, text_config
+from batchgen.prompts.images import FAMILIES, unshown
+from batchgen.prompts.tokenizer import checkpoint_dtype, context_length_of, load_config, text_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def report_model(config: ModelConfig) -> ModelReport:
         vocab_size=tokenizer.vocab_size if tokenizer else int(getattr(text, "vocab_size", 0) or 0),
         chat_template=None if tokenizer is None else tokenizer.hf_tokenizer.chat_template is not None,
         kv_bytes_per_token=kv_bytes_per_token(hf_config, computed),
-        images=getattr(language_config(hf_config), "model_type", "") in FAMILIES and quant_method(hf_config) != MLX,
+        images=unshown(hf_config) is None,
         memory=memory_table(config, hf_config, computed),
     )
 

@@ -92,6 +92,7 @@ NOT_SHOWN = {
     "pp_chart2table": "their chat template writes all tokens of an image, and their processor does not say how many there are",
 }
 """By `model_type`: why models that see are not shown images."""
+_ONLY_TEXT = "only text can be sent"
 CANVAS_MARKS = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id")
 """The settings that name the tokens of text around images on a canvas. The first stands once before each image."""
 
@@ -355,13 +356,17 @@ def canvas_marks(config: Any) -> tuple[int, ...]:
 
 def no_images(tokenizer: LoadedTokenizer) -> str | None:
     """Why a model is not shown images; None if it is."""
-    kind = getattr(language_config(tokenizer.hf_config), "model_type", "")
-    sees = getattr(language_config(tokenizer.hf_config), "vision_config", None) is not None or kind in NOT_SHOWN
-    if tokenizer.source is None or not (kind in FAMILIES or sees):
-        return "only text can be sent"
-    if tokenizer.head is not None:
-        return "only text can be embedded or classified"
-    if (getattr(tokenizer.hf_config, "quantization_config", None) or {}).get("quant_method") == MLX:
+    why = _ONLY_TEXT if tokenizer.source is None else unshown(tokenizer.hf_config)
+    return "only text can be embedded or classified" if tokenizer.head is not None and why != _ONLY_TEXT else why
+
+
+def unshown(hf_config: Any) -> str | None:
+    """Why models of a configuration are not shown images, as models that write text; None if they are."""
+    language = language_config(hf_config)
+    kind = getattr(language, "model_type", "")
+    if kind not in FAMILIES and kind not in NOT_SHOWN and getattr(language, "vision_config", None) is None:
+        return _ONLY_TEXT
+    if (getattr(hf_config, "quantization_config", None) or {}).get("quant_method") == MLX:
         return "models quantized for MLX are not shown images"
     why = NOT_SHOWN.get(kind, "that has not been compared with transformers")
     return None if kind in FAMILIES else f"models of type {kind!r} are not shown images yet: {why}"

@@ -16,6 +16,7 @@ from batchgen.model.weights.quantized import is_weight_only
 from batchgen.model.weights.sizes import StoredTensor
 from batchgen.model.weights.variants import check_quantization, check_stored
 from batchgen.model_files import MLX, UNNAMED
+from batchgen.prompts.images import unshown
 from support.models import load_folder
 from support.quantized import dequantized, make
 
@@ -350,3 +351,10 @@ def test_names_of_a_language_model_in_a_multimodal_one_of_mlx_are_those_of_trans
     experts = [f"model.language_model.layers.0.mlp.experts.{i}.up_proj.weight" for i in range(3)]
     assert sorted(found) == ["lm_head.weight", *experts]
     assert torch.equal(found[experts[2]][...].unpacked(), torch.full((8, 32), 2.0))
+
+
+def test_a_multimodal_model_of_mlx_is_not_shown_images() -> None:
+    config = AutoConfig.for_model("gemma3")
+    assert unshown(config) is None
+    config.quantization_config = {"quant_method": MLX, "model_type": "gemma3", "bits": 4, "group_size": 64}
+    assert unshown(config) == "models quantized for MLX are not shown images"
