@@ -557,7 +557,7 @@ class _PlanBuilder:
             self._add_time(self._duration, planned)
         if (self._whole or self.windows == 1) and engine.share:
             for i in planned.row_plan.order.tolist():
-                self._survey.add(requests[i].tokens)
+                self._survey.add(requests[i].tokens, long=requests[i].long)
 
     def _add_time(self, duration: Duration, planned: Planned) -> None:
         """Adds the time of the requests that have no result yet."""

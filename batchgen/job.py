@@ -176,7 +176,7 @@ def _run_in_prefix_order(
             if measured is not None:
                 chosen = spread(windows, measured)
                 outcomes.tracker.total = outcomes.run.done + sum(1 + job.equal_rows(r.key) for r in chosen)
-                windows = iter([chosen])
+                windows = bounded_windows(chosen, setup.config.limits)
     _run_windows(windows, planner, generation, fresh=reading.fresh)
     if reading.broken is not None:
         raise reading.broken

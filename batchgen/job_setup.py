@@ -248,6 +248,6 @@ def _windows_to_cut(
         lacking = in_window_order([request for request in window if request.key not in stored])
         if outline is not None:
             for request in lacking:
-                outline.add(request.tokens)
+                outline.add(request.tokens, long=request.long)
         if lacking:
             yield lacking

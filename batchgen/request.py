@@ -86,6 +86,8 @@ class Request:
     """The row's place in its file, for messages; empty if the row comes from no file."""
     images: tuple[Image, ...] = ()
     """The prompt's images, in the order of their tokens."""
+    long: bool = False
+    """Whether LongRoPE uses its long factors for the row: what runs before its first sampled token is longer than the model's `short_context`."""
     begun: Mapping[int, Completion] = field(default_factory=dict)
     """Completions that an earlier run started, by number. They are continued, unless they have a finish reason."""
 

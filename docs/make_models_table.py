@@ -25,8 +25,9 @@ BLOOM, CodeGen, Falcon, GPT-J, GPT-Neo and MPT have attention code of their own 
 
 DeepSeek V3.2, GLM 5, Qwen 3.8 Flash Next, MiniMax M3, Mistral Large 4, Hy 4, dots3-note and A.X K2 have an indexer that chooses which keys a query sees. Up to a certain length (2,048 tokens in published checkpoints) it chooses all of them, and batchgen ends the context there. The dynamic mask of Doge keeps every key up to `keep_window_size` tokens, where batchgen ends the context too; Doge with experts is refused.
 
-Rotary embeddings of the kinds plain, partial, linear, proportional, Llama 3 and YaRN are exact, and so are absolute positions. LongRoPE and dynamic NTK depend on the longest sequence of the whole batch, also in transformers. Below a certain length they do not, so the
-context ends at this length: at `original_max_position_embeddings` for LongRoPE, at `max_position_embeddings` for dynamic NTK. Other kinds are refused.
+Rotary embeddings of the kinds plain, partial, linear, proportional, Llama 3 and YaRN are exact, and so are absolute positions. LongRoPE (Phi 3.5 and 4 mini) has short factors and, for texts of more than `original_max_position_embeddings` tokens, long ones; transformers
+chooses by the longest text of a batch, batchgen for each row. A row whose prompt is longer has the long factors from its beginning. One that becomes longer while it is written runs again from its beginning with the long factors and goes on, as transformers does for Phi 3. Rows with different factors share no prefix, and do not run in one step. In PhiMoE, in code of
+a model's own (`--trust-remote-code`), and in models with dynamic NTK, whose frequencies change with every length beyond `max_position_embeddings`, the context ends where they would change. Other kinds are refused.
 
 A model of a verified architecture is refused if its configuration asks for something that is not verified: a kind of layer with which the family was not tested, or attention in both directions (`use_bidirectional_attention`).
 

@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -278,7 +279,8 @@ class Workers:
             room = worker.ready.batch_size + spare - worker.leaves
             if room > 0 and 2 * room >= spare:
                 pieces = self._waiting_pieces.take(worker.place, room)
-                self._give(worker, [request for piece in pieces for request in piece.requests])
+                for _, alike in groupby((r for piece in pieces for r in piece.requests), key=lambda r: r.long):
+                    self._give(worker, list(alike))
 
     def _give(self, worker: _WorkerHandle, requests: list[Request]) -> None:
         if not requests:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from batchgen.attention.kv_cache import CPU, KVCache
 from batchgen.config import EngineConfig
@@ -25,7 +25,7 @@ from batchgen.drafting.payoff import Payoff
 from batchgen.drafting.speculator import Speculator
 from batchgen.engine.executor import GrammarStopper, KernelsFailed, StepExecutor
 from batchgen.engine.results import ResultAssembler
-from batchgen.errors import BatchgenError, DevicesLost, RowError, in_one_line, is_out_of_memory
+from batchgen.errors import BatchgenError, DevicesLost, in_one_line, is_out_of_memory
 from batchgen.model.inventory import digests, parts, tensor_digest
 from batchgen.model.loaded_model import LoadedModel, with_blocks
 from batchgen.model.memory_budget import Sizes, size_engine
@@ -72,6 +72,8 @@ class ModelTokenizer(Protocol):
     @property
     def context_length(self) -> int: ...
     @property
+    def short_context(self) -> int: ...
+    @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
     @property
     def thinking(self) -> ThinkingFormat | None: ...
@@ -92,6 +94,23 @@ def sized(model: LoadedModel, config: EngineConfig, context_length: int) -> tupl
         why = f"the largest step ended with {type(e).__name__}: {in_one_line(e, 300)}"
         model = replace(model, verdict=model.verdict.without("triton", why))
     return model, size_engine(model, config, context_length)
+
+
+class _Loadable(NamedTuple):
+    """Leaves that are loaded together, with their plan."""
+
+    leaves: Sequence[Leaf]
+    plan: PrefixPlan
+    long: bool
+    """The kind of requests that run. Those of the other kind run with another window."""
+
+
+def _with_requests(leaves: Sequence[Leaf], change: Callable[[Request], Request]) -> Sequence[Leaf]:
+    """Returns the leaves with their requests changed."""
+    changed = {request: change(request) for request in dict.fromkeys(leaf.request for leaf in leaves)}
+    if all(new is request for request, new in changed.items()):
+        return leaves
+    return [replace(leaf, request=changed[leaf.request]) for leaf in leaves]
 
 
 class Engine:
@@ -142,58 +161,101 @@ class Engine:
         self._detokenizer = Detokenizer(tokenizer.hf_tokenizer, tokenizer.thinking, tokenizer.tool_format)
         self.results = ResultAssembler(self.scheduler, self._detokenizer.piece, config.row_timeout, head)
         self._unfit: deque[tuple[OnResult, Result]] = deque()
-        self._replaced: dict[Request, Request] = {}
-        """By request that was started again: the request that took its place."""
-        self._shortened: dict[int, Request] = {}
-        """By row: unfinished requests whose `max_tokens` were lowered to fit the pool."""
         self._said_shortened = False
+        self._short_context = tokenizer.short_context
+        self._later: list[_Loadable] = []
+        """What cannot run together with what runs now, because LongRoPE has other factors for it."""
+        if model.long_rope is not None:
+            model.long_rope.use(long=False)
 
     def add(
         self, leaves: Sequence[Leaf], plan: PrefixPlan, on_result: OnResult, on_token: OnToken | None = None
     ) -> None:
         """Adds requests, before a run or between two of its steps.
 
-        `leaves` are `leaves_of` the requests, `plan` is `plan_prefixes` of the leaves' tokens. `run` calls `on_result` as each row
-        finishes, and `on_token(row, number of the completion, token)` for each token that reaches the host.
+        `leaves` are `leaves_of` requests of which all are `long` or none, and no two that are not done have the same `row`. `plan` is `plan_prefixes`
+        of the leaves' tokens. `run` calls `on_result` as each row finishes, and `on_token(row, number of the completion, token)` for each token that
+        reaches the host.
         """
-        leaves, on_result = self._shortened_leaves(leaves, on_result)
-        ordered = [leaves[i] for i in plan.order]
-        unfit: dict[Request, RowError] = {
-            leaf.request: self.sizes.does_not_fit(leaf)
-            for leaf in ordered
+        long = bool(leaves) and leaves[0].request.long
+        leaves = _with_requests(leaves, self._fitted)
+        unfit = {
+            leaf.request.row: (leaf.request, self.sizes.does_not_fit(leaf))
+            for leaf in leaves
             if self.sizes.blocks_for(leaf) > self.sizes.num_blocks
         }
-        ended = [i for i, leaf in enumerate(ordered) if leaf.request in unfit or leaf.ended]
-        window = self.scheduler.load(ordered, plan, ended)
-        in_a_batch = min(1.0, self.scheduler.limits.batch_size / max(1, len(leaves)))
-        self._use_huge_pages_for(int(in_a_batch * plan.prefill_tokens_min) // self.sizes.block_size)
-        self.results.add(window, on_result, on_token)
-        for request, error in unfit.items():
+        for request, error in unfit.values():
             self._unfit.append((on_result, Result.from_error(request.row, error, len(request.tokens))))
-        if self._vision is not None:
-            self._num_failed_images = 0
-            self._vision.expect(self.block_manager.images_to_run(window))
+        if self._short_context:
+            leaves = _with_requests(
+                leaves, lambda request: request if request.row in unfit else self._until_long(request)
+            )
+        rows = dict.fromkeys(leaf.request for leaf in leaves if not leaf.ended and leaf.request.row not in unfit)
+        for request in rows:
+            self.results.add(request, on_result, on_token)
+        self._later.append(_Loadable(leaves, plan, long))
+        onward = [request for request in rows if request.long != long]
+        if onward:
+            self._later.append(self._planned(onward))
+        self._load()
 
-    def _shortened_leaves(self, leaves: Sequence[Leaf], on_result: OnResult) -> tuple[Sequence[Leaf], OnResult]:
-        """Returns the leaves, with requests that `Sizes.fitted` has made fit the pool, and the function to call with their results."""
-        fitted = {leaf.request: self.sizes.fitted(leaf.request) for leaf in leaves}
-        shortened = {request.row: new for request, new in fitted.items() if new is not request}
-        if not shortened:
-            return leaves, on_result
-        if not self._said_shortened:
+    def _fitted(self, request: Request) -> Request:
+        """Returns the request with as many tokens as fit the pool, if the user has not said how many."""
+        fitted = self.sizes.fitted(request)
+        if fitted is not request and not self._said_shortened:
             self._said_shortened = True
             room = self.sizes.num_blocks * self.sizes.block_size
             self.notes.append(
                 f"the KV memory holds {room:,} tokens of a row, so --max-tokens auto is less for some rows: their prompts and completions "
                 f"have {room:,} tokens at most (--kv-memory gives more)"
             )
-        self._shortened |= shortened
+        return fitted
 
-        def done(result: Result) -> None:
-            self._shortened.pop(result.row, None)
-            on_result(result)
+    def _until_long(self, request: Request) -> Request:
+        """Returns the request as it runs at first: to the token from which on LongRoPE has its long factors for it. Then all of it runs again."""
+        limit = self._short_context + 1 - len(request.tokens)
+        if request.long or request.texts or request.max_tokens <= limit:
+            return request
+        begun = request.begun.values()
+        if len(begun) == request.leaves and all(c.finish_reason or len(c.token_ids) >= limit for c in begun):
+            return replace(request, long=True)
+        self.results.beyond[request.row] = request
+        return replace(request, max_tokens=limit)
 
-        return [replace(leaf, request=fitted[leaf.request]) for leaf in leaves], done
+    def _planned(self, requests: Sequence[Request]) -> _Loadable:
+        leaves = leaves_of(requests)
+        plan = plan_prefixes([leaf.tokens for leaf in leaves], self.config.chunk_size, share=self.config.share)
+        return _Loadable(leaves, plan, requests[0].long)
+
+    def _load(self) -> None:
+        """Loads the windows that may run: those for the factors of LongRoPE that are in use, or the others if nothing runs."""
+        rope = self.runner.model.long_rope
+        if not self.scheduler.unfinished and not self.loop.in_flight:
+            halted = self.results.take_halted()
+            if halted:
+                self._later.append(self._planned(halted))
+            if rope is not None and self._later and all(window.long != rope.long for window in self._later):
+                rope.use(long=not rope.long)
+                self.block_manager.discard()
+        later, self._later = self._later, []
+        for window in later:
+            if rope is None or window.long == rope.long:
+                self._load_window(window)
+            else:
+                self._later.append(window)
+
+    def _load_window(self, planned: _Loadable) -> None:
+        ordered = [planned.leaves[i] for i in planned.plan.order]
+        ended = [
+            i for i, leaf in enumerate(ordered) if leaf.request.long != planned.long or not self.results.may_run(leaf)
+        ]
+        window = self.scheduler.load(ordered, planned.plan, ended)
+        in_a_batch = min(1.0, self.scheduler.limits.batch_size / max(1, len(ordered)))
+        self._use_huge_pages_for(int(in_a_batch * planned.plan.prefill_tokens_min) // self.sizes.block_size)
+        self.results.start(window)
+        if self._vision is not None:
+            self._num_failed_images = 0
+            self._vision.expect(self.block_manager.images_to_run(window))
 
     def run(self, stop: Callable[[], str | None] | None = None) -> None:
         """Runs steps until all requests are done.
@@ -204,7 +266,7 @@ class Engine:
         """
         paused = False
         try:
-            while self.scheduler.unfinished or self.loop.in_flight or self._unfit:
+            while self.scheduler.unfinished or self.loop.in_flight or self._unfit or self._is_later:
                 while self._unfit:
                     on_result, result = self._unfit.popleft()
                     on_result(result)
@@ -216,6 +278,8 @@ class Engine:
                         self._settle()
                         paused = True
                         break
+                    if not self.scheduler.unfinished and wish is None:
+                        self._load()
                     if self.scheduler.unfinished:
                         self.step(admit=wish is None)
                     else:
@@ -260,6 +324,10 @@ class Engine:
             self._keep_digests()
 
     @property
+    def _is_later(self) -> bool:
+        return bool(self._later) or self.results.halted_leaves > 0
+
+    @property
     def unfinished(self) -> int:
         """Number of rows that have no result yet."""
         return len(self.results) + len(self._unfit)
@@ -287,7 +355,8 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Number of leaves that are not done and do not run."""
-        return self.scheduler.unfinished - len(self.scheduler.running)
+        later = self.results.halted_leaves + sum(len(window.leaves) for window in self._later)
+        return self.scheduler.unfinished - len(self.scheduler.running) + later
 
     def under_way(self) -> dict[int, dict[int, Completion]]:
         """Returns the unfinished completions by row and number. Given as `Request.begun`, they are continued exactly."""
@@ -295,8 +364,7 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """Ends a request before the next step, with what it has so far as its result. Does nothing if it is done. Any thread may call this."""
-        request = self._shortened.get(request.row, request)
-        self.results.cancel(self._replaced.get(request, request))
+        self.results.cancel(request.row)
 
     def close(self) -> None:
         """Does nothing: the memory is freed with the object. (`devices.Workers` has processes to end.)"""
@@ -313,8 +381,6 @@ class Engine:
     def _abandon(self) -> None:
         self._drop()
         self._unfit.clear()
-        self._replaced.clear()
-        self._shortened.clear()
 
     def _forget_images(self, vision: Vision) -> None:
         """Forgets the images of a run. One that could not be shown may be there again in the next run; the KV of its nodes was made without it."""
@@ -330,6 +396,7 @@ class Engine:
         self.scheduler.take_freed()
         self.executor.clear()
         self.loop.in_flight.clear()
+        self._later.clear()
         self.results.clear()
         if self._vision is not None:
             self._vision.clear()
@@ -360,12 +427,10 @@ class Engine:
         if not keep_nodes:
             self.block_manager.discard()
             self.runner.cache.clear()
-        new = {request: replace(request, begun=under_way.get(request.row, request.begun)) for request, *_ in again}
-        self._replaced = {old: new.get(last, last) for old, last in self._replaced.items()} | new
-        for calls, rows in groupby(again, lambda row: row[1:]):
-            leaves = leaves_of(new[request] for request, *_ in rows)
-            plan = plan_prefixes([leaf.tokens for leaf in leaves], self.config.chunk_size, share=self.config.share)
-            self.add(leaves, plan, *calls)
+        for (_, *calls), rows in groupby(again, lambda row: (row[0].long, *row[1:])):
+            requests = [replace(request, begun=under_way.get(request.row, request.begun)) for request, *_ in rows]
+            planned = self._planned(requests)
+            self.add(planned.leaves, planned.plan, *calls)
 
     def _use_huge_pages_for(self, num_blocks: int) -> None:
         """Makes the pages of the KV pool huge if that many blocks are more than a few. Before the first step that costs nothing."""

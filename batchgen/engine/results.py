@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from batchgen.errors import RowError
 from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.json_schemas import is_valid
-from batchgen.request import Image, Request
+from batchgen.request import Image, Leaf, Request
 from batchgen.result import Completion, OnResult, OnToken, Result, Score, TokenLogprob
 from batchgen.sampling.philox import uniforms
 from batchgen.scheduling.batch import SequenceUpdate
@@ -31,11 +31,14 @@ class RequestState:
     request: Request
     on_result: OnResult
     on_token: OnToken | None
-    window: Window
+    window: Window | None = None
+    """None until its leaves are in one."""
     places: dict[int, int] = field(default_factory=dict)
     """By number of a leaf: its place in the window, in depth-first order."""
     completions: dict[int, Completion] = field(default_factory=dict)
     """By number: the completions that have ended."""
+    halted: dict[int, Completion] = field(default_factory=dict)
+    """By number: the completions that go on in another window (`ResultAssembler.beyond`), as they are so far."""
     reasoning_tokens: dict[int, int] = field(default_factory=dict)
     """By number: the tokens of thoughts, and of the marks around them, in the completions that have ended."""
     scores: dict[int, list[TokenScore]] = field(default_factory=dict)
@@ -45,8 +48,8 @@ class RequestState:
 
     @property
     def whole(self) -> bool:
-        """Whether all leaves have ended."""
-        return len(self.completions) + len(self.scores) == self.request.leaves
+        """Whether all leaves have ended or halted."""
+        return len(self.completions) + len(self.halted) + len(self.scores) == self.request.leaves
 
     def result(self, head: OutputHead | None, piece: Callable[[int], str]) -> Result:
         """Returns the result of a row that is whole. `head` and `piece`: see `ResultAssembler`."""
@@ -138,12 +141,17 @@ def _generated(request: Request, completions: tuple[Completion, ...], reasoning_
     )
 
 
+def _unfinished(completion: Completion) -> Completion:
+    """Returns a completion as one that goes on."""
+    return Completion(text="", finish_reason="", token_ids=completion.token_ids, logprobs=completion.logprobs)
+
+
 def _ended(reason: str) -> RowError:
     return RowError(reason, f"the row was ended ({reason}) before it was done")
 
 
 class ResultAssembler:
-    """The unfinished rows: which leaves of each have ended, and when its time is up. Makes the results of those that are done.
+    """The unfinished rows: which leaves of each have ended, and when its time is up. Makes the results of those that are done. A row is known by its number.
 
     `piece` returns the text of a token. `timeout` is in seconds from a row's start; None for no limit. `head` is that of the model.
     """
@@ -159,36 +167,65 @@ class ResultAssembler:
         self._head = head
         self._piece = piece
         self._timeout = timeout
-        self._rows: dict[Request, RequestState] = {}
-        self._started: dict[Request, RequestState] = {}
+        self._rows: dict[int, RequestState] = {}
+        self._started: dict[int, RequestState] = {}
         """Those that have run, in this run or an earlier one: only they can have tokens."""
-        self._deadlines: deque[tuple[float, Request]] = deque()  # in order, because all rows have the same time
-        self._cancelled: deque[Request] = deque()
+        self.beyond: dict[int, Request] = {}
+        """By row, for requests that run with fewer `max_tokens` than they have: the whole request, as which they go on in another window. It is `long` then."""
+        self._waiting: dict[int, RequestState] = {}
+        """Rows that are to go on."""
+        self._deadlines: deque[tuple[float, RequestState]] = deque()  # in order, because all rows have the same time
+        self._cancelled: deque[int] = deque()
         self.watched = False
         """Whether any row has an `on_token`."""
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, window: Window, on_result: OnResult, on_token: OnToken | None) -> None:
-        """Adds the rows of a window that have leaves to run."""
+    def add(self, request: Request, on_result: OnResult, on_token: OnToken | None) -> None:
+        """Adds a row that has leaves to run. They run when a window that has them starts."""
         self.watched |= on_token is not None
+        row = self._rows[request.row] = RequestState(request, on_result, on_token)
+        if request.begun:
+            self._started[request.row] = row
+        for choice, begun in request.begun.items():
+            if begun.finish_reason:
+                row.completions[choice] = begun
+            elif request.row in self.beyond and len(begun.token_ids) >= request.max_tokens:
+                row.halted[choice] = begun
+
+    def may_run(self, leaf: Leaf) -> bool:
+        """Whether a leaf is that of an unfinished row, and has not ended or halted."""
+        row = self._rows.get(leaf.request.row)
+        return row is not None and leaf.choice not in row.completions and leaf.choice not in row.halted
+
+    def start(self, window: Window) -> None:
+        """The leaves of this window may run now."""
         for place, leaf in enumerate(window.leaves):
             if not window.has_ended(place):
-                if leaf.request not in self._rows:
-                    row = RequestState(leaf.request, on_result, on_token, window)
-                    row.completions = {n: c for n, c in leaf.request.begun.items() if c.finish_reason}
-                    self._rows[leaf.request] = row
-                    if leaf.request.begun:
-                        self._started[leaf.request] = row
-                self._rows[leaf.request].places[leaf.choice] = place
+                row = self._rows[leaf.request.row]
+                row.window = window
+                row.places[leaf.choice] = place
+
+    @property
+    def halted_leaves(self) -> int:
+        """Number of leaves that are to go on."""
+        return sum(len(row.halted) for row in self._waiting.values())
+
+    def take_halted(self) -> list[Request]:
+        """Returns the requests that are to go on, which must `start` in another window before the next step."""
+        requests = [row.request for row in self._waiting.values()]
+        for row in self._waiting.values():
+            row.halted.clear()
+        self._waiting.clear()
+        return requests
 
     def update(self, update: SequenceUpdate) -> None:
         """Adds an update of a sequence. Calls `on_token`, and `on_result` if its row is done."""
         seq, token, reason, error = update
         if token is not None and reason is None and not self.watched:
             return
-        row = self._rows[seq.request]
+        row = self._rows[seq.request.row]
         choice = seq.leaf.choice
         if error is not None:
             self._fail(row, error)
@@ -201,13 +238,14 @@ class ResultAssembler:
             if row.on_token is not None:
                 row.on_token(row.request.row, choice, token)
             if reason is not None:
-                row.completions[choice] = self._completion(row, seq, reason)
+                halts = reason == "length" and row.request.row in self.beyond
+                (row.halted if halts else row.completions)[choice] = self._completion(row, seq, reason)
                 self._finish(row)
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, number: int) -> None:
         """Ends a row at the next `end_due`. Does nothing if it is done. Any thread may call this."""
-        if request in self._rows:
-            self._cancelled.append(request)
+        if number in self._rows:
+            self._cancelled.append(number)
 
     @property
     def overdue(self) -> bool:
@@ -223,7 +261,7 @@ class ResultAssembler:
         """Ends the rows that were cancelled, and those whose time is up."""
         self.end_cancelled()
         while self.overdue:
-            self._end(self._rows.get(self._deadlines.popleft()[1]), "timeout")
+            self._end(self._deadlines.popleft()[1], "timeout")
 
     def fail_shown(self, error_of: Callable[[Sequence[Image]], RowError | None]) -> None:
         """Ends the rows that have an image that cannot be shown. `error_of`: `Vision.error_of`."""
@@ -235,64 +273,86 @@ class ResultAssembler:
     def under_way(self) -> dict[int, dict[int, Completion]]:
         """Returns the completions of unfinished rows, by row and by number of the completion. Unfinished completions have no text."""
         found = {}
-        for row in self._started.values():
+        for number, row in self._started.items():
             # A completion with thoughts is left out and generated again: the number of its thoughts' tokens would be lost.
             begun = {choice: c for choice, c in row.completions.items() if not row.reasoning_tokens.get(choice)}
-            for choice, place in row.places.items():
-                seq = row.window.sequences.get(place)
-                if choice not in row.completions and seq is not None and seq.generated:
+            begun |= {choice: _unfinished(c) for choice, c in row.halted.items()}
+            if row.window is None:
+                begun = {**row.request.begun, **begun}
+            for choice, seq in self._sequences(row):
+                if seq is not None and seq.generated:
                     begun[choice] = self._completion(row, seq, "")
             if begun:
-                found[row.request.row] = begun
+                found[number] = begun
         return found
+
+    def _sequences(self, row: RequestState) -> Iterator[tuple[int, GenerationSequence | None]]:
+        """The leaves of a row that run or are to run, by number, and their sequences; None for one that has not begun."""
+        for choice, place in row.places.items():
+            if choice not in row.completions and choice not in row.halted and row.window is not None:
+                yield choice, row.window.sequences.get(place)
 
     def requests(self) -> list[tuple[Request, OnResult, OnToken | None]]:
         """The rows that are not done, each with its callbacks."""
-        return [(row.request, row.on_result, row.on_token) for row in self._rows.values()]
+        return [(self.beyond.get(n, row.request), row.on_result, row.on_token) for n, row in self._rows.items()]
 
     def clear(self) -> None:
         """Forgets all rows: the job is being interrupted."""
-        self._rows.clear()
-        self._started.clear()
-        self._deadlines.clear()
-        self._cancelled.clear()
+        for of in (self._rows, self._started, self._waiting, self.beyond, self._deadlines, self._cancelled):
+            of.clear()
 
     def _begin(self, row: RequestState) -> None:
-        self._started[row.request] = row
+        self._started[row.request.row] = row
         if self._timeout is not None and not row.began:
             row.began = True
-            self._deadlines.append((time.monotonic() + self._timeout, row.request))
+            self._deadlines.append((time.monotonic() + self._timeout, row))
 
     def _end(self, row: RequestState | None, reason: str) -> None:
-        if row is None:
+        if row is None or self._rows.get(row.request.row) is not row:
             return  # already done
         if row.request.texts:
             self._fail(row, _ended(reason))
             return
-        for choice, place in row.places.items():
+        so_far = {**row.request.begun, **row.halted}
+        for choice in range(row.request.leaves):
             if choice not in row.completions:
-                seq = self._scheduler.cancel(row.window, place)
-                ended = Completion(text="", finish_reason=reason) if seq is None else self._completion(row, seq, reason)
-                row.completions[choice] = ended
+                seq = self._cancelled_leaf(row, choice)
+                ended = replace(so_far.get(choice, Completion(text="", finish_reason="")), finish_reason=reason)
+                row.completions[choice] = ended if seq is None else self._completion(row, seq, reason)
+        row.halted.clear()
         self._finish(row)
 
+    def _cancelled_leaf(self, row: RequestState, choice: int) -> GenerationSequence | None:
+        """Ends a leaf where it runs or waits. Returns its sequence if it has begun."""
+        place = row.places.get(choice)
+        return None if place is None or row.window is None else self._scheduler.cancel(row.window, place)
+
     def _finish(self, row: RequestState) -> None:
-        """Calls `on_result` if the row is whole."""
-        if row.whole:
+        """If the row is whole, calls `on_result`, or notes that it is to go on."""
+        if not row.whole:
+            return
+        if row.halted:
+            begun = row.completions | {choice: _unfinished(c) for choice, c in row.halted.items()}
+            row.request = replace(self.beyond.pop(row.request.row), long=True, begun=begun)
+            row.places.clear()
+            self._waiting[row.request.row] = row
+        else:
             self._forget(row)
             row.on_result(row.result(self._head, self._piece))
 
     def _fail(self, row: RequestState, error: RowError) -> None:
         """Ends the row's other leaves and calls `on_result` with the error."""
-        for choice, place in row.places.items():
+        for choice in row.places:
             if choice not in row.completions and choice not in row.scores:
-                self._scheduler.cancel(row.window, place)
+                self._cancelled_leaf(row, choice)
         self._forget(row)
         row.on_result(row.failed(error))
 
     def _forget(self, row: RequestState) -> None:
-        del self._rows[row.request]
-        self._started.pop(row.request, None)
+        number = row.request.row
+        del self._rows[number]
+        for of in (self._started, self._waiting, self.beyond):
+            of.pop(number, None)
 
     def _completion(self, row: RequestState, seq: GenerationSequence, reason: str) -> Completion:
         logprobs = None

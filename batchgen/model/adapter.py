@@ -25,6 +25,7 @@ from batchgen.kernels.replacing import Around, Packing
 from batchgen.kernels.whole_vectors import fill_activations
 from batchgen.model.architectures import INDEXED, RECURRENT, VERIFIED_ON
 from batchgen.model.loaded_model import AttentionKind, LoadedModel, logits_at
+from batchgen.model.long_rope import settle_frequencies
 from batchgen.model.own_attention import StepInputs, hand_over
 from batchgen.prompts.tokenizer import quiet, text_config
 from batchgen.state.mixers import RecurrentLayers, StateProbe, install
@@ -57,7 +58,7 @@ def prepare(
     pack_linear = not int8 or stay_in_codes(module.parameters())
     _change_parts(module, fuse=kernels is not None, pack_linear=pack_linear, around=around, on_device=on_device)
     probe, states, vocab_size = _probe(module, recurrent, device, spread)
-    _settle_frequencies(module)
+    long_rope = settle_frequencies(module)
     _check_layers(module, probe, states)
     sizes = [kind.sliding_window for kind in probe.kinds if kind.sliding_window is not None]
     last = None if kernels is None else last_layer(module, probe.layers, states.layers)
@@ -77,6 +78,7 @@ def prepare(
         spread=spread,
         kernels=kernels,
         last_layer=last,
+        long_rope=long_rope,
         compile=compile,
         notes=notes,
     )
@@ -201,23 +203,6 @@ def _number_shared_attention(module: torch.nn.Module) -> None:
                 shared: Any = getattr(layer, "shared_transformer", getattr(layer, "shared_transf", None))
                 if shared is not None:
                     shared.self_attn.layer_idx = i
-
-
-def _settle_frequencies(module: torch.nn.Module) -> None:
-    """Keeps rotary frequencies that would change with a batch's longest sequence. Contexts end before they change (`prompts/tokenizer.py`),
-    but every forward would look at the positions to find that out, and the host would wait for them.
-    """
-    for part in module.modules():
-        kind: Any = getattr(part, "rope_type", None)
-        if isinstance(kind, str):
-            part.rope_type = _settled(kind)  # type: ignore[assignment]
-        elif isinstance(kind, dict):
-            part.rope_type = {layers: _settled(of) for layers, of in kind.items()}  # type: ignore[assignment]
-
-
-def _settled(rope_type: str) -> str:
-    """Returns a type that transformers' `dynamic_rope_update` does not change."""
-    return "default" if rope_type == "longrope" or "dynamic" in rope_type else rope_type
 
 
 class _Probe:

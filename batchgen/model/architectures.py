@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from batchgen.errors import ModelError
-from batchgen.prompts.tokenizer import OTHER_PARTS, indexed_length, language_config, longrope_length, text_config
+from batchgen.prompts.tokenizer import OTHER_PARTS, capped_longrope, indexed_length, language_config, text_config
 
 VERIFIED_ON = ("5.17", "5.24")
 """The oldest and the newest version of transformers with which `VERIFIED` was tested."""
@@ -123,8 +123,8 @@ REFUSED = {
 _LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 # Of families in `RECURRENT`: elsewhere the names may stand for something else.
 _RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"})
-# "dynamic" and "longrope" change with the longest sequence of a batch, but not below the length to which the context is
-# capped for them (prompts/tokenizer.py).
+# "dynamic" changes with the longest sequence of a batch, but not below the length to which the context is capped
+# (prompts/tokenizer.py); the factors of "longrope" are chosen for each request (long_rope.py).
 _ROPES = frozenset({"default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope"})
 
 
@@ -212,7 +212,7 @@ def context_note(config: Any) -> str | None:
     chunked = "chunked_attention" in (getattr(text, "layer_types", None) or ())
     if chunked and text.attention_chunk_size < longest:
         return f"the context ends at {text.attention_chunk_size:,} tokens: beyond that some layers see only a chunk of the text"
-    scaled = longrope_length(text)
+    scaled = capped_longrope(text)
     if 0 < scaled < longest:
         return f"the context ends at {scaled:,} tokens: beyond that LongRoPE changes the positions of all rows that run together"
     return None

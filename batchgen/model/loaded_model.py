@@ -16,6 +16,7 @@ from batchgen.attention.kv_cache import LayerShape, devices_of
 from batchgen.kernels.build import DTYPES
 from batchgen.kernels.transfer import put
 from batchgen.model.checks.device_check import Verdict
+from batchgen.model.long_rope import LongRope
 from batchgen.model.vision import Vision
 from batchgen.model.weights.streamed import StreamedWeights
 from batchgen.state.cache import StateShape
@@ -74,6 +75,8 @@ class LoadedModel:
     """batchgen's kernels for the CPU; None if they are switched off or cannot be compiled."""
     last_layer: int | None = None
     """The layer that can leave out all tokens whose logits are not wanted; None if no layer can."""
+    long_rope: LongRope | None = None
+    """Changes the frequencies of LongRoPE; None without it."""
     compile: str = "auto"
     """On one CUDA device: off, steps run without graphs; auto, as CUDA graphs if that pays; on, always as graphs, with `torch.compile`."""
     attention: str = "auto"

@@ -64,14 +64,15 @@ class Outline:
         self._max_text_tokens = max_text_tokens
         self._open = OpenIntervals()
         self._before: TokenArray | None = None
+        self._long = False
         self._kept = Largest(max_nodes)
         self._rows = self._prompt_tokens = self._saved_tokens = self._node_count = self._lone_rows = 0
 
-    def add(self, tokens: TokenArray) -> None:
-        """Adds the next prompt in depth-first order."""
+    def add(self, tokens: TokenArray, *, long: bool = False) -> None:
+        """Adds the next prompt in depth-first order. A `long` prompt shares nothing with one that is not (`Request.long`)."""
         if self._before is not None:
-            self._shares(common_length(self._before, tokens))
-        self._before = tokens
+            self._shares(common_length(self._before, tokens) if long == self._long else 0)
+        self._before, self._long = tokens, long
         self._rows += 1
         self._prompt_tokens += len(tokens)
 

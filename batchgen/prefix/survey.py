@@ -42,12 +42,13 @@ class GroupSurvey:
         self._chunk_size = chunk_size
         self._open, self._kept = OpenIntervals(), Largest(max_groups)
         self._before: TokenArray | None = None
+        self._long = False
 
-    def add(self, tokens: TokenArray) -> None:
-        """Adds the next prompt in depth-first order."""
+    def add(self, tokens: TokenArray, *, long: bool = False) -> None:
+        """Adds the next prompt in depth-first order. A `long` prompt shares nothing with one that is not (`Request.long`)."""
         if self._before is not None:
-            self._shares(common_length(self._before, tokens))
-        self._before = tokens
+            self._shares(common_length(self._before, tokens) if long == self._long else 0)
+        self._before, self._long = tokens, long
 
     def end(self) -> list[GroupLine]:
         """Must be called after the last prompt. Returns the kept groups, the largest first."""

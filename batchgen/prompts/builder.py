@@ -99,6 +99,7 @@ class PromptBuilder:
                 'to fix it, put "fix_mistral_regex": true into its tokenizer_config.json'
             )
         # Only a tokenizer with a larger vocabulary than the model can produce a token that the model does not know.
+        self._short_context = tokenizer.short_context
         self._check_ids = len(tokenizer.hf_tokenizer) > tokenizer.vocab_size
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
@@ -325,6 +326,7 @@ class PromptBuilder:
             tools=rendered.tools,
             source=row.source,
             images=fitted.images,
+            long=0 < self._short_context < len(tokens) + max(map(len, texts), default=1) - 1,
         )
 
     def _max_tokens_in_key(self, max_tokens: int) -> int:

@@ -62,6 +62,12 @@ class LoadedTokenizer:
     head: OutputHead | None = None
     """How the model embeds or classifies prompts; None for a model that writes text."""
 
+    @property
+    def short_context(self) -> int:
+        """Number of tokens up to which LongRoPE uses its short factors, if the context is longer; 0 for other models."""
+        length = max(longrope_length(text_config(self.hf_config)), longrope_length(self.hf_config))
+        return length if length < self.context_length else 0
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of a prompt's tokens, with `[image]` for each run of image tokens."""
         runs = groupby(tokens, lambda token: token >= IMAGE_IDS)
@@ -270,7 +276,7 @@ def context_length_of(config: ModelConfig, hf_config: Any, tokenizer_length: int
             length = _positive(getattr(part, name, None))
             if length is not None:
                 longest = max(length, _yarn_length(part))
-                ends = (longrope_length(part), _chunk(part), indexed_length(part))
+                ends = (capped_longrope(part), _chunk(part), indexed_length(part))
                 return min([longest, *filter(None, ends)])
     length = _positive(tokenizer_length)
     if length is not None and length <= _SANE_CONTEXT:
@@ -279,6 +285,12 @@ def context_length_of(config: ModelConfig, hf_config: Any, tokenizer_length: int
         f"the configuration of model {config.model!r} does not say how long its context is",
         "add max_position_embeddings to its config.json",
     )
+
+
+def capped_longrope(part: Any) -> int:
+    """Returns the length at which the context ends because the frequencies of LongRoPE cannot be chosen here; 0 if they can, and without it."""
+    own = getattr(part, "model_type", None) != "phimoe" and type(part).__module__.startswith("transformers.")
+    return 0 if own else longrope_length(part)
 
 
 def _chunk(part: Any) -> int:
@@ -305,10 +317,7 @@ def _yarn_length(part: Any) -> int:
 
 
 def longrope_length(part: Any) -> int:
-    """Returns the length from which LongRoPE changes the frequencies of a whole batch; 0 without LongRoPE.
-
-    Below this length, a row's text does not depend on other rows. (Dynamic NTK changes only beyond max_position_embeddings.)
-    """
+    """Returns the length up to which LongRoPE uses its short factors; 0 without LongRoPE. (Dynamic NTK changes only beyond max_position_embeddings.)"""
     rope = getattr(part, "rope_parameters", None) or getattr(part, "rope_scaling", None)
     if not isinstance(rope, Mapping):
         return 0

@@ -265,11 +265,11 @@ def test_a_model_that_is_shown_images_says_so(name, lines, cli, tmp_path):
 
 def test_a_context_that_is_shorter_than_the_configuration_says_is_explained(cli, tiny_chat_model_dir, tmp_path):
     folder = Path(shutil.copytree(tiny_chat_model_dir, tmp_path / "model"))
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    settings(rope_parameters=rope | {"original_max_position_embeddings": 48})(folder)
+    indexed = {"model_type": "deepseek_v32", "index_topk": 48, "architectures": ["DeepseekV32ForCausalLM"]}
+    settings(**indexed)(folder)
     outcome = cli("models", folder)
     assert (outcome.code, outcome.err) == (0, "")
-    why = "the context ends at 48 tokens: beyond that LongRoPE changes the positions of all rows that run together"
+    why = "the context ends at 48 tokens: beyond that the model's indexer chooses which keys a query sees"
     assert outcome.out.splitlines()[2:4] == ["context   48 tokens", f"          {why}"]
     assert json.loads(cli("models", folder, "--json").out)["context_note"] == why
     assert json.loads(cli("models", tiny_chat_model_dir, "--json").out)["context_note"] is None

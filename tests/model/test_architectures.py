@@ -53,7 +53,7 @@ def test_doge_is_refused_if_its_experts_depend_on_the_batch():
         ({"use_bidirectional_attention": "vision"}, None),
         ({"layer_types": ["full_attention", "sliding_attention"]}, None),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, None),
-        ({"rope_parameters": {"rope_type": "longrope"}}, None),  # the context ends where it would change
+        ({"rope_parameters": {"rope_type": "longrope"}}, None),  # the factors are chosen for each request
     ],
 )
 def test_settings_that_cannot_be_exact_are_refused(settings, reason):

@@ -212,6 +212,8 @@ def test_a_split_pattern_that_transformers_knows_to_be_wrong_is_reported(tools, 
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 PHI3 = {"model_type": "phi3", "hidden_size": 64, "num_attention_heads": 4, "pad_token_id": 0}
+PHIMOE = PHI3 | {"model_type": "phimoe", "num_key_value_heads": 2, "num_local_experts": 2, "intermediate_size": 32}
+MSCALES = {"short_mscale": 1.2, "long_mscale": 1.5}
 QSA = {"indexer_n_heads": 1, "indexer_kv_heads": 1, "indexer_head_dim": 64, "indexer_compress_ratio": 4}
 BLOCKS = {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2, "index_block_size": 16}
 LONG = {"max_position_embeddings": 512}
@@ -223,9 +225,7 @@ CHUNKS = "beyond that some layers see only a chunk of the text"
 @pytest.mark.parametrize(
     ("config", "length", "why"),
     [
-        ({"rope_parameters": LONGROPE | {"original_max_position_embeddings": 48}}, 48, MOVES),
-        (PHI3 | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 40}, 40, MOVES),
-        ({"rope_parameters": LONGROPE | {"original_max_position_embeddings": 64}}, 64, None),
+        (PHIMOE | {"rope_parameters": LONGROPE | MSCALES | {"original_max_position_embeddings": 48}} | LONG, 48, MOVES),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, 64, None),
         ({"model_type": "llama4_text", "attention_chunk_size": 40} | LONG, 40, CHUNKS),
         ({"model_type": "deepseek_v32", "index_topk": 96} | LONG, 96, CHOOSES),
@@ -244,12 +244,26 @@ def test_the_context_ends_where_a_model_begins_to_treat_rows_otherwise(tools, tm
 
 
 def test_the_user_is_told_why_the_context_ends(tools, tmp_path):
-    config = PHI3 | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 40} | LONG
-    model = tools.save_model(tmp_path, config=config)
+    model = tools.save_model(tmp_path, config={"model_type": "llama4_text", "attention_chunk_size": 40} | LONG)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a" * 50}))
     told = Recorder()
     assert plan_job(JobConfig(inputs=tmp_path / "rows.jsonl", model=model), told).rows_failed == 1
-    assert f"the context ends at 40 tokens: {MOVES}" in told.notes
+    assert f"the context ends at 40 tokens: {CHUNKS}" in told.notes
+
+
+@pytest.mark.parametrize(
+    ("config", "short"),
+    [
+        ({"rope_parameters": LONGROPE | {"original_max_position_embeddings": 48}}, 48),
+        (PHI3 | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 40}, 40),
+        ({"rope_parameters": LONGROPE | {"original_max_position_embeddings": 64}}, 0),
+        ({}, 0),
+    ],
+)
+def test_long_rope_has_the_models_whole_context(tools, tmp_path, config, short):
+    tokenizer = load(tools.save_model(tmp_path, config={"max_position_embeddings": 64} | config))
+    assert (tokenizer.context_length, tokenizer.short_context) == (64, short)
+    assert context_note(tokenizer.hf_config) is None
 
 
 def test_a_package_that_transformers_lacks_is_named():

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -41,7 +41,7 @@ _SCHEMA = pa.schema(
 )
 
 
-_OWN = ("row", "max_tokens", "truncated", "prompt_logprobs", "priority", "source")
+_OWN = ("row", "max_tokens", "truncated", "prompt_logprobs", "priority", "source", "long")
 """Fields of a request that JSON can hold."""
 
 
@@ -111,16 +111,23 @@ class SortedRequests:
 
 
 def bounded_windows(requests: list[Request], limits: InputLimits) -> Iterator[list[Request]]:
-    """The requests of a window: as they are if they are within the limits, else in prefix order in several windows."""
+    """The requests of a window: as they are if they are within the limits and all or none are `long`, else in prefix order in several windows."""
     if (
         sum(r.leaves for r in requests) <= limits.window_leaves
         and sum(r.leaf_tokens for r in requests) <= limits.max_tokens
+        and len({r.long for r in requests}) < 2
     ):
         return iter([requests] if requests else [])
     return _windows(in_window_order(requests), limits)
 
 
 def _windows(ordered: Iterable[Request], limits: InputLimits) -> Iterator[list[Request]]:
+    """The requests in windows, each with `long` ones alone or without any."""
+    for _, alike in groupby(ordered, key=lambda r: r.long):
+        yield from _windows_alike(alike, limits)
+
+
+def _windows_alike(ordered: Iterable[Request], limits: InputLimits) -> Iterator[list[Request]]:
     window: list[Request] = []
     leaves = tokens = 0
     for batch in _batches(ordered, limits):
@@ -174,14 +181,14 @@ def read_requests(path: Path) -> list[Request]:
 
 
 def in_window_order(requests: Sequence[Request]) -> list[Request]:
-    """The requests by priority and then in depth-first order."""
+    """The requests by priority, then short before long ones, and then in depth-first order."""
     ordered = [requests[i] for i in depth_first_order([r.tokens for r in requests]).tolist()]
-    return sorted(ordered, key=lambda r: r.priority)
+    return sorted(ordered, key=lambda r: (r.priority, r.long))
 
 
-def sort_key(request: Request) -> tuple[float, bytes]:
-    """A key that puts lower priorities first, and requests of one priority in depth-first order."""
-    return request.priority, token_key(request.tokens)
+def sort_key(request: Request) -> tuple[float, bool, bytes]:
+    """A key that puts lower priorities first, short requests before long ones of the same priority, and these in depth-first order."""
+    return request.priority, request.long, token_key(request.tokens)
 
 
 def _best_end(ordered: Sequence[Request]) -> int:

@@ -44,22 +44,25 @@ class Planner:
         """`consecutive`: windows follow each other in prefix order. `under_way`: completions that earlier runs began, by row key and number;
         their requests continue them."""
         self._chunk_size, self._share, self._consecutive, self._under_way = chunk_size, share, consecutive, under_way
-        self._kept = KeptPrefixes()
+        self._kept, self._long = KeptPrefixes(), False
         self._outline = Outline()
         self.tree: PrefixOutline | None = None
         """The prefix tree of the windows so far, in outline; of the first one alone if they do not follow each other. None without sharing."""
 
     def plan(self, requests: Sequence[Request]) -> Planned:
+        """Plans requests of which all or none are `long`."""
         begun = self._under_way
         requests = [replace(r, begun=begun[r.key]) if r.key in begun else r for r in requests]
         leaves, prompts = leaves_of(requests), [r.tokens for r in requests]
         row_plan = plan = self._planned([leaf.tokens for leaf in leaves])
         if len(leaves) > len(requests) or any(r.texts for r in requests):
             row_plan = self._planned(prompts)
+        if requests[0].long != self._long:  # the engine has forgotten all prefixes
+            self._kept, self._long = KeptPrefixes(), requests[0].long
         carried = self._kept.carried(row_plan, prompts, and_last=self._consecutive)
         if self._share and (self._consecutive or self.tree is None):
             for i in row_plan.order.tolist():
-                self._outline.add(prompts[i])
+                self._outline.add(prompts[i], long=requests[i].long)
             self.tree = self._outline.tree()
         return Planned(requests, leaves, plan, row_plan, max(0, row_plan.prefill_tokens_min - carried))
 
