@@ -346,7 +346,7 @@ def _is_plain_embedding(module: Any) -> bool:
 
 
 def _is_plain_rotary(module: Any) -> bool:
-    """Whether cos and sin of a position are the same in every step."""
+    """Whether cos and sin of a position are the same in every step. Those of some types are after `settle_frequencies`, which changes the name."""
     kind = getattr(module, "rope_type", None)
     return (
         known_code(module) is Code.COS_AND_SIN

@@ -55,10 +55,10 @@ def prepare(
     spread = len({parameter.device for parameter in module.parameters()}) > 1
     on_device = device.type == "cuda" and not spread and compile != "on"  # torch.compile has kernels of its own
     recurrent = install(module)
+    long_rope = settle_frequencies(module)
     pack_linear = not int8 or stay_in_codes(module.parameters())
     _change_parts(module, fuse=kernels is not None, pack_linear=pack_linear, around=around, on_device=on_device)
     probe, states, vocab_size = _probe(module, recurrent, device, spread)
-    long_rope = settle_frequencies(module)
     _check_layers(module, probe, states)
     sizes = [kind.sliding_window for kind in probe.kinds if kind.sliding_window is not None]
     last = None if kernels is None else last_layer(module, probe.layers, states.layers)

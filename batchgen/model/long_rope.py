@@ -16,13 +16,14 @@ class LongRope:
     def __init__(self, parts: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]]) -> None:
         """`parts`: module, name of the buffer with its frequencies, and these for short and for long texts (float32 [rotary dimensions / 2])."""
         self._parts = parts
-        self.long = False
+        self.use(long=False)
 
     def use(self, *, long: bool) -> None:
         """Changes the frequencies of all steps from now on. KV that was computed with the others is of no use then."""
         self.long = long
         for module, name, short_N, long_N in self._parts:
             getattr(module, name).copy_(long_N if long else short_N)  # in place: CUDA graphs read it where it lies
+            module.__dict__.pop("table", None)  # of cos and sin (`ops.cos_and_sin`)
 
 
 def settle_frequencies(module: torch.nn.Module) -> LongRope | None:
@@ -49,12 +50,14 @@ def _of(part: Any, kind: str, layers: str | None) -> list[tuple[torch.nn.Module,
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     name = "inv_freq" if layers is None else f"{layers}_inv_freq"
-    short_N = getattr(part, name)
+    device = getattr(part, name).device
     ropes = part.config.rope_parameters
     original = (ropes if layers is None else ropes[layers])["original_max_position_embeddings"]
-    with torch.device("cpu"):
-        long_N, _ = ROPE_INIT_FUNCTIONS[kind](part.config, torch.device("cpu"), seq_len=original + 1, layer_type=layers)
-    return [(part, name, short_N.clone(), long_N.to(short_N.device))]
+    short_N, long_N = (
+        ROPE_INIT_FUNCTIONS[kind](part.config, torch.device("cpu"), seq_len=length, layer_type=layers)[0].to(device)
+        for length in (original, original + 1)
+    )
+    return [(part, name, short_N, long_N)]
 
 
 def _settled(rope_type: str) -> str:
