@@ -376,11 +376,11 @@ class LLM:
                 take = lambda result: results.__setitem__(result.row, result)  # noqa: E731
                 numbers = self._add(rows, params, options, take, row_keys=row_keys)
             tokens_before = self.stats.completion_tokens
-            with noted_interrupt() as came, prompt_bar(len({*numbers}), self._progress) as bar:
+            with noted_interrupt() as came, prompt_bar(len({*numbers}), self._progress) as show:
 
                 def between_steps() -> None:
                     if not came():
-                        bar.update(len(results), self.stats.completion_tokens - tokens_before)
+                        show(len(results), self.stats.completion_tokens - tokens_before)
                         return
                     # The bar stays where it is: cancelled prompts are not done.
                     self._cancel_all()

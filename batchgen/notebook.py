@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
-from batchgen.progress import REFRESH_SECONDS, Progress, Silent, Snapshot, facts, percentage, speed
+from batchgen.progress import REFRESH_SECONDS, Progress, Silent, Snapshot, facts
 
 
 def in_notebook() -> bool:
@@ -24,102 +24,66 @@ def shown_progress(progress: Progress | None) -> Iterator[Progress]:
     if progress is not None or not in_notebook():
         yield progress or Silent()
         return
-    bar = JobBar()
-    try:
+    with closing(NotebookBar()) as bar:
         yield bar
-    finally:
-        bar.close()
 
 
 @contextmanager
-def prompt_bar(prompts: int, wanted: bool | None) -> Iterator[PromptBar]:
-    """Yields the bar of a call, which shows nothing if it is not `wanted`. None means only in a notebook."""
-    bar = PromptBar(prompts, shown=in_notebook() if wanted is None else wanted)
-    try:
-        yield bar
-    finally:
-        bar.close()
+def prompt_bar(prompts: int, wanted: bool | None) -> Iterator[Callable[[int, int], None]]:
+    """Yields a function that shows how many prompts of a call are done, and how many tokens it has generated. It shows nothing if it is not `wanted`;
+    None means only in a notebook."""
+    if not (in_notebook() if wanted is None else wanted):
+        yield lambda done, tokens: None
+        return
+    began = time.monotonic()
+    with closing(NotebookBar("prompts")) as bar:
+
+        def update(done: int, tokens: int) -> None:
+            seconds = max(time.monotonic() - began, 1e-9)
+            bar.update(
+                Snapshot(
+                    rows_total=prompts,
+                    rows_done=done,
+                    completion_tokens_per_s=tokens / seconds,
+                    rows_per_s=done / seconds,
+                )
+            )
+
+        yield update
 
 
-class _TqdmBar:
-    """A bar of tqdm, between two texts. It is drawn a few times a second, and stays on the page at the end."""
+class NotebookBar:
+    """The progress of a job or of a call in a notebook (`Progress`): a bar of tqdm, which stays on the page at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, noun: str = "rows") -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tqdm warns that it shows text if ipywidgets is not installed
             from tqdm.auto import tqdm
 
         self._tqdm: Any = tqdm(total=1, bar_format=" ")
+        self._noun = noun
+        self._now = Snapshot()
         self._drawn_at = 0.0
 
-    def is_due(self) -> bool:
-        """Whether the bar was drawn long enough ago."""
-        return time.monotonic() - self._drawn_at >= REFRESH_SECONDS
-
-    def draw(self, before: str, share: float, after: str) -> None:
-        self._drawn_at = time.monotonic()
-        texts = (text.replace("{", "{{").replace("}", "}}") for text in (before, after))
-        self._tqdm.bar_format = "|{bar}| ".join(texts)
-        self._tqdm.n = share
-        self._tqdm.refresh()
-
-    def write(self, text: str) -> None:
-        """Writes a line beside the bar."""
+    def note(self, text: str) -> None:
         self._tqdm.write(text)
 
-    def close(self) -> None:
-        self._tqdm.close()
-
-
-class JobBar:
-    """The progress of a job in a notebook (`Progress`)."""
-
-    def __init__(self) -> None:
-        self._bar = _TqdmBar()
-        self._now = Snapshot()
-
-    def note(self, text: str) -> None:
-        self._bar.write(text)
-
     def update(self, now: Snapshot) -> None:
-        new_phase = now.phase != self._now.phase
+        due = now.phase != self._now.phase or time.monotonic() - self._drawn_at >= REFRESH_SECONDS
         self._now = now
-        if new_phase or self._bar.is_due():
+        if due:
             self._draw()
 
     def close(self) -> None:
         self._draw()
-        self._bar.close()
+        self._tqdm.close()
 
     def _draw(self) -> None:
-        now = self._now
+        now, self._drawn_at = self._now, time.monotonic()
         count = now.rows_done if now.rows_passed is None else now.rows_passed
         of = "" if now.rows_total is None else f"/{now.rows_total:,}"
-        head = now.phase if now.rows_total is None else f"{now.phase}: {now.percent}%"
-        self._bar.draw(head, now.share or 0.0, ", ".join([f"{count:,}{of} rows", *facts(now)]))
-
-
-class PromptBar:
-    """The progress of the prompts of one call."""
-
-    def __init__(self, prompts: int, *, shown: bool) -> None:
-        self._bar = _TqdmBar() if shown else None
-        self._prompts = prompts
-        self._began = time.monotonic()
-        self._done = self._tokens = 0
-
-    def update(self, done: int, tokens: int) -> None:
-        """Sets the number of finished prompts, and of tokens generated since the beginning."""
-        self._done, self._tokens = done, tokens
-        if self._bar is not None and self._bar.is_due():
-            self._draw(self._bar)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._draw(self._bar)
-            self._bar.close()
-
-    def _draw(self, bar: _TqdmBar) -> None:
-        seconds = max(time.monotonic() - self._began, 1e-9)
-        after = f"{self._done:,}/{self._prompts:,} prompts, {speed(self._tokens / seconds, self._done / seconds)}"
-        bar.draw(f"{percentage(self._done, self._prompts)}%", self._done / max(1, self._prompts), after)
+        head = ": ".join([*filter(None, [now.phase]), *([] if now.rows_total is None else [f"{now.percent}%"])])
+        texts = head, ", ".join([f"{count:,}{of} {self._noun}", *facts(now)])
+        self._tqdm.bar_format = "|{bar}| ".join(text.replace("{", "{{").replace("}", "}}") for text in texts)
+        self._tqdm.n = now.share or 0.0
+        self._tqdm.refresh()

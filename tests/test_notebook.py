@@ -8,7 +8,7 @@ import pytest
 
 from batchgen import LLM, EngineConfig, Result
 from batchgen.engine.engine import Engine
-from batchgen.notebook import JobBar
+from batchgen.notebook import NotebookBar
 from batchgen.progress import GENERATING, Snapshot
 from batchgen.result import Score
 
@@ -60,7 +60,7 @@ def test_an_interrupted_call_counts_only_scores_that_were_ready(tiny_model_dir, 
 
 
 def test_the_bar_of_a_job_shows_phase_rows_time_left_and_speed(capfd):
-    bar = JobBar()
+    bar = NotebookBar()
     bar.note("a {note}")
     bar.update(Snapshot(phase="loading model"))
     bar.update(
