@@ -289,7 +289,7 @@ class _Generation:
             stats = engine.stats
             self._estimate(engine, stats)
             tracker.generated(stats.completion_tokens)
-            self._recorder.see(stats, self.outcomes.run.done)
+            self._recorder.see(stats)
             wish = self.signals.stop()
             if wish == "now" or time.monotonic() >= self._keep_next:
                 self._keep_under_way(engine)
@@ -305,7 +305,7 @@ class _Generation:
             self.model.last_token_at = time.perf_counter()
             self.job.commit()
             tracker.changed()
-            self._recorder.see(engine.stats, self.outcomes.run.done, always=True)
+            self._recorder.see(engine.stats, always=True)
             tracker.show_notes(engine.notes)
 
     def _add(self, engine: AnyEngine, window: Planned) -> None:

@@ -30,9 +30,7 @@ FIRST_INTERVAL = 0.05
 """Seconds between two points at first."""
 SAVE_SECONDS = 10.0
 """Seconds between two writes of the record to the job's folder, while the job runs."""
-COLUMNS = (
-    "seconds", "completion_tokens", "prefill_tokens", "scored_tokens", "rows_done", "memory_bytes", "kv_bytes",
-)  # fmt: skip
+COLUMNS = ("seconds", "completion_tokens", "prefill_tokens", "scored_tokens", "memory_bytes", "kv_bytes")
 TEXT_CHARACTERS = 300_000
 """All texts of a tree together, about. Nodes that save more tokens get their text first."""
 MAX_TEXT = 4000
@@ -112,12 +110,12 @@ class RunRecorder:
         self._started = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
         self._kept_tree: PrefixOutline | None = None
 
-    def see(self, stats: EngineStats, rows_done: int, *, always: bool = False) -> None:
+    def see(self, stats: EngineStats, *, always: bool = False) -> None:
         """Must be called between steps, with the engine's figures. `always`: this moment is kept, at least until the next one."""
         now = self._clock()
         due = now - self._began >= self._next
         if always or due:
-            self._look(stats, rows_done, early=not due)
+            self._look(stats, early=not due)
         if now >= self._next_save:
             self._save()
             self._next_save = now + SAVE_SECONDS
@@ -127,7 +125,7 @@ class RunRecorder:
         if self._points:
             self._save()
 
-    def _look(self, stats: EngineStats, rows_done: int, *, early: bool) -> None:
+    def _look(self, stats: EngineStats, *, early: bool) -> None:
         """Adds a point. An early one gives its place to the next: otherwise the ends of many windows would crowd out the start of the run."""
         seconds = self._clock() - self._began
         if self._last_is_early:
@@ -139,7 +137,6 @@ class RunRecorder:
                 stats.completion_tokens,
                 stats.prefill_tokens,
                 stats.scored_tokens,
-                rows_done,
                 self._memory() + stats.process_bytes_peak,
                 stats.kv_bytes,
             )

@@ -14,7 +14,6 @@ SAMPLES = 4
 """Rows that are kept of each reason, and of each type of error."""
 MAX_LABELS = 200
 """Number of labels that are counted one by one; all others are counted together."""
-SURENESS_BINS = 20
 BINS = 40
 SAMPLE_TEXT = 320
 """Characters that are kept of a text in a sample."""
@@ -99,12 +98,10 @@ class _Label:
     def __init__(self) -> None:
         self.rows = self._offered = 0
         self._probability = self._probability_chosen = 0.0
-        self._bins = [0] * SURENESS_BINS
 
     def choose(self, probability: float) -> None:
         self.rows += 1
         self._probability_chosen += probability
-        self._bins[min(SURENESS_BINS - 1, int(probability * SURENESS_BINS))] += 1
 
     def give(self, probability: float) -> None:
         self._offered += 1
@@ -116,7 +113,6 @@ class _Label:
             "rows": self.rows,
             "mean_probability": round(self._probability / max(1, self._offered), 6),
             "mean_probability_chosen": round(self._probability_chosen / self.rows, 6) if self.rows else None,
-            "bins": self._bins,
         }
 
 

@@ -46,11 +46,10 @@ def report_job(output: str, work_dir: str | None = None) -> ReportPage:
         raise UsageError("a job that writes to standard output has no report", "name an output file")
     folder = job_path(output, work_dir)
     if not (folder / "manifest.json").exists():
-        return ReportPage(_of_output_alone(output, folder))
+        return _of_output_alone(output, folder)
     status = job_status(output, work_dir)
     record = JobRecord.load(folder)
     take_runs(folder, record)
-    stats = read_stats(folder)
     finished = status["state"] == "finished"
     rows = record.rows if finished else None
     missing = [] if record.tree else ["no prefix tree (sharing was off, or no prompt has run yet)"]
@@ -61,12 +60,37 @@ def report_job(output: str, work_dir: str | None = None) -> ReportPage:
             rows = _rows_of_output(output) if finished else _rows_of_results([folder, *stores(folder)])
         except BatchgenError as e:
             missing.append(f"no lengths and reasons of rows ({e.message})")
+    return _page(output, status, "; ".join(missing), rows, record, read_stats(folder))
+
+
+def _of_output_alone(output: str, folder: Path) -> ReportPage:
+    """Returns the report that the rows of an output give, if its job's folder is gone."""
+    if not open_target(output).exists():
+        raise no_job(output, folder)
+    rows = _rows_of_output(output)
+    count = rows["rows"]
+    if not count:
+        raise UsageError(f"{output} has no rows of batchgen's, and no job's folder", "name the output of a run")
+    failed = sum(rows["errors"].values())
+    status = {"state": "finished", "rows_total": count, "rows_done": count, "rows_failed": failed, "shards": None}
+    missing = f"{folder} does not exist (a run with --work-dir has it there): {_FOLDER_PARTS}"
+    return _page(output, status, missing, rows, JobRecord(), None)
+
+
+def _page(
+    output: str,
+    status: Mapping[str, Any],
+    missing: str,
+    rows: Mapping[str, Any] | None,
+    record: JobRecord,
+    stats: Mapping[str, Any] | None,
+) -> ReportPage:
     return ReportPage(
         {
             "kind": "job",
             "title": Path(output).name,
             "state": status["state"],
-            "missing": "; ".join(missing),
+            "missing": missing,
             "status": {name: status[name] for name in ("rows_total", "rows_done", "rows_failed", "shards")},
             "stats": stats,
             "tree": record.tree,
@@ -75,32 +99,6 @@ def report_job(output: str, work_dir: str | None = None) -> ReportPage:
             "time": time_bars(stats["job"]["seconds"] if stats else {}),
         }
     )
-
-
-def _of_output_alone(output: str, folder: Path) -> dict[str, Any]:
-    """Returns the data that the rows of an output give, if its job's folder is gone."""
-    if not open_target(output).exists():
-        raise no_job(output, folder)
-    rows = _rows_of_output(output)
-    if not rows["rows"]:
-        raise UsageError(f"{output} has no rows of batchgen's, and no job's folder", "name the output of a run")
-    return {
-        "kind": "job",
-        "title": Path(output).name,
-        "state": "finished",
-        "missing": f"{folder} does not exist (a run with --work-dir has it there): {_FOLDER_PARTS}",
-        "status": {
-            "rows_total": rows["rows"],
-            "rows_done": rows["rows"],
-            "rows_failed": sum(rows["errors"].values()),
-            "shards": None,
-        },
-        "stats": None,
-        "tree": None,
-        "runs": [],
-        "rows": rows,
-        "time": [],
-    }
 
 
 def _rows_of_output(output: str) -> dict[str, Any]:
@@ -137,19 +135,16 @@ def run_over_time(run: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Returns a run's speed and memory over at most `MAX_INTERVALS` intervals; seconds count from its first step."""
     seconds = run["seconds"]
     last = len(seconds) - 1
-    places = sorted({round(i * last / MAX_INTERVALS) for i in range(MAX_INTERVALS + 1)}) if last > 0 else [0]
-    start = seconds[0] if seconds else 0.0
+    places = sorted({round(i * last / MAX_INTERVALS) for i in range(MAX_INTERVALS + 1)}) if seconds else []
     rates: dict[str, list[float]] = {"completion_tokens": [], "prefill_tokens": [], "scored_tokens": []}
     for a, b in pairwise(places):
         for name, values in rates.items():
             values.append(round((run[name][b] - run[name][a]) / max(1e-3, seconds[b] - seconds[a]), 1))
     return {
         "label": run["label"],
-        "started": run["started"],
-        "seconds": [round(seconds[i] - start, 3) for i in places] if seconds else [],
-        "rows_done": [run["rows_done"][i] for i in places] if seconds else [],
-        "memory_bytes": [run["memory_bytes"][i] for i in places] if seconds else [],
-        "kv_bytes": [run["kv_bytes"][i] for i in places] if seconds else [],
+        "seconds": [round(seconds[i] - seconds[0], 3) for i in places],
+        "memory_bytes": [run["memory_bytes"][i] for i in places],
+        "kv_bytes": [run["kv_bytes"][i] for i in places],
         **{f"{name}_per_s": values for name, values in rates.items()},
     }
 

@@ -37,14 +37,13 @@ def test_a_run_is_recorded_as_sums_at_moments():
     engine, kept = Engine(), []
     recorder = recorder_of(engine, kept)
     for engine.now in (0.0, 0.01, 0.02, 0.06, 0.5):
-        recorder.see(engine.stats, rows_done=round(engine.now * 10))
+        recorder.see(engine.stats)
     assert kept == []
-    recorder.see(engine.stats, 9, always=True)
+    recorder.see(engine.stats, always=True)
     recorder.end()
     ((run, tree),) = kept
     assert run["seconds"] == [0.0, 0.06, 0.5, 0.5]
     assert run["completion_tokens"] == [0, 6, 50, 50]
-    assert run["rows_done"] == [0, 1, 5, 9]
     assert (run["prefill_tokens"], run["memory_bytes"], run["kv_bytes"]) == ([7] * 4, [1024] * 4, [5] * 4)
     assert tree is None
 
@@ -54,8 +53,8 @@ def test_a_long_run_has_no_more_points_than_a_short_one():
     recorder = recorder_of(engine, kept, max_points=10)
     for i in range(10_000):
         engine.now = i / 10
-        recorder.see(engine.stats, 0)
-    recorder.see(engine.stats, 0, always=True)
+        recorder.see(engine.stats)
+    recorder.see(engine.stats, always=True)
     recorder.end()
     seconds = kept[-1][0]["seconds"]
     assert (seconds[0], seconds[-1]) == (0.0, 999.9)
@@ -64,7 +63,7 @@ def test_a_long_run_has_no_more_points_than_a_short_one():
 
 
 def run_of(label, started, points):
-    names = ("seconds", "completion_tokens", "prefill_tokens", "scored_tokens", "rows_done", "memory_bytes", "kv_bytes")
+    names = ("seconds", "completion_tokens", "prefill_tokens", "scored_tokens", "memory_bytes", "kv_bytes")
     return {"label": label, "started": started, **{name: list(range(points)) for name in names}}
 
 

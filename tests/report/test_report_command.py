@@ -50,7 +50,6 @@ def test_a_run_writes_a_report_of_itself(cli, source, tiny_model_dir, tmp_path):
     assert data["rows"]["completion_tokens"]["bins"] == [[5, 6, 8]]
     assert data["stats"]["prefill_tokens_min"] == 776 - data["tree"]["saved_tokens"]
     (run,) = data["runs"]
-    assert run["rows_done"][-1] == 9
     generated = sum(
         rate * (b - a)
         for rate, a, b in zip(run["completion_tokens_per_s"], run["seconds"], run["seconds"][1:], strict=False)

@@ -101,8 +101,7 @@ def job_page_data(title: str = "answers.jsonl", text: str = "What they share") -
     stats["job"]["seconds"]["total"] = 6.0
     over_time = {
         "label": "", "started": "2026-11-22T09:00:00+00:00", "seconds": [1.0, 2.0, 3.0], "completion_tokens": [0, 15, 30],
-        "prefill_tokens": [0, 14, 14], "scored_tokens": [0, 0, 0], "rows_done": [0, 1, 4],
-        "memory_bytes": [1000, 2000, 3000], "kv_bytes": [0, 4096, 2048],
+        "prefill_tokens": [0, 14, 14], "scored_tokens": [0, 0, 0], "memory_bytes": [1000, 2000, 3000], "kv_bytes": [0, 4096, 2048],
     }  # fmt: skip
     tree = {
         "rows": 4, "prompt_tokens": 20, "saved_tokens": 6, "node_count": 1, "lone_rows": 0, "parents": [-1], "node_rows": [4],
