@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from batchgen.prefix import PrefixPlan
+from batchgen.prefix.tree import PrefixNode
 from batchgen.request import DECODE_COST, Leaf, Request
 
 PIECES = 8
@@ -40,50 +41,37 @@ def cut(leaves: Sequence[Leaf], plan: PrefixPlan, devices: int) -> list[Piece]:
     """
     ordered = [leaves[i] for i in plan.order.tolist()]
     parents: list[int] = plan.leaf_parent.tolist()
-    nodes = plan.nodes
+    nodes: dict[int, list[PrefixNode]] = {}  # by their first leaf, each before those below it
+    for node in plan.nodes:
+        nodes.setdefault(node.first, []).append(node)
+    shared: list[int] = []  # tokens that each leaf shares with the one before it
     costs = [0.0] * len(ordered)  # a request's cost is at its first leaf
     owners: dict[Request, int] = {}
     for i, leaf in enumerate(ordered):
-        shared = nodes[parents[i]].end if parents[i] >= 0 else 0
-        costs[owners.setdefault(leaf.request, i)] += len(leaf.tokens) - shared + _to_generate(leaf)
+        outer = nodes[i][0].parent if i in nodes else parents[i]
+        shared.append(plan.nodes[outer].end if outer >= 0 else 0)
+        costs[owners.setdefault(leaf.request, i)] += len(leaf.tokens) - shared[i] + _to_generate(leaf)
     sums = [0.0, *accumulate(costs)]
-    inside = [float(node.end - node.start) for node in nodes]
-    for node in reversed(nodes):  # children before their parents
-        if node.parent >= 0:
-            inside[node.parent] += inside[node.index]
-    whole = [tokens + sums[node.last] - sums[node.first] for tokens, node in zip(inside, nodes, strict=True)]
-    roots = sum(tokens for tokens, node in zip(inside, nodes, strict=True) if node.parent < 0)
-    limit = (sums[-1] + roots) / (devices * PIECES)
-    opened: list[bool] = []
-    uncut: dict[int, int] = {}  # the largest nodes that are not opened, by their first leaf
-    for node in nodes:
-        inner = node.parent < 0 or opened[node.parent]
-        opened.append(inner and whole[node.index] > limit)
-        if inner and not opened[-1]:
-            uncut[node.first] = node.index
+    limit = sums[-1] / (devices * PIECES)
 
-    def piece(first: int, last: int, parent: int, cost: float) -> Piece:
-        outer = parent
-        while outer >= 0 and nodes[outer].first == first:
-            outer = nodes[outer].parent
-        shared = nodes[outer].end if outer >= 0 else 0
-        own = [leaf.request for i, leaf in enumerate(ordered[first:last], first) if owners[leaf.request] == i]
-        begun = nodes[parent].end - shared if parent >= 0 else 0
-        return _piece(own, cost + begun, shared)
+    def below(parent: int, first: int, last: int) -> float:
+        """The cost of leaves without the tokens of the opened nodes that begin with them."""
+        begun = plan.nodes[parent].end - shared[first] if parent >= 0 else 0
+        return sums[last] - sums[first] - begun
 
-    pieces: list[Piece] = []
-    first, parent, cost = 0, -1, 0.0
-    at = 0
+    bounds, above, at = [0], -1, 0
     while at < len(ordered):
-        n = uncut.get(at)
-        end, above, more = (at + 1, parents[at], costs[at]) if n is None else (nodes[n].last, nodes[n].parent, whole[n])
-        if first < at and (above != parent or cost + more > limit):
-            pieces.append(piece(first, at, parent, cost))
-            first, cost = at, 0.0
-        parent, cost, at = above, cost + more, end
-    if ordered:
-        pieces.append(piece(first, at, parent, cost))
-    return [p for p in pieces if p.requests]
+        whole = next((node for node in nodes.get(at, ()) if below(node.parent, at, node.last) <= limit), None)
+        end, parent = (at + 1, parents[at]) if whole is None else (whole.last, whole.parent)
+        if bounds[-1] < at and (parent != above or below(parent, bounds[-1], end) > limit):
+            bounds.append(at)
+        above, at = parent, end
+    pieces = []
+    for first, last in pairwise([*bounds, len(ordered)]):
+        own = [leaf.request for i, leaf in enumerate(ordered[first:last], first) if owners[leaf.request] == i]
+        if own:
+            pieces.append(_piece(own, sums[last] - sums[first], shared[first]))
+    return pieces
 
 
 def deal(pieces: Sequence[Piece], devices: int) -> list[list[Piece]]:
