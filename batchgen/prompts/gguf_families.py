@@ -5,6 +5,7 @@ A family is an entry of `FAMILIES`. Files of other architectures are refused (`g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -36,6 +37,9 @@ _QWEN_DELTA = {
     "ssm.time_step_rank": "linear_num_value_heads", "full_attention_interval": "full_attention_interval",
 }  # fmt: skip
 _MIXTURE = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_SHARED = {
+    "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "num_shared_experts",
+}  # fmt: skip
 _DEEPSEEK_MIXTURE = {
     "expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_count": "n_shared_experts", "leading_dense_block_count": "first_k_dense_replace", "expert_weights_scale": "routed_scaling_factor",
@@ -43,8 +47,12 @@ _DEEPSEEK_MIXTURE = {
 }  # fmt: skip
 _GROUPS = {160: (8, 3), 256: (8, 4)}
 """The groups of experts of DeepSeek V2 and V3, and how many of them a token uses, by their experts."""
+_PHI_SCALES = {"short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122}
+"""What Phi 3.5 MoE multiplies its rotary embedding by. No key of a file says it."""
 _SIGMOID = 2
 """`expert_gating_func` of DeepSeek V3 and GLM 4."""
+_MAVERICK = 128
+"""The experts of Llama 4's model that does not norm queries and keys."""
 _GRANITE = {
     "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
@@ -57,6 +65,8 @@ _PART = frozenset({"rope.dimension_count"})
 _TEMPERATURE = frozenset({"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"})
 _WINDOW = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})
 _QWEN35_KEYS = frozenset({"rope.dimension_count", "rope.dimension_sections", "ssm.inner_size", "attention.recurrent_layers", "nextn_predict_layers"})  # fmt: skip
+_SECTIONS = frozenset({"rope.dimension_sections", "n_deepstack_layers"})
+"""Keys of models that are shown images: the three positions of a text's token are one, and no layer adds an image's features."""
 _WITH_ROPE = {"rope.scaling.finetuned": True}
 _LLAMA_ROWS = {"tensor_data_layout": "Meta AI original pth"}
 _NO_ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
@@ -105,7 +115,8 @@ def _with_sliding_window(period: int) -> Callable[[Values, Shapes], dict[str, An
     """Returns a reader of which layers see a window. Without a pattern in the file, the last of each `period` layers sees everything."""
 
     def read(values: Values, shapes: Shapes) -> dict[str, Any]:
-        pattern, count = values.get("attention.sliding_window_pattern", period), values["block_count"]
+        pattern = values.get("attention.sliding_window_pattern", period)
+        count = _without_next_tokens(values, shapes)["num_hidden_layers"]
         if not values.get("attention.sliding_window"):
             pattern = 1  # every layer sees everything
         slides = pattern if isinstance(pattern, list) else [(i + 1) % pattern != 0 for i in range(count)]
@@ -129,6 +140,14 @@ def _gemma(largest: int) -> Callable[[Values, Shapes], dict[str, Any]]:
 
 def _gemma3(values: Values, shapes: Shapes) -> dict[str, Any]:
     return {**_gemma(62)(values, shapes), **_with_sliding_window(6)(values, shapes)}
+
+
+def _gemma3n(values: Values, shapes: Shapes) -> dict[str, Any]:
+    scales = values["activation_sparsity_scale"]  # in standard deviations
+    return {
+        **_with_sliding_window(5)(values, shapes), "activation_sparsity_pattern": [(1 + math.erf(x / math.sqrt(2))) / 2 for x in scales],
+        "vocab_size_per_layer_input": shapes["per_layer_token_embd.weight"][0], "laurel_rank": shapes["blk.0.laurel_l.weight"][0],
+    }  # fmt: skip
 
 
 def _gpt_oss(values: Values, shapes: Shapes) -> dict[str, Any]:
@@ -193,10 +212,40 @@ def _granite_hybrid(values: Values, shapes: Shapes) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _jamba(values: Values, shapes: Shapes) -> dict[str, Any]:
+    """Which layers attend and which are mixtures follows a period."""
+    attend = [i for i, heads in enumerate(values["attention.head_count_kv"]) if heads]
+    mixtures = [i for i in range(values["block_count"]) if f"blk.{i}.ffn_gate_inp.weight" in shapes]
+
+    def period(layers: list[int]) -> int:
+        return layers[1] - layers[0] if len(layers) > 1 else int(values["block_count"])
+
+    return {
+        **_granite(values, shapes), "mamba_expand": values["ssm.inner_size"] // values["embedding_length"],
+        "attn_layer_offset": attend[0], "attn_layer_period": period(attend),
+        "expert_layer_offset": mixtures[0] if mixtures else 1, "expert_layer_period": period(mixtures) if mixtures else 2,
+        **({} if mixtures else {"num_experts": 1}),
+    }  # fmt: skip
+
+
 def _lfm2(values: Values, shapes: Shapes) -> dict[str, Any]:
     """Layers without heads of keys are convolutions. The width of the MLPs is the final one."""
     types = ["full_attention" if heads else "conv" for heads in values["attention.head_count_kv"]]
     return {**_granite(values, shapes), "layer_types": types, "block_auto_adjust_ff_dim": False}
+
+
+def _nemotron_h(values: Values, shapes: Shapes) -> dict[str, Any]:
+    """A layer is attention if it has heads of keys, an MLP or a mixture if it has a width, and recurrent otherwise."""
+    heads, widths = values["attention.head_count_kv"], values["feed_forward_length"]
+    other = "moe" if values.get("expert_count") else "mlp"
+    kinds = [
+        "full_attention" if head else other if width else "linear_attention"
+        for head, width in zip(heads, widths, strict=True)
+    ]
+    return {
+        **_granite(values, shapes), "intermediate_size": max(widths), "mamba_head_dim": values["ssm.inner_size"] // values["ssm.time_step_rank"],
+        "layers_block_type": kinds[: _without_next_tokens(values, shapes)["num_hidden_layers"]],
+    }  # fmt: skip
 
 
 def _mistral(values: Values, shapes: Shapes) -> dict[str, Any]:
@@ -212,23 +261,55 @@ def _mistral(values: Values, shapes: Shapes) -> dict[str, Any]:
     return {"sliding_window": None, "rope_parameters": rope}
 
 
+def _partial(values: Values, shapes: Shapes) -> dict[str, Any]:
+    """The part of a head that is rotated is known by `gguf_rope.py`."""
+    return {"rope_parameters": {**_NO_ROPE, "partial_rotary_factor": 1.0}}
+
+
 def _without_next_tokens(values: Values, shapes: Shapes) -> dict[str, Any]:
     return {"num_hidden_layers": values["block_count"] - values.get("nextn_predict_layers", 0)}
+
+
+def _delta_net(values: Values, shapes: Shapes) -> dict[str, Any]:
+    count = _without_next_tokens(values, shapes)
+    recurrent = values.get("attention.recurrent_layers", ())[: count["num_hidden_layers"]]
+    return {
+        **count, "linear_value_head_dim": values["ssm.inner_size"] // values["ssm.time_step_rank"],
+        "layer_types": ["linear_attention" if each else "full_attention" for each in recurrent] or None,
+    }  # fmt: skip
+
+
+def _qwen3_next(values: Values, shapes: Shapes) -> dict[str, Any]:
+    rope = {**_NO_ROPE, "partial_rotary_factor": 1.0}
+    return {**_delta_net(values, shapes), "norm_topk_prob": True, "rope_parameters": rope}
 
 
 def _qwen35(values: Values, shapes: Shapes) -> dict[str, Any]:
     sections = [n for n in values["rope.dimension_sections"] if n]
     rope = {**_NO_ROPE, "mrope_section": sections, "mrope_interleaved": True, "partial_rotary_factor": 1.0}
-    count = _without_next_tokens(values, shapes)
-    recurrent = values.get("attention.recurrent_layers", ())[: count["num_hidden_layers"]]
-    return {
-        **count, "linear_value_head_dim": values["ssm.inner_size"] // values["ssm.time_step_rank"], "rope_parameters": rope,
-        "layer_types": ["linear_attention" if each else "full_attention" for each in recurrent] or None,
-    }  # fmt: skip
+    return {**_delta_net(values, shapes), "rope_parameters": rope}
 
 
+_NEMOTRON_H = GgufFamily(
+    "nemotron_h",
+    _DEEPSEEK_MIXTURE | {
+        "attention.layer_norm_rms_epsilon": "layer_norm_epsilon", "attention.layer_norm_epsilon": "layer_norm_epsilon", "ssm.conv_kernel": "conv_kernel",
+        "ssm.state_size": "ssm_state_size", "ssm.group_count": "n_groups", "ssm.time_step_rank": "mamba_num_heads",
+        "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size", "moe_latent_size": "moe_latent_size",
+    },
+    _nemotron_h, read=_PART | {"ssm.inner_size", "nextn_predict_layers"}, must={"rope.scaling.finetuned": False, "expert_gating_func": _SIGMOID},
+    biases=_LLAMA_BIASES | {"use_conv_bias": ".ssm_conv1d.bias", "use_bias": ".ssm_in.bias", "mamba_proj_bias": ".ssm_in.bias"},
+)  # fmt: skip
 FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
+    "arcee": {"": GgufFamily("arcee", biases=_LLAMA_BIASES, rows="pairs")},
     "bloom": {"": GgufFamily("bloom", _OLDER | {"context_length": "seq_length"}, rows="parts")},
+    "chatglm": {"": GgufFamily("glm", more=_partial, read=_PART, biases=_ATTENTION_BIAS)},
+    "command-r": {
+        "": GgufFamily(
+            "cohere", _NO_HEAD_SIZE | {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
+            biases=_ATTENTION_BIAS | {"use_qk_norm": ".attn_q_norm.weight"},
+        )
+    },
     "cohere2": {
         "": GgufFamily(
             "cohere2", {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
@@ -248,6 +329,13 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
             }),
         )
     },
+    "dots1": {
+        "": GgufFamily(
+            "dots1", _DEEPSEEK_MIXTURE,
+            lambda values, shapes: {"sliding_window": None, "layer_types": ["full_attention"] * values["block_count"]},
+            must={"expert_gating_func": _SIGMOID}, biases=_ATTENTION_BIAS,
+        )
+    },
     "ernie4_5": {"": GgufFamily("ernie4_5", biases={"use_bias": ".attn_q.bias"})},
     "ernie4_5-moe": {
         "": GgufFamily(
@@ -261,6 +349,14 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
             read=frozenset({"expert_shared_feed_forward_length"}), biases={"use_bias": ".attn_q.bias"},
         )
     },
+    "exaone": {"": GgufFamily("llama")},
+    "exaone-moe": {
+        "": GgufFamily(
+            "exaone_moe", _DEEPSEEK_MIXTURE | {"expert_count": "num_experts", "expert_shared_count": "num_shared_experts"},
+            lambda values, shapes: {**_with_sliding_window(4)(values, shapes), **_without_next_tokens(values, shapes)},
+            read=_WINDOW | {"nextn_predict_layers", "expert_shared_feed_forward_length"}, must={"expert_gating_func": _SIGMOID},
+        )
+    },
     "exaone4": {"": GgufFamily("exaone4", more=_with_sliding_window(4), read=_WINDOW)},
     "falcon": {
         "": GgufFamily("falcon", _OLDER, must={"attention.head_count_kv": 1, "tensor_data_layout": "jploski"}, biases={"bias": ".attn_qkv.bias"})
@@ -272,6 +368,16 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
         )
     },
     "gemma3": {"": GgufFamily("gemma3_text", _FINAL_SOFTCAP, _gemma3, read=_WINDOW | {"rope.freq_base_swa"}, shift=1.0)},
+    "gemma3n": {
+        "": GgufFamily(
+            "gemma3n_text",
+            _FINAL_SOFTCAP | {
+                "attention.shared_kv_layers": "num_kv_shared_layers", "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+                "altup.num_inputs": "altup_num_inputs", "altup.active_idx": "altup_active_idx",
+            },
+            _gemma3n, read=_WINDOW | {"rope.freq_base_swa", "activation_sparsity_scale"},
+        )
+    },
     "gemma4": {
         "": GgufFamily(
             "gemma4_text",
@@ -294,6 +400,15 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
         "": GgufFamily(
             "gpt_oss", _MIXTURE | {"expert_feed_forward_length": "intermediate_size"},
             _gpt_oss, read=_WINDOW, biases=_ATTENTION_BIAS, interleaved=True, columns=("_exps.",),
+        )
+    },
+    "gptneox": {
+        "": GgufFamily(
+            "gpt_neox",
+            _NO_HEAD_SIZE | {
+                "attention.head_count_kv": "", "attention.layer_norm_epsilon": "layer_norm_eps", "use_parallel_residual": "use_parallel_residual",
+            },
+            _partial, read=_PART, biases={"attention_bias": ".attn_qkv.bias"}, rows="parts",
         )
     },
     "gpt2": {
@@ -325,44 +440,145 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
         "": GgufFamily("granitemoe", _GRANITE | _MIXTURE, _granite, read=_MAMBA, must=_WITH_ROPE, biases=_ATTENTION_BIAS, rows="pairs"),
     },
     "hunyuan-dense": {"": GgufFamily("hunyuan_v1_dense", biases=_ATTENTION_BIAS)},
+    "hunyuan-moe": {
+        "": GgufFamily(
+            "hunyuan_v1_moe",
+            {
+                "expert_count": "num_experts", "expert_used_count": "moe_topk", "expert_feed_forward_length": "intermediate_size", "feed_forward_length": "",
+            },
+            read=frozenset({"expert_shared_feed_forward_length"}), must={"expert_shared_count": 1}, biases=_ATTENTION_BIAS,
+        )
+    },
+    "internlm2": {"": GgufFamily("llama", biases=_LLAMA_BIASES, rows="pairs")},
+    "jais2": {"": GgufFamily("jais2", {"attention.layer_norm_epsilon": "layer_norm_eps"}, biases=_LLAMA_BIASES)},
+    "jamba": {
+        "": GgufFamily(
+            "jamba",
+            _NO_HEAD_SIZE | {
+                "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state",
+                "ssm.time_step_rank": "mamba_dt_rank",
+            },
+            _jamba, read=frozenset({"ssm.inner_size"}), biases={"mamba_conv_bias": ".ssm_conv1d.bias", "mamba_proj_bias": ".ssm_in.bias"},
+        )
+    },
     "lfm2": {
         "": GgufFamily(
             "lfm2", _NO_HEAD_SIZE | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}, _lfm2,
             biases={"conv_bias": ".shortconv.in_proj.bias"},
         )
     },
+    "lfm2moe": {
+        "": GgufFamily(
+            "lfm2_moe",
+            _NO_HEAD_SIZE | _SHARED | {
+                "attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache", "expert_count": "num_experts",
+                "leading_dense_block_count": "num_dense_layers", "expert_weights_scale": "routed_scaling_factor",
+            },
+            _lfm2, must={"expert_gating_func": _SIGMOID}, biases={"conv_bias": ".shortconv.in_proj.bias", "use_expert_bias": ".exp_probs_b.bias"},
+        )
+    },
     "llama": {
         "expert_count": GgufFamily("mixtral", _MIXTURE, must=_LLAMA_ROWS, rows="pairs"),
         "": GgufFamily("llama", must=_LLAMA_ROWS, biases=_LLAMA_BIASES, rows="pairs"),
+    },
+    "llama4": {
+        "": GgufFamily(
+            "llama4_text",
+            _MIXTURE | {
+                "feed_forward_length": "intermediate_size_mlp", "expert_feed_forward_length": "intermediate_size",
+                "interleave_moe_layer_step": "interleave_moe_layer_step",
+            },
+            lambda values, shapes: {"use_qk_norm": values.get("expert_count") != _MAVERICK}, must={"attention.sliding_window": 8192},
+            biases=_ATTENTION_BIAS, columns=("_exps.",),
+        )
     },
     "mamba": {
         "": GgufFamily(
             "mamba", _MAMBA_1, lambda values, shapes: {"expand": values["ssm.inner_size"] // values["embedding_length"]}, read=frozenset({"ssm.inner_size"})
         )
     },
+    "mamba2": {
+        "": GgufFamily(
+            "mamba2",
+            _NO_HEAD_SIZE | {
+                "attention.head_count": "", "attention.head_count_kv": "", "feed_forward_length": "", "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+                "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size", "ssm.group_count": "n_groups", "ssm.time_step_rank": "num_heads",
+            },
+            lambda values, shapes: {
+                "head_dim": values["ssm.inner_size"] // values["ssm.time_step_rank"], "expand": values["ssm.inner_size"] // values["embedding_length"],
+            },
+            read=frozenset({"ssm.inner_size"}), biases={"use_bias": ".ssm_in.bias", "use_conv_bias": ".ssm_conv1d.bias"},
+        )
+    },
+    "minicpm": {
+        "": GgufFamily(
+            "granite", {key: name for key, name in _GRANITE.items() if key != "attention.scale"},
+            lambda values, shapes: {"attention_multiplier": head_size(values) ** -0.5}, rows="pairs",
+        )
+    },
+    "minicpm3": {
+        "": GgufFamily(
+            "minicpm3", {"attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank", "rope.dimension_count": "qk_rope_head_dim"},
+            lambda values, shapes: {
+                "head_dim": values["rope.dimension_count"], "qk_nope_head_dim": head_size(values) - values["rope.dimension_count"],
+                "v_head_dim": values["embedding_length"] // values["attention.head_count"],
+            },
+        )
+    },
     "minimax-m2": {
         "": GgufFamily(
             "minimax_m2", _MIXTURE | {"expert_feed_forward_length": "intermediate_size"},
-            lambda values, shapes: {"rope_parameters": {**_NO_ROPE, "partial_rotary_factor": 1.0}}, read=_PART, must={"expert_gating_func": _SIGMOID},
+            _partial, read=_PART, must={"expert_gating_func": _SIGMOID},
         )
     },
     "mistral3": {
         "attention.temperature_scale": GgufFamily("ministral3", more=_mistral, read=_TEMPERATURE, rows="pairs"),
         "": GgufFamily("mistral", more=_mistral, read=_TEMPERATURE, rows="pairs"),
     },
+    "mpt": {
+        "": GgufFamily(
+            "mpt",
+            _OLDER | {
+                "context_length": "max_seq_len", "embedding_length": "d_model", "block_count": "n_layers", "attention.head_count": "n_heads",
+            },
+            must={"attention.max_alibi_bias": 8.0},
+        )
+    },
     "nemotron": {"": GgufFamily("nemotron", {"attention.layer_norm_epsilon": "norm_eps"}, read=_PART, biases=_LLAMA_BIASES, shift=1.0)},
+    "nemotron_h": {"": _NEMOTRON_H},
+    "nemotron_h_moe": {"": _NEMOTRON_H},
+    "olmo": {"": GgufFamily("olmo", _NO_HEAD_SIZE | {"attention.clamp_kqv": "clip_qkv"}, rows="pairs")},
     "olmo2": {
         "attention.sliding_window": GgufFamily("olmo3", more=_olmo3, read=_WINDOW | {"rope.freq_base_swa"}, biases=_ATTENTION_BIAS),
         "": GgufFamily("olmo2", biases=_ATTENTION_BIAS),
     },
+    "olmoe": {
+        "": GgufFamily(
+            "olmoe", _NO_HEAD_SIZE | {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
+            lambda values, shapes: {"norm_topk_prob": False}, biases=_ATTENTION_BIAS,
+        )
+    },
+    "pangu-embedded": {"": GgufFamily("llama", biases=_LLAMA_BIASES)},
     "phi2": {"": GgufFamily("phi", {"attention.layer_norm_epsilon": "layer_norm_eps"}, read=_PART)},
     "phi3": {"": GgufFamily("phi3", _SLIDING, read=_PART)},
+    "phimoe": {
+        "": GgufFamily(
+            "phimoe", _NO_HEAD_SIZE | _MIXTURE, lambda values, shapes: {"sliding_window": None, "rope_parameters": {**_NO_ROPE, **_PHI_SCALES}},
+            biases=_ATTENTION_BIAS | {"lm_head_bias": "output.bias"},
+        )
+    },
     "qwen2": {"": GgufFamily("qwen2")},
     "qwen2moe": {"": GgufFamily("qwen2_moe", _QWEN_MIXTURE)},
+    "qwen2vl": {"": GgufFamily("qwen2", read=_SECTIONS)},
     "qwen3": {"": GgufFamily("qwen3", biases=_ATTENTION_BIAS)},
     "qwen35": {"": GgufFamily("qwen3_5_text", _QWEN_DELTA, _qwen35, read=_QWEN35_KEYS, rows="tiled", shift=1.0)},
     "qwen35moe": {"": GgufFamily("qwen3_5_moe_text", _QWEN_DELTA | _QWEN_MIXTURE, _qwen35, read=_QWEN35_KEYS, rows="tiled", shift=1.0)},
     "qwen3moe": {"": GgufFamily("qwen3_moe", _QWEN_MIXTURE, lambda values, shapes: {"norm_topk_prob": True}, biases=_ATTENTION_BIAS)},
+    "qwen3next": {"": GgufFamily("qwen3_next", _QWEN_DELTA | _QWEN_MIXTURE, _qwen3_next, read=_QWEN35_KEYS, shift=1.0)},
+    "qwen3vl": {"": GgufFamily("qwen3", read=_SECTIONS, biases=_ATTENTION_BIAS)},
+    "qwen3vlmoe": {
+        "": GgufFamily("qwen3_moe", _QWEN_MIXTURE, lambda values, shapes: {"norm_topk_prob": True}, read=_SECTIONS, biases=_ATTENTION_BIAS)
+    },
     "seed_oss": {"": GgufFamily("seed_oss", biases=_LLAMA_BIASES | {"attention_out_bias": ".attn_output.bias"})},
     "smollm3": {"": GgufFamily("smollm3", biases=_LLAMA_BIASES, rows="pairs")},
     "stablelm": {
@@ -372,7 +588,9 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
             read=_PART | {"use_parallel_residual"}, biases={"use_qkv_bias": ".attn_q.bias"},
         )
     },
+    "starcoder": {"": GgufFamily("gpt_bigcode", _OLDER | {"context_length": "n_positions"}, must={"attention.head_count_kv": 1})},
     "starcoder2": {"": GgufFamily("starcoder2", _SLIDING | {"attention.layer_norm_epsilon": "norm_epsilon"}, biases={"use_bias": ".ffn_up.bias"})},
+    "xverse": {"": GgufFamily("llama", must=_LLAMA_ROWS, rows="pairs")},
 }  # fmt: skip
 """The families of an architecture. The first applies whose key the file has, with a value that is not 0; the key "" stands for every file."""
 

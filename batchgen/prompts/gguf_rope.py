@@ -11,8 +11,10 @@ import numpy as np
 from batchgen.errors import ModelError
 from batchgen.prompts.gguf_settings import OTHER_FORMAT, value_of
 
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""How Llama 3.1 scales frequencies, beside its factor. A file holds the result alone."""
+_LLAMA3 = {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+"""How Llama 3.1 and 4 scale frequencies, beside their factor. A file holds the result alone."""
+_HIGH_FACTORS = (4.0, 1.0)
+"""The `high_freq_factor` of Llama 3.1 and of Llama 4 Scout, which has no frequencies between the scaled ones and the others."""
 _BASE = 10000.0
 """That of files that do not say."""
 _VANISHING = 1e20
@@ -74,17 +76,18 @@ def set_rotary_embedding(config: Any, file: Path, reader: Any) -> None:
 
 
 def _llama3(factors: np.ndarray[Any, Any], base: float, file: Path) -> dict[str, Any]:
-    """Returns the parameters of Llama 3.1 whose frequencies are divided by `factors` [dimensions / 2]. Raises `ModelError` if there are none."""
+    """Returns the parameters of Llama 3.1 or 4 whose frequencies are divided by `factors` [dimensions / 2]. Raises `ModelError` if there are none."""
     largest = float(factors.max())
     if largest == 1:
         return {}
     wavelengths = 2 * math.pi * base ** (np.arange(len(factors)) / len(factors))
     turns = _LLAMA3["original_max_position_embeddings"] / wavelengths
-    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-    smooth = np.clip((turns - low) / (high - low), 0, 1)
-    if not np.allclose(factors, 1 / ((1 - smooth) / largest + smooth), rtol=1e-3):
-        raise _unknown(file, "its own (rope_freqs.weight)")
-    return {"rope_type": "llama3", "factor": largest, **_LLAMA3}
+    low = _LLAMA3["low_freq_factor"]
+    for high in _HIGH_FACTORS:
+        smooth = np.where(turns < low, 0, 1) if high == low else np.clip((turns - low) / (high - low), 0, 1)
+        if np.allclose(factors, 1 / ((1 - smooth) / largest + smooth), rtol=1e-3):
+            return {"rope_type": "llama3", "factor": largest, "high_freq_factor": high, **_LLAMA3}
+    raise _unknown(file, "its own (rope_freqs.weight)")
 
 
 def _proportion(factors: np.ndarray[Any, Any] | None, file: Path) -> float:

@@ -32,6 +32,11 @@ _GPT4O = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SEED = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_EXAONE_MOE = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+_BLANKS = "".join(rf"|\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
+_JAIS2 = (
+    rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+{_BLANKS}|\s"
+)
 _BLOOM = r" ?[^(\s|[.,!?\x{2026}\x{3002}\x{FF0C}\x{3001}\x{964}\x{6D4}\x{60C}])]+"
 _CASED = (
     "B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F 386 388-38A 38C 38E-3A1 3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 "
@@ -63,12 +68,12 @@ class _Split(NamedTuple):
 
 _SPLITS: Mapping[str, _Split] = {
     **dict.fromkeys(("gpt-2", "a.x-4.0", "exaone4", "mellum", "mpt", "olmo", "phi-2", "trillion"), _Split((_GPT2,))),
-    **dict.fromkeys(("starcoder", "refact", "smollm", "minerva-7b"), _Split((r"\p{N}", _GPT2))),
+    **dict.fromkeys(("starcoder", "refact", "smollm", "minerva-7b", "exaone"), _Split((r"\p{N}", _GPT2))),
     "command-r": _Split((r"\p{N}", _GPT2), nfc=True),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"), _Split((_LLAMA3_SPLIT,), ignore_merges=True, add_bos=True)),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _Split((_LLAMA3_SPLIT,))),
     "qwen2": _Split((_QWEN2,), nfc=True),
-    **dict.fromkeys(("deepseek-r1-qwen", "f2llmv2", "kormo", "megrez", "stablelm2"), _Split((_QWEN2,))),
+    **dict.fromkeys(("deepseek-r1-qwen", "f2llmv2", "hunyuan", "kormo", "megrez", "solar-open", "stablelm2"), _Split((_QWEN2,))),
     "qwen35": _Split((_QWEN35,), nfc=True),
     "tekken": _Split((_TEKKEN,), ignore_merges=True, add_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _Split((_GPT4O,), ignore_merges=True)),
@@ -79,6 +84,8 @@ _SPLITS: Mapping[str, _Split] = {
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), _Split((_BLOOM,))),
     "viking": _Split((_BLOOM, r"\p{N}")),
     "seed-coder": _Split((_SEED,)),
+    "exaone-moe": _Split((_EXAONE_MOE,)),
+    "jais-2": _Split((_JAIS2,)),
 }  # fmt: skip
 _OF_ARCHITECTURES = {"gpt2": "gpt-2", "falcon": "falcon", "starcoder2": "starcoder", "bloom": "bloom", "mamba": "mpt", "qwen2": "qwen2", "qwen2moe": "qwen2"}  # fmt: skip
 """The pre-tokenizers of files that do not name theirs, by their architectures: files from before April 2024 do not."""

@@ -52,8 +52,33 @@ DELTA_KEYS = {
     **HEADS, "ssm__conv_kernel": 3, "ssm__state_size": 8, "ssm__group_count": 2, "ssm__time_step_rank": 4, "ssm__inner_size": 64,
     "full_attention_interval": 4, "rope__dimension_count": 8, "rope__dimension_sections": [2, 1, 1, 0],
 }  # fmt: skip
-UNPACKED = ("router.weight", "gate.weight", "linear_attn.out_proj.weight", "conv1d.weight")
-"""Routers, a weight whose columns are in another order in a file, and one whose rows are shorter than a block."""
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MAMBA = {
+    "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "conv_kernel": 3, "layer_norm_epsilon": 0.01, "head_dim": 16,
+    "num_hidden_layers": 4,
+}  # fmt: skip
+MAMBA_KEYS = {
+    **HEADS, "ssm__conv_kernel": 3, "ssm__state_size": 8, "ssm__group_count": 2, "ssm__inner_size": 64, "ssm__time_step_rank": 4,
+    "rope__scaling__finetuned": False,
+}  # fmt: skip
+DENSE_FIRST = {
+    "head_dim": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+    "rope_parameters": BASE,
+}  # fmt: skip
+DENSE_FIRST_KEYS = {
+    **HEADS, **MIXTURE_KEYS, "expert_feed_forward_length": 32, "leading_dense_block_count": 1, "expert_weights_scale": 2.5, "expert_weights_norm": True,
+    "expert_gating_func": 2,
+}  # fmt: skip
+UNPACKED = (
+    "router.weight",
+    "gate.weight",
+    "linear_attn.out_proj.weight",
+    "conv1d.weight",
+    "coefs.weight",
+    "linear_right.weight",
+    "per_layer_projection.weight",
+)
+"""Routers, a weight whose columns are in another order in a file, and those whose rows are shorter than a block."""
 IDS = [3, 40, 5, 77, 9, 12, 64, 3, 40, 5]
 CASES = [
     ("llama", {"attention_bias": True, "mlp_bias": True}, "llama", {}),
@@ -288,6 +313,142 @@ CASES = [
         {"num_hidden_layers": 4, "head_dim": 8, "logit_scale": 0.5, "sliding_window": 5, "layer_norm_eps": 0.01, "tie_word_embeddings": True, "rope_parameters": BASE},
         "cohere2", {"logit_scale": 0.5, "attention__sliding_window": 5, "attention__layer_norm_epsilon": 0.01, "rope__scaling__type": "none"},
     ),
+    (
+        "qwen3_next",
+        DELTA | EXPERTS | {
+            "layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 64, "rope_parameters": BASE | {"partial_rotary_factor": 0.5},
+        },
+        "qwen3next",
+        {
+            **{key: value for key, value in DELTA_KEYS.items() if key != "rope__dimension_sections"}, **MIXTURE_KEYS, "expert_feed_forward_length": 32,
+            "expert_shared_feed_forward_length": 64, "attention__recurrent_layers": [True, False],
+        },
+    ),
+    ("qwen2", {"rope_parameters": BASE}, "qwen2vl", {"rope__dimension_sections": [2, 1, 1, 0]}),
+    ("qwen3", {"head_dim": 16, "rope_parameters": BASE}, "qwen3vl", HEADS | {"rope__dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 3}),
+    (
+        "qwen3_moe", EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "rope_parameters": BASE}, "qwen3vlmoe",
+        {**MIXTURE_KEYS, **HEADS, "expert_feed_forward_length": 32, "rope__dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 3},
+    ),
+    (
+        "nemotron_h", MAMBA | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "mlp_bias": True}, "nemotron_h",
+        {**MAMBA_KEYS, "attention__layer_norm_epsilon": 0.01, "attention__head_count_kv": [0, 0, 2, 0], "feed_forward_length": [0, 64, 0, 64], "block_count": 4},
+    ),
+    (
+        "nemotron_h",
+        MAMBA | {
+            "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"], "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 2.5, "moe_latent_size": 16,
+        },
+        "nemotron_h_moe",
+        {
+            **MAMBA_KEYS, **MIXTURE_KEYS, "attention__layer_norm_epsilon": 0.01, "attention__head_count_kv": [0, 0, 2, 0, 2], "feed_forward_length": [32, 0, 0, 32, 32], "expert_feed_forward_length": 32,
+            "expert_shared_feed_forward_length": 48, "expert_shared_count": 1, "expert_weights_norm": True, "expert_weights_scale": 2.5, "expert_group_count": 1,
+            "expert_group_used_count": 1, "moe_latent_size": 16, "block_count": 5, "nextn_predict_layers": 1,
+        },
+    ),
+    (
+        "llama4_text",
+        {
+            "head_dim": 16, "num_hidden_layers": 5, "num_local_experts": 4, "intermediate_size": 32, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 2,
+            "rope_parameters": BASE,
+        },
+        "llama4",
+        {**HEADS, "expert_count": 4, "expert_used_count": 1, "feed_forward_length": 64, "expert_feed_forward_length": 32, "interleave_moe_layer_step": 2},
+    ),
+    (
+        "gemma3n_text",
+        {
+            "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2, "sliding_window": 5, "head_dim": 16,
+            "hidden_size_per_layer_input": 8, "laurel_rank": 4, "vocab_size_per_layer_input": 96, "intermediate_size": [64] * 4, "final_logit_softcapping": 2.0,
+            "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0], "tie_word_embeddings": True,
+            "rope_parameters": {"sliding_attention": BASE, "full_attention": {"rope_type": "default", "rope_theta": 20000.0}},
+        },
+        "gemma3n",
+        {
+            **HEADS, "attention__sliding_window": 5, "attention__sliding_window_pattern": [True, False] * 2, "attention__shared_kv_layers": 2,
+            "embedding_length_per_layer_input": 8, "altup__num_inputs": 4, "altup__active_idx": 0, "final_logit_softcapping": 2.0, "rope__freq_base_swa": 5000.0,
+            "activation_sparsity_scale": [1.2815516, 0.0, float("-inf"), float("-inf")],
+        },
+    ),
+    (
+        "lfm2_moe",
+        EXPERTS | {"layer_types": ["conv", "full_attention"], "norm_eps": 0.01, "conv_L_cache": 5, "num_dense_layers": 1, "use_expert_bias": True, "tie_word_embeddings": True, "rope_parameters": BASE},
+        "lfm2moe",
+        {
+            **MIXTURE_KEYS, "attention__head_count_kv": [0, 2], "attention__layer_norm_rms_epsilon": 0.01, "shortconv__l_cache": 5, "expert_feed_forward_length": 32,
+            "leading_dense_block_count": 1, "expert_gating_func": 2,
+        },
+    ),
+    (
+        "cohere", {"logit_scale": 0.5, "layer_norm_eps": 0.01, "use_qk_norm": True, "tie_word_embeddings": True, "rope_parameters": BASE}, "command-r",
+        {"logit_scale": 0.5, "attention__layer_norm_epsilon": 0.01, "rope__scaling__type": "none"},
+    ),
+    ("olmoe", EXPERTS | {"norm_topk_prob": False, "rope_parameters": BASE}, "olmoe", MIXTURE_KEYS),
+    ("olmo", {"clip_qkv": 0.5, "rope_parameters": BASE}, "olmo", {"attention__layer_norm_epsilon": 1e-5, "attention__clamp_kqv": 0.5}),
+    (
+        "phimoe", MIXTURE | {"attention_bias": True, "lm_head_bias": True, "sliding_window": None, "rope_parameters": BASE}, "phimoe",
+        {**MIXTURE_KEYS, "attention__sliding_window": 0},
+    ),
+    (
+        "hunyuan_v1_moe", {"head_dim": 16, "num_experts": 4, "moe_topk": 2, "attention_bias": True, "rope_parameters": BASE}, "hunyuan-moe",
+        {**HEADS, **MIXTURE_KEYS, "expert_feed_forward_length": 64, "expert_shared_feed_forward_length": 64, "expert_shared_count": 1},
+    ),
+    ("arcee", {"head_dim": 16, "mlp_bias": True, "rope_parameters": YARN}, "arcee", HEADS | YARN_KEYS),
+    ("dots1", DENSE_FIRST | {"n_routed_experts": 4, "n_shared_experts": 2, "sliding_window": None}, "dots1", DENSE_FIRST_KEYS | {"expert_shared_count": 2}),
+    (
+        "exaone_moe", DENSE_FIRST | {"num_experts": 4, "num_shared_experts": 1, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}, "exaone-moe",
+        {
+            **DENSE_FIRST_KEYS, "expert_shared_count": 1, "expert_shared_feed_forward_length": 32, "attention__sliding_window": 5, "nextn_predict_layers": 1,
+            "attention__sliding_window_pattern": [True, False, True], "block_count": 3,
+        },
+    ),
+    ("llama", {"rope_parameters": BASE}, "exaone", {}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": BASE}, "pangu-embedded", {}),
+    ("llama", {"rope_parameters": BASE}, "internlm2", {}),
+    ("llama", {"rope_parameters": BASE}, "xverse", {}),
+    (
+        "granite", {"attention_multiplier": 8**-0.5, "embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.5}, "minicpm",
+        {key: value for key, value in GRANITE_KEYS.items() if key != "attention__scale"},
+    ),
+    ("glm", {"attention_bias": True, "head_dim": 8, "rope_parameters": BASE | {"partial_rotary_factor": 0.5}}, "chatglm", {"rope__dimension_count": 4}),
+    (
+        "gpt_neox", {"layer_norm_eps": 0.01, "use_parallel_residual": False, "rope_parameters": BASE | {"partial_rotary_factor": 0.5}}, "gptneox",
+        {"attention__layer_norm_epsilon": 0.01, "rope__dimension_count": 4, "use_parallel_residual": False},
+    ),
+    (
+        "gpt_bigcode", {"layer_norm_epsilon": 0.01, "n_inner": 128, "num_key_value_heads": 1}, "starcoder",
+        {"attention__layer_norm_epsilon": 0.01, "attention__head_count_kv": 1, "feed_forward_length": 128},
+    ),
+    (
+        "mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "tie_word_embeddings": True}, "mpt",
+        {"attention__layer_norm_epsilon": 1e-5, "attention__max_alibi_bias": 8.0, "feed_forward_length": 128},
+    ),
+    (
+        "minicpm3",
+        {
+            "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "head_dim": 4,
+            "tie_word_embeddings": True, "rope_parameters": BASE,
+        },
+        "minicpm3",
+        {"attention__q_lora_rank": 12, "attention__kv_lora_rank": 16, "attention__key_length": 12, "attention__value_length": 12, "rope__dimension_count": 4},
+    ),
+    (
+        "jamba",
+        {
+            "num_hidden_layers": 4, "attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2, "num_experts": 4,
+            "mamba_d_state": 8, "mamba_dt_rank": 6, "mamba_d_conv": 3,
+        },
+        "jamba",
+        {
+            **MIXTURE_KEYS, "attention__head_count_kv": [0, 2, 0, 2], "ssm__conv_kernel": 3, "ssm__inner_size": 64, "ssm__state_size": 8, "ssm__time_step_rank": 6,
+        },
+    ),
+    (
+        "mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "conv_kernel": 3, "layer_norm_epsilon": 0.01}, "mamba2",
+        {**MAMBA_KEYS, "attention__layer_norm_rms_epsilon": 0.01, "attention__head_count": 0},
+    ),
+    ("jais2", {"head_dim": 16, "layer_norm_eps": 0.01, "rope_parameters": BASE}, "jais2", HEADS | {"attention__layer_norm_epsilon": 0.01}),
 ]  # fmt: skip
 
 
@@ -312,7 +473,16 @@ def test_log_probabilities_are_those_of_the_original(tmp_path, model_type, setti
 
 @pytest.mark.parametrize(
     ("model_type", "kind"),
-    [("gpt_oss", "MXFP4"), ("mixtral", "Q8_0"), ("qwen3_5_text", "Q8_0"), ("bloom", "Q4_0"), ("gpt2", "Q4_0")],
+    [
+        ("gpt_oss", "MXFP4"),
+        ("mixtral", "Q8_0"),
+        ("qwen3_5_text", "Q8_0"),
+        ("bloom", "Q4_0"),
+        ("gpt2", "Q4_0"),
+        ("qwen3_next", "Q8_0"),
+        ("gemma3n_text", "Q8_0"),
+        ("llama4_text", "Q4_0"),
+    ],
 )
 @torch.inference_mode()
 def test_weights_stay_packed_and_give_what_their_numbers_give(tmp_path, monkeypatch, model_type, kind):

@@ -68,6 +68,15 @@ def test_the_scaling_of_a_file_is_used(tmp_path, scaling, expected):
     assert local == layers | {"sliding_attention": {"rope_theta": 2500.0, "rope_type": "default"}}
 
 
+def test_frequencies_of_llama_4_are_divided_wholly_or_not_at_all(tmp_path):
+    factors = {"rope_freqs.weight": [1.0, 1.0, 1.0, 16.0]}
+    config = configuration(tmp_path / "m.gguf", rope={"freq_base": 500000.0}, tensors=factors)
+    assert (config.rope_parameters["factor"], config.rope_parameters["high_freq_factor"]) == (16.0, 1.0)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 500000.0 ** (-torch.arange(4) / 4)
+    assert torch.allclose(plain / scaled, torch.tensor(factors["rope_freqs.weight"]))
+
+
 def test_the_base_and_the_dimensions_are_those_of_the_file(tmp_path):
     for architecture, size in (("starcoder2", 8), ("stablelm", 4), ("phi3", 4), ("minimax-m2", 4), ("llama", 8)):
         file = tmp_path / f"{architecture}.gguf"

@@ -139,7 +139,7 @@ def test_a_setting_that_changes_nothing_is_not_refused(tmp_path, settings):
     assert configuration(tmp_path / "m.gguf", "llama", settings=settings).model_type == "llama"
 
 
-@pytest.mark.parametrize("architecture", ["command-r", "dbrx", "exaone"])
+@pytest.mark.parametrize("architecture", ["deci", "dbrx", "plamo"])
 def test_an_architecture_that_is_not_known_is_refused(tmp_path, architecture):
     file = tmp_path / "m.gguf"
     with pytest.raises(ModelError) as e:

@@ -120,9 +120,16 @@ def write_whole_model(
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     tensors: dict[str, Any] = {}
     for name, weight in module.state_dict().items():
-        if not (config.tie_word_embeddings and name == "lm_head.weight"):
+        if ".altup_" not in name and not (config.tie_word_embeddings and name == "lm_head.weight"):
             norm = name.endswith("norm.weight") and architecture in _SHIFTED and "linear_attn." not in name
-            tensors |= _named(names, name, weight + 1 if norm else _in_order(name, weight, config), config)
+            apart = architecture in _APART
+            tensors |= _named(
+                names, name, weight + 1 if norm else weight if apart else _in_order(name, weight, config), config
+            )
+    for ours in ("altup_projections", "altup_unembed_projections"):
+        if hasattr(module.base_model, ours):
+            stacked = torch.stack([linear.weight for linear in getattr(module.base_model, ours)])
+            tensors[f"{names.get_name(f'model.{ours}')}.weight"] = stacked
     tensors = {name: tensor.detach().numpy() for name, tensor in tensors.items()}
     kinds = {
         name: gguf.GGMLQuantizationType[kind] for name, x in tensors.items() if kind and x.ndim > 1 and x.shape[-1] % 32 == 0 and "_inp." not in name
@@ -158,13 +165,25 @@ def write_whole_model(
     )
 
 
-_SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe")
+_SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")
 """The architectures whose norms multiply by one more than their weight."""
-_PAIRED = ("granite", "granitemoehybrid", "granitemoeshared", "llama", "ministral3", "mistral", "mixtral", "smollm3")
+_APART = ("exaone", "pangu-embedded")
+"""Architectures of Llamas in which the two numbers of a rotary pair are half a head apart."""
+_PAIRED = (
+    "arcee",
+    "granite",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "llama",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "olmo",
+    "smollm3",
+)
 """The model types whose rotary pairs lie side by side in a file."""
 _OTHER_NAMES = {
-    ".mlp.gate.moe_statics.": ".mlp.moe_statics.", "block_sparse_moe.router": "block_sparse_moe.router.layer", "mamba.dt": "mamba.dt_proj",
-    "linear_attn.dt": "linear_attn.dt_proj",
+    ".mlp.gate.moe_statics.": ".mlp.moe_statics.", "block_sparse_moe.router": "block_sparse_moe.router.layer",
     "router.per_expert_scale": "experts.down_proj", "router.scale": "router.proj",
 }  # fmt: skip
 """Parts of names in transformers, and in the checkpoints that llama.cpp's converter reads."""
@@ -178,8 +197,13 @@ def _named(names: Any, name: str, weight: torch.Tensor, config: Any) -> dict[str
         return {f"{block}.ssm_a": -weight.exp()} if name.endswith("log") else {f"{block}.ssm_d": weight}
     base, _, end = name.rpartition(".")
     if end not in ("weight", "bias"):
-        ends = (end for part, end in (("_bias", "bias"), ("scale", "scale")) if name.endswith(part))
-        base, end = name.removesuffix("_bias"), next(ends, "weight")
+        ends = (
+            end
+            for part, end in (("_bias", "bias"), ("output_scale", "weight"), ("scale", "scale"))
+            if name.endswith(part)
+        )
+        base, end = name if name.endswith("expert_bias") else name.removesuffix("_bias"), next(ends, "weight")
+    base += "_proj" if base.endswith(".dt") else ""
     for ours, theirs in _OTHER_NAMES.items():
         base = base.replace(ours, theirs)
     if name.endswith("kv_b_proj.weight") and kind == "deepseek_v3":  # as newer files have it
@@ -189,28 +213,46 @@ def _named(names: Any, name: str, weight: torch.Tensor, config: Any) -> dict[str
         return {f"{block}.attn_k_b.{end}": keys.transpose(1, 2), f"{block}.attn_v_b.{end}": values}
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
         weight = weight.squeeze(1)
-    if weight.dim() == 3 and kind == "gpt_oss":
+    if name.endswith("in_proj_qkvz.weight"):
+        return _delta_parts(block, weight, config)
+    if weight.dim() == 3 and kind in ("gpt_oss", "llama4_text"):
         weight = weight.transpose(1, 2)
-    parts = {"experts.gate_up_proj": "exps", "experts.down_proj": "exps", "shared_mlp.input_linear": "shexp"}
+    parts = {
+        "experts.gate_up_proj": "exps",
+        "experts.down_proj": "exps",
+        "experts.up_proj": "exps",
+        "shared_mlp.input_linear": "shexp",
+    }
     part = next((part for ours, part in parts.items() if base.endswith(ours)), None)
-    found = names.get_name(base) or names.get_name(base.removeprefix("transformer."))
+    bases = (base, base.removeprefix("transformer."), base.replace("model.", "backbone.", 1))
+    found = next(filter(None, map(names.get_name, bases)), None)
     if part is None or found:
         return {f"{found}.{end}": weight}
-    if "down" in base:
-        return {f"{block}.ffn_down_{part}.{end}": weight}
+    if not base.endswith(("gate_up_proj", "input_linear")):
+        return {f"{block}.ffn_{'down' if 'down' in base else 'up'}_{part}.{end}": weight}
     dim = 1 if part == "exps" else 0
     halves = (weight[:, ::2], weight[:, 1::2]) if kind == "gpt_oss" else weight.chunk(2, dim)
     return {f"{block}.ffn_{each}_{part}.{end}": half for each, half in zip(("gate", "up"), halves, strict=True)}
 
 
+def _delta_parts(block: str, weight: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
+    """Returns the weight of Qwen 3 Next that makes queries, keys, values and gates as a file has it."""
+    values = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
+    sizes = [config.linear_key_head_dim] * 2 + [values] * 2
+    *qkv, gates = (
+        part.flatten(0, 1) for part in weight.unflatten(0, (config.linear_num_key_heads, -1)).split(sizes, 1)
+    )
+    return {f"{block}.attn_qkv.weight": torch.cat(qkv), f"{block}.attn_gate.weight": gates}
+
+
 def _in_order(name: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
     """Returns a weight or bias with its rows as in a file, among them the two numbers of a rotary pair side by side."""
     part = name.split(".")[-2]
-    if config.model_type == "bloom" and part == "query_key_value":
+    if config.model_type in ("bloom", "gpt_neox") and part == "query_key_value":
         return weight.view(config.num_attention_heads, 3, -1, *weight.shape[1:]).transpose(0, 1).reshape(weight.shape)
     if config.model_type == "gpt2" and part in ("c_attn", "c_fc", "c_proj"):
         return weight.T
-    if ".linear_attn." in name and part != "norm":
+    if ".linear_attn." in name and part != "norm" and config.model_type != "qwen3_next":
         return _tiled(name, weight, config)
     if config.model_type not in _PAIRED or part not in ("q_proj", "k_proj"):
         return weight

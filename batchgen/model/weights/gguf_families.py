@@ -6,6 +6,7 @@ The package gguf knows the names of tensors by those of modules.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,14 @@ _OTHER_NAMES = (
     ("block_sparse_moe.router", "block_sparse_moe.router.layer"), ("block_sparse_moe.experts", "mlp.experts"),
     ("shared_mlp.input_linear", "mlp.shared_expert.gate_up_proj"), ("shared_mlp.input_linear", "mlp.gate_up_proj"),
     ("shared_mlp.output_linear", "mlp.down_proj"), ("gate.moe_statics", "moe_statics"), ("mamba.dt", "mamba.dt_proj"), ("linear_attn.dt", "linear_attn.dt_proj"),
+    ("mixer.dt", "mixer.dt_proj"), ("mixer.experts", "mlp.experts"), ("feed_forward.experts", "mlp.experts"), ("feed_forward.expert", "feed_forward.expert_bias"),
     ("router.scale", "router.proj"), ("router.per_expert_scale", "experts.down_proj"),
 )  # fmt: skip
 """What modules are called here, and in the checkpoints that llama.cpp's converter reads."""
-_PREFIXES = ("model.", "transformer.", "backbone.")
+_PREFIXES = ("model.", "transformer.", "backbone.", "gpt_neox.")
 """What the names of a causal language model's weights begin with, beside those of the model without its head."""
+_STACKED = re.compile(r"(.*altup_\w+)\.(\d+)\.weight")
+"""Weights of Gemma 3n that lie in one tensor."""
 _KEYS = ".attn_k_b."
 """The part of a name of DeepSeek's weights that unpack keys, which lie in columns."""
 _Array = np.ndarray[Any, Any]
@@ -48,12 +52,23 @@ def family_tensors(file: Path, header: GgufHeader, module: Any) -> dict[str, lis
     there = {tensor.name: tensor for tensor in header.tensors}
     found: dict[str, list[GgufTensor]] = {}
     for weight in module.state_dict():
-        for parts, end in _candidates(weight):
+        stacked = _STACKED.fullmatch(weight)
+        for parts, end in _candidates(weight if stacked is None else stacked[1] + ".weight"):
             tensors = [there.get(f"{names.get_name(part)}{end}") for part in parts]
             if None not in tensors:
-                found[weight] = [tensor for tensor in tensors if tensor is not None]
+                found[weight] = [
+                    tensor if stacked is None else _piece(tensor, int(stacked[2]))
+                    for tensor in tensors
+                    if tensor is not None
+                ]
                 break
     return found
+
+
+def _piece(tensor: GgufTensor, number: int) -> GgufTensor:
+    """Returns one of the matrices that a tensor holds."""
+    size = tensor.nbytes // tensor.shape[0]
+    return tensor._replace(shape=tensor.shape[1:], offset=tensor.offset + number * size, nbytes=size)
 
 
 def _candidates(weight: str) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -63,7 +78,7 @@ def _candidates(weight: str) -> Iterator[tuple[tuple[str, ...], str]]:
     if weight.endswith("_bias"):
         base, ends = weight.removesuffix("_bias"), [".bias"]
     elif last.endswith("scale"):
-        base, ends = weight, [".scale"]
+        base, ends = weight, [".scale", ".weight"]
     elif last not in ("weight", "bias"):
         base, ends = weight, [".weight", ""]
     bare = next((base.removeprefix(prefix) for prefix in _PREFIXES if base.startswith(prefix)), base)
@@ -72,6 +87,8 @@ def _candidates(weight: str) -> Iterator[tuple[tuple[str, ...], str]]:
         for end in ends:
             if "gate_up_proj" in name:
                 yield tuple(name.replace("gate_up_proj", half) for half in ("gate_proj", "up_proj")), end
+            if "in_proj_qkvz" in name:
+                yield tuple(name.replace("in_proj_qkvz", part) for part in ("in_proj_qkv", "in_proj_z")), end
             if "kv_b_proj" in name:
                 yield tuple(name.replace("kv_b_proj", half) for half in ("k_b_proj", "v_b_proj")), end
             yield (name,), end
@@ -97,11 +114,20 @@ def arranged(family: GgufFamily, config: Any, tensors: Sequence[GgufTensor], row
         return each[0]
     if _KEYS in tensors[0].name:  # [heads, compressed, keys] and [heads, values, compressed]
         return np.concatenate([each[0].swapaxes(1, 2), each[1]], 1).reshape(-1, each[1].shape[-1])
+    if ".attn_qkv." in tensors[0].name:
+        return _by_heads(config, *each)
     axis = each[0].ndim - (1 if tensors[0].name.endswith(".bias") else 2)
     if not family.interleaved:
         return np.concatenate(each, axis)
     both = np.stack(each, axis + 1)
     return both.reshape(*both.shape[:axis], -1, *both.shape[axis + 2 :])
+
+
+def _by_heads(config: Any, rows: _Array, gates: _Array) -> _Array:
+    """Returns the queries, keys, values and gates of a gated delta net with those of a head of keys side by side."""
+    heads, keys = config.linear_num_key_heads, config.linear_num_key_heads * config.linear_key_head_dim
+    parts = [*np.split(rows, [keys, 2 * keys]), gates]
+    return np.concatenate([part.reshape(heads, -1, part.shape[-1]) for part in parts], 1).reshape(-1, rows.shape[-1])
 
 
 def _as_in_the_model(family: GgufFamily, config: Any, name: str, rows: _Array) -> _Array:
