@@ -111,6 +111,12 @@ class GgufFamily(NamedTuple):
         return frozenset({*_COMMON, *self.settings, *self.read, "vocab_size", "attention.layer_norm_epsilon"})
 
 
+def _of_layers(values: Values, key: str) -> list[Any]:
+    """Returns the value of each layer. A file may have one for all."""
+    value = values[key]
+    return value if isinstance(value, list) else [value] * values["block_count"]
+
+
 def _with_sliding_window(period: int) -> Callable[[Values, Shapes], dict[str, Any]]:
     """Returns a reader of which layers see a window. Without a pattern in the file, the last of each `period` layers sees everything."""
 
@@ -162,8 +168,7 @@ def _gemma4(values: Values, shapes: Shapes) -> dict[str, Any]:
 
     def of_layers(key: str) -> dict[bool, Any]:
         """Returns the value for the layers with a window (True) and for those that see everything."""
-        found = values[key] if isinstance(values[key], list) else [values[key]] * count
-        return dict(zip(slides, found, strict=True))
+        return dict(zip(slides, _of_layers(values, key), strict=True))
 
     heads, widths = of_layers("attention.head_count_kv"), values["feed_forward_length"]
     full = [i for i in range(count - values.get("attention.shared_kv_layers", 0)) if not slides[i]]
@@ -204,7 +209,7 @@ def _granite(values: Values, shapes: Shapes) -> dict[str, Any]:
 
 
 def _granite_hybrid(values: Values, shapes: Shapes) -> dict[str, Any]:
-    heads, inner = values["attention.head_count_kv"], values["ssm.inner_size"]
+    heads, inner = _of_layers(values, "attention.head_count_kv"), values["ssm.inner_size"]
     return {
         **_granite(values, shapes), "layer_types": ["full_attention" if count else "linear_attention" for count in heads],
         "mamba_d_head": inner // values["ssm.time_step_rank"], "mamba_expand": inner // values["embedding_length"],
@@ -214,7 +219,7 @@ def _granite_hybrid(values: Values, shapes: Shapes) -> dict[str, Any]:
 
 def _jamba(values: Values, shapes: Shapes) -> dict[str, Any]:
     """Which layers attend and which are mixtures follows a period."""
-    attend = [i for i, heads in enumerate(values["attention.head_count_kv"]) if heads]
+    attend = [i for i, heads in enumerate(_of_layers(values, "attention.head_count_kv")) if heads]
     mixtures = [i for i in range(values["block_count"]) if f"blk.{i}.ffn_gate_inp.weight" in shapes]
 
     def period(layers: list[int]) -> int:
@@ -230,13 +235,13 @@ def _jamba(values: Values, shapes: Shapes) -> dict[str, Any]:
 
 def _lfm2(values: Values, shapes: Shapes) -> dict[str, Any]:
     """Layers without heads of keys are convolutions. The width of the MLPs is the final one."""
-    types = ["full_attention" if heads else "conv" for heads in values["attention.head_count_kv"]]
+    types = ["full_attention" if heads else "conv" for heads in _of_layers(values, "attention.head_count_kv")]
     return {**_granite(values, shapes), "layer_types": types, "block_auto_adjust_ff_dim": False}
 
 
 def _nemotron_h(values: Values, shapes: Shapes) -> dict[str, Any]:
     """A layer is attention if it has heads of keys, an MLP or a mixture if it has a width, and recurrent otherwise."""
-    heads, widths = values["attention.head_count_kv"], values["feed_forward_length"]
+    heads, widths = _of_layers(values, "attention.head_count_kv"), _of_layers(values, "feed_forward_length")
     other = "moe" if values.get("expert_count") else "mlp"
     kinds = [
         "full_attention" if head else other if width else "linear_attention"
@@ -280,8 +285,7 @@ def _delta_net(values: Values, shapes: Shapes) -> dict[str, Any]:
 
 
 def _qwen3_next(values: Values, shapes: Shapes) -> dict[str, Any]:
-    rope = {**_NO_ROPE, "partial_rotary_factor": 1.0}
-    return {**_delta_net(values, shapes), "norm_topk_prob": True, "rope_parameters": rope}
+    return {**_delta_net(values, shapes), "norm_topk_prob": True}
 
 
 def _qwen35(values: Values, shapes: Shapes) -> dict[str, Any]:
@@ -303,7 +307,7 @@ _NEMOTRON_H = GgufFamily(
 FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
     "arcee": {"": GgufFamily("arcee", biases=_LLAMA_BIASES, rows="pairs")},
     "bloom": {"": GgufFamily("bloom", _OLDER | {"context_length": "seq_length"}, rows="parts")},
-    "chatglm": {"": GgufFamily("glm", more=_partial, read=_PART, biases=_ATTENTION_BIAS)},
+    "chatglm": {"": GgufFamily("glm", read=_PART, biases=_ATTENTION_BIAS)},
     "command-r": {
         "": GgufFamily(
             "cohere", _NO_HEAD_SIZE | {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
@@ -408,7 +412,7 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
             _NO_HEAD_SIZE | {
                 "attention.head_count_kv": "", "attention.layer_norm_epsilon": "layer_norm_eps", "use_parallel_residual": "use_parallel_residual",
             },
-            _partial, read=_PART, biases={"attention_bias": ".attn_qkv.bias"}, rows="parts",
+            read=_PART, biases={"attention_bias": ".attn_qkv.bias"}, rows="parts",
         )
     },
     "gpt2": {

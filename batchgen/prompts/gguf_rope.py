@@ -43,9 +43,9 @@ def set_rotary_embedding(config: Any, file: Path, reader: Any) -> None:
     if value("freq_base_swa") is not None and "sliding_attention" in known:
         known["sliding_attention"]["rope_theta"] = float(value("freq_base_swa"))
     proportional = rope.get("rope_type") == "proportional"
-    if value("dimension_count") and "partial_rotary_factor" in rope and not proportional:
+    if "partial_rotary_factor" in rope and not proportional:
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        rope["partial_rotary_factor"] = value("dimension_count") / size
+        rope["partial_rotary_factor"] = (value("dimension_count") or size) / size
     original = value("scaling.original_context_length") or text.max_position_embeddings
     factor, kind = value("scaling.factor") or value("scale_linear") or 1.0, value("scaling.type") or "linear"
     tensors = {t.name: np.asarray(t.data, np.float32) for t in reader.tensors if t.name.startswith("rope_f")}

@@ -85,6 +85,14 @@ def test_the_base_and_the_dimensions_are_those_of_the_file(tmp_path):
         assert rope.get("partial_rotary_factor", 1.0) == size / 8
 
 
+@pytest.mark.parametrize("architecture", ["stablelm", "phi2", "glm4", "chatglm", "nemotron", "minimax-m2", "qwen3next"])
+def test_a_file_without_dimensions_rotates_whole_heads(tmp_path, architecture):
+    settings = {"ssm.inner_size": 16, "ssm.time_step_rank": 2, "ssm.group_count": 2, "ssm.state_size": 8}
+    settings = settings if architecture == "qwen3next" else {}
+    config = configuration(tmp_path / "m.gguf", architecture, rope={"dimension_count": None}, settings=settings)
+    assert config.rope_parameters["partial_rotary_factor"] == 1.0
+
+
 def test_a_factor_of_2023_is_used_under_its_old_name(tmp_path):
     old = configuration(tmp_path / "old.gguf", rope={"scale_linear": 4.0}).rope_parameters
     assert (old["rope_type"], old["factor"]) == ("linear", 4.0)

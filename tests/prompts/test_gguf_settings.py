@@ -139,6 +139,12 @@ def test_a_setting_that_changes_nothing_is_not_refused(tmp_path, settings):
     assert configuration(tmp_path / "m.gguf", "llama", settings=settings).model_type == "llama"
 
 
+@pytest.mark.parametrize("heads", [2, [2]])
+def test_heads_of_a_file_may_be_those_of_each_layer_or_of_all(tmp_path, heads):
+    config = configuration(tmp_path / "m.gguf", "lfm2", settings={"attention.head_count_kv": heads})
+    assert (config.layer_types, config.num_key_value_heads) == (["full_attention"], 2)
+
+
 @pytest.mark.parametrize("architecture", ["deci", "dbrx", "plamo"])
 def test_an_architecture_that_is_not_known_is_refused(tmp_path, architecture):
     file = tmp_path / "m.gguf"

@@ -59,7 +59,7 @@ def write_vocabulary(
 ) -> Path:
     """Writes a GGUF file with a tokenizer and no weights but `tensors` and embeddings. Returns the file.
 
-    `tokens`: texts, or texts with their types. `kinds`: the types of tensors that are not in float32. `settings`: values of `ARCHITECTURE`, `rope`: of `ARCHITECTURE.rope`, and `keys`: of `tokenizer.ggml`.
+    `tokens`: texts, or texts with their types. `kinds`: the types of tensors that are not in float32. `settings`: values of `ARCHITECTURE`, `rope`: of `ARCHITECTURE.rope` (None leaves one out), and `keys`: of `tokenizer.ggml`.
     """
     import gguf
 
@@ -85,7 +85,7 @@ def write_vocabulary(
     values |= {f"{architecture}.{name}": value for name, value in (settings or {}).items()}
     values |= {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
-    for name, value in values.items():
+    for name, value in ((name, value) for name, value in values.items() if value is not None):
         add.get(type(value), writer.add_string)(name, value)
     embeddings = {"token_embd.weight": np.zeros((len(tokens), 16))}
     for name, numbers in (embeddings | dict(tensors or {})).items():
