@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,6 +49,8 @@ _NOT_READ = {
 """Names of those that batchgen does not read. It does not read any that is in none of these lists either."""
 
 
+_PROJECTOR = b"general.architecture" + struct.pack("<IQ", 8, 4) + b"clip"
+"""What a GGUF file of a projector has near its beginning: a key, the type of its value, and its value."""
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _TOKENIZERS = {"tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "spiece.model"}
 """Files that can hold a vocabulary. tokenizer_config.json holds none."""
@@ -119,7 +122,7 @@ def is_int8_layer(name: str, shape: Sequence[int]) -> bool:
 
 
 def gguf_file(config: ModelConfig) -> Path | None:
-    """The GGUF file that the model is: the file itself, or the only one of a folder without other weights. None for other models.
+    """The GGUF file that the model is: the file itself, or the only one of a folder without other weights, beside projectors. None for other models.
 
     Raises `ModelError` for a folder that holds several.
     """
@@ -133,8 +136,18 @@ def gguf_file(config: ModelConfig) -> Path | None:
         return None
     files = [path / name for name in names if name.endswith(".gguf")]
     if len(files) > 1:
+        files = [file for file in files if not _is_projector(file)] or files[:1]
+    if len(files) > 1:
         raise ModelError(f"model folder {str(path)!r} holds {len(files)} GGUF files", f"give one of them: {files[0]}")
     return files[0] if files else None
+
+
+def _is_projector(file: Path) -> bool:
+    """Whether a GGUF file makes features of images or sound for a language model."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as f:
+        return _PROJECTOR in f.read(512)
 
 
 def _check_gguf(config: ModelConfig, file: Path) -> None:
@@ -146,6 +159,11 @@ def _check_gguf(config: ModelConfig, file: Path) -> None:
         raise ModelError(f"{file} is not a GGUF file", "download it again")
     if len(start) < _GGUF_HEADER:
         raise ModelError(f"{file} is cut inside its header", _AGAIN)
+    if _is_projector(file):
+        raise ModelError(
+            f"{file} is a projector (mmproj), which makes features of images or sound for a language model",
+            "give the file of the language model",
+        )
     if re.search(r"-\d{5}-of-\d{5}\.gguf$", file.name):
         raise ModelError(
             f"{file} is one part of a GGUF file", "put the parts together with `llama-gguf-split --merge` of llama.cpp"

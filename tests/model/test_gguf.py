@@ -25,7 +25,7 @@ from batchgen.model.weights.sizes import WHOLE_GGUF
 from batchgen.model_files import gguf_file
 from batchgen.prompts import load_tokenizer
 from batchgen.stats import size_text
-from support.gguf import save_tiny_llama_with_merges, write_gguf
+from support.gguf import save_tiny_llama_with_merges, write_gguf, write_vocabulary
 
 pytest.importorskip("gguf")
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries warn of each other
@@ -139,6 +139,21 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path):
         with pytest.raises(ModelError) as e:
             load_tokenizer(ModelConfig(model=path))
         assert str(e.value) == message
+
+
+def test_a_projector_is_refused_and_passed_over_beside_a_language_model(model, tmp_path):
+    projector = write_vocabulary(tmp_path / "a-mmproj.gguf", ["a"], architecture="clip")
+    for path in (projector, tmp_path):
+        with pytest.raises(ModelError) as e:
+            load_tokenizer(ModelConfig(model=path))
+        assert str(e.value) == (
+            f"{projector} is a projector (mmproj), which makes features of images or sound for a language model; "
+            "give the file of the language model"
+        )
+    text = tmp_path / model[0].name
+    text.symlink_to(model[0])
+    assert gguf_file(ModelConfig(model=tmp_path)) == text
+    assert load_tokenizer(ModelConfig(model=tmp_path)).hf_config.model_type == "llama"
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
