@@ -353,7 +353,7 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
             read=frozenset({"expert_shared_feed_forward_length"}), biases={"use_bias": ".attn_q.bias"},
         )
     },
-    "exaone": {"": GgufFamily("llama")},
+    "exaone": {"": GgufFamily("llama", {"attention.layer_norm_epsilon": "rms_norm_eps"})},
     "exaone-moe": {
         "": GgufFamily(
             "exaone_moe", _DEEPSEEK_MIXTURE | {"expert_count": "num_experts", "expert_shared_count": "num_shared_experts"},

@@ -403,7 +403,7 @@ CASES = [
             "attention__sliding_window_pattern": [True, False, True], "block_count": 3,
         },
     ),
-    ("llama", {"rope_parameters": BASE}, "exaone", {}),
+    ("llama", {"rope_parameters": BASE}, "exaone", {"attention__layer_norm_epsilon": 0.01}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": BASE}, "pangu-embedded", {}),
     ("llama", {"rope_parameters": BASE}, "internlm2", {}),
     ("llama", {"rope_parameters": BASE}, "xverse", {}),
