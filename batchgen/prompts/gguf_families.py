@@ -517,7 +517,11 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
     "minicpm": {
         "": GgufFamily(
             "granite", {key: name for key, name in _GRANITE.items() if key != "attention.scale"},
-            lambda values, shapes: {"attention_multiplier": head_size(values) ** -0.5}, rows="pairs",
+            # Files without its scales are older than the keys.
+            lambda values, shapes: {
+                "attention_multiplier": head_size(values) ** -0.5, "embedding_multiplier": values["embedding_scale"],
+                "residual_multiplier": values["residual_scale"], "logits_scaling": values["logit_scale"],
+            }, rows="pairs",
         )
     },
     "minicpm3": {
