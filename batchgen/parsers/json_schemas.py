@@ -286,6 +286,8 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
             raise ValueError(f"its {name} {bound} is beyond 64 bits, and cannot be enforced")
         schema[name] = given[name] = max(-LARGEST_BOUND, min(bound, LARGEST_BOUND))
     types = _types(schema)
+    if types != {"integer"}:
+        _exclude_bound(schema, given)
     if not types & {"number", "integer"} or schema.keys() & {"enum", "const", *_BESIDE}:
         return
     limit = MAX_NUMBER if "number" in types else MAX_INTEGER
@@ -296,6 +298,25 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
     fine = [bound for bound in given.values() if abs(bound) > limit or -_exponent(bound) > MAX_DECIMALS]
     if "number" in types and "multipleOf" not in schema and not fine:
         schema["multipleOf"] = 10.0**-MAX_DECIMALS
+
+
+def _exclude_bound(schema: dict[str, Any], given: Mapping[str, float]) -> None:
+    """Moves an excluded whole bound by one of the last decimals into the range, if the other bound has the same digits before the point.
+
+    llguidance lets such a bound itself in: 0 is no number above 0 and below 0.5.
+    """
+    for name, others, sign in (("exclusiveMinimum", _UPPER, 1), ("exclusiveMaximum", _LOWER, -1)):
+        for other in (given[key] for key in others if key in given):
+            bound = given.get(name)
+            if bound is None or bound != int(bound) or int(other) != bound:
+                continue
+            # A float has 15 decimal digits.
+            decimals = min(max(MAX_DECIMALS, 1 - _exponent(other)), 15 - len(str(abs(int(bound)))))
+            moved = float(Decimal(int(bound)) + sign * Decimal(1).scaleb(-decimals))
+            if sign * moved < sign * other:
+                del schema[name]
+                inclusive, tighter = ("minimum", max) if sign > 0 else ("maximum", min)
+                schema[inclusive] = tighter(moved, given.get(inclusive, moved))
 
 
 def _check_numbers(value: Any) -> None:

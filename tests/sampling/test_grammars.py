@@ -112,6 +112,15 @@ def test_a_regex_matches_the_whole_text(tokenizer, pattern, whole, other):
             ["0.12345678901", "1000000000000001", "1e5"],
         ),
         ('{"type": "number", "minimum": 0, "exclusiveMaximum": 1}', ["0.5", "0.0000000001"], ["1", "0.00000000001"]),
+        ('{"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}', ["0.5", "0.0000000001"], ["0", "-0", "0.0"]),
+        ('{"exclusiveMinimum": 9, "exclusiveMaximum": 9.99}', ["9.5", "9.0000000001", "null"], ["9", "9.0", "9.99"]),
+        ('{"type": "number", "minimum": -9.5, "exclusiveMaximum": -9}', ["-9.5", "-9.0000000001"], ["-9", "-9.0"]),
+        (
+            '{"type": "number", "exclusiveMinimum": 0, "minimum": 0.2, "exclusiveMaximum": 0.5, "multipleOf": 0.1}',
+            ["0.2", "0.4"],
+            ["0", "0.1", "0.5"],
+        ),
+        ('{"type": "number", "exclusiveMinimum": 1000000, "maximum": 1000000.5}', ["1000000.00000001"], ["1000000"]),
         ('{"type": "integer"}', ["9007199254740991"], ["9007199254740992", "-9007199254740992"]),
         (
             '{"type": "string", "format": "date"}',
