@@ -83,10 +83,10 @@ class PromptBuilder:
         if used:
             shown = ", ".join(f"{name} {value:g}" for name, value in used.items())
             self._renderer.note(
-                f"sampling uses the model's generation_config.json: {shown} (--sampling-defaults greedy ignores it)"
+                f"sampling uses the model's {tokenizer.generation_file}: {shown} (--sampling-defaults greedy ignores it)"
             )
         if tokenizer.unused and generates:
-            self._renderer.note(f"not used of the model's generation_config.json: {', '.join(tokenizer.unused)}")
+            self._renderer.note(f"not used of the model's {tokenizer.generation_file}: {', '.join(tokenizer.unused)}")
         self.sampling_from = self._params.sources() if generates else {}
         """The values that rows without parameters of their own are sampled with, and where each is from: see `RowParams.sources`."""
         self._check_sampling(sampling)

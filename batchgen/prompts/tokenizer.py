@@ -31,6 +31,7 @@ _CONTEXT_NAMES = (
 )  # fmt: skip
 OTHER_PARTS = ("vision_config", "audio_config")
 """Names under which configurations describe parts other than the language model."""
+_GENERATION = "generation_config.json"
 # A tokenizer without a limit has a number such as 10**30.
 _SANE_CONTEXT = 100_000_000
 
@@ -50,9 +51,11 @@ class LoadedTokenizer:
     vocab_size: int
     """Number of token ids that the model knows: 0 to `vocab_size - 1`."""
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """The sampling parameters of the model's generation_config.json; empty if that does not ask for sampling."""
+    """The sampling parameters of the model's `generation_file`; empty if that does not ask for sampling."""
     unused: tuple[str, ...] = ()
     """What that file asks for beside them, and batchgen does not do."""
+    generation_file: str = _GENERATION
+    """The file with the model's settings for generation."""
     thinking: ThinkingFormat | None = None
     """How the model marks its thoughts; None if it does not."""
     tool_format: ToolFormat | None = None
@@ -95,7 +98,7 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
         except Exception as e:
             raise load_failure(config, "configuration", e) from e
     context_length = context_length_of(config, hf_config, tokenizer.model_max_length)
-    generation = {} if gguf_file(config) is not None else _small_file(config, "generation_config.json")
+    generation_file, generation = ("", {}) if gguf_file(config) is not None else _generation_settings(config)
     return LoadedTokenizer(
         hf_tokenizer=tokenizer,
         hf_config=hf_config,
@@ -103,6 +106,7 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
         eos_token_ids=_eos_token_ids(generation, hf_config, tokenizer),
         sampling=_generation_sampling(generation),
         unused=_unused_settings(generation),
+        generation_file=generation_file,
         thinking=thinking_format(tokenizer),
         tool_format=tool_format(tokenizer),
         head=head,
@@ -342,35 +346,50 @@ def _eos_token_ids(generation: Mapping[str, Any], hf_config: Any, tokenizer: Any
     return ()
 
 
+def _generation_settings(config: ModelConfig) -> tuple[str, Mapping[str, Any]]:
+    """Returns the name and the content of the file with the model's settings for generation: config.json if there is no other, as in transformers."""
+    for name in (_GENERATION, "config.json"):
+        if found := _small_file(config, name):
+            return name, found
+    return _GENERATION, {}
+
+
 _UNUSED_SETTINGS = {
-    "num_beams": 1, "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1, "bad_words_ids": [], "suppress_tokens": [],
-    "begin_suppress_tokens": [], "sequence_bias": {}, "forced_bos_token_id": None, "forced_eos_token_id": None, "min_length": 0,
-    "exponential_decay_length_penalty": None, "guidance_scale": 1, "penalty_alpha": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0,
+    "num_beams": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1,
+    "bad_words_ids": [], "suppress_tokens": [], "begin_suppress_tokens": [], "sequence_bias": {}, "forced_bos_token_id": None,
+    "forced_eos_token_id": None, "min_length": 0, "min_new_tokens": 0, "stop_strings": [], "exponential_decay_length_penalty": None,
+    "guidance_scale": 1, "penalty_alpha": 0, "typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0, "token_healing": False,
+    "watermarking_config": None,
 }  # fmt: skip
 """Settings of a generation configuration that batchgen does not use, and their values without effect."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def _generation_sampling(generation: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the sampling parameters of a generation configuration if it asks for sampling. Invalid values are ignored."""
+    """Returns the sampling parameters of a generation configuration if it asks for sampling. Invalid values are left out."""
     if generation.get("do_sample") is not True:
         return {}
-    found: dict[str, float] = {"temperature": 1.0}
-    for name in _SAMPLING:
-        value = generation.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            try:
-                SamplingParams().merged({name: value})
-            except RowError:
-                continue
-            found[name] = value
-    return found
+    return {"temperature": 1.0} | {n: generation[n] for n in _SAMPLING if _is_valid(n, generation.get(n))}
+
+
+def _is_valid(name: str, value: Any) -> bool:
+    """Whether a parameter may have this value."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        SamplingParams().merged({name: value})
+    except RowError:
+        return False
+    return True
 
 
 def _unused_settings(generation: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the names of settings of a generation configuration that change what `generate` writes, and that batchgen does not use."""
-    neutral = _UNUSED_SETTINGS if generation.get("do_sample") is True else _UNUSED_SETTINGS | {"repetition_penalty": 1}
-    return tuple(name for name, value in neutral.items() if generation.get(name) not in (None, value))
+    sampled = generation.get("do_sample") is True
+    neutral = _UNUSED_SETTINGS if sampled else _UNUSED_SETTINGS | {"repetition_penalty": 1}
+    unused = [name for name, value in neutral.items() if generation.get(name) not in (None, value)]
+    given = (name for name in _SAMPLING if sampled and generation.get(name) is not None)
+    return (*unused, *(name for name in given if not _is_valid(name, generation[name])))
 
 
 def _small_file(config: ModelConfig, name: str) -> Mapping[str, Any]:

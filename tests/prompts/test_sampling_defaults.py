@@ -55,10 +55,27 @@ def test_a_model_that_does_not_ask_for_sampling_is_greedy(tools, tmp_path, gener
     [
         ({"repetition_penalty": 1.1, "suppress_tokens": [3], "num_beams": 1}, "suppress_tokens, repetition_penalty"),
         ({"do_sample": True, "temperature": 1.0, "repetition_penalty": 1.1, "typical_p": 1.0, "num_beams": 4}, "num_beams"),
+        (
+            {"min_new_tokens": 5, "stop_strings": ["a"], "encoder_no_repeat_ngram_size": 2, "num_return_sequences": 2},
+            "num_return_sequences, encoder_no_repeat_ngram_size, min_new_tokens, stop_strings",
+        ),
+        ({"top_h": 0.4, "token_healing": True, "watermarking_config": {"bias": 2.5}}, "top_h, token_healing, watermarking_config"),
+        ({"do_sample": True, "temperature": -1.0, "top_p": 0.0, "min_p": None, "top_k": 5}, "temperature, top_p"),
     ],
 )  # fmt: skip
 def test_settings_of_the_model_that_batchgen_does_not_use_are_named(tools, tmp_path, generation, unused):
     assert builder(tools, tmp_path, generation).notes[-1] == f"not used of the model's generation_config.json: {unused}"
+
+
+def test_a_model_without_a_generation_config_has_its_settings_in_its_configuration(tools, tmp_path):
+    settings = {"do_sample": True, "temperature": 0.3, "top_k": 7, "suppress_tokens": [5]}
+    folder = tools.save_model(tmp_path / "m", config=settings)
+    b = PromptBuilder(load_tokenizer(ModelConfig(model=folder)), PromptConfig(), SamplingParams())
+    assert b.sampling == SamplingParams(temperature=0.3, top_k=7)
+    assert b.notes == [
+        "sampling uses the model's config.json: temperature 0.3, top_k 7 (--sampling-defaults greedy ignores it)",
+        "not used of the model's config.json: suppress_tokens",
+    ]
 
 
 def test_the_greedy_option_ignores_the_models_sampling(tools, tmp_path):
