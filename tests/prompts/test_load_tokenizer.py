@@ -266,6 +266,13 @@ def test_long_rope_has_the_models_whole_context(tools, tmp_path, config, short):
     assert context_note(tokenizer.hf_config) is None
 
 
+@pytest.mark.parametrize(("own", "expected"), [(None, "processor"), ("tokenizer", "tokenizer")])
+def test_a_chat_template_in_the_processors_own_file_is_used_if_the_tokenizer_has_none(tools, tmp_path, own, expected):
+    folder = tools.save_model(tmp_path, tokenizer=tools.byte_tokenizer(chat_template=own))
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "processor"}')
+    assert load(folder).hf_tokenizer.chat_template == expected
+
+
 def test_a_package_that_transformers_lacks_is_named():
     missing = ImportError(
         "\nAutoImageProcessor requires the Torchvision library but it was not found in your environment. Check"
