@@ -2,8 +2,8 @@
 
 A completion ends at an end token (the model's, unless they are ignored, and the request's own), at a stop string, or
 at its maximum length. Its text is all of its tokens decoded at once, without special tokens and without the end
-token, cut before the earliest stop string. Bytes that are not a complete character become U+FFFD, as in `decode`, also
-if a completion ends inside a character. The prompt's last tokens are decoded with the completion and their text is removed again,
+token, cut before the earliest stop string. A stop string that is a special token ends it at that token. Bytes that are not
+a complete character become U+FFFD, as in `decode`, also if a completion ends inside a character. The prompt's last tokens are decoded with the completion and their text is removed again,
 so that prompt and text concatenate: tokenizers of the sentencepiece family drop the space before the first word that they decode.
 
 If a model marks its thoughts, the text is the answer alone, and stop strings are only searched for in the answer.
@@ -18,8 +18,8 @@ completion ends, U+FFFD at the end of the text is not searched because it may st
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 from batchgen.parsers.repetition import Repetition
@@ -58,6 +58,11 @@ class Detokenizer:
         self.byte_tokens = frozenset(
             i for name, i in found if i is not None and tokenizer.convert_ids_to_tokens(i) == name
         )
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of the special tokens, which leave no text, by what they look like."""
+        return {str(token): i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
 
     def marked(self, tokens: Sequence[int]) -> str:
         """Returns the text of `tokens` with special tokens and without clean-up of spaces."""
@@ -124,6 +129,8 @@ class Stopper:
         ends = frozenset() if params.ignore_eos else eos_token_ids
         self._ends = ends | frozenset(params.stop_token_ids) if params.stop_token_ids else ends
         self._stop = params.stop
+        special = detokenizer.special_tokens if self._stop else {}
+        self._stop_tokens = frozenset(special[text] for text in self._stop if text in special)
         self._detokenizer = detokenizer
         self._prompt, self._tools = prompt, tools
         self._context = detokenizer.context(prompt)
@@ -236,14 +243,14 @@ class Stopper:
         sizes = range(len(self.tokens))
         return bisect_right(sizes, length, key=lambda size: len(self._detokenizer.marked(self.tokens[:size]))) - 1
 
-    def _decoded(self) -> str | None:
-        """Returns the text of the answer so far; None if the answer has not begun."""
+    def _decoded(self, end: int | None = None) -> str | None:
+        """Returns the text of the answer so far, or up to token `end`; None if the answer has not begun."""
         start, begins = 0, ""
         if self._thoughts is not None:
             if not self._thoughts.ended and self._thoughts.thinking and self.tokens:
                 return None
             start, begins = self._thoughts.answer_start, self._thoughts.begins
-        tokens = self.tokens[start:]
+        tokens = self.tokens[start:end]
         if tokens and tokens[-1] in self._ends:
             tokens = tokens[:-1]
         text = begins + self._detokenizer.text(self._before(start), tokens)
@@ -259,15 +266,23 @@ class Stopper:
             if not self._thoughts.append(token):
                 return False
             self._follow(self._thoughts.answer_start)
-            following = self.tokens[self._thoughts.answer_start :]
+            start = self._thoughts.answer_start
         else:
-            following = [token]
-        return self._growing is not None and any(self._meets_stop_string(self._growing.append(t)) for t in following)
+            start = len(self.tokens) - 1
+        growing = self._growing
+        return growing is not None and any(self._is_stop(at, growing) for at in range(start, len(self.tokens)))
 
     def _follow(self, start: int) -> None:
         """The answer begins at token `start`: its text is searched for stop strings from there."""
         if self._stop:
             self._growing = _GrowingText(self._detokenizer, self._before(start), max(map(len, self._stop)))
+
+    def _is_stop(self, at: int, growing: _GrowingText) -> bool:
+        """Takes the answer's token `at` this place. Returns whether it is a stop string itself, or completes one."""
+        if self.tokens[at] not in self._stop_tokens:
+            return self._meets_stop_string(growing.append(self.tokens[at]))
+        self._text = self._decoded(at)
+        return True
 
     def _meets_stop_string(self, end: str) -> bool:
         """Whether the text contains a stop string. `end` is its new end, with room for the longest stop string."""

@@ -102,6 +102,8 @@ def test_stop_strings_count_only_in_the_answer():
         assert found[3] == "stop"
         assert run(tokenizer, "q<think>", "a</think>b</s>c", stop=("</s>",), max_tokens=99)[:2] == ("b", "a")
         assert run(tokenizer, "q", "no thoughts. here", stop=(". ",))[:2] == ("no thoughts", None)
+    tokenizer = make(special=("<turn>", "</think>"), template="<think></think>")
+    assert run(tokenizer, "q<think>", "a<turn>b</think>c<turn>d", stop=("<turn>", "</think>"))[:2] == ("c", "ab")
 
 
 PROMPT = "<|start|>user<|message|>q<|end|><|start|>assistant"

@@ -64,7 +64,7 @@ def metaspace() -> PreTrainedTokenizerFast:
 
 TOKENIZERS = {make.__name__: make() for make in (byte_level, byte_fallback, metaspace)}
 DETOKENIZERS = {name: Detokenizer(tokenizer) for name, tokenizer in TOKENIZERS.items()}
-EOS = 2
+BOS, EOS = 1, 2
 each_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
 
 
@@ -162,6 +162,10 @@ LEVEL, FALLBACK = ("byte_level",), ("byte_fallback",)
         (FALLBACK, [THE], {}, [THE, EOS], ("stop", 2, " the")),
         (FALLBACK, [EOS], {}, [THE, EOS], ("stop", 2, "the")),
         (FALLBACK, [], {"ignore_eos": True, "stop": (" the",)}, [THE, *[EOS] * 500, THE], ("stop", 502, "the")),
+        # A special token has no text, and ends the completion as a stop string all the same.
+        (LEVEL + FALLBACK, [BOS], {"stop": ("fox", "<s>")}, [b"END", BOS, b"a fox"], ("stop", 4, "END")),
+        (LEVEL, [], {"stop": ("</s>",), "ignore_eos": True}, [b"a\xe4", EOS, b"\xbd\xa0"], ("stop", 3, "a\ufffd")),
+        (LEVEL, [], {"stop": ("<s>a", "s>")}, [b"END", BOS, b"a", EOS], ("stop", 6, "ENDa")),
         # A stop string in the prompt or across its end does not count.
         (LEVEL, [b"the END"], {"stop": ("ENDE", "the")}, [b"END fox", EOS], ("stop", 8, "END fox")),
         # Half a character may become one, or stay a replacement character.

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,9 @@ from support.shapes import COMMON, SHAPES, VOCAB, family_config
 
 
 class Numbers:
-    """A tokenizer that writes token ids as text."""
+    """A tokenizer that writes token ids as text. None of its tokens is special."""
+
+    added_tokens_decoder: MappingProxyType[int, Any] = MappingProxyType({})
 
     def decode(self, ids: Any, **_: Any) -> str:
         return " ".join(map(str, ids))
