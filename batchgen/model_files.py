@@ -347,7 +347,8 @@ def mlx_settings(settings: Mapping[str, Any]) -> dict[str, Any] | None:
         or (isinstance(elsewhere, dict) and quantizer_of(elsewhere) != UNNAMED)
     ):
         return None
-    return {"quant_method": MLX, "model_type": settings.get("model_type"), **found}
+    is_multimodal = bool(settings.get("text_config") or settings.get("vision_config"))
+    return {"quant_method": MLX, "model_type": settings.get("model_type"), "is_multimodal": is_multimodal, **found}
 
 
 def quantizer_of(settings: Mapping[str, Any]) -> str:

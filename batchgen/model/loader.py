@@ -35,7 +35,7 @@ from batchgen.model.vision import Vision
 from batchgen.model.weights.gguf import gguf_weights
 from batchgen.model.weights.int8 import check_int8, checkpoint_scales, no_kernels, quantize
 from batchgen.model.weights.lora import merge_adapter
-from batchgen.model.weights.packed import packed_weights
+from batchgen.model.weights.packed import packed_checkpoint
 from batchgen.model.weights.quantized import (
     as_unquantized,
     fitting,
@@ -47,7 +47,6 @@ from batchgen.model.weights.quantized import (
     unpack,
 )
 from batchgen.model.weights.sizes import (
-    INDEX,
     quantization,
     sizes_of,
     stored_tensors,
@@ -322,21 +321,12 @@ def _from_pretrained(
 
 
 def _packed(config: ModelConfig, hf_config: Any, kind: Any, own_config: Any) -> Mapping[str, Any] | None:
-    """Returns the weights of a packed checkpoint, which are downloaded if they are not on the disk; None for others."""
-    gguf, settings = gguf_file(config), quantization(hf_config)
-    if gguf is not None:
-        with torch.device("meta"):
-            return gguf_weights(gguf, own_class(kind, own_config)(own_config))
-    if settings is None or not is_read_packed(settings):
-        return None
-    files = weight_files(config)
-    if files is None:
-        from huggingface_hub import snapshot_download
-
-        with quiet():
-            snapshot_download(config.model, revision=config.revision, allow_patterns=["*.safetensors", INDEX])
-        files = weight_files(config)
-    return packed_weights(config.model, files or [], settings)
+    """Returns the weights of a packed checkpoint; None for others."""
+    gguf = gguf_file(config)
+    if gguf is None:
+        return packed_checkpoint(config, hf_config)
+    with torch.device("meta"):
+        return gguf_weights(gguf, own_class(kind, own_config)(own_config))
 
 
 def _check_found(config: ModelConfig, found: Mapping[str, Any]) -> None:

@@ -34,6 +34,8 @@ from batchgen.kernels.transfer import put
 from batchgen.kernels.whole_vectors import fill_activations
 from batchgen.model.image_positions import canvas_positions, column_row_number, time_row_column
 from batchgen.model.multimodal import Absent, without_timm
+from batchgen.model.weights.packed import packed_checkpoint
+from batchgen.model.weights.quantized import as_unquantized, is_weight_only, one_weight_at_a_time, packed_in, unpack
 from batchgen.prompts.images import FAMILIES, ImageProcessor, canvas_marks
 from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
 from batchgen.request import IMAGE_IDS, Image, image_ends
@@ -395,15 +397,17 @@ def load_encoder(config: ModelConfig, tokenizer: LoadedTokenizer, dtype: torch.d
         raise ModelError(
             "the image encoder of this model needs the packages timm and torchvision", "pip install timm torchvision"
         )
-    with quiet():
+    packed = packed_checkpoint(config, tokenizer.hf_config)
+    with quiet(), nullcontext() if packed is None else one_weight_at_a_time():
         encoder, found = images_only(wrapper).from_pretrained(
-            config.model,
-            config=hf_config,
+            config.model if packed is None else None,
+            config=as_unquantized(hf_config) if is_weight_only(hf_config) else hf_config,
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
+            **({} if packed is None else {"state_dict": packed}),
         )
     missing = sorted(found["missing_keys"])
     if missing:
@@ -411,6 +415,7 @@ def load_encoder(config: ModelConfig, tokenizer: LoadedTokenizer, dtype: torch.d
             f"the weights in {config.model!r} lack {len(missing)} tensors of the image encoder, among them {missing[0]}",
             "copy the weights and config.json from one model",
         )
+    unpack(packed_in(encoder))
     return encoder.eval()
 
 

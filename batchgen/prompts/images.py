@@ -83,6 +83,11 @@ FAMILIES = {
     "qwen4_exp": Family(axes=3, stand_in="image"),
 }  # fmt: skip
 """By `model_type`: the models that are shown images."""
+_SHOWN_OF_MLX = {
+    "aya_vision", "gemma3", "gemma4", "glm4v", "glm4v_moe", "glm_ocr", "idefics2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision",
+    "mistral3", "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
+}  # fmt: skip
+"""Those whose encoders have been compared with what mlx-vlm makes of them."""
 NOT_SHOWN = {
     "emu3": "they make an image as large as the largest one of its prompt, and its tokens depend on that",
     "fuyu": "they take one image, before all text, and their processor writes the rest of the prompt",
@@ -366,8 +371,12 @@ def unshown(hf_config: Any) -> str | None:
     kind = getattr(language, "model_type", "")
     if kind not in FAMILIES and kind not in NOT_SHOWN and getattr(language, "vision_config", None) is None:
         return _ONLY_TEXT
-    if (getattr(hf_config, "quantization_config", None) or {}).get("quant_method") == MLX:
-        return "models quantized for MLX are not shown images"
+    settings = getattr(hf_config, "quantization_config", None) or {}
+    if settings.get("quant_method") == MLX and kind in FAMILIES:
+        if kind not in _SHOWN_OF_MLX:
+            return f"models of type {kind!r} that are quantized for MLX are not shown images"
+        if settings.get("lacks_encoder"):
+            return "the files of the model have no image encoder"
     why = NOT_SHOWN.get(kind, "that has not been compared with transformers")
     return None if kind in FAMILIES else f"models of type {kind!r} are not shown images yet: {why}"
 

@@ -132,8 +132,12 @@ def load_config(config: ModelConfig) -> Any:
     settings = {} if hasattr(found, "quantization_config") else _small_file(config, "hf_quant_config.json")
     if "quantization" in settings:  # ModelOpt's older checkpoints describe themselves there
         found.quantization_config = {"quant_method": "modelopt", **settings["quantization"]}
+    if getattr(found, "vision_config", None) == {}:  # mlx-vlm writes one for models of text, too
+        del found.vision_config
     if (mlx := mlx_settings(found.to_dict())) is not None:
-        found.quantization_config = mlx
+        stored = _small_file(config, "model.safetensors.index.json").get("weight_map") or {}
+        lacks_encoder = bool(stored) and not any("vision" in name for name in stored)  # mlx-lm leaves it out
+        found.quantization_config = mlx | {"lacks_encoder": lacks_encoder}
     return found
 
 

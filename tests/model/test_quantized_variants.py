@@ -9,16 +9,23 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
+from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels.codes import PackedTensor
+from batchgen.model.architectures import is_multimodal
+from batchgen.model.vision import load_encoder
 from batchgen.model.weights.packed import packed_weights
 from batchgen.model.weights.quantized import is_weight_only
 from batchgen.model.weights.sizes import StoredTensor
 from batchgen.model.weights.variants import check_quantization, check_stored
 from batchgen.model_files import MLX, UNNAMED
+from batchgen.prompts import load_tokenizer
 from batchgen.prompts.images import unshown
+from batchgen.prompts.tokenizer import load_config
 from support.models import load_folder
-from support.quantized import dequantized, make
+from support.params import slow_but
+from support.quantized import dequantized, make, make_multimodal_of_mlx
+from support.vision import make as make_seeing
 
 FLOAT8 = {"a.weight": torch.ones(64, 64).to(torch.float8_e4m3fn)}
 GPTQ = {"a.qweight": torch.zeros(8, 8).int(), "a.qzeros": torch.zeros(2, 1).int(), "a.scales": torch.ones(2, 8).half()}
@@ -343,6 +350,7 @@ def test_names_of_a_language_model_in_a_multimodal_one_of_mlx_are_those_of_trans
     settings = {
         "quant_method": MLX,
         "model_type": "qwen3_5_moe",
+        "is_multimodal": True,
         "bits": 2,
         "group_size": 64,
         layer: {"bits": 4, "group_size": 32},
@@ -353,8 +361,112 @@ def test_names_of_a_language_model_in_a_multimodal_one_of_mlx_are_those_of_trans
     assert torch.equal(found[experts[2]][...].unpacked(), torch.full((8, 32), 2.0))
 
 
-def test_a_multimodal_model_of_mlx_is_not_shown_images() -> None:
+def of_mlx(model_type: str, tensors: dict[str, torch.Tensor], folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
+    """What stands in the file of a checkpoint, unpacked, by the names in transformers."""
+    save_file(tensors, folder / "model.safetensors")
+    whole = {"quant_method": MLX, "model_type": model_type, "bits": 4, "group_size": 32, **settings}
+    found = packed_weights("org/name", [folder / "model.safetensors"], whole)
+    read = {name: part[...] for name, part in found.items()}
+    return {name: part.unpacked() if isinstance(part, PackedTensor) else part for name, part in read.items()}
+
+
+def constant(layer: str, *shape: int) -> dict[str, torch.Tensor]:
+    """A weight [experts, rows, inputs] of MLX whose rows are all number of the expert + number of the row / 8."""
+    count, rows, inputs = shape
+    words = torch.zeros(count, rows, inputs // 8, dtype=torch.uint32)
+    biases = (torch.arange(count)[:, None, None] + torch.arange(rows)[:, None] / 8).expand(-1, -1, inputs // 32)
+    scales = torch.ones_like(biases).bfloat16()
+    return {f"{layer}.weight": words, f"{layer}.scales": scales, f"{layer}.biases": biases.bfloat16().contiguous()}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mixture", "rows"),
+    [
+        ("gpt_oss", "mlp.experts", [0, 0, 1, 1, 2, 2]),
+        ("qwen3_vl_moe", "mlp.switch_mlp", [0, 1, 2, 0, 1, 2]),
+        ("gemma4", "experts.switch_glu", [0, 1, 2, 0, 1, 2]),
+    ],
+)
+def test_projections_before_the_activation_become_one_as_the_family_has_it(
+    model_type: str, mixture: str, rows: list[int], tmp_path: Path
+) -> None:
+    layer = f"model.layers.0.{mixture}"
+    tensors = constant(f"{layer}.gate_proj", 2, 3, 32) | constant(f"{layer}.up_proj", 2, 3, 32)
+    tensors |= constant(f"{layer}.down_proj", 2, 4, 32) | {f"{layer}.down_proj.bias": torch.ones(2, 4)}
+    tensors |= {f"{layer}.{part}_proj.bias": torch.arange(6.0).view(2, 3) for part in ("gate", "up")}
+    found = of_mlx(model_type, tensors, tmp_path)
+    before = f"model.layers.0.{mixture.partition('switch')[0].removesuffix('.').removesuffix('.experts')}"
+    before = before if before.endswith("experts") else f"{before}.experts"
+    both, down = found[f"{before}.gate_up_proj"], found[f"{before}.down_proj"]
+    if model_type == "gpt_oss":  # the other way round
+        both, down = both.transpose(1, 2), down.transpose(1, 2)
+    assert both.shape == (2, 6, 32)
+    assert down.shape == (2, 4, 32)
+    assert both[1, :, 5].tolist() == [1 + row / 8 for row in rows]
+    assert down[1, :, 5].tolist() == [1, 1.125, 1.25, 1.375]
+    assert found[f"{before}.gate_up_proj_bias"][1].tolist() == [3.0 + row for row in rows]
+    assert sorted(name.rpartition(".")[2] for name in found) == [
+        "down_proj", "down_proj_bias", "gate_up_proj", "gate_up_proj_bias",
+    ]  # fmt: skip
+
+
+def test_the_two_projections_for_keys_and_values_of_each_head_become_one(tmp_path: Path) -> None:
+    keys, values = torch.randn(2, 3, 4), torch.randn(2, 5, 3)  # of two heads, and of rank 3
+    layer = "model.layers.0.self_attn"
+    tensors = {f"{layer}.embed_q.weight": keys, f"{layer}.unembed_out.weight": values}
+    found = of_mlx("deepseek_v3", tensors, tmp_path)
+    assert found.keys() == {f"{layer}.kv_b_proj.weight"}
+    heads = found[f"{layer}.kv_b_proj.weight"].view(2, 9, 3)
+    assert torch.equal(heads[1, :4], keys[1].T)
+    assert torch.equal(heads[1, 4:], values[1])
+
+
+def test_a_model_of_text_that_mlx_has_wrapped_has_its_own_names(tmp_path: Path) -> None:
+    tensors = {"language_model.model.norm.weight": torch.ones(2), "language_model.lm_head.weight": torch.ones(2, 2)}
+    assert of_mlx("llama", tensors, tmp_path).keys() == {"model.norm.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize("name", slow_but(["qwen2_vl"], ["qwen2_vl", "mistral3", "smolvlm"]))
+def test_the_encoder_of_a_multimodal_model_of_mlx_is_the_original(name: str, tmp_path: Path) -> None:
+    exact = make_multimodal_of_mlx(make_seeing(name, tmp_path).model, tmp_path)
+    config = ModelConfig(model=str(tmp_path))
+    tokenizer = load_tokenizer(config)
+    assert unshown(tokenizer.hf_config) is None
+    encoder = dict(load_encoder(config, tokenizer, torch.float32).named_parameters())
+    text = dict(load_folder(tmp_path, dtype="float32", compile="off").module.named_parameters())
+    assert encoder
+    assert not encoder.keys() & text.keys()
+    for key, weight in (encoder | text).items():
+        assert type(weight) is torch.nn.Parameter, key
+        assert torch.equal(weight, exact.pop(key)), key
+    assert not exact
+
+
+def test_a_multimodal_model_of_mlx_is_shown_images_if_its_type_has_been_compared_and_its_encoder_is_there() -> None:
     config = AutoConfig.for_model("gemma3")
-    assert unshown(config) is None
     config.quantization_config = {"quant_method": MLX, "model_type": "gemma3", "bits": 4, "group_size": 64}
-    assert unshown(config) == "models quantized for MLX are not shown images"
+    assert unshown(config) is None
+    config.quantization_config["lacks_encoder"] = True
+    assert unshown(config) == "the files of the model have no image encoder"
+    config = AutoConfig.for_model("gemma3n")
+    config.quantization_config = {"quant_method": MLX, "model_type": "gemma3n", "bits": 4, "group_size": 64}
+    assert unshown(config) == "models of type 'gemma3n' that are quantized for MLX are not shown images"
+
+
+@pytest.mark.parametrize(("stored", "lacks"), [("vision_tower.blocks.0.norm1.weight", False), ("lm_head.weight", True)])
+def test_whether_a_checkpoint_of_mlx_has_an_encoder_is_known_from_its_index(
+    stored: str, lacks: bool, tmp_path: Path
+) -> None:
+    config = AutoConfig.for_model("gemma3").to_dict() | {"quantization": {"bits": 4, "group_size": 64}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {stored: "model.safetensors"}}))
+    found = load_config(ModelConfig(model=str(tmp_path))).quantization_config
+    assert (found["is_multimodal"], found["lacks_encoder"]) == (True, lacks)
+
+
+def test_an_empty_vision_config_which_mlx_gives_to_every_model_does_not_make_it_multimodal(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("llama").to_dict() | {"vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization": {"bits": 4, "group_size": 64}}))
+    found = load_config(ModelConfig(model=str(tmp_path)))
+    assert not is_multimodal(found)
+    assert not found.quantization_config["is_multimodal"]

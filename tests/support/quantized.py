@@ -293,6 +293,35 @@ def _mlx_parts(weight: torch.Tensor, bits: int, mode: str) -> tuple[dict[str, to
     return {"weight": torch.from_numpy(stream.view("<u4").copy()), **scales}, exact.flatten(-2)
 
 
+MLX_NAMES = {
+    "qwen2_vl": {"lm_head.": "language_model.lm_head.", "model.language_model.": "language_model.model.", "model.visual.": "vision_tower."},
+    "mistral3": {
+        "lm_head.": "language_model.lm_head.", "model.language_model.": "language_model.model.", "model.vision_tower.": "vision_tower.vision_model.",
+        "model.": "",
+    },
+    "smolvlm": {"lm_head.": "language_model.lm_head.", "model.text_model.": "language_model.", "model.": ""},
+}  # fmt: skip
+"""By the type of a multimodal model: what names begin with in transformers, and in MLX."""
+
+
+def make_multimodal_of_mlx(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """Replaces the weights in a model's folder by those of MLX, in 8 bits, those of the encoder too. Returns what they stand for, by transformers' names."""
+    found, exact = {}, {}
+    for key, weight in model.state_dict().items():
+        starts = MLX_NAMES[model.config.model_type].items()
+        name = next(new + key.removeprefix(old) for old, new in starts if key.startswith(old))
+        exact[key] = weight.float()
+        if weight.dim() == 2 and weight.shape[1] % BLOCK == 0 and key.endswith(".weight"):
+            parts, exact[key] = _mlx_parts(weight.float(), 8, "affine")
+            found |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in parts.items()}
+        else:  # the channels of convolutions are last
+            found[name] = weight.movedim(1, -1) if weight.dim() > 3 else weight
+    save_file({name: tensor.contiguous() for name, tensor in found.items()}, folder / "model.safetensors")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"quantization": {"group_size": BLOCK, "bits": 8}}))
+    return exact
+
+
 def _by_groups(weight: torch.Tensor, groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
     """Codes [in, out], zeros and scales [groups, out] of an asymmetric quantization, the group of each input, and the exact weights [out, in]."""
     rows = weight.T.contiguous()

@@ -1,4 +1,4 @@
-"""Checkpoints quantized for MLX: the families whose weights are known, and how MLX's tensors become those of transformers."""
+"""Checkpoints quantized for MLX: how MLX's tensors become those of transformers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 
+from batchgen.model.weights.mlx_names import name_in_transformers
+
 _CENTERED = {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
 """Families whose norms are stored as the difference from one, which MLX adds."""
 _NORMS = re.compile(r".*(\.input_layernorm|\.post_attention_layernorm|model\.norm|\.q_norm|\.k_norm)\.weight")
 _CONVOLUTION = re.compile(r".*\.(conv1d|conv\.conv)\.weight")
-_EXPERTS = re.compile(r"(.*\.(\w+))\.switch_mlp\.(\w+)")
+"""Convolutions of three dimensions. All tensors of more dimensions are convolutions."""
+_EXPERTS = re.compile(r"(.*\.(\w+)\.experts)\.(gate_proj|up_proj|down_proj)")
 _EXPERT_PARTS = {"block_sparse_moe": {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}}
 """By the name of the mixture, what transformers calls the parts of an expert."""
-_LANGUAGE = ("language_model.lm_head.", "lm_head."), ("language_model.model.", "model.language_model.")
-"""What the parts of the language model in a multimodal one are called in MLX, and in transformers."""
+_FUSED = {"gemma4", "gpt_oss", "qwen3_vl_moe"}
+"""Families of which transformers, too, stores all experts in one tensor. It has gate and up projections in one."""
 
 
 class ChangedTensor:
@@ -44,30 +47,43 @@ def in_transformers(tensors: Mapping[str, Any], settings: Mapping[str, Any]) -> 
     """
     found: dict[str, Any] = {}
     own = dict(settings)
+    kind = settings["model_type"]
+    parts_of = _parts_of_fused if kind in _FUSED else _parts
     for stored_name, stored in tensors.items():
-        layer, _, last = stored_name.rpartition(".")
-        for name, part in _parts(layer, stored):
-            found[f"{name}.{last}"] = _as_stored(f"{name}.{last}", part, settings["model_type"])
-            if layer in settings:
-                own[name] = settings[layer]
+        layer, _, last = name_in_transformers(stored_name, settings).rpartition(".")
+        beside = tensors.get(stored_name.replace(".gate_proj.", ".up_proj."))
+        for name, part in parts_of(layer, stored, beside, kind):
+            in_fused = last == "bias" and ".experts." in name
+            found[f"{name}_bias" if in_fused else f"{name}.{last}"] = _as_stored(f"{name}.{last}", part, kind)
+            if (there := stored_name.rpartition(".")[0]) in settings:
+                own[name] = settings[there]
     return found, own
 
 
-def _parts(layer: str, stored: Any) -> list[tuple[str, Any]]:
-    """Returns the layers that a tensor belongs to, by their names in transformers, with the part of each: one, or all experts of a mixture."""
-    for start, other in _LANGUAGE:
-        if f"{layer}.".startswith(start):
-            layer = f"{other}{layer[len(start) :]}".removesuffix(".")
+def _parts(layer: str, stored: Any, *_: Any) -> list[tuple[str, Any]]:
+    """Returns the layers that a tensor belongs to, with the part of each: one, or all experts of a mixture."""
     experts = _EXPERTS.fullmatch(layer)
     if experts is None:
         return [(layer, stored)]
     before, mixture, part = experts.groups()
     part = _EXPERT_PARTS.get(mixture, {}).get(part, part)
     count, *shape = stored.get_shape()
-    return [
-        (f"{before}.experts.{number}.{part}", ChangedTensor(stored, shape, itemgetter(number)))
-        for number in range(count)
-    ]
+    return [(f"{before}.{number}.{part}", ChangedTensor(stored, shape, itemgetter(number))) for number in range(count)]
+
+
+def _parts_of_fused(layer: str, stored: Any, up: Any, kind: str) -> list[tuple[str, Any]]:
+    """Returns what `_parts` does for the families in `_FUSED`. `up`: the tensor that a gate becomes one with."""
+    if layer.endswith(".experts.up_proj"):
+        return []
+    if not layer.endswith(".experts.gate_proj"):
+        return [(layer, stored)]
+
+    def read(gate: Any) -> torch.Tensor:
+        both = [gate[...], up[...]]
+        return torch.stack(both, 2).flatten(1, 2) if kind == "gpt_oss" else torch.cat(both, 1)
+
+    count, rows, *rest = stored.get_shape()
+    return [(f"{layer.removesuffix('gate_proj')}gate_up_proj", ChangedTensor(stored, [count, 2 * rows, *rest], read))]
 
 
 def _as_stored(name: str, stored: Any, kind: str) -> Any:
@@ -75,6 +91,22 @@ def _as_stored(name: str, stored: Any, kind: str) -> Any:
     shape = list(stored.get_shape())
     if kind in _CENTERED and _NORMS.fullmatch(name):
         return ChangedTensor(stored, shape, lambda x: x[...].float() - 1)
-    if _CONVOLUTION.fullmatch(name) and len(shape) == 3:
-        return ChangedTensor(stored, [shape[0], shape[2], shape[1]], lambda x: x[...].transpose(1, 2))
+    if len(shape) > 3 or (len(shape) == 3 and _CONVOLUTION.fullmatch(name)):  # channels are last
+        return ChangedTensor(stored, [shape[0], shape[-1], *shape[1:-1]], lambda x: x[...].movedim(-1, 1))
     return stored
+
+
+def with_keys_and_values_joined(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns weights with one projection where MLX has two for each head, of keys and of values (DeepSeek). It is not packed."""
+    found = dict(weights)
+    for name in weights:
+        if name.endswith(".embed_q.weight"):
+            keys, values = found.pop(name), found.pop(name.replace(".embed_q.", ".unembed_out."))
+            found[name.replace(".embed_q.", ".kv_b_proj.")] = ChangedTensor((keys, values), [], _joined)
+    return found
+
+
+def _joined(both: tuple[Any, Any]) -> torch.Tensor:
+    """Returns [heads * (K + V), rank] of weights for keys [heads, rank, K] and for values [heads, V, rank]."""
+    keys, values = (weight.unpacked() if hasattr(weight := half[...], "unpacked") else weight for half in both)
+    return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)

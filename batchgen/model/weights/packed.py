@@ -16,11 +16,21 @@ from typing import Any
 
 import torch
 
+from batchgen.config import ModelConfig
 from batchgen.kernels.codes import E2M1, Coding, PackedTensor, levels_of, packed_planes
 from batchgen.kernels.memory import Loading
-from batchgen.model.weights.mlx import in_transformers
-from batchgen.model.weights.variants import AUTOROUND, are_codes, check_variant, compressed_groups, not_read
+from batchgen.model.weights.mlx import in_transformers, with_keys_and_values_joined
+from batchgen.model.weights.sizes import INDEX, quantization, weight_files
+from batchgen.model.weights.variants import (
+    AUTOROUND,
+    are_codes,
+    check_variant,
+    compressed_groups,
+    is_read_packed,
+    not_read,
+)
 from batchgen.model_files import MLX
+from batchgen.prompts.tokenizer import quiet
 
 _Tensors = Mapping[str, torch.Tensor]
 _Make = Callable[[_Tensors, Mapping[str, Any]], torch.Tensor]
@@ -84,6 +94,21 @@ class UnreadWeight:
         return weight
 
 
+def packed_checkpoint(config: ModelConfig, hf_config: Any) -> dict[str, Any] | None:
+    """Returns the weights of a checkpoint that is read here, which is downloaded if it is not on the disk; None for others. See `packed_weights`."""
+    settings = quantization(hf_config)
+    if settings is None or not is_read_packed(settings):
+        return None
+    files = weight_files(config)
+    if files is None:
+        from huggingface_hub import snapshot_download
+
+        with quiet():
+            snapshot_download(config.model, revision=config.revision, allow_patterns=["*.safetensors", INDEX])
+        files = weight_files(config)
+    return packed_weights(config.model, files or [], settings)
+
+
 def packed_weights(model: str, files: Sequence[Path], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the weights of the files, by their names in a model that is not quantized. `settings`: the checkpoint's quantization settings.
 
@@ -98,6 +123,7 @@ def packed_weights(model: str, files: Sequence[Path], settings: Mapping[str, Any
         slices.update((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - it is no mapping
     if settings["quant_method"] == MLX:
         slices, settings = in_transformers(slices, settings)
+        return with_keys_and_values_joined(_by_weight(model, slices, settings))
     return _by_weight(model, slices, settings)
 
 
@@ -130,11 +156,11 @@ def _by_weight(model: str, slices: Mapping[str, Any], settings: Mapping[str, Any
             continue
         if (problem := _incomplete(layer, parts, method)) is not None:
             raise not_read(model, problem)
-        name = layer if method == "mxfp4" else f"{layer}.weight"
+        fused = method == MLX and layer.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+        name = layer if method == "mxfp4" or fused else f"{layer}.weight"
         own = settings.get(layer) if method == MLX else None
-        found[name] = UnreadWeight(
-            partial(_read, name, _READ[method], parts, own if isinstance(own, dict) else settings), loading
-        )
+        all_own = {**settings, **own} if isinstance(own, dict) else settings
+        found[name] = UnreadWeight(partial(_read, name, _READ[method], parts, all_own), loading)
     return found
 
 
@@ -382,11 +408,14 @@ def _mlx(parts: _Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     """
     plane, scales = parts["weight"].view(torch.uint8), parts["scales"]
     bits, group = int(settings["bits"]), int(settings["group_size"])
+    columns = settings["model_type"] == "gpt_oss" and plane.dim() == 3  # its experts are [E, in, out]
     if "biases" not in parts:
         coding = Coding(bits, "e4m3" if bits == 8 else E2M1, group=group, sub="e4m3" if group == 16 else "e8m0")
-        return PackedTensor(coding, {f"plane{bits}": plane, "sub": scales})
+        return PackedTensor(coding, {f"plane{bits}": plane, "sub": scales}, transposed=columns)
     planes = {f"plane{bits}": plane} if bits in (2, 4, 8) else packed_planes(_codes_across_bytes(plane, bits), bits)
-    return PackedTensor(Coding(bits, group=group), {**planes, "scales": scales, "offsets": parts["biases"]})
+    return PackedTensor(
+        Coding(bits, group=group), {**planes, "scales": scales, "offsets": parts["biases"]}, transposed=columns
+    )
 
 
 def _codes_across_bytes(plane: torch.Tensor, bits: int) -> torch.Tensor:

@@ -32,11 +32,13 @@ _MODELOPT = {
 }
 """The algorithms of ModelOpt that are read here, those of AWQ unless activations are scaled before a layer."""
 _OF_MLX = {
-    "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4", "glm4_moe", "granite", "helium", "hunyuan_v1_dense",
-    "lfm2", "llama", "ministral3", "mistral", "mistral3", "mixtral", "nemotron", "olmo2", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "seed_oss", "smollm3", "stablelm", "starcoder2",
+    "aya_vision", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4",
+    "glm", "glm4", "glm4_moe", "glm4v", "glm4v_moe", "glm_ocr", "gpt_oss", "granite", "helium", "hunyuan_v1_dense", "idefics2", "idefics3",
+    "internvl", "lfm2", "llama", "llava", "llava_next", "llava_onevision", "ministral3", "mistral", "mistral3", "mixtral", "nemotron", "olmo2",
+    "olmoe", "paligemma", "phi", "phi3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next",
+    "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smollm3", "smolvlm", "stablelm", "starcoder2",
 }  # fmt: skip
-"""The types of models whose weights have been compared with those that mlx-lm makes of them."""
+"""The types of models whose weights have been compared with those that mlx-lm and mlx-vlm make of them."""
 _MLX_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 _PACKAGES = {"compressed-tensors": "compressed_tensors", "torchao": "torchao"}
 
