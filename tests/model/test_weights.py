@@ -12,8 +12,10 @@ from batchgen.model import loader
 from batchgen.model.loader import check_fits, check_room, cpu_dtype, dtype_of
 from batchgen.model.weights import sizes
 from batchgen.model.weights.int8 import quantize
-from batchgen.model.weights.sizes import StoredTensor, stored_tensors, weight_files, weight_sizes
+from batchgen.model.weights.sizes import StoredTensor, sizes_of, stored_tensors, weight_files, weight_sizes
+from batchgen.prompts.tokenizer import load_config
 from support.models import build, load_folder
+from support.quantized import make
 
 GIB = 2**30
 BF16, F32 = torch.bfloat16, torch.float32
@@ -60,6 +62,29 @@ def test_the_memory_of_a_mixture_in_8_bits_is_known_before(name, tmp_path):
     sizes = weight_sizes(stored_tensors(config_of(tmp_path)) or [], None, 4)
     made = quantize(load_folder(tmp_path, dtype="float32"), [np.arange(9, dtype=np.int32)], {}).quantization
     assert 0.9 < sizes.int8 / made["weight_bytes"] < 1.1
+
+
+@pytest.mark.parametrize(("name", "kind"), [("mlx", "llama"), ("mlx experts", "qwen3_moe")])
+@pytest.mark.usefixtures("compiled")
+def test_the_memory_of_a_checkpoint_of_mlx_in_8_bits_is_known_before(name, kind, tmp_path):
+    make(name, tmp_path, build(kind, hidden_size=256, moe_intermediate_size=128, intermediate_size=512).bfloat16())
+    config = config_of(tmp_path)
+    sizes = sizes_of(config, load_config(config), 2)
+    made = quantize(load_folder(tmp_path, dtype="bfloat16"), [np.arange(9, dtype=np.int32)], {}).quantization
+    assert sizes is not None
+    assert 0.9 < sizes.int8 / made["weight_bytes"] < 1.1
+
+
+def test_the_router_and_the_encoder_of_a_multimodal_mixture_of_mlx_are_counted_as_they_will_be():
+    settings = {"quant_method": "mlx", "model_type": "qwen3_vl_moe", "is_multimodal": True, "bits": 4, "group_size": 64}
+    before = "language_model.model.layers.0.mlp"
+    router = StoredTensor(f"{before}.gate.weight", "U32", [8, 256], 8192)  # 2,048 inputs: it stays, in 16 bits
+    experts = StoredTensor(f"{before}.switch_mlp.up_proj.weight", "U32", [8, 64, 256], 524288)
+    scales = StoredTensor(f"{before}.switch_mlp.up_proj.scales", "BF16", [8, 64, 32], 32768)
+    encoder = StoredTensor("vision_tower.blocks.0.attn.proj.weight", "BF16", [64, 64], 8192)
+    assert weight_sizes([router], settings, 2).int8 == 2 * 8 * 2048
+    assert weight_sizes([experts, scales], settings, 2).int8 == 8 * 64 * 2048 + 8 * 8 * 64
+    assert weight_sizes([encoder], settings, 2, frozenset({"visual"})).kept == 0
 
 
 def test_scales_of_packed_experts_take_what_they_take_in_the_file():

@@ -16,7 +16,8 @@ from batchgen.config import ModelConfig, parse_size
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.model.architectures import is_multimodal
-from batchgen.model_files import gguf_file, is_int8_layer, quantizer_of
+from batchgen.model.weights.mlx_names import name_in_transformers
+from batchgen.model_files import MLX, gguf_file, is_int8_layer, quantizer_of
 from batchgen.process.machine import free_host_memory
 from batchgen.prompts.gguf import METHOD, gguf_header
 from batchgen.prompts.tokenizer import language_config, quiet, text_config
@@ -239,7 +240,9 @@ def weight_sizes(
     kept = int8 = plain = stored = largest = 0
     any_codes = False
     for tensor in tensors:
-        if not without.isdisjoint(tensor.name.split(".")):
+        of_mlx = settings is not None and settings.get("quant_method") == MLX
+        known = name_in_transformers(tensor.name, settings or {}) if of_mlx else tensor.name
+        if not without.isdisjoint(known.split(".")):
             continue
         here, numbers = _kept(tensor, settings, itemsize, on_cpu=on_cpu)
         whole = numbers * itemsize if numbers else tensor.nbytes
@@ -248,13 +251,12 @@ def weight_sizes(
         kept += here
         plain += whole
         stored += tensor.nbytes
-        name = f"{tensor.name.rpartition('.')[0]}.weight" if numbers else tensor.name
-        # Words of packed numbers may lie the other way round; none is of a router.
-        shape = tensor.shape if tensor.dtype in _FLOATS else [max(tensor.shape, default=0)] * len(tensor.shape)
+        name = f"{known.rpartition('.')[0]}.weight" if numbers else known
+        shape = _shape_of(tensor, numbers)
         if on_cpu and numbers and _stays_in_4_bits(tensor, settings):
             int8 += here
             any_codes = True
-        else:
+        elif not (of_mlx and known.endswith((".scales", ".biases")) and tensor.dtype in _FLOATS and _layer_of(known)):
             int8 += numbers + 8 * shape[0] * max(shape[1:-1], default=1) if is_int8_layer(name, shape) else whole
         layers[_layer_of(tensor.name)] += here
     outside = layers.pop("", 0)
@@ -263,14 +265,29 @@ def weight_sizes(
     return WeightSizes(kept, int8, int8_load, min(kept, outside + at_once), plain, stored, largest)
 
 
+def _shape_of(tensor: StoredTensor, numbers: int) -> Sequence[int]:
+    """Returns the shape of a weight of so many numbers. Words of packed numbers may lie the other way round, except MLX's; then none is of a router."""
+    if tensor.dtype == "U32" and numbers:
+        return [*tensor.shape[:-1], numbers // math.prod(tensor.shape[:-1])]
+    return tensor.shape if tensor.dtype in _FLOATS else [max(tensor.shape, default=0)] * len(tensor.shape)
+
+
+def _settings_of(tensor: StoredTensor, settings: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Returns the quantization settings of a tensor: MLX's layers may have their own."""
+    own = (settings or {}).get(tensor.name.rpartition(".")[0])
+    return own if isinstance(own, dict) else settings or {}
+
+
 def _stays_in_4_bits(tensor: StoredTensor, settings: Mapping[str, Any] | None) -> bool:
     """Whether `--quantize int8` keeps a packed weight as it is, and multiplies its codes (`kernels.int8`)."""
     if isa.instruction_set() in (isa.NONE, "amx") or not _layer_of(tensor.name):
         return False
     if tensor.dtype in WHOLE_GGUF:
         return True
+    last, own = tensor.name.rpartition(".")[2], _settings_of(tensor, settings)
     settings = settings or {}
-    last = tensor.name.rpartition(".")[2]
+    if tensor.dtype == "U32":  # MLX's, unless groups have offsets
+        return packed_bits(own) == 4 and own.get("mode", "affine") != "affine"
     if last == "qweight":  # AWQ, and GPTQ whose groups have neighbouring inputs
         return packed_bits(settings) == 4 and not settings.get("desc_act")
     of_modelopt = settings.get("quant_method") == "modelopt" and last == "weight" and tensor.dtype == "U8"
@@ -284,8 +301,7 @@ def _kept(tensor: StoredTensor, settings: Mapping[str, Any] | None, itemsize: in
     if method == METHOD and tensor.dtype not in _FLOATS:
         return int(count * _GGUF_BITS[tensor.dtype] / 8) if tensor.dtype in _GGUF_BITS else tensor.nbytes, count
     packed = method not in (None, METHOD)
-    own = (settings or {}).get(tensor.name.rpartition(".")[0])  # MLX's settings of a layer
-    bits = packed_bits(own if isinstance(own, dict) else settings)
+    bits = packed_bits(_settings_of(tensor, settings))
     numbers = num_weights(tensor.name, tensor.dtype, list(tensor.shape), bits) if packed else 0
     if numbers:
         return tensor.nbytes, numbers
