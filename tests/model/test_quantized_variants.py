@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from batchgen.config import ModelConfig
@@ -440,6 +440,16 @@ def test_the_encoder_of_a_multimodal_model_of_mlx_is_the_original(name: str, tmp
         assert type(weight) is torch.nn.Parameter, key
         assert torch.equal(weight, exact.pop(key)), key
     assert not exact
+
+
+def test_the_encoder_of_a_packed_checkpoint_needs_no_package_of_its_maker(tmp_path: Path) -> None:
+    make("awq", tmp_path, make_seeing("qwen2_vl", tmp_path).model.bfloat16())
+    config = ModelConfig(model=str(tmp_path))
+    encoder = dict(load_encoder(config, load_tokenizer(config), torch.float32).named_parameters())
+    exact = load_file(tmp_path / "exact" / "model.safetensors")
+    assert encoder
+    for name, weight in encoder.items():
+        assert torch.equal(weight, exact[name.removeprefix("model.")].float()), name
 
 
 def test_a_multimodal_model_of_mlx_is_shown_images_if_its_type_has_been_compared_and_its_encoder_is_there() -> None:
