@@ -15,6 +15,7 @@ ATTRIBUTES = {
     "torch.load", "numpy.load", "np.load", "np.fromfile", "os.system", "os.popen", "yaml.load", "pd.read_pickle",
     "subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.check_output", "subprocess.check_call", "torch.compile.load",
 }  # fmt: skip
+LAST_NAMES = {name.rpartition(".")[2] for name in CALLS | ATTRIBUTES}
 ALLOW = {"allow_pickle", "weights_only", "shell"}
 
 
@@ -26,8 +27,8 @@ def forbidden(source: str) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
             found.append(str(node.module))
         elif isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            if name in CALLS or name in ATTRIBUTES:
+            last = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if last in LAST_NAMES and (name := ast.unparse(node.func)) in CALLS | ATTRIBUTES:
                 found.append(name)
             found += [str(word.arg) for word in node.keywords if word.arg in ALLOW]
     return found

@@ -63,14 +63,14 @@ GREEDY, FORKS = SamplingParams(max_tokens=4), SamplingParams(max_tokens=6, tempe
 
 @pytest.mark.parametrize("sampling", slow_but([FORKS], [GREEDY, FORKS]))
 def test_several_windows_give_the_output_and_the_prefill_of_one(sampling, tiny_model_dir, write_jsonl):
-    source = write_jsonl(shuffled(95))
+    source = write_jsonl(shuffled(45))
     whole = run_job(config_of(tiny_model_dir, source, sampling=sampling)).stats
-    one = run_job(config_of(tiny_model_dir, source, "one.jsonl", sampling=sampling, window=100)).stats
+    one = run_job(config_of(tiny_model_dir, source, "one.jsonl", sampling=sampling, window=50)).stats
     few = run_job(config_of(tiny_model_dir, source, "few.jsonl", sampling=sampling, window=10)).stats
     outputs = {source.with_name(name).read_bytes() for name in ("out.jsonl", "one.jsonl", "few.jsonl")}
     assert len(outputs) == 1
     assert whole["prefill_tokens"] == whole["prefill_tokens_min"] == one["prefill_tokens_min"] < few["prefill_tokens"]
-    assert (whole["rows"], whole["rows_ok"], whole["rows_resumed"]) == (95, 95, 0)
+    assert (whole["rows"], whole["rows_ok"], whole["rows_resumed"]) == (45, 45, 0)
 
 
 def test_a_stopped_run_resumes_without_sorting_again(tiny_model_dir, write_jsonl):
