@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,13 +186,30 @@ def _reads_ranges(file: Any) -> bool:
     """Whether a web server sends ranges of a file, by asking for the last byte. fsspec finds out only when it reads one."""
     if not file.size:
         return False
+    file.cache.fetcher = partial(_whole_range, file.cache.fetcher)
     try:
         file.seek(file.size - 1)
         file.read(1)
         file.seek(0)
-    except ValueError:
+    except (ValueError, EOFError):
         return False
     return True
+
+
+def _whole_range(fetch: Callable[[int, int], bytes], start: int, end: int) -> bytes:
+    """Returns the bytes of a range, of which a web server may send any part from its start on. fsspec would take a part for the whole.
+
+    Raises `ValueError` if it sends more: it has not read the range. Raises `EOFError` if it sends nothing.
+    """
+    found = bytearray(fetch(start, end))
+    while len(found) < end - start:
+        more = fetch(start + len(found), end)
+        if not more:
+            raise EOFError(f"the server has sent {start + len(found):,} of {end:,} bytes")
+        found += more
+    if len(found) > end - start:
+        raise ValueError("the server has sent another range than it was asked for")
+    return bytes(found)
 
 
 def _web_stream(fs: Any, path: str) -> Any:

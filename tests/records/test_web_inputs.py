@@ -45,11 +45,16 @@ class Answers(BaseHTTPRequestHandler):
         content = self._files.get(name, 404)
         status, data = (content, b"") if isinstance(content, int) else (200, content)
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        ranged = way in ("ranges", "stalls") and status == 200 and wanted is not None
-        sent = data[int(wanted[1]) : int(wanted[2]) + 1] if ranged else data
+        ranged = way in ("ranges", "stalls", "parts", "wrong") and status == 200 and wanted is not None
+        start, end = (int(wanted[1]), int(wanted[2]) + 1) if ranged else (0, len(data))
+        if way == "wrong":
+            start = 0
+        elif ranged and way == "parts":
+            end = (start + end + 1) // 2
+        sent = data[start:end]
         self.send_response(206 if ranged else status)
         if ranged:
-            self.send_header("Content-Range", f"bytes {wanted[1]}-{int(wanted[1]) + len(sent) - 1}/{len(data)}")
+            self.send_header("Content-Range", f"bytes {start}-{start + len(sent) - 1}/{len(data)}")
         if way == "unknown":
             self.send_header("Connection", "close")  # its length is known when it ends
         else:
@@ -91,6 +96,15 @@ def test_a_large_file_is_read_whether_the_server_sends_ranges_or_only_the_whole(
     files, address = web
     lines = "".join(json.dumps(row) + "\n" for row in LARGE).encode()
     files[f"x.{kind}"] = {"jsonl": lines, "jsonl.gz": gzip.compress(lines, 0), "parquet": parquet_bytes(LARGE)}[kind]
+    assert columns(f"{address}/{way}/x.{kind}") == LARGE
+
+
+@pytest.mark.parametrize("way", ["parts", "wrong"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_server_that_sends_less_or_more_than_the_range_it_was_asked_for_changes_no_row(web, way, kind):
+    files, address = web
+    lines = "".join(json.dumps(row) + "\n" for row in LARGE).encode()
+    files[f"x.{kind}"] = {"jsonl": lines, "parquet": parquet_bytes(LARGE)}[kind]
     assert columns(f"{address}/{way}/x.{kind}") == LARGE
 
 
