@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from batchgen.errors import BatchgenError, UsageError, first_line
 
 _READ_AHEAD = 1 << 23  # of a sequential read; s3fs reads 50 MiB ahead, far too much for ten rows of a large file
 _SILENCE_S = 60.0  # of a web server
+_OF_THE_EXTRA = ("s3", "s3a", "gs", "gcs", "http", "https")
+"""Stores for which the extra `remote` has all that fsspec needs."""
 _WEB = ("http://", "https://")
 # Fields that change with a file's content, the best first: digests and versions, then times.
 _VERSIONS = (
@@ -60,9 +63,7 @@ def remote(url: str, *, verb: str = "read") -> tuple[Any, str]:
 
             fs, path = url_to_fs(url)
         except ImportError as e:
-            raise UsageError(
-                f"{url} cannot be {verb}: {e}", "pip install 'batchgen-llm[remote]' (fsspec and the store's package)"
-            ) from e
+            raise UsageError(f"{url} cannot be {verb}: {e}", _packages_for(scheme)) from e
         except ValueError as e:
             raise UsageError(
                 f"{url} cannot be {verb}: {e}", "use a path, or a URL such as s3://bucket/rows.jsonl"
@@ -70,6 +71,13 @@ def remote(url: str, *, verb: str = "read") -> tuple[Any, str]:
     if "http" in fs.protocol:
         _limit_silence(fs)
     return fs, path
+
+
+def _packages_for(scheme: str) -> str:
+    """Returns how to install what reads a store."""
+    if scheme.lower() in _OF_THE_EXTRA or find_spec("fsspec") is None:
+        return "pip install 'batchgen-llm[remote]' (fsspec and the store's package)"
+    return "pip install that package: fsspec needs it for this store"
 
 
 def _limit_silence(fs: Any) -> None:

@@ -402,6 +402,13 @@ def test_a_url_without_fsspec_or_with_an_unknown_scheme_is_refused(monkeypatch):
     assert caught.value.hint == "pip install 'batchgen-llm[remote]' (fsspec and the store's package)"
 
 
+def test_a_store_whose_package_is_not_in_the_extra_is_not_said_to_come_with_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "paramiko", None)
+    with pytest.raises(UsageError, match="paramiko") as caught:
+        opened("sftp://host/x.jsonl")
+    assert caught.value.hint == "pip install that package: fsspec needs it for this store"
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
