@@ -103,8 +103,7 @@ def write_output(
     `fingerprint`: that of the input when it was read first. `merging`: the results are those of shards, and count as those of earlier runs.
     Raises `InputCorrupt` if the input has changed since then or breaks off, `OutputError`.
     """
-    if source.fingerprint() != fingerprint:
-        raise _input_changed(source, job)
+    _check_unchanged(source, job, fingerprint)
     stream, left, passed = RowStream(source.rows()), job.row_count, 0
     while left:
         rows = stream.take(read_rows, job.end_of_rows)
@@ -131,7 +130,17 @@ def write_output(
         left -= len(results)
         passed += len(rows)
         outcomes.tracker.passed(passed)
-    if source.fingerprint() != fingerprint:
+    _check_unchanged(source, job, fingerprint)
+
+
+def _check_unchanged(source: Input, job: JobFolder, fingerprint: list[dict[str, Any]]) -> None:
+    """Raises `InputCorrupt` if the input has changed since its first reading, or if its store cannot be reached any more."""
+    try:
+        now = source.fingerprint()
+    except UsageError as e:
+        again = "check the connection and run the same command again: finished rows are kept"
+        raise InputCorrupt(e.message, again) from e
+    if now != fingerprint:
         raise _input_changed(source, job)
 
 

@@ -150,7 +150,7 @@ class JobFolder(HeldResults):
         if self._limit_raised:
             self.forget_cut()
         if self._manifest.keys and old is not None and old.state == "finished":
-            self.notes.append(f"{self.output} was finished: {self.finished_at_hand} of its results are used again")
+            self.notes.append(f"{self.output} was finished: {self.finished_at_hand:,} of its results are used again")
         self.results_at_hand = self.count + self.forgotten_count
 
     def _open_files(self, opened: ExitStack) -> None:

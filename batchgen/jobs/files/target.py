@@ -153,7 +153,7 @@ class RemoteTarget:
         info = self._info()
         if info is None:
             raise OutputError(f"{self.name} was removed while batchgen looked at it", _AGAIN)
-        return {"size": info["size"], "version": object_version(info), DIGEST: None}
+        return _identity_of(info, None)
 
     def digest(self) -> str:
         with reaching(self.name), open_remote(self.name) as file:
@@ -170,7 +170,8 @@ class RemoteTarget:
                 near = self._beside("new")
                 self._upload(partial, near)
                 self._fs.mv(near, self._path)
-            return self.identity() | {DIGEST: digest}
+            self._fs.invalidate_cache(self._path)
+            return _identity_of(self._fs.info(self._path), digest)
 
     def _upload(self, partial: Path, path: str) -> None:
         # s3fs holds ten parts of 50 MB at a time unless told otherwise
@@ -211,6 +212,10 @@ class RemoteTarget:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(near)
+
+
+def _identity_of(info: Mapping[str, Any], digest: str | None) -> dict[str, Any]:
+    return {"size": info["size"], "version": object_version(info), DIGEST: digest}
 
 
 Target: TypeAlias = LocalTarget | RemoteTarget
