@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from batchgen.parsers.thinking import HARMONY, thinking_format
+from batchgen.parsers.tool_schemas import with_types
 from batchgen.result import ToolCall
 
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -100,7 +101,7 @@ def _python_calls(written: Sequence[ast.AST]) -> str:
 
 def _json_lines(text: str) -> str:
     """Returns calls that stand one to a line, as JSON objects."""
-    return json.dumps([json.loads(line) for line in text.splitlines() if line.strip()])
+    return json.dumps([json.loads(line) for line in text.split("\n") if line.strip()])
 
 
 def _json_pairs(text: str) -> str:
@@ -362,7 +363,7 @@ def find_calls(
             warnings.simplefilter("ignore")  # of backslashes in texts as in Python
             answer = answer if format.rewrite is None else format.rewrite(answer)
         as_json = format.template["fields"]["tool_calls"].get("content") == "json"
-        typed = _without_texts(known) if as_json else known
+        typed = with_types(known, texts=not as_json)  # what JSON has as a text is no number where it may be a text
         message = parse_response(answer, _response_template(format), prefix=prompt if format.whole else "", tools=typed)
         found = message.get("tool_calls") or []
         calls = tuple(
@@ -394,29 +395,6 @@ def _call(value: Any, id: str) -> ToolCall:
     own = value.get("id") or function.get("id")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     return ToolCall(own if isinstance(own, str) else id, name.strip(), text)
-
-
-def _without_texts(tools: Any) -> Any:
-    """Returns the tools without the arguments that may be texts: what JSON has as a text is no number then."""
-    if isinstance(tools, list):
-        return [_without_texts(tool) for tool in tools]
-    if not isinstance(tools, dict):
-        return tools
-    return {
-        name: {key: schema for key, schema in value.items() if not _may_be_text(schema)}
-        if name == "properties" and isinstance(value, dict)
-        else _without_texts(value)
-        for name, value in tools.items()
-    }
-
-
-def _may_be_text(schema: Any) -> bool:
-    if not isinstance(schema, dict):
-        return False
-    types = schema.get("type")
-    return "string" in (types if isinstance(types, list) else [types]) or any(
-        _may_be_text(choice) for union in ("anyOf", "oneOf") for choice in schema.get(union) or ()
-    )
 
 
 def _tool_names(tools: Sequence[Any]) -> set[str]:

@@ -267,6 +267,35 @@ def test_a_text_in_json_stays_text_where_the_schema_allows_text(schema):
     assert json.loads(call.arguments) == given | {"days": 3}
 
 
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"$ref": "#/$defs/Point"}, '{"x": 1}', {"x": 1}),
+        ({"allOf": [{"$ref": "#/$defs/Count"}], "description": "how many"}, "3", 3),
+        ({"anyOf": [{"$ref": "#/$defs/Count"}, {"type": "null"}]}, "3", 3),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"const": True}, "true", True),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"$ref": "#/$defs/Color"}, "1", "1"),
+        ({"$ref": "#/$defs/Loop"}, "3", 3),
+        ({"$ref": "#/$defs/No"}, "3", "3"),
+        ({}, "3", "3"),
+    ],
+)
+def test_an_argument_that_is_written_as_text_has_the_type_of_its_schema_wherever_that_stands(schema, written, value):
+    definitions = {
+        "Point": {"type": "object", "properties": {"x": {"type": "integer"}}},
+        "Count": {"type": "integer"},
+        "Color": {"enum": ["0", "1"]},
+        "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"$ref": "#/$defs/Count"}]},
+    }
+    parameters = {"type": "object", "properties": {"q": schema}, "$defs": definitions}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    call = f"<tool_call>\n<function=weather>\n<parameter=q>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    found = find_calls(tool_format(make(template="<function=")), call, json.dumps(tools))
+    assert [json.loads(one.arguments) for one in found[1]] == [{"q": value}]
+
+
 def test_a_code_fence_may_end_on_the_line_of_the_arguments():
     mark, written = FORMATS["DeepSeek V3"]
     stopper = complete(make(template=mark), "q", written.replace("\n```<", "```<") + EOS, tools=json.dumps(TOOLS))
@@ -319,6 +348,7 @@ def test_a_call_that_python_cannot_parse_for_its_depth_stays_text(family):
         ("Apertus", '<|tools_prefix|>[{"weather": "Bern"}]<|tools_suffix|>', []),
         ("Apertus", '<|tools_prefix|>{"weather": {}}<|tools_suffix|>', []),
         ("MiniMax M1", '<tool_calls>{"name": "weather", "arguments": {}}</tool_calls>', [("weather", {})]),
+        ("MiniMax M1", '<tool_calls>{"name": "weather", "arguments": {"city": "a\u2028b"}}</tool_calls>', [("weather", {"city": "a\u2028b"})]),
         ("MiniMax M1", '<tool_calls>\n{"name": "weather"\n, "arguments": {}}\n</tool_calls>', []),
     ],
 )  # fmt: skip
