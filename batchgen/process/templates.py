@@ -79,6 +79,10 @@ class TemplateFailure:
     """Line of the template, if its syntax is wrong."""
 
 
+class _Killed(TemplateFailure):
+    """The process was killed while it rendered: by the system, which lacked memory, or by a user. No template does that."""
+
+
 class TemplateCall(NamedTuple):
     """A render that is asked for."""
 
@@ -135,9 +139,10 @@ class TemplateProcess:
     def render(
         self, form: Form, source: str, inputs: Iterable[Any], is_stopped: Callable[[], bool] = lambda: False
     ) -> list[Any]:
-        """Returns the answers to the calls of one template."""
+        """Returns the answers to the calls of one template. A call at which the process was killed is tried twice."""
         found: list[Any] = [_packed(given) for given in inputs]
         todo = [i for i, given in enumerate(found) if isinstance(given, bytes)]
+        again: int | None = None
         with self._lock:
             while todo:
                 size, batch = 0, []
@@ -147,6 +152,10 @@ class TemplateProcess:
                     if size > _BATCH_BYTES:
                         break
                 answers = self._ask((form, source, [found[i] for i in batch]), is_stopped)
+                killed = next((place for place, answer in answers.items() if isinstance(answer, _Killed)), None)
+                if killed is not None and batch[killed] != again:
+                    again = batch[killed]
+                    del answers[killed]
                 for place, answer in answers.items():
                     found[batch[place]] = answer
                 todo = [i for place, i in enumerate(batch) if place not in answers] + todo[len(batch) :]
@@ -172,7 +181,8 @@ class TemplateProcess:
             if not self._ready:
                 raise BatchgenError(f"templates cannot be rendered, as their process does not start: {how}") from None
             place = int.from_bytes(os.pread(child.place.fileno(), 8, 0), "little")
-            failure = TemplateFailure("limit", f"the process that renders templates ended: {how}")
+            ended = _Killed if code == -signal.SIGKILL else TemplateFailure
+            failure = ended("limit", f"the process that renders templates ended: {how}")
             if code == -signal.SIGXCPU:
                 failure = TemplateFailure("limit", f"it takes more than {self._seconds} seconds of processor time")
             self._end()

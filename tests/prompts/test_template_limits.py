@@ -100,6 +100,39 @@ def test_a_process_that_was_killed_starts_again(process):
     assert process.render("row", "b", [{}]) == ["b"]
 
 
+def test_a_process_that_was_killed_before_its_first_template_starts_again():
+    process = TemplateProcess()
+    process.start()
+    assert process._child.connection.poll(60)
+    process._child.process.kill()
+    process._child.process.wait()
+    assert process.render("row", "b", [{}]) == ["b"]
+    process.close()
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_row_at_which_the_process_was_killed_is_tried_once_more(kills):
+    process = TemplateProcess(seconds=3600)
+    killed = []
+
+    def kill() -> bool:
+        if process._ready and process._child.process not in killed:
+            if len(killed) == kills:
+                return True
+            killed.append(process._child.process)
+            process._child.process.kill()
+        return False
+
+    if kills == 1:
+        with pytest.raises(RenderingStopped):
+            process.render("row", NESTED, [given("row", 1)], kill)
+    else:
+        (failure,) = process.render("row", NESTED, [given("row", 1)], kill)
+        assert (failure.kind, failure.message) == ("limit", "the process that renders templates ended: SIGKILL")
+    assert process.render("row", "b", [{}]) == ["b"]
+    process.close()
+
+
 def test_a_chat_template_that_recurses_for_ever_is_refused_before_the_first_row(tools):
     with pytest.raises(
         UsageError, match=r"^the model's chat template does not work for a short message: .*recursion.*; correct it"
