@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from inspect import Signature
 from typing import Any
 
@@ -28,6 +29,8 @@ def run(**given: Any) -> int:
 
     with progress_for(display) as shown:
         report = run_job(config, shown)
+    if given["output"] == os.devnull:
+        report = replace(report, output=os.devnull)
     if not display.quiet:
         show_summary(report, as_json=display.as_json)
     return report.exit_code

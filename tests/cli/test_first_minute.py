@@ -31,6 +31,21 @@ def test_device_files_are_outputs(output, lines, command, command_environment, w
     assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", lines)
 
 
+@pytest.mark.slow
+def test_rows_that_were_discarded_are_not_said_to_be_on_standard_output(
+    command, command_environment, write_jsonl, tiny_model_dir
+):
+    rows = write_jsonl([{"prompt": "a"}])
+    done = subprocess.run(
+        [*command, "run", str(rows), "-m", str(tiny_model_dir), "-o", "/dev/null", "--max-tokens", "2"],
+        env=command_environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "")
+    assert [line.split() for line in done.stderr.splitlines() if line.startswith(" output")] == [
+        ["output", "/dev/null"]
+    ]
+
+
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_ctrl_c_while_a_failure_is_being_told_adds_no_second_line(form, python):
     code = (
