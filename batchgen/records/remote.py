@@ -20,6 +20,8 @@ _READ_AHEAD = 1 << 23  # of a sequential read; s3fs reads 50 MiB ahead, far too 
 _SILENCE_S = 60.0  # of a web server
 _OF_THE_EXTRA = ("s3", "s3a", "gs", "gcs", "http", "https")
 """Stores for which the extra `remote` has all that fsspec needs."""
+_OTHER_NAMES = {"s3a": "s3", "gcs": "gs", "az": "abfs", "ssh": "sftp"}
+"""Second names of stores."""
 _WEB = ("http://", "https://")
 # Fields that change with a file's content, the best first: digests and versions, then times.
 _VERSIONS = (
@@ -233,10 +235,16 @@ def _as_os_error() -> Iterator[None]:
         raise StoreError(_reason(e)) from e
 
 
+def _object(url: str) -> tuple[str, str]:
+    """Returns what a URL means: the same for names of one store."""
+    scheme, _, path = address(url).partition("://")
+    return _OTHER_NAMES.get(scheme, scheme), path
+
+
 def same_file(a: str, b: str) -> bool:
     """Whether two names mean the same file. Links are followed."""
     if is_url(a) or is_url(b):
-        return is_url(a) and is_url(b) and address(a) == address(b)
+        return is_url(a) and is_url(b) and _object(a) == _object(b)
     try:
         return Path(a).samefile(b)
     except OSError:

@@ -36,6 +36,8 @@ def test_folders_and_globs_give_their_files_sorted_without_hidden_files_and_our_
     assert [f.name for f in opened("s3://bucket/**/e.jsonl").files] == ["s3://bucket/in/deeper/e.jsonl"]
     with pytest.raises(UsageError, match=r"^S3://bucket/in/b\.jsonl is both an input and the output"):
         opened("s3://bucket/in/b.jsonl", output="S3://bucket/in/b.jsonl")
+    with pytest.raises(UsageError, match=r"^s3a://bucket/in/b\.jsonl is both an input and the output"):
+        opened("s3://bucket/in/b.jsonl", output="s3a://bucket/in/b.jsonl")
 
 
 def test_an_existing_key_with_brackets_or_a_question_mark_is_not_a_glob(s3):
