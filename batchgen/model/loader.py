@@ -27,6 +27,7 @@ from batchgen.kernels.ops import is_fast
 from batchgen.model.adapter import prepare
 from batchgen.model.architectures import check_architecture, context_note, is_multimodal, is_verified
 from batchgen.model.checks.self_check import self_check
+from batchgen.model.exact_float32 import use_exact_float32
 from batchgen.model.heads import class_for, without_language_head
 from batchgen.model.loaded_model import LoadedModel
 from batchgen.model.memory_budget import free_memory
@@ -348,17 +349,6 @@ def _check_found(config: ModelConfig, found: Mapping[str, Any]) -> None:
     if missing:
         count = "one tensor, " + missing[0] if len(missing) == 1 else f"{len(missing)} tensors, among them {missing[0]}"
         raise ModelError(f"{where} lack {count}", hint)
-
-
-def use_exact_float32() -> None:
-    """Makes float32 arithmetic exact to float32 in this whole process: products on GPUs, which TF32 would compute with 10 bits of mantissa, and
-    vector functions on CPUs, which MKL may compute with 12."""
-    # The default, unless an environment variable or other code has changed it.
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False  # the default is True
-    # The first vector function of a process makes MKL look up the processor. If two threads do that at once, one may take the kernel of the
-    # lowest accuracy (docs/decisions/0016). So one thread computes one cosine before anything else.
-    torch.ones(1).cos()
 
 
 class KernelBuild:

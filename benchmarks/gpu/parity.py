@@ -18,8 +18,8 @@ import torch
 from batchgen.config import EngineConfig
 from batchgen.engine.engine import Engine
 from batchgen.model.adapter import prepare
+from batchgen.model.exact_float32 import use_exact_float32
 from batchgen.model.loaded_model import LoadedModel
-from batchgen.model.loader import use_exact_float32
 from batchgen.prompts import LoadedTokenizer
 from batchgen.result import Result
 from batchgen.scheduling.sequence import GenerationSequence

@@ -7,10 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.params import slow_but
 from support.python_process import run_python
 
 MODEL = Path(__file__).parents[2] / "sample_data" / "model"
 # Each prints the largest error of a table of cosines of 2,048 positions.
+OF_A_TABLE = """
+import torch
+from batchgen.model.exact_float32 import use_exact_float32
+use_exact_float32()
+angles = torch.outer(torch.arange(2048.0), torch.rand(32))
+print(float((angles.cos() - angles.double().cos()).abs().max()))
+"""
 OF_A_MODEL = f"""
 import torch
 from batchgen.config import ModelConfig
@@ -37,7 +45,8 @@ def window(tmp_path_factory):
     return library
 
 
-def test_the_cosines_of_a_model_are_exact(window):
+@pytest.mark.parametrize("table", slow_but([OF_A_TABLE], [OF_A_TABLE, OF_A_MODEL]), ids=["alone", "of a model"])
+def test_cosines_are_exact(window, table):
     two = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
-    printed = run_python(OF_A_MODEL, check=True, LD_PRELOAD=str(window), **two).stdout
+    printed = run_python(table, check=True, LD_PRELOAD=str(window), **two).stdout
     assert float(printed) < 1e-7  # the largest error
