@@ -77,6 +77,22 @@ def test_max_tokens_that_nobody_gave_are_no_more_than_fit(engine_of, model):
     ]
 
 
+def test_a_row_whose_max_tokens_are_less_can_be_cancelled(engine_of, model):
+    """So can a later one of its number, whatever became of the first."""
+    engine = engine_of(model, blocks=4)
+    auto, later = request(0, [5] * 100, 1024, params=SamplingParams()), request(0, [5] * 10, 9)
+    for asked, cancels, stop in (
+        (auto, True, None),
+        (later, True, None),
+        (auto, False, stop_after(2, "now")),
+        (later, True, None),
+    ):
+        results = []
+        engine.add(*planned([asked]), results.append, lambda *_, r=asked, cancels=cancels: cancels and engine.cancel(r))
+        engine.run(stop)
+        assert [(r.finish_reason, r.completion_tokens) for r in results] == ([] if stop else [("cancelled", 1)])
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
 def test_a_row_without_numbers_fails_alone(engine_of, model, batch_size):
     """Its KV is NaN. Blocks that it shares, or that other rows get afterwards, must not spoil these rows."""
@@ -140,6 +156,13 @@ def test_a_failing_callback_leaves_an_engine_that_can_go_on(engine_of, model, pr
         engine.add(*planned(requests), broken)
         engine.run()
     assert len(run(engine, requests)) == 2
+
+
+def test_with_debug_blocks_that_do_not_add_up_end_the_run(engine_of, model):
+    engine = engine_of(model)
+    engine.block_manager.pool.allocate(1)
+    with pytest.raises(AssertionError, match="block references do not match the block tables"):
+        run(engine, make_requests([[1]], [2]))
 
 
 def test_memory_of_a_group_is_under_an_eighth_of_the_unshared(engine_of, model):

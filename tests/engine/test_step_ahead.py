@@ -142,3 +142,14 @@ def test_rows_under_a_grammar_are_the_same_beside_others(tiny_model_dir, batch_s
         runs.append({r.row: (r.text, r.finish_reason, r.completions) for r in results})
     assert runs[0] == runs[1]
     assert {"stop", "length"} == {reason for _, reason, _ in runs[0].values()}
+
+
+def test_what_a_grammar_allows_is_computed_while_the_model_runs(tiny_model_dir, monkeypatch):
+    pytest.importorskip("llguidance")
+    order = []
+    with LLM(str(tiny_model_dir), engine=EngineConfig(speculate="off")) as llm:
+        start, forward = llm.engine.constraints.start, llm.engine.runner.run
+        monkeypatch.setattr(llm.engine.constraints, "start", lambda *of: (order.append("masks"), start(*of)))
+        monkeypatch.setattr(llm.engine.runner, "run", lambda *of: (order.append("model"), forward(*of))[1])
+        llm.generate(["a"], SamplingParams(max_tokens=3, regex="[ab]{9}"))
+    assert order == ["masks", "model"] * 3
