@@ -34,7 +34,7 @@ from batchgen.request import IMAGE_IDS, Request, leaves_of
 from batchgen.result import Result
 from batchgen.sampling_params import SamplingParams
 from support.models import memory_for, run
-from support.params import slow_but
+from support.params import FULL, slow_but, some_of
 from support.vision import FAMILIES, ID, Reference, make, picture
 
 # Of transformers' processor for GLM 4V.
@@ -142,6 +142,7 @@ def small_images_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def sees(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sees:
+    """A test that has other parameters beside names `scope="module"`; else pytest makes this anew for each."""
     return Sees(request.param, tmp_path_factory.mktemp("sees"))
 
 
@@ -154,7 +155,9 @@ QUICK = [("gemma3", mode) for mode in MODES] + [
 ]
 
 
-@pytest.mark.parametrize(("sees", "mode"), slow_but(QUICK, product(sorted(FAMILIES), MODES)), indirect=["sees"])
+@pytest.mark.parametrize(
+    ("sees", "mode"), slow_but(QUICK, product(sorted(FAMILIES), MODES)), indirect=["sees"], scope="module"
+)
 def test_rows_with_images_write_what_generate_writes(sees: Sees, mode: str) -> None:
     expected = sees.expected()
     requests = sees.build(CONVERSATIONS)
@@ -175,14 +178,16 @@ def test_rows_with_images_write_what_generate_writes(sees: Sees, mode: str) -> N
     ("sees", "dtype"),
     slow_but([("gemma4", "float32")], product(sorted(FAMILIES), ["float32", "bfloat16"])),
     indirect=["sees"],
+    scope="module",
 )
 def test_log_probabilities_of_a_row_with_images_are_the_same_alone_and_in_every_job(sees: Sees, dtype: str) -> None:
     other = copy(sees)
     other.model = load_model(ModelConfig(model=str(sees.folder), device="cpu", dtype=dtype), sees.tokenizer)
-    requests = other.build(CONVERSATIONS, logprobs=3)
+    requests = other.build(CONVERSATIONS, logprobs=3, max_tokens=TOKENS if FULL else 4)
     torch.set_num_threads(1)
     alone = [run(other.engine(debug=False), [request])[0].completions for request in requests]
-    for threads, options in enumerate(MODES.values(), 1):
+    modes = some_of(("in slices smaller than an image", "memory short"), MODES)
+    for threads, options in enumerate(modes.values(), 1):
         torch.set_num_threads(threads)
         results = run(other.engine(debug=False, **options), requests, share=options.get("share", True))
         assert [result.completions for result in results] == alone
@@ -363,8 +368,9 @@ def test_an_image_that_breaks_after_the_reading_fails_its_rows_alone(sees: Sees,
 
 
 @QWEN
-def test_features_beyond_the_limit_are_encoded_again(sees: Sees, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchgen.model.vision.FEATURE_BYTES", 0)
+@pytest.mark.parametrize("limit", slow_but(["FEATURE_SHARE"], ["FEATURE_BYTES", "FEATURE_SHARE"]))
+def test_features_beyond_the_limit_are_encoded_again(sees: Sees, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"batchgen.model.vision.{limit}", 0)
     requests = sees.build(CONVERSATIONS)
     prefixes = {
         tuple(r.tokens[: end + 1])
