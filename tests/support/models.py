@@ -268,7 +268,12 @@ def generate(model: Any, prompt: list[int], max_tokens: int, eos: tuple[int, ...
 def generate_all(
     model: Any, prompts: list[list[int]], lengths: list[int], eos: tuple[int, ...] = ()
 ) -> list[list[int]]:
-    return [generate(model, p, n, eos) for p, n in zip(prompts, lengths, strict=True)]
+    """Equal prompts run once: a short completion is the beginning of a longer one."""
+    longest: dict[tuple[int, ...], int] = {}
+    for prompt, length in zip(map(tuple, prompts), lengths, strict=True):
+        longest[prompt] = max(length, longest.get(prompt, 0))
+    written = {prompt: generate(model, list(prompt), length, eos) for prompt, length in longest.items()}
+    return [written[tuple(prompt)][:length] for prompt, length in zip(prompts, lengths, strict=True)]
 
 
 class Seen:
