@@ -92,8 +92,9 @@ RECURRENT = ["qwen3_5_text", "nemotron_h", "lfm2", "mamba2"]
 )
 def test_an_embedding_equals_that_of_the_prompt_run_alone(name, head):
     want = [embedding(reference(name, AutoModel), head, prompt) for prompt in PROMPTS]
+    model = packed(name, head)
     for how, options in ENGINES.items():
-        engine = engine_for(packed(name, head), head=head, **options)
+        engine = engine_for(model, head=head, **options)
         results = run(engine, requests_of(PROMPTS))
         for result, vector in zip(results, want, strict=True):
             np.testing.assert_allclose(result.embedding, vector, atol=1e-4, rtol=1e-4, err_msg=how)
@@ -124,13 +125,14 @@ def test_outputs_that_are_not_numbers_fail_only_their_own_rows(head):
 
 @pytest.mark.parametrize("name", slow_but({"llama"}, [*FAMILIES, "qwen3_5_text"]))
 def test_classes_have_the_probabilities_that_transformers_gives(name):
-    model = reference(name, AutoModelForSequenceClassification)
+    written = reference(name, AutoModelForSequenceClassification)
+    with torch.inference_mode():
+        want = [written(input_ids=torch.tensor([prompt])).logits[0] for prompt in PROMPTS]
+    model = packed(name, CLASSES)
     for how, options in ENGINES.items():
-        engine = engine_for(packed(name, CLASSES), head=CLASSES, **options)
+        engine = engine_for(model, head=CLASSES, **options)
         results = run(engine, requests_of(PROMPTS))
-        for result, prompt in zip(results, PROMPTS, strict=True):
-            with torch.inference_mode():
-                logits = model(input_ids=torch.tensor([prompt])).logits[0]
+        for result, logits in zip(results, want, strict=True):
             probs = logits.double().softmax(-1).tolist()
             assert list(result.choice_probs) == list(LABELS)
             assert list(result.choice_probs.values()) == pytest.approx(probs, abs=1e-5), how
