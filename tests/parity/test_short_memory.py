@@ -16,7 +16,7 @@ from batchgen.request import leaves_of
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.waiting import POLICIES
 from support.models import engine_for, generate, make_requests, packed_model, reference_model
-from support.params import slow_but
+from support.params import FULL, slow_but
 from support.shapes import RECURRENT_SHAPES
 
 LONGEST = 30
@@ -124,6 +124,10 @@ def test_every_row_is_exact_with_few_blocks_and_few_state_slots(name, seed, poli
     check(seed, policy, name)
 
 
+# Of these jobs, 5 scores texts and runs step by step, 7 a step ahead; in both, rows have priorities and forks, and one is cancelled.
+SEEDS = range(5, 9) if FULL else (5, 7)
+
+
 @pytest.mark.parametrize("name", slow_but({"llama"}, ["llama", "lfm2"]))
 def test_preempted_rows_are_exact(name):
-    assert sum(check(seed, "prefix", name) for seed in range(5, 9)) > 0
+    assert sum(check(seed, "prefix", name) for seed in SEEDS) > 0
