@@ -161,6 +161,7 @@ def test_the_memory_needed_is_that_of_the_packed_weights_and_of_the_largest_one_
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("checkpoint", slow_but(["awq", "mlx"], (*CHECKPOINTS, *PACKED)), indirect=True)
 def test_a_model_on_several_devices_unpacks_a_layer_when_it_runs(checkpoint: tuple[str, Path, Any]) -> None:
     pytest.importorskip("accelerate")
     name, folder, _ = checkpoint
