@@ -124,6 +124,8 @@ cases = given(
 @example(
     seed=171253, spare=0, policy="prefill-first", sliding_window=None, scored=0.5, cancels=False, ends=(), state_slots=3
 )
+# This one once never ended: a leaf took one block more than the pool has beside its parent's.
+@example(seed=123577, spare=0, policy="fifo", sliding_window=1, scored=1.0, cancels=False, ends=(), state_slots=None)
 @settings(max_examples=examples(12, 500))
 @cases
 def test_every_leaf_is_right_with_any_tree_limits_and_memory(
@@ -160,8 +162,3 @@ def test_every_leaf_of_windows_that_run_together_finishes(policy, ahead, state_s
                 count = 0
         s.finish()
         assert len(s.done) == count or not count
-
-
-def test_kv_in_host_memory_is_computed_again_if_that_takes_fewer_blocks() -> None:
-    """This case once never ended: loading a leaf's KV from host memory takes one block more than the pool has beside its parent's."""
-    check(123577, 0, "fifo", 1, 1.0, False)

@@ -281,12 +281,11 @@ class Simulation:
         """Raises `AssertionError` unless the scheduler's counts add up and blocks and state slots contain the right tokens."""
         self.scheduler.check()
         for span in [*self.scheduler.running, *self.block_manager.live, *self.block_manager.cached]:
+            path = self._prefix(span, span.computed)
             if span.read_state_slot >= 0:
-                assert self.states[span.read_state_slot] == self._prefix(span, span.computed), (
-                    "the state of other tokens"
-                )
+                assert self.states[span.read_state_slot] == path, "the state of other tokens"
             for position in range(span.dropped * self.block_size, span.computed):
-                assert self.held[kv_index(span, position, self.block_size)] == self._prefix(span, position + 1)
+                assert self.held[kv_index(span, position, self.block_size)] == path[: position + 1]
 
     def _prefix(self, span: Span, count: int) -> tuple[int, ...]:
         """The first `count` tokens of the span's path, on which the KV of the last of them depends."""
