@@ -214,7 +214,7 @@ WAYS: dict[str, list[list[str]]] = {
 def test_a_job_writes_the_same_in_every_way(folder, way, tmp_path, write_jsonl, cli):
     words = "the quick brown fox jumps over the lazy dog and runs on and on through the field"
     rows = write_jsonl([{"prompt": words[: 20 + 9 * i] + f" {i}", "max_tokens": 6 + 25 * (i % 2)} for i in range(7)])
-    options = ["--model", folder, "--temperature", "0.7", "-n", "2", "--token-ids", "-q"]
+    options = ["--model", folder, "--temperature", "0.7", "-n", "2", "--token-ids", "--row-params", "max_tokens", "-q"]
     outputs = []
     for name, runs in ("whole", [[]]), (way, WAYS[way]):
         for more in runs:
@@ -222,9 +222,11 @@ def test_a_job_writes_the_same_in_every_way(folder, way, tmp_path, write_jsonl, 
             assert outcome.code == 0, outcome.err
         outputs.append((tmp_path / f"{name}.jsonl").read_bytes())
     assert outputs[0] == outputs[1]
-    lengths = [json.loads(line)["usage"] for line in outputs[0].splitlines()]
-    totals = [usage["prompt_tokens"] for usage in lengths]
-    assert min(totals) < SHORT < max(totals)
+    written = [json.loads(line) for line in outputs[0].splitlines()]
+    prompts = [row["usage"]["prompt_tokens"] for row in written]
+    ends = [n + len(row["choices"][0]["token_ids"]) for n, row in zip(prompts, written, strict=True)]
+    assert min(ends) < SHORT < max(prompts)
+    assert any(n < SHORT < end for n, end in zip(prompts, ends, strict=True))
 
 
 def test_a_prompt_and_its_completion_may_have_the_whole_context(folder, tmp_path, write_jsonl, cli):
