@@ -334,7 +334,6 @@ class ResultAssembler:
         if row.halted:
             begun = row.completions | {choice: _unfinished(c) for choice, c in row.halted.items()}
             row.request = replace(self.beyond.pop(row.request.row), long=True, begun=begun)
-            row.places.clear()
             self._waiting[row.request.row] = row
         else:
             self._forget(row)

@@ -17,7 +17,7 @@ from batchgen.engine.engine import Engine
 from batchgen.jobs.order.sorted_requests import bounded_windows
 from batchgen.model.adapter import prepare
 from batchgen.request import Request
-from batchgen.result import Result
+from batchgen.result import Completion, Result
 from support.models import kernels, make_requests, planned, random_tokens, tiny_tokenizer
 from support.params import slow_but
 from support.shapes import COMMON, LONGROPE
@@ -143,6 +143,24 @@ def test_a_run_that_is_stopped_again_and_again_goes_on_exactly(every):
         runs += 1
     assert runs > 3
     assert [results[request.row].completions for request in requests] == alone()
+
+
+def test_a_row_of_which_one_completion_has_become_long_goes_on_exactly():
+    room = {r.row: SHORT + 1 - len(r.tokens) for r in sampled()}
+    requests = [r for r in sampled() if 2 < room[r.row] < r.max_tokens]
+    assert requests
+    continued = []
+    for r in requests:
+        first, second, third = alone()[r.row]
+        begun = {0: so_far(first, room[r.row]), 1: so_far(second, 2), 2: so_far(third, 1)}
+        continued.append(replace(r, begun=begun))
+    for result in results_of(engine(), continued):
+        assert result.completions == alone()[result.row]
+
+
+def so_far(completion: Completion, count: int) -> Completion:
+    tokens, logprobs = completion.token_ids[:count], (completion.logprobs or ())[:count]
+    return Completion(text="", finish_reason="", token_ids=tokens, logprobs=logprobs)
 
 
 def test_rows_go_on_exactly_when_all_are_started_again_in_the_middle():
