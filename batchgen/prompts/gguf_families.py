@@ -28,6 +28,9 @@ _MAMBA_1 = _NO_HEAD_SIZE | {
 }  # fmt: skip
 _SLIDING = {"attention.sliding_window": "sliding_window"}
 _FINAL_SOFTCAP = {"final_logit_softcapping": "final_logit_softcapping"}
+_GEMMA_LAYERS = _FINAL_SOFTCAP | {
+    "attention.shared_kv_layers": "num_kv_shared_layers", "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+}  # fmt: skip
 _QWEN_MIXTURE = {
     "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
@@ -64,6 +67,7 @@ _MAMBA = frozenset({"ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm
 _PART = frozenset({"rope.dimension_count"})
 _TEMPERATURE = frozenset({"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"})
 _WINDOW = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})
+_TWO_ROPES = _WINDOW | {"rope.freq_base_swa"}
 _QWEN35_KEYS = frozenset({"rope.dimension_count", "rope.dimension_sections", "ssm.inner_size", "attention.recurrent_layers", "nextn_predict_layers"})  # fmt: skip
 _SECTIONS = frozenset({"rope.dimension_sections", "n_deepstack_layers"})
 """Keys of models that are shown images: the three positions of a text's token are one, and no layer adds an image's features."""
@@ -371,26 +375,22 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
             "gemma2", _SLIDING | _FINAL_SOFTCAP | {"attn_logit_softcapping": "attn_logit_softcapping"}, _gemma(46), shift=1.0
         )
     },
-    "gemma3": {"": GgufFamily("gemma3_text", _FINAL_SOFTCAP, _gemma3, read=_WINDOW | {"rope.freq_base_swa"}, shift=1.0)},
+    "gemma3": {"": GgufFamily("gemma3_text", _FINAL_SOFTCAP, _gemma3, read=_TWO_ROPES, shift=1.0)},
     "gemma3n": {
         "": GgufFamily(
             "gemma3n_text",
-            _FINAL_SOFTCAP | {
-                "attention.shared_kv_layers": "num_kv_shared_layers", "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-                "altup.num_inputs": "altup_num_inputs", "altup.active_idx": "altup_active_idx",
-            },
-            _gemma3n, read=_WINDOW | {"rope.freq_base_swa", "activation_sparsity_scale"},
+            _GEMMA_LAYERS | {"altup.num_inputs": "altup_num_inputs", "altup.active_idx": "altup_active_idx"},
+            _gemma3n, read=_TWO_ROPES | {"activation_sparsity_scale"},
         )
     },
     "gemma4": {
         "": GgufFamily(
             "gemma4_text",
-            _FINAL_SOFTCAP | {
+            _GEMMA_LAYERS | {
                 "attention.key_length": "global_head_dim", "attention.key_length_swa": "head_dim",
-                "attention.shared_kv_layers": "num_kv_shared_layers", "embedding_length_per_layer_input": "hidden_size_per_layer_input",
                 "expert_count": "num_experts", "expert_used_count": "top_k_experts", "expert_feed_forward_length": "moe_intermediate_size",
             },
-            _gemma4, read=_WINDOW | {"rope.freq_base_swa"},
+            _gemma4, read=_TWO_ROPES,
         )
     },
     "glm4": {"": GgufFamily("glm4", read=_PART, biases=_ATTENTION_BIAS)},
@@ -557,7 +557,7 @@ FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
     "nemotron_h_moe": {"": _NEMOTRON_H},
     "olmo": {"": GgufFamily("olmo", _NO_HEAD_SIZE | {"attention.clamp_kqv": "clip_qkv"}, rows="pairs")},
     "olmo2": {
-        "attention.sliding_window": GgufFamily("olmo3", more=_olmo3, read=_WINDOW | {"rope.freq_base_swa"}, biases=_ATTENTION_BIAS),
+        "attention.sliding_window": GgufFamily("olmo3", more=_olmo3, read=_TWO_ROPES, biases=_ATTENTION_BIAS),
         "": GgufFamily("olmo2", biases=_ATTENTION_BIAS),
     },
     "olmoe": {
