@@ -25,7 +25,7 @@ The families are those of the generative models that were downloaded most from t
 {rows}
 
 - **Images and sound.** A multimodal checkpoint runs on text: its language model is loaded, and nothing else is read from the disk. [Some are shown images](images.md); their encoder is loaded for the first row with an image. A row that holds sound, video, or an image for another model fails alone with `unsupported_content`.
-- **Quantized checkpoints** (FP8, MXFP4, AWQ, GPTQ, bitsandbytes, GGUF, …): see [quantized.md](quantized.md).
+- **Quantized checkpoints** (FP8, MXFP4, AWQ, GPTQ, bitsandbytes, GGUF, MLX, …): see [quantized.md](quantized.md).
 - **Adapters** (LoRA): `--lora` merges an adapter into the weights while they are loaded.
 - [models.md](models.md) lists all architectures by name, and what was tested of each.
 
