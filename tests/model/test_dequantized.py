@@ -181,14 +181,15 @@ def test_an_unsupported_method_is_refused_by_name_for_hub_models_too(method: str
     assert e.value.hint == "give the original model, or one quantized in a way that docs/quantized.md lists"
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("package", "extra"), [("compressed-tensors", "quantized"), ("torchao", "torchao")])
+def test_a_missing_package_is_named(package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchgen.model.weights.variants.find_spec", lambda name: None)
     config = AutoConfig.for_model("llama")
-    config.quantization_config = {"quant_method": "compressed-tensors"}
+    config.quantization_config = {"quant_method": package}
     with pytest.raises(ModelError) as e:
         check_quantization("org/name", config)
     assert str(e.value) == (
-        "the model 'org/name' is quantized with compressed-tensors, which needs the package compressed-tensors; pip install 'batchgen-llm[quantized]'"
+        f"the model 'org/name' is quantized with {package}, which needs the package {package}; pip install 'batchgen-llm[{extra}]'"
     )
 
 

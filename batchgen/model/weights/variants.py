@@ -40,7 +40,8 @@ _OF_MLX = {
 }  # fmt: skip
 """The types of models whose weights have been compared with those that mlx-lm and mlx-vlm make of them."""
 _MLX_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
-_PACKAGES = {"compressed-tensors": "compressed_tensors", "torchao": "torchao"}
+_PACKAGES = {"compressed-tensors": ("compressed_tensors", "quantized"), "torchao": ("torchao", "torchao")}
+"""The packages that formats need, and the extras that install them."""
 
 
 def quant_method(hf_config: Any) -> str | None:
@@ -54,11 +55,13 @@ def check_quantization(model: str, hf_config: Any) -> None:
     method = quant_method(hf_config)
     check_quantizer(repr(model), method)
     check_variant(model, quantization(hf_config) or {})
-    package = None if is_read_packed(quantization(hf_config)) else _PACKAGES.get(method or "")
-    if package is not None and find_spec(package) is None:
+    if is_read_packed(quantization(hf_config)) or method not in _PACKAGES:
+        return
+    package, extra = _PACKAGES[method]
+    if find_spec(package) is None:
         raise ModelError(
             f"the model {model!r} is quantized with {WEIGHT_ONLY.get(method or '', method)}, which needs the package {package.replace('_', '-')}",
-            "pip install 'batchgen-llm[quantized]'",
+            f"pip install 'batchgen-llm[{extra}]'",
         )
 
 
