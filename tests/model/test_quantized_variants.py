@@ -410,6 +410,55 @@ def test_projections_before_the_activation_become_one_as_the_family_has_it(
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("model_type", "layer", "parts", "others"),
+    [
+        ("mixtral", "block_sparse_moe", ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")),
+        ("lfm2_moe", "feed_forward", ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")),
+        ("nemotron_h", "mixer", ("fc1", "fc2"), ("up_proj", "down_proj")),
+        ("jamba", "feed_forward", ("gate_proj", "down_proj"), ("gate_proj", "down_proj")),
+    ],
+)
+def test_parts_of_experts_have_the_names_of_their_family(
+    model_type: str, layer: str, parts: tuple[str, ...], others: tuple[str, ...], tmp_path: Path
+) -> None:
+    layer = f"model.layers.0.{layer}"
+    tensors = {f"{layer}.switch_mlp.{part}.weight": torch.full((2, 4, 8), i) for i, part in enumerate(parts)}
+    tensors |= {f"{layer}.{part}.weight": torch.full((4, 8), i) for i, part in enumerate(parts)}  # without experts
+    found = of_mlx(model_type, {name: weight.float() for name, weight in tensors.items()}, tmp_path)
+    places = (f"{layer}.experts.0", f"{layer}.experts.1", layer)
+    expected = {f"{place}.{other}.weight": i for place in places for i, other in enumerate(others)}
+    assert {name: int(weight[0, 0]) for name, weight in found.items()} == expected
+
+
+def test_gates_of_granite_become_one_with_the_up_projections_with_experts_and_without(tmp_path: Path) -> None:
+    experts, dense = "model.layers.0.block_sparse_moe.switch_mlp", "model.layers.1.mlp"
+    tensors = {}
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        tensors |= constant(f"{experts}.{part}", 2, 3, 32)
+        tensors |= {name: tensor[1] for name, tensor in constant(f"{dense}.{part}", 2, 3, 32).items()}
+    found = of_mlx("granitemoehybrid", tensors, tmp_path)
+    rows = {name: weight.reshape(-1, 32)[-6:, 0].tolist() for name, weight in found.items()}
+    both, down = [1, 1.125, 1.25] * 2, [1, 1.125, 1.25]
+    assert rows == {
+        "model.layers.0.block_sparse_moe.input_linear.weight": both,
+        "model.layers.0.block_sparse_moe.output_linear.weight": [0, 0.125, 0.25, *down],
+        "model.layers.1.shared_mlp.input_linear.weight": both,
+        "model.layers.1.shared_mlp.output_linear.weight": down,
+    }
+
+
+def test_settings_of_apertus_activation_have_their_dimension_again(tmp_path: Path) -> None:
+    activation = "model.layers.0.mlp.act_fn"
+    tensors = {f"{activation}.{name}": torch.tensor(0.5) for name in ("alpha_p", "alpha_n", "beta")}
+    found = of_mlx("apertus", tensors, tmp_path)
+    assert {name.rpartition(".")[2]: weight.dim() for name, weight in found.items()} == {
+        "alpha_p": 1,
+        "alpha_n": 1,
+        "beta": 0,
+    }
+
+
 def test_the_two_projections_for_keys_and_values_of_each_head_become_one(tmp_path: Path) -> None:
     keys, values = torch.randn(2, 3, 4), torch.randn(2, 5, 3)  # of two heads, and of rank 3
     layer = "model.layers.0.self_attn"

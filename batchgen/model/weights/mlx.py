@@ -16,11 +16,23 @@ _CENTERED = {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
 _NORMS = re.compile(r".*(\.input_layernorm|\.post_attention_layernorm|model\.norm|\.q_norm|\.k_norm)\.weight")
 _CONVOLUTION = re.compile(r".*\.(conv1d|conv\.conv)\.weight")
 """Convolutions of three dimensions. All tensors of more dimensions are convolutions."""
-_EXPERTS = re.compile(r"(.*\.(\w+)\.experts)\.(gate_proj|up_proj|down_proj)")
-_EXPERT_PARTS = {"block_sparse_moe": {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}}
-"""By the name of the mixture, what transformers calls the parts of an expert."""
-_FUSED = {"gemma4", "gpt_oss", "qwen3_vl_moe"}
-"""Families of which transformers, too, stores all experts in one tensor. It has gate and up projections in one."""
+_EXPERTS = re.compile(r"(.*\.experts)\.(\w+)")
+_NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_OWN_NAMES = {
+    "lfm2_moe": _NUMBERED, "minimax_m2": _NUMBERED, "mixtral": _NUMBERED, "nemotron_h": {"fc1": "up_proj", "fc2": "down_proj"},
+    "phimoe": _NUMBERED,
+}  # fmt: skip
+"""What transformers calls the parts of experts and of MLPs in files of these families."""
+_FUSED_EXPERTS = {".experts.gate_proj": ".experts.gate_up_proj"}
+_OF_GRANITE = {
+    ".experts.gate_proj": ".input_linear", ".experts.down_proj": ".output_linear",
+    ".mlp.gate_proj": ".shared_mlp.input_linear", ".mlp.down_proj": ".shared_mlp.output_linear",
+}  # fmt: skip
+_FUSED = {
+    "gemma4": _FUSED_EXPERTS, "gpt_oss": _FUSED_EXPERTS, "granitemoe": _OF_GRANITE, "granitemoehybrid": _OF_GRANITE,
+    "qwen3_vl_moe": _FUSED_EXPERTS,
+}  # fmt: skip
+"""Families of which transformers, too, stores all experts in one tensor, and how the names end in MLX and there. A gate becomes one with the up projection."""
 
 
 class ChangedTensor:
@@ -60,30 +72,39 @@ def in_transformers(tensors: Mapping[str, Any], settings: Mapping[str, Any]) -> 
     return found, own
 
 
-def _parts(layer: str, stored: Any, *_: Any) -> list[tuple[str, Any]]:
+def _parts(layer: str, stored: Any, _: Any, kind: str) -> list[tuple[str, Any]]:
     """Returns the layers that a tensor belongs to, with the part of each: one, or all experts of a mixture."""
+    before, dot, part = layer.rpartition(".")
+    layer = f"{before}{dot}{_OWN_NAMES.get(kind, {}).get(part, part)}"
     experts = _EXPERTS.fullmatch(layer)
     if experts is None:
         return [(layer, stored)]
-    before, mixture, part = experts.groups()
-    part = _EXPERT_PARTS.get(mixture, {}).get(part, part)
+    before, part = experts.groups()
     count, *shape = stored.get_shape()
     return [(f"{before}.{number}.{part}", ChangedTensor(stored, shape, itemgetter(number))) for number in range(count)]
 
 
 def _parts_of_fused(layer: str, stored: Any, up: Any, kind: str) -> list[tuple[str, Any]]:
     """Returns what `_parts` does for the families in `_FUSED`. `up`: the tensor that a gate becomes one with."""
-    if layer.endswith(".experts.up_proj"):
-        return []
-    if not layer.endswith(".experts.gate_proj"):
-        return [(layer, stored)]
+    for end, name in _FUSED[kind].items():
+        if layer.endswith(end):
+            if end.endswith(".gate_proj"):
+                stored = _with_up(stored, up, int(end.startswith(".experts")), kind)
+            return [(f"{layer.removesuffix(end)}{name}", stored)]
+    ups = (end.replace(".gate_proj", ".up_proj") for end in _FUSED[kind] if end.endswith(".gate_proj"))
+    return [] if layer.endswith(tuple(ups)) else [(layer, stored)]
+
+
+def _with_up(gate: Any, up: Any, dim: int, kind: str) -> ChangedTensor:
+    """Returns a gate and an up projection as one tensor. `dim`: that of their rows."""
 
     def read(gate: Any) -> torch.Tensor:
         both = [gate[...], up[...]]
-        return torch.stack(both, 2).flatten(1, 2) if kind == "gpt_oss" else torch.cat(both, 1)
+        return torch.stack(both, dim + 1).flatten(dim, dim + 1) if kind == "gpt_oss" else torch.cat(both, dim)
 
-    count, rows, *rest = stored.get_shape()
-    return [(f"{layer.removesuffix('gate_proj')}gate_up_proj", ChangedTensor(stored, [count, 2 * rows, *rest], read))]
+    shape = list(gate.get_shape())
+    shape[dim] *= 2
+    return ChangedTensor(gate, shape, read)
 
 
 def _as_stored(name: str, stored: Any, kind: str) -> Any:
@@ -93,6 +114,8 @@ def _as_stored(name: str, stored: Any, kind: str) -> Any:
         return ChangedTensor(stored, shape, lambda x: x[...].float() - 1)
     if len(shape) > 3 or (len(shape) == 3 and _CONVOLUTION.fullmatch(name)):  # channels are last
         return ChangedTensor(stored, [shape[0], shape[-1], *shape[1:-1]], lambda x: x[...].movedim(-1, 1))
+    if name.endswith((".alpha_p", ".alpha_n")) and not shape:  # settings of Apertus's activation
+        return ChangedTensor(stored, [1], lambda x: x[...].view(1))
     return stored
 
 

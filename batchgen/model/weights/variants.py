@@ -32,11 +32,12 @@ _MODELOPT = {
 }
 """The algorithms of ModelOpt that are read here, those of AWQ unless activations are scaled before a layer."""
 _OF_MLX = {
-    "aya_vision", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4",
-    "glm", "glm4", "glm4_moe", "glm4v", "glm4v_moe", "glm_ocr", "gpt_oss", "granite", "helium", "hunyuan_v1_dense", "idefics2", "idefics3",
-    "internvl", "lfm2", "llama", "llava", "llava_next", "llava_onevision", "ministral3", "mistral", "mistral3", "mixtral", "nemotron", "olmo2",
-    "olmoe", "paligemma", "phi", "phi3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next",
-    "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smollm3", "smolvlm", "stablelm", "starcoder2",
+    "afmoe", "apertus", "aya_vision", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "exaone4", "exaone_moe", "falcon_mamba",
+    "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "glm4v_moe", "glm_ocr", "gpt_oss",
+    "granite", "granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense", "idefics2", "idefics3", "internvl", "jamba", "lfm2", "lfm2_moe",
+    "llama", "llava", "llava_next", "llava_onevision", "mamba", "mamba2", "minimax_m2", "ministral3", "mistral", "mistral3", "mixtral", "nemotron",
+    "nemotron_h", "olmo2", "olmo3", "olmoe", "paligemma", "phi", "phi3", "phimoe", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_5",
+    "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smollm3", "smolvlm", "solar_open", "stablelm", "starcoder2",
 }  # fmt: skip
 """The types of models whose weights have been compared with those that mlx-lm and mlx-vlm make of them."""
 _MLX_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
