@@ -503,23 +503,14 @@ class _PlanBuilder:
                 self.failed += 1
                 if len(self.failures) < FAILURES_KEPT:
                     self.failures.append(failure_line(result, row.source))
-        requests = [row for row in built if isinstance(row, Request)]
+        requests = [(row, one) for row, one in zip(rows, built, strict=True) if isinstance(one, Request)]
         openai = self.config.output_format == "openai"
-        own = [
-            own_id(row, self.config.id_column, openai=openai)
-            for row, r in zip(rows, built, strict=True)
-            if isinstance(r, Request)
-        ]
-        ids = [None if value is None else id_digest(value) for value in own]
-        keys = self._row_keys.keys([r.key for r in requests], ids, [r.is_sampled for r in requests])
-        equal = [r for r, (_, is_equal) in zip(requests, keys, strict=True) if is_equal]
+        ids = [id_digest(own_id(row, self.config.id_column, openai=openai)) for row, _ in requests]
+        keyed = self._row_keys.keyed([request for _, request in requests], ids)
+        equal = [request for request, is_equal in keyed if is_equal]
         self.equal += len(equal)
-        self._equal_tokens += sum(len(r.tokens) for r in equal)
-        return [
-            r if r.key == key else replace(r, key=key)
-            for r, (key, is_equal) in zip(requests, keys, strict=True)
-            if not is_equal
-        ]
+        self._equal_tokens += sum(len(request.tokens) for request in equal)
+        return [request for request, is_equal in keyed if not is_equal]
 
     def _checked(self, request: Request) -> Request | Result:
         """Returns the request, or the result of one that would not fit the KV memory."""

@@ -473,7 +473,9 @@ class LLM:
             else:
                 failed.append(row)
         with nullcontext(row_keys) if row_keys is not None else closing(RowKeys()) as keys:
-            requests = _with_row_keys(requests, dict(zip(numbers, rows, strict=True)), keys)
+            by_number = dict(zip(numbers, rows, strict=True))
+            ids = [id_digest(own_id(by_number[request.row], None)) for request in requests]
+            requests = [request for request, _ in keys.keyed(requests, ids)]
         if row_keys is not None:
             first: dict[bytes, Request] = {}
             same = {r.row: first.setdefault(r.key, r).row for r in requests}
@@ -537,14 +539,6 @@ class LLM:
             return False
         on_result(cancelled_result(request))
         return True
-
-
-def _with_row_keys(requests: list[Request], rows: Mapping[int, Row], row_keys: RowKeys) -> list[Request]:
-    """Returns the requests of a call with the keys of their rows, which are given by number."""
-    ids = [own_id(rows[r.row], None) for r in requests]
-    digests = [None if own is None else id_digest(own) for own in ids]
-    keys = row_keys.keys([r.key for r in requests], digests, [r.is_sampled for r in requests])
-    return [replace(r, key=key) for r, (key, _) in zip(requests, keys, strict=True)]
 
 
 def _rows_of(prompts: Any, options: PromptConfig) -> list[Row]:

@@ -189,8 +189,10 @@ def own_id(row: Row, id_column: str | None, *, openai: bool = False) -> Any:
     return None
 
 
-def id_digest(id: Any) -> bytes:
-    """Digest (16 bytes) of a row's id: the same for the number 1 and the text 1. Stored keys are made of it, so it must not change."""
+def id_digest(id: Any) -> bytes | None:
+    """Digest (16 bytes) of a row's id (`own_id`): the same for the number 1 and the text 1. Stored keys are made of it, so it must not change. None for None."""
+    if id is None:
+        return None
     text = id if isinstance(id, str) else to_json(id).decode()
     return hashlib.blake2b(clean(text).encode("utf-8", "replace"), digest_size=16, person=b"id").digest()
 

@@ -14,11 +14,11 @@ import sqlite3
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.request import id_key, row_key
+from batchgen.request import Request, id_key, row_key
 
 KNOWN_FILE = "known.sqlite"
 KNOWN_FILES = (KNOWN_FILE, f"{KNOWN_FILE}-journal")
@@ -88,6 +88,14 @@ class RowKeys:
             keys.append((row_key(base, number), False) if differs else (base, number > 0))
         self._save(counts)
         return keys
+
+    def keyed(self, requests: Sequence[Request], ids: Sequence[bytes | None]) -> list[tuple[Request, bool]]:
+        """Returns the requests of the next rows with their `keys`, and whether an earlier row has the same key."""
+        keys = self.keys([r.key for r in requests], ids, [r.is_sampled for r in requests])
+        return [
+            (r if r.key == key else replace(r, key=key), is_equal)
+            for r, (key, is_equal) in zip(requests, keys, strict=True)
+        ]
 
     def close(self) -> None:
         self._db.close()

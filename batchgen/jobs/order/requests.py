@@ -173,7 +173,7 @@ class RequestReader:
         """Counts the next rows of the input that have the id of an earlier one. Returns the digests of their ids; None for a row without one."""
         openai = self._config.output_format == "openai"
         ids = [own_id(row, self._config.id_column, openai=openai) for row in rows]
-        digests = [None if own is None else id_digest(own) for own in ids]
+        digests = [id_digest(own) for own in ids]
         named = [(row, own) for row, own in zip(rows, ids, strict=True) if own is not None]
         occurrences = self._job.row_keys.occurrences([digest for digest in digests if digest is not None])
         for (row, own), seen in zip(named, occurrences, strict=True):
