@@ -42,7 +42,7 @@ class PromptBuilder:
     chat: bool
     """Whether prompts go through a chat template; otherwise they are sent raw."""
     notes: list[str]
-    """Notes for the user, each only once. Grows while windows are built."""
+    """Notes for the user, each only once. Grows while windows are built; `Tracker.show_notes` takes out what it shows."""
 
     def __init__(
         self,

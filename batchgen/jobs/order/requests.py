@@ -86,8 +86,6 @@ class RequestReader:
         """Rows whose id an earlier row has."""
         self._first_same_id = ""
         """The first of these ids and its place."""
-        self._told = 0
-        """Number of the prompts' notes that were shown."""
         self._digests: dict[int, bytes] = {}
         """Digests of rows that are being built, by number."""
 
@@ -124,9 +122,7 @@ class RequestReader:
 
     def requests(self, rows: Sequence[Row], built: Sequence[Built]) -> ReadRows:
         """Returns the rows that are in the output. Must be called for all rows in order. Raises `TooManyErrors`."""
-        for note in self.prompts.notes[self._told :]:
-            self._outcomes.tracker.note(note)
-        self._told = len(self.prompts.notes)
+        self._outcomes.tracker.show_notes(self.prompts.notes)
         self._remember(rows, built)
         ids = self._id_digests(rows)
         found = [
