@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.config import JobConfig
+from batchgen.config import JobConfig, ModelConfig
 from batchgen.jobs.files.lease import Lease
 from batchgen.push.card import dataset_card
 from batchgen.push.upload import parquet_shards
@@ -194,7 +194,8 @@ def test_the_card_shows_settings_but_no_folders_or_signatures_of_inputs():
         "/home/me/secret/more.jsonl",
         "https://host/f/signed.jsonl?X-Amz-Signature=secret",
     ]
-    config = JobConfig(inputs=inputs, model="org/model", split="test", sampling={"stop": ["a|b\nc"]})
+    model = ModelConfig(model="org/model", weights="streamed", weight_memory="2GiB", ray="auto", workers=2)
+    config = JobConfig(inputs=inputs, model=model, split="test", sampling={"stop": ["a|b\nc"]})
     run = RunFigures()
     for row in range(12):
         run.new.add(Result(row=row, text="x", finish_reason="stop", prompt_tokens=20, completion_tokens=5))
@@ -209,3 +210,5 @@ def test_the_card_shows_settings_but_no_folders_or_signatures_of_inputs():
     lines = ["size_categories:", "- n<1K", "| model | org/model at abc |", "| temperature | 0.6 (the model's) |"]
     lines += ["| --stop | a\\|b c |", "| ended with stop | 12 |", "| prompt tokens | 240 |", "| text | string |"]
     assert [line for line in lines if line not in card.splitlines()] == []
+    assert "streamed" not in card, "an option that no result depends on"
+    assert "2GiB" not in card

@@ -41,8 +41,10 @@ _BLOCKS = 64
 _TENSOR_BLOCKS = 192
 _MAX_HEADER_BYTES = 1 << 26
 _LONG_TEXT = 200
-_FREE = ("device", "device_map", "compile", "attention", "weights", "weight_memory")
-"""Options of `ModelConfig` that a job may change."""
+FREE_OPTIONS = (
+    "device", "device_map", "ray", "workers", "cpus_per_worker", "ray_working_dir", "compile", "attention", "weights", "weight_memory",
+)  # fmt: skip
+"""Options of `ModelConfig` that say where and how a model runs: results do not depend on them, and a job may change them."""
 _FREE_OF_PROMPTS = ("sampling_defaults", "priority_column")
 """Options of `PromptConfig` that a job may change, because results do not depend on them or only through the sampling parameters."""
 _DIGEST_CHARACTERS = 16
@@ -93,7 +95,7 @@ def command_digest(config: JobConfig, model: Mapping[str, Any]) -> str:
     That is the command's own options, the model's files (`local_identity`) and the versions of what reads them.
     """
     command = {
-        "model": {name: value for name, value in asdict(config.model).items() if name not in _FREE},
+        "model": {name: value for name, value in asdict(config.model).items() if name not in FREE_OPTIONS},
         "files": dict(model),
         "prompts": asdict(config.prompts),
         "sampling": asdict(config.sampling),

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.config import JobConfig
+from batchgen.jobs.identity import FREE_OPTIONS
 from batchgen.options import flag_of
 from batchgen.stats import counted
 
@@ -18,17 +19,7 @@ MARK = "<!-- pushed by batchgen: "
 """The beginning of the last line, which a reader of the card does not see: the digest of the output follows."""
 _LONG_TEXT = 120
 _SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "1B<n<10B")
-_NOT_SHOWN = {
-    "model",
-    "given",
-    "ray",
-    "workers",
-    "cpus_per_worker",
-    "ray_working_dir",
-    "device",
-    "compile",
-    "attention",
-}
+_NOT_SHOWN = {"model", "given", *FREE_OPTIONS}
 """Fields that do not change results, or that the card shows elsewhere."""
 
 

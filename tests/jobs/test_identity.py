@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from batchgen.config import EngineConfig, JobConfig, ModelConfig, PromptConfig
-from batchgen.jobs.identity import _sampled, dtype_name, job_settings, model_identity
+from batchgen.jobs.identity import _sampled, command_digest, dtype_name, job_settings, model_identity
 from batchgen.sampling_params import SamplingParams
 
 
@@ -138,6 +138,14 @@ def test_options_that_do_not_change_results_are_not_settings(tiny_model_dir):
     assert settings_of(tiny_model_dir, engine=engine) == free
     assert settings_of(tiny_model_dir, prompts=PromptConfig(priority_column="p")) == free
     assert settings_of(ModelConfig(model=str(tiny_model_dir), device_map="auto")) == free
+
+
+def test_a_command_is_the_same_wherever_its_model_runs_and_another_in_another_type():
+    def digest(**options: Any) -> str:
+        return command_digest(JobConfig(inputs=("x.jsonl",), model=ModelConfig(model="m", **options)), {})
+
+    assert digest(ray="auto", workers=2, cpus_per_worker=1) == digest(device="cuda:0,1") == digest()
+    assert digest(dtype="float32") != digest()
 
 
 def test_a_long_text_is_stored_as_its_digest(tiny_model_dir):
