@@ -293,7 +293,8 @@ class Engine:
                 self._settle()
         finally:
             if not paused and (self.unfinished or self.loop.in_flight):
-                self._abandon()
+                self._drop()
+                self._unfit.clear()
             if not paused and self._vision is not None:
                 self._forget_images(self._vision)
             self.executor.free(self.scheduler.take_freed())
@@ -377,10 +378,6 @@ class Engine:
             self.results.end_cancelled()
             for update in self.loop.land():
                 self._apply(update)
-
-    def _abandon(self) -> None:
-        self._drop()
-        self._unfit.clear()
 
     def _forget_images(self, vision: Vision) -> None:
         """Forgets the images of a run. One that could not be shown may be there again in the next run; the KV of its nodes was made without it."""
