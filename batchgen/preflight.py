@@ -63,7 +63,7 @@ def _check_prompts(config: JobConfig, source: Input) -> None:
     if prompts.chat is False or (has_template is False and prompts.chat_template is None):
         chosen_template(SimpleNamespace(chat_template=None), prompts)
     chat = prompts.chat_template is not None or has_template
-    if chat is None or not source.fingerprint() or any(is_url(file.name) for file in source.files):
+    if chat is None or source.is_read_once() or any(is_url(file.name) for file in source.files):
         return
     columns = Columns(prompts, template, chat=bool(chat) and prompts.chat is not False)
     columns.check(source.first_rows(config.limit), config.named_columns)

@@ -141,6 +141,10 @@ class InputFile:
         stat = path_.stat()
         return {"path": str(path_.absolute()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, **read}
 
+    def is_read_once(self) -> bool:
+        """Whether it has no `fingerprint`: another reading could find something else."""
+        return self.fingerprint() is None if is_url(self.name) else not self._path.is_file()
+
     def is_hollow(self) -> bool:
         """Whether a local file has no bytes, although a file without rows would have some in its format or compression."""
         path = Path(self.name)
@@ -173,7 +177,7 @@ class InputFile:
             raise UsageError(
                 f"{self.name} is not a Parquet file", "say what it is with --input-format jsonl, csv or tsv"
             )
-        if self.format == "jsonl":
+        if self.format == "jsonl" and not start.startswith(b'{"'):  # as nearly every file of many does
             self._check_lines(path)
 
     def _check_kind(self, start: bytes, name: str) -> None:

@@ -23,7 +23,7 @@ from batchgen.records.files import ANY_FORMAT, BROKEN, InputFile, in_job_folder,
 from batchgen.records.jsonl import Record
 from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
 from batchgen.records.parquet_types import clean
-from batchgen.records.remote import StoreError, info_of, is_url, plain_name, reaching, remote, same_file
+from batchgen.records.remote import StoreError, file_matcher, info_of, is_url, plain_name, reaching, remote
 from batchgen.records.rows import Row, RowStream
 from batchgen.records.schema_metadata import common_metadata
 from batchgen.records.tables import BROKEN_TABLE, OnHeader, parquet_schema
@@ -61,6 +61,7 @@ def open_input(config: JobConfig, output: str | None) -> Input:
             )
         _check_chosen(choice, 0, "-")
         return Input((_input_file("-", input_format or "jsonl", config.encoding),), [], config.id_column)
+    is_output = file_matcher(output)
     files: list[InputFile] = []
     notes: list[str] = []
     datasets = 0
@@ -77,19 +78,19 @@ def open_input(config: JobConfig, output: str | None) -> Input:
         else:
             notes += [*_unread_folders(name, input_format), *_unread_files(name, input_format)] if many else []
         if many:
-            ours = [f for f in found if _is_ours(f, output)]
+            ours = dict.fromkeys(f for f in found if is_output(f) or _has_job(f))
             notes += [f"{f} is an output of batchgen: left out of the input" for f in ours]
             found = [f for f in found if f not in ours]
             if not found:
                 raise UsageError(f"{name} has only outputs of batchgen", "name these files themselves to read them")
-        files += [_input_file(f, input_format, config.encoding) for f in found]
-    for file in files:
-        file.check_start()
-        if output is not None and same_file(file.name, output):
+        elif is_output(name):
             raise UsageError(
                 f"{output} is both an input and the output",
                 "name another output with -o, or put a glob in quotes, so that batchgen leaves outputs out",
             )
+        files += [_input_file(f, input_format, config.encoding) for f in found]
+    for file in files:
+        file.check_start()
     _check_chosen(choice, datasets, inputs[0])
     if hollow := [file.name for file in files if file.is_hollow()]:
         more = f" (and so have {len(hollow) - 1:,} more)" if len(hollow) > 1 else ""
@@ -185,7 +186,7 @@ class Input:
 
     def rows_to_check(self, window: list[Row], limit: int | None) -> list[Row]:
         """Up to `CHECKED_ROWS` rows from the start. An input that can be read only once gives those of `window`, its first window."""
-        if len(window) >= CHECKED_ROWS or not self.fingerprint():
+        if len(window) >= CHECKED_ROWS or self.is_read_once():
             return window[:CHECKED_ROWS]
         return self.first_rows(limit)
 
@@ -197,6 +198,10 @@ class Input:
             file.forget()
         prints = [file.fingerprint() for file in self.files]
         return [] if None in prints else [p for p in prints if p is not None]
+
+    def is_read_once(self) -> bool:
+        """Whether `fingerprint` is empty. Does not ask a store again that has said it of a file."""
+        return self.is_stdin or any(file.is_read_once() for file in self.files)
 
     def _renamed(self, file: str, name: str, new_name: str) -> None:
         note = f"{file} has more than one column {name!r}: another one is read as {new_name!r}"
@@ -222,7 +227,7 @@ def window_rows(config: JobConfig, source: Input, output: str | None = None) -> 
 
     Raises `UsageError` if `--window all` is asked for and not possible.
     """
-    once = not source.fingerprint()
+    once = source.is_read_once()
     if config.shard is None and config.window is None:
         if once or output == "-":
             return PIPE_WINDOW_ROWS
@@ -276,8 +281,10 @@ def _unread_files(name: str, format: str | None) -> list[str]:
     if is_url(name) or not path.is_dir():
         return []
     formats = {format} if format else set(INPUT_FORMATS)
-    files = (p for p in path.iterdir() if p.suffix.lower() in _OTHER_COMPRESSIONS and not p.name.startswith("."))
-    left_out = sorted(p.name for p in files if split_name(p.stem)[1] in formats and p.is_file())
+    parts = ((n, *os.path.splitext(n)) for n in _visible(path, os.DirEntry.is_file))  # noqa: PTH122 (of many names)
+    left_out = [
+        n for n, stem, suffix in parts if suffix.lower() in _OTHER_COMPRESSIONS and split_name(stem)[1] in formats
+    ]
     if not left_out:
         return []
     more = f" and {len(left_out) - 5:,} more" if len(left_out) > 5 else ""
@@ -294,13 +301,19 @@ def _files_below(name: str, format: str | None) -> tuple[list[str], str]:
     formats = {format} if format else set(INPUT_FORMATS)
     unread: list[str] = []
     suffix = ""
-    for folder in sorted(path.iterdir()):
-        if folder.is_dir() and not folder.name.startswith(".") and not folder.name.endswith(".job"):
-            file = next((p for p in folder.rglob("*") if split_name(p.name)[1] in formats), None)
+    for folder in _visible(path, os.DirEntry.is_dir):
+        if not folder.endswith(".job"):
+            file = next((p for p in (path / folder).rglob("*") if split_name(p.name)[1] in formats), None)
             if file is not None:
-                unread.append(folder.name)
+                unread.append(folder)
                 suffix = suffix or file.name.removeprefix(split_name(file.name)[0])
     return unread, shlex.quote(f"{path}/**/*{suffix}")
+
+
+def _visible(folder: Path, is_kind: Callable[[os.DirEntry[str]], bool]) -> list[str]:
+    """Returns the sorted names in a folder of those entries of a kind (files, folders; links are followed) that are not hidden."""
+    with os.scandir(folder) as entries:
+        return sorted(e.name for e in entries if not e.name.startswith(".") and is_kind(e))
 
 
 def _find(name: str, format: str | None) -> tuple[bool, list[str]]:
@@ -309,7 +322,7 @@ def _find(name: str, format: str | None) -> tuple[bool, list[str]]:
         return _find_remote(name, format)
     path = Path(name)
     if path.is_dir():
-        found = sorted(str(p) for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
+        found = [str(path / n) for n in _visible(path, os.DirEntry.is_file)]
         return True, _known(name, found, format)
     if path.exists():
         return False, [name]
@@ -396,9 +409,8 @@ def _hint_of_suffix(name: str) -> str:
     return say
 
 
-def _is_ours(name: str, output: str | None) -> bool:
-    if output is not None and same_file(name, output):
-        return True
+def _has_job(name: str) -> bool:
+    """Whether a job's folder is beside a file, which is then an output of batchgen."""
     if not is_url(name):
         return Path(f"{name}.job").is_dir()
     with suppress(UsageError, OSError):  # there is no cache, or it cannot be read

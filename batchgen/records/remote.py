@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -241,11 +241,28 @@ def _object(url: str) -> tuple[str, str]:
     return _OTHER_NAMES.get(scheme, scheme), path
 
 
-def same_file(a: str, b: str) -> bool:
-    """Whether two names mean the same file. Links are followed."""
-    if is_url(a) or is_url(b):
-        return is_url(a) and is_url(b) and _object(a) == _object(b)
-    try:
-        return Path(a).samefile(b)
-    except OSError:
-        return os.path.realpath(a) == os.path.realpath(b)
+def file_matcher(name: str | None) -> Callable[[str], bool]:
+    """Returns what tells whether another name means the same file (none does, if it is None). Links are followed.
+
+    The file itself is looked up once, however many names are asked about.
+    """
+    if name is None:
+        return lambda other: False
+    if is_url(name):
+        there = _object(name)
+        return lambda other: is_url(other) and _object(other) == there
+    place = os.path.realpath(name)
+    file = None
+    with suppress(OSError):  # it is not there yet
+        file = Path(name).stat()
+
+    def matches(other: str) -> bool:
+        if is_url(other):
+            return False
+        try:
+            status = Path(other).stat()
+        except OSError:
+            return os.path.realpath(other) == place
+        return file is not None and os.path.samestat(status, file)
+
+    return matches

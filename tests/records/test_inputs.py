@@ -371,6 +371,19 @@ def test_a_parquet_file_with_a_broken_row_group_gives_the_groups_before_it(folde
     assert numbers == list(range(500))
 
 
+def test_the_output_is_looked_at_once_however_many_files_a_folder_has(folder, monkeypatch):
+    (folder / "in").mkdir()
+    for name in "abcdefgh":
+        (folder / "in" / f"{name}.jsonl").write_bytes(JSONL)
+    (folder / "o.jsonl").symlink_to("in/c.jsonl")
+    looks = []
+    stat = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda self, **how: looks.append(self) or stat(self, **how))
+    source = opened("in", output="o.jsonl")
+    assert [Path(f.name).stem for f in source.files] == list("abdefgh")
+    assert looks.count(Path("o.jsonl")) == 1
+
+
 def test_the_fingerprint_changes_with_the_file(folder):
     (folder / "a.jsonl").write_bytes(JSONL)
     source = opened("a.jsonl")

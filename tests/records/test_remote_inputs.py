@@ -10,8 +10,10 @@ import pyarrow as pa
 import pytest
 import zstandard
 
+from batchgen.config import JobConfig
 from batchgen.errors import InputCorrupt, Interrupted, UsageError
 from batchgen.records import remote
+from batchgen.records.inputs import window_rows
 from batchgen.records.output import job_path
 from support.params import slow_but
 from support.records import CSV, JSONL, ROWS, columns, opened, parquet_bytes
@@ -96,6 +98,15 @@ def test_the_fingerprint_comes_from_the_stores_metadata_without_a_download(s3, m
     other = JSONL.replace(b"one", b"six")
     s3.call_s3("put_object", Bucket="bucket", Key="x.jsonl", Body=other)  # without the file system's cache noticing
     assert source.fingerprint() == [before[0] | {"version": 'ETag "' + _md5(other) + '"'}]
+
+
+def test_a_store_that_has_listed_files_is_not_asked_whether_they_can_be_read_twice(s3, monkeypatch):
+    for name in ("a", "b"):
+        s3.pipe_file(f"bucket/in/{name}.jsonl", JSONL)
+    source = opened("s3://bucket/in")
+    monkeypatch.setattr(s3, "_call_s3", _fail(AssertionError("a request")))
+    assert not source.is_read_once()
+    assert window_rows(JobConfig(inputs="s3://bucket/in", model="m"), source, "o.jsonl") is None
 
 
 def _md5(data: bytes) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.errors import OutputError, UsageError
-from batchgen.records.remote import same_file
+from batchgen.records.remote import file_matcher
 
 _HINT = "check the disk and run the same command again: finished rows are kept"
 _SQLITE_HINTS = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}
@@ -193,8 +193,9 @@ def check_file(option: str, path: str | None, others: Iterable[str] = ()) -> Non
         raise UsageError(f"{name} cannot be written", "name a file in a folder that exists")
     if not any(os.access(place, os.W_OK) for place in (file.parent, file)):
         raise UsageError(f"{name} cannot be written: permission denied or a read-only disk", "name another file")
+    is_file_itself = file_matcher(str(file))
     for other in others if file.is_file() or not file.exists() else ():
-        if same_file(str(file), other):
+        if is_file_itself(other):
             raise UsageError(f"{name} would replace {other}, which the job needs", "name another file")
 
 
