@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from functools import lru_cache
 from itertools import permutations
@@ -133,6 +133,9 @@ class _Narrowing:
         """Ids of schemas that apply to a value beside others."""
         self._seen: set[tuple[int, bool]] = set()
         self._find_joined(root, False)
+        self._together: dict[int, list[Mapping[str, Any]]] = {}
+        """The schemas that apply to the same value as a schema, by its id: itself, and those beside it."""
+        self._find_together(root)
 
     def _beside(self, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yields the schemas that apply to the same value, each with its keyword."""
@@ -166,6 +169,22 @@ class _Narrowing:
             elif keyword not in _VALUES and keyword not in _BESIDE:
                 self._find_joined(part, False)
 
+    def _find_together(self, schema: Any) -> None:
+        if isinstance(schema, dict):
+            group = list(self._closure(schema, {}).values())
+            for one in group if len(group) > 1 else ():
+                self._together.setdefault(id(one), []).extend(group)
+        for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+            self._find_together(part)
+
+    def _closure(self, schema: Mapping[str, Any], found: dict[int, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+        if id(schema) not in found:
+            found[id(schema)] = schema
+            for _, part in self._beside(schema):
+                if isinstance(part, dict):
+                    self._closure(part, found)
+        return found
+
     def of(self, schema: Any) -> Any:
         """Returns a schema narrowed.
 
@@ -193,7 +212,7 @@ class _Narrowing:
             kept["additionalProperties"] = False
             self.closed = True
         _check_min_properties(kept)
-        _bound_numbers(kept)
+        _bound_numbers(kept, self._together.get(id(schema), (schema,)))
         _narrow_format(kept)
         return self._with_different_items(kept)
 
@@ -274,20 +293,27 @@ def _check_min_properties(schema: Mapping[str, Any]) -> None:
         )
 
 
-def _bound_numbers(schema: dict[str, Any]) -> None:
-    """Gives a number the bounds and the decimals that it lacks. Raises `ValueError` for bounds that llguidance does not know, and may die of."""
-    given = {
+def _bounds(schema: Mapping[str, Any]) -> dict[str, float]:
+    return {
         name: bound
         for name in (*_LOWER, *_UPPER)
         if isinstance(bound := schema.get(name), int | float) and not isinstance(bound, bool)
     }
+
+
+def _bound_numbers(schema: dict[str, Any], together: Iterable[Mapping[str, Any]]) -> None:
+    """Gives a number the bounds and the decimals that it lacks. Raises `ValueError` for bounds that llguidance does not know, and may die of.
+
+    `together`: all schemas that apply to the same value. llguidance is wrong about a multiple of both 2 and 10^-10.
+    """
+    given = _bounds(schema)
     for name, bound in given.items():
         if (name in _LOWER and bound > LARGEST_BOUND) or (name in _UPPER and bound < -LARGEST_BOUND):
             raise ValueError(f"its {name} {bound} is beyond 64 bits, and cannot be enforced")
         schema[name] = given[name] = max(-LARGEST_BOUND, min(bound, LARGEST_BOUND))
     types = _types(schema)
     if types != {"integer"}:
-        _exclude_bound(schema, given)
+        _exclude_bound(schema, given, [bound for one in together for bound in _bounds(one).items()])
     if not types & {"number", "integer"} or schema.keys() & {"enum", "const", *_BESIDE}:
         return
     limit = MAX_NUMBER if "number" in types else MAX_INTEGER
@@ -296,27 +322,30 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
     if schema.keys().isdisjoint(_UPPER):
         schema["maximum"] = limit if all(bound <= limit for bound in given.values()) else LARGEST_BOUND
     fine = [bound for bound in given.values() if abs(bound) > limit or -_exponent(bound) > MAX_DECIMALS]
-    if "number" in types and "multipleOf" not in schema and not fine:
+    if "number" in types and not fine and not any("multipleOf" in one for one in together):
         schema["multipleOf"] = 10.0**-MAX_DECIMALS
 
 
-def _exclude_bound(schema: dict[str, Any], given: Mapping[str, float]) -> None:
+def _exclude_bound(schema: dict[str, Any], given: Mapping[str, float], beside: Iterable[tuple[str, float]]) -> None:
     """Moves an excluded whole bound by one of the last decimals into the range, if the other bound has the same digits before the point.
 
-    llguidance lets such a bound itself in: 0 is no number above 0 and below 0.5.
+    llguidance lets such a bound itself in: 0 is no number above 0 and below 0.5. `beside`: the bounds of the same value, `given` among them.
     """
     for name, others, sign in (("exclusiveMinimum", _UPPER, 1), ("exclusiveMaximum", _LOWER, -1)):
-        for other in (given[key] for key in others if key in given):
-            bound = given.get(name)
-            if bound is None or bound != int(bound) or int(other) != bound:
-                continue
-            # A float has 15 decimal digits.
-            decimals = min(max(MAX_DECIMALS, 1 - _exponent(other)), 15 - len(str(abs(int(bound)))))
-            moved = float(Decimal(int(bound)) + sign * Decimal(1).scaleb(-decimals))
-            if sign * moved < sign * other:
-                del schema[name]
-                inclusive, tighter = ("minimum", max) if sign > 0 else ("maximum", min)
-                schema[inclusive] = tighter(moved, given.get(inclusive, moved))
+        bound = given.get(name)
+        if bound is None or bound != int(bound):
+            continue
+        beyond = [other for key, other in beside if key in others and sign * other > sign * bound]
+        other = sign * min((sign * other for other in beyond), default=math.inf)
+        if not math.isfinite(other) or int(other) != bound:
+            continue
+        # A float has 15 decimal digits.
+        decimals = min(max(MAX_DECIMALS, 1 - _exponent(other)), 15 - len(str(abs(int(bound)))))
+        moved = float(Decimal(int(bound)) + sign * Decimal(1).scaleb(-decimals))
+        if sign * moved < sign * other:
+            del schema[name]
+            inclusive, tighter = ("minimum", max) if sign > 0 else ("maximum", min)
+            schema[inclusive] = tighter(moved, given.get(inclusive, moved))
 
 
 def _check_numbers(value: Any) -> None:

@@ -121,6 +121,28 @@ def test_a_regex_matches_the_whole_text(tokenizer, pattern, whole, other):
             ["0", "0.1", "0.5"],
         ),
         ('{"type": "number", "exclusiveMinimum": 1000000, "maximum": 1000000.5}', ["1000000.00000001"], ["1000000"]),
+        ('{"exclusiveMinimum": 0, "maximum": 0.5, "exclusiveMaximum": 0.25}', ["0.1", "0.0000000001"], ["0", "0.25"]),
+        ('{"exclusiveMaximum": 0, "minimum": -0.5, "exclusiveMinimum": -0.25}', ["-0.1"], ["0", "-0.25"]),
+        (
+            '{"type": "number", "exclusiveMinimum": 0, "allOf": [{"exclusiveMaximum": 0.25}, {"maximum": 2}]}',
+            ["0.1", "0.0000000001"],
+            ["0", "0.0", "0.25"],
+        ),
+        (
+            '{"$defs": {"N": {"type": "number", "exclusiveMinimum": 1}}, "$ref": "#/$defs/N", "maximum": 1.5}',
+            ["1.0000000001", "1.5"],
+            ["1", "1.0", "1.6"],
+        ),
+        (
+            '{"$defs": {"N": {"type": "number", "minimum": 0}}, "$ref": "#/$defs/N", "multipleOf": 0.5}',
+            ["0", "0.5", "3"],
+            ["0.1", "3.25", "-0.5"],
+        ),
+        (
+            '{"allOf": [{"type": "number", "maximum": 9}, {"type": "number", "multipleOf": 2}]}',
+            ["0", "8", "-2"],
+            ["1", "3.0453397504", "10"],
+        ),
         ('{"type": "integer"}', ["9007199254740991"], ["9007199254740992", "-9007199254740992"]),
         (
             '{"type": "string", "format": "date"}',
