@@ -385,7 +385,6 @@ class Engine:
         if vision.failed:
             self.block_manager.discard()
             vision.failed.clear()
-            self._num_failed_images = 0
 
     def _drop(self) -> None:
         """Forgets all unfinished rows."""
