@@ -50,7 +50,17 @@ AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "scheduler": ("batchgen/scheduling/[!b]*.py", ("tests/scheduling", "tests/engine")),
     "blocks": ("batchgen/scheduling/b*.py", ("tests/scheduling", "tests/engine")),
     "prefix": ("batchgen/prefix/*.py", ("tests/prefix",)),
-    "engine": ("batchgen/engine/*.py", ("tests/engine", "tests/parity/test_long_rope.py")),
+    "engine": (
+        "batchgen/engine/*.py",
+        (
+            "tests/engine",
+            "tests/parity/test_long_rope.py",
+            "tests/parity/test_recurrent.py",
+            "tests/test_embed.py",
+            "tests/test_image_rows.py",
+            "tests/cli/test_result_kinds.py",
+        ),
+    ),
     "drafts": ("batchgen/drafting/*.py", ("tests/drafting", "tests/engine")),
     "devices": ("batchgen/devices/*.py", ("tests/devices",)),
     "model": ("batchgen/model/**/*.py", ("tests/model", "tests/parity")),

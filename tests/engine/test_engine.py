@@ -65,11 +65,12 @@ def test_pages_are_huge_before_the_first_step_if_the_prompts_of_a_batch_take_mor
 
 def test_max_tokens_that_nobody_gave_are_no_more_than_fit(engine_of, model):
     engine = engine_of(model, blocks=4)
-    auto = request(0, [5] * 100, 1024, params=SamplingParams())
+    auto = [request(row, [5] * 100, 1024, params=SamplingParams()) for row in (0, 2)]
     given = request(1, [5] * 100, 1024)
     room = engine.sizes.num_blocks * engine.sizes.block_size
-    results = run(engine, [auto, given])
-    assert (results[0].finish_reason, results[0].completion_tokens) == ("length", room - 100 + 1)
+    results = {result.row: result for result in run(engine, [*auto, given])}
+    for row in (0, 2):
+        assert (results[row].finish_reason, results[row].completion_tokens) == ("length", room - 100 + 1)
     assert results[1].error_type == "does_not_fit"
     assert [note for note in engine.notes if "max-tokens auto" in note] == [
         f"the KV memory holds {room} tokens of a row, so --max-tokens auto is less for some rows: "
@@ -129,6 +130,7 @@ def test_now_returns_at_once(engine_of, model):
     results = run(engine, make_requests([[1], [2], [3], [4]], [6, 3, 3, 3]), stop=stop_after(4, "now"))
     assert {r.row: len(r.token_ids) for r in results} == {1: 3}
     assert engine.stats.steps == 4
+    assert (engine.unfinished, engine.waiting, engine.under_way()) == (0, 0, {})
 
 
 @pytest.mark.parametrize("wish", ["drain", "now"])
