@@ -149,6 +149,15 @@ def test_a_killed_job_is_dead_and_its_last_results_are_counted(folder):
     assert (found["rows_done"], found["results"], found["eta_seconds"]) == (42, 42, None)
 
 
+@pytest.mark.parametrize(("total", "done"), [(100, 42), (None, 42), (35, 35)])
+def test_results_since_the_last_progress_are_rows_that_are_done_and_never_more_than_there_are(folder, total, done):
+    add_results(folder, 30)
+    tell(folder, generated(30, total=total))
+    add_results(folder, 12)
+    found = job_status("o.jsonl")
+    assert (found["rows_done"], found["rows_total"], found["results"]) == (done, total, 42)
+
+
 def test_a_finished_job_tells_the_figures_of_all_its_runs(folder):
     save_manifest(folder, "finished")
     job = {"runs": 2, "rows": 100, "rows_failed": 3, "prompt_tokens": 2000, "completion_tokens": 1000}
