@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.errors import OutputError
+from batchgen.errors import OutputError, OutputLocked
 from batchgen.jobs.files import results as results_module
 from batchgen.jobs.files.disk import network_file_system, shares_memory
 from batchgen.jobs.files.results import Results
@@ -140,12 +140,14 @@ def test_an_output_that_breaks_off_gives_no_result_and_later_results_are_stored(
         raise OSError("gone")
 
     with opened(folder) as results:
+        results.append(KEYS[2], RESULTS[2])
+        assert results.count == 1
         with pytest.raises(OSError, match="gone"):
             results.add_missing(entries())
-        assert results.count == 0
+        assert results.count == 1
         results.append(KEYS[1], RESULTS[1])
     with opened(folder) as results:
-        assert results.stored(KEYS) == {KEYS[1]: RESULTS[1]}
+        assert results.stored(KEYS) == {KEYS[1]: RESULTS[1], KEYS[2]: RESULTS[2]}
 
 
 def test_results_to_generate_again_are_dropped_on_the_disk_before_the_manifest_says_so(folder, monkeypatch):
@@ -175,8 +177,8 @@ def test_a_damaged_database_gives_no_wrong_result_and_accepts_new_ones(tmp_path_
         assert results.stored(KEYS) == ALL
 
 
-@pytest.mark.parametrize("damage", [(18, 18 ^ 255), (19, 9)])
-def test_a_database_that_sqlite_opens_read_only_accepts_new_results(tmp_path, damage):
+@pytest.mark.parametrize("damage", [(18, 18 ^ 255), (19, 9), (63, 1)], ids=["to write", "to read", "of our tables"])
+def test_a_database_of_another_version_accepts_new_results(tmp_path, damage):
     fill(tmp_path)
     content = bytearray((tmp_path / "results.sqlite").read_bytes())
     content[damage[0]] = damage[1]
@@ -192,6 +194,7 @@ def test_intact_results_of_a_damaged_database_are_recovered(tmp_path):
     with opened(tmp_path) as results:
         for i in range(200):
             results.append(i.to_bytes(16, "big"), Result(row=i, text="x" * 1000, finish_reason="stop"))
+        results.keep_beside_output([bytes(16)])
     path = tmp_path / "results.sqlite"
     content = bytearray(path.read_bytes())
     middle = len(content) // 8192 * 4096
@@ -200,6 +203,9 @@ def test_intact_results_of_a_damaged_database_are_recovered(tmp_path):
     with opened(tmp_path) as results:
         assert results.damaged > 0
         assert 100 < results.count < 200
+        assert results.shrink([bytes(16), bytes([*bytes(15), 1])])
+        assert bytes(16) in results.stored([bytes(16)]), "it is not whole in the output"
+        assert not results.stored([bytes([*bytes(15), 1])])
 
 
 def test_a_damaged_result_is_left_out_and_counted_and_the_input_is_read_again(tmp_path):
@@ -232,9 +238,9 @@ def test_partial_completions_are_kept_until_their_row_has_a_result(folder):
         assert results.under_way() == {KEYS[0]: BEGUN, KEYS[1]: {0: begun(5, 6, 7)}}
         assert results.tokens_under_way == 6
         results.append(KEYS[0], RESULTS[0])
-        assert list(results.under_way()) == [KEYS[1]]
-        assert results.tokens_under_way == 3
         assert entries(results) == [(0, 0, 2), (0, 2, 1)]
+        assert results.tokens_under_way == 3
+        assert list(results.under_way()) == [KEYS[1]]
 
 
 @pytest.mark.parametrize("logprobs", [False, True])
@@ -252,6 +258,11 @@ def test_only_the_new_tokens_of_partial_completions_are_written(folder, logprobs
         assert entries(results) == [(0, 0, 2), (0, 2, 1), (0, 3, 2), (0, 5, 0), (1, 0, 1)]
     with opened(folder) as results:
         assert results.under_way() == {KEYS[0]: ended}
+        longer = {0: begun(1, 2, 3, 4, 5, 6, logprobs=logprobs)}  # with a larger limit
+        results.keep_under_way({KEYS[0]: longer})
+        assert entries(results) == [(0, 0, 2), (0, 2, 1), (0, 3, 2), (0, 5, 1), (1, 0, 1)]
+    with opened(folder) as results:
+        assert results.under_way() == {KEYS[0]: ended | longer}
 
 
 def test_a_completion_that_starts_over_replaces_its_kept_tokens(folder):
@@ -263,16 +274,22 @@ def test_a_completion_that_starts_over_replaces_its_kept_tokens(folder):
         assert results.under_way() == {KEYS[0]: {0: begun(1, 9), 1: begun(3, 4, 5)}}
 
 
-def test_partial_completions_of_a_row_in_two_databases_are_not_mixed(tmp_path):
+def test_partial_completions_of_a_row_in_two_databases_are_not_mixed(tmp_path, monkeypatch):
     (tmp_path / "other").mkdir()
     with opened(tmp_path) as results:
         for tokens in ((1, 2), (1, 2, 3, 4)):
-            results.keep_under_way({KEYS[0]: {0: begun(*tokens)}, KEYS[1]: {0: begun(*tokens)}})
+            results.keep_under_way({key: {0: begun(*tokens)} for key in KEYS[:3]})
     with opened(tmp_path / "other") as results:
         results.keep_under_way({KEYS[0]: {0: begun(8, 9)}})
-    with opened(tmp_path) as results:
-        results.take_from(tmp_path / "other")
+        results.append(KEYS[2], RESULTS[2])
+    synced = []
+    with opened(tmp_path, flush_every=3600) as results:
+        monkeypatch.setattr(os, "fsync", synced.append)
+        assert results.take_from(tmp_path / "other") == 1
+        assert synced, "the other database is removed next"
+        assert results.tokens_under_way == 2 + 4
         assert results.under_way() == {KEYS[0]: {0: begun(8, 9)}, KEYS[1]: {0: begun(1, 2, 3, 4)}}
+        assert results.stored(KEYS) == {KEYS[2]: RESULTS[2]}
 
 
 def test_a_partial_completion_continues_from_before_its_damaged_part(tmp_path):
@@ -289,6 +306,54 @@ def test_a_partial_completion_continues_from_before_its_damaged_part(tmp_path):
         results.keep_under_way({key: {1: begun(5, 6, 7, 8, 9)} for key in KEYS[:2]})
     with opened(tmp_path) as results:
         assert results.under_way() == {key: {0: whole, 1: begun(5, 6, 7, 8, 9)} for key in KEYS[:2]}
+
+
+class Lost:
+    """A lease that another process takes over."""
+
+    gone = False
+
+    def check(self) -> None:
+        if self.gone:
+            raise OutputLocked("taken over", "leave it")
+
+
+@pytest.mark.parametrize("more", [0, 1, 2])
+@pytest.mark.parametrize(
+    "write", [Results.commit, Results.flush, lambda results: results.keep_under_way({KEYS[1]: BEGUN})]
+)
+def test_after_another_process_has_taken_over_nothing_is_written(folder, write, more):
+    lease = Lost()
+    with closing(Results(folder, 3600, lease)) as results:
+        results.append(KEYS[0], RESULTS[0])
+        results.flush()
+        for key in KEYS[1 : 1 + more]:
+            count = results.count  # writes those before
+            results.append(key, RESULTS[1])
+            assert count < results._known
+        lease.gone = True
+        with pytest.raises(OutputLocked):
+            write(results)
+    with opened(folder) as results:
+        assert (results.stored(KEYS), results.under_way()) == ({KEYS[0]: RESULTS[0]}, {})
+
+
+def test_equal_rows_of_an_output_are_compared_by_their_number(folder):
+    with opened(folder) as results:
+        results.know_finished([KEYS[0], KEYS[0], KEYS[1]])
+        results.add_rows([0, 1], {0: KEYS[0], 1: KEYS[2]}, {})
+        finished, gone, new, unasked = results.compared()
+    assert (finished, gone, new, unasked) == (3, 2, 1, 1)
+
+
+def test_rows_that_wait_for_an_equal_one_are_counted_from_the_start_of_the_input(folder):
+    with opened(folder) as results:
+        for _ in range(2):
+            results.begin_rows()
+            results.add_equal({KEYS[0]: 2})
+            results.add_equal({KEYS[0]: 1, KEYS[1]: 1})
+            results.add_equal({})
+            assert [results.equal_rows(key) for key in KEYS[:3]] == [3, 1, 0]
 
 
 def test_rows_of_the_output_have_a_key_or_a_result(folder):

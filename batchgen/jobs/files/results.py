@@ -107,10 +107,8 @@ class Results:
         except (Damaged, UnicodeDecodeError, sqlite3.DatabaseError) as e:  # UnicodeDecodeError: of SQLite's own message
             if not is_damage(e):
                 raise
-        with suppress(OSError):  # the damaged log belongs to the damaged file
-            (self.folder / f"{RESULTS_FILE}.new").unlink()
         self.damaged += _salvage(path, self.folder / f"{RESULTS_FILE}.new")
-        for name in _LOG_FILES:
+        for name in _LOG_FILES:  # they belong to the damaged file
             (self.folder / name).unlink(missing_ok=True)
         (self.folder / f"{RESULTS_FILE}.new").replace(path)
         return self._checked(path)
@@ -249,17 +247,13 @@ class Results:
         """Returns the unfinished completions of earlier runs, by row key and by the completion's number."""
         self._write_one("DELETE FROM under_way WHERE key IN (SELECT key FROM results)")
         self._begun = {}
-        damaged = None
         for key, number, start, _, value, checksum in self._db.execute(
             "SELECT * FROM under_way ORDER BY key, number, start"
         ):
-            if (key, number) == damaged:
-                continue
             earlier = self._begun.get(key, {}).get(number)
             part = _part(key, number, start, value, checksum)
-            if part is None or start != (0 if earlier is None else len(earlier.token_ids)):
-                damaged = key, number  # the parts after it have nothing to continue
-            else:
+            # The parts after a damaged one have nothing to continue.
+            if part is not None and start == (0 if earlier is None else len(earlier.token_ids)):
                 self._begun.setdefault(key, {})[number] = part if earlier is None else _with_part(earlier, part)
         return {key: dict(begun) for key, begun in self._begun.items()}
 
@@ -276,7 +270,7 @@ class Results:
                 earlier, kept[number] = kept.get(number), completion
                 if earlier is not None and _length_and_reason(earlier) == _length_and_reason(completion):
                     continue
-                if earlier is not None and not _continues(completion, earlier):
+                if earlier is not None and completion.token_ids[: len(earlier.token_ids)] != earlier.token_ids:
                     again.append((key, number))
                     earlier = None
                 parts.append(_part_entry(key, number, 0 if earlier is None else len(earlier.token_ids), completion))
@@ -668,13 +662,6 @@ def _json(value: Any) -> bytes:
 
 def _length_and_reason(completion: Completion) -> tuple[int, str]:
     return len(completion.token_ids), completion.finish_reason
-
-
-def _continues(completion: Completion, earlier: Completion) -> bool:
-    count = len(earlier.token_ids)
-    if earlier.logprobs is not None and len(earlier.logprobs) != count:
-        return False
-    return not earlier.finish_reason and completion.token_ids[:count] == earlier.token_ids
 
 
 def _with_part(earlier: Completion, part: Completion) -> Completion:
