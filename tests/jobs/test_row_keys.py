@@ -1,6 +1,6 @@
 """Equal rows are told apart by their ids: each keeps its result whatever happens to the others."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from batchgen import SamplingParams
 from batchgen.errors import UsageError
 from batchgen.jobs.files.results import Results
 from batchgen.jobs.files.row_keys import KNOWN_FILE, RowKeys
+from batchgen.jobs.files.row_memory import KnownRequest
 from batchgen.request import Request, id_key, row_key
 from batchgen.result import Result
 from support.params import examples
@@ -58,23 +59,49 @@ def finished(results: Results, keys: list[bytes]) -> None:
     results.commit()
 
 
-def test_rows_of_a_finished_job_keep_their_results_when_they_get_ids(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "ids", "texts", "compared"),
+    [
+        ([D, row_key(D, 1), row_key(D, 2)], [A, B, C], ["0", "1", "2"], (3, 0, 0, 0)),
+        ([D, row_key(D, 1), row_key(D, 2)], [A, A, B], ["0", None, "2"], (3, 1, 1, 1)),
+        ([id_key(D, A), D, row_key(D, 1)], [A, B], ["0", "2"], (3, 1, 0, 1)),
+    ],
+    ids=["all", "equal ones", "some had theirs"],
+)
+def test_rows_of_a_finished_job_keep_their_results_when_they_get_ids(
+    tmp_path: Path, before: list[bytes], ids: list[bytes | None], texts: list[str | None], compared: tuple[int, ...]
+) -> None:
     with closing(Results(tmp_path, 5.0)) as results:
-        finished(results, [D, row_key(D, 1), row_key(D, 2)])
-        expected = [id_key(D, own) for own in (A, B, C)]
-        assert results.keys_of_rows().keys([D] * 3, [A, B, C], [True] * 3) == [(key, False) for key in expected]
-        assert [results.stored(expected)[key].text for key in expected] == ["0", "1", "2"]
-        results.add_rows([0, 1, 2], dict(enumerate(expected)), {})
-        assert results.compared() == (3, 0, 0, 0)
+        finished(results, before)
+        keys = [key for key, _ in results.keys_of_rows().keys([D] * len(ids), ids, [True] * len(ids))]
+        first = [id_key(D, own) for own in ids if own is not None]
+        assert keys == [key if key not in first[:i] else row_key(key, 1) for i, key in enumerate(first)]
+        stored = results.stored(keys)
+        assert [stored[key].text if key in stored else None for key in keys] == texts
+        results.add_rows(range(len(keys)), dict(enumerate(keys)), {})
+        assert results.compared() == compared
 
 
-@pytest.mark.parametrize("damage", [b"x" * 10_000, b""])
-def test_a_damaged_memory_is_made_again(tmp_path: Path, damage: bytes) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: b"x" * 10_000,
+        lambda whole: b"",
+        lambda whole: whole[:4096] + b"x" * (len(whole) - 4096),
+        lambda whole: whole[:18] + b"\xed" + whole[19:],
+    ],
+    ids=["other bytes", "no bytes", "a page", "another version"],
+)
+def test_a_damaged_memory_is_made_again(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     for _ in range(2):
         with closing(Results(tmp_path, 5.0)) as results:
             keys = results.keys_of_rows().keys([D, D], [B, A], [True] * 2)
             assert keys == [(id_key(D, B), False), (id_key(D, A), False)]
-        (tmp_path / KNOWN_FILE).write_bytes(damage)
+            memory = results.memory_of_rows(b"")
+            assert memory.find([A]) == {}
+            memory.add([(A, KnownRequest(D, is_sampled=True))])
+            memory.flush()
+        (tmp_path / KNOWN_FILE).write_bytes(damage((tmp_path / KNOWN_FILE).read_bytes()))
 
 
 class Sampling(Oracle):

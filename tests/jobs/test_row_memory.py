@@ -28,7 +28,7 @@ PROMPTS = [f"p{i}" for i in range(6)]
 @pytest.fixture
 def results(tmp_path: Path) -> Iterator[Results]:
     with closing(Results(tmp_path, 5.0)) as results:
-        results.keys_of_rows()
+        results.row_keys = results.keys_of_rows()
         yield results
 
 
@@ -55,20 +55,21 @@ def test_damaged_entries_are_not_used(results, tmp_path):
 
 
 def test_its_size_is_bounded(results, monkeypatch):
-    monkeypatch.setattr(row_memory, "MAX_ROWS", 3)
+    monkeypatch.setattr(row_memory, "MAX_ROWS", 4)
     monkeypatch.setattr(row_memory, "_SPARE_ROWS", 0)
-    rows = [bytes([i]) * 16 for i in range(5)]
+    rows = [bytes([i]) * 16 for i in range(6)]
     memory = results.memory_of_rows(b"")
     for row in rows:
         memory.add([(row, KnownRequest(row, is_sampled=False))])
-    memory.flush()
-    assert [*results.memory_of_rows(b"").find(rows)] == rows[:3]
+        memory.flush()
+    assert [*results.memory_of_rows(b"").find(rows)] == rows[:4]
     results.append(rows[0], Result(row=0, text="", finish_reason="stop"))
     results.add_rows([0], {0: rows[1]}, {})
+    results.row_keys.keys([rows[2]], [A], [True])  # its key is made of its id
     memory.forget_unasked(2)
-    assert [*results.memory_of_rows(b"").find(rows)] == rows[:3]
+    assert [*results.memory_of_rows(b"").find(rows)] == rows[:4]
     memory.forget_unasked(1)
-    assert [*results.memory_of_rows(b"").find(rows)] == rows[:2]
+    assert [*results.memory_of_rows(b"").find(rows)] == rows[:3]
 
 
 @pytest.fixture

@@ -193,6 +193,10 @@ def test_the_status_can_be_read_while_the_job_writes(folder):
         results.append(bytes([done]) * 16, Result(row=done, text="x", finish_reason="stop"))
         results.commit()
         assert (job_status("o.jsonl")["rows_done"], job_status("o.jsonl")["results"]) == (done, done)
+    results.keep_progress(generated(5))
+    results.append(bytes(16), Result(row=4, text="x", finish_reason="stop"))
+    results.commit()
+    assert (job_status("o.jsonl")["rows_done"], job_status("o.jsonl")["results"]) == (6, 4)
     results.close()
 
 
