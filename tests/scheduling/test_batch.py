@@ -8,11 +8,11 @@ CPU = torch.device("cpu")
 
 def test_a_batch_says_which_row_of_the_logits_each_sequence_uses():
     s = sim.Simulation()
-    s.load([[1, 2], [1, 2], [1, 2, 3], [4, 5]], [2, 2, 2, 1], texts=[[], [], [], [[6, 7]]])
-    first = s.step()  # the node [1, 2] and the text: logits after 2; after 5 and 6
-    assert first.packed.logits_places.tolist() == [1, 3, 4]
+    s.load([[1, 2], [1, 2], [1, 2, 3], [4, 5]], [2, 2, 2, 1], texts=[[], [], [], [[6, 7, 8]]])
+    first = s.step()  # the node [1, 2] and the text: logits after 2; after 5, 6 and 7
+    assert first.packed.logits_places.tolist() == [1, 3, 4, 5]
     assert [row for _, row in first.kept_rows] == [0]
-    assert (first.score_targets.rows, first.score_targets.tokens) == ([1, 2], [6, 7])
+    assert (first.score_targets.rows, first.score_targets.tokens) == ([1, 2, 3], [6, 7, 8])
     assert (list(first.samples), first.sample_rows.tolist()) == ([], [])
     assert [seq.request.row for seq in first.scored] == [3]
     second = s.step()  # the longer prompt samples from its own row, the other two from the node's logits

@@ -122,6 +122,21 @@ def test_half_of_the_blocks_that_running_sequences_may_still_need_stays_free():
     assert memory.pool.num_used == 2
 
 
+@pytest.mark.parametrize(
+    ("peak", "reserve", "room"), [(3, 0, 0), (4, 0, 4), (5, 0, 6), (20, 0, 6), (20, 16, 4), (20, 17, 0)]
+)
+def test_drafts_get_blocks_that_would_stay_free_and_evict_no_node(memory, peak, reserve, room):
+    kept, seq = cached_node(memory, 8), sequence(4, 30)  # 3 of 20 blocks
+    assert memory.open_sequence(seq, None, reserve=None)
+    memory.peak_unshared_blocks = peak
+    assert memory.room_for_drafts(seq, 6, reserve) == room
+    assert not kept.evicted
+    check(memory, seq)
+    memory.evict_all()
+    memory.peak_unshared_blocks = 0
+    assert memory.room_for_drafts(seq, 6, 0) == 6  # without sharing they would take these blocks too
+
+
 # -- across windows
 
 

@@ -1,9 +1,13 @@
-"""How long the rest of a running job takes."""
+"""How long a job takes, by its steps without a model, and how long the rest of a running one."""
 
 import pytest
 
-from batchgen.request import DECODE_COST
+from batchgen.prefix import plan_prefixes
+from batchgen.request import DECODE_COST, leaves_of
+from batchgen.scheduling.batch import Limits
 from batchgen.scheduling.duration import TimeLeft
+from batchgen.scheduling.rehearsal import Rehearsal
+from batchgen.scheduling.waiting import POLICIES
 from support.models import make_requests
 
 
@@ -34,6 +38,15 @@ def test_the_tokens_to_expect_of_ten_completions(ended, tokens, waiting, left):
     time_left.add(make_requests([[1]] * 2, [10] * 2, n=3), 0)
     time_left.ended(ended)
     assert time_left.completions_left(tokens, waiting) == pytest.approx(left)
+
+
+@pytest.mark.parametrize(("most", "steps"), [(0, 0), (3, 3), (9, 9), (100, 9)])
+def test_a_rehearsal_runs_no_more_steps_than_it_may(most, steps):
+    rehearsal = Rehearsal(Limits(4, 100, 100), 2, 100, 0, POLICIES["prefix"])
+    leaves = leaves_of(make_requests([[1], [2]], [9, 5]))
+    for _ in range(2):
+        assert len(list(rehearsal.run(leaves, plan_prefixes([leaf.tokens for leaf in leaves], 16), most))) == steps
+        assert (rehearsal.scheduler.unfinished, len(rehearsal.scheduler.running)) == (0, 0)
 
 
 def test_texts_to_score_are_no_completions():

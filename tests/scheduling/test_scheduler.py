@@ -63,6 +63,32 @@ def test_prompts_that_end_at_a_node_sample_from_its_logits_without_a_forward():
     assert s.prefilled == 6
 
 
+def test_prompts_that_end_at_a_node_start_in_a_step_whose_prompt_tokens_are_used_up():
+    s = sim.Simulation(prefill=6)
+    s.load([ROOT, ROOT, [20] * 30], [2, 2, 1])
+    assert names(s.step()) == [("n0", 0, 5), ("r2", 0, 1)]
+    second = s.step()
+    assert names(second) == [("r2", 1, 7)]
+    assert [sample.sequence.request.row for sample in second.samples] == [0, 1]
+
+
+@pytest.mark.parametrize(("blocks", "starts"), [(8, False), (9, True)])
+def test_a_node_starts_beside_others_if_twice_what_follows_it_and_half_of_what_they_need_stay_free(blocks, starts):
+    s = sim.Simulation(blocks=blocks, block_size=1)
+    s.load([[1], [5, 5, 5, 5, 1], [5, 5, 5, 5, 2]], [6, 1, 1])
+    assert (("n0", 0, 4) in names(s.step())) is starts
+    s.finish()
+    assert s.scheduler.counts.preemptions == 0
+
+
+@pytest.mark.parametrize(("state_slots", "starts"), [(6, False), (7, True)])
+def test_a_node_starts_beside_another_if_all_that_follows_can_have_state_slots(state_slots, starts):
+    s = sim.Simulation(state_slots=state_slots, batch_size=4)
+    s.load([[1, 1, 1], [1, 1, 2], [5, 5, 1], [5, 5, 2]], [1] * 4)
+    assert names(s.step()) == [("n0", 0, 2), ("n1", 0, 2)][: 1 + starts]
+    s.finish()
+
+
 def test_a_node_takes_blocks_only_in_the_first_step_that_runs_it():
     s = sim.Simulation(tokens=4, prefill=2, batch_size=4, block_size=1)
     prompts = [[n] * 12 + [last] for n in range(1, 5) for last in (90, 91)]
