@@ -72,7 +72,10 @@ AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "records": ("batchgen/records/*.py", ("tests/records", "tests/test_openai_batch.py")),
     "sampling": ("batchgen/sampling/*.py", ("tests/sampling",)),
-    "prompts": ("batchgen/prompts/*.py", ("tests/prompts", "tests/test_openai_endpoints.py")),
+    "prompts": (
+        "batchgen/prompts/*.py",
+        ("tests/prompts", "tests/test_openai_endpoints.py", "tests/model/test_gguf_models.py"),
+    ),
     "parsers": ("batchgen/parsers/*.py", ("tests/parsers", "tests/test_tool_rows.py", "tests/test_reasoning_rows.py")),
     "command": ("cli/batchgen_cli/*.py", ("tests/cli",)),
     "reports": ("batchgen/recording/*.py", ("tests/recording", "tests/report")),

@@ -50,6 +50,29 @@ def test_a_setting_is_that_of_the_file(tmp_path, architecture, settings, expecte
 
 
 @pytest.mark.parametrize(
+    ("architecture", "period", "settings"),
+    [
+        ("cohere2", 4, {"logit_scale": 1.0}),
+        ("exaone-moe", 4, {"expert_gating_func": 2, "expert_shared_feed_forward_length": 24, "expert_shared_count": 1}),
+        ("exaone4", 4, {}),
+        ("gemma3", 6, {}),
+        ("gemma4", 6, {}),
+        ("gpt-oss", 2, {}),
+        ("olmo2", 4, {}),
+    ],
+)
+def test_a_file_that_does_not_say_which_layers_see_everything_has_the_pattern_of_its_architecture(
+    tmp_path, architecture, period, settings
+):
+    settings = {"attention.sliding_window": 5, "block_count": 12, **settings}
+    config = configuration(tmp_path / "m.gguf", architecture, settings=settings)
+    assert (config.sliding_window, len(config.layer_types)) == (5, 12)
+    assert [i for i, kind in enumerate(config.layer_types, 1) if kind == "full_attention"] == [
+        *range(period, 13, period)
+    ]
+
+
+@pytest.mark.parametrize(
     ("architecture", "tensor", "name"),
     [
         ("falcon", "attn_qkv", "bias"),
