@@ -126,7 +126,6 @@ class DigestFile(io.RawIOBase):
             try:
                 self._file.flush()
                 os.fsync(self._file.fileno())
-                self._file.close()
             finally:
                 self._file.raw.close()  # even if the last bytes did not fit on the disk
 
