@@ -31,18 +31,16 @@ def test_device_files_are_outputs(output, lines, command, command_environment, w
     assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", lines)
 
 
-@pytest.mark.slow
-def test_rows_that_were_discarded_are_not_said_to_be_on_standard_output(
-    command, command_environment, write_jsonl, tiny_model_dir
-):
+@pytest.mark.parametrize(
+    ("output", "named"), [("/dev/null", "/dev/null"), ("/dev/stdout", "standard output"), ("o.jsonl", "o.jsonl")]
+)
+def test_the_summary_says_where_the_rows_are(output, named, cli, write_jsonl, tiny_model_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     rows = write_jsonl([{"prompt": "a"}])
-    done = subprocess.run(
-        [*command, "run", str(rows), "-m", str(tiny_model_dir), "-o", "/dev/null", "--max-tokens", "2"],
-        env=command_environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "")
-    assert [line.split() for line in done.stderr.splitlines() if line.startswith(" output")] == [
-        ["output", "/dev/null"]
+    done = cli("run", rows, "-m", tiny_model_dir, "-o", output, "--max-tokens", "2")
+    assert done.code == 0
+    assert [line.split(maxsplit=1) for line in done.err.splitlines() if line.startswith(" output")] == [
+        ["output", named]
     ]
 
 
