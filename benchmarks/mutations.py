@@ -292,7 +292,7 @@ class CallRecorder:
         yield
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
-        here = self._tree + "batchgen"
+        here = f"{self._tree}batchgen{os.sep}", f"{self._tree}cli{os.sep}"
         found = self._called.copy()  # threads of the test may still run
         called = sorted([f.removeprefix(self._tree), name] for f, name in found if f.startswith(here))
         seconds = round(time.monotonic() - start, 3)

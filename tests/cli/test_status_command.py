@@ -139,7 +139,7 @@ def shard(number: int, state: str, **figures: Any) -> dict[str, Any]:
 
 def test_a_job_in_shards_names_each_and_who_is_silent():
     shards = [
-        shard(1, "done", rows_done=50, rows_failed=2),
+        shard(1, "done", rows_done=50, rows_failed=2, rows_per_s=2.5),
         shard(2, "running", rows_done=20, completion_tokens_per_s=240.0),
         shard(3, "silent", rows_done=10, seconds_silent=90.0),
         shard(4, "not begun"),
@@ -149,7 +149,7 @@ def test_a_job_in_shards_names_each_and_who_is_silent():
         "output: o.jsonl",
         "state: running, in 4 shards: 1 done, 1 running, 1 silent, 1 not begun",
         "rows: 81 of 201 done (40%)",
-        "1/4: done, 50 of 50 rows (100%), 2 failed",
+        "1/4: done, 50 of 50 rows (100%), 2 failed, 2.5 rows/s",
         "2/4: running (process 12 on far), 20 of 50 rows (40%), 240 tokens/s",
         "3/4: silent for 90 s (process 12 on far), 10 of 50 rows (20%); if that machine is gone, the same command continues it on any other",
         "4/4: not begun, 0 of 50 rows (0%)",
