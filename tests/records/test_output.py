@@ -1,6 +1,7 @@
 """The output row, and the name and format of the output."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -53,6 +54,16 @@ def test_keep_selects_the_carried_columns():
     columns = {"id": "a", "prompt": "p", "label": "l", "text": "t"}
     assert made(columns, keep=()) == {"id": "a", **TAIL}
     assert made(columns, keep=("text", "label", "missing")) == {"id": "a", "label": "l", "input_text": "t", **TAIL}
+
+
+def test_valid_is_the_results_unless_only_some_rows_have_it_and_this_one_has_such_a_column():
+    valid = replace(DONE, valid=True)
+    assert made({}, valid) == {"id": 4, "valid": True} | TAIL
+    assert made({"valid": "x"}, valid) == made({"valid": "x"}) == {"id": 4, "valid": "x"} | TAIL
+    form = RowForm(asked=("valid",))
+    assert (
+        output_row(Row(4, {"valid": "x"}, None, ""), valid, form) == {"id": 4, "valid": True, "input_valid": "x"} | TAIL
+    )
 
 
 def test_token_ids_are_written_on_request_and_null_if_unknown():

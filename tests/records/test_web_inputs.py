@@ -108,6 +108,17 @@ def test_a_server_that_sends_less_or_more_than_the_range_it_was_asked_for_change
     assert columns(f"{address}/{way}/x.{kind}") == LARGE
 
 
+@pytest.mark.parametrize(
+    ("way", "seekable"), [("ranges", True), ("parts", True), ("wrong", False), ("whole", False), ("unknown", False)]
+)
+def test_a_file_need_not_be_read_whole_if_the_server_sends_ranges(web, way, seekable):
+    files, address = web
+    files["x"] = bytes(range(250)) * 40
+    with remote.open_remote(f"{address}/{way}/x") as file:
+        assert file.seekable() is seekable
+        assert file.read() == files["x"]
+
+
 def test_a_stream_that_has_ended_is_not_read_again_which_aiohttp_would_warn_about(web):
     files, address = web
     rows = [{"prompt": f"number {i}"} for i in range(2000)]
