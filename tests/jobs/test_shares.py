@@ -7,7 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from batchgen.config import INPUT_LIMITS
 from batchgen.jobs.order.shares import PrefixCosts, Share, shard_bounds
+from batchgen.jobs.shards import ShardFolder, ShardPlan, load_plan, write_plan
 from support.requests import request
 
 
@@ -50,6 +52,20 @@ def test_costs_count_a_shared_prefix_once_in_each_share(tmp_path):
         Share(0, 4, 25.0, 0)
     ]  # 12 tokens, of which 3 are shared, and 4 * 4 for one token each
     assert costs.shares(2, 1) == [Share(0, 2, 12.0, 0), Share(2, 4, 14.0, 1)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shards_have_every_request_of_the_plan_once_and_in_its_order(tmp_path, count):
+    requests = [request(row, [row, 1, 2], max_tokens=1) for row in range(6)]
+    (tmp_path / "shards").mkdir()
+    windows = iter([requests[:1], requests[1:5], requests[5:]])
+    write_plan(tmp_path, ShardPlan(asked={}, rows=6, output={}), windows, count, 16, INPUT_LIMITS)
+    plan = load_plan(tmp_path)
+    shards = [ShardFolder(tmp_path, plan, number, "o.jsonl") for number in range(1, count + 1)]
+    rows = [[[r.row for r in window] for window in shard.windows()] for shard in shards]
+    assert [row for windows in rows for window in windows for row in window] == [*range(6)]
+    assert [sum(map(len, windows)) for windows in rows] == [shard.request_count for shard in shards]
+    assert count > 2 or rows == {1: [[[0], [1, 2, 3, 4], [5]]], 2: [[[0], [1, 2]], [[3, 4], [5]]]}[count]
 
 
 def test_without_requests_all_shares_are_empty(tmp_path):

@@ -155,10 +155,11 @@ def test_labels_that_are_not_utf8_keep_their_probabilities_in_parquet(tmp_path):
         assert table["choice_probs"].to_pylist() == [[("\\ud800", 0.25), ("b", 0.75)]]
 
 
-def test_rows_with_many_logprobs_are_written_in_small_row_groups(tmp_path):
+@pytest.mark.parametrize("schema", [pa.schema([]), None], ids=["columns of a table", "of other rows"])
+def test_rows_with_many_logprobs_are_written_in_small_row_groups(tmp_path, schema):
     results = [SEVERAL] * 5  # four log-probabilities each
     limits = GroupLimits(logprobs=8)
-    path = written(tmp_path, "o.parquet", results, schema=pa.schema([]), optional=("choices",), limits=limits)
+    path = written(tmp_path, "o.parquet", results, schema=schema, optional=("choices",), limits=limits)
     metadata = pq.read_metadata(path)
     assert [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)] == [2, 2, 1]
 
