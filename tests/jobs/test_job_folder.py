@@ -78,6 +78,15 @@ def test_malformed_rows_never_have_a_key(runs):
     assert runs.run(["a", "b"])[0] == ["b"]
 
 
+def test_damaged_results_are_dropped_and_a_note_says_so(runs):
+    runs.run(["a", "b", "c", "d"], most=3)
+    assert not [note for note in runs.notes if "damaged" in note]
+    file = Path("o.jsonl.job/results.sqlite")
+    file.write_bytes(file.read_bytes().replace(b"a: a", b"a: x").replace(b"a: c", b"a: y"))
+    assert runs.run(["a", "b", "c", "d"])[0] == ["a", "c", "d"]
+    assert [note.partition(" are damaged")[0] for note in runs.notes if "damaged" in note] == [f"2 results in {file}"]
+
+
 def test_damaged_keys_are_not_trusted(runs):
     runs.run(["a"])
     Path("o.jsonl.job/keys").write_bytes(b"x" * 16)
