@@ -33,15 +33,15 @@ def test_fifo_keeps_a_margin_of_free_blocks():
     assert free["fifo"] >= 0.2 * 20 > free["prefix"]
 
 
-def test_prefill_first_runs_prompts_before_decoding():
+def test_only_prefill_first_runs_prompts_before_decoding():
     seen = {}
-    for policy in ("prefix", "prefill-first"):
+    for policy in ("prefix", "fifo", "prefill-first"):
         s = sim.Simulation(tokens=3, prefill=3, policy=policy)
         s.load([[1], [2] * 6], [9, 1])
         s.step()  # row 0 whole, and two tokens of row 1
         seen[policy] = [rows(s.step()) for _ in range(2)]
         s.finish()
-    assert seen == {"prefix": [[0, 1], [0, 1]], "prefill-first": [[1], [0, 1]]}
+    assert seen == {"prefix": [[0, 1], [0, 1]], "fifo": [[0, 1], [0, 1]], "prefill-first": [[1], [0, 1]]}
 
 
 def test_sequences_take_turns_if_not_all_can_decode():
