@@ -221,11 +221,9 @@ class InputFile:
         self._check_kind(start, "standard input")
         return stream
 
-    def forget(self) -> None:
-        """Drops the cached listing of a store, so that the next `fingerprint` is up to date."""
-        if is_url(self.name) and not _AT_COMMIT.match(self.name):
-            fs, path = remote(self.name)
-            fs.invalidate_cache(path)
+    def can_change_in_store(self) -> bool:
+        """Whether it lies in a store, and its name does not fix its version."""
+        return is_url(self.name) and not _AT_COMMIT.match(self.name)
 
     @contextmanager
     def _raw(self) -> Iterator[BinaryIO]:

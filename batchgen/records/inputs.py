@@ -23,7 +23,7 @@ from batchgen.records.files import ANY_FORMAT, BROKEN, InputFile, in_job_folder,
 from batchgen.records.jsonl import Record
 from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
 from batchgen.records.parquet_types import clean
-from batchgen.records.remote import StoreError, file_matcher, info_of, is_url, plain_name, reaching, remote
+from batchgen.records.remote import StoreError, file_matcher, info_of, is_url, look_again, plain_name, reaching, remote
 from batchgen.records.rows import Row, RowStream
 from batchgen.records.schema_metadata import common_metadata
 from batchgen.records.tables import BROKEN_TABLE, OnHeader, parquet_schema
@@ -194,8 +194,7 @@ class Input:
         """Returns what shows whether the input has changed; empty if that cannot be known (a pipe, standard input)."""
         if self.is_stdin:
             return []
-        for file in self.files:
-            file.forget()
+        look_again(file.name for file in self.files if file.can_change_in_store())
         prints = [file.fingerprint() for file in self.files]
         return [] if None in prints else [p for p in prints if p is not None]
 

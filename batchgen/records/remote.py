@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
@@ -24,6 +24,8 @@ _OTHER_NAMES = {"s3a": "s3", "gcs": "gs", "az": "abfs", "ssh": "sftp"}
 """Second names of stores."""
 _WEB = ("http://", "https://")
 # Fields that change with a file's content, the best first: digests and versions, then times.
+_LISTED_FROM = 8
+"""Files of one folder for which it is listed. A folder can have many others."""
 _VERSIONS = (
     "ETag", "etag", "generation", "md5Hash", "blob_id", "xet_hash", "sha", "CRC",
     "LastModified", "last_modified", "Last-Modified", "updated", "modified", "mtime", "created",
@@ -140,6 +142,24 @@ def info_of(fs: Any, path: str) -> Mapping[str, Any] | None:
 def _is_of_the_web(error: BaseException) -> bool:
     """Whether fsspec raised a FileNotFoundError for a web address, as it does whatever went wrong. Its message is the address, its cause says what it was."""
     return isinstance(error, FileNotFoundError) and str(error).startswith(_WEB)
+
+
+def look_again(urls: Iterable[str]) -> None:
+    """Makes what is known of files of stores up to date: what was read of them is forgotten, and folders that have several are listed at once.
+
+    Otherwise a store would be asked once for each file.
+    """
+    in_folders: dict[tuple[str, str], list[str]] = {}
+    for url in urls:
+        fs, path = remote(url)
+        fs.invalidate_cache(path)
+        in_folders.setdefault((url.partition("://")[0], fs._parent(path)), []).append(url)
+    for (_, folder), files in in_folders.items():
+        if len(files) >= _LISTED_FROM and not folder.startswith(_WEB):
+            with suppress(
+                Exception
+            ):  # who may read files need not be allowed to list them; they are asked for one by one then
+                remote(files[0])[0].ls(folder)
 
 
 def open_remote(url: str) -> io.BufferedReader:

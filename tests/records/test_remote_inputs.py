@@ -109,6 +109,27 @@ def test_a_store_that_has_listed_files_is_not_asked_whether_they_can_be_read_twi
     assert window_rows(JobConfig(inputs="s3://bucket/in", model="m"), source, "o.jsonl") is None
 
 
+def test_a_store_is_asked_once_for_a_folder_of_many_files_and_not_for_each(s3, monkeypatch):
+    for i in range(9):
+        s3.pipe_file(f"bucket/in/{i}.jsonl", JSONL)
+    source = opened("s3://bucket/in")
+    alone = opened("s3://bucket/in/5.jsonl").fingerprint()
+    requests = []
+    call = type(s3)._call_s3
+    monkeypatch.setattr(
+        type(s3), "_call_s3", lambda self, method, *args, **k: requests.append(method) or call(self, method, *args, **k)
+    )
+    before = source.fingerprint()
+    assert requests == ["list_objects_v2"]
+    assert before[5:6] == alone
+    other = JSONL.replace(b"one", b"six")
+    s3.call_s3("put_object", Bucket="bucket", Key="in/5.jsonl", Body=other)  # without the file system's cache noticing
+    changed = source.fingerprint()
+    assert changed[5]["version"] == 'ETag "' + _md5(other) + '"'
+    monkeypatch.setattr(s3, "ls", _fail(PermissionError("Forbidden")))
+    assert source.fingerprint() == changed
+
+
 def _md5(data: bytes) -> str:
     import hashlib
 
