@@ -13,6 +13,7 @@ from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.results import RESULTS_FILE, Results
 from batchgen.recording import JobRecord
 from batchgen.records import Input, RowForm
+from batchgen.stats import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +59,13 @@ class HeldResults(Results):
 
     def note_damaged(self) -> None:
         if self.damaged:
-            self.notes.append(
-                f"{self.damaged} results in {self.folder / RESULTS_FILE} are damaged and were dropped: their rows are generated again"
+            found = f"{counted(self.damaged, 'result')} in {self.folder / RESULTS_FILE}"
+            dropped = (
+                "is damaged and was dropped: its row is"
+                if self.damaged == 1
+                else "are damaged and were dropped: their rows are"
             )
+            self.notes.append(f"{found} {dropped} generated again")
 
     def keep_record(self, run: Mapping[str, Any] | None, tree: Mapping[str, Any] | None) -> None:
         """Stores what the report shows of this run (`recording`), each part unless it is None."""
