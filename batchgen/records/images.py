@@ -33,6 +33,8 @@ from batchgen.records.remote import is_url, plain_name, reaching, remote
 IMAGE_PARTS = frozenset(("image", "image_url", "input_image"))
 """The types of message parts that are images."""
 THREADS = 8
+_DOWNLOAD_S = 300.0
+"""Seconds that a store may take for an image, at most."""
 KNOWN = 10_000
 """Number of files, and of sizes, that are remembered."""
 _THUMBNAIL = 96
@@ -216,7 +218,8 @@ def check_pillow() -> None:
 class ImageStore:
     """Finds the images of rows. Those that are not local files are kept in a folder, each once, under their digest."""
 
-    def __init__(self) -> None:
+    def __init__(self, download_s: float = _DOWNLOAD_S) -> None:
+        self._download_s = download_s
         self.folder: Path | None = None
         """Where they are kept; None for a temporary folder of this process."""
         self._known: dict[tuple[str, int, int], ImageFile] = {}
@@ -248,7 +251,7 @@ class ImageStore:
             place = _place(source)
             if place is not None and not is_url(place):
                 return self._of_file(place, named)
-            data = _inline_bytes(source) if place is None else _fetched(place)
+            data = _inline_bytes(source) if place is None else _fetched(place, self._download_s)
             file = _file_of("", io.BytesIO(data), named)
         except RowError as e:
             return e
@@ -387,10 +390,14 @@ def _place(source: ImageSource) -> str | None:
     return str((Path(plain_name(source.file)).parent / path).absolute())
 
 
-def _fetched(url: str) -> bytes:
+def _fetched(url: str, max_s: float) -> bytes:
+    """Returns the bytes of a file. Only stores that fsspec reads asynchronously (the web, S3, Google's) have a limit of time."""
+    from fsspec.asyn import AsyncFileSystem
+
     fs, path = remote(url)
+    limits = {"timeout": max_s} if isinstance(fs, AsyncFileSystem) and fs.async_impl else {}
     with reaching(url):
-        return bytes(fs.cat_file(path))
+        return bytes(fs.cat_file(path, **limits))
 
 
 def _from_base64(text: bytes, where: str) -> bytes:

@@ -62,6 +62,11 @@ class Answers(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "GET":
             try:
+                if way == "drips":
+                    for place in range(len(sent) - 1):
+                        self.wfile.write(sent[place : place + 1])
+                        self.server.ended.wait(0.02)
+                    sent = sent[-1:]
                 if way in ("stalls", "whole%20stalls") and len(sent) > 1:
                     self.wfile.write(sent[: len(sent) // 2])
                     self._wait()
@@ -145,6 +150,18 @@ def test_the_error_of_a_missing_image_has_the_answer(web):
     (found,) = ImageStore().locate([ImageSource(image, "here")])
     assert isinstance(found, RowError)
     assert found.message == f"here: {image} cannot be read: 404 Not Found"
+
+
+def test_an_image_that_a_server_sends_for_too_long_fails_alone(web):
+    files, address = web
+    files["a.png"] = b"no image" * 25
+    slow, fast = (ImageSource(f"{address}/{way}/a.png", "here") for way in ("drips", "ranges"))
+    late, read = ImageStore(download_s=1).locate([slow, fast])
+    assert (late.type, late.message) == (
+        "invalid_image",
+        f"here: {slow.value} cannot be read: the server did not answer in time",
+    )
+    assert read.message == f"the image {fast.value!r} of here is not an image that Pillow can read"
 
 
 def test_a_web_address_that_nobody_serves_is_not_called_a_missing_file():
