@@ -22,11 +22,11 @@ from batchgen.records.dataset_files import DatasetChoice, find_dataset
 from batchgen.records.files import ANY_FORMAT, BROKEN, InputFile, in_job_folder, split_name
 from batchgen.records.jsonl import Record
 from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
-from batchgen.records.parquet_types import clean
+from batchgen.records.parquet_types import clean, safe_limit
 from batchgen.records.remote import StoreError, file_matcher, info_of, is_url, look_again, plain_name, reaching, remote
 from batchgen.records.rows import Row, RowStream
 from batchgen.records.schema_metadata import common_metadata
-from batchgen.records.tables import BROKEN_TABLE, OnHeader, parquet_schema
+from batchgen.records.tables import BROKEN_TABLE, OnHeader, numbers_within, parquet_schema
 
 DONE_WINDOW_ROWS = 50_000
 PIPE_WINDOW_ROWS = 4_096
@@ -120,23 +120,26 @@ class Input:
 
     @cached_property
     def schema(self) -> pa.Schema | None:
-        """Columns and types of the input if all files are Parquet and their types can be unified (int32 and int64 can; for ids, not uint64 and int64), else None.
+        """Columns and types of the input if all files are Parquet and their types can be unified, else None.
+
+        int32 and int64 can; for ids, not uint64 and int64. int64 and double can if the files say that no number would change.
 
         Skips files that cannot be read: `rows` raises the error. Of standard input it is known from the first row on.
         """
         if self.is_stdin or any(f.format != "parquet" for f in self.files):
             return None
-        schemas: list[pa.Schema] = []
+        found: list[tuple[InputFile, pa.Schema]] = []
         for file in self.files:
             try:
                 with file.open() as stream:
                     schema = parquet_schema(stream)
                     if schema is not None:
-                        schemas.append(schema)
+                        found.append((file, schema))
             except (*BROKEN, *BROKEN_TABLE):
                 continue
-        if not schemas:
+        if not found:
             return None
+        schemas = [schema for _, schema in found]
         # A column that only some files have must not change how another is renamed in the output.
         names = {n for s in schemas for n in s.names}
         if any(set(s.names) != names for s in schemas) and any(
@@ -154,6 +157,8 @@ class Input:
                     if field.type != wider:
                         pa.nulls(1, field.type).cast(wider)  # raises: Arrow cannot cast all that it unifies
         except pa.ArrowException:
+            return None
+        if not all(_fits(file, schema, unified) for file, schema in found):
             return None
         return unified.with_metadata(common_metadata(schemas))
 
@@ -219,6 +224,19 @@ class Input:
         self.headers[tuple(names)] = None
         if self.is_stdin:
             self.schema = schema
+
+
+def _fits(file: InputFile, schema: pa.Schema, unified: pa.Schema) -> bool:
+    """Whether no number of a Parquet file changes in the columns of a unified schema, as far as its footer says."""
+    limits = {field.name: safe_limit(field.type, unified.field(field.name).type) for field in schema}
+    limited = {name: limit for name, limit in limits.items() if limit is not None}
+    if not limited:
+        return True
+    try:
+        with file.open() as stream:
+            return numbers_within(stream, limited)
+    except (*BROKEN, *BROKEN_TABLE):
+        return False
 
 
 def window_rows(config: JobConfig, source: Input, output: str | None = None) -> int | None:

@@ -2,8 +2,8 @@
 
 A column of nulls is a string column. Whole numbers with fractions among them are doubles. Lists and objects have nested types; an object
 has all the fields that any of its values has, null where a value lacks one. If the values of a place do not fit one type (a string here
-and a list there, a whole number beyond 64 bits, objects without fields or with more than `MAX_FIELDS`, nesting deeper than `MAX_NESTING`),
-the place is a string that holds each value as JSON text.
+and a list there, a whole number beyond 64 bits, or beyond 53 among fractions, objects without fields or with more than `MAX_FIELDS`,
+nesting deeper than `MAX_NESTING`), the place is a string that holds each value as JSON text.
 """
 
 from __future__ import annotations
@@ -22,10 +22,15 @@ _SIMPLE = {
     "null": pa.string(),
     "bool": pa.bool_(),
     "int": pa.int64(),
+    "long": pa.int64(),
     "float": pa.float64(),
     "string": pa.string(),
     "json": pa.string(),
 }
+_WIDER = {frozenset(("int", "long")): "long", frozenset(("int", "float")): "float"}
+"""The kinds of numbers that one type holds without a change."""
+_DIGITS = {16: 11, 32: 24, 64: 53}
+"""Binary digits of the numbers that floating-point types of so many bits hold."""
 
 
 class ColumnType:
@@ -35,7 +40,7 @@ class ColumnType:
 
     def __init__(self, depth: int = 0) -> None:
         self.name = "null"
-        """null, bool, int, float, string, list, object or json"""
+        """null, bool, int, long (whole numbers that a double may not hold among them), float, string, list, object or json"""
         self.items: ColumnType | None = None
         self.fields: dict[str, ColumnType] = {}
         self._depth = depth
@@ -48,7 +53,7 @@ class ColumnType:
         if self.name == "null":
             self.name = name
         elif name != self.name:
-            self.name = "float" if {name, self.name} == {"int", "float"} else "json"
+            self.name = _WIDER.get(frozenset((name, self.name)), "json")
         if self.name == "list":
             self.items = self.items or ColumnType(self._depth + 1)
             for item in value:
@@ -81,7 +86,7 @@ class ColumnType:
 
     def convert(self, value: Any) -> Any:
         """Returns `value` as `pa.array` takes it for `arrow()`."""
-        if value is None or self.name in ("bool", "int"):
+        if value is None or self.name in ("bool", "int", "long"):
             return value
         if self.name == "string":
             return clean(value)
@@ -183,10 +188,34 @@ def _kind_name(value: Any) -> str:
     if isinstance(value, bool):
         return "bool"
     if isinstance(value, int):
-        return "int" if -(2**63) <= value < 2**63 else "json"
+        return "int" if abs(value) <= 2**53 else "long" if -(2**63) <= value < 2**63 else "json"
     if isinstance(value, float):
         return "float"
     return "list" if isinstance(value, list) else "object"
+
+
+def safe_limit(type: pa.DataType, wider: pa.DataType) -> int | None:
+    """Returns the largest absolute value up to which numbers of `type` stay the same in the type that Arrow unifies it with others to; None if all do."""
+    if type == wider:
+        return None
+    if pa.types.is_dictionary(type) and pa.types.is_dictionary(wider):
+        return safe_limit(type.value_type, wider.value_type)
+    if type.num_fields:
+        parts = [type.field(i) for i in range(type.num_fields)]
+        others = [wider.field(p.name if pa.types.is_struct(wider) else i) for i, p in enumerate(parts)]
+        limits = [safe_limit(part.type, other.type) for part, other in zip(parts, others, strict=True)]
+        return min((limit for limit in limits if limit is not None), default=None)
+    if pa.types.is_decimal(type) and pa.types.is_floating(wider):
+        return 0
+    if not pa.types.is_integer(type):
+        return None
+    if pa.types.is_decimal(wider):
+        limit = 10 ** (wider.precision - wider.scale) - 1
+    elif pa.types.is_floating(wider):
+        limit = 2 ** _DIGITS[wider.bit_width]
+    else:
+        limit = 2 ** (wider.bit_width - pa.types.is_signed_integer(wider)) - 1
+    return int(limit) if limit < 2**type.bit_width - 1 else None
 
 
 def without_maps(type: pa.DataType) -> pa.DataType:

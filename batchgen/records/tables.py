@@ -17,7 +17,8 @@ import csv
 import datetime as dt
 import io
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from decimal import Decimal
 from functools import partial
 from itertools import repeat
 from typing import Any, BinaryIO
@@ -200,6 +201,26 @@ def parquet_schema(stream: BinaryIO) -> pa.Schema | None:
     """The columns that `read_parquet` yields, all nullable, and the metadata of the file. Returns None if the file is empty."""
     file = open_parquet(stream)
     return None if file is None else _columns_read(file)
+
+
+def numbers_within(stream: BinaryIO, limits: Mapping[str, int]) -> bool:
+    """Whether the footer of a file says that no number in certain columns (of `parquet_schema`) has an absolute value beyond the column's limit."""
+    file = open_parquet(stream)
+    if file is None:
+        return True
+    read = zip(file.schema_arrow.names, _unique_names(file.schema_arrow.names), strict=True)
+    within = [(name, limits[unique]) for name, unique in read if unique in limits]
+    for group in map(file.metadata.row_group, range(file.num_row_groups)):
+        for leaf in map(group.column, range(group.num_columns)):
+            for name, limit in within:
+                if leaf.path_in_schema == name or leaf.path_in_schema.startswith(f"{name}."):
+                    found = leaf.statistics
+                    if found is None or (found.num_values and not found.has_min_max):
+                        return False
+                    ends = (found.min, found.max) if found.has_min_max else ()
+                    if any(isinstance(end, int | Decimal) and not -limit <= end <= limit for end in ends):
+                        return False
+    return True
 
 
 def _columns_read(file: pq.ParquetFile) -> pa.Schema:

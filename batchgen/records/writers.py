@@ -223,8 +223,8 @@ class ParquetWriter:
     schema's metadata (`carried_metadata`).
 
     If the files of the input have different types, a column has the type that all of them fit. A value that does not fit it all the same
-    (a whole number beyond 64 bits, a time out of range) is null; so are the columns of a malformed row. `id` is an int64 (or
-    uint64) if all columns that it can come from are whole numbers that fit one, else text.
+    (a time out of range) is null; so are the columns of a malformed row. `id` is an int64 (or uint64) if all columns that it can come from
+    are whole numbers that fit one, else text.
     """
 
     def __init__(
@@ -415,7 +415,7 @@ class SpoolingWriter:
                     self._types[name].see(value)
 
     def close(self) -> None:
-        whole = self._ids.name in ("null", "int")
+        whole = self._ids.name in ("null", "int", "long")
         for name in self._spool.carried():
             self._types.setdefault(name, ColumnType())
         results = self._spool.results()
@@ -543,7 +543,7 @@ def _fitted(column: pa.Array, type: pa.DataType) -> pa.Array:
 
 def _cast_one(value: pa.Array, type: pa.DataType) -> pa.Array:
     try:
-        return value.cast(type, safe=not pa.types.is_floating(type))  # a large whole number is rounded
+        return value.cast(type)
     except pa.ArrowException:
         return pa.nulls(1, type)
 

@@ -90,12 +90,43 @@ def test_a_column_that_one_file_lacks_is_null_in_its_rows():
     assert out["m"].to_pylist() == [None, [1]]
 
 
-def test_an_integer_among_floats_is_rounded_and_one_too_large_for_the_type_is_null():
-    out = carried(
-        pa.table({"a": [2**60 + 1], "b": pa.array([2**63 + 1], pa.uint64())}), pa.table({"a": [0.5], "b": [1]})
-    )
-    assert out["a"].to_pylist() == [float(2**60), 0.5]
-    assert out["b"].to_pylist() == [None, 1]
+SMALL, LARGE = 2**53, 2**62 + 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (pa.array([SMALL, -SMALL, None]), pa.array([0.5]), pa.array([float(SMALL), float(-SMALL), None, 0.5])),
+        (pa.array([LARGE]), pa.array([3, None]), pa.array([LARGE, 3, None])),
+        (pa.array([LARGE, None]), pa.array([0.5]), pa.array([str(LARGE), None, "0.5"])),
+        (pa.array([1, 2, 3, -LARGE]), pa.array([0.5]), pa.array(["1", "2", "3", str(-LARGE), "0.5"])),
+        (pa.array([0.5]), pa.array([LARGE]), pa.array(["0.5", str(LARGE)])),
+        (pa.array([2**64 - 1], pa.uint64()), pa.array([0.5]), pa.array([str(2**64 - 1), "0.5"])),
+        (pa.array([5], pa.uint64()), pa.array([-1]), pa.array([5, -1])),
+        (pa.array([2**63], pa.uint64()), pa.array([-1]), pa.array([str(2**63), "-1"])),
+        (pa.array([[1], [LARGE]]), pa.array([[0.5]]), pa.array([["1"], [str(LARGE)], ["0.5"]])),
+        (pa.array([[1], [SMALL]]), pa.array([[0.5]]), pa.array([[1.0], [float(SMALL)], [0.5]])),
+        (pa.array([{"a": LARGE}]), pa.array([{"a": 0.5}]), pa.array([{"a": str(LARGE)}, {"a": "0.5"}])),
+        (pa.array([{"a": SMALL}]), pa.array([{"a": 0.5}]), pa.array([{"a": float(SMALL)}, {"a": 0.5}])),
+        (pa.array([2**31 - 1], pa.int32()), pa.array([0.5], pa.float32()), pa.array([2.0**31 - 1, 0.5])),
+    ],
+)
+def test_no_number_changes_in_a_column_whose_files_have_different_types(first, second, expected):
+    out = carried(pa.table({"a": first}), pa.table({"a": second}))
+    assert out["a"].combine_chunks().equals(expected)
+
+
+def test_numbers_whose_file_does_not_say_how_large_they_are_do_not_change():
+    for name, column in (("a", pa.array([7, 2**62 + 1])), ("b", pa.array([0.5]))):
+        pq.write_table(pa.table({"a": column}), f"{name}.parquet", write_statistics=False)
+    source = opened("a.parquet", "b.parquet")
+    out = pq.read_table(write_output(Path("o.parquet"), with_results(source), schema=source.schema))
+    assert out["a"].to_pylist() == ["7", str(2**62 + 1), "0.5"]
+
+
+def test_decimals_among_floats_keep_their_digits():
+    out = carried(pa.table({"a": [decimal.Decimal("0.1000000000000000000001")]}), pa.table({"a": [0.5]}))
+    assert out["a"].to_pylist() == ['"0.1000000000000000000001"', "0.5"]
 
 
 def test_ids_that_are_hashes_of_64_bits_stay_numbers():
@@ -115,6 +146,8 @@ def test_ids_of_files_that_fit_no_one_type_of_number_are_text():
     large, small = pa.array([2**63 + 1], pa.uint64()), pa.array([-1], pa.int32())
     out = carried(pa.table({"id": large, "prompt": ["a"]}), pa.table({"id": small, "prompt": ["b"]}))
     assert out["id"].to_pylist() == [str(2**63 + 1), "-1"]
+    out = carried(pa.table({"id": [LARGE], "prompt": ["a"]}), pa.table({"id": [0.5], "prompt": ["b"]}))
+    assert out["id"].to_pylist() == [str(LARGE), "0.5"]
 
 
 def test_a_repeated_column_gets_another_name_and_a_note():

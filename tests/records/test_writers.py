@@ -201,6 +201,18 @@ def test_a_note_names_every_column_that_is_written_as_json_text(tmp_path):
     assert pq.read_table(path)["prompt"].to_pylist() == ['"Hi"', "5"]
 
 
+def test_a_whole_number_beyond_53_bits_keeps_its_digits_with_fractions_and_without(tmp_path):
+    large = 2**62 + 1
+    rows = [{"id": large, "n": large, "whole": 1, **RESULT}, {"id": 2, "n": 0.5, "whole": large, **RESULT}]
+    why = "has values that no one Parquet type fits (of several kinds, or too large): all of them are written as JSON text"
+    for number, ordered in enumerate((rows, rows[::-1])):
+        path = write(tmp_path, f"{number}.parquet", ordered, notes=[f"column 'n' {why}"])
+        table = pq.read_table(path).sort_by("id")
+        assert table["id"].to_pylist() == [2, large]
+        assert table["n"].to_pylist() == ["0.5", str(large)]
+        assert table["whole"].to_pylist() == [large, 1]
+
+
 def test_an_object_with_too_many_fields_is_json_text():
     column = ColumnType()
     for i in range(MAX_FIELDS):
