@@ -188,12 +188,7 @@ def _open_store(setup: JobSetup, signals: Signals, tracker: Tracker) -> Job | Sh
         return open_job(setup.spec, tell=tracker.note)
     asked = as_stored(
         asked_of(config, setup.spec.request["inputs"])
-        | {
-            "settings": setup.spec.settings,
-            "keep": config.keep,
-            "expect": config.expect,
-            "token_ids": config.token_ids,
-        }
+        | {"settings": setup.spec.settings, "expect": config.expect, "rows": asdict(setup.spec.form)}
     )
 
     def read(lease: Lease) -> Job | None:

@@ -157,6 +157,18 @@ def test_another_number_of_shards_is_refused_before_the_merge(tiny_model_dir, so
         shard(tiny_model_dir, "2/4")
 
 
+def test_shards_that_write_other_fields_of_rows_do_not_share_a_plan(tiny_model_dir, source):
+    sampling = SamplingParams(max_tokens=4, json_schema={"type": "integer"})
+    parsed = {"sampling": sampling, "parse": "json"}
+    shard(tiny_model_dir, "1/2", sampling=sampling)
+    plan = load_plan(Path("o.jsonl.job"))
+    shard(tiny_model_dir, "2/2", **parsed)
+    assert load_plan(Path("o.jsonl.job")).id != plan.id
+    shard(tiny_model_dir, "1/2", **parsed)
+    merge_job("o.jsonl")
+    assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir, **parsed)
+
+
 @pytest.mark.slow
 def test_the_merge_names_unfinished_shards(tiny_model_dir, source):
     shard(tiny_model_dir, "2/3")
