@@ -170,19 +170,18 @@ class _Narrowing:
                 self._find_joined(part, False)
 
     def _find_together(self, schema: Any) -> None:
-        if isinstance(schema, dict):
-            group = list(self._closure(schema, {}).values())
-            for one in group if len(group) > 1 else ():
-                self._together.setdefault(id(one), []).extend(group)
+        group = list(self._closure(schema, {}).values())
+        for one in group if len(group) > 1 else ():
+            self._together.setdefault(id(one), []).extend(group)
         for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
             self._find_together(part)
 
-    def _closure(self, schema: Mapping[str, Any], found: dict[int, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-        if id(schema) not in found:
+    def _closure(self, schema: Any, found: dict[int, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+        """Adds a schema, and those beside it at any distance, to `found`, by their ids."""
+        if isinstance(schema, dict) and id(schema) not in found:
             found[id(schema)] = schema
             for _, part in self._beside(schema):
-                if isinstance(part, dict):
-                    self._closure(part, found)
+                self._closure(part, found)
         return found
 
     def of(self, schema: Any) -> Any:
@@ -242,13 +241,8 @@ class _Narrowing:
             name for name in required if isinstance(name, str)
         }:
             return False
-        return not any(self._has_properties(part, ()) for _, part in self._beside(schema))
-
-    def _has_properties(self, schema: Any, above: tuple[int, ...]) -> bool:
-        if not isinstance(schema, dict) or id(schema) in above:
-            return False
         parts = (part for _, part in self._beside(schema))
-        return "properties" in schema or any(self._has_properties(part, (*above, id(schema))) for part in parts)
+        return not any("properties" in one for part in parts for one in self._closure(part, {}).values())
 
     def _with_different_items(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Returns a schema of lists of different items as the enumeration of these lists. Raises `ValueError` if they are too many."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -23,9 +24,9 @@ _OF_THE_EXTRA = ("s3", "s3a", "gs", "gcs", "http", "https")
 _OTHER_NAMES = {"s3a": "s3", "gcs": "gs", "az": "abfs", "ssh": "sftp"}
 """Second names of stores."""
 _WEB = ("http://", "https://")
-# Fields that change with a file's content, the best first: digests and versions, then times.
 _LISTED_FROM = 8
 """Files of one folder for which it is listed. A folder can have many others."""
+# Fields that change with a file's content, the best first: digests and versions, then times.
 _VERSIONS = (
     "ETag", "etag", "generation", "md5Hash", "blob_id", "xet_hash", "sha", "CRC",
     "LastModified", "last_modified", "Last-Modified", "updated", "modified", "mtime", "created",
@@ -147,19 +148,17 @@ def _is_of_the_web(error: BaseException) -> bool:
 def look_again(urls: Iterable[str]) -> None:
     """Makes what is known of files of stores up to date: what was read of them is forgotten, and folders that have several are listed at once.
 
-    Otherwise a store would be asked once for each file.
+    Otherwise a store would be asked once for each file, as it still is by those who may read files and not list them.
     """
-    in_folders: dict[tuple[str, str], list[str]] = {}
+    in_folders: Counter[tuple[Any, str]] = Counter()
     for url in urls:
         fs, path = remote(url)
         fs.invalidate_cache(path)
-        in_folders.setdefault((url.partition("://")[0], fs._parent(path)), []).append(url)
-    for (_, folder), files in in_folders.items():
-        if len(files) >= _LISTED_FROM and not folder.startswith(_WEB):
-            with suppress(
-                Exception
-            ):  # who may read files need not be allowed to list them; they are asked for one by one then
-                remote(files[0])[0].ls(folder)
+        in_folders[fs, fs._parent(path)] += 1
+    for (fs, folder), count in in_folders.items():
+        if count >= _LISTED_FROM and not folder.startswith(_WEB):
+            with suppress(Exception):  # every store has errors of its own
+                fs.ls(folder)
 
 
 def open_remote(url: str) -> io.BufferedReader:

@@ -210,17 +210,21 @@ def numbers_within(stream: BinaryIO, limits: Mapping[str, int]) -> bool:
         return True
     read = zip(file.schema_arrow.names, _unique_names(file.schema_arrow.names), strict=True)
     within = [(name, limits[unique]) for name, unique in read if unique in limits]
-    for group in map(file.metadata.row_group, range(file.num_row_groups)):
-        for leaf in map(group.column, range(group.num_columns)):
-            for name, limit in within:
-                if leaf.path_in_schema == name or leaf.path_in_schema.startswith(f"{name}."):
-                    found = leaf.statistics
-                    if found is None or (found.num_values and not found.has_min_max):
-                        return False
-                    ends = (found.min, found.max) if found.has_min_max else ()
-                    if any(isinstance(end, int | Decimal) and not -limit <= end <= limit for end in ends):
-                        return False
-    return True
+    groups = map(file.metadata.row_group, range(file.num_row_groups))
+    leaves = [leaf for group in groups for leaf in map(group.column, range(group.num_columns))]
+    return all(
+        _are_within(leaf.statistics, limit)
+        for leaf in leaves
+        for name, limit in within
+        if f"{leaf.path_in_schema}.".startswith(f"{name}.")
+    )
+
+
+def _are_within(found: Any, limit: int) -> bool:
+    """Whether the statistics of a column say that its whole numbers and decimals have no absolute value beyond a limit."""
+    if found is None or not found.has_min_max:
+        return found is not None and not found.num_values
+    return all(not isinstance(end, int | Decimal) or -limit <= end <= limit for end in (found.min, found.max))
 
 
 def _columns_read(file: pq.ParquetFile) -> pa.Schema:

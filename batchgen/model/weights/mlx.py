@@ -16,7 +16,7 @@ _CENTERED = {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
 _NORMS = re.compile(r".*(\.input_layernorm|\.post_attention_layernorm|model\.norm|\.q_norm|\.k_norm)\.weight")
 _CONVOLUTION = re.compile(r".*\.(conv1d|conv\.conv)\.weight")
 """Convolutions of three dimensions. All tensors of more dimensions are convolutions."""
-_EXPERTS = re.compile(r"(.*\.experts)\.(\w+)")
+_EXPERTS = re.compile(r"(.*\.experts)\.(gate_proj|up_proj|down_proj|w[123])")
 _NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _OWN_NAMES = {
     "lfm2_moe": _NUMBERED, "minimax_m2": _NUMBERED, "mixtral": _NUMBERED, "nemotron_h": {"fc1": "up_proj", "fc2": "down_proj"},
