@@ -84,7 +84,8 @@ def check_model_files(config: ModelConfig, *, tokenizer: bool = True) -> None:
     _check_revision(config, "folder")
     settings = read_json(folder / "config.json")
     _check_task(folder, settings, config.task)
-    _check_quantization(folder, settings)
+    quantized = mlx_settings(settings) or settings.get("quantization_config")
+    check_quantizer(f"in {str(folder)!r}", quantizer_of(quantized) if isinstance(quantized, dict) else None)
     _check_dtype(folder, settings)
     if tokenizer:
         _check_tokenizer(folder)
@@ -331,11 +332,6 @@ def _check_task(folder: Path, settings: Mapping[str, Any], task: str) -> None:
                 f"--classify: the model in {str(folder)!r} has no classification head (its architecture is {name})",
                 "give a …ForSequenceClassification model; --choices labels prompts with a model that writes text",
             )
-
-
-def _check_quantization(folder: Path, settings: Mapping[str, Any]) -> None:
-    found = mlx_settings(settings) or settings.get("quantization_config")
-    check_quantizer(f"in {str(folder)!r}", quantizer_of(found) if isinstance(found, dict) else None)
 
 
 def mlx_settings(settings: Mapping[str, Any]) -> dict[str, Any] | None:

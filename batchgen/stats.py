@@ -20,8 +20,6 @@ from batchgen.result import Result
 from batchgen.version import __version__
 
 SCHEMA = "batchgen.stats/1"
-_PUNCTUATION = " .,;:!?\"'`*“”‘’«»"
-"""Characters at the ends of a text that do not change its meaning."""
 DRAFT_SOURCES = ("grammar", "outputs", "prompt")
 """Where drafts come from: the text that a grammar forces, the outputs of other rows, the row's own prompt."""
 
@@ -298,49 +296,6 @@ def sum_of_jobs(jobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def reasons_in_order(counts: Counter[str]) -> dict[str, int]:
     """Returns the counts of the documented reasons, and of others if there are any."""
     return dict.fromkeys(("stop", "length", "timeout", "error"), 0) | {k: n for k, n in sorted(counts.items()) if n}
-
-
-def confusion_table(expect: Mapping[str, Any], max_labels: int) -> list[list[str]]:
-    """Returns the table of `expect.confusion` line by line, names of labels first: a line for each expected label, a column for each given one.
-
-    Empty if there are more labels.
-    """
-    pairs = {(pair["expected"], pair["given"]): pair["rows"] for pair in expect["confusion"]}
-    labels = sorted({label for pair in pairs for label in pair})
-    if len(labels) > max_labels or expect["confusion_other_rows"]:
-        return []
-    lines = [[one, *(f"{pairs.get((one, other), 0):,}" for other in labels)] for one in labels]
-    return [["expected \\ given", *labels], *lines]
-
-
-def other_spellings(expect: Mapping[str, Any]) -> dict[tuple[str, str], int]:
-    """Returns the wrong rows of `expect.confusion` whose expected text only differs in how it is written (`Yes`, `1.0`) from one that is given (`yes`, `1`).
-
-    The keys are the expected and the given text, the most frequent pair first; the values are numbers of rows. A text that is expected as it is given is no
-    other spelling.
-    """
-    pairs = expect["confusion"]
-    expected, given = {pair["expected"] for pair in pairs}, {pair["given"] for pair in pairs}
-    likeliest = {_as_read(pair["given"]): pair["given"] for pair in reversed(pairs)}
-    counts: Counter[tuple[str, str]] = Counter()
-    for pair in pairs:
-        one, other = pair["expected"], pair["given"]
-        if one not in given:  # such a row could not be right, whatever its answer
-            other = likeliest.get(_as_read(one), one)
-        elif other in expected or _as_read(one) != _as_read(other):
-            continue
-        if one != other:
-            counts[one, other] += pair["rows"]
-    return dict(counts.most_common())
-
-
-def _as_read(text: str) -> str:
-    """Returns what all spellings of a text have in common: without case, quotes and punctuation at its ends, and a number as a double."""
-    core = text.casefold().strip(_PUNCTUATION) or text  # `!` is no other spelling of `?`
-    try:
-        return repr(float(core))
-    except ValueError:
-        return core
 
 
 def _drafts(engine: EngineStats) -> dict[str, dict[str, int]]:

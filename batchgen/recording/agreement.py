@@ -20,6 +20,8 @@ MAX_PAIRS = 1_000
 BINS = 10
 _PAIR_TEXT = 80
 """Characters that are kept of a text in a pair."""
+_PUNCTUATION = " .,;:!?\"'`*“”‘’«»"
+"""Characters at the ends of a text that do not change its meaning."""
 
 
 class Agreement:
@@ -108,6 +110,49 @@ class Agreement:
                 for place, (n, total, right) in enumerate(self._bins)
             ],
         }
+
+
+def confusion_table(expect: Mapping[str, Any], max_labels: int) -> list[list[str]]:
+    """Returns the table of `expect.confusion` line by line, names of labels first: a line for each expected label, a column for each given one.
+
+    Empty if there are more labels.
+    """
+    pairs = {(pair["expected"], pair["given"]): pair["rows"] for pair in expect["confusion"]}
+    labels = sorted({label for pair in pairs for label in pair})
+    if len(labels) > max_labels or expect["confusion_other_rows"]:
+        return []
+    lines = [[one, *(f"{pairs.get((one, other), 0):,}" for other in labels)] for one in labels]
+    return [["expected \\ given", *labels], *lines]
+
+
+def other_spellings(expect: Mapping[str, Any]) -> dict[tuple[str, str], int]:
+    """Returns the wrong rows of `expect.confusion` whose expected text only differs in how it is written (`Yes`, `1.0`) from one that is given (`yes`, `1`).
+
+    The keys are the expected and the given text, the most frequent pair first; the values are numbers of rows. A text that is expected as it is given is no
+    other spelling.
+    """
+    pairs = expect["confusion"]
+    expected, given = {pair["expected"] for pair in pairs}, {pair["given"] for pair in pairs}
+    likeliest = {_as_read(pair["given"]): pair["given"] for pair in reversed(pairs)}
+    counts: Counter[tuple[str, str]] = Counter()
+    for pair in pairs:
+        one, other = pair["expected"], pair["given"]
+        if one not in given:  # such a row could not be right, whatever its answer
+            other = likeliest.get(_as_read(one), one)
+        elif other in expected or _as_read(one) != _as_read(other):
+            continue
+        if one != other:
+            counts[one, other] += pair["rows"]
+    return dict(counts.most_common())
+
+
+def _as_read(text: str) -> str:
+    """Returns what all spellings of a text have in common: without case, quotes and punctuation at its ends, and a number as a double."""
+    core = text.casefold().strip(_PUNCTUATION) or text  # `!` is no other spelling of `?`
+    try:
+        return repr(float(core))
+    except ValueError:
+        return core
 
 
 def _is_written(value: Any, text: str) -> bool:

@@ -8,7 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from batchgen.stats import confusion_table, counted, size_text
+from batchgen.recording.agreement import confusion_table
+from batchgen.stats import counted, size_text
 
 TABLE_NODES = 30
 TABLE_ROWS = 24

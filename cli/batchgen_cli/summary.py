@@ -6,7 +6,8 @@ import io
 import re
 from typing import TYPE_CHECKING, Any
 
-from batchgen.stats import confusion_table, counted, other_spellings
+from batchgen.recording.agreement import confusion_table, other_spellings
+from batchgen.stats import counted
 from batchgen.stats import size_text as size
 from batchgen_cli.stderr import Stderr, event, printable, write_line
 

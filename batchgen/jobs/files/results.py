@@ -32,17 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import OutputLocked
+from batchgen.jobs.files.database import CACHE_KIB, format_bytes, is_damage, open_database, select_in, transaction
 from batchgen.jobs.files.disk import network_file_system, shares_memory, writing
 from batchgen.jobs.files.lease import Lease
-from batchgen.jobs.files.row_keys import (
-    CACHE_KIB,
-    RowKeys,
-    format_bytes,
-    is_damage,
-    open_database,
-    select_in,
-    transaction,
-)
+from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.jobs.files.row_memory import RowMemory
 from batchgen.jobs.reuse_output import result_of_row
 from batchgen.json_values import parsed

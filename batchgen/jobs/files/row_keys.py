@@ -12,19 +12,16 @@ from __future__ import annotations
 import os
 import sqlite3
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from batchgen.jobs.files.database import CACHE_KIB, format_bytes, is_damage, open_database, select_in, transaction
 from batchgen.request import Request, id_key, row_key
 
 KNOWN_FILE = "known.sqlite"
 KNOWN_FILES = (KNOWN_FILE, f"{KNOWN_FILE}-journal")
-CACHE_KIB = 1 << 16
-_KEYS_AT_ONCE = 500  # below the smallest limit of parameters that SQLite is built with
-_BUSY_SECONDS = 60.0
 
 
 @dataclass(slots=True)
@@ -143,47 +140,3 @@ def _attach_known(db: sqlite3.Connection, folder: Path) -> None:
     db.execute("PRAGMA known.synchronous = OFF")  # what a kill or a power cut damages is made again
     db.execute("PRAGMA known.journal_mode = MEMORY")
     db.execute(f"PRAGMA known.cache_size = -{CACHE_KIB}")
-
-
-def is_damage(error: Exception) -> bool:
-    """Whether an error of opening a database says that it is damaged, as opposed to a failure of the disk."""
-    if not isinstance(error, sqlite3.OperationalError):
-        return True
-    damage = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_SCHEMA)
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in damage
-
-
-def select_in(db: sqlite3.Connection, query: str, keys: Sequence[bytes]) -> Iterator[Any]:
-    """Yields the rows of a query that ends in IN, for all of these keys."""
-    for start in range(0, len(keys), _KEYS_AT_ONCE):
-        some = keys[start : start + _KEYS_AT_ONCE]
-        yield from db.execute(f"{query} ({','.join('?' * len(some))})", some)
-
-
-def open_database(path: Path | str, *, seconds: float = _BUSY_SECONDS, uri: bool = False) -> sqlite3.Connection:
-    # Several threads use the connection, one at a time.
-    return sqlite3.connect(str(path), timeout=seconds, isolation_level=None, check_same_thread=False, uri=uri)
-
-
-def format_bytes(path: Path) -> bytes:
-    """Returns the versions of writing and reading in the header of a database: 1, or 2 with a log (WAL). Empty without a header."""
-    try:
-        with path.open("rb") as file:
-            return file.read(20)[18:]
-    except FileNotFoundError:
-        return b""
-
-
-@contextmanager
-def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """Commits what is written inside; nothing of it if an exception leaves it. Inside another transaction, that one decides."""
-    if db.in_transaction:
-        yield
-        return
-    db.execute("BEGIN")
-    try:
-        yield
-        db.execute("COMMIT")
-    except BaseException:
-        db.rollback()
-        raise

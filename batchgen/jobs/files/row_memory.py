@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from batchgen.jobs.files.row_keys import select_in, transaction
+from batchgen.jobs.files.database import select_in, transaction
 
 MAX_ROWS = 2_000_000
 """Further rows are rendered and tokenized in every run. A row takes some 60 bytes."""
