@@ -32,7 +32,7 @@ from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.images import PromptImages
 from batchgen.prompts.params import translated
 from batchgen.records import Row, RowForm
-from batchgen.records.frames import frame_of
+from batchgen.records.frames import frame_of, python_value
 from batchgen.records.output import id_digest, own_id, parts_asked
 from batchgen.request import Request, leaves_of
 from batchgen.result import OnResult, OnToken, Result
@@ -271,7 +271,7 @@ class LLM:
         options = replace(_prompt_options(prompt_options), score=True)
         rows = _rows_of(prompts, options)
         given = _listed("completions", "a text", completions, lambda one: isinstance(one, str))
-        texts = [_checked_completion(one) for one in given]
+        texts = [_checked_completion(place, one) for place, one in enumerate(given)]
         if len(texts) != len(rows):
             raise ValueError(
                 f"there are {len(rows)} prompts and {len(texts)} completions; give one completion for each prompt"
@@ -548,7 +548,7 @@ def _rows_of(prompts: Any, options: PromptConfig) -> list[Row]:
 
 
 def _row_of(place: int, prompt: Any, options: PromptConfig) -> Row:
-    return Row(place, _columns(prompt, options), None, f"prompt {place}")
+    return Row(place, _columns(place, prompt, options), None, f"prompt {place}")
 
 
 def _listed(name: str, one: str, given: Any, is_one: Callable[[Any], bool]) -> list[Any]:
@@ -564,7 +564,9 @@ def _listed(name: str, one: str, given: Any, is_one: Callable[[Any], bool]) -> l
     if isinstance(given, set | frozenset):
         # Its order differs between processes: nobody could tell which result is whose.
         raise TypeError(f"{name} must be in an order, and a set has none: give a list, such as sorted({name})")
-    return given.to_pylist() if hasattr(given, "to_pylist") else list(given)
+    if hasattr(given, "to_pylist"):  # of Arrow, whose scalars are no texts
+        return list(given.to_pylist())
+    return list(given.to_list() if hasattr(given, "to_list") else given)  # polars would give lists as its own Series
 
 
 def _check_callable(name: str, given: Any) -> None:
@@ -572,29 +574,37 @@ def _check_callable(name: str, given: Any) -> None:
         raise TypeError(f"{name} must be a function, not {_shortened(given)}")
 
 
-def _columns(prompt: Any, options: PromptConfig) -> dict[str, Any]:
-    """Returns a prompt as the columns of a row."""
+def _columns(place: int, prompt: Any, options: PromptConfig) -> dict[str, Any]:
+    """Returns a prompt as the columns of a row. pandas and numpy have arrays where a file has lists."""
     if isinstance(prompt, str):
         return {options.prompt_column: prompt}
     if _is_token_ids(prompt):
         return {options.prompt_column: [int(token) for token in prompt]}
     if _is_conversation(prompt):
-        return {options.messages_column: list(prompt)}
+        return {options.messages_column: python_value(list(prompt))}
     usual = options.prompt_column, options.messages_column, *options.image_column
     if isinstance(prompt, Mapping) and (options.template is not None or not prompt.keys().isdisjoint(usual)):
-        return dict(prompt)
+        return {name: _column(value) for name, value in prompt.items()}
     raise TypeError(
-        "a prompt must be text, a list of messages (objects with role and content), a list of token ids, or an object with "
+        f"prompts[{place}] must be text, a list of messages (objects with role and content), a list of token ids, or an object with "
         f"{options.prompt_column} or {options.messages_column}, not {_shortened(prompt)}"
     )
 
 
-def _checked_completion(given: Any) -> str | list[int]:
+def _column(value: Any) -> Any:
+    if isinstance(value, SamplingParams):
+        return {name: getattr(value, name) for name in value.given}
+    return (
+        python_value(value) if isinstance(value, np.ndarray | np.generic) else value
+    )  # other values may be shared by many prompts
+
+
+def _checked_completion(place: int, given: Any) -> str | list[int]:
     if isinstance(given, str):
         return given
     if _is_token_ids(given):
         return [int(token) for token in given]
-    raise TypeError(f"a completion must be text or a list of token ids, not {_shortened(given)}")
+    raise TypeError(f"completions[{place}] must be text or a list of token ids, not {_shortened(given)}")
 
 
 def _is_prompt(value: Any) -> bool:
@@ -602,12 +612,14 @@ def _is_prompt(value: Any) -> bool:
 
 
 def _is_token_ids(value: Any) -> bool:
-    if type(value).__name__ == "ndarray":
+    if isinstance(value, np.ndarray):
         return bool(value.ndim == 1 and value.size and value.dtype.kind in "iu")
     return _is_list_of(value, lambda item: isinstance(item, Integral) and not isinstance(item, bool))
 
 
 def _is_conversation(value: Any) -> bool:
+    if isinstance(value, np.ndarray) and value.dtype == object:  # a list of messages that pandas has read from Parquet
+        value = list(value)
     return _is_list_of(value, lambda item: isinstance(item, Mapping) and "role" in item)
 
 

@@ -86,7 +86,7 @@ def test_a_wrong_argument_is_refused_at_the_call_and_a_wrong_prompt_when_it_is_t
             llm.generate(prompts(1), PARAMS, look_ahead=wrong)  # type: ignore[arg-type]
     results = llm.generate(iter(["a", "b", 5]), PARAMS, look_ahead=2)  # type: ignore[list-item]
     assert next(results).row == 0
-    with pytest.raises(TypeError, match=r"a prompt must be text, .*, not 5$"):
+    with pytest.raises(TypeError, match=r"^prompts\[2\] must be text, .*, not 5$"):
         list(results)
     assert llm.generate(["a"], PARAMS)[0].error_type is None
 

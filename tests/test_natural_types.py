@@ -46,6 +46,8 @@ def chat(tiny_chat_model_dir: Path) -> LLM:
         ([{"prompt": "abc"}, "a"], [4, 2]),
         (pa.chunked_array([["a"], ["bcd"]]), [2, 4]),
         (pd.Series(["a", "bcd"], index=[7, 3]), [2, 4]),
+        (pl.Series([[5, 6, 7], [5, 6]]), [3, 2]),
+        ({"prompt": np.array([5, 6, 7])}, [3]),
         ([], []),
     ],
 )
@@ -54,7 +56,17 @@ def test_prompts_may_be_texts_token_ids_or_rows_in_any_iterable(llm, prompts, le
     assert [(r.error_type, r.prompt_tokens) for r in results] == [(None, length) for length in lengths]
 
 
-@pytest.mark.parametrize("prompts", [[USER], (USER,), [[USER]], [(USER,)], {"messages": [USER]}, {"messages": (USER,)}])
+AN_ARRAY = np.array([{"role": "user", "content": np.array([{"type": "text", "text": "hi"}])}])
+"""A conversation of a Parquet file as pandas reads it."""
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [USER], (USER,), [[USER]], [(USER,)], {"messages": [USER]}, {"messages": (USER,)},
+        AN_ARRAY, [AN_ARRAY], pd.Series([AN_ARRAY]), {"messages": AN_ARRAY}, pl.Series([[USER]]), pa.array([[USER]]),
+    ],
+)  # fmt: skip
 def test_messages_may_be_one_conversation_or_a_list_of_them(chat, prompts):
     (result,) = chat.generate(prompts, FOUR)
     assert result == chat.generate("hi", FOUR)[0]
@@ -77,6 +89,12 @@ def test_each_prompt_may_have_its_own_parameters(llm):
     assert results[2] == llm.generate(["x" * 490, "y" * 490, long])[2]
     alone = llm.generate("d", params[3])[0]
     assert results[3].text == alone.text
+
+
+@pytest.mark.parametrize("own", [{"max_tokens": 2}, SamplingParams(max_tokens=2)])
+def test_a_prompt_that_is_an_object_may_have_its_own_parameters(llm, own):
+    (result,) = llm.generate({"prompt": "a", "sampling_params": own}, {"ignore_eos": True, "max_tokens": 5})
+    assert result.completion_tokens == 2
 
 
 def test_parameters_may_be_a_dict_with_names_of_openai_and_vllm(llm):
@@ -146,10 +164,7 @@ def test_a_pydantic_class_is_accepted_as_json_schema():
     assert SamplingParams(json_schema=Answer).json_schema == '{"type": "object", "title": "Answer"}'
 
 
-A_PROMPT = (
-    "a prompt must be text, a list of messages (objects with role and content), a list of token ids, "
-    "or an object with prompt or messages, not "
-)
+A_PROMPT = "must be text, a list of messages (objects with role and content), a list of token ids, or an object with prompt or messages, not "
 A_LIST = "prompts must be a prompt or a list of prompts"
 WRONG: list[tuple[Callable[[LLM], Any], type[Exception], str]] = [
     (lambda llm: llm.generate(5), TypeError, "prompts must be a prompt or a list of prompts, not 5"),
@@ -157,8 +172,9 @@ WRONG: list[tuple[Callable[[LLM], Any], type[Exception], str]] = [
     (lambda llm: llm.generate(pd.DataFrame({"prompt": ["a"]})), TypeError, f"{A_LIST}, not a DataFrame: give one of its columns, or use generate_table"),
     (lambda llm: llm.generate(pl.DataFrame({"prompt": ["a"]})), TypeError, f"{A_LIST}, not a DataFrame: give one of its columns, or use generate_table"),
     (lambda llm: llm.generate(pa.table({"prompt": ["a"]})), TypeError, f"{A_LIST}, not a Table: give one of its columns, or use generate_table"),
-    (lambda llm: llm.generate([5.5]), TypeError, f"{A_PROMPT}5.5"),
-    (lambda llm: llm.generate([{"text": "a"}]), TypeError, f"{A_PROMPT}{{'text': 'a'}}"),
+    (lambda llm: llm.generate([5.5]), TypeError, f"prompts[0] {A_PROMPT}5.5"),
+    (lambda llm: llm.generate(pd.Series(["a", None])), TypeError, f"prompts[1] {A_PROMPT}nan"),
+    (lambda llm: llm.generate([{"text": "a"}]), TypeError, f"prompts[0] {A_PROMPT}{{'text': 'a'}}"),
     (lambda llm: llm.generate(["a"], 5), TypeError, "params must be SamplingParams, a dict, or, for a list of prompts, a list of them, not 5"),
     (lambda llm: llm.generate(["a"], ["x"]), TypeError, "params[0] must be SamplingParams or a dict, not 'x'"),
     (lambda llm: llm.generate("a", prompt_options={}), TypeError, "prompt_options must be a PromptConfig, not {}"),
@@ -166,7 +182,7 @@ WRONG: list[tuple[Callable[[LLM], Any], type[Exception], str]] = [
     (lambda llm: llm.generate(["a", "b"], [None, {"temperature": -1}]), ValueError, "params[1]: temperature must be at least 0, not -1.0"),
     (lambda llm: llm.generate(["a", "b"], [FOUR]), ValueError, "there are 2 prompts and 1 params; give one for each prompt, or one for all"),
     (lambda llm: llm.score(["a", "b"], ["x"]), ValueError, "there are 2 prompts and 1 completions; give one completion for each prompt"),
-    (lambda llm: llm.score(["a"], [5]), TypeError, "a completion must be text or a list of token ids, not 5"),
+    (lambda llm: llm.score(["a", "b"], ["x", 5]), TypeError, "completions[1] must be text or a list of token ids, not 5"),
     (lambda llm: llm.score("a", {"a": 1}), TypeError, "completions must be a text or a list of completions, not {'a': 1}"),
     (lambda llm: llm.add("a", on_result=None), TypeError, "on_result must be a function, not None"),
     (lambda llm: llm.add("a", on_result=print, on_token=5), TypeError, "on_token must be a function, not 5"),

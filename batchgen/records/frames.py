@@ -8,6 +8,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from typing import Any, Self
 
 import pyarrow as pa
@@ -90,15 +92,17 @@ class _Arrow(Frame):
 
 
 class _Pandas(Frame):
-    """A column of Python objects reaches the rows as these objects: Arrow would guess a type for all of them, and may guess wrong."""
+    """A column of Python objects reaches the rows as these objects: Arrow would guess a type for all of them, and may guess wrong. So does a column of
+    a type that Arrow does not have (sparse, complex).
+    """
 
     def rows(self) -> list[Row]:
         rows = super().rows()
         for place, name in enumerate(self._columns()):
-            if self._is_object(place):
+            if name not in self._typed:
                 column = self._table.iloc[:, place]
                 for row, value, missing in zip(rows, column, column.isna(), strict=True):
-                    row.columns[name] = None if missing else _plain(value)
+                    row.columns[name] = None if missing else python_value(value)
         return rows
 
     def types(self) -> dict[str, Any]:
@@ -109,16 +113,18 @@ class _Pandas(Frame):
         return [str(name) for name in self._table.columns]
 
     def _arrow(self) -> pa.Table:
-        names = self._columns()
-        typed = {
-            name: pa.Array.from_pandas(self._table.iloc[:, place])
-            for place, name in enumerate(names)
-            if not self._is_object(place)
-        }
-        return pa.table(typed or {"": pa.nulls(len(self._table))})  # without columns there would be no rows
+        return pa.table(self._typed or {"": pa.nulls(len(self._table))})  # without columns there would be no rows
 
-    def _is_object(self, place: int) -> bool:
-        return bool(self._table.dtypes.iloc[place].name == "object")
+    @cached_property
+    def _typed(self) -> dict[str, pa.Array]:
+        """The columns that have a type of Arrow."""
+        typed = {}
+        for place, name in enumerate(self._columns()):
+            column = self._table.iloc[:, place]
+            if column.dtype.name != "object":
+                with suppress(pa.ArrowException):
+                    typed[name] = pa.Array.from_pandas(column)
+        return typed
 
     def _joined(self, renamed: Mapping[str, str], added: pa.Table) -> Any:
         import pandas as pd
@@ -127,13 +133,16 @@ class _Pandas(Frame):
         return pd.concat([self._table.rename(columns=renamed), results], axis=1)
 
 
-def _plain(value: Any) -> Any:
+def python_value(value: Any) -> Any:
     """Returns a value with lists and numbers of Python in place of those of numpy, which pandas makes of nested columns."""
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: python_value(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return _plain(value.tolist()) if type(value).__module__ == "numpy" else value
+        return [python_value(inner) for inner in value]
+    if type(value).__module__ != "numpy":
+        return value
+    found = value.tolist()
+    return found if type(found) is type(value) else python_value(found)  # Python has no longdouble
 
 
 class _Polars(Frame):

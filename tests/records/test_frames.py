@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
-from batchgen import LLM
+from batchgen import LLM, PromptConfig
 from batchgen.errors import UsageError
 from batchgen.records.frames import frame_of
 from batchgen.records.output import RowForm
@@ -68,6 +69,16 @@ def test_a_table_is_returned_as_the_same_kind_with_its_columns_unchanged(llm, ki
     texts = [r.text for r in llm.generate([p for p in TABLE["prompt"].to_pylist() if p], {"max_tokens": 3})]
     assert after["text"].to_pylist() == [texts[0], None, texts[1]]
     assert [error and error["type"] for error in after["error"].to_pylist()] == [None, "invalid_row", None]
+
+
+def test_columns_of_pandas_that_arrow_has_no_type_for_reach_the_template_as_values(llm):
+    sparse = pd.arrays.SparseArray([0, 7])
+    table = pd.DataFrame({"sparse": sparse, "complex": [1 + 2j, 3j], "long": np.array([1, 2], dtype=np.longdouble)})
+    template = PromptConfig(template="{{ sparse }} {{ complex }} {{ long }}")
+    out = llm.generate_table(table, {"max_tokens": 3}, prompt_options=template)
+    assert out["sparse"].dtype == table["sparse"].dtype
+    texts = [result.text for result in llm.generate(["0 (1+2j) 1.0", "7 3j 2.0"], {"max_tokens": 3})]
+    assert out["text"].tolist() == texts
 
 
 @pytest.mark.parametrize("kind", KINDS)
