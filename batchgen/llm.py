@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -401,6 +401,7 @@ class LLM:
         """Yields the results of prompts, which are taken when half of the earlier ones have been yielded."""
         done: dict[int, Result] = {}
         pending: deque[int] = deque()
+        awaited: Counter[int] = Counter()  # how often a number is pending: equal prompts have one
         taken, places, more = count(), count(), True
         fault: Exception | None = None
 
@@ -418,12 +419,15 @@ class LLM:
                         except Exception as e:  # noqa: BLE001 - it is raised after the results of the prompts before it
                             fault = e
                         more = len(rows) == free
-                        pending.extend(self._add(rows, params, options, take, row_keys=row_keys))
+                        pending.extend(numbers := self._add(rows, params, options, take, row_keys=row_keys))
+                        awaited.update(numbers)
                     self._run_until(lambda: not pending or pending[0] in done)
                     while pending and pending[0] in done:
                         number = pending.popleft()
-                        # Equal prompts have one number.
-                        result = done[number] if number in pending else done.pop(number)
+                        result = done[number]
+                        awaited[number] -= 1
+                        if not awaited[number]:
+                            del awaited[number], done[number]
                         yield replace(result, row=next(places))
                 if fault is not None:
                     raise fault
