@@ -387,7 +387,10 @@ def _response_template(format: ToolFormat) -> Any:
 def _call(value: Any, id: str) -> ToolCall:
     """Raises `TypeError`, `KeyError` or `ValueError` where the value is no call, or its arguments are not JSON (NaN)."""
     function = value["function"]
-    name, arguments = function["name"], function.get("arguments", function.get("parameters", {}))
+    name, given = function["name"], [key for key in ("arguments", "parameters") if key in function]
+    if not given and not function.keys() <= {"name", "id"}:  # its arguments have a name that nobody knows
+        raise TypeError("not a call")
+    arguments = function[given[0]] if given else {}
     if isinstance(arguments, str):  # JSON as text, as OpenAI has it
         arguments = json.loads(arguments)
     if not isinstance(name, str) or not name.strip() or not isinstance(arguments, dict):

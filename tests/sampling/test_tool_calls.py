@@ -201,6 +201,7 @@ def test_tool_calls_cut_before_the_end_token_stay_text(family):
         '<tool_call>{"arguments": {}}</tool_call>',
         '<tool_call>{"name": " ", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>',
+        '<tool_call>{"name": "weather", "args": {"city": "Bern"}}</tool_call>',
         "",
     ],
 )
