@@ -31,11 +31,19 @@ class ThinkingFormat:
         object.__setattr__(self, "longest", 200 if self.always else max(len(self.open), len(self.close)))
 
     def opened(self, prompt: str) -> bool:
-        """Whether a completion begins inside thoughts. `prompt` is the prompt's end, with special tokens written out."""
+        """Whether a completion begins inside thoughts. `prompt` is the prompt's end, with special tokens written out; in the harmony format, at least
+        the header of its last message. A harmony prompt that begins no message is raw text, and so is its completion.
+        """
         if self.always:
-            return self.answer.search(prompt[prompt.rfind("<|start|>") + 1 :]) is None
+            _, message, header = prompt.rpartition("<|start|>")
+            return bool(message) and self.answer.search(header) is None
         _, mark, after = prompt.rpartition(self.open.rstrip())
         return bool(mark) and not after.strip()  # a mark further up is part of a message
+
+    @property
+    def begin(self) -> str:
+        """The text with which a completion begins its thoughts. In the harmony format, any channel may come first."""
+        return "<|channel|>" if self.always else self.open
 
     @property
     def no_thoughts(self) -> str:
@@ -80,13 +88,15 @@ class ThoughtStream:
     """Follows a completion token by token until its thoughts end. `piece` returns the text of a token, special or not."""
 
     def __init__(self, format: ThinkingFormat, prompt: str, piece: Callable[[int], str]) -> None:
-        """`prompt` is the prompt's end, with special tokens written out."""
+        """`prompt` is the prompt's end, as `ThinkingFormat.opened` takes it."""
         self._format, self._piece = format, piece
         self.thinking = format.opened(prompt)
         """Whether the last token belongs to the thoughts or to the mark that closes them."""
         self.ended = False
         """Whether the answer has begun."""
         self._closed = format.close in prompt
+        self.inside = format.always and "<|message|>" in prompt[prompt.rfind("<|start|>") + 1 :]
+        """Whether the completion continues a message of the harmony format."""
         self.answer_start = 0
         """Number of tokens before the answer, once it has begun."""
         self.begins = ""
@@ -106,10 +116,10 @@ class ThoughtStream:
         self.count += 1
         self._tail += self._piece(token)
         if not self.thinking:
-            begun = self._tail.lstrip()
-            if begun.startswith(self._format.open):
-                self.thinking, self._tail = True, begun[len(self._format.open) :]
-            elif not self._format.open.startswith(begun):
+            begun, begin = self._tail.lstrip(), self._format.begin
+            if begun.startswith(begin):
+                self.thinking, self._tail = True, begun if self._format.always else begun[len(begin) :]
+            elif not begin.startswith(begun):
                 self.ended = True  # an answer without thoughts, from its first token
                 return True
         if self.thinking:
@@ -124,8 +134,11 @@ class ThoughtStream:
     def look_back(self, tokens: Sequence[int]) -> None:
         """Looks in a complete completion, which seemed to have no thoughts, for a mark that closes some.
 
-        Some models leave out the opening mark, and thoughts may continue a last message of the assistant.
+        Some models leave out the opening mark, and thoughts may continue a last message of the assistant. In the harmony format, a completion
+        that begins no message is an answer without thoughts.
         """
+        if self._format.always and not (self.ended or self.inside):
+            self.ended = {"<|channel|>", "<|message|>"}.isdisjoint(map(self._piece, tokens))
         if not self.ended or self.answer_start or self._closed or self._format.always:
             return
         tail = ""
@@ -143,14 +156,16 @@ def thoughts_of(
     piece: Callable[[int], str],
     text: Callable[[Sequence[int], Sequence[int]], str],
     begins: str,
+    inside: bool,
 ) -> str:
     """Returns the thoughts in the tokens before an answer (all tokens if there is no answer), without marks and outer blanks.
 
-    `text` returns the text that tokens add after others. `begins` is the beginning of the answer in the last token.
+    `text` returns the text that tokens add after others. `begins` is the beginning of the answer in the last token. `inside`: `ThoughtStream.inside`.
     """
     if format.always:
         found = [
-            text(tokens[max(0, start - 8) : start], tokens[start:stop]) for start, stop in _messages(tokens, piece)
+            text(tokens[max(0, start - 8) : start], tokens[start:stop])
+            for start, stop in _messages(tokens, piece, inside)
         ]
         return "\n".join(part.strip() for part in found if part.strip())
     thoughts = text((), tokens)
@@ -165,9 +180,9 @@ def thoughts_of(
     return (before if mark else thoughts).strip()
 
 
-def _messages(tokens: Sequence[int], piece: Callable[[int], str]) -> Iterable[tuple[int, int]]:
-    """Yields the places [start, stop) of harmony's messages, except in the channel `final`. The first header may be incomplete."""
-    header, start = "", None
+def _messages(tokens: Sequence[int], piece: Callable[[int], str], inside: bool) -> Iterable[tuple[int, int]]:
+    """Yields the places [start, stop) of harmony's messages, except in the channel `final`. The first header may be incomplete, or missing (`inside`)."""
+    header, start = "", 0 if inside else None
     for at, token in enumerate(tokens):
         name = piece(token)
         if name in ("<|end|>", "<|start|>", "<|channel|>", "<|call|>", "<|return|>"):

@@ -29,7 +29,9 @@ from batchgen.request import TokenArray
 from batchgen.result import ToolCall
 from batchgen.sampling_params import SamplingParams
 
-_PROMPT_END = 32  # number of prompt tokens that are searched for open thoughts
+_PROMPT_END = (
+    32  # number of a prompt's last tokens, or of its last message's first ones, that are searched for open thoughts
+)
 _CONTEXT = 8  # number of tokens decoded before a completion; a character that they begin inside of is shorter
 _OPEN = 4  # number of tokens whose text is decoded again with every next token; settling them costs a decode
 _CONTEXTS_KEPT = 1024  # most prompts of a job end alike
@@ -77,7 +79,11 @@ class Detokenizer:
 
     def thoughts(self, format: ThinkingFormat, prompt: TokenArray) -> ThoughtStream:
         """Returns the stream that follows the thoughts of a prompt's completion, from its first token."""
-        return ThoughtStream(format, "".join(map(self.piece, prompt[-_PROMPT_END:].tolist())), self.piece)
+        end = prompt[-_PROMPT_END:]
+        if format.always:  # the header of the last message, which may be long
+            starts = (prompt == self._tokenizer.convert_tokens_to_ids("<|start|>")).nonzero()[0]
+            end = prompt[starts[-1] :][:_PROMPT_END] if len(starts) else prompt[:0]
+        return ThoughtStream(format, "".join(map(self.piece, end.tolist())), self.piece)
 
     def context(self, prompt: TokenArray) -> list[int]:
         """Returns the last tokens of a prompt, beginning outside of a run of bytes."""
@@ -159,9 +165,9 @@ class Stopper:
             answer = self._decoded() if self._stop else None
             self.finish_reason = "stop" if answer is not None and self._cut(answer) is not None else "length"
         if self.finish_reason is not None and self._thoughts is not None:
-            start = self._thoughts.answer_start
+            before = self._thoughts.answer_start, self._thoughts.ended
             self._thoughts.look_back(self.tokens)
-            if self._thoughts.answer_start != start:
+            if (self._thoughts.answer_start, self._thoughts.ended) != before:
                 self._text = None
         return self.finish_reason
 
@@ -187,7 +193,12 @@ class Stopper:
             tokens = tokens[:-1]
         assert self._detokenizer.thinking is not None
         found = thoughts_of(
-            self._detokenizer.thinking, tokens, self._detokenizer.piece, self._detokenizer.text, thoughts.begins
+            self._detokenizer.thinking,
+            tokens,
+            self._detokenizer.piece,
+            self._detokenizer.text,
+            thoughts.begins,
+            thoughts.inside,
         )
         return None if thoughts.ended and not found else found
 

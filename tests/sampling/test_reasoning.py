@@ -142,6 +142,38 @@ def test_a_prompt_that_opens_the_final_channel_is_answered_at_once():
     assert run(tokenizer, PROMPT + "<|channel|>final<|message|>", "Hi.<|return|>")[:3] == ("Hi.", None, 0)
 
 
+LONG = "Dear Sir or Madam, I write to you because of the weather. "
+
+
+@pytest.mark.parametrize("header", ["<|channel|>final", "<|channel|>final <|constrain|>json"])
+def test_a_long_answer_that_the_prompt_has_begun_is_continued(header):
+    tokenizer = make(special=HARMONY_TOKENS)
+    prompt = f"{PROMPT}{header}<|message|>{LONG}"
+    assert run(tokenizer, prompt, "It rains.<|return|>")[:3] == ("It rains.", None, 0)
+    assert run(tokenizer, prompt, "It rains.", stop=(" ",))[:3] == ("It", None, 0)
+
+
+def test_long_thoughts_that_the_prompt_has_begun_are_continued():
+    tokenizer = make(special=HARMONY_TOKENS)
+    prompt = f"{PROMPT}<|channel|>analysis<|message|>{LONG}"
+    assert run(tokenizer, prompt, "It rains.", max_tokens=9) == (None, "It rains.", 9, "length")
+    whole = "It rains.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
+    assert run(tokenizer, prompt, whole)[:2] == ("Yes.", "It rains.")
+
+
+@pytest.mark.parametrize("prompt", ["q", LONG, PROMPT])
+def test_a_harmony_completion_that_begins_no_message_is_the_answer(prompt):
+    tokenizer = make(special=HARMONY_TOKENS)
+    assert run(tokenizer, prompt, "It rains.<|return|>")[:3] == ("It rains.", None, 0)
+    assert run(tokenizer, prompt, "It rains.", max_tokens=4) == ("It r", None, 0, "length")
+    assert run(tokenizer, prompt, "It rains.<|return|>", stop=(".",))[0] == "It rains"
+    for channels in (
+        "<|channel|>final<|message|>",
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>",
+    ):
+        assert run(tokenizer, prompt, f"{channels}It rains.<|return|>")[0] == "It rains."
+
+
 def test_a_tokenizer_without_marks_has_no_format():
     assert thinking_format(make(template="{{ messages }}")) is None
     assert run(make(), "q<think>", f"a</think>b{EOS}") == ("a</think>b", None, 0, "stop")
