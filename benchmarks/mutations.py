@@ -65,7 +65,16 @@ AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "devices": ("batchgen/devices/*.py", ("tests/devices",)),
     "model": ("batchgen/model/**/*.py", ("tests/model", "tests/parity")),
     "kernels": ("batchgen/kernels/*.py", ("tests/kernels", "tests/parity")),
-    "attention plan": ("batchgen/attention/plan.py", ("tests/attention/test_plan.py", "tests/attention")),
+    "attention": ("batchgen/attention/*.py", ("tests/attention",)),
+    "state": (
+        "batchgen/state/*.py",
+        (
+            "tests/state",
+            "tests/kernels/test_recurrent.py",
+            "tests/parity/test_recurrent.py",
+            "tests/test_recurrent_job.py",
+        ),
+    ),
     "jobs": (
         "batchgen/jobs/**/*.py",
         ("tests/jobs", "tests/recording", "tests/test_job.py", "tests/test_whole.py", "tests/test_shards.py"),
@@ -76,7 +85,16 @@ AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
         "batchgen/prompts/*.py",
         ("tests/prompts", "tests/test_openai_endpoints.py", "tests/model/test_gguf_models.py"),
     ),
-    "parsers": ("batchgen/parsers/*.py", ("tests/parsers", "tests/test_tool_rows.py", "tests/test_reasoning_rows.py")),
+    "parsers": (
+        "batchgen/parsers/*.py",
+        (
+            "tests/parsers",
+            "tests/sampling/test_reasoning.py",
+            "tests/sampling/test_tool_calls.py",
+            "tests/test_tool_rows.py",
+            "tests/test_reasoning_rows.py",
+        ),
+    ),
     "command": ("cli/batchgen_cli/*.py", ("tests/cli",)),
     "reports": ("batchgen/recording/*.py", ("tests/recording", "tests/report")),
 }
