@@ -16,7 +16,7 @@ import torch
 
 from batchgen.kernels.codes import PackedTensor
 from batchgen.model.weights.sizes import configs_of, quantization
-from batchgen.model.weights.variants import is_read_packed, quant_method
+from batchgen.model.weights.variants import compressed_groups, is_read_packed, quant_method
 from batchgen.model_files import WEIGHT_ONLY
 from batchgen.prompts.gguf import METHOD
 from batchgen.stats import size_text
@@ -32,7 +32,7 @@ def is_int8(hf_config: Any) -> bool:
     settings = quantization(hf_config)
     if settings is None or settings.get("quant_method") != "compressed-tensors":
         return False
-    groups = (settings.get("config_groups") or {}).values()
+    groups = compressed_groups(settings)
     return bool(groups) and all(
         _has(group.get("weights"), strategy="channel", symmetric=True)
         and _has(group.get("input_activations"), strategy="token", dynamic=True)
