@@ -8,7 +8,7 @@ import pytest
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, run_job
 from batchgen.drafting.chances import Chances, DraftKind
-from batchgen.drafting.guesses import LONGEST
+from batchgen.drafting.guesses import LONGEST, DraftToken
 from batchgen.drafting.payoff import MAX_REST, MEASURED_FIRST, REMEMBERED, Payoff
 from batchgen.drafting.speculator import Speculator
 from batchgen.request import leaves_of
@@ -25,17 +25,15 @@ KIND = DraftKind("outputs", 4, 0, True)
 
 
 class Prices:
-    """Costs of steps: `each` seconds a token and a second for each step."""
+    """Costs of steps: `each` seconds a token, `pair` seconds a pair of query and key, and a second for each step."""
 
     known = True
 
-    def __init__(self, each: float) -> None:
-        self.each = each
-        self.asked = 0
+    def __init__(self, each: float, pair: float = 0.0) -> None:
+        self.each, self.pair = each, pair
 
     def seconds(self, size: StepSize) -> float:
-        self.asked += 1
-        return 1 + self.each * size.tokens
+        return 1 + self.each * size.tokens + self.pair * size.pairs
 
 
 def decoding(count: int, generated: list[int], max_tokens: int = 100) -> list[GenerationSequence]:
@@ -112,6 +110,15 @@ def test_nothing_is_drafted_where_a_token_more_costs_as_much_as_it_gives() -> No
     step = decoding(20, PROMPT[4:12])
     none, few, many = (sum(map(len, proposed(speculator(each, rows=20), step))) for each in (10.0, 0.01, 0.0001))
     assert none == 0 < few < many <= 20 * LONGEST
+
+
+@pytest.mark.parametrize(("pair", "pays"), [(0.0001, True), (1.0, False)])
+def test_a_draft_token_has_the_price_of_the_keys_that_it_reads(pair: float, pays: bool) -> None:
+    payoff, step = Payoff(Prices(0.0, pair)), decoding(8, [1, 2])  # type: ignore[arg-type]
+    keys = sum(seq.end for seq in step)
+    load = StepSize(8, 8, keys, keys)
+    assert payoff.is_possible(load) == pays
+    assert bool(payoff.admitted(load, 0.0, {step[0]: [DraftToken(3, KIND, 0.9)]})) == pays
 
 
 def test_the_likeliest_drafts_are_admitted_first() -> None:
