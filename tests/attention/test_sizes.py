@@ -21,7 +21,10 @@ NO_GROUPS = {
     "persimmon",
 }  # fmt: skip
 """Families without groups of query heads, whose configurations do not have the number of key heads that the tests' common settings give them."""
-QUICK = {"llama", "deepseek_v3", "gemma4_text", "diffllama", *RECURRENT}
+QUICK = {
+    "llama", "deepseek_v3", "gemma4_text", "diffllama", "bloom", "falcon", "gpt_bigcode", "jetmoe", "mimo_v2_flash", *RECURRENT,
+}  # fmt: skip
+"""Families that are counted each in a way of its own."""
 
 
 @pytest.mark.parametrize(
