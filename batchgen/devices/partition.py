@@ -82,7 +82,7 @@ def deal(pieces: Sequence[Piece], devices: int) -> list[list[Piece]]:
         aim = ends[-1] * device / devices
 
         def off(bound: int, aim: float = aim) -> float:
-            return abs(ends[bound] - aim) + (pieces[bound].shared if 0 < bound < len(pieces) else 0)
+            return abs(ends[bound] - aim) + (pieces[bound].shared if bound < len(pieces) else 0)
 
         bounds.append(min(range(bounds[-1], len(ends)), key=off))
     bounds.append(len(pieces))
