@@ -45,9 +45,9 @@ class _WorkerHandle:
 
     setup: WorkerSetup
     device: str
-    link: Link = None  # type: ignore[assignment]  # set when it was started
-    failures: int = 0
+    failures: int
     """How many workers before it were lost in a row without finishing a row of the input."""
+    link: Link = None  # type: ignore[assignment]  # set when it was started
     done: int = 0
     """Rows that it has finished."""
     lost: bool = False
@@ -375,7 +375,7 @@ class Workers:
     # -- workers come and go
 
     def _start(self, setup: WorkerSetup, failures: int = 0) -> None:
-        worker = _WorkerHandle(setup, setup.model.device, failures=failures)
+        worker = _WorkerHandle(setup, setup.model.device, failures)
         inbox = self._inbox  # the threads of the link must not keep this object
 
         def receive(message: Any) -> None:
