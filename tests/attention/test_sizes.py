@@ -46,6 +46,17 @@ def test_layers_that_see_an_image_alone_keep_nothing_of_a_text():
     assert kv_numbers(SimpleNamespace(**kinds, cross_attention_layers=[1, 3])) == 2 * 2 * 2 * 16
 
 
+def test_the_layers_of_gemma_4_differ_in_older_transformers_too():
+    kinds = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "hidden_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32}
+    config = SimpleNamespace(**kinds, **heads, attention_k_eq_v=False, num_global_key_value_heads=1)
+    assert kv_numbers(config) == 2 * (16 + 16) + 2 * (32 + 32)
+    config.attention_k_eq_v = True
+    assert kv_numbers(config) == 2 * (16 + 16) + 1 * (32 + 32)
+    config.num_global_key_value_heads = None
+    assert kv_numbers(config) == 2 * (16 + 16) + 2 * (32 + 32)
+
+
 def test_layers_are_counted_under_the_names_of_older_transformers_too():
     kinds = ["recurrent", "recurrent", "attention"]
     config = SimpleNamespace(model_type="recurrent_gemma", num_hidden_layers=3, layers_block_type=kinds)

@@ -66,6 +66,7 @@ def test_every_row_is_done_once_and_all_devices_do_some(fleet):
     assert workers.stats.completion_tokens == 180
     assert workers.stats.steps == sum(e.stats.steps for e in fleet.engines.values())
     assert workers.stats.process_bytes_peak > 3 << 20
+    assert not any(e.watched for e in fleet.engines.values())  # no process sends tokens that nobody asks for
 
 
 def test_no_process_is_given_more_than_two_batches_at_a_time(fleet):

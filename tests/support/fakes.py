@@ -42,10 +42,13 @@ class FakeEngine:
         self.running: dict[Request, list[Any]] = {}
         self.cancelled: set[Request] = set()
         self.max_unfinished = 0
+        self.watched = False
+        """Whether it was ever asked for tokens."""
         self.failing: Exception | None = None
 
     def add(self, leaves: Any, plan: Any, on_result: Any, on_token: Any = None) -> None:
         assert sorted(plan.order.tolist()) == list(range(len(leaves)))
+        self.watched |= on_token is not None
         self.waiting += [(r, on_result, on_token) for r in dict.fromkeys(leaf.request for leaf in leaves)]
         self.max_unfinished = max(self.max_unfinished, len(self.waiting) + len(self.running))
 
