@@ -148,6 +148,8 @@ def test_drafts_that_cost_more_than_estimated_become_fewer_and_rest_until_that_i
 def test_drafts_go_on_where_they_cost_what_is_estimated() -> None:
     found, step = speculator(0.01, rows=8), decoding(8, PROMPT[4:12])
     assert min(step_of(found, step, 1.08, 0.01) for _ in range(30)) > 20
+    few = decoding(8, PROMPT[4:12], max_tokens=11)
+    assert {step_of(found, few, 1.08, 0.01) for _ in range(30)} == {16}
 
 
 def test_drafts_that_all_fail_together_stop_before_each_kind_is_known_to_fail() -> None:

@@ -3,8 +3,10 @@
 import errno
 import os
 import resource
+import shutil
 from itertools import cycle, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from batchgen.kernels import isa
 from batchgen.kernels.memory import FilePieces, Pages, in_huge_pages, mapped_files, pieces_in
 from batchgen.kernels.ops import PackedLinear, is_fast
 from batchgen.model.weights.sizes import StoredTensor, WeightSizes, are_streamed, sizes_of, weight_sizes
-from batchgen.model.weights.streamed import decoder_layers, tensors_in
+from batchgen.model.weights.streamed import decoder_layers, streamed_weights, tensors_in
 from batchgen.process.machine import free_host_memory
 from batchgen.stats import memory_bytes
 from support.models import build, engine_for, kernels, load_folder, make_requests, run
@@ -141,6 +143,22 @@ def test_a_full_disk_is_an_error_with_a_way_out(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ModelError, match=r"no room for them in .*/weights \(No space left on device\)"):
         load_folder(folder, weights="streamed")
+
+
+@pytest.mark.parametrize("lora", [None, "an adapter"])
+def test_a_disk_without_room_for_the_files_is_told_before_they_are_made(
+    lora: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved("llama", tmp_path)
+    config, settings = ModelConfig(model=str(folder), weights="streamed", lora=lora), AutoConfig.from_pretrained(folder)
+    sizes = sizes_of(config, settings, 4)
+    assert sizes is not None
+    needed = int(1.2 * sizes.kept) + (0 if lora is None else sizes.plain)  # an adapter is merged into plain weights
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))
+    assert streamed_weights(config, settings, torch.device("cpu"), 4) is not None
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
+    with pytest.raises(ModelError, match="the files take up to"):
+        streamed_weights(config, settings, torch.device("cpu"), 4)
 
 
 SIZES = WeightSizes(

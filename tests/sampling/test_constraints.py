@@ -216,6 +216,23 @@ def test_masks_started_for_one_batch_are_not_used_for_another(byte_level: Any) -
     assert allowed(constraints, 0, size) == {id_of("c")}
 
 
+def test_the_masks_behind_drafts_are_those_behind_their_tokens(byte_level: Any) -> None:
+    size, (a, b, c) = len(byte_level), byte_level.convert_tokens_to_ids(["a", "b", "c"])
+    constraints = constraints_of(byte_level)
+    constraints.add(0, regex("ab[cd]"))
+    constraints.add(1, SamplingParams())
+    found = bits(constraints.mask([0, 0, 0, 1], [(), (a,), (a, b), ()]), size)
+    for row, generated in enumerate(([], [a], [a, b])):
+        alone = constraints_of(byte_level)
+        alone.add(7, regex("ab[cd]"), generated)
+        assert set(np.flatnonzero(found[row])) == allowed(alone, 7, size)
+    assert found[3].all()
+    ended = constraints.mask([0, 0, 0, 0, 0], [(), (a,), (a, b), (a, b, c), (a, b, c, a)])
+    assert bits(ended, size)[3:].all()  # whatever a row behind the end samples does not count
+    assert not bits(constraints.mask([0, 0], [(), (c,)]), size)[1].any()
+    assert set(np.flatnonzero(found[0])) == allowed(constraints, 0, size)  # a draft leaves no trace
+
+
 def test_end_tokens_may_follow_a_complete_text_and_special_tokens_never(byte_level: Any) -> None:
     size, id_of = len(byte_level), byte_level.convert_tokens_to_ids
     eos, end, own = id_of("<eos>"), id_of("<|end|>"), id_of("x")
