@@ -231,6 +231,18 @@ def test_a_model_that_cannot_be_loaded_ends_the_compilers(tiny_model_dir, monkey
     assert seen == ["damaged"]
 
 
+@pytest.mark.parametrize(
+    ("wish", "why"),
+    [("none", "BATCHGEN_ISA=none switches the CPU kernels off"), (None, "no CPU kernels for this processor")],
+)
+def test_why_a_processor_has_no_kernels_is_told(folder, monkeypatch, wish, why):
+    monkeypatch.setattr(build, "instruction_set", lambda: isa.NONE)
+    if wish is not None:
+        monkeypatch.setenv("BATCHGEN_ISA", wish)
+    with pytest.raises(build.NoKernels, match=why):
+        build.library()
+
+
 @needs_compiler
 def test_the_compilers_message_is_reported(folder):
     (folder / "answer.cpp").write_text("int broken(;\n")
