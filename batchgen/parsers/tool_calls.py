@@ -42,7 +42,7 @@ class ToolFormat:
     only_known: bool = False
     """Whether only names of the row's own tools are calls: an answer of other JSON would look the same."""
     rewrite: Callable[[str], str] | None = None
-    """Returns an answer with its calls in a form that the template describes; raises `SyntaxError`, `ValueError`, `TypeError`. None: they have it."""
+    """Returns an answer with its calls in a form that the template describes; None if they have it. Raises an error that `find_calls` knows if there are none."""
 
 
 def _format(only_known: bool = False, rewrite: Callable[[str], str] | None = None, **calls: Any) -> ToolFormat:
@@ -117,18 +117,13 @@ _NO_SEPARATOR = re.compile(r"[^\s;]")
 
 
 def _from_objects(answer: str) -> str:
-    """Returns an answer that consists of JSON objects with names, in a list or not, as one list of calls; any other answer as it is."""
+    """Returns an answer that consists of JSON objects with names, in a list or not, as one list of calls. Raises an error for any other answer."""
     text = re.sub(r"<\|python_(?:tag|start|end)\|>", "", answer)
     found: list[Any] = []
     end = 0
-    try:
-        while start := _NO_SEPARATOR.search(text, end):
-            value, end = json.JSONDecoder().raw_decode(text, start.start())
-            found += value if isinstance(value, list) else [value]
-    except ValueError:
-        return answer
-    if not found or not all(isinstance(call, dict) and "name" in call for call in found):
-        return answer
+    while start := _NO_SEPARATOR.search(text, end):
+        value, end = json.JSONDecoder().raw_decode(text, start.start())
+        found += value if isinstance(value, list) else [value]
     given = [(call["name"], call.get("parameters", call.get("arguments"))) for call in found]
     return json.dumps([{"name": name, "arguments": arguments} for name, arguments in given])
 
