@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batchgen.kernels import memory
-from batchgen.kernels.memory import ALIGNMENT, drop_read_pages, give_back, in_huge_pages, mapped_files, pieces_in
+from batchgen.kernels.memory import ALIGNMENT, Pages, drop_read_pages, give_back, in_huge_pages, mapped_files, pieces_in
 
 
 @pytest.mark.skipif(not mapped_files(), reason="the system does not tell which files are mapped")
@@ -25,6 +25,19 @@ def test_pages_of_a_models_files_are_dropped_and_those_that_were_written_to_are_
         (tmp_path / name).unlink()
     drop_read_pages()
     assert [int(x.unique()) for x in (weights, other, own, streamed)] == [1, 2, 2, 2]
+
+
+@pytest.mark.skipif(not mapped_files(), reason="the system does not tell which files are mapped")
+def test_the_pages_of_tensors_that_lie_in_one_another_count_once(tmp_path):
+    page = mmap.PAGESIZE
+    torch.ones(16 * page, dtype=torch.uint8).numpy().tofile(tmp_path / "x")
+    x = torch.from_file(str(tmp_path / "x"), size=16 * page, dtype=torch.uint8)
+
+    def pages(*places):
+        return Pages([x[start:end] for start, end in places], mapped_files()).nbytes // page
+
+    assert pages((0, 16 * page), (5, 9), (3 * page, 4 * page)) == 16
+    assert pages((0, 1), (page - 1, page + 1), (8 * page, 9 * page)) == 3
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (1, 2), (4096, 300)], ids=str)
