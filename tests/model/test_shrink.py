@@ -11,6 +11,7 @@ def small(model_type, **settings):
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32768}
+MROPE = {"rope_type": "default", "rope_theta": 1e4}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -35,6 +36,7 @@ LONGROPE = {
             "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "qk_head_dim": 24, "v_head_dim": 16, "q_lora_rank": 16, "kv_lora_rank": 16,
             "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "num_hidden_layers": 4, "first_k_dense_replace": 3,
         }),
+        ("qwen2_vl_text", {"rope_parameters": MROPE | {"mrope_section": [17, 24, 23]}}, {"rope_parameters": MROPE | {"mrope_section": [3, 3, 2]}}),
         # Lengths beyond which attention changes become short; those of position embeddings stay longer than the check's prompts.
         ("mistral", {"sliding_window": 4096, "rope_parameters": YARN}, {
             "sliding_window": 20, "max_position_embeddings": 512, "rope_parameters": YARN | {"original_max_position_embeddings": 32},
