@@ -389,7 +389,8 @@ class Workers:
     def _ended(self, worker: _WorkerHandle, error: BatchgenError) -> None:
         """Handles the loss of a worker: starts it again if that may help, or leaves its rows to the others; else raises `error`.
 
-        These rows come after all others, because one of them may end every process that runs it.
+        These rows come after all others, because one of them may end every process that runs it. They continue the completions that the worker has
+        reported.
         """
         del self._alive[worker.place]
         worker.link.kill()
@@ -406,8 +407,10 @@ class Workers:
         to = others or ("the first worker that is ready" if again else "the others")
         work = f"its {len(worker.rows):,} unfinished rows go to {to}"
         self._note(f"{error.message}; {restart}{work if worker.ready or again else 'the others do its work'}")
-        for row in worker.rows.values():
+        for number, row in worker.rows.items():
             row.worker = None
+            if row.on_token is None:  # else the tokens that were told already must come again, from the first on
+                row.request = replace(row.request, begun={**row.request.begun, **worker.under_way.get(number, {})})
         if worker.ready:
             self._waiting_pieces.lost(worker.place, [row.request for row in worker.rows.values()])
         worker.forget_rows()

@@ -204,6 +204,20 @@ def test_the_rows_of_a_process_that_was_killed_go_to_the_others(fleet):
     assert sorted(run(workers, requests)) == list(range(24))  # the others go on
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_rows_of_a_lost_process_continue_where_it_was_unless_their_tokens_are_watched(watched, fleet):
+    fleet.make = lambda name: FakeEngine(name, step_seconds=0.002)
+    workers = fleet.workers(under_way_seconds=(0.0, 0.0))  # with every report
+    results: list[Result] = []
+    told: Counter[int] = Counter()
+    on_token = (lambda row, completion, token: told.update([row])) if watched else None
+    workers.add(*planned([request(i, [i], max_tokens=400) for i in range(4)]), results.append, on_token)
+    workers.run(when(lambda: len(workers.under_way()) == 4, fleet.processes[1].kill))
+    assert {result.row: result.completion_tokens for result in results} == dict.fromkeys(range(4), 400)
+    assert (workers.stats.completion_tokens > 4 * 400) == watched
+    assert sum(told.values()) == (workers.stats.completion_tokens if watched else 0)
+
+
 def test_when_the_last_one_ends_the_run_ends_with_its_error(fleet):
     workers = fleet.workers()
     results: list[Result] = []

@@ -67,7 +67,8 @@ class FakeEngine:
             raise self.failing
         while admit and self.waiting and len(self.running) < self.sizes.limits.batch_size:
             request, on_result, on_token = self.waiting.pop(0)
-            self.running[request] = [on_result, on_token, 0]
+            begun = request.begun.get(0)
+            self.running[request] = [on_result, on_token, len(begun.token_ids) if begun else 0]
         self.stats.steps += 1
         for request, state in list(self.running.items()):
             if request in self.cancelled:
