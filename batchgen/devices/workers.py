@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections import deque
@@ -143,10 +144,17 @@ class Workers:
     """
 
     def __init__(
-        self, model: ModelConfig, config: EngineConfig, transport: Transport, texts: Sequence[TokenArray] = ()
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        transport: Transport,
+        texts: Sequence[TokenArray] = (),
+        *,
+        silent_after: float = SILENT_SECONDS,
     ) -> None:
-        """`texts`: prompts on which `--quantize` is measured."""
+        """`texts`: prompts on which `--quantize` is measured. `silent_after`: how long a run that stops waits for a worker that sends nothing."""
         self.device = transport.name
+        self._silent_after = silent_after
         self.notes: list[str] = []
         """Messages for the user, each once; grows."""
         self._noted: set[str] = set()
@@ -235,7 +243,7 @@ class Workers:
         """Runs until all requests are done. Calls `stop()` several times a second; see `Engine.run` for what it returns."""
         if not self._alive:
             raise DevicesLost(f"the processes of {self.device} have ended")
-        wish = None
+        wish, asked = None, math.inf
         try:
             while True:
                 wish = stop() if stop else None
@@ -246,7 +254,10 @@ class Workers:
                 else:
                     self._pass_on(wish)
                 self._cancel()
-                if all(worker.quiet for worker in self._alive.values()) and (wish is not None or not self._rows):
+                if wish == "now":
+                    asked = min(asked, time.monotonic())
+                still = [worker for worker in self._alive.values() if not (worker.quiet or self._hangs(worker, asked))]
+                if not still and (wish is not None or not self._rows):
                     break
                 self._listen()
         finally:
@@ -303,6 +314,15 @@ class Workers:
             if worker.wish != wish and not worker.quiet:
                 worker.wish = wish
                 worker.send(Stop(wish))
+
+    def _hangs(self, worker: _WorkerHandle, asked: float) -> bool:
+        """Whether a worker has sent nothing for long since it was asked to stop: its process is suspended, or stuck in a driver."""
+        hangs = time.monotonic() - max(worker.heard_at, asked) > self._silent_after
+        if hangs:
+            self._note(
+                f"{worker.device} has sent nothing for {self._silent_after:.0f} seconds: the run stops without it"
+            )
+        return hangs
 
     def _cancel(self) -> None:
         while self._to_cancel:

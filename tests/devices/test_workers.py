@@ -174,6 +174,26 @@ def test_drain_lets_what_runs_finish_and_starts_nothing(fleet):
     assert workers.unfinished == 0
 
 
+def test_a_run_that_stops_does_not_wait_for_ever_for_a_process_that_hangs(fleet):
+    stuck = threading.Event()
+
+    class Stuck(FakeEngine):
+        def step(self, admit: bool) -> None:
+            super().step(admit)
+            if self.name == "cpu:1":
+                stuck.wait(60)
+
+    fleet.make = Stuck
+    workers = fleet.workers(silent_after=0.3)
+    results: list[Result] = []
+    workers.add(*planned([request(i, [i], 2) for i in range(30)]), results.append)
+    workers.run(lambda: "now" if len(results) > 5 else None)
+    assert not stuck.is_set()
+    assert 5 < len(results) < 30
+    assert any(note.startswith("cpu:1 has sent nothing for ") for note in workers.notes)
+    stuck.set()
+
+
 def test_a_callback_that_fails_drops_the_rest_and_the_devices_can_be_used_again(fleet):
     workers = fleet.workers()
 

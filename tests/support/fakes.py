@@ -20,7 +20,7 @@ from batchgen.config import EngineConfig, ModelConfig
 from batchgen.devices import opening, worker
 from batchgen.devices.transport import Channel, Processes, WorkerSetup
 from batchgen.devices.worker import serve
-from batchgen.devices.workers import Workers
+from batchgen.devices.workers import SILENT_SECONDS, Workers
 from batchgen.request import Request
 from batchgen.result import Completion, Result
 from batchgen.stats import EngineStats
@@ -179,12 +179,17 @@ class Fleet:
         return self.processes[-1]
 
     def workers(
-        self, device: str = "cpu:0,1", *, under_way_seconds: tuple[float, float] | None = None, **engine: Any
+        self,
+        device: str = "cpu:0,1",
+        *,
+        under_way_seconds: tuple[float, float] | None = None,
+        silent_after: float = SILENT_SECONDS,
+        **engine: Any,
     ) -> Workers:
         model = ModelConfig(model="m", device=device)
         processes = PacedProcesses(model.devices, device, self.start)
         processes.under_way_seconds = under_way_seconds
-        return Workers(model, EngineConfig(**engine), processes)
+        return Workers(model, EngineConfig(**engine), processes, silent_after=silent_after)
 
 
 def grouped(groups: int, rows: int, prefix: int = 50, **options: Any) -> list[Request]:
