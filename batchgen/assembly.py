@@ -17,9 +17,10 @@ from batchgen.errors import BatchgenError, InputCorrupt, OutputError, OutputLock
 from batchgen.jobs.base import JobSpec
 from batchgen.jobs.files.disk import check_file, write_stats
 from batchgen.jobs.files.lease import Lease, holder_of_lease
-from batchgen.jobs.files.manifest import Manifest, load_manifest
+from batchgen.jobs.files.manifest import Manifest, file_digest, load_manifest
 from batchgen.jobs.files.target import known_as, open_target
 from batchgen.jobs.job_folder import JobFolder, open_job
+from batchgen.jobs.opening import WORK_FILES
 from batchgen.jobs.outcomes import Outcomes, agreement_with
 from batchgen.jobs.shards import (
     CLAIMS,
@@ -203,7 +204,24 @@ def _merged_job(output: str, work_dir: str | None, tracker: Tracker) -> JobRepor
             f"{output} or its figures are missing or were changed since batchgen wrote them",
             "run the job's command again",
         )
+    if any((folder / name).exists() for name in WORK_FILES) and file_digest(folder / "stats.json") == manifest.stats:
+        # A merge was killed while it removed them, or does so now.
+        with suppress(OutputLocked), open_job(_spec(output, work_dir, manifest, Input((), [])), merging=True):
+            pass  # opening it removes them
     return JobReport(stats, output, already_finished=True, work_dir=work_dir)
+
+
+def _spec(output: str, work_dir: str | None, manifest: Manifest, source: Input) -> JobSpec:
+    """The `JobSpec` of a merge: that of the job's last run. It generates nothing, so it has nothing to run again."""
+    return JobSpec(
+        output=output,
+        settings=manifest.settings,
+        mentions=manifest.mentions,
+        input=source,
+        form=_form(manifest.request),
+        request=manifest.request | {"retry": []},
+        work_dir=work_dir,
+    )
 
 
 def _merge_shards(
@@ -215,16 +233,7 @@ def _merge_shards(
     outcomes = Outcomes(tracker, None, agreement_with(request.get("expect"), source))
     shards = shard_figures(job_path(output, work_dir), plan)
     outcomes.tracker.phase("joining the shards")
-    spec = JobSpec(
-        output=output,
-        settings=manifest.settings,
-        mentions=manifest.mentions,
-        input=source,
-        form=_form(request),
-        request=request,
-        work_dir=work_dir,
-    )
-    with open_job(spec, lease, merging=True) as job:
+    with open_job(_spec(output, work_dir, manifest, source), lease, merging=True) as job:
         assert isinstance(job, JobFolder), "standard output has no shards"
         if job.finished is not None:  # a merge that was killed when all was done but the cleaning up
             return JobReport(job.finished, output, already_finished=True, work_dir=work_dir)

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from batchgen import JobConfig, JobReport, SamplingParams, job_status, merge_job, run_job
+from batchgen import EngineConfig, JobConfig, JobReport, SamplingParams, job_status, merge_job, run_job
 from batchgen.errors import Interrupted, OutputError, OutputLocked, UsageError
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.results import Results
 from batchgen.jobs.files.target import LocalTarget
+from batchgen.jobs.opening import WORK_FILES
 from batchgen.jobs.shards import CLAIMS, forget_plan, load_plan, shard_folder
 from support.progress import Recorder, in_phase, interrupt, rows_done
 from support.runs import Killed
@@ -112,6 +113,23 @@ def test_a_merge_that_is_repeated_after_a_failure_counts_every_run_once(tiny_mod
             merge_job("o.jsonl")
     found = merge_job("o.jsonl").stats["job"]
     assert (found["runs"], found["prefill_tokens"]) == (3, before["prefill_tokens"] + sum(done))
+
+
+def test_a_merge_that_is_repeated_keeps_the_rows_that_shards_with_retry_have_not_mended(
+    tiny_model_dir, source, monkeypatch
+):
+    for name in ("1/2", "2/2"):
+        shard(tiny_model_dir, name, retry=("timeout",), engine=EngineConfig(row_timeout=1e-9))
+
+    def killed(*_: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as killing:
+        killing.setattr(LocalTarget, "put", killed)
+        with pytest.raises(Killed):
+            merge_job("o.jsonl")
+    assert merge_job("o.jsonl").stats["job"]["finish_reasons"]["timeout"] == 23
+    assert len(Path("o.jsonl").read_text().splitlines()) == 24
 
 
 def test_a_run_without_shards_counts_the_earlier_runs_of_shards(tiny_model_dir, source):
@@ -288,8 +306,8 @@ def test_a_merge_killed_while_it_removes_the_shards_is_complete(tiny_model_dir, 
         with pytest.raises(Killed):
             merge_job("o.jsonl")
     assert merge_job("o.jsonl").already_finished
+    assert not [path for path in Path("o.jsonl.job").iterdir() if path.name in WORK_FILES]
     assert shard(tiny_model_dir, "1/2").already_finished
-    assert not Path("o.jsonl.job/shards").exists()
     assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir)
 
 
