@@ -115,6 +115,17 @@ def test_a_merge_that_is_repeated_after_a_failure_counts_every_run_once(tiny_mod
     assert (found["runs"], found["prefill_tokens"]) == (3, before["prefill_tokens"] + sum(done))
 
 
+def test_shards_with_retry_run_the_rows_again_that_ended_before_the_shards_began(tiny_model_dir, source):
+    engine = EngineConfig(row_timeout=1e-9, batch_size=1)
+    with pytest.raises(Interrupted):
+        run_job(config_of(tiny_model_dir, engine=engine), Recorder(rows_done(8), interrupt))
+    for name in ("1/2", "2/2"):
+        shard(tiny_model_dir, name)
+    for name in ("2/2", "1/2"):
+        shard(tiny_model_dir, name, retry=("timeout",))
+    check_merged(tiny_model_dir)
+
+
 def test_a_merge_that_is_repeated_keeps_the_rows_that_shards_with_retry_have_not_mended(
     tiny_model_dir, source, monkeypatch
 ):

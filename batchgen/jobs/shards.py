@@ -31,7 +31,7 @@ from batchgen.jobs.base import HeldResults, JobSpec
 from batchgen.jobs.files.disk import check_parent, sync_folder, write_json, writing
 from batchgen.jobs.files.lease import Lease, check_free_here, check_shared_folder, holder_of_lease, last_claim
 from batchgen.jobs.files.manifest import differences
-from batchgen.jobs.files.results import RESULTS_FILE
+from batchgen.jobs.files.results import RESULTS_FILE, read_facts, read_keyed_results
 from batchgen.jobs.identity import with_defaults
 from batchgen.jobs.order.shares import PrefixCosts, Share
 from batchgen.jobs.order.sorted_requests import read_requests, write_requests
@@ -50,6 +50,7 @@ CLAIMS = "claims"
 SHARDS_FOLDER = "shards"
 _PLAN = "plan.json"
 _WAIT_SECONDS = 0.5
+_RETRY = "--retry is for rows that no shard has, because they ended before the shards began"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +213,7 @@ def open_shard(
     The first to come calls `read`, which does the first reading and leaves a plan, or returns the job if it is finished; all others wait for it.
     Raises `UsageError` (other settings, shards of another number), `OutputLocked`, `OutputError`, and what `read` raises.
     """
-    output, folder = spec.output, job_path(spec.output, spec.work_dir)
+    output, folder, retry = spec.output, job_path(spec.output, spec.work_dir), spec.request["retry"]
     if is_url(output) and spec.work_dir is None:
         raise UsageError(f"the shards of {output} need a folder that all of them see", "name it with --work-dir")
     check_parent(folder)
@@ -230,13 +231,13 @@ def open_shard(
         plan = load_plan(folder)
         if plan is not None:
             _check_count(plan, number, count, output)
-        if plan is not None and plan.asked != asked:
+        if plan is not None and (plan.asked != asked or _retries_earlier(folder, retry)):
             _check_not_running(folder, plan, asked, output)
         elif plan is not None:
             shard = _join(folder, plan, number, spec, tell_once)
             if shard is not None:
                 return shard
-        finished = _lead_reading(folder, output, asked, read, tell_once)
+        finished = _lead_reading(folder, output, asked, retry, read, tell_once)
         if finished is not None:
             return finished
 
@@ -295,15 +296,24 @@ def _check_not_running(folder: Path, plan: ShardPlan, asked: Mapping[str, Any], 
         names = [name for name in asked if name != "settings"]
         said = differences({n: plan.asked.get(n) for n in names}, {n: asked[n] for n in names})
         raise OutputLocked(
-            f"shard {running[0][0]}/{plan.count} of {output} is running with other input or options: {said}",
+            f"shard {running[0][0]}/{plan.count} of {output} is running with other input or options: {said or _RETRY}",
             "give all shards the same input and options, or wait for it to end",
         )
+
+
+def _retries_earlier(folder: Path, retry: list[str]) -> bool:
+    """Whether `retry` asks for rows that no shard of the plan has, because they ended in a run before it."""
+    if not retry or read_facts(folder, ("retry",))[0].get("retry") == retry:
+        return False
+    reasons = {RETRY_REASONS[name] for name in retry}
+    return any(result.reason in reasons for _, result in read_keyed_results(folder))
 
 
 def _lead_reading(
     folder: Path,
     output: str,
     asked: Mapping[str, Any],
+    retry: list[str],
     read: Callable[[Lease], Job | None],
     tell: Callable[[str], None],
 ) -> Job | None:
@@ -320,7 +330,9 @@ def _lead_reading(
         return None
     try:
         plan = load_plan(folder)
-        return None if plan is not None and plan.asked == asked else read(lease)
+        if plan is not None and plan.asked == asked and not _retries_earlier(folder, retry):
+            return None
+        return read(lease)
     finally:
         lease.release()
 
