@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -77,6 +78,16 @@ def compiling() -> Iterator[None]:
 @cache
 def library() -> ctypes.CDLL:
     """Returns the compiled kernels, which are compiled first if they are not in the cache. Raises `NoKernels` with the reason."""
+    if instruction_set() == NONE:
+        raise NoKernels(_why_none())
+    try:
+        return _kept_library()
+    except OSError as e:
+        return _library_for_now(e)
+
+
+def _kept_library() -> ctypes.CDLL:
+    """Returns the library of the cache. Raises `NoKernels`, and `OSError` if it cannot be kept there."""
     target = _compiled()
     try:
         if _is_whole(target):
@@ -85,9 +96,9 @@ def library() -> ctypes.CDLL:
         pass
     try:
         target.unlink(missing_ok=True)
-    except OSError as e:
-        if _digest_file(target).exists():
-            raise NoKernels(f"compiled kernels in {target.parent} are damaged and cannot be made again: {e}") from e
+    except OSError:
+        if _digest_file(target).exists():  # it is damaged
+            raise
         return _load(target)  # an earlier version has made them, in a cache that is only read
     return _load(_compiled())
 
@@ -110,28 +121,34 @@ def _digest_of(file: Path) -> str:
 
 
 def _compiled() -> Path:
-    """Compiles the kernels if they are not in the cache, in one process at a time. Returns the path of the library. Raises `NoKernels`."""
-    if instruction_set() == NONE:
-        raise NoKernels(_why_none())
-    try:
-        target = _target()
-    except OSError as e:
-        raise NoKernels(f"there is no folder to keep compiled kernels in ({e}); set XDG_CACHE_HOME") from e
+    """Compiles the kernels if they are not in the cache, in one process at a time. Returns the path of the library. Raises `NoKernels` and `OSError`."""
+    target = _target()
     if target.exists():
         return target
-    try:
-        with locked(target.parent / "lock"):
-            for left in target.parent.glob("unfinished-*"):  # of a killed process: only the lock's holder compiles
-                shutil.rmtree(left, ignore_errors=True)
-            if not target.exists():  # another process may have been first
-                with _compiling, replaced(target) as made:
-                    _compile(made)
-                    _digest_file(target).write_text(_digest_of(made))
-    except OSError as e:
-        raise NoKernels(
-            f"compiled kernels cannot be kept in {target.parent}: {e.strerror or e}; set XDG_CACHE_HOME"
-        ) from e
+    with locked(target.parent / "lock"):
+        for left in target.parent.glob("unfinished-*"):  # of a killed process: only the lock's holder compiles
+            shutil.rmtree(left, ignore_errors=True)
+        if not target.exists():  # another process may have been first
+            with _compiling, replaced(target) as made:
+                _logger.info("compiling kernels for this processor, once on this machine ...")
+                seconds = _compile(made)
+                _digest_file(target).write_text(_digest_of(made))
+            _logger.info("kernels compiled in %.0f s, kept in %s", seconds, target.parent)
     return target
+
+
+def _library_for_now(why: OSError) -> ctypes.CDLL:
+    """Compiles the kernels for this process alone. `why`: why the cache cannot keep them. Raises `NoKernels`."""
+    said = f"{why.filename}: {why.strerror}" if why.filename else str(why)
+    reason = f"compiled kernels cannot be kept ({said})"
+    try:
+        with _compiling, tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
+            _logger.info("%s, so this run compiles its own; set XDG_CACHE_HOME", reason)
+            made = Path(folder) / "kernels.so"
+            _compile(made)
+            return _load(made)  # which needs no file from then on
+    except OSError as e:
+        raise NoKernels(f"{reason}; set XDG_CACHE_HOME") from e
 
 
 @cache
@@ -152,9 +169,9 @@ def pointers(*names: str) -> list[tuple[str, type[ctypes.c_void_p]]]:
     return [(name, ctypes.c_void_p) for name in names]
 
 
-def _compile(to: Path) -> None:
+def _compile(to: Path) -> float:
+    """Returns the seconds that it has taken. Raises `NoKernels` and `OSError`."""
     compiler, sources = _compiler(), _sources()
-    _logger.info("compiling kernels for this processor, once on this machine ...")
     began = time.monotonic()
     objects = [to.parent / f"{source.stem}.o" for source in sources]
     try:
@@ -173,7 +190,7 @@ def _compile(to: Path) -> None:
             run = _running.pop()
             _kill(run)
             run.communicate()  # waits for its end
-    _logger.info("kernels compiled in %.0f s, kept in %s", time.monotonic() - began, to.parent.parent)
+    return time.monotonic() - began
 
 
 def _started(command: list[str]) -> subprocess.Popen[str]:
