@@ -29,9 +29,7 @@ from batchgen.request import TokenArray
 from batchgen.result import ToolCall
 from batchgen.sampling_params import SamplingParams
 
-_PROMPT_END = (
-    32  # number of a prompt's last tokens, or of its last message's first ones, that are searched for open thoughts
-)
+_PROMPT_END = 32  # tokens of a prompt's end, or of the header of its last message, where thoughts may be opened
 _CONTEXT = 8  # number of tokens decoded before a completion; a character that they begin inside of is shorter
 _OPEN = 4  # number of tokens whose text is decoded again with every next token; settling them costs a decode
 _CONTEXTS_KEPT = 1024  # most prompts of a job end alike
