@@ -56,9 +56,11 @@ class Agreement:
                     found[place] += value
 
     def _text(self, value: Any, given: str) -> str:
-        """Returns the expected text, empty for none; `given` if it is another way to write the same number, or true or false."""
+        """Returns the expected text, empty for none; `given` if it is another way to write the same number. True and false are written as in `given`."""
         if value is None or value != value:  # NaN
             return ""
+        if isinstance(value, bool) and given.lower() in ("true", "false"):
+            return str(value).lower() if given.islower() else str(value).upper() if given.isupper() else str(value)
         if given not in self._names and _is_written(value, given):
             return given
         if isinstance(value, float | Decimal) and math.isfinite(value) and value.as_integer_ratio()[1] == 1:
@@ -156,10 +158,8 @@ def _as_read(text: str) -> str:
 
 
 def _is_written(value: Any, text: str) -> bool:
-    """Whether a text is one of the ways to write a number (`1`, `1.0` and `1.00`), or true or false (`True`)."""
-    if isinstance(value, bool):
-        return text.lower() == to_json(value).decode()
-    if not isinstance(value, int | float | Decimal):
+    """Whether a text is one of the ways to write a number (`1`, `1.0` and `1.00`)."""
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         return False
     try:
         return float(text) == value if isinstance(value, float) else Decimal(text) == value

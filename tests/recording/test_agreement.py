@@ -2,6 +2,7 @@
 
 import datetime as dt
 from decimal import Decimal
+from itertools import product
 
 import pytest
 
@@ -81,6 +82,8 @@ def test_the_calibration_error_is_the_mean_difference_of_probability_and_share_o
         ("1.0", 1, [], 1),
         ("True", True, [], 1),
         ("1", True, [], 0),
+        ("True", True, ["False", "True"], 1),
+        ("False", True, ["False", "True"], 0),
         *(
             (text, value, [], 0)
             for text in ("one", "", "sNaN", "-", "1e999999999999", "\0")
@@ -100,6 +103,12 @@ def test_a_number_is_the_name_of_its_class_or_its_digits(text, expected, names, 
 def test_equal_numbers_are_one_label_in_the_table():
     found = compared(*((given(text), value) for text in "12" for value in (Decimal("1.00"), 1.0, 1)))
     assert [(pair["expected"], pair["given"]) for pair in found["confusion"]] == [("1", "1"), ("1", "2")]
+
+
+@pytest.mark.parametrize("labels", [("true", "false"), ("True", "False"), ("TRUE", "FALSE")])
+def test_true_and_false_are_written_like_the_labels_in_the_table(labels):
+    found = compared(*((given(text), value) for text in labels for value in (True, False)))
+    assert {(pair["expected"], pair["given"]) for pair in found["confusion"]} == set(product(labels, labels))
 
 
 def test_any_number_of_texts_takes_bounded_memory():
