@@ -596,11 +596,12 @@ def _columns(place: int, prompt: Any, options: PromptConfig) -> dict[str, Any]:
 
 
 def _column(value: Any) -> Any:
+    """Returns a value of a prompt's object as a file would have it."""
     if isinstance(value, SamplingParams):
         return {name: getattr(value, name) for name in value.given}
-    return (
-        python_value(value) if isinstance(value, np.ndarray | np.generic) else value
-    )  # other values may be shared by many prompts
+    if isinstance(value, np.ndarray | np.generic):
+        return python_value(value)
+    return value  # not looked into: many prompts may share it
 
 
 def _checked_completion(place: int, given: Any) -> str | list[int]:
