@@ -111,10 +111,12 @@ def test_when_the_job_is_ended_no_process_stays_and_it_can_continue_later(long_j
 @pytest.mark.slow
 def test_a_second_signal_does_not_wait_for_processes_that_hang(long_job):
     running, workers = in_the_middle(long_job)
-    for worker in workers:
-        os.kill(worker, signal.SIGSTOP)
-    running.kill(signal.SIGHUP)
-    running.kill(signal.SIGTERM)  # Python handles the lower-numbered of two pending signals first
+    for pid in (*workers, running.pid):
+        os.kill(pid, signal.SIGSTOP)
+    running.until_stopped()
+    running.kill_main_thread(signal.SIGHUP)
+    running.kill_main_thread(signal.SIGTERM)
+    running.kill(signal.SIGCONT)  # Python now handles both, the lower-numbered first
     ended = running.wait()
     assert (ended.code, ended.error) == (129, "interrupted by SIGHUP; run the same command again to continue")
     assert gone(workers)
