@@ -231,7 +231,7 @@ def open_shard(
         plan = load_plan(folder)
         if plan is not None:
             _check_count(plan, number, count, output)
-        if plan is not None and (plan.asked != asked or _retries_earlier(folder, retry)):
+        if plan is not None and not _is_for(plan, asked, folder, retry):
             _check_not_running(folder, plan, asked, output)
         elif plan is not None:
             shard = _join(folder, plan, number, spec, tell_once)
@@ -301,12 +301,14 @@ def _check_not_running(folder: Path, plan: ShardPlan, asked: Mapping[str, Any], 
         )
 
 
-def _retries_earlier(folder: Path, retry: list[str]) -> bool:
-    """Whether `retry` asks for rows that no shard of the plan has, because they ended in a run before it."""
-    if not retry or read_facts(folder, ("retry",))[0].get("retry") == retry:
+def _is_for(plan: ShardPlan, asked: Mapping[str, Any], folder: Path, retry: list[str]) -> bool:
+    """Whether a plan is that of `asked`, and `retry` asks for no rows that none of its shards has, because they ended in a run before it."""
+    if plan.asked != asked:
         return False
+    if not retry or read_facts(folder, ("retry",))[0].get("retry") == retry:
+        return True
     reasons = {RETRY_REASONS[name] for name in retry}
-    return any(result.reason in reasons for _, result in read_keyed_results(folder))
+    return not any(result.reason in reasons for _, result in read_keyed_results(folder))
 
 
 def _lead_reading(
@@ -330,9 +332,7 @@ def _lead_reading(
         return None
     try:
         plan = load_plan(folder)
-        if plan is not None and plan.asked == asked and not _retries_earlier(folder, retry):
-            return None
-        return read(lease)
+        return None if plan is not None and _is_for(plan, asked, folder, retry) else read(lease)
     finally:
         lease.release()
 

@@ -95,7 +95,7 @@ class ThoughtStream:
         self.ended = False
         """Whether the answer has begun."""
         self._closed = format.close in prompt
-        self.inside = format.always and "<|message|>" in prompt[prompt.rfind("<|start|>") + 1 :]
+        self._inside = format.always and "<|message|>" in prompt[prompt.rfind("<|start|>") + 1 :]
         """Whether the completion continues a message of the harmony format."""
         self.answer_start = 0
         """Number of tokens before the answer, once it has begun."""
@@ -137,7 +137,7 @@ class ThoughtStream:
         Some models leave out the opening mark, and thoughts may continue a last message of the assistant. In the harmony format, a completion
         that begins no message is an answer without thoughts.
         """
-        if self._format.always and not (self.ended or self.inside):
+        if self._format.always and not (self.ended or self._inside):
             self.ended = {"<|channel|>", "<|message|>"}.isdisjoint(map(self._piece, tokens))
         if not self.ended or self.answer_start or self._closed or self._format.always:
             return
@@ -149,35 +149,28 @@ class ThoughtStream:
                 self.answer_start, self.begins = count, tail[mark.end() :]
                 return
 
+    def reasoning(self, tokens: Sequence[int], text: Callable[[Sequence[int], Sequence[int]], str]) -> str:
+        """Returns the thoughts in the tokens before the answer (all tokens if there is no answer), without marks and outer blanks.
 
-def thoughts_of(
-    format: ThinkingFormat,
-    tokens: Sequence[int],
-    piece: Callable[[int], str],
-    text: Callable[[Sequence[int], Sequence[int]], str],
-    begins: str,
-    inside: bool,
-) -> str:
-    """Returns the thoughts in the tokens before an answer (all tokens if there is no answer), without marks and outer blanks.
-
-    `text` returns the text that tokens add after others. `begins` is the beginning of the answer in the last token. `inside`: `ThoughtStream.inside`.
-    """
-    if format.always:
-        found = [
-            text(tokens[max(0, start - 8) : start], tokens[start:stop])
-            for start, stop in _messages(tokens, piece, inside)
-        ]
-        return "\n".join(part.strip() for part in found if part.strip())
-    thoughts = text((), tokens)
-    if begins and thoughts.endswith(begins):
-        thoughts = thoughts[: -len(begins)]
-    begun = thoughts.lstrip()
-    if begun.startswith(format.open):
-        thoughts = begun[len(format.open) :]
-    elif begun.startswith(plain := re.sub(r"<\|[^>]*>", "", format.open)) and plain.strip():
-        thoughts = begun[len(plain) :]  # the part of the mark that is not a special token (`thought` in Gemma 4)
-    before, mark, _ = thoughts.rpartition(format.close)
-    return (before if mark else thoughts).strip()
+        `text` returns the text that tokens add after others.
+        """
+        form = self._format
+        if form.always:
+            found = [
+                text(tokens[max(0, start - 8) : start], tokens[start:stop])
+                for start, stop in _messages(tokens, self._piece, self._inside)
+            ]
+            return "\n".join(part.strip() for part in found if part.strip())
+        thoughts = text((), tokens)
+        if self.begins and thoughts.endswith(self.begins):
+            thoughts = thoughts[: -len(self.begins)]
+        begun = thoughts.lstrip()
+        if begun.startswith(form.open):
+            thoughts = begun[len(form.open) :]
+        elif begun.startswith(plain := re.sub(r"<\|[^>]*>", "", form.open)) and plain.strip():
+            thoughts = begun[len(plain) :]  # the part of the mark that is not a special token (`thought` in Gemma 4)
+        before, mark, _ = thoughts.rpartition(form.close)
+        return (before if mark else thoughts).strip()
 
 
 def _messages(tokens: Sequence[int], piece: Callable[[int], str], inside: bool) -> Iterable[tuple[int, int]]:

@@ -23,7 +23,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from batchgen.parsers.repetition import Repetition
-from batchgen.parsers.thinking import ThinkingFormat, ThoughtStream, thoughts_of
+from batchgen.parsers.thinking import ThinkingFormat, ThoughtStream
 from batchgen.parsers.tool_calls import HARMONY_CALLS, ToolFormat, find_calls, harmony_call_start
 from batchgen.request import TokenArray
 from batchgen.result import ToolCall
@@ -189,15 +189,7 @@ class Stopper:
             return None
         if tokens[-1] in self._ends:
             tokens = tokens[:-1]
-        assert self._detokenizer.thinking is not None
-        found = thoughts_of(
-            self._detokenizer.thinking,
-            tokens,
-            self._detokenizer.piece,
-            self._detokenizer.text,
-            thoughts.begins,
-            thoughts.inside,
-        )
+        found = thoughts.reasoning(tokens, self._detokenizer.text)
         return None if thoughts.ended and not found else found
 
     @property
