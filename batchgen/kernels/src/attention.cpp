@@ -373,10 +373,10 @@ class Tile {
         const int64_t a_row = words_ * E::a_words;
         if constexpr (WIDE) {
             for (int i = 0; i < N; i++) b[i] = reinterpret_cast<const uint32_t*>(&wide_[(v + i) * LANES]);
-            product<Float, R, N>(sums, &q_[r * a_row], a_row, b, CHUNK * 16, a_row);
+            product<Float>(sums, &q_[r * a_row], a_row, b, CHUNK * 16, a_row);
         } else {
             for (int i = 0; i < N; i++) b[i] = keys[(v + i) / PIECES].keys + (v + i) % PIECES * LANES;
-            product<E, R, N>(sums, &q_[r * a_row], a_row, b, plan_.block_size, words_);
+            product<E>(sums, &q_[r * a_row], a_row, b, plan_.block_size, words_);
         }
         for (int j = 0; j < N; j++) {
             float* to = scores + keys[(v + j) / PIECES].place * 16 + (v + j) % PIECES * LANES;
@@ -478,9 +478,9 @@ class Tile {
             for (int j = 0; j < N; j++) b[j] = values + c + LANES * j;
             const uint32_t* a = weights + keys[g].place * count * E::a_words;
             if constexpr (WIDE)
-                product<Float, R, N>(sums, a, ROW, b, width_, 16);
+                product<Float>(sums, a, ROW, b, width_, 16);
             else
-                product<E, R, N>(sums, a, ROW, b, width_, count);
+                product<E>(sums, a, ROW, b, width_, count);
         }
         for (int i = 0; i < R; i++)
             for (int j = 0; j < N; j++) store(&sums_[(r + i) * width_ + c + LANES * j], sums[i][j]);

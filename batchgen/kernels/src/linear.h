@@ -1,7 +1,7 @@
 // Linear layers with weights packed once: y = x W^T + bias, or y = act(x G^T) * (x U^T) for a gated one.
 //
 // W is stored as [panels][words of the inner dimension][WIDTH] (if E::side is less, as [panels][WIDTH / side][words][side]), so a product
-// reads WIDTH words that lie side by side. A panel of a gated layer holds WIDTH / 2 rows of G and the same rows of U. A block of
+// reads WIDTH words that lie side by side. A panel of a gated layer holds WIDTH / 2 rows of G and the same rows of U. A block of up to
 // ROWS rows by WIDTH columns is summed in registers, in float32 or in integers; results are rounded where the modules of transformers
 // round. ops.py and int8.py pack the weights. Weights that something else reads too, such as an embedding, stay as they are, and are
 // packed on the way into the cache. Weights in codes (codes.h) are unpacked on that way.
@@ -35,9 +35,19 @@ constexpr int MAX_ROWS = 288;
 #endif
 // Tasks of at least so many rows widen weights once for all of their rows; in smaller tasks, each block of rows widens them in registers.
 #if defined(__AVX512F__)
+template <class E>
 constexpr int WIDENED_ROWS = 9 * ROWS;
 #else
-constexpr int WIDENED_ROWS = 3 * ROWS;
+template <class E>
+constexpr int WIDENED_ROWS = (E::scaled ? 3 : 5) * ROWS;
+#endif
+// The rows of a block. On AVX2, weights that a block widens take registers from its sums: 6 rows would have some of theirs in memory.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <class E>
+constexpr int BLOCK_ROWS = E::a_words == 2 ? 5 : ROWS;
+#else
+template <class E>
+constexpr int BLOCK_ROWS = ROWS;
 #endif
 // Blocks of rows that widen weights of 16 bits prefetch them so many words before their use (2 KB). With AVX-512 and with 8 bits this gains nothing.
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -142,6 +152,18 @@ INLINE Product of_expert(Product p, int64_t expert, int64_t panels) {
     return p;
 }
 
+// Calls body(i) for each of the words. Where the sums need nearly all registers, some would lose theirs in an unrolled loop.
+template <bool UNROLLED, class Body>
+INLINE void for_words(int64_t words, const Body& body) {
+    if constexpr (UNROLLED) {
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < words; i++) body(i);
+    } else {
+#pragma GCC unroll 1
+        for (int64_t i = 0; i < words; i++) body(i);
+    }
+}
+
 // Computes the sums [R][WIDTH] of R rows of x times a panel, over `words` words. With `more` they are added to those in `sums`, else to `from`
 // if it is given. With each word it prefetches `lines` lines of 64 bytes at `next`: few at a time, or loads would wait for them.
 template <class E, int R>
@@ -154,30 +176,36 @@ void block(const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t grou
             acc[r][v] = more ? load<sum>(sums + r * WIDTH + v * LANES) : from ? load<sum>(from + v * LANES) : sum{};
     const uint32_t* b[VECTORS];
     for (int v = 0; v < VECTORS; v++) b[v] = panel + v * LANES / E::side * group + v * LANES % E::side;
-    if (E::a_words == 2 && lines > 0) {
-        for (int64_t i = 0; i < words; i++) {
+    if constexpr (E::a_words == 1) {
+        product<E>(acc, x, x_row, b, E::side, words);
+    } else if (lines > 0) {
+        for_words<R < BLOCK_ROWS<E>>(words, [&](int64_t i) {
             for (int line = 0; line < lines; line++) __builtin_prefetch(next + (i * lines + line) * 16, 0, 2);
-            uints some[VECTORS];
-            for (int v = 0; v < VECTORS; v++) some[v] = load<uints>(b[v] + i * E::side);
-            E::template multiply<R, VECTORS>(acc, some, x + i * E::a_words, x_row);
-        }
+            add_word<E>(acc, x + i * E::a_words, x_row, b, i * E::side);
+        });
     } else {
-        product<E, R, VECTORS, E::a_words == 2 && !E::scaled ? PREFETCHED : 0>(acc, x, x_row, b, E::side, words);
+        for_words<R < BLOCK_ROWS<E>>(words, [&](int64_t i) {
+            if (PREFETCHED && !E::scaled) __builtin_prefetch(b[0] + (i + PREFETCHED) * E::side, 0, 2);
+            add_word<E>(acc, x + i * E::a_words, x_row, b, i * E::side);
+        });
     }
     for (int r = 0; r < R; r++)
         for (int v = 0; v < VECTORS; v++) store(sums + r * WIDTH + v * LANES, acc[r][v]);
 }
 
-// Returns how many rows the next block takes of those that are left. 8 are two blocks of 4: one of 2 takes as long as one of 4.
-INLINE int64_t rows_of_block(int64_t left) { return left >= ROWS && left != 8 ? ROWS : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
-
+// Returns how many rows the next block takes of those that are left: the blocks are of nearly the same size.
 template <class E>
-void some_rows(int64_t rows, const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t group, int64_t words, uint32_t* sums,
-               bool more, const int32_t* from, const uint32_t* next, int lines) {
-    if (rows == ROWS) return block<E, ROWS>(x, x_row, panel, group, words, sums, more, from, next, lines);
-    if (rows == 4) return block<E, 4>(x, x_row, panel, group, words, sums, more, from, next, lines);
-    if (rows == 2) return block<E, 2>(x, x_row, panel, group, words, sums, more, from, next, lines);
-    block<E, 1>(x, x_row, panel, group, words, sums, more, from, next, lines);
+INLINE int64_t rows_of_block(int64_t left) {
+    const int64_t blocks = (left + BLOCK_ROWS<E> - 1) / BLOCK_ROWS<E>;
+    return (left + blocks - 1) / blocks;
+}
+
+// Calls body(rows) with the number of a block's rows as a constant.
+template <int MOST, class Body>
+INLINE void with_rows(int64_t rows, const Body& body) {
+    if constexpr (MOST > 1)
+        if (rows < MOST) return with_rows<MOST - 1>(rows, body);
+    body(std::integral_constant<int, MOST>());
 }
 
 // Writes N vectors to y, `columns` columns at most.
@@ -242,15 +270,17 @@ INLINE void slice(const Product& p, int64_t panel, int64_t begin, int64_t end, c
                   Ahead ahead, Next next) {
     const bool last = (k + words) * E::per_word == p.inner;
     const int32_t* from = p.beginnings ? p.beginnings + panel * WIDTH : nullptr;
-    const int64_t blocks = (end - begin + ROWS - 1) / ROWS, most = next.words * WIDTH;
+    const int64_t blocks = (end - begin + BLOCK_ROWS<E> - 1) / BLOCK_ROWS<E>, most = next.words * WIDTH;
     const int lines = int((most + 16 * blocks * words - 1) / (16 * blocks * words));
     int64_t fetched = 0;
     for (int64_t row = begin; row < end;) {
         ahead.fetch();
         uint32_t* here = sums + (row - begin) * WIDTH;
-        const int64_t rows = rows_of_block(end - row);
+        const int64_t rows = rows_of_block<E>(end - row);
         const uint32_t* x = p.x + row * p.x_row + k * E::a_words;
-        some_rows<E>(rows, x, p.x_row, weights, p.group, words, here, k > 0, from, next.weights + fetched, fetched < most ? lines : 0);
+        with_rows<BLOCK_ROWS<E>>(rows, [&](auto constant) {
+            block<E, constant>(x, p.x_row, weights, p.group, words, here, k > 0, from, next.weights + fetched, fetched < most ? lines : 0);
+        });
         fetched += words * lines * 16;
         if (last)
             for (int64_t r = 0; r < rows; r++) finish<E, T>(p, here + r * WIDTH, panel, row + r);
@@ -414,7 +444,7 @@ void multiply(Product p) {
                     coded<E, T>(q, panel * at_once, std::min(at_once, panels - panel * at_once), begin, end, groups, packed, sums);
                     continue;
                 }
-            const bool widens = E::a_words == 2 && end - begin >= WIDENED_ROWS;
+            const bool widens = E::a_words == 2 && end - begin >= WIDENED_ROWS<E>;
             const int64_t depth = widens ? DEPTH / 2 : DEPTH;
             for (int64_t k = 0; k < p.words; k += depth) {
                 const int64_t words = std::min(depth, p.words - k);
@@ -427,7 +457,7 @@ void multiply(Product p) {
                         slice<typename E::wide, T>(q, panel, begin, end, wide, 2 * k, 2 * words, sums, ahead, {nullptr, 0});
                         continue;
                     }
-                const Next next = E::a_words == 2 && end - begin > ROWS ? after(task, k + words, depth) : Next{nullptr, 0};
+                const Next next = E::a_words == 2 && end - begin > BLOCK_ROWS<E> ? after(task, k + words, depth) : Next{nullptr, 0};
                 slice<E, T>(q, panel, begin, end, weights, k, words, sums, {}, next);
             }
         }

@@ -159,7 +159,7 @@ void add_group(const uint32_t* x, int64_t x_row, const Group& group, int64_t wor
     for (int v = 0; v < VECTORS; v++) b[v] = group.words + v * LANES;
     for (int r = 0; r < R; r++)
         for (int v = 0; v < VECTORS; v++) acc[r][v] = load<ints>(group.beginnings + v * LANES);
-    product<Bytes, R, VECTORS>(acc, x, x_row, b, WIDTH, words);
+    product<Bytes>(acc, x, x_row, b, WIDTH, words);
     for (int v = 0; v < VECTORS; v++) {
         const floats scale = load<floats>(group.scales + v * LANES);
         for (int r = 0; r < R; r++) {
@@ -193,13 +193,10 @@ void run_codes(const Product& p) {
             for (int64_t k = 0; k < c.inputs; k += depth) {
                 take_group(c, c.table ? table : nullptr, q.first_panel + panel, k, depth, group);
                 for (int64_t row = begin, rows; row < end; row += rows) {
-                    rows = rows_of_block(end - row);
+                    rows = rows_of_block<Bytes>(end - row);
                     const uint32_t* x = q.x + row * q.x_row + k / 4 * Bytes::a_words;
                     float* to = sums + (row - begin) * WIDTH;
-                    if (rows == ROWS) add_group<ROWS>(x, q.x_row, group, depth / 4, to);
-                    if (rows == 4) add_group<4>(x, q.x_row, group, depth / 4, to);
-                    if (rows == 2) add_group<2>(x, q.x_row, group, depth / 4, to);
-                    if (rows == 1) add_group<1>(x, q.x_row, group, depth / 4, to);
+                    with_rows<BLOCK_ROWS<Bytes>>(rows, [&](auto constant) { add_group<constant>(x, q.x_row, group, depth / 4, to); });
                 }
             }
             for (int64_t row = begin; row < end; row++) finish<GroupSums, T>(q, (const uint32_t*)(sums + (row - begin) * WIDTH), panel, row);

@@ -291,15 +291,17 @@ struct Bfloat {
 typedef Widened Bfloat;
 #endif
 
-// Adds row r of A times the vectors at b[n] to sums[r][n], over `count` words. B's next word is `step` words further on. Unless AHEAD is 0,
-// what lies at b[0] is prefetched AHEAD words before its use.
-template <class E, int R, int N, int AHEAD = 0, class S>
+// Adds row r of A times the word of each column at b[n] + `at` to sums[r][n].
+template <class E, int R, int N, class S>
+INLINE void add_word(S (&sums)[R][N], const uint32_t* a, int64_t a_row, const uint32_t* const (&b)[N], int64_t at) {
+    uints some[N];
+    for (int n = 0; n < N; n++) some[n] = load<uints>(b[n] + at);
+    E::template multiply<R, N>(sums, some, a, a_row);
+}
+
+// Does this for `count` words. B's next word is `step` words further on.
+template <class E, int R, int N, class S>
 INLINE void product(S (&sums)[R][N], const uint32_t* a, int64_t a_row, const uint32_t* const (&b)[N], int64_t step, int64_t count) {
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < count; i++) {
-        uints some[N];
-        for (int n = 0; n < N; n++) some[n] = load<uints>(b[n] + i * step);
-        if (AHEAD) __builtin_prefetch(b[0] + (i + AHEAD) * step, 0, 2);
-        E::template multiply<R, N>(sums, some, a + i * E::a_words, a_row);
-    }
+    for (int64_t i = 0; i < count; i++) add_word<E>(sums, a + i * E::a_words, a_row, b, i * step);
 }
