@@ -245,7 +245,7 @@ def _run_as_rows_come(setup: JobSetup, job: Job, planner: Planner, generation: _
     reader.note_same_ids()
     if stream.broken is not None:
         raise stream.broken
-    job.check_dropped()
+    job.check_dropped(outcomes.failures)
 
 
 class _Generation:

@@ -437,6 +437,23 @@ def test_an_image_whose_file_vanishes_is_read_from_another_file_with_the_same_by
     assert answers() == [expected[0], expected[4], expected[8]]
 
 
+def test_a_finished_job_whose_images_are_gone_says_which_rows_fail_instead_of_removing_them(model, expected):
+    write(rows())
+    run(model)
+    Path("p").rename("away")
+    write([*rows(), {"id": "new", "messages": [{"role": "user", "content": "And you?"}]}])
+    with pytest.raises(UsageError) as error:
+        run(model)
+    assert str(error.value) == (
+        "12 of the 13 finished rows of o.jsonl are no longer in the input or fail now and would be removed from the output; "
+        "check the input, where rows fail (the first: in.jsonl:1: invalid_image: the image 'p/0.png' of messages[0].content[0] "
+        "cannot be read: No such file or directory); --prune removes them, another -o keeps them"
+    )
+    assert answers() == expected
+    Path("away").rename("p")
+    assert run(model).stats["rows_resumed"] == 13
+
+
 @pytest.mark.usefixtures("vanishing")
 def test_a_row_whose_equal_row_lost_its_image_is_answered_when_errors_are_tried_again(model, expected):
     write(with_copy([rows()[0], rows()[0]]))

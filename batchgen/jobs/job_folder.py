@@ -200,8 +200,11 @@ class JobFolder(HeldResults):
 
     # -- the rows of the output
 
-    def check_dropped(self) -> None:
-        """Must be called when all rows are known. Raises `UsageError` if many rows of the finished output would be removed without `--prune`."""
+    def check_dropped(self, failures: Sequence[str]) -> None:
+        """Must be called when all rows are known. Raises `UsageError` if many rows of the finished output would be removed without `--prune`.
+
+        `failures`: the first rows that failed in this run. They may be rows of the output, whose images or parameters are not what they were.
+        """
         prune = self._manifest.request["prune"]
         finished, gone, new, unasked = self.compared()
         if not gone:
@@ -211,9 +214,11 @@ class JobFolder(HeldResults):
         if not prune and (10 * lost > finished or others):
             if self._old is not None and self._old.state == "finished":
                 self._put_back(self._old)
+            fail = " or fail now" if failures else ""
+            first = f", where rows fail (the first: {failures[0]})" if failures else ""
             raise UsageError(
-                f"{gone:,} of the {finished:,} finished rows of {self.output} are no longer in the input and would be removed from the output",
-                "check the input; --prune removes them, another -o keeps them",
+                f"{gone:,} of the {finished:,} finished rows of {self.output} are no longer in the input{fail} and would be removed from the output",
+                f"check the input{first}; --prune removes them, another -o keeps them",
             )
         if unasked:
             what = "removed" if prune else f"kept in {self.folder} and used again if the row comes back"

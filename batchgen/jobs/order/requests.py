@@ -321,7 +321,7 @@ class FirstReading:
         tracker = self._outcomes.tracker
         tracker.total = self._job.row_count
         tracker.changed()
-        self._job.check_dropped()
+        self._job.check_dropped(self._outcomes.failures)
         if waiting.on_disk and self.broken is None:
             reading = {
                 "rows": tracker.total,
@@ -363,5 +363,5 @@ class FirstReading:
         for result in filter(None, self._job.failed_rows()):
             self._outcomes.done(result)
         tracker.changed()
-        self._job.check_dropped()
+        self._job.check_dropped(self._outcomes.failures)
         return SortedRequests.of(self._job.sorted_folder, earlier["digests"], self._config.limits)
