@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -29,6 +30,7 @@ from batchgen.process.collector import few_collections
 from batchgen.process.signals import noted_interrupt
 from batchgen.process.templates import template_process
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
+from batchgen.prompts.columns import quoted
 from batchgen.prompts.images import PromptImages
 from batchgen.prompts.params import translated
 from batchgen.records import Row, RowForm
@@ -44,6 +46,7 @@ TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 Prompt = str | Sequence[Mapping[str, Any]] | TokenIds | Mapping[str, Any]
 """A text; a list of messages (`role`, `content`); a list of token ids, used as they are; or a row as in a file, with `prompt` or `messages`."""
 _NEW_IN_CHILD = "create a new LLM there, with the start method spawn of multiprocessing"
+_TO_SHOW = "put images into messages, or name their columns in PromptConfig(image_column=…)"
 LOOK_AHEAD = 1024
 TASKS = ("generate", "embed", "classify")
 Params = SamplingParams | Mapping[str, Any]
@@ -470,7 +473,10 @@ class LLM:
         rows = [row._replace(number=number) for row, number in zip(rows, numbers, strict=True)]
         requests: list[Request] = []
         failed: list[Result] = []
-        for built in self._builder(params, options).build(rows, own):
+        builder = self._builder(params, options)
+        if media := sorted({name for row in rows for name in builder.columns.media(row.columns)}):
+            warnings.warn(f"prompts have {quoted(media)}, which the model is not shown: {_TO_SHOW}", stacklevel=4)
+        for built in builder.build(rows, own):
             row = self._grammars.checked(built) if isinstance(built, Request) else built
             if isinstance(row, Request):
                 requests.append(row)

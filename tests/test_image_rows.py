@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -198,6 +199,20 @@ def test_a_loaded_model_is_shown_images_of_pillow(llm, expected):
     turned.getexif()[0x0112] = 6
     results = llm.generate([about(picture(0)), about("p/1.png"), about(turned)], PARAMS)
     assert [list(result.token_ids) for result in results] == [expected[0], expected[1], expected[1]]
+
+
+@pytest.mark.parametrize("row", [{"image": picture(0)}, {"multi_modal_data": {"image": picture(0)}}])
+def test_an_image_beside_a_prompt_of_a_loaded_model_that_is_not_shown_gives_a_warning(row, llm):
+    name = next(iter(row))
+    with pytest.warns(
+        UserWarning, match=rf"^prompts have '{name}', which the model is not shown: put images into messages, or "
+    ):
+        llm.generate([{"prompt": QUESTIONS[0], **row}], PARAMS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shown = PromptConfig(image_column=("image",))
+        llm.generate([{"prompt": QUESTIONS[0], "image": picture(0)}], PARAMS, prompt_options=shown)
+        llm.generate([{"prompt": QUESTIONS[0], "image": None}], PARAMS)
 
 
 @pytest.mark.usefixtures("model")

@@ -22,8 +22,8 @@ from batchgen.records.tables import header_hint
 from batchgen.sampling_params import SamplingParams
 
 _DEFAULT = PromptConfig()
-_MEDIA = frozenset(("image", "images", "audio", "audios", "video", "videos"))
-"""Names of columns in data sets of prompts with pictures, sound or video."""
+_MEDIA = frozenset(("image", "images", "audio", "audios", "video", "videos", "multi_modal_data"))
+"""Names of columns in data sets of prompts with pictures, sound or video; the last is that of prompts for vLLM."""
 _MAX_NAMES = 20
 
 
