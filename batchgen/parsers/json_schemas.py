@@ -206,6 +206,8 @@ class _Narrowing:
                 kept[keyword] = {name: self.of(value) for name, value in part.items()}
             else:
                 kept[keyword] = self.of(part)
+        if not isinstance(schema.get("items"), list):
+            kept.pop("additionalItems", None)  # it means nothing then, but llguidance would not look at `prefixItems`
         self._name_keys(kept)
         if self._is_closed(schema):
             kept["additionalProperties"] = False
@@ -348,6 +350,9 @@ def _check_numbers(value: Any) -> None:
             _check_numbers(part)
     elif (isinstance(value, int) and (value > LARGEST_INTEGER or value < -LARGEST_BOUND)) or value == -(2.0**63):
         raise ValueError(f"it has the number {value}, which is beyond 64 bits and cannot be enforced")
+    elif isinstance(value, int) and value != LARGEST_INTEGER and int(float(value)) != value:
+        # llguidance makes a float of it.
+        raise ValueError(f"it has the number {value}, which would be written as {int(float(value))}: make it a text")
 
 
 def _exponent(number: float) -> int:

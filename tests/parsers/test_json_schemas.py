@@ -131,6 +131,19 @@ def test_whole_numbers_beyond_64_bits_cannot_be_enforced(schema, why):
         enforceable(schema)
 
 
+@pytest.mark.parametrize("values", [[2**53 + 1], ["a", {"id": -(2**53) - 1}], [1234567890123456789]])
+def test_a_whole_number_that_llguidance_rounds_is_refused(values):
+    with pytest.raises(
+        ValueError, match=r"^it has the number -?\d+, which would be written as -?\d+[28]: make it a text$"
+    ):
+        enforceable({"type": "object", "properties": {"id": {"enum": values}}})
+
+
+def test_whole_numbers_that_llguidance_writes_as_they_are_stay():
+    schema = {"enum": [2**53, -(2**53), 10**18, 2**63 - 1, True]}
+    assert enforceable(schema) == schema
+
+
 @pytest.mark.parametrize(
     ("text", "schema", "valid"),
     [

@@ -168,6 +168,16 @@ def test_a_regex_matches_the_whole_text(tokenizer, pattern, whole, other):
             ["{}", '{"b":null}', '{"a":null,"b":null}'],
             ['{"c":null}', '{"a":1}', '{"a":null,"a":null}'],
         ),
+        (
+            '{"type": "array", "prefixItems": [{"type": "boolean"}], "items": {"type": "null"}, "additionalItems": false}',
+            ["[]", "[true]", "[true,null]"],
+            ["[null]", "[1]"],
+        ),
+        (
+            '{"type": "array", "items": [{"type": "boolean"}], "additionalItems": false}',
+            ["[true]"],
+            ["[null]", "[true,1]"],
+        ),
         ('{"oneOf": [{"type": "integer"}, {"minimum": 5, "type": "number"}]}', ["1", "5.5", "6"], ["4.5"]),
     ],
 )
