@@ -206,8 +206,9 @@ class _Narrowing:
                 kept[keyword] = {name: self.of(value) for name, value in part.items()}
             else:
                 kept[keyword] = self.of(part)
-        if not isinstance(schema.get("items"), list):
-            kept.pop("additionalItems", None)  # it means nothing then, but llguidance would not look at `prefixItems`
+        if "prefixItems" in kept and "additionalItems" in kept:
+            # Of two drafts: llguidance would not look at `prefixItems`.
+            kept.setdefault("items", kept.pop("additionalItems"))
         self._name_keys(kept)
         if self._is_closed(schema):
             kept["additionalProperties"] = False

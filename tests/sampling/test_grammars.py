@@ -174,6 +174,11 @@ def test_a_regex_matches_the_whole_text(tokenizer, pattern, whole, other):
             ["[null]", "[1]"],
         ),
         (
+            '{"type": "array", "prefixItems": [{"type": "boolean"}], "additionalItems": {"type": "null"}}',
+            ["[]", "[true]", "[true,null]"],
+            ["[null]", "[true,1]"],
+        ),
+        (
             '{"type": "array", "items": [{"type": "boolean"}], "additionalItems": false}',
             ["[true]"],
             ["[null]", "[true,1]"],
