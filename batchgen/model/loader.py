@@ -174,7 +174,7 @@ def load_model(
         raise no_kernels(note)
     if tokenizer.head is not None:
         module = without_language_head(module, tokenizer.head)
-    _give_freed_back(tokenizer.hf_config)
+    _give_freed_back()
     if streamed is not None:
         streamed.choose(module)
     around = partial(_packed_part, config, streamed)
@@ -184,7 +184,7 @@ def load_model(
     if int8:
         scales = checkpoint_scales(tokenizer.hf_config, weight_files(config)) if config.lora is None else {}
         model = quantize(model, texts, scales)
-    _give_freed_back(tokenizer.hf_config)
+    _give_freed_back()
     if streamed is not None:
         model = replace(model, streamed=streamed, notes=(*model.notes, streamed.begin()))
     vision = _vision(config, tokenizer, model)
@@ -246,11 +246,10 @@ def _as_it_runs(
     return module, notes
 
 
-def _give_freed_back(hf_config: Any) -> None:
-    """Returns the memory to the system that unpacking has freed. Other models free little, and would ask for it again in their first steps."""
-    if is_weight_only(hf_config):
-        free_scratch()
-        give_freed_back()
+def _give_freed_back() -> None:
+    """Returns the memory to the system that loading has freed: of copies in another type, and of what was packed."""
+    free_scratch()
+    give_freed_back()
 
 
 def _unpack(

@@ -1,4 +1,5 @@
 import logging
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from batchgen.model.loader import load_model, pick_device
 from batchgen.prompts import load_tokenizer
 from support.models import build
 from support.progress import logged
+from support.python_process import run_python
 from support.wrappers import TEXTS, text_model
 
 
@@ -78,6 +80,27 @@ def test_an_unverified_architecture_is_checked_and_the_user_told(tiny_model_dir,
         "a small model of this type was checked against transformers and agreed",
     )
     assert seen == [("llama", {"trust_remote_code": False, "revision": None})]
+
+
+LOADED = """
+import sys
+from pathlib import Path
+from batchgen.engine.engine import keep_freed_memory
+from batchgen.stats import memory_bytes
+from support.models import load_folder
+keep_freed_memory()
+before = memory_bytes()
+model = load_folder(Path(sys.argv[1]), dtype="float32")
+assert memory_bytes() - before < model.weight_bytes + (120 << 20), (memory_bytes() - before, model.weight_bytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read as Linux shows it")
+def test_memory_that_loading_has_freed_is_not_kept(tmp_path):
+    """Weights of 260 MB are made float32 and packed as bfloat16, in tensors that the C library would keep for later."""
+    build("llama", hidden_size=768, intermediate_size=2048, num_hidden_layers=9).bfloat16().save_pretrained(tmp_path)
+    run_python(LOADED, tmp_path, check=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
