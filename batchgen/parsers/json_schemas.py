@@ -37,6 +37,7 @@ _OF_OBJECTS = {*_BESIDE, *_OPENING, "properties", "required", "dependentRequired
                "enum", "const", "$dynamicRef", "$recursiveRef"}  # fmt: skip
 """Keywords that say something about the keys of an object. Others, such as pydantic's `discriminator`, do not."""
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_DRAFT_4 = 'give the bound itself there, or name the draft ("$schema": "http://json-schema.org/draft-04/schema#")'
 MAX_NUMBER = 10**15
 MAX_INTEGER = 2**53 - 1
 LARGEST_INTEGER = 2**63 - 1
@@ -127,6 +128,7 @@ def referenced(schema: Mapping[str, Any], root: Any) -> Any:
 class _Narrowing:
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._is_draft_4 = isinstance(root, dict) and "draft-04" in str(root.get("$schema"))
         self.closed = False
         """Whether an object was closed."""
         self._joined: set[int] = set()
@@ -198,6 +200,11 @@ class _Narrowing:
                 if keyword in ("const", "enum"):
                     _check_numbers(part)
                 kept[keyword] = part
+            elif (
+                keyword in ("exclusiveMinimum", "exclusiveMaximum") and isinstance(part, bool) and not self._is_draft_4
+            ):
+                # llguidance reads it as draft 4 does, and the validator does not.
+                raise ValueError(f"its {keyword} is {json.dumps(part)}, as in draft 4 of JSON Schema: {_DRAFT_4}")
             elif keyword == "pattern" and isinstance(part, str):
                 kept[keyword] = _without_control(part)
             elif keyword == "patternProperties" and isinstance(part, dict):

@@ -60,7 +60,15 @@ def test_a_schema_that_refers_to_itself_is_closed_everywhere():
             {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
             {"minimum": 1024 - 2**63, "maximum": 2**63 - 1024},
         ),
-        ({"type": "integer", "exclusiveMinimum": True}, {"maximum": 2**53 - 1}),  # llguidance has the message
+        (
+            {
+                "$schema": "http://json-schema.org/draft-04/schema#",
+                "type": "integer",
+                "minimum": 0,
+                "exclusiveMinimum": True,
+            },
+            {"maximum": 2**53 - 1},
+        ),
         ({"type": "number", "minimum": 0, "exclusiveMaximum": 1}, {"multipleOf": 1e-10}),
         ({"type": "number", "minimum": 1e-11, "maximum": 1}, {}),
         ({"type": "number", "minimum": 0, "maximum": 1e20}, {"maximum": 2**63 - 1024}),
@@ -129,6 +137,18 @@ def test_a_size_that_is_no_number_is_named():
 def test_whole_numbers_beyond_64_bits_cannot_be_enforced(schema, why):
     with pytest.raises(ValueError, match=f"^{why}.* cannot be enforced$"):
         enforceable(schema)
+
+
+def test_a_bound_of_draft_4_is_refused_in_a_schema_of_another_draft():
+    """The grammar would keep to it, and every result would be called not valid."""
+    schema = {"items": {"type": "integer", "maximum": 9, "exclusiveMaximum": True}}
+    draft = {"$schema": "http://json-schema.org/draft-04/schema#"}
+    assert enforceable(draft | schema)["items"]["exclusiveMaximum"] is True
+    for other in ({}, {"$schema": "https://json-schema.org/draft/2020-12/schema"}):
+        with pytest.raises(
+            ValueError, match=r"^its exclusiveMaximum is true, as in draft 4 of JSON Schema: give the bound itself"
+        ):
+            enforceable(other | schema)
 
 
 @pytest.mark.parametrize("values", [[2**53 + 1], ["a", {"id": -(2**53) - 1}], [1234567890123456789]])
