@@ -40,6 +40,16 @@ def test_a_packed_layer_equals_the_plain_one(dtype, rows, inner, columns, thread
         near(PackedLinear([weight], [b])(x), linear(x, weight, b))
 
 
+@pytest.mark.parametrize(("weights", "dtype"), [(FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16)])
+def test_a_row_has_the_same_bits_in_every_number_of_rows(weights, dtype, threads):
+    """However they are cut into blocks, and whether a block widens weights or all rows of a task do."""
+    layer = PackedLinear([numbers(70, 1100, dtype=weights).to(dtype)], [None])
+    x = numbers(70, 1100, dtype=dtype, seed=2)
+    every = layer(x)
+    for count in range(1, 70):
+        assert torch.equal(layer(x[70 - count :]), every[70 - count :])
+
+
 @dtypes
 @pytest.mark.parametrize("act", list(ACTS), ids=lambda a: a.name)
 @pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 2, 1), (7, 32, 31), (13, 64, 32), (300, 66, 100)])
