@@ -152,18 +152,6 @@ INLINE Product of_expert(Product p, int64_t expert, int64_t panels) {
     return p;
 }
 
-// Calls body(i) for each of the words. Where the sums need nearly all registers, some would lose theirs in an unrolled loop.
-template <bool UNROLLED, class Body>
-INLINE void for_words(int64_t words, const Body& body) {
-    if constexpr (UNROLLED) {
-#pragma GCC unroll 4
-        for (int64_t i = 0; i < words; i++) body(i);
-    } else {
-#pragma GCC unroll 1
-        for (int64_t i = 0; i < words; i++) body(i);
-    }
-}
-
 // Computes the sums [R][WIDTH] of R rows of x times a panel, over `words` words. With `more` they are added to those in `sums`, else to `from`
 // if it is given. With each word it prefetches `lines` lines of 64 bytes at `next`: few at a time, or loads would wait for them.
 template <class E, int R>
@@ -176,27 +164,25 @@ void block(const uint32_t* x, int64_t x_row, const uint32_t* panel, int64_t grou
             acc[r][v] = more ? load<sum>(sums + r * WIDTH + v * LANES) : from ? load<sum>(from + v * LANES) : sum{};
     const uint32_t* b[VECTORS];
     for (int v = 0; v < VECTORS; v++) b[v] = panel + v * LANES / E::side * group + v * LANES % E::side;
-    if constexpr (E::a_words == 1) {
-        product<E>(acc, x, x_row, b, E::side, words);
-    } else if (lines > 0) {
-        for_words<R < BLOCK_ROWS<E>>(words, [&](int64_t i) {
+    if (E::a_words == 2 && lines > 0)
+        product<E>(acc, x, x_row, b, E::side, words, [&](int64_t i) {
             for (int line = 0; line < lines; line++) __builtin_prefetch(next + (i * lines + line) * 16, 0, 2);
-            add_word<E>(acc, x + i * E::a_words, x_row, b, i * E::side);
         });
-    } else {
-        for_words<R < BLOCK_ROWS<E>>(words, [&](int64_t i) {
-            if (PREFETCHED && !E::scaled) __builtin_prefetch(b[0] + (i + PREFETCHED) * E::side, 0, 2);
-            add_word<E>(acc, x + i * E::a_words, x_row, b, i * E::side);
+    else
+        product<E>(acc, x, x_row, b, E::side, words, [&](int64_t i) {
+            if (E::a_words == 2 && !E::scaled && PREFETCHED) __builtin_prefetch(b[0] + (i + PREFETCHED) * E::side, 0, 2);
         });
-    }
     for (int r = 0; r < R; r++)
         for (int v = 0; v < VECTORS; v++) store(sums + r * WIDTH + v * LANES, acc[r][v]);
 }
 
+template <class E>
+INLINE int64_t blocks_of(int64_t rows) { return (rows + BLOCK_ROWS<E> - 1) / BLOCK_ROWS<E>; }
+
 // Returns how many rows the next block takes of those that are left: the blocks are of nearly the same size.
 template <class E>
 INLINE int64_t rows_of_block(int64_t left) {
-    const int64_t blocks = (left + BLOCK_ROWS<E> - 1) / BLOCK_ROWS<E>;
+    const int64_t blocks = blocks_of<E>(left);
     return (left + blocks - 1) / blocks;
 }
 
@@ -270,7 +256,7 @@ INLINE void slice(const Product& p, int64_t panel, int64_t begin, int64_t end, c
                   Ahead ahead, Next next) {
     const bool last = (k + words) * E::per_word == p.inner;
     const int32_t* from = p.beginnings ? p.beginnings + panel * WIDTH : nullptr;
-    const int64_t blocks = (end - begin + BLOCK_ROWS<E> - 1) / BLOCK_ROWS<E>, most = next.words * WIDTH;
+    const int64_t blocks = blocks_of<E>(end - begin), most = next.words * WIDTH;
     const int lines = int((most + 16 * blocks * words - 1) / (16 * blocks * words));
     int64_t fetched = 0;
     for (int64_t row = begin; row < end;) {

@@ -291,17 +291,34 @@ struct Bfloat {
 typedef Widened Bfloat;
 #endif
 
-// Adds row r of A times the word of each column at b[n] + `at` to sums[r][n].
-template <class E, int R, int N, class S>
-INLINE void add_word(S (&sums)[R][N], const uint32_t* a, int64_t a_row, const uint32_t* const (&b)[N], int64_t at) {
-    uints some[N];
-    for (int n = 0; n < N; n++) some[n] = load<uints>(b[n] + at);
-    E::template multiply<R, N>(sums, some, a, a_row);
-}
+// Whether a loop over words is unrolled. Words that are widened in registers (two vectors for each of N) beside R x N sums leave hardly any free,
+// and an unrolled loop would move some sums to memory.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int REGISTERS = 16;
+#else
+constexpr int REGISTERS = 32;
+#endif
+template <class E, int R, int N>
+constexpr bool UNROLLED = E::a_words == 1 || (R + 2) * N + 2 < REGISTERS;
 
-// Does this for `count` words. B's next word is `step` words further on.
-template <class E, int R, int N, class S>
-INLINE void product(S (&sums)[R][N], const uint32_t* a, int64_t a_row, const uint32_t* const (&b)[N], int64_t step, int64_t count) {
+struct NoFetch {
+    INLINE void operator()(int64_t) const {}
+};
+
+// Adds row r of A times the vectors at b[n] to sums[r][n], over `count` words. B's next word is `step` words further on. Calls fetch(i) before word i.
+template <class E, int R, int N, class S, class Fetch = NoFetch>
+INLINE void product(S (&sums)[R][N], const uint32_t* a, int64_t a_row, const uint32_t* const (&b)[N], int64_t step, int64_t count, const Fetch& fetch = {}) {
+    const auto add = [&](int64_t i) {
+        fetch(i);
+        uints some[N];
+        for (int n = 0; n < N; n++) some[n] = load<uints>(b[n] + i * step);
+        E::template multiply<R, N>(sums, some, a + i * E::a_words, a_row);
+    };
+    if constexpr (UNROLLED<E, R, N>) {
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < count; i++) add_word<E>(sums, a + i * E::a_words, a_row, b, i * step);
+        for (int64_t i = 0; i < count; i++) add(i);
+    } else {
+#pragma GCC unroll 1
+        for (int64_t i = 0; i < count; i++) add(i);
+    }
 }
