@@ -474,7 +474,7 @@ class LLM:
         requests: list[Request] = []
         failed: list[Result] = []
         builder = self._builder(params, options)
-        if media := sorted({name for row in rows for name in builder.columns.media(row.columns)}):
+        if media := builder.columns.media(rows):
             warnings.warn(f"prompts have {quoted(media)}, which the model is not shown: {_TO_SHOW}", stacklevel=4)
         for built in builder.build(rows, own):
             row = self._grammars.checked(built) if isinstance(built, Request) else built

@@ -111,9 +111,10 @@ class Columns:
             f"rows have both {sent!r} and {carried!r}: {sent!r} is the prompt, {carried!r} is only copied to the output"
         )
 
-    def media(self, columns: Mapping[str, Any]) -> set[str]:
-        """Returns columns that look like images, sound or video of the prompt and are used for nothing."""
-        return {name for name in _MEDIA & columns.keys() if not _is_empty(columns[name])} - self._used
+    def media(self, rows: Sequence[Row]) -> list[str]:
+        """Returns columns that look like images, sound or video of the prompt in some row and are used for nothing."""
+        found = {name for row in rows for name in _MEDIA & row.columns.keys() if not _is_empty(row.columns[name])}
+        return sorted(found - self._used)
 
     def only_carried(self, columns: Mapping[str, Any]) -> set[str]:
         """Returns columns that have the name of a sampling parameter but are not used as one."""

@@ -517,9 +517,7 @@ class Renderer:
 
     def note_columns(self, rows: Sequence[Row]) -> None:
         """Adds notes about columns that are not used but look as if they should be: media, and names of sampling parameters."""
-        if "media" not in self._said and (
-            media := sorted({name for row in rows for name in self.columns.media(row.columns)})
-        ):
+        if "media" not in self._said and (media := self.columns.media(rows)):
             self.note(
                 f"column{'s'[: len(media) > 1]} {quoted(media)} {'are' if len(media) > 1 else 'is'} only copied to the output: "
                 + (
