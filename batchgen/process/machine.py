@@ -61,18 +61,20 @@ def _physical() -> int:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int, int]]:
-    """Yields the limit of each cgroup of the process that has one, the memory in use, and that of it which files have, which they give up."""
+    """Yields the limit of each cgroup of the process that has one, the memory in use, and that of it which files have that are not mapped: the system
+    takes it back when it needs memory, however often they were read."""
     for group in _cgroups("memory", root):
-        for limit, used, files in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
+        for limit, used, files, mapped in (
+            ("memory.max", "memory.current", ("inactive_file", "active_file"), "file_mapped"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"), "total_mapped_file"),
+        ):  # fmt: skip
             with suppress(OSError, ValueError):
                 stat = dict(line.split() for line in (group / "memory.stat").read_text("ascii").splitlines())
+                cached = sum(int(stat.get(name, 0)) for name in files)
                 yield (
                     int((group / limit).read_text("ascii")),
                     int((group / used).read_text("ascii")),
-                    int(stat.get(files, 0)),
+                    max(0, cached - int(stat.get(mapped, 0))),
                 )
 
 

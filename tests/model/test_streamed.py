@@ -266,14 +266,14 @@ def test_a_limit_of_the_cgroup_is_a_limit_of_the_free_memory(tmp_path: Path) -> 
     assert free_host_memory(tmp_path) == 800 * 1024
     write("proc/self/cgroup", "0::/job\n")
     group = "sys/fs/cgroup/job/"
-    for name, text in (("max", "max\n"), ("current", "100000\n"), ("stat", "anon 50\ninactive_file 50000\n")):
+    for name, text in (("max", "max\n"), ("current", "100000\n"), ("stat", "anon 50\ninactive_file 50000\nactive_file 9000\nfile_mapped 4000\n")):  # fmt: skip
         write(f"{group}memory.{name}", text)
     assert free_host_memory(tmp_path) == 800 * 1024
     write(f"{group}memory.max", "300000\n")
-    assert free_host_memory(tmp_path) == 250000
+    assert free_host_memory(tmp_path) == 255000
     write("proc/self/cgroup", "4:memory:/docker/1\n0::/\n")  # as in a container, where the group is the first one
     group = "sys/fs/cgroup/memory/"
-    for name, text in (("limit_in_bytes", "90000"), ("usage_in_bytes", "60000"), ("stat", "total_inactive_file 1000\n")):  # fmt: skip
+    for name, text in (("limit_in_bytes", "90000"), ("usage_in_bytes", "60000"), ("stat", "total_inactive_file 600\ntotal_active_file 400\n")):  # fmt: skip
         write(f"{group}memory.{name}", text)
     assert free_host_memory(tmp_path) == 31000
 
