@@ -414,6 +414,7 @@ class _PlanBuilder:
         """`whole`: windows follow each other in depth-first order."""
         self.config, self.tokenizer = config, tokenizer
         dtype = computed_dtype(config.model, tokenizer.hf_config)
+        self._itemsize = itemsize(dtype)
         self.block_size = config.engine.block_size
         self.bytes_per_token = kv_bytes_per_token(tokenizer.hf_config, dtype)
         self._prompts_of_leaves = 0
@@ -464,7 +465,7 @@ class _PlanBuilder:
     def _sized(self) -> Sizes | None:
         """Returns the sizes of `memory_budget.size_engine`; None where the memory holds no two states. Raises `UsageError` for a size that does not."""
         from batchgen.model.loader import pick_device  # with torch
-        from batchgen.model.memory_budget import sizes_within
+        from batchgen.model.memory_budget import limits_within, sizes_within
 
         engine = self.config.engine
         device = pick_device(self.config.model.devices[0]).type
@@ -473,7 +474,11 @@ class _PlanBuilder:
         wish = parse_memory(engine.kv_memory)
         room: int | None = wish if isinstance(wish, int) else None
         if room is None and device in AUTO_SHARE:
-            room = int(max(0, free_host_memory() - held) * (wish or AUTO_SHARE[device]) / engine.processes)
+            free = max(0, free_host_memory() - held) // engine.processes
+            if wish is None:
+                hf_config, vocab_size = self.tokenizer.hf_config, self.tokenizer.vocab_size
+                limits = limits_within(limits, [free], hf_config, vocab_size, self._itemsize)
+            room = int(free * (wish or AUTO_SHARE[device]))
         shares = []
         if room is not None:  # on CUDA, the engine measures what is free
             shares = [MemoryShare(room, self.block_size * self.bytes_per_token, self.bytes_per_state)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,9 @@ from batchgen.errors import OutOfMemory, RowError, UsageError, is_out_of_memory
 from batchgen.model.cuda_graphs import full_steps_pay
 from batchgen.model.loaded_model import LoadedModel
 from batchgen.model.runner import Runner
+from batchgen.model.weights.sizes import step_numbers
 from batchgen.process.machine import free_host_memory
+from batchgen.prompts.tokenizer import text_config
 from batchgen.request import Leaf, Request
 from batchgen.sampling.sampler import AT_ONCE
 from batchgen.scheduling.batch import Limits, ScheduledBatch, ScheduledSpan
@@ -64,10 +67,10 @@ def largest_spans(limits: Limits, block_size: int) -> list[ScheduledSpan]:
     ]
 
 
-STEP_SHARE = 0.5
-"""On CUDA, the largest share of the free memory that a step may take; otherwise steps are made smaller."""
-MIN_STEP = 256
-"""Steps of this many tokens are not made smaller."""
+STEP_SHARE, STEP_BESIDE = 0.5, 0.25
+"""The largest share of the free memory that a step may take, on CUDA and elsewhere; otherwise steps are made smaller."""
+MIN_STEP, LEAST_STEP = 256, 32
+"""Steps of this many tokens, and elsewhere than on CUDA of so many rows, are not made smaller."""
 STEP_SLACK = 1.5
 """Memory that steps take, as a multiple of what the largest one holds. Steps of other sizes leave gaps, and graphs have memory of their own."""
 SAMPLING_COPIES = 12
@@ -133,20 +136,34 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
         limits, room = _measured(model, limits, block_size)
         shares = [_share(model, block_size, on, size) for on, size in room.items()]
     else:  # a block has a share on every device: the tightest decides
+        free = {
+            device: free_memory(device) // (config.processes if device.type == "cpu" else 1) for device in model.devices
+        }
+        if wish is None:
+            hf_config, itemsize = model.module.config, model.dtype.itemsize
+            limits = limits_within(limits, free.values(), hf_config, model.vocab_size, itemsize)
         shares = [
-            _share(
-                model,
-                block_size,
-                device,
-                int(
-                    free_memory(device)
-                    * (wish or AUTO_SHARE[device.type])
-                    / (config.processes if device.type == "cpu" else 1)
-                ),
-            )
-            for device in model.devices
+            _share(model, block_size, device, int(size * (wish or AUTO_SHARE[device.type])))
+            for device, size in free.items()
         ]
     return sizes_within(config, limits, shares, token, state_slot, context_length)
+
+
+def limits_within(limits: Limits, free: Iterable[int], hf_config: Any, vocab_size: int, itemsize: int) -> Limits:
+    """Returns limits for steps that take little of the `free` bytes of each device that is not CUDA.
+
+    `itemsize`: bytes of a number of the model's type.
+    """
+    token, least = step_numbers(text_config(hf_config)), min(free)
+    while limits.max_batch_tokens > LEAST_STEP:
+        of_tokens, logits = limits.max_batch_tokens * token, limits.batch_size * vocab_size
+        if itemsize * (of_tokens + logits) <= STEP_BESIDE * least:
+            break
+        if of_tokens > logits or limits.batch_size <= LEAST_STEP:
+            limits = halved(limits)
+        else:
+            limits = replace(limits, batch_size=max(LEAST_STEP, limits.batch_size // 2))
+    return limits
 
 
 def sizes_within(

@@ -1,5 +1,6 @@
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,13 +29,14 @@ from batchgen.state.cache import StateShape
 from support.models import build, engine_for, make_requests, packed_model, run
 from support.requests import request
 
+HIDDEN = 64
 # 4 KiB of KV a token, 128 KiB a block of 32.
 LAYERS = {i: LayerShape(4, 64, 64) for i in range(2)}
 
 
 def model_with(layers, device="cpu", states=()):
     return LoadedModel(
-        module=None,
+        module=SimpleNamespace(config=SimpleNamespace(hidden_size=HIDDEN, intermediate_size=HIDDEN)),
         device=torch.device(device),
         dtype=torch.float32,
         layers=layers,
@@ -68,6 +70,18 @@ def test_memory_is_divided_into_whole_blocks_and_state_slots(model, config, foun
     got = size_engine(model, EngineConfig(**config), 1024 if model.layers else 100)
     assert (got.num_blocks, got.bytes_per_token, got.num_state_slots) == found
     assert (got.block_size, got.bytes_per_state_slot) == (32, 64 * 1024 if model.states else 0)
+
+
+@pytest.mark.parametrize(
+    ("free", "tokens", "rows"),
+    [(8 << 30, 2048, 256), (160 << 20, 2048, 256), (140 << 20, 2048, 128), (16 << 20, 256, 32), (10 << 20, 32, 32)],
+)
+def test_steps_are_smaller_where_little_memory_is_free(free, tokens, rows, monkeypatch):
+    """A step of 2,048 tokens holds 5 MiB, and logits of 256 rows 32 MiB: at most a quarter of what is free."""
+    monkeypatch.setattr(memory_budget, "free_memory", lambda device: free)
+    limits = size_engine(ATTENTION, EngineConfig(), 256).limits
+    assert (limits.max_batch_tokens, limits.max_prefill_tokens, limits.batch_size) == (tokens, tokens, rows)
+    assert size_engine(ATTENTION, EngineConfig(kv_memory="50%"), 256).limits.max_batch_tokens == 2048  # as is asked
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,10 @@ from batchgen.stats import size_text
 LAYERS_READ = 3
 """Layers that are in memory at once when layers are streamed: one runs while two are read."""
 KV_TOKENS = 8192
-"""Weights stay in memory if so many tokens of KV fit beside them. With less, steps are too small to be fast."""
-_WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+STEP_TOKENS, STEP_ROWS = 256, 64
+"""Weights stay in memory if so many tokens of KV, and a step of so many tokens and rows of logits, fit beside them. With less, steps are too small to
+be fast."""
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _GGUF_BITS = {
     "Q2_K": 3.125, "Q4_K": 4.625, "Q5_K": 5.625, "TQ1_0": 2.06, "IQ3_XXS": 4.375, "IQ3_S": 4.375, "IQ2_XXS": 3.375, "IQ2_XS": 3.625,
@@ -85,7 +87,7 @@ class MemoryTable:
     streamed: int
     """The least with `--weights streamed`."""
     kv: int
-    """Bytes of `KV_TOKENS` tokens, which `--weights auto` wants to have free beside the weights."""
+    """Bytes that `--weights auto` wants to have free beside the weights (`kv_beside`)."""
     auto: str | None
     """What `--weights auto` takes: resident or streamed; None if the model cannot run."""
 
@@ -104,8 +106,22 @@ def memory_table(config: ModelConfig, hf_config: Any, dtype: str) -> MemoryTable
 
 
 def kv_beside(hf_config: Any, itemsize: int) -> int:
-    """Returns the bytes of KV that are to fit beside weights that stay in memory; 0 if the configuration does not say."""
-    return KV_TOKENS * kv_numbers(text_config(hf_config)) * itemsize
+    """Returns the bytes of KV and of a step that are to fit beside weights that stay in memory, as far as the configuration tells them."""
+    text = text_config(hf_config)
+    vocab_size = getattr(text, "vocab_size", None) or 0
+    return itemsize * (KV_TOKENS * kv_numbers(text) + STEP_TOKENS * step_numbers(text) + STEP_ROWS * vocab_size)
+
+
+def step_numbers(config: Any) -> int:
+    """Returns about how many numbers a step holds at once for each of its tokens, without logits; 0 if the configuration of the language model does not say."""
+    hidden = getattr(config, "hidden_size", None)
+    if not isinstance(hidden, int):
+        return 0
+    chosen = getattr(config, "num_experts_per_tok", None) or 0
+    inner, of_expert = (getattr(config, name, None) for name in ("intermediate_size", "moe_intermediate_size"))
+    inner = inner if isinstance(inner, int) else 4 * hidden
+    # The residual, what attention and an MLP read and make of it, and rows of experts, which are copies.
+    return 8 * hidden + 2 * inner + (chosen * (2 * hidden + (of_expert or inner)) if isinstance(chosen, int) else 0)
 
 
 def itemsize(dtype: str) -> int:
@@ -158,7 +174,7 @@ def weight_files(config: ModelConfig) -> list[Path] | None:
     """Returns the model's safetensors files, in its folder or in the hub's cache; None if some are not on the disk."""
     if gguf_file(config) is not None:
         return None
-    whole = _path(config, _WHOLE)  # transformers reads it even if there is an index
+    whole = _path(config, WHOLE)  # transformers reads it even if there is an index
     if whole is not None:
         return [whole]
     index = _path(config, INDEX)
@@ -261,7 +277,7 @@ def weight_sizes(
         layers[_layer_of(tensor.name)] += here
     outside = layers.pop("", 0)
     at_once = LAYERS_READ * max(layers.values(), default=0)
-    int8_load = max(kept, int8) if any_codes else plain
+    int8_load = max(kept, int8) if any_codes or not largest else plain
     return WeightSizes(kept, int8, int8_load, min(kept, outside + at_once), plain, stored, largest)
 
 
@@ -308,7 +324,7 @@ def _kept(tensor: StoredTensor, settings: Mapping[str, Any] | None, itemsize: in
     if tensor.dtype not in _FLOATS or (packed and tensor.name.rpartition(".")[2] in _SCALES):
         return tensor.nbytes, 0
     # Our kernels keep weights in 16 bits that are computed in float32, if these hold their numbers.
-    half = on_cpu and tensor.dtype == "BF16" and len(tensor.shape) == 2 and _layer_of(tensor.name) and isa.instruction_set() != isa.NONE  # fmt: skip
+    half = on_cpu and tensor.dtype == "BF16" and len(tensor.shape) > 1 and isa.instruction_set() != isa.NONE
     return count * (2 if half else itemsize), count
 
 
