@@ -39,7 +39,8 @@ def can_unpack(weight: torch.Tensor) -> bool:
         return False
     coding, parts = weight.coding, weight.parts
     return (
-        weight.shape[-1] % 32 == 0
+        coding.bits <= 8
+        and weight.shape[-1] % 32 == 0
         and (coding.group % 8 == 0 if "groups" not in parts else coding.levels is None and "offsets" not in parts)
         and (coding.bits in (2, 4, 8) or ("groups" not in parts and _zeros_are_exact(coding, parts)))
         and coding.rounds in (None, torch.bfloat16)

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
-"""A code's bits lie in planes, lowest bits first: of 4 bits two numbers in a byte, of 2 bits four, of 1 bit eight. The first number is the lowest."""
+PLANES = {16: (16,), 8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
+"""A code's bits lie in planes, lowest bits first: of 4 bits two numbers in a byte, of 2 bits four, of 1 bit eight. The first number is the lowest.
+`plane16` has numbers of bfloat16 or float16, which stand for themselves."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 AT_A_TIME = 1 << 22
 """Numbers that are unpacked at a time in plain torch, because each step of that takes memory."""
@@ -46,6 +47,10 @@ class Coding:
     divisor: float = 1.0
     rounds: torch.dtype | None = None
     """A type that numbers are rounded to before they are rounded to the weight's own."""
+
+
+IN_16_BITS = Coding(16)
+"""Of weights of 16 bits in a model that is computed in float32."""
 
 
 @cache
@@ -121,6 +126,8 @@ def _by_group(parts: Parts, name: str, kind: str, divides: bool = False) -> torc
 
 def dequantize(coding: Coding, parts: Parts) -> torch.Tensor:
     """Returns the numbers [..., K] in float32, before they are rounded to the weight's type."""
+    if coding == IN_16_BITS:
+        return parts["plane16"].float()
     codes = unpacked_codes(coding, parts)
     size = codes.shape[-1]
 
@@ -196,8 +203,9 @@ class PackedTensor(torch.Tensor):
         transposed: bool = False,
         is_view: bool = False,
     ) -> PackedTensor:
-        first = parts[f"plane{PLANES[coding.bits][0]}"]
-        shape = [*first.shape[:-1], first.shape[-1] * (8 // PLANES[coding.bits][0])]
+        size = PLANES[coding.bits][0]
+        first = parts[f"plane{size}"]
+        shape = [*first.shape[:-1], first.shape[-1] * (8 * first.itemsize // size)]
         if transposed:
             shape[-2:] = shape[:-3:-1]
         with torch.inference_mode(False):  # views of parameters are not inference tensors
@@ -212,7 +220,8 @@ class PackedTensor(torch.Tensor):
 
     @property
     def packed_bytes(self) -> int:
-        return sum(part.nbytes for part in self.parts.values())
+        """Memory of the parts; 0 if the kernels of a linear layer hold them."""
+        return sum(part.nbytes for part in self.parts.values()) if isinstance(self.parts, dict) else 0
 
     def with_parts(self, change: Callable[[torch.Tensor], torch.Tensor], **new: Any) -> PackedTensor:
         """Returns a tensor whose parts, all but `groups`, are changed."""

@@ -23,11 +23,13 @@ from batchgen.kernels.ops import (
     cos_and_sin,
     embed,
     fits,
+    held_in_16_bits,
     is_fast,
     linear,
     norm_after_sum,
     rotate,
     take_coded_rows,
+    take_wide_rows,
 )
 from batchgen.kernels.recognition import Code, code_of
 from batchgen.kernels.renaming import names_in, with_names
@@ -264,8 +266,9 @@ def _linear(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Modul
         agrees = packing.agrees(plain, fused, [weight])
     if not agrees:
         return None
+    fused.tied = shared[id(weight)] > 1
     codes = getattr(fused, "codes", None)
-    if shared[id(weight)] > 1 and codes is not None:  # the embedding takes its rows from the codes of the head
+    if fused.tied and codes is not None:  # the embedding takes its rows from the codes of the head
         like = torch.empty(weight.shape, dtype=dtype, device="meta")
         weight.parts, weight.take_rows = PartsInPanels(codes, len(weight)), partial(take_coded_rows, codes, like)
     return fused
@@ -330,6 +333,9 @@ def _fuse_forward(module: Any) -> None:
 
     torch has a pool of threads beside that of the kernels. Threads of one pool that look for work would keep the other's from the cores.
     """
+    if isinstance(module, torch.nn.Embedding) and (table := held_in_16_bits(module.weight)) is not None:
+        weight: Any = module.weight
+        weight.take_rows = partial(take_wide_rows, table)
     if _is_plain_embedding(module) and own_forward(module) is not None:
         module.forward = MethodType(embed, module)
     if _is_plain_rotary(module):

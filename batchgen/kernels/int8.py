@@ -174,10 +174,10 @@ class Int8Linear(KernelLinear):
         return (values[:, : self.in_features] * self.scales.flatten()[:, None]).to(self.dtype)
 
 
-def stay_in_codes(weights: Iterable[torch.Tensor]) -> bool:
-    """Whether weights in 8 bits are the codes of these: some are packed in 4 bits, and `multiplies_codes`."""
-    in_4_bits = any(isinstance(weight, PackedTensor) and weight.coding.bits == 4 for weight in weights)
-    return in_4_bits and multiplies_codes()
+def stay_packed(weights: Iterable[torch.Tensor]) -> bool:
+    """Whether weights are packed as they are before they are in 8 bits: some have 4 bits, and `multiplies_codes`, or all that can have 16."""
+    bits = {weight.coding.bits for weight in weights if isinstance(weight, PackedTensor)}
+    return bits == {16} or (4 in bits and multiplies_codes())
 
 
 def multiplies_codes() -> bool:

@@ -256,6 +256,12 @@ def take_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return _taken(library().batchgen_take_rows, table.data_ptr(), table, indices)
 
 
+def take_wide_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Returns rows of a contiguous table of bfloat16 or float16 in float32, as `take_rows` does."""
+    name, like = str(table.dtype).removeprefix("torch."), torch.empty(table.shape, device="meta")
+    return _taken(library()[f"batchgen_take_wide_rows_{name}"], table.data_ptr(), like, indices)
+
+
 def take_coded_rows(codes: Codes, like: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Returns rows of the codes of one weight, unpacked, as `take_rows` does. `like`: a tensor of the weight's shape and type."""
     return _taken(library()[f"batchgen_take_coded_rows_{DTYPES[like.dtype]}"], codes.address, like, indices)
@@ -381,6 +387,11 @@ def plain_weight(weight: torch.Tensor) -> torch.Tensor:
     return weight.unpacked() if isinstance(weight, PackedTensor) else weight
 
 
+def held_in_16_bits(weight: torch.Tensor) -> torch.Tensor | None:
+    """Returns the numbers [..., N, K] of a weight of float32 that is held as bfloat16 or float16; None for others."""
+    return weight.parts.get("plane16") if isinstance(weight, PackedTensor) and not weight.transposed else None
+
+
 def fits(weight: torch.Tensor) -> bool:
     """Whether a weight [..., N, K] can be packed: it is not empty (a mixture may have no shared expert), and bfloat16 is read in pairs."""
     pairs = weight.dtype == torch.bfloat16 and weight.shape[-1] % 2 == 0
@@ -395,6 +406,8 @@ class KernelLinear(torch.nn.Module):
 
     kind = ""
     """The end of the kernel's name, after the type."""
+    tied = False
+    """Whether another module has its weight too."""
     # Plain tensors, because torch needs microseconds to look up parameters and buffers.
     weights: torch.Tensor | None = None
     """[sides of panels, words of K, columns of a side], one expert after the other; None of codes"""
@@ -443,13 +456,18 @@ class KernelLinear(torch.nn.Module):
         if self.codes is not None:
             rows = self.codes.unpacked()
         else:
-            assert self.weights is not None
-            rows = self.unpacked(self.weights.transpose(1, 2).flatten(0, 1).contiguous())
+            rows = self.unpacked(self.words_in_order.transpose(1, 2).flatten(0, 1).contiguous())
         parts = 1 if self.activation is Activation.NONE else 2
         width = library().batchgen_linear_panel() // parts
         rows = rows.view(max(1, self.experts), -1, parts, width, self.in_features)
         found = [rows[:, :, i].flatten(1, 2)[:, : self.out_features] for i in range(parts)]
         return found if self.experts else [weight[0] for weight in found]
+
+    @property
+    def words_in_order(self) -> torch.Tensor:
+        """`weights`, of which each word has the numbers of its column."""
+        assert self.weights is not None
+        return self.weights
 
     def unpacked(self, words: torch.Tensor) -> torch.Tensor:
         """Returns the numbers of all columns of the panels, of the words of `weights` in this order."""
@@ -473,28 +491,38 @@ class PackedLinear(KernelLinear):
     ) -> None:
         """`weights` are one [N, K] ([E, N, K] of experts), or gate and up of the same shape; `biases` [N] or [E, N]. They are copied.
 
-        Weights in codes stay codes if `can_share` holds. Weights in float32 that are all numbers of bfloat16, as those of a bfloat16
-        checkpoint are, are kept in 16 bits: the products and sums are those of float32.
+        Weights in codes stay codes if `can_share` holds. Weights in float32 that are all numbers of bfloat16, or that are held as float16,
+        are kept in 16 bits: the products and sums are those of float32.
         """
         super().__init__(weights[0].shape, weights[0].dtype, activation)
         self.words = self.in_features // (4 // self.dtype.itemsize)
         if can_share(weights):
             self.codes = Codes(weights, in_panels)  # type: ignore[arg-type]
         else:
-            self._pack([plain_weight(weight) for weight in weights])
+            held = map(held_in_16_bits, weights)
+            self._pack([plain_weight(w) if half is None else half for w, half in zip(weights, held, strict=True)])
         self.bias = biases[0] if len(biases) == 1 and not self.experts else None
         self.biases = biases_in_panels(biases, weights[0].shape[:-1])
 
     def _pack(self, weights: list[torch.Tensor]) -> None:
-        if self.dtype == torch.float32 and all(map(_is_bfloat16, weights)):
-            weights = [weight.detach().bfloat16() for weight in weights]
-            self.kind = "_by_bfloat16"
-        self._weight_dtype = weights[0].dtype
+        self._weight_dtype = _type_that_holds(weights) if self.dtype == torch.float32 else self.dtype
+        if self._weight_dtype != self.dtype:
+            self.kind = f"_by_{str(self._weight_dtype).removeprefix('torch.')}"
+        weights = [weight.detach().to(self._weight_dtype) for weight in weights]
         words = [weight.detach().contiguous().view(torch.int32) for weight in weights]
         self.words = words[0].shape[-1]
         bfloat16 = self.dtype == torch.bfloat16
         side = library().batchgen_linear_side_bfloat16() if bfloat16 else library().batchgen_linear_panel()
         self.weights = in_panels(words, side)
+        if self._weight_dtype == torch.float16:
+            for some in self.weights:
+                some.copy_(_halves_swapped(some, library().batchgen_lanes(), 2))
+
+    @property
+    def words_in_order(self) -> torch.Tensor:
+        if self._weight_dtype != torch.float16 or self.weights is None:
+            return super().words_in_order
+        return _halves_swapped(self.weights, 2, library().batchgen_lanes())
 
     def forward(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
         """`starts` [E + 1] of experts: rows [starts[e], starts[e + 1]) of x are those of expert e."""
@@ -567,11 +595,28 @@ def address_of(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def _type_that_holds(weights: list[torch.Tensor]) -> torch.dtype:
+    """Returns a type that holds all numbers of weights [..., N, K] of one layer exactly, and that the kernels read: 16 bits come in pairs."""
+    pairs = weights[0].shape[-1] % 2 == 0
+    if pairs and all(map(_is_bfloat16, weights)):
+        return torch.bfloat16
+    return torch.float16 if pairs and all(weight.dtype == torch.float16 for weight in weights) else torch.float32
+
+
 def _is_bfloat16(weight: torch.Tensor) -> bool:
-    """Whether a float32 weight can be packed as bfloat16: bfloat16 holds all of its numbers exactly, and rows have an even length."""
+    """Whether bfloat16 holds all numbers of a weight exactly."""
+    if weight.dtype != torch.float32:
+        return weight.dtype == torch.bfloat16
     if weight.dim() == 3:
         return all(map(_is_bfloat16, weight))
-    return weight.shape[1] % 2 == 0 and not bool((weight.detach().contiguous().view(torch.int32) & 0xFFFF).any())
+    return not bool((weight.detach().contiguous().view(torch.int32) & 0xFFFF).any())
+
+
+def _halves_swapped(words: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+    """Returns words of 32 bits, of which `outer` times `inner` halves that follow each other are in the order `inner` times `outer`."""
+    return (
+        words.view(torch.int16).view(-1, outer, inner).transpose(1, 2).contiguous().view(torch.int32).view(words.shape)
+    )
 
 
 def columns_in_panels(columns: list[torch.Tensor]) -> torch.Tensor:

@@ -64,7 +64,8 @@ class Int8Packing(Packing):
         """Linear layers that were packed, and the numbers in their weights."""
         self.all_weights = sum(p.numel() for p in model.parameters())
         """Numbers in all weights of the model, with embedding and head."""
-        self.all_weights += sum(part.num_weights for part in model.modules() if isinstance(part, PackedLinear))
+        packed = (part for part in model.modules() if isinstance(part, PackedLinear))
+        self.all_weights += sum(part.num_weights for part in packed if not part.tied)
 
     def can_pack(self, layer: torch.nn.Linear) -> bool:
         return layer.weight.dtype in DTYPES_PACKED and self._is_large(layer)

@@ -20,7 +20,7 @@ from batchgen.errors import ModelError
 from batchgen.kernels.decoder_layers import fuse_layers, last_layer
 from batchgen.kernels.device_parts import fuse_on_device
 from batchgen.kernels.fusion import fuse_linear, fuse_small_parts
-from batchgen.kernels.int8 import stay_in_codes
+from batchgen.kernels.int8 import stay_packed
 from batchgen.kernels.replacing import Around, Packing
 from batchgen.kernels.whole_vectors import fill_activations
 from batchgen.model.architectures import INDEXED, RECURRENT, VERIFIED_ON
@@ -43,7 +43,7 @@ def prepare(
 ) -> LoadedModel:
     """Gives a model batchgen's attention and, if there are any, kernels. Raises `ModelError`.
 
-    `int8`: `quantize` follows. It replaces the linear layers, which are packed before only if some stay in codes, and fills the activations.
+    `int8`: `quantize` follows. It replaces the linear layers, which are packed before only if `stay_packed` holds, and fills the activations.
     `around`: returns the context in which a part is packed.
     """
     register()
@@ -56,7 +56,7 @@ def prepare(
     on_device = device.type == "cuda" and not spread and compile != "on"  # torch.compile has kernels of its own
     recurrent = install(module)
     long_rope = settle_frequencies(module)
-    pack_linear = not int8 or stay_in_codes(module.parameters())
+    pack_linear = not int8 or stay_packed(module.parameters())
     _change_parts(module, fuse=kernels is not None, pack_linear=pack_linear, around=around, on_device=on_device)
     probe, states, vocab_size = _probe(module, recurrent, device, spread)
     _check_layers(module, probe, states)

@@ -3,6 +3,7 @@ small model."""
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,8 +21,8 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.kernels.build import NoKernels, library
-from batchgen.kernels.codes import PackedTensor, free_scratch, reserve_scratch
-from batchgen.kernels.int8 import stay_in_codes
+from batchgen.kernels.codes import IN_16_BITS, PackedTensor, free_scratch, reserve_scratch
+from batchgen.kernels.int8 import stay_packed
 from batchgen.kernels.memory import drop_read_pages, give_freed_back
 from batchgen.kernels.ops import is_fast
 from batchgen.model.adapter import prepare
@@ -31,12 +32,12 @@ from batchgen.model.exact_float32 import use_exact_float32
 from batchgen.model.heads import class_for, without_language_head
 from batchgen.model.loaded_model import LoadedModel
 from batchgen.model.memory_budget import free_memory
-from batchgen.model.multimodal import left_out, own_class
+from batchgen.model.multimodal import is_of_transformers, left_out, own_class
 from batchgen.model.vision import Vision
 from batchgen.model.weights.gguf import gguf_weights
 from batchgen.model.weights.int8 import check_int8, checkpoint_scales, no_kernels, quantize
 from batchgen.model.weights.lora import merge_adapter
-from batchgen.model.weights.packed import packed_checkpoint
+from batchgen.model.weights.packed import in_16_bits, packed_checkpoint, plain_checkpoint
 from batchgen.model.weights.quantized import (
     as_unquantized,
     fitting,
@@ -127,7 +128,10 @@ def cpu_dtype(config: ModelConfig, hf_config: Any, processes: int = 1) -> torch.
     ):
         return own
     sizes = sizes_of(config, hf_config, torch.float32.itemsize)
-    return torch.float32 if sizes is not None and sizes.plain * processes <= host_memory() // 2 else own
+    if sizes is None:
+        return own
+    needed = sizes.plain if config.lora is not None else sizes.kept if config.quantize == "none" else sizes.int8_load
+    return torch.float32 if needed * processes <= host_memory() // 2 else own
 
 
 def load_model(
@@ -158,10 +162,12 @@ def load_model(
     itemsize = cpu_dtype(config, tokenizer.hf_config, processes).itemsize if device.type == "cpu" else 0
     streamed = streamed_weights(config, tokenizer.hf_config, device, itemsize, processes)
     with nullcontext() if streamed is None else streamed.loading():
-        module, found = _from_pretrained(
-            config, tokenizer.hf_config, dtype, {"": device} if direct else config.device_map, tokenizer.head
-        )
+        halves = dtype == torch.float32 and _on_kernels(config, device)
+        place = {"": device} if direct else config.device_map
+        module, found = _from_pretrained(config, tokenizer.hf_config, dtype, place, tokenizer.head, halves=halves)
         _check_found(config, found)
+        others = [(part, name) for part, name in packed_in(module) if not _is_read_packed(part, name)]
+        unpack(others, None if streamed is None else streamed.keep)
         module, note = _as_it_runs(module, config, tokenizer.hf_config, device, dtype, streamed)
     notes += note
     if config.device_map is None and not direct:
@@ -169,6 +175,8 @@ def load_model(
     elif config.device_map is not None:
         check_device_map(getattr(module, "hf_device_map", {}))
     compiled, note = kernels.wait()
+    if compiled is None and _on_kernels(config, device):
+        _unpack(module, config, device, streamed, kernels=False)
     int8 = config.quantize == "int8"
     if int8 and compiled is None:
         raise no_kernels(note)
@@ -252,28 +260,41 @@ def _give_freed_back() -> None:
     give_freed_back()
 
 
+def _is_read_packed(part: torch.nn.Module, name: str) -> bool:
+    """Whether our kernels may read a packed weight as it is: one of 16 bits only in the parts of torch, and in experts as most are written."""
+    known = type(part) is torch.nn.Linear or isinstance(part, torch.nn.Embedding) or hasattr(part, "_apply_gate")
+    return known or getattr(part, name).coding != IN_16_BITS
+
+
 def _unpack(
-    module: Any, config: ModelConfig, device: torch.device, streamed: StreamedWeights | None, *, fused: bool = False
+    module: Any,
+    config: ModelConfig,
+    device: torch.device,
+    streamed: StreamedWeights | None,
+    *,
+    fused: bool = False,
+    kernels: bool = True,
 ) -> None:
     """Unpacks the packed weights that our kernels do not read, in place, because plain torch unpacks them again in each step.
 
     They stay packed if the plain ones took more than half of the free memory of their device. `fused`: layers that kernels replace are replaced.
+    `kernels`: whether there are any.
     """
     packed = packed_in(module)
-    if _stay_codes(config, device, packed):
-        table = module.get_input_embeddings()
-        packed = [(part, name) for part, name in packed if part is not table and fused]
+    if kernels and _on_kernels(config, device):
+        packed = [(part, name) for part, name in packed if not isinstance(part, torch.nn.Embedding)]
+        if config.quantize == "none" or stay_packed(getattr(part, name) for part, name in packed):
+            packed = packed if fused else []
     if config.lora is None and streamed is None:
         packed = fitting(packed, free_memory)
     unpack(packed, None if streamed is None else streamed.keep)
     reserve_scratch(parameter for parameter in module.parameters() if parameter.device.type == "cuda")
 
 
-def _stay_codes(config: ModelConfig, device: torch.device, packed: Sequence[tuple[Any, str]]) -> bool:
-    """Whether our kernels multiply by packed weights (`packed_in`) as they are."""
-    whole = config.quantize == "none" or stay_in_codes(getattr(part, name) for part, name in packed)
+def _on_kernels(config: ModelConfig, device: torch.device) -> bool:
+    """Whether our kernels multiply by the weights of the checkpoint on this device, if they can be compiled."""
     on_cpu = device.type == "cpu" and config.device_map is None
-    return config.compile != "off" and whole and config.lora is None and is_fast() and on_cpu
+    return config.compile != "off" and config.lora is None and is_fast() and on_cpu
 
 
 def _asked_dtype(config: ModelConfig, hf_config: Any, device: torch.device, processes: int) -> Any:
@@ -284,9 +305,9 @@ def _asked_dtype(config: ModelConfig, hf_config: Any, device: torch.device, proc
 
 
 def _from_pretrained(
-    config: ModelConfig, hf_config: Any, dtype: Any, device_map: Any, head: OutputHead | None
+    config: ModelConfig, hf_config: Any, dtype: Any, device_map: Any, head: OutputHead | None, *, halves: bool
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Returns the module, and what transformers found and missed in the files. Raises `ModelError`."""
+    """Returns the module, and what transformers found and missed in the files. `halves`: weights of 16 bits stay in 16 bits. Raises `ModelError`."""
     multimodal, kind = is_multimodal(hf_config), class_for(head, hf_config)
     place: str | None = config.model
     own: dict[str, Any] = {}
@@ -294,8 +315,9 @@ def _from_pretrained(
         own["config"] = as_unquantized(language_config(hf_config))
     try:
         with quiet(), ExitStack() as stack:
-            packed = _packed(config, hf_config, kind, own.get("config"))
+            packed = _packed(config, hf_config, kind, own.get("config"), halves=halves)
             if packed is not None:
+                own.setdefault("config", copy.deepcopy(hf_config))
                 kind, place = own_class(kind, own["config"]), None
                 own["state_dict"] = packed
                 stack.enter_context(one_weight_at_a_time())
@@ -320,11 +342,22 @@ def _from_pretrained(
     return module, found
 
 
-def _packed(config: ModelConfig, hf_config: Any, kind: Any, own_config: Any) -> Mapping[str, Any] | None:
-    """Returns the weights of a packed checkpoint; None for others."""
+def _packed(
+    config: ModelConfig, hf_config: Any, kind: Any, own_config: Any, *, halves: bool
+) -> Mapping[str, Any] | None:
+    """Returns the weights of a checkpoint that is read here; None for others."""
     gguf = gguf_file(config)
     if gguf is None:
-        return packed_checkpoint(config, hf_config)
+        found = packed_checkpoint(config, hf_config)
+        if (
+            found is None
+            and halves
+            and not config.trust_remote_code
+            and quantization(hf_config) is None
+            and is_of_transformers(kind, own_config or hf_config)
+        ):
+            found = plain_checkpoint(config)
+        return found if found is None or not halves else in_16_bits(found)
     with torch.device("meta"):
         return gguf_weights(gguf, own_class(kind, own_config)(own_config))
 

@@ -19,6 +19,16 @@ int32_t take(const RowTable& r, const Body& body) {
     return 1;
 }
 
+// Rows of 16 bits, each number of which becomes a float.
+template <class Convert>
+int32_t take_wide(const RowTable& r, const Convert& convert) {
+    return take(r, [&](int64_t row, char* y) {
+        const int64_t size = r.bytes / sizeof(float);
+        const uint16_t* x = (const uint16_t*)r.table + row * size;
+        for (int64_t k = 0; k < size; k++) ((float*)y)[k] = convert(x[k]);
+    });
+}
+
 template <int PER_WORD>
 int32_t take_coded(const RowTable& r) {
     const Codes& c = *(const Codes*)r.table;
@@ -44,5 +54,9 @@ int32_t take_coded(const RowTable& r) {
 EXPORT int32_t batchgen_take_rows(const RowTable* r) {
     return take(*r, [&](int64_t row, char* y) { std::memcpy(y, r->table + row * r->bytes, r->bytes); });
 }
+EXPORT int32_t batchgen_take_wide_rows_bfloat16(const RowTable* r) {
+    return take_wide(*r, [](bf16 x) { return to_float(x); });
+}
+EXPORT int32_t batchgen_take_wide_rows_float16(const RowTable* r) { return take_wide(*r, float_of_float16); }
 EXPORT int32_t batchgen_take_coded_rows_float32(const RowTable* r) { return take_coded<1>(*r); }
 EXPORT int32_t batchgen_take_coded_rows_bfloat16(const RowTable* r) { return take_coded<2>(*r); }

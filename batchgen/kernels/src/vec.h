@@ -65,6 +65,15 @@ INLINE float to_float(bf16 x) {
     return f;
 }
 INLINE float to_float(float x) { return x; }
+INLINE float float_of_float16(uint16_t x) {
+#if defined(__AVX2__)
+    return _cvtsh_ss(x);
+#else
+    __fp16 half;
+    std::memcpy(&half, &x, sizeof half);
+    return half;
+#endif
+}
 
 INLINE floats load_floats(const float* p) { return load<floats>(p); }
 INLINE floats load_floats(const bf16* p) {
@@ -245,7 +254,27 @@ struct Float {
         }
     }
 };
-struct Widened {  // B in bfloat16, A in float32: exact products
+// The two float32 of a word's halves in each lane of a vector.
+struct PairOfBfloat16 {
+    static INLINE uints low(uints b) { return b << 16; }
+    static INLINE uints high(uints b) { return b & 0xffff0000u; }
+};
+// All first halves of float16 lie before all second ones, as they are converted (ops.py).
+struct PairOfFloat16 {
+#if defined(__AVX512F__)
+    static INLINE uints low(uints b) { return (uints)_mm512_cvtph_ps(_mm512_castsi512_si256((__m512i)b)); }
+    static INLINE uints high(uints b) { return (uints)_mm512_cvtph_ps(_mm512_extracti64x4_epi64((__m512i)b, 1)); }
+#elif defined(__AVX2__)
+    static INLINE uints low(uints b) { return (uints)_mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)b)); }
+    static INLINE uints high(uints b) { return (uints)_mm256_cvtph_ps(_mm256_extracti128_si256((__m256i)b, 1)); }
+#else
+    static INLINE uints low(uints b) { return (uints)vcvt_f32_f16(vget_low_f16(vreinterpretq_f16_u32((uint32x4_t)b))); }
+    static INLINE uints high(uints b) { return (uints)vcvt_f32_f16(vget_high_f16(vreinterpretq_f16_u32((uint32x4_t)b))); }
+#endif
+};
+template <class Pair>
+struct WidenedPair : Pair {  // B in 16 bits, A in float32: exact products
+    using Pair::low, Pair::high;
     typedef bf16 type;
     typedef float a_type;
     typedef floats sum;
@@ -253,8 +282,6 @@ struct Widened {  // B in bfloat16, A in float32: exact products
     static constexpr int per_word = 2, a_words = 2;
     static constexpr int side = VECTORS * LANES;
     static constexpr bool scaled = false;
-    static INLINE uints low(uints b) { return b << 16; }
-    static INLINE uints high(uints b) { return b & 0xffff0000u; }
     template <int R, int N>
     static INLINE void multiply(floats (&sums)[R][N], const uints (&b)[N], const uint32_t* a, int64_t a_row) {
         floats some[N];
@@ -270,6 +297,8 @@ struct Widened {  // B in bfloat16, A in float32: exact products
         }
     }
 };
+typedef WidenedPair<PairOfBfloat16> Widened;
+typedef WidenedPair<PairOfFloat16> WidenedFloat16;
 // BATCHGEN_WIDENS: the processor has an instruction for pairs of bfloat16, which is slower than two multiplications of float32 (isa.py).
 #if defined(__AVX512BF16__) && !defined(BATCHGEN_WIDENS)
 struct Bfloat {

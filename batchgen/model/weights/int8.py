@@ -20,7 +20,7 @@ from batchgen.kernels.ops import KernelLinear
 from batchgen.kernels.quantization import Int8Packing, from_layers, quantize_linear
 from batchgen.model.loaded_model import LoadedModel, with_blocks
 from batchgen.model.runner import Runner
-from batchgen.model.weights.quantized import is_int8
+from batchgen.model.weights.quantized import bytes_of, is_int8
 from batchgen.model.weights.variants import quant_method
 from batchgen.request import TokenArray
 from batchgen.scheduling.batch import Limits, ScheduledBatch, ScheduledSpan
@@ -132,7 +132,7 @@ def _compared(
         "method": "int8",
         "layers": packing.layers,
         "weights": round(packing.weights / packing.all_weights, 6),
-        "weight_bytes": held + sum(p.numel() * p.element_size() for p in module.parameters()),
+        "weight_bytes": held + sum(map(bytes_of, module.parameters())),
         "rows": len(before),
         "tokens": tokens,
         "mean_kl": max(0.0, round(kl / tokens, 6)) if tokens else None,  # rounding can make the sum negative

@@ -1,4 +1,4 @@
-"""Reads the weights of quantized checkpoints in safetensors, and keeps them packed.
+"""Reads the weights of checkpoints in safetensors, and keeps quantized ones packed, and those of 16 bits in 16 bits.
 
 To transformers, the weights look like those of a model that was never quantized: each is a `PackedTensor` of its shape. What a format stores
 is described here, one function a format. Numbers mean what the format's own library makes of them.
@@ -7,8 +7,10 @@ is described here, one function a format. Numbers mean what the format's own lib
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +19,10 @@ from typing import Any
 import torch
 
 from batchgen.config import ModelConfig
-from batchgen.kernels.codes import E2M1, Coding, PackedTensor, levels_of, packed_planes
+from batchgen.kernels.codes import E2M1, IN_16_BITS, Coding, PackedTensor, levels_of, packed_planes
 from batchgen.kernels.memory import Loading
 from batchgen.model.weights.mlx import in_transformers, with_keys_and_values_joined
-from batchgen.model.weights.sizes import INDEX, quantization, weight_files
+from batchgen.model.weights.sizes import INDEX, WHOLE, quantization, weight_files
 from batchgen.model.weights.variants import (
     AUTOROUND,
     are_codes,
@@ -32,6 +34,8 @@ from batchgen.model.weights.variants import (
 from batchgen.model_files import MLX
 from batchgen.prompts.tokenizer import quiet
 
+SMALL = 1 << 14
+"""Weights of fewer numbers are not kept in 16 bits."""
 _Tensors = Mapping[str, torch.Tensor]
 _Make = Callable[[_Tensors, Mapping[str, Any]], torch.Tensor]
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -95,18 +99,64 @@ class UnreadWeight:
 
 
 def packed_checkpoint(config: ModelConfig, hf_config: Any) -> dict[str, Any] | None:
-    """Returns the weights of a checkpoint that is read here, which is downloaded if it is not on the disk; None for others. See `packed_weights`."""
+    """Returns the weights of a quantized checkpoint that is read here, which is downloaded if it is not on the disk; None for others. See `packed_weights`."""
     settings = quantization(hf_config)
     if settings is None or not is_read_packed(settings):
         return None
+    return packed_weights(config.model, _files(config), settings)
+
+
+def plain_checkpoint(config: ModelConfig) -> dict[str, Any] | None:
+    """Returns the weights of a checkpoint that is not quantized, which is downloaded if it is not on the disk; None if that fails."""
+    with suppress(OSError, ValueError):  # transformers will say why
+        return _slices(_files(config)) or None
+    return None
+
+
+def _files(config: ModelConfig) -> list[Path]:
+    """Returns the checkpoint's files. Downloads those that transformers would read: repositories may have the same weights in others, too."""
     files = weight_files(config)
     if files is None:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import hf_hub_download, snapshot_download
+        from huggingface_hub.errors import EntryNotFoundError
 
         with quiet():
-            snapshot_download(config.model, revision=config.revision, allow_patterns=["*.safetensors", INDEX])
+            try:
+                hf_hub_download(config.model, WHOLE, revision=config.revision)
+            except EntryNotFoundError:
+                index = hf_hub_download(config.model, INDEX, revision=config.revision)
+                names = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()
+                snapshot_download(config.model, revision=config.revision, allow_patterns=sorted(set(names)))
         files = weight_files(config)
-    return packed_weights(config.model, files or [], settings)
+    return files or []
+
+
+def in_16_bits(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns weights by their names, of which matrices of 16 bits stay in 16 bits in a model of float32."""
+    loading = Loading()
+
+    def read(part: Any) -> torch.Tensor:
+        return PackedTensor(IN_16_BITS, {"plane16": part[...]})
+
+    def is_matrix(part: Any) -> bool:
+        if isinstance(part, UnreadWeight) or part.get_dtype() not in ("BF16", "F16"):
+            return False
+        shape = part.get_shape()
+        return len(shape) in (2, 3) and shape[-1] % 2 == 0 and math.prod(shape) >= SMALL
+
+    return {
+        name: UnreadWeight(partial(read, part), loading) if is_matrix(part) else part for name, part in weights.items()
+    }
+
+
+def _slices(files: Sequence[Path]) -> dict[str, Any]:
+    from safetensors import safe_open
+
+    slices: dict[str, Any] = {}
+    for path in files:
+        file: Any = safe_open(path, framework="pt")
+        slices.update((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - it is no mapping
+    return slices
 
 
 def packed_weights(model: str, files: Sequence[Path], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,13 +164,8 @@ def packed_weights(model: str, files: Sequence[Path], settings: Mapping[str, Any
 
     Raises `ModelError` for a variant of the format that is not known.
     """
-    from safetensors import safe_open
-
     check_variant(model, settings)
-    slices: dict[str, Any] = {}
-    for path in files:
-        file: Any = safe_open(path, framework="pt")
-        slices.update((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - it is no mapping
+    slices = _slices(files)
     if settings["quant_method"] == MLX:
         slices, settings = in_transformers(slices, settings)
         return with_keys_and_values_joined(_by_weight(model, slices, settings))

@@ -324,7 +324,7 @@ def _kept(tensor: StoredTensor, settings: Mapping[str, Any] | None, itemsize: in
     if tensor.dtype not in _FLOATS or (packed and tensor.name.rpartition(".")[2] in _SCALES):
         return tensor.nbytes, 0
     # Our kernels keep weights in 16 bits that are computed in float32, if these hold their numbers.
-    half = on_cpu and tensor.dtype == "BF16" and len(tensor.shape) > 1 and isa.instruction_set() != isa.NONE
+    half = on_cpu and tensor.dtype in ("BF16", "F16") and len(tensor.shape) > 1 and isa.instruction_set() != isa.NONE
     return count * (2 if half else itemsize), count
 
 

@@ -1,0 +1,127 @@
+"""Weights of 16 bits in a model that is computed in float32: they stay in 16 bits from the file on."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import EntryNotFoundError
+from safetensors.torch import save_file
+
+from batchgen.config import ModelConfig
+from batchgen.kernels.build import NoKernels
+from batchgen.kernels.codes import IN_16_BITS, PackedTensor
+from batchgen.kernels.ops import take_wide_rows
+from batchgen.model import loader
+from batchgen.model.weights import packed
+from batchgen.model.weights.packed import plain_checkpoint
+from batchgen.model.weights.streamed import bytes_held
+from support.models import build, engine_for, load_folder, make_requests, random_tokens, run
+
+PROMPTS = [random_tokens(random.Random(0), size) for size in (3, 17, 40)]
+NAMES = ["llama", "gemma3_text", "qwen3_moe", "gpt_oss", "gpt2", "mamba2", "gemma3n_text"]
+
+
+@pytest.fixture(autouse=True)
+def _even_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "SMALL", 1)
+
+
+def saved(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
+    build(name, **changes).to(dtype).save_pretrained(folder)
+    return folder
+
+
+def results(model: Any) -> list[Any]:
+    """The tokens that a model writes, and all log-probabilities, to the last bit."""
+    found = run(engine_for(model), make_requests(PROMPTS, [8] * 3, logprobs=3))
+    return [(r.token_ids, r.completions[0].logprobs) for r in found]
+
+
+def as_float32(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    """The model as transformers loads it: all weights in float32, of which our kernels then pack some."""
+    with monkeypatch.context() as changes:
+        changes.setattr(loader, "plain_checkpoint", lambda config: None)
+        return load_folder(folder, dtype="float32", **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.usefixtures("compiled")
+def test_results_are_those_of_weights_in_float32_to_the_last_bit(name, tied, quantize, dtype, tmp_path, monkeypatch):
+    folder = saved(tmp_path, name, dtype, tie_word_embeddings=tied)
+    held = load_folder(folder, dtype="float32", quantize=quantize)
+    expected = as_float32(folder, monkeypatch, quantize=quantize)
+    assert held.dtype == expected.dtype == torch.float32
+    assert results(held) == results(expected)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_moe"])
+@pytest.mark.usefixtures("compiled")
+def test_a_model_takes_what_its_file_takes(name, tied, tmp_path):
+    """A tied head lies in memory as the kernels need it; the embedding's rows are read from the file."""
+    folder = saved(
+        tmp_path, name, tie_word_embeddings=tied, hidden_size=256, intermediate_size=1024, moe_intermediate_size=256
+    )
+    model = load_folder(folder, dtype="float32")
+    table = model.module.get_input_embeddings().weight
+    assert isinstance(table, PackedTensor)
+    file = (folder / "model.safetensors").stat().st_size
+    held = bytes_held(model.module) - tied * table.packed_bytes
+    assert held < 1.25 * file  # with a table of cos and sin, and rows that fill panels
+
+
+def missing() -> Any:
+    raise NoKernels("there is no C++ compiler")
+
+
+def test_without_kernels_weights_are_in_float32(tmp_path, monkeypatch):
+    folder = saved(tmp_path, "llama")
+    expected = results(load_folder(folder, dtype="float32", compile="off"))
+    monkeypatch.setattr(loader, "library", missing)
+    model = load_folder(folder, dtype="float32")
+    assert not any(isinstance(weight, PackedTensor) for weight in model.module.parameters())
+    assert results(model) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.usefixtures("compiled")
+def test_rows_of_16_bits_are_those_of_the_table_in_float32(dtype):
+    table = torch.randn(300, 34).to(dtype)
+    table[3, 2], table[5, 1], table[7, 0] = -0.0, torch.inf, 2.0**-24
+    indices = torch.randint(300, (2, 700))
+    assert torch.equal(take_wide_rows(table, indices), table.float()[indices])
+    with pytest.raises(IndexError, match="300 rows"):
+        take_wide_rows(table, torch.tensor([300]))
+
+
+def test_only_the_files_that_transformers_reads_are_downloaded(tmp_path, monkeypatch):
+    """Some repositories have all weights twice, in files of other names."""
+    asked: list[Any] = []
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "2.safetensors", "b": "1.safetensors", "c": "2.safetensors"}}')
+
+    def download(name: str, file: str, revision: str | None) -> str:
+        asked.append(file)
+        if file == "model.safetensors":
+            raise EntryNotFoundError(file)
+        return str(index)
+
+    def download_some(name: str, revision: str | None, allow_patterns: list[str]) -> None:
+        asked.append(allow_patterns)
+        for file in allow_patterns:
+            save_file({file: torch.zeros(2, 2, dtype=torch.bfloat16)}, tmp_path / file)
+        monkeypatch.setattr(packed, "weight_files", lambda config: [tmp_path / file for file in allow_patterns])
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download_some)
+    found = plain_checkpoint(ModelConfig(model="some/model"))
+    assert asked == ["model.safetensors", index.name, ["1.safetensors", "2.safetensors"]]
+    assert sorted(found or {}) == ["1.safetensors", "2.safetensors"]
+    held = packed.in_16_bits(found or {})["1.safetensors"][...]
+    assert (held.coding, held.dtype, held.shape) == (IN_16_BITS, torch.float32, (2, 2))
