@@ -6,7 +6,7 @@ One pass holds only the open ones, so memory does not grow with the number of pr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(slots=True)
@@ -62,12 +62,6 @@ class OpenIntervals:
     @property
     def is_empty(self) -> bool:
         return not self._stack
-
-    def copy(self) -> OpenIntervals:
-        """Returns a copy that does not change with this one."""
-        copied = OpenIntervals()
-        copied._stack, copied._count = [replace(interval) for interval in self._stack], self._count
-        return copied
 
     @property
     def _top_end(self) -> int:

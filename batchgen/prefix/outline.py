@@ -79,7 +79,7 @@ class Outline:
     def tree(self) -> PrefixOutline:
         """Returns the outline of the prompts so far."""
         whole = copy.copy(self)  # ends here; more prompts may be added to this one
-        whole._open, whole._kept = self._open.copy(), self._kept.copy()
+        whole._open, whole._kept = copy.deepcopy(self._open), self._kept.copy()
         if whole._before is not None:
             whole._shares(0)
         return PrefixOutline(
