@@ -19,13 +19,13 @@ from batchgen.kernels.coded import PartsInPanels
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.experts import experts_on_kernels
 from batchgen.kernels.ops import (
-    SharedLinear,
     cos_and_sin,
     embed,
     fits,
     held_in_16_bits,
     is_fast,
     linear,
+    linear_if_known,
     norm_after_sum,
     rotate,
     take_coded_rows,
@@ -249,10 +249,11 @@ def _linear(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Modul
         return None
     dtype = part.weight.dtype
     if shared[id(part.weight)] > 1 and not isinstance(part.weight, PackedTensor):
-        if not (part.weight.is_contiguous() and fits(part.weight) and is_fast()):
-            return None
-        fused: torch.nn.Module = SharedLinear(part.weight, part.bias)
-        return fused if agree(plain, fused, part.in_features, dtype, NEAR[dtype]) else None
+        if part.weight.is_contiguous() and fits(part.weight) and is_fast():
+            forward = partial(linear_if_known, weight=part.weight, bias=part.bias)
+            if agree(plain, forward, part.in_features, dtype, NEAR[dtype]):
+                plain.forward = forward
+        return None
     if not packing.can_pack(part):
         return None
     weight, bias = part.weight, part.bias

@@ -546,23 +546,6 @@ class PackedLinear(KernelLinear):
         return words.view(self._weight_dtype).to(self.dtype)
 
 
-class SharedLinear(torch.nn.Module):
-    """Maps x [..., K] to [..., N] with weights that another module reads too, such as an embedding, and that are therefore not packed."""
-
-    def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
-        """`weight` [N, K], contiguous."""
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.weight, self.bias = weight, bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != self.weight.dtype or x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"expected [..., {self.in_features}] in {self.weight.dtype}, not {list(x.shape)} in {x.dtype}"
-            )
-        return linear(x, self.weight, self.bias)
-
-
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Returns x [..., K] times a weight [N, K] that is packed on the way into the cache, plus a bias. The types must be those of x; see `fits`."""
     words, rows = weight.detach().view(torch.int32), _in_words(x.reshape(-1, x.shape[-1]))

@@ -10,18 +10,18 @@ from batchgen.kernels.device_parts import DeviceMLP, DeviceNorm, DeviceProjectio
 from batchgen.kernels.experts import FusedExperts, LinearOfExperts
 from batchgen.kernels.fusion import FusedGatedNorm, FusedMLP, FusedNorm, FusedPatches, fuse_linear, fuse_small_parts
 from batchgen.kernels.int8 import Int8Linear
-from batchgen.kernels.ops import PackedLinear, SharedLinear
+from batchgen.kernels.ops import PackedLinear
 from batchgen.kernels.replacing import Packing
 
 KINDS = {
     DeviceMLP: "gated MLPs", DeviceNorm: "norms", DeviceProjection: "joint projections", FusedExperts: "experts",
     LinearOfExperts: "experts",
     FusedGatedNorm: "gated norms", FusedMLP: "gated MLPs", FusedNorm: "norms", FusedPatches: "patches",
-    Int8Linear: "linear layers", PackedLinear: "linear layers", SharedLinear: "linear layers",
+    Int8Linear: "linear layers", PackedLinear: "linear layers",
 }  # fmt: skip
 FORWARDS = {
     "Attention": "rotary embeddings", "DecoderLayer": "decoder layers", "Embedding": "embeddings",
-    "RotaryEmbedding": "tables of cos and sin",
+    "Linear": "linear layers", "RotaryEmbedding": "tables of cos and sin",
 }  # fmt: skip
 """By the end of the class's name, the parts that keep their class and get a forward."""
 
