@@ -44,3 +44,20 @@ def plain(value: Any, *, keep_nan: bool = False) -> Any:
         if hasattr(value, held):
             return plain(getattr(value, held)(), keep_nan=keep_nan)
     return str(value)  # of a Decimal, its digits
+
+
+def kind(value: Any) -> str:
+    """Returns what a value is, in the words of a data file: "text", "a list", "null"…"""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, int | float):
+        return "a number"
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, bytes):
+        return "bytes"
+    return "a list" if isinstance(value, list | tuple) else f"a {type(value).__name__}"

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
+from batchgen.json_values import kind
 from batchgen.parsers.heads import OutputHead
 from batchgen.process.templates import template_process
-from batchgen.prompts.messages import kind
 from batchgen.prompts.openai import is_chat
 from batchgen.prompts.params import ALL_NAMES
 from batchgen.prompts.template import RowTemplate

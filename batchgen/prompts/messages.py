@@ -11,7 +11,7 @@ from typing import Any
 
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError, first_line
-from batchgen.json_values import plain
+from batchgen.json_values import kind, plain
 from batchgen.parsers.thinking import thinking_off
 from batchgen.process.templates import TemplateCall, TemplateFailure, TemplateShape, template_process
 from batchgen.records.images import IMAGE_PARTS, NO_IMAGE, ImageSource, image_of_part
@@ -34,23 +34,6 @@ _RESERVED = frozenset({
     "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs",
 })  # fmt: skip
-
-
-def kind(value: Any) -> str:
-    """Returns what a value is, in the words of a data file: "text", "a list", "null"…"""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true or false"
-    if isinstance(value, int | float):
-        return "a number"
-    if isinstance(value, str):
-        return "text"
-    if isinstance(value, Mapping):
-        return "an object"
-    if isinstance(value, bytes):
-        return "bytes"
-    return "a list" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
 
 
 TEXT_ALONE = "only text can be sent"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.errors import RowError
-from batchgen.prompts.messages import kind
+from batchgen.json_values import kind
 from batchgen.prompts.params import translated
 from batchgen.records.openai_batch import CHAT, EMBEDDINGS, ENDPOINTS, RAW, RESPONSES, endpoint
 

@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from batchgen.errors import RowError, UsageError
-from batchgen.prompts.messages import kind
+from batchgen.json_values import kind
 from batchgen.sampling_params import AUTO_MAX_TOKENS, SamplingParams, choices_of
 
 OBJECT_COLUMN = "sampling_params"

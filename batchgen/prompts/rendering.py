@@ -16,7 +16,7 @@ import numpy as np
 
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
-from batchgen.json_values import plain
+from batchgen.json_values import kind, plain
 from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.thinking import SWITCHES
 from batchgen.process.templates import TemplateCall, template_process
@@ -34,7 +34,6 @@ from batchgen.prompts.messages import (
     conversation,
     image_part,
     images_of,
-    kind,
     objects,
     text_part,
     with_images,

@@ -15,7 +15,7 @@ import re
 from collections.abc import Generator
 from typing import Any, BinaryIO
 
-from batchgen.json_values import parsed, plain
+from batchgen.json_values import kind, parsed, plain
 
 MAX_DEPTH = 100
 """Levels of lists and objects in a row. Every later stage can recurse over more."""
@@ -78,7 +78,7 @@ def parse_line(line: bytes) -> dict[str, Any] | str:
     if not isinstance(value, dict):
         objects = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
         hint = _MESSAGES_HINT if any("role" in item for item in objects) else _ARRAY_HINT if objects else ""
-        return f"not an object but {_json_kind(value)}{hint}"
+        return f"not an object but {kind(value)}{hint}"
     # Brackets inside strings count as well, so a few rows are measured unnecessarily, but none is missed.
     if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         return f"nested more than {MAX_DEPTH} levels deep"
@@ -128,16 +128,6 @@ def _hint(error: json.JSONDecodeError) -> str:
     if re.match(r"'|(True|False|None)\b", after):
         return PYTHON_HINT
     return " (JSON has no comments)" if after.startswith(("//", "#")) else ""
-
-
-def _json_kind(value: Any) -> str:
-    if isinstance(value, list):
-        return "a list"
-    if isinstance(value, str):
-        return "a string"
-    if value is None:
-        return "null"
-    return "true or false" if isinstance(value, bool) else "a number"
 
 
 def _depth(value: Any) -> int:

@@ -28,7 +28,7 @@ from batchgen.records.jsonl import MAX_DEPTH, parse_line, to_json
             "not UTF-8 at byte 8 (if the file is in Latin-1 or Windows-1252: --encoding cp1252)",
         ),
         (b"[1]", "not an object but a list"),
-        (b'"text"', "not an object but a string"),
+        (b'"text"', "not an object but text"),
         (b"12.5", "not an object but a number"),
         (b"true", "not an object but true or false"),
         (b"null", "not an object but null"),
