@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
-from batchgen.parsers.repetition import Repetition
+from batchgen.parsers.repetition import repeats
 from batchgen.parsers.thinking import ThinkingFormat, ThoughtStream
 from batchgen.parsers.tool_calls import HARMONY_CALLS, ToolFormat, find_calls, harmony_call_start
 from batchgen.request import TokenArray
@@ -139,7 +139,7 @@ class Stopper:
         self._prompt, self._tools = prompt, tools
         self._context = detokenizer.context(prompt)
         self._growing: _GrowingText | None = None
-        self._repetition = None if params.max_repeats is None else Repetition(params.max_repeats)
+        self._max_repeats = params.max_repeats
         self._thoughts: ThoughtStream | None = None
         if detokenizer.thinking is not None and params.reasoning == "auto":
             self._thoughts = detokenizer.thoughts(detokenizer.thinking, prompt)
@@ -153,10 +153,9 @@ class Stopper:
         `whole`: the text is complete and nothing may follow.
         """
         self.tokens.append(token)
-        repeats = self._repetition is not None and self._repetition.append(token)
         if token in self._ends or self._stops_at(token) or whole:
             self.finish_reason = "stop"
-        elif repeats:
+        elif self._max_repeats is not None and repeats(self.tokens, self._max_repeats):
             self.finish_reason = "repetition"
         elif len(self.tokens) >= self._max_tokens:
             # Text that might have become another character is final now.
