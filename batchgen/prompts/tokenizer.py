@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError, RowError
-from batchgen.model_files import check_model_files, gguf_file, mlx_settings
+from batchgen.model_files import check_model_files, gguf_file, mlx_settings, read_json
 from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.thinking import ThinkingFormat, thinking_format
 from batchgen.parsers.tool_calls import ToolFormat, tool_format
@@ -407,12 +406,4 @@ def _small_file(config: ModelConfig, name: str) -> Mapping[str, Any]:
             path = find_file(config, name)
     except Exception as e:
         raise load_failure(config, name, e) from e
-    if path is None:
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(value, Mapping):
-            raise ValueError("it is not a JSON object")
-    except (OSError, ValueError) as e:
-        raise ModelError(f"{name} of model {config.model!r} cannot be read: {e}", "correct it, or remove it") from e
-    return value
+    return {} if path is None else read_json(path)

@@ -102,12 +102,15 @@ def test_a_file_in_place_of_a_model_folder_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [("{", "Expecting property name "), ("[1]", "it is not a JSON object; correct it, or remove it")],
+    [
+        ("{", "is not JSON: Expecting property name "),
+        ("[1]", "holds no JSON object; copy the file from the model again"),
+    ],
 )
 def test_a_generation_config_that_cannot_be_read_is_named(tools, tmp_path, content, why):
     folder = tools.save_model(tmp_path)
     (tmp_path / "generation_config.json").write_text(content)
-    assert failure(folder).startswith(f"generation_config.json of model {folder!r} cannot be read: {why}")
+    assert failure(folder).startswith(f"{tmp_path / 'generation_config.json'} {why}")
 
 
 def test_a_revision_of_a_local_file_is_refused(tmp_path):
