@@ -19,13 +19,13 @@ from batchgen.kernels.coded import PartsInPanels
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.experts import experts_on_kernels
 from batchgen.kernels.ops import (
+    KernelLinear,
     cos_and_sin,
     embed,
     fits,
     held_in_16_bits,
     is_fast,
     linear,
-    linear_if_known,
     norm_after_sum,
     rotate,
     take_coded_rows,
@@ -69,7 +69,8 @@ def fuse_linear(model: torch.nn.Module, packing: Packing) -> None:
         replace_parts(model, lambda part: _mlp(part, shared, packing), packing.around)
         replace_parts(model, lambda part: experts_on_kernels(part, shared, packing), packing.around)
         replace_parts(model, _patches)
-        replace_parts(model, lambda part: _linear(part, shared, packing), packing.around)
+        tied: _Tied = {}
+        replace_parts(model, lambda part: _linear(part, shared, packing, tied), packing.around)
 
 
 class FusedNorm(torch.nn.Module):
@@ -243,20 +244,20 @@ def as_linear(part: Any) -> torch.nn.Linear | None:
     return made
 
 
-def _linear(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Module | None:
+_Tied = dict[int, tuple[torch.Tensor, KernelLinear]]
+"""The layers without a bias that were made of weights which other modules share, by the weights' ids."""
+
+
+def _linear(part: Any, shared: Counter[int], packing: Packing, tied: _Tied) -> torch.nn.Module | None:
     plain, part = part, as_linear(part) or part
-    if not _can_replace(part):
-        return None
-    dtype = part.weight.dtype
-    if shared[id(part.weight)] > 1 and not isinstance(part.weight, PackedTensor):
-        if part.weight.is_contiguous() and fits(part.weight) and is_fast():
-            forward = partial(linear_if_known, weight=part.weight, bias=part.bias)
-            if agree(plain, forward, part.in_features, dtype, NEAR[dtype]):
-                plain.forward = forward
-        return None
-    if not packing.can_pack(part):
+    if not _can_replace(part) or not packing.can_pack(part):
         return None
     weight, bias = part.weight, part.bias
+    is_tied = shared[id(weight)] > 1
+    if is_tied and not packing.packs_tied:
+        return None
+    if bias is None and id(weight) in tied:
+        return tied[id(weight)][1]
     fused = packing.pack([weight], [bias], layers=[part])
     if isinstance(weight, PackedTensor):  # of a head, which is large when it is unpacked, some rows are enough
         few, few_biases = weight[:COMPARED_ROWS], None if bias is None else bias[:COMPARED_ROWS]
@@ -267,10 +268,12 @@ def _linear(part: Any, shared: Counter[int], packing: Packing) -> torch.nn.Modul
         agrees = packing.agrees(plain, fused, [weight])
     if not agrees:
         return None
-    fused.tied = shared[id(weight)] > 1
+    fused.tied = is_tied
+    if is_tied and bias is None:
+        tied[id(weight)] = weight, fused
     codes = getattr(fused, "codes", None)
-    if fused.tied and codes is not None:  # the embedding takes its rows from the codes of the head
-        like = torch.empty(weight.shape, dtype=dtype, device="meta")
+    if is_tied and codes is not None:  # the embedding takes its rows from the codes of the head
+        like = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         weight.parts, weight.take_rows = PartsInPanels(codes, len(weight)), partial(take_coded_rows, codes, like)
     return fused
 

@@ -54,6 +54,8 @@ def in_8_bits(layer: PackedLinear) -> Int8Linear:
 class Int8Packing(Packing):
     """Packs the decoder layers' linear layers in 8 bits."""
 
+    packs_tied = False
+
     def __init__(self, model: torch.nn.Module, scales: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         kinds = torch.nn.Linear, PackedLinear
@@ -76,7 +78,7 @@ class Int8Packing(Packing):
 
     def replacement(self, part: torch.nn.Module) -> Int8Linear | None:
         """Returns a layer in 8 bits in the place of one that is packed already (`pack` makes the others); None for other modules."""
-        if not isinstance(part, PackedLinear) or not self._is_large(part):
+        if not isinstance(part, PackedLinear) or part.tied or not self._is_large(part):
             return None
         self.layers += part.num_parts
         self.weights += part.num_weights

@@ -29,6 +29,9 @@ Around = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 class Packing:
     """Packs the weights of linear layers in their own type. `quantization.Int8Packing` packs them in 8 bits."""
 
+    packs_tied = True
+    """Whether weights that several modules share are packed."""
+
     def __init__(self, around: Around = nullcontext) -> None:
         """`around`: returns the context in which a part is packed."""
         self.around = around

@@ -60,11 +60,14 @@ def test_a_packed_weight_replaces_the_original():
     assert [name for name, p in model.named_parameters() if p.dim() > 1] == ["model.embed_tokens.weight"]
 
 
-def test_a_head_tied_to_the_embedding_stays_tied():
+def test_a_weight_that_modules_share_is_packed_once_beside_the_embedding():
     model = llama(tie_word_embeddings=True)
+    first, second = (layer.self_attn for layer in model.model.layers)
+    second.o_proj.weight = first.o_proj.weight
     plain = logits(model)
-    assert fuse(model) == ALL
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert fuse(model) == ALL | {"linear layers": 8}
+    assert isinstance(model.lm_head, PackedLinear)
+    assert second.o_proj is first.o_proj
     assert [name for name, p in model.named_parameters() if p.dim() > 1] == ["model.embed_tokens.weight"]
     same(model, plain)
 
