@@ -32,12 +32,12 @@ from batchgen.model.exact_float32 import use_exact_float32
 from batchgen.model.heads import class_for, without_language_head
 from batchgen.model.loaded_model import LoadedModel
 from batchgen.model.memory_budget import free_memory
-from batchgen.model.multimodal import is_of_transformers, left_out, own_class
+from batchgen.model.multimodal import left_out, own_class
 from batchgen.model.vision import Vision
 from batchgen.model.weights.gguf import gguf_weights
 from batchgen.model.weights.int8 import check_int8, checkpoint_scales, no_kernels, quantize
 from batchgen.model.weights.lora import merge_adapter
-from batchgen.model.weights.packed import in_16_bits, packed_checkpoint, plain_checkpoint
+from batchgen.model.weights.packed import read_checkpoint
 from batchgen.model.weights.quantized import (
     as_unquantized,
     fitting,
@@ -162,7 +162,7 @@ def load_model(
     itemsize = cpu_dtype(config, tokenizer.hf_config, processes).itemsize if device.type == "cpu" else 0
     streamed = streamed_weights(config, tokenizer.hf_config, device, itemsize, processes)
     with nullcontext() if streamed is None else streamed.loading():
-        halves = dtype == torch.float32 and _on_kernels(config, device)
+        halves = dtype == torch.float32 and _on_kernels(config, device) and not config.trust_remote_code
         place = {"": device} if direct else config.device_map
         module, found = _from_pretrained(config, tokenizer.hf_config, dtype, place, tokenizer.head, halves=halves)
         _check_found(config, found)
@@ -348,16 +348,7 @@ def _packed(
     """Returns the weights of a checkpoint that is read here; None for others."""
     gguf = gguf_file(config)
     if gguf is None:
-        found = packed_checkpoint(config, hf_config)
-        if (
-            found is None
-            and halves
-            and not config.trust_remote_code
-            and quantization(hf_config) is None
-            and is_of_transformers(kind, own_config or hf_config)
-        ):
-            found = plain_checkpoint(config)
-        return found if found is None or not halves else in_16_bits(found)
+        return read_checkpoint(config, hf_config, halves=halves)
     with torch.device("meta"):
         return gguf_weights(gguf, own_class(kind, own_config)(own_config))
 

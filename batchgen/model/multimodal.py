@@ -115,11 +115,6 @@ def _other_parts(module: Any) -> Iterator[tuple[torch.nn.Module, str]]:
                 yield parent, name
 
 
-def is_of_transformers(kind: Any, config: Any) -> bool:
-    """Whether the class of `own_class` is one of transformers."""
-    return kind not in _MAPPINGS or type(config) in _MAPPINGS[kind]
-
-
 def own_class(kind: Any, config: Any) -> Any:
     """Returns the model's own class behind one of transformers' Auto classes, which can load weights only from files.
 

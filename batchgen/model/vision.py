@@ -34,7 +34,7 @@ from batchgen.kernels.transfer import put
 from batchgen.kernels.whole_vectors import fill_activations
 from batchgen.model.image_positions import canvas_positions, column_row_number, time_row_column
 from batchgen.model.multimodal import Absent, without_timm
-from batchgen.model.weights.packed import packed_checkpoint
+from batchgen.model.weights.packed import read_checkpoint
 from batchgen.model.weights.quantized import as_unquantized, is_weight_only, one_weight_at_a_time, packed_in, unpack
 from batchgen.prompts.images import FAMILIES, ImageProcessor, canvas_marks
 from batchgen.prompts.tokenizer import LoadedTokenizer, language_config, quiet, text_config
@@ -321,10 +321,12 @@ class Vision:
     @cached_property
     def _encoder(self) -> Any:
         device = self._module.get_input_embeddings().weight.device
-        encoder = load_encoder(self._config, self._tokenizer, self._dtype).to(device)
+        halves = self._fuse and is_fast() and self._dtype == torch.float32
+        encoder = load_encoder(self._config, self._tokenizer, self._dtype, halves=halves).to(device)
         if self._fuse:
             fuse_small_parts(encoder)
             fuse_linear(encoder, Packing())
+            unpack(packed_in(encoder))
             fill_activations(encoder)
         return encoder
 
@@ -389,15 +391,15 @@ def _by_layer(deep: Iterable[Any]) -> Iterator[tuple[int, Any]]:
             yield index, found
 
 
-def load_encoder(config: ModelConfig, tokenizer: LoadedTokenizer, dtype: torch.dtype) -> Any:
-    """Loads the parts of a multimodal checkpoint that encode images. Raises `ModelError`."""
+def load_encoder(config: ModelConfig, tokenizer: LoadedTokenizer, dtype: torch.dtype, *, halves: bool = False) -> Any:
+    """Loads the parts of a multimodal checkpoint that encode images. `halves`: linear layers of 16 bits stay in 16 bits. Raises `ModelError`."""
     hf_config = language_config(tokenizer.hf_config)
     wrapper = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(hf_config)]
     if without_timm(hf_config) is not hf_config and not is_timm_available():
         raise ModelError(
             "the image encoder of this model needs the packages timm and torchvision", "pip install timm torchvision"
         )
-    packed = packed_checkpoint(config, tokenizer.hf_config)
+    packed = read_checkpoint(config, tokenizer.hf_config, halves=halves and not config.trust_remote_code)
     with quiet(), nullcontext() if packed is None else one_weight_at_a_time():
         encoder, found = images_only(wrapper).from_pretrained(
             config.model if packed is None else None,
@@ -415,7 +417,8 @@ def load_encoder(config: ModelConfig, tokenizer: LoadedTokenizer, dtype: torch.d
             f"the weights in {config.model!r} lack {len(missing)} tensors of the image encoder, among them {missing[0]}",
             "copy the weights and config.json from one model",
         )
-    unpack(packed_in(encoder))
+    layers = {part for part in encoder.modules() if type(part) is torch.nn.Linear} if halves else set()
+    unpack([(part, name) for part, name in packed_in(encoder) if part not in layers])
     return encoder.eval()
 
 

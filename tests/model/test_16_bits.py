@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -13,12 +14,16 @@ from safetensors.torch import save_file
 from batchgen.config import ModelConfig
 from batchgen.kernels.build import NoKernels
 from batchgen.kernels.codes import IN_16_BITS, PackedTensor
-from batchgen.kernels.ops import take_wide_rows
+from batchgen.kernels.ops import plain_weight, take_wide_rows
 from batchgen.model import loader
+from batchgen.model.vision import load_encoder
 from batchgen.model.weights import packed
-from batchgen.model.weights.packed import plain_checkpoint
+from batchgen.model.weights.packed import read_checkpoint
 from batchgen.model.weights.streamed import bytes_held
+from batchgen.prompts import load_tokenizer
 from support.models import build, engine_for, load_folder, make_requests, random_tokens, run
+from support.params import slow_but
+from support.vision import make as make_seeing
 
 PROMPTS = [random_tokens(random.Random(0), size) for size in (3, 17, 40)]
 NAMES = ["llama", "gemma3_text", "qwen3_moe", "gpt_oss", "gpt2", "mamba2", "gemma3n_text"]
@@ -43,7 +48,7 @@ def results(model: Any) -> list[Any]:
 def as_float32(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     """The model as transformers loads it: all weights in float32, of which our kernels then pack some."""
     with monkeypatch.context() as changes:
-        changes.setattr(loader, "plain_checkpoint", lambda config: None)
+        changes.setattr(packed, "SMALL", 1 << 40)
         return load_folder(folder, dtype="float32", **options)
 
 
@@ -120,8 +125,23 @@ def test_only_the_files_that_transformers_reads_are_downloaded(tmp_path, monkeyp
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download_some)
-    found = plain_checkpoint(ModelConfig(model="some/model"))
+    found = read_checkpoint(ModelConfig(model="some/model"), SimpleNamespace(), halves=True) or {}
     assert asked == ["model.safetensors", index.name, ["1.safetensors", "2.safetensors"]]
-    assert sorted(found or {}) == ["1.safetensors", "2.safetensors"]
-    held = packed.in_16_bits(found or {})["1.safetensors"][...]
+    assert sorted(found) == ["1.safetensors", "2.safetensors"]
+    held = found["1.safetensors"][...]
     assert (held.coding, held.dtype, held.shape) == (IN_16_BITS, torch.float32, (2, 2))
+
+
+@pytest.mark.parametrize("name", slow_but(["qwen2_vl"], ["qwen2_vl", "gemma3", "mistral3", "smolvlm"]))
+def test_the_linear_layers_of_an_image_encoder_stay_in_16_bits(name, tmp_path):
+    make_seeing(name, tmp_path).model.bfloat16().save_pretrained(tmp_path)
+    config = ModelConfig(model=str(tmp_path))
+    tokenizer = load_tokenizer(config)
+    whole, held = (
+        dict(load_encoder(config, tokenizer, torch.float32, halves=halves).named_parameters())
+        for halves in (False, True)
+    )
+    assert whole.keys() == held.keys()
+    assert any(isinstance(weight, PackedTensor) for weight in held.values())
+    for key, weight in held.items():
+        assert torch.equal(plain_weight(weight), whole[key]), key

@@ -98,19 +98,19 @@ class UnreadWeight:
         return weight
 
 
-def packed_checkpoint(config: ModelConfig, hf_config: Any) -> dict[str, Any] | None:
-    """Returns the weights of a quantized checkpoint that is read here, which is downloaded if it is not on the disk; None for others. See `packed_weights`."""
+def read_checkpoint(config: ModelConfig, hf_config: Any, *, halves: bool) -> dict[str, Any] | None:
+    """Returns the weights of a checkpoint that is read here, which is downloaded if it is not on the disk; None for others.
+
+    Quantized ones are (see `packed_weights`), and others if their weights stay in 16 bits (`halves`).
+    """
     settings = quantization(hf_config)
-    if settings is None or not is_read_packed(settings):
-        return None
-    return packed_weights(config.model, _files(config), settings)
-
-
-def plain_checkpoint(config: ModelConfig) -> dict[str, Any] | None:
-    """Returns the weights of a checkpoint that is not quantized, which is downloaded if it is not on the disk; None if that fails."""
-    with suppress(OSError, ValueError):  # transformers will say why
-        return _slices(_files(config)) or None
-    return None
+    found: dict[str, Any] = {}
+    if settings is not None and is_read_packed(settings):
+        found = packed_weights(config.model, _files(config), settings)
+    elif settings is None and halves:
+        with suppress(OSError, ValueError):  # transformers will say why
+            found = _slices(_files(config))
+    return (in_16_bits(found) if halves else found) or None
 
 
 def _files(config: ModelConfig) -> list[Path]:
