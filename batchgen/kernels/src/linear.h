@@ -3,8 +3,8 @@
 // W is stored as [panels][words of the inner dimension][WIDTH] (if E::side is less, as [panels][WIDTH / side][words][side]), so a product
 // reads WIDTH words that lie side by side. A panel of a gated layer holds WIDTH / 2 rows of G and the same rows of U. A block of up to
 // ROWS rows by WIDTH columns is summed in registers, in float32 or in integers; results are rounded where the modules of transformers
-// round. ops.py and int8.py pack the weights. Weights that something else reads too, such as an embedding, stay as they are, and are
-// packed on the way into the cache. Weights in codes (codes.h) are unpacked on that way.
+// round. ops.py and int8.py pack the weights. Those of a few products (`ops.linear`) stay as they are, and are packed on the way into the
+// cache. Weights in codes (codes.h) are unpacked on that way.
 //
 // A row's sums do not depend on the rows beside it, nor on threads: each is one chain of products over the inner dimension, in its
 // order, whatever block of rows it is computed in.
