@@ -130,7 +130,9 @@ def cpu_dtype(config: ModelConfig, hf_config: Any, processes: int = 1) -> torch.
     sizes = sizes_of(config, hf_config, torch.float32.itemsize)
     if sizes is None:
         return own
-    needed = sizes.plain if config.lora is not None else sizes.kept if config.quantize == "none" else sizes.int8_load
+    needed = sizes.plain
+    if own == torch.float16 and config.lora is None:  # which our kernels do not compute; the weights stay in 16 bits
+        needed = sizes.kept if config.quantize == "none" else sizes.int8_load
     return torch.float32 if needed * processes <= host_memory() // 2 else own
 
 
@@ -162,12 +164,8 @@ def load_model(
     itemsize = cpu_dtype(config, tokenizer.hf_config, processes).itemsize if device.type == "cpu" else 0
     streamed = streamed_weights(config, tokenizer.hf_config, device, itemsize, processes)
     with nullcontext() if streamed is None else streamed.loading():
-        halves = dtype == torch.float32 and _on_kernels(config, device) and not config.trust_remote_code
         place = {"": device} if direct else config.device_map
-        module, found = _from_pretrained(config, tokenizer.hf_config, dtype, place, tokenizer.head, halves=halves)
-        _check_found(config, found)
-        others = [(part, name) for part, name in packed_in(module) if not _is_read_packed(part, name)]
-        unpack(others, None if streamed is None else streamed.keep)
+        module = _from_pretrained(config, tokenizer.hf_config, dtype, device, place, tokenizer.head)
         module, note = _as_it_runs(module, config, tokenizer.hf_config, device, dtype, streamed)
     notes += note
     if config.device_map is None and not direct:
@@ -231,11 +229,13 @@ def _packed_part(config: ModelConfig, streamed: StreamedWeights | None, part: to
 def _as_it_runs(
     module: Any, config: ModelConfig, hf_config: Any, device: torch.device, dtype: Any, streamed: StreamedWeights | None
 ) -> tuple[Any, tuple[str, ...]]:
-    """Gives the weights of a quantized model the form in which they run, in place, and merges the adapter. Returns the model, and notes for the user.
+    """Gives the weights of a packed model the form in which they run, in place, and merges the adapter. Returns the model, and notes for the user.
 
     `dtype`: see `_asked_dtype`.
     """
     notes: tuple[str, ...] = ()
+    others = [(part, name) for part, name in packed_in(module) if not _is_read_packed(part, name)]
+    unpack(others, None if streamed is None else streamed.keep)
     if is_weight_only(hf_config):
         if config.device_map is None:
             plain_layers(module)
@@ -305,9 +305,9 @@ def _asked_dtype(config: ModelConfig, hf_config: Any, device: torch.device, proc
 
 
 def _from_pretrained(
-    config: ModelConfig, hf_config: Any, dtype: Any, device_map: Any, head: OutputHead | None, *, halves: bool
-) -> tuple[Any, Mapping[str, Any]]:
-    """Returns the module, and what transformers found and missed in the files. `halves`: weights of 16 bits stay in 16 bits. Raises `ModelError`."""
+    config: ModelConfig, hf_config: Any, dtype: Any, device: torch.device, device_map: Any, head: OutputHead | None
+) -> Any:
+    """Returns the module. Raises `ModelError`."""
     multimodal, kind = is_multimodal(hf_config), class_for(head, hf_config)
     place: str | None = config.model
     own: dict[str, Any] = {}
@@ -315,6 +315,7 @@ def _from_pretrained(
         own["config"] = as_unquantized(language_config(hf_config))
     try:
         with quiet(), ExitStack() as stack:
+            halves = dtype == torch.float32 and _on_kernels(config, device) and not config.trust_remote_code
             packed = _packed(config, hf_config, kind, own.get("config"), halves=halves)
             if packed is not None:
                 own.setdefault("config", copy.deepcopy(hf_config))
@@ -339,13 +340,14 @@ def _from_pretrained(
         if isinstance(e, OSError) and "file named model.safetensors" in reason:  # on the hub
             raise only_pickled(config.model) from e
         raise ModelError(f"the model {config.model!r} cannot be loaded: {reason[:300]}") from e
-    return module, found
+    _check_found(config, found)
+    return module
 
 
 def _packed(
     config: ModelConfig, hf_config: Any, kind: Any, own_config: Any, *, halves: bool
 ) -> Mapping[str, Any] | None:
-    """Returns the weights of a checkpoint that is read here; None for others."""
+    """Returns the weights of a checkpoint that is read here; None for others. `halves`: those of 16 bits stay in 16 bits."""
     gguf = gguf_file(config)
     if gguf is None:
         return read_checkpoint(config, hf_config, halves=halves)

@@ -74,7 +74,7 @@ def test_memory_is_divided_into_whole_blocks_and_state_slots(model, config, foun
 
 @pytest.mark.parametrize(
     ("free", "tokens", "rows"),
-    [(8 << 30, 2048, 256), (160 << 20, 2048, 256), (140 << 20, 2048, 128), (16 << 20, 256, 32), (10 << 20, 32, 32)],
+    [(8 << 30, 2048, 256), (160 << 20, 2048, 256), (140 << 20, 2048, 128), (18 << 20, 128, 32), (10 << 20, 32, 32)],
 )
 def test_steps_are_smaller_where_little_memory_is_free(free, tokens, rows, monkeypatch):
     """A step of 2,048 tokens holds 5 MiB, and logits of 256 rows 32 MiB: at most a quarter of what is free."""
