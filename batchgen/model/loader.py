@@ -351,6 +351,8 @@ def _packed(
     gguf = gguf_file(config)
     if gguf is None:
         return read_checkpoint(config, hf_config, halves=halves)
+    own_config = copy.copy(own_config)
+    own_config.dtype = dtype_of(config, own_config)  # a file's is a name, and xIELU makes tensors of it
     with torch.device("meta"):
         return gguf_weights(gguf, own_class(kind, own_config)(own_config))
 

@@ -15,6 +15,8 @@ from batchgen.prompts.gguf_tokenizer import GgufVocabulary, gguf_tokenizer
 
 METHOD = "gguf"
 """The `quant_method` that a configuration from a GGUF file has here."""
+ACTIVATION = "xielu."
+"""The beginning of keys that hold weights."""
 _DTYPES = {0: "float32", 1: "float16"}
 """The dtype of files that hold floats, by `general.file_type`. Models of all other files are computed in bfloat16."""
 
@@ -74,8 +76,18 @@ def gguf_header(file: Path, reader: Any = None) -> GgufHeader:
         )
         _known.clear()
         architecture, values = settings_of(reader)
-        _known[key] = GgufHeader(architecture, tensors, family_of(file, architecture, values))
+        _known[key] = GgufHeader(architecture, tensors + _of_activations(reader), family_of(file, architecture, values))
     return _known[key]
+
+
+def _of_activations(reader: Any) -> tuple[GgufTensor, ...]:
+    """Returns the weights of activations (xIELU, in Apertus). A file has a key for each, with the numbers of all layers, and not a tensor."""
+    fields = [field for key, field in reader.fields.items() if key.startswith(ACTIVATION)]
+    return tuple(
+        GgufTensor(f"{field.name}.{layer}", "F32", (1,), field.offset + sum(x.nbytes for x in field.parts[:part]), 4)
+        for field in fields
+        for layer, part in enumerate(field.data)
+    )
 
 
 def is_whole(file: Path) -> bool:

@@ -138,6 +138,12 @@ def _with_sliding_window(period: int) -> Callable[[Values, Shapes], dict[str, An
     return read
 
 
+def _afmoe(values: Values, shapes: Shapes) -> dict[str, Any]:
+    """Embeddings are always scaled. Every fourth layer sees everything, without positions."""
+    window = values["attention.sliding_window"]
+    return {**_with_sliding_window(4)(values, shapes), "sliding_window": window, "mup_enabled": True}
+
+
 def _gemma(largest: int) -> Callable[[Values, Shapes], dict[str, Any]]:
     """Returns a reader of what attention divides by: the root of a head's size, except in the model of 27B, which has `largest` layers."""
 
@@ -309,6 +315,17 @@ _NEMOTRON_H = GgufFamily(
     biases=_LLAMA_BIASES | {"use_conv_bias": ".ssm_conv1d.bias", "use_bias": ".ssm_in.bias", "mamba_proj_bias": ".ssm_in.bias"},
 )  # fmt: skip
 FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
+    "afmoe": {
+        "": GgufFamily(
+            "afmoe",
+            _SHARED | {
+                "expert_count": "num_experts", "leading_dense_block_count": "num_dense_layers", "expert_weights_scale": "route_scale",
+            },
+            _afmoe, read=_WINDOW,
+            must={"expert_gating_func": _SIGMOID, "expert_weights_norm": True, "expert_group_count": 1, "expert_group_used_count": 1},
+        )
+    },
+    "apertus": {"": GgufFamily("apertus", more=lambda values, shapes: {"rope_parameters": dict(_NO_ROPE)}, biases=_ATTENTION_BIAS)},
     "arcee": {"": GgufFamily("arcee", biases=_LLAMA_BIASES, rows="pairs")},
     "bloom": {"": GgufFamily("bloom", _OLDER | {"context_length": "seq_length"}, rows="parts")},
     "chatglm": {"": GgufFamily("glm", read=_PART, biases=_ATTENTION_BIAS)},

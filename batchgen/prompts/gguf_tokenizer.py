@@ -51,6 +51,14 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_AFMOE_DIGITS = (
+    r"\p{Nd}{1,510}(?=(?>\p{Nd}{510})*(?:\P{Nd}|$))|\G\p{Nd}{510}", r"\A\p{Nd}{1,2}(?=\p{Nd}{3}+\z)", r"\A\p{Nd}{3}|\G\p{Nd}{3}",
+)  # fmt: skip
+"""Groups of three digits from the right, in numbers of any length."""
+_AFMOE_SCRIPTS = (
+    r"[\x{4E00}-\x{9FFF}\x{3040}-\x{30FF}\x{3400}-\x{4DBF}\x{F900}-\x{FAFF}\x{FF65}-\x{FF9F}\x{2F00}-\x{2FDF}]+|[\x{E00}-\x{E7F}]+|[\x{E80}-\x{EFF}]+"
+    r"|[\x{1780}-\x{17FF}]+|[\x{1000}-\x{109F}\x{AA60}-\x{AA7F}\x{A9E0}-\x{A9FF}]+|[\x{AC00}-\x{D7AF}\x{1100}-\x{11FF}]+"
+)
 
 
 class _Split(NamedTuple):
@@ -83,6 +91,7 @@ _SPLITS: Mapping[str, _Split] = {
     "falcon": _Split((r"[\p{P}$+<=>^~|`]+", _GPT2, r"[0-9][0-9][0-9]")),
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), _Split((_BLOOM,))),
     "viking": _Split((_BLOOM, r"\p{N}")),
+    "afmoe": _Split((r"\p{N}+", *_AFMOE_DIGITS, _AFMOE_SCRIPTS, _DEEPSEEK3)),
     "seed-coder": _Split((_SEED,)),
     "exaone-moe": _Split((_EXAONE_MOE,)),
     "jais-2": _Split((_JAIS2,)),
@@ -91,7 +100,7 @@ _OF_ARCHITECTURES = {"gpt2": "gpt-2", "falcon": "falcon", "starcoder2": "starcod
 """The pre-tokenizers of files that do not name theirs, by their architectures: files from before April 2024 do not."""
 _ENDS = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>",
-    "<|EOT|>", "[EOT]", "[EOS]", "</s>", "<eos>", "<turn|>", "<|tool_response>", "<end_of_utterance>", "<|observation|>", "<|eot|>", "<|eom|>", "<｜end▁of▁sentence｜>",
+    "<|EOT|>", "[EOT]", "[EOS]", "</s>", "<eos>", "<turn|>", "<|tool_response>", "<end_of_utterance>", "<|observation|>", "<|eot|>", "<|eom|>", "<|assistant_end|>", "<｜end▁of▁sentence｜>",
 })  # fmt: skip
 """Control tokens that end a turn or a text in every vocabulary that has them. A file names at most one of each kind."""
 

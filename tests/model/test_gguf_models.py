@@ -31,6 +31,9 @@ YARN_KEYS = {
     "rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 16, "rope__scaling__yarn_beta_fast": 24.0,
     "rope__scaling__yarn_beta_slow": 2.0,
 }  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 3e5, "factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
 BASE = {"rope_type": "default", "rope_theta": 5000.0}
 GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.5}
 GRANITE_KEYS = {"attention__scale": 0.3, "embedding_scale": 2.0, "logit_scale": 3.0, "residual_scale": 0.5}
@@ -448,6 +451,19 @@ CASES = [
         "mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "conv_kernel": 3, "layer_norm_epsilon": 0.01}, "mamba2",
         {**MAMBA_KEYS, "attention__layer_norm_rms_epsilon": 0.01, "attention__head_count": 0},
     ),
+    ("apertus", {"attention_bias": True, "rope_parameters": LLAMA3}, "apertus", {}),
+    (
+        "afmoe",
+        EXPERTS | {
+            "num_hidden_layers": 5, "head_dim": 16, "num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 2.5, "sliding_window": 5, "mup_enabled": True,
+            "rope_parameters": BASE,
+        },
+        "afmoe",
+        {
+            **HEADS, **MIXTURE_KEYS, "expert_feed_forward_length": 32, "expert_shared_count": 2, "leading_dense_block_count": 1, "expert_weights_scale": 2.5,
+            "expert_weights_norm": True, "expert_gating_func": 2, "attention__sliding_window": 5, "expert_group_count": 1, "expert_group_used_count": 1,
+        },
+    ),
     ("jais2", {"head_dim": 16, "layer_norm_eps": 0.01, "rope_parameters": BASE}, "jais2", HEADS | {"attention__layer_norm_epsilon": 0.01}),
 ]  # fmt: skip
 
@@ -457,7 +473,7 @@ def original(model_type: str, **settings: Any) -> Any:
     config = AutoConfig.for_model(model_type, **COMMON | settings)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     for name, parameter in module.named_parameters():
-        if parameter.ndim == 1 or "norm" in name:
+        if parameter.ndim == 1 or "norm" in name or not parameter.any():
             parameter.data += 0.3 * torch.randn_like(parameter)
     return module
 
@@ -482,6 +498,7 @@ def test_log_probabilities_are_those_of_the_original(tmp_path, model_type, setti
         ("qwen3_next", "Q8_0"),
         ("gemma3n_text", "Q8_0"),
         ("llama4_text", "Q4_0"),
+        ("afmoe", "Q8_0"),
     ],
 )
 @torch.inference_mode()
@@ -524,6 +541,16 @@ def test_layers_that_guess_further_tokens_and_keys_that_no_layer_uses_are_left_o
         module = original(model_type, **settings)
         file = write_whole_model(module, tmp_path / "m.gguf", architecture, more=names, **keys)
         assert len(log_probabilities(file)) == len(IDS) - 1
+
+
+def test_a_file_of_apertus_without_the_parameters_of_its_activation_is_refused(tmp_path: Path) -> None:
+    module = original("apertus", rope_parameters=LLAMA3)
+    del module.model.layers[1].mlp.act_fn
+    with torch.no_grad():
+        file = write_whole_model(module, tmp_path / "m.gguf", "apertus")
+    with pytest.raises(ModelError) as e:
+        LLM(file, dtype="float32")
+    assert "model.layers.1.mlp.act_fn.alpha_n" in str(e.value)
 
 
 def test_a_weight_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:

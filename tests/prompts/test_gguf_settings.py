@@ -52,6 +52,7 @@ def test_a_setting_is_that_of_the_file(tmp_path, architecture, settings, expecte
 @pytest.mark.parametrize(
     ("architecture", "period", "settings"),
     [
+        ("afmoe", 4, {"expert_gating_func": 2}),
         ("cohere2", 4, {"logit_scale": 1.0}),
         ("exaone-moe", 4, {"expert_gating_func": 2, "expert_shared_feed_forward_length": 24, "expert_shared_count": 1}),
         ("exaone4", 4, {}),
@@ -123,6 +124,7 @@ def test_the_recurrent_layers_of_qwen_3_5_are_those_of_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "settings"),
     [
+        ("afmoe", {"expert_weights_norm": False}),
         ("falcon", {"attention.head_count_kv": 2}),
         ("glm4moe", {"expert_gating_func": 1}),
         ("gpt-oss", {"rope.dimension_sections": [1, 1, 1]}),

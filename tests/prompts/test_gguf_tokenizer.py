@@ -112,6 +112,8 @@ def test_a_text_begins_with_the_token_that_the_file_or_the_kind_of_its_tokenizer
         ("glm4", "1231", ["123", "1"]),
         ("command-r", "12e\u0301", ["1", "2", "Ã©"]),
         ("llama-bpe", "xy's", ["xy", "'s"]),
+        ("afmoe", "1231", ["1", "2", "3", "1"]),
+        ("afmoe", "x123123½", ["x", "123", "123", "Â½"]),
     ],
 )
 def test_texts_are_split_as_the_name_in_the_file_says(tmp_path, pre, text, expected):

@@ -1,6 +1,7 @@
 """Writes a Llama of transformers and its tokenizer as a GGUF file. Needs the package gguf."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,13 @@ def write_vocabulary(
     settings: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Any] | None = None,
     kinds: Mapping[str, Any] | None = None,
+    others: Mapping[str, Any] | None = None,
     **keys: Any,
 ) -> Path:
     """Writes a GGUF file with a tokenizer and no weights but `tensors` and embeddings. Returns the file.
 
-    `tokens`: texts, or texts with their types. `kinds`: the types of tensors that are not in float32. `settings`: values of `ARCHITECTURE`, `rope`: of `ARCHITECTURE.rope` (None leaves one out), and `keys`: of `tokenizer.ggml`.
+    `tokens`: texts, or texts with their types. `kinds`: the types of tensors that are not in float32. `settings`: values of `ARCHITECTURE`, `rope`: of `ARCHITECTURE.rope` (None leaves one out), `others`: of
+    keys by their whole names, and `keys`: of `tokenizer.ggml`.
     """
     import gguf
 
@@ -83,7 +86,7 @@ def write_vocabulary(
     rope = {"dimension_count": (settings or {}).get("attention.key_length", 8)} | dict(rope or {})
     values = {f"{architecture}.rope.{name}": value for name, value in rope.items()}
     values |= {f"{architecture}.{name}": value for name, value in (settings or {}).items()}
-    values |= {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
+    values |= {f"tokenizer.ggml.{name}": value for name, value in keys.items()} | dict(others or {})
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
     for name, value in ((name, value) for name, value in values.items() if value is not None):
         add.get(type(value), writer.add_string)(name, value)
@@ -119,8 +122,11 @@ def write_whole_model(
     (number,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     tensors: dict[str, Any] = {}
+    numbers: dict[str, list[float]] = {}
     for name, weight in module.state_dict().items():
-        if ".altup_" not in name and not (config.tie_word_embeddings and name == "lm_head.weight"):
+        if ".act_fn." in name:
+            numbers.setdefault(f"xielu.{name.split('.')[-1]}", []).append(weight.item())
+        elif ".altup_" not in name and not (config.tie_word_embeddings and name == "lm_head.weight"):
             norm = name.endswith("norm.weight") and architecture in _SHIFTED and "linear_attn." not in name
             apart = architecture in _APART
             tensors |= _named(
@@ -151,6 +157,9 @@ def write_whole_model(
     if rope["rope_type"] == "proportional":
         rotated = int(size * rope["partial_rotary_factor"] / 2)
         tensors["rope_freqs.weight"] = [1.0] * rotated + [1e30] * (size // 2 - rotated)
+    if rope["rope_type"] == "llama3":
+        waves = [2 * math.pi * rope["rope_theta"] ** (i / size) for i in range(0, size, 2)]
+        tensors["rope_freqs.weight"] = [_divisor(wave, rope) for wave in waves]
     return write_vocabulary(
         to,
         [("<s>", 3), ("</s>", 3), ("<unk>", 2), *(f"t{i}" for i in range(config.vocab_size - 3))],
@@ -159,10 +168,19 @@ def write_whole_model(
         settings={"attention.key_length": size, "attention.value_length": size} | values,
         tensors=tensors,
         kinds={} if unpacked else kinds,
+        others=numbers,
         model="llama",
         scores=[0.0] * config.vocab_size,
         eos_token_id=1,
     )
+
+
+def _divisor(wavelength: float, rope: Mapping[str, float]) -> float:
+    """Returns what Llama 3.1 divides a frequency by: the factor for long waves, 1 for short ones, and something between."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] / wavelength
+    share = min(1.0, max(0.0, (turns - low) / (high - low)))
+    return 1 / ((1 - share) / rope["factor"] + share)
 
 
 _SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from batchgen.errors import ModelError
-from batchgen.prompts.gguf import GgufHeader, GgufTensor
+from batchgen.prompts.gguf import ACTIVATION, GgufHeader, GgufTensor
 from batchgen.prompts.gguf_families import GgufFamily
 
 _OTHER_NAMES = (
@@ -23,13 +23,15 @@ _OTHER_NAMES = (
     ("shared_mlp.input_linear", "mlp.shared_expert.gate_up_proj"), ("shared_mlp.input_linear", "mlp.gate_up_proj"),
     ("shared_mlp.output_linear", "mlp.down_proj"), ("gate.moe_statics", "moe_statics"), ("mamba.dt", "mamba.dt_proj"), ("linear_attn.dt", "linear_attn.dt_proj"),
     ("mixer.dt", "mixer.dt_proj"), ("mixer.experts", "mlp.experts"), ("feed_forward.experts", "mlp.experts"), ("feed_forward.expert", "feed_forward.expert_bias"),
-    ("router.scale", "router.proj"), ("router.per_expert_scale", "experts.down_proj"),
+    ("router.scale", "router.proj"), ("router.per_expert_scale", "experts.down_proj"), ("mlp.expert", "mlp.expert_bias"),
 )  # fmt: skip
 """What modules are called here, and in the checkpoints that llama.cpp's converter reads."""
 _PREFIXES = ("model.", "transformer.", "backbone.", "gpt_neox.")
 """What the names of a causal language model's weights begin with, beside those of the model without its head."""
 _STACKED = re.compile(r"(.*altup_\w+)\.(\d+)\.weight")
 """Weights of Gemma 3n that lie in one tensor."""
+_IN_ACTIVATION = re.compile(r".*\.(\d+)\.mlp\.act_fn\.(\w+)")
+"""Weights of an activation, with the number of the layer."""
 _KEYS = ".attn_k_b."
 """The part of a name of DeepSeek's weights that unpack keys, which lie in columns."""
 _Array = np.ndarray[Any, Any]
@@ -52,6 +54,11 @@ def family_tensors(file: Path, header: GgufHeader, module: Any) -> dict[str, lis
     there = {tensor.name: tensor for tensor in header.tensors}
     found: dict[str, list[GgufTensor]] = {}
     for weight in module.state_dict():
+        activation = _IN_ACTIVATION.fullmatch(weight)
+        if activation is not None:
+            if (name := f"{ACTIVATION}{activation[2]}.{activation[1]}") in there:
+                found[weight] = [there[name]]
+            continue
         stacked = _STACKED.fullmatch(weight)
         for parts, end in _candidates(weight if stacked is None else stacked[1] + ".weight"):
             tensors = [there.get(f"{names.get_name(part)}{end}") for part in parts]
@@ -176,4 +183,4 @@ def is_transposed(family: GgufFamily, tensors: Sequence[GgufTensor]) -> bool:
 def in_shape(weight: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Returns a weight in the model's shape, if that differs only in dimensions of 1 or has a single one."""
     same = len(shape) == 1 or [n for n in weight.shape if n != 1] == [n for n in shape if n != 1]
-    return weight.reshape(*shape) if same and weight.numel() == math.prod(shape) else weight
+    return weight.reshape(tuple(shape)) if same and weight.numel() == math.prod(shape) else weight
