@@ -136,8 +136,23 @@ def load_config(config: ModelConfig) -> Any:
     if (mlx := mlx_settings(found.to_dict())) is not None:
         stored = _small_file(config, "model.safetensors.index.json").get("weight_map") or {}
         lacks_encoder = bool(stored) and not any("vision" in name for name in stored)  # mlx-lm leaves it out
+        if found.model_type == "gemma3n" and lacks_encoder:  # without embeddings of images, which the whole model has
+            found.text_config.dtype = found.dtype
+            found, mlx["is_multimodal"] = found.text_config, False
         found.quantization_config = mlx | {"lacks_encoder": lacks_encoder}
+        if found.model_type == "falcon_h1":
+            _take_out_multipliers(found)
     return found
+
+
+def _take_out_multipliers(config: Any) -> None:
+    """Leaves to a configuration of Falcon H1 the multipliers that are not in the weights that mlx-lm stores: that of keys, and that of values, which
+    is applied to the output of attention instead."""
+    of_head = config.lm_head_multiplier / config.embedding_multiplier if config.tie_word_embeddings else 1.0
+    config.embedding_multiplier, config.lm_head_multiplier = 1.0, of_head
+    config.attention_in_multiplier, config.attention_out_multiplier = 1.0, config.attention_in_multiplier
+    config.mlp_multipliers, config.ssm_multipliers = [1.0] * 2, [1.0] * 5
+    config.ssm_in_multiplier = config.ssm_out_multiplier = 1.0
 
 
 def _load_hf_tokenizer(config: ModelConfig, hf_config: Any) -> Any:

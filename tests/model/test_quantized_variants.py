@@ -22,9 +22,9 @@ from batchgen.model_files import MLX, UNNAMED
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.images import unshown
 from batchgen.prompts.tokenizer import load_config
-from support.models import load_folder
+from support.models import build, check_equal_to_generate, expect, load_folder
 from support.params import slow_but
-from support.quantized import dequantized, make, make_multimodal_of_mlx
+from support.quantized import dequantized, make, make_multimodal_of_mlx, save_falcon_h1_of_mlx
 from support.vision import make as make_seeing
 
 FLOAT8 = {"a.weight": torch.ones(64, 64).to(torch.float8_e4m3fn)}
@@ -309,7 +309,8 @@ def test_norms_and_convolutions_that_mlx_stores_in_another_way_are_those_of_tran
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"model_type": "falcon_h1"}, "MLX, for models of type 'falcon_h1'"),
+        ({"model_type": "ernie4_5_moe"}, "MLX, for models of type 'ernie4_5_moe'"),
+        ({"model_type": "gemma3n", "lacks_encoder": False}, "MLX, for models of type 'gemma3n' with their encoders"),
         ({"model.layers.0.mlp.gate_proj": {"bits": 7, "group_size": 32}}, "MLX with 7 bits"),
         ({"model.layers.0.mlp.gate_proj": {"bits": 8}}, "MLX with groups of None"),
         ({"mode": "ternary"}, "MLX in the mode 'ternary'"),
@@ -468,6 +469,34 @@ def test_the_two_projections_for_keys_and_values_of_each_head_become_one(tmp_pat
     heads = found[f"{layer}.kv_b_proj.weight"].view(2, 9, 3)
     assert torch.equal(heads[1, :4], keys[1].T)
     assert torch.equal(heads[1, 4:], values[1])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_multipliers_of_falcon_h1_are_applied_once_whether_mlx_puts_them_into_weights_or_not(
+    tied: bool, tmp_path: Path
+) -> None:
+    multipliers = {
+        "embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "attention_in_multiplier": 1.3, "attention_out_multiplier": 0.8, "mlp_multipliers": [0.9, 0.6],
+        "ssm_out_multiplier": 0.7,
+    }  # fmt: skip
+    model = build("falcon_h1", tie_word_embeddings=tied, **multipliers)
+    save_falcon_h1_of_mlx(model, tmp_path)
+    prompt = list(range(7, 30))
+    check_equal_to_generate(load_folder(tmp_path, dtype="float32"), [prompt], [8], [expect(model, prompt, 8)])
+
+
+def test_gemma_3n_of_mlx_without_its_encoders_is_the_model_of_its_text(tmp_path: Path) -> None:
+    model = build("gemma3n_text")
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): weight for name, weight in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = AutoConfig.for_model("gemma3n", text_config=model.config.to_dict(), dtype="float32").to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization": {"bits": 4, "group_size": 64}}))
+    prompt = list(range(7, 30))
+    check_equal_to_generate(load_folder(tmp_path, dtype="float32"), [prompt], [8], [expect(model, prompt, 8)])
 
 
 def test_a_model_of_text_that_mlx_has_wrapped_has_its_own_names(tmp_path: Path) -> None:

@@ -293,6 +293,23 @@ def _mlx_parts(weight: torch.Tensor, bits: int, mode: str) -> tuple[dict[str, to
     return {"weight": torch.from_numpy(stream.view("<u4").copy()), **scales}, exact.flatten(-2)
 
 
+def save_falcon_h1_of_mlx(model: Any, folder: Path) -> None:
+    """Writes a model as mlx-lm does, without quantizing it: with most multipliers in the weights, not with those of keys and values."""
+    model.save_pretrained(folder)
+    config, state = model.config, load_file(folder / "model.safetensors")
+    gate, down = config.mlp_multipliers
+    sizes = [config.mamba_d_ssm] * 2 + [config.mamba_n_groups * config.mamba_d_state] * 2 + [config.mamba_n_heads]
+    inner = torch.cat([torch.full((size, 1), each) for size, each in zip(sizes, config.ssm_multipliers, strict=True)])
+    into: dict[str, Any] = {
+        "embed_tokens": config.embedding_multiplier, "lm_head": config.lm_head_multiplier, "q_proj": config.attention_in_multiplier,
+        "k_proj": config.attention_in_multiplier, "o_proj": config.attention_out_multiplier, "out_proj": config.ssm_out_multiplier,
+        "gate_proj": gate, "down_proj": down, "in_proj": config.ssm_in_multiplier * inner,
+    }  # fmt: skip
+    found = {name: weight * into.get(name.split(".")[-2], 1.0) for name, weight in state.items()}
+    found = {name: weight.transpose(1, 2) if "conv1d.weight" in name else weight for name, weight in found.items()}
+    _write(model, folder, found, {"group_size": BLOCK, "bits": 8})
+
+
 MLX_NAMES = {
     "qwen2_vl": {"lm_head.": "language_model.lm_head.", "model.language_model.": "language_model.model.", "model.visual.": "vision_tower."},
     "mistral3": {

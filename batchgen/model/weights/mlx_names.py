@@ -28,7 +28,7 @@ def name_in_transformers(name: str, settings: Mapping[str, Any]) -> str:
     """
     name = _MIXTURES.sub(".experts.", name)
     if not settings.get("is_multimodal"):
-        return name.removeprefix("language_model.")
+        return name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
     starts = (_VISUAL, *_STARTS) if settings["model_type"].startswith(("qwen", "glm")) else _STARTS
     start, other = next((start, other) for start, other in starts if name.startswith(start))
     return f"{other}{name.removeprefix(start)}"

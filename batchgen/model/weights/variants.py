@@ -32,8 +32,8 @@ _MODELOPT = {
 }
 """The algorithms of ModelOpt that are read here, those of AWQ unless activations are scaled before a layer."""
 _OF_MLX = {
-    "afmoe", "apertus", "aya_vision", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "exaone4", "exaone_moe", "falcon_mamba",
-    "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "glm4v_moe", "glm_ocr", "gpt_oss",
+    "afmoe", "apertus", "aya_vision", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "exaone4", "exaone_moe", "falcon_h1",
+    "falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma4", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "glm4v_moe", "glm_ocr", "gpt_oss",
     "granite", "granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense", "idefics2", "idefics3", "internvl", "jamba", "lfm2", "lfm2_moe",
     "llama", "llava", "llava_next", "llava_onevision", "mamba", "mamba2", "minimax_m2", "ministral3", "mistral", "mistral3", "mixtral", "nemotron",
     "nemotron_h", "olmo2", "olmo3", "olmoe", "paligemma", "phi", "phi3", "phimoe", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_5",
@@ -176,6 +176,8 @@ def _unknown_autoround(settings: Mapping[str, Any]) -> str | None:
 def _unknown_mlx(settings: Mapping[str, Any]) -> str | None:
     if settings["model_type"] not in _OF_MLX:
         return f"MLX, for models of type {settings['model_type']!r}"
+    if settings["model_type"] == "gemma3n" and not settings.get("lacks_encoder"):
+        return "MLX, for models of type 'gemma3n' with their encoders"
     for own in (settings, *(own for own in settings.values() if isinstance(own, dict))):
         if own.get("bits") not in (2, 3, 4, 5, 6, 8):
             return f"MLX with {own.get('bits')} bits"
