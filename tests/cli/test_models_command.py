@@ -148,8 +148,8 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "model folder 'M' holds an adapter (LoRA) of org/base, not a model; name its base model with --model, and this folder with --lora"),
     "original format": (only(params__json="{}", consolidated__00__pth="x"),
         "model folder 'M' is in the format of the model's authors (params.json), not in that of transformers; download the version with config.json"),
-    "mlx": (settings(model_type="falcon_h1", quantization={"group_size": 64, "bits": 4}),
-        "the model 'M' is quantized in a way that batchgen does not read: MLX, for models of type 'falcon_h1'; give the original model, or one quantized in a way that docs/quantized.md lists"),
+    "mlx": (settings(model_type="ernie4_5_moe", quantization={"group_size": 64, "bits": 4}),
+        "the model 'M' is quantized in a way that batchgen does not read: MLX, for models of type 'ernie4_5_moe'; give the original model, or one quantized in a way that docs/quantized.md lists"),
     # another task
     "classifier": (settings(architectures=["LlamaForSequenceClassification"]),
         "the model in 'M' is a classifier or reward model (LlamaForSequenceClassification), not a model that writes text; classify the rows with batchgen run --classify, or in Python with task='classify'"),

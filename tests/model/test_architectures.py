@@ -14,14 +14,13 @@ def test_models_with_an_encoder_and_a_decoder_are_refused(name):
     assert refusal(AutoConfig.for_model(name)) == "they have an encoder and a decoder"
 
 
-def test_doge_is_refused_if_its_experts_depend_on_the_batch():
-    reason = "the experts of a token depend on the other tokens of the batch"
-    assert refusal(AutoConfig.for_model("doge", is_moe=True)) == reason
-
-
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
+        (
+            {"model_type": "doge", "is_moe": True},
+            "the experts of a token depend on the other tokens of the batch",
+        ),
         ({"layer_types": ["attention", "mamba"]}, "this one has layers of type mamba"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "this one has layers of type chunked_attention"),
         (

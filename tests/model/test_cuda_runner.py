@@ -142,7 +142,8 @@ def test_padding_writes_no_kv(model, monkeypatch):
 def test_a_model_that_waits_for_the_device_runs_without_graphs(want, monkeypatch):
     model = plain_llama()
     norm = model.module.model.norm
-    monkeypatch.setattr(norm, "forward", asking(norm.forward))
+    forward = norm.forward
+    monkeypatch.setattr(norm, "forward", lambda x: forward(x) if float(x.sum()) < 1e9 else x)
     steps = use_fake_device(monkeypatch, Recording)
     engine = engine_for(model)
     assert token_ids(run(engine, make_requests(PROMPTS, LENGTHS))) == want
@@ -151,10 +152,6 @@ def test_a_model_that_waits_for_the_device_runs_without_graphs(want, monkeypatch
     assert engine.notes[0].startswith(
         "the model cannot be captured as a CUDA graph and runs without, which is slower: "
     )
-
-
-def asking(forward):
-    return lambda x: forward(x) if float(x.sum()) < 1e9 else x
 
 
 def test_a_step_halved_for_lack_of_memory_keeps_the_logits_of_both_halves(model, want, monkeypatch):

@@ -172,15 +172,6 @@ def test_a_model_on_several_devices_unpacks_a_layer_when_it_runs(checkpoint: tup
     assert tokens_of(engine_for(model), PROMPTS, LENGTHS) == expected
 
 
-@pytest.mark.parametrize("method", ["aqlm", "hqq", "quark"])
-def test_an_unsupported_method_is_refused_by_name_for_hub_models_too(method: str) -> None:
-    config = AutoConfig.for_model("llama")
-    config.quantization_config = {"quant_method": method}
-    with pytest.raises(ModelError, match="which batchgen does not read") as e:
-        check_quantization("org/name", config)
-    assert e.value.hint == "give the original model, or one quantized in a way that docs/quantized.md lists"
-
-
 @pytest.mark.parametrize(("package", "extra"), [("compressed-tensors", "quantized"), ("torchao", "torchao")])
 def test_a_missing_package_is_named(package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchgen.model.weights.variants.find_spec", lambda name: None)
@@ -190,31 +181,6 @@ def test_a_missing_package_is_named(package: str, extra: str, monkeypatch: pytes
         check_quantization("org/name", config)
     assert str(e.value) == (
         f"the model 'org/name' is quantized with {package}, which needs the package {package}; pip install 'batchgen-llm[{extra}]'"
-    )
-
-
-@pytest.mark.parametrize(
-    ("settings", "tensor", "problem"),
-    [
-        ({"quant_method": "awq", "version": "gemv", "bits": 4}, "a.qweight", "AWQ of version 'gemv' with 4 bits"),
-        ({"quant_method": "awq", "bits": 8}, "a.qweight", "AWQ of version 'gemm' with 8 bits"),
-        ({"quant_method": "gptq", "bits": 3}, "a.qweight", "GPTQ with 3 bits"),
-        ({"quant_method": "awq"}, "a.pre_quant_scale", "its activations are scaled (a.pre_quant_scale)"),
-        ({"quant_method": "fp8"}, "a.gate_up_proj", "a.gate_up_proj is in FP8, without scales that are known here"),
-    ],
-)
-def test_an_unsupported_variant_of_a_format_is_refused(
-    settings: dict[str, Any], tensor: str, problem: str, tmp_path: Path
-) -> None:
-    from safetensors.torch import save_file
-
-    file = tmp_path / "model.safetensors"
-    save_file({tensor: torch.zeros(1, dtype=torch.float8_e4m3fn)}, file)
-    with pytest.raises(ModelError) as e:
-        packed_weights("org/name", [file], settings)
-    assert str(e.value) == (
-        f"the model 'org/name' is quantized in a way that batchgen does not read: {problem}; "
-        "give the original model, or one quantized in a way that docs/quantized.md lists"
     )
 
 

@@ -222,17 +222,25 @@ def test_a_w8a8_checkpoint_with_an_adapter_gets_new_scales_from_its_merged_weigh
     assert bool(((made.weight - want).abs() <= 0.51 * step).all())
 
 
+ON_A_CPU = "--quantize int8 is for the CPU so far; leave it out, or use --device cpu"
+
+
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "quantizer", "said"),
     [
-        ({"device": "cuda"}, "--quantize int8 is for the CPU so far; leave it out, or use --device cpu"),
-        ({"device_map": "auto"}, "--quantize int8 is for the CPU so far; leave it out, or use --device cpu"),
+        ({"device": "cuda"}, None, ON_A_CPU),
+        ({"device_map": "auto"}, None, ON_A_CPU),
+        ({}, {"quant_method": "torchao"}, "the model 'm' is quantized already (torchao); leave --quantize out"),
     ],
 )
-def test_options_that_int8_does_not_support_are_refused(options, said):
+def test_options_and_models_that_int8_does_not_support_are_refused(options, quantizer, said):
     config = ModelConfig(model="m", quantize="int8", **options)
     with pytest.raises(ModelError) as refused:
-        check_int8(config, AutoConfig.for_model("llama"), torch.device(options.get("device", "cpu")))
+        check_int8(
+            config,
+            AutoConfig.for_model("llama", quantization_config=quantizer),
+            torch.device(options.get("device", "cpu")),
+        )
     assert str(refused.value) == said
 
 
@@ -242,12 +250,6 @@ def test_a_model_without_layers_to_quantize_is_refused(tmp_path, monkeypatch):
     said = r"^--quantize int8: none of the model's linear layers can be packed in 8 bits; leave it out$"
     with pytest.raises(ModelError, match=said):
         load(tmp_path)
-
-
-def test_a_model_quantized_by_torchao_is_refused():
-    hf_config = AutoConfig.for_model("llama", quantization_config={"quant_method": "torchao"})
-    with pytest.raises(ModelError, match=r"^the model 'm' is quantized already \(torchao\); leave --quantize out$"):
-        check_int8(ModelConfig(model="m", quantize="int8"), hf_config, torch.device("cpu"))
 
 
 def test_without_kernels_int8_is_refused(tmp_path, monkeypatch):

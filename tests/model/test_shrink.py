@@ -69,22 +69,18 @@ def test_quantization_is_left_out():
 
 
 @pytest.mark.parametrize(
-    ("settings", "what"),
+    ("settings", "said"),
     [
-        ({"forget_after": 4096}, "forget_after=4096"),
-        ({"per_layer": {"02": {"rank": 3}}}, "per_layer"),
-        ({"lengths": [1, 2, 300]}, "lengths=300"),
+        ({"forget_after": 4096}, "its setting forget_after=4096 is of an unknown kind"),
+        ({"per_layer": {"02": {"rank": 3}}}, "its setting per_layer is of an unknown kind"),
+        ({"lengths": [1, 2, 300]}, "its setting lengths=300 is of an unknown kind"),
+        ({"full_attn_interval": 12}, "the pattern of its layers repeats only after 12 layers"),
     ],
 )
-def test_a_setting_of_unknown_meaning_is_refused(settings, what):
+def test_a_setting_of_unknown_meaning_and_a_pattern_that_is_too_long_are_refused(settings, said):
     with pytest.raises(Unshrinkable) as e:
         shrink(LlamaConfig(**settings))
-    assert str(e.value) == f"its setting {what} is of an unknown kind"
-
-
-def test_a_layer_pattern_that_is_too_long_is_refused():
-    with pytest.raises(Unshrinkable, match="the pattern of its layers repeats only after 12 layers"):
-        shrink(LlamaConfig(full_attn_interval=12))
+    assert str(e.value) == said
 
 
 def test_settings_of_single_layers_follow_their_layers():

@@ -51,27 +51,27 @@ def test_only_files_that_the_index_names_count(tmp_path):
     assert weight_files(config_of(tmp_path)) == [tmp_path / "model.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "granitemoe", "llama4_text", "longcat_flash"])
+@pytest.mark.parametrize(
+    ("name", "mlx"),
+    [(name, None) for name in ("qwen3_moe", "gpt_oss", "granitemoe", "llama4_text", "longcat_flash")]
+    + [("llama", "mlx"), ("qwen3_moe", "mlx experts")],
+)
 @pytest.mark.usefixtures("compiled")
-def test_the_memory_of_a_mixture_in_8_bits_is_known_before(name, tmp_path):
+def test_the_memory_in_8_bits_is_known_before(name, mlx, tmp_path):
     # The class of transformers has weights for experts that are identities, which published checkpoints have not.
     plain = {"zero_expert_num": 0} if name == "longcat_flash" else {}
-    build(name, hidden_size=256, moe_intermediate_size=128, intermediate_size=128, **plain).save_pretrained(tmp_path)
-    if name == "qwen3_moe":  # as in checkpoints: each expert has tensors of its own
-        assert any(".experts.0." in tensor.name for tensor in stored_tensors(config_of(tmp_path)) or [])
-    sizes = weight_sizes(stored_tensors(config_of(tmp_path)) or [], None, 4)
-    made = quantize(load_folder(tmp_path, dtype="float32"), [np.arange(9, dtype=np.int32)], {}).quantization
-    assert 0.9 < sizes.int8 / made["weight_bytes"] < 1.1
-
-
-@pytest.mark.parametrize(("name", "kind"), [("mlx", "llama"), ("mlx experts", "qwen3_moe")])
-@pytest.mark.usefixtures("compiled")
-def test_the_memory_of_a_checkpoint_of_mlx_in_8_bits_is_known_before(name, kind, tmp_path):
-    make(name, tmp_path, build(kind, hidden_size=256, moe_intermediate_size=128, intermediate_size=512).bfloat16())
-    config = config_of(tmp_path)
-    sizes = sizes_of(config, load_config(config), 2)
-    made = quantize(load_folder(tmp_path, dtype="bfloat16"), [np.arange(9, dtype=np.int32)], {}).quantization
-    assert sizes is not None
+    width = 512 if mlx else 128
+    module = build(name, hidden_size=256, moe_intermediate_size=128, intermediate_size=width, **plain)
+    if mlx:
+        make(mlx, tmp_path, module.bfloat16())
+    else:
+        module.save_pretrained(tmp_path)
+    config, dtype = config_of(tmp_path), BF16 if mlx else F32
+    if name == "qwen3_moe" and not mlx:  # as in checkpoints: each expert has tensors of its own
+        assert any(".experts.0." in tensor.name for tensor in stored_tensors(config))
+    sizes = sizes_of(config, load_config(config), dtype.itemsize)
+    loaded = load_folder(tmp_path, dtype=str(dtype).removeprefix("torch."))
+    made = quantize(loaded, [np.arange(9, dtype=np.int32)], {}).quantization
     assert 0.9 < sizes.int8 / made["weight_bytes"] < 1.1
 
 
