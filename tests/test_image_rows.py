@@ -4,9 +4,6 @@ import base64
 import io
 import json
 import shutil
-import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -39,7 +36,6 @@ from batchgen.records.images import image_digest
 from batchgen.result import Result
 from support.params import slow_but
 from support.progress import Recorder, interrupt, rows_done
-from support.python_process import environment
 from support.records import json_rows
 from support.runs import FINISHED_FILES
 from support.vision import FAMILIES, Reference, make, picture
@@ -159,33 +155,6 @@ def test_a_stopped_job_goes_on_with_sorted_requests_on_the_disk(model, expected)
     assert answers() == expected
     assert stats["rows_resumed"] >= 4
     assert not Path("o.jsonl.job/images").exists()
-
-
-KILLED = """
-import signal, sys
-sys.path.insert(0, sys.argv[1])
-from batchgen import run_job
-from support.progress import Recorder, interrupt, rows_done
-from test_image_rows import TINY, config_of
-run_job(config_of(sys.argv[2], limits=TINY, flush_every=0.0), Recorder(rows_done(5), lambda: interrupt(signal.SIGKILL)))
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_job_goes_on_and_keeps_its_images_until_it_is_done(model, expected):
-    sent = rows()
-    for n, row in enumerate(sent[:12]):
-        row["messages"][0]["content"][0] = {"type": "image_url", "image_url": {"url": data_url(n % 4)}}
-    write(sent)
-    done = subprocess.run([sys.executable, "-c", KILLED, str(Path(__file__).parent), str(model)], env=environment())
-    assert done.returncode == -signal.SIGKILL
-    assert {path.name for path in Path("o.jsonl.job/images").iterdir()} == {
-        image_digest(io.BytesIO(Path(f"p/{i}.png").read_bytes())).hex() for i in range(4)
-    }
-    stats = run(model, limits=TINY).stats
-    assert stats["rows_resumed"] >= 1  # those of the step before: results are committed between steps
-    assert answers() == expected
-    assert sorted(path.name for path in Path("o.jsonl.job").iterdir()) == FINISHED_FILES
 
 
 @pytest.mark.usefixtures("model")

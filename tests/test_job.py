@@ -111,20 +111,6 @@ def test_rows_that_only_their_length_ends_are_not_called_cut(stop, notes, tiny_m
     assert sum("were cut by their length" in note for note in told.notes) == notes
 
 
-def test_a_second_run_finds_nothing_to_do_and_writes_the_figures_where_it_is_told(
-    tiny_model_dir, write_jsonl, tmp_path
-):
-    config = config_of(tiny_model_dir, write_jsonl(prompts(4)))
-    first = run_job(config)
-    written = Path(first.output).stat().st_mtime_ns
-    progress = Recorder()
-    second = run_job(replace(config, stats=str(tmp_path / "stats.json")), progress)
-    assert second.already_finished
-    assert second.stats == first.stats == json.loads((tmp_path / "stats.json").read_text())
-    assert Path(first.output).stat().st_mtime_ns == written
-    assert "loading model" not in progress.phases
-
-
 def test_a_job_that_is_interrupted_before_its_first_token_has_nothing_to_keep(tiny_model_dir, write_jsonl):
     progress = Recorder(in_phase("generating"), interrupt)
     with pytest.raises(Interrupted):

@@ -1,29 +1,13 @@
-"""Whole jobs that read from an object store and write to it: exit codes, messages, and a kill during the upload."""
+"""Whole jobs that read from an object store and write to it: exit codes and messages."""
 
 import io
 import json
-import os
-import signal
-import subprocess
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 PROMPTS = ["one", "two", "three"]
-KILLED = """
-import os, signal, sys
-from s3fs import S3FileSystem
-real = S3FileSystem._put_file
-async def put(self, *args, **options):
-    if "{when}" == "after":
-        await real(self, *args, **options)
-    os.kill(os.getpid(), signal.SIGKILL)
-S3FileSystem._put_file = put
-from batchgen_cli.app import run_command
-run_command(sys.argv[1:])
-"""
 
 
 @pytest.fixture
@@ -39,11 +23,6 @@ def run(cli, tiny_model_dir):
         return cli("run", *inputs, "-m", tiny_model_dir, "--max-tokens", "4", "-o", output, *flags)
 
     return run
-
-
-def rows(s3, name="bucket/o.jsonl"):
-    s3.invalidate_cache()
-    return [json.loads(line) for line in s3.cat_file(name).splitlines()]
 
 
 def test_a_job_in_a_store_writes_the_same_output_as_on_disk_and_runs_once(store, run, tmp_path):
@@ -69,23 +48,3 @@ def test_a_folder_of_parquet_in_a_store_becomes_parquet_with_the_file_of_each_ro
     assert (
         run("s3://bucket/parquet", output="s3://bucket/parquet/out.parquet").code == 0
     )  # the output is not read as an input
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.slow
-def test_after_a_kill_during_the_upload_the_next_run_finishes_without_the_model(
-    store, run, when, tiny_model_dir, command_environment, tmp_path
-):
-    command = ["run", "s3://bucket/in/a.jsonl", "-m", str(tiny_model_dir), "--max-tokens", "4", "-o", "s3://bucket/o.jsonl"]  # fmt: skip
-    environment = command_environment | {k: v for k, v in os.environ.items() if k.startswith(("AWS_", "XDG_"))}
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED.format(when=when), *command], env=environment, capture_output=True, timeout=300
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    store.invalidate_cache()
-    assert store.exists("bucket/o.jsonl") == (when == "after")
-    said = run("s3://bucket/in/a.jsonl", output="s3://bucket/o.jsonl", stats=str(tmp_path / "s.json"))
-    assert said.code == 0
-    assert [row["prompt"] for row in rows(store)] == PROMPTS
-    assert "loading model" not in said.err
-    assert json.loads((tmp_path / "s.json").read_text())["rows_resumed"] == 3

@@ -198,13 +198,6 @@ def test_shards_that_write_other_fields_of_rows_do_not_share_a_plan(tiny_model_d
     assert Path("o.jsonl").read_bytes() == whole(tiny_model_dir, **parsed)
 
 
-@pytest.mark.slow
-def test_the_merge_names_unfinished_shards(tiny_model_dir, source):
-    shard(tiny_model_dir, "2/3")
-    with pytest.raises(UsageError, match=r"shards of o\.jsonl are not done: 1/3, 3/3; run each of them again"):
-        merge_job("o.jsonl")
-
-
 def test_a_job_without_shards_has_nothing_to_merge(tiny_model_dir, source):
     with pytest.raises(UsageError, match=r"there is no job of o\.jsonl"):
         merge_job("o.jsonl")
