@@ -87,14 +87,6 @@ def test_damaged_results_are_dropped_and_a_note_says_so(runs):
     assert [note.partition(" are damaged")[0] for note in runs.notes if "damaged" in note] == [f"2 results in {file}"]
 
 
-def test_the_note_on_a_single_damaged_result_is_in_the_singular(runs):
-    runs.run(["a", "b", "c", "d"], most=3)
-    file = Path("o.jsonl.job/results.sqlite")
-    file.write_bytes(file.read_bytes().replace(b"a: a", b"a: x"))
-    assert runs.run(["a", "b", "c", "d"])[0] == ["a", "d"]
-    assert f"1 result in {file} is damaged and was dropped: its row is generated again" in runs.notes
-
-
 def test_damaged_keys_are_not_trusted(runs):
     runs.run(["a"])
     Path("o.jsonl.job/keys").write_bytes(b"x" * 16)

@@ -3,6 +3,7 @@
 Whole jobs with the real tokenizer and no model (`support.runs`).
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,12 @@ def test_rows_with_given_finish_reasons_run_again_on_request(runs):
 
 def test_a_finished_job_is_recognised_before_a_tokenizer_is_loaded(runs):
     _, first = runs.run(PROMPTS)
-    answered, again = runs.run(PROMPTS)
+    written = runs.output.stat().st_mtime_ns
+    answered, again = runs.run(PROMPTS, stats="figures.json")
     assert (answered, runs.loaded, again.already_finished) == ([], 1, True)
     assert (again.stats, again.exit_code, again.chat) == (first.stats, first.exit_code, first.chat)
+    assert json.loads(Path("figures.json").read_text()) == first.stats
+    assert runs.output.stat().st_mtime_ns == written
     assert runs.run(PROMPTS, retry=("errors", "length"), prune=True)[1] == again
     assert runs.loaded == 1
     for prune, loaded in ((False, 2), (False, 2), (True, 3)):  # a result that no row has is there until it is pruned
