@@ -166,6 +166,7 @@ REFUSED = [
     ("x", {"chat_template_kwargs": {"tools": "add"}}, """--chat-template-kwargs: tools must be a list of objects, not text; use one such as {"tools": [{"type": "function", "function": {…}}]}"""),
     ("x", {"chat_template_kwargs": {"messages": []}}, "--chat-template-kwargs cannot set 'messages'; leave it out"),
     ("{% if %}", {}, "the model's chat template is not valid Jinja (line 1): Expected an expression, got 'end of statement block'; correct it, or give another"),
+    (None, {"template": "{{ a | nofilter }}"}, "--template is not valid Jinja (line 1): No filter named 'nofilter'; correct the template"),
     ("x", {"template": "a\n{{ b"}, "--template is not valid Jinja (line 2): unexpected end of template, expected 'end of print statement'; correct the template"),
     *(
         (None, {"score": True, "sampling": SamplingParams(**{option.replace("-", "_"): value})}, f"--score cannot be combined with --{option}; leave one of them out")

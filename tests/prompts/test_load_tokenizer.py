@@ -92,14 +92,6 @@ def test_the_size_of_the_vocabulary_is_the_models_not_the_tokenizers(tools, tmp_
     assert load(tools.save_model(tmp_path / "b", config=nested)).vocab_size == 300
 
 
-def test_a_file_in_place_of_a_model_folder_is_refused(tmp_path):
-    file = tmp_path / "model.safetensors"
-    file.write_text("x")
-    assert failure(file) == (
-        f"model {str(file)!r} is a file; give the folder that holds config.json, the weights and the tokenizer's files"
-    )
-
-
 @pytest.mark.parametrize(
     ("content", "why"),
     [
@@ -113,14 +105,6 @@ def test_a_generation_config_that_cannot_be_read_is_named(tools, tmp_path, conte
     assert failure(folder).startswith(f"{tmp_path / 'generation_config.json'} {why}")
 
 
-def test_a_revision_of_a_local_file_is_refused(tmp_path):
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
-    assert failure(str(file), revision="main") == (
-        f"--revision 'main' names a revision on the hub, and {str(file)!r} is a local file; leave --revision out"
-    )
-
-
 def test_a_hub_that_cannot_be_reached_is_an_error_that_tells_how_to_work_offline(monkeypatch, tmp_path):
     import huggingface_hub.constants as hub
 
@@ -131,13 +115,6 @@ def test_a_hub_that_cannot_be_reached_is_an_error_that_tells_how_to_work_offline
         "check the connection and HF_HUB_OFFLINE, or use a local folder with config.json and the tokenizer's files"
     )
     assert failure("nobody/nothing", revision="v9").startswith("model 'nobody/nothing' at revision 'v9' is neither")
-
-
-def test_a_malformed_hub_name_is_refused():
-    assert failure("what is this?") == (
-        "model 'what is this?' is neither a folder nor a hub name; use a local folder with config.json and the "
-        "tokenizer's files, or a hub name such as org/model"
-    )
 
 
 def test_a_package_that_the_tokenizer_files_need_is_named(monkeypatch, tmp_path):
@@ -156,6 +133,21 @@ def test_a_package_that_the_tokenizer_files_need_is_named(monkeypatch, tmp_path)
 
 
 LOCAL = "use a local folder with config.json and the tokenizer's files"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("m.safetensors", {}, "model 'm.safetensors' is a file; give the folder that holds config.json, the weights and the tokenizer's files"),
+        ("m.gguf", {"revision": "main"}, "--revision 'main' names a revision on the hub, and 'm.gguf' is a local file; leave --revision out"),
+        ("what is this?", {}, f"model 'what is this?' is neither a folder nor a hub name; {LOCAL}, or a hub name such as org/model"),
+    ],
+)  # fmt: skip
+def test_what_is_neither_a_folder_nor_a_hub_name_is_refused(tmp_path, monkeypatch, model, options, message):
+    monkeypatch.chdir(tmp_path)
+    for name in ("m.safetensors", "m.gguf"):
+        (tmp_path / name).write_text("GGUF")
+    assert failure(model, **options) == message
 
 
 @pytest.mark.parametrize(

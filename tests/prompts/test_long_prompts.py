@@ -29,15 +29,9 @@ def test_a_prompt_cut_on_the_left_keeps_its_bos(tools):
     assert (tools.text_of(draft), draft.max_tokens) == ("<s>vwxyz", 2)
 
 
-def chat(tools, columns, *, context, max_tokens=5, way="truncate-left", **options):
-    b = tools.builder(
-        chat_template=tools.CHATML,
-        context=context,
-        bos=False,
-        sampling=SamplingParams(max_tokens=max_tokens),
-        on_long_prompt=way,
-        **options,
-    )
+def chat(tools, columns, *, context, way="truncate-left", **options):
+    fixed = {"chat_template": tools.CHATML, "bos": False, "sampling": SamplingParams(max_tokens=5)}
+    b = tools.builder(context=context, on_long_prompt=way, **fixed, **options)
     (out,) = b.build(tools.rows(columns))
     return out
 
@@ -52,43 +46,39 @@ def turn(role, text):
 OPEN = "<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize(("way", "kept"), [("truncate-left", "pqrstuvwxyz"), ("truncate-right", "abcdefghijk")])
-def test_the_text_of_a_chat_prompt_is_shortened_and_the_tokens_of_its_template_stay(tools, way, kept):
-    draft = chat(tools, {"prompt": ALPHABET}, context=50, way=way, system="Be.", prefix="> ")
-    assert tools.text_of(draft) == turn("system", "Be.") + turn("user", f"> {kept}") + OPEN
-    assert (len(draft.tokens), draft.max_tokens, draft.truncated) == (45, 5, True)
+def says(*messages):
+    return [{"role": role, "content": text} for role, text in messages]
+
+
+LONG, ANSWERED = says(("user", ALPHABET)), says(("user", ALPHABET), ("assistant", "Well, "))
+TALK = says(("system", "Be."), ("user", ALPHABET), ("assistant", "No"), ("user", ALPHABET[:12]))
+NESTED = {"text": ALPHABET, "more": [{"name": ALPHABET}], "number": 7}
+BATCH = {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": LONG}}
+SYSTEM = turn("system", "Be.")
 
 
 @pytest.mark.parametrize(
-    ("way", "long", "last"), [("truncate-left", "uvwxyz", "ghijkl"), ("truncate-right", "abcdef", "abcdef")]
-)
-def test_the_longest_messages_of_a_conversation_are_shortened_to_the_same_length(tools, way, long, last):
-    messages = [("system", "Be."), ("user", ALPHABET), ("assistant", "No"), ("user", ALPHABET[:12])]
-    columns = {"messages": [{"role": role, "content": text} for role, text in messages]}
-    draft = chat(tools, columns, context=72, way=way)
-    expected = turn("system", "Be.") + turn("user", long) + turn("assistant", "No") + turn("user", last) + OPEN
-    assert tools.text_of(draft) == expected
-
-
-def test_an_assistant_message_to_be_continued_stays_open(tools):
-    messages = [{"role": "user", "content": ALPHABET}, {"role": "assistant", "content": "Well, "}]
-    draft = chat(tools, {"messages": messages}, context=40)
-    assert tools.text_of(draft) == turn("user", "qrstuvwxyz") + OPEN + "Well, "
-
-
-def test_the_columns_texts_in_a_row_template_are_shortened_even_when_nested(tools):
-    columns = {"text": ALPHABET, "more": [{"name": ALPHABET}], "number": 7}
-    template = "{{ number }}: {{ text }} / {{ more[0].name }}? Answer:"
-    draft = chat(tools, columns, context=57, template=template)
-    assert tools.text_of(draft) == turn("user", "7: rstuvwxyz / rstuvwxyz? Answer:") + OPEN
-
-
-@pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/completions"])
-def test_a_row_in_the_openai_batch_form_is_shortened_the_same_way(tools, url):
-    chatting = url.endswith("chat/completions")
-    prompt = {"messages": [{"role": "user", "content": ALPHABET}]} if chatting else {"prompt": ALPHABET}
-    draft = chat(tools, {"custom_id": "a", "url": url, "body": prompt}, context=34 if chatting else 16)
-    assert tools.text_of(draft) == (turn("user", "qrstuvwxyz") + OPEN if chatting else "opqrstuvwxyz")
+    ("columns", "context", "options", "text"),
+    [
+        # The text alone is shortened: the tokens of the template, the system message and the prefix stay.
+        *(
+            ({"prompt": ALPHABET}, 50, {"way": way, "system": "Be.", "prefix": "> "}, SYSTEM + turn("user", f"> {kept}") + OPEN)
+            for way, kept in (("truncate-left", "pqrstuvwxyz"), ("truncate-right", "abcdefghijk"))
+        ),
+        # The longest messages of a conversation are shortened to the same length.
+        *(
+            ({"messages": TALK}, 72, {"way": way}, SYSTEM + turn("user", long) + turn("assistant", "No") + turn("user", last) + OPEN)
+            for way, long, last in (("truncate-left", "uvwxyz", "ghijkl"), ("truncate-right", "abcdef", "abcdef"))
+        ),
+        ({"messages": ANSWERED}, 40, {}, turn("user", "qrstuvwxyz") + OPEN + "Well, "),
+        (NESTED, 57, {"template": "{{ number }}: {{ text }} / {{ more[0].name }}? Answer:"}, turn("user", "7: rstuvwxyz / rstuvwxyz? Answer:") + OPEN),
+        (BATCH, 34, {}, turn("user", "qrstuvwxyz") + OPEN),
+        (BATCH | {"url": "/v1/completions", "body": {"prompt": ALPHABET}}, 16, {}, "opqrstuvwxyz"),
+    ],
+)  # fmt: skip
+def test_the_texts_of_a_row_are_shortened_until_it_fits(tools, columns, context, options, text):
+    draft = chat(tools, columns, context=context, **options)
+    assert (tools.text_of(draft), draft.max_tokens, draft.truncated) == (text, 5 if context > 16 else 4, True)
 
 
 def test_a_prompt_of_token_ids_is_shortened_too(tools):

@@ -22,13 +22,6 @@ def one(tools, columns, **options):
     return out, b.notes
 
 
-def test_an_unknown_format_of_tool_calls_is_noted_once(tools):
-    unknown = TEMPLATE.replace("<tool_call>", "calls")
-    draft, notes = one(tools, {"prompt": "a", "tools": [TOOL]}, chat_template=unknown)
-    assert (tools.text_of(draft), draft.tools) == ("[1:add]a", "")
-    assert notes == ["rows have tools, but batchgen does not know how this model writes calls: they stay in the text"]
-
-
 def test_variables_that_the_chat_template_does_not_use_are_noted(tools):
     template = "{{ messages[0].content }}{% if enable_thinking %}!{% endif %}"
     b = tools.builder(chat_template=template, chat_template_kwargs={"enable_thinking": True, "thinking_budget": 3})
@@ -90,10 +83,8 @@ def test_a_system_message_that_the_chat_template_refuses_is_said_before_any_row_
     )
 
 
-def test_documents_of_a_row_reach_the_chat_template_and_are_shortened_like_messages(tools):
+def test_documents_of_a_row_are_shortened_like_messages(tools):
     columns = {"messages": [USER], "documents": [{"title": "T", "text": "abcdefgh"}]}
-    draft, notes = one(tools, columns)
-    assert (tools.text_of(draft), notes) == ("<T=abcdefgh>a", [])
     options = {"context": 12, "on_long_prompt": "truncate-left", "sampling": SamplingParams(max_tokens=2)}
     draft, _ = one(tools, columns, **options)
     assert (tools.text_of(draft), draft.truncated) == ("<T=defgh>a", True)

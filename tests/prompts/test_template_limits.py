@@ -93,17 +93,13 @@ def test_a_caller_that_stops_does_not_wait_for_a_render():
     process.close()
 
 
-def test_a_process_that_was_killed_starts_again(process):
-    process.render("row", "b", [{}])
-    process._child.process.kill()
-    process._child.process.wait()
-    assert process.render("row", "b", [{}]) == ["b"]
-
-
-def test_a_process_that_was_killed_before_its_first_template_starts_again():
+@pytest.mark.parametrize("used", [False, True])
+def test_a_process_that_was_killed_starts_again_also_before_its_first_template(used):
     process = TemplateProcess()
     process.start()
     assert process._child.connection.poll(60)
+    if used:
+        process.render("row", "b", [{}])
     process._child.process.kill()
     process._child.process.wait()
     assert process.render("row", "b", [{}]) == ["b"]
