@@ -8,8 +8,8 @@ from batchgen.stats import memory_bytes
 CPU = torch.device("cpu")
 
 
-def cache_of(num_blocks=6, block_size=2, layers=None, dtype=torch.float32):
-    return KVCache(layers or {0: LayerShape(1, 1, 1)}, num_blocks, block_size, dtype)
+def cache_of(num_blocks=6, block_size=2, layers=None):
+    return KVCache(layers or {0: LayerShape(1, 1, 1)}, num_blocks, block_size, torch.float32)
 
 
 def numbered(cache):

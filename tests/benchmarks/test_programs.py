@@ -3,33 +3,15 @@
 import ast
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks.programs import (
-    PROGRAMS,
-    ROOT,
-    NotDone,
-    run,
-)
+from benchmarks.programs import PROGRAMS, ROOT, NotDone, run
+from support.python_process import are_gone
 
 NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
 OTHERS = [name for name, program in PROGRAMS.items() if program.environment]
-
-
-def alive(process: int) -> bool:
-    """Whether a process that was just ended still exists after a moment."""
-    for _ in range(100):
-        try:
-            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return False
-        if state == "Z":
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def imports(module: str) -> set[str]:
@@ -59,4 +41,4 @@ def test_a_process_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
     )
     with pytest.raises(NotDone, match=r"^slow: not done after 2 s$"):
         run("slow", [sys.executable, "-c", script], os.environ, 2.0)
-    assert not alive(int(file.read_text()))
+    assert are_gone([file.read_text()])

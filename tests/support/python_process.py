@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +25,24 @@ def run_python(
         [sys.executable, "-c", code, *map(str, arguments)], env=environment() | variables, cwd=cwd, check=check,
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
+
+
+def runs(pid: int | str) -> bool:
+    """Whether a process runs. One that has ended and whose parent has not asked for its code does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def are_gone(pids: Iterable[int | str]) -> bool:
+    """Waits up to a minute for these processes to end. Returns whether all have."""
+    end = time.monotonic() + 60
+    while alive := [pid for pid in pids if runs(pid)]:
+        if time.monotonic() > end:
+            break
+        time.sleep(0.01)
+    return not alive
 
 
 @contextmanager
