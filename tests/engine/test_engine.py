@@ -1,26 +1,14 @@
-from functools import partial
-
 import numpy as np
 import pytest
 
 from batchgen.sampling_params import SamplingParams
-from support.models import engine_for, make_requests, plain_llama, run, token_ids
-from support.params import FULL, slow_but
+from support.models import make_requests, plain_llama, run, token_ids
+from support.params import FULL
 from support.requests import planned, request
 from support.shapes import VOCAB
 
 BLOCK = 32
 TOKEN = 512  # bytes of KV
-
-
-@pytest.fixture(params=slow_but([False], [False, True]), ids=["step by step", "a step ahead"])
-def engine_of(request):
-    return partial(engine_for, ahead=request.param)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return plain_llama()
 
 
 GROUP = list(range(20))

@@ -21,11 +21,6 @@ GROUP = list(range(40))
 PROMPTS = [[*GROUP, i] for i in range(6)] + [[50 + i] * (3 + i) for i in range(3)] + [GROUP, [7]]
 
 
-@pytest.fixture(scope="module")
-def model():
-    return plain_llama()
-
-
 def mixed():
     return mixed_requests(random.Random(1), 11)
 

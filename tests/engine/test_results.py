@@ -2,7 +2,6 @@
 
 import math
 import time
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,20 +10,8 @@ import torch
 from batchgen.engine import results as module
 from batchgen.errors import OutOfMemory
 from batchgen.scheduling.batch import ScheduledSpan, pack
-from support.models import engine_for, make_requests, plain_llama, run
-from support.params import slow_but
+from support.models import make_requests, plain_llama, run
 from support.requests import planned
-
-
-@pytest.fixture(params=slow_but([False], [False, True]), ids=["step by step", "a step ahead"])
-def engine_of(request):
-    return partial(engine_for, ahead=request.param)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return plain_llama()
-
 
 GROUP = list(range(20))
 

@@ -8,17 +8,12 @@ from batchgen.config import EngineConfig
 from batchgen.llm import LLM
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.waiting import POLICIES
-from support.models import engine_for, make_requests, mixed_requests, plain_llama, rounded
+from support.models import engine_for, make_requests, mixed_requests, rounded
 from support.models import run as run_whole
 from support.params import slow_but
 from support.requests import planned, request
 
 EOS = (11, 60)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return plain_llama()
 
 
 def run(engine, requests, after=0, cancelled=()):
