@@ -109,9 +109,9 @@ def waiting_for(devices: int) -> WaitingPieces:
     return shares
 
 
-def shares_of(requests: list[Request], devices: int = 2, **options: Any) -> WaitingPieces:
-    shares = waiting_for(devices)
-    shares.add(*planned(requests), **options)
+def shares_of(requests: list[Request]) -> WaitingPieces:
+    shares = waiting_for(2)
+    shares.add(*planned(requests))
     return shares
 
 

@@ -18,8 +18,8 @@ NESTED = [
 token_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), max_size=30)
 
 
-def outline_of(lists, nodes=99, text_tokens=99):
-    outline = Outline(nodes, text_tokens)
+def outline_of(lists, nodes=99):
+    outline = Outline(nodes, 99)
     for ids in sorted(lists):
         outline.add(np.array(ids, dtype=np.int32))
     return outline.tree()
