@@ -50,8 +50,8 @@ def without(folder: Path, name: str) -> None:
 
 
 @breaks
-def renamed(folder: Path, old: str, new: str) -> None:
-    (folder / old).rename(folder / new)
+def renamed(folder: Path, new: str) -> None:
+    (folder / "model.safetensors").rename(folder / new)
 
 
 @breaks
@@ -183,9 +183,9 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "weights are gone": (without("model.safetensors"), f"model folder 'M' has no weights (model.safetensors); {AGAIN}"),
     "weights are a dead link": (_dead_link,
         "M/model.safetensors is a link to a file that does not exist; download the model again"),
-    "pickled weights": (renamed("model.safetensors", "pytorch_model.bin"),
+    "pickled weights": (renamed("pytorch_model.bin"),
         "the model 'M' has only pickled weights (pytorch_model.bin), which batchgen never opens because they can run any program; convert them on a machine where that is safe (from_pretrained and save_pretrained of transformers), or use another model or --revision"),
-    "weights of another name": (renamed("model.safetensors", "consolidated.safetensors"),
+    "weights of another name": (renamed("consolidated.safetensors"),
         "model folder 'M' has consolidated.safetensors, but no model.safetensors; rename it if it holds all weights in the format of transformers, or download the version that has model.safetensors"),
     "a shard is gone": (sharded(lose="model-00002-of-00002.safetensors"),
         f"the weights in 'M' lack model-00002-of-00002.safetensors, one of 2 shards; {AGAIN}"),

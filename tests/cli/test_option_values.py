@@ -44,6 +44,10 @@ def test_what_is_not_given_is_the_default():
         ("--choices A,B,C", "sampling.choices", ("A", "B", "C")),
         ('--choices ["a,b","c"]', "sampling.choices", ("a,b", "c")),
         ("--seed 3", "sampling.given", ("seed",)),
+        ("--seed 3", "sampling.seed", 3),
+        ("--temperature 2", "sampling.temperature", 2.0),
+        ("--max-tokens 20 --ignore-eos", "sampling.ignore_eos", True),
+        ("--max-tokens 20 --ignore-eos", "sampling.max_tokens", 20),
     ],
 )
 def test_a_text_becomes_a_value(arguments, field, value):

@@ -16,14 +16,7 @@ import pytest
 from batchgen.progress import Tracker, rounded_duration
 from batchgen_cli import stderr
 from batchgen_cli.options import Display
-from batchgen_cli.progress import (
-    Bar,
-    Events,
-    Lines,
-    Notes,
-    Nothing,
-    progress_for,
-)
+from batchgen_cli.progress import Bar, Events, Lines, Notes, Nothing, progress_for
 from support.progress import Clock
 from support.python_process import environment
 
@@ -43,8 +36,8 @@ class Told:
         self.run.new.ok, self.run.new.failed = done - failed - self.run.resumed.ok, failed
         self.tracker.total = total
 
-    def tokens(self, prompt: int, completion: int) -> None:
-        self.run.new.prompt_tokens, self.run.new.completion_tokens = prompt, completion
+    def tokens(self, completion: int) -> None:
+        self.run.new.completion_tokens = completion
         if self.tracker.total is not None:  # a row a second
             self.tracker.expect(0.0, float(self.tracker.total - self.run.done))
         self.tracker.generated(completion)
@@ -85,7 +78,7 @@ def generate(shown: Told, clock: Clock, *, seconds: int, total: int | None = 100
     for second in range(1, seconds + 1):
         clock.now += 1
         shown.rows(second, 0 if second < failed_from else 2, total)
-        shown.tokens(0, second * 50)
+        shown.tokens(second * 50)
 
 
 @pytest.fixture

@@ -15,18 +15,18 @@ DONE = Result(row=0, text="x", finish_reason="stop", prompt_tokens=20, completio
 FAILED = Result(row=0, text=None, finish_reason="error", error_type="invalid_row", error_message="not JSON")
 
 
-def report_of(*, rows: int = 2, failures: tuple[str, ...] = ()) -> JobReport:
+def report_of(failures: tuple[str, ...] = ()) -> JobReport:
     run = RunFigures(prefill_tokens_min=15, groups=1, prefix_nodes=1)
-    for _ in range(rows):
+    for _ in range(2):
         run.new.add(DONE)
     for _ in failures:
         run.new.add(FAILED)
     run.resumed.add(replace(DONE, finish_reason="length", truncated=True))
     run.seconds |= {"load": 1.0, "generate": 2.0}
     engine = EngineStats(
-        prefill_tokens=15 if rows else 0,
-        completion_tokens=10 if rows else 0,
-        steps=5 if rows else 0,
+        prefill_tokens=15,
+        completion_tokens=10,
+        steps=5,
         decode_sequences=10,
         attention_parts=5,
         drafted=Counter(grammar=8, prompt=4),
@@ -41,8 +41,7 @@ def report_of(*, rows: int = 2, failures: tuple[str, ...] = ()) -> JobReport:
         "top_p": {"value": 0.9, "from": "option"},
         "max_tokens": {"value": 16384, "from": "auto"},
     }
-    device, attention = ("cpu", "cascade") if rows else ("", "")
-    stats = figures(run, engine, Setting("m", "float32", device, attention, sampling))
+    stats = figures(run, engine, Setting("m", "float32", "cpu", "cascade", sampling))
     stats["seconds"]["total"] = 3.5
     stats["memory_bytes_peak"] = 1 << 30
     return JobReport(stats, "out.jsonl", False, chat=True, failures=failures)
