@@ -85,9 +85,6 @@ class Seen:
     """Whether its processor refuses images with different numbers of tiles in one prompt, for which nothing else speaks: the model wants all tiles in a row."""
 
 
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-SECTIONS = {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}}
-HALF = {"rope_parameters": ROPE | {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}}
 PINPOINTS = {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]}
 SQUARE = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
 PATCHES = {"size": {"height": 56, "width": 56}, "max_patches": 4}
@@ -107,16 +104,6 @@ QWEN_EYE = {
 }
 QWEN3_EYE = QWEN_EYE | {"num_position_embeddings": 16}
 DEEP = {"deepstack_visual_indexes": [0, 1]}
-QWEN_MOE = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": [0],
-    "norm_topk_prob": True,
-}  # fmt: skip
-GLM_MOE = {
-    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
-    "first_k_dense_replace": 1,
-}  # fmt: skip
-
-
 OMNI = {
     "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "audio_token": "<sound>", "vision_bos_token": "<|vision_start|>",
     "vision_eos_token": "<|vision_end|>", "audio_bos_token": "<boa>", "audio_eos_token": "<eoa>",
@@ -342,17 +329,14 @@ FAMILIES = {
         needs="torchvision",
     ),
     "cosmos3_edge": _qwen(
-        _text("cosmos3_edge_text", **SECTIONS), {k: v for k, v in EYE.items() if k != "image_size"} | {"num_patches": 16, "spatial_merge_size": 2},
+        _inner("cosmos3_edge"), {k: v for k, v in EYE.items() if k != "image_size"} | {"num_patches": 16, "spatial_merge_size": 2},
         "cosmos3_edge", "Cosmos3Edge", images=_images("cosmos3_edge", "Cosmos3Edge", patch_size=14, **QWEN_SIZE),
         told={"return_mm_token_type_ids": True},
     ),
-    "cosmos3_omni": _qwen(_text("qwen3_vl_text", num_hidden_layers=3, **SECTIONS), QWEN3_EYE | DEEP, "qwen3_vl", "Qwen3VL"),
+    "cosmos3_omni": _qwen(_inner("cosmos3_omni", num_hidden_layers=3), QWEN3_EYE | DEEP, "qwen3_vl", "Qwen3VL"),
     "deepseek_ocr2": Seen(
         {
-            "text_config": _text(
-                "deepseek_ocr2_text", n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=32,
-                mlp_layer_types=["dense", "sparse"], n_group=1, topk_group=1, num_key_value_heads=4,
-            ),
+            "text_config": _inner("deepseek_ocr2"),
             "vision_config": {
                 "sam_config": SAM | {"image_size": 128, "downsample_channels": [16, 32]},
                 "encoder_config": {
@@ -453,9 +437,9 @@ FAMILIES = {
         {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<soft>", "boa_token": "<boa>", "eoa_token": "<eoa>", "audio_token": "<sound>"},
         needs="torchvision",
     ),
-    "glm46v": _glm(_text("glm4v_text", **HALF), {"model_type": "glm4v_vision"}, "glm46v", "Glm46V"),
-    "glm4v": _glm(_text("glm4v_text", **HALF), {}, "glm4v", "Glm4v"),
-    "glm4v_moe": _glm(_text("glm4v_moe_text", **GLM_MOE, **HALF), {}, "glm4v", "Glm4v"),
+    "glm46v": _glm(_inner("glm46v"), {"model_type": "glm4v_vision"}, "glm46v", "Glm46V"),
+    "glm4v": _glm(_inner("glm4v"), {}, "glm4v", "Glm4v"),
+    "glm4v_moe": _glm(_inner("glm4v_moe"), {}, "glm4v", "Glm4v"),
     "glm5_next": Seen(
         {
             "text_config": _inner("glm5_next"), "image_token_id": ID["<|image|>"], "video_token_id": ID["<|video|>"],
@@ -466,8 +450,8 @@ FAMILIES = {
         _images("glm5_next", "Glm5Next", min_image_tokens=4, max_image_tokens=6), _processor("glm5_next", "Glm5Next"),
         "<|begin_of_image|><|image|><|end_of_image|>",
     ),
-    "glm_ocr": _glm(_text("glm_ocr_text", **SECTIONS), {}, "glm46v", "Glm46V"),
-    "glmga": _glm(_text("glm4v_text", **HALF), {"model_type": "glm4v_vision"}, "glmga", "Glmga", processor=("glm46v", "Glm46V")),
+    "glm_ocr": _glm(_inner("glm_ocr"), {}, "glm46v", "Glm46V"),
+    "glmga": _glm(_inner("glmga"), {"model_type": "glm4v_vision"}, "glmga", "Glmga", processor=("glm46v", "Glm46V")),
     "got_ocr2": Seen(
         {"text_config": _text("qwen2"), "vision_config": SAM | {"image_size": 128}, "image_token_index": ID["<imgpad>"]},
         _images("got_ocr2", "GotOcr2", size={"height": 128, "width": 128}), _processor("got_ocr2", "GotOcr2"), "<imgpad>",
@@ -494,7 +478,7 @@ FAMILIES = {
     ),
     "hunyuan_vl": Seen(
         {
-            "text_config": _text("hunyuan_vl_text", rope_parameters=ROPE | {"mrope_section": [2, 2, 2, 2]}), "image_token_id": ID["<image>"],
+            "text_config": _inner("hunyuan_vl"), "image_token_id": ID["<image>"],
             "im_start_id": ID["<img>"], "im_end_id": ID["</img>"], "im_newline_id": ID["[IMG_BREAK]"],
             "vision_config": {
                 "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 14, "out_hidden_size": 64,
@@ -522,7 +506,7 @@ FAMILIES = {
     "janus/system prompt": _janus(use_default_system_prompt=True),
     "kimi_k25": Seen(
         {
-            "text_config": _text("deepseek_v3", **SHAPES["deepseek_v3/yarn"]), "projection_hidden_size": 32, "image_token_id": ID["<|image_pad|>"],
+            "text_config": _inner("kimi_k25"), "projection_hidden_size": 32, "image_token_id": ID["<|image_pad|>"],
             "video_token_id": ID["<|video_pad|>"], "vision_start_token_id": ID["<|vision_start|>"], "vision_end_token_id": ID["<|vision_end|>"],
             "vision_config": {
                 "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "pos_emb_height": 8, "pos_emb_width": 8,
@@ -587,8 +571,7 @@ FAMILIES = {
     ),
     "mistral3": _pixtral(_text("mistral"), {"image_token_index": ID["[IMG]"], "spatial_merge_size": 2}, "pixtral", "Pixtral"),
     "mistral_large4": _pixtral(
-        _text(*TEXTS["mistral_large4"][:1], **TEXTS["mistral_large4"][1]), {"image_token_index": ID["[IMG]"], "spatial_merge_size": 2},
-        "pixtral", "Pixtral",
+        _inner("mistral_large4"), {"image_token_index": ID["[IMG]"], "spatial_merge_size": 2}, "pixtral", "Pixtral",
     ),
     "muse_glimmer": _muse("muse_glimmer", _inner("muse_glimmer")),
     "muse_spark": _muse(
@@ -619,7 +602,7 @@ FAMILIES = {
         _processor("ovis2", "Ovis2", image_seq_length=4),
     ),
     "paddleocr_vl": _qwen(
-        _text("paddleocr_vl_text", **SECTIONS), EYE | {"spatial_merge_size": 2}, "paddleocr_vl", "PaddleOCRVL",
+        _inner("paddleocr_vl"), EYE | {"spatial_merge_size": 2}, "paddleocr_vl", "PaddleOCRVL",
         images=_images("paddleocr_vl", "PaddleOCRVL", **QWEN_SIZE), tokens={"image_token": "<|image_pad|>"},
     ),
     "paligemma": _paligemma("gemma"),
@@ -641,23 +624,23 @@ FAMILIES = {
     ),
     "qianfan_ocr": _internvl("qwen3", "<image>", "qianfan_ocr", "QianfanOCR"),
     "qwen2_5_omni_thinker": _omni(
-        _text("qwen2_5_omni_text", **SECTIONS), QWEN_EYE | {"fullatt_block_indexes": [1], "window_size": 56},
+        _inner("qwen2_5_omni_thinker"), QWEN_EYE | {"fullatt_block_indexes": [1], "window_size": 56},
         {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 32, "output_dim": 64}, "qwen2_5_omni", "Qwen2_5Omni",
         inside="qwen2_5_omni",
     ),
     "qwen2_vl": _qwen(
-        _text("qwen2_vl_text", **SECTIONS), {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4, "patch_size": 14}, "qwen2_vl", "Qwen2VL"
+        _inner("qwen2_vl"), {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4, "patch_size": 14}, "qwen2_vl", "Qwen2VL"
     ),
-    "qwen2_5_vl": _qwen(_text("qwen2_5_vl_text", **SECTIONS), QWEN_EYE | {"fullatt_block_indexes": [1], "window_size": 56}, "qwen2_5_vl", "Qwen2_5_VL"),
-    "qwen3_5": _qwen(_shape("qwen3_5_text", vocab_size=VOCAB), QWEN3_EYE, "qwen3_vl", "Qwen3VL"),
-    "qwen3_5_moe": _qwen(_shape("qwen3_5_moe_text", vocab_size=VOCAB), QWEN3_EYE, "qwen3_vl", "Qwen3VL"),
+    "qwen2_5_vl": _qwen(_inner("qwen2_5_vl"), QWEN_EYE | {"fullatt_block_indexes": [1], "window_size": 56}, "qwen2_5_vl", "Qwen2_5_VL"),
+    "qwen3_5": _qwen(_inner("qwen3_5"), QWEN3_EYE, "qwen3_vl", "Qwen3VL"),
+    "qwen3_5_moe": _qwen(_inner("qwen3_5_moe"), QWEN3_EYE, "qwen3_vl", "Qwen3VL"),
     "qwen3_omni_moe_thinker": _omni(
-        _text("qwen3_omni_moe_text", num_hidden_layers=3, **QWEN_MOE, **SECTIONS), QWEN3_EYE | DEEP,
+        _inner("qwen3_omni_moe_thinker", num_hidden_layers=3), QWEN3_EYE | DEEP,
         {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 32, "output_dim": 64, "downsample_hidden_size": 32},
         "qwen3_omni_moe", "Qwen3OmniMoe",
     ),
-    "qwen3_vl": _qwen(_text("qwen3_vl_text", num_hidden_layers=3, **SECTIONS), QWEN3_EYE | DEEP, "qwen3_vl", "Qwen3VL"),
-    "qwen3_vl_moe": _qwen(_text("qwen3_vl_moe_text", num_hidden_layers=3, **QWEN_MOE, **SECTIONS), QWEN3_EYE | DEEP, "qwen3_vl", "Qwen3VL"),
+    "qwen3_vl": _qwen(_inner("qwen3_vl", num_hidden_layers=3), QWEN3_EYE | DEEP, "qwen3_vl", "Qwen3VL"),
+    "qwen3_vl_moe": _qwen(_inner("qwen3_vl_moe", num_hidden_layers=3), QWEN3_EYE | DEEP, "qwen3_vl", "Qwen3VL"),
     "qwen4_exp": _qwen(_shape("qwen4_exp_text/n-grams", vocab_size=VOCAB, eos_token_id=257), QWEN3_EYE, "qwen3_vl", "Qwen3VL"),
     "smolvlm": _idefics3("smolvlm", "SmolVLM"),
     "step3p7": Seen(
