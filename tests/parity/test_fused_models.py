@@ -27,8 +27,8 @@ def _ids() -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _logits(model: torch.nn.Module, count: int = 50) -> torch.Tensor:
-    logits: torch.Tensor = model(input_ids=_ids()[:, :count], use_cache=False).logits
+def _logits(model: torch.nn.Module) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=_ids(), use_cache=False).logits
     return logits.float()
 
 

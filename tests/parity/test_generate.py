@@ -68,13 +68,6 @@ def test_output_equals_generate_and_no_token_is_prefilled_twice(expected, reques
         assert engine.stats.preemptions == engine.stats.recomputed_tokens == 0, how
 
 
-@each_of("llama")
-def test_output_does_not_change_without_sharing(expected):
-    engine = engine_for(packed_model("llama"))
-    assert tokens_of(engine, PROMPTS, LENGTHS, share=False) == expected
-    assert engine.stats.prefill_tokens == sum(map(len, PROMPTS))
-
-
 @each_of("llama", *RECURRENT_SHAPES)
 def test_later_windows_continue_from_the_nodes_and_states_of_earlier_ones(expected, request):
     engine = engine_for(packed_model(name_of(request)))

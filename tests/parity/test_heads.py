@@ -15,7 +15,7 @@ from batchgen.model.heads import without_language_head
 from batchgen.model.loader import load_model
 from batchgen.parsers.heads import OutputHead
 from batchgen.request import NO_TEXT
-from support.models import engine_for, kernels, make_requests, randomize, run, tiny_tokenizer
+from support.models import WAYS, engine_for, kernels, make_requests, randomize, run, tiny_tokenizer
 from support.params import slow_but
 from support.shapes import COMMON, SHAPES, VOCAB, family_config, tree_tokens
 from support.wrappers import text_model, whole_model
@@ -40,12 +40,7 @@ LABELS = ("red", "green", "blue")
 LAST = OutputHead(task="embed", pooling="last", normalize=True)
 MEAN = OutputHead(task="embed", pooling="mean", normalize=False)
 CLASSES = OutputHead(task="classify", labels=LABELS)
-ENGINES = {
-    "all at once": {},
-    "one at a time": {"batch_size": 1},
-    "in slices": {"max_batch_tokens": 7, "batch_size": 3},
-    "other blocks": {"chunk_size": 5},
-    "in order": {"policy": "fifo"},
+ENGINES = WAYS | {
     "memory short": {"blocks": 4},
     "memory short, a step ahead": {"blocks": 5, "ahead": True},
 }

@@ -10,6 +10,7 @@ import torch
 from batchgen.request import row_key
 from batchgen.sampling_params import SamplingParams
 from support.models import (
+    WAYS,
     engine_for,
     generate,
     generate_all,
@@ -52,13 +53,8 @@ def cases():
 
 
 PROMPTS, TEXTS = cases()
-ENGINES = {
-    "all at once": {},
-    "one at a time": {"batch_size": 1},
-    "in slices": {"max_batch_tokens": 7, "batch_size": 3},
-    "other blocks": {"chunk_size": 5},
+ENGINES = WAYS | {
     "prompts first": {"policy": "prefill-first", "max_batch_tokens": 50},
-    "in order": {"policy": "fifo"},
     "a step ahead": {"batch_size": 3, "ahead": True},
 }
 """For short memory, see `test_short_memory.py`."""

@@ -31,6 +31,15 @@ from batchgen.sampling_params import SamplingParams
 from support.requests import planned, request
 from support.shapes import COMMON, SHAPES, VOCAB, family_config
 
+WAYS: dict[str, dict[str, Any]] = {
+    "all at once": {},
+    "one at a time": {"batch_size": 1},
+    "in slices": {"max_batch_tokens": 7, "batch_size": 3},
+    "other blocks": {"chunk_size": 5},
+    "in order": {"policy": "fifo"},
+}
+"""Settings of an engine, none of which changes results."""
+
 
 class Numbers:
     """A tokenizer that writes token ids as text. None of its tokens is special."""
@@ -103,10 +112,8 @@ def packed_model(model_type: str, *, compiled: bool = True) -> Any:
     return prepare(copy.deepcopy(reference_model(model_type)), kernels=kernels() if compiled else None)
 
 
-def tiny_tokenizer(context_length: int = 512, eos: tuple[int, ...] = ()) -> LoadedTokenizer:
-    return LoadedTokenizer(
-        hf_tokenizer=Numbers(), hf_config=None, context_length=context_length, eos_token_ids=eos, vocab_size=VOCAB
-    )
+def tiny_tokenizer(eos: tuple[int, ...] = ()) -> LoadedTokenizer:
+    return LoadedTokenizer(Numbers(), hf_config=None, context_length=512, eos_token_ids=eos, vocab_size=VOCAB)
 
 
 def make_requests(
