@@ -205,17 +205,19 @@ def test_a_row_of_a_job_equals_the_same_row_run_alone(name: str, dtype: torch.dt
     check(model(name.removesuffix(" tied"), dtype, name.endswith("tied")), 1, 8, 60)
 
 
+CODES = "olmo_hybrid, gates in codes"
+
+
 @pytest.mark.parametrize(
-    "name", slow_but(["laguna"], ["laguna", "olmo_hybrid", "llama4_text", "qwen3_5_text", "hy_v4"])
+    "name", slow_but(["laguna", CODES], ["laguna", CODES, "olmo_hybrid", "llama4_text", "qwen3_5_text", "hy_v4"])
 )
 def test_a_row_of_a_job_in_8_bits_equals_the_same_row_run_alone(name: str, tmp_path: Path) -> None:
-    build(name).save_pretrained(tmp_path)
-    texts = [np.arange(3, 40, dtype=np.int32)]
-    check(load_folder(tmp_path, texts=texts, dtype="float32", quantize="int8"), 1, 8, 60)
-
-
-def test_a_row_of_a_job_in_8_bits_with_gates_in_codes_equals_the_same_row_run_alone(tmp_path: Path) -> None:
-    make("gptq in order", tmp_path, build("olmo_hybrid", linear_num_key_heads=8, linear_num_value_heads=8).bfloat16())
+    if name == CODES:
+        make(
+            "gptq in order", tmp_path, build("olmo_hybrid", linear_num_key_heads=8, linear_num_value_heads=8).bfloat16()
+        )
+    else:
+        build(name).save_pretrained(tmp_path)
     texts = [np.arange(3, 40, dtype=np.int32)]
     check(load_folder(tmp_path, texts=texts, dtype="float32", quantize="int8"), 1, 8, 60)
 
