@@ -8,18 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from support.harness import Job, Running, read_output, stored_keys
+from support.harness import Job, read_output, stored_keys
 from support.params import slow_but
 
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="stops are seen in /proc")
 each = pytest.mark.parametrize("job", slow_but({"spooled"}, ["spooled", "windows"]), indirect=True)
-
-
-def stopped_at(job: Job, what: str, at: int = 3) -> Running:
-    """Returns a run that has stopped itself right before the `at`-th call that contains `what`."""
-    running = job.start(how="SIGSTOP", at=at, only=what)
-    running.until_stopped()
-    return running
 
 
 @pytest.mark.parametrize("size", slow_but({600}, [600, 3_000, 30_000, 60_000]))
@@ -51,7 +44,8 @@ def test_a_file_that_cannot_grow_ends_the_run_in_one_line_and_finished_rows_are_
 @pytest.mark.parametrize("what", slow_but({"all"}, ["job folder", "all"]))
 def test_a_folder_deleted_under_a_running_job_ends_it_in_one_line(job: Job, what: str) -> None:
     job.prepare()
-    running = stopped_at(job, job.results)
+    running = job.start(how="SIGSTOP", at=3, only=job.results)
+    running.until_stopped()
     if what == "all":
         job.folder.rename(job.folder.with_name("gone"))
     else:

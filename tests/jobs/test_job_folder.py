@@ -274,13 +274,14 @@ def test_a_limit_takes_no_finished_row_away_that_stands_behind_new_ones(runs, wi
 
 @pytest.mark.parametrize("name", ["o.jsonl", "o.csv"])
 @pytest.mark.parametrize("window", [None, 5])
-def test_a_refused_run_keeps_every_result(runs, name, window):
+def test_a_refused_run_keeps_every_result_also_of_rows_that_it_has_tried_again(runs, name, window):
     prompts = finished(runs, 20, "p3", name=name)
-    others = [*prompts[:9], "new"]
+    before, runs.reason = runs.rows(), lambda prompt: "stop"
     with pytest.raises(UsageError, match="11 of the 20 finished rows"):
-        runs.run(others, retry=("length",), window=window)
-    assert job_status(runs.output)["state"] == "finished"
+        runs.run([*prompts[:9], "new"], retry=("length",), window=window)
+    assert (job_status(runs.output)["state"], runs.rows()) == ("finished", before)
     assert runs.run([*prompts, "new"])[0] == (["new"] if window is None else [])  # by windows, it had been generated
+    assert [row["finish_reason"] for row in runs.rows() if row["prompt"] == "p3"] == ["length"]
 
 
 @pytest.mark.parametrize("name", ["o.jsonl", "o.csv"])
@@ -329,18 +330,6 @@ def test_a_refused_run_with_a_larger_limit_leaves_no_results_of_that_limit(runs)
     with pytest.raises(UsageError, match="of the 20 finished rows"):
         runs.run([*prompts[:9], "new"], window=5, **LARGER)
     assert runs.run([*prompts, "new"])[0] == ["new"]
-
-
-@pytest.mark.parametrize("name", ["o.jsonl", "o.csv"])
-@pytest.mark.parametrize("window", [None, 5])
-def test_a_refused_run_that_has_tried_rows_again_leaves_their_first_results(runs, name, window):
-    prompts = finished(runs, 20, "p3", name=name)
-    before, runs.reason = runs.rows(), lambda prompt: "stop"
-    with pytest.raises(UsageError, match="11 of the 20 finished rows"):
-        runs.run([*prompts[:9], "new"], retry=("length",), window=window)
-    assert runs.rows() == before
-    runs.run([*prompts, "new"])
-    assert [row["finish_reason"] for row in runs.rows() if row["prompt"] == "p3"] == ["length"]
 
 
 @pytest.mark.parametrize("step", ["forget", "restore_forgotten", "flush"])

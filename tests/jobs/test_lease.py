@@ -19,12 +19,12 @@ QUICK = Beats(every=0.01, silent=0.3, look=0.01)
 PATIENT = Beats(every=0.01, silent=600, look=0.01)  # a busy machine may take long from one beat to the next
 
 
-def claim_of_another_machine(folder: Path, number: int = 1, beat: int = 7, state: str = "running") -> Path:
+def claim_of_another_machine(folder: Path, number: int = 1, beat: int = 7) -> Path:
     """Writes the claim of a process on the host `far`."""
     folder.mkdir(exist_ok=True)
     path = folder / f"claim-{number:06d}"
     holder = {"pid": 12, "host": "far", "boot": "b", "locked": True, "started": "2026-01-01T00:00:00+00:00"}
-    path.write_text(json.dumps(holder | {"number": number, "state": state, "beat": beat}))
+    path.write_text(json.dumps(holder | {"number": number, "state": "running", "beat": beat}))
     return path
 
 
