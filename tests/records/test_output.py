@@ -87,6 +87,7 @@ def test_token_ids_are_written_on_request_and_null_if_unknown():
         ("a/prompts.parquet.zst", None, "a/prompts.out.parquet"),
         ("a/prompts.txt", "jsonl", "a/prompts.out.jsonl"),
         ("a/prompts.data", "parquet", "a/prompts.out.parquet"),
+        ("-", None, "-"),
     ],
 )
 def test_the_output_is_beside_the_input_by_default(tmp_path, monkeypatch, name, format, expected):
@@ -94,10 +95,6 @@ def test_the_output_is_beside_the_input_by_default(tmp_path, monkeypatch, name, 
     (tmp_path / "a").mkdir()
     (tmp_path / name).touch()
     assert output_of(JobConfig(inputs=(name,), model="M", input_format=format)) == expected
-
-
-def test_the_output_of_standard_input_is_standard_output():
-    assert output_of(JobConfig(inputs=("-",), model="M")) == "-"
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ def rows(*sizes: int) -> list[Row]:
     return [Row(i, {}, None, "", size) for i, size in enumerate(sizes)]
 
 
-def sizes_of(*sizes: int, most: int, size: int = 100) -> list[list[int]]:
+def sizes_of(*sizes: int, most: int) -> list[list[int]]:
     stream = RowStream(iter(rows(*sizes)), most)
-    return [[row.size for row in window] for window in iter(lambda: stream.take(size), [])]
+    return [[row.size for row in window] for window in iter(lambda: stream.take(100), [])]
 
 
 def test_a_window_ends_with_the_row_that_exceeds_its_bytes():
