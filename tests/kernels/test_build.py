@@ -6,7 +6,6 @@ import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -18,17 +17,10 @@ from batchgen.kernels.isa import instruction_set
 from batchgen.model.loader import load_model
 from batchgen.prompts.tokenizer import load_tokenizer
 from support.progress import logged
+from support.python_process import are_gone, runs
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
-
-
-def is_running(pid):
-    """Whether a process runs. One that has ended and whose parent has not asked for its code does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def forget():
@@ -180,7 +172,7 @@ def test_a_compiler_that_hangs_when_it_is_asked_for_its_flags_is_ended(folder, t
         else:
             assert str(made.exception()) == "the C++ compiler was not done after 0 s"
         assert isinstance(made.exception(), build.NoKernels)
-    assert not any(is_running(pid) for pid in pids.read_text().split())
+    assert not any(runs(pid) for pid in pids.read_text().split())
 
 
 @needs_compiler
@@ -200,10 +192,7 @@ def test_an_error_ends_the_compilers_that_another_thread_has_started(folder, tmp
                 time.sleep(0.01)
             raise KeyboardInterrupt
         assert isinstance(made.exception(), build.NoKernels)
-    end = time.monotonic() + 60
-    while any(is_running(pid) for pid in pids.read_text().split()) and time.monotonic() < end:
-        time.sleep(0.01)  # a killed process is gone a moment later
-    assert not any(is_running(pid) for pid in pids.read_text().split())
+    assert are_gone(pids.read_text().split())
     assert [file.name for file in build._target().parent.iterdir()] == ["lock"]
     monkeypatch.delenv("CXX")
     assert build.library().answer() == 42

@@ -5,7 +5,6 @@ import weakref
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from batchgen.kernels import decoder_layers, fusion
@@ -13,6 +12,7 @@ from batchgen.kernels.fusion import FusedMLP, FusedNorm
 from batchgen.kernels.ops import PackedLinear
 from support.fusing import fuse
 from support.models import build
+from support.shapes import VOCAB
 
 FORWARDS = {"embeddings": 1, "rotary embeddings": 2, "decoder layers": 2, "tables of cos and sin": 1}
 ALL = {**FORWARDS, "norms": 5, "gated MLPs": 2, "linear layers": 9}
@@ -20,15 +20,6 @@ IDS = torch.arange(7)[None]
 
 
 pytestmark = pytest.mark.usefixtures("every_kernel")
-
-
-def llama(**changes):
-    options = {
-        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "initializer_range": 0.1, "tie_word_embeddings": False,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**(options | changes))).eval()
 
 
 @torch.inference_mode()
@@ -41,7 +32,7 @@ def same(model, plain):
 
 
 def test_every_part_of_a_llama_is_replaced_and_the_logits_stay_the_same():
-    model = llama()
+    model = build("llama")
     plain = logits(model)
     assert fuse(model) == ALL
     layer = model.model.layers[0]
@@ -52,7 +43,7 @@ def test_every_part_of_a_llama_is_replaced_and_the_logits_stay_the_same():
 
 
 def test_a_packed_weight_replaces_the_original():
-    model = llama()
+    model = build("llama")
     gone = [weakref.ref(model.lm_head.weight), weakref.ref(model.model.layers[1].mlp.gate_proj.weight)]
     fuse(model)
     gc.collect()
@@ -61,7 +52,7 @@ def test_a_packed_weight_replaces_the_original():
 
 
 def test_a_weight_that_modules_share_is_packed_once_beside_the_embedding():
-    model = llama(tie_word_embeddings=True)
+    model = build("llama", tie_word_embeddings=True)
     first, second = (layer.self_attn for layer in model.model.layers)
     second.o_proj.weight = first.o_proj.weight
     plain = logits(model)
@@ -74,14 +65,14 @@ def test_a_weight_that_modules_share_is_packed_once_beside_the_embedding():
 
 def test_other_models_in_the_process_are_not_changed():
     before = modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward
-    other = llama()
-    fuse(llama())
+    other = build("llama")
+    fuse(build("llama"))
     assert (modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward) == before
     assert "forward" not in vars(other.model.layers[0].self_attn)
 
 
 def test_a_module_that_is_used_twice_is_replaced_in_both_places():
-    model = llama()
+    model = build("llama")
     model.model.layers[1].mlp = model.model.layers[0].mlp
     model.model.layers[1].self_attn.q_proj = model.model.layers[0].self_attn.q_proj
     plain = logits(model)
@@ -92,7 +83,7 @@ def test_a_module_that_is_used_twice_is_replaced_in_both_places():
 
 
 def test_a_part_with_hooks_is_not_replaced():
-    model = llama()
+    model = build("llama")
     seen = []
     for part in (model.lm_head, model.model.norm, model.model.layers[0].mlp, model.model.layers[1].mlp.down_proj):
         part.register_forward_hook(lambda *_: seen.append(1))
@@ -106,16 +97,16 @@ class Wide(torch.nn.Linear):
 
 
 def test_other_layers_dtypes_and_devices_are_not_replaced():
-    model = llama()
-    model.lm_head = Wide(32, 97, bias=False)
+    model = build("llama")
+    model.lm_head = Wide(64, VOCAB, bias=False)
     assert fuse(model) == ALL | {"linear layers": 8}
     assert type(model.lm_head) is Wide
-    assert fuse(llama().half()) == FORWARDS
-    assert fuse(llama().to("meta")) == {}
+    assert fuse(build("llama").half()) == FORWARDS
+    assert fuse(build("llama").to("meta")) == {}
 
 
 def test_a_part_with_the_same_code_but_other_results_is_not_replaced(monkeypatch):
-    model = llama()
+    model = build("llama")
     plain = logits(model)
     monkeypatch.setattr(fusion, "norm_after_sum", lambda x, *_: (x, x * 1.01))
     monkeypatch.setattr(fusion, "rotate", lambda q, k, *_: (q * 1.2, k))
@@ -128,7 +119,7 @@ def test_a_part_with_the_same_code_but_other_results_is_not_replaced(monkeypatch
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize(("changes", "linear"), [({"intermediate_size": 0}, 9), ({"hidden_act": "gelu"}, 9 + 6)])
 def test_an_mlp_of_no_width_or_with_another_activation_stays_and_its_linear_layers_are_packed(changes, linear):
-    model = llama(**changes)
+    model = build("llama", **changes)
     plain = logits(model)
     assert fuse(model) == {**FORWARDS, "norms": 5, "linear layers": linear}
     same(model, plain)

@@ -33,30 +33,27 @@ def on(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sets", "has", "found"),
+    ("sets", "has", "found", "wish"),
     [
-        (X86, frozenset({"sse2", "avx"}), "none"),
-        (X86, HASWELL, "avx2"),
-        (X86, SKYLAKE_X, "avx512"),
-        (X86, SKYLAKE_X - {"avx512vl"}, "avx2"),
-        (X86, HASWELL | {"avx_vnni"}, "avx2_vnni"),
-        (X86, SKYLAKE_X | {"avx512_vnni"}, "avx512_vnni"),
-        (X86, ZEN4, "avx512_bf16"),
-        (X86, SAPPHIRE_RAPIDS, "amx"),
-        (ARM, GRAVITON2 - {"asimddp"}, "neon"),
-        (ARM, GRAVITON2, "neon_dot"),
-        (ARM, GRAVITON3, "neon_bf16"),
-        (("none",), SAPPHIRE_RAPIDS, "none"),
+        (X86, frozenset({"sse2", "avx"}), "none", None),
+        (X86, HASWELL, "avx2", None),
+        (X86, SKYLAKE_X, "avx512", None),
+        (X86, SKYLAKE_X - {"avx512vl"}, "avx2", None),
+        (X86, HASWELL | {"avx_vnni"}, "avx2_vnni", None),
+        (X86, SKYLAKE_X | {"avx512_vnni"}, "avx512_vnni", None),
+        (X86, ZEN4, "avx512_bf16", None),
+        (X86, SAPPHIRE_RAPIDS, "amx", None),
+        (ARM, GRAVITON2 - {"asimddp"}, "neon", None),
+        (ARM, GRAVITON2, "neon_dot", None),
+        (ARM, GRAVITON3, "neon_bf16", None),
+        (("none",), SAPPHIRE_RAPIDS, "none", None),
+        (X86, HASWELL, "avx2", "avx512"),
+        (X86, ZEN4, "avx512_bf16", "neon"),
+        (X86, ZEN4, "avx2", "avx2_vnni"),
     ],
 )
-def test_the_largest_set_that_the_processor_has_is_used(sets, has, found):
-    assert allowed(None, sets, has) == found
-
-
-def test_a_requested_set_is_limited_to_what_the_processor_has():
-    assert allowed("avx512", X86, HASWELL) == "avx2"
-    assert allowed("neon", X86, ZEN4) == "avx512_bf16"
-    assert allowed("avx2_vnni", X86, ZEN4) == "avx2"
+def test_the_largest_set_that_the_processor_has_and_no_larger_one_than_is_wished_is_used(sets, has, found, wish):
+    assert allowed(wish, sets, has) == found
 
 
 def test_an_unknown_set_is_refused_and_the_known_ones_are_listed():

@@ -33,11 +33,16 @@ def near(got, want, by=1.0):
     ("inner", "columns"),
     slow_but([(2, 1), (66, 63), (5000, 70)], [(2, 1), (32, 64), (66, 63), (130, 200), (1026, 65), (5000, 70)]),
 )
-def test_a_packed_layer_equals_the_plain_one(dtype, rows, inner, columns, threads):
+def test_a_packed_layer_equals_the_plain_one_and_has_the_bits_of_one_with_an_unpacked_weight(
+    dtype, rows, inner, columns, threads
+):
     weight, bias = numbers(columns, inner, dtype=dtype), numbers(columns, dtype=dtype, seed=1)
     x = numbers(rows, inner, dtype=dtype, seed=2)
     for b in (None, bias):
-        near(PackedLinear([weight], [b])(x), linear(x, weight, b))
+        packed, unpacked = PackedLinear([weight], [b]), SharedLinear(weight, b)
+        near(packed(x), linear(x, weight, b))
+        assert torch.equal(unpacked(x), packed(x))
+        assert unpacked.weight is weight
 
 
 @pytest.mark.parametrize(("weights", "dtype"), [(FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16)])
@@ -59,16 +64,6 @@ def test_a_gated_layer_rounds_where_the_torch_modules_round(dtype, act, rows, in
     x = numbers(rows, inner, dtype=dtype, seed=3)
     layer = PackedLinear([gate, up], biases, act)
     near(layer(x), ACTS[act](linear(x, gate, biases[0])) * linear(x, up))
-
-
-@dtypes
-@pytest.mark.parametrize("inner", [2, 66, 1026])
-@pytest.mark.parametrize("rows", [1, 7, 300])
-def test_a_layer_with_an_unpacked_weight_gives_the_same_bits_as_a_packed_one(dtype, rows, inner):
-    weight, bias = numbers(70, inner, dtype=dtype), numbers(70, dtype=dtype, seed=1)
-    x = numbers(rows, inner, dtype=dtype, seed=2)
-    for b in (None, bias):
-        assert torch.equal(kernel_linear(x, weight, b), PackedLinear([weight], [b])(x))
 
 
 @dtypes
