@@ -108,8 +108,8 @@ def schema(value: Any, **more: Any) -> SamplingParams:
     return SamplingParams(json_schema=json.dumps(value), **more)
 
 
-def constraints_of(tokenizer: Any, vocab_size: int | None = None, eos: tuple[int, ...] | None = None) -> Constraints:
-    return Constraints(tokenizer, vocab_size or len(tokenizer), eos or (tokenizer.eos_token_id,))
+def constraints_of(tokenizer: Any) -> Constraints:
+    return Constraints(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
 
 
 def bits(mask: torch.Tensor, vocab_size: int) -> Any:
@@ -131,14 +131,13 @@ def complete(
     sampled: bool = True,
     seed: int = 0,
     max_tokens: int = 150,
-    eos: tuple[int, ...] = (),
 ) -> list[tuple[list[int], str]]:
     """Samples from random logits, which favour signs that end a value, until all rows are done. Returns their tokens and finish reasons."""
     size = len(tokenizer)
     random = torch.Generator().manual_seed(seed)
-    eos = eos or (tokenizer.eos_token_id,)
+    eos = tokenizer.eos_token_id
     bias = torch.tensor(
-        [3.0 if i in eos or set(p) & set(b'"}],.') else 0.0 for i, p in enumerate(token_bytes(tokenizer, size))]
+        [3.0 if i == eos or set(p) & set(b'"}],.') else 0.0 for i, p in enumerate(token_bytes(tokenizer, size))]
     )
     done: dict[int, tuple[list[int], str]] = {}
     unfinished: dict[int, list[int]] = {name: [] for name in range(len(rows))}
@@ -155,10 +154,10 @@ def complete(
         tokens = torch.multinomial(logits.softmax(-1), 1, generator=random)[:, 0] if sampled else logits.argmax(dim=1)
         for name, token in zip(names, tokens.tolist(), strict=True):
             whole = constraints.accept(name, token)
-            if token not in eos:
+            if token != eos:
                 unfinished[name].append(token)
-            if whole or token in eos or len(unfinished[name]) == max_tokens:
-                done[name] = unfinished.pop(name), "stop" if whole or token in eos else "length"
+            if whole or token == eos or len(unfinished[name]) == max_tokens:
+                done[name] = unfinished.pop(name), "stop" if whole or token == eos else "length"
                 constraints.remove(name)
     return [done[name] for name in range(len(rows))]
 
@@ -368,24 +367,20 @@ def schemas() -> st.SearchStrategy[Any]:
     return st.recursive(leaves, lambda p: st.one_of(objects(p), arrays(p)), max_leaves=5)
 
 
-@settings(max_examples=examples(10, 40))
-@given(several=st.lists(patterns(), min_size=1, max_size=4), seed=st.integers(0, 2**31))
-def test_a_completion_matches_any_regex(byte_level: Any, several: list[str], seed: int) -> None:
-    rows = [regex(pattern) for pattern in several]
-    outcomes = complete(constraints_of(byte_level), byte_level, rows, seed=seed, max_tokens=60)
-    for pattern, (tokens, reason) in zip(several, outcomes, strict=True):
-        if reason == "stop":
-            assert re.fullmatch(pattern, text_of(byte_level, tokens)), pattern
-
-
-@settings(max_examples=examples(10, 40))
-@given(several=st.lists(schemas(), min_size=1, max_size=4), seed=st.integers(0, 2**31))
-def test_a_completion_is_valid_for_any_schema(byte_level: Any, several: list[Any], seed: int) -> None:
-    rows = [schema(value) for value in several]
+@settings(max_examples=examples(20, 80))
+@given(
+    rows=st.lists(st.one_of(patterns().map(regex), schemas().map(schema)), min_size=1, max_size=4),
+    seed=st.integers(0, 2**31),
+)
+def test_a_completion_matches_any_regex_and_is_valid_for_any_schema(
+    byte_level: Any, rows: list[SamplingParams], seed: int
+) -> None:
     outcomes = complete(constraints_of(byte_level), byte_level, rows, seed=seed, max_tokens=100)
-    for value, (tokens, reason) in zip(several, outcomes, strict=True):
-        if reason == "stop":
-            jsonschema.validate(json.loads(text_of(byte_level, tokens)), value)
+    for params, (tokens, reason) in zip(rows, outcomes, strict=True):
+        if reason == "stop" and params.regex:
+            assert re.fullmatch(params.regex, text_of(byte_level, tokens)), params.regex
+        elif reason == "stop":
+            jsonschema.validate(json.loads(text_of(byte_level, tokens)), json.loads(params.json_schema))
 
 
 def test_a_model_that_may_think_either_opens_its_thoughts_or_begins_the_answer() -> None:

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from batchgen.sampling.filters import forbid
 from batchgen.sampling.logprobs import measure, summaries
 from batchgen.sampling.logprobs import score_targets as measure_targets
 from batchgen.sampling_params import SamplingParams
@@ -73,12 +72,6 @@ def test_a_mask_changes_the_token_but_not_the_logprobs():
     assert sampled.tokens[0] in (7, 66)
     assert sampled.logprobs[0].logprob == pytest.approx(float(want[sampled.tokens[0]]), abs=1e-6)
     assert list(sampled.logprobs[0].top_ids) == want.topk(2).indices.tolist()
-
-
-def test_tokens_beyond_the_mask_are_forbidden():
-    scores = forbid(torch.zeros(1, 40), torch.tensor([[-1]], dtype=torch.int32))
-    assert scores[0, :32].tolist() == [0.0] * 32
-    assert torch.isinf(scores[0, 32:]).all()
 
 
 # -- scores of texts

@@ -16,16 +16,15 @@ def test_philox_equals_numpys_on_random_counters_and_keys():
         assert np.random.Philox(counter=before, key=key).random_raw(4).tolist() == block.tolist()
 
 
-def uniforms_of(keys, seeds, choices, positions):
-    n = len(keys)
-    broadcast = [np.broadcast_to(np.asarray(a, dtype=np.int64), n) for a in (seeds, choices, positions)]
-    return uniforms(np.asarray(keys, dtype=np.uint64), *broadcast)
+def first():
+    """The number of the key 0, without a seed, for the first token of the first choice."""
+    return uniforms(np.zeros((1, 2), dtype=np.uint64), *[np.zeros(1, dtype=np.int64)] * 3)[0]
 
 
 def test_a_uniform_has_53_bits_of_the_first_word():
-    assert uniforms_of([[0, 0]], 0, 0, 0)[0] == (0x16554D9ECA36314C >> 11) / 2**53
+    assert first() == (0x16554D9ECA36314C >> 11) / 2**53
 
 
 def test_the_largest_uniform_is_below_one(monkeypatch):
     monkeypatch.setattr("batchgen.sampling.philox.philox4x64", lambda counters, keys: np.full((1, 4), ONES, np.uint64))
-    assert uniforms_of([[0, 0]], 0, 0, 0)[0] == 1 - 2.0**-53
+    assert first() == 1 - 2.0**-53

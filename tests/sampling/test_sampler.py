@@ -5,9 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.generation.logits_process import (
-    TopPLogitsWarper,
-)
+from transformers.generation.logits_process import TopPLogitsWarper
 
 from batchgen.sampling import filters
 from batchgen.sampling import sampler as module
@@ -146,16 +144,6 @@ def test_a_token_with_a_logit_of_minus_infinity_is_never_sampled():
 
 
 # State
-
-
-def test_sampled_tokens_count_for_the_penalties_of_the_next_step():
-    params = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.3, temperature=1.0)
-    sampler, sampled = sampler_of(params, ALL), []
-    for step in range(8):
-        logits = random_logits(2, seed=step)
-        want = by_transformers(logits[:1], params, PROMPT, sampled)[0]
-        torch.testing.assert_close(sampler.probabilities(logits, [0, 1])[0], want, atol=1e-5, rtol=0)
-        sampled.append(sampler.sample(logits, [0, 1], [step, step]).tokens[0])
 
 
 def test_a_sequence_added_again_with_its_tokens_continues_unchanged():
