@@ -37,8 +37,8 @@ def run(cli, write_jsonl, tiny_model_dir):
     return run
 
 
-def table_of(repo: FakeRepo, name: str = SHARD) -> pa.Table:
-    return pq.read_table(io.BytesIO(repo.files[name]))
+def table_of(repo: FakeRepo) -> pa.Table:
+    return pq.read_table(io.BytesIO(repo.files[SHARD]))
 
 
 def test_a_finished_job_is_pushed_as_parquet_with_a_card_in_one_commit(hub, run):

@@ -71,9 +71,9 @@ def prefix_tree_prompts(depth: int, text: str = "") -> list[str]:
     return [branches[0], *(prompt for branch in branches for prompt in prefix_tree_prompts(depth - 1, branch))]
 
 
-def strangers(count: int) -> list[str]:
-    rng = random.Random(count)
-    return ["".join(rng.choices("abcdefgh ", k=rng.randint(1, 60))) for _ in range(count)]
+def strangers() -> list[str]:
+    rng = random.Random(60)
+    return ["".join(rng.choices("abcdefgh ", k=rng.randint(1, 60))) for _ in range(60)]
 
 
 TREES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
@@ -85,7 +85,7 @@ TREES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
     "nested, all of them at once": (prefix_tree_prompts(3), {}, {}),
     "nested, few at once": (prefix_tree_prompts(3), {"max_tokens": 5}, {"batch_size": 6}),
     "nested, in the order of the input": (prefix_tree_prompts(3), {}, {"batch_size": 6, "policy": "fifo"}),
-    "nothing shared, short steps": (strangers(60), {"max_tokens": 3}, {"batch_size": 40, "max_batch_tokens": 64}),
+    "nothing shared, short steps": (strangers(), {"max_tokens": 3}, {"batch_size": 40, "max_batch_tokens": 64}),
     "several completions of a prompt": (prefix_tree_prompts(2), {"n": 3, "temperature": 1.0}, {"batch_size": 16}),
     "little memory": (prefix_tree_prompts(3), {}, {"batch_size": 24, "kv_memory": "600KiB"}),
 }

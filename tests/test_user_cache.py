@@ -1,29 +1,23 @@
 """Files in the user's cache are replaced as a whole, and one process at a time makes them."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 
 from batchgen.process.user_cache import locked, replaced
 
 
-def test_a_file_is_replaced_when_the_new_one_is_complete(tmp_path):
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_file_is_replaced_when_the_new_one_is_complete_and_stays_if_writing_it_fails(tmp_path, fails):
     file = tmp_path / "verdict.json"
     file.write_text("old")
-    with replaced(file) as new:
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext(), replaced(file) as new:
         new.write_text("new")
         assert file.read_text() == "old"
-    assert file.read_text() == "new"
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_a_file_is_unchanged_if_writing_the_new_one_fails(tmp_path):
-    file = tmp_path / "verdict.json"
-    file.write_text("old")
-    with pytest.raises(ZeroDivisionError), replaced(file) as new:
-        new.write_text("half of it")
-        raise ZeroDivisionError
-    assert file.read_text() == "old"
+        if fails:
+            raise ZeroDivisionError
+    assert file.read_text() == ("old" if fails else "new")
     assert list(tmp_path.iterdir()) == [file]
 
 
