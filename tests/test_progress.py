@@ -45,18 +45,11 @@ def test_parts_of_unfinished_rows_move_the_bar():
     assert (now.completion_tokens, now.completion_tokens_per_s, now.share, now.percent) == (1500, 75.0, 0.3, 30)
 
 
-def test_tokens_of_earlier_runs_count_as_done_but_not_as_speed():
+def test_tokens_of_earlier_runs_and_of_equal_rows_count_as_done_but_not_as_speed():
     job = Job()
-    job.run.begun_tokens = 3000
-    now = job.after(10, done=0, completion=0, tokens=1000)
-    assert (now.completion_tokens, now.completion_tokens_per_s) == (4000, 100.0)
-
-
-def test_tokens_of_equal_rows_were_generated_once():
-    job = Job()
-    job.run.new.equal_tokens = 900
+    job.run.begun_tokens, job.run.new.equal_tokens = 3000, 900
     now = job.after(10, done=20, completion=1000, tokens=150)
-    assert (now.completion_tokens, now.completion_tokens_per_s) == (1050, 15.0)
+    assert (now.completion_tokens, now.completion_tokens_per_s) == (4050, 15.0)
 
 
 def test_time_left_goes_down_by_the_clock_and_is_unknown_after_generating():

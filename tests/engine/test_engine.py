@@ -106,19 +106,14 @@ def stop_after(steps, wish):
     return lambda: wish if next(calls) >= steps else None
 
 
-def test_drain_finishes_what_runs_and_starts_nothing(engine_of, model):
+@pytest.mark.parametrize(("wish", "after", "steps", "done"), [("drain", 2, 6, {0: 6, 1: 3}), ("now", 4, 4, {1: 3})])
+def test_drain_finishes_what_runs_and_starts_nothing_and_now_returns_at_once(
+    engine_of, model, wish, after, steps, done
+):
     engine = engine_of(model, batch_size=2)
-    results = run(engine, make_requests([[1], [2], [3], [4]], [6, 3, 3, 3]), stop=stop_after(2, "drain"))
-    assert {r.row: len(r.token_ids) for r in results} == {0: 6, 1: 3}
-    assert engine.scheduler.unfinished == 0
-
-
-def test_now_returns_at_once(engine_of, model):
-    engine = engine_of(model, batch_size=2)
-    results = run(engine, make_requests([[1], [2], [3], [4]], [6, 3, 3, 3]), stop=stop_after(4, "now"))
-    assert {r.row: len(r.token_ids) for r in results} == {1: 3}
-    assert engine.stats.steps == 4
-    assert (engine.unfinished, engine.waiting, engine.under_way()) == (0, 0, {})
+    results = run(engine, make_requests([[1], [2], [3], [4]], [6, 3, 3, 3]), stop=stop_after(after, wish))
+    assert {r.row: len(r.token_ids) for r in results} == done
+    assert (engine.unfinished, engine.waiting, engine.under_way(), engine.stats.steps) == (0, 0, {}, steps)
 
 
 @pytest.mark.parametrize("wish", ["drain", "now"])

@@ -248,11 +248,13 @@ def test_a_call_with_anything_beside_its_arguments_stays_text(family):
     assert (stopper.tool_calls("c"), stopper.text) == ((), answer)
 
 
-@pytest.mark.parametrize(("family", "end"), [("Qwen 3.5", "</function>\n"), ("MiniMax", "</invoke>\n")])
-def test_the_last_call_of_an_element_may_lack_its_end(family, end):
+@pytest.mark.parametrize(
+    ("family", "last", "instead"),
+    [("Qwen 3.5", "</function>\n", ""), ("MiniMax", "</invoke>\n", ""), ("DeepSeek V3", "\n```<", "```<")],
+)
+def test_the_last_call_may_lack_its_end_or_have_its_code_fence_on_the_line_of_the_arguments(family, last, instead):
     mark, written = FORMATS[family]
-    head, _, tail = written.rpartition(end)
-    stopper = complete(make(template=mark), "q", head + tail + EOS, tools=json.dumps(TOOLS))
+    stopper = complete(make(template=mark), "q", instead.join(written.rsplit(last, 1)) + EOS, tools=json.dumps(TOOLS))
     assert [json.loads(call.arguments) for call in stopper.tool_calls("c")] == [ARGUMENTS] * 2
 
 
@@ -295,12 +297,6 @@ def test_an_argument_that_is_written_as_text_has_the_type_of_its_schema_wherever
     call = f"<tool_call>\n<function=weather>\n<parameter=q>\n{written}\n</parameter>\n</function>\n</tool_call>"
     found = find_calls(tool_format(make(template="<function=")), call, json.dumps(tools))
     assert [json.loads(one.arguments) for one in found[1]] == [{"q": value}]
-
-
-def test_a_code_fence_may_end_on_the_line_of_the_arguments():
-    mark, written = FORMATS["DeepSeek V3"]
-    stopper = complete(make(template=mark), "q", written.replace("\n```<", "```<") + EOS, tools=json.dumps(TOOLS))
-    assert [json.loads(call.arguments) for call in stopper.tool_calls("c")] == [ARGUMENTS] * 2
 
 
 @pytest.mark.parametrize(
