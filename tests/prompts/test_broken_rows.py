@@ -15,19 +15,13 @@ from batchgen.prompts.params import NAMES
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 from support.params import examples, slow_but
-from support.tokenizers_by_hand import CHATML
+from support.tokenizers_by_hand import CHAT, CHATML, RAW, USER, asks
 
-CHAT, RAW = "/v1/chat/completions", "/v1/completions"
-USER = {"role": "user", "content": "a"}
 ML = {"chat_template": CHATML}
 USER_FIRST = {"chat_template": "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}x"}
 CHANGED = {"chat_template": "{% for m in messages %}{{ m.role }} {{ m.content | length }}{% endfor %}"}
 DEEP = "[" * 100_000  # deep enough for a JSON parser to give up
 SCORED = {"score": True, "completion_column": "answer"}
-
-
-def asks(url, **body):
-    return {"custom_id": "r1", "method": "POST", "url": url, "body": body}
 
 
 PROMPTS = [

@@ -6,11 +6,14 @@ from hypothesis import strategies as st
 
 from batchgen.sampling_params import SamplingParams
 from support.params import examples
+from support.tokenizers_by_hand import CHAT, OPEN, RAW, asks, says, turn
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
 def build(tools, length, *, context=8, max_tokens=3, bos=False, **options):
     b = tools.builder(context=context, bos=bos, sampling=SamplingParams(max_tokens=max_tokens), **options)
-    (out,) = b.build(tools.rows({"prompt": "abcdefghijklmnopqrstuvwxyz"[:length]}))
+    (out,) = b.build(tools.rows({"prompt": ALPHABET[:length]}))
     return out
 
 
@@ -36,24 +39,9 @@ def chat(tools, columns, *, context, way="truncate-left", **options):
     return out
 
 
-ALPHABET = "abcdefghijklmnopqrstuvwxyz"
-
-
-def turn(role, text):
-    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
-
-
-OPEN = "<|im_start|>assistant\n"
-
-
-def says(*messages):
-    return [{"role": role, "content": text} for role, text in messages]
-
-
-LONG, ANSWERED = says(("user", ALPHABET)), says(("user", ALPHABET), ("assistant", "Well, "))
-TALK = says(("system", "Be."), ("user", ALPHABET), ("assistant", "No"), ("user", ALPHABET[:12]))
+LONG = [says("user", ALPHABET)]
+TALK = [says("system", "Be."), *LONG, says("assistant", "No"), says("user", ALPHABET[:12])]
 NESTED = {"text": ALPHABET, "more": [{"name": ALPHABET}], "number": 7}
-BATCH = {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": LONG}}
 SYSTEM = turn("system", "Be.")
 
 
@@ -70,10 +58,10 @@ SYSTEM = turn("system", "Be.")
             ({"messages": TALK}, 72, {"way": way}, SYSTEM + turn("user", long) + turn("assistant", "No") + turn("user", last) + OPEN)
             for way, long, last in (("truncate-left", "uvwxyz", "ghijkl"), ("truncate-right", "abcdef", "abcdef"))
         ),
-        ({"messages": ANSWERED}, 40, {}, turn("user", "qrstuvwxyz") + OPEN + "Well, "),
+        ({"messages": [*LONG, says("assistant", "Well, ")]}, 40, {}, turn("user", "qrstuvwxyz") + OPEN + "Well, "),
         (NESTED, 57, {"template": "{{ number }}: {{ text }} / {{ more[0].name }}? Answer:"}, turn("user", "7: rstuvwxyz / rstuvwxyz? Answer:") + OPEN),
-        (BATCH, 34, {}, turn("user", "qrstuvwxyz") + OPEN),
-        (BATCH | {"url": "/v1/completions", "body": {"prompt": ALPHABET}}, 16, {}, "opqrstuvwxyz"),
+        (asks(CHAT, messages=LONG), 34, {}, turn("user", "qrstuvwxyz") + OPEN),
+        (asks(RAW, prompt=ALPHABET), 16, {}, "opqrstuvwxyz"),
     ],
 )  # fmt: skip
 def test_the_texts_of_a_row_are_shortened_until_it_fits(tools, columns, context, options, text):

@@ -5,9 +5,8 @@ import pytest
 from batchgen.errors import UsageError
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
-from support.tokenizers_by_hand import CHATML
+from support.tokenizers_by_hand import CHATML, USER
 
-USER = {"role": "user", "content": "a"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 TOOLS = "{# answers may have <tool_call> #}{% if tools %}[{{ tools|length }}:{{ tools[0].function.name }}]{% endif %}"
 DOCUMENTS = "{% for d in documents %}<{{ d.title }}={{ d.text }}>{% endfor %}"

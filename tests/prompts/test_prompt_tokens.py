@@ -11,6 +11,7 @@ from batchgen.prompts.encoding import Encoder
 from batchgen.request import Request, row_digest
 from batchgen.sampling_params import SamplingParams
 from support.params import examples
+from support.tokenizers_by_hand import OPEN, turn
 
 
 def test_a_raw_prompt_gets_the_tokenizers_special_tokens(tools):
@@ -67,7 +68,7 @@ def test_a_row_gets_the_same_tokens_alone_and_among_others(tools, texts, chat):
             assert out[i].error_type == "invalid_row"
             continue
         assert isinstance(out[i], Request)
-        whole = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" if chat else text
+        whole = turn("user", text) + OPEN if chat else text
         ids = tools.byte_ids(whole)
         assert out[i].tokens.tolist() == (ids if chat or ids[:1] == [0] else [0, *ids])
 

@@ -10,26 +10,11 @@ import pytest
 
 from batchgen.records import Row
 from batchgen.sampling_params import SamplingParams
-from support.tokenizers_by_hand import CHATML
+from support.tokenizers_by_hand import CHAT, CHATML, OPEN, RAW, USER, asks, says, turn
 
-CHAT, RAW = "/v1/chat/completions", "/v1/completions"
-
-
-def says(role, content, **more):
-    return {"role": role, "content": content, **more}
-
-
-def turn(role, text):
-    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
-
-
-def asks(url, **body):
-    return {"custom_id": "r1", "method": "POST", "url": url, "body": body}
-
-
-USER, SYSTEM, ANSWER = says("user", "a"), says("system", "S"), says("assistant", "b")
+SYSTEM, ANSWER = says("system", "S"), says("assistant", "b")
 AB = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-S, U, OPEN = turn("system", "S"), turn("user", "a"), "<|im_start|>assistant\n"
+S, U = turn("system", "S"), turn("user", "a")
 ML = {"chat_template": CHATML}
 PARTS_ONLY = CHATML.replace(  # as in Qwen2.5-VL and SmolVLM, which silently leave out plain text
     "{{ m.content }}", "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"

@@ -22,6 +22,29 @@ CHATML = (
 )
 
 
+OPEN = "<|im_start|>assistant\n"
+"""How CHATML begins an answer."""
+CHAT, RAW = "/v1/chat/completions", "/v1/completions"
+
+
+def says(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    """A message."""
+    return {"role": role, "content": content, **more}
+
+
+def turn(role: str, text: str) -> str:
+    """A message as CHATML writes it."""
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+def asks(url: str, **body: Any) -> dict[str, Any]:
+    """A request in OpenAI's Batch form."""
+    return {"custom_id": "r1", "method": "POST", "url": url, "body": body}
+
+
+USER = says("user", "a")
+
+
 def byte_ids(text: str) -> list[int]:
     """The ids that `byte_tokenizer` gives a text: 0 to 3 for the special tokens, 4 + byte for everything else."""
     out: list[int] = []
