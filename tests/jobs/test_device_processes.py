@@ -12,17 +12,10 @@ import pytest
 
 from support.harness import TINY_SPOOL, Case, Harness, Job, Running, stored_keys
 from support.params import slow_but
+from support.python_process import are_gone
 
 TWO = ("--device", "cpu:0,1")
 LONG = ("--max-tokens", "240", "--ignore-eos", "--flush-every", "0", "--batch-size", "2")
-
-
-def gone(pids: list[int]) -> bool:
-    """Waits up to a minute for the processes to end. Returns whether all have."""
-    end = time.monotonic() + 60
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < end:
-        time.sleep(0.01)
-    return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
 @pytest.fixture
@@ -100,7 +93,7 @@ def test_when_the_job_is_ended_no_process_stays_and_it_can_continue_later(long_j
     else:
         told = f"interrupted by {signum.name}; run the same command again to continue"
         assert (ended.code, ended.error) == (128 + signum, told)
-    assert gone(workers)
+    assert are_gone(workers)
     kept = stored_keys(long_job.job_folder)
     assert len(set(kept)) == len(kept)
     assert len(kept) >= (2 + 4 if signum == signal.SIGTERM else 3)  # after SIGTERM, what ran was finished
@@ -119,7 +112,7 @@ def test_a_second_signal_does_not_wait_for_processes_that_hang(long_job):
     running.kill(signal.SIGCONT)  # Python now handles both, the lower-numbered first
     ended = running.wait()
     assert (ended.code, ended.error) == (129, "interrupted by SIGHUP; run the same command again to continue")
-    assert gone(workers)
+    assert are_gone(workers)
     long_job.go_on()
 
 
