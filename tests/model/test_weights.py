@@ -12,7 +12,14 @@ from batchgen.model import loader
 from batchgen.model.loader import check_fits, check_room, cpu_dtype, dtype_of
 from batchgen.model.weights import sizes
 from batchgen.model.weights.int8 import quantize
-from batchgen.model.weights.sizes import StoredTensor, sizes_of, stored_tensors, weight_files, weight_sizes
+from batchgen.model.weights.sizes import (
+    StoredTensor,
+    sizes_of,
+    step_numbers,
+    stored_tensors,
+    weight_files,
+    weight_sizes,
+)
 from batchgen.prompts.tokenizer import load_config
 from support.models import build, load_folder
 from support.quantized import make
@@ -188,3 +195,12 @@ def test_a_model_too_large_for_the_device_is_refused_before_it_is_loaded(tiny_mo
         check_room(config_of(folder), quantized, cuda)
     monkeypatch.setattr(sizes, "weight_files", lambda config: None)
     check_room(config_of(folder), quantized, cuda)
+
+
+def test_what_a_step_holds_is_known_of_configurations_with_lists_and_without_sizes():
+    """Some have a size for each layer, or one for text and one for images."""
+    config = SimpleNamespace(
+        hidden_size=8, intermediate_size=[4, 16], num_experts_per_tok=2, moe_intermediate_size=[3, 5]
+    )
+    assert step_numbers(config) == 8 * 8 + 2 * 16 + 2 * (2 * 8 + 5)
+    assert step_numbers(SimpleNamespace()) == 0

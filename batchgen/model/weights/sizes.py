@@ -114,14 +114,17 @@ def kv_beside(hf_config: Any, itemsize: int) -> int:
 
 def step_numbers(config: Any) -> int:
     """Returns about how many numbers a step holds at once for each of its tokens, without logits; 0 if the configuration of the language model does not say."""
-    hidden = getattr(config, "hidden_size", None)
-    if not isinstance(hidden, int):
-        return 0
-    chosen = getattr(config, "num_experts_per_tok", None) or 0
-    inner, of_expert = (getattr(config, name, None) for name in ("intermediate_size", "moe_intermediate_size"))
-    inner = inner if isinstance(inner, int) else 4 * hidden
+
+    def largest(name: str) -> int:
+        found = getattr(config, name, None)  # some have a number for each layer, or one for text and one for images
+        return max(
+            (n for n in (found if isinstance(found, list | tuple) else [found]) if isinstance(n, int)), default=0
+        )
+
+    hidden, chosen = largest("hidden_size"), largest("num_experts_per_tok")
+    inner = largest("intermediate_size") or 4 * hidden
     # The residual, what attention and an MLP read and make of it, and rows of experts, which are copies.
-    return 8 * hidden + 2 * inner + (chosen * (2 * hidden + (of_expert or inner)) if isinstance(chosen, int) else 0)
+    return 8 * hidden + 2 * inner + chosen * (2 * hidden + (largest("moe_intermediate_size") or inner))
 
 
 def itemsize(dtype: str) -> int:
