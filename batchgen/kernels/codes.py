@@ -245,7 +245,8 @@ class PackedTensor(torch.Tensor):
             to[first : first + at_a_time] = dequantize(self.coding, some)
         if self.transposed != self.is_view:
             out = out.transpose(-1, -2).contiguous()
-        return out.transpose(-1, -2) if self.is_view else out
+        out = out.transpose(-1, -2) if self.is_view else out
+        return out.contiguous() if self.coding == IN_16_BITS else out  # as transformers has plain weights
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

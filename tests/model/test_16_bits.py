@@ -145,3 +145,14 @@ def test_the_linear_layers_of_an_image_encoder_stay_in_16_bits(name, tmp_path):
     assert any(isinstance(weight, PackedTensor) for weight in held.values())
     for key, weight in held.items():
         assert torch.equal(plain_weight(weight), whole[key]), key
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_weight_that_transformers_turns_round_lies_in_memory_as_transformers_leaves_it(tmp_path, monkeypatch):
+    """That of ERNIE's router: our kernels multiply only rows of adjacent numbers."""
+    make_seeing("ernie4_5_vl_moe", tmp_path).model.bfloat16().save_pretrained(tmp_path)
+    held = load_folder(tmp_path, dtype="float32").module
+    routers = [part.weight for part in held.modules() if type(part).__name__.endswith("TopKRouter")]
+    assert routers
+    assert all(weight.is_contiguous() for weight in routers)
+    assert results(load_folder(tmp_path, dtype="float32")) == results(as_float32(tmp_path, monkeypatch))
