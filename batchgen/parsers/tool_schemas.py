@@ -31,10 +31,8 @@ def _type_names(schema: Any, root: Any, seen: set[str]) -> list[str]:
     """Returns the names of the types that a schema allows, in its order; those of all its parts, and of what it refers to in `root` and that was not `seen` before."""
     if not isinstance(schema, dict):
         return []
-    declared = schema.get("type")
-    types = [declared] if isinstance(declared, str) else []
-    if isinstance(declared, list):
-        types += [name for name in declared if isinstance(name, str)]
+    named = schema.get("type")
+    types = [name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)]
     for union in ("anyOf", "oneOf", "allOf"):
         choices = schema.get(union)
         for choice in choices if isinstance(choices, list) else ():
