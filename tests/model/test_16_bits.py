@@ -23,6 +23,7 @@ from batchgen.model.weights.streamed import bytes_held
 from batchgen.prompts import load_tokenizer
 from support.models import build, engine_for, load_folder, make_requests, random_tokens, run
 from support.params import slow_but
+from support.quantized import make
 from support.vision import make as make_seeing
 
 PROMPTS = [random_tokens(random.Random(0), size) for size in (3, 17, 40)]
@@ -85,11 +86,14 @@ def missing() -> Any:
     raise NoKernels("there is no C++ compiler")
 
 
-def test_without_kernels_weights_are_in_float32(tmp_path, monkeypatch):
-    folder = saved(tmp_path, "llama")
-    expected = results(load_folder(folder, dtype="float32", compile="off"))
+@pytest.mark.parametrize("kind", ["16 bits", "awq"])
+def test_without_kernels_weights_are_in_float32(kind, tmp_path, monkeypatch):
+    """Plain torch would unpack them in each step."""
+    made = build("llama").bfloat16()
+    made.save_pretrained(tmp_path) if kind == "16 bits" else make(kind, tmp_path, made)
+    expected = results(load_folder(tmp_path, dtype="float32", compile="off"))
     monkeypatch.setattr(loader, "library", missing)
-    model = load_folder(folder, dtype="float32")
+    model = load_folder(tmp_path, dtype="float32")
     assert not any(isinstance(weight, PackedTensor) for weight in model.module.parameters())
     assert results(model) == expected
 
