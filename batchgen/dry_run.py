@@ -477,7 +477,7 @@ class _PlanBuilder:
             free = max(0, free_host_memory() - held) // engine.processes
             if wish is None:
                 hf_config, vocab_size = self.tokenizer.hf_config, self.tokenizer.vocab_size
-                limits = limits_within(limits, [free], hf_config, vocab_size, self._itemsize)
+                limits = limits_within(limits, free, hf_config, vocab_size, self._itemsize)
             room = int(free * (wish or AUTO_SHARE[device]))
         shares = []
         if room is not None:  # on CUDA, the engine measures what is free

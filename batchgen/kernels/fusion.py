@@ -273,8 +273,8 @@ def _linear(part: Any, shared: Counter[int], packing: Packing, tied: _Tied) -> t
         tied[id(weight)] = weight, fused
     codes = getattr(fused, "codes", None)
     if is_tied and codes is not None:  # the embedding takes its rows from the codes of the head
-        like = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-        weight.parts, weight.take_rows = PartsInPanels(codes, len(weight)), partial(take_coded_rows, codes, like)
+        weight.take_rows = partial(take_coded_rows, codes, weight.shape, weight.dtype)
+        weight.parts = PartsInPanels(codes, len(weight))
     return fused
 
 

@@ -253,28 +253,38 @@ def _point(structure: ctypes.Structure, arrays: dict[str, NDArray[Any]]) -> None
 
 def take_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Returns rows of a contiguous table [N, D] by int64 indices of any shape. Raises `IndexError` for an index out of range."""
-    return _taken(library().batchgen_take_rows, table.data_ptr(), table, indices)
+    return _taken(library().batchgen_take_rows, table.data_ptr(), table.shape, table.dtype, indices)
 
 
 def take_wide_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Returns rows of a contiguous table of bfloat16 or float16 in float32, as `take_rows` does."""
-    name, like = str(table.dtype).removeprefix("torch."), torch.empty(table.shape, device="meta")
-    return _taken(library()[f"batchgen_take_wide_rows_{name}"], table.data_ptr(), like, indices)
+    name = str(table.dtype).removeprefix("torch.")
+    function = library()[f"batchgen_take_wide_rows_{name}"]
+    return _taken(function, table.data_ptr(), table.shape, torch.float32, indices)
 
 
-def take_coded_rows(codes: Codes, like: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Returns rows of the codes of one weight, unpacked, as `take_rows` does. `like`: a tensor of the weight's shape and type."""
-    return _taken(library()[f"batchgen_take_coded_rows_{DTYPES[like.dtype]}"], codes.address, like, indices)
+def take_coded_rows(codes: Codes, shape: Sequence[int], dtype: torch.dtype, indices: torch.Tensor) -> torch.Tensor:
+    """Returns rows of the codes of one weight of this shape and type, unpacked, as `take_rows` does."""
+    return _taken(library()[f"batchgen_take_coded_rows_{DTYPES[dtype]}"], codes.address, shape, dtype, indices)
 
 
-def _taken(function: Any, address: int, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    indices = indices.contiguous()
-    y = torch.empty((*indices.shape, table.shape[1]), dtype=table.dtype)
+def _taken(
+    function: Any, address: int, shape: Sequence[int], dtype: torch.dtype, indices: torch.Tensor
+) -> torch.Tensor:
+    """`shape`: of the table, [N, D]; `dtype`: of the rows that are returned."""
+    indices, (count, size) = indices.contiguous(), shape
+    y = torch.empty((*indices.shape, size), dtype=dtype)
     rows = RowTable(
-        indices.numel(), len(table), table.shape[1] * table.dtype.itemsize, torch.get_num_threads(), address, indices.data_ptr(), y.data_ptr(),
-    )  # fmt: skip
+        indices.numel(),
+        count,
+        size * dtype.itemsize,
+        torch.get_num_threads(),
+        address,
+        indices.data_ptr(),
+        y.data_ptr(),
+    )
     if not function(ctypes.byref(rows)):
-        raise IndexError(f"an index is out of range: the table has {len(table)} rows")
+        raise IndexError(f"an index is out of range: the table has {count} rows")
     return y
 
 
@@ -520,9 +530,8 @@ class PackedLinear(KernelLinear):
 
     @property
     def words_in_order(self) -> torch.Tensor:
-        if self._weight_dtype != torch.float16 or self.weights is None:
-            return super().words_in_order
-        return _halves_swapped(self.weights, 2, library().batchgen_lanes())
+        words = super().words_in_order
+        return _halves_swapped(words, 2, library().batchgen_lanes()) if self._weight_dtype == torch.float16 else words
 
     def forward(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
         """`starts` [E + 1] of experts: rows [starts[e], starts[e + 1]) of x are those of expert e."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,7 +141,7 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
         }
         if wish is None:
             hf_config, itemsize = model.module.config, model.dtype.itemsize
-            limits = limits_within(limits, free.values(), hf_config, model.vocab_size, itemsize)
+            limits = limits_within(limits, min(free.values()), hf_config, model.vocab_size, itemsize)
         shares = [
             _share(model, block_size, device, int(size * (wish or AUTO_SHARE[device.type])))
             for device, size in free.items()
@@ -149,15 +149,15 @@ def size_engine(model: LoadedModel, config: EngineConfig, context_length: int) -
     return sizes_within(config, limits, shares, token, state_slot, context_length)
 
 
-def limits_within(limits: Limits, free: Iterable[int], hf_config: Any, vocab_size: int, itemsize: int) -> Limits:
-    """Returns limits for steps that take little of the `free` bytes of each device that is not CUDA.
+def limits_within(limits: Limits, free: int, hf_config: Any, vocab_size: int, itemsize: int) -> Limits:
+    """Returns limits for steps that take little of the `free` bytes of a device that is not CUDA.
 
     `itemsize`: bytes of a number of the model's type.
     """
-    token, least = step_numbers(text_config(hf_config)), min(free)
+    token = step_numbers(text_config(hf_config))
     while limits.max_batch_tokens > LEAST_STEP:
         of_tokens, logits = limits.max_batch_tokens * token, limits.batch_size * vocab_size
-        if itemsize * (of_tokens + logits) <= STEP_BESIDE * least:
+        if itemsize * (of_tokens + logits) <= STEP_BESIDE * free:
             break
         if of_tokens > logits or limits.batch_size <= LEAST_STEP:
             limits = halved(limits)

@@ -22,7 +22,7 @@ from batchgen.config import ModelConfig
 from batchgen.kernels.codes import E2M1, IN_16_BITS, Coding, PackedTensor, levels_of, packed_planes
 from batchgen.kernels.memory import Loading
 from batchgen.model.weights.mlx import in_transformers, with_keys_and_values_joined
-from batchgen.model.weights.sizes import INDEX, WHOLE, quantization, weight_files
+from batchgen.model.weights.sizes import INDEX, WHOLE, quantization, shards_of, weight_files
 from batchgen.model.weights.variants import (
     AUTOROUND,
     are_codes,
@@ -125,8 +125,7 @@ def _files(config: ModelConfig) -> list[Path]:
                 hf_hub_download(config.model, WHOLE, revision=config.revision)
             except EntryNotFoundError:
                 index = hf_hub_download(config.model, INDEX, revision=config.revision)
-                names = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()
-                snapshot_download(config.model, revision=config.revision, allow_patterns=sorted(set(names)))
+                snapshot_download(config.model, revision=config.revision, allow_patterns=shards_of(Path(index)))
         files = weight_files(config)
     return files or []
 

@@ -183,9 +183,13 @@ def weight_files(config: ModelConfig) -> list[Path] | None:
     index = _path(config, INDEX)
     if index is None:
         return None
-    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    paths = [_path(config, name) for name in sorted(names)]
+    paths = [_path(config, name) for name in shards_of(index)]
     return None if None in paths else [path for path in paths if path is not None]
+
+
+def shards_of(index: Path) -> list[str]:
+    """Returns the names of the files that an index lists."""
+    return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
 
 
 def _path(config: ModelConfig, name: str) -> Path | None:
