@@ -354,7 +354,7 @@ def _packed(
     own_config = copy.copy(own_config)
     own_config.dtype = dtype_of(config, own_config)  # a file's is a name, and xIELU makes tensors of it
     with torch.device("meta"):
-        return gguf_weights(gguf, own_class(kind, own_config)(own_config))
+        return gguf_weights(gguf, own_class(kind, own_config)(own_config), halves=halves)
 
 
 def _check_found(config: ModelConfig, found: Mapping[str, Any]) -> None:

@@ -14,8 +14,10 @@ from batchgen.config import ModelConfig, PromptConfig
 from batchgen.errors import ModelError
 from batchgen.kernels.codes import PackedTensor
 from batchgen.model.loader import load_model
+from batchgen.model.weights import packed
 from batchgen.prompts import load_tokenizer
 from support.gguf import write_whole_model
+from support.params import slow_but
 
 pytest.importorskip("gguf")
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries warn of each other
@@ -506,15 +508,31 @@ def test_weights_stay_packed_and_give_what_their_numbers_give(tmp_path, monkeypa
     monkeypatch.setattr("batchgen.model.loader.free_memory", lambda _: 0)  # so that they stay packed
     _, settings, architecture, keys = next(case for case in CASES if case[0] == model_type)
     module = original(model_type, **settings)
-    packed = write_whole_model(module, tmp_path / "packed.gguf", architecture, kind=kind, **keys)
+    held = write_whole_model(module, tmp_path / "packed.gguf", architecture, kind=kind, **keys)
     plain = write_whole_model(module, tmp_path / "plain.gguf", architecture, kind=kind, unpacked=True, **keys)
-    assert log_probabilities(packed) == log_probabilities(plain)
-    config = ModelConfig(model=packed, device="cpu", dtype="bfloat16", compile="off")
+    assert log_probabilities(held) == log_probabilities(plain)
+    config = ModelConfig(model=held, device="cpu", dtype="bfloat16", compile="off")
     parameters = load_model(config, load_tokenizer(config)).module.named_parameters()
     plain_ones = [
         name for name, x in parameters if x.dim() > 1 and not isinstance(x, PackedTensor) and not name.endswith("bias")
     ]
     assert all(name.endswith(UNPACKED) for name in plain_ones)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+@pytest.mark.parametrize("model_type", slow_but(["mixtral", "qwen3_5_text", "gpt2"], {case[0]: None for case in CASES}))
+@pytest.mark.usefixtures("compiled")
+@torch.inference_mode()
+def test_weights_of_16_bits_stay_so_and_give_what_their_numbers_give(tmp_path, monkeypatch, model_type, kind):
+    _, settings, architecture, keys = next(case for case in CASES if case[0] == model_type)
+    module = original(model_type, **settings)
+    plain = write_whole_model(module, tmp_path / "plain.gguf", architecture, kind=kind, unpacked=True, **keys)
+    monkeypatch.setattr(packed, "SMALL", 1)
+    halves = write_whole_model(module, tmp_path / "halves.gguf", architecture, kind=kind, **keys)
+    assert log_probabilities(halves) == log_probabilities(plain)
+    config = ModelConfig(model=halves, device="cpu", dtype="float32")
+    table = load_model(config, load_tokenizer(config)).module.get_input_embeddings().weight
+    assert isinstance(table, PackedTensor)
 
 
 def log_probabilities(file: Path) -> list[float]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from batchgen.errors import ModelError
-from batchgen.kernels.codes import E2M1, Coding, PackedTensor, packed_plane, packed_planes
+from batchgen.kernels.codes import E2M1, IN_16_BITS, Coding, PackedTensor, packed_plane, packed_planes
 from batchgen.kernels.memory import Loading
 from batchgen.model.weights.gguf_families import (
     are_rows_of_inputs,
@@ -25,7 +25,7 @@ from batchgen.model.weights.gguf_families import (
     is_left_out,
     is_transposed,
 )
-from batchgen.model.weights.packed import UnreadWeight, nibbles
+from batchgen.model.weights.packed import UnreadWeight, nibbles, stays_in_16_bits
 from batchgen.prompts.gguf import GgufTensor, gguf_header
 from batchgen.prompts.gguf_families import GgufFamily
 from batchgen.prompts.gguf_settings import OTHER_FORMAT
@@ -227,10 +227,13 @@ _NOT_WEIGHTS = ("rope_freqs.", "rope_factors_", "v.", "a.", "mm.", "output.weigh
 """The beginnings of the names of tensors that are not weights, not of the language model, or of a head that embedding leaves out."""
 
 
-def gguf_weights(path: Path, module: Any) -> Mapping[str, UnreadWeight]:
+_HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def gguf_weights(path: Path, module: Any, *, halves: bool) -> Mapping[str, UnreadWeight]:
     """Returns the weights of a file by their names in the model, which are read one by one.
 
-    `module`: the model, without weights. Raises `ModelError` if it does not have one of the file's weights.
+    `module`: the model, without weights. `halves`: matrices of 16 bits stay in 16 bits in a model of float32. Raises `ModelError` if it does not have one of the file's weights.
     """
     header, config = gguf_header(path), module.config.get_text_config()
     stored = family_tensors(path, header, module)
@@ -240,24 +243,39 @@ def gguf_weights(path: Path, module: Any) -> Mapping[str, UnreadWeight]:
             raise ModelError(f"{path} has a weight that batchgen does not use: {name}", OTHER_FORMAT)
     data, loading, weights = np.memmap(path, np.uint8, "c"), Loading(), module.state_dict()
     return {
-        name: UnreadWeight(partial(_read_weight, data, parts, header.family, config, weights[name].shape), loading)
+        name: UnreadWeight(
+            partial(_read_weight, data, parts, header.family, config, weights[name].shape, halves=halves), loading
+        )
         for name, parts in stored.items()
     }
 
 
 def _read_weight(
-    data: np.ndarray[Any, Any], tensors: list[GgufTensor], family: GgufFamily, config: Any, shape: Sequence[int]
+    data: np.ndarray[Any, Any],
+    tensors: list[GgufTensor],
+    family: GgufFamily,
+    config: Any,
+    shape: Sequence[int],
+    *,
+    halves: bool,
 ) -> torch.Tensor:
     """Returns a weight of `shape` of the tensors of a file whose bytes are `data`."""
     import gguf
 
-    kind = tensors[0].kind
-    packed = kind in TYPES and {tensor.kind for tensor in tensors} == {kind} and are_rows_of_inputs(family, tensors)
+    kind = tensors[0].kind if len({tensor.kind for tensor in tensors}) == 1 else ""
+    packed = kind in TYPES and are_rows_of_inputs(family, tensors)
+    half = _HALVES.get(kind) if len(tensors[0].shape) > 1 and tensors[0].name.endswith(".weight") else None
     rows = [data[t.offset : t.offset + t.nbytes].reshape(*t.shape[:-1], -1) for t in tensors]
-    if not packed:
+    if half is not None:
+        rows = [each.view(np.int16) for each in rows]
+    elif not packed:
         rows = [gguf.dequantize(each, gguf.GGMLQuantizationType[t.kind]) for each, t in zip(rows, tensors, strict=True)]
-    weight = torch.from_numpy(np.array(arranged(family, config, tensors, rows)))
+    weight = torch.from_numpy(np.asarray(arranged(family, config, tensors, rows)))
     transposed = is_transposed(family, tensors)
     if packed:
         return from_blocks(weight, kind, transposed=transposed)
-    return in_shape(weight.transpose(-1, -2) if transposed else weight, shape)
+    weight = in_shape(weight.transpose(-1, -2) if transposed else weight, shape)
+    if half is None:
+        return weight
+    weight = weight.contiguous().view(half)
+    return PackedTensor(IN_16_BITS, {"plane16": weight}) if halves and stays_in_16_bits(weight.shape) else weight

@@ -134,18 +134,21 @@ def in_16_bits(weights: Mapping[str, Any]) -> dict[str, Any]:
     """Returns weights by their names, of which matrices of 16 bits stay in 16 bits in a model of float32."""
     loading = Loading()
 
+    def is_wide(part: Any) -> bool:
+        half = not isinstance(part, UnreadWeight) and part.get_dtype() in ("BF16", "F16")
+        return half and stays_in_16_bits(part.get_shape())
+
     def read(part: Any) -> torch.Tensor:
         return PackedTensor(IN_16_BITS, {"plane16": part[...]})
 
-    def is_matrix(part: Any) -> bool:
-        if isinstance(part, UnreadWeight) or part.get_dtype() not in ("BF16", "F16"):
-            return False
-        shape = part.get_shape()
-        return len(shape) in (2, 3) and shape[-1] % 2 == 0 and math.prod(shape) >= SMALL
-
     return {
-        name: UnreadWeight(partial(read, part), loading) if is_matrix(part) else part for name, part in weights.items()
+        name: UnreadWeight(partial(read, part), loading) if is_wide(part) else part for name, part in weights.items()
     }
+
+
+def stays_in_16_bits(shape: Sequence[int]) -> bool:
+    """Whether a weight of bfloat16 or float16 stays so in a model of float32: a matrix, or those of experts, that is worth it."""
+    return len(shape) in (2, 3) and shape[-1] % 2 == 0 and math.prod(shape) >= SMALL
 
 
 def _slices(files: Sequence[Path]) -> dict[str, Any]:
