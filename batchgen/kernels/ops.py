@@ -523,15 +523,15 @@ class PackedLinear(KernelLinear):
         self.words = words[0].shape[-1]
         bfloat16 = self.dtype == torch.bfloat16
         side = library().batchgen_linear_side_bfloat16() if bfloat16 else library().batchgen_linear_panel()
-        self.weights = in_panels(words, side)
-        if self._weight_dtype == torch.float16:
-            for some in self.weights:
-                some.copy_(_halves_swapped(some, library().batchgen_lanes(), 2))
+        self.weights = in_panels(words, side, halves=self._weight_dtype == torch.float16)
 
     @property
     def words_in_order(self) -> torch.Tensor:
         words = super().words_in_order
-        return _halves_swapped(words, 2, library().batchgen_lanes()) if self._weight_dtype == torch.float16 else words
+        if self._weight_dtype != torch.float16:
+            return words
+        halves = words.view(torch.int16).view(-1, 2, library().batchgen_lanes())
+        return halves.transpose(1, 2).contiguous().view(torch.int32).view(words.shape)
 
     def forward(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
         """`starts` [E + 1] of experts: rows [starts[e], starts[e + 1]) of x are those of expert e."""
@@ -601,14 +601,8 @@ def _is_bfloat16(weight: torch.Tensor) -> bool:
         return weight.dtype == torch.bfloat16
     if weight.dim() == 3:
         return all(map(_is_bfloat16, weight))
-    return not bool((weight.detach().contiguous().view(torch.int32) & 0xFFFF).any())
-
-
-def _halves_swapped(words: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
-    """Returns words of 32 bits, of which `outer` times `inner` halves that follow each other are in the order `inner` times `outer`."""
-    return (
-        words.view(torch.int16).view(-1, outer, inner).transpose(1, 2).contiguous().view(torch.int32).view(words.shape)
-    )
+    numbers = weight.detach().contiguous().view(torch.int32).flatten()
+    return not any(bool((some & 0xFFFF).any()) for some in numbers.split(1 << 18))  # most weights of float32 fail at once
 
 
 def columns_in_panels(columns: list[torch.Tensor]) -> torch.Tensor:
@@ -623,22 +617,30 @@ def biases_in_panels(biases: Sequence[torch.Tensor | None], shape: Sequence[int]
     return columns_in_panels([torch.zeros(*shape) if bias is None else bias.detach().float() for bias in biases])
 
 
-def in_panels(parts: list[torch.Tensor], side: int = 0) -> torch.Tensor:
+class PanelsArguments(ctypes.Structure):
+    """`Panels` in panels.cpp is the same."""
+
+    _fields_ = (
+        *integers("experts", "rows", "size", "bytes", "parts", "part", "side", "halves", "threads"),
+        *pointers("x", "y"),
+    )
+
+
+def in_panels(parts: list[torch.Tensor], side: int = 0, *, halves: bool = False) -> torch.Tensor:
     """[sides of panels, W, columns of a side] in huge pages, of one [N, W] or [E, N, W] or of two whose rows share each panel.
 
-    `side`: columns that lie side by side, by default a panel. Each of E experts begins with a panel of its own.
+    `side`: columns that lie side by side, by default a panel. Each of E experts begins with a panel of its own. Columns that fill up the last
+    panel are 0. `halves`: numbers are pairs of 16 bits, and the first ones of a vector lie before all second ones.
     """
     panel = library().batchgen_linear_panel()
     side = side or panel
-    whole = [_filled_up(part if part.dim() == 3 else part[None], panel // len(parts)) for part in parts]
-    experts, rows, size = whole[0].shape
-    made = empty_in_huge_pages((experts * rows * len(parts) // side, size, side), whole[0].dtype)
-    columns = made.view(experts, -1, panel // side, size, side).transpose(3, 4)
-    for some, part in zip(columns.chunk(len(parts), 2 if side < panel else 3), whole, strict=True):
-        some.copy_(part.view(some.shape))
+    experts, rows, size = (1, *parts[0].shape)[-3:]
+    panels = -(-rows * len(parts) // panel)
+    made = empty_in_huge_pages((experts * panels * panel // side, size, side), parts[0].dtype)
+    for i, part in enumerate(parts):
+        x = part.contiguous()
+        arguments = PanelsArguments(
+            experts, rows, size, x.itemsize, len(parts), i, side, halves, torch.get_num_threads(), x.data_ptr(), made.data_ptr()
+        )  # fmt: skip
+        library().batchgen_write_in_panels(ctypes.byref(arguments))
     return made
-
-
-def _filled_up(part: torch.Tensor, width: int) -> torch.Tensor:
-    """Returns [E, N, W] with zeros up to a multiple of `width` rows."""
-    return torch.nn.functional.pad(part, (0, 0, 0, -part.shape[1] % width)) if part.shape[1] % width else part

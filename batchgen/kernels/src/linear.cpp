@@ -5,7 +5,6 @@ EXPORT int64_t batchgen_linear_panel() { return WIDTH; }
 EXPORT void batchgen_linear_float32(const Product* p) { run<Float, float>(*p); }
 EXPORT void batchgen_linear_float32_by_bfloat16(const Product* p) { run<Widened, float>(*p); }
 EXPORT void batchgen_linear_float32_by_float16(const Product* p) { run<WidenedFloat16, float>(*p); }
-EXPORT int64_t batchgen_lanes() { return LANES; }
 EXPORT void batchgen_linear_bfloat16(const Product* p) {
 #if defined(BATCHGEN_AMX)
     run_tiles<Bfloat, bf16>(*p);
