@@ -350,9 +350,7 @@ class Tile {
             for (; r < end; r += TILED_ROWS) do_rows(int(std::min<int64_t>(TILED_ROWS, end - r)), r);
         } else {
             for (; r + ROWS <= end; r += ROWS) do_rows(std::integral_constant<int, ROWS>(), r);
-            if (r + 4 <= end) do_rows(std::integral_constant<int, 4>(), r), r += 4;
-            if (r + 2 <= end) do_rows(std::integral_constant<int, 2>(), r), r += 2;
-            if (r < end) do_rows(std::integral_constant<int, 1>(), r);
+            if (r < end) with_rows<ROWS - 1>(end - r, [&](auto rows) { do_rows(rows, r); });
         }
     }
 

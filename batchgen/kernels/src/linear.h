@@ -188,14 +188,6 @@ INLINE int64_t rows_of_block(int64_t left) {
     return (left + blocks - 1) / blocks;
 }
 
-// Calls body(rows) with the number of a block's rows as a constant.
-template <int MOST, class Body>
-INLINE void with_rows(int64_t rows, const Body& body) {
-    if constexpr (MOST > 1)
-        if (rows < MOST) return with_rows<MOST - 1>(rows, body);
-    body(std::integral_constant<int, MOST>());
-}
-
 // Writes N vectors to y, `columns` columns at most.
 template <int N, class T>
 INLINE void put(T* y, int64_t columns, const floats (&values)[N]) {

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #if defined(__AVX2__) && !defined(__AVX512F__) && defined(__GNUC__) && __GNUC__ <= 14 && !defined(__clang__)
 // <immintrin.h> without the later instruction sets. GCC reads these whatever it compiles for, which takes a second for each file. The name
 // of the guard is internal to GCC, so versions later than those that are known read everything.
@@ -350,4 +351,12 @@ INLINE void product(S (&sums)[R][N], const uint32_t* a, int64_t a_row, const uin
 #pragma GCC unroll 1
         for (int64_t i = 0; i < count; i++) add(i);
     }
+}
+
+// Calls body(rows) with the number of a block's rows, MOST at most, as a constant.
+template <int MOST, class Body>
+INLINE void with_rows(int64_t rows, const Body& body) {
+    if constexpr (MOST > 1)
+        if (rows < MOST) return with_rows<MOST - 1>(rows, body);
+    body(std::integral_constant<int, MOST>());
 }
