@@ -244,10 +244,11 @@ def test_columns_of_images_come_before_the_prompt_or_where_the_template_says(mod
         out = pq.read_table(f"{column}.parquet")
         assert out["token_ids"].to_pylist() == expected[:4]
         assert out[column].to_pylist() == table[column].to_pylist()
-    shown = PromptConfig(image_column=("feature",))
-    run(model, inputs="in.parquet", output="written.jsonl", prompts=shown)
-    run(model, inputs="written.jsonl", output="again.jsonl", prompts=shown)
-    assert answers("again.jsonl") == expected[:4]
+    for column, suffix in product(("feature", "several"), ("jsonl", "csv")):
+        shown = PromptConfig(image_column=(column,))
+        run(model, inputs="in.parquet", output=f"{column}.{suffix}", prompts=shown)
+        run(model, inputs=f"{column}.{suffix}", output=f"{column}.{suffix}.jsonl", prompts=shown)
+        assert answers(f"{column}.{suffix}.jsonl") == expected[:4]
     write([{"a": f"p/{i}.png", "b": None, "q": QUESTIONS[0]} for i in range(4)])
     shown = PromptConfig(image_column=("a", "b"), template="{{ a }}{{ q }}")
     run(model, prompts=shown)
@@ -256,12 +257,13 @@ def test_columns_of_images_come_before_the_prompt_or_where_the_template_says(mod
 
 def test_an_image_may_be_a_whole_prompt(model, expected, reference, ask):
     """As a page is that is to be read."""
-    write([{"page": f"p/{i}.png"} for i in range(4)] + [{"page": ""}, {"page": "p/0.png", "prompt": None}])
+    without = [{"page": ""}, {"page": {"bytes": None, "path": None}}, {"page": "p/0.png", "prompt": None}]
+    write([{"page": f"p/{i}.png"} for i in range(4)] + without)
     page = PromptConfig(image_column=("page",))
     run(model, prompts=replace(page, prefix=QUESTIONS[0]))
-    *shown, without_image, without_prompt = json_rows("o.jsonl")
-    assert [row["token_ids"] for row in shown] == expected[:4]
-    assert [row["error"]["type"] for row in (without_image, without_prompt)] == ["invalid_row"] * 2
+    found = json_rows("o.jsonl")
+    assert [row["token_ids"] for row in found[:4]] == expected[:4]
+    assert [row["error"]["type"] for row in found[4:]] == ["invalid_row"] * 3
     write([{"page": "p/0.png"}])
     run(model, output="alone.jsonl", prompts=page)
     asked = [{"role": "user", "content": [{"type": "image"}]}]
@@ -318,6 +320,9 @@ def test_an_image_that_a_template_writes_as_data_fails_the_row(template, ask):
         ("Which?", ["p/0.png", "p/1.png"], [0, 1, "Which?"]),
         (["Which?"], "p/0.png", [0, "Which?"]),
         (["Which?"], None, ["Which?"]),
+        (["Which?"], {"bytes": None, "path": None}, ["Which?"]),
+        (["Which?"], '{"bytes":null,"path":null}', ["Which?"]),
+        (["Which?"], '["p/0.png",{"bytes":null,"path":"p/1.png"}]', [0, 1, "Which?"]),
     ],
 )
 def test_a_column_has_the_images_of_messages(content, images, parts, ask, reference):

@@ -15,6 +15,7 @@ from batchgen.process.templates import template_process
 from batchgen.prompts.openai import is_chat
 from batchgen.prompts.params import ALL_NAMES
 from batchgen.prompts.template import RowTemplate
+from batchgen.records.images import images_of_cell
 from batchgen.records.inputs import CHECKED_ROWS
 from batchgen.records.openai_batch import is_batch_row, lacks_body
 from batchgen.records.rows import Row
@@ -184,7 +185,7 @@ class Columns:
     def _has_images_alone(self, columns: Mapping[str, Any]) -> bool:
         """Whether the row's images are its prompt, with `--prefix` and `--system` at most."""
         written = self._named or self._prompt in columns or self._messages in columns
-        return not written and any(not _is_empty(columns.get(name)) for name in self._images)
+        return not written and any(not _is_empty(images_of_cell(columns.get(name))) for name in self._images)
 
     def _has_messages(self, columns: Mapping[str, Any]) -> bool:
         value = columns.get(self._messages)

@@ -45,7 +45,7 @@ from batchgen.prompts.openai import Body, read_body
 from batchgen.prompts.params import RowParams
 from batchgen.prompts.template import RowTemplate
 from batchgen.prompts.tokenizer import LoadedTokenizer
-from batchgen.records.images import ImageSource, reference
+from batchgen.records.images import ImageSource, images_of_cell, reference
 from batchgen.records.openai_batch import EMBEDDINGS, RESPONSES
 from batchgen.records.rows import Row
 from batchgen.request import TokenArray
@@ -419,10 +419,9 @@ class Renderer:
         """Returns the images of `--image-column` as parts of a message, by column."""
         found = {}
         for name in self._prompts.image_column:
-            value = columns.get(name)
+            value = images_of_cell(columns.get(name))
             several = isinstance(value, list | tuple)
-            empty = value is None or (isinstance(value, str | bytes) and not value)
-            values: Sequence[Any] = value if isinstance(value, list | tuple) else () if empty else (value,)
+            values: Sequence[Any] = value if several else () if value is None else (value,)
             where = [f"column {name!r}" + (f"[{i}]" if several else "") for i in range(len(values))]
             found[name] = [image_part(reference(v, at), at) for v, at in zip(values, where, strict=True)]
         return found

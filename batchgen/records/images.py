@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from batchgen.errors import BatchgenError, OutputError, RowError, UsageError, first_line, in_one_line
+from batchgen.json_values import parsed
 from batchgen.records.remote import is_url, plain_name, reaching, remote
 
 IMAGE_PARTS = frozenset(("image", "image_url", "input_image"))
@@ -94,6 +95,16 @@ def image_of_part(part: Mapping[str, Any], where: str) -> str | bytes | None:
     if isinstance(value, Mapping) and value.get("url") is not None:
         value = value["url"]
     return reference(value, where)
+
+
+def images_of_cell(value: Any) -> Any:
+    """Returns what a column of images holds: a list, or one image; None for none. In a CSV file, a list and the Hub's image feature are JSON."""
+    if isinstance(value, str) and value[:1] in ("[", "{"):
+        with suppress(ValueError, RecursionError):  # it is a path then
+            value = parsed(value)
+    if isinstance(value, Mapping) and {"bytes", "path"} & value.keys():
+        return value if value.get("bytes") or value.get("path") else None
+    return None if isinstance(value, str | bytes) and not value else value
 
 
 def reference(value: Any, where: str) -> str | bytes:
@@ -175,6 +186,7 @@ def _images_in(value: Any, image_columns: Container[str]) -> Iterator[str | byte
             return
         for name, inner in value.items():
             if name in image_columns:
+                inner = images_of_cell(inner)
                 for one in inner if isinstance(inner, list | tuple) else [inner]:
                     with suppress(RowError):
                         yield reference(one, "")
