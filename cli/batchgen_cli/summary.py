@@ -120,6 +120,7 @@ def _merged(report: JobReport) -> list[tuple[str, str]]:
         *_ended_line(job),
         *_expected(s.get("expect")),
         ("prompt tokens", tokens),
+        *_images(job),
     ]
     if job["completion_tokens"]:
         lines.append(("completion tokens", f"{job['completion_tokens']:,}"))

@@ -149,6 +149,7 @@ def test_the_effect_of_quantize_is_told_and_measured_only_where_rows_were_genera
 def test_the_summary_of_a_merge_has_the_sums_over_all_shards():
     report = report_of()
     job = report.stats["job"] | {"rows_ok": 380, "rows_failed": 4, "prompt_tokens": 251_000, "prefill_tokens": 12_143}
+    job |= {"images": 12, "image_tokens": 1_920, "images_encoded": 4}
     job |= {"completion_tokens": 96_000, "finish_reasons": {"stop": 300, "length": 80, "error": 4}}
     job |= {"seconds": job["seconds"] | {"total": 1248.04, "forward": 1000.06}, "memory_bytes_peak": 5 << 20}
     merged = replace(report, stats=report.stats | {"job": job, "shards": [{}, {}, {}]})
@@ -157,6 +158,7 @@ def test_the_summary_of_a_merge_has_the_sums_over_all_shards():
         ("rows", "380 done, 4 failed, by 3 shards"),
         ("ended", "300 stop, 80 length, 1 with a truncated prompt"),
         ("prompt tokens", "251,000, of which 12,143 were run"),
+        ("images", "12 of 1,920 tokens, 4 encoded"),
         ("completion tokens", "96,000"),
         ("time", "1,248.0 s of all machines together (in the model 1,000.1)"),
         ("memory", "5.0 MiB at most, of one process"),
