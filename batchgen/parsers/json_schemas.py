@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from decimal import Decimal
 from functools import lru_cache
 from itertools import permutations
@@ -67,7 +67,9 @@ def loaded(text: str) -> Any:
 
 def enforceable(schema: Any) -> Any:
     """Returns the schema in the narrower form that is enforced. Raises `ValueError` if it cannot be."""
-    return _Narrowing(schema).of(schema)
+    narrowing = _Narrowing(schema)
+    narrowing.check_ends()
+    return narrowing.of(schema)
 
 
 def closes(text: str) -> bool:
@@ -138,6 +140,28 @@ class _Narrowing:
         self._together: dict[int, list[Mapping[str, Any]]] = {}
         """The schemas that apply to the same value as a schema, by its id: itself, and those beside it."""
         self._find_together(root)
+
+    def check_ends(self) -> None:
+        """Raises `ValueError` if an object or list must contain another one of its kind, and so on without end."""
+        endless = {id(schema): schema for schema in _schemas_in(self._root)}
+        while ended := [key for key, schema in endless.items() if self._can_end(schema, endless)]:
+            for key in ended:
+                del endless[key]
+        for schema in endless.values():
+            for name, part in _needed(schema):
+                if id(part) in endless:
+                    raise ValueError(
+                        f"no text of it ends, because {name!r} never does: let what must contain its own kind be missing, null or empty"
+                    )
+
+    def _can_end(self, schema: Mapping[str, Any], endless: Container[int]) -> bool:
+        beside = list(self._beside(schema))
+        needed = [part for _, part in _needed(schema)]
+        needed += [part for keyword, part in beside if keyword in ("allOf", "$ref")]
+        either = [[part for keyword, part in beside if keyword == name] for name in ("anyOf", "oneOf")]
+        return not any(id(part) in endless for part in needed) and all(
+            not parts or any(id(part) not in endless for part in parts) for parts in either
+        )
 
     def _beside(self, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yields the schemas that apply to the same value, each with its keyword."""
@@ -281,6 +305,28 @@ class _Narrowing:
         return kept | {"enum": [list(found) for size in sizes for found in permutations(values, size)]}
 
 
+def _schemas_in(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Yields a schema and all schemas in it."""
+    if isinstance(schema, list):
+        for part in schema:
+            yield from _schemas_in(part)
+    elif isinstance(schema, dict):
+        yield schema
+        for keyword, part in schema.items():
+            if keyword not in _VALUES:
+                yield from _schemas_in(list(part.values()) if keyword in _MAPS and isinstance(part, dict) else part)
+
+
+def _needed(schema: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Returns schemas of which each object or list of a schema contains a value: the names of required properties, or `items`, and the schemas."""
+    types, properties, required = _types(schema), schema.get("properties"), schema.get("required")
+    if types == {"object"} and isinstance(properties, dict) and isinstance(required, list):
+        return [(name, properties[name]) for name in properties if name in required]
+    if types == {"array"} and schema.get("minItems") and "prefixItems" not in schema:
+        return [("items", schema.get("items"))]
+    return []
+
+
 def _types(schema: Mapping[str, Any]) -> set[str]:
     types = schema.get("type")
     return {types} if isinstance(types, str) else set(types) if isinstance(types, list) else set()
@@ -314,7 +360,7 @@ def _bound_numbers(schema: dict[str, Any], together: Iterable[Mapping[str, Any]]
     for name, bound in given.items():
         if (name in _LOWER and bound > LARGEST_BOUND) or (name in _UPPER and bound < -LARGEST_BOUND):
             raise ValueError(f"its {name} {bound} is beyond 64 bits, and cannot be enforced")
-        schema[name] = given[name] = max(-LARGEST_BOUND, min(bound, LARGEST_BOUND))
+        schema[name] = given[name] = _held(max(-LARGEST_BOUND, min(bound, LARGEST_BOUND)), 1 if name in _LOWER else -1)
     types = _types(schema)
     if types != {"integer"}:
         _exclude_bound(schema, given, [bound for one in together for bound in _bounds(one).items()])
@@ -328,6 +374,14 @@ def _bound_numbers(schema: dict[str, Any], together: Iterable[Mapping[str, Any]]
     fine = [bound for bound in given.values() if abs(bound) > limit or -_exponent(bound) > MAX_DECIMALS]
     if "number" in types and not fine and not any("multipleOf" in one for one in together):
         schema["multipleOf"] = 10.0**-MAX_DECIMALS
+
+
+def _held(bound: float, inward: int) -> float:
+    """Returns the next number in the direction `inward` that a float holds. llguidance rounds a bound, also outward."""
+    near = float(bound)
+    if near == bound:
+        return bound
+    return int(near if (near - bound) * inward > 0 else math.nextafter(near, inward * math.inf))
 
 
 def _exclude_bound(schema: dict[str, Any], given: Mapping[str, float], beside: Iterable[tuple[str, float]]) -> None:

@@ -120,6 +120,60 @@ def test_a_size_that_is_no_number_is_named():
 
 
 @pytest.mark.parametrize(
+    ("given", "held"),
+    [
+        ({"minimum": 2**53 + 1}, {"minimum": 2**53 + 2}),
+        ({"maximum": 2**53 + 3}, {"maximum": 2**53 + 2}),
+        ({"exclusiveMaximum": 10**18 - 1}, {"exclusiveMaximum": 10**18 - 128}),
+        ({"minimum": -(10**18) + 1, "maximum": 10**18}, {"minimum": -(10**18) + 128, "maximum": 10**18}),
+    ],
+)
+def test_a_bound_that_no_float_holds_is_rounded_inward(given, held):
+    """llguidance would round it, and allow numbers beyond it."""
+    narrowed = enforceable({"type": "integer", **given})
+    assert {name: narrowed[name] for name in held} == held
+
+
+def node(**properties: Any) -> dict[str, Any]:
+    """A schema of objects that refer to themselves as `#/$defs/n`."""
+    return {
+        "$defs": {"n": {"type": "object", "properties": {"const": {"type": "null"}, **properties}, "required": ["const", *properties]}},
+        "$ref": "#/$defs/n",
+    }  # fmt: skip
+
+
+AGAIN = {"$ref": "#/$defs/n"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "name"),
+    [
+        (node(next=AGAIN), "next"),
+        (node(next={"anyOf": [AGAIN, {"allOf": [AGAIN]}]}), "next"),
+        (node(all={"type": "array", "items": AGAIN, "minItems": 1}), "all"),
+        ({"properties": {"maybe": {"type": "array", "items": {"$ref": "#/properties/maybe"}, "minItems": 1}}}, "items"),
+    ],
+)
+def test_a_schema_of_values_that_contain_their_own_kind_without_end_is_refused(schema, name):
+    with pytest.raises(ValueError, match=f"^no text of it ends, because '{name}' never does: let what must contain"):
+        enforceable(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        node(next={"anyOf": [AGAIN, {"type": "null"}]}),
+        node(all={"type": "array", "items": AGAIN}),
+        node(next={"type": ["object", "null"], "properties": {"n": AGAIN}, "required": ["n"]}),
+        {"type": "object", "properties": {"n": {"$ref": "#"}}},
+        {"enum": [node(next=AGAIN)]},
+    ],
+)
+def test_a_schema_that_refers_to_itself_and_can_end_is_taken(schema):
+    enforceable(schema)
+
+
+@pytest.mark.parametrize(
     ("schema", "why"),
     [
         ({"type": "integer", "exclusiveMinimum": 1e20}, r"its exclusiveMinimum 1e\+20 is beyond 64 bits"),
