@@ -174,17 +174,26 @@ class ThoughtStream:
 
 
 def _messages(tokens: Sequence[int], piece: Callable[[int], str], inside: bool) -> Iterable[tuple[int, int]]:
-    """Yields the places [start, stop) of harmony's messages, except in the channel `final`. The first header may be incomplete, or missing (`inside`)."""
-    header, start = "", 0 if inside else None
+    """Yields the places [start, stop) of harmony's messages, except in the channel `final`. The first header may be incomplete, or missing (`inside`).
+
+    Text that stands where a header should be, as after `<|end|>` or without `<|message|>`, counts as a message.
+    """
+    header, begin, start = "", 0, 0 if inside else None
     for at, token in enumerate(tokens):
         name = piece(token)
         if name in ("<|end|>", "<|start|>", "<|channel|>", "<|call|>", "<|return|>"):
-            if start is not None:
-                yield start, at
-            header, start = ("" if name != "<|start|>" else header), None
+            if start is not None or _is_text(header):
+                yield begin if start is None else start, at
+            header, begin, start = "", at + 1, None
         elif name == "<|message|>":
             start = None if header.startswith("final") else at + 1
         elif start is None:
             header += name
-    if start is not None:
-        yield start, len(tokens)
+    if start is not None or _is_text(header):
+        yield begin if start is None else start, len(tokens)
+
+
+def _is_text(header: str) -> bool:
+    """Whether what no `<|message|>` follows is text, and no role or channel whose completion was cut."""
+    words = re.sub(r"\bto=\S+|<\|constrain\|>\s*\w*", "", header).split()
+    return len(words) > 1 or any(len(word) > len("commentary") for word in words)

@@ -137,6 +137,22 @@ def test_harmony_cut_before_its_final_channel_has_no_text():
             assert (text, reasoning, tokens) == ("2."[: most - len(ids) + 2], "Think 🙂.", len(ids) - 2)
 
 
+@pytest.mark.parametrize(
+    ("written", "text", "reasoning"),
+    [
+        ("<|channel|>analysis I think.<|end|><|start|>assistant<|channel|>final<|message|>2.<|return|>", "2.", "analysis I think."),
+        ("<|channel|>final It is 2.<|return|>", None, "final It is 2."),
+        ("<|channel|>analysis<|message|>Hm.<|end|>It is 2.<|return|>", None, "Hm.\nIt is 2."),
+        ("Well, then<|start|>assistant<|channel|>final<|message|>2.<|return|>", "2.", "Well, then"),
+        ("<|channel|>commentary to=functions.f <|constrain|>json", None, ""),
+    ],
+)  # fmt: skip
+def test_text_whose_harmony_header_is_broken_is_kept_with_the_thoughts(written, text, reasoning):
+    tokenizer = make(special=HARMONY_TOKENS)
+    tokens = len(tokenizer.encode(written, add_special_tokens=False))
+    assert run(tokenizer, PROMPT, written, max_tokens=tokens)[:2] == (text, reasoning)
+
+
 def test_a_prompt_that_opens_the_final_channel_is_answered_at_once():
     tokenizer = make(special=HARMONY_TOKENS)
     assert run(tokenizer, PROMPT + "<|channel|>final<|message|>", "Hi.<|return|>")[:3] == ("Hi.", None, 0)
