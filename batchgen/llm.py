@@ -47,6 +47,7 @@ Prompt = str | Sequence[Mapping[str, Any]] | TokenIds | Mapping[str, Any]
 """A text; a list of messages (`role`, `content`); a list of token ids, used as they are; or a row as in a file, with `prompt` or `messages`."""
 _NEW_IN_CHILD = "create a new LLM there, with the start method spawn of multiprocessing"
 _TO_SHOW = "put images into messages, or name their columns in PromptConfig(image_column=…)"
+_TEXT_ALONE = "it sees text alone, no images, sound or video"
 LOOK_AHEAD = 1024
 TASKS = ("generate", "embed", "classify")
 Params = SamplingParams | Mapping[str, Any]
@@ -193,6 +194,7 @@ class LLM:
         """
         if not isinstance(prompts, Iterator):
             return self._results_of_task("generate", prompts, params, prompt_options)
+        self.engine  # noqa: B018 - a closed model says so here, not with the first result
         self._check_task("generate")
         if type(look_ahead) is not int:
             raise TypeError(f"look_ahead must be a whole number, not {look_ahead!r}")
@@ -475,7 +477,8 @@ class LLM:
         failed: list[Result] = []
         builder = self._builder(params, options)
         if media := builder.columns.media(rows):
-            warnings.warn(f"prompts have {quoted(media)}, which the model is not shown: {_TO_SHOW}", stacklevel=4)
+            why = _TO_SHOW if self._images.refusal is None else _TEXT_ALONE
+            warnings.warn(f"prompts have {quoted(media)}, which the model is not shown: {why}", stacklevel=4)
         for built in builder.build(rows, own):
             row = self._grammars.checked(built) if isinstance(built, Request) else built
             if isinstance(row, Request):
