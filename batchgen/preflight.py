@@ -39,7 +39,9 @@ def check_job(config: JobConfig, source: Input, output: str | None) -> None:
     check_weight_files(config.model, needed=output is not None)
     if output is not None and output != "-" and not is_url(output):
         folder = job_path(output, config.work_dir)
-        check_place(output, open_target(output), folder, config.overwrite)
+        # A finished job may have nothing to write.
+        if config.overwrite or not (folder / "manifest.json").exists():
+            check_place(output, open_target(output), folder, config.overwrite)
         if config.shard_of is None:
             check_free_here(folder / CLAIMS, output)
         else:  # a run that reads or merges is waited for

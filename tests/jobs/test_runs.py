@@ -4,6 +4,7 @@ Whole jobs with the real tokenizer and no model (`support.runs`).
 """
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,15 @@ def test_a_finished_job_is_recognised_before_a_tokenizer_is_loaded(runs):
     for prune, loaded in ((False, 2), (False, 2), (True, 3)):  # a result that no row has is there until it is pruned
         runs.run(PROMPTS[:39], prune=prune)
         assert runs.loaded == loaded
+
+
+def test_a_finished_job_in_a_read_only_folder_has_nothing_to_write(runs, monkeypatch):
+    runs.run(PROMPTS)
+    monkeypatch.setattr("batchgen.jobs.files.target.os.access", lambda path, mode: mode == os.R_OK)
+    assert runs.run(PROMPTS)[1].already_finished
+    for more, options in ((["new"], {}), ([], {"overwrite": True})):
+        with pytest.raises(UsageError, match=r"o\.jsonl cannot be written: .* is read-only; check its permissions"):
+            runs.run([*PROMPTS, *more], **options)
 
 
 def test_so_is_that_of_a_gguf_file(runs):
