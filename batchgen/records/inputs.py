@@ -278,6 +278,8 @@ def _records(file: InputFile, on_rename: Callable[[str, str], None], on_header: 
         place = last.removeprefix(":")
         where = "at its start" if not place else f"after {place if place.startswith('row') else 'line ' + place}"
         repair = "check the connection" if isinstance(e, StoreError) else "put a whole copy in its place"
+        if isinstance(e, pa.ArrowNotImplementedError):
+            repair = "write it with columns of other types, such as text,"
         raise InputCorrupt(
             f"{file.shown} breaks off {where}: {first_line(e)}",
             f"the rows before that place are kept: {repair} and run the same command again",

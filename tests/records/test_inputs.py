@@ -20,7 +20,10 @@ import zstandard
 from batchgen.config import INPUT_FORMATS, InputFormat
 from batchgen.errors import InputCorrupt, UsageError
 from batchgen.records.output import output_format
+from support.late import late
 from support.records import CSV, JSONL, ROWS, columns, opened, parquet_bytes
+
+pl = late("polars")
 
 
 @pytest.fixture
@@ -369,6 +372,17 @@ def test_a_parquet_file_with_a_broken_row_group_gives_the_groups_before_it(folde
     with pytest.raises(InputCorrupt, match=r"^x\.parquet breaks off after row 499: "):
         numbers.extend(row.columns["n"] for row in opened("x.parquet").rows())
     assert numbers == list(range(500))
+
+
+def test_a_column_of_a_type_that_arrow_does_not_have_is_not_called_damage(folder):
+    numbers = pl.Series([2**100], dtype=pl.Int128)
+    pl.DataFrame({"prompt": ["a"], "n": numbers}).write_parquet(folder / "x.parquet")
+    with pytest.raises(InputCorrupt) as caught:
+        list(opened("x.parquet").rows())
+    assert str(caught.value).endswith(
+        "Integers with more than 64 bits not implemented; the rows before that place are kept: "
+        "write it with columns of other types, such as text, and run the same command again"
+    )
 
 
 def test_the_output_is_looked_at_once_however_many_files_a_folder_has(folder, monkeypatch):
