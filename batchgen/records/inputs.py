@@ -208,9 +208,9 @@ class Input:
         return self.is_stdin or any(file.is_read_once() for file in self.files)
 
     def _renamed(self, file: str, name: str, new_name: str) -> None:
-        note = f"{file} has more than one column {name!r}: another one is read as {new_name!r}"
-        if note not in self.notes:
-            self.notes.append(note)
+        what = f" has more than one column {name!r}: another one is read as {new_name!r}"
+        if not any(note.endswith(what) for note in self.notes):  # of a thousand files the first is named
+            self.notes.append(file + what)
 
     def _note_partitions(self, keys: Sequence[str]) -> None:
         """Notes columns that other programs make of folders such as `lang=de`."""

@@ -374,6 +374,14 @@ def test_a_parquet_file_with_a_broken_row_group_gives_the_groups_before_it(folde
     assert numbers == list(range(500))
 
 
+def test_columns_with_one_name_in_every_file_give_one_note(folder):
+    for name in ("a", "b", "c"):
+        (folder / f"{name}.csv").write_text("prompt,n,n\nx,1,2\n")
+    source = opened("*.csv")
+    assert [row.columns for row in source.rows()] == [{"prompt": "x", "n": "1", "n_2": "2"}] * 3
+    assert source.notes == ["a.csv has more than one column 'n': another one is read as 'n_2'"]
+
+
 def test_a_column_of_a_type_that_arrow_does_not_have_is_not_called_damage(folder):
     numbers = pl.Series([2**100], dtype=pl.Int128)
     pl.DataFrame({"prompt": ["a"], "n": numbers}).write_parquet(folder / "x.parquet")
