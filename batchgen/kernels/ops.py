@@ -602,7 +602,8 @@ def _is_bfloat16(weight: torch.Tensor) -> bool:
     if weight.dim() == 3:
         return all(map(_is_bfloat16, weight))
     numbers = weight.detach().contiguous().view(torch.int32).flatten()
-    return not any(bool((some & 0xFFFF).any()) for some in numbers.split(1 << 18))  # most weights of float32 fail at once
+    pieces = numbers.split(1 << 18)  # most weights of float32 fail at the first
+    return not any(bool((piece & 0xFFFF).any()) for piece in pieces)
 
 
 def columns_in_panels(columns: list[torch.Tensor]) -> torch.Tensor:
