@@ -602,7 +602,7 @@ def _is_bfloat16(weight: torch.Tensor) -> bool:
     if weight.dim() == 3:
         return all(map(_is_bfloat16, weight))
     numbers = weight.detach().contiguous().view(torch.int32).flatten()
-    pieces = numbers.split(1 << 18)  # most weights of float32 fail at the first
+    pieces = torch.split(numbers, 1 << 18)  # most weights of float32 fail at the first
     return not any(bool((piece & 0xFFFF).any()) for piece in pieces)
 
 
