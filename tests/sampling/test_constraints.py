@@ -1,5 +1,6 @@
 import json
 import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,12 @@ def test_every_completion_that_ends_with_stop_matches_its_regex(tokenizer: Any, 
     assert ended >= 20
 
 
+def test_the_bytes_of_the_tokens_of_a_text_are_its_bytes(tokenizer: Any) -> None:
+    text = "".join(map(chr, range(0x800))) + "東🎈"
+    pieces = token_bytes(tokenizer, len(tokenizer))
+    assert b"".join(pieces[i] for i in tokenizer.encode(text, add_special_tokens=False)) == text.encode()
+
+
 def test_the_mask_of_a_row_does_not_depend_on_the_batch(byte_level: Any) -> None:
     size = len(byte_level)
     rows = [regex("[a-c]+x"), SamplingParams(), schema(SCHEMA), regex("yes|no"), SamplingParams(), regex("[a-c]+x")]
@@ -213,6 +220,23 @@ def test_masks_started_for_one_batch_are_not_used_for_another(byte_level: Any) -
     constraints.remove(0)
     constraints.add(0, regex("c"))
     assert allowed(constraints, 0, size) == {id_of("c")}
+
+
+def test_a_token_waits_until_the_other_thread_has_done_with_its_grammar(
+    byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def slowly(vocabulary: Vocabulary, *arguments: Any) -> None:
+        time.sleep(0.1)  # without waiting, the token would be accepted by now
+        order.append("masks")
+
+    monkeypatch.setattr(Vocabulary, "fill", slowly)
+    constraints = constraints_of(byte_level)
+    constraints.add(0, regex("a+"))
+    constraints.start([0])
+    constraints.accept(0, byte_level.convert_tokens_to_ids("a"))
+    assert order == ["masks"]
 
 
 def test_the_masks_behind_drafts_are_those_behind_their_tokens(byte_level: Any) -> None:
