@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,9 +102,19 @@ def test_rows_are_drafted_from_what_others_have_written_and_from_finished_ones()
     first, second, third = decoding(3, [1, 2, 3, 4, 5, 6, 7])
     second.generated[2:] = third.generated[:] = []
     assert proposed(found, [first, second])[1][:4] == [3, 4, 5, 6]
+    first.generated += [8, 9]
     found.finished(first)
-    third.generated += [9, 4, 5]
-    assert proposed(found, [third])[0][:2] == [6, 7]
+    third.generated += [9, 6, 7]
+    assert proposed(found, [third])[0][:2] == [8, 9]
+
+
+@pytest.mark.parametrize(("group", "draft"), [(0, 3), (1, 4), (2, 4)])
+def test_rows_are_drafted_from_those_below_the_same_node_before_others(group: int, draft: int) -> None:
+    rows = decoding(3, [1, 2])
+    for seq, node, tokens in zip(rows, (0, 1, group), ([3], [4], []), strict=True):
+        seq.parent = SimpleNamespace(node=SimpleNamespace(index=node))  # type: ignore[assignment]
+        seq.generated += tokens
+    assert proposed(speculator(rows=3), rows)[2] == [draft]
 
 
 def test_nothing_is_drafted_where_a_token_more_costs_as_much_as_it_gives() -> None:
