@@ -372,9 +372,8 @@ class Scheduler(RunningSet):
 
     def shrink(self, max_batch_tokens: int) -> None:
         """Limits steps to this many tokens from now on."""
-        tokens = max(1, min(max_batch_tokens, self.limits.max_batch_tokens))
-        prefill = min(tokens, self.limits.max_prefill_tokens)
-        self.limits = replace(self.limits, max_batch_tokens=tokens, max_prefill_tokens=prefill)
+        prefill = min(max_batch_tokens, self.limits.max_prefill_tokens)
+        self.limits = replace(self.limits, max_batch_tokens=max_batch_tokens, max_prefill_tokens=prefill)
 
     # -- a step
 
