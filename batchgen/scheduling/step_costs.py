@@ -103,7 +103,7 @@ class StepCosts:
             merged._add(size, seconds)
         steps = [[*size, round(seconds, 7)] for size, seconds in merged._steps()]
         with suppress(OSError):
-            self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.file.parent.mkdir(parents=True, exist_ok=True)
             with replaced(self.file) as new:
                 new.write_text(json.dumps(steps, separators=(",", ":")), encoding="utf-8")
 

@@ -254,7 +254,7 @@ def _folder_for(needed: int) -> Path:
     """Returns the folder for files of `needed` bytes: `weights` in the user's cache folder. Raises `ModelError` if the disk has no room."""
     try:
         folder = cache_folder() / "weights"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
     except OSError as e:
         raise ModelError(
