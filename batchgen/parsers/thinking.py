@@ -23,12 +23,12 @@ class ThinkingFormat:
     answer: re.Pattern[str] = field(init=False)
     """The mark before the answer."""
     longest: int = field(init=False)
-    """Maximum number of characters of a mark."""
+    """Maximum number of its characters."""
 
     def __post_init__(self) -> None:
         marked = _HARMONY_ANSWER if self.always else re.escape(self.close)
         object.__setattr__(self, "answer", re.compile(marked))
-        object.__setattr__(self, "longest", 200 if self.always else max(len(self.open), len(self.close)))
+        object.__setattr__(self, "longest", 200 if self.always else len(self.close))
 
     def opened(self, prompt: str) -> bool:
         """Whether a completion begins inside thoughts. `prompt` is the prompt's end, with special tokens written out; in the harmony format, at least
