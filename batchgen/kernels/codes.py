@@ -359,7 +359,7 @@ def _rows(x: PackedTensor, indices: Sequence[Any]) -> Any:
 def _embedded(x: PackedTensor, indices: torch.Tensor, *_: Any) -> Any:
     if x.take_rows is not None:
         return x.take_rows(indices.long())
-    return None if x.transposed or x.dim() != 2 else x.with_parts(lambda part: part[indices]).unpacked()
+    return None if x.transposed else x.with_parts(lambda part: part[indices]).unpacked()
 
 
 _KEPT: dict[Any, Callable[..., Any]] = {

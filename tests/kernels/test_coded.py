@@ -89,6 +89,7 @@ def test_moving_rows_keeps_a_weight_packed_and_everything_else_unpacks_it(mode):
         lambda w: x @ w.T,
         lambda w: torch.nn.functional.embedding(ids, w),
         lambda w: w.view(ROWS, 2, -1),
+        lambda w: torch.cat([w, weight_of("Q4_0", torch.bfloat16)]),
         lambda w: w + 1,
     ]
     with mode():
@@ -101,6 +102,18 @@ def test_moving_rows_keeps_a_weight_packed_and_everything_else_unpacks_it(mode):
             found = change(weight)
             assert not isinstance(found, PackedTensor)
             assert torch.equal(found, change(plain))
+
+
+def test_an_embedding_unpacks_only_the_rows_that_are_asked_for(monkeypatch):
+    unpacked, dequantize = [], codes.dequantize
+    weight = weight_of("Q6_K", torch.float32)
+    monkeypatch.setattr(
+        codes,
+        "dequantize",
+        lambda coding, parts: unpacked.append(parts["scales"].shape[0]) or dequantize(coding, parts),
+    )
+    torch.nn.functional.embedding(torch.tensor([[5, 0, 199]]), weight)
+    assert unpacked == [3]
 
 
 def test_the_sign_of_a_zero_level_does_not_depend_on_what_was_unpacked_before():
