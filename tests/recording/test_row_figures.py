@@ -8,7 +8,7 @@ import pytest
 
 from batchgen.errors import RowError
 from batchgen.recording.row_figures import BINS, MAX_LABELS, SAMPLES, RowFigures, histogram, shortened
-from batchgen.result import Result, Score
+from batchgen.result import Completion, Result, Score
 
 
 def figures_of(results):
@@ -26,7 +26,8 @@ def done(row, prompt=10, completion=2, reason="stop", **more):
 
 def test_rows_are_counted_by_how_they_ended():
     failed = Result.from_error(7, RowError("prompt_too_long", "5,000 tokens"), prompt_tokens=5000)
-    found = figures_of([*(done(i) for i in range(6)), done(6, reason="length", completion=8), failed])
+    ends = tuple(Completion(text="", finish_reason=reason) for reason in ("stop", "length"))
+    found = figures_of([*(done(i) for i in range(6)), done(6, completion=8, completions=ends), failed])
     assert found["rows"] == 8
     assert found["reasons"] == {"stop": 6, "length": 1, "error": 1}
     assert found["errors"] == {"prompt_too_long": 1}
@@ -100,11 +101,11 @@ def test_embedded_rows_have_a_sample_of_a_few_numbers():
 
 
 def test_a_histogram_holds_every_value_once():
-    counts = dict.fromkeys(range(100), 1) | {1000: 1}
+    counts = dict.fromkeys(range(1000, 1400, 4), 1) | {1900: 1}
     found = histogram(counts)
-    assert (found["count"], found["min"], found["max"], found["p50"], found["p99"]) == (101, 0, 1000, 50, 99)
-    assert found["bins"][:2] == [[0, 5, 5], [5, 10, 5]]
-    assert found["bins"][-1] == [100, 1000, 1]  # the long tail is one bin
+    assert (found["count"], found["min"], found["max"], found["p50"], found["p99"]) == (101, 1000, 1900, 1200, 1396)
+    assert found["bins"][:2] == [[1000, 1010, 3], [1010, 1020, 2]]
+    assert found["bins"][-1] == [1400, 1900, 1]  # the long tail is one bin
     assert sum(count for *_, count in found["bins"]) == 101
     assert len(found["bins"]) <= BINS + 2
     assert histogram({}) is None
