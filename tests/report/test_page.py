@@ -95,7 +95,29 @@ def test_headings_and_tables_say_what_the_charts_show():
         "The nodes that save the most", "Tokens per second", "Where the time went", "Lengths of prompts, in tokens",
         "Lengths of completions, in tokens", "How rows ended", "Memory",
     ]  # fmt: skip
+    start = found.cells.index("load the model")
+    assert found.cells[start : start + 22] == [
+        "load the model", "3.00", "read and plan", "0.50", "generate: in the model", "1.50", "generate: the rest", "0.50", "write", "0.25",
+        "in all", "6.00", "5", "5", "3", "10", "10", "3", "stop", "3", "75.00%", "error: prompt_too_long",
+    ]  # fmt: skip
     assert all(label for label in found.labels.values())  # every chart has words for those who do not see it
+
+
+def test_the_top_of_the_page_has_the_figures_of_the_job():
+    found = parsed(page(job_page_data()))
+    assert "\nFinished · tiny, float32 on cpu\n" in found.text
+    assert found.tiles[:15] == [
+        "rows", "4", "failed", "1", "prompt tokens", "15", "shared, run once", "6.7%", "completion tokens", "30",
+        "completion tokens/s", "15", "time", "6.0 s", "memory at most",
+    ]  # fmt: skip
+
+
+def test_a_job_under_way_shows_what_there_is():
+    data = job_page_data() | {"state": "running", "stats": None, "time": []}
+    found = parsed(page(data | {"status": data["status"] | {"rows_total": 9}}))
+    assert "\nRunning\n" in found.text
+    assert found.tiles[:4] == ["rows", "4 of 9", "failed", "1"]
+    assert found.captions[-1] == "How rows ended"
 
 
 def test_the_plan_is_drawn_with_its_memory_and_shards():
@@ -115,6 +137,11 @@ def test_the_plan_is_drawn_with_its_memory_and_shards():
         == "weights: 2.0 KiB; KV of the longest row: 512 B; KV of all rows, shared: 1.0 KiB."
     )
     assert found.cells[-6:] == ["1", "2", "60.0%", "2", "1", "40.0%"]
+    assert "\nThe plan of a run, before anything runs\n" in found.text
+    assert found.tiles[:14] == [
+        "rows", "3", "would fail", "1", "prompt tokens", "20", "to be run", "14", "shared, run once", "30.0%",
+        "prefix nodes", "1", "model weights", "2.0 KiB",
+    ]  # fmt: skip
 
 
 def test_a_notebook_shows_the_page_in_a_frame():
@@ -178,7 +205,8 @@ def test_shards_are_a_table_of_who_has_done_what():
         {"shard": "1/2", "state": "done", "host": None, "rows_done": 3, "rows_total": 3},
         {"shard": "2/2", "state": "running", "host": "n7", "rows_done": None, "rows_total": 1},
     ]
-    found = parsed(page(data | {"status": data["status"] | {"shards": shards}}))
+    found = parsed(page(data | {"status": data["status"] | {"shards": shards, "rows_done": 6}}))
+    assert found.labels["tree-chart"].endswith("(30.0%). It is the tree of the run that planned the most rows.")
     assert "Shards" in found.headings
     assert [row for row in zip(*[iter(found.cells)] * 5, strict=False) if "n7" in row] == [
         ("2/2", "running", "n7", "0", "1")

@@ -22,10 +22,14 @@ class Parsed(HTMLParser):
         self.headings: list[str] = []
         self.captions: list[str] = []
         self.cells: list[str] = []
+        self.tiles: list[str] = []
+        """The figures at the top, each after its name."""
         self.labels: dict[str, str] = {}
         """The words of each chart, by its id."""
         self.title = self.text = self.language = ""
         self.data: Any = None
+        self._texts = dict.fromkeys(("h1", "h2", "h3", "h4"), self.headings) | dict.fromkeys(("dt", "dd"), self.tiles)
+        self._texts |= {"caption": self.captions, "td": self.cells}
         self._open: list[tuple[str, dict[str, str | None]]] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -51,10 +55,8 @@ class Parsed(HTMLParser):
             self.policies.append((tag, values["content"] or ""))
         if values.get("role") == "img":
             self.labels[values["id"] or ""] = values["aria-label"] or ""
-        lists = {"h1": self.headings, "h2": self.headings, "h3": self.headings, "h4": self.headings}
-        lists |= {"caption": self.captions, "td": self.cells}
-        if tag in lists:
-            lists[tag].append("")
+        if tag in self._texts:
+            self._texts[tag].append("")
         if tag not in ("meta", "link", "br", "img", "hr", "input"):
             self._open.append((tag, values))
 
@@ -68,12 +70,8 @@ class Parsed(HTMLParser):
             self.data = json.loads(data)
         elif tag == "title":
             self.title += data
-        elif tag in ("h1", "h2", "h3", "h4"):
-            self.headings[-1] += data
-        elif tag == "caption":
-            self.captions[-1] += data
-        elif tag == "td":
-            self.cells[-1] += data
+        elif tag in self._texts:
+            self._texts[tag][-1] += data
         elif tag not in ("script", "style"):
             self.text += data
 
