@@ -67,6 +67,7 @@ sharded = st.builds(
 @example(["config.json", "rows.jsonl"])
 @example(["data/train-00000-of-00003.jsonl", "data/.hidden-00000-of-00002.jsonl"])
 @example(["data/my-train-00000-of-00002.jsonl"])
+@example(["__cache__/train.jsonl", "test.jsonl"])
 def test_without_configurations_the_splits_equal_those_of_datasets(names):
     with tempfile.TemporaryDirectory() as place:
         folder = make(Path(place), [name for name in names if not any(other.startswith(f"{name}/") for other in names)])

@@ -79,6 +79,8 @@ def test_bytes_that_the_encoding_does_not_have_fail_only_their_row(folder):
     rows = list(opened("x.csv", encoding="cp1252").rows())
     assert [row.columns for row in rows] == [{"prompt": "é"}, {}, {"prompt": "b"}]
     assert rows[1].error.message == "x.csv:3: column 'prompt' is not cp1252"
+    (folder / "x.csv").write_bytes("prompt\na\nb".encode("utf-16-le") + b"c")  # half a character at the end
+    assert [row.columns for row in opened("x.csv", encoding="utf-16-le").rows()] == [{"prompt": "a"}, {}]
     (folder / "x.jsonl").write_bytes(
         '{"prompt": "a"}\n'.encode("utf-16-le") + b"\0\xd8" + '\n{"prompt": "b"}'.encode("utf-16-le")
     )
