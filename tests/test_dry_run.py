@@ -67,6 +67,13 @@ def test_a_plan_predicts_the_prefill_of_windows_by_priority(tiny_model_dir, writ
     assert [(line.rows, line.text) for line in plan.tree] == [(2, f"<|begin|>{GROUPS[0]}")]  # of the first window
 
 
+def test_nodes_and_groups_that_lie_in_several_windows_are_counted_once(tiny_model_dir, write_jsonl):
+    limits = InputLimits(read_rows=2, run_rows=2, window_leaves=2, batch_rows=1)
+    plan = plan_job(config_of(tiny_model_dir, write_jsonl(rows()), limits=limits))
+    assert (plan.whole, plan.windows) == (True, 4)
+    assert (plan.figures.prefix_nodes, plan.figures.groups, plan.figures.grouped_requests) == (3, 2, 8)
+
+
 def test_a_plan_writes_nothing_and_loads_no_weights(tiny_model_dir, write_jsonl, tmp_path):
     model = tmp_path / "without-weights"
     model.mkdir()
