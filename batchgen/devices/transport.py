@@ -5,6 +5,7 @@ The other transport is `ray_cluster.RayCluster`.
 
 from __future__ import annotations
 
+import os
 import pickle
 import tempfile
 import threading
@@ -159,7 +160,7 @@ Start = Callable[["Connection[Any, Any]", IO[bytes]], Process]
 
 def start_process(connection: Connection[Any, Any], said: IO[bytes]) -> Process:
     """Starts the process of a worker (`worker.main`); what it prints goes to the file `said`."""
-    return start_module("batchgen.devices.worker", connection, said)
+    return start_module("batchgen.devices.worker", connection, said, arguments=[str(os.getpid())])
 
 
 class Link(Protocol):

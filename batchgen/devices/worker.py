@@ -51,9 +51,9 @@ FLUSH_SECONDS = 5.0
 
 
 def main() -> None:
-    """Runs a worker. The argument is the number of an open socket (`transport.start_process`)."""
+    """Runs a worker. The arguments are the number of an open socket and the parent's process id (`transport.start_process`)."""
     ignore_stop_signals()
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(int(sys.argv[2]),), daemon=True).start()
     with few_collections():
         serve(partial(Channel, Connection(int(sys.argv[1]))), load, gone=lambda: os._exit(0))
     os._exit(0)  # without waiting for the threads of libraries

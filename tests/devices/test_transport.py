@@ -1,5 +1,7 @@
 """Real processes of devices: how they start, and messages about how they ended."""
 
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,6 +15,7 @@ from batchgen.devices.worker import take_device
 from batchgen.devices.workers import Workers
 from batchgen.errors import ModelError
 from batchgen.process.child_process import exit_code, how_it_ended
+from support.python_process import are_gone, run_python
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,28 @@ def test_processes_start_from_wherever_the_job_was_started_and_tell_what_is_wron
         model = ModelConfig(model="./nowhere", device="cpu:0,1")
         Workers(model, EngineConfig(), Processes(model.devices, model.device, start_process))
     assert e.value.message == "model folder './nowhere' does not exist"
+
+
+JOB = """
+import os, subprocess
+from multiprocessing import Pipe
+from batchgen.devices.transport import start_process
+ours, theirs = Pipe()
+with open(os.devnull, "wb") as said:
+    worker = start_process(theirs, said)
+    other = subprocess.Popen(["sleep", "100"], pass_fds=[ours.fileno()], stdout=said, stderr=said)
+print(worker.pid, other.pid, flush=True)
+os._exit(1)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_with_its_job_although_another_one_holds_their_connection():
+    worker, other = map(int, run_python(JOB).stdout.split())
+    try:
+        assert are_gone([worker])
+    finally:
+        os.kill(other, signal.SIGKILL)
 
 
 def test_a_device_that_is_not_there_is_told_before_anything_is_loaded():

@@ -52,7 +52,7 @@ def start_forked(connection: Any, said: Any) -> Forked:
         for fd in (1, 2):
             os.dup2(said.fileno(), fd)
         os.closerange(4, 4096)  # the lock of the job's folder, and the connections of other processes
-        sys.argv = ["worker", "3"]
+        sys.argv = ["worker", "3", str(os.getppid())]
         worker.main()
         code = 0
     finally:
