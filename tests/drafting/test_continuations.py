@@ -6,11 +6,11 @@ import pytest
 from batchgen.drafting.continuations import SURE, OutputIndex, OutputText, PromptText
 
 
-def written(index: OutputIndex, *texts: list[int], group: str | None = None, prompt: tuple[int, ...] = ()) -> None:
+def written(index: OutputIndex, *texts: list[int]) -> None:
     for tokens in texts:
-        text = OutputText(np.array(prompt, dtype=np.int32))
+        text = OutputText(np.array([], dtype=np.int32))
         text.tokens += tokens
-        index.add(text, group)
+        index.add(text, None)
 
 
 def test_what_followed_in_another_output_is_found_by_its_last_tokens() -> None:
@@ -28,13 +28,6 @@ def test_an_output_is_read_on_while_it_grows() -> None:
         index.add(text, None)
     assert list(index.find(None, (7, 8))) == [1, 2, 3, 1, 2]
     assert list(index.find(None, (1, 2))) == [3, 1, 2]
-
-
-def test_a_group_has_continuations_of_its_own_and_the_job_has_all() -> None:
-    index = OutputIndex()
-    written(index, [1, 2, 3], group="a")
-    written(index, [1, 2, 4], [1, 2, 4], group="b")
-    assert [list(index.find(group, (1, 2))) for group in ("a", "b", None, "c")] == [[3], [4], [4], []]
 
 
 @pytest.mark.parametrize("times", [1, 2, SURE + 2])
