@@ -63,6 +63,7 @@ def test_every_row_is_done_once_and_all_devices_do_some(fleet):
     assert texts.keys() == {"cpu:0", "cpu:1", "cpu:2"}
     assert (workers.unfinished, workers.waiting, workers.device) == (0, 0, "cpu:0,1,2")
     assert (workers.dtype, workers.attention) == ("float32", "fake")
+    assert sorted(workers.notes) == ["all say this", *(f"cpu:{i} says this" for i in range(3))]
     assert workers.stats.completion_tokens == 180
     assert workers.stats.steps == sum(e.stats.steps for e in fleet.engines.values())
     assert workers.stats.process_bytes_peak > 3 << 20
