@@ -443,6 +443,18 @@ def test_a_finished_job_whose_images_are_gone_says_which_rows_fail_instead_of_re
     assert run(model).stats["rows_resumed"] == 13
 
 
+def test_a_result_whose_row_fails_now_is_kept_and_the_note_says_so(model, expected):
+    write(rows()[:4] + [row for row in rows()[4:] if not row["id"].startswith("3")])
+    run(model)
+    Path("p/3.png").rename("away.png")
+    run_job(config_of(model, keep=("id",)), seen := Recorder())
+    kept = "kept in o.jsonl.job and used again if the row comes back"
+    assert f"1 result of o.jsonl without a row in the input, or with one that fails now: {kept}" in seen.notes
+    Path("away.png").rename("p/3.png")
+    assert run(model).stats["rows_resumed"] == 11
+    assert answers()[3] == expected[3]
+
+
 @pytest.mark.usefixtures("vanishing")
 def test_a_row_whose_equal_row_lost_its_image_is_answered_when_errors_are_tried_again(model, expected):
     write(with_copy([rows()[0], rows()[0]]))

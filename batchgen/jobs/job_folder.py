@@ -222,7 +222,8 @@ class JobFolder(HeldResults):
             )
         if unasked:
             what = "removed" if prune else f"kept in {self.folder} and used again if the row comes back"
-            self.notes.append(f"{counted(unasked, 'result')} of {self.output} without a row in the input: {what}")
+            fail = ", or with one that fails now" if failures else ""
+            self.notes.append(f"{counted(unasked, 'result')} of {self.output} without a row in the input{fail}: {what}")
 
     @property
     def _made_with_another_limit(self) -> bool:

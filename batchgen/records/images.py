@@ -15,6 +15,7 @@ import shutil
 import stat
 import tempfile
 import threading
+import time
 import urllib.parse
 import warnings
 import weakref
@@ -36,6 +37,10 @@ IMAGE_PARTS = frozenset(("image", "image_url", "input_image"))
 THREADS = 8
 _DOWNLOAD_S = 300.0
 """Seconds that a store may take for an image, at most."""
+_PAUSES_S = (1.0, 4.0)
+"""Seconds before an image is asked for again that a web server cannot send now. What fsspec uses for other stores tries again by itself."""
+_NOT_NOW = frozenset((429, 500, 502, 503, 504))
+"""Answers of a web server that may be another one a little later."""
 KNOWN = 10_000
 """Number of files, and of sizes, that are remembered."""
 _THUMBNAIL = 96
@@ -230,8 +235,8 @@ def check_pillow() -> None:
 class ImageStore:
     """Finds the images of rows. Those that are not local files are kept in a folder, each once, under their digest."""
 
-    def __init__(self, download_s: float = _DOWNLOAD_S) -> None:
-        self._download_s = download_s
+    def __init__(self, download_s: float = _DOWNLOAD_S, pauses_s: Sequence[float] = _PAUSES_S) -> None:
+        self._download_s, self._pauses_s = download_s, pauses_s
         self.folder: Path | None = None
         """Where they are kept; None for a temporary folder of this process."""
         self._known: dict[tuple[str, int, int], ImageFile] = {}
@@ -263,7 +268,7 @@ class ImageStore:
             place = _place(source)
             if place is not None and not is_url(place):
                 return self._of_file(place, named)
-            data = _inline_bytes(source) if place is None else _fetched(place, self._download_s)
+            data = _inline_bytes(source) if place is None else _fetched(place, self._download_s, self._pauses_s)
             file = _file_of("", io.BytesIO(data), named)
         except RowError as e:
             return e
@@ -402,13 +407,20 @@ def _place(source: ImageSource) -> str | None:
     return str((Path(plain_name(source.file)).parent / path).absolute())
 
 
-def _fetched(url: str, max_s: float) -> bytes:
+def _fetched(url: str, max_s: float, pauses_s: Sequence[float]) -> bytes:
     """Returns the bytes of a file. Only stores that fsspec reads asynchronously (the web, S3, Google's) have a limit of time."""
     from fsspec.asyn import AsyncFileSystem
 
     fs, path = remote(url)
     limits = {"timeout": max_s} if isinstance(fs, AsyncFileSystem) and fs.async_impl else {}
     with reaching(url):
+        for pause in pauses_s:
+            try:
+                return bytes(fs.cat_file(path, **limits))
+            except Exception as e:
+                if getattr(e, "status", None) not in _NOT_NOW:
+                    raise
+            time.sleep(pause)
         return bytes(fs.cat_file(path, **limits))
 
 

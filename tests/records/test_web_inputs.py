@@ -1,6 +1,7 @@
 """Inputs of a web server give the same rows as files on disk, whether it sends ranges or not. Its answers appear in errors."""
 
 import gzip
+import io
 import json
 import re
 import threading
@@ -10,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from fsspec import config
 from fsspec.implementations.http import HTTPFileSystem
+from PIL import Image
 
 from batchgen.errors import InputCorrupt, RowError, UsageError
 from batchgen.records import remote
@@ -23,7 +25,7 @@ LARGE = [{"id": i, "prompt": "Say hello.", "note": f"{i:05}" * 2000} for i in ra
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers with `files[path]`, or with the status that stands there. The first part of a path says how."""
+    """Answers with `files[path]`, or with the status that stands there; of a list, with the next of these. The first part of a path says how."""
 
     protocol_version = "HTTP/1.1"
 
@@ -43,6 +45,7 @@ class Answers(BaseHTTPRequestHandler):
             self._wait()
             return
         content = self._files.get(name, 404)
+        content = content.pop(0) if isinstance(content, list) else content
         status, data = (content, b"") if isinstance(content, int) else (200, content)
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         ranged = way in ("ranges", "stalls", "parts", "wrong") and status == 200 and wanted is not None
@@ -143,6 +146,20 @@ def test_the_error_of_a_missing_image_has_the_answer(web):
     (found,) = ImageStore().locate([ImageSource(image, "here")])
     assert isinstance(found, RowError)
     assert found.message == f"here: {image} cannot be read: 404 Not Found"
+
+
+def test_an_image_that_a_server_cannot_send_now_is_asked_for_again(web):
+    files, address = web
+    written = io.BytesIO()
+    Image.new("RGB", (6, 4)).save(written, "PNG")
+    names = {"now.png": [503, 429, written.getvalue()], "later.png": [503] * 9, "never.png": [403, written.getvalue()]}
+    files.update(names)
+    sources = [ImageSource(f"{address}/whole/{name}", "here") for name in names]
+    now, later, never = ImageStore(pauses_s=(0.0, 0.0)).locate(sources)
+    assert (now.width, now.height) == (6, 4)
+    assert later.message == f"here: {sources[1].value} cannot be read: 503 Service Unavailable"
+    assert never.message == f"here: {sources[2].value} cannot be read: 403 Forbidden"
+    assert [len(answers) for answers in names.values()] == [0, 6, 1]
 
 
 def test_an_image_that_a_server_sends_for_too_long_fails_alone(web):
