@@ -7,6 +7,7 @@ which name the instruction set (`isa`). It does not depend on torch: its functio
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import logging
 import os
@@ -198,7 +199,8 @@ def _started(command: list[str]) -> subprocess.Popen[str]:
     with _starting:
         if _given_up.is_set():
             raise NoKernels("the compilation was interrupted")
-        run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)
+        english = os.environ | {"LC_ALL": "C"}  # `_finish` reads what it says
+        run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0, env=english)
         _running.append(run)
     return run
 
@@ -211,10 +213,14 @@ def _kill(run: subprocess.Popen[str]) -> None:
 
 
 def _finish(run: subprocess.Popen[str]) -> None:
+    """Waits for a compiler's end. Raises `NoKernels` if it fails, and `OSError` if there was no space for what it writes."""
     errors = _errors(run, TIMEOUT)
     if run.returncode != 0:
         first = next((line for line in errors.splitlines() if "error" in line), errors[:300])
-        raise NoKernels(f"the C++ compiler failed: {first.strip()}")
+        failed = f"the C++ compiler failed: {first.strip()}"
+        if any(os.strerror(number) in errors for number in (errno.ENOSPC, errno.EDQUOT)):
+            raise OSError(failed)  # the cache is full: another folder may have room
+        raise NoKernels(failed)
 
 
 def _errors(run: subprocess.Popen[str], seconds: float) -> str:

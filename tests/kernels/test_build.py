@@ -250,6 +250,21 @@ def test_kernels_that_cannot_be_kept_are_compiled_for_this_run(folder, tmp_path,
 
 
 @needs_compiler
+def test_kernels_that_a_full_cache_has_no_room_for_are_compiled_for_this_run(folder, tmp_path, monkeypatch):
+    full = tmp_path / "g++-on-a-full-disk"
+    said_by_it = "answer.o: Fatal error: can't write 29 bytes: No space left on device"
+    full.write_text(f'#!/bin/sh\ncase "$*" in */cache/*.o) echo "{said_by_it}" >&2; exit 1;; esac\nexec g++ "$@"\n')
+    full.chmod(0o700)
+    monkeypatch.setenv("CXX", str(full))
+    monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path))
+    with logged("batchgen", "INFO") as said:
+        assert build.library().answer() == 42
+    why = f"the C++ compiler failed: {said_by_it}"
+    assert f"compiled kernels cannot be kept ({why}), so this run compiles its own; set XDG_CACHE_HOME" in said
+    assert not libraries(tmp_path)
+
+
+@needs_compiler
 def test_without_any_folder_for_kernels_the_cache_is_named(folder, tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("a file")
     monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path / "missing"))
