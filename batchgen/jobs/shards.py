@@ -254,7 +254,7 @@ def _check_count(plan: ShardPlan, number: int, count: int, output: str) -> None:
     if plan.count != count:
         raise UsageError(
             f"{output} is under way in {plan.count} shards, not in {count}",
-            f"use --shard {min(number, plan.count)}/{plan.count}, or merge it first with batchgen merge {output}",
+            f"use --shard {min(number, plan.count)}/{plan.count}, or leave --shard out: what the shards have done is taken over",
         )
 
 
