@@ -25,7 +25,7 @@ _, emulated, *arguments = sys.argv
 if emulated:
     emulate(emulated)
 """
-COMPILE = BEGIN + "print(build._compiled())"
+COMPILE = BEGIN + "build.TIMEOUT = 3600.0  # the sanitizers make it many times as long\nprint(build._compiled())"
 RUN = f"""{BEGIN}
 library, *tests = arguments
 build._compiled = lambda: Path(library)  # a compiler does not run under the sanitizers
