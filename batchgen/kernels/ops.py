@@ -518,8 +518,7 @@ class PackedLinear(KernelLinear):
         self._weight_dtype = _type_that_holds(weights) if self.dtype == torch.float32 else self.dtype
         if self._weight_dtype != self.dtype:
             self.kind = f"_by_{str(self._weight_dtype).removeprefix('torch.')}"
-        weights = [weight.detach().to(self._weight_dtype) for weight in weights]
-        words = [weight.detach().contiguous().view(torch.int32) for weight in weights]
+        words = [weight.detach().to(self._weight_dtype).contiguous().view(torch.int32) for weight in weights]
         self.words = words[0].shape[-1]
         bfloat16 = self.dtype == torch.bfloat16
         side = library().batchgen_linear_side_bfloat16() if bfloat16 else library().batchgen_linear_panel()

@@ -139,7 +139,7 @@ class _Narrowing:
         self._find_joined(root, False)
         self._together: dict[int, list[Mapping[str, Any]]] = {}
         """The schemas that apply to the same value as a schema, by its id: itself, and those beside it."""
-        self._find_together(root)
+        self._find_together()
 
     def check_ends(self) -> None:
         """Raises `ValueError` if an object or list must contain another one of its kind, and so on without end."""
@@ -195,12 +195,11 @@ class _Narrowing:
             elif keyword not in _VALUES and keyword not in _BESIDE:
                 self._find_joined(part, False)
 
-    def _find_together(self, schema: Any) -> None:
-        group = list(self._closure(schema, {}).values())
-        for one in group if len(group) > 1 else ():
-            self._together.setdefault(id(one), []).extend(group)
-        for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-            self._find_together(part)
+    def _find_together(self) -> None:
+        for schema in _schemas_in(self._root):
+            group = list(self._closure(schema, {}).values())
+            for one in group if len(group) > 1 else ():
+                self._together.setdefault(id(one), []).extend(group)
 
     def _closure(self, schema: Any, found: dict[int, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
         """Adds a schema, and those beside it at any distance, to `found`, by their ids."""

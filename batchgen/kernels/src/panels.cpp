@@ -24,13 +24,14 @@ void write_in_panels(const Panels& p, const Put& put) {
         const int64_t panel = i / per_panel, in_panel = i % per_panel * group, column = p.part * width + in_panel;
         const int64_t row = panel % panels * width + in_panel, rows = std::clamp(p.rows - row, int64_t(0), group);
         const T* x = (const T*)p.x + (panel / panels * p.rows + row) * p.size;
-        T* y = (T*)p.y + (panel * WIDTH + column / p.side * p.side) * p.size;
+        const int64_t beside = column % p.side, size = p.size;
+        T* y = (T*)p.y + (panel * WIDTH + column - beside) * size;
         T pieces[WIDTH][step] = {};
-        for (int64_t from = 0; from < p.size; from += step) {
-            const int64_t end = std::min(p.size, from + step);
-            for (int64_t r = 0; r < rows; r++) std::copy(x + r * p.size + from, x + r * p.size + end, pieces[r]);
+        for (int64_t from = 0; from < size; from += step) {
+            const int64_t end = std::min(size, from + step);
+            for (int64_t r = 0; r < rows; r++) std::copy(x + r * size + from, x + r * size + end, pieces[r]);
             for (int64_t k = from; k < end; k++)
-                for (int64_t r = 0; r < group; r++) put(y, k, column % p.side + r, pieces[r][k - from]);
+                for (int64_t r = 0; r < group; r++) put(y, k, beside + r, pieces[r][k - from]);
         }
     });
 }
