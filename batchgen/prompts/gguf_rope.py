@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from batchgen.errors import ModelError
-from batchgen.prompts.gguf_settings import OTHER_FORMAT, value_of
+from batchgen.prompts.gguf_file import GgufFile
+from batchgen.prompts.gguf_settings import OTHER_FORMAT
 
 _LLAMA3 = {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
 """How Llama 3.1 and 4 scale frequencies, beside their factor. A file holds the result alone."""
@@ -23,19 +24,18 @@ _USUALLY_ONE = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")
 """Further factors of YaRN, for which transformers has no names or other rules."""
 
 
-def set_rotary_embedding(config: Any, file: Path, reader: Any) -> None:
+def set_rotary_embedding(config: Any, file: GgufFile) -> None:
     """Gives a configuration what the file says of the rotary embedding: its base, its dimensions and how it is scaled.
 
-    `reader`: a `gguf.GGUFReader` of the file. Raises `ModelError` for a scaling that is not known.
+    Raises `ModelError` for a scaling that is not known.
     """
     text = config.get_text_config()
     known = getattr(text, "rope_parameters", None)
     if not isinstance(known, dict):
         return
-    architecture = value_of(reader, "general.architecture")
 
     def value(key: str) -> Any:
-        return value_of(reader, f"{architecture}.rope.{key}")
+        return file.values.get(f"{file.architecture}.rope.{key}")
 
     # With sliding windows only the layers that see everything are scaled.
     rope = known.get("full_attention", known)
@@ -48,11 +48,11 @@ def set_rotary_embedding(config: Any, file: Path, reader: Any) -> None:
         rope["partial_rotary_factor"] = (value("dimension_count") or size) / size
     original = value("scaling.original_context_length") or text.max_position_embeddings
     factor, kind = value("scaling.factor") or value("scale_linear") or 1.0, value("scaling.type") or "linear"
-    tensors = {t.name: np.asarray(t.data, np.float32) for t in reader.tensors if t.name.startswith("rope_f")}
+    tensors = {t.name: file.numbers(t) for t in file.tensors if t.name.startswith("rope_f")}
     if proportional:
-        rope["partial_rotary_factor"] = _proportion(tensors.get("rope_freqs.weight"), file)
+        rope["partial_rotary_factor"] = _proportion(tensors.get("rope_freqs.weight"), file.path)
     elif "rope_freqs.weight" in tensors:
-        rope.update(_llama3(tensors["rope_freqs.weight"], rope["rope_theta"], file))
+        rope.update(_llama3(tensors["rope_freqs.weight"], rope["rope_theta"], file.path))
     elif "rope_factors_long.weight" in tensors:
         text.original_max_position_embeddings = original
         longrope = {name: tensors[f"rope_factors_{name.split('_')[0]}.weight"].tolist() for name in ("long_factor", "short_factor")}  # fmt: skip
@@ -68,11 +68,11 @@ def set_rotary_embedding(config: Any, file: Path, reader: Any) -> None:
         ):  # what YaRN does without this key
             own["yarn_attn_factor"] = 1.0
         if any(factor not in (None, 1.0) for factor in own.values()):
-            raise _unknown(file, f"'yarn' with {' or '.join(_USUALLY_ONE)} other than 1")
+            raise _unknown(file.path, f"'yarn' with {' or '.join(_USUALLY_ONE)} other than 1")
     elif kind == "linear" and factor != 1:
         rope.update(rope_type="linear", factor=float(factor))
     elif kind not in ("none", "linear", "yarn", "longrope"):
-        raise _unknown(file, f"{kind!r}")
+        raise _unknown(file.path, f"{kind!r}")
 
 
 def _llama3(factors: np.ndarray[Any, Any], base: float, file: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from batchgen.errors import ModelError
 from batchgen.prompts.gguf_families import FAMILIES, GgufFamily, Values, head_size
+from batchgen.prompts.gguf_file import GgufFile
 
 OTHER_FORMAT = "give the model in the format of transformers"
 """What to do where a file is refused."""
@@ -37,13 +38,10 @@ def family_of(file: Path, architecture: str, values: Values) -> GgufFamily:
     )
 
 
-def check_settings(file: Path, reader: Any) -> None:
-    """Raises `ModelError` for a model of an architecture that is not known, and for a setting that is not read and may change what the model computes.
-
-    `reader`: a `gguf.GGUFReader` of the file.
-    """
-    architecture, values = settings_of(reader)
-    family = family_of(file, architecture, values)
+def check_settings(file: GgufFile) -> None:
+    """Raises `ModelError` for a model of an architecture that is not known, and for a setting that is not read and may change what the model computes."""
+    architecture, values = file.architecture, file.settings()
+    family = family_of(file.path, architecture, values)
     size, local = head_size(values), values.get("attention.key_length_swa")
     only = {
         "attention.value_length": size, "attention.value_length_swa": local, "rope.dimension_count": size, "rope.dimension_count_swa": local,
@@ -57,18 +55,6 @@ def check_settings(file: Path, reader: Any) -> None:
             known = key in family.known() | _ROPE_KEYS or key.startswith(_OTHER_PARTS)
             unread = not known and value not in (*_HARMLESS.get(key, _NOTHING), only.get(key))
         if unread:
-            raise ModelError(f"{file} sets {architecture}.{key} to {value}, which batchgen does not read", OTHER_FORMAT)
-
-
-def value_of(reader: Any, key: str) -> Any:
-    """Returns the value of a key of the file that a `gguf.GGUFReader` reads; None if it has none."""
-    field = reader.get_field(key)
-    return None if field is None else field.contents()
-
-
-def settings_of(reader: Any) -> tuple[str, dict[str, Any]]:
-    """Returns the architecture, and the values of its keys without its name."""
-    architecture = str(value_of(reader, "general.architecture"))
-    start = f"{architecture}."
-    keys = [key for key in reader.fields if key.startswith(start)]
-    return architecture, {key.removeprefix(start): value_of(reader, key) for key in keys}
+            raise ModelError(
+                f"{file.path} sets {architecture}.{key} to {value}, which batchgen does not read", OTHER_FORMAT
+            )

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchgen.errors import ModelError
-from batchgen.prompts.gguf_settings import OTHER_FORMAT, value_of
+from batchgen.prompts.gguf_file import GgufFile
+from batchgen.prompts.gguf_settings import OTHER_FORMAT
 
 _BLANK = "▁"
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -114,21 +114,21 @@ class _TokenKind(IntEnum):
 class GgufVocabulary:
     """The tokens of a file, with what it says of them."""
 
-    def __init__(self, file: Path, reader: Any) -> None:
-        """`reader`: a `gguf.GGUFReader` of the file. Raises `ModelError` if the file has no tokens."""
-        self.file, self._reader = file, reader
-        self.architecture = str(self.value("general.architecture"))
+    def __init__(self, file: GgufFile) -> None:
+        """Raises `ModelError` if the file has no tokens."""
+        self.file, self._values = file.path, file.values
+        self.architecture = file.architecture
         self.model = str(self.value("tokenizer.ggml.model"))
         """How tokens are found: `llama` by their scores, `gemma4` by merges, `gpt2` by merges of bytes."""
         self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(self.value("tokenizer.ggml.tokens") or ())]
         if not self.tokens:
-            raise ModelError(f"{file} holds no tokens (tokenizer.ggml.tokens)", "give a file with its tokenizer")
+            raise ModelError(f"{self.file} holds no tokens (tokenizer.ggml.tokens)", "give a file with its tokenizer")
         kinds = self.value("tokenizer.ggml.token_type") or [_TokenKind.NORMAL] * len(self.tokens)
         self.kinds = list(kinds)
 
     def value(self, key: str) -> Any:
         """The value of a key of the file; None if it has none."""
-        return value_of(self._reader, key)
+        return self._values.get(key)
 
     def special(self, name: str, default: int | None = None) -> int | None:
         """The id of the token that `tokenizer.ggml.NAME_token_id` names, if it is one of the tokens."""

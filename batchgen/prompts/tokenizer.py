@@ -18,7 +18,7 @@ from batchgen.model_files import check_model_files, gguf_file, mlx_settings, rea
 from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.thinking import ThinkingFormat, thinking_format
 from batchgen.parsers.tool_calls import ToolFormat, tool_format
-from batchgen.prompts.gguf import is_whole, load_gguf
+from batchgen.prompts.gguf import load_gguf
 from batchgen.prompts.heads import find_file, max_prompt_tokens, read_head
 from batchgen.prompts.hub import load_failure
 from batchgen.request import IMAGE_IDS
@@ -207,8 +207,6 @@ def _load_gguf(config: ModelConfig) -> tuple[Any, Any] | None:
         except ModelError:
             raise
         except Exception as e:
-            if not is_whole(file):
-                raise ModelError(f"{file} is cut or damaged", "download it again") from e
             raise load_failure(config, "configuration", e) from e
     tokenizer.name_or_path = config.model
     return hf_config, tokenizer

@@ -26,8 +26,9 @@ from batchgen.model.weights.gguf_families import (
     is_transposed,
 )
 from batchgen.model.weights.packed import UnreadWeight, nibbles, stays_in_16_bits
-from batchgen.prompts.gguf import GgufTensor, gguf_header
+from batchgen.prompts.gguf import gguf_header
 from batchgen.prompts.gguf_families import GgufFamily
+from batchgen.prompts.gguf_file import GgufTensor
 from batchgen.prompts.gguf_settings import OTHER_FORMAT
 
 
@@ -47,6 +48,8 @@ def _fields(words: torch.Tensor, shifts: list[int], mask: int) -> torch.Tensor:
 
 _AT_A_TIME = 1 << 20
 """Bytes that are read at a time, so that what is made of them stays in the cache."""
+_FINENESS = 8
+"""Levels of blocks whose scales are 1 are multiples of an eighth, below 64."""
 _Scales = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
 
@@ -108,7 +111,7 @@ def _nibbles(x: torch.Tensor, half: int) -> dict[str, torch.Tensor]:
 
 
 def _upper(x: torch.Tensor, size: int) -> dict[str, torch.Tensor]:
-    """Returns the plane of the bits above the fourth. The lowest `size` bits of 32 bytes are those of 32 codes, the next bits those of the next 32."""
+    """Returns a plane of codes, or of their upper bits. The lowest `size` bits of 32 bytes are those of 32 codes, the next bits those of the next 32."""
     x = x.reshape(*x.shape[:-1], -1, 1, 32)
     codes = torch.cat([(x >> shift) & ((1 << size) - 1) for shift in range(0, 8, size)], -2)
     return {f"plane{size}": packed_plane(codes.flatten(-3), size)}
@@ -117,7 +120,11 @@ def _upper(x: torch.Tensor, size: int) -> dict[str, torch.Tensor]:
 _PLANES: dict[str, _Scales] = {
     "Q4_0": lambda x: _nibbles(x[..., 2:], 16),
     "Q4_1": lambda x: _nibbles(x[..., 4:], 16),
+    "Q5_0": lambda x: _nibbles(x[..., 6:], 16) | {"plane1": x[..., 2:6]},
+    "Q5_1": lambda x: _nibbles(x[..., 8:], 16) | {"plane1": x[..., 4:8]},
     "Q8_0": lambda x: {"plane8": x[..., 2:] ^ 128},
+    "Q2_K": lambda x: _upper(x[..., 16:80], 2),
+    "Q3_K": lambda x: _upper(x[..., 32:96], 2) | _upper(x[..., :32], 1),
     "Q4_K": lambda x: _nibbles(x[..., 16:], 32),
     "Q5_K": lambda x: _nibbles(x[..., 48:], 32) | _upper(x[..., 16:48], 1),
     "Q6_K": lambda x: _nibbles(x[..., :128], 64) | _upper(x[..., 128:192], 2),
@@ -220,7 +227,9 @@ def _codes_of_unit_blocks(unit: torch.Tensor, kind: str) -> torch.Tensor:
     levels = dequantize(unit.flatten(-2).numpy(), GGMLQuantizationType[kind])
     if layout.levels is None:
         return torch.from_numpy((levels + np.float32(layout.zero)).astype(np.uint8))
-    return torch.from_numpy(np.searchsorted(np.array(layout.levels, np.float32), levels).astype(np.uint8))
+    codes = np.zeros(2 * _FINENESS * 64, np.uint8)  # by levels; negative ones from the end on
+    codes[(np.array(layout.levels) * _FINENESS).astype(np.int16)] = range(len(layout.levels))
+    return torch.from_numpy(codes[(levels * _FINENESS).astype(np.int16)])
 
 
 _NOT_WEIGHTS = ("rope_freqs.", "rope_factors_", "v.", "a.", "mm.", "output.weight")

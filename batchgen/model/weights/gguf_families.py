@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from batchgen.errors import ModelError
-from batchgen.prompts.gguf import ACTIVATION, GgufHeader, GgufTensor
+from batchgen.prompts.gguf import ACTIVATION, GgufHeader
 from batchgen.prompts.gguf_families import GgufFamily
+from batchgen.prompts.gguf_file import GgufTensor
 
 _OTHER_NAMES = (
     ("block_sparse_moe.router", "block_sparse_moe.router.layer"), ("block_sparse_moe.experts", "mlp.experts"),
