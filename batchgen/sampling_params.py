@@ -207,7 +207,7 @@ class SamplingParams:
     """The schema as JSON text."""
     json_whitespace: bool = option(
         False,
-        "Allow spaces and line ends between the tokens of JSON, which is compact otherwise.",
+        "Allow spaces and line ends between the tokens of JSON, not only one space after a colon or comma.",
         group="Constraints",
     )
 

@@ -5,8 +5,8 @@ llguidance is the extra `batchgen-llm[structured]`; it is imported with the firs
 - `regex` has the syntax of Rust's crate `regex`: no look-around and no back-references. `\\d` matches any Unicode digit (`[0-9]` only
   those of ASCII); `\\w` and `\\s` are Unicode too. The whole text must match; `^` and `$` at its ends change nothing.
 - `json_schema` is JSON Schema 2020-12, narrowed by `parsers/json_schemas.py`. Properties come in the schema's order. A keyword that
-  cannot be enforced is an error; `oneOf` is enforced as `anyOf`. The text is compact, without blanks or line ends outside of strings;
-  with `json_whitespace`, up to 20 of them may stand between two JSON tokens. `"x-guidance"` at the top of the schema overrides both.
+  cannot be enforced is an error; `oneOf` is enforced as `anyOf`. Outside of strings, the text has at most a space after a colon or a
+  comma; with `json_whitespace`, up to 20 spaces or line ends between two JSON tokens. `"x-guidance"` at the top of the schema overrides both.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ _MAX_GRAMMARS = 256  # compiled grammars that are kept: each row may bring its o
 # Without this option llguidance tokenizes forced text as the tokenizer does: normalized, and with a special token where the text
 # contains the name of one.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-_COMPACT = {"whitespace_flexible": False}
-_SPACED = {"whitespace_pattern": r"[ \n\t]{0,20}"}  # without a bound, a weak model may write nothing else
+# White space is bounded, because a weak model may write nothing else. The space after a colon or a comma is the model's choice: most have
+# learned JSON with it, and small ones write wrong values (the same age for everybody) where they cannot write it.
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+_SPACED = {"whitespace_pattern": r"[ \n\t]{0,20}"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,7 +253,7 @@ def _of_regex(regex: str) -> str:
 def _of_schema(text: str, spaced: bool) -> str:
     schema = enforceable(loaded(text))
     if isinstance(schema, dict):  # the user's own settings override ours
-        settings = schema.get("x-guidance", _SPACED if spaced else _COMPACT)
+        settings = schema.get("x-guidance", _SPACED if spaced else _ONE_LINE)
         # The schemas of `oneOf` may overlap. A text that several of them allow is not valid (`json_schemas.is_valid`).
         schema["x-guidance"] = {"coerce_one_of": True} | settings if isinstance(settings, dict) else settings
     grammars = [{"lark_grammar": f"{_OPTIONS}start: @schema"}, {"name": "schema", "json_schema": schema}]

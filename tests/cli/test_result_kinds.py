@@ -77,7 +77,7 @@ def test_a_value_of_a_rows_own_schema_that_does_not_fit_the_column_is_in_the_tex
     assert [row["valid"] for row in rows] == [True] * 3
     assert rows[0]["parsed"] == json.loads(rows[0]["text"])
     assert [row["parsed"] for row in rows[1:]] == [None, None]
-    assert rows[2]["text"] == '{"w":1}'
+    assert rows[2]["text"] == '{"w": 1}'
 
 
 @pytest.mark.parametrize(

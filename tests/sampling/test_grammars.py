@@ -293,11 +293,19 @@ def test_the_token_bytes_of_a_metaspace_tokenizer_are_those_of_its_decoder(token
 _ONE = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
 
 
-def test_white_space_in_json_is_allowed_on_request_alone_and_up_to_a_limit(tokenizer):
+def test_json_may_have_a_space_after_colons_and_commas_as_most_models_have_learned_it(tokenizer):
+    params = SamplingParams(json_schema='{"type": "array", "items": {"enum": [1, {"a": 1, "b": [1, 2]}]}}')
+    texts = ['[1,{"a":1,"b":[1,2]}]', '[1, {"a": 1, "b": [1, 2]}]', '[1, {"a":1, "b": [1,2]}]']
+    assert [text for text in texts if not takes(tokenizer, params, text)] == []
+    more = ["[1,  1]", "[1 ,1]", "[1,\n1]", '[{"a":  1,"b":[1,2]}]']
+    assert [text for text in more if takes(tokenizer, params, text)] == []
+
+
+def test_other_white_space_in_json_is_allowed_on_request_alone_and_up_to_a_limit(tokenizer):
     """Without the limit, a weak model may write nothing but white space."""
     plain = SamplingParams(json_schema=_ONE)
-    texts = ('{"a":1}', '{"a": 1}', '{ "a":1}', '{"a":1 }', '{\n"a":1}')
-    assert [text for text in texts if takes(tokenizer, plain, text)] == ['{"a":1}']
+    texts = ('{"a":1}', '{"a": 1}', '{"a":  1}', '{ "a":1}', '{"a":1 }', '{\n"a":1}')
+    assert [text for text in texts if takes(tokenizer, plain, text)] == ['{"a":1}', '{"a": 1}']
     params = SamplingParams(json_schema=_ONE, json_whitespace=True)
     assert takes(tokenizer, params, '{\n    "a": 1\n}')
     assert takes(tokenizer, params, "{" + " " * 20 + '"a":1}')
