@@ -41,6 +41,8 @@ _PAUSES_S = (1.0, 4.0)
 """Seconds before an image is asked for again that a web server cannot send now. What fsspec uses for other stores tries again by itself."""
 _NOT_NOW = frozenset((429, 500, 502, 503, 504))
 """Answers of a web server that may be another one a little later."""
+_BROKEN_OFF = frozenset(("ServerDisconnectedError", "ClientPayloadError", "ClientOSError"))
+"""aiohttp's errors, by name, of a connection that was made and then lost."""
 KNOWN = 10_000
 """Number of files, and of sizes, that are remembered."""
 _THUMBNAIL = 96
@@ -268,6 +270,8 @@ class ImageStore:
             place = _place(source)
             if place is not None and not is_url(place):
                 return self._of_file(place, named)
+            if place is not None and (earlier := self._fetched_earlier(place, named)) is not None:
+                return earlier
             data = _inline_bytes(source) if place is None else _fetched(place, self._download_s, self._pauses_s)
             file = _file_of("", io.BytesIO(data), named)
         except RowError as e:
@@ -277,7 +281,7 @@ class ImageStore:
         except (OSError, ValueError) as e:  # ValueError: no path
             reason = "its path has a null character" if "\0" in str(source.value) else first_line(e)
             return RowError("invalid_image", f"{named} cannot be read: {reason}")
-        return self._kept(file, data)
+        return self._kept(file, data, place)
 
     def _of_file(self, path: str, named: str) -> ImageFile:
         with open_file(path) as file:
@@ -291,22 +295,44 @@ class ImageStore:
                 self._known[key] = found
         return found
 
-    def _kept(self, file: ImageFile, data: bytes) -> ImageFile:
+    def _fetched_earlier(self, url: str, named: str) -> ImageFile | None:
+        """Returns the image that the job has fetched from a URL, in this run or before it was killed; None if there is none, whole."""
+        if self.folder is None:  # a program that runs on may want what the URL has now
+            return None
+        try:
+            path = self.folder.absolute() / (self.folder / _name_of(url)).read_text("ascii")
+            file = self._of_file(str(path), named)
+        except (OSError, ValueError, RowError):
+            return None
+        return file if file.digest.hex() == path.name else None
+
+    def _kept(self, file: ImageFile, data: bytes, url: str | None) -> ImageFile:
         """Returns the image as a file in the folder of images."""
         try:
             folder = self._temporary if self.folder is None else self.folder
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / file.digest.hex()
-            if not path.exists():
-                new = folder / f"{path.name}.{threading.get_ident()}.partial"
-                new.write_bytes(data)
-                new.replace(path)
+            if not path.exists() or path.stat().st_size != len(data):  # a power cut may leave an empty file
+                _replace(path, data)
+            if url is not None:
+                _replace(folder / _name_of(url), path.name.encode())
         except OSError as e:  # the disk is full, say: nothing is wrong with the row
             place = self.folder or "the folder of temporary files"
             raise OutputError(
                 f"images cannot be kept in {place}: {e.strerror}", "free some space there, or check its permissions"
             ) from e
         return replace(file, path=str(path.absolute()))  # workers may run in another folder
+
+
+def _name_of(url: str) -> str:
+    """Returns the name of the file that says which image was fetched from a URL."""
+    return hashlib.blake2b(url.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest() + ".url"
+
+
+def _replace(path: Path, data: bytes) -> None:
+    new = path.with_name(f"{path.name}.{threading.get_ident()}.partial")
+    new.write_bytes(data)
+    new.replace(path)
 
 
 def shown(source: ImageSource) -> str:
@@ -418,7 +444,7 @@ def _fetched(url: str, max_s: float, pauses_s: Sequence[float]) -> bytes:
             try:
                 return bytes(fs.cat_file(path, **limits))
             except Exception as e:
-                if getattr(e, "status", None) not in _NOT_NOW:
+                if getattr(e, "status", None) not in _NOT_NOW and type(e).__name__ not in _BROKEN_OFF:
                     raise
             time.sleep(pause)
         return bytes(fs.cat_file(path, **limits))

@@ -7,6 +7,7 @@ import re
 import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from fsspec import config
@@ -70,6 +71,9 @@ class Answers(BaseHTTPRequestHandler):
                         self.wfile.write(sent[place : place + 1])
                         self.server.ended.wait(0.02)
                     sent = sent[-1:]
+                if sent == b"broken off":
+                    self.close_connection = True
+                    sent = b""
                 if way in ("stalls", "whole%20stalls") and len(sent) > 1:
                     self.wfile.write(sent[: len(sent) // 2])
                     self._wait()
@@ -152,7 +156,11 @@ def test_an_image_that_a_server_cannot_send_now_is_asked_for_again(web):
     files, address = web
     written = io.BytesIO()
     Image.new("RGB", (6, 4)).save(written, "PNG")
-    names = {"now.png": [503, 429, written.getvalue()], "later.png": [503] * 9, "never.png": [403, written.getvalue()]}
+    names = {
+        "now.png": [503, b"broken off", written.getvalue()],
+        "later.png": [503] * 9,
+        "never.png": [403, written.getvalue()],
+    }
     files.update(names)
     sources = [ImageSource(f"{address}/whole/{name}", "here") for name in names]
     now, later, never = ImageStore(pauses_s=(0.0, 0.0)).locate(sources)
@@ -160,6 +168,30 @@ def test_an_image_that_a_server_cannot_send_now_is_asked_for_again(web):
     assert later.message == f"here: {sources[1].value} cannot be read: 503 Service Unavailable"
     assert never.message == f"here: {sources[2].value} cannot be read: 403 Forbidden"
     assert [len(answers) for answers in names.values()] == [0, 6, 1]
+
+
+def test_a_job_fetches_an_image_once_also_if_it_is_killed_in_between(web, tmp_path):
+    files, address = web
+    written = io.BytesIO()
+    Image.new("RGB", (6, 4)).save(written, "PNG")
+    files.update({"a.png": [written.getvalue(), 404], "no.png": [404, 404, written.getvalue()]})
+    a, no = (ImageSource(f"{address}/whole/{name}", "here") for name in ("a.png", "no.png"))
+
+    def located(source):
+        store = ImageStore()  # as in another process
+        store.folder = tmp_path
+        return store.locate([source])[0]
+
+    first = located(a)
+    assert located(a) == first
+    Path(first.path).write_bytes(b"")  # after a power cut
+    assert located(a).message == f"here: {a.value} cannot be read: 404 Not Found"
+    files["a.png"] = written.getvalue()
+    assert located(a) == first
+    assert Path(first.path).read_bytes() == written.getvalue()
+    assert isinstance(located(no), RowError)  # 404 is no image to remember
+    assert isinstance(located(no), RowError)
+    assert located(no).digest == first.digest
 
 
 def test_an_image_that_a_server_sends_for_too_long_fails_alone(web):
