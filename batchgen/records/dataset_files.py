@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from batchgen.errors import UsageError, first_line
-from batchgen.records.files import ANY_FORMAT, in_job_folder, split_name
+from batchgen.records.files import ANY_FORMAT, in_job_folder, is_lost_link, split_name
 from batchgen.records.hub_errors import reaching_hub
 from batchgen.records.remote import open_remote
 from batchgen.stats import counted
@@ -209,7 +209,7 @@ def find_dataset(name: str, choice: DatasetChoice) -> Dataset | None:
     configs = _declared(header, name)
     if not (choice or configs or any(_SHARDED.fullmatch(f"data/{p.name}") for p in folder.glob("data/*-of-*"))):
         return None
-    files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() or is_lost_link(p))
     return Dataset(name, f"{name.rstrip('/')}/", [f for f in files if not in_job_folder(f, folder)], configs)
 
 

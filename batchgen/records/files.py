@@ -59,6 +59,11 @@ def in_job_folder(name: str, folder: Path = Path()) -> bool:
     return any(p.suffix == ".job" and (folder / p / "manifest.json").exists() for p in Path(name).parents)
 
 
+def is_lost_link(path: str | Path) -> bool:
+    """Whether a path is a link to nothing: a file that should be there, which is not to be passed over among many."""
+    return Path(path).is_symlink() and not Path(path).exists()
+
+
 def split_name(name: str) -> tuple[str, str | None, str | None]:
     """Returns stem, format and compression by the suffixes of a file's name: (`a`, `csv`, `gzip`) for `a.csv.gz`."""
     if is_url(name):

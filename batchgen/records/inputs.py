@@ -19,7 +19,7 @@ import pyarrow as pa
 from batchgen.config import INPUT_FORMATS, JobConfig
 from batchgen.errors import InputCorrupt, RowError, UsageError, first_line
 from batchgen.records.dataset_files import DatasetChoice, find_dataset
-from batchgen.records.files import ANY_FORMAT, BROKEN, InputFile, in_job_folder, split_name
+from batchgen.records.files import ANY_FORMAT, BROKEN, InputFile, in_job_folder, is_lost_link, split_name
 from batchgen.records.jsonl import Record
 from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
 from batchgen.records.parquet_types import clean, safe_limit
@@ -341,17 +341,16 @@ def _find(name: str, format: str | None) -> tuple[bool, list[str]]:
         return _find_remote(name, format)
     path = Path(name)
     if path.is_dir():
-        found = [str(path / n) for n in _visible(path, os.DirEntry.is_file)]
+        found = [str(path / n) for n in _visible(path, lambda e: e.is_file() or is_lost_link(e.path))]
         return True, _known(name, found, format)
-    if path.exists():
+    if path.exists() or path.is_symlink():
         return False, [name]
     if glob.has_magic(name):
-        found = sorted(f for f in glob.glob(name, recursive=True) if Path(f).is_file() and not in_job_folder(f))  # noqa: PTH207 (a pattern may be absolute)
+        named = glob.glob(name, recursive=True)  # noqa: PTH207 (a pattern may be absolute)
+        found = sorted(f for f in named if (Path(f).is_file() or is_lost_link(f)) and not in_job_folder(f))
         if found:
             return True, found
         raise UsageError(f"no file matches {name}", "check the pattern and the folder it starts from")
-    if path.is_symlink():
-        raise UsageError(f"{name} is a link to {path.readlink()}, which does not exist", "check the link")
     near = difflib.get_close_matches(
         path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], 1
     )
@@ -407,6 +406,8 @@ def _input_file(name: str, format: str | None, encoding: str | None) -> InputFil
     if encoding is not None and not INPUT_FORMATS[chosen].is_text:
         raise UsageError(f"--encoding is for text files, and {name} is {chosen}", "leave it out")
     if name != "-" and not is_url(name) and not os.access(name, os.R_OK):
+        if is_lost_link(name):
+            raise UsageError(f"{name} is a link to {Path(name).readlink()}, which does not exist", "check the link")
         raise UsageError(f"{name} cannot be read: permission denied", _PERMISSIONS)
     return InputFile(name, chosen, compression, encoding=encoding)
 
@@ -423,6 +424,8 @@ def _hint_of_suffix(name: str) -> str:
             return f"{say}; lines of text become prompts with: jq -Rc '{{prompt: .}}' {quoted} > {jsonl}"
         case ".xz" | ".bz2" | ".zip":
             return f"unpack it first: {_UNPACKERS[suffix]} {quoted}"
+        case ".arrow" | ".feather":
+            return "write it as Parquet first"
         case ".xlsx" | ".xls" | ".ods":
             return "save its sheet as CSV"
     return say

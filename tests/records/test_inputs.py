@@ -189,6 +189,10 @@ def test_an_output_that_is_named_is_read_and_brackets_in_its_name_are_not_a_glob
         (["pointer.csv"], {}, "pointer.csv is a Git LFS pointer, not the file itself; run `git lfs pull`"),
         (["x.json"], {}, "x.json has an unknown suffix; say what it is with --input-format jsonl, parquet, csv or tsv; a JSON array becomes JSONL with: jq -c '.[]' x.json > x.jsonl"),
         (["link.jsonl"], {}, "link.jsonl is a link to gone.jsonl, which does not exist; check the link"),
+        (["links"], {}, "links/a.jsonl is a link to gone.jsonl, which does not exist; check the link"),
+        (["links/*.jsonl"], {}, "links/a.jsonl is a link to gone.jsonl, which does not exist; check the link"),
+        (["shards"], {}, "shards/data/train-00001-of-00002.parquet is a link to gone.parquet, which does not exist; check the link"),
+        (["x.arrow"], {}, "x.arrow has an unknown suffix; write it as Parquet first"),
         (["packed.jsonl"], {}, "packed.jsonl is compressed with gzip; give it a name that ends with .gz"),
         (["packed.csv"], {}, "packed.csv is compressed with zstandard; give it a name that ends with .zst"),
         (["utf16.csv"], {}, "utf16.csv is in UTF-16, not in UTF-8; use --encoding utf-16"),
@@ -223,6 +227,13 @@ def test_an_unusable_input_is_refused_with_a_hint(folder, inputs, options, messa
     (folder / "x.xlsx").touch()
     (folder / "pointer.csv").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n")
     (folder / "link.jsonl").symlink_to("gone.jsonl")
+    (folder / "links").mkdir()
+    (folder / "links" / "a.jsonl").symlink_to("gone.jsonl")
+    (folder / "links" / "b.jsonl").write_bytes(JSONL)
+    (folder / "shards" / "data").mkdir(parents=True)
+    (folder / "shards" / "data" / "train-00001-of-00002.parquet").symlink_to("gone.parquet")
+    (folder / "shards" / "data" / "train-00000-of-00002.parquet").write_bytes(parquet_bytes(ROWS))
+    (folder / "x.arrow").touch()
     (folder / "packed.jsonl").write_bytes(gzip.compress(JSONL))
     (folder / "packed.csv").write_bytes(zstandard.compress(CSV))
     (folder / "utf16.csv").write_text("id,prompt\n", encoding="utf-16")
