@@ -20,7 +20,9 @@ from batchgen.model.weights.sizes import (
     weight_files,
     weight_sizes,
 )
+from batchgen.prompts import load_tokenizer
 from batchgen.prompts.tokenizer import load_config
+from support.gguf import write_whole_model
 from support.models import build, load_folder
 from support.quantized import make
 
@@ -80,6 +82,20 @@ def test_the_memory_in_8_bits_is_known_before(name, mlx, tmp_path):
     loaded = load_folder(tmp_path, dtype=str(dtype).removeprefix("torch."))
     made = quantize(loaded, [np.arange(9, dtype=np.int32)], {}).quantization
     assert 0.9 < sizes.int8 / made["weight_bytes"] < 1.1
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0"])
+@pytest.mark.usefixtures("compiled")
+def test_the_memory_of_a_gguf_file_in_8_bits_is_known_before(kind, tmp_path):
+    """Nearly all of it is the embedding, which is the head too."""
+    shape = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 4200}
+    file = write_whole_model(build("qwen2", **shape, tie_word_embeddings=True), tmp_path / "m.gguf", "qwen2", kind=kind)
+    config = config_of(file, device="cpu", dtype="float32")
+    tokenizer = load_tokenizer(config)
+    sizes = sizes_of(config, tokenizer.hf_config, 4)
+    made = quantize(loader.load_model(config, tokenizer, 1, ()), [np.arange(9, dtype=np.int32)], {}).quantization
+    assert 0.9 < sizes.int8 / made["weight_bytes"] < 1.1
+    assert sizes.int8 <= sizes.int8_load
 
 
 def test_the_router_and_the_encoder_of_a_multimodal_mixture_of_mlx_are_counted_as_they_will_be():

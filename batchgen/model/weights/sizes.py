@@ -38,6 +38,7 @@ _GGUF_BITS = {
 """Bits of a number in memory, of the types that take more there than in the file."""
 WHOLE_GGUF = {"Q4_0", "IQ4_NL", "IQ4_XS", "IQ3_XXS", "IQ3_S", "MXFP4"}
 """The types of GGUF that `--quantize int8` multiplies as they are: 4 bits, of whole numbers or halves (`kernels.int8.are_whole`)."""
+_4_BITS_GGUF = {*WHOLE_GGUF, "Q4_1", "Q4_K"}
 _SCALES = ("scales", "scale", "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale", "absmax", "nested_absmax", "quant_map", "nested_quant_map", "SCB", "biases")  # fmt: skip
 """The last parts of the names of tensors that belong to a packed weight, and stay in their own type."""
 
@@ -261,9 +262,9 @@ def weight_sizes(
     """
     layers: defaultdict[str, int] = defaultdict(int)
     kept = int8 = plain = stored = largest = 0
-    any_codes = False
+    tensors, of_mlx = list(tensors), settings is not None and settings.get("quant_method") == MLX
+    packed_first = _are_packed_first(tensors, settings, on_cpu=on_cpu)
     for tensor in tensors:
-        of_mlx = settings is not None and settings.get("quant_method") == MLX
         known = name_in_transformers(tensor.name, settings or {}) if of_mlx else tensor.name
         if not without.isdisjoint(known.split(".")):
             continue
@@ -278,14 +279,26 @@ def weight_sizes(
         shape = _shape_of(tensor, numbers)
         if on_cpu and numbers and _stays_in_4_bits(tensor, settings):
             int8 += here
-            any_codes = True
         elif not (of_mlx and known.endswith((".scales", ".biases")) and tensor.dtype in _FLOATS and _layer_of(known)):
-            int8 += numbers + 8 * shape[0] * max(shape[1:-1], default=1) if is_int8_layer(name, shape) else whole
+            stays = not _layer_of(tensor.name) and (packed_first or "emb" in tensor.name)
+            rest = here if stays else whole
+            int8 += numbers + 8 * shape[0] * max(shape[1:-1], default=1) if is_int8_layer(name, shape) else rest
         layers[_layer_of(tensor.name)] += here
     outside = layers.pop("", 0)
     at_once = LAYERS_READ * max(layers.values(), default=0)
-    int8_load = max(kept, int8) if any_codes or not largest else plain
+    int8_load = max(kept, int8) if packed_first else plain
     return WeightSizes(kept, int8, int8_load, min(kept, outside + at_once), plain, stored, largest)
+
+
+def _are_packed_first(tensors: Iterable[StoredTensor], settings: Mapping[str, Any] | None, *, on_cpu: bool) -> bool:
+    """Whether weights stay as they are until `--quantize int8` packs them, and the embedding and the head stay so (`kernels.int8.stay_packed`)."""
+    if not on_cpu or isa.instruction_set() == isa.NONE:
+        return False
+    found = [(t, _kept(t, settings, 4, on_cpu=True)[1]) for t in tensors if t.dtype not in _FLOATS]
+    packed = [(t, numbers) for t, numbers in found if numbers]
+    if not packed:
+        return True
+    return isa.instruction_set() != "amx" and any(t.dtype in _4_BITS_GGUF or 2 * t.nbytes == n for t, n in packed)
 
 
 def _shape_of(tensor: StoredTensor, numbers: int) -> Sequence[int]:
