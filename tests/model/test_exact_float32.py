@@ -45,7 +45,9 @@ def window(tmp_path_factory):
     return library
 
 
-@pytest.mark.parametrize("table", slow_but([OF_A_TABLE], [OF_A_TABLE, OF_A_MODEL]), ids=["alone", "of a model"])
+@pytest.mark.parametrize(
+    "table", slow_but([OF_A_TABLE], [OF_A_TABLE, OF_A_MODEL]), ids={OF_A_TABLE: "alone", OF_A_MODEL: "of a model"}.get
+)
 def test_cosines_are_exact(window, table):
     two = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
     printed = run_python(table, check=True, LD_PRELOAD=str(window), **two).stdout
