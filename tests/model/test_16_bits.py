@@ -53,10 +53,21 @@ def as_float32(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) ->
         return load_folder(folder, dtype="float32", **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("quantize", ["none", "int8"])
+FORMS = [(False, torch.bfloat16), (True, torch.float16), (False, torch.float16), (True, torch.bfloat16)]
+"""Whether the head is tied, and the dtype of the file."""
+QUICK = [
+    (name, quantize, *FORMS[place % 4 ^ (quantize == "int8")])
+    for place, name in enumerate(NAMES)
+    for quantize in ("none", "int8")
+]
+"""Each model has both kinds of heads and both dtypes."""
+
+
+@pytest.mark.parametrize(
+    ("name", "quantize", "tied", "dtype"),
+    slow_but(QUICK, [(name, quantize, *form) for name in NAMES for quantize in ("none", "int8") for form in FORMS]),
+    ids=str,
+)
 @pytest.mark.usefixtures("compiled")
 def test_results_are_those_of_weights_in_float32_to_the_last_bit(name, tied, quantize, dtype, tmp_path, monkeypatch):
     folder = saved(tmp_path, name, dtype, tie_word_embeddings=tied)
