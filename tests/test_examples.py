@@ -23,8 +23,10 @@ PAGES = [
     if re.search(r"^```(python|console)?( |$)", page.read_text("utf-8"), re.MULTILINE)
 ]
 OTHER_MODELS = re.compile(r"Qwen/Qwen3-0\.6B|\./model\b|(?<=--model )MODEL\b|/models/m\b")
-NOT_RUN = re.compile(r"s3://|hf://|--push|/my-dataset|/data/|INPUT\.\.\.|^batchgen (status|merge)|--shard|--ray|cuda")
-"""Commands that need a store, the Hub, a running job or other machines."""
+NOT_RUN = re.compile(
+    r"s3://|hf://|--push|/my-dataset|/data/|INPUT\.\.\.|^batchgen (status|merge)|--shard|--ray|cuda|-VL-|--model \.\.\."
+)
+"""Commands that need a store, the Hub, a running job, other machines or a model that sees."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ def commands(block: Block) -> Iterator[tuple[str, list[str]]]:
 def pattern(line: str) -> str:
     """A regular expression for a line that the page shows."""
     escaped = re.sub(r"(\\ )?…(\\ )?", ".*", re.escape(line))
-    return re.sub(r"\\?-?\d+\\\.\d+(e\\-\d+)?", lambda _: r"-?[0-9.]+(e-?[0-9]+)?", escaped)
+    escaped = re.sub(r"\\?-?\d+\\\.\d+(e\\-\d+)?", lambda _: r"-?[0-9.]+(e-?[0-9]+)?", escaped)
+    return re.sub(r"\d+(\\ completion\\ tokens/s)", r"[0-9]+\1", escaped)
 
 
 def check(command: str, said: list[str], done: "subprocess.CompletedProcess[str]") -> None:
@@ -99,7 +102,7 @@ def test_every_example_runs_and_prints_what_the_page_says(page, workplace, tmp_p
         if "answers.jsonl" in code and re.search(r"batchgen run|run_job\(", code):
             shutil.rmtree(tmp_path / "answers.jsonl.job", ignore_errors=True)  # each example's own output
             (tmp_path / "answers.jsonl").unlink(missing_ok=True)
-        if block.language == "jinja":
+        if block.language == "jinja" and block.title:
             (tmp_path / block.title).write_text(block.text)
         if block.language == "python":
             if "s3://" in block.text:
