@@ -625,7 +625,8 @@ def computed_dtype(config: ModelConfig, hf_config: Any) -> str:
     fast = {"bfloat16": isa.has_bfloat16, "float16": isa.has_float16}.get(own)
     if config.dtype != "auto" or config.device_map is not None or fast is None or fast():
         return own
-    from batchgen.model.loader import cpu_dtype, pick_device  # with torch, which only these processors need here
+    with quiet():
+        from batchgen.model.loader import cpu_dtype, pick_device  # with torch, which only these processors need here
 
     if pick_device(config.device).type != "cpu":
         return own
