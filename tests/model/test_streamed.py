@@ -243,7 +243,9 @@ def test_int8_counts_codes_of_4_bits_that_it_multiplies_as_they_are(
     kept, plain = 12800 + (23680 if dtype == "Q4_K" else 20480), 12800 + 2 * 64 * 640
     assert (found.kept, found.plain) == (kept, plain)
     in_8_bits = 12800 + 64 * 640 + 8 * 640
-    assert (found.int8, found.int8_load) == ((kept, kept) if stays else (in_8_bits, plain))
+    packed_first = instructions == "avx2" and settings.get("bits") != 8
+    in_between = kept + in_8_bits if packed_first else plain
+    assert (found.int8, found.int8_load) == ((kept, kept) if stays else (in_8_bits, in_between))
 
 
 @pytest.mark.parametrize("name", ["llama", "awq", "gptq", "mxfp4", "fp8 experts", "bitsandbytes int8"])

@@ -286,7 +286,9 @@ def weight_sizes(
         layers[_layer_of(tensor.name)] += here
     outside = layers.pop("", 0)
     at_once = LAYERS_READ * max(layers.values(), default=0)
-    int8_load = max(kept, int8) if packed_first else plain
+    int8_load = plain
+    if packed_first:  # weights that are packed twice are in memory in both forms
+        int8_load = kept + int8 if largest and int8 != kept else max(kept, int8)
     return WeightSizes(kept, int8, int8_load, min(kept, outside + at_once), plain, stored, largest)
 
 
@@ -294,11 +296,15 @@ def _are_packed_first(tensors: Iterable[StoredTensor], settings: Mapping[str, An
     """Whether weights stay as they are until `--quantize int8` packs them, and the embedding and the head stay so (`kernels.int8.stay_packed`)."""
     if not on_cpu or isa.instruction_set() == isa.NONE:
         return False
-    found = [(t, _kept(t, settings, 4, on_cpu=True)[1]) for t in tensors if t.dtype not in _FLOATS]
-    packed = [(t, numbers) for t, numbers in found if numbers]
-    if not packed:
-        return True
-    return isa.instruction_set() != "amx" and any(t.dtype in _4_BITS_GGUF or 2 * t.nbytes == n for t, n in packed)
+    packed = [t for t in tensors if t.dtype not in _FLOATS and _kept(t, settings, 4, on_cpu=True)[1]]
+    return not packed or (isa.instruction_set() != "amx" and any(_has_4_bits(t, settings) for t in packed))
+
+
+def _has_4_bits(tensor: StoredTensor, settings: Mapping[str, Any] | None) -> bool:
+    """Whether a packed weight has codes of 4 bits."""
+    if tensor.dtype == "U32" or tensor.name.endswith(".qweight"):
+        return packed_bits(_settings_of(tensor, settings)) == 4
+    return tensor.dtype in (*_4_BITS_GGUF, "U8") or tensor.name.endswith((".weight_packed", "_blocks"))
 
 
 def _shape_of(tensor: StoredTensor, numbers: int) -> Sequence[int]:
