@@ -83,7 +83,7 @@ def read_gguf(path: Path) -> GgufFile:
     with path.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
             return _parse(path, data)
-        except (struct.error, ArithmeticError, ValueError) as e:
+        except (struct.error, ArithmeticError, TypeError, ValueError) as e:
             raise ModelError(f"{path} is cut or damaged", "download it again") from e
 
 
