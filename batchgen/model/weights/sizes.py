@@ -39,6 +39,7 @@ _GGUF_BITS = {
 WHOLE_GGUF = {"Q4_0", "IQ4_NL", "IQ4_XS", "IQ3_XXS", "IQ3_S", "MXFP4"}
 """The types of GGUF that `--quantize int8` multiplies as they are: 4 bits, of whole numbers or halves (`kernels.int8.are_whole`)."""
 _4_BITS_GGUF = {*WHOLE_GGUF, "Q4_1", "Q4_K"}
+"""Those whose codes have 4 bits, these and the ones with offsets."""
 _SCALES = ("scales", "scale", "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale", "absmax", "nested_absmax", "quant_map", "nested_quant_map", "SCB", "biases")  # fmt: skip
 """The last parts of the names of tensors that belong to a packed weight, and stay in their own type."""
 
@@ -326,14 +327,15 @@ def _stays_in_4_bits(tensor: StoredTensor, settings: Mapping[str, Any] | None) -
         return False
     if tensor.dtype in WHOLE_GGUF:
         return True
+    if not _has_4_bits(tensor, settings):
+        return False
     last, own = tensor.name.rpartition(".")[2], _settings_of(tensor, settings)
     settings = settings or {}
     if tensor.dtype == "U32":  # MLX's, unless groups have offsets
-        return packed_bits(own) == 4 and own.get("mode", "affine") != "affine"
+        return bool(own.get("mode", "affine") != "affine")
     if last == "qweight":  # AWQ, and GPTQ whose groups have neighbouring inputs
-        return packed_bits(settings) == 4 and not settings.get("desc_act")
-    of_modelopt = settings.get("quant_method") == "modelopt" and last == "weight" and tensor.dtype == "U8"
-    return last == "weight_packed" or last.endswith("_blocks") or of_modelopt
+        return not settings.get("desc_act")
+    return last != "weight" or settings.get("quant_method") == "modelopt"
 
 
 def _kept(tensor: StoredTensor, settings: Mapping[str, Any] | None, itemsize: int, *, on_cpu: bool) -> tuple[int, int]:
