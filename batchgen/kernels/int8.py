@@ -1,6 +1,7 @@
-"""Linear layers in 8 bits: weights are whole numbers with a scale for each output column, inputs with one for each row of each step.
+"""Linear layers in 8 bits: weights are whole numbers with a scale for each output column, inputs with one for each group of a row.
 
-Both go from -127 to 127. Sums are exact, in 32 bits, so a row's result depends only on the row.
+Both go from -127 to 127. A group is 64 inputs; with matrix units (AMX) it is the row. Sums over a group are exact, in 32 bits, and groups are
+added in their order, so a row's result depends only on the row.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ ROW_STEP = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedRows:
-    """Quantized rows in the layout of the kernels: x is about values * scales."""
+    """Quantized rows in the layout of the kernels: x is about values * scales, group by group."""
 
     values: torch.Tensor
     """[rows, inner size], both padded; int8.h says how numbers lie in memory."""
     scales: torch.Tensor
-    """[rows] float32"""
+    """[rows, groups] float32"""
 
 
 class QuantizeArguments(ctypes.Structure):
@@ -80,15 +81,21 @@ def padded_rows(rows: int) -> int:
     return -(-rows // ROW_STEP) * ROW_STEP
 
 
+def groups_of(size: int) -> int:
+    """Returns how many scales a row of `size` numbers has."""
+    groups: int = library().batchgen_int8_groups(size)
+    return groups
+
+
 def empty_rows(rows: int, size: int) -> QuantizedRows:
     """Returns room for quantized rows of up to `size` numbers."""
     dtype = torch.int16 if library().batchgen_int8_bytes() == 2 else torch.int8
     values = torch.empty((padded_rows(rows), row_length(size)), dtype=dtype)
-    return QuantizedRows(values, torch.empty(rows))
+    return QuantizedRows(values, torch.empty(rows, groups_of(size)))
 
 
 def quantize_rows(x: torch.Tensor) -> QuantizedRows:
-    """Quantizes x [rows, K] in float32 or bfloat16, each row by itself: its largest magnitude becomes 127; numbers are rounded to nearest."""
+    """Quantizes x [rows, K] in float32 or bfloat16, each group of a row by itself: its largest magnitude becomes 127; numbers are rounded to nearest."""
     x = adjacent(x)
     made = empty_rows(*x.shape)
     rows = QuantizeArguments(
@@ -104,8 +111,9 @@ class Int8Linear(KernelLinear):
 
     kind = "int8"
     scales: torch.Tensor
-    """[panels, columns of a panel], as `beginnings`"""
+    """[panels, columns of a panel]"""
     beginnings: torch.Tensor | None = None
+    """[panels, groups, columns of a panel] int32, with which the sums begin; None for zeros"""
 
     def __init__(
         self,
@@ -124,7 +132,8 @@ class Int8Linear(KernelLinear):
         padded = [torch.nn.functional.pad(values, (0, fill)).contiguous() for values, _ in weights]
         if library().batchgen_int8_is_unsigned():
             # The kernel reads x as x + 128, so sums begin at -128 times the weights.
-            self.beginnings = columns_in_panels([-128 * values.sum(-1, dtype=torch.int32) for values in padded])
+            each = [values.unflatten(-1, (groups_of(shape[-1]), -1)).sum(-1, dtype=torch.int32) for values in padded]
+            self.beginnings = in_panels([-128 * sums for sums in each])
         if library().batchgen_int8_bytes() == 2:
             padded = [_middle_swapped(values) for values in padded]
         self.weights = in_panels([values.view(torch.int32) for values in padded], library().batchgen_int8_side())

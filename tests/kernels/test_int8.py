@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from batchgen.kernels.build import library
 from batchgen.kernels.codes import dequantize
-from batchgen.kernels.int8 import Int8Linear, are_whole, quantize_weight
+from batchgen.kernels.int8 import STEP, Int8Linear, are_whole, groups_of, quantize_weight
+from batchgen.kernels.isa import instruction_set
 from batchgen.kernels.ops import Activation, PackedLinear
 from batchgen.kernels.quantization import in_8_bits
 from support.codings import ROWS, SIZE, weight_of
@@ -20,14 +22,28 @@ def whole_numbers(*shape, seed=0):
     return torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(seed))
 
 
+def rounded(x):
+    """Returns x in float64 as the kernels read it: whole numbers times the scale of each group of a row."""
+    most = largest_whole(x.shape[1])
+    groups = x.float().split(STEP if groups_of(x.shape[1]) > 1 else x.shape[1], 1)
+    return torch.cat([rounded_group(group, most) for group in groups], 1)
+
+
+def rounded_group(x, most):
+    largest = x.abs().amax(1, keepdim=True)
+    inverse = torch.full_like(largest, most) / largest  # `most / largest` would be the rounded reciprocal times it
+    return (x * torch.where(largest > 0, inverse, 0.0)).round().double() * (largest / most)
+
+
+def largest_whole(size):
+    """Returns the largest whole number that x is rounded to: more than 127 if it has 16 bits."""
+    return 127 if library().batchgen_int8_bytes() == 1 else min(2**15 - 1, (2**31 - 1) // (128 * size))
+
+
 def plain(x, weight, bias=None):
-    """Computes the layer in float32, with exact sums of the rounded x and weight."""
+    """Computes the layer of the rounded x and weight."""
     values, scales = (part.double() for part in quantize_weight(weight))
-    largest = x.float().abs().amax(1, keepdim=True)
-    inverse = torch.full_like(largest, 127) / largest  # `127 / largest` would be the rounded reciprocal times 127
-    rounded = (x.float() * torch.where(largest > 0, inverse, 0.0)).round()
-    sums = linear(rounded.double(), values).float()
-    y = sums * (largest / 127 * scales.float())
+    y = (linear(rounded(x), values) * scales).float()
     return y if bias is None else y + bias.float()
 
 
@@ -40,7 +56,7 @@ def near(got, want):
 @pytest.mark.parametrize(("inner", "columns"), [(1, 1), (64, 64), (66, 63), (130, 200), (1028, 65)])
 def test_sums_are_exact(rows, inner, columns, threads):
     values, x = whole_numbers(columns, inner), whole_numbers(rows, inner, seed=1)
-    x[:, 0] = 127  # so that the scale of every row is 1
+    x[:, ::STEP] = largest_whole(inner)  # so that the scale of every group is 1
     layer = Int8Linear([(values.to(torch.int8), torch.ones(columns))], [None], FLOAT32)
     assert torch.equal(layer(x.float()), (x @ values.T).float())
 
@@ -49,9 +65,10 @@ def test_sums_are_exact(rows, inner, columns, threads):
 def test_sums_of_the_largest_values_are_exact(rows):
     inner = 2048
     for sign in (127, -127):
-        weight, x = torch.full((70, inner), sign, dtype=torch.int8), torch.full((rows, inner), 127.0)
+        most = float(largest_whole(inner))
+        weight, x = torch.full((70, inner), sign, dtype=torch.int8), torch.full((rows, inner), most)
         layer = Int8Linear([(weight, torch.ones(70))], [None], FLOAT32)
-        assert torch.equal(layer(x), torch.full((rows, 70), 127.0 * sign * inner))
+        assert torch.equal(layer(x), torch.full((rows, 70), most * sign * inner))
 
 
 @dtypes
@@ -86,6 +103,15 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, threads):
         assert torch.equal(layer(x[-count:]), whole[-count:])
 
 
+@pytest.mark.skipif(instruction_set() == "amx", reason="a row has 8 bits and one scale")
+def test_a_large_input_hardly_costs_the_others_precision():
+    x = numbers(3, 256)
+    x[:, 100] = 1000
+    layer = Int8Linear([(torch.eye(256, dtype=torch.int8), torch.ones(256))], [None], FLOAT32)
+    wrong = (layer(x) - x).abs()
+    assert 0 < wrong[:, STEP * 2 :].max() < 0.02
+
+
 WHOLE = ("Q4_0", "AWQ", "NVFP4", "MXFP4", "W4A16", "NF4")
 
 
@@ -98,14 +124,11 @@ def test_whole_codes_are_multiplied_as_they_are(name, dtype, threads):
     packed = in_8_bits(layer)
     assert packed.codes is layer.codes
     x = numbers(100, SIZE, dtype=dtype, seed=2)
-    rows = x.float()
-    scale = rows.abs().amax(1, keepdim=True) / 127
-    rounded = (rows / scale).round().clamp(-127, 127)
     plain = dequantize(replace(weight.coding, rounds=None), weight.parts)
     got = packed(x)
     torch.testing.assert_close(
         got.float(),
-        (rounded * scale) @ plain.T + numbers(ROWS),
+        rounded(x).float() @ plain.T + numbers(ROWS),
         atol=(1e-4 if dtype == FLOAT32 else 2**-7) * float(got.abs().max()),
         rtol=0,
     )

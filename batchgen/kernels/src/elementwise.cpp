@@ -72,7 +72,7 @@ void norm(const Norm& n) {
         if (!n.y) return;
         T* y = (T*)n.y + row * n.size;
         norm_row<T>(n, x, y);
-        if (n.q) n.scales[row] = quantize_row<T>(y, n.size, n.q + row * n.q_row);
+        if (n.q) quantize_row<T>(y, n.size, n.q + row * n.q_row, n.scales + row * groups_of(n.size));
     });
 }
 

@@ -1,7 +1,10 @@
-// Quantizes rows of numbers to 8 bits and a scale for each row: x is about q * scale, with q from -127 to 127.
+// Quantizes rows of numbers: x is about q * scale. In trained models a few numbers of a row are many times as large as the others, which 8 bits
+// and one scale would leave with few values. So a row has as many bits as it may have, or a scale for each group:
+// - q of 16 bits, if no instruction multiplies bytes exactly: one scale, and q as large as sums of 32 bits allow.
+// - q from -127 to 127 in signed bytes, or q + 128 in unsigned bytes if an instruction multiplies unsigned by signed bytes: a scale for each group.
+// - The same for matrix units, with one scale. They would stop after each group for longer than they multiply.
 //
-// The layout of q in memory is the one that linear_int8.cpp reads on this processor: signed bytes, or q + 128 in unsigned bytes if an
-// instruction multiplies unsigned by signed bytes, or 16 bits.
+// linear_int8.cpp reads q.
 #pragma once
 #include "activation.h"
 #include "vec.h"
@@ -15,6 +18,20 @@ typedef int16_t quantized;
 typedef int8_t quantized;
 #endif
 constexpr int64_t STEP = 64;  // the length of rows is a multiple of this; weights behind their end are zero
+#if defined(BATCHGEN_AMX)
+constexpr bool GROUPED = false;
+#else
+constexpr bool GROUPED = sizeof(quantized) == 1;
+#endif
+constexpr int64_t GROUP = 64;  // numbers
+INLINE int64_t groups_of(int64_t size) { return GROUPED ? (size + GROUP - 1) / GROUP : 1; }
+
+// The largest q of a row of `size` numbers: the sum of the products with as many weights, from -128 to 127, has 32 bits.
+INLINE float largest_whole(int64_t size) {
+    if (sizeof(quantized) == 1) return 127;
+    const int64_t most = INT32_MAX / (128 * size);
+    return float(most < INT16_MAX ? most : INT16_MAX);
+}
 
 // To nearest, ties to even, like torch.round.
 INLINE ints to_ints(floats x) {
@@ -61,9 +78,9 @@ INLINE ints larger(ints a, ints b) {
 #endif
 }
 
-// Writes a row of `size` numbers. Returns its scale: the largest magnitude / 127; infinite or NaN if one of the numbers is.
+// Writes a group of `size` numbers. Returns its scale: the largest magnitude / `most`; infinite or NaN if one of the numbers is.
 template <class T>
-INLINE float quantize_row(const T* x, int64_t size, quantized* to) {
+INLINE float quantize_group(const T* x, int64_t size, float most, quantized* to) {
     ints highest[4] = {};  // bits of magnitudes, which compare like integers; NaN is above all numbers
     int64_t i = 0;
     for (; i + 4 * LANES <= size; i += 4 * LANES)
@@ -77,9 +94,17 @@ INLINE float quantize_row(const T* x, int64_t size, quantized* to) {
     for (int lane = 0; lane < LANES; lane++) bits = all[lane] > bits ? all[lane] : bits;
     float largest;
     std::memcpy(&largest, &bits, 4);
-    const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+    const float inverse = largest > 0 ? most / largest : 0.0f;
 #pragma GCC unroll 4
     for (i = 0; i + LANES <= size; i += LANES) store_quantized(to + i, to_ints(load_floats(x + i) * inverse));
     if (i < size) store_quantized(to + i, to_ints(load_some(x + i, size - i) * inverse));
-    return largest / 127.0f;
+    return largest / most;
+}
+
+// Writes a row of `size` numbers, and the scales of its groups.
+template <class T>
+INLINE void quantize_row(const T* x, int64_t size, quantized* to, float* scales) {
+    const float most = largest_whole(size);
+    if (!GROUPED) return void(*scales = quantize_group(x, size, most, to));
+    for (int64_t i = 0; i < size; i += GROUP) *scales++ = quantize_group(x + i, size - i < GROUP ? size - i : GROUP, most, to + i);
 }

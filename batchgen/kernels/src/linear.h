@@ -81,10 +81,10 @@ struct Product {  // `Product` in ops.py is the same
     const uint32_t* weights;
     const float* bias;  // [panels][WIDTH], or null
     void* y;
-    // For 8 bits only: the scales of x and of the weights, and the values that sums begin with.
-    const float* x_scales;      // [rows]
+    // For 8 bits only: the scales of x and of the weights, and the values that the sums over a group of x begin with.
+    const float* x_scales;      // [rows][groups]
     const float* scales;        // [panels][WIDTH]
-    const int32_t* beginnings;  // [panels][WIDTH]
+    const int32_t* beginnings;  // [panels][groups][WIDTH], or null for zeros
     int64_t inner;  // elements of the inner dimension
     int64_t group;  // words from the first E::side columns of a panel to the next ones
     int64_t w_row;  // words from one row of W [columns][words] to the next; 0 where W is packed
@@ -204,8 +204,8 @@ template <class E, class T>
 INLINE void finish(const Product& p, const uint32_t* sums, int64_t panel, int64_t row) {
     floats values[VECTORS];
     for (int v = 0; v < VECTORS; v++) values[v] = to_floats(load<typename E::sum>(sums + v * LANES));
-    if (E::scaled)
-        for (int v = 0; v < VECTORS; v++) values[v] *= p.x_scales[row] * load<floats>(p.scales + panel * WIDTH + v * LANES);
+    if (p.scales)
+        for (int v = 0; v < VECTORS; v++) values[v] *= (E::scaled ? p.x_scales[row] : 1.0f) * load<floats>(p.scales + panel * WIDTH + v * LANES);
     if (p.bias)
         for (int v = 0; v < VECTORS; v++) {
             if (p.experts) values[v] = rounded<T>(values[v]);  // their modules add it to the rounded product

@@ -1,10 +1,10 @@
-// Linear layers in 8 bits: y = (q x_scale) (W scale)^T + bias. q and W are whole numbers from -127 to 127, x_scale belongs to a row and
-// scale to a column. Sums are exact, in 32 bits, so a row's result depends only on the row.
+// Linear layers in 8 bits: y = (q x_scale) (W scale)^T + bias. q (int8.h) and W are whole numbers, x_scale belongs to a row or to a group of it,
+// and scale to a column. Sums over a row or a group are exact, in 32 bits, and groups are added in their order: a row's result depends only on it.
 //
 // A word of W holds four values that are neighbours along the inner dimension.
 //
-// W may be codes of 4 bits (codes.h) that are whole numbers, or levels that are. A group is multiplied and summed as whole numbers; the sums times
-// the scales of the groups are added in float32, one group after the other, whatever the rows beside a row.
+// W may be codes of 4 bits (codes.h) that are whole numbers, or levels that are. What is all of one group, of x and of W, is multiplied and
+// summed as whole numbers; the sums times the scales of the groups are added in float32, one after the other, whatever the rows beside a row.
 #include "int8.h"
 #include "linear_tiles.h"
 
@@ -89,17 +89,22 @@ struct Bytes {
 };
 #endif
 
-constexpr int64_t MAX_GROUP = 256;     // inputs of codes that are summed as whole numbers
-constexpr int64_t CODED_ROWS = 16 * ROWS;  // of a task: their sums and a group of codes stay in the smallest cache
+constexpr int64_t MAX_PART = GROUPED ? GROUP : 256;  // inputs that are summed as whole numbers
+constexpr int64_t PART_ROWS = 16 * ROWS;  // of a task: their sums and a part of unpacked codes stay in the smallest cache
 
-struct Group {  // of the codes of a panel, as bytes
-    alignas(64) uint32_t words[MAX_GROUP / 4 * WIDTH];
+struct Part {  // inputs of a panel that are all of one group
+    const uint32_t* words;      // [inputs / 4][WIDTH]
+    const int32_t* beginnings;  // [WIDTH], or null for zeros
+    const float* scales;        // [WIDTH], or null for ones
+};
+struct UnpackedCodes {  // as bytes
+    alignas(64) uint32_t words[MAX_PART / 4 * WIDTH];
     alignas(64) int32_t beginnings[WIDTH];
     alignas(64) float scales[WIDTH];
 };
-struct GroupSums {
+struct PartSums {
     typedef floats sum;
-    static constexpr bool scaled = true;
+    static constexpr bool scaled = !GROUPED;
 };
 
 // Four codes of 4 bits in the lower half of each word, as the bytes of a word.
@@ -123,8 +128,8 @@ INLINE uints levels_of(const int8_t* table, uints codes) {
 #endif
 }
 
-// Takes inputs [k, k + depth) of a panel, all of one group. `table`: the levels of codes; null if codes stand for themselves.
-inline void take_group(const Codes& c, const int8_t* table, int64_t panel, int64_t k, int64_t depth, Group& to) {
+// Unpacks inputs [k, k + depth) of a panel of codes, all of one group. `table`: the levels of codes; null if codes stand for themselves.
+inline Part unpack(const Codes& c, const int8_t* table, int64_t panel, int64_t k, int64_t depth, UnpackedCodes& to) {
     constexpr int PER_WORD = 8;
     const int64_t group = k / c.group, coarse_groups = (c.groups + c.scales.per_coarse - 1) / c.scales.per_coarse;
     for (int lane = 0; lane < WIDTH; lane += LANES) {
@@ -149,57 +154,70 @@ inline void take_group(const Codes& c, const int8_t* table, int64_t panel, int64
         store(to.beginnings + lane, -sums);
         store(to.scales + lane, numbers_of(c.scales, at, coarse_at));
     }
+    return {to.words, to.beginnings, to.scales};
 }
 
-// Adds the products of R rows of x and a group, of `words` words, times its scales to their sums [R][WIDTH].
+// Adds the products of R rows of x and a part, of `words` words, times its scales to their sums [R][WIDTH]. `x_scales`: of the rows' groups, `groups`
+// apart.
 template <int R>
-void add_group(const uint32_t* x, int64_t x_row, const Group& group, int64_t words, float* sums) {
+void add_part(const uint32_t* x, int64_t x_row, const float* x_scales, int64_t groups, const Part& part, int64_t words, float* sums) {
     ints acc[R][VECTORS];
     const uint32_t* b[VECTORS];
-    for (int v = 0; v < VECTORS; v++) b[v] = group.words + v * LANES;
+    for (int v = 0; v < VECTORS; v++) b[v] = part.words + v * LANES;
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < VECTORS; v++) acc[r][v] = load<ints>(group.beginnings + v * LANES);
+        for (int v = 0; v < VECTORS; v++) acc[r][v] = part.beginnings ? load<ints>(part.beginnings + v * LANES) : ints{};
     product<Bytes>(acc, x, x_row, b, WIDTH, words);
     for (int v = 0; v < VECTORS; v++) {
-        const floats scale = load<floats>(group.scales + v * LANES);
+        const floats scale = part.scales ? load<floats>(part.scales + v * LANES) : floats{} + 1.0f;
         for (int r = 0; r < R; r++) {
             float* to = sums + r * WIDTH + v * LANES;
-            store(to, load<floats>(to) + to_floats(acc[r][v]) * scale);
+            store(to, load<floats>(to) + to_floats(acc[r][v]) * (GROUPED ? scale * x_scales[r * groups] : scale));
         }
     }
 }
 
-// y = the sum over the groups of (q W) scale, times x_scale and the scale of a column.
+// y = the sum over the parts of (q W) scale, times the scale of a column. A part's scale is that of the group of W, times that of the group of x if
+// it has groups, else the sum is multiplied by it.
 template <class T>
-void run_codes(const Product& p) {
-    const Codes& c = *p.codes;
-    int64_t depth = std::min(c.group, MAX_GROUP) / 8 * 8;
-    while (c.group % depth) depth -= 8;
+void run_parts(const Product& p) {
+    const Codes* c = p.codes;
+    const int64_t inputs = c ? c->inputs : 4 * p.words, groups = groups_of(inputs);
+    int64_t depth = GROUP;
+    if (c) {
+        depth = std::min(c->group, MAX_PART) / 8 * 8;
+        while (c->group % depth || (GROUPED && GROUP % depth)) depth -= 8;
+    }
     int8_t table[16];  // twice the levels, if some are halves
-    if (c.table) {
-        const bool halves = std::any_of(c.table, c.table + 16, [](float x) { return x != float(int(x)); });
-        for (int i = 0; i < 16; i++) table[i] = int8_t(halves ? 2 * c.table[i] : c.table[i]);
+    if (c && c->table) {
+        const bool halves = std::any_of(c->table, c->table + 16, [](float x) { return x != float(int(x)); });
+        for (int i = 0; i < 16; i++) table[i] = int8_t(halves ? 2 * c->table[i] : c->table[i]);
     }
     const int64_t panels = panels_of(p), work = panels * p.words * ProductTasks::blocks(p, ROWS);
     const int64_t threads = std::max<int64_t>(1, std::min(p.threads, work / MIN_WORK));
-    const ProductTasks all(p, panels, threads, ROWS, CODED_ROWS);
+    const ProductTasks all(p, panels, threads, ROWS, PART_ROWS);
     in_parallel(all.count(), threads, [&](Tasks& some) {
-        Group group;
-        alignas(64) float sums[CODED_ROWS * WIDTH];
+        UnpackedCodes unpacked;
+        alignas(64) float sums[PART_ROWS * WIDTH];
         for (int64_t task; (task = some.take()) >= 0;) {
             const auto [expert, panel, begin, end] = all.at(task);
             const Product q = of_expert(p, expert, panels);
+            const int64_t number = q.first_panel + panel;
+            const auto part_at = [&](int64_t k) -> Part {
+                if (c) return unpack(*c, c->table ? table : nullptr, number, k, depth, unpacked);
+                return {p.weights + (number * inputs + k) / 4 * WIDTH, p.beginnings ? p.beginnings + (number * groups + k / GROUP) * WIDTH : nullptr, nullptr};
+            };
             std::memset(sums, 0, (end - begin) * WIDTH * sizeof(float));
-            for (int64_t k = 0; k < c.inputs; k += depth) {
-                take_group(c, c.table ? table : nullptr, q.first_panel + panel, k, depth, group);
+            for (int64_t k = 0; k < inputs; k += depth) {
+                const Part part = part_at(k);
                 for (int64_t row = begin, rows; row < end; row += rows) {
                     rows = rows_of_block<Bytes>(end - row);
                     const uint32_t* x = q.x + row * q.x_row + k / 4 * Bytes::a_words;
+                    const float* x_scales = q.x_scales + row * groups + (GROUPED ? k / GROUP : 0);
                     float* to = sums + (row - begin) * WIDTH;
-                    with_rows<BLOCK_ROWS<Bytes>>(rows, [&](auto constant) { add_group<constant>(x, q.x_row, group, depth / 4, to); });
+                    with_rows<BLOCK_ROWS<Bytes>>(rows, [&](auto constant) { add_part<constant>(x, q.x_row, x_scales, groups, part, depth / 4, to); });
                 }
             }
-            for (int64_t row = begin; row < end; row++) finish<GroupSums, T>(q, (const uint32_t*)(sums + (row - begin) * WIDTH), panel, row);
+            for (int64_t row = begin; row < end; row++) finish<PartSums, T>(q, (const uint32_t*)(sums + (row - begin) * WIDTH), panel, row);
         }
     });
 }
@@ -210,7 +228,7 @@ constexpr int AMX_ROWS = ROWS + 1;  // with this many rows or more, tiles are fa
 
 template <class T>
 void linear(const Product& p) {
-    if (p.codes) return run_codes<T>(p);
+    if (p.codes || GROUPED) return run_parts<T>(p);
 #if defined(BATCHGEN_AMX)
     if (p.rows >= AMX_ROWS) return run_tiles<Bytes, T>(p);
 #endif
@@ -229,7 +247,7 @@ template <class T>
 void quantize(const Rows& r) {
     constexpr int64_t worth = 8192;  // elements for each thread
     for_each(r.rows, std::max<int64_t>(1, std::min(r.threads, r.rows * r.size / worth)), [&](int64_t row) {
-        r.scales[row] = quantize_row<T>((const T*)r.x + row * r.x_row, r.size, r.q + row * r.q_row);
+        quantize_row<T>((const T*)r.x + row * r.x_row, r.size, r.q + row * r.q_row, r.scales + row * groups_of(r.size));
     });
 }
 
@@ -241,5 +259,6 @@ EXPORT void batchgen_quantize_float32(const Rows* r) { quantize<float>(*r); }
 EXPORT void batchgen_quantize_bfloat16(const Rows* r) { quantize<bf16>(*r); }
 // Bytes of a quantized value of x: with 2, the values of a word of the weights are in the order 0, 2, 1, 3.
 EXPORT int64_t batchgen_int8_bytes() { return sizeof(quantized); }
+EXPORT int64_t batchgen_int8_groups(int64_t size) { return groups_of(size); }
 EXPORT int64_t batchgen_int8_side() { return SIDE; }
 EXPORT int64_t batchgen_int8_is_unsigned() { return quantized(-1) > 0; }
