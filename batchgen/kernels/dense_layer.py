@@ -21,15 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from batchgen.kernels.build import kernel, library
 from batchgen.kernels.fusion import FusedNorm
-from batchgen.kernels.int8 import (
-    Int8Linear,
-    QuantizeArguments,
-    QuantizedRows,
-    empty_rows,
-    groups_of,
-    padded_rows,
-    row_length,
-)
+from batchgen.kernels.int8 import Int8Linear, QuantizeArguments, QuantizedRows, empty_rows, padded_rows, row_length
 from batchgen.kernels.memory import give_back, in_huge_pages
 from batchgen.kernels.ops import Call, Calls, Heads, NormArguments, PackedLinear, RotaryArguments, RowTable
 from batchgen.kernels.recognition import has_cache
@@ -146,11 +138,7 @@ class Workspace:
     def in_8_bits(self, rows: int, size: int) -> QuantizedRows:
         """Returns room for at least `rows` quantized rows of up to `size` numbers. Kernels that run one after the other share it."""
         found = self._in_8_bits
-        if (
-            found is None
-            or found.values.numel() < padded_rows(rows) * row_length(size)
-            or found.scales.numel() < rows * groups_of(size)
-        ):
+        if found is None or found.values.numel() < padded_rows(rows) * row_length(size):
             self._in_8_bits = found = empty_rows(rows, size)
         return found
 

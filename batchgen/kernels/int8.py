@@ -1,7 +1,8 @@
 """Linear layers in 8 bits: weights are whole numbers with a scale for each output column, inputs with one for each group of a row.
 
-Both go from -127 to 127. A group is 64 inputs; with matrix units (AMX) it is the row. Sums over a group are exact, in 32 bits, and groups are
-added in their order, so a row's result depends only on the row.
+Weights go from -127 to 127. So do inputs, in groups of 64; with matrix units (AMX) a row is one group, and where no instruction multiplies bytes
+exactly (AVX2) too, but with more bits (int8.h). Sums over a group are exact, in 32 bits, and groups are added in their order, so a row's
+result depends only on the row.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class QuantizedRows:
     values: torch.Tensor
     """[rows, inner size], both padded; int8.h says how numbers lie in memory."""
     scales: torch.Tensor
-    """[rows, groups] float32"""
+    """float32, those of the groups of a row, one row after the other; room for one for each `STEP` values"""
 
 
 class QuantizeArguments(ctypes.Structure):
@@ -81,21 +82,15 @@ def padded_rows(rows: int) -> int:
     return -(-rows // ROW_STEP) * ROW_STEP
 
 
-def groups_of(size: int) -> int:
-    """Returns how many scales a row of `size` numbers has."""
-    groups: int = library().batchgen_int8_groups(size)
-    return groups
-
-
 def empty_rows(rows: int, size: int) -> QuantizedRows:
     """Returns room for quantized rows of up to `size` numbers."""
     dtype = torch.int16 if library().batchgen_int8_bytes() == 2 else torch.int8
     values = torch.empty((padded_rows(rows), row_length(size)), dtype=dtype)
-    return QuantizedRows(values, torch.empty(rows, groups_of(size)))
+    return QuantizedRows(values, torch.empty(values.numel() // STEP))
 
 
 def quantize_rows(x: torch.Tensor) -> QuantizedRows:
-    """Quantizes x [rows, K] in float32 or bfloat16, each group of a row by itself: its largest magnitude becomes 127; numbers are rounded to nearest."""
+    """Quantizes x [rows, K] in float32 or bfloat16, each group of a row by itself; numbers are rounded to nearest."""
     x = adjacent(x)
     made = empty_rows(*x.shape)
     rows = QuantizeArguments(
@@ -111,9 +106,8 @@ class Int8Linear(KernelLinear):
 
     kind = "int8"
     scales: torch.Tensor
-    """[panels, columns of a panel]"""
+    """[panels, columns of a panel], as `beginnings`"""
     beginnings: torch.Tensor | None = None
-    """[panels, groups, columns of a panel] int32, with which the sums begin; None for zeros"""
 
     def __init__(
         self,
@@ -130,10 +124,9 @@ class Int8Linear(KernelLinear):
         super().__init__(shape, dtype, activation)
         fill = -self.in_features % STEP
         padded = [torch.nn.functional.pad(values, (0, fill)).contiguous() for values, _ in weights]
-        if library().batchgen_int8_is_unsigned():
+        if library().batchgen_int8_has_beginnings():
             # The kernel reads x as x + 128, so sums begin at -128 times the weights.
-            each = [values.unflatten(-1, (groups_of(shape[-1]), -1)).sum(-1, dtype=torch.int32) for values in padded]
-            self.beginnings = in_panels([-128 * sums for sums in each])
+            self.beginnings = columns_in_panels([-128 * values.sum(-1, dtype=torch.int32) for values in padded])
         if library().batchgen_int8_bytes() == 2:
             padded = [_middle_swapped(values) for values in padded]
         self.weights = in_panels([values.view(torch.int32) for values in padded], library().batchgen_int8_side())
@@ -154,9 +147,10 @@ class Int8Linear(KernelLinear):
 
     def forward(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
         """`starts` [E + 1] of experts: rows [starts[e], starts[e + 1]) of x are those of expert e."""
-        rows = quantize_rows(self.rows_of(x).to(self._kernel_dtype))
+        x_rows = self.rows_of(x).to(self._kernel_dtype)
+        rows = quantize_rows(x_rows)
         y = torch.empty((*x.shape[:-1], self.out_features), dtype=self._kernel_dtype)
-        self.product(rows, rows.scales.shape[0], y.data_ptr(), self.out_features, starts).run()
+        self.product(rows, len(x_rows), y.data_ptr(), self.out_features, starts).run()
         return y.to(self.dtype)
 
     @property

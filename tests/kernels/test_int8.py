@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from batchgen.kernels.build import library
 from batchgen.kernels.codes import dequantize
-from batchgen.kernels.int8 import STEP, Int8Linear, are_whole, groups_of, quantize_weight
+from batchgen.kernels.int8 import STEP, Int8Linear, are_whole, quantize_weight
 from batchgen.kernels.isa import instruction_set
 from batchgen.kernels.ops import Activation, PackedLinear
 from batchgen.kernels.quantization import in_8_bits
 from support.codings import ROWS, SIZE, weight_of
+from support.int8 import largest_whole, rounded_inputs
 from support.numbers import ACTS, FLOAT32, dtypes, numbers
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -22,28 +22,10 @@ def whole_numbers(*shape, seed=0):
     return torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def rounded(x):
-    """Returns x in float64 as the kernels read it: whole numbers times the scale of each group of a row."""
-    most = largest_whole(x.shape[1])
-    groups = x.float().split(STEP if groups_of(x.shape[1]) > 1 else x.shape[1], 1)
-    return torch.cat([rounded_group(group, most) for group in groups], 1)
-
-
-def rounded_group(x, most):
-    largest = x.abs().amax(1, keepdim=True)
-    inverse = torch.full_like(largest, most) / largest  # `most / largest` would be the rounded reciprocal times it
-    return (x * torch.where(largest > 0, inverse, 0.0)).round().double() * (largest / most)
-
-
-def largest_whole(size):
-    """Returns the largest whole number that x is rounded to: more than 127 if it has 16 bits."""
-    return 127 if library().batchgen_int8_bytes() == 1 else min(2**15 - 1, (2**31 - 1) // (128 * size))
-
-
 def plain(x, weight, bias=None):
     """Computes the layer of the rounded x and weight."""
     values, scales = (part.double() for part in quantize_weight(weight))
-    y = (linear(rounded(x), values) * scales).float()
+    y = (linear(rounded_inputs(x), values) * scales).float()
     return y if bias is None else y + bias.float()
 
 
@@ -128,7 +110,7 @@ def test_whole_codes_are_multiplied_as_they_are(name, dtype, threads):
     got = packed(x)
     torch.testing.assert_close(
         got.float(),
-        rounded(x).float() @ plain.T + numbers(ROWS),
+        rounded_inputs(x).float() @ plain.T + numbers(ROWS),
         atol=(1e-4 if dtype == FLOAT32 else 2**-7) * float(got.abs().max()),
         rtol=0,
     )

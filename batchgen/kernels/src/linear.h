@@ -81,10 +81,10 @@ struct Product {  // `Product` in ops.py is the same
     const uint32_t* weights;
     const float* bias;  // [panels][WIDTH], or null
     void* y;
-    // For 8 bits only: the scales of x and of the weights, and the values that the sums over a group of x begin with.
+    // For 8 bits only: the scales of x and of the weights, and the values that sums begin with.
     const float* x_scales;      // [rows][groups]
     const float* scales;        // [panels][WIDTH]
-    const int32_t* beginnings;  // [panels][groups][WIDTH], or null for zeros
+    const int32_t* beginnings;  // [panels][WIDTH]
     int64_t inner;  // elements of the inner dimension
     int64_t group;  // words from the first E::side columns of a panel to the next ones
     int64_t w_row;  // words from one row of W [columns][words] to the next; 0 where W is packed

@@ -157,6 +157,21 @@ inline Part unpack(const Codes& c, const int8_t* table, int64_t panel, int64_t k
     return {to.words, to.beginnings, to.scales};
 }
 
+// Returns inputs [k, k + GROUP) of a panel of bytes. `beginnings`: room for those of its sums.
+inline Part group_of(const Product& p, int64_t panel, int64_t k, int32_t* beginnings) {
+    const uint32_t* words = p.weights + (panel * p.words + k / 4) * WIDTH;
+#if defined(UNSIGNED_BYTES)
+    for (int lane = 0; lane < WIDTH; lane += LANES) {
+        ints sums = {};
+        for (int64_t i = 0; i < GROUP / 4; i++) sums = Bytes::add(sums, load<uints>(words + i * WIDTH + lane), 0x80808080u);
+        store(beginnings + lane, -sums);
+    }
+    return {words, beginnings, nullptr};
+#else
+    return {words, nullptr, nullptr};
+#endif
+}
+
 // Adds the products of R rows of x and a part, of `words` words, times its scales to their sums [R][WIDTH]. `x_scales`: of the rows' groups, `groups`
 // apart.
 template <int R>
@@ -204,7 +219,7 @@ void run_parts(const Product& p) {
             const int64_t number = q.first_panel + panel;
             const auto part_at = [&](int64_t k) -> Part {
                 if (c) return unpack(*c, c->table ? table : nullptr, number, k, depth, unpacked);
-                return {p.weights + (number * inputs + k) / 4 * WIDTH, p.beginnings ? p.beginnings + (number * groups + k / GROUP) * WIDTH : nullptr, nullptr};
+                return group_of(p, number, k, unpacked.beginnings);
             };
             std::memset(sums, 0, (end - begin) * WIDTH * sizeof(float));
             for (int64_t k = 0; k < inputs; k += depth) {
@@ -259,6 +274,5 @@ EXPORT void batchgen_quantize_float32(const Rows* r) { quantize<float>(*r); }
 EXPORT void batchgen_quantize_bfloat16(const Rows* r) { quantize<bf16>(*r); }
 // Bytes of a quantized value of x: with 2, the values of a word of the weights are in the order 0, 2, 1, 3.
 EXPORT int64_t batchgen_int8_bytes() { return sizeof(quantized); }
-EXPORT int64_t batchgen_int8_groups(int64_t size) { return groups_of(size); }
 EXPORT int64_t batchgen_int8_side() { return SIDE; }
-EXPORT int64_t batchgen_int8_is_unsigned() { return quantized(-1) > 0; }
+EXPORT int64_t batchgen_int8_has_beginnings() { return quantized(-1) > 0 && !GROUPED; }
