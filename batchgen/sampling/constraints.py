@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 _ALL = np.uint32(0xFFFFFFFF)
 _MAX_SPELLINGS = 10_000
+_ENOUGH = 100
+"""Bytes of forced text behind which no more is looked for: about what a draft can hold."""
 
 
 @dataclass(eq=False)
@@ -61,7 +63,7 @@ class _Guided:
     forced: list[int] = field(default_factory=list)
     """The only tokens that are allowed, in this order: they complete the mark that opens the thoughts, or end the thoughts."""
     spelling: tuple[int, bytes] = (0, b"")
-    """The text that was forced when `Constraints.forced` was asked last, and the number of `tokens` before it."""
+    """The text that `Constraints.forced` guessed when it was asked last, and the number of `tokens` before it."""
     drafted: bool = False
     """Whether this is a copy of a sequence that has taken draft tokens."""
 
@@ -104,7 +106,9 @@ class Constraints:
         self._thread = ThreadPoolExecutor(1, "masks")  # starts with the first job
         self._job: _MaskJob | None = None
         self._spellings: dict[bytes, list[int]] = {}
-        """By text that a grammar has forced: tokens for it."""
+        """By text that was guessed: tokens for it."""
+        self._gaps = {b":": b" ", b",": b" "}
+        """By the byte before it: the space that JSON may have there; empty if the model writes none."""
 
     def add(
         self, name: Hashable, params: SamplingParams, generated: Sequence[int] = (), prompt: TokenArray | None = None
@@ -244,7 +248,8 @@ class Constraints:
     def forced(self, name: Hashable) -> Sequence[int]:
         """Returns a guess of the tokens of the text that the sequence's grammar forces next; nothing if it leaves a choice.
 
-        It is spelled as the model has spelled the same forced text before, else as the tokenizer would.
+        A space that JSON may have is guessed, from what the model has written last, so that the text does not end there. It is spelled as the
+        model has spelled the same text before, else as the tokenizer would.
         """
         self._settle()
         row = self._rows.get(name)
@@ -254,16 +259,45 @@ class Constraints:
             return row.forced
         if row.matcher is None or row.thoughts is not None:
             return ()
-        start, text = row.spelling
-        if text and (spelled := self._vocabulary.spelling(row.tokens[start:], len(text))):
-            self._spellings[text] = spelled
-        text = row.matcher.compute_ff_bytes()
-        row.spelling = len(row.tokens), text
+        self._learn(row)
+        text = self._guess(row, row.matcher)
+        start, written = row.spelling
+        row.spelling = start, written + text
         if text and text not in self._spellings:
             if len(self._spellings) >= _MAX_SPELLINGS:
                 self._spellings.clear()
-            self._spellings[text] = self._tokenizer.encode(text.decode(errors="ignore"), add_special_tokens=False)
+            self._spellings[text] = self._vocabulary.spell(text)
         return self._spellings[text] if text else ()
+
+    def _guess(self, row: _Guided, matcher: LLMatcher) -> bytes:
+        """Returns the text that is forced next. Where JSON may have a space, in front of it or inside, it has what the model writes there."""
+        text = matcher.compute_ff_bytes()
+        while len(text) < _ENOUGH:
+            gap = self._gaps.get(text[-1:] or self._vocabulary.text(row.tokens[-1:])[-1:])
+            behind = None if gap is None else self._vocabulary.forced_behind(matcher, text + b" ")
+            if gap is None or behind is None or not (behind or (text and gap)):  # as at a comma in a string
+                break
+            text += gap + behind
+        return text
+
+    def _learn(self, row: _Guided) -> None:
+        """Learns how the model has spelled the text that was guessed last, or what it has written in a gap instead."""
+        start, text = row.spelling
+        tokens = row.tokens[start : start + len(text)]
+        written = self._vocabulary.text(tokens)
+        if written.startswith(text):
+            spelled = self._vocabulary.spelling(tokens, len(text))
+            for number, token in enumerate(spelled):  # the ends of the text too: a row may have written its beginning
+                self._spellings[text] = spelled[number:]
+                text = text[len(self._vocabulary.text([token])) :]
+        elif text.startswith(written):  # the rest is to come
+            row.spelling = start, written
+            return
+        else:
+            wrong = next(i for i, (a, b) in enumerate(zip(text, written, strict=False)) if a != b)
+            before = self._vocabulary.text(row.tokens[start - 1 : start]) + text[:wrong]
+            self._gaps[before[-1:]] = b" " if written[wrong : wrong + 1] == b" " else b""
+        row.spelling = len(row.tokens), b""
 
     def _settle(self) -> None:
         """Waits until no matcher is in use by the other thread, and drops the masks that it has computed."""

@@ -64,8 +64,8 @@ class Vocabulary:
         self.end = size
         self._tokenizer = tokenizer
         self._loaded: tuple[LLTokenizer, LLExecutor] | None = None
-        self._lengths: list[int] = []
-        """By token, the number of its bytes, once `_loaded`."""
+        self._texts: list[bytes] = []
+        """By token, its bytes, once `_loaded`."""
         self._grammars: OrderedDict[tuple[str | None, str | None, bool], Grammar] = OrderedDict()
         self._lock = Lock()
 
@@ -112,10 +112,27 @@ class Vocabulary:
             _, executor = self._llguidance()
             executor.unsafe_compute_mask_ptr(list(matchers), masks.ctypes.data, words * masks.itemsize, rows)
 
+    def text(self, tokens: Sequence[int]) -> bytes:
+        """Returns the bytes of tokens."""
+        return b"".join(self._texts[token] for token in tokens)
+
+    def spell(self, text: bytes) -> list[int]:
+        """Returns tokens of a text as the tokenizer spells it; the longest ones if it changes the text, as many put a space before it."""
+        tokens: list[int] = self._tokenizer.encode(text.decode(errors="ignore"), add_special_tokens=False)
+        return tokens if max(tokens, default=0) < self.end and self.text(tokens) == text else self._longest(text)
+
+    def forced_behind(self, matcher: LLMatcher, text: bytes) -> bytes | None:
+        """Returns what is forced behind a text; None if the text may not come next. The matcher is not moved."""
+        matcher = matcher.deep_copy()
+        return matcher.compute_ff_bytes() if matcher.consume_tokens(self._longest(text)) else None
+
+    def _longest(self, text: bytes) -> list[int]:
+        return self._llguidance()[0].greedy_tokenize(text.decode(errors="ignore"))
+
     def spelling(self, tokens: Sequence[int], length: int) -> list[int]:
         """Returns the first of `tokens` that have at least `length` bytes together; nothing if all of them have fewer."""
         for count, token in enumerate(tokens, 1):
-            length -= self._lengths[token]
+            length -= len(self._texts[token])
             if length <= 0:
                 return list(tokens[:count])
         return []
@@ -163,9 +180,8 @@ class Vocabulary:
                     "pip install 'batchgen-llm[structured]'",
                 ) from None
             of_bytes = self._tokenizer is None
-            texts = [bytes([b]) for b in range(256)] if of_bytes else token_bytes(self._tokenizer, self.end)
-            self._lengths = [len(text) for text in texts]
-            tokens = _Tokens([*texts, b""], self.end)
+            self._texts = [bytes([b]) for b in range(256)] if of_bytes else token_bytes(self._tokenizer, self.end)
+            tokens = _Tokens([*self._texts, b""], self.end)
             self._loaded = LLTokenizer(TokenizerWrapper(tokens)), LLExecutor()
         return self._loaded
 

@@ -196,8 +196,12 @@ def test_drafts_that_fail_are_given_up_and_tried_again_later() -> None:
 
 SCHEMA = {
     "type": "object",
-    "properties": {"kind": {"enum": ["red", "blue"]}, "count": {"type": "integer", "maximum": 99, "minimum": 0}},
-    "required": ["kind", "count"],
+    "properties": {
+        "kind": {"enum": ["red", "blue"]},
+        "note": {"type": "string", "maxLength": 4},
+        "count": {"type": "integer", "maximum": 99, "minimum": 0},
+    },
+    "required": ["kind", "note", "count"],
 }
 ROWS = [{"prompt": f"The same beginning, again. {i % 4}", "n": i} for i in range(12)]
 

@@ -256,6 +256,83 @@ def test_the_masks_behind_drafts_are_those_behind_their_tokens(byte_level: Any) 
     assert set(np.flatnonzero(found[0])) == allowed(constraints, 0, size)  # a draft leaves no trace
 
 
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "city": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "city", "age"],
+    "additionalProperties": False,
+}
+ROME = '{"name": "Ann", "city": "Rome", "age": 3}'
+
+
+def guessed(constraints: Constraints, tokenizer: Any, params: SamplingParams, written: Sequence[int]) -> bytes:
+    """The text that is drafted behind these tokens."""
+    constraints.add("guess", params, written)
+    texts = token_bytes(tokenizer, len(tokenizer))
+    found = b"".join(texts[token] for token in constraints.forced("guess"))
+    constraints.remove("guess")
+    return found
+
+
+def write(constraints: Constraints, params: SamplingParams, tokens: Sequence[int]) -> None:
+    """A row that writes these tokens. Drafts are looked for in each step, and none is admitted."""
+    constraints.add("row", params)
+    for token in tokens:
+        constraints.forced("row")
+        constraints.accept("row", token)
+    constraints.forced("row")
+    constraints.remove("row")
+
+
+@pytest.mark.parametrize("space", [" ", ""])
+def test_text_is_forced_across_the_spaces_that_the_model_writes(tokenizer: Any, space: str) -> None:
+    def tokens(text: str) -> list[int]:
+        return tokenizer.encode(text.replace(" ", space), add_special_tokens=False)
+
+    constraints, params = constraints_of(tokenizer), schema(PERSON)
+    assert guessed(constraints, tokenizer, params, tokens('{"name": "Ann",')) == b' "city": "'
+    write(constraints, params, tokens(ROME))
+    for begun, draft in (('"Ann",', ' "city": "'), ('"Ann", "city": "Rome",', ' "age": '), ('"Ann,', "")):
+        found = guessed(constraints, tokenizer, params, tokens(f'{{"name": {begun}'))
+        assert found.decode() == draft.replace(" ", space)
+    write(constraints, params, tokenizer.encode(ROME, add_special_tokens=False))
+    assert guessed(constraints, tokenizer, params, tokens('{"name": "Ann",')) == b' "city": "'
+
+
+def test_text_is_forced_as_ever_where_no_space_may_be(tokenizer: Any) -> None:
+    compact = schema(PERSON | {"x-guidance": {"whitespace_flexible": False}})
+    list_of = regex("[a-z]+, ?[a-z]+")
+    for params, text, draft in (
+        (compact, "", b'{"name":"'),
+        (compact, '{"name":"Ann",', b'"city":"'),
+        (list_of, "a,", b""),
+    ):
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        assert guessed(constraints_of(tokenizer), tokenizer, params, tokens) == draft
+
+
+def test_forced_text_is_spelled_as_the_model_has_spelled_it_and_its_ends_too(byte_level: Any) -> None:
+    def spelled(*words: str) -> list[int]:
+        return [token for word in words for token in byte_level.encode(word, add_special_tokens=False)]
+
+    constraints, params = constraints_of(byte_level), schema(PERSON)
+    key = spelled(*' "city": "')  # a token for each byte
+    write(constraints, params, [*spelled('{"name": "Ann",'), *key, *spelled('R", "age": 3}')])
+    for begun in range(len(key)):
+        constraints.add(begun, params, [*spelled('{"name": "Ann",'), *key[:begun]])
+        assert constraints.forced(begun) == key[begun:]
+
+
+def test_a_tokenizer_that_puts_a_space_before_texts_does_not_spell_forced_text_with_it() -> None:
+    from tokenizers import normalizers
+
+    tokenizer = byte_fallback_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    assert guessed(constraints_of(tokenizer), tokenizer, regex("yes(a|b)"), []) == b"yes"
+
+
 def test_end_tokens_may_follow_a_complete_text_and_special_tokens_never(byte_level: Any) -> None:
     size, id_of = len(byte_level), byte_level.convert_tokens_to_ids
     eos, end, own = id_of("<eos>"), id_of("<|end|>"), id_of("x")
