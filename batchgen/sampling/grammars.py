@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,10 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'
 # learned JSON with it, and small ones write wrong values (the same age for everybody) where they cannot write it.
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _SPACED = {"whitespace_pattern": r"[ \n\t]{0,20}"}
+
+
+_KNOWN: WeakKeyDictionary[Any, dict[int, tuple[list[bytes], LLTokenizer]]] = WeakKeyDictionary()
+"""By tokenizer and size, what both vocabularies of a job have, that of its reader and that of its engine. For 262,144 tokens it takes a second."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,9 +185,12 @@ class Vocabulary:
                     "pip install 'batchgen-llm[structured]'",
                 ) from None
             of_bytes = self._tokenizer is None
-            self._texts = [bytes([b]) for b in range(256)] if of_bytes else token_bytes(self._tokenizer, self.end)
-            tokens = _Tokens([*self._texts, b""], self.end)
-            self._loaded = LLTokenizer(TokenizerWrapper(tokens)), LLExecutor()
+            known = {} if of_bytes else _KNOWN.setdefault(self._tokenizer, {})
+            if self.end not in known:
+                texts = [bytes([b]) for b in range(256)] if of_bytes else token_bytes(self._tokenizer, self.end)
+                known[self.end] = texts, LLTokenizer(TokenizerWrapper(_Tokens([*texts, b""], self.end)))
+            self._texts, tokenizer = known[self.end]
+            self._loaded = tokenizer, LLExecutor()
         return self._loaded
 
 

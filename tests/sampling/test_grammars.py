@@ -1,3 +1,4 @@
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 
 from batchgen.errors import UsageError
+from batchgen.sampling import grammars
 from batchgen.sampling.constraints import Constraints
 from batchgen.sampling.grammars import Vocabulary, token_bytes
 from batchgen.sampling_params import SamplingParams
@@ -261,6 +263,15 @@ def test_without_llguidance_the_extra_is_named(tokenizer, monkeypatch):
         )
 
 
+def test_the_tokens_of_a_tokenizer_are_read_once_for_the_reader_and_the_engine(tokenizer, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(grammars, "token_bytes", lambda of, size: sizes.append(size) or token_bytes(of, size))
+    other = copy.deepcopy(tokenizer)
+    for of, size in ((other, 300), (other, 300), (other, 320), (copy.deepcopy(tokenizer), 300)):
+        assert Vocabulary(of, size).grammar(SamplingParams(regex="a")).fault == ""
+    assert sizes == [300, 320, 300]
+
+
 @pytest.mark.parametrize("kind", ["WordPiece", "CTC", "BPEDecoder", "Strip", None])
 def test_a_tokenizer_whose_tokens_are_not_the_bytes_of_its_text_is_refused(kind):
     from tokenizers import Tokenizer, decoders, models
@@ -269,7 +280,7 @@ def test_a_tokenizer_whose_tokens_are_not_the_bytes_of_its_text_is_refused(kind)
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, "a"))
     if kind is not None:
         tokenizer.decoder = getattr(decoders, kind)()
-    for other in (PreTrainedTokenizerFast(tokenizer_object=tokenizer), object()):
+    for other in (PreTrainedTokenizerFast(tokenizer_object=tokenizer), type("Slow", (), {})()):
         with pytest.raises(UsageError) as failure:
             check(other, SamplingParams(regex="a"), 4)
         assert str(failure.value) == (
