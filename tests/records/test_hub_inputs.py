@@ -173,3 +173,25 @@ def test_a_dataset_without_access_or_with_an_invalid_name_is_a_one_line_error(er
     with pytest.raises(UsageError) as caught, reaching_hub("user/rows"):
         raise getattr(errors, error)("no", **given)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("status", "server_message", "message"),
+    [
+        (403, "Storage limit\nreached", "the token gives no access to dataset user/rows (the hub says: Storage limit reached); use a token that has the permission"),
+        (413, "The file is too large", "dataset user/rows: the hub failed: The file is too large; check the connection and run the same command again"),
+        (413, None, "dataset user/rows: the hub failed: 413 for its address; check the connection and run the same command again"),
+        (None, None, "dataset user/rows: the hub failed: uploading data/train-0.parquet: the file is too large; check the connection and run the same command again"),
+    ],
+)  # fmt: skip
+def test_the_error_of_a_refused_file_says_what_the_hub_says(status, server_message, message):
+    """huggingface_hub raises an error of its own from the hub's, and puts reasons into further lines."""
+    from huggingface_hub import errors
+
+    with pytest.raises(UsageError) as caught, reaching_hub("user/rows"):
+        if status is None:
+            raise ValueError("uploading data/train-0.parquet:\nthe file is too large")
+        response = SimpleNamespace(status_code=status, headers={}, request=None)
+        cause = errors.HfHubHTTPError("413 for\nits address", response=response, server_message=server_message)
+        raise RuntimeError("error while uploading") from cause
+    assert str(caught.value) == message
