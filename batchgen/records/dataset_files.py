@@ -197,13 +197,14 @@ def find_dataset(name: str, choice: DatasetChoice) -> Dataset | None:
 
     That is a repository (`hf://datasets/OWNER/NAME`, with `@REVISION`), which is pinned to its present commit, and a folder on disk
     whose README.md declares configurations, that has files `data/SPLIT-00000-of-00001.*`, or of which a split or a configuration is asked for.
-    Raises `UsageError` if the repository cannot be read.
+    Raises `UsageError` if the repository cannot be read, and for a folder of Arrow files that `save_to_disk` of `datasets` wrote.
     """
     if repository := _HUB.fullmatch(name):
         return _of_hub(name, repository[1], repository[2] and unquote(repository[2]))
     folder = Path(name)
     if "://" in name or not folder.is_dir():
         return None
+    _refuse_saved(name, folder)
     readme = folder / _README
     header = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
     configs = _declared(header, name)
@@ -211,6 +212,16 @@ def find_dataset(name: str, choice: DatasetChoice) -> Dataset | None:
         return None
     files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() or is_lost_link(p))
     return Dataset(name, f"{name.rstrip('/')}/", [f for f in files if not in_job_folder(f, folder)], configs)
+
+
+def _refuse_saved(name: str, folder: Path) -> None:
+    has_splits = (folder / "dataset_dict.json").is_file()
+    if has_splits or all((folder / state).is_file() for state in ("state.json", "dataset_info.json")):
+        split = "['SPLIT']" if has_splits else ""
+        raise UsageError(
+            f"{name} is a folder of Arrow files, which save_to_disk wrote",
+            f"write it as Parquet first, in Python: datasets.load_from_disk({name!r}){split}.to_parquet('rows.parquet')",
+        )
 
 
 def _of_hub(name: str, repo: str, revision: str | None) -> Dataset:

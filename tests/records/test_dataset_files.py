@@ -153,3 +153,22 @@ def test_a_header_that_cannot_be_read_is_a_one_line_error(tmp_path, text, messag
     with pytest.raises(UsageError) as caught:
         opened(tmp_path)
     assert str(caught.value).startswith(message.format(tmp_path))
+
+
+def test_a_folder_of_save_to_disk_says_how_it_becomes_parquet(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    rows = datasets.Dataset.from_list([{"prompt": "a"}])
+    rows.save_to_disk("saved")
+    datasets.DatasetDict({"train": rows}).save_to_disk("splits")
+    for name, choice, split in [
+        ("saved", DatasetChoice(), ""),
+        ("splits", DatasetChoice(None, "train"), "['SPLIT']"),
+    ]:
+        with pytest.raises(UsageError) as caught:
+            find_dataset(name, choice)
+        assert str(caught.value) == (
+            f"{name} is a folder of Arrow files, which save_to_disk wrote; write it as Parquet first, in Python: "
+            f"datasets.load_from_disk('{name}'){split}.to_parquet('rows.parquet')"
+        )
