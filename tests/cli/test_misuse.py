@@ -30,6 +30,7 @@ def make_files(folder: Path) -> None:
     (folder / "folder").mkdir()
     os.mkfifo(folder / "pipe.jsonl")
     (folder / "loop.jsonl").symlink_to("loop.jsonl")
+    (folder / "astray.jsonl").symlink_to("gone/away.jsonl")
     (folder / "in-the-way.jsonl.job").mkdir()
     (folder / "in-the-way.jsonl.job" / "notes.txt").write_text("mine")
 
@@ -136,6 +137,7 @@ MISUSES: list[tuple[str, int, str]] = [
     ("run R -m M -o mine.jsonl", 2, "mine.jsonl exists and has no job folder, so batchgen does not know whether it may replace it; use the --work-dir of its run if it had one, --overwrite to replace it, or another -o"),
     ("run R -m M -o folder", 2, "the output folder is a folder; name a file in it"),
     ("run R -m M -o loop.jsonl", 2, "the output loop.jsonl is a link that leads back to itself; remove it, or name a file"),
+    ("run R -m M -o astray.jsonl", 2, "the output astray.jsonl is a link to gone/away.jsonl, whose folder does not exist; check the link"),
     ("run R -m M -o pipe.jsonl", 2, "the output pipe.jsonl is a pipe or a device, which a file would replace; write rows to it with -o - > pipe.jsonl"),
     ("run R -m M -o pipe.jsonl --overwrite", 2, "the output pipe.jsonl is a pipe or a device, which a file would replace; write rows to it with -o - > pipe.jsonl"),
     ("run R -m M -o no/out.jsonl", 2, "there is no folder no to write to; create it with mkdir -p no"),

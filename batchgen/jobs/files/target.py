@@ -82,6 +82,9 @@ class LocalTarget:
             why = f"the output {self.name} is a pipe or a device, which a file would replace"
             raise UsageError(why, f"write rows to it with -o - > {self.name}")
         check_parent(Path(self.name))
+        if not self._path.parent.is_dir():
+            why = f"the output {self.name} is a link to {Path(self.name).readlink()}, whose folder does not exist"
+            raise UsageError(why, "check the link")
         if not os.access(self._path.parent, os.W_OK | os.X_OK):
             raise UsageError(
                 f"{self.name} cannot be written: {self._path.parent} is read-only",
