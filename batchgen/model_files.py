@@ -105,7 +105,7 @@ def check_weight_files(config: ModelConfig, *, needed: bool = True, tokenizer: b
     ):
         return
     for shard in _shards(folder):
-        _check_safetensors(shard)
+        check_safetensors(shard)
 
 
 INT8_SMALL = 16
@@ -216,7 +216,7 @@ def adapter_folder(lora: str) -> Path:
                 f"the adapter {lora!r} has no {name}", "give the folder that peft's save_pretrained has written"
             )
     read_json(folder / "adapter_config.json")
-    _check_safetensors(folder / ADAPTER_WEIGHTS)
+    check_safetensors(folder / ADAPTER_WEIGHTS)
     return folder
 
 
@@ -423,7 +423,7 @@ def _there(path: Path, folder: Path, count: int = 1) -> Path:
     raise ModelError(f"the weights in {str(folder)!r} lack {path.name}, one of {count} shards", _AGAIN)
 
 
-def _check_safetensors(path: Path) -> None:
+def check_safetensors(path: Path) -> None:
     """Raises `ModelError` unless a safetensors file is as long as its header says.
 
     The layout: 8 bytes with the header's length, the header as JSON, the tensors' bytes.

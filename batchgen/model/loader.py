@@ -338,10 +338,24 @@ def _from_pretrained(
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as e:
         reason = " ".join(str(e).split())
         if isinstance(e, OSError) and "file named model.safetensors" in reason:  # on the hub
-            raise only_pickled(config.model) from e
+            raise _without_weights(config) from e
         raise ModelError(f"the model {config.model!r} cannot be loaded: {reason[:300]}") from e
     _check_found(config, found)
     return module
+
+
+def _without_weights(config: ModelConfig) -> ModelError:
+    """Returns the error of a name on the hub for which transformers finds no weights: the hub has none in safetensors files, or cannot be asked."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().model_info(config.model, revision=config.revision)
+    except Exception:
+        return ModelError(
+            f"the weights of model {config.model!r} are not in the local cache, and the hub cannot be reached",
+            "check the connection and HF_HUB_OFFLINE",
+        )
+    return only_pickled(config.model)
 
 
 def _packed(

@@ -1,5 +1,8 @@
 import logging
+import os
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,6 +88,7 @@ def test_an_unverified_architecture_is_checked_and_the_user_told(tiny_model_dir,
 LOADED = """
 import sys
 from pathlib import Path
+from pathlib import Path
 from batchgen.engine.engine import keep_freed_memory
 from batchgen.stats import memory_bytes
 from support.models import load_folder
@@ -125,3 +129,38 @@ def test_transformers_does_not_warn_when_attention_is_replaced(name):
         logging.getLogger("transformers.modeling_utils").warning("a warning is shown before")
         model = prepare(made)
     assert (said, len(model.layers)) == (["a warning is shown before"], 2)
+
+
+@pytest.fixture
+def cached(tmp_path, tiny_model_dir, monkeypatch):
+    """The files of the model org/name in the hub's cache; the hub cannot be reached."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repo = tmp_path / "hub" / "models--org--name"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("abc")
+    return Path(shutil.copytree(tiny_model_dir, repo / "snapshots" / "abc"))
+
+
+def test_damaged_weights_in_the_cache_are_named(cached):
+    weights = cached / "model.safetensors"
+    whole = weights.stat().st_size
+    os.truncate(weights, 5000)
+    config = ModelConfig(model="org/name")
+    with pytest.raises(ModelError) as caught:
+        load_model(config, load_tokenizer(config))
+    assert str(caught.value) == (
+        f"{weights} is cut: it has 5,000 of {whole:,} bytes; the download was not completed: download it again"
+    )
+
+
+def test_weights_that_are_not_in_the_cache_are_not_taken_for_pickled_ones(cached):
+    (cached / "model.safetensors").unlink()
+    config = ModelConfig(model="org/name")
+    with pytest.raises(ModelError) as caught:
+        load_model(config, load_tokenizer(config))
+    assert str(caught.value) == (
+        "the weights of model 'org/name' are not in the local cache, and the hub cannot be reached; check the connection and HF_HUB_OFFLINE"
+    )
