@@ -126,7 +126,8 @@ class LLM:
         self._process, self._name, self._progress = os.getpid(), config.model, progress
         self.interrupted: list[Result] = []
         """The results of the last call that ran a list of prompts or a table, if Ctrl-C has ended it; else empty. Prompts that were not done have the
-        `finish_reason` "cancelled" and their text so far; labels, scores and embeddings that were not ready have an error of type `cancelled`."""
+        `finish_reason` "cancelled" and their text so far; labels, scores and embeddings that were not ready have an error of type `cancelled`,
+        and so have all prompts that were not done when Ctrl-C came twice within a step."""
 
     def __reduce__(self) -> str:
         raise TypeError(f"a model cannot be sent to another process: {_NEW_IN_CHILD}")
@@ -381,16 +382,22 @@ class LLM:
                 take = lambda result: results.__setitem__(result.row, result)  # noqa: E731
                 numbers = self._add(rows, params, options, take, row_keys=row_keys)
             tokens_before = self.stats.completion_tokens
-            with noted_interrupt() as came, prompt_bar(len({*numbers}), self._progress) as show:
+            try:
+                with noted_interrupt() as came, prompt_bar(len({*numbers}), self._progress) as show:
 
-                def between_steps() -> None:
-                    if not came():
-                        show(len(results), self.stats.completion_tokens - tokens_before)
-                        return
-                    # The bar stays where it is: cancelled prompts are not done.
-                    self._cancel_all()
+                    def between_steps() -> None:
+                        if not came():
+                            show(len(results), self.stats.completion_tokens - tokens_before)
+                            return
+                        # The bar stays where it is: cancelled prompts are not done.
+                        self._cancel_all()
 
-                self._run(between_steps)
+                    self._run(between_steps)
+            except KeyboardInterrupt:  # Ctrl-C again, before the step ended
+                lost = RowError("cancelled", "interrupted in the middle of a step")
+                known = [results.get(number) or Result.from_error(0, lost) for number in numbers]
+                self.interrupted = [replace(result, row=place) for place, result in enumerate(known)]
+                raise
             done = [replace(results[number], row=place) for place, number in enumerate(numbers)]
             if came():
                 self.interrupted = done

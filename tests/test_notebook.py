@@ -1,6 +1,7 @@
 """A model and a job in a notebook: progress bars, short reprs, and interrupts. The last test runs a notebook in a kernel."""
 
 import signal
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -39,6 +40,28 @@ def test_an_interrupt_keeps_finished_results_and_unfinished_texts(tiny_model_dir
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert llm.generate("zero", short) == before
     assert llm.interrupted == []
+
+
+def test_a_second_interrupt_within_a_step_keeps_finished_results(tiny_model_dir, monkeypatch):
+    llm = LLM(tiny_model_dir)
+    short = {"max_tokens": 2, "ignore_eos": True}
+    before = llm.generate("zero", short)
+    last, step = llm.stats.steps + 5, Engine.step
+
+    def interrupted(engine: Engine, admit: bool) -> None:
+        step(engine, admit)
+        if engine.stats.steps == last:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["one", "zero"], [PARAMS, short])
+    monkeypatch.setattr(Engine, "step", step)
+    lost, kept = llm.interrupted
+    assert (lost.row, lost.error_type) == (0, "cancelled")
+    assert kept == replace(before[0], row=1)
+    assert llm.generate("zero", short) == before
 
 
 def test_an_interrupted_call_counts_only_scores_that_were_ready(tiny_model_dir, monkeypatch):
