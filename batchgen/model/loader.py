@@ -350,7 +350,7 @@ def _without_weights(config: ModelConfig) -> ModelError:
 
     try:
         HfApi().model_info(config.model, revision=config.revision)
-    except Exception:
+    except Exception:  # noqa: BLE001 (a connection fails in many ways)
         return ModelError(
             f"the weights of model {config.model!r} are not in the local cache, and the hub cannot be reached",
             "check the connection and HF_HUB_OFFLINE",

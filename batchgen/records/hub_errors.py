@@ -27,7 +27,7 @@ def _explained(repo: str, revision: str | None, error: BaseException) -> tuple[s
 
     answer = next((c for c in causes_of(error) if isinstance(c, hub.HfHubHTTPError)), None)
     status = answer.response.status_code if answer else None
-    reason = " ".join((answer and answer.server_message or "").split())[:300]
+    reason = " ".join(((answer and answer.server_message) or "").split())[:300]
     if caused_by(error, hub.HFValidationError):
         return f"{repo!r} is not the name of a dataset on the hub", "use OWNER/NAME"
     if caused_by(error, hub.RevisionNotFoundError):
