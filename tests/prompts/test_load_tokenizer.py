@@ -1,6 +1,9 @@
 """Loading a model's tokenizer and configuration: where each value comes from, and what errors say."""
 
 import json
+import os
+import re
+import shutil
 from base64 import b64encode
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +19,9 @@ from batchgen.model.architectures import context_note
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.encoding import Encoder
 from batchgen.prompts.hub import load_failure
-from support.progress import Recorder
+from batchgen.prompts.tokenizer import load_config
+from support.hub import fake_hub
+from support.progress import Recorder, logged
 from support.python_process import run_python
 
 
@@ -299,3 +304,36 @@ def test_a_checkpoint_with_mistrals_own_file_alone_has_its_special_tokens_and_ch
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     assert chat == "<s>[INST]a[/INST]"
     assert tokenizer.decode([1, 3, 102, 4], skip_special_tokens=True) == "a"
+
+
+@pytest.fixture
+def cached(tmp_path, tiny_model_dir, monkeypatch):
+    """The model org/name in the hub's cache, without offline mode."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    repo = tmp_path / "hub" / "models--org--name"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("abc")
+    shutil.copytree(tiny_model_dir, repo / "snapshots" / "abc")
+    return constants
+
+
+def test_a_cached_model_is_loaded_offline_if_the_hub_gives_no_answer(cached, monkeypatch):
+    """Otherwise each file that it lacks would be asked for again and again, for minutes."""
+    monkeypatch.setattr(cached, "ENDPOINT", "http://127.0.0.1:9")
+    with logged("batchgen", "WARNING") as messages:
+        assert load_config(ModelConfig(model="org/name")).model_type == "llama"
+    (message,) = messages
+    assert re.fullmatch(
+        r"the hub cannot be reached \(.*\): the files of org/name are those of the local cache", message
+    )
+    assert (cached.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"]) == (True, "1")
+
+
+def test_an_answer_of_the_hub_turns_no_offline_mode_on(cached, monkeypatch):
+    with fake_hub(monkeypatch), logged("batchgen", "WARNING") as messages, pytest.raises(ModelError):
+        load_config(ModelConfig(model="org/name"))
+    assert (messages, cached.HF_HUB_OFFLINE) == ([], False)
