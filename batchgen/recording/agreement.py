@@ -5,6 +5,7 @@ Any number of rows is counted in bounded memory.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -56,7 +57,7 @@ class Agreement:
                     found[place] += value
 
     def _text(self, value: Any, given: str) -> str:
-        """Returns the expected text, empty for none; `given` if it is another way to write the same number. True and false are written as in `given`."""
+        """Returns the expected text, empty for none; `given` if it is another way to write the same number, object or list. True and false are written as in `given`."""
         if value is None or value != value:  # NaN
             return ""
         if isinstance(value, bool) and given.lower() in ("true", "false"):
@@ -66,6 +67,8 @@ class Agreement:
         if isinstance(value, float | Decimal) and math.isfinite(value) and value.as_integer_ratio()[1] == 1:
             value = int(value)  # pandas has no whole numbers in a column with nulls
         value = plain(value)
+        if _is_json_of(value, given):
+            return given
         if isinstance(value, str):
             return value.strip()
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self._names):
@@ -164,6 +167,16 @@ def _is_written(value: Any, text: str) -> bool:
     try:
         return float(text) == value if isinstance(value, float) else Decimal(text) == value
     except (ValueError, InvalidOperation):
+        return False
+
+
+def _is_json_of(value: Any, text: str) -> bool:
+    """Whether a text is the JSON of an object or a list, which may be JSON text too, whatever the blanks and the order of keys."""
+    if not text.startswith(("{", "[")):
+        return False
+    try:
+        return bool(json.loads(text) == (json.loads(value) if isinstance(value, str) else value))
+    except (ValueError, RecursionError):
         return False
 
 

@@ -49,6 +49,28 @@ def test_rows_are_right_wrong_failed_or_without_a_value():
     assert (empty["rows"], empty["accuracy"], empty["confusion"]) == (0, None, [])
 
 
+def test_objects_and_lists_are_compared_by_their_values():
+    """What a JSON schema lets a model write has blanks where the model put them."""
+    text = '{"mood":"good", "stars": [1,2]}'
+    pairs = [
+        (given(text), {"stars": [1, 2], "mood": "good"}),
+        (given(text), '{"mood": "good", "stars": [1, 2]}'),
+        (given(text), {"mood": "good", "stars": [2, 1]}),
+        (given("[1,2]"), [1, 2]),
+        (given("[1,2"), "[1,2"),
+        (given("[1,2"), [1, 2]),
+    ]
+    found = compared(*pairs)
+    assert (found["rows"], found["rows_right"]) == (6, 4)
+    assert found["confusion"] == [
+        {"expected": text, "given": text, "rows": 2},
+        {"expected": '{"mood": "good", "stars": [2, 1]}', "given": text, "rows": 1},
+        {"expected": "[1,2]", "given": "[1,2]", "rows": 1},
+        {"expected": "[1,2", "given": "[1,2", "rows": 1},
+        {"expected": "[1, 2]", "given": "[1,2", "rows": 1},
+    ]
+
+
 def test_the_calibration_error_is_the_mean_difference_of_probability_and_share_over_the_bins():
     pairs = [(given("a", 0.95), "a"), (given("a", 0.91), "b"), (given("a", 0.62), "a"), (given("a", 1.0), "a")]
     found = compared(*pairs, (given("a"), "a"))["calibration"]
