@@ -6,7 +6,6 @@ Every check is repeated later, where its subject is used; here a wrong command o
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 from batchgen.config import JobConfig
@@ -30,10 +29,6 @@ from batchgen.sampling.grammars import Vocabulary
 
 def check_job(config: JobConfig, source: Input, output: str | None) -> None:
     """Raises what `run_job` would raise later, as far as that can be known without a tokenizer. `output` is None for a plan."""
-    try:
-        Path.cwd()
-    except FileNotFoundError:  # Intel's MKL, in torch, would end the whole process at the first product
-        raise UsageError("the current folder no longer exists", "change to another one with cd") from None
     if config.model.ray is not None and find_spec("ray") is None:
         raise UsageError("--ray needs the package ray", "install it with pip install 'batchgen-llm[ray]'")
     check_weight_files(config.model, needed=output is not None)

@@ -47,8 +47,12 @@ def open_input(config: JobConfig, output: str | None) -> Input:
     files with known suffixes (those of `--input-format`, if it is given), sorted, without its sub-folders; a glob for its files, sorted. Outputs
     of batchgen among them (there is a job folder beside each), and `output` itself (the command's, if it names one and writes it), are left
     out; `Input.notes` says so. Raises `UsageError` if something is missing, of an unknown format, not what its name says, or both input and
-    output.
+    output, and if the current folder is gone.
     """
+    try:
+        Path.cwd()
+    except FileNotFoundError:  # Intel's MKL, in torch, would end the whole process at the first product
+        raise UsageError("the current folder no longer exists", "change to another one with cd") from None
     input_format, choice = config.input_format, DatasetChoice(config.dataset_config, config.split)
     inputs = [plain_name(name) for name in config.inputs]
     if "" in inputs:

@@ -194,13 +194,14 @@ def test_a_held_output_is_told_before_a_tokenizer_is_loaded(cli, tiny_model_dir,
     assert len(list(claims.iterdir())) == 1
 
 
-def test_a_current_folder_that_was_deleted_is_named(cli, tiny_model_dir, tmp_path, monkeypatch):
+@pytest.mark.parametrize("output", ["/nowhere/out.jsonl", "out.jsonl"])
+def test_a_current_folder_that_was_deleted_is_named(output, cli, tiny_model_dir, tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()
     make_files(tmp_path)
     monkeypatch.chdir(gone)
     gone.rmdir()
-    refused = cli("run", tmp_path / "rows.jsonl", "-m", tiny_model_dir, "-o", tmp_path / "out.jsonl")
+    refused = cli("run", tmp_path / "rows.jsonl", "-m", tiny_model_dir, "-o", output)
     assert (refused.code, refused.err) == (
         2, "batchgen: error: the current folder no longer exists; change to another one with cd\n",
     )  # fmt: skip
