@@ -30,6 +30,8 @@ _MADV_WILLNEED, _MADV_DONTNEED, _MADV_POPULATE_READ = 3, 4, 22
 """The last one is Linux's, from 5.14 on."""
 _MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_COLLAPSE = 14, 15, 25
 """The last one is Linux's, from 6.1 on."""
+MAPS = Path("/proc/self/maps")
+"""What is mapped, where the system tells."""
 _DELETED = " (deleted)"
 """The end of the name of a mapped file that has no name."""
 
@@ -183,7 +185,7 @@ class Mapping(NamedTuple):
 def mapped_files(ends: str | tuple[str, ...] = "") -> list[Mapping]:
     """Returns the files that are mapped, whose names end with one of `ends`; none where the system does not tell."""
     found = []
-    with suppress(OSError), Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as lines:
+    with suppress(OSError), MAPS.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             line = line.rstrip("\n")
             if not line.endswith(ends):

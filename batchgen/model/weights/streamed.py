@@ -25,7 +25,7 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.experts import FusedExperts
-from batchgen.kernels.memory import FilePieces, Mapping, Pages, in_huge_pages, mapped_files, pieces_in, read_pages
+from batchgen.kernels.memory import MAPS, FilePieces, Mapping, Pages, in_huge_pages, mapped_files, pieces_in, read_pages
 from batchgen.model.weights.quantized import bytes_of, one_weight_at_a_time
 from batchgen.model.weights.sizes import LAYERS_READ, are_streamed, kv_beside, sizes_of, streaming_room
 from batchgen.process.machine import free_host_memory
@@ -46,7 +46,7 @@ def streamed_weights(
     `itemsize`: bytes of a number in the type in which the model is computed. `processes`: how many processes of this machine load it.
     Raises `ModelError` if the weights can be neither in memory nor streamed.
     """
-    if device.type != "cpu" or config.device_map is not None or not mapped_files():
+    if device.type != "cpu" or config.device_map is not None or not MAPS.exists():
         if config.weights == "streamed" or config.weight_memory is not None:
             raise ModelError(
                 "weights are streamed only on a CPU so far, under Linux", "leave out --weights and --weight-memory"
