@@ -136,24 +136,12 @@ def tiny_chat_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-chat", chat=True)
 
 
-_models: dict[Any, Any] = {}
-
-
 @pytest.fixture
 def loaded_once(tiny_model_dir: Path, tiny_chat_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny models are loaded once for each of their options. For tests of what becomes of rows, whatever computes them."""
-    from batchgen.model import loader
+    from support.models import load_once
 
-    load, tiny = loader.load_model, {str(tiny_model_dir), str(tiny_chat_model_dir)}
-
-    def load_once(config: Any, tokenizer: Any, processes: int = 1, texts: Any = ()) -> Any:
-        if config.model not in tiny or config.quantize != "none":
-            return load(config, tokenizer, processes, texts)
-        if (config, processes) not in _models:
-            _models[config, processes] = load(config, tokenizer, processes, texts)
-        return _models[config, processes]
-
-    monkeypatch.setattr(loader, "load_model", load_once)
+    load_once(monkeypatch, tiny_model_dir, tiny_chat_model_dir)
 
 
 @pytest.fixture(autouse=True, scope="session")

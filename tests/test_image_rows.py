@@ -34,6 +34,7 @@ from batchgen.errors import Interrupted, UsageError
 from batchgen.model.vision import Vision
 from batchgen.records.images import image_digest
 from batchgen.result import Result
+from support.models import load_once
 from support.params import slow_but
 from support.progress import Recorder, interrupt, rows_done
 from support.records import json_rows
@@ -59,6 +60,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture
 def model(reference: tuple[Reference, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    load_once(monkeypatch, reference[1])
     Path("p").mkdir()
     for i in range(4):
         picture(i, 60 + 10 * i, 60).save(f"p/{i}.png")

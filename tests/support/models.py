@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from batchgen.config import EngineConfig, ModelConfig
 from batchgen.engine.engine import Engine
 from batchgen.kernels.build import NoKernels, library
+from batchgen.model import loader
 from batchgen.model.adapter import prepare
-from batchgen.model.loader import load_model
 from batchgen.prompts import LoadedTokenizer
 from batchgen.prompts.tokenizer import load_config
 from batchgen.request import Request, row_digest, row_key
@@ -179,7 +179,7 @@ def engine_for(
     """
     if blocks:
         config["kv_memory"] = memory_for(engine_for(model, head=head, **config), blocks)
-    options = {"kv_memory": "64MiB", "debug": True, "speculate": "off"} | config
+    options = {"kv_memory": "16MiB", "debug": True, "speculate": "off"} | config
     engine = Engine(model, replace(tiny_tokenizer(eos=eos), head=head), EngineConfig(**options))
     if ahead is not None:
         engine.loop.ahead = ahead
@@ -240,7 +240,28 @@ def tokens_of(engine: Engine, prompts: list[list[int]], lengths: list[int], **op
 def load_folder(folder: Path, *, texts: Any = (), **options: Any) -> Any:
     """Loads a saved model, on the CPU and with a tokenizer that writes numbers."""
     tokenizer = replace(tiny_tokenizer(), hf_config=load_config(ModelConfig(model=str(folder))))
-    return load_model(ModelConfig(**{"model": str(folder), "device": "cpu"} | options), tokenizer, 1, texts)
+    return loader.load_model(ModelConfig(**{"model": str(folder), "device": "cpu"} | options), tokenizer, 1, texts)
+
+
+_loaded: dict[Any, Any] = {}
+
+
+def load_once(patch: pytest.MonkeyPatch, *folders: Path) -> None:
+    """The models of these folders are loaded once for each of their options. One that sees forgets what it saw before."""
+    load, once = loader.load_model, set(map(str, folders))
+
+    def load_kept(config: ModelConfig, tokenizer: Any, processes: int = 1, texts: Any = ()) -> Any:
+        if config.model not in once or config.quantize != "none":
+            return load(config, tokenizer, processes, texts)
+        if (config, processes) not in _loaded:
+            _loaded[config, processes] = load(config, tokenizer, processes, texts)
+        if vision := _loaded[config, processes].vision:
+            vision.clear()
+            vision.failed.clear()
+            vision.encoded = 0
+        return _loaded[config, processes]
+
+    patch.setattr(loader, "load_model", load_kept)
 
 
 @dataclass(frozen=True, eq=False)
