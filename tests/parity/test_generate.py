@@ -41,7 +41,14 @@ ENGINES = {
         for ahead in (False, True)
     },
 }  # fmt: skip
-QUICK = {"llama", "qwen3_5_text"}  # test_every_architecture.py has all of CORE
+QUICK = {
+    "llama": (
+        "one at a time", "prefill in slices of one block", "in small slices", "other blocks", "fifo, a step ahead",
+        "prefill-first, step by step", "prefix, a step ahead",
+    ),
+    "qwen3_5_text": ("in small slices", "prefix, a step ahead"),
+}  # fmt: skip
+"""The engines of `make test`. test_every_architecture.py has all of CORE, all at once and in chunks."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +57,7 @@ def expected(request: pytest.FixtureRequest) -> list[list[int]]:
 
 
 def each_of(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("expected", slow_but(QUICK.intersection(names), names), indirect=True, ids=str)
+    return pytest.mark.parametrize("expected", slow_but(QUICK.keys() & names, names), indirect=True, ids=str)
 
 
 def name_of(request: pytest.FixtureRequest) -> str:
@@ -60,8 +67,7 @@ def name_of(request: pytest.FixtureRequest) -> str:
 @each_of(*sorted(SHAPES))
 def test_output_equals_generate_and_no_token_is_prefilled_twice(expected, request):
     name = name_of(request)
-    engines = ENGINES if name == "llama" else some_of(("in small slices", "prefix, a step ahead"), ENGINES)
-    for how, options in engines.items():
+    for how, options in some_of(QUICK.get(name, ()), ENGINES).items():
         engine = engine_for(packed_model(name), **options)
         assert tokens_of(engine, PROMPTS, LENGTHS) == expected, how
         assert engine.stats.prefill_tokens == tree_tokens(PROMPTS), how

@@ -76,7 +76,7 @@ def test_wrong_drafts_leave_no_trace_in_states(name, right):
             lambda seq: expected[seq.request.row][seq.num_sampled :], range(VOCAB), right, longest=5
         )
         assert tokens_of(engine, prompts, [20] * len(prompts)) == expected
-        assert (drafter.accepted > 40) == (right > 0)
+        assert (drafter.accepted > 20) == (right > 0)
         assert (engine.stats.recomputed_tokens > 0) == (right < 1)
         engine.block_manager.evict_all()
         assert engine.block_manager.state_slots.num_used == 0

@@ -12,6 +12,7 @@ from unittest import SkipTest
 from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
 from batchgen.model.architectures import INNER, RECURRENT
+from support.params import FULL
 
 VOCAB = 199
 COMMON: dict[str, Any] = {
@@ -383,7 +384,7 @@ def _deep_prompts() -> list[list[int]]:
     return [*tree, *ends, [5], [5], [6], long]
 
 
-DEEP = 5
+DEEP = 5 if FULL else 4
 DEEP_PROMPTS = _deep_prompts()
 _lengths = random.Random(3)
 DEEP_LENGTHS = [_lengths.choice([1, 2, 6, 12]) for _ in DEEP_PROMPTS]
