@@ -42,7 +42,7 @@ def saved(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16, **change
 
 def results(model: Any) -> list[Any]:
     """The tokens that a model writes, and all log-probabilities, to the last bit."""
-    found = run(engine_for(model), make_requests(PROMPTS, [8] * 3, logprobs=3))
+    found = run(engine_for(model), make_requests(PROMPTS, [5] * 3, logprobs=3))
     return [(r.token_ids, r.completions[0].logprobs) for r in found]
 
 
