@@ -31,7 +31,7 @@ WAYS: dict[str, list[list[str]]] = {
 }
 """The options of the runs of one job. What `parts` and `shards` write is compared with the output of `generate`."""
 QUICK = [
-    ("plain", "embeddings"), ("awq", "sample"), ("awq", "adapter"), ("awq experts", "labels"), ("awq hybrid", "parts"), ("gguf", "scores"),
+    ("plain", "embeddings"), ("awq", "sample"), ("awq", "adapter"), ("awq experts", "labels"), ("plain", "parts"), ("gguf", "scores"),
     ("awq hybrid", "shards"),
 ]  # fmt: skip
 

@@ -56,7 +56,7 @@ CASES = {
     ),
     "thoughts as text, regex": SamplingParams(max_tokens=40, temperature=1.0, reasoning="off", regex="[ab]{4,30}"),
 }  # fmt: skip
-PROMPTS = ["The same beginning. ", "The same beginning. And more", "Another prompt"]
+PROMPTS = ["The same beginning. ", "The same beginning. And more"]
 
 
 def run(model: Path, drafter: Callable[[Engine], Any] = lambda engine: None, **engine: Any) -> list[Result]:
