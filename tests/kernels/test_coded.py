@@ -1,15 +1,19 @@
 """Packed weights: what a code means, what keeps a weight packed, and that the kernels unpack exactly the same numbers."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from batchgen.kernels import codes
 from batchgen.kernels.codes import Coding, PackedTensor
 from support.codings import CODINGS, ROWS, SIZE, bits_of, weight_of
+from support.params import in_turn, slow_but
+
+DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CODINGS)
+@pytest.mark.parametrize(("name", "dtype"), slow_but(in_turn(CODINGS, DTYPES), product(CODINGS, DTYPES)))
 def test_a_layer_of_codes_computes_what_the_layer_of_their_numbers_does_to_the_last_bit(name, dtype):
     from batchgen.kernels.ops import Activation, PackedLinear
 
@@ -29,8 +33,7 @@ def test_a_layer_of_codes_computes_what_the_layer_of_their_numbers_does_to_the_l
             assert torch.equal(bits_of(coded(x)), bits_of(whole(x)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CODINGS)
+@pytest.mark.parametrize(("name", "dtype"), slow_but(in_turn(CODINGS, DTYPES[::-1]), product(CODINGS, DTYPES)))
 def test_an_embedding_whose_codes_are_those_of_the_head_is_held_once_and_gives_the_same_rows(name, dtype):
     from batchgen.kernels.fusion import fuse_linear
     from batchgen.kernels.replacing import Packing

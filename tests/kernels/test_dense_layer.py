@@ -11,7 +11,7 @@ from batchgen.kernels.quantization import Int8Packing, quantize_linear
 from batchgen.model.adapter import prepare
 from batchgen.model.weights.int8 import quantize
 from support.models import build, engine_for, kernels, make_requests, run
-from support.params import slow_but
+from support.params import in_turn, slow_but
 
 SHAPE = {
     "hidden_size": 128, "intermediate_size": 200, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -62,7 +62,7 @@ IN_8_BITS = [("llama", WIDTHS[2]), ("llama", WIDTHS[3]), ("qwen3", {}), ("phi3",
 
 DTYPES = (torch.float32, torch.bfloat16)
 CASES = [*((*kind, False) for kind in KINDS), *((*kind, True) for kind in IN_8_BITS)]
-QUICK = [(*case, DTYPES[place % 2]) for place, case in enumerate(CASES)]
+QUICK = [(*case, dtype) for case, dtype in in_turn(CASES, DTYPES)]
 
 
 @pytest.mark.parametrize(

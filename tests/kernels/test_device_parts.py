@@ -1,5 +1,6 @@
 """The kernels for parts of a model on a CUDA device give what transformers' modules give: on Triton's interpreter, under `-m gpu` for real."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ pytest.importorskip("triton")
 from batchgen.kernels.device_parts import DeviceMLP, DeviceNorm, fuse_on_device, running
 from support.fusing import replaced
 from support.models import build
-from support.params import slow_but
+from support.params import in_turn, slow_but
 from support.triton_interpreter import skip_unless_interpreted
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
 """The interpreter cuts bfloat16 off where a GPU rounds to the nearest number."""
+DTYPES = tuple(ROUNDING)
+PARTS = ["llama", "qwen3", "gemma2", "phi3", "olmo2"]
 USUAL = {"norms", "gated MLPs", "rotary embeddings"}
 FAMILIES = {
     "llama": {*USUAL, "joint projections"},
@@ -45,8 +48,9 @@ def modules(model: Any, kind: type) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", slow_but(["llama", "gemma2"], FAMILIES))
+@pytest.mark.parametrize(
+    ("family", "dtype"), slow_but(in_turn(["llama", "gemma2"], DTYPES), product(FAMILIES, DTYPES)), ids=str
+)
 def test_a_model_gives_the_same_with_them(device: torch.device, family: str, dtype: torch.dtype) -> None:
     model = build(family).to(device, dtype)
     tokens = torch.arange(3, 24, device=device)[None]
@@ -64,8 +68,7 @@ def test_a_model_gives_the_same_with_them(device: torch.device, family: str, dty
     assert apart <= (1e-5 if dtype == torch.float32 else 0.05)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "olmo2"])
+@pytest.mark.parametrize(("family", "dtype"), slow_but(in_turn(PARTS, DTYPES[::-1]), product(PARTS, DTYPES)), ids=str)
 def test_each_part_gives_what_its_module_gives(device: torch.device, family: str, dtype: torch.dtype) -> None:
     model = build(family).to(device, dtype)
     fuse_on_device(model)

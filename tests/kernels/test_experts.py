@@ -1,5 +1,6 @@
 """The experts of a mixture: which modules the kernels replace, codes that give the same bits as numbers, and rows that do not depend on others."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from batchgen.kernels.whole_vectors import fill_activations
 from support.codings import CODINGS, SIZE, bits_of, weight_of
 from support.fusing import fuse
 from support.models import build
+from support.params import in_turn, slow_but
 
 EXPERTS = 3
+DTYPES = (torch.float32, torch.bfloat16)  # test_coded.py has the other one first
 IDS = torch.arange(3, 40)[None]
 
 
@@ -30,8 +33,7 @@ def experts_of(name: str, dtype: torch.dtype) -> list[PackedTensor]:
     return stacked
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CODINGS)
+@pytest.mark.parametrize(("name", "dtype"), slow_but(in_turn(CODINGS, DTYPES[::-1]), product(CODINGS, DTYPES)))
 def test_experts_of_codes_compute_what_those_of_their_numbers_do_to_the_last_bit(name: str, dtype: torch.dtype) -> None:
     from batchgen.kernels.ops import PackedLinear
 

@@ -9,7 +9,7 @@ from support import simulation as sim
 from support.params import examples
 
 cases = given(seed=st.integers(0, 2**32), policy=st.sampled_from(["prefix", "prefill-first"]))
-options = settings(max_examples=examples(25, 1000))
+options = settings(max_examples=examples(15, 1000))
 
 
 def random_prompts(rng):

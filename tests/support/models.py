@@ -28,6 +28,7 @@ from batchgen.prompts.tokenizer import load_config
 from batchgen.request import Request, row_digest, row_key
 from batchgen.result import Result
 from batchgen.sampling_params import SamplingParams
+from support.params import FULL
 from support.requests import planned, request
 from support.shapes import COMMON, SHAPES, VOCAB, family_config
 
@@ -179,7 +180,7 @@ def engine_for(
     """
     if blocks:
         config["kv_memory"] = memory_for(engine_for(model, head=head, **config), blocks)
-    options = {"kv_memory": "16MiB", "debug": True, "speculate": "off"} | config
+    options = {"kv_memory": "64MiB" if FULL else "16MiB", "debug": True, "speculate": "off"} | config
     engine = Engine(model, replace(tiny_tokenizer(eos=eos), head=head), EngineConfig(**options))
     if ahead is not None:
         engine.loop.ahead = ahead

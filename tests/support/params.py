@@ -1,7 +1,7 @@
 """Decides how much of a test runs: `make test` is quick, and `make test-slow` runs every parameter and many more random cases."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -21,6 +21,11 @@ def examples(quick: int, full: int) -> int:
 def some_of(quick: Iterable[K], values: Mapping[K, V]) -> Mapping[K, V]:
     """The values that a test loops over: all in `make test-slow`, those named in `quick` in `make test`."""
     return values if FULL else {name: values[name] for name in quick}
+
+
+def in_turn(values: Iterable[Any], others: Sequence[Any]) -> list[Any]:
+    """Returns each value with one of the others, which take turns."""
+    return [(value, others[place % len(others)]) for place, value in enumerate(values)]
 
 
 def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
