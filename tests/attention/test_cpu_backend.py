@@ -2,6 +2,7 @@
 
 import ctypes
 import random
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,10 +16,11 @@ from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.kernels.build import NoKernels, kernel, library
 from batchgen.model.loaded_model import with_blocks
 from support import simulation as sim
-from support.params import examples, slow_but
+from support.params import examples, in_turn, slow_but
 from support.reference_attention import OPTIONS, AttentionCase, random_options
 
 BLOCKS = 120
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +68,11 @@ def random_steps(seed, check, *, block_size=16, longest=60, steps=5, tokens=300)
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("block_size", slow_but([16, 32], [16, 32, 48]))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("block_size", "dtype"),
+    slow_but(in_turn([16, 32], DTYPES), product([16, 32, 48], DTYPES)),
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("K", "G", "D", "V"),
     [(1, 1, 16, 16), (1, 71, 64, 64), (2, 7, 64, 64), (4, 1, 80, 80), (2, 2, 33, 20), (1, 3, 7, 3), (1, 2, 256, 128), (2, 5, 8, 96)],

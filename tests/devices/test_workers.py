@@ -215,7 +215,7 @@ def test_a_callback_that_fails_drops_the_rest_and_the_devices_can_be_used_again(
 def test_the_rows_of_a_process_that_was_killed_go_to_the_others(fleet):
     fleet.make = lambda name: FakeEngine(name, batch_size=4, step_seconds=0.002)
     workers = fleet.workers("cpu:0,1,2")
-    requests = [request(i, [i], 100) for i in range(24)]
+    requests = [request(i, [i], 50) for i in range(24)]
     kill = when(lambda: workers.stats.completion_tokens > 30, fleet.processes[1].kill)
     results = run(workers, requests, kill)
     assert sorted(results) == list(range(24))
@@ -232,10 +232,10 @@ def test_rows_of_a_lost_process_continue_where_it_was_unless_their_tokens_are_wa
     results: list[Result] = []
     told: Counter[int] = Counter()
     on_token = (lambda row, completion, token: told.update([row])) if watched else None
-    workers.add(*planned([request(i, [i], max_tokens=400) for i in range(4)]), results.append, on_token)
+    workers.add(*planned([request(i, [i], max_tokens=200) for i in range(4)]), results.append, on_token)
     workers.run(when(lambda: len(workers.under_way()) == 4, fleet.processes[1].kill))
-    assert {result.row: result.completion_tokens for result in results} == dict.fromkeys(range(4), 400)
-    assert (workers.stats.completion_tokens > 4 * 400) == watched
+    assert {result.row: result.completion_tokens for result in results} == dict.fromkeys(range(4), 200)
+    assert (workers.stats.completion_tokens > 4 * 200) == watched
     assert sum(told.values()) == (workers.stats.completion_tokens if watched else 0)
 
 
