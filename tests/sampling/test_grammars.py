@@ -1,5 +1,6 @@
 import copy
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ def tokenizer(tiny_model_dir: Path) -> Any:
     return AutoTokenizer.from_pretrained(tiny_model_dir)
 
 
+vocabulary_of = cache(Vocabulary)
+
+
 def check(tokenizer: Any, params: SamplingParams, size: int | None = None) -> None:
     """Raises `ValueError` for a grammar that cannot be used."""
-    fault = Vocabulary(tokenizer, len(tokenizer) if size is None else size).grammar(params).fault
+    fault = vocabulary_of(tokenizer, len(tokenizer) if size is None else size).grammar(params).fault
     if fault:
         raise ValueError(fault)
 
@@ -211,7 +215,7 @@ def test_a_json_schema_allows_valid_values_only(tokenizer, schema, valid, other)
     ],
 )
 def test_the_fault_of_a_regex_is_named(tokenizer, pattern, why):
-    vocabulary = Vocabulary(tokenizer, len(tokenizer))
+    vocabulary = vocabulary_of(tokenizer, len(tokenizer))
     for _ in range(2):  # the second time from the cache
         assert vocabulary.grammar(SamplingParams(regex=pattern)).fault == f"regex cannot be used: {why}"
 
@@ -257,7 +261,7 @@ def test_without_llguidance_the_extra_is_named(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     for params in (SamplingParams(regex="a"), SamplingParams(json_schema="{")):
         with pytest.raises(UsageError) as failure:
-            check(tokenizer, params)
+            Vocabulary(tokenizer, len(tokenizer)).grammar(params)
         assert str(failure.value) == (
             "a regex or JSON schema needs the packages llguidance and jsonschema; pip install 'batchgen-llm[structured]'"
         )
