@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from batchgen.model.adapter import prepare
 from batchgen.model.weights.int8 import quantize
 from batchgen.model_report import report_model
 from support.models import build, kernels
+from support.params import in_turn, slow_but
 from support.records import json_rows
 
 ROWS = [{"id": i, "prompt": f"A few words, the same for all, and number {i}"} for i in range(8)]
@@ -45,8 +47,10 @@ def test_the_figures_say_what_quantization_changes(tiny_model_dir, tmp_path, wri
     assert json.loads((tmp_path / "o.jsonl.job" / "stats.json").read_text())["quantization"] == found
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", ["mamba", "jamba", "zamba", "recurrent_gemma"])
+MIXERS = ["mamba", "jamba", "zamba", "recurrent_gemma"]
+
+
+@pytest.mark.parametrize(("name", "packed"), slow_but(in_turn(MIXERS, (False, True)), product(MIXERS, (False, True))))
 def test_mixers_with_projections_of_their_own_are_quantized(name, packed):
     made = quantize(prepare(build(name), kernels=kernels(), int8=not packed), [np.arange(40, dtype=np.int32)], {})
     found = made.quantization

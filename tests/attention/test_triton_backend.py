@@ -1,6 +1,8 @@
 """Attention on a CUDA device against the plain reference, on steps of random prefix trees: on Triton's interpreter, under `-m gpu` for real."""
 
+import math
 import random
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,7 @@ from batchgen.attention.base import LayerOptions
 from batchgen.attention.kv_cache import KVCache, LayerShape
 from batchgen.attention.triton_backend import DEFAULT_TUNING, DeviceAttention, Tuning, obstacle
 from support import simulation as sim
-from support.params import examples, slow_but
+from support.params import examples, in_turn, slow_but
 from support.reference_attention import OPTIONS, AttentionCase, random_options
 
 pytest.importorskip("triton")
@@ -23,6 +25,7 @@ from support.triton_interpreter import skip_unless_interpreted
 
 BLOCKS = 120
 GARBAGE = 1e4
+BAD, DTYPES = (math.nan, math.inf), (torch.float32, torch.bfloat16)
 # The interpreter runs kernels as numpy's operations: masked values may be anything before they are dropped.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero|All-NaN):RuntimeWarning")
 
@@ -128,8 +131,7 @@ def test_it_is_the_reference_on_many_random_trees(device, seed):
     random_case(device, seed, steps=5, longest=60)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("bad", "dtype"), slow_but(in_turn(BAD, DTYPES), product(BAD, DTYPES)), ids=str)
 def test_values_that_are_no_numbers_reach_those_who_attend_to_them_alone(device, dtype, bad):
     cache = KVCache({0: LayerShape(1, 4, 4, device)}, 3, 16, dtype)
     keys, values = (torch.ones(1, 20, 4, dtype=dtype, device=device) for _ in range(2))
