@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -65,6 +65,7 @@ def _missing(count: int) -> int:
 def fill_activations(model: torch.nn.Module) -> None:
     """Makes a model's forwards call ours in the place of these functions. Nothing may replace the forwards later."""
     module: Any
+    in_class = cache(lambda kind, name: inspect.getattr_static(kind, name, None))  # layers are of the same few classes
     for module in reversed(list(model.modules())):  # a layer's own forward before what is done with its output
         if type(module).__module__ in _ACTIVATIONS and not isinstance(module, _NOT_ELEMENTWISE):
             module.forward = partial(filled, module.forward)
@@ -74,7 +75,7 @@ def fill_activations(model: torch.nn.Module) -> None:
         for name, value in list(vars(module).items()):
             if any(value is function for function in _FUNCTIONS.values()):
                 setattr(module, name, partial(filled, value))
-        calling = list(_calling(module))
+        calling = list(_calling(module, in_class))
         for name, function in calling:
             if ours := _ours(function, module):
                 setattr(module, name, MethodType(with_names(function, ours), module))
@@ -82,12 +83,12 @@ def fill_activations(model: torch.nn.Module) -> None:
             layer.forward = partial(_marked, layer.forward)
 
 
-def _calling(module: Any) -> Iterator[tuple[str, FunctionType]]:
-    """Yields a module's forward and the methods that it calls, of those that call such a function, with their names."""
+def _calling(module: Any, in_class: Callable[[type, str], Any]) -> Iterator[tuple[str, FunctionType]]:
+    """Yields a module's forward and the methods that it calls, of those that call such a function, with their names. `in_class` finds what a class defines."""
     todo, seen = ["forward"], {"forward"}
     for name in todo:
         own = module.__dict__.get(name)
-        method = inspect.getattr_static(type(module), name, None) if own is None else getattr(own, "__func__", None)
+        method = in_class(type(module), name) if own is None else getattr(own, "__func__", None)
         if not isinstance(method, FunctionType):
             continue
         function = inspect.unwrap(method)
