@@ -9,6 +9,7 @@ import torch
 
 from batchgen.engine import results as module
 from batchgen.errors import OutOfMemory
+from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.batch import ScheduledSpan, pack
 from support.models import make_requests, plain_llama, run
 from support.requests import planned
@@ -128,3 +129,10 @@ def test_halves_of_a_step_keep_its_order_and_its_logits():
 def test_choices_that_are_all_impossible_are_equally_likely():
     assert module._normalised([-math.inf, -math.inf]) == [0.5, 0.5]
     assert module._normalised([-math.inf, 0.0]) == [0.0, 1.0]
+
+
+def test_a_row_fails_if_one_of_its_labels_has_no_number(engine_of):
+    bad = 90
+    labels = make_requests([[1, 2]], texts=[[[3], [bad, 5]]], params=[SamplingParams(choices=("a", "b"))])
+    (result,) = run(engine_of(plain_llama(poison=bad)), labels)
+    assert (result.error_type, result.choice_probs) == ("numerical_error", None)
