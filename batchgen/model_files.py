@@ -105,7 +105,7 @@ def check_weight_files(config: ModelConfig, *, needed: bool = True, tokenizer: b
     ):
         return
     for shard in _shards(folder):
-        check_safetensors(shard)
+        safetensors_header(shard)
 
 
 INT8_SMALL = 16
@@ -216,7 +216,7 @@ def adapter_folder(lora: str) -> Path:
                 f"the adapter {lora!r} has no {name}", "give the folder that peft's save_pretrained has written"
             )
     read_json(folder / "adapter_config.json")
-    check_safetensors(folder / ADAPTER_WEIGHTS)
+    safetensors_header(folder / ADAPTER_WEIGHTS)
     return folder
 
 
@@ -423,8 +423,8 @@ def _there(path: Path, folder: Path, count: int = 1) -> Path:
     raise ModelError(f"the weights in {str(folder)!r} lack {path.name}, one of {count} shards", _AGAIN)
 
 
-def check_safetensors(path: Path) -> None:
-    """Raises `ModelError` unless a safetensors file is as long as its header says.
+def safetensors_header(path: Path) -> dict[str, Any]:
+    """Returns what a safetensors file says of its tensors, by name. Raises `ModelError` unless the file is as long as that.
 
     The layout: 8 bytes with the header's length, the header as JSON, the tensors' bytes.
     """
@@ -439,7 +439,7 @@ def check_safetensors(path: Path) -> None:
     except OSError as e:
         raise ModelError(f"{path} cannot be read: {e.strerror}", "check its permissions") from None
     try:
-        tensors = json.loads(header)
+        tensors: dict[str, Any] = json.loads(header)
         tensors.pop("__metadata__", None)
         end = max((t["data_offsets"][1] for t in tensors.values()), default=0)
     except (ValueError, AttributeError, KeyError, TypeError, IndexError, RecursionError):
@@ -448,6 +448,7 @@ def check_safetensors(path: Path) -> None:
         raise ModelError(f"{path} is damaged, or not a safetensors file", "download it again") from None
     if 8 + length + end > size:
         raise ModelError(f"{path} is cut: it has {size:,} of {8 + length + end:,} bytes", _AGAIN)
+    return tensors
 
 
 def has_tokenizer(config: ModelConfig) -> bool:

@@ -61,6 +61,7 @@ from batchgen.model_files import adapter_folder, check_weight_files, gguf_file, 
 from batchgen.parsers.heads import OutputHead
 from batchgen.process.machine import host_memory
 from batchgen.prompts.gguf import METHOD
+from batchgen.prompts.hub import asked
 from batchgen.prompts.images import no_images
 from batchgen.prompts.tokenizer import LoadedTokenizer, checkpoint_dtype, language_config, quiet
 from batchgen.request import TokenArray
@@ -346,16 +347,12 @@ def _from_pretrained(
 
 def _without_weights(config: ModelConfig) -> ModelError:
     """Returns the error of a name on the hub for which transformers finds no weights: the hub has none in safetensors files, or cannot be asked."""
-    from huggingface_hub import HfApi
-
-    try:
-        HfApi().model_info(config.model, revision=config.revision)
-    except Exception:  # noqa: BLE001 (a connection fails in many ways)
-        return ModelError(
-            f"the weights of model {config.model!r} are not in the local cache, and the hub cannot be reached",
-            "check the connection and HF_HUB_OFFLINE",
-        )
-    return only_pickled(config.model)
+    if asked(config) is None:
+        return only_pickled(config.model)
+    return ModelError(
+        f"the weights of model {config.model!r} are not in the local cache, and the hub cannot be reached",
+        "check the connection and HF_HUB_OFFLINE",
+    )
 
 
 def _packed(

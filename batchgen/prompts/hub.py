@@ -1,13 +1,54 @@
-"""Explains in one line why a model cannot be loaded from a folder or the hub. Loads nothing itself."""
+"""Whether the hub answers, and in one line why a model cannot be loaded from it or from a folder. Loads nothing itself."""
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from pathlib import Path
 
 from batchgen.config import ModelConfig
-from batchgen.errors import ModelError, caused_by
+from batchgen.errors import ModelError, caused_by, first_line
 from batchgen.model_files import LOCAL, read_json
+
+_logger = logging.getLogger("batchgen")
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_ANSWER_SECONDS = 10.0
+
+
+def asked(config: ModelConfig) -> Exception | None:
+    """Asks the hub for a model. Returns the error; None if it has the model."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().model_info(config.model, revision=config.revision, timeout=_ANSWER_SECONDS)
+    except Exception as e:  # noqa: BLE001 - the library of requests differs with the version
+        return e
+    return None
+
+
+def prefer_cache_if_unreachable(config: ModelConfig) -> None:
+    """Turns the offline mode of huggingface_hub on, for this process and its children, if the hub gives no answer and the model's weights are in its cache.
+
+    Otherwise each file that a model may lack (there are about seven) would be asked for six times, which takes half a minute or more.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    name = config.model
+    if constants.HF_HUB_OFFLINE or Path(name).exists():
+        return
+    weights = [try_to_load_from_cache(name, file, revision=config.revision) for file in _WEIGHTS]
+    if not any(isinstance(place, str) for place in weights):
+        return
+    error = asked(config)
+    if error is not None and not isinstance(error, HfHubHTTPError):  # which is an answer
+        constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        _logger.warning(
+            "the hub cannot be reached (%s): the files of %s are those of the local cache", first_line(error), name
+        )
 
 
 def load_failure(config: ModelConfig, what: str, error: BaseException) -> ModelError:

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import groupby
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from batchgen.config import ModelConfig
-from batchgen.errors import ModelError, RowError, first_line
+from batchgen.errors import ModelError, RowError
 from batchgen.model_files import check_model_files, gguf_file, mlx_settings, read_json
 from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.thinking import ThinkingFormat, thinking_format
 from batchgen.parsers.tool_calls import ToolFormat, tool_format
 from batchgen.prompts.gguf import load_gguf
 from batchgen.prompts.heads import find_file, max_prompt_tokens, read_head
-from batchgen.prompts.hub import load_failure
+from batchgen.prompts.hub import load_failure, prefer_cache_if_unreachable
 from batchgen.request import IMAGE_IDS
 from batchgen.sampling_params import SamplingParams
-
-_logger = logging.getLogger("batchgen")
 
 # Where configurations say how many positions a model has, the usual name first.
 _CONTEXT_NAMES = (
@@ -37,8 +33,6 @@ OTHER_PARTS = ("vision_config", "audio_config")
 _GENERATION = "generation_config.json"
 _PROCESSOR_TEMPLATE = "chat_template.json"
 """The file in which older multimodal checkpoints (LLaVA) have their chat template. transformers reads it with the processor alone."""
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-_ANSWER_SECONDS = 10.0
 # A tokenizer without a limit has a number such as 10**30.
 _SANE_CONTEXT = 100_000_000
 
@@ -131,7 +125,7 @@ def load_config(config: ModelConfig) -> Any:
 
     with quiet():
         try:
-            _prefer_cache_if_unreachable(config)
+            prefer_cache_if_unreachable(config)
             found = AutoConfig.from_pretrained(config.model, **_hub_options(config))
         except Exception as e:
             raise load_failure(config, "configuration", e) from e
@@ -217,32 +211,6 @@ def _load_gguf(config: ModelConfig) -> tuple[Any, Any] | None:
             raise load_failure(config, "configuration", e) from e
     tokenizer.name_or_path = config.model
     return hf_config, tokenizer
-
-
-def _prefer_cache_if_unreachable(config: ModelConfig) -> None:
-    """Turns the offline mode of huggingface_hub on, for this process and its children, if the hub gives no answer and the model's weights are in its cache.
-
-    Otherwise each file that a model may lack (there are about seven) would be asked for six times, which takes half a minute or more.
-    """
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError
-
-    name = config.model
-    if constants.HF_HUB_OFFLINE or Path(name).exists():
-        return
-    weights = [try_to_load_from_cache(name, file, revision=config.revision) for file in _WEIGHTS]
-    if not any(isinstance(place, str) for place in weights):
-        return
-    try:
-        HfApi().model_info(name, timeout=_ANSWER_SECONDS)
-    except HfHubHTTPError:  # an answer
-        return
-    except Exception as e:  # noqa: BLE001 - the library of requests differs with the version
-        constants.HF_HUB_OFFLINE = True
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        _logger.warning(
-            "the hub cannot be reached (%s): the files of %s are those of the local cache", first_line(e), name
-        )
 
 
 def _hub_options(config: ModelConfig) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import re
 import shutil
 import stat
 import tempfile
-import threading
 import time
 import urllib.parse
 import warnings
@@ -30,6 +29,7 @@ from typing import IO, Any, cast
 
 from batchgen.errors import BatchgenError, OutputError, RowError, UsageError, first_line, in_one_line
 from batchgen.json_values import parsed
+from batchgen.process.user_cache import replaced
 from batchgen.records.remote import is_url, plain_name, reaching, remote
 
 IMAGE_PARTS = frozenset(("image", "image_url", "input_image"))
@@ -313,9 +313,11 @@ class ImageStore:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / file.digest.hex()
             if not path.exists() or path.stat().st_size != len(data):  # a power cut may leave an empty file
-                _replace(path, data)
+                with replaced(path) as new:
+                    new.write_bytes(data)
             if url is not None:
-                _replace(folder / _name_of(url), path.name.encode())
+                with replaced(folder / _name_of(url)) as new:
+                    new.write_text(path.name, "ascii")
         except OSError as e:  # the disk is full, say: nothing is wrong with the row
             place = self.folder or "the folder of temporary files"
             raise OutputError(
@@ -327,12 +329,6 @@ class ImageStore:
 def _name_of(url: str) -> str:
     """Returns the name of the file that says which image was fetched from a URL."""
     return hashlib.blake2b(url.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest() + ".url"
-
-
-def _replace(path: Path, data: bytes) -> None:
-    new = path.with_name(f"{path.name}.{threading.get_ident()}.partial")
-    new.write_bytes(data)
-    new.replace(path)
 
 
 def shown(source: ImageSource) -> str:

@@ -274,8 +274,10 @@ class Constraints:
         text = matcher.compute_ff_bytes()
         while len(text) < _ENOUGH:
             gap = self._gaps.get(text[-1:] or self._vocabulary.text(row.tokens[-1:])[-1:])
-            behind = None if gap is None else self._vocabulary.forced_behind(matcher, text + b" ")
-            if gap is None or behind is None or not (behind or (text and gap)):  # as at a comma in a string
+            if gap is None:
+                break
+            behind = self._vocabulary.forced_behind(matcher, text + b" ")
+            if behind is None or not (behind or (text and gap)):  # as at a comma in a string
                 break
             text += gap + behind
         return text

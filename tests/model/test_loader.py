@@ -1,8 +1,6 @@
 import logging
 import os
-import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from batchgen.model import loader, multimodal
 from batchgen.model.adapter import prepare
 from batchgen.model.loader import load_model, pick_device
 from batchgen.prompts import load_tokenizer
+from support.hub import cache_model
 from support.models import build
 from support.progress import logged
 from support.python_process import run_python
@@ -134,14 +133,7 @@ def test_transformers_does_not_warn_when_attention_is_replaced(name):
 @pytest.fixture
 def cached(tmp_path, tiny_model_dir, monkeypatch):
     """The files of the model org/name in the hub's cache; the hub cannot be reached."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    repo = tmp_path / "hub" / "models--org--name"
-    (repo / "refs").mkdir(parents=True)
-    (repo / "refs" / "main").write_text("abc")
-    return Path(shutil.copytree(tiny_model_dir, repo / "snapshots" / "abc"))
+    return cache_model(monkeypatch, tmp_path / "hub", tiny_model_dir, offline=True)
 
 
 def test_damaged_weights_in_the_cache_are_named(cached):

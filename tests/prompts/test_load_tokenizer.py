@@ -3,13 +3,13 @@
 import json
 import os
 import re
-import shutil
 from base64 import b64encode
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants
 from transformers import CONFIG_MAPPING
 
 from batchgen.config import JobConfig, ModelConfig
@@ -20,7 +20,7 @@ from batchgen.prompts import load_tokenizer
 from batchgen.prompts.encoding import Encoder
 from batchgen.prompts.hub import load_failure
 from batchgen.prompts.tokenizer import load_config
-from support.hub import fake_hub
+from support.hub import cache_model, fake_hub
 from support.progress import Recorder, logged
 from support.python_process import run_python
 
@@ -309,15 +309,7 @@ def test_a_checkpoint_with_mistrals_own_file_alone_has_its_special_tokens_and_ch
 @pytest.fixture
 def cached(tmp_path, tiny_model_dir, monkeypatch):
     """The model org/name in the hub's cache, without offline mode."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    repo = tmp_path / "hub" / "models--org--name"
-    (repo / "refs").mkdir(parents=True)
-    (repo / "refs" / "main").write_text("abc")
-    shutil.copytree(tiny_model_dir, repo / "snapshots" / "abc")
+    cache_model(monkeypatch, tmp_path / "hub", tiny_model_dir, offline=False)
     return constants
 
 

@@ -8,15 +8,18 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
 import pytest
+from huggingface_hub import constants
 
 TOKEN = "hf_good"
 READ_ONLY = "hf_reader"
@@ -69,6 +72,17 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         HfFileSystem.clear_instance_cache()
         server.shutdown()
         server.server_close()
+
+
+def cache_model(monkeypatch: pytest.MonkeyPatch, folder: Path, model: Path, *, offline: bool) -> Path:
+    """Puts a model into a cache of the hub in `folder`, as org/name. Returns where its files are. `offline`: huggingface_hub asks no hub."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setenv("HF_HUB_OFFLINE", str(int(offline)))
+    repo = folder / "models--org--name"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("abc")
+    return Path(shutil.copytree(model, repo / "snapshots" / "abc"))
 
 
 class _Handler(BaseHTTPRequestHandler):

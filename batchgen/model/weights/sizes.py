@@ -17,7 +17,7 @@ from batchgen.errors import ModelError
 from batchgen.kernels import isa
 from batchgen.model.architectures import is_multimodal
 from batchgen.model.weights.mlx_names import name_in_transformers
-from batchgen.model_files import MLX, check_safetensors, gguf_file, is_int8_layer, quantizer_of
+from batchgen.model_files import MLX, gguf_file, is_int8_layer, quantizer_of, safetensors_header
 from batchgen.process.machine import free_host_memory
 from batchgen.prompts.gguf import METHOD, gguf_header
 from batchgen.prompts.tokenizer import language_config, quiet, text_config
@@ -215,13 +215,9 @@ def stored_tensors(config: ModelConfig) -> list[StoredTensor] | None:
 
 
 def _in_file(path: Path) -> list[StoredTensor]:
-    check_safetensors(path)  # one in the hub's cache has not been looked at
-    with path.open("rb") as f:
-        header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-    header.pop("__metadata__", None)
     return [
         StoredTensor(name, t["dtype"], t["shape"], t["data_offsets"][1] - t["data_offsets"][0])
-        for name, t in header.items()
+        for name, t in safetensors_header(path).items()
     ]
 
 
