@@ -175,17 +175,19 @@ class Codes:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
 
-    def part(self, name: str, rows: int | None) -> torch.Tensor:
-        """Returns a copy of a part of the first rows of one weight, as it is in a `PackedTensor`; for None, of all rows of the panels."""
+    def part(self, name: str, rows: int) -> torch.Tensor:
+        """Returns a copy of a part of the first rows of one weight, as it is in a `PackedTensor`."""
         part = self.parts[name]
         if name == "groups":
             return part
         found = part.transpose(1, 2).flatten(0, 1)[:rows].contiguous()
         return found.view(torch.uint8) if name.startswith("plane") else found
 
-    def unpacked(self) -> torch.Tensor:
-        """Returns the numbers of all rows of the panels."""
-        return PackedTensor(self.coding, {name: self.part(name, None) for name in self.parts}, self._dtype).unpacked()
+    @property
+    def columns(self) -> int:
+        """Number of columns of all panels, those included that fill up the last one."""
+        panels, _, columns = next(part for name, part in self.parts.items() if name.startswith("plane")).shape
+        return panels * columns
 
 
 class PartsInPanels(Mapping[str, torch.Tensor]):

@@ -34,6 +34,8 @@ from batchgen.kernels.ops import (
 LARGEST = 127
 STEP = 64
 """The length of quantized rows is a multiple of this (int8.h)."""
+AT_A_TIME = 1 << 19
+"""Numbers of a weight that are rounded at a time, so that they stay in the cache."""
 ROW_STEP = 16
 """The number of quantized rows in memory is a multiple of this, because matrix units read whole tiles."""
 
@@ -62,13 +64,19 @@ def quantize_weight(weight: torch.Tensor, scales: torch.Tensor | None = None) ->
     if weight.dim() == 3:
         each = [quantize_weight(one) for one in weight]
         return torch.stack([values for values, _ in each]), torch.stack([steps for _, steps in each])
-    numbers = weight.detach().to(torch.float32, copy=True)
-    if scales is not None:
-        numbers /= scales.float()[:, None]
-        return numbers.round_().clamp_(-128, 127).to(torch.int8), scales.float()
-    largest = numbers.abs().amax(1)
-    inverse = torch.where(largest > 0, LARGEST / largest, 0.0)
-    return numbers.mul_(inverse[:, None]).round_().to(torch.int8), largest / LARGEST
+    values, steps = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
+    size = max(1, AT_A_TIME // weight.shape[1])
+    for first in range(0, len(weight), size):
+        rows = slice(first, first + size)
+        numbers = weight[rows].detach().to(torch.float32, copy=True)
+        if scales is None:
+            largest = numbers.abs().amax(1)
+            steps[rows] = largest / LARGEST
+            values[rows] = numbers.mul_(torch.where(largest > 0, LARGEST / largest, 0.0)[:, None]).round_()
+        else:
+            steps[rows] = scales[rows]
+            values[rows] = numbers.div_(steps[rows, None]).round_().clamp_(-128, 127)
+    return values, steps
 
 
 def row_length(size: int) -> int:

@@ -464,7 +464,8 @@ class KernelLinear(torch.nn.Module):
     def plain(self) -> list[torch.Tensor]:
         """Returns what the layer was made of, unpacked: one weight [N, K] ([E, N, K] of experts), or gate and up."""
         if self.codes is not None:
-            rows = self.codes.unpacked()
+            count = self.codes.columns
+            rows = take_coded_rows(self.codes, (count, self.in_features), self.dtype, torch.arange(count))
         else:
             rows = self.unpacked(self.words_in_order.transpose(1, 2).flatten(0, 1).contiguous())
         parts = 1 if self.activation is Activation.NONE else 2

@@ -133,6 +133,25 @@ def test_newer_steps_take_the_place_of_older_ones_of_their_kind(tmp_path):
     assert StepCosts(file).seconds(SIZES[2]) == pytest.approx(3 * true_seconds(SIZES[2]), rel=0.2)
 
 
+@pytest.mark.parametrize("busy", [0.4, 1.0, 2.5])
+def test_steps_of_a_run_on_a_busier_machine_are_taken_at_the_pace_of_the_newest_run(tmp_path, busy):
+    """The earlier run had steps of all sizes, the newest one only small steps, as a measurement of 32 rows has."""
+    file = tmp_path / "costs.json"
+    observed(steps(0), lambda size: busy * true_seconds(size), file=file).save()
+    now = observed([StepSize(32, 32, 1032 + 32 * i, 32_000 + 32 * i) for i in range(90)], file=file)
+    now.save()
+    for costs in (now, StepCosts(file)):
+        for size in SIZES[1:]:
+            assert costs.seconds(size) == pytest.approx(true_seconds(size), rel=0.2)
+
+
+def test_one_slow_step_at_the_start_of_a_run_hardly_changes_what_is_known(tmp_path):
+    file = tmp_path / "costs.json"
+    observed(steps(0), file=file).save()
+    first = observed(SIZES[2:3], lambda size: 3 * true_seconds(size), file=file)
+    assert first.seconds(SIZES[3]) == pytest.approx(true_seconds(SIZES[3]), rel=0.25)
+
+
 def test_the_file_does_not_grow_with_the_run_and_keeps_the_kinds_of_other_runs(tmp_path):
     file = tmp_path / "costs.json"
     observed([StepSize(1000, 0, 0, 0)] * 3, file=file).save()
