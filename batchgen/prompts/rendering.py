@@ -132,6 +132,17 @@ Steps = Generator[TemplateCall, Any, T]
 """What renders a row: yields each render of a template that it needs, and is sent the answer. So the templates of many rows are rendered together."""
 
 
+class _Chat(NamedTuple):
+    """A prompt that the chat template is still to write."""
+
+    messages: Sequence[Message]
+    variables: Mapping[str, Any]
+    """The row's own variables of the template."""
+
+
+_Found = _Chat | Text | TokenArray
+
+
 def _content_cut(content: Any, how: _How) -> Any:
     """Returns a message's content with its texts cut."""
     if isinstance(content, str):
@@ -236,7 +247,8 @@ class Renderer:
             )
             if body or source is Source.PROMPT:
                 self._check_no_image(row.columns, body)
-            prompt = yield from (self._from_body(body, how) if body else self._from_columns(row.columns, source, how))
+            found = self._from_body(body, how) if body else (yield from self._from_columns(row.columns, source, how))
+            prompt = (yield from self._chat_text(found, how)) if isinstance(found, _Chat) else found
             if (own.choices or self._prompts.score) and isinstance(prompt, Text) and not prompt.raw:
                 prompt = self._at_the_answer(prompt, own)
             completion = self._completion(row.columns) if self._prompts.score else None
@@ -260,17 +272,15 @@ class Renderer:
             return prompt
         return prompt._replace(text=prompt.text + thinking.no_thoughts)
 
-    def _from_columns(self, columns: Mapping[str, Any], source: Source, how: _How) -> Steps[Text | TokenArray]:
+    def _from_columns(self, columns: Mapping[str, Any], source: Source, how: _How) -> Steps[_Found]:
         both = self.columns.both_note(columns)
         if both is not None:
             self.note(both)
         if source is Source.TEMPLATE:
             return (yield from self._from_template(columns, how))
-        if source is Source.MESSAGES:
-            return (yield from self._from_messages(columns, how))
-        return (yield from self._from_prompt(columns, how))
+        return self._from_messages(columns, how) if source is Source.MESSAGES else self._from_prompt(columns, how)
 
-    def _from_template(self, columns: Mapping[str, Any], how: _How) -> Steps[Text]:
+    def _from_template(self, columns: Mapping[str, Any], how: _How) -> Steps[_Chat | Text]:
         assert self._template is not None
         images = self._column_images(columns)
         every = _all_of(images)
@@ -289,13 +299,13 @@ class Renderer:
             raise RowError("template_error", why)
         pieces = re.split(f"([{marks[0]}-{marks[-1]}])", text) if marks else [text]
         if len(pieces) == 1:
-            return (yield from self._prompt_text(text, variables, how, every))
+            return self._one_message(self.prefix + text, variables, how, every)
         named = images.keys() if self._template.whole else self._template.columns
         written = _all_of({name: parts for name, parts in images.items() if name not in named})
         for i, piece in enumerate([self.prefix + pieces[0], *pieces[1:]]):
             written.append(every[marks.index(piece)] if i % 2 else text_part(piece))
         content = [part for part in written if part.get("text", "x")]
-        return (yield from self._content_text(content, variables, how))
+        return self._of_content(content, variables, how)
 
     def _check_no_image(self, columns: Mapping[str, Any], body: Body | None) -> None:
         """Raises `RowError` if the row has images in columns and a prompt that cannot have them."""
@@ -305,12 +315,12 @@ class Renderer:
             what = "a request of OpenAI's Batch form" if body is not None else "a list of token ids"
             raise RowError("invalid_row", f"the images of --image-column cannot be added to {what}")
 
-    def _from_prompt(self, columns: Mapping[str, Any], how: _How) -> Steps[Text | TokenArray]:
+    def _from_prompt(self, columns: Mapping[str, Any], how: _How) -> _Found:
         name = self._prompts.prompt_column
         value = columns.get(name, "")  # images may be the whole prompt
         if isinstance(value, str):
             images = _all_of(self._column_images(columns))
-            return (yield from self._prompt_text(how.cut(value), self._for_chat(columns, how), how, images))
+            return self._one_message(self.prefix + how.cut(value), self._for_chat(columns, how), how, images)
         where = f"column {name!r}"
         if isinstance(value, list) and value and isinstance(value[0], int):
             if self._chat is not None:
@@ -323,16 +333,16 @@ class Renderer:
             hint = f" (--messages-column {name} takes a list of messages)"
         raise RowError("invalid_row", f"{where} must be text, not {kind(value)}{hint}")
 
-    def _from_messages(self, columns: Mapping[str, Any], how: _How) -> Steps[Text]:
+    def _from_messages(self, columns: Mapping[str, Any], how: _How) -> _Chat:
         name = self._prompts.messages_column
         where = f"column {name!r}"
         if self._chat is None:
             raise RowError("invalid_row", f"{where} needs a chat template: {self.columns.why_raw}")
         messages = conversation(how.given(columns[name]), where, name, self._images.refusal)
         images = _all_of(self._column_images(columns))
-        return (yield from self._chat_text(messages, where, self._for_chat(columns, how), how, images))
+        return self._conversation(messages, where, self._for_chat(columns, how), how, images)
 
-    def _from_body(self, body: Body, how: _How) -> Steps[Text | TokenArray]:
+    def _from_body(self, body: Body, how: _How) -> _Found:
         if body.model is not None and not _same_model(body.model, str(self._tokenizer.hf_tokenizer.name_or_path)):
             self.note(
                 f"rows ask for model {body.model!r}; all rows are run on {self._tokenizer.hf_tokenizer.name_or_path!r}",
@@ -348,7 +358,7 @@ class Renderer:
             given = self._chat.check_variables(body.variables)
             for name in given:
                 self._note_unused_variable(name, "rows set")
-            variables = {**how.variables, **given}
+            variables = dict(given)
             if body.tools:
                 tools = objects(how.given(body.tools))
                 if tools is None:
@@ -356,14 +366,14 @@ class Renderer:
                 variables["tools"] = tools
                 self._note_unused("tools")
             messages = conversation(how.given(body.prompt), body.where, body.where, self._images.refusal)
-            return (yield from self._chat_text(messages, body.where, variables, how))
+            return self._conversation(messages, body.where, variables, how)
         if self._prompts.system is not None and body.url != EMBEDDINGS:
             self.note("--system is not used for rows of /v1/completions, whose prompts are raw")
         prompt = body.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]  # a list that holds one prompt
         if isinstance(prompt, str) and body.url == EMBEDDINGS:
-            return (yield from self._prompt_text(how.cut(prompt), how.variables, how))
+            return self._one_message(self.prefix + how.cut(prompt), {}, how)
         if isinstance(prompt, str):
             return Text(self.prefix + how.cut(prompt), raw=True)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
@@ -376,7 +386,7 @@ class Renderer:
 
     def _for_chat(self, columns: Mapping[str, Any], how: _How) -> dict[str, Any]:
         """Returns the row's tools and documents as variables of the chat template."""
-        found: dict[str, Any] = dict(how.variables)
+        found: dict[str, Any] = {}
         for name in self.columns.for_chat(columns):
             value = None if self._chat is None else objects(how.given(columns[name]))
             if value is not None:
@@ -426,46 +436,36 @@ class Renderer:
             found[name] = [image_part(reference(v, at), at) for v, at in zip(values, where, strict=True)]
         return found
 
-    def _prompt_text(
-        self, prompt: str, variables: Mapping[str, Any], how: _How, parts: Sequence[Message] = ()
-    ) -> Steps[Text]:
-        """Returns the text to send: the prompt after the other `parts`, as a single user message or raw."""
-        text = self.prefix + prompt
+    def _one_message(
+        self, text: str, variables: Mapping[str, Any], how: _How, parts: Sequence[Message] = ()
+    ) -> _Chat | Text:
+        """Returns the prompt of a text after the other `parts`: a single user message, or raw."""
         content = [*parts, *([text_part(text)] if text else [])] if parts else text
-        return (yield from self._content_text(content, variables, how))
+        return self._of_content(content, variables, how)
 
-    def _content_text(self, content: str | list[Message], variables: Mapping[str, Any], how: _How) -> Steps[Text]:
-        if self._chat is not None and self.chat:
-            messages: list[Message] = [{"role": "user", "content": content}]
-            if self._system is not None:
-                messages.insert(0, {"role": "system", "content": self._system})
-            return (yield from self._rendered(messages, variables, how))
+    def _of_content(self, content: str | list[Message], variables: Mapping[str, Any], how: _How) -> _Chat | Text:
+        messages: list[Message] = [{"role": "user", "content": content}]
+        if self.chat:
+            system = [] if self._system is None else [{"role": "system", "content": self._system}]
+            return _Chat([*system, *messages], variables)
         if isinstance(content, str):
             return Text(content, raw=True)
         mark = self._images.processor.placeholder
-        images = images_of([{"role": "user", "content": content}], how.file)
-        return Text("".join(part.get("text", mark) for part in content), raw=True, images=images)
+        return Text("".join(part.get("text", mark) for part in content), raw=True, images=images_of(messages, how.file))
 
-    def _chat_text(
-        self,
-        messages: list[Message],
-        where: str,
-        variables: Mapping[str, Any],
-        how: _How,
-        images: Sequence[Message] = (),
-    ) -> Steps[Text]:
-        assert self._chat is not None
+    def _conversation(
+        self, messages: list[Message], where: str, variables: Mapping[str, Any], how: _How, images: Sequence[Message] = ()
+    ) -> _Chat:  # fmt: skip
         messages = [{**message, "content": _content_cut(message["content"], how)} for message in messages]
         if self._prompts.prefix:
             messages = with_start(messages, self._prompts.prefix, where, "--prefix")
         messages = with_images(messages, images, where)
-        if self._system is not None:
-            messages = with_system(messages, self._system)
-        return (yield from self._rendered(messages, variables, how))
+        return _Chat(messages if self._system is None else with_system(messages, self._system), variables)
 
-    def _rendered(self, messages: Sequence[Message], variables: Mapping[str, Any], how: _How) -> Steps[Text]:
+    def _chat_text(self, chat: _Chat, how: _How) -> Steps[Text]:
+        """Returns the text that the chat template writes."""
         assert self._chat is not None
-        messages = self._chat.with_texts(messages)
+        messages, variables = self._chat.with_texts(chat.messages), {**how.variables, **chat.variables}
         if (filled := self._chat.filled(messages, variables)) is not None:
             return Text(filled, raw=False)
         text = self._chat.text(messages, (yield self._chat.call(messages, variables)))
