@@ -25,7 +25,7 @@ from batchgen.errors import RowError
 from batchgen.jobs.files.row_keys import RowKeys
 from batchgen.jobs.order.sorted_requests import bounded_windows
 from batchgen.notebook import prompt_bar
-from batchgen.prefix import plan_prefixes
+from batchgen.prefix import plan_requests
 from batchgen.process.collector import few_collections
 from batchgen.process.signals import noted_interrupt
 from batchgen.process.templates import template_process
@@ -36,7 +36,7 @@ from batchgen.prompts.params import translated
 from batchgen.records import Row, RowForm
 from batchgen.records.frames import frame_of, python_value
 from batchgen.records.output import id_digest, own_id, parts_asked
-from batchgen.request import Request, leaves_of
+from batchgen.request import Request
 from batchgen.result import OnResult, OnToken, Result
 from batchgen.sampling.grammars import Vocabulary
 from batchgen.sampling_params import SamplingParams
@@ -548,10 +548,10 @@ class LLM:
             if window is None:
                 self._waiting.popleft()
                 continue
-            leaves = leaves_of(r for r in window if not self._is_cancelled(r, on_result))
-            if leaves:
-                plan = plan_prefixes([leaf.tokens for leaf in leaves], self.config.chunk_size, share=self.config.share)
-                self.engine.add(leaves, plan, on_result, on_token)
+            requests = [r for r in window if not self._is_cancelled(r, on_result)]
+            if requests:
+                planned = plan_requests(requests, self.config.chunk_size, share=self.config.share)
+                self.engine.add(*planned, on_result, on_token)
 
     def _is_cancelled(self, request: Request, on_result: OnResult) -> bool:
         """Ends a request that was cancelled before the engine had it."""

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from batchgen.devices.opening import engine_here, use_threads
 from batchgen.devices.transport import Cancel, Channel, Gone, Ready, Stop, Work, WorkerFailed, WorkerReport, WorkerSetup
 from batchgen.errors import BatchgenError, DevicesLost, memory_errors
-from batchgen.prefix import PrefixPlan, plan_prefixes
+from batchgen.prefix import PrefixPlan, plan_requests
 from batchgen.process.collector import few_collections
 from batchgen.process.signals import ignore_stop_signals
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.tokenizer import quiet
-from batchgen.request import Leaf, Request, leaves_of
+from batchgen.request import Leaf, Request
 from batchgen.result import Result
 from batchgen.stats import memory_bytes_peak
 
@@ -126,17 +126,14 @@ class _Worker:
             self._setup = message
         elif isinstance(message, Work):
             try:
-                message = self._planned(message)
+                config = self._setup.engine
+                planned = plan_requests(message.requests, config.chunk_size, share=config.share)
+                message = _PlannedWork(message, *planned)
             except Exception as e:  # noqa: BLE001 - raised by `_next` in the main thread
                 message = e
         elif isinstance(message, Gone):
             self._gone()
         self._inbox.put(message)
-
-    def _planned(self, work: Work) -> _PlannedWork:
-        leaves, config = leaves_of(work.requests), self._setup.engine
-        plan = plan_prefixes([leaf.tokens for leaf in leaves], config.chunk_size, share=config.share)
-        return _PlannedWork(work, leaves, plan)
 
     # -- in the main thread
 

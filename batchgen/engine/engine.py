@@ -34,8 +34,8 @@ from batchgen.model.vision import Vision
 from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.thinking import ThinkingFormat
 from batchgen.parsers.tool_calls import ToolFormat
-from batchgen.prefix import PrefixPlan, plan_prefixes
-from batchgen.request import Leaf, Request, leaves_of
+from batchgen.prefix import PrefixPlan, plan_requests
+from batchgen.request import Leaf, Request
 from batchgen.result import Completion, OnResult, OnToken, Result
 from batchgen.sampling.constraints import Constraints
 from batchgen.sampling.sampler import Sampler
@@ -173,8 +173,8 @@ class Engine:
     ) -> None:
         """Adds requests, before a run or between two of its steps.
 
-        `leaves` are `leaves_of` requests of which all are `long` or none, and no two that are not done have the same `row`. `plan` is `plan_prefixes`
-        of the leaves' tokens. `run` calls `on_result` as each row finishes, and `on_token(row, number of the completion, token)` for each token that
+        `leaves` and `plan` are those of `plan_requests`, for requests of which all are `long` or none, and no two that are not done have the same
+        `row`. `run` calls `on_result` as each row finishes, and `on_token(row, number of the completion, token)` for each token that
         reaches the host.
         """
         long = bool(leaves) and leaves[0].request.long
@@ -223,9 +223,8 @@ class Engine:
         return replace(request, max_tokens=limit)
 
     def _planned(self, requests: Sequence[Request]) -> _Loadable:
-        leaves = leaves_of(requests)
-        plan = plan_prefixes([leaf.tokens for leaf in leaves], self.config.chunk_size, share=self.config.share)
-        return _Loadable(leaves, plan, requests[0].long)
+        planned = plan_requests(requests, self.config.chunk_size, share=self.config.share)
+        return _Loadable(*planned, requests[0].long)
 
     def _load(self) -> None:
         """Loads the windows that may run: those for the factors of LongRoPE that are in use, or the others if nothing runs."""

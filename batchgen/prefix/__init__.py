@@ -7,7 +7,7 @@ from batchgen.prefix.figures import PlanFigures, carried_tokens, merge_figures, 
 from batchgen.prefix.outline import Outline, PrefixOutline
 from batchgen.prefix.reuse import resident_lengths
 from batchgen.prefix.survey import GroupLine, GroupSurvey
-from batchgen.prefix.tree import PrefixNode, PrefixPlan, plan_prefixes
+from batchgen.prefix.tree import PrefixNode, PrefixPlan, plan_prefixes, plan_requests
 
 __all__ = [
     "GroupLine",
@@ -21,5 +21,6 @@ __all__ = [
     "merge_figures",
     "plan_figures",
     "plan_prefixes",
+    "plan_requests",
     "resident_lengths",
 ]

@@ -5,7 +5,7 @@ Its nodes are the intervals (`intervals`) of the prompts in depth-first order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from batchgen.prefix.intervals import Interval, OpenIntervals, nested
 from batchgen.prefix.order import depth_first_order, neighbour_lengths
-from batchgen.request import TokenArray
+from batchgen.request import Leaf, Request, TokenArray, leaves_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +83,14 @@ def plan_prefixes(prompts: Sequence[TokenArray], chunk_size: int, *, share: bool
         groups=len(groups),
         grouped_requests=sum(groups),
     )
+
+
+def plan_requests(
+    requests: Iterable[Request], chunk_size: int, *, share: bool = True
+) -> tuple[list[Leaf], PrefixPlan]:
+    """Returns the leaves of requests, and their plan."""
+    leaves = leaves_of(requests)
+    return leaves, plan_prefixes([leaf.tokens for leaf in leaves], chunk_size, share=share)
 
 
 def _intervals(shared: NDArray[np.int64]) -> Iterator[Interval]:
