@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
@@ -48,7 +49,7 @@ from batchgen.scheduling.sequence import Stops
 from batchgen.scheduling.step_costs import StepCosts
 from batchgen.scheduling.waiting import POLICIES
 from batchgen.state.cache import StateCache
-from batchgen.stats import EngineStats, SchedulerCounts
+from batchgen.stats import EngineStats
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of glibc
 
@@ -138,6 +139,7 @@ class Engine:
         states = StateCache(model.states, self.sizes.num_state_slots, model.dtype) if model.states else None
         self.block_manager = BlockManager(pool, self.sizes.block_size, model.sliding_window, state_slots, sums=sums)
         self.scheduler = Scheduler(self.block_manager, limits, self._stopper, POLICIES[config.policy])
+        self.scheduler.counts = self.stats
         self.runner = Runner(model, cache, self.sizes.limits, self.notes, states)
         self._vision = model.vision
         if self._vision is not None:
@@ -447,15 +449,10 @@ class Engine:
         return Speculator(lambda seq: self.constraints.forced(cast(Hashable, seq.stops)), payoff)
 
     def _stopper(self, request: Request) -> Stops:
-        arguments = (
-            request.params,
-            request.max_tokens,
-            self._eos,
-            self._detokenizer,
-            request.text_tokens,
-            request.tools,
+        kind = partial(GrammarStopper, self.constraints) if request.params.guided else Stopper
+        return kind(
+            request.params, request.max_tokens, self._eos, self._detokenizer, request.text_tokens, request.tools
         )
-        return GrammarStopper(self.constraints, *arguments) if request.params.guided else Stopper(*arguments)
 
     # -- memory and figures
 
@@ -481,9 +478,7 @@ class Engine:
             self.scheduler.shrink(tokens)
 
     def _update_stats(self) -> None:
-        """Copies the counts of scheduler, executor, runner and block manager into `stats`. Nothing else writes the figures of a step."""
-        for name in SchedulerCounts.__slots__:
-            setattr(self.stats, name, getattr(self.scheduler.counts, name))
+        """Copies the figures of executor, runner and block manager into `stats`, which the scheduler counts in itself."""
         if self.speculator is not None:
             self.stats.drafted, self.stats.accepted = self.speculator.drafted, self.speculator.accepted
         self.stats.forward_seconds = self.executor.seconds

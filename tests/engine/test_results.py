@@ -60,9 +60,14 @@ def test_a_cancelled_row_keeps_what_it_has_and_the_others_are_as_without_it(engi
 def test_a_row_has_its_time_from_its_start_and_keeps_what_it_has(engine_of, model, monkeypatch):
     """The clock advances one second per step. Waiting rows lose none of their time."""
     engine = engine_of(model, batch_size=2, row_timeout=9.5)
-    monkeypatch.setattr(
-        module, "time", SimpleNamespace(monotonic=lambda: engine.stats.steps, perf_counter=time.perf_counter)
-    )
+    step, now = engine.step, [0]
+
+    def step_of_a_second(**options):
+        step(**options)
+        now[0] = engine.stats.steps
+
+    monkeypatch.setattr(engine, "step", step_of_a_second)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter))
     requests = make_requests([[1], [2], [3], [4]], [50, 3, 50, 5])
     want = run(engine_of(model), requests)
     results = run(engine, requests)
