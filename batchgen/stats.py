@@ -319,39 +319,23 @@ def _ratio(part: float, whole: float, nothing: float = 0.0) -> float:
     return round(part / whole, 6) if whole else nothing
 
 
-class _MemoryWatch:
-    """Looks at the memory of this process twenty times a second, because the system keeps no maximum of it without pages of files."""
-
-    SECONDS = 0.05
-
-    def __init__(self) -> None:
-        self._peak = 0
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Begins to look, if that has not begun."""
-        if self._thread is None and _private_bytes() is not None:
-            self._thread = threading.Thread(target=self._look, name="memory", daemon=True)
-            self._thread.start()
-
-    def _look(self) -> None:
-        while True:
-            self.peak()
-            time.sleep(self.SECONDS)
-
-    def peak(self) -> int | None:
-        """Returns the maximum so far, in bytes; None where the system does not tell."""
-        now = _private_bytes()
-        self._peak = max(self._peak, now or 0)
-        return None if now is None else self._peak
+_LOOK_SECONDS = 0.05
+"""Time between two looks at the memory of this process: the system keeps no maximum of it without pages of files."""
+_most_bytes = 0
+"""The most that was seen."""
 
 
-_watch = _MemoryWatch()
-
-
+@cache
 def watch_memory() -> None:
     """Makes `memory_bytes_peak` know the maximum from now on."""
-    _watch.start()
+    if _private_bytes() is not None:
+        threading.Thread(target=_watch, name="memory", daemon=True).start()
+
+
+def _watch() -> None:
+    while True:
+        memory_bytes_peak()
+        time.sleep(_LOOK_SECONDS)
 
 
 def _private_bytes() -> int | None:
@@ -365,9 +349,12 @@ def _private_bytes() -> int | None:
 
 def memory_bytes_peak() -> int:
     """Returns the maximum of the memory that belongs to this process so far, in bytes: pages of files, which the system may drop, do not count."""
-    peak = _watch.peak()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit if peak is None else peak
+    global _most_bytes
+    now = _private_bytes()
+    if now is None:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    _most_bytes = max(_most_bytes, now)
+    return _most_bytes
 
 
 def memory_bytes() -> int:

@@ -299,7 +299,7 @@ from batchgen.stats import memory_bytes, memory_bytes_peak, watch_memory
 watch_memory()
 block = b"x" * (256 << 20)
 most = memory_bytes()
-while memory_bytes_peak.__globals__["_watch"]._peak < most:
+while memory_bytes_peak.__globals__["_most_bytes"] < most:
     time.sleep(0.01)
 del block
 assert memory_bytes() < most - (200 << 20)
