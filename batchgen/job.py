@@ -345,11 +345,11 @@ class _Generation:
         open_rows = self._rows_asked - self._rows_answered
         left = self._time_left.completions_left(run.begun_tokens + stats.completion_tokens, engine.waiting)
         elapsed = tracker.generating_seconds
-        ran = engine.prices, stats.prefill_tokens + stats.scored_tokens, stats.completion_tokens, left
-        seconds = self._time_left.seconds(*ran, elapsed)
+        prefill = stats.prefill_tokens + stats.scored_tokens
+        share, seconds = self._time_left.expect(engine.prices, prefill, stats.completion_tokens, left, elapsed)
         if seconds is not None and tracker.total is not None:
             seconds += (elapsed + seconds) * max(0, tracker.total - run.done - open_rows) / max(1, self._rows_asked)
-        under_way = self._time_left.share(*ran) * self._rows_asked - self._rows_answered
+        under_way = share * self._rows_asked - self._rows_answered
         tracker.expect(min(max(0.0, under_way), open_rows), None if tracker.total is None else seconds)
 
     def _keep_under_way(self, engine: AnyEngine) -> None:

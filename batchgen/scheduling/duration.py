@@ -151,17 +151,10 @@ class TimeLeft:
         mean = (ended_tokens + running * whole) / (ended + running) if ended + running else most
         return running * (whole - now) + waiting * mean
 
-    def share(self, prices: tuple[float, float] | None, prefill_tokens: int, tokens: int, left: float) -> float:
-        """Returns which part of the work of all windows so far has run. The arguments are those of `seconds`."""
-        prefill, decode = prices or _PRICES
-        done = prefill * prefill_tokens + decode * tokens
-        whole = done + prefill * max(0, self._prefill - prefill_tokens) + decode * left
-        return done / whole if whole else 0.0
-
-    def seconds(
+    def expect(
         self, prices: tuple[float, float] | None, prefill_tokens: int, tokens: int, left: float, elapsed: float
-    ) -> float | None:
-        """Returns the seconds that all windows so far will still take; None if nothing tells.
+    ) -> tuple[float, float | None]:
+        """Returns which part of the work of all windows so far has run, and the seconds that the rest will take; None if nothing tells.
 
         `prices`: the seconds of a prompt token and of a completion token in full steps (`StepCosts.rates`), if they are known. In `elapsed` seconds,
         `prefill_tokens` of prompts and texts and `tokens` of completions have run; of these, `left` are to come.
@@ -172,7 +165,9 @@ class TimeLeft:
         kept = max(0.0, 1 - since / max(RECENT_SECONDS, RECENT_SHARE * elapsed))
         self._took = kept * self._took + since
         self._ran = kept * self._ran + prefill * (prefill_tokens - told[0]) + decode * (tokens - told[1])
+        done = prefill * prefill_tokens + decode * tokens
         rest = prefill * max(0, self._prefill - prefill_tokens) + decode * left
+        share = done / (done + rest) if done + rest else 0.0
         if prices is not None:
-            return rest * (self._took + TRUSTED_SECONDS) / (self._ran + TRUSTED_SECONDS)
-        return rest * self._took / self._ran if self._ran > 0 else None
+            return share, rest * (self._took + TRUSTED_SECONDS) / (self._ran + TRUSTED_SECONDS)
+        return share, rest * self._took / self._ran if self._ran > 0 else None

@@ -55,7 +55,7 @@ def test_texts_to_score_are_no_completions():
     object.__setattr__(request, "texts", (request.tokens, request.tokens))
     time_left.add([request], 30)
     assert time_left.completions_left(0, 2) == 0.0
-    assert time_left.seconds((0.5, 2.0), 0, 0, 0.0, 0.0) == 15.0
+    assert time_left.expect((0.5, 2.0), 0, 0, 0.0, 0.0)[1] == 15.0
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_texts_to_score_are_no_completions():
 def test_the_seconds_of_the_work_that_is_left(prices, ran, elapsed, seconds):
     time_left = TimeLeft()
     time_left.add(make_requests([[1]], [10]), 100)
-    assert time_left.seconds(prices, *ran, 10.0, elapsed) == seconds
+    assert time_left.expect(prices, *ran, 10.0, elapsed)[1] == seconds
 
 
 @pytest.mark.parametrize(
@@ -89,15 +89,15 @@ def test_the_seconds_of_the_work_that_is_left(prices, ran, elapsed, seconds):
 def test_the_part_of_the_work_that_has_run(prices, ran, share):
     time_left = TimeLeft()
     time_left.add(make_requests([[1]], [10]), 100)
-    assert time_left.share(prices, *ran, 10.0 - ran[1]) == pytest.approx(share)
+    assert time_left.expect(prices, *ran, 10.0 - ran[1], 1.0)[0] == pytest.approx(share)
 
 
 def test_the_pace_of_late_counts_more_than_that_of_the_start():
     time_left = TimeLeft()
     time_left.add(make_requests([[1]] * 10, [100] * 10), 100)
-    assert time_left.seconds(None, 100, 0, 1000.0, 100.0) == 4000.0
+    assert time_left.expect(None, 100, 0, 1000.0, 100.0)[1] == 4000.0
     foretold = [
-        time_left.seconds(None, 100, tokens, 1000.0 - tokens, 100.0 + tokens / 10) for tokens in (100, 300, 500)
+        time_left.expect(None, 100, tokens, 1000.0 - tokens, 100.0 + tokens / 10)[1] for tokens in (100, 300, 500)
     ]
     assert foretold[0] > foretold[1] > foretold[2]
     assert 50.0 < foretold[2] < 100.0
