@@ -91,17 +91,11 @@ class JobReport:
 
 
 def write_output(
-    source: Input,
-    job: JobFolder,
-    fingerprint: list[dict[str, Any]],
-    outcomes: Outcomes,
-    *,
-    read_rows: int,
-    merging: bool = False,
+    source: Input, job: JobFolder, fingerprint: list[dict[str, Any]], outcomes: Outcomes, *, read_rows: int
 ) -> None:
-    """Writes the rows in input order, each with its result, so many at a time.
+    """Writes the rows in input order, each with its result, so many at a time. Those of shards count as those of earlier runs.
 
-    `fingerprint`: that of the input when it was read first. `merging`: the results are those of shards, and count as those of earlier runs.
+    `fingerprint`: that of the input when it was read first.
     Raises `InputCorrupt` if the input has changed since then or breaks off, `OutputError`.
     """
     _check_unchanged(source, job, fingerprint)
@@ -118,9 +112,9 @@ def write_output(
             job.forget_first_reading()  # the next run must look at every row
             raise OutputError(
                 f"the results of {job.output} are damaged: {lost:,} of them cannot be read",
-                f"{'run all shards' if merging else 'run the same command'} again: only these rows are generated again",
+                f"{'run all shards' if job.merging else 'run the same command'} again: only these rows are generated again",
             )
-        if merging:
+        if job.merging:
             seen = dict(zip(keys, job.row_keys.occurrences(list(keys.values())), strict=True))
             for number, result in results.items():
                 outcomes.resumed(result, equal=int(seen.get(number, 0) > 0))
@@ -240,7 +234,7 @@ def _merge_shards(
         outcomes.tracker.total = job.row_count
         outcomes.tracker.phase("writing")
         with outcomes.run.timed("write"):
-            write_output(source, job, request["inputs"], outcomes, read_rows=INPUT_LIMITS.read_rows, merging=True)
+            write_output(source, job, request["inputs"], outcomes, read_rows=INPUT_LIMITS.read_rows)
             job.end_output()
         # Not `job.previous`: it contains the shards already if a merge was stopped before its end.
         before = figures_so_far(job.folder, plan)

@@ -94,7 +94,7 @@ class JobFolder(HeldResults):
         self.output = opened.spec.output
         self._spec, self._target, self._manifest = opened.spec, opened.target, opened.manifest
         self._old, self._limit_raised = opened.old, opened.limit_raised
-        self._lease, self._merging = lease, merging
+        self._lease, self.merging = lease, merging
         self._files: ExitStack | None = None
         self._row_figures = RowFigures()
         self._open()
@@ -127,7 +127,7 @@ class JobFolder(HeldResults):
         if plan is not None or places:
             taken = sum(self.take_from(place) for place in places)
             take_runs(self.folder, self._record)
-            if not self._merging:
+            if not self.merging:
                 if plan is not None:
                     self.previous = figures_so_far(self.folder, plan)
                 forget_plan(self.folder)

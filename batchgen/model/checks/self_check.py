@@ -7,7 +7,7 @@ model is refused: that is better than a wrong answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,13 +49,16 @@ def self_check(config: Any, *, trust_remote_code: bool = False, revision: str | 
     """Raises `ModelError`, in one line, unless a small model of this kind gives transformers' logits. Takes about a second on the CPU."""
     name = getattr(config, "model_type", "unknown")
     kind = type(language_config(config))
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if trust_remote_code and revision is not None:
+        options["code_revision"] = revision
     generates = kind in MODEL_FOR_CAUSAL_LM_MAPPING or kind in MODEL_FOR_MULTIMODAL_LM_MAPPING
     if not trust_remote_code and kind in MODEL_MAPPING and not generates:
         raise _refused(name, "transformers has no class for them that generates text")
     try:
         small = shrink(language_config(config))
         with torch.random.fork_rng(devices=[]), torch.inference_mode(), quiet():
-            first, *others = (partial(_disagreement, small, seed, trust_remote_code, revision) for seed in SEEDS)
+            first, *others = (partial(_disagreement, small, seed, options) for seed in SEEDS)
             # One model may differ by chance (a near tie between two experts): then all others must agree.
             reason = first() and next((why for other in others if (why := other())), "")
     except Unshrinkable as e:
@@ -74,9 +77,9 @@ def _refused(name: str, reason: str) -> ModelError:
     )
 
 
-def _disagreement(config: Any, seed: int, trust_remote_code: bool, revision: str | None) -> str:
+def _disagreement(config: Any, seed: int, options: Mapping[str, Any]) -> str:
     """Returns in words how a random model of this configuration differs when it runs packed; empty if it does not."""
-    module = _random_model(config, seed, trust_remote_code, revision)
+    module = _random_model(config, seed, options)
     prompts = _prompts(seed)
     wanted = [_completion(module, prompt) for prompt in prompts]
     if not _sees_context(module, prompts[-1][: 2 * BLOCK]):
@@ -89,11 +92,9 @@ def _disagreement(config: Any, seed: int, trust_remote_code: bool, revision: str
     return ""
 
 
-def _random_model(config: Any, seed: int, trust_remote_code: bool, revision: str | None) -> Any:
+def _random_model(config: Any, seed: int, options: Mapping[str, Any]) -> Any:
+    """`options`: those of the model's own code."""
     torch.manual_seed(seed)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if trust_remote_code and revision is not None:
-        options["code_revision"] = revision
     exact = {"dtype": torch.float32, "attn_implementation": "eager"}
     kind = model_class(config)
     if is_multimodal(config):  # in this way, parts that are left out take no memory
