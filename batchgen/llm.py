@@ -134,11 +134,7 @@ class LLM:
 
     def __repr__(self) -> str:
         engine = self._engine
-        return (
-            f"LLM({self._name!r}, closed)"
-            if engine is None
-            else f"LLM({self._name!r}, {engine.dtype} on {engine.device})"
-        )
+        return f"LLM({self._name!r}, {'closed' if engine is None else f'{engine.dtype} on {engine.device}'})"
 
     @property
     def stats(self) -> EngineStats:

@@ -85,9 +85,7 @@ def plan_prefixes(prompts: Sequence[TokenArray], chunk_size: int, *, share: bool
     )
 
 
-def plan_requests(
-    requests: Iterable[Request], chunk_size: int, *, share: bool = True
-) -> tuple[list[Leaf], PrefixPlan]:
+def plan_requests(requests: Iterable[Request], chunk_size: int, *, share: bool = True) -> tuple[list[Leaf], PrefixPlan]:
     """Returns the leaves of requests, and their plan."""
     leaves = leaves_of(requests)
     return leaves, plan_prefixes([leaf.tokens for leaf in leaves], chunk_size, share=share)

@@ -91,15 +91,14 @@ class PromptBuilder:
         """The values that rows without parameters of their own are sampled with, and where each is from: see `RowParams.sources`."""
         self._check_sampling(sampling)
         self._note_unused(sampling)
-        if (
-            getattr(tokenizer.hf_tokenizer, "fix_mistral_regex", None) is False
-        ):  # set by transformers, whose own advice is not shown
+        # Set by transformers, whose own advice is not shown.
+        if getattr(tokenizer.hf_tokenizer, "fix_mistral_regex", None) is False:
             self._renderer.note(
                 f"the tokenizer of {tokenizer.hf_tokenizer.name_or_path!r} splits text by a pattern known to be wrong; "
                 'to fix it, put "fix_mistral_regex": true into its tokenizer_config.json'
             )
-        # Only a tokenizer with a larger vocabulary than the model can produce a token that the model does not know.
         self._short_context = tokenizer.short_context
+        # Only a tokenizer with a larger vocabulary than the model can produce a token that the model does not know.
         self._check_ids = len(tokenizer.hf_tokenizer) > tokenizer.vocab_size
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
@@ -135,12 +134,8 @@ class PromptBuilder:
             self._renderer.note(f"{names} {verb} no effect with {task}, which generates nothing")
 
     def _unknown_stop_token(self, params: SamplingParams) -> str | None:
-        last = max(params.stop_token_ids, default=0)
-        return (
-            f"{last} is beyond the model's {self._tokenizer.vocab_size} tokens"
-            if last >= self._tokenizer.vocab_size
-            else None
-        )
+        last, size = max(params.stop_token_ids, default=0), self._tokenizer.vocab_size
+        return f"{last} is beyond the model's {size} tokens" if last >= size else None
 
     def optional_results(self, types: Mapping[str, Any]) -> frozenset[str]:
         """Returns the optional parts of a result that rows may have, by the command's options and the types of a table's columns."""

@@ -151,13 +151,9 @@ def _part(part: Any, where: str, no_images: str | None) -> Message:
         value = image_of_part(part, where)
         return image_part(value, where) if value is not None else {"type": "image", "source": None, "where": where}
     if shape != "text":
-        why = (
-            no_images
-            if shape in IMAGE_PARTS and no_images
-            else TEXT_ALONE
-            if no_images
-            else "only text and images can be sent"
-        )
+        why = "only text and images can be sent"
+        if no_images is not None:
+            why = no_images if shape in IMAGE_PARTS else TEXT_ALONE
         raise RowError(
             "unsupported_content" if isinstance(shape, str) else "invalid_row", f"{where} has type {shape!r}; {why}"
         )

@@ -253,11 +253,8 @@ class Renderer:
                 prompt = self._at_the_answer(prompt, own)
             completion = self._completion(row.columns) if self._prompts.score else None
             priority = _priority(row.columns, self._prompts.priority_column)
-            tools = (
-                ""
-                if labelled or own.constrained or not isinstance(prompt, Text)
-                else self._tools(row.columns, body, how)
-            )
+            may_call = not labelled and not own.constrained and isinstance(prompt, Text)
+            tools = self._tools(row.columns, body, how) if may_call else ""
             return Rendered(prompt, own, completion, priority, tools)
         except RowError as e:
             return e
@@ -516,25 +513,22 @@ class Renderer:
     def note_columns(self, rows: Sequence[Row]) -> None:
         """Adds notes about columns that are not used but look as if they should be: media, and names of sampling parameters."""
         if "media" not in self._said and (media := self.columns.media(rows)):
-            self.note(
-                f"column{'s'[: len(media) > 1]} {quoted(media)} {'are' if len(media) > 1 else 'is'} only copied to the output: "
-                + (
-                    "name images in --image-column"
-                    if self._images.refusal is None
-                    else "the model sees text alone, no images, sound or video"
-                ),
-                "media",
-            )
+            sees = self._images.refusal is None
+            why = "name images in --image-column" if sees else "the model sees text alone, no images, sound or video"
+            self.note(f"{_columns_are(media)} only copied to the output: {why}", "media")
         if "columns" in self._said:
             return
         found = sorted({name for row in rows for name in self.columns.only_carried(row.columns)})
         if found:
-            one = len(found) == 1
+            parameters, them = ("parameter", "it") if len(found) == 1 else ("parameters", "them")
             self.note(
-                f"column{'' if one else 's'} {quoted(found)} {'is' if one else 'are'} not used as "
-                f"sampling parameter{'' if one else 's'}; name {'it' if one else 'them'} in --row-params to use {'it' if one else 'them'}",
+                f"{_columns_are(found)} not used as sampling {parameters}; name {them} in --row-params to use {them}",
                 "columns",
             )
+
+
+def _columns_are(names: Sequence[str]) -> str:
+    return f"column {quoted(names)} is" if len(names) == 1 else f"columns {quoted(names)} are"
 
 
 def _prompt_of(head: OutputHead | None, name: str | None) -> str:

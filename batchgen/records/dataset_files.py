@@ -32,16 +32,9 @@ _WORDS = {
 }
 _BETWEEN = "[-._ 0-9]"
 """Characters that separate a word for a split from the rest of a name."""
-_NO_DATA = {
-    "README.md",
-    "config.json",
-    "dataset_dict.json",
-    "dataset_info.json",
-    "dataset_infos.json",
-    "dummy_data.zip",
-}
 _YAML_HEADER = re.compile(r"\s*---[ \t]*\r?\n")
 _README = "README.md"
+_NO_DATA = {_README, "config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "dummy_data.zip"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,8 @@ class MemoryShare:
 
     def state_slots(self, batch_size: int) -> int:
         """Returns the number of state slots for so many running sequences."""
-        wanted = batch_size + SNAPSHOTS
-        return (
-            min(wanted, int(self.room * (STATE_SHARE if self.block else 1)) // self.state_slot)
-            if self.state_slot
-            else wanted
-        )
+        wanted, share = batch_size + SNAPSHOTS, STATE_SHARE if self.block else 1
+        return min(wanted, int(self.room * share) // self.state_slot) if self.state_slot else wanted
 
     def blocks(self, num_state_slots: int) -> int:
         """Returns the number of blocks that fit beside the state slots."""

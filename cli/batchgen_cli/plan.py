@@ -161,26 +161,19 @@ def time_lines(report: PlanReport) -> list[tuple[str, str]]:
     lines = []
     if (measured := report.measured) is not None:
         tokens = f", {measured.completion_tokens_per_s:,.0f} completion tokens/s" if measured.completion_tokens else ""
-        lines.append(
-            (
-                "measured",
-                f"{counted(measured.rows, 'row')} in {duration(measured.seconds)}: {measured.rows_per_s:.3g} rows/s{tokens}; the run keeps their results",
-            )
+        text = (
+            f"{counted(measured.rows, 'row')} in {duration(measured.seconds)}: {measured.rows_per_s:.3g} rows/s{tokens}"
         )
+        lines.append(("measured", f"{text}; the run keeps their results"))
     if (lengths := report.lengths) is not None:
         cut = f", {lengths.cut:,} of them cut by --max-tokens" if lengths.cut else ""
-        lines.append(
-            (
-                "lengths",
-                f"{lengths.mean:,.0f} tokens on average, half at most {lengths.half:,}, 9 in 10 at most {lengths.most:,}, the longest {lengths.max:,} ({counted(lengths.completions, 'completion')} so far{cut})",
-            )
-        )
+        text = f"{lengths.mean:,.0f} tokens on average, half at most {lengths.half:,}, 9 in 10 at most {lengths.most:,}"
+        so_far = f"{counted(lengths.completions, 'completion')} so far{cut}"
+        lines.append(("lengths", f"{text}, the longest {lengths.max:,} ({so_far})"))
     estimate = report.estimate
     if estimate is None:
-        lines.append(
-            ("time", "not known: no steps of this model on this machine were measured yet (--measure does that)")
-        )
-        return lines
+        text = "not known: no steps of this model on this machine were measured yet (--measure does that)"
+        return [*lines, ("time", text)]
     if not estimate.rows:
         return [*lines, ("time", f"none: every row has its result{' or would fail' if report.rows_failed else ''}")]
     low, seconds, high = (duration(s) for s in (estimate.low, estimate.seconds, estimate.high))
