@@ -13,9 +13,9 @@ import numpy as np
 from batchgen.config import EngineConfig
 from batchgen.engine.engine import Engine
 from batchgen.model.adapter import prepare
-from batchgen.prefix import plan_prefixes
+from batchgen.prefix import plan_requests
 from batchgen.prompts import LoadedTokenizer
-from batchgen.request import Request, leaves_of, row_key
+from batchgen.request import Request, row_key
 from batchgen.sampling_params import SamplingParams
 from benchmarks.gpu.device import Bench
 from benchmarks.models import GPU_CONFIGS, random_model
@@ -84,8 +84,7 @@ class Served:
             )
             for row, prompt in enumerate(prompts)
         ]
-        leaves = leaves_of(requests)
-        plan = plan_prefixes([leaf.tokens for leaf in leaves], self.engine.config.chunk_size)
+        planned = plan_requests(requests, self.engine.config.chunk_size)
         failed: list[str | None] = []
         moments: list[Moment] = []
         stats = self.engine.stats
@@ -93,7 +92,7 @@ class Served:
         def stop() -> None:
             moments.append(Moment(time.perf_counter(), stats.completion_tokens, stats.steps))
 
-        self.engine.add(leaves, plan, lambda result: failed.append(result.error_message))
+        self.engine.add(*planned, lambda result: failed.append(result.error_message))
         self.bench.sync()
         self.engine.run(stop)
         self.bench.sync()

@@ -18,7 +18,7 @@ import torch
 
 from batchgen.engine.engine import Engine
 from batchgen.model.adapter import prepare
-from batchgen.prefix import plan_prefixes
+from batchgen.prefix import plan_requests
 from batchgen.request import Request, leaves_of
 from batchgen.sampling.filters import row_sums
 from batchgen.sampling.logprobs import score_targets
@@ -165,8 +165,6 @@ def together(rng: random.Random, model: Any, requests: list[Request], results: d
 
 def _run(engine: Engine, rows: list[Request], outcome: Outcome, steps: Iterator[int]) -> dict[int, Any]:
     """Runs as many steps as `steps` has items. Returns the unfinished completions."""
-    leaves = leaves_of(rows)
-    plan = plan_prefixes([leaf.tokens for leaf in leaves], engine.config.chunk_size)
     begun: dict[int, Any] = {}
 
     def stop() -> str | None:
@@ -175,7 +173,8 @@ def _run(engine: Engine, rows: list[Request], outcome: Outcome, steps: Iterator[
         begun.update(engine.under_way())
         return "now"
 
-    engine.add(leaves, plan, lambda r: outcome.results.__setitem__(r.row, r))
+    planned = plan_requests(rows, engine.config.chunk_size)
+    engine.add(*planned, lambda r: outcome.results.__setitem__(r.row, r))
     engine.run(stop)
     return begun
 

@@ -24,7 +24,7 @@ from batchgen.kernels.fusion import FusedMLP, FusedPatches
 from batchgen.kernels.ops import is_fast
 from batchgen.model.image_positions import canvas_positions
 from batchgen.model.loader import load_model
-from batchgen.prefix import plan_prefixes
+from batchgen.prefix import plan_requests
 from batchgen.prompts import LoadedTokenizer, PromptBuilder, load_tokenizer
 from batchgen.prompts.images import FAMILIES as SHOWN
 from batchgen.prompts.images import ImageProcessor, canvas_marks
@@ -169,7 +169,7 @@ def test_rows_with_images_write_what_generate_writes(sees: Sees, mode: str) -> N
     assert [list(result.token_ids) for result in results] == [tokens for _, tokens in expected]
     if mode in ("all at once", "nothing shared"):  # each image is encoded once, and each shared token runs once
         assert sees.model.vision.encoded == len({shown.token for request in requests for shown in request.images})
-        plan = plan_prefixes([leaf.tokens for leaf in leaves_of(requests)], 16)
+        _, plan = plan_requests(requests, 16)
         assert mode == "nothing shared" or engine.stats.prefill_tokens == plan.prefill_tokens_min
 
 
@@ -397,10 +397,9 @@ def test_features_are_dropped_when_the_last_prefix_that_needs_them_has_run(sees:
         picture(number).save(sees.folder / f"{number}.png")
     asked = [user(image(n), text("What is this?")) for n in numbers]
     for more, kept in (([], 1), ([user(text("Look: "), image(n)) for n in numbers], 10)):
-        leaves = leaves_of(sees.build(asked + more))
         engine = sees.engine(batch_size=1, max_batch_tokens=64)
         sees.model.vision.encoded = 0
-        engine.add(leaves, plan_prefixes([leaf.tokens for leaf in leaves], 16), lambda _: None)
+        engine.add(*plan_requests(sees.build(asked + more), 16), lambda _: None)
         seen: list[int] = []
         engine.run(partial(keep_count, seen, sees.model.vision))
         assert max(seen) <= kept

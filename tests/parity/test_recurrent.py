@@ -26,8 +26,7 @@ import pytest
 import torch
 
 from batchgen.model.adapter import prepare
-from batchgen.prefix import plan_prefixes
-from batchgen.request import leaves_of
+from batchgen.prefix import plan_requests
 from batchgen.state.sizes import WITHOUT_ATTENTION
 from support.drafters import ForcedDrafter
 from support.models import (
@@ -92,7 +91,7 @@ def test_one_state_slot_per_level_of_the_tree_and_per_sequence_is_enough(batch_s
         model, batch_size=batch_size, kv_memory=f"{slots * engine_for(model).sizes.bytes_per_state_slot}B"
     )
     assert engine.sizes.num_state_slots == slots
-    plan = plan_prefixes([leaf.tokens for leaf in leaves_of(make_requests(PROMPTS, LENGTHS))], 32)
+    _, plan = plan_requests(make_requests(PROMPTS, LENGTHS), 32)
     assert max(node.depth for node in plan.nodes) + 1 == DEEP
     assert tokens_of(engine, PROMPTS, LENGTHS) == expected
     assert engine.stats.prefill_tokens == tree_tokens(PROMPTS)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from batchgen.prefix import plan_prefixes
+from batchgen.prefix import plan_requests
 from batchgen.request import leaves_of
 from batchgen.sampling_params import SamplingParams
 from batchgen.scheduling.waiting import POLICIES
@@ -49,7 +49,6 @@ def random_requests(rng):
 
 
 def run(engine, requests, cancelled, after):
-    leaves = leaves_of(requests)
     results, sampled = {}, [0]
 
     def on_token(row, choice, token):
@@ -58,8 +57,7 @@ def run(engine, requests, cancelled, after):
             for request in cancelled:
                 engine.cancel(request)
 
-    plan = plan_prefixes([leaf.tokens for leaf in leaves], engine.config.chunk_size)
-    engine.add(leaves, plan, lambda r: results.__setitem__(r.row, r), on_token)
+    engine.add(*plan_requests(requests, engine.config.chunk_size), lambda r: results.__setitem__(r.row, r), on_token)
     engine.run()
     return results
 

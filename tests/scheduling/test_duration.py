@@ -2,8 +2,8 @@
 
 import pytest
 
-from batchgen.prefix import plan_prefixes
-from batchgen.request import DECODE_COST, leaves_of
+from batchgen.prefix import plan_requests
+from batchgen.request import DECODE_COST
 from batchgen.scheduling.batch import Limits
 from batchgen.scheduling.duration import TimeLeft
 from batchgen.scheduling.rehearsal import Rehearsal
@@ -43,9 +43,9 @@ def test_the_tokens_to_expect_of_ten_completions(ended, tokens, waiting, left):
 @pytest.mark.parametrize(("most", "steps"), [(0, 0), (3, 3), (9, 9), (100, 9)])
 def test_a_rehearsal_runs_no_more_steps_than_it_may(most, steps):
     rehearsal = Rehearsal(Limits(4, 100, 100), 2, 100, 0, POLICIES["prefix"])
-    leaves = leaves_of(make_requests([[1], [2]], [9, 5]))
+    planned = plan_requests(make_requests([[1], [2]], [9, 5]), 16)
     for _ in range(2):
-        assert len(list(rehearsal.run(leaves, plan_prefixes([leaf.tokens for leaf in leaves], 16), most))) == steps
+        assert len(list(rehearsal.run(*planned, most))) == steps
         assert (rehearsal.scheduler.unfinished, len(rehearsal.scheduler.running)) == (0, 0)
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from batchgen.prefix import PrefixPlan, plan_prefixes
-from batchgen.request import Leaf, Request, leaves_of
+from batchgen.prefix import PrefixPlan, plan_requests
+from batchgen.request import Leaf, Request
 from batchgen.sampling_params import SamplingParams
 
 
@@ -26,5 +26,4 @@ def request(
 
 def planned(requests: Sequence[Request], *, share: bool = True, chunk_size: int = 16) -> tuple[list[Leaf], PrefixPlan]:
     """The first two arguments of an engine's `add`."""
-    leaves = leaves_of(requests)
-    return leaves, plan_prefixes([leaf.tokens for leaf in leaves], chunk_size, share=share)
+    return plan_requests(requests, chunk_size, share=share)
