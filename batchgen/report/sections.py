@@ -265,11 +265,8 @@ def _expected(data: Mapping[str, Any]) -> str:
             for b in calibration["bins"]
             if b["rows"]
         ]
-        tables += _table(
-            "How often labels are right, by their probability",
-            ("probability", "rows", "mean probability", "right"),
-            bins,
-        )
+        head = ("probability", "rows", "mean probability", "right")
+        tables += _table("How often labels are right, by their probability", head, bins)
     return f"<p>{says}</p>{tables}"
 
 
@@ -323,9 +320,8 @@ def _shards(data: Mapping[str, Any]) -> str:
         cuts = data["plan"]["shards"]
         if not cuts:
             return ""
-        planned = [
-            (i + 1, n, f"{part:.1%}") for i, (n, part) in enumerate(zip(cuts["rows"], cuts["cost"], strict=True))
-        ]
+        shares = enumerate(zip(cuts["rows"], cuts["cost"], strict=True), 1)
+        planned = [(number, rows, f"{part:.1%}") for number, (rows, part) in shares]
         again = f"<p>{cuts['prefill_tokens_again']:,} prompt tokens would be run by two shards.</p>"
         return again + _table("Shards", ("shard", "rows", "part of the work"), planned)
     shards = data["status"]["shards"]

@@ -97,15 +97,9 @@ def _sharing(report: PlanReport) -> str:
 def plan_lines(report: PlanReport) -> list[str]:
     """Returns the plan as lines of text."""
     f = report.figures
-    parts = [
-        f"{count:,} {what}"
-        for count, what in (
-            (report.rows_failed, "would fail"),
-            (report.rows_equal, "would have the result of an equal row"),
-        )
-        if count
-    ]
-    some = f" ({', '.join(parts)})" if parts else ""
+    counts = {"would fail": report.rows_failed, "would have the result of an equal row": report.rows_equal}
+    parts = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    some = f" ({parts})" if parts else ""
     lines = [
         f"rows               {report.rows:,}{some}, {'through the chat template' if report.chat else 'as raw text'}",
         f"prompt tokens      {f.prompt_tokens:,}",

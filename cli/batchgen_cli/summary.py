@@ -90,16 +90,14 @@ def summary(report: JobReport) -> list[tuple[str, str]]:
         lines += _generation(s)
     seconds = s["seconds"]
     parts = f"load {seconds['load']:.1f}, plan {seconds['plan']:.1f}, generate {seconds['generate']:.1f}"
-    lines += [
-        (
-            "time",
-            f"{seconds['total']:.1f} s: {parts} (in the model {seconds['forward']:.1f}), write {seconds['write']:.1f}",
-        ),
+    parts += f" (in the model {seconds['forward']:.1f}), write {seconds['write']:.1f}"
+    return [
+        *lines,
+        ("time", f"{seconds['total']:.1f} s: {parts}"),
         ("memory", f"{size(s['memory_bytes_peak'])} at most{_read_again(s)}"),
         ("model", _model(s)),
         *_quantization(s["quantization"]),
     ]
-    return lines
 
 
 def _read_again(s: dict[str, Any]) -> str:
@@ -158,19 +156,14 @@ def _generation(s: dict[str, Any]) -> list[tuple[str, str]]:
         speed = f"{s['completion_tokens_per_s']:,.0f} completion tokens/s, {whole}, {rows}"
     if s["scored_tokens"]:
         tokens.append(("scored tokens", f"{s['scored_tokens']:,} of labels or completions"))
+    shared = f"(minimum: {s['prefill_tokens_min']:,}): {max(0, s['shared_fraction']):.1%} shared"
+    on_average = f"{sequences}{s['attention_parts_per_step']:,.1f} parts of attention"
     return [
-        (
-            "prompt tokens",
-            f"{s['prompt_tokens']:,}, of which {s['prefill_tokens']:,} were run (minimum: "
-            f"{s['prefill_tokens_min']:,}): {max(0, s['shared_fraction']):.1%} shared",
-        ),
+        ("prompt tokens", f"{s['prompt_tokens']:,}, of which {s['prefill_tokens']:,} were run {shared}"),
         *_images(s),
         *tokens,
         ("speed", speed),
-        (
-            "steps",
-            f"{s['steps']:,}, on average {sequences}{s['attention_parts_per_step']:,.1f} parts of attention{preempted}",
-        ),
+        ("steps", f"{s['steps']:,}, on average {on_average}{preempted}"),
         *_drafts(s),
         ("prefix tree", f"{counted(s['prefix_nodes'], 'node')}, {counted(s['groups'], 'group')}"),
         ("KV memory", f"{size(s['kv_bytes_peak'])} at most{unshared}"),
@@ -183,17 +176,9 @@ def _drafts(s: dict[str, Any]) -> list[tuple[str, str]]:
     if not s["drafted_tokens"]:
         return []
     names = {"grammar": "forced by a grammar", "outputs": "as in other outputs", "prompt": "as in the prompt"}
-    sources = [
-        f"{of['accepted']:,} of {of['drafted']:,} {names[source]}"
-        for source, of in s["drafts"].items()
-        if of["drafted"]
-    ]
-    return [
-        (
-            "drafts",
-            f"{s['accepted_tokens']:,} of {counted(s['drafted_tokens'], 'token')} came true: {', '.join(sources)}",
-        )
-    ]
+    drafts = {names[source]: of for source, of in s["drafts"].items() if of["drafted"]}
+    sources = ", ".join(f"{of['accepted']:,} of {of['drafted']:,} {name}" for name, of in drafts.items())
+    return [("drafts", f"{s['accepted_tokens']:,} of {counted(s['drafted_tokens'], 'token')} came true: {sources}")]
 
 
 def _expected(found: dict[str, Any] | None) -> list[tuple[str, str]]:
@@ -203,30 +188,17 @@ def _expected(found: dict[str, Any] | None) -> list[tuple[str, str]]:
     others = [(found["rows_failed"], "failed"), (found["rows_without"], f"without a value in {found['column']!r}")]
     more = "".join(f"; {count:,} {what}" for count, what in others if count)
     share = f" ({found['accuracy']:.1%})" if found["rows"] else ""
-    lines = [
-        (
-            "accuracy",
-            f"{found['rows_right']:,} of {counted(found['rows'], 'row')} as in {found['column']!r}{share}{more}",
-        )
-    ]
+    right = f"{found['rows_right']:,} of {counted(found['rows'], 'row')}"
+    lines = [("accuracy", f"{right} as in {found['column']!r}{share}{more}")]
     calibration = found["calibration"]
     if calibration is not None:
-        lines.append(
-            (
-                "calibration",
-                f"mean probability {calibration['mean_probability']:.1%}, right {calibration['accuracy']:.1%}: "
-                f"expected calibration error {calibration['error']:.1%}",
-            )
-        )
+        means = f"mean probability {calibration['mean_probability']:.1%}, right {calibration['accuracy']:.1%}"
+        lines.append(("calibration", f"{means}: expected calibration error {calibration['error']:.1%}"))
     if spellings := other_spellings(found):
         shown = [f"{one!r} for {other!r} ({counted(rows, 'row')})" for (one, other), rows in spellings.items()]
         more = f", and {len(shown) - CONFUSION_LABELS:,} more" if len(shown) > CONFUSION_LABELS else ""
-        lines.append(
-            (
-                "spelling",
-                f"{found['column']!r} has {', '.join(shown[:CONFUSION_LABELS])}{more}: such rows count as wrong",
-            )
-        )
+        has = f"{found['column']!r} has {', '.join(shown[:CONFUSION_LABELS])}{more}"
+        lines.append(("spelling", f"{has}: such rows count as wrong"))
     return lines + [("confusion" if place == 0 else "", line) for place, line in enumerate(_confusion(found))]
 
 
