@@ -50,14 +50,9 @@ class Columns:
         self._prompt, self._messages = prompts.prompt_column, prompts.messages_column
         self._template = template
         self._chat = chat
-        self._named = [
-            (option, name)
-            for option, name, usual in (
-                ("--prompt-column", self._prompt, _DEFAULT.prompt_column),
-                ("--messages-column", self._messages, _DEFAULT.messages_column),
-            )
-            if name != usual
-        ]
+        self._named = [("--prompt-column", self._prompt)] if self._prompt != _DEFAULT.prompt_column else []
+        if self._messages != _DEFAULT.messages_column:
+            self._named.append(("--messages-column", self._messages))
         self._images = prompts.image_column
         self._needed = [*self._named, *(("--image-column", name) for name in self._images)]
         if prompts.score:

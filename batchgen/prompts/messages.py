@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from string import ascii_letters
@@ -171,13 +171,7 @@ def with_images(messages: list[Message], images: Sequence[Message], where: str) 
     """Returns the conversation with images of `--image-column`: in the parts of images that name none, in order; without such parts, at the start of
     the first user message. Raises `RowError` if there are more or fewer such parts than images.
     """
-    places = [
-        part
-        for message in messages
-        if not isinstance(message["content"], str)
-        for part in message["content"]
-        if _lacks_image(part)
-    ]
+    places = [part for part in _parts_of(messages) if _lacks_image(part)]
     if len(places) > len(images):
         raise RowError(
             "invalid_image", f"{places[len(images)]['where']} {NO_IMAGE}, unless --image-column names one for it"
@@ -203,9 +197,14 @@ def _lacks_image(part: Message) -> bool:
 
 def images_of(messages: Sequence[Message], file: str) -> tuple[ImageSource, ...]:
     """Returns the images of a conversation, in order. `file` is the row's."""
-    contents = (message["content"] for message in messages)
-    parts = (part for content in contents if not isinstance(content, str) for part in content)
-    return tuple(replace(part["source"], file=file) for part in parts if "source" in part)
+    return tuple(replace(part["source"], file=file) for part in _parts_of(messages) if "source" in part)
+
+
+def _parts_of(messages: Sequence[Message]) -> Iterator[Message]:
+    """Yields the parts of all contents that are not one text."""
+    for message in messages:
+        if not isinstance(message["content"], str):
+            yield from message["content"]
 
 
 def with_start(messages: Sequence[Message], start: str | list[Message], where: str, option: str) -> list[Message]:
@@ -500,15 +499,12 @@ def chosen_template(
 
     Raises `UsageError` for options that contradict each other, or need a template if there is none.
     """
-    given = [
-        option
-        for option, there in (
-            ("--system", prompts.system is not None),
-            ("--chat-template", prompts.chat_template is not None),
-            ("--chat-template-kwargs", bool(prompts.chat_template_kwargs)),
-        )
-        if there
-    ]
+    options = {
+        "--system": prompts.system is not None,
+        "--chat-template": prompts.chat_template is not None,
+        "--chat-template-kwargs": bool(prompts.chat_template_kwargs),
+    }
+    given = [option for option, there in options.items() if there]
     if prompts.chat is False:
         if given:
             raise UsageError(f"{given[0]} cannot be combined with --no-chat", "leave one of them out")

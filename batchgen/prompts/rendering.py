@@ -238,13 +238,8 @@ class Renderer:
             if other is not None:
                 raise RowError("unsupported_parameter", f"{other} cannot be combined with {self._task}")
             labelled = bool(self._task or own.choices)
-            how = _How(
-                limit,
-                self._prompts.on_long_prompt == "truncate-left",
-                row.file,
-                self._thinking_off if labelled and self._head is None else {},
-                row.typed,
-            )
+            variables = self._thinking_off if labelled and self._head is None else {}
+            how = _How(limit, self._prompts.on_long_prompt == "truncate-left", row.file, variables, row.typed)
             if body or source is Source.PROMPT:
                 self._check_no_image(row.columns, body)
             found = self._from_body(body, how) if body else (yield from self._from_columns(row.columns, source, how))
