@@ -127,15 +127,8 @@ class Constraints:
         grammar = self._vocabulary.grammar(params) if params.constrained else None
         ends = self._eos | {i for i in params.stop_token_ids if i < self._vocab_size}
         error = RowError("constraint_error", grammar.fault) if grammar is not None and grammar.fault else None
-        row = self._rows[name] = _Guided(
-            grammar,
-            None if grammar is None else grammar.matcher.deep_copy(),
-            ends,
-            [],
-            error,
-            thoughts,
-            params.reasoning_budget,
-        )
+        matcher = None if grammar is None else grammar.matcher.deep_copy()
+        row = self._rows[name] = _Guided(grammar, matcher, ends, [], error, thoughts, params.reasoning_budget)
         self._limit(row)
         for token in generated:
             if error is None and not self._thought(row, token):

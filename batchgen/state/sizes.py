@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-ATTENDS = frozenset(
-    {
-        "full_attention",
-        "sliding_attention",
-        "indexed_attention",
-        "qwen_sparse_attention",
-        "attention",
-        "hybrid",
-        "hybrid_sliding",
-    }
-)
+ATTENDS = frozenset({
+    "full_attention", "sliding_attention", "indexed_attention", "qwen_sparse_attention", "attention", "hybrid", "hybrid_sliding",
+})  # fmt: skip
 """Types of layers that have keys and values."""
 RECURS = frozenset({"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "recurrent"})
 """Types of layers that have a state."""

@@ -23,20 +23,8 @@ from batchgen.records.remote import file_matcher
 _HINT = "check the disk and run the same command again: finished rows are kept"
 _SQLITE_HINTS = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}
 _NETWORK = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "smbfs",
-    "9p",
-    "afs",
-    "ceph",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "glusterfs",
-    "fuse.",
-)
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.",
+)  # fmt: skip
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
 """A space, tab, line feed or backslash of a path in a list of mounts."""
 _NOT_REPLACED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV)
