@@ -66,58 +66,31 @@ WRAPPERS = frozenset({
 })  # fmt: skip
 """Multimodal `model_type`s around a language model: text equals that of the wrapper's own `generate` (tests/parity/test_wrappers.py)."""
 
-_DRAFTS = "they are draft models, which read the keys and values of another model"
-_ENCODER = "they are encoders, in which a token also sees the tokens after it"
-_IMAGE = "they run only with an image or sound"
 _BOTH = "they have an encoder and a decoder"
-_PREFIX = "in their prompts, a token also sees the tokens after it"
-_BIAS = "they add their own bias to the scores of attention"
 REFUSED = {
-    "bert": _ENCODER,
-    "bert-generation": _ENCODER,
-    "big_bird": _ENCODER,
-    "blip": _IMAGE,
-    "blip-2": _IMAGE,
-    "camembert": _ENCODER,
-    "data2vec-text": _ENCODER,
+    **dict.fromkeys((
+        "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert", "roberta",
+        "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+    ), "they are encoders, in which a token also sees the tokens after it"),
+    **dict.fromkeys((
+        "blip", "blip-2", "idefics", "instructblip", "instructblipvideo", "kosmos-2", "kyutai_speech_to_text", "moshi", "pi0",
+        "voxtral_realtime",
+    ), "they run only with an image or sound"),
+    **dict.fromkeys(("florence2", "pix2struct", "pp_formulanet", "trocr", "vision-encoder-decoder"), _BOTH),
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"),
+        "they are draft models, which read the keys and values of another model",
+    ),
+    **dict.fromkeys(("inkling2", "inkling2_loop", "inkling_mm_model"), "they add their own bias to the scores of attention"),
     "deepseek_v4": "some of their keys and values stand for several tokens each",
     "diffusion_gemma": "they generate blocks of text by diffusion, not token by token",
     "dory": "they run some layers several times, each time with other keys and values",
-    "electra": _ENCODER,
-    "ernie": _ENCODER,
-    "florence2": _BOTH,
-    "gemma4_assistant": _DRAFTS,
-    "gemma4_unified_assistant": _DRAFTS,
-    "hrm_text": _PREFIX,
-    "idefics": _IMAGE,
-    "inkling2": _BIAS,
-    "inkling2_loop": _BIAS,
-    "inkling_mm_model": _BIAS,
-    "instructblip": _IMAGE,
-    "instructblipvideo": _IMAGE,
-    "kosmos-2": _IMAGE,
+    "hrm_text": "in their prompts, a token also sees the tokens after it",
     "kosmos-2.5": "their positions depend on the tokens of the whole batch",
-    "kyutai_speech_to_text": _IMAGE,
-    "megatron-bert": _ENCODER,
-    "moshi": _IMAGE,
-    "pi0": _IMAGE,
-    "pix2struct": _BOTH,
-    "pp_formulanet": _BOTH,
-    "rembert": _ENCODER,
-    "roberta": _ENCODER,
-    "roberta-prelayernorm": _ENCODER,
-    "roc_bert": _ENCODER,
-    "roformer": _ENCODER,
     "rwkv": "their recurrence (RWKV) is not implemented",
-    "trocr": _BOTH,
     "unlimited_ocr": "some of their layers see only the first tokens and a sliding window",
-    "vision-encoder-decoder": _BOTH,
-    "voxtral_realtime": _IMAGE,
-    "xlm-roberta": _ENCODER,
-    "xlm-roberta-xl": _ENCODER,
     "xlstm": "their recurrence (mLSTM) is not implemented",
-    "xmod": _ENCODER,
-}
+}  # fmt: skip
 """`model_type`s that cannot be exact, and why."""
 
 _LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
