@@ -530,7 +530,6 @@ class _PlanBuilder:
         return Result.from_error(request.row, sizes.does_not_fit(unfit[-1]), len(request.tokens)) if unfit else request
 
     def add_window(self, requests: Sequence[Request]) -> None:
-        """Adds a window."""
         if not requests:
             return
         self.windows += 1

@@ -194,6 +194,7 @@ class Setting:
     """`RowParams.sources` of the job."""
 
 
+_SECONDS = ("load", "plan", "generate", "forward", "write", "total")
 _POOL_FIGURES = ("preemptions", "kv_bytes_peak", "kv_bytes_unshared", "state_bytes_peak")
 _WEIGHT_FIGURES = ("weight_bytes", "weight_bytes_read")
 
@@ -202,8 +203,8 @@ def figures(
     run: RunFigures, engine: EngineStats, setting: Setting, earlier: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Returns the figures of a run in the documented form. `earlier` are those of the job's last run; its `job` has the sums so far."""
-    generate = run.seconds["generate"]
-    new = run.new
+    new, generate = run.new, run.seconds["generate"]
+    seconds = run.seconds | {"forward": engine.forward_seconds, "total": time.perf_counter() - run.started_at}
     # The plans' sum is too large if planned rows did not run (the run was stopped) or if prefixes were kept over several windows. The
     # minimum is never more than what was run.
     prefill_min = min(run.prefill_tokens_min, engine.prefill_tokens)
@@ -225,14 +226,7 @@ def figures(
         "completion_tokens_per_s": _ratio(engine.completion_tokens, generate),
         "total_tokens_per_s": _ratio(new.prompt_tokens + engine.completion_tokens, generate),
         "rows_per_s": _ratio(new.rows, generate),
-        "seconds": {
-            "load": run.seconds["load"],
-            "plan": run.seconds["plan"],
-            "generate": generate,
-            "forward": engine.forward_seconds,
-            "write": run.seconds["write"],
-            "total": time.perf_counter() - run.started_at,
-        },
+        "seconds": {name: round(seconds[name], 4) for name in _SECONDS},
         "steps": engine.steps,
         "mean_decode_batch": _ratio(engine.decode_sequences, engine.steps),
         "drafted_tokens": engine.drafted.total(),
@@ -253,7 +247,6 @@ def figures(
         "expect": None,
         "versions": versions(),
     }
-    stats["seconds"] = {name: round(value, 4) for name, value in stats["seconds"].items()}
     stats["job"] = _job_sums(stats, run, (earlier or {}).get("job") or {})
     return stats
 
@@ -268,16 +261,14 @@ _LARGEST = ("kv_bytes_peak", "state_bytes_peak", "memory_bytes_peak")
 def _job_sums(stats: Mapping[str, Any], run: RunFigures, earlier: Mapping[str, Any]) -> dict[str, Any]:
     """Returns sums over all runs of the job. Rows and their tokens are counted in the output itself, which includes rows of killed runs."""
     sums = sum_of_jobs([*([earlier] if earlier else []), {**stats, "runs": 1}])
+    not_generated = run.begun_tokens + run.new.equal_tokens + run.resumed.completion_tokens  # by this run
     return {
         "runs": sums.pop("runs"),
         "rows": run.done,
         "rows_ok": run.new.ok + run.resumed.ok,
         "rows_failed": run.failed,
         **_row_sums(run.new, run.resumed),
-        "completion_tokens": stats["completion_tokens"]
-        + run.begun_tokens
-        + run.new.equal_tokens
-        + run.resumed.completion_tokens,
+        "completion_tokens": stats["completion_tokens"] + not_generated,
         **sums,
     }
 
