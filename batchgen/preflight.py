@@ -16,8 +16,8 @@ from batchgen.jobs.opening import check_place
 from batchgen.jobs.shards import CLAIMS, check_shard_free
 from batchgen.model_files import check_weight_files, has_chat_template
 from batchgen.process.templates import template_process
+from batchgen.prompts.chat_template import chosen_template
 from batchgen.prompts.columns import Columns, check_task
-from batchgen.prompts.messages import chosen_template
 from batchgen.prompts.params import RowParams
 from batchgen.prompts.template import RowTemplate
 from batchgen.push import check_push

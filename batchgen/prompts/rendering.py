@@ -20,6 +20,7 @@ from batchgen.json_values import kind, plain
 from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.thinking import SWITCHES
 from batchgen.process.templates import TemplateCall, template_process
+from batchgen.prompts.chat_template import chosen_template
 from batchgen.prompts.columns import (
     Columns,
     Source,
@@ -30,7 +31,6 @@ from batchgen.prompts.columns import (
 from batchgen.prompts.images import PromptImages
 from batchgen.prompts.messages import (
     Message,
-    chosen_template,
     conversation,
     image_part,
     images_of,

@@ -9,7 +9,7 @@ import batchgen.job_setup
 from batchgen import JobConfig, ModelConfig, PromptConfig, SamplingParams, plan_job, run_job
 from batchgen.assembly import merge_job
 from batchgen.process.templates import template_process
-from batchgen.prompts.messages import ChatTemplate
+from batchgen.prompts.chat_template import ChatTemplate
 from support.tokenizers_by_hand import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
