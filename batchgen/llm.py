@@ -374,19 +374,21 @@ class LLM:
         with self._only_call("add prompts to it with add(), or call this when that call has returned"):
             self.interrupted = []
             results: dict[int, Result] = {}
+
+            def take(result: Result) -> None:
+                results[result.row] = result
+
             with closing(RowKeys()) as row_keys:
-                take = lambda result: results.__setitem__(result.row, result)  # noqa: E731
                 numbers = self._add(rows, params, options, take, row_keys=row_keys)
             tokens_before = self.stats.completion_tokens
             try:
                 with noted_interrupt() as came, prompt_bar(len({*numbers}), self._progress) as show:
 
                     def between_steps() -> None:
-                        if not came():
+                        if came():  # the bar stays where it is: cancelled prompts are not done
+                            self._cancel_all()
+                        else:
                             show(len(results), self.stats.completion_tokens - tokens_before)
-                            return
-                        # The bar stays where it is: cancelled prompts are not done.
-                        self._cancel_all()
 
                     self._run(between_steps)
             except KeyboardInterrupt:  # Ctrl-C again, before the step ended
@@ -476,22 +478,15 @@ class LLM:
         own = params if isinstance(params, list) else None
         numbers = [next(self._numbers) for _ in rows]
         rows = [row._replace(number=number) for row, number in zip(rows, numbers, strict=True)]
-        requests: list[Request] = []
-        failed: list[Result] = []
         builder = self._builder(params, options)
         if media := builder.columns.media(rows):
             why = _TO_SHOW if self._images.refusal is None else _TEXT_ALONE
             warnings.warn(f"prompts have {quoted(media)}, which the model is not shown: {why}", stacklevel=4)
-        for built in builder.build(rows, own):
-            row = self._grammars.checked(built) if isinstance(built, Request) else built
-            if isinstance(row, Request):
-                requests.append(row)
-            else:
-                failed.append(row)
+        checked = [self._grammars.checked(b) if isinstance(b, Request) else b for b in builder.build(rows, own)]
+        asked = [(row, one) for row, one in zip(rows, checked, strict=True) if isinstance(one, Request)]
+        ids = [id_digest(own_id(row, None)) for row, _ in asked]
         with nullcontext(row_keys) if row_keys is not None else closing(RowKeys()) as keys:
-            by_number = dict(zip(numbers, rows, strict=True))
-            ids = [id_digest(own_id(by_number[request.row], None)) for request in requests]
-            requests = [request for request, _ in keys.keyed(requests, ids)]
+            requests = [request for request, _ in keys.keyed([request for _, request in asked], ids)]
         if row_keys is not None:
             first: dict[bytes, Request] = {}
             same = {r.row: first.setdefault(r.key, r).row for r in requests}
@@ -504,7 +499,7 @@ class LLM:
                 self._cancelled.discard(request)
             on_result(result)
 
-        self._failed.extend((done, result) for result in failed)
+        self._failed.extend((done, result) for result in checked if isinstance(result, Result))
         self._waiting.append((bounded_windows(requests, INPUT_LIMITS), done, on_token))
         return numbers
 
@@ -663,11 +658,9 @@ def one_params(given: Any, place: str = "") -> SamplingParams:
     if isinstance(given, SamplingParams):
         return given
     if not isinstance(given, Mapping):
-        wanted = (
-            f"{place} must be SamplingParams or a dict"
-            if place
-            else "params must be SamplingParams, a dict, or, for a list of prompts, a list of them"
-        )
+        wanted = "params must be SamplingParams, a dict, or, for a list of prompts, a list of them"
+        if place:
+            wanted = f"{place} must be SamplingParams or a dict"
         raise TypeError(f"{wanted}, not {_shortened(given)}")
     try:
         return SamplingParams().merged(translated(given))
