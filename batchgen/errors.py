@@ -98,11 +98,9 @@ class Interrupted(KeyboardInterrupt):
     """
 
     def __init__(self, signum: int, *, kept: bool = True) -> None:
-        after = (
-            "run the same command again to continue"
-            if kept
-            else "standard output keeps nothing: the same command begins again"
-        )
+        after = "run the same command again to continue"
+        if not kept:
+            after = "standard output keeps nothing: the same command begins again"
         super().__init__(f"interrupted by {_signal.Signals(signum).name}; {after}")
         self.signum, self.exit_code = signum, 128 + signum
 

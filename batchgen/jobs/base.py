@@ -60,11 +60,9 @@ class HeldResults(Results):
     def note_damaged(self) -> None:
         if self.damaged:
             found = f"{counted(self.damaged, 'result')} in {self.folder / RESULTS_FILE}"
-            dropped = (
-                "is damaged and was dropped: its row is"
-                if self.damaged == 1
-                else "are damaged and were dropped: their rows are"
-            )
+            dropped = "are damaged and were dropped: their rows are"
+            if self.damaged == 1:
+                dropped = "is damaged and was dropped: its row is"
             self.notes.append(f"{found} {dropped} generated again")
 
     def keep_record(self, run: Mapping[str, Any] | None, tree: Mapping[str, Any] | None) -> None:

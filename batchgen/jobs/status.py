@@ -57,11 +57,8 @@ def _read(output: str, folder: Path) -> dict[str, Any]:
         state, process = "finished", None
     else:
         state = "stopped" if process is None else "dead"
-    figures = (
-        _of_finished(sums)
-        if state == "finished"
-        else _under_way(folder, state, process["started"] if process else None)
-    )
+    started = process["started"] if process else None
+    figures = _of_finished(sums) if state == "finished" else _under_way(folder, state, started)
     plan = None if state == "finished" else load_plan(folder)
     shards = None if plan is None else shard_states(folder, plan)
     if plan is not None and shards is not None and process is None:

@@ -292,13 +292,9 @@ class _Narrowing:
         count = sum(math.perm(len(values), size) for size in sizes)
         others = {"prefixItems", "contains"} & schema.keys()
         if not values or others or not 0 < count <= MAX_LISTS:
+            but = f", not {count:,}: set a smaller maxItems, or" if values and count else ";"
             raise ValueError(
-                f"uniqueItems can be enforced for items with an enum, and for at most {MAX_LISTS:,} different lists"
-                + (
-                    f", not {count:,}: set a smaller maxItems, or leave it out"
-                    if values and count
-                    else "; leave it out"
-                )
+                f"uniqueItems can be enforced for items with an enum, and for at most {MAX_LISTS:,} different lists{but} leave it out"
             )
         kept = {name: part for name, part in schema.items() if name in _NOTES}
         return kept | {"enum": [list(found) for size in sizes for found in permutations(values, size)]}

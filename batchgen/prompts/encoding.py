@@ -76,11 +76,10 @@ class Encoder:
                 out[i] = RowError("prompt_too_long", error)
         left = [i for i in range(len(texts)) if i not in out]
         for i, tokens in zip(left, self._all([texts[i] for i in left], special), strict=True):
-            out[i] = (
-                self._error(texts[i], special, what)
-                if tokens is None
-                else self._with_one_bos(texts[i], tokens, special)
-            )
+            if tokens is None:
+                out[i] = self._error(texts[i], special, what)
+            else:
+                out[i] = self._with_one_bos(texts[i], tokens, special)
         return [out[i] for i in range(len(texts))]
 
     def _all(self, texts: Sequence[str], special: bool) -> list[TokenArray | None]:

@@ -167,11 +167,9 @@ class Dataset:
             found = [name for name, known in formats.items() if known is not None]
         if not found:
             there = ", ".join(sorted({posixpath.splitext(name)[1] or "no suffix" for name in names}))
-            copy = (
-                f", or read the Hub's Parquet copy, {self.name.partition('@')[0]}@{_COPY}"
-                if _HUB.match(self.name)
-                else ""
-            )
+            copy = ""
+            if _HUB.match(self.name):
+                copy = f", or read the Hub's Parquet copy, {self.name.partition('@')[0]}@{_COPY}"
             raise UsageError(
                 f"split {split} of {self.name} has no {format or ANY_FORMAT} file{f' (but {there})' if there else ''}",
                 f"name the format with --input-format{copy}",

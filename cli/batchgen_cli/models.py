@@ -69,11 +69,9 @@ def _known_lines(known: dict[str, Any]) -> list[str]:
 
 
 def _report_lines(report: ModelReport) -> list[str]:
-    runs = (
-        "would run: its type is verified"
-        if report.verified
-        else "may run: its type is not verified; when it is loaded, a small model of its type is compared with transformers"
-    )
+    runs = "would run: its type is verified"
+    if not report.verified:
+        runs = "may run: its type is not verified; when it is loaded, a small model of its type is compared with transformers"
     context = [f"          {report.context_note}"] if report.context_note else []
     computed = report.computed_dtype
     dtype = report.dtype if computed == report.dtype else f"{report.dtype}, which this machine computes in {computed}"

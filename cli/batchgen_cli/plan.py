@@ -110,16 +110,14 @@ def plan_lines(report: PlanReport) -> list[str]:
     if report.memory is not None:
         lines += memory_lines(report.memory, 19, f.kv_bytes_batch)
     if report.bytes_per_token:
+        enough = "with less KV memory that row fails, or is cut with --max-tokens auto"
+        if report.bytes_per_state:
+            enough = f"it fits --kv-memory {report.sufficient_memory}, which recurrent states share"
         lines += [
             f"KV per token       {size(report.bytes_per_token)}",
             f"KV for a batch     {size(f.kv_bytes_batch)}; a run holds a batch of rows",
             f"KV for all rows    {size(f.kv_bytes_shared)} (unshared: {size(f.kv_bytes_unshared)}) if all ran at once, each to its full length",
-            f"KV for longest row {size(f.kv_bytes_min)}; "
-            + (
-                f"it fits --kv-memory {report.sufficient_memory}, which recurrent states share"
-                if report.bytes_per_state
-                else "with less KV memory that row fails, or is cut with --max-tokens auto"
-            ),
+            f"KV for longest row {size(f.kv_bytes_min)}; {enough}",
         ]
     if report.bytes_per_state:
         lines.append(
