@@ -79,9 +79,8 @@ class JobReport:
     def __repr__(self) -> str:
         job = self.stats["job"]
         seconds = job["seconds"].get("generate", 0.0)
-        speed = (
-            f" at {job['completion_tokens'] / seconds:,.0f} tokens/s" if seconds and job["completion_tokens"] else ""
-        )
+        rate = job["completion_tokens"] / seconds if seconds else 0.0
+        speed = f" at {rate:,.0f} tokens/s" if rate else ""
         shard = f", shard {self.shard}" if self.shard else ""
         return (
             f"<JobReport {self.output}{shard}: {counted(job['rows'], 'row')}, {job['rows_failed']:,} failed; "

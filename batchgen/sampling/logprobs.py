@@ -88,14 +88,11 @@ def _likeliest(x: torch.Tensor, k: int) -> torch.Tensor:
 
 def read(rows: Sequence[Sequence[float]], counts: Sequence[int]) -> list[TokenLogprobs]:
     """Reads rows of `measure` on the host. Row i keeps the first `counts[i]` of its likeliest tokens."""
-    return [
-        TokenLogprobs(
-            row[0],
-            tuple(int(i) for i in row[1 : 1 + count]),
-            tuple(row[1 + len(row) // 2 : 1 + len(row) // 2 + count]),
-        )
-        for row, count in zip(rows, counts, strict=True)
-    ]
+    found = []
+    for (own, *likeliest), count in zip(rows, counts, strict=True):
+        ids, logprobs = likeliest[:count], likeliest[len(likeliest) // 2 :][:count]
+        found.append(TokenLogprobs(own, tuple(map(int, ids)), tuple(logprobs)))
+    return found
 
 
 @torch.inference_mode()
