@@ -59,15 +59,8 @@ _CHOICE = [
     ("finish_reason", pa.string()),
     ("logprobs", pa.list_(pa.struct([*_TOKEN_FIELDS, ("top", pa.list_(pa.struct(_TOKEN_FIELDS)))]))),
 ]
-_CALLS_TYPE = pa.list_(
-    pa.struct(
-        [
-            ("id", pa.string()),
-            ("type", pa.string()),
-            ("function", pa.struct([("name", pa.string()), ("arguments", pa.string())])),
-        ]
-    )
-)
+_FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
+_CALLS_TYPE = pa.list_(pa.struct([("id", pa.string()), ("type", pa.string()), ("function", _FUNCTION)]))
 RESULT_FIELDS = {
     "text": pa.string(),
     "finish_reason": pa.string(),
