@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.jobs.files.disk import write_whole
+from batchgen.jobs.files.disk import move_file, write_whole
 
 
 def test_a_file_is_replaced_at_once_with_its_permissions_and_a_link_stays_a_link(tmp_path):
@@ -60,3 +60,17 @@ def test_a_mounted_file_is_written_in_place(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="busy"):
         write_whole(tmp_path / "g.json", "new")
     assert contents(tmp_path) == {"f.json": "new"}
+
+
+def test_a_file_can_be_moved_into_a_folder_that_may_be_written_to_but_not_read(tmp_path, monkeypatch):
+    (tmp_path / "new").write_text("new")
+    opened = os.open
+
+    def without_permission(path, *options):
+        if Path(path).is_dir():
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *options)
+
+    monkeypatch.setattr(os, "open", without_permission)
+    move_file(tmp_path / "new", tmp_path / "there")
+    assert (tmp_path / "there").read_text() == "new"

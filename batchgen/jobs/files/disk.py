@@ -108,8 +108,11 @@ def file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> st
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames and new files in `folder` survive a power cut."""
-    fd = os.open(folder, os.O_RDONLY)
+    """Makes renames and new files in `folder` survive a power cut, if the folder can be opened: one without permission to read it cannot."""
+    try:
+        fd = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return
     try:
         os.fsync(fd)
     except OSError as e:
