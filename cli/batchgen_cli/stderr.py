@@ -22,6 +22,7 @@ from batchgen.process.stdout import discard, write_stdout
 _CHECK = "; check its permissions"
 _FILE_HINTS = {errno.EACCES: _CHECK, errno.EPERM: _CHECK, errno.ENAMETOOLONG: "; choose a shorter name"}
 """By error number: what to do about a file that cannot be used."""
+_NO_TEMPORARY_FOLDER = "No usable temporary directory"  # Python's words
 
 
 def printable(text: str) -> str:
@@ -168,4 +169,6 @@ def _unexpected(error: Exception, where: str) -> str:
     """Returns the message of an error that nothing else has turned into one. `where` says how to find its place in the code."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename} cannot be used: {error.strerror}{_FILE_HINTS.get(error.errno or 0, where)}"
+    if isinstance(error, FileNotFoundError) and _NO_TEMPORARY_FOLDER in str(error):
+        return f"{error.strerror}; set TMPDIR to a folder that has room and can be written to"
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}{where}"

@@ -82,6 +82,10 @@ def test_texts_may_come_from_files(cli, write_jsonl, tiny_chat_model_dir, tmp_pa
             OSError(5, "Input/output error"),
             "OSError: [Errno 5] Input/output error; run the command again with -v to see where",
         ),
+        (
+            FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/']"),
+            "No usable temporary directory found in ['/tmp', '/']; set TMPDIR to a folder that has room and can be written to",
+        ),
         (MemoryError(), "out of memory; lower --window or --kv-memory"),
         (KeyboardInterrupt(), "interrupted by SIGINT"),
     ],
