@@ -232,9 +232,12 @@ def _errors(run: subprocess.Popen[str], seconds: float) -> str:
 
 
 def _load(path: Path) -> ctypes.CDLL:
+    """Raises `NoKernels`, and `OSError` if the folder is on a disk from which no code may run: another folder may do."""
     try:
         return ctypes.CDLL(str(path))
     except OSError as e:
+        if os.statvfs(path.parent).f_flag & os.ST_NOEXEC:
+            raise OSError(f"{path.parent} is on a disk that is mounted with noexec") from e
         raise NoKernels(f"the compiled kernels cannot be loaded: {e}") from e
 
 

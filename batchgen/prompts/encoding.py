@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from batchgen.errors import RowError, first_line
+from batchgen.errors import BatchgenError, RowError, first_line
 from batchgen.prompts.shared_text import SharedText
 from batchgen.prompts.tokenizer import LoadedTokenizer, quiet
 from batchgen.request import TokenArray
@@ -137,7 +137,15 @@ def _rust_encoder(tokenizer: Any) -> Callable[[Sequence[str], bool], list[TokenA
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = tokenizer.split_special_tokens
-        encodings = backend.encode_batch_fast(texts, add_special_tokens=special)
+        try:
+            encodings = backend.encode_batch_fast(texts, add_special_tokens=special)
+        except BaseException as e:
+            if "ThreadPoolBuildError" not in str(e):
+                raise
+            raise BatchgenError(
+                "the tokenizer cannot start its threads: too many processes and threads run already",
+                "raise the limit (ulimit -u, or --pids-limit of a container), or set TOKENIZERS_PARALLELISM=false",
+            ) from e
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     return encode
@@ -169,7 +177,7 @@ def _text_batches(texts: Sequence[str], limits: EncoderLimits) -> Iterator[Seque
 def _of_a_text(error: BaseException) -> bool:
     """Whether a text can have caused the error. A panic of the Rust library counts, although it is not an `Exception`."""
     if isinstance(error, Exception):
-        return not isinstance(error, MemoryError)
+        return not isinstance(error, (MemoryError, BatchgenError))
     return type(error).__name__ == "PanicException"
 
 

@@ -1,11 +1,13 @@
 """The kernels are compiled once for each machine; without a compiler plain torch runs, with a note."""
 
 import ctypes
+import os
 import re
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -262,6 +264,20 @@ def test_kernels_that_a_full_cache_has_no_room_for_are_compiled_for_this_run(fol
     why = f"the C++ compiler failed: {said_by_it}"
     assert f"compiled kernels cannot be kept ({why}), so this run compiles its own; set XDG_CACHE_HOME" in said
     assert not libraries(tmp_path)
+
+
+@needs_compiler
+def test_kernels_in_a_cache_from_which_no_code_may_run_are_compiled_for_this_run(folder, tmp_path, monkeypatch):
+    def load(path, loaded=ctypes.CDLL):
+        if path.startswith(f"{tmp_path}/cache"):
+            raise OSError("failed to map segment from shared object")
+        return loaded(path)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    with logged("batchgen", "INFO") as said:
+        assert build.library().answer() == 42
+    assert said[-1].endswith("mounted with noexec), so this run compiles its own; set XDG_CACHE_HOME")
 
 
 @needs_compiler

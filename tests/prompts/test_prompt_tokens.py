@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.config import PromptConfig
+from batchgen.errors import BatchgenError
 from batchgen.prompts import PromptBuilder
-from batchgen.prompts.encoding import Encoder
+from batchgen.prompts.encoding import Encoder, _rust_encoder
 from batchgen.request import Request, row_digest
 from batchgen.sampling_params import SamplingParams
 from support.params import examples
@@ -113,6 +114,27 @@ def test_a_panic_in_the_tokenizer_fails_only_the_text_that_caused_it(tools, monk
     assert [out[0].tolist(), out[1].message, out[2].tolist()] == [
         [101], "the prompt cannot be tokenized: index out of bounds", [102],
     ]  # fmt: skip
+
+
+def test_a_tokenizer_that_can_start_no_threads_ends_the_job_and_fails_no_row(tools, monkeypatch):
+    class PanicException(BaseException):
+        pass
+
+    class Backend:
+        def __getattr__(self, name):
+            return lambda *_: None
+
+        def encode_batch_fast(self, texts, add_special_tokens):
+            raise PanicException("The global thread pool has not been initialized.: ThreadPoolBuildError { … }")
+
+    tokenizer = tools.byte_tokenizer()
+    encoder = Encoder(tokenizer)
+    monkeypatch.setattr(type(tokenizer), "backend_tokenizer", Backend())
+    with pytest.raises(BatchgenError, match=r"cannot start its threads.*; raise the limit"):
+        Encoder(tokenizer)
+    monkeypatch.setattr(encoder, "_encode", _rust_encoder(tokenizer))
+    with pytest.raises(BatchgenError, match="cannot start its threads"):
+        encoder.encode(["a", "b"], special=False)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
