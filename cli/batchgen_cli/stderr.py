@@ -16,13 +16,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TextIO
 
-from batchgen.errors import BatchgenError, ClosedPipe, Interrupted
+from batchgen.errors import BatchgenError, ClosedPipe, Interrupted, first_line
 from batchgen.process.stdout import discard, write_stdout
 
 _CHECK = "; check its permissions"
 _FILE_HINTS = {errno.EACCES: _CHECK, errno.EPERM: _CHECK, errno.ENAMETOOLONG: "; choose a shorter name"}
 """By error number: what to do about a file that cannot be used."""
-_NO_TEMPORARY_FOLDER = "No usable temporary directory"  # Python's words
+_WAYS_OUT = {
+    "No usable temporary directory": "set TMPDIR to a folder that has room and can be written to",
+    "can't start new thread": "raise the limit of processes (ulimit -u, or --pids-limit of a container)",
+}
+"""By words of Python: what to do."""
 
 
 def printable(text: str) -> str:
@@ -169,6 +173,7 @@ def _unexpected(error: Exception, where: str) -> str:
     """Returns the message of an error that nothing else has turned into one. `where` says how to find its place in the code."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename} cannot be used: {error.strerror}{_FILE_HINTS.get(error.errno or 0, where)}"
-    if isinstance(error, FileNotFoundError) and _NO_TEMPORARY_FOLDER in str(error):
-        return f"{error.strerror}; set TMPDIR to a folder that has room and can be written to"
+    for words, way_out in _WAYS_OUT.items():
+        if words in str(error):
+            return f"{first_line(error)}; {way_out}"
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}{where}"

@@ -86,6 +86,10 @@ def test_texts_may_come_from_files(cli, write_jsonl, tiny_chat_model_dir, tmp_pa
             FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/']"),
             "No usable temporary directory found in ['/tmp', '/']; set TMPDIR to a folder that has room and can be written to",
         ),
+        (
+            RuntimeError("can't start new thread"),
+            "can't start new thread; raise the limit of processes (ulimit -u, or --pids-limit of a container)",
+        ),
         (MemoryError(), "out of memory; lower --window or --kv-memory"),
         (KeyboardInterrupt(), "interrupted by SIGINT"),
     ],
