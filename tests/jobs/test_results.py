@@ -101,6 +101,18 @@ def test_a_file_system_without_shared_memory_needs_none(tmp_path, monkeypatch):
         assert (tmp_path / "results.sqlite").read_bytes()[18:20] == b"\1\1"  # no log
 
 
+def test_whoever_the_umask_lets_write_to_the_folder_may_write_to_its_databases(folder):
+    before = os.umask(0o002)
+    try:
+        with opened(folder) as results:
+            assert results.keys_of_rows().occurrences([b"digest"]) == [0]
+            modes = {file.name: file.stat().st_mode & 0o777 for file in folder.glob("*.sqlite*")}
+    finally:
+        os.umask(before)
+    assert {"results.sqlite", "known.sqlite"} <= modes.keys()
+    assert {mode for name, mode in modes.items() if not name.startswith("run.")} == {0o664}
+
+
 @pytest.mark.parametrize("network", [False, True])
 def test_a_database_that_was_removed_is_noticed_before_the_job_has_ended(tmp_path, network, monkeypatch):
     monkeypatch.setattr("batchgen.jobs.files.results.network_file_system", lambda folder: network)

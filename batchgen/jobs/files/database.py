@@ -18,6 +18,15 @@ def open_database(path: Path | str, *, seconds: float = _BUSY_SECONDS, uri: bool
     return sqlite3.connect(str(path), timeout=seconds, isolation_level=None, check_same_thread=False, uri=uri)
 
 
+def make_file(path: Path) -> None:
+    """Makes the file of a database if it is missing, with the permissions that the umask leaves. SQLite would let nobody else write to it.
+
+    Raises `OSError`.
+    """
+    if not path.exists():
+        path.touch()
+
+
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
     """Commits what is written inside; nothing of it if an exception leaves it. Inside another transaction, that one decides."""

@@ -17,7 +17,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from batchgen.jobs.files.database import CACHE_KIB, format_bytes, is_damage, open_database, select_in, transaction
+from batchgen.jobs.files.database import (
+    CACHE_KIB,
+    format_bytes,
+    is_damage,
+    make_file,
+    open_database,
+    select_in,
+    transaction,
+)
 from batchgen.request import Request, id_key, row_key
 
 KNOWN_FILE = "known.sqlite"
@@ -125,6 +133,7 @@ class RowKeys:
 def _attach_known(db: sqlite3.Connection, folder: Path) -> None:
     """Attaches `known.sqlite`. A damaged one is made again: then rows may get other keys."""
     for attempt in (1, 2):
+        make_file(folder / KNOWN_FILE)
         try:
             db.execute("ATTACH DATABASE ? AS known", (os.fsencode(folder / KNOWN_FILE),))
             whole = db.execute("PRAGMA known.integrity_check(1)").fetchone() == ("ok",)
