@@ -236,7 +236,7 @@ def _load(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as e:
-        if os.statvfs(path.parent).f_flag & os.ST_NOEXEC:
+        if os.statvfs(path.parent).f_flag & getattr(os, "ST_NOEXEC", 0):  # Linux's
             raise OSError(f"{path.parent} is on a disk that is mounted with noexec") from e
         raise NoKernels(f"the compiled kernels cannot be loaded: {e}") from e
 
