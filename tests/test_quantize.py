@@ -2,20 +2,23 @@
 
 import json
 import math
+import time
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors import safe_open
 
-from batchgen import EngineConfig, JobConfig, ModelConfig, SamplingParams, run_job
+from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, run_job
 from batchgen.errors import UsageError
 from batchgen.kernels.int8 import Int8Linear
 from batchgen.model.adapter import prepare
 from batchgen.model.weights.int8 import quantize
 from batchgen.model_report import report_model
+from batchgen.process.templates import template_process
 from support.models import build, kernels
 from support.params import in_turn, slow_but
 from support.records import json_rows
@@ -57,6 +60,19 @@ def test_mixers_with_projections_of_their_own_are_quantized(name, packed):
     places = [child for part in made.module.modules() for child in part.children() if isinstance(child, Int8Linear)]
     assert len(places) == len(set(places)) > 4
     assert found["mean_kl"] < 0.02
+
+
+def test_the_first_shard_makes_the_prompts_that_it_is_measured_on_while_its_reading_ends(
+    tiny_model_dir, tmp_path, write_jsonl, monkeypatch
+):
+    def close() -> None:
+        template_process().close()
+        time.sleep(0.1)  # the reading has a result and has not ended
+
+    monkeypatch.setattr("batchgen.jobs.order.requests.template_process", lambda: SimpleNamespace(close=close))
+    template = PromptConfig(template="Say: {{ prompt }}")
+    report = job(tiny_model_dir, write_jsonl(ROWS), tmp_path / "o.jsonl", shard="1/2", prompts=template)
+    assert report.stats["quantization"]["rows"] == 4
 
 
 def test_a_quantized_job_resumes(tiny_model_dir, tmp_path, write_jsonl):

@@ -267,7 +267,7 @@ class FirstReading:
 
     def __exit__(self, *exc: object) -> None:
         self._stopped = True
-        if self._thread.is_alive():
+        if not self._sorted.done():  # else the thread is ending, and the prompts may be needed again
             self._reader.prompts.stop()
         self._thread.join(_STOP_SECONDS)
 
