@@ -181,6 +181,7 @@ def test_lengths_are_those_of_the_rows_that_the_job_has_finished(
     assert (report.lengths.completions, report.lengths.max, report.lengths.cut) == (8, 20, 8)
     assert (report.estimate.rows, report.estimate.lengths) == (32, "rows")
     assert report.estimate.seconds == pytest.approx(22, abs=2)  # a prefix, groups, then the longest completion
+    assert report.estimate.low < report.estimate.seconds < report.estimate.high
 
 
 def test_the_command_tells_what_it_measured(cli, tiny_model_dir, write_jsonl, tmp_path):

@@ -114,7 +114,10 @@ def test_rows_are_drafted_from_those_below_the_same_node_before_others(group: in
     for seq, node, tokens in zip(rows, (0, 1, group), ([3], [4], []), strict=True):
         seq.parent = SimpleNamespace(node=SimpleNamespace(index=node))  # type: ignore[assignment]
         seq.generated += tokens
-    assert proposed(speculator(rows=3), rows)[2] == [draft]
+    found = speculator(rows=3)
+    assert proposed(found, rows)[2] == [draft]
+    found.verified(rows[2], 1, 1)
+    assert found.accepted == {"outputs": 1}
 
 
 def test_nothing_is_drafted_where_a_token_more_costs_as_much_as_it_gives() -> None:

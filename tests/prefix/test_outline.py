@@ -4,7 +4,7 @@ import hashlib
 from collections import Counter
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchgen.prefix import GroupSurvey, Outline, plan_prefixes
@@ -78,6 +78,7 @@ def test_the_outline_is_the_top_of_the_planned_tree(lists, max_nodes):
 # -- groups
 
 
+@example([[0], [0], [1, 1], [1, 1]], 1, 4)  # the largest group comes last
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=20), st.integers(1, 4), st.integers(1, 4))
 def test_groups_are_the_rows_with_the_same_longest_shared_prefix_of_whole_chunks(lists, chunk_size, most):
     prompts = [np.array(ids, dtype=np.int32) for ids in sorted(lists)]
