@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from batchgen.jobs.files.disk import write_stats
 from support.harness import Job, read_output, stored_keys
 from support.params import slow_but
 
@@ -76,3 +77,11 @@ def test_standard_output_and_stats_that_cannot_be_written_are_named(job: Job) ->
     assert (ended.code, ended.error) == (1, "--stats /dev/full cannot be written: No space left on device")
     job.check_output(finished=True)
     assert job.run().code == job.case.code
+
+
+def test_figures_for_standard_output_come_after_what_is_there_if_it_is_a_file(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    print("before", flush=True)
+    write_stats("/dev/stdout", {"rows": 1})
+    assert capfd.readouterr().out == 'before\n{\n  "rows": 1\n}\n'
