@@ -130,6 +130,7 @@ def test_drafts_get_blocks_that_would_stay_free_and_evict_no_node(memory, peak, 
     assert memory.open_sequence(seq, None, reserve=None)
     memory.peak_unshared_blocks = peak
     assert memory.room_for_drafts(seq, 6, reserve) == room
+    assert len(seq.table) == memory.blocks_for(4 + room)
     assert not kept.evicted
     check(memory, seq)
     memory.evict_all()
