@@ -12,6 +12,7 @@ _MODULES = {
     "1_Pooling": "sentence_transformers.models.Pooling",
     "2_Normalize": "sentence_transformers.models.Normalize",
 }
+LAST_TOKEN = {"pooling_mode_cls_token": False, "pooling_mode_lasttoken": True, "include_prompt": True}
 
 
 def save_embedder(
@@ -28,7 +29,7 @@ def save_embedder(
     modules = [{"idx": i, "name": str(i), "path": place, "type": _MODULES[place]} for i, place in enumerate(places)]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
-    own = {"word_embedding_dimension": 64, **(pooling or {"pooling_mode_lasttoken": True})}
+    own = {"word_embedding_dimension": 64, **(pooling or LAST_TOKEN)}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(own))
     own = {"prompts": {"query": QUERY, "document": ""}, "default_prompt_name": prompt_name}
     (folder / "config_sentence_transformers.json").write_text(json.dumps(own))
