@@ -157,9 +157,9 @@ def test_the_next_window_begins_where_the_last_one_ended():
 def test_priorities_come_before_the_prefix_order():
     requests = [request(i, [i % 2] * 9 + [i], 1, priority=float(-i // 8)) for i in range(32)]
     shares = shares_of(requests)
-    order = []
-    for i in range(32):
-        order += taken_by(shares, i % 2, 1)
+    taken = [taken_by(shares, i % 2, 1) for i in range(32)]
+    assert max(map(len, taken)) == 32 // (2 * PIECES)  # there is work for each of the devices
+    order = [row for rows in taken for row in rows]
     assert sorted(order) == list(range(32))
     assert [requests[row].priority for row in order] == sorted(r.priority for r in requests)
 
