@@ -108,6 +108,7 @@ def main() -> None:
         "--functions", type=int, default=0, metavar="N", help="also show the N functions that take the most"
     )
     args = parser.parse_args()
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the command has it, before torch is imported
 
     import batchgen
     from batchgen import JobConfig, run_job

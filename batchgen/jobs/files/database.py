@@ -14,7 +14,12 @@ _BUSY_SECONDS = 60.0
 
 
 def open_database(path: Path | str, *, seconds: float = _BUSY_SECONDS, uri: bool = False) -> sqlite3.Connection:
-    """Opens or makes a database that several threads use, one at a time. `seconds`: how long it waits for another connection. Raises `sqlite3.Error`."""
+    """Opens or makes a database that several threads use, one at a time. `seconds`: how long it waits for another connection.
+
+    Raises `sqlite3.Error`, and `OSError` for a path at which no file can be made.
+    """
+    if isinstance(path, Path):
+        make_file(path)
     return sqlite3.connect(str(path), timeout=seconds, isolation_level=None, check_same_thread=False, uri=uri)
 
 

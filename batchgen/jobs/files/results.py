@@ -32,15 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import OutputLocked
-from batchgen.jobs.files.database import (
-    CACHE_KIB,
-    format_bytes,
-    is_damage,
-    make_file,
-    open_database,
-    select_in,
-    transaction,
-)
+from batchgen.jobs.files.database import CACHE_KIB, format_bytes, is_damage, open_database, select_in, transaction
 from batchgen.jobs.files.disk import network_file_system, shares_memory, writing
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.row_keys import RowKeys
@@ -118,7 +110,6 @@ class Results:
         """Opens the database, reads every result once and drops damaged ones. Raises `Damaged` and errors of SQLite."""
         if format_bytes(path) not in (b"", b"\1\1", b"\2\2"):
             raise Damaged  # SQLite would read it and not write it
-        make_file(path)
         db = open_database(path)
         try:
             db.execute(f"PRAGMA journal_mode = {'TRUNCATE' if self._without_log else 'WAL'}")
