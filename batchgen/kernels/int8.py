@@ -18,6 +18,7 @@ from batchgen.kernels.coded import Codes
 from batchgen.kernels.codes import Coding, PackedTensor
 from batchgen.kernels.isa import instruction_set
 from batchgen.kernels.ops import (
+    CACHED,
     Activation,
     Call,
     Gating,
@@ -34,8 +35,6 @@ from batchgen.kernels.ops import (
 LARGEST = 127
 STEP = 64
 """The length of quantized rows is a multiple of this (int8.h)."""
-AT_A_TIME = 1 << 19
-"""Numbers of a weight that are rounded at a time, so that they stay in the cache."""
 ROW_STEP = 16
 """The number of quantized rows in memory is a multiple of this, because matrix units read whole tiles."""
 
@@ -65,7 +64,7 @@ def quantize_weight(weight: torch.Tensor, scales: torch.Tensor | None = None) ->
         each = [quantize_weight(one) for one in weight]
         return torch.stack([values for values, _ in each]), torch.stack([steps for _, steps in each])
     values, steps = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
-    size = max(1, AT_A_TIME // weight.shape[1])
+    size = max(1, CACHED // weight.shape[1])
     for first in range(0, len(weight), size):
         rows = slice(first, first + size)
         numbers = weight[rows].detach().to(torch.float32, copy=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,6 +18,8 @@ from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.isa import X86, instruction_set
 from batchgen.kernels.memory import empty_in_huge_pages
 
+CACHED = 1 << 19
+"""Numbers of a weight that are taken at a time where each is looked at several times, so that they stay in the caches."""
 MIN_POSITIONS = 2048
 """Number of positions in a new table of cos and sin."""
 
@@ -463,16 +465,29 @@ class KernelLinear(torch.nn.Module):
 
     def plain(self) -> list[torch.Tensor]:
         """Returns what the layer was made of, unpacked: one weight [N, K] ([E, N, K] of experts), or gate and up."""
-        if self.codes is not None:
-            count = self.codes.columns
-            rows = take_coded_rows(self.codes, (count, self.in_features), self.dtype, torch.arange(count))
-        else:
-            rows = self.unpacked(self.words_in_order.transpose(1, 2).flatten(0, 1).contiguous())
+        found = [torch.cat(rows) for rows in zip(*self.pieces(), strict=True)]
+        return [weight.view(self.experts, -1, self.in_features) for weight in found] if self.experts else found
+
+    def pieces(self) -> Iterator[list[torch.Tensor]]:
+        """Yields the rows [rows, K] of the same, one expert after the other; of codes some at a time, which the caches hold."""
+        panel, codes = library().batchgen_linear_panel(), self.codes
         parts = 1 if self.activation is Activation.NONE else 2
-        width = library().batchgen_linear_panel() // parts
-        rows = rows.view(max(1, self.experts), -1, parts, width, self.in_features)
-        found = [rows[:, :, i].flatten(1, 2)[:, : self.out_features] for i in range(parts)]
-        return found if self.experts else [weight[0] for weight in found]
+        width, size = panel // parts, self.in_features
+        panels = -(-self.out_features // width)  # of an expert
+        if codes is None:
+            step = panels
+            columns = self.unpacked(self.words_in_order.transpose(1, 2).flatten(0, 1).contiguous())
+        else:
+            step = max(1, CACHED // (panel * size))
+        for expert in range(max(1, self.experts)):
+            for first in range(0, panels, step):
+                start, end = ((expert * panels + i) * panel for i in (first, min(panels, first + step)))
+                if codes is None:
+                    rows = columns[start:end]
+                else:
+                    rows = take_coded_rows(codes, (codes.columns, size), self.dtype, torch.arange(start, end))
+                rows = rows.view(-1, parts, width, size)
+                yield [rows[:, i].flatten(0, 1)[: self.out_features - first * width] for i in range(parts)]
 
     @property
     def words_in_order(self) -> torch.Tensor:

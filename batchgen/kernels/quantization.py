@@ -44,11 +44,19 @@ def in_8_bits(layer: PackedLinear) -> Int8Linear:
     """Returns a layer in 8 bits. It shares the codes of the packed one, if they can be multiplied as they are."""
     if layer.codes is not None and are_whole(layer.codes):
         return Int8Linear.of_codes(layer)
-    made = Int8Linear([quantize_weight(weight) for weight in layer.plain()], [], layer.dtype, layer.gate)
+    pieces = ([quantize_weight(rows) for rows in parts] for parts in layer.pieces())
+    weights = [_of_pieces(part, layer.experts) for part in zip(*pieces, strict=True)]
+    made = Int8Linear(weights, [], layer.dtype, layer.gate)
     made.biases = layer.biases
     if layer.weights is not None:
         give_back(layer.weights)
     return made
+
+
+def _of_pieces(pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the values [N, K] and scales [N] of pieces of a weight, or of `experts`, one after the other: [E, N, K] and [E, N]."""
+    values, scales = (torch.cat(some) for some in zip(*pieces, strict=True))
+    return (values.view(experts, -1, values.shape[1]), scales.view(experts, -1)) if experts else (values, scales)
 
 
 class Int8Packing(Packing):
