@@ -183,12 +183,6 @@ class Codes:
         found = part.transpose(1, 2).flatten(0, 1)[:rows].contiguous()
         return found.view(torch.uint8) if name.startswith("plane") else found
 
-    @property
-    def columns(self) -> int:
-        """Number of columns of all panels, those included that fill up the last one."""
-        panels, _, columns = next(part for name, part in self.parts.items() if name.startswith("plane")).shape
-        return panels * columns
-
 
 class PartsInPanels(Mapping[str, torch.Tensor]):
     """The parts of a weight [N, K] that only the kernels hold, copied at each access."""

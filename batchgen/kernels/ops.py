@@ -474,6 +474,7 @@ class KernelLinear(torch.nn.Module):
         parts = 1 if self.activation is Activation.NONE else 2
         width, size = panel // parts, self.in_features
         panels = -(-self.out_features // width)  # of an expert
+        count = max(1, self.experts) * panels * panel  # columns of all panels
         if codes is None:
             step = panels
             columns = self.unpacked(self.words_in_order.transpose(1, 2).flatten(0, 1).contiguous())
@@ -485,7 +486,7 @@ class KernelLinear(torch.nn.Module):
                 if codes is None:
                     rows = columns[start:end]
                 else:
-                    rows = take_coded_rows(codes, (codes.columns, size), self.dtype, torch.arange(start, end))
+                    rows = take_coded_rows(codes, (count, size), self.dtype, torch.arange(start, end))
                 rows = rows.view(-1, parts, width, size)
                 yield [rows[:, i].flatten(0, 1)[: self.out_features - first * width] for i in range(parts)]
 

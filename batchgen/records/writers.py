@@ -505,7 +505,9 @@ def _clean(value: Any) -> Any:
         return clean(value)
     if isinstance(value, dict):
         return {_clean(k): _clean(v) for k, v in value.items()}
-    return type(value)(map(_clean, value)) if isinstance(value, list | tuple) else value
+    if isinstance(value, list):
+        return [_clean(v) for v in value]
+    return tuple(map(_clean, value)) if isinstance(value, tuple) else value
 
 
 def _columns_of(batch: pa.RecordBatch | None, indices: Sequence[int]) -> dict[str, pa.Array]:
