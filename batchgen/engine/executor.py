@@ -10,13 +10,16 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from batchgen.errors import BatchgenError, in_one_line, is_out_of_memory
 from batchgen.kernels.transfer import Readback, put
 from batchgen.model.runner import Runner
+from batchgen.model.wanted_logits import Wanted
 from batchgen.parsers.heads import OutputHead
 from batchgen.sampling.constraints import Constraints
 from batchgen.sampling.logprobs import score_targets
@@ -95,9 +98,11 @@ class StepExecutor:
                     self._guided.add(_name(seq))
                     self._constraints.add(_name(seq), params, seq.generated, seq.request.text_tokens)
         with self._on_device():
+            wanted = None
             if self._guided and not len(batch.packed.pending_places):
                 self._constraints.start(*_places(batch.samples))  # computed in another thread while the model runs
-            logits = self._runner.run(batch, self._sampler.last)
+                wanted = partial(self._wanted, batch)
+            logits = self._runner.run(batch, self._sampler.last, wanted)
             if logits is not None:
                 logits = logits.to(self._sampler.device)
             step = InFlightStep(batch, logits)
@@ -168,6 +173,18 @@ class StepExecutor:
         self._constraints.clear()
         self._guided.clear()
         self._node_logits.clear()
+
+    def _wanted(self, batch: ScheduledBatch) -> Wanted | None:
+        """Returns which of the batch's logits are wanted; None for all: grammars leave a row some tokens, and log-probabilities need every logit."""
+        mask = self._constraints.mask(*_places(batch.samples))
+        if mask is None:
+            return None
+        words = mask.shape[1]
+        wanted = np.full((batch.size.logit_rows, words + words % 2), -1, dtype=np.int32)
+        limited = [s.sequence.request.params.logprobs is None for s in batch.samples[: len(batch.sample_rows)]]
+        wanted[batch.sample_rows[limited], :words] = mask.numpy()[: len(limited)][limited]
+        wanted[[kept.row for kept in batch.kept_rows]] = -1
+        return wanted.view(np.uint64)
 
     def _logits(self, step: InFlightStep) -> torch.Tensor:
         """Returns the logits [samples, vocabulary] to sample from: rows of the step's logits, then the logits that nodes keep."""

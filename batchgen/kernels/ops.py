@@ -386,6 +386,8 @@ class Product(ctypes.Structure):
         *pointers("starts"),
         *integers("first_panel"),
         *((name, ctypes.c_double) for name in ("alpha", "limit")),
+        *pointers("chosen"),
+        *integers("chosen_panels"),
     )
 
 
@@ -556,6 +558,14 @@ class PackedLinear(KernelLinear):
         self.product(
             rows.data_ptr(), len(rows), rows.stride(0) * x.itemsize // 4, y.data_ptr(), self.out_features, starts
         ).run()
+        return y
+
+    def some_columns(self, x: torch.Tensor, panels: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Writes to y [R, N] what x [R, K] becomes, in the columns of these panels (int64) alone, and returns it."""
+        rows = _in_words(x)
+        call = self.product(rows.data_ptr(), len(rows), rows.stride(0) * x.itemsize // 4, y.data_ptr(), y.stride(0))
+        call.argument.chosen, call.argument.chosen_panels = panels.data_ptr(), len(panels)
+        call.run()
         return y
 
     def product(self, x: int, rows: int, x_row: int, y: int, y_row: int, starts: torch.Tensor | None = None) -> Call:

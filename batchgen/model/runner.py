@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -15,6 +15,7 @@ from batchgen.errors import ModelError, OutOfMemory, is_out_of_memory
 from batchgen.kernels.transfer import put
 from batchgen.model.cuda_runner import device_step
 from batchgen.model.loaded_model import LoadedModel, logits_at
+from batchgen.model.wanted_logits import Wanted, only_wanted
 from batchgen.scheduling.batch import (
     Limits,
     PackedSpans,
@@ -60,10 +61,16 @@ class Runner:
         self._device_step = None
 
     @torch.inference_mode()
-    def run(self, batch: ScheduledBatch, last: torch.Tensor | None = None) -> torch.Tensor | None:
+    def run(
+        self,
+        batch: ScheduledBatch,
+        last: torch.Tensor | None = None,
+        wanted: Callable[[], Wanted | None] | None = None,
+    ) -> torch.Tensor | None:
         """Returns the batch's rows of logits [N, vocabulary], valid until the next run; None if none are wanted.
 
         `last` int64, on the device, holds the newest token by sampler index, for sequences whose pending tokens the host does not know.
+        `wanted` says which logits are wanted, of all rows (None: all of them), and is called as late as possible. The others mean nothing.
         If the device runs out of memory, the batch runs in halves: its spans do not depend on one another, and what the failed forward
         has written is written again. Raises `OutOfMemory` if not even one token goes through. With recurrent layers it raises
         `StatesLost` instead of running halves; from then on steps must not be larger than `max_forward_tokens`.
@@ -71,16 +78,18 @@ class Runner:
         with torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext():
             if batch.copies:
                 self.cache.copy(batch.copies)
-            logits = self._run(batch.packed, last) if batch.spans else []
+            logits = self._run(batch.packed, last, wanted) if batch.spans else []
             if not logits:
                 return None
             return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def _run(self, packed: PackedSpans, last: torch.Tensor | None) -> list[torch.Tensor]:
+    def _run(
+        self, packed: PackedSpans, last: torch.Tensor | None, wanted: Callable[[], Wanted | None] | None
+    ) -> list[torch.Tensor]:
         size = len(packed.tokens)
         if self.max_forward_tokens is None or size <= self.max_forward_tokens:
             try:
-                return self._forward(packed, last)
+                return self._forward(packed, last, wanted)
             except (MemoryError, RuntimeError) as e:
                 if not is_out_of_memory(e):
                     raise
@@ -96,9 +105,11 @@ class Runner:
             if self.states is not None:
                 raise StatesLost
         # The next half may put its logits where these are.
-        return [logits.clone() for half in packed.halves() for logits in self._run(half, last)]
+        return [logits.clone() for half in packed.halves() for logits in self._run(half, last, None)]
 
-    def _forward(self, packed: PackedSpans, last: torch.Tensor | None) -> list[torch.Tensor]:
+    def _forward(
+        self, packed: PackedSpans, last: torch.Tensor | None, wanted: Callable[[], Wanted | None] | None
+    ) -> list[torch.Tensor]:
         vision = self.model.vision
         shows = vision is not None and vision.concerns(packed)
         if self._device_step is not None and not shows:
@@ -113,7 +124,11 @@ class Runner:
         if last is not None and len(packed.pending_places):
             pending = last.index_select(0, put(packed.pending_sampler_indices, device))
             tokens.index_copy_(0, put(packed.pending_places, device), pending)
-        with self._recurrent(packed.spans), vision.showing(packed) if vision and shows else nullcontext():
+        with (
+            self._recurrent(packed.spans),
+            vision.showing(packed) if vision and shows else nullcontext(),
+            only_wanted(self.model.module.get_output_embeddings(), wanted) if wanted else nullcontext(),
+        ):
             output = self.model.module(
                 input_ids=tokens.unsqueeze(0),
                 position_ids=put(positions, device).unsqueeze(-2),

@@ -1,7 +1,7 @@
 """Steps that verify drafts, right and wrong ones, give the results of steps without drafts."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,11 @@ import pytest
 
 from batchgen import LLM, EngineConfig, SamplingParams
 from batchgen.engine.engine import Engine
+from batchgen.engine.executor import StepExecutor
+from batchgen.kernels.ops import PackedLinear
 from batchgen.result import Result
 from support.drafters import ForcedDrafter, known
-from support.models import engine_for, make_requests, plain_llama, token_ids
+from support.models import engine_for, kernels, make_requests, plain_llama, token_ids
 from support.models import run as run_requests
 from support.params import slow_but
 from support.shapes import VOCAB
@@ -59,11 +61,16 @@ CASES = {
 PROMPTS = ["The same beginning. ", "The same beginning. And more"]
 
 
-def run(model: Path, drafter: Callable[[Engine], Any] = lambda engine: None, **engine: Any) -> list[Result]:
+def run(
+    model: Path,
+    drafter: Callable[[Engine], Any] = lambda engine: None,
+    cases: Mapping[str, SamplingParams] = CASES,
+    **engine: Any,
+) -> list[Result]:
     with LLM(model, engine=EngineConfig(kv_memory="16MiB", debug=True, speculate="off", **engine)) as llm:
         assert isinstance(llm.engine, Engine)
         llm.engine.scheduler.drafter = drafter(llm.engine)
-        pairs = [(prompt, params) for params in CASES.values() for prompt in PROMPTS]
+        pairs = [(prompt, params) for params in cases.values() for prompt in PROMPTS]
         return llm.generate([prompt for prompt, _ in pairs], [params for _, params in pairs])
 
 
@@ -103,6 +110,17 @@ def test_every_kind_of_row_has_the_same_result(model: Path, without: list[Result
     assert drafters[0].drafted > 1000
     share = drafters[0].accepted / drafters[0].drafted
     assert share > 0.9 if right == 1 else 0.05 < share < 0.9 if right else share < 0.05
+
+
+def test_logits_that_grammars_save_change_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_tiny_llama(tmp_path, vocab_size=1500)
+    cases = {name: params for name, params in CASES.items() if params.constrained}
+    some_columns, calls = PackedLinear.some_columns, []
+    monkeypatch.setattr(PackedLinear, "some_columns", lambda *args: calls.append(args) or some_columns(*args))
+    got = run(model, cases=cases)
+    assert len(calls) > 20 or kernels() is None
+    monkeypatch.setattr(StepExecutor, "_wanted", lambda executor, batch: None)
+    assert run(model, cases=cases) == got
 
 
 def test_drafts_without_numbers_leave_no_trace() -> None:

@@ -4,14 +4,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import transformers
+from numpy.typing import NDArray
 
 from batchgen.attention.base import LayerOptions
 from batchgen.attention.torch_backend import StepAttention
 from batchgen.errors import ModelError
+from batchgen.kernels.ops import PackedLinear
 from batchgen.model.architectures import REFUSED, VERIFIED, VERIFIED_ON, check_architecture, is_verified, refusal
+from batchgen.model.runner import Runner
 from support.features import candidates
 from support.models import (
     TOLERANCE,
@@ -26,7 +32,9 @@ from support.models import (
     watched,
 )
 from support.params import slow_but
+from support.requests import planned
 from support.shapes import CORE, SHAPES, family_config, prompts_and_lengths
+from support.wanted import bits
 
 # Importing GPTBigCode from transformers 5.17 with torch 2.13 gives this warning.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -51,6 +59,37 @@ def test_tokens_and_logits_equal_those_of_generate(name):
     preemptions, more = check_equal_to_generate(model, PROMPTS, LENGTHS, expected_of(name))
     assert preemptions == 0
     assert more > 0 or name in ALL_LAYERS_SLIDE or model.states  # few state slots let few run, whose blocks suffice
+
+
+def first_logits(model: Any, wanted: NDArray[np.bool_] | None, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Returns the logits of the first step that has some. `wanted`: of the vocabulary; None for all."""
+    found, run_step = [], Runner.run
+
+    def watched(runner, batch, last, _):
+        rows = None if wanted is None else bits(np.tile(wanted, (batch.size.logit_rows, 1)))
+        logits = run_step(runner, batch, last, lambda: rows)
+        if logits is not None:
+            found.append(logits.clone())
+        return logits
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "run", watched)
+        engine = engine_for(model)
+        engine.add(*planned(make_requests(PROMPTS, LENGTHS)), lambda result: None)
+        while not found:
+            engine.step()
+    return found[0]
+
+
+@pytest.mark.parametrize("name", slow_but(CORE, sorted(SHAPES)))
+def test_logits_that_are_wanted_do_not_depend_on_the_others(name, monkeypatch):
+    """Models may limit or scale their logits, one by one."""
+    model, some_columns, calls = packed_model(name), PackedLinear.some_columns, []
+    monkeypatch.setattr(PackedLinear, "some_columns", lambda *args: calls.append(args) or some_columns(*args))
+    wanted = np.arange(model.vocab_size) == 5
+    want, got = (first_logits(model, which, monkeypatch) for which in (None, wanted))
+    assert torch.equal(got[:, wanted], want[:, wanted])
+    assert len(calls) == (type(model.module.get_output_embeddings()) is PackedLinear)
 
 
 # Options that a backend might ignore or a module might not pass on.

@@ -94,9 +94,12 @@ struct Product {  // `Product` in ops.py is the same
     const int64_t* starts;  // [experts + 1]
     int64_t first_panel;    // of the weights of an expert; 0 outside of a task
     double alpha, limit;    // of the activation
+    const int64_t* chosen;  // the panels that are computed, where not all of them are; null with experts
+    int64_t chosen_panels;
 };
 
 INLINE int64_t panels_of(const Product& p) { return (p.columns * (p.activation == NONE ? 1 : 2) + WIDTH - 1) / WIDTH; }
+INLINE int64_t computed_panels(const Product& p) { return p.chosen ? p.chosen_panels : panels_of(p); }
 
 // The tasks of a product: each is some rows times a panel.
 class ProductTasks {
@@ -106,7 +109,7 @@ class ProductTasks {
     };
 
     // Cuts the rows of each expert into `wanted` parts if they have so many times `step` rows, and into more if a part has more than `most`.
-    ProductTasks(const Product& p, int64_t panels, int64_t threads, int64_t step, int64_t most) : panels_(panels) {
+    ProductTasks(const Product& p, int64_t panels, int64_t threads, int64_t step, int64_t most) : panels_(panels), chosen_(p.chosen) {
         const int64_t experts = std::max<int64_t>(1, p.experts);
         int64_t busy = 0;
         for (int64_t e = 0; e < experts; e++) busy += rows_of(p, e) > 0;
@@ -124,8 +127,8 @@ class ProductTasks {
     int64_t count() const { return count_; }
     Task at(int64_t task) const {
         const Share& s = *std::prev(std::upper_bound(shares_.begin(), shares_.end(), task, [](int64_t t, const Share& share) { return t < share.first; }));
-        const int64_t i = task - s.first, begin = i / panels_ * s.task_rows;
-        return {s.expert, i % panels_, s.row + begin, s.row + std::min(s.rows, begin + s.task_rows)};
+        const int64_t i = task - s.first, begin = i / panels_ * s.task_rows, panel = i % panels_;
+        return {s.expert, chosen_ ? chosen_[panel] : panel, s.row + begin, s.row + std::min(s.rows, begin + s.task_rows)};
     }
     static int64_t rows_of(const Product& p, int64_t expert) { return p.experts ? p.starts[expert + 1] - p.starts[expert] : p.rows; }
     // Returns the blocks of `size` rows of all experts.
@@ -142,6 +145,7 @@ class ProductTasks {
     std::vector<Share> shares_;
     int64_t count_ = 0;
     const int64_t panels_;
+    const int64_t* chosen_;
 };
 
 // Returns the product of one expert's rows, which keep their numbers.
@@ -399,10 +403,10 @@ template <class E, class T>
 void multiply(Product p) {
     p.inner = p.words * E::per_word;
     p.group = p.words * E::side;
-    const int64_t panels = panels_of(p), work = panels * p.words * ProductTasks::blocks(p, ROWS);
+    const int64_t panels = panels_of(p), computed = computed_panels(p), work = computed * p.words * ProductTasks::blocks(p, ROWS);
     const int64_t threads = std::max<int64_t>(1, std::min(p.threads, work / MIN_WORK));
-    const int64_t at_once = p.codes && p.rows == 1 ? PANELS_OF_A_ROW : 1;  // panels of a task
-    const ProductTasks all(p, (panels + at_once - 1) / at_once, threads, ROWS, MAX_ROWS);
+    const int64_t at_once = p.codes && p.rows == 1 && !p.chosen ? PANELS_OF_A_ROW : 1;  // panels of a task
+    const ProductTasks all(p, (computed + at_once - 1) / at_once, threads, ROWS, MAX_ROWS);
     in_parallel(all.count(), threads, [&](Tasks& some) {
         alignas(64) uint32_t sums[MAX_ROWS * WIDTH];
         alignas(64) uint32_t wide[E::a_words == 2 ? DEPTH * WIDTH : 1];

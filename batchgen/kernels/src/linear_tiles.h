@@ -116,10 +116,10 @@ class TileTask {
 template <class E, class T>
 void run_tiles(const Product& p) {
     if (p.rows == 0) return;
-    const int64_t panels = panels_of(p);
-    const int64_t work = panels * ((p.words + TILE - 1) / TILE) * ProductTasks::blocks(p, TILE);
+    const int64_t panels = panels_of(p), computed = computed_panels(p);
+    const int64_t work = computed * ((p.words + TILE - 1) / TILE) * ProductTasks::blocks(p, TILE);
     const int64_t threads = std::max<int64_t>(1, std::min(p.threads, work / MIN_TILES));
-    const ProductTasks all(p, panels, threads, SIDE, MAX_ROWS);
+    const ProductTasks all(p, computed, threads, SIDE, MAX_ROWS);
     in_parallel(all.count(), threads, [&](Tasks& some) {
         TileTask<E, T> task(p);
         for (int64_t i = some.take(), next; i >= 0; i = next) {
