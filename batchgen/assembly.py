@@ -14,7 +14,7 @@ from typing import Any
 
 from batchgen.config import INPUT_LIMITS
 from batchgen.errors import BatchgenError, InputCorrupt, OutputError, OutputLocked, UsageError, memory_errors
-from batchgen.jobs.base import JobSpec
+from batchgen.jobs.base import FinishedJob, JobSpec
 from batchgen.jobs.files.disk import check_file, write_stats
 from batchgen.jobs.files.lease import Lease, holder_of_lease
 from batchgen.jobs.files.manifest import Manifest, file_digest, load_manifest
@@ -199,8 +199,10 @@ def _merged_job(output: str, work_dir: str | None, tracker: Tracker) -> JobRepor
         )
     if any((folder / name).exists() for name in WORK_FILES) and file_digest(folder / "stats.json") == manifest.stats:
         # A merge was killed while it removed them, or does so now.
-        with suppress(OutputLocked), open_job(_spec(output, work_dir, manifest, Input((), [])), merging=True):
-            pass  # opening it removes them
+        with suppress(OutputLocked):
+            opened = open_job(_spec(output, work_dir, manifest, Input((), [])), merging=True)  # which removes them
+            if isinstance(opened, JobFolder):
+                opened.close()
     return JobReport(stats, output, already_finished=True, work_dir=work_dir)
 
 
@@ -226,10 +228,11 @@ def _merge_shards(
     outcomes = Outcomes(tracker, None, agreement_with(request.get("expect"), source))
     shards = shard_figures(job_path(output, work_dir), plan)
     outcomes.tracker.phase("joining the shards")
-    with open_job(_spec(output, work_dir, manifest, source), lease, merging=True) as job:
-        assert isinstance(job, JobFolder), "standard output has no shards"
-        if job.finished is not None:  # a merge that was killed when all was done but the cleaning up
-            return JobReport(job.finished, output, already_finished=True, work_dir=work_dir)
+    opened = open_job(_spec(output, work_dir, manifest, source), lease, merging=True)
+    if isinstance(opened, FinishedJob):  # a merge that was killed when all was done but the cleaning up
+        return JobReport(opened.figures, output, already_finished=True, work_dir=work_dir)
+    assert isinstance(opened, JobFolder), "standard output has no shards"
+    with opened as job:
         outcomes.tracker.total = job.row_count
         outcomes.tracker.phase("writing")
         with outcomes.run.timed("write"):

@@ -25,6 +25,7 @@ from batchgen.errors import (
     memory_errors,
 )
 from batchgen.job_setup import JobCommand, JobSetup, check_command, set_up_job
+from batchgen.jobs.base import FinishedJob
 from batchgen.jobs.files.disk import write_stats
 from batchgen.jobs.identity import dtype_name
 from batchgen.jobs.job_folder import Job, JobFolder, Store
@@ -102,14 +103,13 @@ def _run_job(config: JobConfig, progress: Progress, measured: int | None = None)
             command = check_command(config)
             done = find_finished(command.output, digest=command.digest, input=command.source, config=config)
             if done is not None:
-                tracker.show_notes(command.source.notes)
-                return _already_finished(command, *done)
+                return _already_finished(command, done, tracker)
         setup, store = set_up_job(command, signals, tracker)
+        if isinstance(store, FinishedJob):
+            return _already_finished(command, store, tracker)
         with store as job:
             tracker.show_notes(command.source.notes)
             tracker.show_notes(job.notes)
-            if job.finished is not None:
-                return _already_finished(command, job.finished, setup.prompts.chat, _shard_name(config, job))
             tracker.tell = job.tell
             expect = None if config.shard else config.expect  # a shard writes no rows
             outcomes = Outcomes(tracker, config.max_errors, agreement_with(expect, setup.spec.input))
@@ -434,7 +434,7 @@ def _finish_job(job: Store, setup: JobSetup, model: _Model, outcomes: Outcomes) 
         already_finished=False,
         chat=setup.prompts.chat,
         failures=tuple(outcomes.failures),
-        shard=_shard_name(setup.config, job),
+        shard=str(setup.config.shard) if isinstance(job, ShardFolder) else "",
     )
 
 
@@ -447,11 +447,9 @@ def _keep_stopped(job: Store, config: JobConfig, model: _Model) -> dict[str, Any
     return stats
 
 
-def _already_finished(command: JobCommand, stats: dict[str, Any], chat: bool, shard: str = "") -> JobReport:
-    write_stats(command.config.stats, stats)
-    return JobReport(stats, command.output, already_finished=True, chat=chat, shard=shard)
-
-
-def _shard_name(config: JobConfig, job: Store) -> str:
-    """`I/N` for a shard; empty for a whole job, and for a shard of a job that is already merged."""
-    return str(config.shard) if isinstance(job, ShardFolder) else ""
+def _already_finished(command: JobCommand, job: FinishedJob, tracker: Tracker) -> JobReport:
+    tracker.show_notes(command.source.notes)
+    tracker.show_notes(job.notes)
+    write_stats(command.config.stats, job.figures)
+    shard = str(command.config.shard) if job.is_shard else ""  # not for one of a job that is merged already
+    return JobReport(job.figures, command.output, already_finished=True, chat=job.chat, shard=shard)

@@ -9,17 +9,17 @@ from typing import Any
 
 from batchgen.config import JobConfig
 from batchgen.errors import UsageError
-from batchgen.jobs.base import JobSpec
+from batchgen.jobs.base import FinishedJob, JobSpec
 from batchgen.jobs.files.disk import check_file
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import as_stored
 from batchgen.jobs.identity import command_digest, date_of_job, job_settings, local_identity
-from batchgen.jobs.job_folder import Job, JobFolder, open_job
+from batchgen.jobs.job_folder import Job, JobFolder, Store, open_job
 from batchgen.jobs.opening import IMAGES_FOLDER, request_of
 from batchgen.jobs.order.requests import FirstReading, RequestReader, asked_of
 from batchgen.jobs.order.sorted_requests import SortedRequests, evenly, in_window_order
 from batchgen.jobs.outcomes import Outcomes
-from batchgen.jobs.shards import ShardFolder, ShardPlan, input_facts, open_shard, write_plan
+from batchgen.jobs.shards import ShardPlan, input_facts, open_shard, write_plan
 from batchgen.parsers.json_schemas import closes
 from batchgen.prefix import Outline
 from batchgen.preflight import check_job
@@ -96,7 +96,7 @@ class JobSetup:
         return [built.tokens for built in self.prompts.build(chosen) if isinstance(built, Request)]
 
 
-def set_up_job(command: JobCommand, signals: Signals, tracker: Tracker) -> tuple[JobSetup, Job | ShardFolder]:
+def set_up_job(command: JobCommand, signals: Signals, tracker: Tracker) -> tuple[JobSetup, Store | FinishedJob]:
     """Sets a job up and opens the place of its results: its folder, standard output, or a shard. Raises `UsageError` for a job with other settings."""
     config = command.config
     with signals.interruptible():
@@ -182,7 +182,7 @@ def _spec_of(command: JobCommand, tokenizer: LoadedTokenizer, prompts: PromptBui
     )
 
 
-def _open_store(setup: JobSetup, signals: Signals, tracker: Tracker) -> Job | ShardFolder:
+def _open_store(setup: JobSetup, signals: Signals, tracker: Tracker) -> Store | FinishedJob:
     config = setup.config
     if config.shard_of is None:
         return open_job(setup.spec, tell=tracker.note)
@@ -191,10 +191,11 @@ def _open_store(setup: JobSetup, signals: Signals, tracker: Tracker) -> Job | Sh
         | {"settings": setup.spec.settings, "expect": config.expect, "rows": asdict(setup.spec.form)}
     )
 
-    def read(lease: Lease) -> Job | None:
-        with open_job(setup.spec, lease) as job:
-            if job.finished is not None:
-                return job
+    def read(lease: Lease) -> FinishedJob | None:
+        opened = open_job(setup.spec, lease)
+        if isinstance(opened, FinishedJob):
+            return opened
+        with opened as job:
             _plan_shards(setup, job, asked, Tracker(tracker.shown))
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,25 +37,30 @@ class JobSpec:
     flush_every: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedJob:
+    """A job, or one of its shards, for which a command has nothing to do."""
+
+    figures: dict[str, Any]
+    chat: bool
+    """Whether its prompts go through a chat template."""
+    is_shard: bool = False
+    notes: list[str] = field(default_factory=list)
+    """Messages to show once."""
+
+
 class HeldResults(Results):
     """The results of a job or of one of its shards, whose lease this process holds. A context manager; leaving it keeps what was appended."""
 
-    def __init__(self, folder: Path) -> None:
-        """The database is opened by `open_results`."""
-        self.folder = folder
+    def __init__(self, folder: Path, flush_every: float, lease: Lease) -> None:
         self.notes: list[str] = []
         """Messages to show once."""
-        self.finished: dict[str, Any] | None = None
-        """The figures of the finished job if there is nothing to do; then no method may be called."""
         self.previous: dict[str, Any] | None = None
         """The figures of the last run, if this run continues it."""
         self.results_at_hand = 0
         """Number of results of earlier runs."""
-        self._lease: Lease
-
-    def open_results(self, flush_every: float) -> None:
-        self._record = JobRecord.load(self.folder)
-        super().__init__(self.folder, flush_every, self._lease)
+        self._lease, self._record = lease, JobRecord.load(folder)
+        super().__init__(folder, flush_every, lease)
 
     def note_damaged(self) -> None:
         if self.damaged:

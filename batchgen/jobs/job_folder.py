@@ -38,7 +38,7 @@ from typing import Any, TypeAlias
 
 from batchgen.config import RETRY_REASONS
 from batchgen.errors import OutputError, UsageError
-from batchgen.jobs.base import HeldResults, JobSpec
+from batchgen.jobs.base import FinishedJob, HeldResults, JobSpec
 from batchgen.jobs.files.disk import json_digest, sync_folder, write_json, writing
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.files.manifest import FIRST_LIMIT, Manifest, as_stored, file_digest
@@ -82,42 +82,30 @@ class JobFolder(HeldResults):
     """One job, from its first window to the rename of its output (`Job`). `open_job` makes it."""
 
     def __init__(self, opened: Opening, lease: Lease, *, merging: bool) -> None:
-        """Opens the job's database and the files of its output, and takes over the results that there are.
-
-        Of a finished job, only removes what an earlier run has left beside the output.
-        """
-        super().__init__(opened.folder)
-        self.notes = opened.notes
-        self.finished, self.previous = opened.finished, opened.previous
+        """Opens the job's database and the files of its output, and takes over the results that there are."""
+        remove_files(opened.folder, REMADE_FILES)
+        kept, file = opened.folder / KEPT_FILE, opened.folder / RESULTS_FILE
+        if kept.exists() and not file.exists():
+            kept.replace(file)
+        super().__init__(opened.folder, opened.spec.flush_every, lease)
+        self.notes, self.previous = opened.notes, opened.previous
         self.kept_rows = 0
         """Number of rows of the existing output. Rows before this number stay in the output despite `--limit`, if they have a result or failed."""
         self.output = opened.spec.output
         self._spec, self._target, self._manifest = opened.spec, opened.target, opened.manifest
         self._old, self._limit_raised = opened.old, opened.limit_raised
-        self._lease, self.merging = lease, merging
-        self._files: ExitStack | None = None
+        self.merging = merging
         self._row_figures = RowFigures()
-        self._open()
-
-    def _open(self) -> None:
-        if self.finished is not None:
-            self._clean_up(self._shrunk())
-            return
-        remove_files(self.folder, REMADE_FILES)
-        kept, file = self.folder / KEPT_FILE, self.folder / RESULTS_FILE
-        if kept.exists() and not file.exists():
-            kept.replace(file)
-        with ExitStack() as opened:
-            self.open_results(self._spec.flush_every)
-            opened.callback(super().close)
+        with ExitStack() as files:
+            files.callback(super().close)
             self.row_keys = self.keys_of_rows()
             rendering = json_digest({"settings": self._manifest.settings, "versions": self._manifest.mentions})
             self.row_memory = self.memory_of_rows(rendering.encode())
             self._take_results()
             sync_folder(self.folder)  # a synced database is lost if its folder's entry is not synced
             self._manifest.save(self.folder / "manifest.json")
-            self._open_files(opened)
-            self._files = opened.pop_all()
+            self._open_files(files)
+            self._files: ExitStack | None = files.pop_all()
 
     def _take_results(self) -> None:
         """Gathers the results that this run may use: those of the database, of shards, and of a finished output."""
@@ -143,7 +131,7 @@ class JobFolder(HeldResults):
         retry = self._manifest.request["retry"]
         interrupted = bool(retry) and self.fact("retry") == retry
         if not interrupted:
-            self._settle(self)  # of a run that was killed, and that this one does not continue
+            _settle(self, self._manifest)  # of a run that was killed, and that this one does not continue
         if retry and (self._limit_raised or not interrupted):  # an interrupted run has dropped them already
             self.forget([RETRY_REASONS[name] for name in retry])
             self.set_fact("retry", retry)
@@ -241,9 +229,13 @@ class JobFolder(HeldResults):
             self.flush()
             self._manifest = replace(old, request=old.request | {"prune": False})
             self._manifest.save(self.folder / "manifest.json")
-            left = self._shrink(self)
-            self._close_files()
-            self._clean_up(left)
+            self._end()
+
+    def _end(self) -> None:
+        """Closes the files, and removes what the finished output holds."""
+        left = _shrink(self)
+        self._close_files()
+        self.notes += _clean_up(self.folder, left)
 
     def write(self, rows: Sequence[Row], results: Mapping[int, Result], keys: Mapping[int, bytes]) -> None:
         """Writes output rows in this order. `results` and `keys` are by row number; rows that never became requests have no key."""
@@ -286,7 +278,7 @@ class JobFolder(HeldResults):
             self._keys.close()
             self._record.rows = self._row_figures.as_dict()
             self._record.save(self.folder)
-            self._settle(self)
+            _settle(self, self._manifest)
             write_json(self.folder / "stats.json", stats)
             partial = self.folder / "output.partial"
             new = self._target.to_be(partial, self._file.hexdigest())
@@ -307,41 +299,8 @@ class JobFolder(HeldResults):
             remove_files(self.folder, (SORTED_FOLDER, SHARDS_FOLDER))
             if self._manifest.request["prune"]:
                 self.forget_unasked()
-            left = self._shrink(self)
-            self._close_files()
-            self._clean_up(left)
-        self.finished = stats
+            self._end()
         self._lease.release()
-
-    # -- the folder
-
-    def _shrink(self, results: Results) -> bool | None:
-        """Removes from the database what the finished output holds. Returns whether results remain; None if the disk is too full for that."""
-        return results.shrink(key for key in read_keys(self.folder / "keys") if key != NO_KEY)
-
-    def _settle(self, results: Results) -> None:
-        """Ends `--retry`. Once the limit was raised, rows that an earlier limit has cut must run again."""
-        results.settle_forgotten(usable=self.first_max_tokens is None)
-
-    def _shrunk(self) -> bool | None:
-        """Opens the database that an earlier run left with its finished output, if there is one, for `_shrink`."""
-        if not (self.folder / RESULTS_FILE).exists():
-            return False
-        with closing(Results(self.folder, 0.0)) as results:
-            self._settle(results)  # of a run that was killed before it began
-            return self._shrink(results)
-
-    def _clean_up(self, left: bool | None) -> None:
-        """Removes the files of the work. If results are `left` in the database, they stay as `kept.sqlite`. If that is not known, the next run removes it."""
-        if left is None:
-            self.notes.append(
-                f"the disk is full, so {self.folder / RESULTS_FILE} stays; the same command removes it once there is space"
-            )
-            return
-        if left:
-            (self.folder / RESULTS_FILE).replace(self.folder / KEPT_FILE)
-        remove_files(self.folder, WORK_FILES)
-        sync_folder(self.folder)
 
     # -- the first reading of the input, of a job that reads it twice
 
@@ -396,6 +355,41 @@ class JobFolder(HeldResults):
         return as_stored({**asked, "settings": self._manifest.settings})
 
 
+def _finished_job(opened: Opening, figures: dict[str, Any]) -> FinishedJob:
+    """Removes what an earlier run has left beside the finished output."""
+    left: bool | None = False
+    if (opened.folder / RESULTS_FILE).exists():
+        with closing(Results(opened.folder, 0.0)) as results:
+            _settle(results, opened.manifest)  # of a run that was killed before it began
+            left = _shrink(results)
+    notes = opened.notes + _clean_up(opened.folder, left)
+    return FinishedJob(figures, bool(opened.manifest.settings.get("chat")), notes=notes)
+
+
+def _settle(results: Results, manifest: Manifest) -> None:
+    """Ends `--retry`. Once the limit was raised, rows that an earlier limit has cut must run again."""
+    results.settle_forgotten(usable=manifest.settings.get(FIRST_LIMIT) is None)
+
+
+def _shrink(results: Results) -> bool | None:
+    """Removes from the database what the finished output holds. Returns whether results remain; None if the disk is too full for that."""
+    return results.shrink(key for key in read_keys(results.folder / "keys") if key != NO_KEY)
+
+
+def _clean_up(folder: Path, left: bool | None) -> list[str]:
+    """Removes the files of the work. If results are `left` in the database, they stay as `kept.sqlite`. If that is not known, the next run removes it.
+
+    Returns notes for the user.
+    """
+    if left is None:
+        return [f"the disk is full, so {folder / RESULTS_FILE} stays; the same command removes it once there is space"]
+    if left:
+        (folder / RESULTS_FILE).replace(folder / KEPT_FILE)
+    remove_files(folder, WORK_FILES)
+    sync_folder(folder)
+    return []
+
+
 Job: TypeAlias = JobFolder | StdoutJob
 """A job, from its first window to its output."""
 Store: TypeAlias = Job | ShardFolder
@@ -404,7 +398,7 @@ Store: TypeAlias = Job | ShardFolder
 
 def open_job(
     spec: JobSpec, lease: Lease | None = None, *, merging: bool = False, tell: Callable[[str], None] = lambda _: None
-) -> Job:
+) -> Job | FinishedJob:
     """Opens the job of an output: begins it, continues it or finds it finished. This process holds its lease until the job is closed.
 
     `lease`: the job's, if this process holds it already (shards). `tell` is called with a sentence before a wait for a holder that may be dead.
@@ -434,7 +428,11 @@ def open_job(
             )
         with writing(folder):
             opening.compare()
-            return JobFolder(opening, held, merging=merging)
+            if opening.finished is None:
+                return JobFolder(opening, held, merging=merging)
+            finished = _finished_job(opening, opening.finished)
+        held.release()
+        return finished
     except BaseException:
         held.release()
         raise

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchgen.config import RETRY_REASONS, JobConfig
 from batchgen.errors import UsageError
-from batchgen.jobs.base import JobSpec
+from batchgen.jobs.base import FinishedJob, JobSpec
 from batchgen.jobs.files.disk import check_parent, sync_folder
 from batchgen.jobs.files.manifest import (
     FIRST_LIMIT,
@@ -85,8 +85,8 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-def find_finished(output: str, *, digest: str, input: Input, config: JobConfig) -> tuple[dict[str, Any], bool] | None:
-    """Returns the figures of an output's job, and whether its prompts are chats, if this command has finished it and `open_job` would find nothing to do.
+def find_finished(output: str, *, digest: str, input: Input, config: JobConfig) -> FinishedJob | None:
+    """Returns an output's job if this command has finished it, and `open_job` would find nothing to do.
 
     Returns None if there is something to do, or if only `open_job` can tell. `digest`: `identity.command_digest`. Changes nothing, and needs
     neither the job's lease nor a tokenizer or a model.
@@ -103,7 +103,7 @@ def find_finished(output: str, *, digest: str, input: Input, config: JobConfig) 
         return None
     # The rest of the request follows from the command.
     figures = _complete_figures(folder, manifest, manifest.request | as_stored(request_of(config, input)))
-    return None if figures is None else (figures, bool(manifest.settings["chat"]))
+    return None if figures is None else FinishedJob(figures, bool(manifest.settings["chat"]))
 
 
 def request_of(config: JobConfig, input: Input) -> dict[str, Any]:

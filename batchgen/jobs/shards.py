@@ -19,15 +19,15 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchgen.config import RETRY_REASONS, InputLimits
 from batchgen.errors import OutputError, OutputLocked, UsageError
-from batchgen.jobs.base import HeldResults, JobSpec
+from batchgen.jobs.base import FinishedJob, HeldResults, JobSpec
 from batchgen.jobs.files.disk import check_parent, sync_folder, write_json, writing
 from batchgen.jobs.files.lease import Lease, check_free_here, check_shared_folder, holder_of_lease, last_claim
 from batchgen.jobs.files.manifest import differences
@@ -42,9 +42,6 @@ from batchgen.records.output import job_path
 from batchgen.records.remote import is_url
 from batchgen.request import Request
 from batchgen.stats import sum_of_jobs
-
-if TYPE_CHECKING:
-    from batchgen.jobs.job_folder import Job
 
 CLAIMS = "claims"
 SHARDS_FOLDER = "shards"
@@ -205,10 +202,10 @@ def open_shard(
     spec: JobSpec,
     *,
     asked: Mapping[str, Any],
-    read: Callable[[Lease], Job | None],
+    read: Callable[[Lease], FinishedJob | None],
     tell: Callable[[str], None],
-) -> ShardFolder | Job:
-    """Returns shard `number` of `count`, held by this process, or the whole job if it is finished. `tell` is called with a sentence before each wait.
+) -> ShardFolder | FinishedJob:
+    """Returns shard `number` of `count`, held by this process, unless it or the whole job is finished. `tell` is called with a sentence before each wait.
 
     The first to come calls `read`, which does the first reading and leaves a plan, or returns the job if it is finished; all others wait for it.
     Raises `UsageError` (other settings, shards of another number), `OutputLocked`, `OutputError`, and what `read` raises.
@@ -258,13 +255,16 @@ def _check_count(plan: ShardPlan, number: int, count: int, output: str) -> None:
         )
 
 
-def _join(folder: Path, plan: ShardPlan, number: int, spec: JobSpec, tell: Callable[[str], None]) -> ShardFolder | None:
+def _join(
+    folder: Path, plan: ShardPlan, number: int, spec: JobSpec, tell: Callable[[str], None]
+) -> ShardFolder | FinishedJob | None:
     """Returns the shard of a plan; None if another process works on the whole job, or the job has another plan by now."""
     place, output = shard_folder(folder, plan, number), spec.output
-    if _is_done(place):
-        shard = ShardFolder(folder, plan, number, output)
-        if shard.is_complete(spec.request["retry"]):
-            return shard
+    stats = read_stats(place) if _is_done(place) else None
+    if stats is not None:
+        reasons = stats["job"]["finish_reasons"]
+        if not any(reasons.get(RETRY_REASONS[name]) for name in spec.request["retry"]):
+            return FinishedJob(stats, bool(spec.settings.get("chat")), is_shard=True)
     try:
         lease = Lease(place, f"shard {number}/{plan.count} of {output}", tell)
     except (OutputLocked, OutputError):  # the folder of a plan that is gone cannot be written
@@ -275,9 +275,7 @@ def _join(folder: Path, plan: ShardPlan, number: int, spec: JobSpec, tell: Calla
         if holder_of_lease(folder / CLAIMS) is not None or load_plan(folder) != plan:
             lease.release("done" if lease.before == "done" else "released")
             return None
-        shard = ShardFolder(folder, plan, number, output)
-        shard.open(lease, spec.request["retry"], spec.flush_every)
-        return shard
+        return ShardFolder(folder, plan, number, spec, lease)
     except BaseException:
         lease.release()
         raise
@@ -316,9 +314,9 @@ def _lead_reading(
     output: str,
     asked: Mapping[str, Any],
     retry: list[str],
-    read: Callable[[Lease], Job | None],
+    read: Callable[[Lease], FinishedJob | None],
     tell: Callable[[str], None],
-) -> Job | None:
+) -> FinishedJob | None:
     """Does the first reading, or waits half a second if another process is doing it. Returns the job if it is finished."""
     try:
         lease = Lease(folder / CLAIMS, f"the first reading of {output}", tell)
@@ -340,32 +338,22 @@ def _lead_reading(
 class ShardFolder(HeldResults):
     """One shard of a job, from its first window to its last result (`job_folder.Store`)."""
 
-    def __init__(self, folder: Path, plan: ShardPlan, number: int, output: str) -> None:
-        super().__init__(shard_folder(folder, plan, number))
-        self.output, self.number = output, number
+    def __init__(self, folder: Path, plan: ShardPlan, number: int, spec: JobSpec, lease: Lease) -> None:
+        """Opens the results of earlier runs. Forgets the results of rows to retry, unless an interrupted run has forgotten them already."""
+        place, retry = shard_folder(folder, plan, number), spec.request["retry"]
+        with writing(place):
+            super().__init__(place, spec.flush_every, lease)
+        self.output, self.number = spec.output, number
         self._job_folder, self._plan = folder, plan
         self._share = plan.shares[number - 1]
-        self.previous = read_stats(self.folder)
-
-    def is_complete(self, retry: Collection[str]) -> bool:
-        """Returns whether this shard, which is done, has no row to `retry`. If so, sets `finished`."""
-        if self.previous is None:
-            return False
-        if any(self.previous["job"]["finish_reasons"].get(RETRY_REASONS[name]) for name in retry):
-            return False
-        self.finished = self.previous
-        return True
-
-    def open(self, lease: Lease, retry: list[str], flush_every: float) -> None:
-        """Opens the results of earlier runs. Forgets the results of rows to `retry`, unless an interrupted run has forgotten them already."""
-        self._lease = lease
+        self._is_open = True
+        self.previous = read_stats(place)
         if lease.taken_over is not None:
             self.notes.append(
                 f"the last run (process {lease.taken_over.get('pid')} on {lease.taken_over.get('host')}) ended without finishing; "
                 "this one continues it"
             )
-        with writing(self.folder):
-            self.open_results(flush_every)
+        with writing(place):
             self.note_damaged()
             if retry and (lease.before == "done" or self.fact("retry") != retry):
                 self.forget([RETRY_REASONS[name] for name in retry])
@@ -404,10 +392,10 @@ class ShardFolder(HeldResults):
         self.save_stats(stats)
         super().close()
         self._lease.release("done")
-        self.finished = stats
+        self._is_open = False
 
     def close(self) -> None:
-        if self.finished is not None:
+        if not self._is_open:
             return
         with ExitStack() as ending:
             ending.callback(self._lease.release)

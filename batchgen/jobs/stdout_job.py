@@ -30,7 +30,6 @@ class StdoutJob:
 
     def __init__(self, form: RowForm) -> None:
         self.notes: list[str] = []
-        self.finished: dict[str, Any] | None = None
         self.previous: dict[str, Any] | None = None
         self.kept_rows = 0
         self.first_max_tokens: int | None = None

@@ -3,13 +3,15 @@
 import errno
 import mmap
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from batchgen.config import INPUT_LIMITS
+from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.order.shares import PrefixCosts, Share, shard_bounds
-from batchgen.jobs.shards import ShardFolder, ShardPlan, load_plan, write_plan
+from batchgen.jobs.shards import ShardFolder, ShardPlan, load_plan, shard_folder, write_plan
 from support.requests import request
 
 
@@ -61,10 +63,16 @@ def test_shards_have_every_request_of_the_plan_once_and_in_its_order(tmp_path, c
     windows = iter([requests[:1], requests[1:5], requests[5:]])
     write_plan(tmp_path, ShardPlan(asked={}, rows=6, output={}), windows, count, 16, INPUT_LIMITS)
     plan = load_plan(tmp_path)
-    shards = [ShardFolder(tmp_path, plan, number, "o.jsonl") for number in range(1, count + 1)]
+    spec = SimpleNamespace(output="o.jsonl", request={"retry": []}, flush_every=0.0)
+    shards = [
+        ShardFolder(tmp_path, plan, number, spec, Lease(shard_folder(tmp_path, plan, number), "a shard"))
+        for number in range(1, count + 1)
+    ]
     rows = [[[r.row for r in window] for window in shard.windows()] for shard in shards]
     assert [row for windows in rows for window in windows for row in window] == [*range(6)]
     assert [sum(map(len, windows)) for windows in rows] == [shard.request_count for shard in shards]
+    for shard in shards:
+        shard.close()
     assert count > 2 or rows == {1: [[[0], [1, 2, 3, 4], [5]]], 2: [[[0], [1, 2]], [[3, 4], [5]]]}[count]
 
 
