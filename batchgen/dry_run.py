@@ -6,7 +6,7 @@ import heapq
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +29,9 @@ from batchgen.jobs.outcomes import FAILURES_KEPT, failure_line
 from batchgen.jobs.reuse_output import read_keys
 from batchgen.kernels import isa
 from batchgen.model.architectures import RECURRENT, check_architecture, context_note
-from batchgen.model.weights.sizes import MemoryTable, itemsize, memory_table, streaming_room
+from batchgen.model.weights.sizes import itemsize, memory_table, streaming_room
 from batchgen.model.weights.variants import check_quantization
 from batchgen.prefix import (
-    GroupLine,
     GroupSurvey,
     PlanFigures,
     PrefixOutline,
@@ -70,133 +69,34 @@ from batchgen.state.sizes import attention_layers, state_bytes
 if TYPE_CHECKING:
     from batchgen.model.memory_budget import Sizes
 
+SCHEMA = "batchgen.plan/1"
 TREE_NODES = 20
 GROUPS = 10
 EXCERPT_TOKENS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class TreeLine:
-    """One of the prefix nodes that save the most, as a line of an indented tree."""
-
-    level: int
-    tokens: int
-    rows: int
-    saved_tokens: int
-    text: str
-    """The start of its own text."""
-
-
-@dataclass(frozen=True, slots=True)
-class CutFigures:
-    """The cost of running a job in shards (`run --shard I/N`)."""
-
-    rows: tuple[int, ...]
-    """Number of requests of each shard."""
-    cost: tuple[float, ...]
-    """Each shard's part of the estimated cost of all; they add up to 1."""
-    prefill_tokens_again: int
-    """Prompt tokens that a shard runs although the shard before it runs them too."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredRows:
-    """The figures of rows that were run to measure (`job.measure_job`)."""
-
-    rows: int
-    seconds: float
-    """From the moment when the model was loaded."""
-    rows_per_s: float
-    completion_tokens: int
-    completion_tokens_per_s: float
-
-    @classmethod
-    def of(cls, stats: Mapping[str, Any]) -> MeasuredRows:
-        """Takes them from the figures of a run."""
-        rows, seconds = stats["rows_ok"], stats["seconds"]["generate"]  # a row that failed may never have run
-        names = ("completion_tokens", "completion_tokens_per_s")
-        return cls(rows, seconds, rows / seconds if seconds else 0.0, *(stats[name] for name in names))
-
-
-@dataclass(frozen=True, slots=True)
-class LengthFigures:
-    """The distribution of the lengths of completions, in tokens."""
-
-    completions: int
-    mean: float
-    half: int
-    """Half of them have at most so many."""
-    most: int
-    """Nine in ten have at most so many."""
-    max: int
-    cut: int
-    """How many were cut by their `max_tokens`, or by the end of the context."""
-
-    @classmethod
-    def of(cls, lengths: Lengths) -> LengthFigures | None:
-        """Returns the distribution; None if there are no lengths."""
-        tokens = lengths.tokens
-        count = len(tokens)
-        if not count:
-            return None
-        half, most, longest = (int(tokens[-(-count * part // 10) - 1]) for part in (5, 9, 10))
-        return cls(count, round(float(tokens.mean()), 3), half, most, longest, lengths.cut)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """The plan of a job: the figures of all windows, the top of the prefix tree, and the largest groups.
+    """The plan of a job: what it shares and costs, the top of the prefix tree, and the largest groups.
 
     If windows follow the order of the input or of priorities, tree and groups are those of the first window.
     """
 
-    figures: PlanFigures
-    rows: int
-    rows_failed: int
-    rows_equal: int
-    """Rows that have the result of an equal row: only `figures.prompt_tokens` counts them."""
-    prefill_tokens: int
-    """Prompt tokens that will run: `figures.prefill_tokens_min`, or without sharing the prompts of all completions."""
-    windows: int
-    bytes_per_token: int
-    """KV of one token in all layers; 0 if the model's configuration does not say."""
-    bytes_per_state: int
-    """State of one sequence or node in all recurrent layers; 0 for a model without such layers."""
-    state_bytes_peak: int
-    """The most memory that such states take at once on one device, with completions of full length."""
-    weight_bytes: int
-    """Bytes of the model's weights, packed ones as they are, or with `--quantize int8`; 0 if that is not known."""
-    memory: MemoryTable | None
-    """What the weights would take, and what fits this machine; None if that is not known."""
-    block_size: int
-    tree: tuple[TreeLine, ...]
-    groups: tuple[GroupLine, ...]
-    chat: bool = False
-    whole: bool = True
-    """Whether the windows cover the whole input in prefix order."""
-    cuts: CutFigures | None = None
-    """The shards, if their number was given."""
+    figures: dict[str, Any]
+    """What `as_dict` returns, but for advice and estimate."""
     advice: Advice | None = None
     """What would save the most prompt tokens."""
-    failures: tuple[str, ...] = ()
-    """The first few rows that would fail: where, and why."""
-    sufficient_memory: str = ""
-    """A `--kv-memory` that holds the longest row: its KV and, if the model has recurrent layers, its states."""
-    measured: MeasuredRows | None = None
-    """What rows that were run for this plan took; None if none were."""
-    lengths: LengthFigures | None = None
-    """The lengths of the completions that the job has so far; None if it has none."""
     estimate: Estimate | None = None
     """How long the rows without a result will take; None if nothing is known of this model's steps on this machine."""
-    title: str = ""
+    chat: bool
+    whole: bool
+    """Whether the windows cover the whole input in prefix order."""
+    sufficient_memory: str
+    """A `--kv-memory` that holds the longest row: its KV and, if the model has recurrent layers, its states."""
+    title: str
     """The inputs, as they were named."""
-    prefix_tree: Mapping[str, Any] | None = None
+    prefix_tree: Mapping[str, Any] | None
     """The prefix tree in outline (`recording.tree_record`); None without sharing."""
-
-    @property
-    def shared_fraction(self) -> float:
-        """The share of the prompt tokens that need not run."""
-        return max(0.0, 1 - self.prefill_tokens / self.figures.prompt_tokens) if self.figures.prompt_tokens else 0.0
 
     def page(self) -> ReportPage:
         """Returns the plan as a page for a browser."""
@@ -208,38 +108,8 @@ class PlanReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan for `--json` (schema `batchgen.plan/1`)."""
-        f = self.figures
-        return {
-            "schema": "batchgen.plan/1",
-            "rows": self.rows,
-            "rows_failed": self.rows_failed,
-            "rows_equal": self.rows_equal,
-            "windows": self.windows,
-            "prompt_tokens": f.prompt_tokens,
-            "prefill_tokens": self.prefill_tokens,
-            "prefill_tokens_min": f.prefill_tokens_min,
-            "shared_fraction": round(self.shared_fraction, 6),
-            "prefix_nodes": f.prefix_nodes,
-            "groups": f.groups,
-            "grouped_rows": f.grouped_requests,
-            "weight_bytes": self.weight_bytes,
-            "memory": None if self.memory is None else asdict(self.memory),
-            "kv_bytes_per_token": self.bytes_per_token,
-            "kv_bytes_shared": f.kv_bytes_shared,
-            "kv_bytes_unshared": f.kv_bytes_unshared,
-            "kv_bytes_batch": f.kv_bytes_batch,
-            "kv_bytes_least": f.kv_bytes_min,
-            "state_bytes_per_sequence": self.bytes_per_state,
-            "state_bytes_peak": self.state_bytes_peak,
-            "tree": [asdict(line) for line in self.tree],
-            "largest_groups": [asdict(line) for line in self.groups],
-            "shards": None if self.cuts is None else asdict(self.cuts),
-            "advice": None if self.advice is None else asdict(self.advice),
-            "measured": None if self.measured is None else asdict(self.measured),
-            "lengths": None if self.lengths is None else asdict(self.lengths),
-            "estimate": None if self.estimate is None else asdict(self.estimate),
-            "failures": list(self.failures),
-        }
+        more = {"advice": self.advice, "estimate": self.estimate}
+        return self.figures | {name: None if found is None else asdict(found) for name, found in more.items()}
 
 
 def plan_job(
@@ -248,9 +118,10 @@ def plan_job(
     *,
     shards: int | None = None,
     write_template: str | None = None,
-    measured: MeasuredRows | None = None,
+    measured: Mapping[str, Any] | None = None,
 ) -> PlanReport:
-    """Returns what a job would share and cost, and with `shards` also what it would cost to run it in so many shards. `measured`: see `PlanReport`.
+    """Returns what a job would share and cost, and with `shards` also what it would cost to run it in so many shards.
+    `measured`: what rows that were run for this plan took (`job.measure_job`).
 
     Loads the tokenizer but not the weights. Writes nothing but the report, if the configuration names one, and the file `write_template`: the
     template in its best order, if another order saves enough. Raises `BatchgenError`.
@@ -270,8 +141,8 @@ def plan_job(
         sample: list[Row] = []
         with tempfile.TemporaryDirectory(prefix="batchgen-") as folder, closing(RowKeys()) as row_keys:
             with quiet():  # torch is imported
-                earlier = _earlier_rows(config, tokenizer, prompts, tracker)
-                plan = _PlanBuilder(config, tokenizer, earlier, row_keys, whole=whole)
+                known = _earlier_rows(config, tokenizer, prompts, tracker)
+                plan = _PlanBuilder(config, tokenizer, *known, row_keys, whole=whole)
             tracker.phase("planning")
             waiting, costs = SortedRequests(Path(folder), config.limits), PrefixCosts(Path(folder))
             stream = RowStream(source.rows())
@@ -298,9 +169,9 @@ def plan_job(
             cuts = None if shards is None else _cuts(costs.shares(shards, config.engine.chunk_size))
         advice = advice_for(config, tokenizer, prompts.date, sample)
         tracker.show_notes([*source.notes, *prompts.notes, *filter(None, [context_note(tokenizer.hf_config)])])
-    report = replace(plan.report(chat=prompts.chat), cuts=cuts, advice=advice, measured=measured)
-    _write_files(report, config.report, write_template, tracker)
-    return report
+        report = plan.report({"shards": cuts, "measured": measured}, advice, chat=prompts.chat)
+        _write_files(report, config.report, write_template, tracker)
+        return report
 
 
 def _check(config: JobConfig, write_template: str | None) -> None:
@@ -347,21 +218,25 @@ def _date_of_prompts(config: JobConfig) -> datetime | None:
     return None
 
 
-def _cuts(shares: Sequence[Share]) -> CutFigures:
+def _cuts(shares: Sequence[Share]) -> dict[str, Any]:
+    """Returns the cost of running the job in shards: the requests of each, its part of the cost, and what runs again although the shard before it runs it."""
     total = sum(share.cost for share in shares)
-    return CutFigures(
-        rows=tuple(share.last - share.first for share in shares),
-        cost=tuple(round(share.cost / total, 6) if total else 0.0 for share in shares),
-        prefill_tokens_again=sum(share.again for share in shares),
-    )
+    return {
+        "rows": [share.last - share.first for share in shares],
+        "cost": [round(share.cost / total, 6) if total else 0.0 for share in shares],
+        "prefill_tokens_again": sum(share.again for share in shares),
+    }
 
 
-@dataclass(slots=True)
-class _EarlierRows:
-    """What the job has finished so far."""
-
-    keys: set[bytes] = field(default_factory=set)
-    lengths: Lengths = field(default_factory=Lengths)
+def _length_figures(lengths: Lengths) -> dict[str, Any] | None:
+    """Returns the distribution of the lengths of completions, in tokens: half have at most `half`, nine in ten at most `most`. None if there are none."""
+    tokens = lengths.tokens
+    count = len(tokens)
+    if not count:
+        return None
+    half, most, longest = (int(tokens[-(-count * part // 10) - 1]) for part in (5, 9, 10))
+    mean = round(float(tokens.mean()), 3)
+    return {"completions": count, "mean": mean, "half": half, "most": most, "max": longest, "cut": lengths.cut}
 
 
 def _tokenizer(config: ModelConfig) -> LoadedTokenizer:
@@ -374,26 +249,25 @@ def _tokenizer(config: ModelConfig) -> LoadedTokenizer:
 
 def _earlier_rows(
     config: JobConfig, tokenizer: LoadedTokenizer, prompts: PromptBuilder, tracker: Tracker
-) -> _EarlierRows:
-    """Returns what the job has finished; nothing of one with other settings, which a run will refuse to continue."""
-    found, ends = _EarlierRows(), list[tuple[int, bool]]()
+) -> tuple[set[bytes], Lengths]:
+    """Returns the keys of the rows that the job has finished, and the lengths of their completions; none of a job with other settings, which a run will refuse to continue."""
+    keys, ends = set[bytes](), list[tuple[int, bool]]()
     if config.overwrite:
-        return found
+        return keys, Lengths()
     with suppress(UsageError, OSError):  # no output is named, or it has no folder
         output = output_of(config)
         folder = job_path(output, config.work_dir)
         for key, result in read_keyed_results(folder):
-            found.keys.add(key)
+            keys.add(key)
             completions = [(len(c.token_ids), c.finish_reason) for c in result.completions]
             completions = completions or [(result.completion_tokens, result.finish_reason or "")]
             ends += [(tokens, reason == "length") for tokens, reason in completions if tokens]
-        found.lengths = Lengths(ends)
         with suppress(FileNotFoundError):  # the job is not finished
-            found.keys.update(read_keys(folder / "keys"))
-        if found.keys and (said := _other_settings(folder, config, tokenizer, prompts)):
+            keys.update(read_keys(folder / "keys"))
+        if keys and (said := _other_settings(folder, config, tokenizer, prompts)):
             tracker.note(f"{output} was made with other settings, so a run will be refused: {said}")
-            return _EarlierRows()
-    return found
+            return set(), Lengths()
+    return keys, Lengths(ends)
 
 
 def _other_settings(folder: Path, config: JobConfig, tokenizer: LoadedTokenizer, prompts: PromptBuilder) -> str:
@@ -409,9 +283,16 @@ class _PlanBuilder:
     """Plans a job window by window and adds up the figures."""
 
     def __init__(
-        self, config: JobConfig, tokenizer: LoadedTokenizer, earlier: _EarlierRows, row_keys: RowKeys, *, whole: bool
+        self,
+        config: JobConfig,
+        tokenizer: LoadedTokenizer,
+        finished: set[bytes],
+        lengths: Lengths,
+        row_keys: RowKeys,
+        *,
+        whole: bool,
     ) -> None:
-        """`whole`: windows follow each other in depth-first order."""
+        """`finished`: keys of rows that have a result; `lengths`: those of their completions. `whole`: windows follow each other in depth-first order."""
         self.config, self.tokenizer = config, tokenizer
         dtype = computed_dtype(config.model, tokenizer.hf_config)
         self._itemsize = itemsize(dtype)
@@ -439,11 +320,11 @@ class _PlanBuilder:
         """Whether the KV memory of a run is known, and so which rows do not fit it."""
         self._sizes = self._sized() if self.bytes_per_state or self._chosen_memory or costs is not None else None
         self._rehearsal = self._rehearse() if self.bytes_per_state else None
-        self._earlier = earlier
+        self._finished, self._lengths = finished, lengths
         timed = self._rehearse() if costs is not None else None
         self._duration = None
         if timed is not None and costs is not None:
-            self._duration = Duration(costs, timed, earlier.lengths, len(config.model.devices))
+            self._duration = Duration(costs, timed, lengths, len(config.model.devices))
 
     def _costs(self) -> StepCosts | None:
         """Returns what the steps of this model cost on this machine; None if nothing is known of it."""
@@ -562,7 +443,7 @@ class _PlanBuilder:
         lacking = [
             leaf if (request := fitted[leaf.request]) is leaf.request else replace(leaf, request=request)
             for leaf in leaves
-            if leaf.request.key not in self._earlier.keys
+            if leaf.request.key not in self._finished
         ]
         if len(lacking) < len(leaves):
             engine = self.config.engine
@@ -570,43 +451,57 @@ class _PlanBuilder:
         if lacking:
             duration.add(lacking, plan)
 
-    def report(self, *, chat: bool) -> PlanReport:
-        """Returns the plan of all windows."""
+    def report(self, more: Mapping[str, Any], advice: Advice | None, *, chat: bool) -> PlanReport:
+        """Returns the plan of all windows. `more`: further figures."""
         survey, found, tree = self._survey, self.figures, self._planner.tree
         groups = survey.end()
-        found = replace(found, prompt_tokens=found.prompt_tokens + self._equal_tokens)
         if self._whole:  # a node or group that lies in two windows was counted twice
             nodes = 0 if tree is None else tree.node_count
             found = replace(found, prefix_nodes=nodes, groups=survey.groups, grouped_requests=survey.grouped)
+        prompt_tokens = found.prompt_tokens + self._equal_tokens
+        prefill_tokens = found.prefill_tokens_min if self.config.engine.share else self._prompts_of_leaves
+        memory = sufficient_memory(found.kv_bytes_min, self.bytes_per_state, self._batch_size)
+        figures = {
+            "schema": SCHEMA,
+            "rows": self.rows,
+            "rows_failed": self.failed,
+            "rows_equal": self.equal,  # no figure but `prompt_tokens` counts them
+            "windows": self.windows,
+            "prompt_tokens": prompt_tokens,
+            "prefill_tokens": prefill_tokens,
+            "prefill_tokens_min": found.prefill_tokens_min,
+            "shared_fraction": round(max(0.0, 1 - prefill_tokens / prompt_tokens), 6) if prompt_tokens else 0.0,
+            "prefix_nodes": found.prefix_nodes,
+            "groups": found.groups,
+            "grouped_rows": found.grouped_requests,
+            "weight_bytes": self.weight_bytes,  # 0 if that is not known
+            "memory": None if self.memory is None else asdict(self.memory),
+            "kv_bytes_per_token": self.bytes_per_token,  # 0 if the model's configuration does not say
+            "kv_bytes_shared": found.kv_bytes_shared,
+            "kv_bytes_unshared": found.kv_bytes_unshared,
+            "kv_bytes_batch": found.kv_bytes_batch,
+            "kv_bytes_least": found.kv_bytes_min,
+            "state_bytes_per_sequence": self.bytes_per_state,  # 0 without recurrent layers
+            "state_bytes_peak": self._rehearsal.peak_state_slots * self.bytes_per_state if self._rehearsal else 0,
+            "tree": [] if tree is None else list(self._lines(tree)),
+            "largest_groups": [asdict(line) for line in groups],
+            "lengths": _length_figures(self._lengths),
+            "failures": self.failures,
+            **more,
+        }
         return PlanReport(
-            figures=found,
-            rows=self.rows,
-            rows_failed=self.failed,
-            rows_equal=self.equal,
-            prefill_tokens=found.prefill_tokens_min if self.config.engine.share else self._prompts_of_leaves,
-            windows=self.windows,
-            bytes_per_token=self.bytes_per_token,
-            bytes_per_state=self.bytes_per_state,
-            state_bytes_peak=self._rehearsal.peak_state_slots * self.bytes_per_state if self._rehearsal else 0,
-            weight_bytes=self.weight_bytes,
-            memory=self.memory,
-            block_size=self.block_size,
-            tree=() if tree is None else tuple(self._lines(tree)),
-            groups=tuple(groups),
+            figures=figures,
+            advice=advice,
+            estimate=None if self._duration is None else self._duration.estimate(),
             chat=chat,
             whole=self._whole,
+            sufficient_memory=memory_option(memory),
             title=", ".join(Path(name).name for name in self.config.inputs),
             prefix_tree=None if tree is None else tree_record(tree, self.tokenizer.decode),
-            failures=tuple(self.failures),
-            lengths=LengthFigures.of(self._earlier.lengths),
-            estimate=None if self._duration is None else self._duration.estimate(),
-            sufficient_memory=memory_option(
-                sufficient_memory(found.kv_bytes_min, self.bytes_per_state, self._batch_size)
-            ),
         )
 
-    def _lines(self, tree: PrefixOutline) -> Iterator[TreeLine]:
-        """Yields the nodes that save the most, in depth-first order."""
+    def _lines(self, tree: PrefixOutline) -> Iterator[dict[str, Any]]:
+        """Yields the nodes that save the most, in depth-first order, as lines of an indented tree with the start of each node's own text."""
         levels = {-1: -1}
         for i in sorted(heapq.nlargest(TREE_NODES, range(len(tree.nodes)), key=lambda i: tree.nodes[i].saved_tokens)):
             node = tree.nodes[i]
@@ -615,7 +510,8 @@ class _PlanBuilder:
                 above = tree.nodes[above].parent
             levels[i] = levels[above] + 1
             text = self.tokenizer.decode(node.text_tokens[:EXCERPT_TOKENS].tolist())
-            yield TreeLine(levels[i], node.tokens, node.rows, node.saved_tokens, text)
+            counts = {"tokens": node.tokens, "rows": node.rows, "saved_tokens": node.saved_tokens}
+            yield {"level": levels[i], **counts, "text": text}
 
 
 def computed_dtype(config: ModelConfig, hf_config: Any) -> str:

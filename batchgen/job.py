@@ -14,7 +14,6 @@ from typing import Any
 from batchgen.assembly import JobReport, is_last_shard, merge_job, write_output
 from batchgen.config import JobConfig, check_config
 from batchgen.devices import AnyEngine, Workers, open_engine
-from batchgen.dry_run import MeasuredRows
 from batchgen.errors import (
     DevicesLost,
     InputCorrupt,
@@ -77,10 +76,10 @@ def run_job(config: JobConfig, progress: Progress | None = None) -> JobReport:
         return report
 
 
-def measure_job(config: JobConfig, rows: int, progress: Progress | None = None) -> MeasuredRows | None:
+def measure_job(config: JobConfig, rows: int, progress: Progress | None = None) -> dict[str, Any] | None:
     """Generates a few rows from all over the prefix order and keeps their results: the run of the job does not compute them again.
 
-    Returns the figures of these rows; None if the job is finished. Raises what `run_job` raises, and `UsageError` if nothing could be kept.
+    Returns figures of these rows, whose `seconds` begin when the model is loaded; None if the job is finished. Raises what `run_job` raises, and `UsageError` if nothing could be kept.
     """
     check_config(config)
     if config.shard is not None:
@@ -92,7 +91,11 @@ def measure_job(config: JobConfig, rows: int, progress: Progress | None = None) 
         )
     with shown_progress(progress) as shown:
         report = _run_job(replace(config, window="all", order="input"), shown, rows)
-    return None if report.already_finished else MeasuredRows.of(report.stats)
+    if report.already_finished:
+        return None
+    done, seconds = report.stats["rows_ok"], report.stats["seconds"]["generate"]  # a row that failed may never have run
+    found = {"rows": done, "seconds": seconds, "rows_per_s": done / seconds if seconds else 0.0}
+    return found | {name: report.stats[name] for name in ("completion_tokens", "completion_tokens_per_s")}
 
 
 def _run_job(config: JobConfig, progress: Progress, measured: int | None = None) -> JobReport:

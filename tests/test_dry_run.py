@@ -32,9 +32,10 @@ def config_of(model: Path, source: Path, **options: Any) -> JobConfig:
 
 
 def test_the_tree_of_windows_is_that_of_the_first_one_with_a_row_that_can_run(tiny_model_dir, write_jsonl):
-    plan = plan_job(config_of(tiny_model_dir, write_jsonl([{"prompt": 1}, {"prompt": 2}, *rows()]), window=2))
-    assert (plan.rows, plan.rows_failed, plan.windows) == (10, 2, 4)
-    assert [(line.tokens, line.rows) for line in plan.tree] == [(1 + len(ROOT) + len("The "), 2)]
+    source = write_jsonl([{"prompt": 1}, {"prompt": 2}, *rows()])
+    plan = plan_job(config_of(tiny_model_dir, source, window=2)).figures
+    assert (plan["rows"], plan["rows_failed"], plan["windows"]) == (10, 2, 4)
+    assert [(line["tokens"], line["rows"]) for line in plan["tree"]] == [(1 + len(ROOT) + len("The "), 2)]
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -48,7 +49,7 @@ def test_an_input_that_breaks_off_has_no_plan(window, tiny_model_dir, tmp_path):
 def test_a_plan_predicts_the_prefill_of_the_run(tiny_model_dir, write_jsonl):
     for window in (None, 3):
         config = config_of(tiny_model_dir, write_jsonl(rows()), window=window, output=None, overwrite=True)
-        assert plan_job(config).figures.prefill_tokens_min == run_job(config).stats["prefill_tokens"]
+        assert plan_job(config).figures["prefill_tokens_min"] == run_job(config).stats["prefill_tokens"]
 
 
 def test_a_plan_predicts_the_prefill_of_windows_by_priority(tiny_model_dir, write_jsonl):
@@ -61,17 +62,19 @@ def test_a_plan_predicts_the_prefill_of_windows_by_priority(tiny_model_dir, writ
         overwrite=True,
     )
     plan = plan_job(config)
-    assert plan.windows == 4
-    assert plan.figures.prefill_tokens_min == run_job(config).stats["prefill_tokens_min"]
+    assert plan.figures["windows"] == 4
+    assert plan.figures["prefill_tokens_min"] == run_job(config).stats["prefill_tokens_min"]
     assert not plan.whole
-    assert [(line.rows, line.text) for line in plan.tree] == [(2, f"<|begin|>{GROUPS[0]}")]  # of the first window
+    assert [(line["rows"], line["text"]) for line in plan.figures["tree"]] == [
+        (2, f"<|begin|>{GROUPS[0]}")
+    ]  # of the first window
 
 
 def test_nodes_and_groups_that_lie_in_several_windows_are_counted_once(tiny_model_dir, write_jsonl):
     limits = InputLimits(read_rows=2, run_rows=2, window_leaves=2, batch_rows=1)
     plan = plan_job(config_of(tiny_model_dir, write_jsonl(rows()), limits=limits))
-    assert (plan.whole, plan.windows) == (True, 4)
-    assert (plan.figures.prefix_nodes, plan.figures.groups, plan.figures.grouped_requests) == (3, 2, 8)
+    assert (plan.whole, plan.figures["windows"]) == (True, 4)
+    assert [plan.figures[name] for name in ("prefix_nodes", "groups", "grouped_rows")] == [3, 2, 8]
 
 
 def test_a_plan_writes_nothing_and_loads_no_weights(tiny_model_dir, write_jsonl, tmp_path):
@@ -82,7 +85,7 @@ def test_a_plan_writes_nothing_and_loads_no_weights(tiny_model_dir, write_jsonl,
             (model / path.name).write_bytes(path.read_bytes())
     source = write_jsonl(rows())
     before = sorted(tmp_path.rglob("*"))
-    assert plan_job(config_of(model, source)).rows == 8
+    assert plan_job(config_of(model, source)).figures["rows"] == 8
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -93,12 +96,11 @@ def test_completions_and_labels_take_memory_but_do_not_count_as_prompts(tiny_mod
     )
 
     def figures(**options: Any) -> dict[str, Any]:
-        report = plan_job(config_of(tiny_model_dir, source, **options))
-        plan = report.as_dict()
+        plan = plan_job(config_of(tiny_model_dir, source, **options)).figures
         assert (plan["rows"], plan["rows_failed"], plan["prompt_tokens"], plan["prefill_tokens_min"]) == (2, 0, 64, 32)
         assert [(line["tokens"], line["rows"]) for line in plan["tree"]] == [(32, 2)]
         assert (plan["groups"], plan["grouped_rows"], plan["prefix_nodes"]) == (1, 2, 1)
-        block = report.bytes_per_token * report.block_size
+        block = plan["kv_bytes_per_token"] * EngineConfig().block_size
         return {name: plan[f"kv_bytes_{name}"] // block for name in ("unshared", "shared", "least")}
 
     def sampled(n: int) -> SamplingParams:
@@ -113,13 +115,13 @@ def test_completions_and_labels_take_memory_but_do_not_count_as_prompts(tiny_mod
 
 def test_rows_with_nothing_to_score_add_no_prompt_tokens(tiny_model_dir, write_jsonl):
     source = write_jsonl([{"prompt": "a", "completion": ""}, {"prompt": "a"}, {"prompt": "a", "completion": "b"}])
-    plan = plan_job(config_of(tiny_model_dir, source, prompts=PromptConfig(score=True)))
-    assert (plan.rows, plan.rows_failed, plan.figures.prompt_tokens) == (3, 1, 2)
+    plan = plan_job(config_of(tiny_model_dir, source, prompts=PromptConfig(score=True))).figures
+    assert (plan["rows"], plan["rows_failed"], plan["prompt_tokens"]) == (3, 1, 2)
 
 
 def test_equal_rows_count_their_prompts_and_nothing_else(tiny_model_dir, write_jsonl):
-    plan = plan_job(config_of(tiny_model_dir, write_jsonl({"prompt": prompt} for prompt in ("aa", "aa", "b"))))
-    assert (plan.rows, plan.rows_equal, plan.figures.prompt_tokens, plan.figures.prefill_tokens_min) == (3, 1, 8, 4)
+    plan = plan_job(config_of(tiny_model_dir, write_jsonl({"prompt": prompt} for prompt in ("aa", "aa", "b")))).figures
+    assert [plan[name] for name in ("rows", "rows_equal", "prompt_tokens", "prefill_tokens_min")] == [3, 1, 8, 4]
 
 
 def test_a_kv_memory_that_the_run_refuses_has_no_plan(tiny_model_dir, write_jsonl):
@@ -130,8 +132,8 @@ def test_a_kv_memory_that_the_run_refuses_has_no_plan(tiny_model_dir, write_json
 
 
 def test_an_empty_input_has_an_empty_plan(tiny_model_dir, write_jsonl):
-    plan = plan_job(config_of(tiny_model_dir, write_jsonl([])))
-    assert (plan.rows, plan.figures.prompt_tokens, plan.tree, plan.groups) == (0, 0, (), ())
+    plan = plan_job(config_of(tiny_model_dir, write_jsonl([]))).figures
+    assert [plan[name] for name in ("rows", "prompt_tokens", "tree", "largest_groups")] == [0, 0, [], []]
 
 
 @pytest.mark.parametrize(

@@ -519,11 +519,9 @@ def test_the_plan_counts_the_tokens_of_images(model):
     write(rows())
     plan = plan_job(config_of(model))
     stats = run(model).stats
-    assert (plan.figures.prompt_tokens, plan.figures.prefill_tokens_min) == (
-        stats["prompt_tokens"],
-        stats["prefill_tokens_min"],
-    )
-    assert any("[image]" in line.text for line in plan.tree)
+    for name in ("prompt_tokens", "prefill_tokens_min"):
+        assert plan.figures[name] == stats[name]
+    assert any("[image]" in line["text"] for line in plan.figures["tree"])
 
 
 def test_equal_rows_have_equal_keys_wherever_their_images_are(model):

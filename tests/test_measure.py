@@ -59,10 +59,13 @@ def test_the_run_uses_the_measured_rows_and_computes_the_others(kind, tiny_model
     source = write_jsonl(rows)
     config = config_of(model, source, tmp_path / "out.jsonl", **KINDS[kind])
     measured = measure_job(config, 8)
-    assert (measured.rows, (tmp_path / "out.jsonl").exists()) == (8, False)
+    assert (measured["rows"], (tmp_path / "out.jsonl").exists()) == (8, False)
     plan = plan_job(config)
     assert plan.estimate.rows == 32
-    assert kind != "labels" or (plan.lengths, plan.estimate.lengths) == (None, "none")  # there are no completions
+    assert kind != "labels" or (plan.figures["lengths"], plan.estimate.lengths) == (
+        None,
+        "none",
+    )  # there are no completions
     report = run_job(config)
     assert (report.stats["rows"], report.stats["rows_resumed"]) == (32, 8)
     alone = run_job(config_of(model, source, tmp_path / "alone.jsonl", **KINDS[kind]))
@@ -73,7 +76,7 @@ def test_the_run_uses_the_measured_rows_and_computes_the_others(kind, tiny_model
 
 def test_measuring_again_takes_other_rows_and_ends_with_the_job(tiny_model_dir, write_jsonl, tmp_path):
     config = config_of(tiny_model_dir, write_jsonl(ROWS), tmp_path / "out.jsonl")
-    assert [measure_job(config, 30).rows for _ in range(3)] == [30, 10, 0]
+    assert [measure_job(config, 30)["rows"] for _ in range(3)] == [30, 10, 0]
     report = run_job(config)
     assert (report.stats["rows"], report.stats["rows_resumed"]) == (0, 40)
     assert measure_job(config, 30) is None
@@ -82,13 +85,13 @@ def test_measuring_again_takes_other_rows_and_ends_with_the_job(tiny_model_dir, 
 def test_rows_that_fail_before_they_run_are_not_measured(tiny_model_dir, write_jsonl, tmp_path):
     source = write_jsonl([{"prompt": None}, *ROWS])
     measured = measure_job(config_of(tiny_model_dir, source, tmp_path / "o.jsonl"), 4)
-    assert measured.rows == 4
-    assert measured.rows_per_s == pytest.approx(4 / measured.seconds)
+    assert measured["rows"] == 4
+    assert measured["rows_per_s"] == pytest.approx(4 / measured["seconds"])
 
 
 def test_status_counts_the_measured_rows_among_all_rows(tiny_model_dir, write_jsonl, tmp_path):
     config = config_of(tiny_model_dir, write_jsonl(ROWS), tmp_path / "out.jsonl", sampling=SamplingParams(max_tokens=4))
-    assert measure_job(config, 8).rows == 8
+    assert measure_job(config, 8)["rows"] == 8
     status = job_status(config.output)
     assert (status["state"], status["rows_done"], status["rows_total"]) == ("stopped", 8, 40)
 
@@ -163,8 +166,8 @@ def test_the_plan_of_little_kv_memory_has_the_cut_completions_and_the_failures_o
     one_second_a_step(config, step_costs_folder)
     shutil.rmtree(tmp_path / "out.jsonl.job")
     plan = plan_job(config)
-    assert (plan.rows_failed, plan.failures) == (1, run.failures)
-    assert "does_not_fit: prompt (201 tokens)" in plan.failures[0]
+    assert (plan.figures["rows_failed"], plan.figures["failures"]) == (1, [*run.failures])
+    assert "does_not_fit: prompt (201 tokens)" in plan.figures["failures"][0]
     assert plan.estimate.seconds == pytest.approx(run.stats["steps"], rel=0.01)
     assert plan.estimate.rows == 4
 
@@ -178,7 +181,7 @@ def test_lengths_are_those_of_the_rows_that_the_job_has_finished(
     measure_job(config, 8)
     one_second_a_step(config, step_costs_folder)
     report = plan_job(config)
-    assert (report.lengths.completions, report.lengths.max, report.lengths.cut) == (8, 20, 8)
+    assert [report.figures["lengths"][name] for name in ("completions", "max", "cut")] == [8, 20, 8]
     assert (report.estimate.rows, report.estimate.lengths) == (32, "rows")
     assert report.estimate.seconds == pytest.approx(22, abs=2)  # a prefix, groups, then the longest completion
     assert report.estimate.low < report.estimate.seconds < report.estimate.high

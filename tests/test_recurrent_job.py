@@ -102,7 +102,7 @@ def test_the_plan_predicts_the_memory_of_states(tree, folder, tmp_path, write_js
         sampling=SamplingParams(**{"max_tokens": 12, "ignore_eos": True, "temperature": 0.0} | params),
         engine=EngineConfig(**{"kv_memory": "64MiB"} | engine),
     )
-    planned = plan_job(config).state_bytes_peak
+    planned = plan_job(config).figures["state_bytes_peak"]
     used = run_job(config).stats["state_bytes_peak"]
     assert used > 0
     assert abs(planned - used) <= 0.05 * used
@@ -120,9 +120,9 @@ def test_the_plan_counts_the_states_of_a_model_whose_weights_do_not_fit(weights,
         prompts=PromptConfig(chat=False),
         sampling=SamplingParams(max_tokens=4),
     )
-    kept = plan_job(config).weight_bytes
+    kept = plan_job(config).figures["weight_bytes"]
     for module in (dry_run, sizes):
         monkeypatch.setattr(module, "free_host_memory", lambda: kept)
-    plan = plan_job(config)
-    assert plan.memory.auto == "streamed"
-    assert plan.state_bytes_peak > 0
+    plan = plan_job(config).figures
+    assert plan["memory"]["auto"] == "streamed"
+    assert plan["state_bytes_peak"] > 0

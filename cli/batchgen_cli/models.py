@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,22 +86,26 @@ def _report_lines(report: ModelReport) -> list[str]:
         f"prompts   {_PROMPTS[report.chat_template]}",
         *(["images    shown to the model"] if report.images else ()),
         f"KV        {kv}",
-        *(() if report.memory is None else memory_lines(report.memory, 10)),
+        *(() if report.memory is None else memory_lines(asdict(report.memory), 10)),
     ]
 
 
-def memory_lines(memory: Any, indent: int, kv: int | None = None) -> list[str]:
+def memory_lines(memory: Mapping[str, Any], indent: int, kv: int | None = None) -> list[str]:
     """Returns a table of what the weights take, alone and with `kv` bytes of KV, and whether it fits this machine."""
-    chosen = {"resident": "as they are", "streamed": "streamed"}.get(memory.auto or "")
-    lines = [("on a CPU", "in memory" if kv is None else "in memory, with KV", f"of {size(memory.free)} that are free")]
+    chosen = {"resident": "as they are", "streamed": "streamed"}.get(memory["auto"])
+    lines = [
+        ("on a CPU", "in memory" if kv is None else "in memory, with KV", f"of {size(memory['free'])} that are free")
+    ]
     ways = (
-        ("as they are", memory.kept, memory.kept),
-        ("--quantize int8", memory.int8, memory.int8_load),
-        ("streamed", memory.streamed, memory.streamed),
+        ("as they are", memory["kept"], memory["kept"]),
+        ("--quantize int8", memory["int8"], memory["int8_load"]),
+        ("streamed", memory["streamed"], memory["streamed"]),
     )
     for name, count, needed in ways:
-        room = memory.free - needed
-        fits = "does not fit" if room < 0 else "fits" if room >= (memory.kv if kv is None else kv) else "little KV fits"
+        room = memory["free"] - needed
+        fits = (
+            "does not fit" if room < 0 else "fits" if room >= (memory["kv"] if kv is None else kv) else "little KV fits"
+        )
         both = size(count) if kv is None else f"{size(count)}, {size(count + kv)}"
         lines.append((name, both, fits + ("; --weights auto takes this" if name == chosen else "")))
     starts = ["weights".ljust(indent), *[" " * indent] * 3]

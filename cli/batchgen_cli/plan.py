@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Annotated, Any
@@ -88,86 +89,88 @@ def _count(option: str, text: str | None) -> int | None:
     return count
 
 
-def _sharing(report: PlanReport) -> str:
-    if report.prefill_tokens > report.figures.prefill_tokens_min:
-        return f"nothing is shared; with sharing it would be {report.figures.prefill_tokens_min:,}"
-    return f"{report.shared_fraction:.1%} of the prompt tokens are shared and run once"
+def _sharing(f: Mapping[str, Any]) -> str:
+    if f["prefill_tokens"] > f["prefill_tokens_min"]:
+        return f"nothing is shared; with sharing it would be {f['prefill_tokens_min']:,}"
+    return f"{f['shared_fraction']:.1%} of the prompt tokens are shared and run once"
 
 
 def plan_lines(report: PlanReport) -> list[str]:
     """Returns the plan as lines of text."""
     f = report.figures
-    counts = {"would fail": report.rows_failed, "would have the result of an equal row": report.rows_equal}
+    counts = {"would fail": f["rows_failed"], "would have the result of an equal row": f["rows_equal"]}
     parts = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
     some = f" ({parts})" if parts else ""
     lines = [
-        f"rows               {report.rows:,}{some}, {'through the chat template' if report.chat else 'as raw text'}",
-        f"prompt tokens      {f.prompt_tokens:,}",
-        f"to be prefilled    {report.prefill_tokens:,} ({_sharing(report)})",
-        f"groups             {f.groups:,} with {counted(f.grouped_requests, 'row')}",
-        f"prefix nodes       {f.prefix_nodes:,}",
+        f"rows               {f['rows']:,}{some}, {'through the chat template' if report.chat else 'as raw text'}",
+        f"prompt tokens      {f['prompt_tokens']:,}",
+        f"to be prefilled    {f['prefill_tokens']:,} ({_sharing(f)})",
+        f"groups             {f['groups']:,} with {counted(f['grouped_rows'], 'row')}",
+        f"prefix nodes       {f['prefix_nodes']:,}",
     ]
-    if report.memory is not None:
-        lines += memory_lines(report.memory, 19, f.kv_bytes_batch)
-    if report.bytes_per_token:
+    if f["memory"] is not None:
+        lines += memory_lines(f["memory"], 19, f["kv_bytes_batch"])
+    state = f["state_bytes_per_sequence"]
+    if f["kv_bytes_per_token"]:
         enough = "with less KV memory that row fails, or is cut with --max-tokens auto"
-        if report.bytes_per_state:
+        if state:
             enough = f"it fits --kv-memory {report.sufficient_memory}, which recurrent states share"
         lines += [
-            f"KV per token       {size(report.bytes_per_token)}",
-            f"KV for a batch     {size(f.kv_bytes_batch)}; a run holds a batch of rows",
-            f"KV for all rows    {size(f.kv_bytes_shared)} (unshared: {size(f.kv_bytes_unshared)}) if all ran at once, each to its full length",
-            f"KV for longest row {size(f.kv_bytes_min)}; {enough}",
+            f"KV per token       {size(f['kv_bytes_per_token'])}",
+            f"KV for a batch     {size(f['kv_bytes_batch'])}; a run holds a batch of rows",
+            f"KV for all rows    {size(f['kv_bytes_shared'])} (unshared: {size(f['kv_bytes_unshared'])}) if all ran at once, each to its full length",
+            f"KV for longest row {size(f['kv_bytes_least'])}; {enough}",
         ]
-    if report.bytes_per_state:
-        lines.append(
-            f"recurrent states   {size(report.state_bytes_peak)} at most: {size(report.bytes_per_state)} per running sequence or node, "
-            "whatever its length"
-        )
-    if report.windows > 1:
+    if state:
+        peak = f"{size(f['state_bytes_peak'])} at most: {size(state)} per running sequence or node"
+        lines.append(f"recurrent states   {peak}, whatever its length")
+    if f["windows"] > 1:
         tree = "" if report.whole else ", and the tree is that of the first one"
-        lines.append(f"windows            {report.windows:,}; memory is that of the largest one{tree}")
-    if report.cuts is not None:
-        again, shares = report.cuts.prefill_tokens_again, report.cuts.cost
+        lines.append(f"windows            {f['windows']:,}; memory is that of the largest one{tree}")
+    if f["shards"] is not None:
+        again, shares = f["shards"]["prefill_tokens_again"], f["shards"]["cost"]
         lines.append(
             f"{'in ' + counted(len(shares), 'shard'):<18} {counted(again, 'prompt token')} {'is' if again == 1 else 'are'} run again "
-            f"({again / max(1, f.prefill_tokens_min):.2%} of those to be prefilled); the largest shard is {max(shares):.1%} of the work"
+            f"({again / max(1, f['prefill_tokens_min']):.2%} of those to be prefilled); the largest shard is {max(shares):.1%} of the work"
         )
     lines += [f"{name:<18} {text}" for name, text in time_lines(report)]
     if report.advice is not None:
         lines.append(f"advice             {report.advice.text}")
-    if report.failures:
-        lines += ["", "the first rows that would fail:", *(f"  {line}" for line in report.failures)]
-    if report.tree:
+    if f["failures"]:
+        lines += ["", "the first rows that would fail:", *(f"  {line}" for line in f["failures"])]
+    if f["tree"]:
         lines += ["", "the prefixes that save the most (tokens × rows):"]
-    for line in report.tree:
-        text = line.text if len(line.text) <= EXCERPT_CHARACTERS else line.text[: EXCERPT_CHARACTERS - 1] + "…"
-        lines.append(
-            f"{'  ' * (line.level + 1)}{line.tokens:,} × {line.rows:,}  {json.dumps(text, ensure_ascii=False)}"
-        )
+    for node in f["tree"]:
+        text = node["text"]
+        text = text if len(text) <= EXCERPT_CHARACTERS else text[: EXCERPT_CHARACTERS - 1] + "…"
+        indent = "  " * (node["level"] + 1)
+        lines.append(f"{indent}{node['tokens']:,} × {node['rows']:,}  {json.dumps(text, ensure_ascii=False)}")
     return lines
 
 
 def time_lines(report: PlanReport) -> list[tuple[str, str]]:
     """Returns what is known of the time that a job takes, as names and texts."""
     lines = []
-    if (measured := report.measured) is not None:
-        tokens = f", {measured.completion_tokens_per_s:,.0f} completion tokens/s" if measured.completion_tokens else ""
-        text = (
-            f"{counted(measured.rows, 'row')} in {duration(measured.seconds)}: {measured.rows_per_s:.3g} rows/s{tokens}"
-        )
+    if (measured := report.figures["measured"]) is not None:
+        speed = f"{measured['rows_per_s']:.3g} rows/s"
+        if measured["completion_tokens"]:
+            speed += f", {measured['completion_tokens_per_s']:,.0f} completion tokens/s"
+        text = f"{counted(measured['rows'], 'row')} in {duration(measured['seconds'])}: {speed}"
         lines.append(("measured", f"{text}; the run keeps their results"))
-    if (lengths := report.lengths) is not None:
-        cut = f", {lengths.cut:,} of them cut by --max-tokens" if lengths.cut else ""
-        text = f"{lengths.mean:,.0f} tokens on average, half at most {lengths.half:,}, 9 in 10 at most {lengths.most:,}"
-        so_far = f"{counted(lengths.completions, 'completion')} so far{cut}"
-        lines.append(("lengths", f"{text}, the longest {lengths.max:,} ({so_far})"))
+    if (lengths := report.figures["lengths"]) is not None:
+        cut = f", {lengths['cut']:,} of them cut by --max-tokens" if lengths["cut"] else ""
+        text = f"{lengths['mean']:,.0f} tokens on average, half at most {lengths['half']:,}, 9 in 10 at most {lengths['most']:,}"
+        so_far = f"{counted(lengths['completions'], 'completion')} so far{cut}"
+        lines.append(("lengths", f"{text}, the longest {lengths['max']:,} ({so_far})"))
     estimate = report.estimate
     if estimate is None:
         text = "not known: no steps of this model on this machine were measured yet (--measure does that)"
         return [*lines, ("time", text)]
     if not estimate.rows:
-        return [*lines, ("time", f"none: every row has its result{' or would fail' if report.rows_failed else ''}")]
+        return [
+            *lines,
+            ("time", f"none: every row has its result{' or would fail' if report.figures['rows_failed'] else ''}"),
+        ]
     low, seconds, high = (duration(s) for s in (estimate.low, estimate.seconds, estimate.high))
     rows = f"to generate {counted(estimate.rows, 'row')}"
     if estimate.lengths == "max_tokens":

@@ -53,7 +53,7 @@ def test_the_plan_is_told_in_lines(cli, source, tiny_model_dir, monkeypatch):
 @pytest.mark.parametrize(("low", "at_least"), [(0.04, ""), (0.06, " (at least 0.1 s)")])
 def test_a_shortest_time_of_nothing_is_left_out(low, at_least):
     estimate = Estimate(seconds=90.0, low=low, high=100.0, rows=3, lengths="max_tokens")
-    report = SimpleNamespace(measured=None, lengths=None, estimate=estimate)
+    report = SimpleNamespace(figures={"measured": None, "lengths": None}, estimate=estimate)
     text = f"at most about 90 s to generate 3 rows{at_least}: how long completions get is not known (--measure runs a few rows)"
     assert time_lines(report) == [("time", text)]
 
@@ -66,7 +66,7 @@ def test_the_plan_is_one_json_object(cli, source, tiny_model_dir):
         "schema", "rows", "rows_failed", "rows_equal", "windows", "prompt_tokens", "prefill_tokens", "prefill_tokens_min", "shared_fraction",
         "prefix_nodes", "groups", "grouped_rows", "weight_bytes", "memory", "kv_bytes_per_token", "kv_bytes_shared",
         "kv_bytes_unshared", "kv_bytes_batch", "kv_bytes_least", "state_bytes_per_sequence", "state_bytes_peak", "tree", "largest_groups",
-        "shards", "advice", "measured", "lengths", "estimate", "failures",
+        "lengths", "failures", "shards", "measured", "advice", "estimate",
     ]  # fmt: skip
     assert (plan["schema"], plan["prefill_tokens_min"], plan["groups"]) == ("batchgen.plan/1", 136, 2)
     assert plan["tree"][1] == {

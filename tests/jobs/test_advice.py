@@ -92,8 +92,12 @@ def test_a_plan_writes_the_template_that_saves_what_it_says(tiny_model_dir, writ
     source, best = write_jsonl(ROWS), tmp_path / "best.jinja"
     first = plan(tiny_model_dir, source, "{{review}}\n\n" + INSTRUCTION, write_template=str(best))
     again = plan(tiny_model_dir, source, best.read_text())
-    assert first.advice.prefill_tokens == first.figures.prefill_tokens_min
-    assert first.advice.prefill_tokens_after == again.figures.prefill_tokens_min < first.figures.prefill_tokens_min / 5
+    assert first.advice.prefill_tokens == first.figures["prefill_tokens_min"]
+    assert (
+        first.advice.prefill_tokens_after
+        == again.figures["prefill_tokens_min"]
+        < first.figures["prefill_tokens_min"] / 5
+    )
     assert again.advice is None
     assert first.as_dict()["advice"]["template"] == best.read_text()
     if Path("/dev/full").exists():

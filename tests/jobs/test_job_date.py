@@ -61,9 +61,9 @@ def test_results_of_yesterday_are_used_again_today(config, clock, write_jsonl):
 
 def test_a_plan_uses_the_date_of_a_job_that_has_begun(config, clock):
     run_job(config)
-    assert plan_job(config).tree[0].text == "Today Date: 01 Mar 2026<|user|>"
+    assert plan_job(config).figures["tree"][0]["text"] == "Today Date: 01 Mar 2026<|user|>"
     for other in (replace(config, overwrite=True), replace(config, output=f"{config.output}.jsonl")):
-        text = plan_job(other).tree[0].text
+        text = plan_job(other).figures["tree"][0]["text"]
         assert text.startswith("Today Date: ")
         assert "01 Mar 2026" not in text
 

@@ -59,7 +59,7 @@ def test_a_named_column_may_be_missing_in_the_whole_first_window(runs, window):
     assert runs.run(rows, window=window, prompts=prompts)[0] == ["p", "q", "r"]
     assert plan_job(JobConfig(
         inputs=runs.folder / "in.jsonl", model=runs.models["a"], window=window, prompts=prompts
-    )).rows == 3  # fmt: skip
+    )).figures["rows"] == 3  # fmt: skip
     with pytest.raises(UsageError, match=r"^no row has the column 'top_k' of --row-params"):
         runs.run(rows, window=window, prompts=PromptConfig(row_params=("top_k",)), overwrite=True)
 

@@ -247,7 +247,7 @@ def test_the_user_is_told_why_the_context_ends(tools, tmp_path):
     model = tools.save_model(tmp_path, config={"model_type": "llama4_text", "attention_chunk_size": 40} | LONG)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a" * 50}))
     told = Recorder()
-    assert plan_job(JobConfig(inputs=tmp_path / "rows.jsonl", model=model), told).rows_failed == 1
+    assert plan_job(JobConfig(inputs=tmp_path / "rows.jsonl", model=model), told).figures["rows_failed"] == 1
     assert f"the context ends at 40 tokens: {CHUNKS}" in told.notes
 
 
