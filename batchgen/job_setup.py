@@ -31,7 +31,7 @@ from batchgen.records import Input, Row, RowStream, open_input, output_of, row_f
 from batchgen.report import check_report_file
 from batchgen.request import Request, TokenArray
 from batchgen.sampling.grammars import Vocabulary
-from batchgen.stats import versions
+from batchgen.version import versions
 
 QUANTIZED_TEXTS = 4
 """Rows on which `--quantize` is measured."""

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import platform
-import resource
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
+from batchgen.process.machine import memory_bytes_peak
 from batchgen.result import Result
-from batchgen.version import __version__
+from batchgen.version import versions
 
 SCHEMA = "batchgen.stats/1"
 DRAFT_SOURCES = ("grammar", "outputs", "prompt")
@@ -310,50 +304,6 @@ def _ratio(part: float, whole: float, nothing: float = 0.0) -> float:
     return round(part / whole, 6) if whole else nothing
 
 
-_LOOK_SECONDS = 0.05
-"""Time between two looks at the memory of this process: the system keeps no maximum of it without pages of files."""
-_most_bytes = 0
-"""The most that was seen."""
-
-
-@cache
-def watch_memory() -> None:
-    """Makes `memory_bytes_peak` know the maximum from now on."""
-    if _private_bytes() is not None:
-        threading.Thread(target=_watch, name="memory", daemon=True).start()
-
-
-def _watch() -> None:
-    while True:
-        memory_bytes_peak()
-        time.sleep(_LOOK_SECONDS)
-
-
-def _private_bytes() -> int | None:
-    """Returns the memory of this process without pages of files, which the system may drop; None where it does not tell."""
-    try:
-        _, resident, shared, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return None
-    return (int(resident) - int(shared)) * resource.getpagesize()
-
-
-def memory_bytes_peak() -> int:
-    """Returns the maximum of the memory that belongs to this process so far, in bytes: pages of files, which the system may drop, do not count."""
-    global _most_bytes
-    now = _private_bytes()
-    if now is None:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    _most_bytes = max(_most_bytes, now)
-    return _most_bytes
-
-
-def memory_bytes() -> int:
-    """Returns the memory that belongs to this process now, in bytes; where the system does not tell, its maximum so far."""
-    found = _private_bytes()
-    return memory_bytes_peak() if found is None else found
-
-
 def size_text(count: float) -> str:
     """Returns a number of bytes as text: 512 B, 3.1 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -366,19 +316,3 @@ def size_text(count: float) -> str:
 def counted(count: int, noun: str) -> str:
     """Returns a number with its noun, which has the plural in s: 1 row, 2,304 rows."""
     return f"{count:,} {noun}{'s' if count != 1 else ''}"
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of everything that a result may depend on."""
-    return {"python": platform.python_version(), "batchgen": __version__} | {
-        name: version_of(name) for name in ("torch", "transformers", "tokenizers")
-    }
-
-
-@cache
-def version_of(package: str) -> str:
-    """Returns a package's version from its installed metadata, without importing it."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -19,8 +19,8 @@ from batchgen.stats import (
     Setting,
     figures,
     side_by_side,
-    version_of,
 )
+from batchgen.version import version_of
 
 SETTING = Setting(model="m", dtype="float32", device="cpu", attention="cascade")
 

@@ -22,12 +22,11 @@ from batchgen.devices.workers import Workers
 from batchgen.errors import UsageError
 from batchgen.kernels import isa
 from batchgen.model_files import gguf_file
-from batchgen.process.machine import cpu_quota, usable_cores
+from batchgen.process.machine import cpu_quota, usable_cores, watch_memory
 from batchgen.process.user_cache import cache_folder
 from batchgen.prompts import LoadedTokenizer
 from batchgen.prompts.tokenizer import quiet
 from batchgen.request import TokenArray
-from batchgen.stats import watch_memory
 from batchgen.version import __version__
 
 if TYPE_CHECKING:

@@ -21,12 +21,12 @@ from batchgen.devices.transport import Cancel, Channel, Gone, Ready, Stop, Work,
 from batchgen.errors import BatchgenError, DevicesLost, memory_errors
 from batchgen.prefix import PrefixPlan, plan_requests
 from batchgen.process.collector import few_collections
+from batchgen.process.machine import memory_bytes_peak
 from batchgen.process.signals import ignore_stop_signals
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.tokenizer import quiet
 from batchgen.request import Leaf, Request
 from batchgen.result import Result
-from batchgen.stats import memory_bytes_peak
 
 if TYPE_CHECKING:
     from batchgen.engine.engine import Engine

@@ -19,7 +19,7 @@ from batchgen.prompts import LoadedTokenizer, PromptBuilder
 from batchgen.prompts.tokenizer import checkpoint_dtype
 from batchgen.records.output import job_path
 from batchgen.sampling_params import SamplingParams
-from batchgen.stats import versions
+from batchgen.version import versions
 
 _SMALL_FILES = (
     "config.json", "generation_config.json", "*.safetensors.index.json", "hf_quant_config.json", "quantize_config.json",

@@ -1,13 +1,22 @@
-"""The cores and the memory that this process may use: the machine's, within the limits of its cgroup."""
+"""The cores and the memory that this process may use (the machine's, within the limits of its cgroup), and the memory that it takes."""
 
 from __future__ import annotations
 
 import math
 import os
 import resource
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+
+_LOOK_SECONDS = 0.05
+"""Time between two looks at the memory of this process: the system keeps no maximum of it without pages of files."""
+_most_bytes = 0
+"""The most that was seen."""
 
 
 def usable_cores() -> int:
@@ -93,3 +102,41 @@ def _cgroups(controller: str, root: Path) -> Iterator[Path]:
         first = root / "sys/fs/cgroup" / (controller if controllers else "")
         own = first / path.strip("/")
         yield from (group for group in (own, *own.parents) if group.is_relative_to(first))
+
+
+@cache
+def watch_memory() -> None:
+    """Makes `memory_bytes_peak` know the maximum from now on."""
+    if _private_bytes() is not None:
+        threading.Thread(target=_watch, name="memory", daemon=True).start()
+
+
+def _watch() -> None:
+    while True:
+        memory_bytes_peak()
+        time.sleep(_LOOK_SECONDS)
+
+
+def _private_bytes() -> int | None:
+    """Returns the memory of this process without pages of files, which the system may drop; None where it does not tell."""
+    try:
+        _, resident, shared, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return None
+    return (int(resident) - int(shared)) * resource.getpagesize()
+
+
+def memory_bytes_peak() -> int:
+    """Returns the maximum of the memory that belongs to this process so far, in bytes: pages of files, which the system may drop, do not count."""
+    global _most_bytes
+    now = _private_bytes()
+    if now is None:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    _most_bytes = max(_most_bytes, now)
+    return _most_bytes
+
+
+def memory_bytes() -> int:
+    """Returns the memory that belongs to this process now, in bytes; where the system does not tell, its maximum so far."""
+    found = _private_bytes()
+    return memory_bytes_peak() if found is None else found

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.prefix import PrefixOutline
-from batchgen.stats import EngineStats, memory_bytes
+from batchgen.process.machine import memory_bytes
+from batchgen.stats import EngineStats
 
 FILE = "report.json"
 FILES = (FILE, f"{FILE}.new")

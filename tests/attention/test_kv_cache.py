@@ -3,7 +3,7 @@ import torch
 
 from batchgen.attention.kv_cache import KVCache, LayerShape, devices_of
 from batchgen.kernels.memory import keep_pages_small
-from batchgen.stats import memory_bytes
+from batchgen.process.machine import memory_bytes
 
 CPU = torch.device("cpu")
 

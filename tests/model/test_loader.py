@@ -89,7 +89,7 @@ import sys
 from pathlib import Path
 from pathlib import Path
 from batchgen.engine.engine import keep_freed_memory
-from batchgen.stats import memory_bytes
+from batchgen.process.machine import memory_bytes
 from support.models import load_folder
 keep_freed_memory()
 before = memory_bytes()

@@ -20,8 +20,7 @@ from batchgen.kernels.memory import FilePieces, Pages, in_huge_pages, mapped_fil
 from batchgen.kernels.ops import PackedLinear, is_fast
 from batchgen.model.weights.sizes import StoredTensor, WeightSizes, are_streamed, sizes_of, weight_sizes
 from batchgen.model.weights.streamed import decoder_layers, streamed_weights, tensors_in
-from batchgen.process.machine import free_host_memory
-from batchgen.stats import memory_bytes
+from batchgen.process.machine import free_host_memory, memory_bytes
 from support.models import build, engine_for, kernels, load_folder, make_requests, run
 from support.params import slow_but
 from support.python_process import run_python
@@ -295,7 +294,7 @@ def test_a_limit_of_the_address_space_is_a_limit_of_the_free_memory(
 
 PEAK = """
 import time
-from batchgen.stats import memory_bytes, memory_bytes_peak, watch_memory
+from batchgen.process.machine import memory_bytes, memory_bytes_peak, watch_memory
 watch_memory()
 block = b"x" * (256 << 20)
 most = memory_bytes()

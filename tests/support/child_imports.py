@@ -12,12 +12,12 @@ import batchgen.devices.worker
 import batchgen.engine.engine
 import batchgen.job
 import batchgen.model.loader
-import batchgen.stats
+import batchgen.version
 import batchgen_cli.app
 import batchgen_cli.summary
 from batchgen.kernels.recognition import code_of
 
-batchgen.stats.versions()
+batchgen.version.versions()
 # numpy imports it at the first median. A process that is forked meanwhile would wait for the end of that import for ever.
 importlib.import_module("numpy.ma")
 pyarrow.array([0])  # imports pandas, if it is installed

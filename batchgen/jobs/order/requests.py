@@ -22,7 +22,8 @@ from batchgen.records.output import id_digest, own_id
 from batchgen.records.parquet_types import id_text
 from batchgen.request import Request
 from batchgen.result import Result
-from batchgen.stats import RowCounts, versions
+from batchgen.stats import RowCounts
+from batchgen.version import versions
 
 _STOP_SECONDS = 5.0
 _READING_FORM = 6

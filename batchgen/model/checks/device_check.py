@@ -27,8 +27,7 @@ import torch
 from batchgen.config import ModelConfig
 from batchgen.process.child_process import Process, exit_code, how_it_ended, start_module
 from batchgen.process.user_cache import cache_folder, locked, replaced
-from batchgen.stats import version_of
-from batchgen.version import __version__
+from batchgen.version import __version__, version_of
 
 Part = Literal["sampler", "triton", "graphs", "step-ahead"]
 PARTS: dict[Part, str] = {
