@@ -314,310 +314,244 @@ _NEMOTRON_H = GgufFamily(
     _nemotron_h, read=_PART | {"ssm.inner_size", "nextn_predict_layers"}, must={"rope.scaling.finetuned": False, "expert_gating_func": _SIGMOID},
     biases=_LLAMA_BIASES | {"use_conv_bias": ".ssm_conv1d.bias", "use_bias": ".ssm_in.bias", "mamba_proj_bias": ".ssm_in.bias"},
 )  # fmt: skip
-FAMILIES: Mapping[str, Mapping[str, GgufFamily]] = {
-    "afmoe": {
-        "": GgufFamily(
-            "afmoe",
-            _SHARED | {
-                "expert_count": "num_experts", "leading_dense_block_count": "num_dense_layers", "expert_weights_scale": "route_scale",
-            },
-            _afmoe, read=_WINDOW,
-            must={"expert_gating_func": _SIGMOID, "expert_weights_norm": True, "expert_group_count": 1, "expert_group_used_count": 1},
-        )
-    },
-    "apertus": {"": GgufFamily("apertus", more=lambda values, shapes: {"rope_parameters": dict(_NO_ROPE)}, biases=_ATTENTION_BIAS)},
-    "arcee": {"": GgufFamily("arcee", biases=_LLAMA_BIASES, rows="pairs")},
-    "bloom": {"": GgufFamily("bloom", _OLDER | {"context_length": "seq_length"}, rows="parts")},
-    "chatglm": {"": GgufFamily("glm", read=_PART, biases=_ATTENTION_BIAS)},
-    "command-r": {
-        "": GgufFamily(
-            "cohere", _NO_HEAD_SIZE | {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
-            biases=_ATTENTION_BIAS | {"use_qk_norm": ".attn_q_norm.weight"},
-        )
-    },
-    "cohere2": {
-        "": GgufFamily(
-            "cohere2", {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
-            _with_sliding_window(4), read=_WINDOW, biases=_ATTENTION_BIAS,
-        )
-    },
-    "deepseek2": {
-        "": GgufFamily(
-            "deepseek_v3",
-            {key: name for key, name in _DEEPSEEK_MIXTURE.items() if "group" not in key} | {
-                "attention.kv_lora_rank": "kv_lora_rank", "rope.dimension_count": "qk_rope_head_dim",
-            },
-            _deepseek,
-            read=frozenset({
-                "attention.q_lora_rank", "attention.key_length_mla", "attention.value_length", "attention.value_length_mla", "expert_gating_func",
-                "expert_group_count", "expert_group_used_count", "nextn_predict_layers", "rope.scaling.yarn_log_multiplier",
-            }),
-        )
-    },
-    "dots1": {
-        "": GgufFamily(
-            "dots1", _DEEPSEEK_MIXTURE,
-            lambda values, shapes: {"sliding_window": None, "layer_types": ["full_attention"] * values["block_count"]},
-            must={"expert_gating_func": _SIGMOID}, biases=_ATTENTION_BIAS,
-        )
-    },
-    "ernie4_5": {"": GgufFamily("ernie4_5", biases={"use_bias": ".attn_q.bias"})},
-    "ernie4_5-moe": {
-        "": GgufFamily(
-            "ernie4_5_moe",
-            {
-                "expert_count": "moe_num_experts", "expert_used_count": "moe_k", "expert_feed_forward_length": "moe_intermediate_size",
-                "expert_shared_count": "moe_num_shared_experts", "interleave_moe_layer_step": "moe_layer_interval",
-                "leading_dense_block_count": "moe_layer_start_index",
-            },
-            lambda values, shapes: {"moe_layer_end_index": values["block_count"] - 1},
-            read=frozenset({"expert_shared_feed_forward_length"}), biases={"use_bias": ".attn_q.bias"},
-        )
-    },
-    "exaone": {"": GgufFamily("llama", {"attention.layer_norm_epsilon": "rms_norm_eps"})},
-    "exaone-moe": {
-        "": GgufFamily(
-            "exaone_moe", _DEEPSEEK_MIXTURE | {"expert_count": "num_experts", "expert_shared_count": "num_shared_experts"},
-            lambda values, shapes: {**_with_sliding_window(4)(values, shapes), **_without_next_tokens(values, shapes)},
-            read=_WINDOW | {"nextn_predict_layers", "expert_shared_feed_forward_length"}, must={"expert_gating_func": _SIGMOID},
-        )
-    },
-    "exaone4": {"": GgufFamily("exaone4", more=_with_sliding_window(4), read=_WINDOW)},
-    "falcon": {
-        "": GgufFamily("falcon", _OLDER, must={"attention.head_count_kv": 1, "tensor_data_layout": "jploski"}, biases={"bias": ".attn_qkv.bias"})
-    },
-    "gemma": {"": GgufFamily("gemma", shift=1.0)},
-    "gemma2": {
-        "": GgufFamily(
-            "gemma2", _SLIDING | _FINAL_SOFTCAP | {"attn_logit_softcapping": "attn_logit_softcapping"}, _gemma(46), shift=1.0
-        )
-    },
-    "gemma3": {"": GgufFamily("gemma3_text", _FINAL_SOFTCAP, _gemma3, read=_TWO_ROPES, shift=1.0)},
-    "gemma3n": {
-        "": GgufFamily(
-            "gemma3n_text",
-            _GEMMA_LAYERS | {"altup.num_inputs": "altup_num_inputs", "altup.active_idx": "altup_active_idx"},
-            _gemma3n, read=_TWO_ROPES | {"activation_sparsity_scale"},
-        )
-    },
-    "gemma4": {
-        "": GgufFamily(
-            "gemma4_text",
-            _GEMMA_LAYERS | {
-                "attention.key_length": "global_head_dim", "attention.key_length_swa": "head_dim",
-                "expert_count": "num_experts", "expert_used_count": "top_k_experts", "expert_feed_forward_length": "moe_intermediate_size",
-            },
-            _gemma4, read=_TWO_ROPES,
-        )
-    },
-    "glm4": {"": GgufFamily("glm4", read=_PART, biases=_ATTENTION_BIAS)},
-    "glm4moe": {
-        "": GgufFamily(
-            "glm4_moe", _DEEPSEEK_MIXTURE, _without_next_tokens, read=_PART | {"nextn_predict_layers"}, must={"expert_gating_func": _SIGMOID},
-            biases=_ATTENTION_BIAS | {"use_qk_norm": ".attn_q_norm.weight"},
-        )
-    },
-    "gpt-oss": {
-        "": GgufFamily(
-            "gpt_oss", _MIXTURE | {"expert_feed_forward_length": "intermediate_size"},
-            _gpt_oss, read=_WINDOW, biases=_ATTENTION_BIAS, interleaved=True, columns=("_exps.",),
-        )
-    },
-    "gptneox": {
-        "": GgufFamily(
-            "gpt_neox",
-            _NO_HEAD_SIZE | {
-                "attention.head_count_kv": "", "attention.layer_norm_epsilon": "layer_norm_eps", "use_parallel_residual": "use_parallel_residual",
-            },
-            read=_PART, biases={"attention_bias": ".attn_qkv.bias"}, rows="parts",
-        )
-    },
-    "gpt2": {
-        "": GgufFamily(
-            "gpt2", _OLDER | {"context_length": "n_positions"}, columns=(".attn_qkv.", ".attn_output.", ".ffn_up.", ".ffn_down.")
-        )
-    },
-    "granite": {
-        "": GgufFamily(
-            "granite", _GRANITE | {"expert_shared_feed_forward_length": "intermediate_size"}, _granite, read=_MAMBA, must=_WITH_ROPE, biases=_LLAMA_BIASES, rows="pairs"
-        )
-    },
-    "granitehybrid": {
-        "": GgufFamily(
-            "granitemoehybrid",
-            _GRANITE | _MIXTURE | {
-                "expert_shared_feed_forward_length": "shared_intermediate_size", "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state",
-                "ssm.group_count": "mamba_n_groups", "ssm.time_step_rank": "mamba_n_heads",
-            },
-            _granite_hybrid, read=frozenset({"ssm.inner_size"}), must={"rope.scaling.finetuned": False}, rows="pairs",
-            biases=_ATTENTION_BIAS | {"mamba_conv_bias": ".ssm_conv1d.bias", "mamba_proj_bias": ".ssm_in.bias"},
-        )
-    },
-    "granitemoe": {
-        "expert_shared_feed_forward_length": GgufFamily(
+FAMILIES: Mapping[str, GgufFamily] = {
+    "afmoe": GgufFamily(
+        "afmoe",
+        _SHARED | {
+            "expert_count": "num_experts", "leading_dense_block_count": "num_dense_layers", "expert_weights_scale": "route_scale",
+        },
+        _afmoe, read=_WINDOW,
+        must={"expert_gating_func": _SIGMOID, "expert_weights_norm": True, "expert_group_count": 1, "expert_group_used_count": 1},
+    ),
+    "apertus": GgufFamily("apertus", more=lambda values, shapes: {"rope_parameters": dict(_NO_ROPE)}, biases=_ATTENTION_BIAS),
+    "arcee": GgufFamily("arcee", biases=_LLAMA_BIASES, rows="pairs"),
+    "bloom": GgufFamily("bloom", _OLDER | {"context_length": "seq_length"}, rows="parts"),
+    "chatglm": GgufFamily("glm", read=_PART, biases=_ATTENTION_BIAS),
+    "command-r": GgufFamily(
+        "cohere", _NO_HEAD_SIZE | {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
+        biases=_ATTENTION_BIAS | {"use_qk_norm": ".attn_q_norm.weight"},
+    ),
+    "cohere2": GgufFamily(
+        "cohere2", {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
+        _with_sliding_window(4), read=_WINDOW, biases=_ATTENTION_BIAS,
+    ),
+    "deepseek2": GgufFamily(
+        "deepseek_v3",
+        {key: name for key, name in _DEEPSEEK_MIXTURE.items() if "group" not in key} | {
+            "attention.kv_lora_rank": "kv_lora_rank", "rope.dimension_count": "qk_rope_head_dim",
+        },
+        _deepseek,
+        read=frozenset({
+            "attention.q_lora_rank", "attention.key_length_mla", "attention.value_length", "attention.value_length_mla", "expert_gating_func",
+            "expert_group_count", "expert_group_used_count", "nextn_predict_layers", "rope.scaling.yarn_log_multiplier",
+        }),
+    ),
+    "dots1": GgufFamily(
+        "dots1", _DEEPSEEK_MIXTURE,
+        lambda values, shapes: {"sliding_window": None, "layer_types": ["full_attention"] * values["block_count"]},
+        must={"expert_gating_func": _SIGMOID}, biases=_ATTENTION_BIAS,
+    ),
+    "ernie4_5": GgufFamily("ernie4_5", biases={"use_bias": ".attn_q.bias"}),
+    "ernie4_5-moe": GgufFamily(
+        "ernie4_5_moe",
+        {
+            "expert_count": "moe_num_experts", "expert_used_count": "moe_k", "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "moe_num_shared_experts", "interleave_moe_layer_step": "moe_layer_interval",
+            "leading_dense_block_count": "moe_layer_start_index",
+        },
+        lambda values, shapes: {"moe_layer_end_index": values["block_count"] - 1},
+        read=frozenset({"expert_shared_feed_forward_length"}), biases={"use_bias": ".attn_q.bias"},
+    ),
+    "exaone": GgufFamily("llama", {"attention.layer_norm_epsilon": "rms_norm_eps"}),
+    "exaone-moe": GgufFamily(
+        "exaone_moe", _DEEPSEEK_MIXTURE | {"expert_count": "num_experts", "expert_shared_count": "num_shared_experts"},
+        lambda values, shapes: {**_with_sliding_window(4)(values, shapes), **_without_next_tokens(values, shapes)},
+        read=_WINDOW | {"nextn_predict_layers", "expert_shared_feed_forward_length"}, must={"expert_gating_func": _SIGMOID},
+    ),
+    "exaone4": GgufFamily("exaone4", more=_with_sliding_window(4), read=_WINDOW),
+    "falcon": GgufFamily("falcon", _OLDER, must={"attention.head_count_kv": 1, "tensor_data_layout": "jploski"}, biases={"bias": ".attn_qkv.bias"}),
+    "gemma": GgufFamily("gemma", shift=1.0),
+    "gemma2": GgufFamily(
+        "gemma2", _SLIDING | _FINAL_SOFTCAP | {"attn_logit_softcapping": "attn_logit_softcapping"}, _gemma(46), shift=1.0
+    ),
+    "gemma3": GgufFamily("gemma3_text", _FINAL_SOFTCAP, _gemma3, read=_TWO_ROPES, shift=1.0),
+    "gemma3n": GgufFamily(
+        "gemma3n_text",
+        _GEMMA_LAYERS | {"altup.num_inputs": "altup_num_inputs", "altup.active_idx": "altup_active_idx"},
+        _gemma3n, read=_TWO_ROPES | {"activation_sparsity_scale"},
+    ),
+    "gemma4": GgufFamily(
+        "gemma4_text",
+        _GEMMA_LAYERS | {
+            "attention.key_length": "global_head_dim", "attention.key_length_swa": "head_dim",
+            "expert_count": "num_experts", "expert_used_count": "top_k_experts", "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        _gemma4, read=_TWO_ROPES,
+    ),
+    "glm4": GgufFamily("glm4", read=_PART, biases=_ATTENTION_BIAS),
+    "glm4moe": GgufFamily(
+        "glm4_moe", _DEEPSEEK_MIXTURE, _without_next_tokens, read=_PART | {"nextn_predict_layers"}, must={"expert_gating_func": _SIGMOID},
+        biases=_ATTENTION_BIAS | {"use_qk_norm": ".attn_q_norm.weight"},
+    ),
+    "gpt-oss": GgufFamily(
+        "gpt_oss", _MIXTURE | {"expert_feed_forward_length": "intermediate_size"},
+        _gpt_oss, read=_WINDOW, biases=_ATTENTION_BIAS, interleaved=True, columns=("_exps.",),
+    ),
+    "gptneox": GgufFamily(
+        "gpt_neox",
+        _NO_HEAD_SIZE | {
+            "attention.head_count_kv": "", "attention.layer_norm_epsilon": "layer_norm_eps", "use_parallel_residual": "use_parallel_residual",
+        },
+        read=_PART, biases={"attention_bias": ".attn_qkv.bias"}, rows="parts",
+    ),
+    "gpt2": GgufFamily(
+        "gpt2", _OLDER | {"context_length": "n_positions"}, columns=(".attn_qkv.", ".attn_output.", ".ffn_up.", ".ffn_down.")
+    ),
+    "granite": GgufFamily(
+        "granite", _GRANITE | {"expert_shared_feed_forward_length": "intermediate_size"}, _granite, read=_MAMBA, must=_WITH_ROPE, biases=_LLAMA_BIASES, rows="pairs"
+    ),
+    "granitehybrid": GgufFamily(
+        "granitemoehybrid",
+        _GRANITE | _MIXTURE | {
+            "expert_shared_feed_forward_length": "shared_intermediate_size", "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state",
+            "ssm.group_count": "mamba_n_groups", "ssm.time_step_rank": "mamba_n_heads",
+        },
+        _granite_hybrid, read=frozenset({"ssm.inner_size"}), must={"rope.scaling.finetuned": False}, rows="pairs",
+        biases=_ATTENTION_BIAS | {"mamba_conv_bias": ".ssm_conv1d.bias", "mamba_proj_bias": ".ssm_in.bias"},
+    ),
+    "granitemoe": GgufFamily("granitemoe", _GRANITE | _MIXTURE, _granite, read=_MAMBA, must=_WITH_ROPE, biases=_ATTENTION_BIAS, rows="pairs"),
+    "hunyuan-dense": GgufFamily("hunyuan_v1_dense", biases=_ATTENTION_BIAS),
+    "hunyuan-moe": GgufFamily(
+        "hunyuan_v1_moe",
+        {
+            "expert_count": "num_experts", "expert_used_count": "moe_topk", "expert_feed_forward_length": "intermediate_size", "feed_forward_length": "",
+        },
+        read=frozenset({"expert_shared_feed_forward_length"}), must={"expert_shared_count": 1}, biases=_ATTENTION_BIAS,
+    ),
+    "internlm2": GgufFamily("llama", biases=_LLAMA_BIASES, rows="pairs"),
+    "jais2": GgufFamily("jais2", {"attention.layer_norm_epsilon": "layer_norm_eps"}, biases=_LLAMA_BIASES),
+    "jamba": GgufFamily(
+        "jamba",
+        _NO_HEAD_SIZE | {
+            "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state",
+            "ssm.time_step_rank": "mamba_dt_rank",
+        },
+        _jamba, read=frozenset({"ssm.inner_size"}), biases={"mamba_conv_bias": ".ssm_conv1d.bias", "mamba_proj_bias": ".ssm_in.bias"},
+    ),
+    "lfm2": GgufFamily(
+        "lfm2", _NO_HEAD_SIZE | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}, _lfm2,
+        biases={"conv_bias": ".shortconv.in_proj.bias"},
+    ),
+    "lfm2moe": GgufFamily(
+        "lfm2_moe",
+        _NO_HEAD_SIZE | _SHARED | {
+            "attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache", "expert_count": "num_experts",
+            "leading_dense_block_count": "num_dense_layers", "expert_weights_scale": "routed_scaling_factor",
+        },
+        _lfm2, must={"expert_gating_func": _SIGMOID}, biases={"conv_bias": ".shortconv.in_proj.bias", "use_expert_bias": ".exp_probs_b.bias"},
+    ),
+    "llama": GgufFamily("llama", must=_LLAMA_ROWS, biases=_LLAMA_BIASES, rows="pairs"),
+    "llama4": GgufFamily(
+        "llama4_text",
+        _MIXTURE | {
+            "feed_forward_length": "intermediate_size_mlp", "expert_feed_forward_length": "intermediate_size",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        lambda values, shapes: {"use_qk_norm": values.get("expert_count") != _MAVERICK}, must={"attention.sliding_window": 8192},
+        biases=_ATTENTION_BIAS, columns=("_exps.",),
+    ),
+    "mamba": GgufFamily(
+        "mamba", _MAMBA_1, lambda values, shapes: {"expand": values["ssm.inner_size"] // values["embedding_length"]}, read=frozenset({"ssm.inner_size"})
+    ),
+    "mamba2": GgufFamily(
+        "mamba2",
+        _NO_HEAD_SIZE | {
+            "attention.head_count": "", "attention.head_count_kv": "", "feed_forward_length": "", "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+            "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size", "ssm.group_count": "n_groups", "ssm.time_step_rank": "num_heads",
+        },
+        lambda values, shapes: {
+            "head_dim": values["ssm.inner_size"] // values["ssm.time_step_rank"], "expand": values["ssm.inner_size"] // values["embedding_length"],
+        },
+        read=frozenset({"ssm.inner_size"}), biases={"use_bias": ".ssm_in.bias", "use_conv_bias": ".ssm_conv1d.bias"},
+    ),
+    "minicpm": GgufFamily(
+        "granite", {key: name for key, name in _GRANITE.items() if key != "attention.scale"},
+        # Files without its scales are older than the keys.
+        lambda values, shapes: {
+            "attention_multiplier": head_size(values) ** -0.5, "embedding_multiplier": values["embedding_scale"],
+            "residual_multiplier": values["residual_scale"], "logits_scaling": values["logit_scale"],
+        }, rows="pairs",
+    ),
+    "minicpm3": GgufFamily(
+        "minicpm3", {"attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank", "rope.dimension_count": "qk_rope_head_dim"},
+        lambda values, shapes: {
+            "head_dim": values["rope.dimension_count"], "qk_nope_head_dim": head_size(values) - values["rope.dimension_count"],
+            "v_head_dim": values["embedding_length"] // values["attention.head_count"],
+        },
+    ),
+    "minimax-m2": GgufFamily(
+        "minimax_m2", _MIXTURE | {"expert_feed_forward_length": "intermediate_size"},
+        _partial, read=_PART, must={"expert_gating_func": _SIGMOID},
+    ),
+    "mistral3": GgufFamily("mistral", more=_mistral, read=_TEMPERATURE, rows="pairs"),
+    "mpt": GgufFamily(
+        "mpt",
+        _OLDER | {
+            "context_length": "max_seq_len", "embedding_length": "d_model", "block_count": "n_layers", "attention.head_count": "n_heads",
+        },
+        must={"attention.max_alibi_bias": 8.0},
+    ),
+    "nemotron": GgufFamily("nemotron", {"attention.layer_norm_epsilon": "norm_eps"}, read=_PART, biases=_LLAMA_BIASES, shift=1.0),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
+    "olmo": GgufFamily("olmo", _NO_HEAD_SIZE | {"attention.clamp_kqv": "clip_qkv"}, rows="pairs"),
+    "olmo2": GgufFamily("olmo2", biases=_ATTENTION_BIAS),
+    "olmoe": GgufFamily(
+        "olmoe", _NO_HEAD_SIZE | {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
+        lambda values, shapes: {"norm_topk_prob": False}, biases=_ATTENTION_BIAS,
+    ),
+    "pangu-embedded": GgufFamily("llama", biases=_LLAMA_BIASES),
+    "phi2": GgufFamily("phi", {"attention.layer_norm_epsilon": "layer_norm_eps"}, read=_PART),
+    "phi3": GgufFamily("phi3", _SLIDING, read=_PART),
+    "phimoe": GgufFamily(
+        "phimoe", _NO_HEAD_SIZE | _MIXTURE, lambda values, shapes: {"sliding_window": None, "rope_parameters": {**_NO_ROPE, **_PHI_SCALES}},
+        biases=_ATTENTION_BIAS | {"lm_head_bias": "output.bias"},
+    ),
+    "qwen2": GgufFamily("qwen2"),
+    "qwen2moe": GgufFamily("qwen2_moe", _QWEN_MIXTURE),
+    "qwen2vl": GgufFamily("qwen2", read=_SECTIONS),
+    "qwen3": GgufFamily("qwen3", biases=_ATTENTION_BIAS),
+    "qwen35": GgufFamily("qwen3_5_text", _QWEN_DELTA, _qwen35, read=_QWEN35_KEYS, rows="tiled", shift=1.0),
+    "qwen35moe": GgufFamily("qwen3_5_moe_text", _QWEN_DELTA | _QWEN_MIXTURE, _qwen35, read=_QWEN35_KEYS, rows="tiled", shift=1.0),
+    "qwen3moe": GgufFamily("qwen3_moe", _QWEN_MIXTURE, lambda values, shapes: {"norm_topk_prob": True}, biases=_ATTENTION_BIAS),
+    "qwen3next": GgufFamily("qwen3_next", _QWEN_DELTA | _QWEN_MIXTURE, _qwen3_next, read=_QWEN35_KEYS, shift=1.0),
+    "qwen3vl": GgufFamily("qwen3", read=_SECTIONS, biases=_ATTENTION_BIAS),
+    "qwen3vlmoe": GgufFamily("qwen3_moe", _QWEN_MIXTURE, lambda values, shapes: {"norm_topk_prob": True}, read=_SECTIONS, biases=_ATTENTION_BIAS),
+    "seed_oss": GgufFamily("seed_oss", biases=_LLAMA_BIASES | {"attention_out_bias": ".attn_output.bias"}),
+    "smollm3": GgufFamily("smollm3", biases=_LLAMA_BIASES, rows="pairs"),
+    "stablelm": GgufFamily(
+        "stablelm", _NO_HEAD_SIZE | {"attention.layer_norm_epsilon": "layer_norm_eps"},
+        lambda values, shapes: {"use_parallel_residual": not any(".ffn_norm." in name for name in shapes)},
+        read=_PART | {"use_parallel_residual"}, biases={"use_qkv_bias": ".attn_q.bias"},
+    ),
+    "starcoder": GgufFamily("gpt_bigcode", _OLDER | {"context_length": "n_positions"}, must={"attention.head_count_kv": 1}),
+    "starcoder2": GgufFamily("starcoder2", _SLIDING | {"attention.layer_norm_epsilon": "norm_epsilon"}, biases={"use_bias": ".ffn_up.bias"}),
+    "xverse": GgufFamily("llama", must=_LLAMA_ROWS, rows="pairs"),
+}  # fmt: skip
+"""By architecture."""
+VARIANTS: Mapping[str, tuple[str, GgufFamily]] = {
+    "granitemoe": (
+        "expert_shared_feed_forward_length",
+        GgufFamily(
             "granitemoeshared", _GRANITE | _MIXTURE | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
             _granite, read=_MAMBA, must=_WITH_ROPE, biases=_ATTENTION_BIAS, rows="pairs",
         ),
-        "": GgufFamily("granitemoe", _GRANITE | _MIXTURE, _granite, read=_MAMBA, must=_WITH_ROPE, biases=_ATTENTION_BIAS, rows="pairs"),
-    },
-    "hunyuan-dense": {"": GgufFamily("hunyuan_v1_dense", biases=_ATTENTION_BIAS)},
-    "hunyuan-moe": {
-        "": GgufFamily(
-            "hunyuan_v1_moe",
-            {
-                "expert_count": "num_experts", "expert_used_count": "moe_topk", "expert_feed_forward_length": "intermediate_size", "feed_forward_length": "",
-            },
-            read=frozenset({"expert_shared_feed_forward_length"}), must={"expert_shared_count": 1}, biases=_ATTENTION_BIAS,
-        )
-    },
-    "internlm2": {"": GgufFamily("llama", biases=_LLAMA_BIASES, rows="pairs")},
-    "jais2": {"": GgufFamily("jais2", {"attention.layer_norm_epsilon": "layer_norm_eps"}, biases=_LLAMA_BIASES)},
-    "jamba": {
-        "": GgufFamily(
-            "jamba",
-            _NO_HEAD_SIZE | {
-                "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state",
-                "ssm.time_step_rank": "mamba_dt_rank",
-            },
-            _jamba, read=frozenset({"ssm.inner_size"}), biases={"mamba_conv_bias": ".ssm_conv1d.bias", "mamba_proj_bias": ".ssm_in.bias"},
-        )
-    },
-    "lfm2": {
-        "": GgufFamily(
-            "lfm2", _NO_HEAD_SIZE | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}, _lfm2,
-            biases={"conv_bias": ".shortconv.in_proj.bias"},
-        )
-    },
-    "lfm2moe": {
-        "": GgufFamily(
-            "lfm2_moe",
-            _NO_HEAD_SIZE | _SHARED | {
-                "attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache", "expert_count": "num_experts",
-                "leading_dense_block_count": "num_dense_layers", "expert_weights_scale": "routed_scaling_factor",
-            },
-            _lfm2, must={"expert_gating_func": _SIGMOID}, biases={"conv_bias": ".shortconv.in_proj.bias", "use_expert_bias": ".exp_probs_b.bias"},
-        )
-    },
-    "llama": {
-        "expert_count": GgufFamily("mixtral", _MIXTURE, must=_LLAMA_ROWS, rows="pairs"),
-        "": GgufFamily("llama", must=_LLAMA_ROWS, biases=_LLAMA_BIASES, rows="pairs"),
-    },
-    "llama4": {
-        "": GgufFamily(
-            "llama4_text",
-            _MIXTURE | {
-                "feed_forward_length": "intermediate_size_mlp", "expert_feed_forward_length": "intermediate_size",
-                "interleave_moe_layer_step": "interleave_moe_layer_step",
-            },
-            lambda values, shapes: {"use_qk_norm": values.get("expert_count") != _MAVERICK}, must={"attention.sliding_window": 8192},
-            biases=_ATTENTION_BIAS, columns=("_exps.",),
-        )
-    },
-    "mamba": {
-        "": GgufFamily(
-            "mamba", _MAMBA_1, lambda values, shapes: {"expand": values["ssm.inner_size"] // values["embedding_length"]}, read=frozenset({"ssm.inner_size"})
-        )
-    },
-    "mamba2": {
-        "": GgufFamily(
-            "mamba2",
-            _NO_HEAD_SIZE | {
-                "attention.head_count": "", "attention.head_count_kv": "", "feed_forward_length": "", "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
-                "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size", "ssm.group_count": "n_groups", "ssm.time_step_rank": "num_heads",
-            },
-            lambda values, shapes: {
-                "head_dim": values["ssm.inner_size"] // values["ssm.time_step_rank"], "expand": values["ssm.inner_size"] // values["embedding_length"],
-            },
-            read=frozenset({"ssm.inner_size"}), biases={"use_bias": ".ssm_in.bias", "use_conv_bias": ".ssm_conv1d.bias"},
-        )
-    },
-    "minicpm": {
-        "": GgufFamily(
-            "granite", {key: name for key, name in _GRANITE.items() if key != "attention.scale"},
-            # Files without its scales are older than the keys.
-            lambda values, shapes: {
-                "attention_multiplier": head_size(values) ** -0.5, "embedding_multiplier": values["embedding_scale"],
-                "residual_multiplier": values["residual_scale"], "logits_scaling": values["logit_scale"],
-            }, rows="pairs",
-        )
-    },
-    "minicpm3": {
-        "": GgufFamily(
-            "minicpm3", {"attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank", "rope.dimension_count": "qk_rope_head_dim"},
-            lambda values, shapes: {
-                "head_dim": values["rope.dimension_count"], "qk_nope_head_dim": head_size(values) - values["rope.dimension_count"],
-                "v_head_dim": values["embedding_length"] // values["attention.head_count"],
-            },
-        )
-    },
-    "minimax-m2": {
-        "": GgufFamily(
-            "minimax_m2", _MIXTURE | {"expert_feed_forward_length": "intermediate_size"},
-            _partial, read=_PART, must={"expert_gating_func": _SIGMOID},
-        )
-    },
-    "mistral3": {
-        "attention.temperature_scale": GgufFamily("ministral3", more=_mistral, read=_TEMPERATURE, rows="pairs"),
-        "": GgufFamily("mistral", more=_mistral, read=_TEMPERATURE, rows="pairs"),
-    },
-    "mpt": {
-        "": GgufFamily(
-            "mpt",
-            _OLDER | {
-                "context_length": "max_seq_len", "embedding_length": "d_model", "block_count": "n_layers", "attention.head_count": "n_heads",
-            },
-            must={"attention.max_alibi_bias": 8.0},
-        )
-    },
-    "nemotron": {"": GgufFamily("nemotron", {"attention.layer_norm_epsilon": "norm_eps"}, read=_PART, biases=_LLAMA_BIASES, shift=1.0)},
-    "nemotron_h": {"": _NEMOTRON_H},
-    "nemotron_h_moe": {"": _NEMOTRON_H},
-    "olmo": {"": GgufFamily("olmo", _NO_HEAD_SIZE | {"attention.clamp_kqv": "clip_qkv"}, rows="pairs")},
-    "olmo2": {
-        "attention.sliding_window": GgufFamily("olmo3", more=_olmo3, read=_TWO_ROPES, biases=_ATTENTION_BIAS),
-        "": GgufFamily("olmo2", biases=_ATTENTION_BIAS),
-    },
-    "olmoe": {
-        "": GgufFamily(
-            "olmoe", _NO_HEAD_SIZE | {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
-            lambda values, shapes: {"norm_topk_prob": False}, biases=_ATTENTION_BIAS,
-        )
-    },
-    "pangu-embedded": {"": GgufFamily("llama", biases=_LLAMA_BIASES)},
-    "phi2": {"": GgufFamily("phi", {"attention.layer_norm_epsilon": "layer_norm_eps"}, read=_PART)},
-    "phi3": {"": GgufFamily("phi3", _SLIDING, read=_PART)},
-    "phimoe": {
-        "": GgufFamily(
-            "phimoe", _NO_HEAD_SIZE | _MIXTURE, lambda values, shapes: {"sliding_window": None, "rope_parameters": {**_NO_ROPE, **_PHI_SCALES}},
-            biases=_ATTENTION_BIAS | {"lm_head_bias": "output.bias"},
-        )
-    },
-    "qwen2": {"": GgufFamily("qwen2")},
-    "qwen2moe": {"": GgufFamily("qwen2_moe", _QWEN_MIXTURE)},
-    "qwen2vl": {"": GgufFamily("qwen2", read=_SECTIONS)},
-    "qwen3": {"": GgufFamily("qwen3", biases=_ATTENTION_BIAS)},
-    "qwen35": {"": GgufFamily("qwen3_5_text", _QWEN_DELTA, _qwen35, read=_QWEN35_KEYS, rows="tiled", shift=1.0)},
-    "qwen35moe": {"": GgufFamily("qwen3_5_moe_text", _QWEN_DELTA | _QWEN_MIXTURE, _qwen35, read=_QWEN35_KEYS, rows="tiled", shift=1.0)},
-    "qwen3moe": {"": GgufFamily("qwen3_moe", _QWEN_MIXTURE, lambda values, shapes: {"norm_topk_prob": True}, biases=_ATTENTION_BIAS)},
-    "qwen3next": {"": GgufFamily("qwen3_next", _QWEN_DELTA | _QWEN_MIXTURE, _qwen3_next, read=_QWEN35_KEYS, shift=1.0)},
-    "qwen3vl": {"": GgufFamily("qwen3", read=_SECTIONS, biases=_ATTENTION_BIAS)},
-    "qwen3vlmoe": {
-        "": GgufFamily("qwen3_moe", _QWEN_MIXTURE, lambda values, shapes: {"norm_topk_prob": True}, read=_SECTIONS, biases=_ATTENTION_BIAS)
-    },
-    "seed_oss": {"": GgufFamily("seed_oss", biases=_LLAMA_BIASES | {"attention_out_bias": ".attn_output.bias"})},
-    "smollm3": {"": GgufFamily("smollm3", biases=_LLAMA_BIASES, rows="pairs")},
-    "stablelm": {
-        "": GgufFamily(
-            "stablelm", _NO_HEAD_SIZE | {"attention.layer_norm_epsilon": "layer_norm_eps"},
-            lambda values, shapes: {"use_parallel_residual": not any(".ffn_norm." in name for name in shapes)},
-            read=_PART | {"use_parallel_residual"}, biases={"use_qkv_bias": ".attn_q.bias"},
-        )
-    },
-    "starcoder": {"": GgufFamily("gpt_bigcode", _OLDER | {"context_length": "n_positions"}, must={"attention.head_count_kv": 1})},
-    "starcoder2": {"": GgufFamily("starcoder2", _SLIDING | {"attention.layer_norm_epsilon": "norm_epsilon"}, biases={"use_bias": ".ffn_up.bias"})},
-    "xverse": {"": GgufFamily("llama", must=_LLAMA_ROWS, rows="pairs")},
+    ),
+    "llama": ("expert_count", GgufFamily("mixtral", _MIXTURE, must=_LLAMA_ROWS, rows="pairs")),
+    "mistral3": ("attention.temperature_scale", GgufFamily("ministral3", more=_mistral, read=_TEMPERATURE, rows="pairs")),
+    "olmo2": ("attention.sliding_window", GgufFamily("olmo3", more=_olmo3, read=_TWO_ROPES, biases=_ATTENTION_BIAS)),
 }  # fmt: skip
-"""The families of an architecture. The first applies whose key the file has, with a value that is not 0; the key "" stands for every file."""
+"""By architecture: a key, and the family of files that have it with a value that is not 0."""
 
 
 def head_size(values: Values) -> int:

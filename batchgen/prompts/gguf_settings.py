@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import ModelError
-from batchgen.prompts.gguf_families import FAMILIES, GgufFamily, Values, head_size
+from batchgen.prompts.gguf_families import FAMILIES, VARIANTS, GgufFamily, Values, head_size
 from batchgen.prompts.gguf_file import GgufFile
 
 OTHER_FORMAT = "give the model in the format of transformers"
@@ -30,9 +30,10 @@ _ROPE_KEYS = {
 
 def family_of(file: Path, architecture: str, values: Values) -> GgufFamily:
     """Returns the family of a file with these settings. Raises `ModelError` if its architecture is not known."""
-    for key, family in FAMILIES.get(architecture, {}).items():
-        if not key or values.get(key):
-            return family
+    key, variant = VARIANTS.get(architecture, ("", None))
+    family = variant if values.get(key) else FAMILIES.get(architecture)
+    if family is not None:
+        return family
     raise ModelError(
         f"batchgen does not read models of the architecture {architecture!r} from GGUF files: {file}", OTHER_FORMAT
     )
