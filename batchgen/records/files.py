@@ -50,7 +50,6 @@ _UTF16 = (
     (re.compile(rb"(\0[^\0]){2}"), "utf-16-be"),
 )
 _AT_COMMIT = re.compile(r"(hf://datasets/[^/@]+/[^/@]+)@[0-9a-f]{40}/")
-_TEXT_PIECE = 1 << 16
 _PIECE = 1 << 10
 
 
@@ -116,7 +115,7 @@ class InputFile:
             if self.name == "-":
                 stream = self._checked(raw)
             if self.encoding is not None:
-                stream = io.BufferedReader(_BytesOf(_in_utf8(stream, self.encoding, self.shown)))
+                stream = _in_utf8(stream, self.encoding, self.shown)
             if self.is_text or (self.name != "-" and self.compression is None and raw.seekable()):
                 yield stream
                 return
@@ -248,40 +247,21 @@ def decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
     return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
 
 
-def _in_utf8(raw: BinaryIO, encoding: str, name: str) -> Iterator[bytes]:
-    """Yields the text of a stream in UTF-8. What cannot be decoded becomes a byte that is not UTF-8, so that only its row is malformed."""
+def _in_utf8(raw: BinaryIO, encoding: str, name: str) -> BinaryIO:
+    """Returns the text of a stream in UTF-8. What cannot be decoded becomes a byte that is not UTF-8, so that only its row is malformed."""
     decoder = codecs.getincrementaldecoder(encoding)(_UNDECODABLE)
-    try:
-        while piece := raw.read(_TEXT_PIECE):
-            yield decoder.decode(piece).encode("utf-8", "surrogateescape")
-        yield decoder.decode(b"", True).encode("utf-8", "surrogateescape")
-    except UnicodeError as e:  # of UTF-16 and UTF-32
-        usual = codecs.lookup(encoding).name
-        raise UsageError(
-            f"{name} has no byte order mark, which --encoding {encoding} needs", f"use {usual}-le or {usual}-be"
-        ) from e
+
+    def convert(piece: pa.Buffer) -> bytes:
+        try:
+            return decoder.decode(piece, not piece).encode("utf-8", "surrogateescape")  # the last piece is empty
+        except UnicodeError as e:  # of UTF-16 and UTF-32
+            usual = codecs.lookup(encoding).name
+            raise UsageError(
+                f"{name} has no byte order mark, which --encoding {encoding} needs", f"use {usual}-le or {usual}-be"
+            ) from e
+
+    return io.BufferedReader(pa.TransformInputStream(pa.PythonFile(raw, "r"), convert))
 
 
 _UNDECODABLE = "batchgen.undecodable"
 codecs.register_error(_UNDECODABLE, lambda e: ("\ufffd\udcff", e.end))  # type: ignore[attr-defined]
-
-
-class _BytesOf(io.RawIOBase):
-    """The bytes that an iterator yields."""
-
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces = pieces
-        self._ready = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            piece = next(self._pieces, None)
-            if piece is None:
-                return 0
-            self._ready = memoryview(piece)
-        n = min(len(buffer), len(self._ready))
-        buffer[:n], self._ready = self._ready[:n], self._ready[n:]
-        return n
