@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from batchgen.config import PromptConfig
 from batchgen.errors import RowError, UsageError
@@ -28,13 +27,8 @@ _MEDIA = frozenset(("image", "images", "audio", "audios", "video", "videos", "mu
 _MAX_NAMES = 20
 
 
-class Source(Enum):
-    """Where a row's prompt comes from."""
-
-    TEMPLATE = "template"
-    BODY = "body"
-    MESSAGES = "messages"
-    PROMPT = "prompt"
+Source = Literal["template", "body", "messages", "prompt"]
+"""Where a row's prompt comes from."""
 
 
 def quoted(names: Sequence[str]) -> str:
@@ -72,14 +66,14 @@ class Columns:
     def source(self, columns: Mapping[str, Any]) -> Source:
         """Returns where this row's prompt comes from. Raises `RowError("invalid_row")` if it has none."""
         if self._template is not None:
-            return Source.TEMPLATE
+            return "template"
         if is_batch_row(columns):
-            return Source.BODY
+            return "body"
         prompt, messages = self._has_prompt(columns), self._has_messages(columns)
         if prompt and (self._prompt_first or not messages):
-            return Source.PROMPT
+            return "prompt"
         if messages:
-            return Source.MESSAGES
+            return "messages"
         names = [name for name in dict.fromkeys((self._prompt, self._messages)) if name in columns]
         if not names and "url" in columns and "body" in columns:
             raise RowError("invalid_row", f"body must be an object, not {kind(columns['body'])}")

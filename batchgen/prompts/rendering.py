@@ -230,7 +230,7 @@ class Renderer:
             return row.error
         try:
             source = self.columns.source(row.columns)
-            body = read_body(row.columns) if source is Source.BODY else None
+            body = read_body(row.columns) if source == "body" else None
             own = self._params.of(row.columns, body.params if body else None, params)
             if body is not None and body.url == RESPONSES and (own.n > 1 or own.logprobs is not None):
                 raise RowError("unsupported_parameter", f"n and logprobs cannot be combined with {RESPONSES}")
@@ -240,7 +240,7 @@ class Renderer:
             labelled = bool(self._task or own.choices)
             variables = self._thinking_off if labelled and self._head is None else {}
             how = _How(limit, self._prompts.on_long_prompt == "truncate-left", row.file, variables, row.typed)
-            if body or source is Source.PROMPT:
+            if body or source == "prompt":
                 self._check_no_image(row.columns, body)
             found = self._from_body(body, how) if body else (yield from self._from_columns(row.columns, source, how))
             prompt = (yield from self._chat_text(found, how)) if isinstance(found, _Chat) else found
@@ -268,9 +268,9 @@ class Renderer:
         both = self.columns.both_note(columns)
         if both is not None:
             self.note(both)
-        if source is Source.TEMPLATE:
+        if source == "template":
             return (yield from self._from_template(columns, how))
-        return self._from_messages(columns, how) if source is Source.MESSAGES else self._from_prompt(columns, how)
+        return self._from_messages(columns, how) if source == "messages" else self._from_prompt(columns, how)
 
     def _from_template(self, columns: Mapping[str, Any], how: _How) -> Steps[_Chat | Text]:
         assert self._template is not None

@@ -93,13 +93,8 @@ def load_tokenizer(config: ModelConfig) -> LoadedTokenizer:
     # If files are missing, some classes make an empty tokenizer, or one with special tokens only.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise load_failure(config, "tokenizer", ValueError("its vocabulary is empty"))
-    with quiet():
-        try:
-            head, longest = read_head(config, hf_config), max_prompt_tokens(config, tokenizer)
-        except ModelError:
-            raise
-        except Exception as e:
-            raise load_failure(config, "configuration", e) from e
+    with _loading(config, "configuration"):
+        head, longest = read_head(config, hf_config), max_prompt_tokens(config, tokenizer)
     context_length = context_length_of(config, hf_config, tokenizer.model_max_length)
     generation_file, generation = ("", {}) if gguf_file(config) is not None else _generation_settings(config)
     return LoadedTokenizer(
@@ -123,12 +118,9 @@ def load_config(config: ModelConfig) -> Any:
     # Imported here because transformers takes seconds to import. Before quiet(), because its import sets its log level.
     from transformers import AutoConfig
 
-    with quiet():
-        try:
-            prefer_cache_if_unreachable(config)
-            found = AutoConfig.from_pretrained(config.model, **_hub_options(config))
-        except Exception as e:
-            raise load_failure(config, "configuration", e) from e
+    with _loading(config, "configuration"):
+        prefer_cache_if_unreachable(config)
+        found = AutoConfig.from_pretrained(config.model, **_hub_options(config))
     settings = {} if hasattr(found, "quantization_config") else _small_file(config, "hf_quant_config.json")
     if "quantization" in settings:  # ModelOpt's older checkpoints describe themselves there
         found.quantization_config = {"quant_method": "modelopt", **settings["quantization"]}
@@ -159,18 +151,13 @@ def _take_out_multipliers(config: Any) -> None:
 def _load_hf_tokenizer(config: ModelConfig, hf_config: Any) -> Any:
     from transformers import AutoTokenizer
 
-    with quiet():
-        try:
-            if (own := _load_tekken(config)) is not None:
-                return own
-            # Never mistral-common, which transformers prefers if it is installed: tokens must not depend on that.
-            return AutoTokenizer.from_pretrained(
-                config.model, config=hf_config, mistral_format=False, **_hub_options(config)
-            )
-        except ModelError:
-            raise
-        except Exception as e:
-            raise load_failure(config, "tokenizer", e) from e
+    with _loading(config, "tokenizer"):
+        if (own := _load_tekken(config)) is not None:
+            return own
+        # Never mistral-common, which transformers prefers if it is installed: tokens must not depend on that.
+        return AutoTokenizer.from_pretrained(
+            config.model, config=hf_config, mistral_format=False, **_hub_options(config)
+        )
 
 
 def _load_tekken(config: ModelConfig) -> Any | None:
@@ -202,13 +189,8 @@ def _load_gguf(config: ModelConfig) -> tuple[Any, Any] | None:
         return None
     import transformers  # noqa: F401 - before quiet(), as above
 
-    with quiet():
-        try:
-            hf_config, tokenizer = load_gguf(file)
-        except ModelError:
-            raise
-        except Exception as e:
-            raise load_failure(config, "configuration", e) from e
+    with _loading(config, "configuration"):
+        hf_config, tokenizer = load_gguf(file)
     tokenizer.name_or_path = config.model
     return hf_config, tokenizer
 
@@ -230,6 +212,18 @@ def quiet() -> Iterator[None]:
     with _QUIET, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+@contextmanager
+def _loading(config: ModelConfig, what: str) -> Iterator[None]:
+    """Makes a `ModelError` of what libraries raise while they load a part of the model, and keeps them quiet."""
+    with quiet():
+        try:
+            yield
+        except ModelError:
+            raise
+        except Exception as e:
+            raise load_failure(config, what, e) from e
 
 
 class _Quiet:
@@ -415,9 +409,6 @@ def _unused_settings(generation: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _small_file(config: ModelConfig, name: str) -> Mapping[str, Any]:
     """Returns the content of a JSON file of the model; {} if there is none. Raises `ModelError`."""
-    try:
-        with quiet():
-            path = find_file(config, name)
-    except Exception as e:
-        raise load_failure(config, name, e) from e
+    with _loading(config, name):
+        path = find_file(config, name)
     return {} if path is None else read_json(path)

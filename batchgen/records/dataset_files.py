@@ -38,19 +38,6 @@ _NO_DATA = {_README, "config.json", "dataset_dict.json", "dataset_info.json", "d
 
 
 @dataclass(frozen=True, slots=True)
-class DatasetChoice:
-    """The part of a dataset that is read."""
-
-    config: str | None = None
-    """None for the default one."""
-    split: str | None = None
-    """A split, several as in `train+test`, or `all`. None for the only one."""
-
-    def __bool__(self) -> bool:
-        return self.config is not None or self.split is not None
-
-
-@dataclass(frozen=True, slots=True)
 class Dataset:
     """A dataset whose files are known."""
 
@@ -63,18 +50,18 @@ class Dataset:
     configs: Mapping[str, Mapping[str, Any]]
     """The configurations that the README.md declares; empty if it declares none."""
 
-    def data_files(self, choice: DatasetChoice, format: str | None) -> tuple[list[str], str]:
+    def data_files(self, config: str | None, split: str | None, format: str | None) -> tuple[list[str], str]:
         """Returns the names of the chosen files, and a note that says what was chosen.
 
-        Without a format, the files have one of the formats that batchgen reads, and the same one. Raises `UsageError` if the choice is
+        `config` is None for the default one. `split` is one of its splits, several as in `train+test`, `all`, or None for the only one. Without a format, the files have one of the formats that batchgen reads, and the same one. Raises `UsageError` if the choice is
         not clear or the dataset does not have it.
         """
-        config = self._config(choice.config)
+        config = self._config(config)
         splits = self._splits(self.configs.get(config, {}))
         if not splits:
             raise UsageError(f"{self.name} has no data files", "name its files, or a glob")
-        chosen = self._chosen_splits(splits, choice.split)
-        found = list(dict.fromkeys(name for split in chosen for name in self._of_format(split, splits[split], format)))
+        chosen = self._chosen_splits(splits, split)
+        found = list(dict.fromkeys(name for one in chosen for name in self._of_format(one, splits[one], format)))
         which = f"configuration {config}, " if len(self.configs) > 1 else ""
         note = f"{self.name}: {which}split {'+'.join(chosen)}, {counted(len(found), 'file')}"
         return [name if "://" in name else self.root + name for name in found], note
@@ -183,11 +170,11 @@ class Dataset:
         return found
 
 
-def find_dataset(name: str, choice: DatasetChoice) -> Dataset | None:
+def find_dataset(name: str, *, chosen: bool) -> Dataset | None:
     """Returns the dataset that `name` means, or None if it means something else.
 
     That is a repository (`hf://datasets/OWNER/NAME`, with `@REVISION`), which is pinned to its present commit, and a folder on disk
-    whose README.md declares configurations, that has files `data/SPLIT-00000-of-00001.*`, or of which a split or a configuration is asked for.
+    whose README.md declares configurations, that has files `data/SPLIT-00000-of-00001.*`, or of which a split or a configuration is `chosen`.
     Raises `UsageError` if the repository cannot be read, and for a folder of Arrow files that `save_to_disk` of `datasets` wrote.
     """
     if repository := _HUB.fullmatch(name):
@@ -199,7 +186,7 @@ def find_dataset(name: str, choice: DatasetChoice) -> Dataset | None:
     readme = folder / _README
     header = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
     configs = _declared(header, name)
-    if not (choice or configs or any(_SHARDED.fullmatch(f"data/{p.name}") for p in folder.glob("data/*-of-*"))):
+    if not (chosen or configs or any(_SHARDED.fullmatch(f"data/{p.name}") for p in folder.glob("data/*-of-*"))):
         return None
     files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() or is_lost_link(p))
     return Dataset(name, f"{name.rstrip('/')}/", [f for f in files if not in_job_folder(f, folder)], configs)

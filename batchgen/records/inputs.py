@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from batchgen.config import INPUT_FORMATS, JobConfig
 from batchgen.errors import InputCorrupt, RowError, UsageError, first_line
-from batchgen.records.dataset_files import DatasetChoice, find_dataset
+from batchgen.records.dataset_files import find_dataset
 from batchgen.records.files import ANY_FORMAT, BROKEN, InputFile, in_job_folder, is_lost_link, split_name
 from batchgen.records.jsonl import Record
 from batchgen.records.output import INPUT_FILE, RESULT_NAMES, job_path
@@ -53,7 +53,7 @@ def open_input(config: JobConfig, output: str | None) -> Input:
         Path.cwd()
     except FileNotFoundError:  # Intel's MKL, in torch, would end the whole process at the first product
         raise UsageError("the current folder no longer exists", "change to another one with cd") from None
-    input_format, choice = config.input_format, DatasetChoice(config.dataset_config, config.split)
+    input_format, chosen = config.input_format, config.dataset_config is not None or config.split is not None
     inputs = [plain_name(name) for name in config.inputs]
     if "" in inputs:
         raise UsageError("an input has an empty name", "name a file, a folder, a glob or - for standard input")
@@ -63,7 +63,7 @@ def open_input(config: JobConfig, output: str | None) -> Input:
             raise UsageError(
                 "- (standard input) cannot be read together with other inputs", "name files only, or - alone"
             )
-        _check_chosen(choice, 0, "-")
+        _check_chosen(chosen, 0, "-")
         return Input((_input_file("-", input_format or "jsonl", config.encoding),), [], config.id_column)
     is_output = file_matcher(output)
     files: list[InputFile] = []
@@ -71,13 +71,13 @@ def open_input(config: JobConfig, output: str | None) -> Input:
     datasets = 0
     for name in inputs:
         try:
-            dataset = find_dataset(name, choice)
+            dataset = find_dataset(name, chosen=chosen)
             many, found = (True, []) if dataset else _find(name, input_format)
         except PermissionError as e:
             raise UsageError(f"{name} cannot be read: permission denied", _PERMISSIONS) from e
         if dataset is not None:
             datasets += 1
-            found, note = dataset.data_files(choice, input_format)
+            found, note = dataset.data_files(config.dataset_config, config.split, input_format)
             notes.append(note)
         else:
             notes += [*_unread_folders(name, input_format), *_unread_files(name, input_format)] if many else []
@@ -95,15 +95,15 @@ def open_input(config: JobConfig, output: str | None) -> Input:
         files += [_input_file(f, input_format, config.encoding) for f in found]
     for file in files:
         file.check_start()
-    _check_chosen(choice, datasets, inputs[0])
+    _check_chosen(chosen, datasets, inputs[0])
     if hollow := [file.name for file in files if file.is_hollow()]:
         more = f" (and so have {len(hollow) - 1:,} more)" if len(hollow) > 1 else ""
         notes.append(f"{hollow[0]} has 0 bytes and so no rows{more}: was it copied or written to its end?")
     return Input(tuple(files), notes, config.id_column)
 
 
-def _check_chosen(choice: DatasetChoice, datasets: int, name: str) -> None:
-    if choice and not datasets:
+def _check_chosen(chosen: bool, datasets: int, name: str) -> None:
+    if chosen and not datasets:
         raise UsageError(
             f"--dataset-config and --split are for datasets, and {name} is not one",
             "leave them out, or name a folder or hf://datasets/OWNER/NAME",

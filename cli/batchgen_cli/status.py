@@ -66,9 +66,14 @@ def _tokens(found: dict[str, Any]) -> list[tuple[str, str]]:
     kinds = (("prompt_tokens", "of prompts"), ("completion_tokens", "of completions"))
     parts = [f"{found[name]:,} {what}" for name, what in kinds if found[name]]
     name = "tokens" if parts else "speed"
-    if found["completion_tokens_per_s"] or found["rows_per_s"]:
-        parts.append(speed(found["completion_tokens_per_s"] or 0.0, found["rows_per_s"] or 0.0))
+    parts += _speed(found)
     return [(name, ", ".join(parts))] if parts else []
+
+
+def _speed(found: dict[str, Any]) -> list[str]:
+    """Returns the speed of a job, a shard or a worker; nothing if it has none yet."""
+    tokens, rows = found["completion_tokens_per_s"] or 0.0, found["rows_per_s"] or 0.0
+    return [speed(tokens, rows)] if tokens or rows else []
 
 
 _ADVICE = {
@@ -90,9 +95,7 @@ def _shard(shard: dict[str, Any]) -> str:
     parts.append(f"{done:,} of {counted(total, 'row')} ({percentage(done, total)}%)")
     if shard["rows_failed"]:
         parts.append(f"{shard['rows_failed']:,} failed")
-    if shard["completion_tokens_per_s"] or shard["rows_per_s"]:
-        parts.append(speed(shard["completion_tokens_per_s"] or 0.0, shard["rows_per_s"] or 0.0))
-    return ", ".join(parts) + _ADVICE.get(shard["state"], "")
+    return ", ".join(parts + _speed(shard)) + _ADVICE.get(shard["state"], "")
 
 
 def _workers(workers: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -117,9 +120,7 @@ def _worker(worker: dict[str, Any]) -> str:
     parts = [worker["device"], state]
     if worker["rows_done"] or state not in ("loading", "lost"):
         parts.append(counted(worker["rows_done"], "row"))
-    if worker["completion_tokens_per_s"] or worker["rows_per_s"]:
-        parts.append(speed(worker["completion_tokens_per_s"], worker["rows_per_s"]))
-    return ", ".join(parts)
+    return ", ".join(parts + _speed(worker))
 
 
 def _state(found: dict[str, Any]) -> str:

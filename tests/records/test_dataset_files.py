@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchgen.errors import UsageError
-from batchgen.records.dataset_files import DatasetChoice, find_dataset
+from batchgen.records.dataset_files import find_dataset
 from support.records import opened
 
 LINE = '{"prompt": "one"}\n'
@@ -27,7 +27,7 @@ def make(folder: Path, names: list[str], configs: object = None) -> Path:
 
 def ours(folder: Path, config: str | None = None) -> dict[str, list[str]]:
     """The files of every split as batchgen finds them, as names relative to the folder."""
-    dataset = find_dataset(str(folder), DatasetChoice(config, "all"))
+    dataset = find_dataset(str(folder), chosen=True)
     splits = dataset._splits(dataset.configs.get(dataset._config(config), {}))
     return {split: sorted(set(names)) for split, names in splits.items() if names}
 
@@ -162,12 +162,9 @@ def test_a_folder_of_save_to_disk_says_how_it_becomes_parquet(tmp_path, monkeypa
     rows = datasets.Dataset.from_list([{"prompt": "a"}])
     rows.save_to_disk("saved")
     datasets.DatasetDict({"train": rows}).save_to_disk("splits")
-    for name, choice, split in [
-        ("saved", DatasetChoice(), ""),
-        ("splits", DatasetChoice(None, "train"), "['SPLIT']"),
-    ]:
+    for name, chosen, split in [("saved", False, ""), ("splits", True, "['SPLIT']")]:
         with pytest.raises(UsageError) as caught:
-            find_dataset(name, choice)
+            find_dataset(name, chosen=chosen)
         assert str(caught.value) == (
             f"{name} is a folder of Arrow files, which save_to_disk wrote; write it as Parquet first, in Python: "
             f"datasets.load_from_disk('{name}'){split}.to_parquet('rows.parquet')"
