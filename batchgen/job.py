@@ -6,7 +6,7 @@ Read it from top to bottom.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -114,35 +114,20 @@ def _run_job(config: JobConfig, progress: Progress, measured: int | None = None)
             tracker.show_notes(command.source.notes)
             tracker.show_notes(job.notes)
             tracker.tell = job.tell
-            expect = None if config.shard else config.expect  # a shard writes no rows
-            outcomes = Outcomes(tracker, config.max_errors, agreement_with(expect, setup.spec.input))
-            planner = Planner(
-                config.engine.chunk_size,
-                share=config.engine.share,
-                consecutive=setup.window_size is None and config.prompts.priority_column is None,
-                under_way=job.under_way(),
-            )
-            model = _Model(setup, signals, tracker)
-            recorder = RunRecorder(
-                config.shard or "",
-                tree=lambda: planner.tree,
-                decode=setup.tokenizer.decode,
-                keep=job.keep_record,
-            )
-            generation = _Generation(job, model, outcomes, signals, config.flush_every, recorder)
+            generation = _Generation(setup, job, signals, tracker)
             try:
                 if isinstance(job, ShardFolder):
-                    _run_shard(job, planner, generation)
+                    _run_shard(job, generation)
                 elif setup.window_size is not None:
-                    _run_as_rows_come(setup, job, planner, generation)
+                    _run_as_rows_come(setup, job, generation)
                 else:
                     assert isinstance(job, JobFolder), "standard output has windows"
-                    _run_in_prefix_order(setup, job, planner, generation, measured)
+                    _run_in_prefix_order(setup, job, generation, measured)
                 tracker.show_notes(job.notes)
                 asked = config.sampling
-                outcomes.note_cut_rows(endless=asked.ignore_eos and not (asked.stop or asked.stop_token_ids))
+                generation.outcomes.note_cut_rows(endless=asked.ignore_eos and not (asked.stop or asked.stop_token_ids))
             except (Interrupted, InputCorrupt, TooManyErrors, DevicesLost) as e:
-                _keep_stopped(job, config, model)
+                _keep_stopped(job, generation)
                 tracker.stopped()
                 if isinstance(e, Interrupted):
                     if isinstance(job, StdoutJob):
@@ -150,16 +135,13 @@ def _run_job(config: JobConfig, progress: Progress, measured: int | None = None)
                     generation.note_kept()
                 raise
             finally:
-                model.close()
-                recorder.end()
+                generation.end()
             if measured:
-                return JobReport(_keep_stopped(job, config, model), setup.spec.output, already_finished=False)
-            return _finish_job(job, setup, model, outcomes)
+                return JobReport(_keep_stopped(job, generation), setup.spec.output, already_finished=False)
+            return _finish_job(setup, job, generation)
 
 
-def _run_in_prefix_order(
-    setup: JobSetup, job: JobFolder, planner: Planner, generation: _Generation, measured: int | None = None
-) -> None:
+def _run_in_prefix_order(setup: JobSetup, job: JobFolder, generation: _Generation, measured: int | None = None) -> None:
     """Reads the input once to sort all requests, generates them in prefix order, and reads it a second time to write the output.
 
     With `measured`, generates only so many, at equal distances in the order, and writes no output.
@@ -171,7 +153,7 @@ def _run_in_prefix_order(
             needs_a_model = reading.needs_a_model()
         if needs_a_model:
             reading.announce("loading model")
-            generation.model.load()  # another thread goes on reading
+            generation.load_model()  # another thread goes on reading
             reading.announce(None)
         with signals.interruptible(), outcomes.run.timed("plan"):
             requests = reading.result()
@@ -180,7 +162,7 @@ def _run_in_prefix_order(
                 chosen = spread(windows, measured)
                 outcomes.tracker.total = outcomes.run.done + sum(1 + job.equal_rows(r.key) for r in chosen)
                 windows = bounded_windows(chosen, setup.config.limits)
-    _run_windows(windows, planner, generation, fresh=reading.fresh)
+    _run_windows(windows, generation, fresh=reading.fresh)
     if reading.broken is not None:
         raise reading.broken
     if measured is not None:
@@ -192,23 +174,23 @@ def _run_in_prefix_order(
         write_output(setup.spec.input, job, reading.fingerprint, outcomes, read_rows=setup.config.limits.read_rows)
 
 
-def _run_windows(requests: Iterator[list[Request]], planner: Planner, generation: _Generation, *, fresh: bool) -> None:
+def _run_windows(requests: Iterator[list[Request]], generation: _Generation, *, fresh: bool) -> None:
     """Plans and generates all windows. `fresh`: none of the requests has a result yet."""
     job, outcomes, signals = generation.job, generation.outcomes, generation.signals
-    with PlannedWindows(requests, planner, job, outcomes, signals, fresh=fresh) as windows:
+    with PlannedWindows(requests, generation.planner, job, outcomes, signals, fresh=fresh) as windows:
         for window in windows:
             generation.run(window, windows)
             signals.check()
 
 
-def _run_shard(shard: ShardFolder, planner: Planner, generation: _Generation) -> None:
+def _run_shard(shard: ShardFolder, generation: _Generation) -> None:
     tracker = generation.outcomes.tracker
     tracker.total = shard.request_count
     tracker.phase("planning")
-    _run_windows(shard.windows(), planner, generation, fresh=not shard.results_at_hand)
+    _run_windows(shard.windows(), generation, fresh=not shard.results_at_hand)
 
 
-def _run_as_rows_come(setup: JobSetup, job: Job, planner: Planner, generation: _Generation) -> None:
+def _run_as_rows_come(setup: JobSetup, job: Job, generation: _Generation) -> None:
     """Generates windows of rows in the order of the input, and writes each one before the next one is read."""
     outcomes, signals = generation.outcomes, generation.signals
     tracker, reader, stream, rows = outcomes.tracker, setup.reader(job, outcomes), setup.stream, setup.rows
@@ -228,7 +210,7 @@ def _run_as_rows_come(setup: JobSetup, job: Job, planner: Planner, generation: _
         try:
             for requests in bounded_windows(read.requests, setup.config.limits):
                 with signals.interruptible(), outcomes.run.timed("plan"):
-                    window = planner.plan(requests)
+                    window = generation.planner.plan(requests)
                 generation.run(window, results=results)
                 signals.check()
         except BaseException:
@@ -252,19 +234,27 @@ def _run_as_rows_come(setup: JobSetup, job: Job, planner: Planner, generation: _
 
 
 class _Generation:
-    """Turns windows into results."""
+    """Turns windows into results. The model is loaded when the first row needs it, so a job with nothing left to generate does not load it."""
 
-    def __init__(
-        self,
-        job: Store,
-        model: _Model,
-        outcomes: Outcomes,
-        signals: Signals,
-        flush_every: float,
-        recorder: RunRecorder,
-    ) -> None:
-        self.job, self.model, self.outcomes, self.signals = job, model, outcomes, signals
-        self._flush_every, self._recorder = flush_every, recorder
+    def __init__(self, setup: JobSetup, job: Store, signals: Signals, tracker: Tracker) -> None:
+        self._setup, self._texts, self.config = setup, setup.quantized_texts(), setup.config
+        self.job, self.signals = job, signals
+        expect = None if self.config.shard else self.config.expect  # a shard writes no rows
+        self.outcomes = Outcomes(tracker, self.config.max_errors, agreement_with(expect, setup.spec.input))
+        self.planner = planner = Planner(
+            self.config.engine.chunk_size,
+            share=self.config.engine.share,
+            consecutive=setup.window_size is None and self.config.prompts.priority_column is None,
+            under_way=job.under_way(),
+        )
+        self._recorder = RunRecorder(
+            self.config.shard or "",
+            tree=lambda: planner.tree,
+            decode=setup.tokenizer.decode,
+            keep=job.keep_record,
+        )
+        self._engine: AnyEngine | None = None
+        self._ready_at = self._last_token_at = 0.0
         self._keep_next = 0.0
         """When unfinished rows are kept next (`time.monotonic`)."""
         self._running: dict[int, tuple[bytes, str]] = {}
@@ -281,8 +271,10 @@ class _Generation:
 
         If `windows` has more, the next window is added when the last row of this one has started, and both run together for a while.
         """
-        engine = self.model.engine()
         tracker = self.outcomes.tracker
+        if self._engine is None:
+            tracker.phase("loading model")
+        engine = self._engine or self.load_model()
         tracker.phase(GENERATING)
         self._results = results
         self._add(engine, window)
@@ -305,7 +297,7 @@ class _Generation:
         try:
             engine.run(between_steps)
         finally:
-            self.model.last_token_at = time.perf_counter()
+            self._last_token_at = time.perf_counter()
             self.job.commit()
             tracker.changed()
             self._recorder.see(engine.stats, always=True)
@@ -360,7 +352,7 @@ class _Generation:
         began = time.monotonic()
         self.job.keep_under_way({self._running[row][0]: parts for row, parts in engine.under_way().items()})
         now = time.monotonic()
-        self._keep_next = now + min(self._flush_every, max(KEEP_SECONDS, (now - began) / KEEP_SHARE))
+        self._keep_next = now + min(self.config.flush_every, max(KEEP_SECONDS, (now - began) / KEEP_SHARE))
 
     def note_kept(self) -> None:
         """Notes what an interrupted run keeps for the next one."""
@@ -373,56 +365,42 @@ class _Generation:
         begun = f", and {counted(tokens, 'token')} of unfinished rows" if tokens else ""
         self.outcomes.tracker.note(f"{done} {'is' if run.done == 1 else 'are'} done{begun}: everything is kept")
 
-
-class _Model:
-    """The engine. It is loaded when the first row needs it, so a job with nothing left to generate does not load it."""
-
-    def __init__(self, setup: JobSetup, signals: Signals, tracker: Tracker) -> None:
-        self._config, self._tokenizer, self._texts = setup.config, setup.tokenizer, setup.quantized_texts()
-        self._sampling = setup.prompts.sampling_from
-        self._signals, self._tracker, self._run = signals, tracker, tracker.run
-        self._engine: AnyEngine | None = None
-        self.ready_at = self.last_token_at = 0.0
-
-    def engine(self) -> AnyEngine:
-        if self._engine is None:
-            self._tracker.phase("loading model")
-            self.load()
-        assert self._engine is not None
-        return self._engine
-
-    def load(self) -> None:
-        with self._signals.interruptible(), self._run.timed("load"):
-            engine = open_engine(self._config.model, self._tokenizer, self._config.engine, self._texts)
+    def load_model(self) -> AnyEngine:
+        config, tracker = self.config, self.outcomes.tracker
+        with self.signals.interruptible(), self.outcomes.run.timed("load"):
+            engine = open_engine(config.model, self._setup.tokenizer, config.engine, self._texts)
         self._engine = engine
-        self._tracker.show_notes(engine.notes)
+        tracker.show_notes(engine.notes)
         if isinstance(engine, Workers):
-            self._tracker.workers = engine.progress
-        self.ready_at = self.last_token_at = time.perf_counter()
+            tracker.workers = engine.progress
+        self._ready_at = self._last_token_at = time.perf_counter()
+        return engine
 
-    def close(self) -> None:
+    def end(self) -> None:
         if self._engine is not None:
             self._engine.close()
+        self._recorder.end()
 
-    def figures(self, previous: Mapping[str, Any] | None) -> dict[str, Any]:
-        engine = self._engine
-        self._run.seconds["generate"] = max(0.0, self.last_token_at - self.ready_at)
+    def figures(self) -> dict[str, Any]:
+        engine, run, model = self._engine, self.outcomes.run, self.config.model
+        run.seconds["generate"] = max(0.0, self._last_token_at - self._ready_at)
         setting = Setting(
-            model=self._config.model.model,
-            dtype=engine.dtype if engine else dtype_name(self._config.model, self._tokenizer.hf_config),
+            model=model.model,
+            dtype=engine.dtype if engine else dtype_name(model, self._setup.tokenizer.hf_config),
             device=engine.device if engine else "",
             attention=engine.attention if engine else "",
-            sampling=self._sampling,
+            sampling=self._setup.prompts.sampling_from,
         )
-        stats = figures(self._run, engine.stats if engine else EngineStats(), setting, earlier=previous)
+        stats = figures(run, engine.stats if engine else EngineStats(), setting, earlier=self.job.previous)
         return stats | ({"workers": engine.by_worker} if isinstance(engine, Workers) else {})
 
 
-def _finish_job(job: Store, setup: JobSetup, model: _Model, outcomes: Outcomes) -> JobReport:
+def _finish_job(setup: JobSetup, job: Store, generation: _Generation) -> JobReport:
     """Gives the output its name and writes the figures."""
+    outcomes = generation.outcomes
     with outcomes.run.timed("write"):
         job.end_output()
-    stats = model.figures(job.previous) | outcomes.figures()
+    stats = generation.figures() | outcomes.figures()
     job.finish(stats)
     outcomes.tracker.show_notes(job.notes)
     write_stats(setup.config.stats, stats)
@@ -441,12 +419,12 @@ def _finish_job(job: Store, setup: JobSetup, model: _Model, outcomes: Outcomes) 
     )
 
 
-def _keep_stopped(job: Store, config: JobConfig, model: _Model) -> dict[str, Any]:
+def _keep_stopped(job: Store, generation: _Generation) -> dict[str, Any]:
     """Keeps the results and the figures of a run that stops early. Returns the figures."""
     job.flush()
-    stats = model.figures(job.previous)
+    stats = generation.figures()
     job.save_stats(stats)
-    write_stats(config.stats, stats)
+    write_stats(generation.config.stats, stats)
     return stats
 
 

@@ -56,7 +56,7 @@ def folder(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path_factor
     folder.go_on(most=12)
     folder.keep("begun")
     with pytest.MonkeyPatch.context() as dying:
-        dying.setattr(batchgen.job._Model, "figures", _dies)
+        dying.setattr(batchgen.job._Generation, "figures", _dies)
         folder.go_on()
     folder.keep("generated")
     folder.go_on()
