@@ -244,7 +244,7 @@ class LLM:
         results = self._results_of(rows, given, options)
         head = self.tokenizer.head
         params = given if isinstance(given, list) else [given or SamplingParams()]
-        asked = {part for one in params for part in parts_asked(one)} if head is None else {head.result_name}
+        asked = {part for one in params for part in parts_asked(options, one, head)}
         # Whether rows may have schemas is judged by the types, so that tables of one kind have the same columns.
         types = {name: of for name, of in frame.types().items() if name != "valid"}
         optional = asked.union(builder.optional_results(types))

@@ -138,22 +138,20 @@ class PromptBuilder:
         return f"{last} is beyond the model's {size} tokens" if last >= size else None
 
     def optional_results(self, types: Mapping[str, Any]) -> frozenset[str]:
-        """Returns the optional parts of a result that rows may have, by the command's options and the types of a table's columns."""
-        command, may_have = self._params.default, self._params.may_have
-        if self._head is not None:
-            return frozenset((self._head.result_name,))
-        if task_option(self._prompts, None):
-            return frozenset(("score", "prompt_logprobs") if self._prompts.prompt_logprobs else ("score",))
-        found = set()
+        """Returns the optional parts of a result that rows may have beside those that the command asks for (`parts_asked`), by its options and the
+        types of a table's columns."""
+        if task_option(self._prompts, self._head):
+            return frozenset()
+        found, may_have = set[str](), self._params.may_have
         if self.reasoning:
             found.add("reasoning")
         if self.tool_calls and (
             not types.keys().isdisjoint(("tools", "body")) or self._prompts.chat_template_kwargs.get("tools")
         ):
             found.add("tool_calls")
-        if command.n > 1 or command.logprobs is not None or may_have(("n", "logprobs"), types):
+        if may_have(("n", "logprobs"), types):
             found.add("choices")
-        if self._params.labels or may_have(CHOICES_NAMES, types):
+        if may_have(CHOICES_NAMES, types):
             found.add("choice_probs")
         if types and "valid" not in types and may_have(SCHEMA_NAMES, types):
             found.add("valid")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchgen.config import JobConfig
+from batchgen.config import JobConfig, PromptConfig
 from batchgen.errors import UsageError
 from batchgen.parsers.heads import OutputHead
 from batchgen.parsers.json_schemas import enforceable, loaded
@@ -77,11 +77,12 @@ def row_form(
     """Returns the form of a job's rows.
 
     `chat` tells whether prompts go through a chat template, `reasoning` whether texts have thoughts, `tool_calls` whether answers may have calls.
-    `head` is that of `--embed` or `--classify`, `optional` are the parts of results that rows may ask for, and `several_files` tells whether the input has more than one.
+    `head` is that of `--embed` or `--classify`, `optional` are further parts of results that rows may ask for, and `several_files` tells whether the input has more than one.
 
     Raises `UsageError` if the format of `output` cannot hold such rows.
     """
-    openai, keep, asked = None, config.keep, _asked(config, head)
+    openai, keep, asked = None, config.keep, parts_asked(config.prompts, config.sampling, head)
+    asked += () if config.parse is None else ("parsed",)
     if config.output_format == "openai":
         if output != "-" and output_format(output)[0] != "jsonl":
             raise UsageError(
@@ -103,29 +104,18 @@ def row_form(
     )
 
 
-def _asked(config: JobConfig, head: OutputHead | None) -> tuple[str, ...]:
+def parts_asked(prompts: PromptConfig, sampling: SamplingParams, head: OutputHead | None) -> tuple[str, ...]:
+    """Returns the parts of a result, of those that only some results have, that these options ask of every row."""
     if head is not None:
         return (head.result_name,)
-    if config.prompts.score or config.prompts.prompt_logprobs:
-        return ("score", "prompt_logprobs") if config.prompts.prompt_logprobs else ("score",)
-    parts = parts_asked(config.sampling)
-    if config.prompts.choices_column is not None:
-        parts.add("choice_probs")
-    if "json_schema" in config.prompts.row_params:
-        parts.add("valid")
-    if config.parse is not None:
-        parts.add("parsed")
-    return tuple(name for name in ("choices", "choice_probs", "valid", "parsed") if name in parts)
-
-
-def parts_asked(sampling: SamplingParams) -> set[str]:
-    """Returns the parts of a result, of those that only some rows have, that these parameters ask for."""
+    if prompts.score or prompts.prompt_logprobs:
+        return ("score", "prompt_logprobs") if prompts.prompt_logprobs else ("score",)
     asked = {
         "choices": sampling.n > 1 or sampling.logprobs is not None,
-        "choice_probs": bool(sampling.choices),
-        "valid": sampling.json_schema is not None,
+        "choice_probs": bool(sampling.choices) or prompts.choices_column is not None,
+        "valid": sampling.json_schema is not None or "json_schema" in prompts.row_params,
     }
-    return {name for name, wanted in asked.items() if wanted}
+    return tuple(name for name, wanted in asked.items() if wanted)
 
 
 def _schema_of_parsed(config: JobConfig) -> str:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from batchgen.config import PromptConfig
 from batchgen.errors import UsageError
 from batchgen.prompts import PromptBuilder
+from batchgen.records.output import parts_asked
 from batchgen.request import row_digest
 from batchgen.result import Score
 from batchgen.sampling_params import SamplingParams
@@ -143,7 +144,8 @@ def test_no_labels_tokens_are_a_prefix_of_anothers(tools, choices):
 
 def test_the_columns_tell_which_parts_results_may_have(tools):
     def parts(types=None, sampling=None, **options):
-        return set(tools.builder(sampling=sampling, **options).optional_results(types or {}))
+        asked = parts_asked(PromptConfig(**options), sampling or SamplingParams(), None)
+        return {*asked, *tools.builder(sampling=sampling, **options).optional_results(types or {})}
 
     assert parts() == set()
     assert parts(score=True) == {"score"}
@@ -151,7 +153,7 @@ def test_the_columns_tell_which_parts_results_may_have(tools):
     assert parts(sampling=SamplingParams(choices=("a", "b"))) == {"choice_probs"}
     assert parts(row_params=("n",)) == parts(row_params=("logprobs", "seed")) == {"choices"}
     assert parts(row_params=("choices",)) == {"choice_probs"}
-    assert parts(row_params=("json_schema",)) == set()  # asked of every row
+    assert parts(row_params=("json_schema",)) == {"valid"}  # asked of every row
     assert parts({"sampling_params": pa.string()}) == {"choices", "choice_probs", "valid"}
     assert parts({"sampling_params": pa.string(), "valid": pa.string()}) == {"choices", "choice_probs"}
     assert parts({"body": pa.struct([("response_format", pa.string())])}) == {"valid"}
