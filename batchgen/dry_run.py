@@ -33,7 +33,6 @@ from batchgen.model.weights.sizes import itemsize, memory_table, streaming_room
 from batchgen.model.weights.variants import check_quantization
 from batchgen.prefix import (
     GroupSurvey,
-    PlanFigures,
     PrefixOutline,
     merge_figures,
     plan_figures,
@@ -308,7 +307,7 @@ class _PlanBuilder:
         self.rows = self.failed = self.windows = self.equal = self._equal_tokens = 0
         self._row_keys = row_keys
         self.failures: list[str] = []
-        self.figures = PlanFigures()
+        self.figures = merge_figures([])
         self._whole = whole
         engine = config.engine
         kind = config.model.devices[0].partition(":")[0]
@@ -453,35 +452,30 @@ class _PlanBuilder:
 
     def report(self, more: Mapping[str, Any], advice: Advice | None, *, chat: bool) -> PlanReport:
         """Returns the plan of all windows. `more`: further figures."""
-        survey, found, tree = self._survey, self.figures, self._planner.tree
+        survey, found, tree = self._survey, dict(self.figures), self._planner.tree
         groups = survey.end()
         if self._whole:  # a node or group that lies in two windows was counted twice
             nodes = 0 if tree is None else tree.node_count
-            found = replace(found, prefix_nodes=nodes, groups=survey.groups, grouped_requests=survey.grouped)
-        prompt_tokens = found.prompt_tokens + self._equal_tokens
-        prefill_tokens = found.prefill_tokens_min if self.config.engine.share else self._prompts_of_leaves
-        memory = sufficient_memory(found.kv_bytes_min, self.bytes_per_state, self._batch_size)
+            found |= {"prefix_nodes": nodes, "groups": survey.groups, "grouped_rows": survey.grouped}
+        found["prompt_tokens"] += self._equal_tokens
+        prompt_tokens = found["prompt_tokens"]
+        prefill_tokens = found["prefill_tokens_min"] if self.config.engine.share else self._prompts_of_leaves
+        memory = sufficient_memory(found["kv_bytes_least"], self.bytes_per_state, self._batch_size)
         figures = {
             "schema": SCHEMA,
             "rows": self.rows,
             "rows_failed": self.failed,
             "rows_equal": self.equal,  # no figure but `prompt_tokens` counts them
             "windows": self.windows,
-            "prompt_tokens": prompt_tokens,
-            "prefill_tokens": prefill_tokens,
-            "prefill_tokens_min": found.prefill_tokens_min,
+            **found,
+            "prefill_tokens": prefill_tokens,  # those that will run; without sharing the prompts of all completions
             "shared_fraction": round(max(0.0, 1 - prefill_tokens / prompt_tokens), 6) if prompt_tokens else 0.0,
-            "prefix_nodes": found.prefix_nodes,
-            "groups": found.groups,
-            "grouped_rows": found.grouped_requests,
-            "weight_bytes": self.weight_bytes,  # 0 if that is not known
+            "weight_bytes": self.weight_bytes,  # as a run holds them; 0 if that is not known
+            # What the weights would take in each way, and what fits this machine.
             "memory": None if self.memory is None else asdict(self.memory),
             "kv_bytes_per_token": self.bytes_per_token,  # 0 if the model's configuration does not say
-            "kv_bytes_shared": found.kv_bytes_shared,
-            "kv_bytes_unshared": found.kv_bytes_unshared,
-            "kv_bytes_batch": found.kv_bytes_batch,
-            "kv_bytes_least": found.kv_bytes_min,
             "state_bytes_per_sequence": self.bytes_per_state,  # 0 without recurrent layers
+            # On one device, with completions of full length.
             "state_bytes_peak": self._rehearsal.peak_state_slots * self.bytes_per_state if self._rehearsal else 0,
             "tree": [] if tree is None else list(self._lines(tree)),
             "largest_groups": [asdict(line) for line in groups],

@@ -3,7 +3,7 @@
 Token ids only. Knows nothing about rows, text, memory or the model. Needs numpy, never torch.
 """
 
-from batchgen.prefix.figures import PlanFigures, carried_tokens, merge_figures, plan_figures
+from batchgen.prefix.figures import carried_tokens, merge_figures, plan_figures
 from batchgen.prefix.outline import Outline, PrefixOutline
 from batchgen.prefix.reuse import resident_lengths
 from batchgen.prefix.survey import GroupLine, GroupSurvey
@@ -13,7 +13,6 @@ __all__ = [
     "GroupLine",
     "GroupSurvey",
     "Outline",
-    "PlanFigures",
     "PrefixNode",
     "PrefixOutline",
     "PrefixPlan",

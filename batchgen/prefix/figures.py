@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -12,30 +11,10 @@ from batchgen.prefix.reuse import resident_lengths
 from batchgen.prefix.tree import PrefixPlan
 from batchgen.request import TokenArray
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanFigures:
-    """Figures of one window's plan, or of several windows (`merge_figures`).
-
-    The KV figures are in bytes of whole blocks. Of several windows they are those of the largest, because windows follow each other.
-    """
-
-    prompt_tokens: int = 0
-    prefill_tokens_min: int = 0
-    """Size of the prompts' token trie, less the tokens carried over from the window before."""
-    prefix_nodes: int = 0
-    groups: int = 0
-    """Sum over the windows: a group that lies in two windows counts twice."""
-    grouped_requests: int = 0
-    """Requests that are in a group."""
-    kv_bytes_unshared: int = 0
-    """KV of every prompt with its completion (at `max_tokens`), each stored on its own."""
-    kv_bytes_shared: int = 0
-    """The same with every node stored once. A node stores the blocks that it fills; the rest of its path is copied into blocks below."""
-    kv_bytes_batch: int = 0
-    """The most that rows which run at once may take in prefix order: the `batch_size` largest, each on its own; never more than `kv_bytes_shared`."""
-    kv_bytes_min: int = 0
-    """KV of the longest single request. It cannot run with less."""
+_FIGURES = (
+    "prompt_tokens", "prefill_tokens_min", "prefix_nodes", "groups", "grouped_rows",
+    "kv_bytes_unshared", "kv_bytes_shared", "kv_bytes_batch", "kv_bytes_least",
+)  # fmt: skip
 
 
 def plan_figures(
@@ -47,8 +26,14 @@ def plan_figures(
     bytes_per_token: int,
     batch_size: int,
     prefill_tokens_min: int,
-) -> PlanFigures:
+) -> dict[str, int]:
     """Returns the figures of one window: those of tokens and groups by the plan of its rows, those of memory by the plan of its leaves.
+
+    `prefill_tokens_min` is the size of the prompts' token trie, less the tokens carried over from the window before, and `grouped_rows` the number of
+    requests that are in a group. KV is in bytes of whole blocks, with completions of full length: `kv_bytes_unshared` if each prompt is stored on its own,
+    and `kv_bytes_shared` if every node is stored once. (A node stores the blocks that it fills; the rest of its path is copied into blocks below.)
+    `kv_bytes_batch` is the most that rows which run at once may take in prefix order: the `batch_size` largest, each on its own, but never more than
+    `kv_bytes_shared`. `kv_bytes_least` is that of the longest single request, which cannot run with less.
 
     `lengths` are those of the leaves in full, in tokens. `block_size` is in tokens. `bytes_per_token` is the KV of one token in all layers.
     `batch_size` is the number of leaves that run at once.
@@ -60,17 +45,17 @@ def plan_figures(
     unshared = int(blocks.sum())
     shared = unshared - int((own_starts // block_size).sum()) + int((ends // block_size - starts // block_size).sum())
     block_bytes = block_size * bytes_per_token
-    return PlanFigures(
-        prompt_tokens=rows.prompt_tokens,
-        prefill_tokens_min=prefill_tokens_min,
-        prefix_nodes=len(rows.nodes),
-        groups=rows.groups,
-        grouped_requests=rows.grouped_requests,
-        kv_bytes_unshared=unshared * block_bytes,
-        kv_bytes_shared=shared * block_bytes,
-        kv_bytes_batch=min(shared, int(np.sort(blocks)[-batch_size:].sum())) * block_bytes,
-        kv_bytes_min=int(blocks.max(initial=0)) * block_bytes,
-    )
+    return {
+        "prompt_tokens": rows.prompt_tokens,
+        "prefill_tokens_min": prefill_tokens_min,
+        "prefix_nodes": len(rows.nodes),
+        "groups": rows.groups,
+        "grouped_rows": rows.grouped_requests,
+        "kv_bytes_unshared": unshared * block_bytes,
+        "kv_bytes_shared": shared * block_bytes,
+        "kv_bytes_batch": min(shared, int(np.sort(blocks)[-batch_size:].sum())) * block_bytes,
+        "kv_bytes_least": int(blocks.max(initial=0)) * block_bytes,
+    }
 
 
 def carried_tokens(plan: PrefixPlan, prompts: Sequence[TokenArray], paths: Sequence[TokenArray]) -> int:
@@ -83,10 +68,8 @@ def carried_tokens(plan: PrefixPlan, prompts: Sequence[TokenArray], paths: Seque
     return sum(len(match) for match in matches) - int(repeated.sum())
 
 
-def merge_figures(windows: Iterable[PlanFigures]) -> PlanFigures:
-    """Figures of windows that follow each other: sums, and for the KV the largest window's."""
-    windows, merged = list(windows), {}
-    for f in fields(PlanFigures):
-        values = [getattr(window, f.name) for window in windows]
-        merged[f.name] = max(values, default=0) if f.name.startswith("kv_") else sum(values)
-    return PlanFigures(**merged)
+def merge_figures(windows: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Returns the figures of windows that follow each other: sums (a node or group that lies in two windows counts twice), and for the KV the largest window's."""
+    return {
+        name: (max if name.startswith("kv_") else sum)([0, *(window[name] for window in windows)]) for name in _FIGURES
+    }

@@ -63,9 +63,9 @@ def test_the_plan_is_one_json_object(cli, source, tiny_model_dir):
     assert (outcome.code, outcome.err) == (0, "")
     plan = json.loads(outcome.out)
     assert list(plan) == [
-        "schema", "rows", "rows_failed", "rows_equal", "windows", "prompt_tokens", "prefill_tokens", "prefill_tokens_min", "shared_fraction",
-        "prefix_nodes", "groups", "grouped_rows", "weight_bytes", "memory", "kv_bytes_per_token", "kv_bytes_shared",
-        "kv_bytes_unshared", "kv_bytes_batch", "kv_bytes_least", "state_bytes_per_sequence", "state_bytes_peak", "tree", "largest_groups",
+        "schema", "rows", "rows_failed", "rows_equal", "windows", "prompt_tokens", "prefill_tokens_min", "prefix_nodes", "groups", "grouped_rows",
+        "kv_bytes_unshared", "kv_bytes_shared", "kv_bytes_batch", "kv_bytes_least", "prefill_tokens", "shared_fraction", "weight_bytes", "memory",
+        "kv_bytes_per_token", "state_bytes_per_sequence", "state_bytes_peak", "tree", "largest_groups",
         "lengths", "failures", "shards", "measured", "advice", "estimate",
     ]  # fmt: skip
     assert (plan["schema"], plan["prefill_tokens_min"], plan["groups"]) == ("batchgen.plan/1", 136, 2)

@@ -3,7 +3,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.prefix import (
-    PlanFigures,
     carried_tokens,
     merge_figures,
     plan_figures,
@@ -45,17 +44,17 @@ def test_figures_of_a_window():
     # Nodes: [0, 6) of the first three, [6, 9) of the first two. Blocks of 4: the node [0, 6) fills one, [6, 9) a second.
     root = [1, 2, 3, 4, 5, 6]
     lists = [[*root, 7, 8, 9, 1], [*root, 7, 8, 9, 2], [*root, 1], [9]]
-    assert figures(lists, [2, 3, 1, 1]) == PlanFigures(
-        prompt_tokens=28,
-        prefill_tokens_min=6 + 3 + 1 + 1 + 1 + 1,
-        prefix_nodes=2,
-        groups=2,
-        grouped_requests=3,
-        kv_bytes_unshared=(3 + 4 + 2 + 1) * 40,
-        kv_bytes_shared=((1 + 1) + (1 + 2 + 1 + 1)) * 40,
-        kv_bytes_batch=(3 + 4) * 40,
-        kv_bytes_min=4 * 40,
-    )
+    assert figures(lists, [2, 3, 1, 1]) == {
+        "prompt_tokens": 28,
+        "prefill_tokens_min": 6 + 3 + 1 + 1 + 1 + 1,
+        "prefix_nodes": 2,
+        "groups": 2,
+        "grouped_rows": 3,
+        "kv_bytes_unshared": (3 + 4 + 2 + 1) * 40,
+        "kv_bytes_shared": ((1 + 1) + (1 + 2 + 1 + 1)) * 40,
+        "kv_bytes_batch": (3 + 4) * 40,
+        "kv_bytes_least": 4 * 40,
+    }
 
 
 @given(token_lists, st.integers(1, 5), st.integers(1, 6))
@@ -70,18 +69,18 @@ def test_shared_kv_is_what_is_stored_when_full_blocks_of_nodes_are_stored_once(l
         for block in range(-(-(len(lists[index]) + max_tokens) // block_size)):
             end = (block + 1) * block_size
             stored.add((block, tuple(lists[index][:end])) if end <= shared else (block, index))
-    assert f.kv_bytes_shared == len(stored) * block_size * 10
+    assert f["kv_bytes_shared"] == len(stored) * block_size * 10
 
 
 def test_windows_add_up_and_need_the_memory_of_the_largest():
     a = figures([[1, 2, 3, 4], [1, 2, 3, 5]], [4, 4])
     b = figures([[1, 2, 9], [1, 2, 8], [1, 2, 7]], [1, 1, 1], carried=2)
     merged = merge_figures([a, b])
-    assert (merged.prompt_tokens, merged.prefill_tokens_min) == (17, 5 + 3)
-    assert (merged.prefix_nodes, merged.groups, merged.grouped_requests) == (2, 2, 5)
-    assert (merged.kv_bytes_unshared, merged.kv_bytes_shared, merged.kv_bytes_min) == (4 * 40, 4 * 40, 80)
+    assert [merged[name] for name in ("prompt_tokens", "prefill_tokens_min")] == [17, 5 + 3]
+    assert [merged[name] for name in ("prefix_nodes", "groups", "grouped_rows")] == [2, 2, 5]
+    assert [merged[f"kv_bytes_{name}"] for name in ("unshared", "shared", "least")] == [4 * 40, 4 * 40, 80]
     assert merge_figures([a]) == a
-    assert merge_figures([]) == PlanFigures()
+    assert merge_figures([]) == dict.fromkeys(a, 0)
 
 
 @given(token_lists, token_lists, st.randoms(use_true_random=False))
