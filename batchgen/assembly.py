@@ -208,15 +208,9 @@ def _merged_job(output: str, work_dir: str | None, tracker: Tracker) -> JobRepor
 
 def _spec(output: str, work_dir: str | None, manifest: Manifest, source: Input) -> JobSpec:
     """The `JobSpec` of a merge: that of the job's last run. It generates nothing, so it has nothing to run again."""
-    return JobSpec(
-        output=output,
-        settings=manifest.settings,
-        mentions=manifest.mentions,
-        input=source,
-        form=_form(manifest.request),
-        request=manifest.request | {"retry": []},
-        work_dir=work_dir,
-    )
+    request = manifest.request | {"retry": []}
+    begun = Manifest(settings=manifest.settings, mentions=manifest.mentions, request=request)
+    return JobSpec(output=output, input=source, form=_form(request), manifest=begun, work_dir=work_dir)
 
 
 def _merge_shards(

@@ -12,7 +12,7 @@ from batchgen.errors import UsageError
 from batchgen.jobs.base import FinishedJob, JobSpec
 from batchgen.jobs.files.disk import check_file
 from batchgen.jobs.files.lease import Lease
-from batchgen.jobs.files.manifest import as_stored
+from batchgen.jobs.files.manifest import Manifest, as_stored
 from batchgen.jobs.identity import command_digest, date_of_job, job_settings, local_identity
 from batchgen.jobs.job_folder import Job, JobFolder, Store, open_job
 from batchgen.jobs.opening import IMAGES_FOLDER, request_of
@@ -157,7 +157,6 @@ def _set_up(command: JobCommand, tracker: Tracker) -> JobSetup:
 
 def _spec_of(command: JobCommand, tokenizer: LoadedTokenizer, prompts: PromptBuilder) -> JobSpec:
     config, schema = command.config, command.source.schema
-    settings = job_settings(config, tokenizer, prompts, command.model_files)
     form = row_form(
         config,
         command.output,
@@ -168,14 +167,17 @@ def _spec_of(command: JobCommand, tokenizer: LoadedTokenizer, prompts: PromptBui
         optional=prompts.optional_results({} if schema is None else {f.name: f.type for f in schema}),
         several_files=len(command.source.files) > 1,
     )
+    manifest = Manifest(
+        settings=as_stored(job_settings(config, tokenizer, prompts, command.model_files)),
+        mentions=versions(),
+        request=as_stored(request_of(config, command.source) | asdict(form)),
+        command=command.digest,
+    )
     return JobSpec(
         output=command.output,
-        digest=command.digest,
-        settings=settings,
-        mentions=versions(),
         input=command.source,
         form=form,
-        request=request_of(config, command.source) | asdict(form),
+        manifest=manifest,
         work_dir=config.work_dir,
         overwrite=config.overwrite,
         flush_every=config.flush_every,
@@ -187,8 +189,8 @@ def _open_store(setup: JobSetup, signals: Signals, tracker: Tracker) -> Store | 
     if config.shard_of is None:
         return open_job(setup.spec, tell=tracker.note)
     asked = as_stored(
-        asked_of(config, setup.spec.request["inputs"])
-        | {"settings": setup.spec.settings, "expect": config.expect, "rows": asdict(setup.spec.form)}
+        asked_of(config, setup.spec.manifest.request["inputs"])
+        | {"settings": setup.spec.manifest.settings, "expect": config.expect, "rows": asdict(setup.spec.form)}
     )
 
     def read(lease: Lease) -> FinishedJob | None:

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from batchgen.jobs.files.disk import write_json, writing
 from batchgen.jobs.files.lease import Lease
+from batchgen.jobs.files.manifest import Manifest
 from batchgen.jobs.files.results import RESULTS_FILE, Results
 from batchgen.recording import JobRecord
 from batchgen.records import Input, RowForm
@@ -24,14 +25,8 @@ class JobSpec:
     """As the user named it; `-` is standard output."""
     input: Input
     form: RowForm
-    settings: dict[str, Any]
-    """Everything that changes results, a flat dictionary of plain values: a job continues with equal ones only (`identity.job_settings`)."""
-    mentions: dict[str, Any]
-    """Versions. A difference is only noted."""
-    request: dict[str, Any]
-    """Everything that may change without losing results (`opening.request_of`, and the fields of `form`)."""
-    digest: str = ""
-    """`identity.command_digest`, by which the next run may find the job finished; empty where it cannot be known."""
+    manifest: Manifest
+    """That of a job that this command begins."""
     work_dir: str | None = None
     overwrite: bool = False
     flush_every: float = 0.0

@@ -247,7 +247,7 @@ class JobFolder(HeldResults):
             self.keep_beside_output(beside)
         for row in rows:
             result = results[row.number]
-            shown = partial(thumbnails, row.columns, self._spec.settings.get("image_column", ()), row.file)
+            shown = partial(thumbnails, row.columns, self._manifest.settings.get("image_column", ()), row.file)
             self._row_figures.add(result, partial(output_row, row, result, self._spec.form), shown)
 
     def _check_replaced(self) -> None:
@@ -417,10 +417,7 @@ def open_job(
             sync_folder(folder.parent)
     held = lease or Lease(folder / CLAIMS, output, tell, unsharded=True)
     try:
-        manifest = Manifest(
-            state="running", output=target.address, command=spec.digest,
-            settings=as_stored(spec.settings), mentions=as_stored(spec.mentions), request=as_stored(spec.request),
-        )  # fmt: skip
+        manifest = replace(spec.manifest, output=target.address)
         opening = Opening(spec=spec, target=target, folder=folder, manifest=manifest)
         if held.taken_over is not None:
             opening.notes.append(

@@ -210,7 +210,7 @@ def open_shard(
     The first to come calls `read`, which does the first reading and leaves a plan, or returns the job if it is finished; all others wait for it.
     Raises `UsageError` (other settings, shards of another number), `OutputLocked`, `OutputError`, and what `read` raises.
     """
-    output, folder, retry = spec.output, job_path(spec.output, spec.work_dir), spec.request["retry"]
+    output, folder, retry = spec.output, job_path(spec.output, spec.work_dir), spec.manifest.request["retry"]
     if is_url(output) and spec.work_dir is None:
         raise UsageError(f"the shards of {output} need a folder that all of them see", "name it with --work-dir")
     check_parent(folder)
@@ -263,8 +263,8 @@ def _join(
     stats = read_stats(place) if _is_done(place) else None
     if stats is not None:
         reasons = stats["job"]["finish_reasons"]
-        if not any(reasons.get(RETRY_REASONS[name]) for name in spec.request["retry"]):
-            return FinishedJob(stats, bool(spec.settings.get("chat")), is_shard=True)
+        if not any(reasons.get(RETRY_REASONS[name]) for name in spec.manifest.request["retry"]):
+            return FinishedJob(stats, bool(spec.manifest.settings.get("chat")), is_shard=True)
     try:
         lease = Lease(place, f"shard {number}/{plan.count} of {output}", tell)
     except (OutputLocked, OutputError):  # the folder of a plan that is gone cannot be written
@@ -340,7 +340,7 @@ class ShardFolder(HeldResults):
 
     def __init__(self, folder: Path, plan: ShardPlan, number: int, spec: JobSpec, lease: Lease) -> None:
         """Opens the results of earlier runs. Forgets the results of rows to retry, unless an interrupted run has forgotten them already."""
-        place, retry = shard_folder(folder, plan, number), spec.request["retry"]
+        place, retry = shard_folder(folder, plan, number), spec.manifest.request["retry"]
         with writing(place):
             super().__init__(place, spec.flush_every, lease)
         self.output, self.number = spec.output, number

@@ -63,7 +63,8 @@ def test_shards_have_every_request_of_the_plan_once_and_in_its_order(tmp_path, c
     windows = iter([requests[:1], requests[1:5], requests[5:]])
     write_plan(tmp_path, ShardPlan(asked={}, rows=6, output={}), windows, count, 16, INPUT_LIMITS)
     plan = load_plan(tmp_path)
-    spec = SimpleNamespace(output="o.jsonl", request={"retry": []}, flush_every=0.0)
+    manifest = SimpleNamespace(request={"retry": []})
+    spec = SimpleNamespace(output="o.jsonl", manifest=manifest, flush_every=0.0)
     shards = [
         ShardFolder(tmp_path, plan, number, spec, Lease(shard_folder(tmp_path, plan, number), "a shard"))
         for number in range(1, count + 1)

@@ -29,16 +29,16 @@ _NO_VALUE = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    state: str
+    state: str = "running"
     """`running` (started and not finished, whether a process works on it or not) or `finished`"""
-    output: str
+    output: str = ""
     """The output's absolute path when the job was started."""
     settings: dict[str, Any]
-    """Everything that changes results. A job continues only with equal settings."""
+    """Everything that changes results (`identity.job_settings`), a flat dictionary. A job continues only with equal settings."""
     mentions: dict[str, Any]
     """Versions, which may change results slightly. A difference is only noted."""
     request: dict[str, Any]
-    """Everything that may change without losing results: input files, limit, order, columns."""
+    """Everything that may change without losing results: input files, limit, order, columns (`opening.request_of`, and the fields of `RowForm`)."""
     outputs: list[dict[str, Any]] = field(default_factory=list)
     """The identity (`target`) of each file that may be at the output's place: the one before this job, and the one that it wrote."""
     keys: str = ""
@@ -46,7 +46,8 @@ class Manifest:
     stats: str = ""
     """Digest of `stats.json` of a finished job."""
     command: str = ""
-    """`identity.command_digest` of the run that began or finished the job: if a later run has the same command, all of the above is equal."""
+    """`identity.command_digest` of the run that began or finished the job: if a later run has the same command, all of the above is equal. Empty where it
+    cannot be known."""
 
     def save(self, path: Path) -> None:
         value = asdict(self)
