@@ -186,7 +186,8 @@ def _merged_job(output: str, work_dir: str | None, tracker: Tracker) -> JobRepor
             manifest, plan = load_manifest(folder / "manifest.json"), load_plan(folder)
             if plan is not None and manifest is not None:
                 _check_done(folder, plan, output)
-                return _merge_shards(output, work_dir, lease, manifest, plan, tracker)
+                source = Input(tuple(InputFile(**f, folder=plan.output["folder"]) for f in plan.output["files"]), [])
+                return _merge_shards(_spec(output, work_dir, manifest, source), lease, plan, tracker)
         finally:
             lease.release()
     if manifest is None or manifest.state != "finished":
@@ -213,16 +214,12 @@ def _spec(output: str, work_dir: str | None, manifest: Manifest, source: Input) 
     return JobSpec(output=output, input=source, form=_form(request), manifest=begun, work_dir=work_dir)
 
 
-def _merge_shards(
-    output: str, work_dir: str | None, lease: Lease, manifest: Manifest, plan: ShardPlan, tracker: Tracker
-) -> JobReport:
-    facts = plan.output
-    source = Input(tuple(InputFile(**file, folder=facts["folder"]) for file in facts["files"]), [])
-    request = manifest.request
+def _merge_shards(spec: JobSpec, lease: Lease, plan: ShardPlan, tracker: Tracker) -> JobReport:
+    output, work_dir, source, request = spec.output, spec.work_dir, spec.input, spec.manifest.request
     outcomes = Outcomes(tracker, None, agreement_with(request.get("expect"), source))
     shards = shard_figures(job_path(output, work_dir), plan)
     outcomes.tracker.phase("joining the shards")
-    opened = open_job(_spec(output, work_dir, manifest, source), lease, merging=True)
+    opened = open_job(spec, lease, merging=True)
     if isinstance(opened, FinishedJob):  # a merge that was killed when all was done but the cleaning up
         return JobReport(opened.figures, output, already_finished=True, work_dir=work_dir)
     assert isinstance(opened, JobFolder), "standard output has no shards"
@@ -245,7 +242,8 @@ def _merge_shards(
         stats["shards"] = [_shard_line(shard) for shard in shards]
         job.finish(stats)
         outcomes.tracker.show_notes(job.notes)
-    return JobReport(stats, output, already_finished=False, chat=bool(manifest.settings.get("chat")), work_dir=work_dir)
+    chat = bool(spec.manifest.settings.get("chat"))
+    return JobReport(stats, output, already_finished=False, chat=chat, work_dir=work_dir)
 
 
 def _check_done(folder: Path, plan: ShardPlan, output: str) -> None:

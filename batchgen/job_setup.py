@@ -223,14 +223,13 @@ def _plan_shards(setup: JobSetup, job: Job, asked: dict[str, Any], tracker: Trac
     outline = Outline()
     consecutive = config.engine.share and config.prompts.priority_column is None
     windows = _windows_to_cut(job, requests, fresh=reading.fresh, outline=outline if consecutive else None)
-    count = config.shard_of[1] if config.shard_of else 1
     plan = ShardPlan(
         asked=asked,
         rows=job.row_count,
         output=input_facts(setup.spec.input),
         earlier=job.previous["job"] if job.previous else None,
     )
-    write_plan(job.folder, plan, windows, count, config.engine.chunk_size, config.limits)
+    write_plan(job.folder, plan, windows, config)
     tree = outline.tree()
     if tree.rows:
         job.keep_record(None, tree_record(tree, setup.tokenizer.decode))

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.config import RETRY_REASONS, InputLimits
+from batchgen.config import RETRY_REASONS, JobConfig
 from batchgen.errors import OutputError, OutputLocked, UsageError
 from batchgen.jobs.base import FinishedJob, HeldResults, JobSpec
 from batchgen.jobs.files.disk import check_parent, sync_folder, write_json, writing
@@ -93,10 +93,9 @@ def shard_folder(folder: Path, plan: ShardPlan, number: int) -> Path:
     return folder / SHARDS_FOLDER / plan.id / str(number)
 
 
-def write_plan(
-    folder: Path, plan: ShardPlan, windows: Iterator[list[Request]], count: int, chunk_size: int, limits: InputLimits
-) -> None:
-    """Writes the requests of `windows`, which are in prefix order, and then the plan with their pieces and `count` shares."""
+def write_plan(folder: Path, plan: ShardPlan, windows: Iterator[list[Request]], config: JobConfig) -> None:
+    """Writes the requests of `windows`, which are in prefix order, and then the plan with their pieces and shares."""
+    _, count = config.shard_of or (1, 1)
     place = folder / SHARDS_FOLDER / plan.id
     with writing(folder):
         shutil.rmtree(folder / SHARDS_FOLDER, ignore_errors=True)  # of a first reader that died
@@ -106,9 +105,9 @@ def write_plan(
     for number, window in enumerate(windows):
         costs.add(window)
         name = f"{number:06d}"
-        write_requests(place / "requests" / name, window, limits)
+        write_requests(place / "requests" / name, window, config.limits)
         pieces.append((name, len(window)))
-    plan = replace(plan, pieces=pieces, shares=costs.shares(count, chunk_size))
+    plan = replace(plan, pieces=pieces, shares=costs.shares(count, config.engine.chunk_size))
     with writing(folder):
         for number in range(1, count + 1):
             shard_folder(folder, plan, number).mkdir()
@@ -210,7 +209,7 @@ def open_shard(
     The first to come calls `read`, which does the first reading and leaves a plan, or returns the job if it is finished; all others wait for it.
     Raises `UsageError` (other settings, shards of another number), `OutputLocked`, `OutputError`, and what `read` raises.
     """
-    output, folder, retry = spec.output, job_path(spec.output, spec.work_dir), spec.manifest.request["retry"]
+    output, folder = spec.output, job_path(spec.output, spec.work_dir)
     if is_url(output) and spec.work_dir is None:
         raise UsageError(f"the shards of {output} need a folder that all of them see", "name it with --work-dir")
     check_parent(folder)
@@ -228,13 +227,13 @@ def open_shard(
         plan = load_plan(folder)
         if plan is not None:
             _check_count(plan, number, count, output)
-        if plan is not None and not _is_for(plan, asked, folder, retry):
+        if plan is not None and not _is_for(plan, asked, folder, spec):
             _check_not_running(folder, plan, asked, output)
         elif plan is not None:
             shard = _join(folder, plan, number, spec, tell_once)
             if shard is not None:
                 return shard
-        finished = _lead_reading(folder, output, asked, retry, read, tell_once)
+        finished = _lead_reading(folder, spec, asked, read, tell_once)
         if finished is not None:
             return finished
 
@@ -299,10 +298,11 @@ def _check_not_running(folder: Path, plan: ShardPlan, asked: Mapping[str, Any], 
         )
 
 
-def _is_for(plan: ShardPlan, asked: Mapping[str, Any], folder: Path, retry: list[str]) -> bool:
-    """Whether a plan is that of `asked`, and `retry` asks for no rows that none of its shards has, because they ended in a run before it."""
+def _is_for(plan: ShardPlan, asked: Mapping[str, Any], folder: Path, spec: JobSpec) -> bool:
+    """Whether a plan is that of `asked`, and `--retry` asks for no rows that none of its shards has, because they ended in a run before it."""
     if plan.asked != asked:
         return False
+    retry = spec.manifest.request["retry"]
     if not retry or read_facts(folder, ("retry",))[0].get("retry") == retry:
         return True
     reasons = {RETRY_REASONS[name] for name in retry}
@@ -311,26 +311,25 @@ def _is_for(plan: ShardPlan, asked: Mapping[str, Any], folder: Path, retry: list
 
 def _lead_reading(
     folder: Path,
-    output: str,
+    spec: JobSpec,
     asked: Mapping[str, Any],
-    retry: list[str],
     read: Callable[[Lease], FinishedJob | None],
     tell: Callable[[str], None],
 ) -> FinishedJob | None:
     """Does the first reading, or waits half a second if another process is doing it. Returns the job if it is finished."""
     try:
-        lease = Lease(folder / CLAIMS, f"the first reading of {output}", tell)
+        lease = Lease(folder / CLAIMS, f"the first reading of {spec.output}", tell)
     except OutputLocked as e:
         holder = holder_of_lease(folder / CLAIMS)
         if holder and holder["unsharded"]:  # it takes over the shards' results and removes their plan
             who = f"process {holder['pid']} on {holder['host']}, since {holder['started']}"
-            raise OutputLocked(f"a run without --shard holds {output} ({who})", "wait for it to end") from None
+            raise OutputLocked(f"a run without --shard holds {spec.output} ({who})", "wait for it to end") from None
         tell(f"waiting: {e.message}")
         time.sleep(_WAIT_SECONDS)
         return None
     try:
         plan = load_plan(folder)
-        return None if plan is not None and _is_for(plan, asked, folder, retry) else read(lease)
+        return None if plan is not None and _is_for(plan, asked, folder, spec) else read(lease)
     finally:
         lease.release()
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from batchgen.config import INPUT_LIMITS
+from batchgen.config import JobConfig
 from batchgen.jobs.files.lease import Lease
 from batchgen.jobs.order.shares import PrefixCosts, Share, shard_bounds
 from batchgen.jobs.shards import ShardFolder, ShardPlan, load_plan, shard_folder, write_plan
@@ -61,7 +61,8 @@ def test_shards_have_every_request_of_the_plan_once_and_in_its_order(tmp_path, c
     requests = [request(row, [row, 1, 2], max_tokens=1) for row in range(6)]
     (tmp_path / "shards").mkdir()
     windows = iter([requests[:1], requests[1:5], requests[5:]])
-    write_plan(tmp_path, ShardPlan(asked={}, rows=6, output={}), windows, count, 16, INPUT_LIMITS)
+    config = JobConfig(inputs="i.jsonl", model="m", output="o.jsonl", shard=f"1/{count}")
+    write_plan(tmp_path, ShardPlan(asked={}, rows=6, output={}), windows, config)
     plan = load_plan(tmp_path)
     manifest = SimpleNamespace(request={"retry": []})
     spec = SimpleNamespace(output="o.jsonl", manifest=manifest, flush_every=0.0)
