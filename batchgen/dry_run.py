@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchgen.attention.sizes import kv_numbers
+from batchgen.attention.kv_size import kv_numbers
 from batchgen.config import JobConfig, ModelConfig, check_config, parse_memory
 from batchgen.devices.opening import costs_file, num_threads
 from batchgen.errors import OutputError, UsageError, memory_errors
@@ -29,8 +29,8 @@ from batchgen.jobs.outcomes import FAILURES_KEPT, failure_line
 from batchgen.jobs.reuse_output import read_keys
 from batchgen.kernels import isa
 from batchgen.model.architectures import RECURRENT, check_architecture, context_note
-from batchgen.model.weights.sizes import itemsize, memory_table, streaming_room
 from batchgen.model.weights.variants import check_quantization
+from batchgen.model.weights.weight_size import itemsize, memory_table, streaming_room
 from batchgen.prefix import (
     GroupSurvey,
     PrefixOutline,
@@ -52,8 +52,7 @@ from batchgen.report import ReportPage, check_report_file, report_plan
 from batchgen.request import Request, leaves_of
 from batchgen.result import Result
 from batchgen.scheduling.duration import Duration, Estimate, Lengths
-from batchgen.scheduling.rehearsal import Rehearsal
-from batchgen.scheduling.sizes import (
+from batchgen.scheduling.pool_size import (
     AUTO_SHARE,
     BATCH_SIZE,
     MemoryShare,
@@ -61,9 +60,10 @@ from batchgen.scheduling.sizes import (
     memory_option,
     sufficient_memory,
 )
+from batchgen.scheduling.rehearsal import Rehearsal
 from batchgen.scheduling.step_costs import StepCosts
 from batchgen.scheduling.waiting import POLICIES
-from batchgen.state.sizes import attention_layers, state_bytes
+from batchgen.state.state_size import attention_layers, state_bytes
 
 if TYPE_CHECKING:
     from batchgen.model.memory_budget import Sizes

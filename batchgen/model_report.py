@@ -16,8 +16,8 @@ from batchgen.model.architectures import (
     context_note,
     is_verified,
 )
-from batchgen.model.weights.sizes import MemoryTable, memory_table
 from batchgen.model.weights.variants import check_quantization
+from batchgen.model.weights.weight_size import MemoryTable, memory_table
 from batchgen.model_files import check_weight_files, has_tokenizer
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.images import FAMILIES, unshown

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from batchgen import EngineConfig, JobConfig, ModelConfig, PromptConfig, SamplingParams, dry_run, run_job
 from batchgen.dry_run import plan_job
-from batchgen.model.weights import sizes
+from batchgen.model.weights import weight_size
 from support.models import build, generate
 from support.params import slow_but
 from support.records import json_rows
@@ -121,7 +121,7 @@ def test_the_plan_counts_the_states_of_a_model_whose_weights_do_not_fit(weights,
         sampling=SamplingParams(max_tokens=4),
     )
     kept = plan_job(config).figures["weight_bytes"]
-    for module in (dry_run, sizes):
+    for module in (dry_run, weight_size):
         monkeypatch.setattr(module, "free_host_memory", lambda: kept)
     plan = plan_job(config).figures
     assert plan["memory"]["auto"] == "streamed"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from batchgen.attention.sizes import BIAS_WIDTH
+from batchgen.attention.kv_size import BIAS_WIDTH
 from batchgen.errors import ModelError
 
 NAME = "batchgen"

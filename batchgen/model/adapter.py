@@ -29,7 +29,7 @@ from batchgen.model.long_rope import settle_frequencies
 from batchgen.model.own_attention import StepInputs, hand_over
 from batchgen.prompts.tokenizer import quiet, text_config
 from batchgen.state.mixers import RecurrentLayers, StateProbe, install
-from batchgen.state.sizes import num_states
+from batchgen.state.state_size import num_states
 
 
 def prepare(

@@ -48,15 +48,15 @@ from batchgen.model.weights.quantized import (
     plain_layers,
     unpack,
 )
-from batchgen.model.weights.sizes import (
+from batchgen.model.weights.streamed import StreamedWeights, bytes_held, streamed_weights
+from batchgen.model.weights.variants import check_quantization, check_stored, is_read_packed, quant_method
+from batchgen.model.weights.weight_size import (
     quantization,
     sizes_of,
     stored_tensors,
     weight_files,
     weight_sizes,
 )
-from batchgen.model.weights.streamed import StreamedWeights, bytes_held, streamed_weights
-from batchgen.model.weights.variants import check_quantization, check_stored, is_read_packed, quant_method
 from batchgen.model_files import adapter_folder, check_weight_files, gguf_file, only_pickled
 from batchgen.parsers.heads import OutputHead
 from batchgen.process.machine import host_memory

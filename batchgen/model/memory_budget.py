@@ -15,14 +15,13 @@ from batchgen.errors import OutOfMemory, RowError, UsageError, is_out_of_memory
 from batchgen.model.cuda_graphs import full_steps_pay
 from batchgen.model.loaded_model import LoadedModel
 from batchgen.model.runner import Runner
-from batchgen.model.weights.sizes import step_numbers
+from batchgen.model.weights.weight_size import step_numbers
 from batchgen.process.machine import free_host_memory
 from batchgen.prompts.tokenizer import text_config
 from batchgen.request import Leaf, Request
 from batchgen.sampling.sampler import AT_ONCE
 from batchgen.scheduling.batch import Limits, ScheduledBatch, ScheduledSpan
-from batchgen.scheduling.rehearsal import sequences_of
-from batchgen.scheduling.sizes import (
+from batchgen.scheduling.pool_size import (
     AUTO_SHARE,
     SNAPSHOTS,
     MemoryShare,
@@ -31,6 +30,7 @@ from batchgen.scheduling.sizes import (
     memory_option,
     sufficient_memory,
 )
+from batchgen.scheduling.rehearsal import sequences_of
 from batchgen.state.cache import StateCache, bytes_per_state_slot
 from batchgen.stats import counted, size_text
 

@@ -12,7 +12,9 @@ import pytest
 
 
 def test_a_dry_run_prints_what_plan_prints(cli, write_jsonl, tiny_model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("batchgen.model.weights.sizes.free_host_memory", lambda: 8 << 20)  # it is printed, and changes
+    monkeypatch.setattr(
+        "batchgen.model.weights.weight_size.free_host_memory", lambda: 8 << 20
+    )  # it is printed, and changes
     rows, output = write_jsonl([{"prompt": f"The same beginning {i}"} for i in range(3)]), tmp_path / "o.jsonl"
     dry = cli("run", rows, "-m", tiny_model_dir, "-o", output, "--dry-run", "--max-tokens", "3")
     planned = cli("plan", rows, "-m", tiny_model_dir, "--max-tokens", "3")

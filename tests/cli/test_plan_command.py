@@ -24,7 +24,7 @@ def source(write_jsonl: Callable[..., Path]) -> Path:
 
 
 def test_the_plan_is_told_in_lines(cli, source, tiny_model_dir, monkeypatch):
-    monkeypatch.setattr("batchgen.model.weights.sizes.free_host_memory", lambda: 8 << 20)
+    monkeypatch.setattr("batchgen.model.weights.weight_size.free_host_memory", lambda: 8 << 20)
     outcome = cli("plan", source, "-m", tiny_model_dir, "--max-tokens", "10")
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.splitlines() == [

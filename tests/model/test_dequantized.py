@@ -16,8 +16,8 @@ from batchgen.kernels.ops import PackedLinear
 from batchgen.model import loader
 from batchgen.model.weights.packed import packed_weights
 from batchgen.model.weights.quantized import bytes_of
-from batchgen.model.weights.sizes import sizes_of
 from batchgen.model.weights.variants import check_quantization
+from batchgen.model.weights.weight_size import sizes_of
 from batchgen.prompts.tokenizer import load_config
 from batchgen.stats import size_text
 from support.models import engine_for, generate_all, load_folder, make_requests, run, tokens_of

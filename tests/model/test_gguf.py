@@ -21,7 +21,7 @@ from batchgen.kernels.int8 import are_whole
 from batchgen.model.loader import load_model
 from batchgen.model.weights.gguf import TYPES, from_blocks
 from batchgen.model.weights.quantized import bytes_of
-from batchgen.model.weights.sizes import WHOLE_GGUF
+from batchgen.model.weights.weight_size import WHOLE_GGUF
 from batchgen.model_files import gguf_file
 from batchgen.prompts import load_tokenizer
 from batchgen.stats import size_text

@@ -24,7 +24,7 @@ from batchgen.model.memory_budget import (
 from batchgen.model.runner import Runner
 from batchgen.request import leaves_of
 from batchgen.scheduling.batch import Limits, ScheduledBatch
-from batchgen.scheduling.sizes import BATCH_SIZE
+from batchgen.scheduling.pool_size import BATCH_SIZE
 from batchgen.state.cache import StateShape
 from support.models import build, engine_for, make_requests, packed_model, run
 from support.requests import request

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.model.multimodal import Absent, left_out
-from batchgen.model.weights.sizes import stored_tensors, weight_sizes
+from batchgen.model.weights.weight_size import stored_tensors, weight_sizes
 from support.vision import make
 
 

@@ -16,8 +16,8 @@ from batchgen.model.architectures import is_multimodal
 from batchgen.model.vision import load_encoder
 from batchgen.model.weights.packed import packed_weights
 from batchgen.model.weights.quantized import is_weight_only
-from batchgen.model.weights.sizes import StoredTensor
 from batchgen.model.weights.variants import check_quantization, check_stored
+from batchgen.model.weights.weight_size import StoredTensor
 from batchgen.model_files import MLX, UNNAMED
 from batchgen.prompts import load_tokenizer
 from batchgen.prompts.images import unshown

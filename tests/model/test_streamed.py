@@ -18,8 +18,8 @@ from batchgen.errors import ModelError, UsageError
 from batchgen.kernels import isa
 from batchgen.kernels.memory import FilePieces, Pages, in_huge_pages, mapped_files, pieces_in
 from batchgen.kernels.ops import PackedLinear, is_fast
-from batchgen.model.weights.sizes import StoredTensor, WeightSizes, are_streamed, sizes_of, weight_sizes
 from batchgen.model.weights.streamed import decoder_layers, streamed_weights, tensors_in
+from batchgen.model.weights.weight_size import StoredTensor, WeightSizes, are_streamed, sizes_of, weight_sizes
 from batchgen.process.machine import free_host_memory, memory_bytes
 from support.models import build, engine_for, kernels, load_folder, make_requests, run
 from support.params import slow_but

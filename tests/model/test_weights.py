@@ -10,9 +10,9 @@ from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.model import loader
 from batchgen.model.loader import check_fits, check_room, cpu_dtype, dtype_of
-from batchgen.model.weights import sizes
+from batchgen.model.weights import weight_size
 from batchgen.model.weights.int8 import quantize
-from batchgen.model.weights.sizes import (
+from batchgen.model.weights.weight_size import (
     StoredTensor,
     sizes_of,
     step_numbers,
@@ -209,7 +209,7 @@ def test_a_model_too_large_for_the_device_is_refused_before_it_is_loaded(tiny_mo
     quantized = SimpleNamespace(dtype=BF16, quantization_config={})
     with pytest.raises(ModelError):
         check_room(config_of(folder), quantized, cuda)
-    monkeypatch.setattr(sizes, "weight_files", lambda config: None)
+    monkeypatch.setattr(weight_size, "weight_files", lambda config: None)
     check_room(config_of(folder), quantized, cuda)
 
 

@@ -23,7 +23,7 @@ from batchgen.request import Request, leaves_of
 from batchgen.sampling.filters import row_sums
 from batchgen.sampling.logprobs import score_targets
 from batchgen.sampling_params import SamplingParams
-from batchgen.scheduling.sizes import BATCH_SIZE, sufficient_memory
+from batchgen.scheduling.pool_size import BATCH_SIZE, sufficient_memory
 from batchgen.scheduling.waiting import POLICIES
 from support.drafters import ForcedDrafter, known
 from support.models import build, engine_for, kernels, load_folder, make_requests, run

@@ -13,7 +13,7 @@ Each property holds for every family of `RECURRENT_SHAPES` (`make test` runs one
 | scored texts, labels | `test_scores.py`: `test_a_score_equals_that_of_one_forward_over_prompt_and_text`, `test_the_probabilities_of_choices_are_those_of_their_tokens` |
 | drafts, right and wrong ones | `test_wrong_drafts_leave_no_trace_in_states` |
 | a job from its folder to its rows, resumed, on two devices | `../test_recurrent_job.py`: `test_a_resumed_job_on_two_devices_equals_generate` |
-| memory of states | `../attention/test_sizes.py`: `test_the_configuration_tells_what_a_token_and_a_state_take` |
+| memory of states | `../attention/test_kv_size.py`: `test_the_configuration_tells_what_a_token_and_a_state_take` |
 | multimodal wrappers, such as that of Qwen 3.5 | `test_wrappers.py`: `test_text_equals_that_of_the_wrappers_own_generate` |
 """
 
@@ -27,7 +27,7 @@ import torch
 
 from batchgen.model.adapter import prepare
 from batchgen.prefix import plan_requests
-from batchgen.state.sizes import WITHOUT_ATTENTION
+from batchgen.state.state_size import WITHOUT_ATTENTION
 from support.drafters import ForcedDrafter
 from support.models import (
     engine_for,

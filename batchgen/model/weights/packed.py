@@ -22,7 +22,6 @@ from batchgen.config import ModelConfig
 from batchgen.kernels.codes import E2M1, IN_16_BITS, Coding, PackedTensor, levels_of, packed_planes
 from batchgen.kernels.memory import Loading
 from batchgen.model.weights.mlx import in_transformers, with_keys_and_values_joined
-from batchgen.model.weights.sizes import INDEX, WHOLE, quantization, shards_of, weight_files
 from batchgen.model.weights.variants import (
     AUTOROUND,
     are_codes,
@@ -31,6 +30,7 @@ from batchgen.model.weights.variants import (
     is_read_packed,
     not_read,
 )
+from batchgen.model.weights.weight_size import INDEX, WHOLE, quantization, shards_of, weight_files
 from batchgen.model_files import MLX
 from batchgen.prompts.tokenizer import quiet
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from batchgen.kernels.codes import PackedTensor
-from batchgen.model.weights.sizes import configs_of, quantization
 from batchgen.model.weights.variants import compressed_groups, is_read_packed, quant_method
+from batchgen.model.weights.weight_size import configs_of, quantization
 from batchgen.model_files import WEIGHT_ONLY
 from batchgen.prompts.gguf import METHOD
 from batchgen.stats import size_text

@@ -27,7 +27,7 @@ from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.experts import FusedExperts
 from batchgen.kernels.memory import MAPS, FilePieces, Mapping, Pages, in_huge_pages, mapped_files, pieces_in, read_pages
 from batchgen.model.weights.quantized import bytes_of, one_weight_at_a_time
-from batchgen.model.weights.sizes import LAYERS_READ, are_streamed, kv_beside, sizes_of, streaming_room
+from batchgen.model.weights.weight_size import LAYERS_READ, are_streamed, kv_beside, sizes_of, streaming_room
 from batchgen.process.machine import free_host_memory
 from batchgen.process.user_cache import cache_folder
 from batchgen.stats import size_text

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from batchgen.errors import ModelError
-from batchgen.model.weights.sizes import StoredTensor, quantization
+from batchgen.model.weights.weight_size import StoredTensor, quantization
 from batchgen.model_files import MLX, WEIGHT_ONLY, check_quantizer, quantizer_of
 from batchgen.prompts.gguf import METHOD
 

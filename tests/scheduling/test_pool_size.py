@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from batchgen.scheduling.sizes import MemoryShare, sufficient_memory
+from batchgen.scheduling.pool_size import MemoryShare, sufficient_memory
 
 
 @pytest.mark.parametrize(("kv", "state_slot", "batch_size"), [*product([0, 1, 100, 5000], [0, 7, 300], [1, 4, 64])])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchgen.attention.sizes import kv_numbers
+from batchgen.attention.kv_size import kv_numbers
 from batchgen.config import ModelConfig, parse_size
 from batchgen.errors import ModelError
 from batchgen.kernels import isa

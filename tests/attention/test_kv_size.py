@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from batchgen.attention.kv_cache import bytes_per_token
-from batchgen.attention.sizes import kv_numbers
+from batchgen.attention.kv_size import kv_numbers
 from batchgen.dry_run import kv_bytes_per_token, state_bytes_per_sequence
 from batchgen.model.architectures import RECURRENT
 from batchgen.state.cache import bytes_per_state_slot
-from batchgen.state.sizes import attention_layers, recurrent_layers
+from batchgen.state.state_size import attention_layers, recurrent_layers
 from support.models import packed_model
 from support.shapes import SHAPES
 
