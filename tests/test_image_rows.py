@@ -159,6 +159,20 @@ def test_a_stopped_job_goes_on_with_sorted_requests_on_the_disk(model, expected)
     assert not Path("o.jsonl.job/images").exists()
 
 
+def test_a_stopped_job_whose_folder_was_moved_finds_the_images_that_it_keeps(model, expected):
+    sent = rows()
+    for i in (1, 5):
+        sent[i]["messages"][0]["content"][0] = {"type": "image_url", "image_url": {"url": data_url(1)}}
+    write(sent)
+    with pytest.raises(Interrupted):
+        run_job(config_of(model, limits=TINY), Recorder(rows_done(4), interrupt))
+    Path("elsewhere").mkdir()
+    Path("o.jsonl.job").rename("elsewhere/o.jsonl.job")
+    stats = run(model, output="elsewhere/o.jsonl", limits=TINY).stats
+    assert answers("elsewhere/o.jsonl") == expected
+    assert stats["rows_resumed"] >= 4
+
+
 @pytest.mark.usefixtures("model")
 def test_a_loaded_model_is_shown_images_of_pillow(llm, expected):
     def about(shown: Any) -> Rows:

@@ -251,7 +251,8 @@ class FirstReading:
         self._stream = RowStream(source.rows())
         self.fingerprint = source.fingerprint()
         """Of the input that is read."""
-        self._asked = asked_of(config, self.fingerprint)
+        # The sorted requests name images in the job's folder, which may have been moved.
+        self._asked = asked_of(config, self.fingerprint) | {"folder": str(job.folder.absolute())}
         self.fresh = True
         """Whether requests that already have results were filtered out in this run."""
         self._sorted: Future[SortedRequests] = Future()
