@@ -193,8 +193,8 @@ class TemplateProcess:
 
     def _start(self) -> _Child:
         if self._child is None:
+            said, place = _temporary_files()
             ours, theirs = Pipe()
-            said, place = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_end`
             limits = (str(self._seconds), str(self._memory))
             try:
                 process = start_module("batchgen.process.template_renderer", theirs, said, place, arguments=limits)
@@ -210,6 +210,21 @@ class TemplateProcess:
             exit_code(child.process)
             for file in (child.connection, child.said, child.place):
                 file.close()
+
+
+def _temporary_files() -> tuple[IO[bytes], IO[bytes]]:
+    """Returns a file for what the child prints and one for the place, which has its room. Raises `BatchgenError` if there is none."""
+    said, place = tempfile.TemporaryFile(), tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by `_end`
+    try:
+        place.write(bytes(8))
+    except OSError as e:
+        said.close()
+        place.close()
+        raise BatchgenError(
+            f"the folder for temporary files, {tempfile.gettempdir()}, cannot be written to: {e.strerror}",
+            "free some space there, or set TMPDIR to another folder",
+        ) from e
+    return said, place
 
 
 @cache

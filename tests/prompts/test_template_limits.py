@@ -1,11 +1,13 @@
 """A render takes at most so much processor time, memory and output, whatever the template does."""
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from batchgen.errors import UsageError
+from batchgen.errors import BatchgenError, UsageError
 from batchgen.process.templates import RenderingStopped, TemplateFailure, TemplateProcess
 from support.params import slow_but
 
@@ -104,6 +106,18 @@ def test_a_process_that_was_killed_starts_again_also_before_its_first_template(u
     process._child.process.wait()
     assert process.render("row", "b", [{}]) == ["b"]
     process.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_folder_for_temporary_files_that_is_full_is_no_fault_of_a_row(monkeypatch):
+    with tempfile.TemporaryFile() as said, Path("/dev/full").open("r+b", 0) as place:
+        files = iter([said, place])
+        monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: next(files))
+        monkeypatch.setattr(tempfile, "tempdir", "/full")
+        with pytest.raises(BatchgenError) as error:
+            TemplateProcess().render("row", "b", [{}])
+    full = "the folder for temporary files, /full, cannot be written to: No space left on device"
+    assert str(error.value) == f"{full}; free some space there, or set TMPDIR to another folder"
 
 
 @pytest.mark.parametrize("kills", [1, 2])
