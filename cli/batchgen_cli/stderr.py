@@ -20,10 +20,17 @@ from batchgen.errors import BatchgenError, ClosedPipe, Interrupted, first_line
 from batchgen.process.stdout import discard, write_stdout
 
 _CHECK = "; check its permissions"
-_FILE_HINTS = {errno.EACCES: _CHECK, errno.EPERM: _CHECK, errno.ENAMETOOLONG: "; choose a shorter name"}
+_MORE_FILES = "raise the limit of open files (ulimit -n)"
+_FILE_HINTS = {
+    errno.EACCES: _CHECK,
+    errno.EPERM: _CHECK,
+    errno.ENAMETOOLONG: "; choose a shorter name",
+    errno.EMFILE: f"; {_MORE_FILES}",
+}
 """By error number: what to do about a file that cannot be used."""
 _WAYS_OUT = {
     "No usable temporary directory": "set TMPDIR to a folder that has room and can be written to",
+    "Too many open files": _MORE_FILES,
     "can't start new thread": "raise the limit of processes (ulimit -u, or --pids-limit of a container)",
 }
 """By words of Python: what to do."""

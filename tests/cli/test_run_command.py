@@ -79,6 +79,11 @@ def test_texts_may_come_from_files(cli, write_jsonl, tiny_chat_model_dir, tmp_pa
             "aa.jsonl cannot be used: File name too long; choose a shorter name",
         ),
         (
+            OSError(24, "Too many open files", "p/model.safetensors"),
+            "p/model.safetensors cannot be used: Too many open files; raise the limit of open files (ulimit -n)",
+        ),
+        (OSError(24, "Too many open files"), "Too many open files; raise the limit of open files (ulimit -n)"),
+        (
             OSError(5, "Input/output error"),
             "OSError: [Errno 5] Input/output error; run the command again with -v to see where",
         ),
