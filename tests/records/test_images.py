@@ -131,11 +131,6 @@ def test_paths_of_a_remote_file_are_relative_to_its_url(file, locate, tmp_path):
     assert locate("red.png", file.replace("ZIP", f"{tmp_path}/x.zip")).digest == digest(RED)
 
 
-def test_a_long_path_without_a_suffix_is_no_base64(locate):
-    error = locate("/" + "x" * 300)
-    assert (error.type, error.message.endswith("File name too long")) == ("invalid_image", True)
-
-
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "BMP", "TIFF", "PPM", "ICO"])
 def test_bytes_in_base64_can_be_read_again(kind, locate):
     data = encoded(Image.effect_noise((32, 32), 50).convert("RGB"), kind)
@@ -194,6 +189,7 @@ def jpeg_of_size(side: int) -> bytes:
         ("loop.png", f"the image 'loop.png' {UNREADABLE} Too many levels of symbolic links"),
         ("a\0.png", f"the image 'a\\x00.png' {UNREADABLE} its path has a null character"),
         ("x" * 300 + ".png", f"the image '{'x' * 200}…' {UNREADABLE} File name too long"),
+        ("/" + "x" * 300, f"the image '/{'x' * 199}…' {UNREADABLE} File name too long"),  # which is no base64
         ("file:///no%20such.png", f"the image 'file:///no%20such.png' {UNREADABLE} No such file or directory"),
         (b"hello", f"the image {NO_IMAGE}"),
         (png_of_size(20_000, 20_000), f"the image {NO_IMAGE} (Image size (400000000 pixels) exceeds limit of 178956970 pixels, {BOMB}"),

@@ -49,17 +49,6 @@ def test_a_chat_request_is_answered_with_a_chat_completion():
     assert list(out) == ["id", "custom_id", "response", "error"]
 
 
-def test_a_completion_request_is_answered_with_a_text_completion():
-    assert body_of(RAW) == {
-        "id": "cmpl-4",
-        "object": "text_completion",
-        "created": 0,
-        "model": "tiny/llama",
-        "choices": [{"index": 0, "text": "Yes.", "logprobs": None, "finish_reason": "stop"}],
-        "usage": USAGE,
-    }
-
-
 @pytest.mark.parametrize(
     ("columns", "chat", "kind"),
     [

@@ -21,39 +21,32 @@ def made(columns, result=DONE, *, keep=None, id_column=None, token_ids=False):
     return output_row(row, result, RowForm(keep=keep, id_column=id_column, token_ids=token_ids))
 
 
+MINE = {"text": "t", "error": "e", "score": 1, "token_ids": 2, "input_text": "i"}
+RENAMED = {"input_input_text": "t", "input_error": "e", "input_score": 1, "input_token_ids": 2, "input_text": "i"}
+LABELLED = {"id": "a", "prompt": "p", "label": "l", "text": "t"}
+
+
 @pytest.mark.parametrize(
-    ("columns", "id_column", "expected"),
+    ("columns", "options", "expected"),
     [
-        ({"name": "x", "id": 1, "custom_id": "c"}, "name", {"id": "x", "name": "x", "input_id": 1, "custom_id": "c"}),
-        ({"name": None, "id": 1}, "name", {"id": 1, "name": None, "input_id": 1}),
-        ({"id": 1, "custom_id": "c"}, None, {"id": 1, "custom_id": "c"}),
-        ({"id": 1}, "id", {"id": 1}),
-        ({"id": None, "custom_id": "c"}, None, {"id": "c", "custom_id": "c"}),
-        ({"id": math.nan, "custom_id": "c"}, None, {"id": "c", "custom_id": "c"}),
-        ({"prompt": "p"}, None, {"id": 4, "prompt": "p"}),
-        ({"id": 0}, None, {"id": 0}),
+        # The id is that of the id column, or the column id or custom_id, or the number.
+        ({"name": "x", "id": 1, "custom_id": "c"}, {"id_column": "name"}, {"id": "x", "name": "x", "input_id": 1, "custom_id": "c"}),
+        ({"name": None, "id": 1}, {"id_column": "name"}, {"id": 1, "name": None, "input_id": 1}),
+        ({"id": 1, "custom_id": "c"}, {}, {"id": 1, "custom_id": "c"}),
+        ({"id": 1}, {"id_column": "id"}, {"id": 1}),
+        ({"id": None, "custom_id": "c"}, {}, {"id": "c", "custom_id": "c"}),
+        ({"id": math.nan, "custom_id": "c"}, {}, {"id": "c", "custom_id": "c"}),
+        ({"prompt": "p"}, {}, {"id": 4, "prompt": "p"}),
+        ({"id": 0}, {}, {"id": 0}),
+        # Columns with the name of a result's field get a prefix.
+        (MINE, {}, {"id": 4} | RENAMED),
+        # `keep` selects the columns.
+        (LABELLED, {"keep": ()}, {"id": "a"}),
+        (LABELLED, {"keep": ("text", "label", "missing")}, {"id": "a", "label": "l", "input_text": "t"}),
     ],
-)
-def test_the_id_is_the_id_column_or_id_or_custom_id_or_the_number(columns, id_column, expected):
-    assert made(columns, id_column=id_column) == expected | TAIL
-
-
-def test_columns_with_the_name_of_a_result_field_get_a_prefix():
-    out = made({"text": "t", "error": "e", "score": 1, "token_ids": 2, "input_text": "i"})
-    assert (
-        out
-        == {
-            "id": 4, "input_input_text": "t", "input_error": "e", "input_score": 1, "input_token_ids": 2,
-            "input_text": "i",
-        }
-        | TAIL
-    )  # fmt: skip
-
-
-def test_keep_selects_the_carried_columns():
-    columns = {"id": "a", "prompt": "p", "label": "l", "text": "t"}
-    assert made(columns, keep=()) == {"id": "a", **TAIL}
-    assert made(columns, keep=("text", "label", "missing")) == {"id": "a", "label": "l", "input_text": "t", **TAIL}
+)  # fmt: skip
+def test_a_row_is_its_id_its_columns_and_the_results_fields(columns, options, expected):
+    assert made(columns, **options) == expected | TAIL
 
 
 def test_valid_is_the_results_unless_only_some_rows_have_it_and_this_one_has_such_a_column():

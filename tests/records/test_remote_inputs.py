@@ -86,20 +86,6 @@ def _fail(error):
     return fail
 
 
-def test_the_fingerprint_comes_from_the_stores_metadata_without_a_download(s3, monkeypatch):
-    s3.pipe_file("bucket/x.jsonl", JSONL)
-    source = opened("s3://bucket/x.jsonl")
-    monkeypatch.setattr("s3fs.core._fetch_range", _fail(AssertionError("a download")))
-    before = source.fingerprint()
-    assert before == [
-        {"path": "s3://bucket/x.jsonl", "size": len(JSONL), "version": 'ETag "' + _md5(JSONL) + '"'},
-    ]
-    assert [f.fingerprint() for f in opened("s3://bucket/").files] == before  # also from a listing
-    other = JSONL.replace(b"one", b"six")
-    s3.call_s3("put_object", Bucket="bucket", Key="x.jsonl", Body=other)  # without the file system's cache noticing
-    assert source.fingerprint() == [before[0] | {"version": 'ETag "' + _md5(other) + '"'}]
-
-
 def test_a_store_that_has_listed_files_is_not_asked_whether_they_can_be_read_twice(s3, monkeypatch):
     for name in ("a", "b"):
         s3.pipe_file(f"bucket/in/{name}.jsonl", JSONL)

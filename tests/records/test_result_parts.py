@@ -19,7 +19,7 @@ from batchgen.records.output import TASK_NAMES, output_row
 from batchgen.records.result_values import embedding_of
 from batchgen.records.writers import GroupLimits
 from batchgen.result import Completion, Result, Score, TokenLogprob, ToolCall
-from support.records import opened, write_output
+from support.records import write_output
 
 KEY = bytes(range(16))
 LOGPROBS = (
@@ -115,24 +115,6 @@ def test_parquet_has_nested_types_for_choices_probabilities_and_scores(tmp_path)
         assert table["score"].to_pylist() == [None, None, {"logprob": -12.25, "tokens": 5, "greedy": False}]
         assert table["text"].to_pylist() == ["é", "no", None]
         assert table["finish_reason"].to_pylist() == ["stop", "stop", None]
-
-
-def test_parquet_has_the_requested_columns_and_those_that_rows_have(tmp_path):
-    plain = Result(row=-1, text="t", finish_reason="stop")
-    usual = ["id", "text", "finish_reason", "usage", "truncated", "error"]
-    assert pq.read_table(written(tmp_path, "a.parquet", [plain])).column_names == usual
-    asked = pq.read_table(written(tmp_path, "b.parquet", [plain], optional=("score",)))
-    assert asked.column_names == [*usual[:-1], "score", "error"]
-    had = pq.read_table(written(tmp_path, "c.parquet", [plain, LABEL]))
-    assert had.column_names == [*usual[:-1], "choice_probs", "error"]
-    known = pq.read_table(written(tmp_path, "d.parquet", [plain], schema=pa.schema([]), optional=("choices",)))
-    assert known.column_names == [*usual[:-1], "choices", "error"]
-    assert [f.name for f in known.schema.field("choices").type.value_type] == [
-        "index",
-        "text",
-        "finish_reason",
-        "logprobs",
-    ]
 
 
 @pytest.mark.parametrize("schema", [None, pa.schema([])])
@@ -266,11 +248,3 @@ def test_any_results_are_read_back_from_a_finished_output(tmp_path_factory, made
         back = taken_back(folder, name, made)
         assert {i: exact(r) for i, r in back.items()} == {i: exact(made[i]) for i in back}
         assert len(back) == len(made) or name == "o.jsonl"  # JSON has no infinities
-
-
-def test_an_output_can_be_an_input_again(tmp_path):
-    path = written(tmp_path, "o.parquet", [LABEL])
-    (row,) = opened(path).rows()
-    out = output_row(row, SEVERAL, RowForm())
-    assert out["input_choice_probs"] == [("yes", 0.1), ("no", 0.7), ("-", 0.2)]
-    assert out["choices"] == CHOICES

@@ -146,13 +146,6 @@ def test_what_a_server_answers_is_not_called_a_missing_file(web, status, reason)
     assert str(caught.value) == f"no such file: {address}/ranges/no.jsonl; check the address and your access to it"
 
 
-def test_the_error_of_a_missing_image_has_the_answer(web):
-    image = f"{web[1]}/ranges/no.png"
-    (found,) = ImageStore().locate([ImageSource(image, "here")])
-    assert isinstance(found, RowError)
-    assert found.message == f"here: {image} cannot be read: 404 Not Found"
-
-
 def test_an_image_that_a_server_cannot_send_now_is_asked_for_again(web):
     files, address = web
     written = io.BytesIO()

@@ -46,6 +46,14 @@ def pairs(rows):
         yield Row(number, own, None, f"in.jsonl:{number + 1}"), result
 
 
+ABSENT = object()
+
+
+def two_rows(columns):
+    """Two rows of the first and the second values of these columns. A row lacks a column whose value is ABSENT."""
+    return [{name: values[i] for name, values in columns.items() if values[i] is not ABSENT} for i in range(2)]
+
+
 def write(folder: Path, name: str, rows, **options) -> Path:
     return write_output(folder / name, pairs(rows), at_once=1, **options)
 
@@ -92,90 +100,52 @@ def test_no_rows_give_an_empty_file_of_the_right_format(tmp_path):
     ],
 )
 def test_csv_has_a_column_for_every_field_of_any_row(tmp_path, name, unpack):
-    rows = [
-        {
-            "id": 1,
-            "s": 'say "a,\tb"',
-            "line": "a\rb",
-            "n": 1.5,
-            "half": "é\ud800",
-            "inf": -math.inf,
-            **RESULT,
-            "token_ids": [1, 2],
-        },
-        {
-            "id": "x",
-            "s": "",
-            "line": None,
-            "n": math.nan,
-            "yes": True,
-            "tags": [{"a": 'q"'}],
-            **FAILED,
-            "truncated": True,
-        },
-    ]
+    columns = {  # the values of two rows, and what is written of them
+        "id": (1, "x", "1", "x"),
+        "s": ('say "a,\tb"', "", 'say "a,\tb"', ""),
+        "line": ("a\rb", None, "a\rb", ""),
+        "n": (1.5, math.nan, "1.5", ""),
+        "half": ("é\ud800", ABSENT, "é\\ud800", ""),
+        "inf": (-math.inf, ABSENT, "", ""),
+        "yes": (ABSENT, True, "", "true"),
+        "tags": (ABSENT, [{"a": 'q"'}], "", '[{"a": "q\\""}]'),
+    }
+    first, second = two_rows(columns)
+    rows = [first | RESULT | {"token_ids": [1, 2]}, second | FAILED | {"truncated": True}]
     data = unpack(write(tmp_path, name, rows, token_ids=True).read_bytes()).decode()
     mark = "," if ".csv" in name else "\t"
     table = list(csv.DictReader(io.StringIO(data, newline=""), delimiter=mark))
-    assert list(table[0]) == [
-        "id", "s", "line", "n", "half", "inf", "yes", "tags", "text", "finish_reason", "usage", "truncated",
-        "token_ids", "error",
-    ]  # fmt: skip
-    usage = '{"prompt_tokens": 1, "completion_tokens": 2}'
-    assert list(table[0].values()) == [
-        "1", 'say "a,\tb"', "a\rb", "1.5", "é\\ud800", "", "", "", "t", "stop", usage, "false", "[1, 2]", "",
-    ]  # fmt: skip
-    assert list(table[1].values()) == [
-        "x", "", "", "", "", "", "true", '[{"a": "q\\""}]', "", "error", usage, "true", "",
-        '{"type": "invalid_row", "message": "m"}',
-    ]  # fmt: skip
+    assert list(table[0]) == [*columns, "text", "finish_reason", "usage", "truncated", "token_ids", "error"]
+    usage, error = '{"prompt_tokens": 1, "completion_tokens": 2}', '{"type": "invalid_row", "message": "m"}'
+    written = [list(column) for column in zip(*(values[2:] for values in columns.values()), strict=True)]
+    assert list(table[0].values()) == [*written[0], "t", "stop", usage, "false", "[1, 2]", ""]
+    assert list(table[1].values()) == [*written[1], "", "error", usage, "true", "", error]
     assert [line[-1:] for line in data.split("\n")] == ["r", mark, '"', ""]
     assert f'{mark}""{mark}' in data  # empty text is not null
 
 
 def test_parquet_columns_from_json_get_a_type_that_fits_all_rows(tmp_path):
+    said = lambda content: [{"role": "user", "content": content}]  # noqa: E731
+    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    columns = {  # the values of two rows, the type of the column and what it holds of them
+        "whole": (1, 2.5, pa.float64(), [1.0, 2.5]),
+        "mix": (1, "a\ud800", pa.string(), ["1", '"a\\ud800"']),
+        "messages": (said("a"), said(["b"]), pa.list_(message), [said('"a"'), said('["b"]')]),
+        "none": (None, ABSENT, pa.string(), [None, None]),
+        "big": (2**63, ABSENT, pa.string(), ["9223372036854775808", None]),
+        "extra": (ABSENT, True, pa.bool_(), [None, True]),
+    }
+    first, second = two_rows(columns)
     rows = [
-        {
-            "id": 1,
-            "whole": 1,
-            "mix": 1,
-            "messages": [{"role": "user", "content": "a"}],
-            "none": None,
-            "big": 2**63,
-            **RESULT,
-        },
-        {
-            "id": 2,
-            "whole": 2.5,
-            "mix": "a\ud800",
-            "messages": [{"role": "user", "content": ["b"]}],
-            "extra": True,
-            "nan": math.nan,
-            **RESULT,
-        },
-        {"id": 3, **FAILED, "truncated": True},
+        {"id": 1} | first | RESULT,
+        {"id": 2} | second | {"nan": math.nan} | RESULT,
+        {"id": 3} | FAILED | {"truncated": True},
     ]
     table = pq.read_table(write(tmp_path, "o.parquet", rows))
-    carried = [
-        ("whole", pa.float64()),
-        ("mix", pa.string()),
-        ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-        ("none", pa.string()),
-        ("big", pa.string()),
-        ("extra", pa.bool_()),
-        ("nan", pa.float64()),
-    ]
+    carried = [*((name, kind) for name, (_, _, kind, _) in columns.items()), ("nan", pa.float64())]
     assert table.schema == pa.schema([("id", pa.int64()), *carried, *RESULT_TYPES])
     assert table["id"].to_pylist() == [1, 2, 3]
-    assert table["whole"].to_pylist() == [1.0, 2.5, None]
-    assert table["mix"].to_pylist() == ["1", '"a\\ud800"', None]
-    assert table["messages"].to_pylist() == [
-        [{"role": "user", "content": '"a"'}],
-        [{"role": "user", "content": '["b"]'}],
-        None,
-    ]
-    assert table["big"].to_pylist() == ["9223372036854775808", None, None]
-    assert table["extra"].to_pylist() == [None, True, None]
+    assert {name: table[name].to_pylist() for name in columns} == {name: [*c[3], None] for name, c in columns.items()}
     assert math.isnan(table["nan"].to_pylist()[1])
     assert table["truncated"].to_pylist() == [False, False, True]
     assert table["error"].to_pylist() == [None, None, {"type": "invalid_row", "message": "m"}]
