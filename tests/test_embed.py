@@ -247,56 +247,32 @@ BAD_MODULES = [{"path": "", "type": f"{NAMES}Transformer"}, {"path": "1_Pooling"
 NORMALIZE = {"path": "2_Normalize", "type": f"{NAMES}Normalize"}
 
 
+POOLING, MODULES, TRANSFORMER = "1_Pooling/config.json", "modules.json", "sentence_bert_config.json"
+OTHER_METHOD = {"text": {"method": "get_text_features", "method_output_name": "pooler_output"}}
+
+
 @pytest.mark.parametrize(
     ("file", "content", "why"),
     [
-        (
-            "1_Pooling/config.json",
-            {"pooling_mode_cls_token": True},
-            "its pooling is cls, not the last token or the mean",
-        ),
-        ("1_Pooling/config.json", {"pooling_mode": ["mean", "max"]}, "its pooling is mean and max, not"),
-        ("1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False}, "leaves out the tokens of the"),
-        (
-            "modules.json",
-            [*BAD_MODULES, {"path": "2_Dense", "type": f"{NAMES}Dense"}],
-            "its modules.json has a module Dense",
-        ),
-        (
-            "modules.json",
-            [{"path": "", "type": "custom_st.Transformer"}, BAD_MODULES[1]],
-            "has a module custom_st.Transformer",
-        ),
-        (
-            "modules.json",
-            [BAD_MODULES[0], {"path": "1_Pooling", "type": "org/name--own.Pooling"}],
-            "has a module org/name--own.Pooling",
-        ),
-        (
-            "modules.json",
-            [BAD_MODULES[0], NORMALIZE, BAD_MODULES[1]],
-            "the modules Transformer, Normalize, Pooling in this order",
-        ),
-        ("modules.json", [{**BAD_MODULES[0], "path": "0_Transformer"}, BAD_MODULES[1]], "in the folder 0_Transformer"),
-        ("modules.json", BAD_MODULES[:1], "its modules.json names no pooling"),
-        ("sentence_bert_config.json", {"do_lower_case": True}, "asks for lower-case text"),
-        ("sentence_bert_config.json", {"processing_kwargs": {"text": {"padding": True}}}, "has processing_kwargs"),
-        ("sentence_bert_config.json", {"config_args": {"num_hidden_layers": 1}}, "has config_args.num_hidden_layers"),
-        (
-            "sentence_bert_config.json",
-            {"processor_kwargs": {"padding_side": "left", "truncation_side": "left"}},
-            "has processor_kwargs.truncation_side;",
-        ),
-        ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "has transformer_task fill-mask"),
-        (
-            "sentence_bert_config.json",
-            {"modality_config": {"text": {"method": "get_text_features", "method_output_name": "pooler_output"}}},
-            "has a modality_config that embeds texts in another way",
-        ),
+        (POOLING, {"pooling_mode_cls_token": True}, "its pooling is cls, not the last token or the mean"),
+        (POOLING, {"pooling_mode": ["mean", "max"]}, "its pooling is mean and max, not"),
+        (POOLING, {"pooling_mode": "mean", "include_prompt": False}, "leaves out the tokens of the"),
+        (MODULES, [*BAD_MODULES, {"path": "2_Dense", "type": f"{NAMES}Dense"}], "its modules.json has a module Dense"),
+        (MODULES, [{"path": "", "type": "custom_st.Transformer"}, BAD_MODULES[1]], "has a module custom_st.Transformer"),
+        (MODULES, [BAD_MODULES[0], {"path": "1_Pooling", "type": "org/m--own.Pooling"}], "has a module org/m--own.Pooling"),
+        (MODULES, [BAD_MODULES[0], NORMALIZE, BAD_MODULES[1]], "the modules Transformer, Normalize, Pooling in this order"),
+        (MODULES, [{**BAD_MODULES[0], "path": "0_Transformer"}, BAD_MODULES[1]], "in the folder 0_Transformer"),
+        (MODULES, BAD_MODULES[:1], "its modules.json names no pooling"),
+        (MODULES, {"a": 1}, "modules.json holds no list of objects"),
+        (TRANSFORMER, {"do_lower_case": True}, "asks for lower-case text"),
+        (TRANSFORMER, {"processing_kwargs": {"text": {"padding": True}}}, "has processing_kwargs"),
+        (TRANSFORMER, {"config_args": {"num_hidden_layers": 1}}, "has config_args.num_hidden_layers"),
+        (TRANSFORMER, {"processor_kwargs": {"padding_side": "left", "truncation_side": "left"}}, "has processor_kwargs.truncation_side;"),
+        (TRANSFORMER, {"transformer_task": "fill-mask"}, "has transformer_task fill-mask"),
+        (TRANSFORMER, {"modality_config": OTHER_METHOD}, "has a modality_config that embeds texts in another way"),
         ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "says that it is a SparseEncoder"),
-        ("modules.json", {"a": 1}, "modules.json holds no list of objects"),
     ],
-)
+)  # fmt: skip
 def test_a_configuration_with_an_unsupported_setting_is_refused(cli, write_jsonl, tmp_path, file, content, why):
     folder = save_embedder(tmp_path / "m")
     (folder / file).write_text(json.dumps(content))

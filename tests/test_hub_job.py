@@ -42,17 +42,6 @@ def test_a_job_on_a_dataset_is_complete_until_the_files_change(hub, cli, tmp_pat
     assert [row["prompt"] for row in json_rows(output)] == ["one", "two", "four"]
 
 
-def test_a_dataset_can_be_planned_and_an_unclear_split_is_refused(hub, cli, tiny_model_dir):
-    hub.repos["user/rows"] = FakeRepo({"train.jsonl": lines("one", "two"), "test.jsonl": lines("three")})
-    plan = cli("plan", "hf://datasets/user/rows", "--split", "test+train", "-m", tiny_model_dir)
-    assert (plan.code, plan.out.splitlines()[0]) == (0, "rows               3, as raw text")
-    refused = cli("run", "hf://datasets/user/rows", "-m", tiny_model_dir, "-o", "out.jsonl")
-    assert (refused.code, refused.err) == (
-        2,
-        "batchgen: error: hf://datasets/user/rows has several splits; choose with --split: train, test, or all\n",
-    )
-
-
 # -- the script for jobs on the Hub
 
 

@@ -91,13 +91,6 @@ def test_a_wrong_argument_is_refused_at_the_call_and_a_wrong_prompt_when_it_is_t
     assert llm.generate(["a"], PARAMS)[0].error_type is None
 
 
-def test_a_closed_model_refuses_an_iterator_at_the_call(tiny_model_dir):
-    llm = LLM(tiny_model_dir, dtype="float32", device="cpu")
-    llm.close()
-    with pytest.raises(RuntimeError, match=r"^this model is closed: create a new LLM$"):
-        llm.generate(iter(["a"]), PARAMS)
-
-
 def test_a_model_of_text_alone_says_so_where_a_prompt_has_an_image_beside_it(llm):
     why = "^prompts have 'image', which the model is not shown: it sees text alone, no images, sound or video$"
     with pytest.warns(UserWarning, match=why):

@@ -114,7 +114,14 @@ def test_a_completion_given_as_token_ids_has_the_score_of_its_text(llm):
 def test_a_model_is_closed_after_its_with_block_and_later_calls_say_so(tiny_model_dir):
     with LLM(tiny_model_dir) as llm:
         llm.generate("a", FOUR)
-    for call in (lambda: llm.generate("a"), lambda: llm.score("a", "b"), llm.run, lambda: llm.engine):
+    calls = (
+        lambda: llm.generate("a"),
+        lambda: llm.generate(iter("a")),
+        lambda: llm.score("a", "b"),
+        llm.run,
+        lambda: llm.engine,
+    )
+    for call in calls:
         with pytest.raises(RuntimeError, match=r"^this model is closed: create a new LLM$"):
             call()
     assert llm.stats.completion_tokens == 4

@@ -21,36 +21,19 @@ def ask(custom_id: str, url: str, **body: Any) -> dict[str, Any]:
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "some-model-8b", **body}}
 
 
-def talk(system: str, user: str) -> Rows:
+def talk(system: str, user: Any) -> Rows:
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
+CHAIR = [
+    {"type": "text", "text": "chair"},
+    {"type": "image_url", "image_url": {"url": "https://example.org/chair.jpg"}},
+]
 # Like the examples of OpenAI's guide: a temperature and a JSON object as response format; and a picture, which is not supported.
+IN_JSON = {"temperature": 0.1, "max_tokens": 8, "response_format": {"type": "json_object"}}
 EXAMPLES = [
-    ask(
-        "task-0",
-        CHAT,
-        temperature=0.1,
-        max_tokens=8,
-        response_format={"type": "json_object"},
-        messages=talk("Answer in JSON.", "A film about ships."),
-    ),
-    ask(
-        "task-1",
-        CHAT,
-        temperature=0.2,
-        max_tokens=8,
-        messages=[
-            {"role": "system", "content": "Describe it."},
-            {
-                "role": "user",
-                "content": [
-                    {"type": "text", "text": "chair"},
-                    {"type": "image_url", "image_url": {"url": "https://example.org/chair.jpg"}},
-                ],
-            },
-        ],
-    ),
+    ask("task-0", CHAT, messages=talk("Answer in JSON.", "A film about ships."), **IN_JSON),
+    ask("task-1", CHAT, messages=talk("Describe it.", CHAIR), temperature=0.2, max_tokens=8),
 ]
 # Like vLLM's: max_completion_tokens; and embeddings and scores, which this job does not support.
 VLLM = [

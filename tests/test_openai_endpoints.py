@@ -14,13 +14,10 @@ from batchgen.records.output import output_row
 from batchgen.result import Result
 from support.embedders import save_embedder
 from support.records import json_rows
+from support.tokenizers_by_hand import asks
 
 EMBEDDINGS, RESPONSES = "/v1/embeddings", "/v1/responses"
 VECTOR = np.array([0.1, -0.25, 3e-7], dtype=np.float32)
-
-
-def ask(url, name="r", **body):
-    return {"custom_id": name, "method": "POST", "url": url, "body": {"model": "m"} | body}
 
 
 def record(columns, result, **model):
@@ -36,14 +33,14 @@ def refused(columns):
 
 def test_an_embeddings_request_is_answered_with_a_list_of_one():
     result = Result(row=4, text=None, finish_reason=None, prompt_tokens=7, embedding=VECTOR)
-    body = record(ask(EMBEDDINGS, input="a"), result, embed=True)["response"]["body"]
+    body = record(asks(EMBEDDINGS, input="a"), result, embed=True)["response"]["body"]
     assert body == {
         "object": "list",
         "data": [{"object": "embedding", "index": 0, "embedding": [0.100000001, -0.25, 3.00000011e-07]}],
         "model": "tiny",
         "usage": {"prompt_tokens": 7, "total_tokens": 7},
     }
-    coded = record(ask(EMBEDDINGS, input="a", encoding_format="base64"), result, embed=True)
+    coded = record(asks(EMBEDDINGS, input="a", encoding_format="base64"), result, embed=True)
     assert base64.b64decode(coded["response"]["body"]["data"][0]["embedding"]) == VECTOR.astype("<f4").tobytes()
     assert record({"prompt": "a"}, result, embed=True)["response"]["body"] == body
 
@@ -51,18 +48,18 @@ def test_an_embeddings_request_is_answered_with_a_list_of_one():
 @pytest.mark.parametrize(
     ("columns", "error"),
     [
-        (ask(EMBEDDINGS), ("invalid_row", "body has no input")),
-        (ask(EMBEDDINGS, input="a", dimensions=8), ("unsupported_parameter", "dimensions is not supported: 8")),
-        (ask(EMBEDDINGS, input="a", encoding_format="int8"), ("unsupported_parameter", "encoding_format must be float or base64, not 'int8'")),
-        (ask(RESPONSES), ("invalid_row", "body has no input")),
-        (ask(RESPONSES, input="a", previous_response_id="resp_1"), ("unsupported_parameter", "previous_response_id is not supported in /v1/responses")),
-        (ask(RESPONSES, input="a", background=True), ("unsupported_parameter", "background is not supported in /v1/responses")),
-        (ask(RESPONSES, input="a", stream=True), ("unsupported_parameter", "stream is not supported: true")),
-        (ask(RESPONSES, input="a", tools=[{"type": "web_search"}]), ("unsupported_parameter", 'tools is not supported: [{"type": "web_search"}]')),
-        (ask(RESPONSES, input="a", text={"form": 1}), ("unsupported_parameter", "text.form is not supported")),
-        (ask(RESPONSES, input="a", text="json"), ("invalid_row", "body.text must be an object, not text")),
-        (ask(RESPONSES, input="a", instructions=["x"]), ("invalid_row", "body.instructions must be text, not a list")),
-        (ask(RESPONSES, input=[{"type": "function_call_output", "output": "x"}]), ("unsupported_content", "body.input[0] has type 'function_call_output'; only messages can be sent")),
+        (asks(EMBEDDINGS), ("invalid_row", "body has no input")),
+        (asks(EMBEDDINGS, input="a", dimensions=8), ("unsupported_parameter", "dimensions is not supported: 8")),
+        (asks(EMBEDDINGS, input="a", encoding_format="int8"), ("unsupported_parameter", "encoding_format must be float or base64, not 'int8'")),
+        (asks(RESPONSES), ("invalid_row", "body has no input")),
+        (asks(RESPONSES, input="a", previous_response_id="resp_1"), ("unsupported_parameter", "previous_response_id is not supported in /v1/responses")),
+        (asks(RESPONSES, input="a", background=True), ("unsupported_parameter", "background is not supported in /v1/responses")),
+        (asks(RESPONSES, input="a", stream=True), ("unsupported_parameter", "stream is not supported: true")),
+        (asks(RESPONSES, input="a", tools=[{"type": "web_search"}]), ("unsupported_parameter", 'tools is not supported: [{"type": "web_search"}]')),
+        (asks(RESPONSES, input="a", text={"form": 1}), ("unsupported_parameter", "text.form is not supported")),
+        (asks(RESPONSES, input="a", text="json"), ("invalid_row", "body.text must be an object, not text")),
+        (asks(RESPONSES, input="a", instructions=["x"]), ("invalid_row", "body.instructions must be text, not a list")),
+        (asks(RESPONSES, input=[{"type": "function_call_output", "output": "x"}]), ("unsupported_content", "body.input[0] has type 'function_call_output'; only messages can be sent")),
     ],
 )  # fmt: skip
 def test_an_unsupported_field_is_refused_by_name(columns, error):
@@ -71,7 +68,7 @@ def test_an_unsupported_field_is_refused_by_name(columns, error):
 
 def test_a_responses_request_becomes_a_chat():
     body = read_body(
-        ask(
+        asks(
             RESPONSES,
             input=[{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}, {"type": "message", "role": "user", "content": "you"}],
             instructions="Be brief.",
@@ -96,7 +93,7 @@ def test_a_responses_request_becomes_a_chat():
 
 def test_a_response_has_its_message_its_status_and_its_usage():
     done = Result(row=4, text="Yes.", finish_reason="stop", prompt_tokens=9, completion_tokens=3, token_ids=(5, 6, 7))
-    body = record(ask(RESPONSES, input="a"), done)["response"]["body"]
+    body = record(asks(RESPONSES, input="a"), done)["response"]["body"]
     assert body == {
         "id": "resp_4",
         "object": "response",
@@ -139,7 +136,7 @@ def test_a_response_has_its_message_its_status_and_its_usage():
     ],
 )  # fmt: skip
 def test_a_response_says_whether_it_is_whole(result, status, kinds):
-    answer = record(ask(RESPONSES, input="a"), result)
+    answer = record(asks(RESPONSES, input="a"), result)
     body = answer["response"]["body"]
     assert (body["status"], [item["type"] for item in body["output"]]) == (status, kinds)
     assert (body["incomplete_details"] is None) == (status == "completed")
@@ -148,11 +145,11 @@ def test_a_response_says_whether_it_is_whole(result, status, kinds):
 def test_a_file_of_embeddings_requests_is_answered(cli, write_jsonl, tmp_path):
     model = save_embedder(tmp_path / "m")
     rows = [
-        ask(EMBEDDINGS, "a", input="Hello"),
-        ask(EMBEDDINGS, "b", input=["Hello"], encoding_format="base64"),
-        ask(EMBEDDINGS, "c", input=["Hello", "you"]),
-        ask("/v1/chat/completions", "d", messages=[{"role": "user", "content": "Hello"}]),
-        ask(EMBEDDINGS, "e", input=[72, 101]),
+        asks(EMBEDDINGS, input="Hello"),
+        asks(EMBEDDINGS, input=["Hello"], encoding_format="base64"),
+        asks(EMBEDDINGS, input=["Hello", "you"]),
+        asks("/v1/chat/completions", messages=[{"role": "user", "content": "Hello"}]),
+        asks(EMBEDDINGS, input=[72, 101]),
     ]
     path, out = write_jsonl(rows), tmp_path / "o.jsonl"
     command = ["run", path, "-m", model, "--embed", "--output-format", "openai", "-o", out]
@@ -172,16 +169,16 @@ def test_a_file_of_embeddings_requests_is_answered(cli, write_jsonl, tmp_path):
     np.testing.assert_allclose(first, want.embedding, atol=1e-6)
     np.testing.assert_array_equal(np.frombuffer(base64.b64decode(second), "<f4"), np.float32(first))
     np.testing.assert_allclose(answers[4]["response"]["body"]["data"][0]["embedding"], ids.embedding, atol=1e-6)
-    write_jsonl([*rows, ask(EMBEDDINGS, "f", input="More")])
+    write_jsonl([*rows, asks(EMBEDDINGS, input="More")])
     assert "o.jsonl was finished: 2 of its results are used again" in cli(*command).err
 
 
 def test_a_file_of_responses_requests_is_answered(cli, tiny_chat_model_dir, write_jsonl, tmp_path):
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     rows = [
-        ask(RESPONSES, "a", input="Hello", instructions="Be brief.", max_output_tokens=6),
-        ask("/v1/chat/completions", "b", messages=talk, max_tokens=6),
-        ask(RESPONSES, "c", input="Hello", n=2, temperature=1.0),
+        asks(RESPONSES, input="Hello", instructions="Be brief.", max_output_tokens=6),
+        asks("/v1/chat/completions", messages=talk, max_tokens=6),
+        asks(RESPONSES, input="Hello", n=2, temperature=1.0),
     ]
     out = tmp_path / "o.jsonl"
     command = ["run", write_jsonl(rows), "-m", tiny_chat_model_dir, "--output-format", "openai", "-o", out, "-q"]

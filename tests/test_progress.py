@@ -28,11 +28,6 @@ class Job:
         return self.tracker.snapshot()
 
 
-def test_speed_comes_from_the_rows_that_this_run_has_generated():
-    now = Job().after(10, done=20, completion=1000)
-    assert (now.rows_per_s, now.completion_tokens_per_s) == (2.0, 100.0)
-
-
 def test_rows_kept_from_earlier_runs_and_rows_that_failed_during_planning_do_not_count_as_speed():
     assert Job(done=60, kept=60).after(10, done=70, kept=60, completion=500).rows_per_s == 1.0
     assert Job(done=50).after(10, done=60, completion=500).rows_per_s == 1.0
