@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
@@ -14,10 +16,9 @@ from support.gguf import write_vocabulary
 
 pytest.importorskip("gguf")
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries warn of each other
-HINT = "; give the model in the format of transformers"
 
 
-def configuration(file: Path, architecture: str, **parts: Any) -> Any:
+def configuration(file: Path, architecture: str = "llama", **parts: Any) -> Any:
     tokens = [("<unk>", 2), ("<s>", 3), ("</s>", 3), "a"]
     write_vocabulary(file, tokens, architecture=architecture, model="llama", scores=[0.0, 0.0, 0.0, 1.0], **parts)
     return load_tokenizer(ModelConfig(model=file)).hf_config
@@ -27,21 +28,13 @@ def configuration(file: Path, architecture: str, **parts: Any) -> Any:
     ("architecture", "settings", "expected"),
     [
         ("bloom", {"context_length": 96}, {"seq_length": 96}),
-        ("falcon", {"attention.head_count_kv": 1, "attention.layer_norm_epsilon": 0.25}, {"layer_norm_epsilon": 0.25}),
-        ("gemma2", {"attn_logit_softcapping": 7.0, "final_logit_softcapping": 3.0}, {"attn_logit_softcapping": 7.0, "final_logit_softcapping": 3.0}),
         ("gemma3", {"final_logit_softcapping": 3.0}, {"final_logit_softcapping": 3.0}),
-        ("gemma3", {"attention.sliding_window": 0}, {"sliding_window": None, "layer_types": ["full_attention"]}),
         ("gemma3", {"attention.sliding_window_pattern": 2, "block_count": 2}, {"layer_types": ["sliding_attention", "full_attention"]}),
         ("gpt2", {"context_length": 96}, {"n_positions": 96}),
         ("llama", {"attention.key_length": 12, "attention.value_length": 12}, {"head_dim": 12}),
         ("nemotron", {"attention.layer_norm_epsilon": 0.25, "attention.key_length": 12, "attention.value_length": 12}, {"norm_eps": 0.25, "head_dim": 12}),
-        ("phi3", {"attention.sliding_window": 48}, {"sliding_window": 48}),
         ("phi3", {"attention.sliding_window": 0}, {"sliding_window": None}),
         ("qwen2", {"attention.key_length": 12}, {"head_dim": 12}),
-        ("qwen2moe", {"expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 40}, {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}),
-        ("qwen3", {"attention.key_length": 12}, {"head_dim": 12}),
-        ("qwen3moe", {"expert_feed_forward_length": 24}, {"moe_intermediate_size": 24}),
-        ("starcoder2", {"attention.sliding_window": 48}, {"sliding_window": 48}),
     ],
 )  # fmt: skip
 def test_a_setting_is_that_of_the_file(tmp_path, architecture, settings, expected):
@@ -73,24 +66,6 @@ def test_a_file_that_does_not_say_which_layers_see_everything_has_the_pattern_of
     ]
 
 
-@pytest.mark.parametrize(
-    ("architecture", "tensor", "name"),
-    [
-        ("falcon", "attn_qkv", "bias"),
-        ("llama", "attn_q", "attention_bias"),
-        ("llama", "ffn_up", "mlp_bias"),
-        ("nemotron", "ffn_up", "mlp_bias"),
-        ("qwen3", "attn_q", "attention_bias"),
-        ("starcoder2", "ffn_up", "use_bias"),
-    ],
-)
-def test_layers_have_biases_if_the_file_has_them(tmp_path, architecture, tensor, name):
-    keys = {"settings": {"attention.head_count_kv": 1 if architecture == "falcon" else 2}}
-    with_biases = configuration(tmp_path / "with.gguf", architecture, tensors={f"blk.0.{tensor}.bias": [1.0]}, **keys)
-    without = configuration(tmp_path / "without.gguf", architecture, **keys)
-    assert (getattr(with_biases, name), getattr(without, name)) == (True, False)
-
-
 @pytest.mark.parametrize("architecture", ["bloom", "falcon", "llama"])
 def test_a_model_whose_file_has_an_output_head_uses_it(tmp_path, architecture):
     settings = {"attention.head_count_kv": 1 if architecture == "falcon" else 2}
@@ -111,46 +86,50 @@ def test_gemma_divides_the_products_of_attention_by_the_size_of_a_head_except_wi
     assert config.query_pre_attn_scalar == expected  # 8: 16 numbers in two heads
 
 
-def test_the_recurrent_layers_of_qwen_3_5_are_those_of_the_file(tmp_path):
-    settings = {
-        "attention.recurrent_layers": [True, False, True], "block_count": 3, "full_attention_interval": 4, "ssm.conv_kernel": 4, "ssm.state_size": 4,
-        "ssm.group_count": 2, "ssm.time_step_rank": 2, "ssm.inner_size": 8,
-    }  # fmt: skip
-    rope = {"freq_base": 10000.0, "dimension_sections": [2, 1, 1, 0]}
-    config = configuration(tmp_path / "m.gguf", "qwen35", settings=settings, rope=rope)
-    assert config.layer_types == ["linear_attention", "full_attention", "linear_attention"]
+NOT_READ = [
+    ("afmoe", {"expert_weights_norm": False}),
+    ("falcon", {"attention.head_count_kv": 2}),
+    ("glm4moe", {"expert_gating_func": 1}),
+    ("gpt-oss", {"rope.dimension_sections": [1, 1, 1]}),
+    ("granite", {"rope.scaling.finetuned": False}),
+    ("llama", {"attention.scale": 0.5}),
+    ("llama", {"attention.value_length": 4}),
+    ("llama", {"attention.sliding_window": 32}),
+    ("llama", {"expert_shared_count": 1}),
+    ("llama", {"rope.dimension_count": 4}),
+    ("mamba", {"ssm.dt_b_c_rms": True}),
+    ("minimax-m2", {"expert_gating_func": 1}),
+    ("qwen2", {"attention.causal": False}),
+    ("qwen2", {"logit_scale": 0.5}),
+    ("qwen3", {"pooling_type": 1}),
+    ("qwen3moe", {"expert_gating_func": 2}),
+    ("seed_oss", {"rope.dimension_count": 4}),
+    ("smollm3", {"attention.clamp_kqv": 4.0}),
+    ("starcoder2", {"rope.freq_base_swa": 5000.0}),
+]
+SCALED = "the rotary embedding of {} is scaled in a way that batchgen does not know: "
+OF_YARN = SCALED + "'yarn' with attn_factor or yarn_attn_factor or yarn_ext_factor other than 1"
+REFUSED = [
+    *(
+        (architecture, {"settings": {key: value}}, f"{{}} sets {architecture}.{key} to {value}, which batchgen does not read")
+        for architecture, settings in NOT_READ for key, value in settings.items()
+    ),
+    *((name, {}, f"batchgen does not read models of the architecture {name!r} from GGUF files: {{}}") for name in ("deci", "dbrx", "plamo")),
+    ("mamba", {}, "{} has no ssm.inner_size, which models of the architecture 'mamba' need"),
+    ("qwen35", {}, "{} has no rope.dimension_sections, which models of the architecture 'qwen35' need"),
+    ("llama", {"tensors": {"rope_freqs.weight": [1.0, 2.0, 1.0, 8.0]}}, SCALED + "its own (rope_freqs.weight)"),
+    ("llama", {"rope": {"scaling.type": "new"}}, SCALED + "'new'"),
+    ("llama", {"rope": {"scaling.type": "yarn", "scaling.factor": 2.0, "scaling.yarn_attn_factor": 1.5}}, OF_YARN),
+    ("llama", {"rope": {"scaling.type": "yarn", "scaling.factor": 2.0, "scaling.yarn_ext_factor": 0.0}}, OF_YARN),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("architecture", "settings"),
-    [
-        ("afmoe", {"expert_weights_norm": False}),
-        ("falcon", {"attention.head_count_kv": 2}),
-        ("glm4moe", {"expert_gating_func": 1}),
-        ("gpt-oss", {"rope.dimension_sections": [1, 1, 1]}),
-        ("granite", {"rope.scaling.finetuned": False}),
-        ("llama", {"attention.scale": 0.5}),
-        ("llama", {"attention.value_length": 4}),
-        ("llama", {"attention.sliding_window": 32}),
-        ("llama", {"expert_shared_count": 1}),
-        ("llama", {"rope.dimension_count": 4}),
-        ("mamba", {"ssm.dt_b_c_rms": True}),
-        ("minimax-m2", {"expert_gating_func": 1}),
-        ("qwen2", {"attention.causal": False}),
-        ("qwen2", {"logit_scale": 0.5}),
-        ("qwen3", {"pooling_type": 1}),
-        ("qwen3moe", {"expert_gating_func": 2}),
-        ("seed_oss", {"rope.dimension_count": 4}),
-        ("smollm3", {"attention.clamp_kqv": 4.0}),
-        ("starcoder2", {"rope.freq_base_swa": 5000.0}),
-    ],
-)
-def test_a_setting_that_is_not_read_is_refused(tmp_path, architecture, settings):
+@pytest.mark.parametrize(("architecture", "parts", "message"), REFUSED)
+def test_what_batchgen_does_not_read_of_a_file_is_refused_by_name(tmp_path, architecture, parts, message):
     file = tmp_path / "m.gguf"
-    ((key, value),) = settings.items()
     with pytest.raises(ModelError) as e:
-        configuration(file, architecture, settings=settings)
-    assert str(e.value) == f"{file} sets {architecture}.{key} to {value}, which batchgen does not read{HINT}"
+        configuration(file, architecture, **parts)
+    assert str(e.value) == f"{message.format(file)}; give the model in the format of transformers"
 
 
 @pytest.mark.parametrize(
@@ -170,17 +149,87 @@ def test_heads_of_a_file_may_be_those_of_each_layer_or_of_all(tmp_path, heads):
     assert (config.layer_types, config.num_key_value_heads) == (["full_attention"], 2)
 
 
-@pytest.mark.parametrize("architecture", ["deci", "dbrx", "plamo"])
-def test_an_architecture_that_is_not_known_is_refused(tmp_path, architecture):
-    file = tmp_path / "m.gguf"
-    with pytest.raises(ModelError) as e:
-        configuration(file, architecture)
-    assert str(e.value) == f"batchgen does not read models of the architecture {architecture!r} from GGUF files: {file}{HINT}"  # fmt: skip
+# -- the rotary embedding
 
 
-@pytest.mark.parametrize(("architecture", "key"), [("mamba", "ssm.inner_size"), ("qwen35", "rope.dimension_sections")])
-def test_a_file_without_a_key_that_its_model_needs_is_refused_by_that_key(tmp_path, architecture, key):
-    file = tmp_path / "m.gguf"
-    with pytest.raises(ModelError) as e:
-        configuration(file, architecture)
-    assert str(e.value) == f"{file} has no {key}, which models of the architecture {architecture!r} need{HINT}"
+LLAMA3 = [1.0, 1.0, 2.6945296878948333, 8.0]
+"""Of 8 dimensions and the base 500,000, as llama.cpp's converter computes them."""
+
+
+def test_frequencies_that_a_file_has_divided_are_those_of_llama_3_1(tmp_path):
+    config = configuration(tmp_path / "m.gguf", rope={"freq_base": 500000.0}, tensors={"rope_freqs.weight": LLAMA3})
+    assert config.rope_parameters == {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 500000.0 ** (-torch.arange(0, 8, 2) / 8)
+    torch.testing.assert_close(scaled, plain / torch.tensor(LLAMA3))
+    whole = configuration(tmp_path / "whole.gguf", tensors={"rope_freqs.weight": [1.0] * 4})
+    assert whole.rope_parameters["rope_type"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({}, {"rope_type": "default"}),
+        ({"type": "none", "factor": 4.0}, {"rope_type": "default"}),
+        ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"type": "linear", "factor": 0.0}, {"rope_type": "default"}),
+        ({"type": "yarn", "factor": 2.0, "original_context_length": 32}, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}),
+        ({"type": "yarn", "factor": 2.0, "yarn_beta_fast": 16.0, "yarn_ext_factor": 1.0}, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "beta_fast": 16.0}),
+        ({"type": "yarn", "factor": 2.0, "yarn_attn_factor": 1.0693147180559945}, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}),
+        ({"type": "yarn", "factor": 2.0}, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}),
+    ],
+)  # fmt: skip
+def test_the_scaling_of_a_file_is_used(tmp_path, scaling, expected):
+    rope = {"freq_base": 5000.0} | {f"scaling.{name}": value for name, value in scaling.items()}
+    config = configuration(tmp_path / "m.gguf", rope=rope)
+    assert config.rope_parameters == {"rope_theta": 5000.0} | expected
+    layers = configuration(tmp_path / "g.gguf", "gemma3", rope=rope).rope_parameters
+    assert layers["full_attention"] == {"rope_theta": 5000.0} | expected
+    assert layers["sliding_attention"] == {"rope_theta": 10000.0, "rope_type": "default"}
+    local = configuration(tmp_path / "l.gguf", "gemma3", rope=rope | {"freq_base_swa": 2500.0}).rope_parameters
+    assert local == layers | {"sliding_attention": {"rope_theta": 2500.0, "rope_type": "default"}}
+
+
+def test_frequencies_of_llama_4_are_divided_wholly_or_not_at_all(tmp_path):
+    factors = {"rope_freqs.weight": [1.0, 1.0, 1.0, 16.0]}
+    config = configuration(tmp_path / "m.gguf", rope={"freq_base": 500000.0}, tensors=factors)
+    assert (config.rope_parameters["factor"], config.rope_parameters["high_freq_factor"]) == (16.0, 1.0)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 500000.0 ** (-torch.arange(4) / 4)
+    assert torch.allclose(plain / scaled, torch.tensor(factors["rope_freqs.weight"]))
+
+
+@pytest.mark.parametrize("architecture", ["stablelm", "phi2", "glm4", "chatglm", "nemotron", "minimax-m2", "qwen3next"])
+def test_a_file_without_dimensions_rotates_whole_heads(tmp_path, architecture):
+    settings = {"ssm.inner_size": 16, "ssm.time_step_rank": 2, "ssm.group_count": 2, "ssm.state_size": 8}
+    settings = settings if architecture == "qwen3next" else {}
+    config = configuration(tmp_path / "m.gguf", architecture, rope={"dimension_count": None}, settings=settings)
+    assert config.rope_parameters["partial_rotary_factor"] == 1.0
+
+
+def test_a_factor_of_2023_is_used_under_its_old_name(tmp_path):
+    old = configuration(tmp_path / "old.gguf", rope={"scale_linear": 4.0}).rope_parameters
+    assert (old["rope_type"], old["factor"]) == ("linear", 4.0)
+    both = configuration(tmp_path / "both.gguf", rope={"scale_linear": 4.0, "scaling.factor": 2.0}).rope_parameters
+    assert both["factor"] == 2.0
+
+
+def test_a_file_without_a_base_has_the_one_of_llama(tmp_path):
+    for architecture in ("minimax-m2", "lfm2"):  # whose models have others
+        settings = {"attention.head_count_kv": [2]} if architecture == "lfm2" else {}
+        config = configuration(tmp_path / f"{architecture}.gguf", architecture, settings=settings)
+        assert config.rope_parameters["rope_theta"] == 10000.0
+
+
+def test_factors_for_long_texts_are_those_of_phi_3(tmp_path):
+    factors = {"rope_factors_long.weight": [1.5, 2.0, 4.0, 8.0], "rope_factors_short.weight": [1.0, 1.0, 1.25, 1.5]}
+    rope = {"freq_base": 5000.0, "scaling.original_context_length": 32, "scaling.attn_factor": 1.25}
+    config = configuration(tmp_path / "m.gguf", "phi3", rope=rope, tensors=factors)
+    assert config.original_max_position_embeddings == 32
+    assert config.rope_parameters == {
+        "rope_type": "longrope", "rope_theta": 5000.0, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 32, "attention_factor": 1.25,
+        "long_factor": [1.5, 2.0, 4.0, 8.0], "short_factor": [1.0, 1.0, 1.25, 1.5],
+    }  # fmt: skip

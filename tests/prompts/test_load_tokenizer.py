@@ -37,45 +37,31 @@ def failure(model, **options):
     return str(e.value)
 
 
-def test_tokenizer_and_configuration_are_loaded_without_weights(tools, tmp_path):
-    tokenizer = load(tools.save_model(tmp_path / "m"))
-    assert (tokenizer.context_length, tokenizer.eos_token_ids, tokenizer.vocab_size) == (64, (1,), 260)
-    assert tokenizer.hf_config.model_type == "llama"
-    assert [a.tolist() for a in Encoder(tokenizer.hf_tokenizer).encode(["ab"], special=True)] == [[0, 101, 102]]
-
-
 @pytest.mark.parametrize(
-    ("generation", "config", "ids"),
+    ("files", "name", "value"),
     [
-        ({"eos_token_id": [2, 3, 2]}, {}, (2, 3)),
-        ({"eos_token_id": 3}, {"eos_token_id": [1, 2]}, (3,)),
-        ({"temperature": 0.9, "max_length": 5}, {"eos_token_id": [1, 2]}, (1, 2)),
-        ({"eos_token_id": None}, {}, (1,)),
-        ({"eos_token_id": 0}, {}, (0,)),
-        (None, {"eos_token_id": 3}, (3,)),
-        (None, {"eos_token_id": None}, (1,)),
-    ],
-)
-def test_end_tokens_come_from_the_generation_config_then_the_config_then_the_tokenizer(
-    tools, tmp_path, generation, config, ids
-):
-    assert load(tools.save_model(tmp_path, generation=generation, config=config)).eos_token_ids == ids
-
-
-@pytest.mark.parametrize(
-    ("config", "length"),
-    [
-        ({"max_position_embeddings": 77}, 77),
-        ({"model_type": "gpt2", "n_positions": 33}, 33),
-        ({"model_type": "mpt", "max_seq_len": 99}, 99),
-        ({"model_type": "llava", "text_config": {"model_type": "llama", "max_position_embeddings": 55}}, 55),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}}, 256),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}}, 128),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, 64),
+        # The end tokens come from the generation config, then from the configuration, then from the tokenizer.
+        ({"generation": {"eos_token_id": [2, 3, 2]}}, "eos_token_ids", (2, 3)),
+        ({"generation": {"eos_token_id": 3}, "config": {"eos_token_id": [1, 2]}}, "eos_token_ids", (3,)),
+        ({"generation": {"temperature": 0.9, "max_length": 5}, "config": {"eos_token_id": [1, 2]}}, "eos_token_ids", (1, 2)),
+        ({"generation": {"eos_token_id": None}}, "eos_token_ids", (1,)),
+        ({"generation": {"eos_token_id": 0}}, "eos_token_ids", (0,)),
+        ({"config": {"eos_token_id": 3}}, "eos_token_ids", (3,)),
+        ({"config": {"eos_token_id": None}}, "eos_token_ids", (1,)),
+        # The length of the context and the size of the vocabulary come from the configuration, or from the one inside it.
+        ({"config": {"max_position_embeddings": 77}}, "context_length", 77),
+        ({"config": {"model_type": "gpt2", "n_positions": 33}}, "context_length", 33),
+        ({"config": {"model_type": "mpt", "max_seq_len": 99}}, "context_length", 99),
+        ({"config": {"model_type": "llava", "text_config": {"model_type": "llama", "max_position_embeddings": 55}}}, "context_length", 55),
+        ({"config": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}}}, "context_length", 256),
+        ({"config": {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}}}, "context_length", 128),
+        ({"config": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}}, "context_length", 64),
+        ({"config": {"vocab_size": 320}}, "vocab_size", 320),
+        ({"config": {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 300}}}, "vocab_size", 300),
     ],
 )  # fmt: skip
-def test_the_context_length_comes_from_the_configuration(tools, tmp_path, config, length):
-    assert load(tools.save_model(tmp_path, config=config)).context_length == length
+def test_what_is_known_of_a_model_comes_from_its_files(tools, tmp_path, files, name, value):
+    assert getattr(load(tools.save_model(tmp_path, **files)), name) == value
 
 
 def test_the_context_length_comes_from_the_tokenizer_if_the_configuration_has_none(tools, tmp_path):
@@ -89,12 +75,6 @@ def test_the_context_length_comes_from_the_tokenizer_if_the_configuration_has_no
         f"the configuration of model {silent!r} does not say how long its context is; "
         "add max_position_embeddings to its config.json"
     )
-
-
-def test_the_size_of_the_vocabulary_is_the_models_not_the_tokenizers(tools, tmp_path):
-    assert load(tools.save_model(tmp_path / "a", config={"vocab_size": 320})).vocab_size == 320
-    nested = {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 300}}
-    assert load(tools.save_model(tmp_path / "b", config=nested)).vocab_size == 300
 
 
 @pytest.mark.parametrize(

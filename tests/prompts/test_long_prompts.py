@@ -17,16 +17,6 @@ def build(tools, length, *, context=8, max_tokens=3, bos=False, **options):
     return out
 
 
-@pytest.mark.parametrize("length", [8, 9, 26])
-def test_a_prompt_as_long_as_the_context_is_an_error_with_the_figures(tools, length):
-    result = build(tools, length)
-    assert tools.error_of(result) == (
-        "prompt_too_long",
-        f"the prompt has {length} tokens, and the model's context of 8 tokens must hold it and a completion",
-    )
-    assert result.prompt_tokens == length
-
-
 def test_a_prompt_cut_on_the_left_keeps_its_bos(tools):
     draft = build(tools, 26, bos=True, on_long_prompt="truncate-left")
     assert (tools.text_of(draft), draft.max_tokens) == ("<s>vwxyz", 2)

@@ -98,36 +98,29 @@ def test_stop_token_ids_beyond_the_vocabulary_are_refused(tools):
     assert tools.error_of(result) == ("unsupported_parameter", "stop_token_ids: 999 is beyond the model's 260 tokens")
 
 
+IDLE = "{} no effect with {}, which generates nothing"
+LABELS = {"choices": ("a", "b"), "temperature": 1.0}
+IN_A_SHELL = r"--stop has a backslash and a letter, as in \n, which is no line break; $'\n' is one in a shell"
+UNKNOWN_MARKS = "--reasoning-budget has no effect: batchgen does not know how this model marks thoughts"
+
+
 @pytest.mark.parametrize(
     ("sampling", "options", "note"),
     [
-        ({"max_tokens": 3}, {"score": True}, "--max-tokens has no effect with --score, which generates nothing"),
+        ({"max_tokens": 3}, {"score": True}, IDLE.format("--max-tokens has", "--score")),
         (
-            {"top_p": 0.5, "stop": "x", "temperature": 1.0, "seed": 3},
-            {"prompt_logprobs": True},
-            "--temperature, --top-p and --stop have no effect with --prompt-logprobs, which generates nothing",
+            {"top_p": 0.5, "stop": "x", "temperature": 1.0, "seed": 3}, {"prompt_logprobs": True},
+            IDLE.format("--temperature, --top-p and --stop have", "--prompt-logprobs"),
         ),
-        (
-            {"choices": ("a", "b"), "temperature": 1.0, "ignore_eos": True, "max_tokens": 3},
-            {},
-            "--max-tokens and --ignore-eos have no effect with --choices, which generates nothing",
-        ),
-        ({"choices": ("a", "b"), "temperature": 1.0}, {}, None),
+        (LABELS | {"ignore_eos": True, "max_tokens": 3}, {}, IDLE.format("--max-tokens and --ignore-eos have", "--choices")),
+        (LABELS, {}, None),
         ({"max_tokens": 3, "top_p": 0.5}, {}, None),
         ({"stop": "\n"}, {}, None),
-        (
-            {"stop": ("a", r"\n\n")},
-            {},
-            r"--stop has a backslash and a letter, as in \n, which is no line break; $'\n' is one in a shell",
-        ),
+        ({"stop": ("a", r"\n\n")}, {}, IN_A_SHELL),
         ({"seed": 3}, {"score": True}, None),
-        (
-            {"reasoning_budget": 5},
-            {},
-            "--reasoning-budget has no effect: batchgen does not know how this model marks thoughts",
-        ),
+        ({"reasoning_budget": 5}, {}, UNKNOWN_MARKS),
     ],
-)
+)  # fmt: skip
 def test_sampling_options_without_an_effect_are_named(tools, sampling, options, note):
     b = tools.builder(sampling=SamplingParams(**sampling), bos=False, **options)
     assert b.notes == ([] if note is None else [note])

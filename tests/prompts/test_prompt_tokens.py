@@ -1,6 +1,5 @@
 """How a prompt becomes tokens, raw or through a chat template, without repeating special tokens."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,23 +8,10 @@ from batchgen.config import PromptConfig
 from batchgen.errors import BatchgenError
 from batchgen.prompts import PromptBuilder
 from batchgen.prompts.encoding import Encoder, _rust_encoder
-from batchgen.request import Request, row_digest
+from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
 from support.params import examples
 from support.tokenizers_by_hand import OPEN, turn
-
-
-def test_a_raw_prompt_gets_the_tokenizers_special_tokens(tools):
-    (draft,) = tools.builder().build(tools.rows({"prompt": "ab"}))
-    assert draft.tokens.tolist() == [0, 4 + 97, 4 + 98]
-    assert draft.tokens.dtype == np.int32
-    assert (draft.row, draft.max_tokens, draft.truncated, draft.params) == (
-        0,
-        999 - len(draft.tokens) + 1,
-        False,
-        SamplingParams(),
-    )
-    assert draft.key == row_digest(draft.tokens, draft.params)
 
 
 def test_the_users_chat_template_wins_over_the_models(tools):

@@ -24,16 +24,6 @@ def params(tools, b, *columns):
     return [request.params for request in b.build(tools.rows(*({"prompt": "a"} | c for c in columns)))]
 
 
-def test_a_models_own_sampling_is_used_and_noted_if_the_model_asks_for_it(tools, tmp_path):
-    b = builder(tools, tmp_path, QWEN)
-    assert params(tools, b, {}) == [SamplingParams(**ASKED)]
-    assert b.sampling == SamplingParams(**ASKED)
-    assert b.notes == [
-        "sampling uses the model's generation_config.json: temperature 0.6, top_p 0.95, top_k 20, repetition_penalty 1.05 "
-        "(--sampling-defaults greedy ignores it)"
-    ]
-
-
 @pytest.mark.parametrize(
     ("generation", "found"),
     [
@@ -115,33 +105,23 @@ def test_a_thinking_model_gets_more_tokens_but_no_more_than_fit(tools):
     assert len(request.tokens) + request.max_tokens == 100
 
 
+OF_QWEN = {"temperature": (0.6, "model"), "top_k": (20, "model"), "repetition_penalty": (1.05, "model")}
+
+
 @pytest.mark.parametrize(
     ("generation", "sampling", "options", "figures"),
     [
         (
-            QWEN,
-            {"top_p": 1.0, "seed": 7},
-            {},
-            {
-                "temperature": {"value": 0.6, "from": "model"},
-                "top_p": {"value": 1.0, "from": "option"},
-                "top_k": {"value": 20, "from": "model"},
-                "repetition_penalty": {"value": 1.05, "from": "model"},
-                "max_tokens": {"value": 1024, "from": "auto"},
-                "seed": {"value": 7, "from": "option"},
-            },
+            QWEN, {"top_p": 1.0, "seed": 7}, {},
+            OF_QWEN | {"top_p": (1.0, "option"), "max_tokens": (1024, "auto"), "seed": (7, "option")},
         ),
-        (
-            {},
-            {"max_tokens": 5},
-            {},
-            {"temperature": {"value": 0.0, "from": "default"}, "max_tokens": {"value": 5, "from": "option"}},
-        ),
+        ({}, {"max_tokens": 5}, {}, {"temperature": (0.0, "default"), "max_tokens": (5, "option")}),
         (QWEN, {"choices": ("a", "b")}, {}, {}),
         (QWEN, {}, {"score": True}, {}),
     ],
-)
+)  # fmt: skip
 def test_the_figures_name_the_sampling_values_and_their_sources(
     tools, tmp_path, generation, sampling, options, figures
 ):
-    assert builder(tools, tmp_path, generation, SamplingParams(**sampling), **options).sampling_from == figures
+    found = builder(tools, tmp_path, generation, SamplingParams(**sampling), **options).sampling_from
+    assert found == {name: {"value": value, "from": source} for name, (value, source) in figures.items()}

@@ -91,14 +91,6 @@ def test_a_shape_does_not_hold_for_an_empty_text(process):
     assert [shape.filled([text]) for text in ("", " \n", "a")] == [None, None, "a"]
 
 
-def test_each_message_has_its_own_place(process):
-    template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content | trim if loop.first else m.content }}{{ eos }}{% endfor %}"
-    )
-    shape = shape_of(process, template, "a", "b")
-    assert shape.filled([" be brief ", " hi "]) == "<system>be brief</s><user> hi </s>"
-
-
 def test_rows_of_a_template_that_copies_are_rendered_once(tools, monkeypatch):
     builder = tools.builder(chat_template=tools.CHATML, system="S")
     forms: list[str] = []
