@@ -71,13 +71,6 @@ def test_a_killed_run_is_named_and_continued(runs):
     assert runs.texts() == ["a: a", "a: b", "a: c"]
 
 
-def test_malformed_rows_never_have_a_key(runs):
-    runs.run(["a", None])
-    assert (runs.job_folder / "keys").read_bytes()[16:] == bytes(16)
-    assert runs.rows()[1]["error"] == {"type": "invalid_row", "message": "in.jsonl:2: not an object but a list"}
-    assert runs.run(["a", "b"])[0] == ["b"]
-
-
 def test_damaged_results_are_dropped_and_a_note_says_so(runs):
     runs.run(["a", "b", "c", "d"], most=3)
     assert not [note for note in runs.notes if "damaged" in note]

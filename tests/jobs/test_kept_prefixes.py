@@ -1,40 +1,24 @@
 """Prefixes remembered from earlier windows, for the statistics."""
 
 import numpy as np
+import pytest
 
 from batchgen.jobs.order.windows import KeptPrefixes
 from batchgen.prefix import plan_prefixes
 
 
-def carried(prefixes: KeptPrefixes, *prompts: str) -> int:
-    tokens = [np.frombuffer(prompt.encode(), dtype=np.uint8).astype(np.int32) for prompt in prompts]
-    return prefixes.carried(plan_prefixes(tokens, 2), tokens)
-
-
-def test_a_prefix_is_remembered_from_any_earlier_window():
-    prefixes = KeptPrefixes()
-    assert carried(prefixes, "aaaa1", "aaaa2") == 0
-    assert carried(prefixes, "bbbb1", "bbbb2") == 0
-    assert carried(prefixes, "aaaa3", "bbx") == 4 + 2
-
-
-def test_a_prefix_of_only_one_row_is_not_remembered():
-    prefixes = KeptPrefixes()
-    carried(prefixes, "aaaa1", "bbbb1")
-    assert carried(prefixes, "aaaa2", "aaaa3") == 0
-
-
-def test_the_oldest_are_forgotten_first():
-    prefixes = KeptPrefixes(max_paths=2)
-    carried(prefixes, "aaaa1", "aaaa2")
-    carried(prefixes, "bbbb1", "bbbb2")
-    carried(prefixes, "aaaa1", "aaaa2")
-    carried(prefixes, "cccc1", "cccc2")
-    assert carried(prefixes, "bbbb3") == 0
-    assert carried(prefixes, "aaaa3") == carried(prefixes, "cccc3") == 4
-
-
-def test_the_prefixes_that_save_the_most_tokens_are_remembered():
-    prefixes = KeptPrefixes(paths_of_a_window=1)
-    carried(prefixes, "aaaa1", "aaaa2", "aaaa3", "bbbbbb1", "bbbbbb2")
-    assert carried(prefixes, "aaaa4", "bbbbbb4") == 4
+@pytest.mark.parametrize(
+    ("limits", "windows", "carried"),
+    [
+        ({}, ["aaaa1 aaaa2", "bbbb1 bbbb2", "aaaa3 bbx"], [0, 0, 4 + 2]),
+        ({}, ["aaaa1 bbbb1", "aaaa2 aaaa3"], [0, 0]),
+        ({"max_paths": 2}, ["aaaa1 aaaa2", "bbbb1 bbbb2", "aaaa1 aaaa2", "cccc1 cccc2", "bbbb3", "aaaa3", "cccc3"], [0, 0, 4, 0, 0, 4, 4]),
+        ({"paths_of_a_window": 1}, ["aaaa1 aaaa2 aaaa3 bbbbbb1 bbbbbb2", "aaaa4 bbbbbb4"], [0, 4]),
+    ],
+    ids=["of any earlier window", "of several rows", "not the oldest ones", "those that save the most tokens"],
+)  # fmt: skip
+def test_prefixes_are_remembered(limits, windows, carried):
+    prefixes = KeptPrefixes(**limits)
+    for window, expected in zip(windows, carried, strict=True):
+        tokens = [np.frombuffer(prompt.encode(), dtype=np.uint8).astype(np.int32) for prompt in window.split()]
+        assert prefixes.carried(plan_prefixes(tokens, 2), tokens) == expected

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.errors import OutputLocked, UsageError
-from batchgen.jobs.files import lease as leases
-from batchgen.jobs.files.lease import Beats, Lease, check_shared_folder, last_claim
+from batchgen.errors import OutputLocked
+from batchgen.jobs.files.lease import Beats, Lease, last_claim
 from support.python_process import holding
 
 QUICK = Beats(every=0.01, silent=0.3, look=0.01)
@@ -72,16 +71,6 @@ def test_a_killed_process_of_this_machine_is_recognized_as_dead_at_once(tmp_path
     lease = Lease(tmp_path / "2", "shard 2/4")
     assert lease.taken_over["pid"] == other_process.pid
     lease.release()
-
-
-def test_a_released_lease_can_be_taken_and_tells_its_last_state(tmp_path):
-    first = Lease(tmp_path / "1", "shard")
-    first.release("done")
-    first.release()
-    assert last_claim(tmp_path / "1")[1]["state"] == "done"  # type: ignore[index]
-    second = Lease(tmp_path / "1", "shard")
-    assert (second.before, second.taken_over) == ("done", None)
-    second.release()
 
 
 def test_a_living_process_of_another_machine_keeps_its_lease(tmp_path):
@@ -149,11 +138,3 @@ def test_one_of_many_simultaneous_claims_wins(tmp_path):
     for process in processes:
         process.join()
     assert sum(won.get() for _ in processes) == 1
-
-
-def test_a_mounted_object_store_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(leases, "file_system", lambda folder: "fuse.gcsfuse")
-    with pytest.raises(UsageError, match=r"is on fuse\.gcsfuse, where two machines can make the same file"):
-        check_shared_folder(tmp_path)
-    monkeypatch.setattr(leases, "file_system", lambda folder: "nfs4")
-    check_shared_folder(tmp_path)

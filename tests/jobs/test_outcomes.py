@@ -46,21 +46,21 @@ class OutOfMemoryError(RuntimeError):
     """Has the name of torch's error."""
 
 
+ALLOCATOR = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+
+
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "said"),
     [
-        (MemoryError(), "out of memory: no memory left"),
-        (OutOfMemoryError("CUDA out of memory. Tried to\nallocate"), "out of memory: CUDA out of memory. Tried to"),
-        (
-            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
-            "out of memory: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.",
-        ),
+        (MemoryError(), "no memory left"),
+        (OutOfMemoryError("CUDA out of memory. Tried to\nallocate"), "CUDA out of memory. Tried to"),
+        (RuntimeError(ALLOCATOR), ALLOCATOR),
     ],
 )
-def test_running_out_of_memory_is_one_error_with_a_fix(error, message):
+def test_running_out_of_memory_is_one_error_with_a_fix(error, said):
     with pytest.raises(OutOfMemory) as told, memory_errors():
         raise error
-    assert str(told.value) == f"{message}; lower --kv-memory, --batch-size or --window"
+    assert str(told.value) == f"out of memory: {said}; lower --kv-memory, --batch-size or --window"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes"), ModelError("no"), ValueError("x")])

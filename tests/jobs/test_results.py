@@ -350,24 +350,6 @@ def test_after_another_process_has_taken_over_nothing_is_written(folder, write, 
         assert (results.stored(KEYS), results.under_way()) == ({KEYS[0]: RESULTS[0]}, {})
 
 
-def test_equal_rows_of_an_output_are_compared_by_their_number(folder):
-    with opened(folder) as results:
-        results.know_finished([KEYS[0], KEYS[0], KEYS[1]])
-        results.add_rows([0, 1], {0: KEYS[0], 1: KEYS[2]}, {})
-        finished, gone, new, unasked = results.compared()
-    assert (finished, gone, new, unasked) == (3, 2, 1, 1)
-
-
-def test_rows_that_wait_for_an_equal_one_are_counted_from_the_start_of_the_input(folder):
-    with opened(folder) as results:
-        for _ in range(2):
-            results.begin_rows()
-            results.add_equal({KEYS[0]: 2})
-            results.add_equal({KEYS[0]: 1, KEYS[1]: 1})
-            results.add_equal({})
-            assert [results.equal_rows(key) for key in KEYS[:3]] == [3, 1, 0]
-
-
 def test_rows_of_the_output_have_a_key_or_a_result(folder):
     with opened(folder) as results:
         results.begin_rows()
@@ -440,13 +422,6 @@ def test_more_keys_can_be_looked_up_than_fit_one_query(folder):
         results.add_missing((key, RESULTS[0]) for key in keys)
         assert results.finished_at_hand == 1_000
         assert len(results.stored(keys)) == 1_234
-
-
-def test_stored_results_are_not_replaced_by_those_of_an_output(folder):
-    with opened(folder) as results:
-        results.append(KEYS[0], RESULTS[0])
-        results.add_missing([(KEYS[0], RESULTS[1]), (KEYS[1], RESULTS[1])])
-        assert results.stored(KEYS) == {KEYS[0]: RESULTS[0], KEYS[1]: RESULTS[1]}
 
 
 def test_lines_of_an_output_are_results_until_they_are_damaged_or_to_be_generated_again(folder):

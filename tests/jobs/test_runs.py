@@ -104,17 +104,6 @@ def test_a_finished_job_in_a_read_only_folder_has_nothing_to_write(runs, monkeyp
             runs.run([*PROMPTS, *more], **options)
 
 
-def test_so_is_that_of_a_gguf_file(runs):
-    runs.models["g"] = runs.folder / "g.gguf"
-    runs.models["g"].write_bytes(b"GGUF" + bytes(500))
-    runs.run(PROMPTS, model="g")
-    assert runs.run(PROMPTS, model="g")[1].already_finished
-    assert runs.loaded == 1
-    _append(runs.models["g"])
-    with pytest.raises(UsageError, match=r"made with other settings: model file g\.gguf"):
-        runs.run(PROMPTS, model="g")
-
-
 def _damage(name: str) -> Callable[[Runs], object]:
     return lambda runs: (runs.folder / "o.jsonl.job" / name).write_bytes(b"x")
 

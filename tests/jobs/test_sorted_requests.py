@@ -96,13 +96,6 @@ def test_a_request_comes_back_from_disk_unchanged(tmp_path):
     assert back[4].tokens.dtype == np.int32
 
 
-def test_a_request_longer_than_a_window_gets_its_own_window(tmp_path):
-    made = sorted_requests(
-        tmp_path, [request(0, range(50)), request(1, [1]), request(2, range(1, 30))], limits(rows=100, tokens=10)
-    )
-    assert [[r.row for r in w] for w in made.windows()] == [[0], [1], [2]]
-
-
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 

@@ -145,30 +145,6 @@ def test_a_failed_upload_is_a_one_line_error_and_nothing_is_generated_again(plac
     assert runs.texts() == ["a: a", "a: b"]
 
 
-@in_a_store
-def test_a_store_that_falls_silent_after_the_upload_fails_the_job_and_the_object_is_recognized(
-    place, runs, monkeypatch
-):
-    fs, _ = place
-    with monkeypatch.context() as patch:
-        put, info, asked = fs.put_file, fs.info, []
-
-        def upload(*args, **options):
-            put(*args, **options)
-            patch.setattr(fs, "info", once)
-
-        def once(path):
-            asked.append(path)
-            return info(path) if len(asked) == 1 else _refuse()
-
-        patch.setattr(fs, "put_file", upload)
-        with pytest.raises(OutputError, match=r"cannot be written: Access Denied; check the connection"):
-            runs.run(["a", "b"])
-    assert everything(fs) == ["bucket/out/o.jsonl"]
-    assert runs.run(["a", "b"])[0] == []
-    assert runs.texts() == ["a: a", "a: b"]
-
-
 @pytest.mark.parametrize("failure", [PermissionError("Access Denied"), FileNotFoundError("bucket/in.jsonl")])
 def test_an_input_whose_store_falls_silent_while_the_job_runs_fails_the_job_and_not_the_command(
     failure, memory, runs, monkeypatch
