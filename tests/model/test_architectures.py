@@ -14,41 +14,31 @@ def test_models_with_an_encoder_and_a_decoder_are_refused(name):
     assert refusal(AutoConfig.for_model(name)) == "they have an encoder and a decoder"
 
 
+ENCODER = "this one is an encoder ({}), in which a token also sees the tokens after it"
+TAIL = {"model_type": "glm5_next_text", "index_kpool_always_select_tail": True}
+SPIRAL = {"full_attention": {"type": "spiral"}, "sliding_attention": {"type": "yarn"}}
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (
-            {"model_type": "doge", "is_moe": True},
-            "the experts of a token depend on the other tokens of the batch",
-        ),
+        ({"model_type": "doge", "is_moe": True}, "the experts of a token depend on the other tokens of the batch"),
         ({"layer_types": ["attention", "mamba"]}, "this one has layers of type mamba"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "this one has layers of type chunked_attention"),
-        (
-            {"use_bidirectional_attention": True},
-            "this one is an encoder (use_bidirectional_attention is true), in which a token also sees the tokens after it",
-        ),
-        (
-            {"use_bidirectional_attention": "all"},
-            'this one is an encoder (use_bidirectional_attention is "all"), in which a token also sees the tokens after it',
-        ),
-        (
-            {"is_causal": False},
-            "this one is an encoder (is_causal is false), in which a token also sees the tokens after it",
-        ),
+        ({"use_bidirectional_attention": True}, ENCODER.format("use_bidirectional_attention is true")),
+        ({"use_bidirectional_attention": "all"}, ENCODER.format('use_bidirectional_attention is "all"')),
+        ({"is_causal": False}, ENCODER.format("is_causal is false")),
         ({"rope_parameters": {"rope_type": "spiral"}}, "this one has rotary embeddings of type spiral"),
-        (
-            {"rope_parameters": {"full_attention": {"type": "spiral"}, "sliding_attention": {"type": "yarn"}}},
-            "this one has rotary embeddings of type spiral",
-        ),
+        ({"rope_parameters": SPIRAL}, "this one has rotary embeddings of type spiral"),
         (
             {"model_type": "llava", "text_config": SimpleNamespace(model_type="xlstm")},
             "their recurrence (mLSTM) is not implemented",
         ),
         (
-            {"model_type": "glm5_next_text", "index_kpool_always_select_tail": False},
+            TAIL | {"index_kpool_always_select_tail": False},
             "this one has an indexer that leaves out the newest tokens, whatever the length of the text",
         ),
-        ({"model_type": "glm5_next_text", "index_kpool_always_select_tail": True}, None),
+        (TAIL, None),
         ({"use_bidirectional_attention": "vision"}, None),
         ({"layer_types": ["full_attention", "sliding_attention"]}, None),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, None),

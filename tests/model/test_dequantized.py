@@ -188,33 +188,25 @@ BY_BLOCKS = torch.tensor([[1.0, 2.0], [4.0, 8.0]]).repeat_interleave(40, 0)[:64]
 ONES = {"a.weight": torch.ones(64, 64).to(torch.float8_e4m3fn)}
 SCALES = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
 SHUFFLED = torch.arange(64).flip(0) // 32
-IN_GROUPS = {"group": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}}
 WORDS = {"a.weight_packed": torch.full((8, 8), 0x11111111, dtype=torch.int32), "a.weight_shape": torch.tensor([8, 64])}
 ROWS = torch.tensor([[1.0, 2.0]]).expand(8, 2).contiguous()
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "config_groups": {"group": {"weights": weights}}}
+
+
+IN_GROUPS = compressed(num_bits=4, strategy="group", group_size=32)
+ZEROS = {"a.weight_scale": ROWS, "a.weight_zero_point": torch.zeros(1, 2, dtype=torch.int32)}
 
 
 @pytest.mark.parametrize(
     ("settings", "tensors", "expected"),
     [
         ({"quant_method": "fp8", "weight_block_size": [40, 32]}, ONES | {"a.weight_scale_inv": SCALES}, BY_BLOCKS),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "config_groups": {"group": {"weights": {"block_structure": [40, 32]}}},
-            },
-            ONES | {"a.weight_scale": SCALES},
-            BY_BLOCKS,
-        ),
-        (
-            {"quant_method": "compressed-tensors", "config_groups": IN_GROUPS},
-            WORDS | {"a.weight_scale": ROWS, "a.weight_g_idx": SHUFFLED.int()},
-            -7 * ROWS[:, SHUFFLED],
-        ),
-        (
-            {"quant_method": "compressed-tensors", "config_groups": IN_GROUPS},
-            WORDS | {"a.weight_scale": ROWS, "a.weight_zero_point": torch.zeros(1, 2, dtype=torch.int32)},
-            ROWS.repeat_interleave(32, 1),
-        ),
+        (compressed(block_structure=[40, 32]), ONES | {"a.weight_scale": SCALES}, BY_BLOCKS),
+        (IN_GROUPS, WORDS | {"a.weight_scale": ROWS, "a.weight_g_idx": SHUFFLED.int()}, -7 * ROWS[:, SHUFFLED]),
+        (IN_GROUPS, WORDS | ZEROS, ROWS.repeat_interleave(32, 1)),
     ],
     ids=["cut blocks of fp8", "cut blocks", "groups of inputs in any order", "zeros that are stored as 0"],
 )

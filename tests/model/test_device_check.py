@@ -102,22 +102,40 @@ def full(out):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+def stale(replays):
+    """Returns a capture whose graph does nothing after `replays` replays."""
+
+    class Stale(Capture):
+        def recorded(self, forward):
+            times = iter(range(100))
+            return lambda: forward() if next(times) < replays else None
+
+    return Stale()
+
+
+def failing(forward):
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
 @pytest.mark.parametrize(
-    ("attention", "why"),
+    ("faults", "part", "why"),
     [
-        (faulty(raises), "RuntimeError: CUDA error: misaligned address"),
-        (faulty(no_number), "the attention kernels give other numbers than plain torch"),
-        (faulty(one_of_a_thousand), "the attention kernels give other numbers than plain torch"),
-        (Misplaced, "the attention kernels write other KV than plain torch"),
-        (Mistaken, "with the attention kernels the model's logits of "),
-        (faulty(full), "OutOfMemoryError: CUDA out of memory"),
+        ({"attention": faulty(raises)}, "triton", "RuntimeError: CUDA error: misaligned address"),
+        ({"attention": faulty(no_number)}, "triton", "the attention kernels give other numbers than plain torch"),
+        ({"attention": faulty(one_of_a_thousand)}, "triton", "the attention kernels give other numbers than plain torch"),
+        ({"attention": Misplaced}, "triton", "the attention kernels write other KV than plain torch"),
+        ({"attention": Mistaken}, "triton", "with the attention kernels the model's logits of "),
+        ({"attention": faulty(full)}, "triton", "OutOfMemoryError: CUDA out of memory"),
+        ({"capture": lambda: stale(2)}, "graphs", "as CUDA graphs the model's logits of "),
+        ({"capture": lambda: failing}, "graphs", "the model cannot be captured as a CUDA graph and runs without, which is slower: operation"),
     ],
-    ids=["raises", "no number", "one of a thousand", "misplaced", "mistaken", "full"],
-)
-def test_faulty_kernels_are_found_and_what_builds_on_them_is_not_tried(model, monkeypatch, attention, why):
-    use_fake_device(monkeypatch, attention=attention)
+    ids=["raises", "no number", "one of a thousand", "misplaced", "mistaken", "full", "stale graphs", "no graphs"],
+)  # fmt: skip
+def test_a_faulty_part_is_found_and_what_builds_on_it_is_not_tried(model, monkeypatch, faults, part, why):
+    use_fake_device(monkeypatch, **faults)
     parts, last = run_trials(model)
-    assert (parts, last.part) == (["sampler", "triton"], "triton")
+    tried = ["sampler", "triton", "graphs"]
+    assert (parts, last.part) == (tried[: tried.index(part) + 1], part)
     assert last.unknown == why.startswith("OutOfMemory")  # which is no fault of the kernels
     assert last.why.startswith(why)
 
@@ -152,35 +170,6 @@ def test_rounding_in_half_precision_is_not_a_fault_but_one_wrong_element_in_a_th
         use_fake_device(monkeypatch, attention=Wrong)
         with pytest.raises(device_trials.Differs, match="give other numbers than plain torch"):
             device_trials.attention_trial(kind, on, 32)
-
-
-def stale(replays):
-    """Returns a capture whose graph does nothing after `replays` replays."""
-
-    class Stale(Capture):
-        def recorded(self, forward):
-            times = iter(range(100))
-            return lambda: forward() if next(times) < replays else None
-
-    return Stale()
-
-
-def failing(forward):
-    raise RuntimeError("operation not permitted when stream is capturing")
-
-
-@pytest.mark.parametrize(
-    ("capture", "why"),
-    [
-        (lambda: stale(2), "as CUDA graphs the model's logits of "),
-        (lambda: failing, "the model cannot be captured as a CUDA graph and runs without, which is slower: operation"),
-    ],
-)
-def test_faulty_graphs_are_found_after_the_kernels(model, monkeypatch, capture, why):
-    use_fake_device(monkeypatch, capture)
-    parts, last = run_trials(model)
-    assert (parts, last.part) == (["sampler", "triton", "graphs"], "graphs")
-    assert last.why.startswith(why)
 
 
 def test_tokens_that_the_device_returns_wrong_switch_off_the_step_ahead(model, monkeypatch):

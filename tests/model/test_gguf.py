@@ -18,13 +18,10 @@ from batchgen.errors import ModelError
 from batchgen.jobs.identity import model_identity
 from batchgen.kernels.codes import PackedTensor
 from batchgen.kernels.int8 import are_whole
-from batchgen.model.loader import load_model
 from batchgen.model.weights.gguf import TYPES, from_blocks
-from batchgen.model.weights.quantized import bytes_of
 from batchgen.model.weights.weight_size import WHOLE_GGUF
 from batchgen.model_files import gguf_file
 from batchgen.prompts import load_tokenizer
-from batchgen.stats import size_text
 from support.gguf import save_tiny_llama_with_merges, write_gguf, write_vocabulary
 
 pytest.importorskip("gguf")
@@ -72,22 +69,6 @@ def test_the_output_is_that_of_transformers_on_the_dequantized_weights(model):
     assert list(got[0].token_ids) == tokens
 
 
-def test_a_note_tells_the_memory_of_the_weights(model, monkeypatch):
-    monkeypatch.setattr("batchgen.model.loader.free_memory", lambda _: 0)  # so that they stay packed
-    file, _ = model
-    config = ModelConfig(model=file, device="cpu", dtype="bfloat16", compile="off")
-    loaded = load_model(config, load_tokenizer(config))
-    weights = list(loaded.module.parameters())
-    whole, size = size_text(sum(p.nbytes for p in weights)), size_text(sum(map(bytes_of, weights)))
-    assert loaded.notes[0] == (
-        f"the GGUF weights were dequantized to bfloat16 and take {whole}; activations are not quantized"
-        if "F16" in file.name
-        else f"the GGUF weights stay packed and take {size} ({whole} in bfloat16); activations are not quantized"
-    )
-    assert getattr(loaded.module, "is_quantized", False) is False
-    assert {p.dtype for p in loaded.module.parameters()} == {torch.bfloat16}
-
-
 def test_a_16_bit_file_runs_in_its_own_dtype_and_others_in_bfloat16(model):
     hf_config = load_tokenizer(ModelConfig(model=model[0])).hf_config
     assert str(hf_config.dtype).removeprefix("torch.") == ("float16" if "F16" in model[0].name else "bfloat16")
@@ -109,15 +90,6 @@ def test_a_job_runs_on_a_folder_with_a_gguf_file_and_recognizes_it_again(model, 
     assert run_job(config).already_finished
     (folder / "model.safetensors").touch()
     assert gguf_file(ModelConfig(model=folder)) is None
-
-
-@pytest.mark.parametrize("left", [0.02, 0.4, 0.7, 0.99])
-def test_a_file_that_is_cut_is_named(model, tmp_path, left):
-    cut = tmp_path / "cut.gguf"
-    whole = model[0].read_bytes()
-    cut.write_bytes(whole[: int(left * len(whole))])
-    with pytest.raises(ModelError, match=f"^{cut} is cut or damaged; download it again$"):
-        load_tokenizer(ModelConfig(model=cut))
 
 
 def test_a_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from batchgen.attention.kv_cache import LayerShape
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.model import loader, multimodal
@@ -23,14 +22,6 @@ from support.wrappers import TEXTS, text_model
 def load(folder, **options):
     config = ModelConfig(model=str(folder), device="cpu", **options)
     return load_model(config, load_tokenizer(config))
-
-
-def test_a_loaded_model_knows_the_shape_of_its_kv(tiny_model_dir):
-    model = load(tiny_model_dir)
-    assert model.layers == {0: LayerShape(2, 16, 16), 1: LayerShape(2, 16, 16)}
-    assert (model.vocab_size, model.device.type, model.dtype) == (262, "cpu", torch.float32)
-    assert not model.module.training
-    assert model.module.config._attn_implementation == "batchgen"
 
 
 def test_float32_is_not_rounded_to_tf32(tiny_model_dir, monkeypatch):
@@ -156,3 +147,10 @@ def test_weights_that_are_not_in_the_cache_are_not_taken_for_pickled_ones(cached
     assert str(caught.value) == (
         "the weights of model 'org/name' are not in the local cache, and the hub cannot be reached; check the connection and HF_HUB_OFFLINE"
     )
+
+
+def test_running_a_part_that_was_left_out_is_an_error_that_says_so():
+    with pytest.raises(
+        ModelError, match="the model runs its vision_tower on text, and only the language model was loaded"
+    ):
+        multimodal.Absent("vision_tower")(torch.zeros(1))

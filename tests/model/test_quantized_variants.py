@@ -169,13 +169,18 @@ def test_the_last_group_of_gptq_may_be_cut(parts: dict[str, torch.Tensor], tmp_p
     [
         ("gptq", CUT, {"bits": 4, "group_size": 64, "desc_act": True}),  # whose g_idx is missing
         ("gptq", CUT | {"a.scales": torch.ones(5, 8).half()}, {"bits": 4, "group_size": 64}),
+        (
+            "bitsandbytes",
+            INT8 | {"a.SCB": torch.ones(8), "a.weight_format": torch.tensor(2).to(torch.uint8)},
+            {},
+        ),  # a GPU's order
         ("fp8", FLOAT8 | {"a.weight_scale": torch.ones(2)}, {}),  # of parts of a fused layer, whose sizes are not known
     ],
 )
-def test_groups_that_are_not_known_are_refused(
+def test_groups_and_orders_that_are_not_known_are_refused(
     method: str, tensors: dict[str, torch.Tensor], others: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=r"^a\.weight: .*(not known here|have scales for)"):
+    with pytest.raises(ValueError, match=r"^a\.weight: .*(not known here|have scales for|not in the order of rows)"):
         weight_of(tensors, {"quant_method": method} | others, tmp_path)
 
 
@@ -190,12 +195,6 @@ def test_4_bit_weights_of_bitsandbytes_may_be_stored_as_another_type(tmp_path: P
     found = weight_of(parts, {"quant_method": "bitsandbytes"}, tmp_path)
     byte = torch.arange(256)
     assert torch.equal(found.flatten(), torch.stack([byte // 16, byte % 16], 1).flatten().float())
-
-
-def test_an_int8_weight_of_bitsandbytes_in_the_order_of_a_gpu_is_refused(tmp_path: Path) -> None:
-    parts = INT8 | {"a.SCB": torch.ones(8), "a.weight_format": torch.tensor(2, dtype=torch.uint8)}
-    with pytest.raises(ValueError, match=r"^a\.weight: .* not in the order of rows"):
-        weight_of(parts, {"quant_method": "bitsandbytes"}, tmp_path)
 
 
 def compressed(*schemes: dict[str, Any], **others: Any) -> dict[str, Any]:

@@ -4,12 +4,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import AutoConfig
 
 from batchgen.config import ModelConfig
 from batchgen.errors import ModelError
 from batchgen.model import loader
 from batchgen.model.loader import check_fits, check_room, cpu_dtype, dtype_of
+from batchgen.model.multimodal import left_out
 from batchgen.model.weights import weight_size
 from batchgen.model.weights.int8 import quantize
 from batchgen.model.weights.weight_size import (
@@ -25,6 +28,7 @@ from batchgen.prompts.tokenizer import load_config
 from support.gguf import write_whole_model
 from support.models import build, load_folder
 from support.quantized import make
+from support.vision import make as make_seeing
 
 GIB = 2**30
 BF16, F32 = torch.bfloat16, torch.float32
@@ -110,6 +114,24 @@ def test_the_router_and_the_encoder_of_a_multimodal_mixture_of_mlx_are_counted_a
     assert weight_sizes([encoder], settings, 2, frozenset({"visual"})).kept == 0
 
 
+def stored_bytes(folder):
+    found = {"text": 0, "vision": 0}
+    with safe_open(folder / "model.safetensors", "pt") as f:
+        for name in f.keys():  # noqa: SIM118
+            found["vision" if "vision" in name else "text"] += 4 * f.get_tensor(name).numel()
+    return found
+
+
+def test_the_gpu_memory_needed_is_that_of_the_text_part(tmp_path):
+    make_seeing("gemma3", tmp_path)
+    without = left_out(AutoConfig.from_pretrained(tmp_path))
+    assert without == {"vision_tower", "multi_modal_projector"}
+    tensors = stored_tensors(ModelConfig(model=str(tmp_path)))
+    whole, needed = (weight_sizes(tensors, None, 4, names, on_cpu=False).kept for names in (frozenset(), without))
+    assert whole - needed >= stored_bytes(tmp_path)["vision"]
+    assert needed <= stored_bytes(tmp_path)["text"]
+
+
 def test_scales_of_packed_experts_take_what_they_take_in_the_file():
     scales = StoredTensor("model.layers.0.mlp.experts.gate_up_proj_scales", "U8", [4, 5760, 90], 4 * 5760 * 90)
     sizes = weight_sizes([scales], {"quant_method": "mxfp4"}, 2)
@@ -169,28 +191,25 @@ def test_the_hub_tells_the_size_of_weights_that_are_not_on_disk(machine, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("needed", "dtype", "free", "message"),
+    ("needed", "dtype", "free", "way_out"),
     [
         (
-            140 * GIB, BF16, [79 * GIB, 78 * GIB],
-            "the model's weights take 140.0 GiB in bfloat16, and cuda:0 has 79.0 GiB free; "
+            140,
+            BF16,
+            [79, 78],
             "--device-map auto, without --device, spreads it over 2 GPUs, of which 157.0 GiB are free",
         ),
-        (
-            30 * GIB, F32, [23 * GIB],
-            "the model's weights take 30.0 GiB in float32, and cuda:0 has 23.0 GiB free; --dtype bfloat16 needs 15.0 GiB",
-        ),
-        (
-            30 * GIB, BF16, [23 * GIB, 2 * GIB],
-            "the model's weights take 30.0 GiB in bfloat16, and cuda:0 has 23.0 GiB free; "
-            "use a quantized checkpoint, or larger or more GPUs",
-        ),
+        (30, F32, [23], "--dtype bfloat16 needs 15.0 GiB"),
+        (30, BF16, [23, 2], "use a quantized checkpoint, or larger or more GPUs"),
     ],
-)  # fmt: skip
-def test_weights_that_do_not_fit_are_refused_with_what_would_fit(needed, dtype, free, message):
+)
+def test_weights_that_do_not_fit_are_refused_with_what_would_fit(needed, dtype, free, way_out):
     with pytest.raises(ModelError) as e:
-        check_fits(needed, dtype, 0, free)
-    assert str(e.value) == message
+        check_fits(needed * GIB, dtype, 0, [each * GIB for each in free])
+    name = str(dtype).removeprefix("torch.")
+    assert str(e.value) == (
+        f"the model's weights take {needed}.0 GiB in {name}, and cuda:0 has {free[0]}.0 GiB free; {way_out}"
+    )
 
 
 def test_a_model_too_large_for_the_device_is_refused_before_it_is_loaded(tiny_model_dir, tmp_path, monkeypatch):
