@@ -38,6 +38,17 @@ def config_of(folder, **options):
     return ModelConfig(model=str(folder), **options)
 
 
+def test_the_tensors_of_a_model_are_not_known_if_the_hub_cannot_be_reached(monkeypatch):
+    class ConnectError(Exception):
+        """As that of httpx, which is no OSError."""
+
+    def unreachable(*args, **options):
+        raise ConnectError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", unreachable)
+    assert stored_tensors(ModelConfig(model="org/name")) is None
+
+
 def bytes_of(config, dtype):
     return weight_sizes(stored_tensors(config), None, dtype.itemsize, on_cpu=False).kept
 

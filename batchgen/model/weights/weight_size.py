@@ -223,11 +223,10 @@ def _in_file(path: Path) -> list[StoredTensor]:
 
 def _on_the_hub(config: ModelConfig) -> list[StoredTensor] | None:
     from huggingface_hub import get_safetensors_metadata
-    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled
 
     try:
         found = get_safetensors_metadata(config.model, revision=config.revision)
-    except (HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled, OSError, ValueError):
+    except Exception:  # noqa: BLE001 - the library of requests differs with the version
         return None
     return [
         StoredTensor(name, t.dtype, t.shape, t.data_offsets[1] - t.data_offsets[0])
