@@ -143,14 +143,19 @@ def test_a_job_encodes_each_image_once_and_says_so(model, expected):
     assert sorted(path.name for path in Path("o.jsonl.job").iterdir()) == FINISHED_FILES
 
 
-@pytest.mark.parametrize("reference", slow_but(["llava"], sorted(FAMILIES)), indirect=True)
-def test_a_stopped_job_goes_on_with_sorted_requests_on_the_disk(model, expected):
+def stop_after_four_rows(model: Path) -> None:
+    """Stops a job that keeps images, and sorted requests on the disk."""
     sent = rows()
     for i in (1, 5):
         sent[i]["messages"][0]["content"][0] = {"type": "image_url", "image_url": {"url": data_url(1)}}
     write(sent)
     with pytest.raises(Interrupted):
         run_job(config_of(model, limits=TINY), Recorder(rows_done(4), interrupt))
+
+
+@pytest.mark.parametrize("reference", slow_but(["llava"], sorted(FAMILIES)), indirect=True)
+def test_a_stopped_job_goes_on_with_sorted_requests_on_the_disk(model, expected):
+    stop_after_four_rows(model)
     assert [path.name for path in Path("o.jsonl.job/images").iterdir()] != []
     Path("p/3.png").touch()
     stats = run(model, limits=TINY).stats
@@ -160,12 +165,7 @@ def test_a_stopped_job_goes_on_with_sorted_requests_on_the_disk(model, expected)
 
 
 def test_a_stopped_job_whose_folder_was_moved_finds_the_images_that_it_keeps(model, expected):
-    sent = rows()
-    for i in (1, 5):
-        sent[i]["messages"][0]["content"][0] = {"type": "image_url", "image_url": {"url": data_url(1)}}
-    write(sent)
-    with pytest.raises(Interrupted):
-        run_job(config_of(model, limits=TINY), Recorder(rows_done(4), interrupt))
+    stop_after_four_rows(model)
     Path("elsewhere").mkdir()
     Path("o.jsonl.job").rename("elsewhere/o.jsonl.job")
     stats = run(model, output="elsewhere/o.jsonl", limits=TINY).stats
