@@ -183,7 +183,6 @@ class StepExecutor:
         wanted = np.full((batch.size.logit_rows, words + words % 2), -1, dtype=np.int32)
         limited = [s.sequence.request.params.logprobs is None for s in batch.samples[: len(batch.sample_rows)]]
         wanted[batch.sample_rows[limited], :words] = mask.numpy()[: len(limited)][limited]
-        wanted[[kept.row for kept in batch.kept_rows]] = -1
         return wanted.view(np.uint64)
 
     def _logits(self, step: InFlightStep) -> torch.Tensor:

@@ -11,7 +11,6 @@ import pytest
 from batchgen import LLM, EngineConfig, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.executor import StepExecutor
-from batchgen.kernels.ops import PackedLinear
 from batchgen.result import Result
 from support.drafters import ForcedDrafter, known
 from support.models import engine_for, kernels, make_requests, plain_llama, token_ids
@@ -19,6 +18,7 @@ from support.models import run as run_requests
 from support.params import slow_but
 from support.shapes import VOCAB
 from support.tiny_model import THINKING_TEMPLATE, save_tiny_llama
+from support.wanted import watch_columns
 
 SCHEMA = {
     "type": "object",
@@ -115,8 +115,7 @@ def test_every_kind_of_row_has_the_same_result(model: Path, without: list[Result
 def test_logits_that_grammars_save_change_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_tiny_llama(tmp_path, vocab_size=1500)
     cases = {name: params for name, params in CASES.items() if params.constrained}
-    some_columns, calls = PackedLinear.some_columns, []
-    monkeypatch.setattr(PackedLinear, "some_columns", lambda *args: calls.append(args) or some_columns(*args))
+    calls = watch_columns(monkeypatch)
     got = run(model, cases=cases)
     assert len(calls) > 20 or kernels() is None
     monkeypatch.setattr(StepExecutor, "_wanted", lambda executor, batch: None)

@@ -9,7 +9,7 @@ from batchgen.kernels.ops import PackedLinear
 from batchgen.model.wanted_logits import only_wanted
 from support.codings import SIZE, weight_of
 from support.numbers import BFLOAT16, FLOAT32, numbers
-from support.wanted import bits
+from support.wanted import bits, watch_columns
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -28,15 +28,7 @@ WEIGHTS = {
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The number of rows and of panels of each product of some columns."""
-    found, some_columns = [], PackedLinear.some_columns
-
-    def watched(self, x, panels, y):
-        found.append((len(x), len(panels)))
-        return some_columns(self, x, panels, y)
-
-    monkeypatch.setattr(PackedLinear, "some_columns", watched)
-    return found
+    return watch_columns(monkeypatch)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -34,7 +34,7 @@ from support.models import (
 from support.params import slow_but
 from support.requests import planned
 from support.shapes import CORE, SHAPES, family_config, prompts_and_lengths
-from support.wanted import bits
+from support.wanted import bits, watch_columns
 
 # Importing GPTBigCode from transformers 5.17 with torch 2.13 gives this warning.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -84,8 +84,7 @@ def first_logits(model: Any, wanted: NDArray[np.bool_] | None, monkeypatch: pyte
 @pytest.mark.parametrize("name", slow_but(CORE, sorted(SHAPES)))
 def test_logits_that_are_wanted_do_not_depend_on_the_others(name, monkeypatch):
     """Models may limit or scale their logits, one by one."""
-    model, some_columns, calls = packed_model(name), PackedLinear.some_columns, []
-    monkeypatch.setattr(PackedLinear, "some_columns", lambda *args: calls.append(args) or some_columns(*args))
+    model, calls = packed_model(name), watch_columns(monkeypatch)
     wanted = np.arange(model.vocab_size) == 5
     want, got = (first_logits(model, which, monkeypatch) for which in (None, wanted))
     assert torch.equal(got[:, wanted], want[:, wanted])
